@@ -1,0 +1,55 @@
+# make demo    post-train a small model from nothing, in under 5 minutes
+# make test    the whole Python test suite
+# make check   what continuous integration runs: tests, linters, C++ under sanitizers, the wheel alone
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.txt
+
+.PHONY: demo test lint cpp-test wheel-test check format clean
+
+# One stamp per extra: `make demo` on a fresh machine installs no test tools.
+$(VENV)/.installed-%: $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[$*]"
+	touch $@
+
+demo: $(VENV)/.installed-train
+	$(BIN)/whet demo
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n auto
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run --Werror $(shell find cpp -name '*.h' -o -name '*.cpp')
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(shell find cpp -name '*.h' -o -name '*.cpp')
+
+# Release (and no symbol that a linker could merge across instruction sets), then under sanitizers.
+cpp-test: $(VENV)/.installed-dev
+	for sanitize in "" address,undefined thread; do \
+	  dir=build/cpp-test-$$(echo $${sanitize:-release} | tr , -); \
+	  $(BIN)/cmake -S . -B $$dir -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DWHET_PYTHON=OFF \
+	    -DWHET_CPP_TESTS=ON -DWHET_SANITIZE=$$sanitize >/dev/null && \
+	  $(BIN)/cmake --build $$dir && $(BIN)/ctest --test-dir $$dir --output-on-failure || exit 1; \
+	done
+
+# The wheel in an empty environment, with no compiler to be found and nothing but NumPy beside it.
+wheel-test: $(VENV)/.installed-test
+	rm -rf build/wheel && $(BIN)/python -m pip wheel -q --no-deps -c constraints.txt -w build/wheel .
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt build/wheel/*.whl
+	cd build/wheel && PATH=/nowhere venv/bin/python ../../tests/wheel_smoke.py
+
+check: test lint cpp-test wheel-test
+
+clean:
+	rm -rf build $(VENV)

@@ -1,0 +1,175 @@
+// Rewards to advantages, group by group: A = (r - mean) / scale.
+//
+// A group's mean and standard deviation come from its scored rewards; NaN means unscored and gives advantage 0.
+//   scale = std                       zeros where std < 1e-8        (eps < 0: the default)
+//   scale = std + eps                                               (eps >= 0: TRL)
+// std = sqrt(sum (r - mean)^2 / (n - ddof)), 0 where n <= ddof. `batch_scale`, if not NaN, takes the place of scale:
+// the batch's own deviation, or 1. All arithmetic is float64; the mean is kept in two parts, so that rewards close to
+// it keep their digits.
+//
+// Groups of 2, 4 or 8 share a vector: lanes combine by butterflies within their own group.
+
+WHET_INLINE f64x8 load_rewards(const double* x) { return load(x); }
+WHET_INLINE f64x8 load_rewards(const float* x) { return load_wide(x); }
+WHET_INLINE void store_rewards(double* out, f64x8 v) { store(out, v); }
+WHET_INLINE void store_rewards(float* out, f64x8 v) { store_narrow(out, v); }
+
+template <class T>
+WHET_INLINE f64x8 load_first_rewards(const T* x, int n) {
+    double lanes[8];
+    for (int i = 0; i < 8; ++i) lanes[i] = i < n ? static_cast<double>(x[i]) : __builtin_nan("");
+    return load(lanes);
+}
+
+template <class T>
+WHET_INLINE void store_first_rewards(T* out, f64x8 v, int n) {
+    double lanes[8];
+    store(lanes, v);
+    for (int i = 0; i < n; ++i) out[i] = static_cast<T>(lanes[i]);
+}
+
+template <class T, class Visit>
+WHET_INLINE void each_vector(const T* rewards, size_t n, Visit visit) {
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) visit(load_rewards(rewards + i));
+    if (i < n) visit(load_first_rewards(rewards + i, static_cast<int>(n - i)));
+}
+
+// A count of rewards, 1 / count, and 1 / (count - ddof) or 0 where there is no freedom left.
+struct Counts {
+    f64x8 count, per_reward, per_freedom;
+
+    WHET_INLINE Counts(f64x8 count, double ddof) : count(count), per_reward(f64x8(1.0) / count) {
+        const f64x8 freedom = count - f64x8(ddof);
+        per_freedom = select(freedom > f64x8(0.0), f64x8(1.0) / freedom, f64x8(0.0));
+    }
+};
+
+// What the rewards of a segment of lanes amount to; every lane of the segment holds the same.
+struct GroupMoments {
+    f64x8 mean_high, mean_low, deviation;
+
+    WHET_INLINE f64x8 distance(f64x8 reward) const { return (reward - mean_high) - mean_low; }
+};
+
+// A running sum. float32 rewards leave float64 sums 29 spare bits: only float64 ones need the dropped part.
+template <class T>
+struct RewardSum {
+    f64x8 sum = f64x8(0.0), dropped = f64x8(0.0);
+
+    WHET_INLINE void add(f64x8 x) {
+        if constexpr (sizeof(T) == 8) {
+            sum = two_sum(sum, x, dropped);
+        } else {
+            sum += x;
+        }
+    }
+    template <int width>
+    WHET_INLINE void combine_segments() {
+        if constexpr (sizeof(T) == 8) {
+            sum = segment_two_sum<width>(sum, dropped);
+        } else {
+            sum = segment_sum<width>(sum);
+        }
+    }
+};
+
+// Moments of n rewards or, with width < 8, of the 8 / width groups in one vector. With `some_unscored` NaN is left out.
+// The mean is exact in two parts however its first is rounded, so a product with 1 / count serves.
+template <int width, bool some_unscored, class T>
+WHET_INLINE GroupMoments moments_of(const T* rewards, size_t n, const Counts& c) {
+    const f64x8 zero(0.0);
+    const auto scored_part = [&](f64x8 r, f64x8 x)
+                                 WHET_INLINE_LAMBDA { return some_unscored ? select(r == r, x, zero) : x; };
+    RewardSum<T> total, squares;
+    each_vector(rewards, n, [&](f64x8 r) WHET_INLINE_LAMBDA { total.add(scored_part(r, r)); });
+    total.template combine_segments<width>();
+    GroupMoments m;
+    m.mean_high = total.sum * c.per_reward;
+    m.mean_low = (fma(-m.mean_high, c.count, total.sum) + total.dropped) * c.per_reward;
+    each_vector(rewards, n, [&](f64x8 r) WHET_INLINE_LAMBDA {
+        const f64x8 d = m.distance(r);
+        squares.add(scored_part(r, d * d));
+    });
+    m.deviation = sqrt(segment_sum<width>(squares.sum + squares.dropped) * c.per_freedom);
+    return m;
+}
+
+// `whole` holds the counts of a segment without NaN: counting again is for those that have one.
+template <int width, class T>
+WHET_INLINE GroupMoments group_moments(const T* rewards, size_t n, double ddof, const Counts& whole) {
+    const GroupMoments m = moments_of<width, false>(rewards, n, whole);
+    const double check = width == 8 ? m.mean_low[0] : segment_sum<8>(m.mean_low)[0];
+    if (check == check) return m;
+    f64x8 count(0.0);
+    each_vector(rewards, n, [&](f64x8 r) WHET_INLINE_LAMBDA { count += select(r == r, f64x8(1.0), f64x8(0.0)); });
+    return moments_of<width, true>(rewards, n, Counts(segment_sum<width>(count), ddof));
+}
+
+template <int width, class T>
+WHET_INLINE void advantages_of(const T* rewards, size_t n, double ddof, double eps, double batch_scale,
+                               const Counts& whole, T* out) {
+    const f64x8 zero(0.0);
+    const GroupMoments m = group_moments<width>(rewards, n, ddof, whole);
+    f64x8 scale = m.deviation;
+    if (batch_scale == batch_scale) {
+        scale = f64x8(batch_scale);
+    } else if (eps >= 0.0) {
+        scale += f64x8(eps);
+    } else {
+        // Infinity makes every advantage of a group without spread 0.
+        scale = select(scale < f64x8(1e-8), f64x8(__builtin_inf()), scale);
+    }
+    const f64x8 per_scale = f64x8(1.0) / scale;
+    auto advantage = [&](f64x8 r) WHET_INLINE_LAMBDA { return select(r == r, m.distance(r) * per_scale, zero); };
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) store_rewards(out + i, advantage(load_rewards(rewards + i)));
+    if (i < n) {
+        const int rest = static_cast<int>(n - i);
+        store_first_rewards(out + i, advantage(load_first_rewards(rewards + i, rest)), rest);
+    }
+}
+
+// Groups of 2, 4 and 8 fill whole vectors (step 8); other groups go one by one.
+template <int width, size_t fixed_step, class T>
+WHET_INLINE void advantages_of_each(const T* rewards, size_t n, size_t group_size, double ddof, double eps,
+                                    double batch_scale, T* out) {
+    const Counts whole(f64x8(static_cast<double>(group_size)), ddof);
+    const size_t step = fixed_step != 0 ? fixed_step : group_size;
+    size_t i = 0;
+    for (; i + step <= n; i += step) advantages_of<width>(rewards + i, step, ddof, eps, batch_scale, whole, out + i);
+    if (i < n) advantages_of<width>(rewards + i, n - i, ddof, eps, batch_scale, whole, out + i);
+}
+
+template <class T>
+WHET_INLINE void group_advantages(const T* rewards, size_t n_groups, size_t group_size, double ddof, double eps,
+                                  double batch_scale, T* out) {
+    const size_t n = n_groups * group_size;
+    switch (group_size) {
+        case 2:
+            return advantages_of_each<2, 8>(rewards, n, group_size, ddof, eps, batch_scale, out);
+        case 4:
+            return advantages_of_each<4, 8>(rewards, n, group_size, ddof, eps, batch_scale, out);
+        case 8:
+            return advantages_of_each<8, 8>(rewards, n, group_size, ddof, eps, batch_scale, out);
+        default:
+            return advantages_of_each<8, 0>(rewards, n, group_size, ddof, eps, batch_scale, out);
+    }
+}
+
+void group_advantages_f32(const float* rewards, size_t n_groups, size_t group_size, double ddof, double eps,
+                          double batch_scale, float* out) {
+    group_advantages(rewards, n_groups, group_size, ddof, eps, batch_scale, out);
+}
+void group_advantages_f64(const double* rewards, size_t n_groups, size_t group_size, double ddof, double eps,
+                          double batch_scale, double* out) {
+    group_advantages(rewards, n_groups, group_size, ddof, eps, batch_scale, out);
+}
+
+// The standard deviation of all scored rewards, for scale="batch".
+double batch_deviation_f32(const float* rewards, size_t n, double ddof) {
+    return group_moments<8>(rewards, n, ddof, Counts(f64x8(static_cast<double>(n)), ddof)).deviation[0];
+}
+double batch_deviation_f64(const double* rewards, size_t n, double ddof) {
+    return group_moments<8>(rewards, n, ddof, Counts(f64x8(static_cast<double>(n)), ddof)).deviation[0];
+}

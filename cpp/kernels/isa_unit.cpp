@@ -1,0 +1,36 @@
+// All kernels for one instruction set. Compiled once per set with its own flags and WHET_ISA its name.
+//
+// Everything stands in an anonymous namespace and nothing of the standard library comes in: a function that the
+// linker could merge with another unit's copy would run with the wrong instructions.
+#include <stddef.h>
+#include <stdint.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "kernels/dispatch.h"
+
+namespace whet {
+namespace WHET_ISA {
+namespace {
+#include "simd/vec.h"
+//
+#include "simd/math.h"
+//
+#include "kernels/gae.h"
+#include "kernels/group_advantages.h"
+#include "kernels/token_kl.h"
+#include "kernels/token_logprobs.h"
+}  // namespace
+
+#define WHET_STRING_OF(x) #x
+#define WHET_STRING(x) WHET_STRING_OF(x)
+extern const Kernels table;
+const Kernels table = {
+    WHET_STRING(WHET_ISA),
+#define KERNEL(result, name, parameters) name,
+#include "kernels/kernels.def"
+#undef KERNEL
+};
+}  // namespace WHET_ISA
+}  // namespace whet

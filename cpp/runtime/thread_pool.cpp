@@ -1,0 +1,161 @@
+#include "runtime/thread_pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace whet {
+namespace {
+
+constexpr int kSpins = 1000;  // pauses before a worker sleeps: about 30 us
+
+void pause_briefly() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+class ThreadPool {
+public:
+    explicit ThreadPool(int n_threads) {
+        for (int i = 1; i < n_threads; ++i) workers_.emplace_back([this] { work(); });
+    }
+
+    ~ThreadPool() {
+        stop_.store(true);
+        epoch_.fetch_add(1);
+        epoch_.notify_all();
+        for (std::thread& t : workers_) t.join();
+    }
+
+    int n_threads() const { return static_cast<int>(workers_.size()) + 1; }
+
+    void run(size_t n_tasks, void (*task)(void*, size_t), void* context) {
+        const std::unique_lock lock(job_mutex_, std::try_to_lock);
+        if (!lock || workers_.empty() || n_tasks < 2 || n_tasks > kLeftMask) {
+            for (size_t i = 0; i < n_tasks; ++i) task(context, i);
+            return;
+        }
+        task_ = task;
+        context_ = context;
+        done_.store(0, std::memory_order_relaxed);
+        ++job_;
+        ticket_.store(job_ << kJobShift | n_tasks);
+        if (sleeping_.load() > 0) {
+            epoch_.fetch_add(1);
+            epoch_.notify_all();
+        }
+        while (run_one()) {
+        }
+        for (int spins = 0; done_.load(std::memory_order_acquire) != n_tasks; ++spins) {
+            spins < kSpins ? pause_briefly() : std::this_thread::yield();
+        }
+    }
+
+private:
+    // The ticket holds the job's number above and the count of unclaimed tasks below: a claim that succeeds belongs to
+    // the job whose fields are in place, since a job is not over before its claimed tasks are done.
+    static constexpr int kJobShift = 32;
+    static constexpr uint64_t kLeftMask = (uint64_t{1} << kJobShift) - 1;
+
+    bool run_one() {
+        uint64_t ticket = ticket_.load(std::memory_order_acquire);
+        do {
+            if ((ticket & kLeftMask) == 0) return false;
+        } while (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acquire));
+        task_(context_, (ticket & kLeftMask) - 1);
+        done_.fetch_add(1, std::memory_order_release);
+        return true;
+    }
+
+    void work() {
+        while (!stop_.load(std::memory_order_relaxed)) {
+            bool busy = false;
+            for (int spins = 0; spins < kSpins && !busy; ++spins) {
+                busy = run_one();
+                pause_briefly();
+            }
+            if (busy) continue;
+            // Counted as asleep before the last look: the caller either sees the count or is seen by the look.
+            const uint32_t epoch = epoch_.load();
+            sleeping_.fetch_add(1);
+            if (!run_one() && !stop_.load()) epoch_.wait(epoch);
+            sleeping_.fetch_sub(1);
+        }
+    }
+
+    std::mutex job_mutex_;
+    void (*task_)(void*, size_t) = nullptr;
+    void* context_ = nullptr;
+    uint64_t job_ = 0;
+    alignas(64) std::atomic<uint64_t> ticket_{0};
+    alignas(64) std::atomic<size_t> done_{0};
+    alignas(64) std::atomic<int> sleeping_{0};
+    std::atomic<uint32_t> epoch_{0};
+    std::atomic<bool> stop_{false};
+    std::vector<std::thread> workers_;
+};
+
+int default_n_threads() {
+    if (const char* wanted = std::getenv("WHET_NUM_THREADS"); wanted != nullptr && *wanted != '\0') {
+        char* end = nullptr;
+        const long n = std::strtol(wanted, &end, 10);
+        if (*end != '\0' || n < 1 || n > 1024) {
+            throw std::runtime_error("WHET_NUM_THREADS=" + std::string(wanted) + " is not a number from 1 to 1024.");
+        }
+        return static_cast<int>(n);
+    }
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
+    return std::max(1u, std::thread::hardware_concurrency());
+}
+
+std::mutex pool_mutex;
+// Never destroyed at exit: a daemon thread of the host program may still be using it. A forked child has none of its
+// parent's threads, so it starts a pool of its own and leaves the parent's alone.
+ThreadPool* pool = nullptr;
+int wanted_threads = 0;
+
+ThreadPool& the_pool() {
+    const std::lock_guard lock(pool_mutex);
+    if (pool == nullptr) {
+        static const int registered = pthread_atfork([] { pool_mutex.lock(); }, [] { pool_mutex.unlock(); },
+                                                     [] {
+                                                         pool = nullptr;
+                                                         pool_mutex.unlock();
+                                                     });
+        static_cast<void>(registered);
+        if (wanted_threads == 0) wanted_threads = default_n_threads();
+        pool = new ThreadPool(wanted_threads);
+    }
+    return *pool;
+}
+
+}  // namespace
+
+int num_threads() { return the_pool().n_threads(); }
+
+void set_num_threads(int n) {
+    if (n == num_threads()) return;
+    const std::lock_guard lock(pool_mutex);
+    delete pool;
+    pool = nullptr;
+    wanted_threads = n;
+}
+
+void parallel_for(size_t n_tasks, void (*task)(void* context, size_t i), void* context) {
+    the_pool().run(n_tasks, task, context);
+}
+
+}  // namespace whet

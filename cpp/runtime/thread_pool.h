@@ -1,0 +1,23 @@
+// One small pool of threads for the whole process: it splits rows, nothing more.
+//
+// Workers spin for a few tens of microseconds after a job and then sleep, so they are quick within a step and out of
+// the way of other libraries' threads between steps. The calling thread works too and never waits for a sleeper: tasks
+// are claimed one by one. A call while another thread's job runs, or from within a task, runs on its own thread.
+#pragma once
+#include <cstddef>
+
+namespace whet {
+
+// Threads used by a job, the caller included. Starts as WHET_NUM_THREADS, else the processors this process may use.
+int num_threads();
+void set_num_threads(int n);
+
+// task(context, i) for every i in [0, n_tasks), in any order and on any thread.
+void parallel_for(size_t n_tasks, void (*task)(void* context, size_t i), void* context);
+
+template <class F>
+void parallel_for(size_t n_tasks, F& f) {
+    parallel_for(n_tasks, [](void* context, size_t i) { (*static_cast<F*>(context))(i); }, &f);
+}
+
+}  // namespace whet

@@ -1,0 +1,378 @@
+// Vectors of a fixed logical width: 16 floats or 8 doubles (64 bytes) on every instruction set.
+//
+// A Vec is one zmm, two ymm or four 16-byte registers. Arithmetic goes through the compiler's vector
+// extensions, so kernels read as formulas; the few operations that have no operator (fma, sqrt, min, max,
+// scaling by a power of two, masked loads) are intrinsics, and stand here alone. Every operation is
+// correctly rounded or exact, and lanes combine in an order that does not depend on the register width:
+// all instruction sets give the same bits.
+//
+// Included inside the namespace of one instruction set (see kernels/isa_unit.cpp): no STL, no weak symbols.
+
+#if defined(__AVX512F__)
+constexpr int kNativeBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kNativeBytes = 32;
+#else
+constexpr int kNativeBytes = 16;
+#endif
+constexpr int kVecBytes = 64;
+constexpr int kParts = kVecBytes / kNativeBytes;
+
+#define WHET_INLINE inline __attribute__((always_inline))
+#define WHET_INLINE_LAMBDA __attribute__((always_inline))
+#define WHET_EACH_PART(p) _Pragma("GCC unroll 4") for (int p = 0; p < kParts; ++p)
+
+// The integer type with as many bits as T: what comparisons of T yield, lane by lane (0 or -1).
+template <class T>
+struct BitsOf {
+    using Type = T;
+};
+template <>
+struct BitsOf<float> {
+    using Type = int32_t;
+};
+template <>
+struct BitsOf<double> {
+    using Type = int64_t;
+};
+
+template <class T>
+struct Vec {
+    typedef T Native __attribute__((vector_size(kNativeBytes)));
+    using Mask = Vec<typename BitsOf<T>::Type>;
+    static constexpr int kLanes = kVecBytes / sizeof(T);
+    static constexpr int kPartLanes = kNativeBytes / sizeof(T);
+
+    Native part[kParts];
+
+    Vec() = default;
+    WHET_INLINE Vec(T x) { WHET_EACH_PART(p) part[p] = x - Native{}; }
+
+#define WHET_BINARY(op)                                       \
+    friend WHET_INLINE Vec operator op(Vec a, Vec b) {        \
+        WHET_EACH_PART(p) a.part[p] = a.part[p] op b.part[p]; \
+        return a;                                             \
+    }
+    WHET_BINARY(+)
+    WHET_BINARY(-)
+    WHET_BINARY(*)
+    WHET_BINARY(/)
+    WHET_BINARY(&)
+    WHET_BINARY(|)
+#undef WHET_BINARY
+
+#define WHET_COMPARE(op)                                      \
+    friend WHET_INLINE Mask operator op(Vec a, Vec b) {       \
+        Mask m;                                               \
+        WHET_EACH_PART(p) m.part[p] = a.part[p] op b.part[p]; \
+        return m;                                             \
+    }
+    WHET_COMPARE(<)
+    WHET_COMPARE(>)
+    WHET_COMPARE(==)
+    WHET_COMPARE(!=)
+#undef WHET_COMPARE
+
+    friend WHET_INLINE Vec operator-(Vec a) {
+        WHET_EACH_PART(p) a.part[p] = -a.part[p];
+        return a;
+    }
+    WHET_INLINE Vec& operator+=(Vec b) { return *this = *this + b; }
+    WHET_INLINE T operator[](int lane) const { return part[lane / kPartLanes][lane % kPartLanes]; }
+};
+
+using f32x16 = Vec<float>;
+using f64x8 = Vec<double>;
+using i32x16 = Vec<int32_t>;
+using i64x8 = Vec<int64_t>;
+
+// mask ? a : b, lane by lane.
+template <class T>
+WHET_INLINE Vec<T> select(typename Vec<T>::Mask mask, Vec<T> a, Vec<T> b) {
+    WHET_EACH_PART(p) a.part[p] = mask.part[p] ? a.part[p] : b.part[p];
+    return a;
+}
+
+template <class To, class From>
+WHET_INLINE To bit_cast(From x) {
+    static_assert(sizeof(To) == sizeof(From));
+    To y;
+    __builtin_memcpy(&y, &x, sizeof y);
+    return y;
+}
+
+// ---------------------------------------------------------------- loads and stores
+
+template <class T>
+WHET_INLINE Vec<T> load(const T* x) {
+    Vec<T> v;
+    __builtin_memcpy(&v, x, sizeof v);
+    return v;
+}
+
+template <class T>
+WHET_INLINE void store(T* out, Vec<T> v) {
+    __builtin_memcpy(out, &v, sizeof v);
+}
+
+// The first n lanes; the others are `fill` on a load and untouched in memory on a store.
+template <class T>
+WHET_INLINE Vec<T> load_first(const T* x, int n, T fill) {
+    Vec<T> v(fill);
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4) {
+        v.part[0] = _mm512_mask_loadu_ps(v.part[0], static_cast<__mmask16>((1u << n) - 1), x);
+    } else {
+        v.part[0] = _mm512_mask_loadu_pd(v.part[0], static_cast<__mmask8>((1u << n) - 1), x);
+    }
+#else
+    T lanes[Vec<T>::kLanes];
+    store(lanes, v);
+    for (int i = 0; i < n; ++i) lanes[i] = x[i];
+    v = load(lanes);
+#endif
+    return v;
+}
+
+template <class T>
+WHET_INLINE void store_first(T* out, Vec<T> v, int n) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4) {
+        _mm512_mask_storeu_ps(out, static_cast<__mmask16>((1u << n) - 1), v.part[0]);
+    } else {
+        _mm512_mask_storeu_pd(out, static_cast<__mmask8>((1u << n) - 1), v.part[0]);
+    }
+#else
+    T lanes[Vec<T>::kLanes];
+    store(lanes, v);
+    for (int i = 0; i < n; ++i) out[i] = lanes[i];
+#endif
+}
+
+// ---------------------------------------------------------------- conversions
+
+typedef float HalfF32 __attribute__((vector_size(kNativeBytes / 2)));
+
+// Eight floats from memory as doubles, and back with one rounding.
+WHET_INLINE f64x8 load_wide(const float* x) {
+    f64x8 v;
+    WHET_EACH_PART(p) {
+        HalfF32 half;
+        __builtin_memcpy(&half, x + p * f64x8::kPartLanes, sizeof half);
+        v.part[p] = __builtin_convertvector(half, f64x8::Native);
+    }
+    return v;
+}
+
+WHET_INLINE void store_narrow(float* out, f64x8 v) {
+    WHET_EACH_PART(p) {
+        const HalfF32 half = __builtin_convertvector(v.part[p], HalfF32);
+        __builtin_memcpy(out + p * f64x8::kPartLanes, &half, sizeof half);
+    }
+}
+
+// Lanes 0-7 and 8-15 as doubles.
+struct F64Pair {
+    f64x8 low, high;
+};
+WHET_INLINE F64Pair widen(f32x16 v) {
+    F64Pair pair;
+    WHET_EACH_PART(p) {
+        HalfF32 halves[2];
+        __builtin_memcpy(halves, &v.part[p], sizeof halves);
+        for (int h = 0; h < 2; ++h) {
+            const int at = 2 * p + h;
+            f64x8& out = at < kParts ? pair.low : pair.high;
+            out.part[at % kParts] = __builtin_convertvector(halves[h], f64x8::Native);
+        }
+    }
+    return pair;
+}
+
+// bfloat16 is the upper half of a float32.
+WHET_INLINE f32x16 load_bf16(const uint16_t* x) {
+    typedef uint16_t Half __attribute__((vector_size(kNativeBytes / 2)));
+    typedef uint32_t Word __attribute__((vector_size(kNativeBytes)));
+    f32x16 v;
+    WHET_EACH_PART(p) {
+        Half half;
+        __builtin_memcpy(&half, x + p * f32x16::kPartLanes, sizeof half);
+#if defined(__AVX512F__)
+        // GCC widens through four narrow vectors.
+        const Word word = (Word)_mm512_cvtepu16_epi32((__m256i)half);
+#else
+        const Word word = __builtin_convertvector(half, Word);
+#endif
+        v.part[p] = (f32x16::Native)(word << 16);
+    }
+    return v;
+}
+
+// One byte a lane, zero or not, as a mask.
+template <class T>
+WHET_INLINE typename Vec<T>::Mask load_mask(const uint8_t* x) {
+    using Mask = typename Vec<T>::Mask;
+    typedef int8_t Bytes __attribute__((vector_size(kNativeBytes / sizeof(T))));
+    Mask m;
+    WHET_EACH_PART(p) {
+        Bytes bytes;
+        __builtin_memcpy(&bytes, x + p * Mask::kPartLanes, sizeof bytes);
+        m.part[p] = __builtin_convertvector(bytes, typename Mask::Native) != 0;
+    }
+    return m;
+}
+
+// ---------------------------------------------------------------- operations without an operator
+
+#if defined(__AVX512F__)
+#define WHET_PER_WIDTH(f32, f64)  \
+    if constexpr (sizeof(T) == 4) \
+        a.part[p] = f32;          \
+    else                          \
+        a.part[p] = f64;
+#define WHET_INTRINSIC(name) _mm512_##name
+#elif defined(__AVX2__)
+#define WHET_PER_WIDTH(f32, f64)  \
+    if constexpr (sizeof(T) == 4) \
+        a.part[p] = f32;          \
+    else                          \
+        a.part[p] = f64;
+#define WHET_INTRINSIC(name) _mm256_##name
+#endif
+
+// a * b + c, rounded once.
+template <class T>
+WHET_INLINE Vec<T> fma(Vec<T> a, Vec<T> b, Vec<T> c) {
+    WHET_EACH_PART(p) {
+#if defined(WHET_INTRINSIC)
+        WHET_PER_WIDTH(WHET_INTRINSIC(fmadd_ps)(a.part[p], b.part[p], c.part[p]),
+                       WHET_INTRINSIC(fmadd_pd)(a.part[p], b.part[p], c.part[p]))
+#else
+        for (int i = 0; i < Vec<T>::kPartLanes; ++i) {
+            if constexpr (sizeof(T) == 4) {
+                a.part[p][i] = __builtin_fmaf(a.part[p][i], b.part[p][i], c.part[p][i]);
+            } else {
+                a.part[p][i] = __builtin_fma(a.part[p][i], b.part[p][i], c.part[p][i]);
+            }
+        }
+#endif
+    }
+    return a;
+}
+
+template <class T>
+WHET_INLINE Vec<T> sqrt(Vec<T> a) {
+    WHET_EACH_PART(p) {
+#if defined(WHET_INTRINSIC)
+        WHET_PER_WIDTH(WHET_INTRINSIC(sqrt_ps)(a.part[p]), WHET_INTRINSIC(sqrt_pd)(a.part[p]))
+#else
+        for (int i = 0; i < Vec<T>::kPartLanes; ++i) {
+            if constexpr (sizeof(T) == 4) {
+                a.part[p][i] = __builtin_sqrtf(a.part[p][i]);
+            } else {
+                a.part[p][i] = __builtin_sqrt(a.part[p][i]);
+            }
+        }
+#endif
+    }
+    return a;
+}
+
+// The greater and the smaller; `b` where either is NaN (so max(constant, x) lets a NaN in x through).
+template <class T>
+WHET_INLINE Vec<T> max(Vec<T> a, Vec<T> b) {
+#if defined(WHET_INTRINSIC)
+    WHET_EACH_PART(p) {
+        WHET_PER_WIDTH(WHET_INTRINSIC(max_ps)(a.part[p], b.part[p]), WHET_INTRINSIC(max_pd)(a.part[p], b.part[p]))
+    }
+    return a;
+#else
+    return select(a > b, a, b);
+#endif
+}
+
+template <class T>
+WHET_INLINE Vec<T> min(Vec<T> a, Vec<T> b) {
+#if defined(WHET_INTRINSIC)
+    WHET_EACH_PART(p) {
+        WHET_PER_WIDTH(WHET_INTRINSIC(min_ps)(a.part[p], b.part[p]), WHET_INTRINSIC(min_pd)(a.part[p], b.part[p]))
+    }
+    return a;
+#else
+    return select(a < b, a, b);
+#endif
+}
+
+// Adding and taking away 1.5 * 2^(mantissa bits) rounds to the nearest integer, ties to even.
+template <class T>
+constexpr T kRounder = sizeof(T) == 4 ? T(12582912) : T(6755399441055744);
+
+// The nearest integer n to a * b, and 2^(n + k) from it while its exponent stays normal: n sits in the low bits of
+// a * b + kRounder.
+template <class T>
+struct Rounded {
+    Vec<T> shifted;
+
+    WHET_INLINE Rounded(Vec<T> a, Vec<T> b) : shifted(fma(a, b, Vec<T>(kRounder<T>))) {}
+    WHET_INLINE Vec<T> value() const { return shifted - Vec<T>(kRounder<T>); }
+    template <int k>
+    WHET_INLINE Vec<T> exp2() const {
+        using Bits = typename BitsOf<T>::Type;
+        constexpr int mantissa = sizeof(T) == 4 ? 23 : 52;
+        constexpr Bits bias = sizeof(T) == 4 ? 127 : 1023;
+        auto bits = bit_cast<Vec<Bits>>(shifted);
+        WHET_EACH_PART(p) bits.part[p] = (bits.part[p] << mantissa) + ((bias + k) << mantissa);
+        return bit_cast<Vec<T>>(bits);
+    }
+};
+
+// x * 2^n for integral n, rounded once: through subnormals to 0, and to infinity.
+template <class T>
+WHET_INLINE Vec<T> scale_exp2(Vec<T> a, Vec<T> n) {
+#if defined(__AVX512F__)
+    WHET_EACH_PART(p) { WHET_PER_WIDTH(_mm512_scalef_ps(a.part[p], n.part[p]), _mm512_scalef_pd(a.part[p], n.part[p])) }
+    return a;
+#else
+    const Rounded<T> half(n, Vec<T>(T(0.5)));
+    return a * half.template exp2<0>() * Rounded<T>(n - half.value(), Vec<T>(T(1))).template exp2<0>();
+#endif
+}
+
+#undef WHET_PER_WIDTH
+#undef WHET_INTRINSIC
+
+// ---------------------------------------------------------------- lanes combined
+
+// Lane i takes lane i ^ distance.
+template <int distance>
+WHET_INLINE f64x8 swap_lanes(f64x8 v) {
+    constexpr int n = f64x8::kPartLanes;
+    f64x8 out;
+    if constexpr (distance >= n) {
+        WHET_EACH_PART(p) out.part[p] = v.part[p ^ (distance / n)];
+    } else {
+        WHET_EACH_PART(p) {
+            if constexpr (n == 8) {
+                out.part[p] =
+                    __builtin_shufflevector(v.part[p], v.part[p], 0 ^ distance, 1 ^ distance, 2 ^ distance,
+                                            3 ^ distance, 4 ^ distance, 5 ^ distance, 6 ^ distance, 7 ^ distance);
+            } else if constexpr (n == 4) {
+                out.part[p] = __builtin_shufflevector(v.part[p], v.part[p], 0 ^ distance, 1 ^ distance, 2 ^ distance,
+                                                      3 ^ distance);
+            } else {
+                out.part[p] = __builtin_shufflevector(v.part[p], v.part[p], 1, 0);
+            }
+        }
+    }
+    return out;
+}
+
+template <class T>
+WHET_INLINE T max_lane(Vec<T> v) {
+    T lanes[Vec<T>::kLanes];
+    store(lanes, v);
+    for (int width = Vec<T>::kLanes / 2; width > 0; width /= 2) {
+        for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+    }
+    return lanes[0];
+}

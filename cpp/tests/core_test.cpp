@@ -1,0 +1,224 @@
+// The native core without Python: every kernel on heap buffers of exactly its length, at every length that has a tail,
+// and the pool under contention. Numbers are checked against the plain formulas in long double; what this test is for
+// is what the sanitizers see while it runs. Exit code 77: the instruction set in WHET_ISA is not on this machine.
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "kernels/dispatch.h"
+#include "runtime/packing.h"
+#include "runtime/thread_pool.h"
+
+using whet::kernels;
+
+namespace {
+
+int failures = 0;
+
+void expect_near(const char* what, size_t n, long double got, long double expected, long double tolerance) {
+    if (std::abs(got - expected) <= tolerance || (std::isnan(got) && std::isnan(expected))) return;
+    std::printf("%s, n = %zu: got %.17Lg, expected %.17Lg\n", what, n, got, expected);
+    ++failures;
+}
+
+void expect(const char* what, bool ok) {
+    if (ok) return;
+    std::printf("%s\n", what);
+    ++failures;
+}
+
+std::mt19937_64 random_bits(7);
+
+// Exactly n elements from the heap, `skew` elements off the allocator's alignment.
+template <class T>
+struct Buffer {
+    std::unique_ptr<T[]> memory;
+    T* data;
+
+    Buffer(size_t n, double mean, double deviation, size_t skew = 0)
+        : memory(new T[n + skew]), data(memory.get() + skew) {
+        std::normal_distribution<double> normal(mean, deviation);
+        for (size_t i = 0; i < n; ++i) data[i] = static_cast<T>(normal(random_bits));
+    }
+    T& operator[](size_t i) { return data[i]; }
+};
+
+template <class T, class Kernel>
+void test_token_kl(const char* name, Kernel kernel, bool schulman, size_t n, size_t skew) {
+    Buffer<T> p(n, -2.0, 1.0, skew), q(n, -2.0, 1.0, skew);
+    std::unique_ptr<uint8_t[]> mask(new uint8_t[n]);
+    for (size_t i = 0; i < n; ++i) mask[i] = random_bits() % 3 != 0;
+    for (const uint8_t* m : {static_cast<const uint8_t*>(nullptr), static_cast<const uint8_t*>(mask.get())}) {
+        long double sum = 0, magnitude = 0;
+        for (size_t i = 0; i < n; ++i) {
+            if (m != nullptr && !m[i]) continue;
+            const long double a = p[i], b = q[i], r = static_cast<T>(q[i] - p[i]);
+            const long double term = schulman ? std::expm1(r) - r : std::exp(a) * (a - b);
+            sum += term;
+            magnitude += std::abs(term);
+        }
+        double total[2] = {0.0, 0.0};
+        kernel(p.data, q.data, m, n, total);
+        expect_near(name, n, total[0] + total[1], sum, magnitude * (sizeof(T) == 4 ? 1e-6L : 1e-14L));
+    }
+}
+
+template <class T, class Kernel>
+void test_group_advantages(const char* name, Kernel kernel, size_t group_size, size_t n_groups) {
+    const size_t n = group_size * n_groups;
+    Buffer<T> rewards(n, 1.0, 2.0), out(n, 0.0, 1.0);
+    if (n > 2) rewards[n / 2] = static_cast<T>(NAN);
+    kernel(rewards.data, n_groups, group_size, 0.0, -1.0, NAN, out.data);
+    for (size_t g = 0; g < n_groups; ++g) {
+        long double sum = 0, squares = 0, count = 0;
+        for (size_t i = g * group_size; i < (g + 1) * group_size; ++i) {
+            if (std::isnan(rewards[i])) continue;
+            sum += rewards[i];
+            ++count;
+        }
+        const long double mean = sum / count;
+        for (size_t i = g * group_size; i < (g + 1) * group_size; ++i) {
+            if (!std::isnan(rewards[i])) squares += (rewards[i] - mean) * (rewards[i] - mean);
+        }
+        const long double deviation = std::sqrt(squares / count);
+        for (size_t i = g * group_size; i < (g + 1) * group_size; ++i) {
+            const bool zero = std::isnan(rewards[i]) || deviation < 1e-8L;
+            expect_near(name, group_size, out[i], zero ? 0.0L : (rewards[i] - mean) / deviation,
+                        sizeof(T) == 4 ? 1e-5L : 1e-13L);
+        }
+    }
+}
+
+void test_token_logprobs(size_t n) {
+    Buffer<float> logits(n, 0.0, 4.0);
+    std::unique_ptr<uint16_t[]> half(new uint16_t[n]);
+    for (size_t i = 0; i < n; ++i) {
+        uint32_t bits;
+        static_assert(sizeof bits == sizeof logits[i]);
+        __builtin_memcpy(&bits, &logits[i], sizeof bits);
+        bits &= 0xffff0000u;  // so that both kernels see the same logits
+        __builtin_memcpy(&logits[i], &bits, sizeof bits);
+        half[i] = static_cast<uint16_t>(bits >> 16);
+    }
+    for (const size_t token : {size_t{0}, n / 2, n - 1}) {
+        long double z = 0, weighted = 0;
+        for (size_t i = 0; i < n; ++i) {
+            const long double e = std::exp(static_cast<long double>(logits[i]));
+            z += e;
+            weighted += e * logits[i];
+        }
+        const long double logprob = logits[token] - std::log(z), entropy = std::log(z) - weighted / z;
+        float got[2], got_half[2];
+        kernels().token_logprobs_f32(logits.data, n, token, 1.0, &got[0], &got[1]);
+        kernels().token_logprobs_bf16(half.get(), n, token, 1.0, &got_half[0], &got_half[1]);
+        expect_near("token_logprobs_f32", n, got[0], logprob, 1e-6L * std::abs(logprob) + 1e-12L);
+        expect_near("token_logprobs_f32 entropy", n, got[1], entropy, 2e-6L * std::abs(entropy) + 1e-7L);
+        expect("token_logprobs_bf16 equals float32", got[0] == got_half[0] && got[1] == got_half[1]);
+    }
+}
+
+void test_gae(size_t n) {
+    Buffer<double> rewards(n, 0.0, 1.0), values(n, 0.0, 1.0), advantages(n, 0.0, 0.0), returns(n, 0.0, 0.0);
+    std::unique_ptr<uint8_t[]> dones(new uint8_t[n]);
+    for (size_t i = 0; i < n; ++i) dones[i] = random_bits() % 8 == 0;
+    kernels().gae_f64(rewards.data, values.data, dones.get(), 0.5, n, 0.99, 0.95, advantages.data, returns.data);
+    long double next = 0.5L, advantage = 0;
+    for (size_t t = n; t-- > 0;) {
+        if (dones[t]) next = advantage = 0;
+        advantage = rewards[t] + 0.99L * next - values[t] + 0.99L * 0.95L * advantage;
+        next = values[t];
+        expect_near("gae_f64", n, advantages[t], advantage, 1e-12L);
+        expect_near("gae_f64 returns", n, returns[t], advantage + values[t], 1e-12L);
+    }
+}
+
+void test_packing() {
+    for (const int64_t n : {0, 1, 63, 64, 65, 1000}) {
+        for (const int64_t max_length : {int64_t{16}, int64_t{1} << 40}) {
+            std::vector<int64_t> lengths(static_cast<size_t>(n));
+            for (int64_t& length : lengths)
+                length = static_cast<int64_t>(random_bits() % static_cast<uint64_t>(max_length + 1));
+            const whet::Packing packed = whet::pack_sequences(lengths.data(), n, max_length);
+            std::vector<int> seen(lengths.size(), 0);
+            for (size_t b = 0; b + 1 < packed.bin_begin.size(); ++b) {
+                int64_t sum = 0;
+                for (int64_t i = packed.bin_begin[b]; i < packed.bin_begin[b + 1]; ++i) {
+                    const auto index = static_cast<size_t>(packed.indices[static_cast<size_t>(i)]);
+                    sum += lengths[index];
+                    ++seen[index];
+                }
+                expect("a bin overflows", sum <= max_length);
+            }
+            for (const int count : seen) expect("a sequence is not in exactly one bin", count == 1);
+        }
+    }
+}
+
+void test_pool() {
+    for (const int n_threads : {1, 2, 3, 8}) {
+        whet::set_num_threads(n_threads);
+        for (int round = 0; round < 200; ++round) {
+            // A long pause now and then, so that workers are met both spinning and asleep.
+            if (round % 50 == 49) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+            std::vector<int> counts(static_cast<size_t>(round), 0);
+            auto count = [&](size_t i) { ++counts[i]; };
+            whet::parallel_for(counts.size(), count);
+            for (const int c : counts) expect("a task did not run exactly once", c == 1);
+        }
+        std::atomic<int> nested{0};
+        auto inner = [&](size_t) { ++nested; };
+        auto outer = [&](size_t) { whet::parallel_for(10, inner); };
+        whet::parallel_for(10, outer);
+        expect("nested jobs lost tasks", nested == 100);
+
+        std::atomic<int> shared{0};
+        std::vector<std::thread> callers;
+        for (int c = 0; c < 4; ++c) {
+            callers.emplace_back([&] {
+                for (int round = 0; round < 50; ++round) {
+                    auto add = [&](size_t) { ++shared; };
+                    whet::parallel_for(20, add);
+                }
+            });
+        }
+        for (std::thread& t : callers) t.join();
+        expect("concurrent jobs lost tasks", shared == 4 * 50 * 20);
+    }
+}
+
+}  // namespace
+
+int main() {
+    try {
+        std::printf("kernels: %s\n", kernels().isa);
+    } catch (const std::runtime_error& error) {
+        std::printf("%s\n", error.what());
+        return 77;
+    }
+    for (size_t n = 0; n <= 150; ++n) {
+        for (const size_t skew : {0, 1, 3}) {
+            test_token_kl<float>("token_kl_f32", kernels().token_kl_f32, false, n, skew);
+            test_token_kl<double>("token_kl_f64", kernels().token_kl_f64, false, n, skew);
+            test_token_kl<float>("token_kl_schulman_f32", kernels().token_kl_schulman_f32, true, n, skew);
+            test_token_kl<double>("token_kl_schulman_f64", kernels().token_kl_schulman_f64, true, n, skew);
+        }
+        if (n == 0) continue;
+        for (const size_t n_groups : {1, 3, 8}) {
+            test_group_advantages<float>("group_advantages_f32", kernels().group_advantages_f32, n, n_groups);
+            test_group_advantages<double>("group_advantages_f64", kernels().group_advantages_f64, n, n_groups);
+        }
+        test_token_logprobs(n);
+        test_gae(n);
+    }
+    for (const size_t n : {1023, 1024, 1025, 2047, 5000}) test_token_logprobs(n);
+    test_packing();
+    test_pool();
+    std::printf("%d failures\n", failures);
+    return failures == 0 ? 0 : 1;
+}

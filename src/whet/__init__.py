@@ -1,0 +1,45 @@
+"""Whet post-trains language models on the machine you have, and runs what comes out.
+
+The primitives stand at top level and need NumPy alone. Algorithms are imported from their own modules
+(``from whet.algorithms.grpo import GRPO``) and need the ``train`` extra.
+"""
+
+from __future__ import annotations
+
+from whet import _core, ops
+from whet.errors import WhetError, WhetTypeError, WhetValueError
+from whet.ops import *  # noqa: F403
+from whet.ops import inputs as _inputs
+
+__version__ = "0.1.0"
+
+
+def isa() -> str:
+    """The instruction set that the kernels run on: "scalar", "avx2", "avx512" or "neon".
+
+    The widest that this processor has, unless the environment variable WHET_ISA names another at start.
+    """
+    return _core.isa()
+
+
+def get_num_threads() -> int:
+    """The number of threads that a native call may use, the calling one included."""
+    return _core.num_threads()
+
+
+def set_num_threads(n: int) -> None:
+    """Sets the number of threads of native calls, for the whole process. Results do not depend on it.
+
+    At start it is the environment variable WHET_NUM_THREADS, or else the processors this process may use.
+
+    Raises:
+        WhetValueError: n is not in [1, 1024].
+    """
+    n = _inputs.positive_size("set_num_threads", "n", n)
+    if n > 1024:
+        raise WhetValueError(f"set_num_threads: n is {n}, expected at most 1024.")
+    _core.set_num_threads(n)
+
+
+__all__ = ["WhetError", "WhetTypeError", "WhetValueError", "get_num_threads", "isa", "set_num_threads"]
+__all__ += ops.__all__

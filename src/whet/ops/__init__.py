@@ -1,0 +1,31 @@
+"""The Python face of the native kernels, each beside its plain NumPy definition. Needs NumPy alone."""
+
+from whet.ops.advantages import compute_batch_group_advantages, compute_gae, compute_group_advantages
+from whet.ops.divergence import (
+    compute_batch_token_kl,
+    compute_batch_token_kl_f32,
+    compute_batch_token_kl_schulman,
+    compute_batch_token_kl_schulman_f32,
+    compute_token_kl,
+    compute_token_kl_f32,
+    compute_token_kl_schulman,
+    compute_token_kl_schulman_f32,
+)
+from whet.ops.logprobs import compute_token_logprobs
+from whet.ops.packing import pack_sequences
+
+__all__ = [
+    "compute_batch_group_advantages",
+    "compute_batch_token_kl",
+    "compute_batch_token_kl_f32",
+    "compute_batch_token_kl_schulman",
+    "compute_batch_token_kl_schulman_f32",
+    "compute_gae",
+    "compute_group_advantages",
+    "compute_token_kl",
+    "compute_token_kl_f32",
+    "compute_token_kl_schulman",
+    "compute_token_kl_schulman_f32",
+    "compute_token_logprobs",
+    "pack_sequences",
+]

@@ -1,0 +1,122 @@
+"""What the fast path of a primitive does not take: converted here if that is safe, explained if not.
+
+The native functions answer ``NotImplemented`` to anything but contiguous float arrays that agree. The
+functions here then turn views, subclasses, lists and odd strides into plain arrays (a copy, made only where
+it must be) and raise for what has no safe reading. Nothing here runs on the fast path.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from typing import Any
+
+import numpy as np
+
+from whet.errors import WhetTypeError, WhetValueError
+
+FLOATS = ("float32", "float64")
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether x is a torch tensor; torch is not imported to find out."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def plain(function: str, name: str, x: Any, dtypes: tuple[str, ...] = FLOATS) -> Any:
+    """x as a contiguous NumPy array or torch CPU tensor of one of the dtypes, else an error that says the mend."""
+    where = f"{function}: {name}"
+    if is_tensor(x):
+        if x.requires_grad:
+            raise WhetValueError(
+                f"{where} requires grad, but this function is not differentiable. Pass {name}.detach()."
+            )
+        if x.device.type != "cpu":
+            raise WhetValueError(f"{where} is on {x.device}, expected a CPU tensor. Pass {name}.cpu().")
+        if x.layout != sys.modules["torch"].strided:
+            raise WhetTypeError(f"{where} has layout {x.layout}, expected a dense tensor. Pass {name}.to_dense().")
+        x = x.detach().resolve_neg().contiguous()
+        dtype = str(x.dtype).removeprefix("torch.")
+    else:
+        if isinstance(x, np.ma.MaskedArray):
+            raise WhetTypeError(
+                f"{where} is a masked array, whose mask would be ignored. Pass {name}.filled(nan) or a bool mask."
+            )
+        given_array = hasattr(x, "__array__")
+        try:
+            x = np.asarray(x, order="C") if given_array else np.array(x, dtype=dtypes[-1])
+        except (TypeError, ValueError) as error:
+            raise WhetTypeError(
+                f"{where} is a {type(x).__name__} that does not make an array ({error}). "
+                "Pass a NumPy array or a torch tensor."
+            ) from None
+        dtype = x.dtype.newbyteorder("=").name
+        if dtype in dtypes:
+            x = np.require(x, x.dtype.newbyteorder("="), ["C", "A"])
+    if dtype not in dtypes:
+        cast = f"{name}.to(torch.{dtypes[0]})" if is_tensor(x) else f"{name}.astype(np.{dtypes[0]})"
+        raise WhetTypeError(f"{where} has dtype {dtype}, expected {' or '.join(dtypes)}. Pass {cast}.")
+    return x
+
+
+def same_dtype(function: str, **arrays: Any) -> None:
+    """Raises unless all arrays have the dtype of the first."""
+    (first, a), *others = arrays.items()
+    for name, b in others:
+        if str(a.dtype).removeprefix("torch.") != str(b.dtype).removeprefix("torch."):
+            raise WhetTypeError(
+                f"{function}: {name} has dtype {b.dtype}, but {first} has {a.dtype}. Convert one of them."
+            )
+
+
+def same_shape(function: str, **arrays: Any) -> None:
+    """Raises unless all arrays have the shape of the first."""
+    (first, a), *others = arrays.items()
+    for name, b in others:
+        if tuple(a.shape) != tuple(b.shape):
+            raise WhetValueError(
+                f"{function}: {name} has shape {tuple(b.shape)}, but {first} has {tuple(a.shape)}. They must be equal."
+            )
+
+
+def positive_size(function: str, name: str, value: Any) -> int:
+    """value as an int of at least 1."""
+    try:
+        size = operator.index(value)
+    except TypeError:
+        raise WhetTypeError(f"{function}: {name} is {value!r}, expected an integer.") from None
+    if size < 1:
+        raise WhetValueError(f"{function}: {name} is {size}, expected at least 1.")
+    return size
+
+
+def rows_of(function: str, name: str, x: Any, length_name: str, length: Any) -> int | None:
+    """Checks that x is 2-D, or flat with a length that divides it; returns the length as an int."""
+    shape = tuple(x.shape)
+    if length is not None:
+        length = positive_size(function, length_name, length)
+    if len(shape) == 2:
+        if length is not None and length != shape[1]:
+            raise WhetValueError(
+                f"{function}: {name} has shape {shape}, but {length_name}={length}. "
+                f"Leave {length_name} out for a 2-D array."
+            )
+        return length
+    if len(shape) != 1:
+        raise WhetValueError(
+            f"{function}: {name} has {len(shape)} axes, expected a flat array with {length_name}, or 2 axes."
+        )
+    if length is None:
+        raise WhetValueError(
+            f"{function}: {name} is flat with {shape[0]} elements and no {length_name} was given. "
+            f"Pass {length_name}, or a 2-D array."
+        )
+    if shape[0] == 0:
+        raise WhetValueError(f"{function}: {name} is empty. Pass at least one row of {length_name}={length}.")
+    if shape[0] % length:
+        raise WhetValueError(
+            f"{function}: {name} has {shape[0]} elements, not a multiple of {length_name}={length}. "
+            f"Pass every row whole, or a 2-D array."
+        )
+    return length

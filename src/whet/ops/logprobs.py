@@ -1,0 +1,74 @@
+"""Log-probabilities of given tokens under a language model's logits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from whet import _core
+from whet.errors import WhetTypeError, WhetValueError
+from whet.ops import inputs
+
+
+def naive_token_logprobs(
+    logits: np.ndarray, token_ids: np.ndarray, *, temperature: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """The definition of ``compute_token_logprobs`` with entropy, in the logits' own precision."""
+    z = logits / logits.dtype.type(temperature)
+    z = z - z.max(axis=1, keepdims=True)
+    logprobs = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
+    with np.errstate(invalid="ignore"):
+        entropy = -np.where(logprobs == -np.inf, 0, np.exp(logprobs) * logprobs).sum(axis=1)
+    return logprobs[np.arange(len(token_ids)), token_ids], entropy
+
+
+def compute_token_logprobs(
+    logits: Any, token_ids: Any, *, temperature: float = 1.0, return_entropy: bool = False
+) -> Any:
+    """log softmax(logits / temperature) at one token a row: log pi(y) = z_y - log sum_i exp(z_i).
+
+    One pass over the logits and no (N, V) temporary. Exponentials are float32, their sums float64; results are
+    within 1e-6 relative, also for log-probabilities close to 0.
+
+    Args:
+        logits: (N, V), float32 (NumPy or torch) or bfloat16 (torch), on the CPU.
+        token_ids: (N,) integers in [0, V).
+        temperature: divides the logits; greater than 0.
+        return_entropy: also return H = log Z - sum_i pi_i z_i, in nats, of softmax(logits / temperature).
+
+    Returns:
+        logprobs (N,) float32 of the kind of logits, or (logprobs, entropy). A -inf logit is a token of
+        probability 0; a row that holds NaN or inf, or nothing but -inf, gives NaN.
+
+    Raises:
+        WhetValueError: shapes disagree, V = 0, a token id outside [0, V), temperature not above 0, or logits that
+            require grad or are not on the CPU.
+        WhetTypeError: logits are not float32 or bfloat16, or token_ids not integers.
+    """
+    name = "compute_token_logprobs"
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise WhetValueError(f"{name}: temperature is {temperature!r}, expected a finite number above 0.")
+    ids = token_ids.numpy() if inputs.is_tensor(token_ids) else np.asarray(token_ids)
+    if ids.dtype.kind not in "iu":
+        raise WhetTypeError(f"{name}: token_ids has dtype {ids.dtype}, expected integers.")
+    ids = np.ascontiguousarray(ids, dtype=np.int64)
+    shape = tuple(np.shape(logits))
+    if len(shape) != 2 or shape[1] == 0 or ids.shape != shape[:1]:
+        raise WhetValueError(
+            f"{name}: logits has shape {shape} and token_ids {ids.shape}, expected (N, V) with V >= 1 and (N,)."
+        )
+    # One comparison for both ends: a negative id is a huge unsigned one.
+    if len(ids) and int(ids.view(np.uint64).max()) >= shape[1]:
+        bad = int(np.flatnonzero((ids < 0) | (ids >= shape[1]))[0])
+        raise WhetValueError(
+            f"{name}: token_ids[{bad}] is {ids[bad]}, outside the vocabulary of {shape[1]}. "
+            "Give padding a valid id and leave it out by its mask."
+        )
+    result = _core.token_logprobs(logits, ids.ctypes.data, float(temperature), bool(return_entropy))
+    if result is NotImplemented:
+        dtypes = ("float32", "bfloat16") if inputs.is_tensor(logits) else ("float32",)
+        plain = inputs.plain(name, "logits", logits, dtypes)
+        result = _core.token_logprobs(plain, ids.ctypes.data, float(temperature), bool(return_entropy))
+    return result

@@ -1,0 +1,142 @@
+"""What `import whet` promises: NumPy alone, threads that change no bit, a choice of instruction set."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import whet
+
+ISAS = ["scalar", "avx2", "avx512", "neon"]
+
+
+def python(code, **env):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}, timeout=600
+    )
+
+
+def available_isas():
+    found = []
+    for isa in ISAS:
+        run = python("import whet; print(whet.isa())", WHET_ISA=isa)
+        if run.returncode == 0:
+            assert run.stdout.strip() == isa
+            found.append(isa)
+        else:
+            assert f"WHET_ISA={isa} is not available" in run.stderr
+    return found
+
+
+def test_import_needs_numpy_alone():
+    code = "import sys, whet; print([m for m in ('torch', 'transformers', 'rich', 'tyro') if m in sys.modules])"
+    assert python(code).stdout.strip() == "[]"
+
+
+DIGEST = """
+import hashlib, numpy as np, whet
+rng = np.random.default_rng(0)
+h = hashlib.sha256()
+for dtype in (np.float32, np.float64):
+    for n in [*range(0, 71), 1000, 5000]:
+        p = -rng.exponential(2, n).astype(dtype); q = (p + rng.normal(0, .5, n)).astype(dtype)
+        m = rng.random(n) < .8
+        h.update(np.array([whet.compute_token_kl(p, q), whet.compute_token_kl_schulman(p, q, m)]).tobytes())
+        if n:
+            r = rng.normal(1, 1, (3, n)).astype(dtype); r[0, 0] = np.nan
+            h.update(whet.compute_batch_group_advantages(r).tobytes())
+            h.update(whet.compute_batch_group_advantages(r, scale="batch", eps=1e-4, ddof=1).tobytes())
+            h.update(whet.compute_gae(r[1], r[2], m, 0.5, .99, .95)[0].tobytes())
+            x = rng.normal(0, 5, (3, n)).astype(np.float32)
+            for out in whet.compute_token_logprobs(x, rng.integers(0, n, 3), temperature=.7, return_entropy=True):
+                h.update(out.tobytes())
+print(h.hexdigest())
+"""
+
+
+def test_every_instruction_set_gives_the_same_bits():
+    digests = {isa: python(DIGEST, WHET_ISA=isa).stdout for isa in available_isas()}
+    assert len(digests) >= 2 and len(set(digests.values())) == 1 and all(digests.values()), digests
+
+
+def test_every_number_of_threads_gives_the_same_bits():
+    assert len({python(DIGEST, WHET_NUM_THREADS=n).stdout for n in ("1", "2", "5")}) == 1
+
+
+@pytest.mark.parametrize("isa", [i for i in ISAS if i != "neon"])
+def test_primitives_hold_on_every_instruction_set(isa):
+    if isa not in available_isas():
+        pytest.skip(f"this processor does not run {isa}")
+    here = os.path.join(os.path.dirname(__file__), "ops")
+    # torch tensors take the same kernels; its import would take longer than the tests.
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        here,
+        f"--ignore={here}/test_torch.py",
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "WHET_ISA": isa}, timeout=900)
+    assert run.returncode == 0, run.stdout[-3000:]
+
+
+def test_bad_environment_is_named():
+    assert (
+        "WHET_NUM_THREADS=many is not a number"
+        in python("import whet; whet.get_num_threads()", WHET_NUM_THREADS="many").stderr
+    )
+    assert "WHET_ISA=mmx is not available" in python("import whet; whet.isa()", WHET_ISA="mmx").stderr
+
+
+def test_thread_settings():
+    before = whet.get_num_threads()
+    try:
+        for n in (1, 4, 2):
+            whet.set_num_threads(n)
+            assert whet.get_num_threads() == n
+        for bad, message in ((0, "at least 1"), (1.5, "an integer"), (5000, "at most 1024")):
+            with pytest.raises(whet.WhetError, match=message):
+                whet.set_num_threads(bad)
+    finally:
+        whet.set_num_threads(before)
+
+
+X = np.random.default_rng(0).normal(size=(64, 5000))
+
+
+def test_calls_from_many_threads_at_once():
+    expected = whet.compute_batch_token_kl(X, -X)
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(whet.compute_batch_token_kl(X, -X))) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(results) == 8
+    for r in results:
+        np.testing.assert_array_equal(r, expected)
+
+
+def _in_child(queue):
+    queue.put((whet.compute_batch_token_kl(X, -X), whet.get_num_threads()))
+
+
+def test_works_after_fork():
+    expected = whet.compute_batch_token_kl(X, -X)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_in_child, args=(queue,))
+    child.start()
+    result, n_threads = queue.get(timeout=60)
+    child.join(60)
+    assert child.exitcode == 0 and n_threads == whet.get_num_threads()
+    np.testing.assert_array_equal(result, expected)
+    np.testing.assert_array_equal(whet.compute_batch_token_kl(X, -X), expected)

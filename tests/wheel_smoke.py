@@ -1,0 +1,35 @@
+"""Run by `make wheel-test` in an environment that holds the wheel and NumPy alone: every primitive works."""
+
+import importlib.metadata
+import importlib.util
+
+import numpy as np
+
+import whet
+
+assert "site-packages" in whet.__file__, whet.__file__
+assert importlib.util.find_spec("torch") is None
+
+p = np.log(np.full(8, 0.5))
+r = np.arange(8.0)
+assert whet.compute_token_kl(p, p) == whet.compute_token_kl_schulman(p, p) == 0.0
+assert whet.compute_batch_token_kl_schulman_f32(p.astype(np.float32), p.astype(np.float32), 4).tolist() == [
+    0.0,
+    0.0,
+]
+assert whet.compute_group_advantages(r[:2]).tolist() == [-1.0, 1.0]
+assert whet.compute_batch_group_advantages(r, 4).shape == (8,)
+assert abs(whet.compute_token_logprobs(np.zeros((1, 4), np.float32), [0])[0] + np.log(4)) < 1e-6
+assert whet.compute_gae(r, r, r > 9, 0.0, 1.0, 1.0)[0].shape == (8,)
+assert whet.pack_sequences([3, 5, 4], 8) == [[1, 0], [2]]
+
+try:
+    from whet.algorithms.grpo import GRPO  # noqa: F401
+except whet.WhetError as error:
+    assert "pip install 'whet[train]'" in str(error), error
+else:
+    raise AssertionError("an algorithm was imported without torch")
+
+print(
+    f"whet {importlib.metadata.version('whet')} on {whet.isa()}: 13 primitives work with NumPy {np.__version__} alone"
+)
