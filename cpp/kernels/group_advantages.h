@@ -17,7 +17,7 @@ WHET_INLINE void store_rewards(float* out, f64x8 v) { store_narrow(out, v); }
 template <class T>
 WHET_INLINE f64x8 load_first_rewards(const T* x, int n) {
     double lanes[8];
-    for (int i = 0; i < 8; ++i) lanes[i] = i < n ? static_cast<double>(x[i]) : __builtin_nan("");
+    for (int i = 0; i < 8; ++i) lanes[i] = i < n ? static_cast<double>(x[i]) : 0.0;
     return load(lanes);
 }
 
@@ -28,11 +28,18 @@ WHET_INLINE void store_first_rewards(T* out, f64x8 v, int n) {
     for (int i = 0; i < n; ++i) out[i] = static_cast<T>(lanes[i]);
 }
 
+// visit(i, rewards i to i + 7, keep): keep(x) is x with 0 in the lanes beyond the last reward.
 template <class T, class Visit>
 WHET_INLINE void each_vector(const T* rewards, size_t n, Visit visit) {
     size_t i = 0;
-    for (; i + 8 <= n; i += 8) visit(load_rewards(rewards + i));
-    if (i < n) visit(load_first_rewards(rewards + i, static_cast<int>(n - i)));
+    for (; i + 8 <= n; i += 8) visit(i, load_rewards(rewards + i), [](f64x8 x) WHET_INLINE_LAMBDA { return x; });
+    if (i < n) {
+        constexpr double kLane[] = {0, 1, 2, 3, 4, 5, 6, 7};
+        const int rest = static_cast<int>(n - i);
+        const auto here = load(kLane) < f64x8(static_cast<double>(rest));
+        visit(i, load_first_rewards(rewards + i, rest),
+              [&](f64x8 x) WHET_INLINE_LAMBDA { return select(here, x, f64x8(0.0)); });
+    }
 }
 
 // A count of rewards, 1 / count, and 1 / (count - ddof) or 0 where there is no freedom left.
@@ -52,46 +59,38 @@ struct GroupMoments {
     WHET_INLINE f64x8 distance(f64x8 reward) const { return (reward - mean_high) - mean_low; }
 };
 
-// A running sum. float32 rewards leave float64 sums 29 spare bits: only float64 ones need the dropped part.
-template <class T>
-struct RewardSum {
-    f64x8 sum = f64x8(0.0), dropped = f64x8(0.0);
-
-    WHET_INLINE void add(f64x8 x) {
-        if constexpr (sizeof(T) == 8) {
-            sum = two_sum(sum, x, dropped);
-        } else {
-            sum += x;
-        }
-    }
-    template <int width>
-    WHET_INLINE void combine_segments() {
-        if constexpr (sizeof(T) == 8) {
-            sum = segment_two_sum<width>(sum, dropped);
-        } else {
-            sum = segment_sum<width>(sum);
-        }
-    }
-};
-
 // Moments of n rewards or, with width < 8, of the 8 / width groups in one vector. With `some_unscored` NaN is left out.
 // The mean is exact in two parts however its first is rounded, so a product with 1 / count serves.
 template <int width, bool some_unscored, class T>
 WHET_INLINE GroupMoments moments_of(const T* rewards, size_t n, const Counts& c) {
     const f64x8 zero(0.0);
-    const auto scored_part = [&](f64x8 r, f64x8 x)
-                                 WHET_INLINE_LAMBDA { return some_unscored ? select(r == r, x, zero) : x; };
-    RewardSum<T> total, squares;
-    each_vector(rewards, n, [&](f64x8 r) WHET_INLINE_LAMBDA { total.add(scored_part(r, r)); });
-    total.template combine_segments<width>();
-    GroupMoments m;
-    m.mean_high = total.sum * c.per_reward;
-    m.mean_low = (fma(-m.mean_high, c.count, total.sum) + total.dropped) * c.per_reward;
-    each_vector(rewards, n, [&](f64x8 r) WHET_INLINE_LAMBDA {
-        const f64x8 d = m.distance(r);
-        squares.add(scored_part(r, d * d));
+    const auto scored = [&](f64x8 r, f64x8 x)
+                            WHET_INLINE_LAMBDA { return some_unscored ? select(r == r, x, zero) : x; };
+    f64x8 sum(0.0), dropped(0.0);
+    each_vector(rewards, n, [&](size_t i, f64x8 r, auto) WHET_INLINE_LAMBDA {
+        r = scored(r, r);
+        // float32 rewards leave float64 sums 29 spare bits: only float64 ones need the dropped part.
+        sum = i == 0 ? r : sizeof(T) == 4 ? sum + r : two_sum(sum, r, dropped);
     });
-    m.deviation = sqrt(segment_sum<width>(squares.sum + squares.dropped) * c.per_freedom);
+    sum = sizeof(T) == 4 ? segment_sum<width>(sum) : segment_two_sum<width>(sum, dropped);
+    GroupMoments m;
+    m.mean_high = sum * c.per_reward;
+    m.mean_low = (fma(-m.mean_high, c.count, sum) + dropped) * c.per_reward;
+
+    // Squares are positive: runs of 8 vectors may be added up plainly.
+    f64x8 squares(0.0), squares_dropped(0.0), run(0.0);
+    each_vector(rewards, n, [&](size_t i, f64x8 r, auto keep) WHET_INLINE_LAMBDA {
+        const f64x8 d = m.distance(r);
+        run += keep(scored(r, d * d));
+        if (i % 64 == 56) {
+            squares = two_sum(squares, run, squares_dropped);
+            run = zero;
+        }
+    });
+    squares = segment_sum<width>((run + squares_dropped) + squares);
+    const f64x8 variance = squares * c.per_freedom;
+    // Where all lanes agree one root serves, and a vector of them would cost four times as much.
+    m.deviation = width == 8 ? f64x8(__builtin_sqrt(variance[0])) : sqrt(variance);
     return m;
 }
 
@@ -102,7 +101,9 @@ WHET_INLINE GroupMoments group_moments(const T* rewards, size_t n, double ddof, 
     const double check = width == 8 ? m.mean_low[0] : segment_sum<8>(m.mean_low)[0];
     if (check == check) return m;
     f64x8 count(0.0);
-    each_vector(rewards, n, [&](f64x8 r) WHET_INLINE_LAMBDA { count += select(r == r, f64x8(1.0), f64x8(0.0)); });
+    each_vector(rewards, n, [&](size_t, f64x8 r, auto keep) WHET_INLINE_LAMBDA {
+        count += keep(select(r == r, f64x8(1.0), f64x8(0.0)));
+    });
     return moments_of<width, true>(rewards, n, Counts(segment_sum<width>(count), ddof));
 }
 
@@ -120,7 +121,7 @@ WHET_INLINE void advantages_of(const T* rewards, size_t n, double ddof, double e
         // Infinity makes every advantage of a group without spread 0.
         scale = select(scale < f64x8(1e-8), f64x8(__builtin_inf()), scale);
     }
-    const f64x8 per_scale = f64x8(1.0) / scale;
+    const f64x8 per_scale = width == 8 ? f64x8(1.0 / scale[0]) : f64x8(1.0) / scale;
     auto advantage = [&](f64x8 r) WHET_INLINE_LAMBDA { return select(r == r, m.distance(r) * per_scale, zero); };
     size_t i = 0;
     for (; i + 8 <= n; i += 8) store_rewards(out + i, advantage(load_rewards(rewards + i)));

@@ -224,19 +224,15 @@ WHET_INLINE typename Vec<T>::Mask load_mask(const uint8_t* x) {
 
 // ---------------------------------------------------------------- operations without an operator
 
+#define WHET_PER_WIDTH(f32, f64)    \
+    if constexpr (sizeof(T) == 4) { \
+        a.part[p] = f32;            \
+    } else {                        \
+        a.part[p] = f64;            \
+    }
 #if defined(__AVX512F__)
-#define WHET_PER_WIDTH(f32, f64)  \
-    if constexpr (sizeof(T) == 4) \
-        a.part[p] = f32;          \
-    else                          \
-        a.part[p] = f64;
 #define WHET_INTRINSIC(name) _mm512_##name
 #elif defined(__AVX2__)
-#define WHET_PER_WIDTH(f32, f64)  \
-    if constexpr (sizeof(T) == 4) \
-        a.part[p] = f32;          \
-    else                          \
-        a.part[p] = f64;
 #define WHET_INTRINSIC(name) _mm256_##name
 #endif
 
@@ -247,6 +243,8 @@ WHET_INLINE Vec<T> fma(Vec<T> a, Vec<T> b, Vec<T> c) {
 #if defined(WHET_INTRINSIC)
         WHET_PER_WIDTH(WHET_INTRINSIC(fmadd_ps)(a.part[p], b.part[p], c.part[p]),
                        WHET_INTRINSIC(fmadd_pd)(a.part[p], b.part[p], c.part[p]))
+#elif defined(__aarch64__)
+        WHET_PER_WIDTH(vfmaq_f32(c.part[p], a.part[p], b.part[p]), vfmaq_f64(c.part[p], a.part[p], b.part[p]))
 #else
         for (int i = 0; i < Vec<T>::kPartLanes; ++i) {
             if constexpr (sizeof(T) == 4) {
@@ -265,6 +263,8 @@ WHET_INLINE Vec<T> sqrt(Vec<T> a) {
     WHET_EACH_PART(p) {
 #if defined(WHET_INTRINSIC)
         WHET_PER_WIDTH(WHET_INTRINSIC(sqrt_ps)(a.part[p]), WHET_INTRINSIC(sqrt_pd)(a.part[p]))
+#elif defined(__aarch64__)
+        WHET_PER_WIDTH(vsqrtq_f32(a.part[p]), vsqrtq_f64(a.part[p]))
 #else
         for (int i = 0; i < Vec<T>::kPartLanes; ++i) {
             if constexpr (sizeof(T) == 4) {

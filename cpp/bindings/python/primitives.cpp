@@ -31,8 +31,8 @@ nb::object float_array(DType dtype, Py_ssize_t n, Py_ssize_t columns, bool as_to
     return nb::steal(array);
 }
 
-// Work in units of about a nanosecond on one core; below this a second thread costs more than it saves.
-constexpr double kWorthThreads = 8000.0;
+// Work is given in nanoseconds on one core, roughly; below this a second thread costs more than it saves.
+constexpr double kWorthThreads = 4000.0;
 
 // Runs body(i) for i in [0, n), over the pool and without the GIL where the work is worth it.
 template <class F>
@@ -74,7 +74,7 @@ double total_of(const double total[2]) { return std::isfinite(total[0]) ? total[
 // One sum per row of `columns` tokens.
 template <class T, class Kernel>
 void sum_rows(Kernel kernel, const T* p, const T* q, const uint8_t* mask, size_t rows, size_t columns, double* sums) {
-    const double work = static_cast<double>(rows) * static_cast<double>(columns) * sizeof(T) * 0.05;
+    const double work = static_cast<double>(rows) * static_cast<double>(columns) * (sizeof(T) == 4 ? 0.35 : 1.0);
     const auto mask_at = [&](size_t i) { return mask == nullptr ? nullptr : mask + i; };
     if (columns <= kPiece) {
         const size_t rows_per_task = std::max<size_t>(1, kPiece / std::max<size_t>(1, columns));
@@ -178,7 +178,7 @@ void group_advantages_rows(Advantages advantages, Deviation deviation, const T* 
         batch_scale = eps >= 0.0 ? batch_scale + eps : batch_scale < 1e-8 ? __builtin_inf() : batch_scale;
     }
     // A multiple of 8 groups a task, so that vectors never straddle tasks.
-    const size_t groups_per_task = std::max<size_t>(8, kPiece / group_size / 8 * 8);
+    const size_t groups_per_task = std::max<size_t>(8, kPiece / 4 / group_size / 8 * 8);
     for_each((n_groups + groups_per_task - 1) / groups_per_task, static_cast<double>(n_groups * group_size),
              [&](size_t task) {
                  const size_t begin = task * groups_per_task, count = std::min(groups_per_task, n_groups - begin);
@@ -217,7 +217,7 @@ nb::object group_advantages(nb::handle rewards, nb::handle group_size, int scale
 template <class T, class Kernel>
 void logprobs_rows(Kernel kernel, const T* logits, const int64_t* token_ids, size_t rows, size_t vocab_size,
                    double temperature, float* logprobs, float* entropy) {
-    for_each(rows, static_cast<double>(rows * vocab_size) * 0.15, [&](size_t row) {
+    for_each(rows, static_cast<double>(rows * vocab_size) * 0.25, [&](size_t row) {
         kernel(logits + row * vocab_size, vocab_size, static_cast<size_t>(token_ids[row]), temperature, logprobs + row,
                entropy == nullptr ? nullptr : entropy + row);
     });
