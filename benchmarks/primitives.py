@@ -54,7 +54,9 @@ def medians(contenders):
 def row(title, contenders, expected, tolerance):
     """Checks, times and prints one row; whet's contenders come first."""
     for name, call in contenders.items():
-        np.testing.assert_allclose(np.asarray(call(), np.float64), expected, rtol=tolerance, atol=tolerance, err_msg=name)
+        np.testing.assert_allclose(
+            np.asarray(call(), np.float64), expected, rtol=tolerance, atol=tolerance, err_msg=name
+        )
     us = medians(contenders)
     fastest = min(v for name, v in us.items() if not name.startswith("whet"))
     cells = "  ".join(f"{name} {v:9.2f}" for name, v in us.items())
@@ -89,7 +91,9 @@ def trl_logprobs(logits, ids):
     return picked - torch.stack([torch.logsumexp(one, -1) for one in logits])
 
 
-print(f"whet {whet.isa()}, {arguments.threads} threads; torch {torch.__version__}, numpy {np.__version__}; microseconds\n")
+print(
+    f"whet {whet.isa()}, {arguments.threads} threads; torch {torch.__version__}, numpy {np.__version__}; microseconds\n"
+)
 
 print("Group advantages (rlox and whet float64; TRL divides by the sample deviation, so it is not compared)")
 for prompts, size in ((16, 4), (64, 8), (256, 16), (1024, 32)):
@@ -109,10 +113,14 @@ for prompts, size in ((16, 4), (64, 8), (256, 16), (1024, 32)):
         numpy_advantages(r, size),
         0.5,
     )
-    print(f"{'':22s} rlox / whet {us['rlox'] / us['whet']:.2f}; a torch tensor costs {us['whet torch'] - us['whet f32']:.2f}")
+    print(
+        f"{'':22s} rlox / whet {us['rlox'] / us['whet']:.2f}; a torch tensor costs {us['whet torch'] - us['whet f32']:.2f}"
+    )
 
 print("\nToken KL, Schulman")
-for batch, length in ((1, 128), (1, 512), (1, 2048), (1, 8192), (32, 128), (32, 512), (32, 2048)):
+
+
+def k3_row(batch, length):
     p = -rng.exponential(1, (batch, length))
     q = p + rng.normal(0, 0.5, p.shape)
     p64, q64, p32, q32 = p.ravel(), q.ravel(), p.astype(np.float32).ravel(), q.astype(np.float32).ravel()
@@ -137,6 +145,10 @@ for batch, length in ((1, 128), (1, 512), (1, 2048), (1, 8192), (32, 128), (32, 
         f"{min(us['rlox f64'], us['NumPy f64']) / us['whet f64']:.2f}; a torch tensor costs "
         f"{us['whet torch'] - us['whet f32']:.2f}"
     )
+
+
+for batch, length in ((1, 128), (1, 512), (1, 2048), (1, 8192), (32, 128), (32, 512), (32, 2048)):
+    k3_row(batch, length)
 
 print("\nToken KL, exact, float64")
 for length in (128, 512, 2048, 8192):
@@ -178,11 +190,12 @@ print(f"{'':22s} with entropy {with_entropy:.0f}; bf16 {in_half:.0f}")
 print("\nGAE, 2,048 steps, float64")
 r, v = rng.normal(size=(2, 2048))
 done = rng.random(2048) < 0.01
+done_as_float = done.astype(float)
 row(
     "1 x 2048",
     {
         "whet": lambda: whet.compute_gae(r, v, done, 0.0, 0.99, 0.95)[0],
-        "rlox": lambda f=done.astype(float): rlox.compute_gae(r, v, f, 0.0, 0.99, 0.95)[0],
+        "rlox": lambda: rlox.compute_gae(r, v, done_as_float, 0.0, 0.99, 0.95)[0],
     },
     whet.ops.advantages.naive_gae(r, v, done, 0.0, 0.99, 0.95)[0],
     1e-9,

@@ -1,0 +1,37 @@
+"""The five algorithms and their losses. Importing this package imports torch.
+
+Each algorithm is one file with its equation and assumptions on top; each loss is a pure function of
+named tensors that works without any trainer.
+"""
+
+from __future__ import annotations
+
+from whet.errors import MissingExtraError
+
+try:
+    import torch  # noqa: F401
+except ImportError as error:
+    raise MissingExtraError("whet.algorithms", "torch", "train") from error
+
+from whet.algorithms.best_of_n import BestOfN
+from whet.algorithms.dpo import DPO, dpo_loss
+from whet.algorithms.grpo import GRPO, grpo_loss
+from whet.algorithms.online_dpo import OnlineDPO
+from whet.algorithms.sft import SFT, sft_loss
+from whet.config import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
+
+__all__ = [
+    "DPO",
+    "GRPO",
+    "SFT",
+    "BestOfN",
+    "BestOfNConfig",
+    "DPOConfig",
+    "GRPOConfig",
+    "OnlineDPO",
+    "OnlineDPOConfig",
+    "SFTConfig",
+    "dpo_loss",
+    "grpo_loss",
+    "sft_loss",
+]

@@ -1,0 +1,113 @@
+"""Best of N: sample N completions per prompt and keep the one with the highest reward.
+
+    y* = argmax_i r(x, y_i),    y_1 ... y_N ~ pi(. | x)
+
+No training. Assumes that the rewards of one prompt's completions can be compared; of equal rewards the
+first counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from whet.algorithms.online import RewardFn, make_engine, read_prompts, reward_functions, sample
+from whet.config import BestOfNConfig
+from whet.errors import RewardError
+from whet.fields import make_config
+from whet.rollout.protocol import RolloutEngine
+from whet.sampling import Completion
+from whet.trainer import stop_token_ids
+
+
+class BestOfNResult(NamedTuple):
+    """What ``BestOfN.generate`` returns on request.
+
+    Attributes:
+        sequences: (B, P+T) int64, each prompt with its best completion, padded on the right.
+        scores: (B, N) float64, the reward of each candidate, NaN where it was not scored; or None.
+        candidates: per prompt its N completions; or None.
+    """
+
+    sequences: Tensor
+    scores: Tensor | None
+    candidates: list[list[Completion]] | None
+
+
+class BestOfN:
+    """Rejection sampling at inference time.
+
+    Args:
+        model: samples the candidates; a module with ``generate``, or any that maps token ids to logits.
+        reward_fn: one reward function, several, or ``RewardFunctions``.
+        config: settings; None: the defaults.
+        tokenizer: for prompts of text, and so that reward functions see text.
+        engine: samples in place of the model; "auto" is the model itself.
+        **settings: fields of ``BestOfNConfig``, such as ``n`` and ``max_new_tokens``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        reward_fn: RewardFn | None = None,
+        *,
+        config: BestOfNConfig | None = None,
+        tokenizer: Any = None,
+        engine: RolloutEngine | Literal["auto"] = "auto",
+        **settings: Any,
+    ) -> None:
+        self.config = make_config(BestOfNConfig, config, settings)
+        self.rewards = reward_functions(self.config, reward_fn)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.engine = make_engine(engine, model, "BestOfN")
+
+    def generate(
+        self, prompts: Any, *, return_scores: bool = False, return_all: bool = False
+    ) -> Tensor | BestOfNResult:
+        """The best of N completions for each prompt; the same ones again for the same seed.
+
+        Args:
+            prompts: a (B, P) tensor; a dict of input_ids and attention_mask; ragged lists of token ids;
+                texts or rows, with a tokenizer.
+            return_scores: also return every candidate's reward.
+            return_all: also return every candidate.
+
+        Returns:
+            (B, P+T) int64: each prompt, its best completion, and padding on the right. With either flag a
+            ``BestOfNResult``.
+
+        Raises:
+            RewardError: a reward function failed, or scored none of a prompt's candidates.
+        """
+        config, batch = self.config, read_prompts(prompts, self.tokenizer, "BestOfN.generate")
+        self.engine.sync(self.model)
+        sampling = config.sampling(stop_token_ids(self.model, self.tokenizer), config.seed)
+        rollout = sample(self.engine, batch, config.n, sampling, self.tokenizer)
+        scores = rollout.score(self.rewards).rewards.reshape(len(batch.ids), config.n)
+        unscored = np.isnan(scores).all(axis=1)
+        if unscored.any():
+            raise RewardError(
+                f"BestOfN.generate: no candidate for prompt {int(unscored.argmax())} was scored, so none is "
+                f"best. Score at least one."
+            )
+        best = np.where(np.isnan(scores), -np.inf, scores).argmax(axis=1)
+        candidates = [rollout.completions[i : i + config.n] for i in range(0, scores.size, config.n)]
+        rows = [
+            torch.tensor([*prompt, *group[i].token_ids])
+            for prompt, group, i in zip(batch.ids, candidates, best, strict=True)
+        ]
+        sequences = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._pad_token_id())
+        if not return_scores and not return_all:
+            return sequences
+        return BestOfNResult(
+            sequences, torch.from_numpy(scores) if return_scores else None, candidates if return_all else None
+        )
+
+    def _pad_token_id(self) -> int:
+        if self.config.pad_token_id is not None:
+            return self.config.pad_token_id
+        return getattr(self.tokenizer, "pad_token_id", None) or 0

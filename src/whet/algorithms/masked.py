@@ -1,0 +1,114 @@
+"""What the losses share: masks that keep NaN out, KL estimators, importance weights, checks of tensors.
+
+Pure functions of tensors. No model, no trainer, no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet.config import KLEstimator, SamplerCorrection
+from whet.errors import WhetTypeError, WhetValueError
+from whet.fields import check_choice
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """``values`` where ``mask`` is True and 0 elsewhere, in value and in gradient.
+
+    Selecting, unlike multiplying by the mask, keeps NaN and inf out.
+    """
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def importance_weights(
+    old_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    completion_mask: Tensor,
+    *,
+    correction: SamplerCorrection = "sequence_mask",
+    cap: float = 3.0,
+) -> tuple[Tensor, Tensor]:
+    """Importance weights of tokens sampled by an engine whose probabilities differ from the policy's.
+
+    ``w = exp(old_logprobs - sampler_logprobs)``, per token, or per sequence with the difference summed
+    over its tokens. "truncate" gives min(w, cap) (Ionides 2008); "mask" rejects where w is above the
+    cap, or NaN.
+
+    Args:
+        old_logprobs: (B, T), the policy's as it was while sampling.
+        sampler_logprobs: (B, T), recorded while sampling.
+        completion_mask: (B, T) bool.
+        correction: see above.
+        cap: the largest weight.
+
+    Returns:
+        weights (B, T), detached, in old_logprobs' dtype, and the mask without the rejected tokens.
+
+    Raises:
+        WhetValueError: an unknown correction, or a cap that is not positive.
+    """
+    check_choice("importance_weights", "correction", correction, SamplerCorrection)
+    if not cap > 0:
+        raise WhetValueError(f"importance_weights: cap is {cap!r}, expected a number > 0.")
+    old, sampler = old_logprobs.detach(), sampler_logprobs.detach().to(old_logprobs)
+    log_weights = masked(old, completion_mask) - masked(sampler, completion_mask)
+    if correction.startswith("sequence"):
+        log_weights = log_weights.sum(1, keepdim=True).expand_as(log_weights)
+    weights = log_weights.exp()
+    if correction.endswith("truncate"):
+        return weights.clamp(max=cap), completion_mask
+    return masked(weights, weights <= cap), completion_mask & (weights <= cap)
+
+
+def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """Estimates of KL(policy || reference) from the policy's samples, per token (Schulman 2020).
+
+    With d = ref_logprobs - logprobs: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1.
+    """
+    difference = ref_logprobs - logprobs
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference.square() / 2
+    return torch.expm1(difference) - difference
+
+
+def count_rows(completion_mask: Tensor, kept_mask: Tensor) -> int:
+    """Rows of a batch, without those of which an importance correction kept nothing."""
+    return int((kept_mask.any(1) | ~completion_mask.any(1)).sum())
+
+
+def check_float_tensor(where: str, name: str, value: Any, n_axes: int) -> None:
+    """Refuse anything but a floating-point tensor with ``n_axes`` axes."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim != n_axes:
+        axes = "(B, T)" if n_axes == 2 else "(B,)"
+        raise WhetTypeError(f"{where}: {name} is {_kind(value)}, expected a {axes} floating-point tensor.")
+
+
+def check_shapes(
+    where: str, name: str, like: Tensor, others: Mapping[str, Any], optional: Mapping[str, Any] | None = None
+) -> None:
+    """Refuse tensors of another shape than ``like``, and None unless optional. A ``*_mask`` must be bool."""
+    given = {other: value for other, value in (optional or {}).items() if value is not None}
+    for other, value in {**others, **given}.items():
+        if not isinstance(value, Tensor):
+            raise WhetTypeError(f"{where}: {other} is {_kind(value)}, expected a tensor.")
+        if value.shape != like.shape:
+            raise WhetValueError(
+                f"{where}: {other} has shape {tuple(value.shape)}, expected that of {name}, {tuple(like.shape)}."
+            )
+        if other.endswith("_mask") and value.dtype != torch.bool:
+            raise WhetTypeError(
+                f"{where}: {other} is {_kind(value)}, expected bool, True on the tokens that count. "
+                f"Convert a 0/1 mask with mask.bool()."
+            )
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"a {tuple(value.shape)} {value.dtype} tensor"

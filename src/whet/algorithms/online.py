@@ -1,0 +1,255 @@
+"""What the algorithms that sample share: prompts in, completions and rewards out.
+
+Sampling goes through the ``RolloutEngine`` protocol alone. Functions that judge completions see text
+where there is a tokenizer (special tokens left out), and 1-D tensors of token ids where there is none,
+without prompt and without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from whet.batches import is_rows
+from whet.config import RolloutConfig
+from whet.data import token_rows, tokenize_prompt
+from whet.errors import WhetTypeError, WhetValueError
+from whet.rewards import RewardBatch, RewardFunctions
+from whet.rollout.protocol import RolloutEngine
+from whet.rollout.torch_engine import TorchEngine
+from whet.sampling import Completion, SamplingParams
+from whet.trainer import Trainer, stop_token_ids
+
+RewardFn = Callable[..., Any] | Sequence[Callable[..., Any]] | RewardFunctions
+
+_TOKENIZER_FIELDS = ("input_ids", "attention_mask", "token_type_ids")
+
+
+class Prompts(NamedTuple):
+    """A batch of prompts: token ids, the form that functions see, and the dataset's other columns."""
+
+    ids: list[list[int]]
+    shown: list[Any]
+    columns: dict[str, list[Any]]
+
+
+def read_prompts(batch: Any, tokenizer: Any, where: str) -> Prompts:
+    """Prompts from texts, from rows (dicts with ``prompt`` as text, messages or ids), or from token ids.
+
+    Token ids come in any form that ``token_rows`` takes. Other fields of rows and of a mapping with
+    ``input_ids`` are columns.
+    """
+    if hasattr(batch, "__len__") and len(batch) == 0:
+        raise WhetValueError(f"{where}: the batch holds no prompts. Pass at least one.")
+    batch = [batch] if isinstance(batch, str) else batch
+    if isinstance(batch, (list, tuple)) and any(isinstance(prompt, str) for prompt in batch):
+        batch = [{"prompt": prompt} for prompt in batch]
+    columns: dict[str, list[Any]] = {}
+    if is_rows(batch):
+        ids = [tokenize_prompt(row, tokenizer) for row in batch]
+        given = [row["prompt"] for row in batch]
+        names = dict.fromkeys(name for row in batch for name in row if name != "prompt")
+        columns = {name: [row.get(name) for row in batch] for name in names}
+    else:
+        ids = given = token_rows(batch)
+        if isinstance(batch, Mapping):
+            columns = {name: list(v) for name, v in batch.items() if name not in _TOKENIZER_FIELDS}
+    shown = [
+        prompt if isinstance(prompt, str) or is_rows(prompt) else as_shown(row, tokenizer)
+        for prompt, row in zip(given, ids, strict=True)
+    ]
+    return Prompts(ids, shown, columns)
+
+
+def as_shown(token_ids: Sequence[int], tokenizer: Any) -> Any:
+    """Token ids as functions see them: text, or without a tokenizer a 1-D tensor."""
+    if tokenizer is None:
+        return torch.tensor(token_ids, dtype=torch.int64)
+    return tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def as_plain(shown: Any) -> Any:
+    """What ``as_shown`` gave, as JSON can hold it."""
+    return shown.tolist() if isinstance(shown, torch.Tensor) else shown
+
+
+@dataclass
+class Rollout:
+    """N = prompts x n completions, those of one prompt side by side.
+
+    Attributes:
+        prompt_ids: N rows of token ids.
+        prompts: N prompts in the form that functions see.
+        completions: N completions.
+        shown: the completions in that form.
+        columns: the dataset's other columns, N values each.
+    """
+
+    prompt_ids: list[list[int]]
+    prompts: list[Any]
+    completions: list[Completion]
+    shown: list[Any]
+    columns: dict[str, list[Any]]
+
+    @property
+    def completion_ids(self) -> list[list[int]]:
+        """N rows of token ids."""
+        return [completion.token_ids for completion in self.completions]
+
+    def sampler_logprobs(self, rows: Sequence[int]) -> Tensor | None:
+        """(R, T) log-probs of some completions' tokens as the engine recorded them; None if it does not."""
+        recorded = [self.completions[i].logprobs for i in rows]
+        known = [torch.tensor(row) for row in recorded if row is not None]
+        return nn.utils.rnn.pad_sequence(known, batch_first=True) if len(known) == len(recorded) else None
+
+    @property
+    def truncated(self) -> np.ndarray:
+        """(N,) bool, True where ``max_new_tokens`` ended the completion."""
+        return np.array([completion.finish_reason == "length" for completion in self.completions])
+
+    def score(self, functions: RewardFunctions) -> RewardBatch:
+        """The rewards of the N completions."""
+        return functions(
+            prompts=self.prompts,
+            completions=self.shown,
+            completion_ids=self.completion_ids,
+            columns=self.columns,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Lengths in tokens, the share that no stop token ended, and the tokens of prompts and completions."""
+        lengths = [len(completion.token_ids) for completion in self.completions]
+        return {
+            "completions/mean_length": float(np.mean(lengths)),
+            "completions/min_length": min(lengths),
+            "completions/max_length": max(lengths),
+            "completions/clipped_ratio": float(np.mean(self.truncated)),
+            "num_tokens": sum(lengths) + sum(map(len, self.prompt_ids)),
+        }
+
+
+def sample(engine: RolloutEngine, prompts: Prompts, n: int, sampling: SamplingParams, tokenizer: Any) -> Rollout:
+    """``n`` completions for each prompt."""
+    groups = engine.generate(prompts.ids, n, sampling)
+    completions = [completion for group in groups for completion in group]
+
+    def repeated(values: list[Any]) -> list[Any]:
+        return [value for value in values for _ in range(n)]
+
+    return Rollout(
+        prompt_ids=repeated(prompts.ids),
+        prompts=repeated(prompts.shown),
+        completions=completions,
+        shown=[as_shown(completion.token_ids, tokenizer) for completion in completions],
+        columns={name: repeated(values) for name, values in prompts.columns.items()},
+    )
+
+
+def reward_functions(config: RolloutConfig, reward_fn: RewardFn | None) -> RewardFunctions:
+    """The reward functions, called as the config says; ``RewardFunctions`` stay as they are."""
+    if reward_fn is None:
+        where = type(config).__name__.removesuffix("Config")
+        raise WhetTypeError(f"{where}: reward_fn is None. Pass a function that scores completions.")
+    if isinstance(reward_fn, RewardFunctions):
+        return reward_fn
+    return RewardFunctions(
+        reward_fn,
+        weights=config.reward_weights or None,
+        on_error=config.reward_policy,
+        timeout_s=config.reward_timeout_s,
+    )
+
+
+def make_engine(engine: RolloutEngine | Literal["auto"], model: nn.Module, where: str) -> RolloutEngine:
+    """The engine given, or for "auto" a ``TorchEngine`` over the model."""
+    if engine == "auto":
+        return TorchEngine(model)
+    if isinstance(engine, str) or not hasattr(engine, "generate"):
+        raise WhetTypeError(f"{where}: engine is {engine!r}, expected 'auto' or a RolloutEngine.")
+    return engine
+
+
+class OnlineTrainer(Trainer):
+    """The base of the training algorithms that sample.
+
+    Args:
+        engine: samples the completions; "auto" is the model itself.
+        **arguments: of ``Trainer``.
+
+    Attributes:
+        last_completions: one dict per completion of the last step: step, prompt, completion, each reward.
+    """
+
+    row_fields = ("prompt",)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ref_model: nn.Module | None = None,
+        *,
+        engine: RolloutEngine | Literal["auto"] = "auto",
+        **arguments: Any,
+    ) -> None:
+        super().__init__(model, ref_model, **arguments)
+        self.engine = make_engine(engine, model, type(self).__name__)
+        self.last_completions: list[dict[str, Any]] = []
+        self._synced_at: int | None = None
+
+    def as_row(self, item: Any) -> Mapping[str, Any]:
+        return item if isinstance(item, Mapping) else {"prompt": item}
+
+    def sample(self, prompt_batch: Any, n: int) -> Rollout:
+        """``n`` completions per prompt from the policy as it is, the same ones for one (seed, step)."""
+        prompts = read_prompts(prompt_batch, self.tokenizer, type(self).__name__)
+        if self._synced_at != self.n_updates:
+            self.engine.sync(self.model)
+            self._synced_at = self.n_updates
+        seed = int(np.random.SeedSequence([self.config.seed % 2**64, self.step]).generate_state(1)[0])
+        stop_ids = stop_token_ids(self.model, self.tokenizer)
+        return sample(self.engine, prompts, n, self.config.sampling(stop_ids, seed), self.tokenizer)
+
+
+def reward_metrics(rewards: RewardBatch) -> dict[str, float]:
+    """Mean reward, and mean and std of each function's scores, over what was scored; NaN where nothing was.
+
+    ``reward_errors`` counts the scores that a policy replaced.
+    """
+    metrics = {"mean_reward": nan_mean(rewards.rewards), "reward_errors": float(rewards.n_errors)}
+    for name, scores in rewards.by_name.items():
+        metrics[f"rewards/{name}/mean"] = nan_mean(scores)
+        metrics[f"rewards/{name}/std"] = nan_mean((scores - nan_mean(scores)) ** 2) ** 0.5
+    return metrics
+
+
+def nan_mean(values: np.ndarray) -> float:
+    """Mean of the values that are not NaN; NaN if there is none."""
+    scored = values[~np.isnan(values)]
+    return float(scored.mean()) if scored.size else float("nan")
+
+
+def completion_table(
+    step: int, rollout: Rollout, rewards: RewardBatch | None, extra: Mapping[str, Sequence[Any]]
+) -> list[dict[str, Any]]:
+    """One dict per completion: step, prompt, completion, each function's reward, the total, and ``extra``."""
+    columns: dict[str, Sequence[Any]] = {
+        "prompt": [as_plain(prompt) for prompt in rollout.prompts],
+        "completion": [as_plain(completion) for completion in rollout.shown],
+    }
+    if rewards is not None:
+        columns |= {f"rewards/{name}": scores.tolist() for name, scores in rewards.by_name.items()}
+        columns["reward"] = rewards.rewards.tolist()
+    columns |= extra
+    return [{"step": step, **dict(zip(columns, row, strict=True))} for row in zip(*columns.values(), strict=True)]
+
+
+def group_std(rewards: np.ndarray) -> np.ndarray:
+    """Population standard deviation of each row, of what is scored; 0 for a row with nothing scored."""
+    scored = ~np.isnan(rewards)
+    n = np.maximum(scored.sum(axis=1), 1)
+    mean = np.where(scored, rewards, 0.0).sum(axis=1) / n
+    return np.sqrt(np.where(scored, (rewards - mean[:, None]) ** 2, 0.0).sum(axis=1) / n)

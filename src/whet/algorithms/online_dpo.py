@@ -1,0 +1,105 @@
+"""Online DPO: sample two completions per prompt, ask which is preferred, and take a DPO step on the pair.
+
+    l = -log sigmoid(beta [(log pi - log ref)(y+) - (log pi - log ref)(y-)]),    y1, y2 ~ pi(. | x)
+
+(Guo et al. 2024, eq. 3; the other losses of the DPO family as well.) Assumes an oracle that compares
+two answers to one prompt, or reward functions whose higher score wins. Ties teach nothing and are
+left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from whet.algorithms.dpo import Pairs, update_on_pairs
+from whet.algorithms.online import (
+    OnlineTrainer,
+    RewardFn,
+    Rollout,
+    completion_table,
+    reward_functions,
+    reward_metrics,
+)
+from whet.config import OnlineDPOConfig
+from whet.errors import WhetTypeError
+from whet.rewards import RewardBatch, call_preference
+
+
+class OnlineDPO(OnlineTrainer):
+    """DPO on the policy's own completions.
+
+    Args:
+        model, ref_model, **arguments: of ``Trainer`` and ``OnlineTrainer``.
+        preference_fn: gets a list of pairs of completions (text with a tokenizer, else 1-D tensors, without
+            prompts) and returns for each 0 if the first is preferred, 1 if the second, None for a tie.
+        reward_fn: one reward function, several, or ``whet.rewards.RewardFunctions``, in its place.
+    """
+
+    config_class = OnlineDPOConfig
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        ref_model: torch.nn.Module | None = None,
+        preference_fn: Callable[..., Any] | None = None,
+        reward_fn: RewardFn | None = None,
+        **arguments: Any,
+    ) -> None:
+        if (preference_fn is None) == (reward_fn is None):
+            raise WhetTypeError("OnlineDPO: pass either preference_fn or reward_fn.")
+        super().__init__(model, ref_model, **arguments)
+        self.preference_fn = preference_fn
+        self.rewards = None if reward_fn is None else reward_functions(self.config, reward_fn)
+
+    def uses_reference(self) -> bool:
+        """Whether the loss looks at the reference."""
+        return self.config.has_reference()
+
+    def train_step(self, prompt_batch: Any) -> dict[str, float]:
+        """Sample two completions per prompt, have them compared, and update the policy on the pairs.
+
+        Args:
+            prompt_batch: as ``GRPO.train_step`` takes it.
+
+        Returns:
+            Metrics: ``loss``, ``frac_ties`` (share of pairs without a winner, identical completions among
+            them), those of ``DPO.train_step``, ``completions/...``, with reward functions ``mean_reward`` and
+            ``rewards/NAME/{mean,std}``, and those of every step.
+
+        Raises:
+            RewardError: preference_fn or a reward function failed.
+        """
+        return self.take_step(lambda: self._learn(self.sample(prompt_batch, 2)))
+
+    def _learn(self, rollout: Rollout) -> dict[str, float]:
+        scored = None if self.rewards is None else rollout.score(self.rewards)
+        ids = rollout.completion_ids
+        winners = [
+            None if first == second else winner
+            for winner, first, second in zip(self._winners(rollout, scored), ids[::2], ids[1::2], strict=True)
+        ]
+        decided = [(2 * i, winner) for i, winner in enumerate(winners) if winner is not None]
+        chosen = [None if winner is None else winner == side for winner in winners for side in (0, 1)]
+        self.last_completions = completion_table(self.step + 1, rollout, scored, {"chosen": chosen})
+        metrics = {"loss": 0.0, "grad_norm": 0.0}
+        if decided:
+            pairs = Pairs(
+                prompt_ids=[rollout.prompt_ids[i] for i, _ in decided],
+                chosen_ids=[ids[i + winner] for i, winner in decided],
+                rejected_ids=[ids[i + 1 - winner] for i, winner in decided],
+            )
+            metrics = update_on_pairs(self, pairs)
+        metrics["frac_ties"] = 1 - len(decided) / len(winners)
+        return {**metrics, **(reward_metrics(scored) if scored else {}), **rollout.metrics()}
+
+    def _winners(self, rollout: Rollout, scored: RewardBatch | None) -> Sequence[int | None]:
+        """Per pair the side that is preferred, or None; an unscored completion neither wins nor loses."""
+        if scored is None:
+            pairs = list(zip(rollout.shown[::2], rollout.shown[1::2], strict=True))
+            assert self.preference_fn is not None
+            return call_preference(self.preference_fn, pairs)
+        first, second = scored.rewards[::2].tolist(), scored.rewards[1::2].tolist()
+        return [0 if a > b else 1 if b > a else None for a, b in zip(first, second, strict=True)]

@@ -1,0 +1,107 @@
+"""Supervised fine-tuning: maximise the likelihood of completions.
+
+    l = -log pi(y_t | x, y_<t), averaged over the completion tokens of the batch
+
+Prompt tokens do not count unless a row has no prompt of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from whet.algorithms.masked import check_float_tensor, check_shapes, masked
+from whet.batches import check_row_counts, is_rows
+from whet.config import SFTConfig
+from whet.data import token_rows, tokenize_completion
+from whet.errors import WhetValueError
+from whet.nn.causal_lm import completion_logprobs
+from whet.trainer import Trainer
+
+
+class SFT(Trainer):
+    """Supervised fine-tuning of a model on completions. The arguments are those of ``Trainer``."""
+
+    config_class = SFTConfig
+    row_fields = ("prompt", "completion")
+
+    def train_step(self, prompt: Any, completion: Any = None) -> dict[str, float]:
+        """One update on a batch.
+
+        Args:
+            prompt: B prompts as ``whet.data.token_rows`` takes token ids; or, alone, a list of rows (dicts
+                that ``whet.data.tokenize_completion`` reads), or token ids that all count but the first.
+            completion: B completions, likewise.
+
+        Returns:
+            Metrics: ``loss`` (mean negative log-likelihood per token, in nats), ``token_probability``, and
+            those of every step.
+
+        Raises:
+            WhetValueError: rows that do not match, or no token that counts.
+        """
+        return self.take_step(lambda: self._learn(prompt, completion))
+
+    def as_row(self, item: Any) -> Any:
+        """An item of a dataset as a dict; a bare text or row of token ids counts whole."""
+        return item if isinstance(item, Mapping) else super().as_row(item) if _is_pair(item) else {"text": item}
+
+    def _learn(self, prompt: Any, completion: Any) -> dict[str, float]:
+        prompt_ids, completion_ids = self._token_ids(prompt, completion)
+        if self.config.loss_on == "all":
+            completion_ids = [p[1:] + c for p, c in zip(prompt_ids, completion_ids, strict=True)]
+            prompt_ids = [p[:1] for p in prompt_ids]
+        n_tokens = sum(map(len, completion_ids))
+        if n_tokens == 0:
+            raise WhetValueError("SFT: no completion of the batch has a token to learn from.")
+
+        def loss_of(rows: slice) -> tuple[Tensor, dict[str, float]]:
+            logprobs, _, mask = completion_logprobs(self.model, prompt_ids[rows], completion_ids[rows])
+            return sft_loss(logprobs, mask, n_tokens=n_tokens)
+
+        metrics = self.update(len(prompt_ids), loss_of)
+        return {**metrics, "num_tokens": n_tokens + sum(map(len, prompt_ids))}
+
+    def _token_ids(self, prompt: Any, completion: Any) -> tuple[list[list[int]], list[list[int]]]:
+        if completion is not None:
+            rows = token_rows(prompt), self.completion_rows(completion)
+            check_row_counts("SFT", self.row_fields, rows)
+            return rows
+        if is_rows(prompt):
+            pairs = [tokenize_completion(row, self.tokenizer) for row in prompt]
+            return [ids for ids, _ in pairs], [ids for _, ids in pairs]
+        rows = self.completion_rows(prompt)
+        return [row[:1] for row in rows], [row[1:] for row in rows]
+
+
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and not isinstance(item[0], int)
+
+
+def sft_loss(
+    logprobs: Tensor, completion_mask: Tensor, *, n_tokens: float | None = None
+) -> tuple[Tensor, dict[str, float]]:
+    """Mean negative log-likelihood, ``-sum logprobs m / n_tokens``, in nats.
+
+    A masked position counts nothing, in value and gradient, whatever it holds.
+
+    Args:
+        logprobs: (B, T) float, of the tokens, differentiable. The loss has its dtype.
+        completion_mask: (B, T) bool, True on the tokens that count.
+        n_tokens: counting tokens of the whole batch, so that micro-batches add up to it; None: those
+            of this one.
+
+    Returns:
+        The scalar loss, and as metric ``token_probability``, the mean probability of the tokens.
+
+    Raises:
+        WhetTypeError: an argument that is no tensor of the right kind.
+        WhetValueError: shapes that disagree.
+    """
+    check_float_tensor("sft_loss", "logprobs", logprobs, n_axes=2)
+    check_shapes("sft_loss", "logprobs", logprobs, {"completion_mask": completion_mask})
+    n_tokens = max(float(completion_mask.sum() if n_tokens is None else n_tokens), 1.0)
+    probability = masked(logprobs.detach().exp(), completion_mask).sum() / n_tokens
+    return -masked(logprobs, completion_mask).sum() / n_tokens, {"token_probability": probability.item()}

@@ -1,0 +1,155 @@
+"""Calls a user's functions and brings back what they returned or raised: here, or in killable processes.
+
+Does not know what the functions are for; ``whet.rewards`` does. Between a child process and its parent
+only JSON travels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+
+class CallTimeout(Exception):
+    """A call in a child process was not over in time."""
+
+
+class RaisedInChild(Exception):
+    """An exception of the child process; its text is the traceback there."""
+
+    def __init__(self, summary: str, text: str) -> None:
+        super().__init__(text)
+        self.summary = summary
+
+
+def summary(error: BaseException) -> str:
+    """``"ZeroDivisionError: division by zero"``, also for an exception of a child process."""
+    return error.summary if isinstance(error, RaisedInChild) else f"{type(error).__name__}: {error}"
+
+
+def call_here(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Results of the calls, or the exceptions they raised, in order.
+
+    Awaitable results are awaited together, on an event loop in a thread of its own: that works where a
+    loop is already running, and a client bound to the loop stays usable from one call to the next.
+    """
+    results: list[Any] = []
+    for call in calls:
+        try:
+            results.append(call())
+        except (Exception, SystemExit) as error:
+            results.append(error)
+    waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
+    if waiting:
+        future = asyncio.run_coroutine_threadsafe(_all([results[i] for i in waiting]), _event_loop())
+        try:
+            for i, result in zip(waiting, future.result(), strict=True):
+                results[i] = result
+        finally:
+            future.cancel()
+    return results
+
+
+async def _all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    async def settled(awaitable: Awaitable[Any]) -> Any:
+        try:
+            return await awaitable
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            return error
+
+    return await asyncio.gather(*map(settled, awaitables))
+
+
+_loop_of_process: dict[int, asyncio.AbstractEventLoop] = {}
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The running loop of this process: one inherited by a fork has no thread that runs it."""
+    loop = _loop_of_process.get(os.getpid())
+    if loop is None:
+        loop = _loop_of_process[os.getpid()] = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, name="whet-calls", daemon=True).start()
+    return loop
+
+
+def call_in_children(calls: Sequence[Callable[[], Any]], to_json: Callable[[Any], Any], timeout_s: float) -> list[Any]:
+    """Like ``call_here``, but each call in a forked process, all at once, killed after ``timeout_s``.
+
+    Args:
+        calls: functions without arguments.
+        to_json: applied to a result in the child; what it returns is sent as JSON.
+        timeout_s: seconds, from the start of a call.
+
+    Returns:
+        Per call the decoded JSON, a ``RaisedInChild``, or a ``CallTimeout``.
+    """
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(_Child(call, to_json, timeout_s)) for call in calls]
+        return [child.outcome() for child in children]
+
+
+class _Child:
+    """One call in a process and process group of its own, both killed when the context ends."""
+
+    def __init__(self, call: Callable[[], Any], to_json: Callable[[Any], Any], timeout_s: float) -> None:
+        context = multiprocessing.get_context("fork")
+        self.receiver, sender = context.Pipe(duplex=False)
+        self.process = context.Process(target=_child_main, args=(call, to_json, sender))
+        self.timeout_s = timeout_s
+        self.deadline = time.monotonic() + timeout_s
+        with warnings.catch_warnings():
+            # Python warns of forking beside threads, whose locks a child may wait for: the timeout ends that.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.process.start()
+        sender.close()
+
+    def __enter__(self) -> _Child:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        assert self.process.pid is not None
+        self.process.kill()
+        with contextlib.suppress(ProcessLookupError):  # killed before it had a group of its own
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.join()
+        self.receiver.close()
+
+    def outcome(self) -> Any:
+        if not self.receiver.poll(max(0.0, self.deadline - time.monotonic())):
+            return CallTimeout(f"it did not return within timeout_s={self.timeout_s}")
+        try:
+            message = json.loads(self.receiver.recv_bytes())
+        except EOFError:
+            self.process.join()
+            return RaisedInChild(f"its process died with exit code {self.process.exitcode}", "no traceback")
+        if "result" in message:
+            return message["result"]
+        return RaisedInChild(message["summary"], "\n" + message["traceback"])
+
+
+def _child_main(call: Callable[[], Any], to_json: Callable[[Any], Any], sender: Any) -> None:
+    os.setsid()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)  # the parent's worker threads do not exist here
+    [result] = call_here([call])
+    if isinstance(result, BaseException):
+        text = "".join(traceback.format_exception(type(result), result, result.__traceback__))
+        message = {"summary": summary(result), "traceback": text}
+    else:
+        message = {"result": to_json(result)}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sender.send_bytes(json.dumps(message).encode())

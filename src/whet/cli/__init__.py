@@ -1,0 +1,168 @@
+"""The command line: finds the command, and turns what a user can mend into one line and an exit status.
+
+0 is success, 2 a mistake in what was asked for, 130 Ctrl-C, 141 a reader that went away; anything unexpected keeps
+its traceback. This file
+needs the standard library alone: each command imports what it needs, and only when it is called.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from whet import __version__
+from whet.errors import MissingExtraError, RewardError, WhetError, WhetValueError
+
+USAGE = f"""\
+Whet {__version__}: post-trains language models on the machine you have.
+
+usage: whet COMMAND ...
+
+  whet demo                           a small model learns to add, in minutes
+  whet train sft CONFIG.toml          learn from completions
+  whet train dpo CONFIG.toml          learn from pairs, one preferred
+  whet train grpo CONFIG.toml         sample, score, reinforce
+  whet train online-dpo CONFIG.toml   sample pairs, judge, learn from them
+  whet best-of-n CONFIG.toml          sample, score, keep the best; no training
+
+Every setting of a config file is a flag too: --learning-rate 1e-5 stands above
+learning_rate in the file. COMMAND --help lists them.
+
+  whet --help      this text
+  whet --version   the version
+"""
+
+TRAIN_USAGE = """\
+usage: whet train METHOD [CONFIG.toml] [--SETTING VALUE ...]
+
+METHOD is one of:
+  sft          supervised fine-tuning, on rows with prompt and completion,
+               or with messages, or with text
+  dpo          direct preference optimization, on rows with prompt, chosen
+               and rejected
+  grpo         group relative policy optimization, on rows with a prompt,
+               and with reward functions
+  online-dpo   the same rows, with reward functions or a preference function
+
+whet train METHOD --help lists its settings.
+"""
+
+# Paragraphs of one line each: tyro does not wrap them.
+TRAIN_DESCRIPTION = """\
+A flag stands above the same setting in CONFIG.toml, if there is one.
+
+Given again, the command of a run that was stopped continues it."""
+
+BEST_OF_N_DESCRIPTION = """\
+Samples n completions per prompt and gives the best as a line of JSON.
+
+A flag stands above the same setting in CONFIG.toml, if there is one."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (None: that of the process) and return its exit status.
+
+    Raises:
+        SystemExit: after a help text (0), or for flags that are not understood (2).
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of other packages, for their callers
+        warnings.showwarning = _show_warning
+        try:
+            status = _run(list(sys.argv[1:] if argv is None else argv))
+            sys.stdout.flush()
+            return status
+        except WhetError as error:
+            print(f"whet: {' '.join(str(error).split())}{_line_of_reward(error)}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("whet: interrupted", file=sys.stderr)
+            return 130
+        except BrokenPipeError:  # whoever read standard output, such as head, has gone
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+
+
+def _run(argv: list[str]) -> int:
+    # torch's OpenMP threads wait for each other by spinning, without end by default: where another program wants a
+    # core, that makes a step of a small model 40 times slower. 20,000 turns are some 50 us.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    if command in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if command == "--version":
+        print(f"whet {__version__}")
+        return 0
+    _check_choice("command", command, ["demo", "train", "best-of-n"])
+    if command == "train":
+        return _train(rest)
+    _check_installed(f"whet {command}", "tyro", "rich")
+    if command == "best-of-n":
+        from whet.cli.runs import BestOfNRun
+        from whet.cli.settings import parse
+
+        run = parse(BestOfNRun, rest, f"whet {command}", BEST_OF_N_DESCRIPTION)
+        run.check(f"whet {command}")
+        _check_installed(f"whet {command}", *_MODEL_PACKAGES)
+        from whet.cli import best_of_n
+
+        return best_of_n.main(run)
+    _check_installed("whet demo", *_MODEL_PACKAGES, "matplotlib")
+    from whet.cli import demo
+    from whet.cli.settings import parse
+
+    return demo.main(parse(demo.DemoConfig, rest, "whet demo", "A small model learns to add: SFT, then GRPO."))
+
+
+def _train(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(TRAIN_USAGE, end="")
+        return 0 if argv else 2
+    method, where = argv[0], f"whet train {argv[0]}"
+    _check_choice("method", method, ["sft", "dpo", "grpo", "online-dpo"])
+    _check_installed(where, "tyro", "rich")
+    from whet.cli.runs import RUNS
+    from whet.cli.settings import parse
+
+    run = parse(RUNS[method], argv[1:], where, TRAIN_DESCRIPTION)
+    run.check(where)
+    _check_installed(where, *_MODEL_PACKAGES, "matplotlib")
+    from whet.cli import train
+
+    return train.main(method, run)
+
+
+_MODEL_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2")
+
+
+def _check_installed(what: str, *packages: str) -> None:
+    """Before the work starts, not hours into it."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(what, package, "train")
+
+
+def _check_choice(kind: str, name: str, choices: Sequence[str]) -> None:
+    if name not in choices:
+        close = difflib.get_close_matches(name, choices, n=1)
+        hint = f"Did you mean {close[0]}?" if close else f"There are: {', '.join(choices)}."
+        raise WhetValueError(f"there is no {kind} {name!r}. {hint}")
+
+
+def _line_of_reward(error: WhetError) -> str:
+    """Where in the user's own function a RewardError began."""
+    if not isinstance(error, RewardError) or error.__cause__ is None:
+        return ""
+    frames = traceback.extract_tb(error.__cause__.__traceback__)
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
+def _show_warning(message: Warning | str, *_: Any) -> None:
+    print(f"whet: warning: {message}", file=sys.stderr)

@@ -1,0 +1,71 @@
+"""``whet best-of-n``: completions of each prompt, scored, and the best of them as a line of JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from whet.algorithms.best_of_n import BestOfN
+from whet.algorithms.online import as_shown, reward_functions
+from whet.cli.models import describe_size, load_model
+from whet.cli.runs import BestOfNRun
+from whet.config import BestOfNConfig
+from whet.data import read_rows
+from whet.errors import WhetValueError
+from whet.rewards import load_function
+
+
+def main(run: BestOfNRun) -> int:
+    """Write ``prompt``, ``completion`` and ``score`` per prompt, in order; with ``all_candidates`` those too."""
+    functions = [load_function(spec) for spec in run.reward]
+    rows = [{"prompt": run.prompt}] if run.prompt else read_rows(run.prompts)
+    model, tokenizer = load_model(run.model, run.dtype)
+    print(f"best of {run.n} of {run.model}: {describe_size(model)}", file=sys.stderr)
+    with _output(run.output) as file:
+        for done, row in enumerate(best_completions(run, model, tokenizer, functions, rows), start=1):
+            print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
+            if run.output and (done % run.batch_size == 0 or done == len(rows)):
+                print(f"{done}/{len(rows)} prompts", file=sys.stderr)
+    return 0
+
+
+def best_completions(
+    run: BestOfNRun, model: torch.nn.Module, tokenizer: Any, functions: list[Any], rows: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """A dict per row, in order; ``batch_size`` prompts are sampled for at a time, each batch from its own seed."""
+    settings = {field.name: getattr(run, field.name) for field in dataclasses.fields(BestOfNConfig)}
+    rewards = reward_functions(run, functions)
+    for start in range(0, len(rows), run.batch_size):
+        batch = rows[start : start + run.batch_size]
+        settings["seed"] = int(np.random.SeedSequence([run.seed % 2**64, start]).generate_state(1)[0])
+        best_of_n = BestOfN(model, rewards, tokenizer=tokenizer, **settings)
+        result: Any = best_of_n.generate(batch, return_scores=True, return_all=True)
+        for row, scores, candidates in zip(batch, result.scores.numpy(), result.candidates, strict=True):
+            texts = [as_shown(candidate.token_ids, tokenizer) for candidate in candidates]
+            best = int(np.nanargmax(scores))
+            found = {"prompt": row["prompt"], "completion": texts[best], "score": scores[best]}
+            if run.all_candidates:
+                found["candidates"] = [
+                    {"completion": text, "score": None if np.isnan(score) else score}
+                    for text, score in zip(texts, scores, strict=True)
+                ]
+            yield found
+
+
+def _output(path: str) -> Any:
+    """The file to write, or standard output, which stays open."""
+    if not path:
+        return contextlib.nullcontext(sys.stdout)
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "w", encoding="utf-8")
+    except OSError as error:
+        raise WhetValueError(f"output {path!r} cannot be written: {error}.") from error

@@ -1,0 +1,95 @@
+"""The model card of a run: what was trained, how, on what, with which versions, and how to load it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from whet import __version__
+from whet.report import versions
+
+_METHODS = {
+    "SFT": "supervised fine-tuning",
+    "DPO": "Direct Preference Optimization (Rafailov et al. 2023)",
+    "GRPO": "Group Relative Policy Optimization (Shao et al. 2024)",
+    "OnlineDPO": "online Direct Preference Optimization (Guo et al. 2024)",
+}
+
+_CARD = """\
+---
+library_name: {library}
+tags: [whet, {tag}]
+{base}---
+
+# {name}
+
+Post-trained by Whet {version}.
+
+{facts}
+
+Every setting is in `config.toml` of the run.
+{evaluation}
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("model")
+tokenizer = AutoTokenizer.from_pretrained("model")
+```
+
+## Versions
+
+{versions}
+"""
+
+
+def model_card(algorithm: str, run: Any, n_rows: int, n_tokens: int, evaluations: Sequence[Mapping[str, float]]) -> str:
+    """The card in Markdown, with the metadata that the hub reads on top.
+
+    Args:
+        algorithm: the class's name.
+        run: the settings, of one of the classes in ``whet.cli.runs``.
+        n_rows: rows of the data.
+        n_tokens: tokens of prompts and completions in all steps.
+        evaluations: ``{"step": 0, "loss": 2.3}`` each; the first and the last are shown.
+    """
+    facts = {
+        "Method": _METHODS[algorithm],
+        "Loss": getattr(run, "loss_type", None),
+        "beta": getattr(run, "beta", None),
+        "Reward functions": ", ".join(getattr(run, "reward", [])),
+        "Preference function": getattr(run, "preference", None),
+        "Correction of the sampler's log-probabilities": getattr(run, "sampler_correction", None),
+        "Trained": f"LoRA adapters of rank {run.lora_rank}" if run.lora_rank else "every weight",
+        "Base model": run.model,
+        "Data": f"{run.data}, {n_rows:,} rows",
+        "Steps": f"{run.steps:,} of {run.batch_size} rows, {n_tokens:,} tokens in all",
+        "Learning rate": f"{run.learning_rate:g}, {run.lr_schedule}",
+        "Seed": run.seed,
+    }
+    return _CARD.format(
+        library="peft" if run.lora_rank else "transformers",
+        tag=algorithm.lower(),
+        base="" if Path(run.model).is_dir() else f"base_model: {run.model}\n",
+        name=Path(run.output_dir).resolve().name,
+        version=__version__,
+        facts=_table(("Setting", "Value"), [(key, text) for key, text in facts.items() if text not in (None, "")]),
+        evaluation=_evaluation(run.eval_data, evaluations),
+        versions=_table(("Package", "Version"), versions().items()),
+    )
+
+
+def _evaluation(data: str, evaluations: Sequence[Mapping[str, float]]) -> str:
+    if not evaluations:
+        return ""
+    first, last = evaluations[0], evaluations[-1]
+    rows = [(name, f"{first[name]:.4g}", f"{last[name]:.4g}") for name in last if name != "step" and name in first]
+    headers = ("Metric", f"Step {first['step']}", f"Step {last['step']}")
+    return f"\n## Evaluation on {data}\n\n{_table(headers, rows)}\n"
+
+
+def _table(headers: Sequence[str], rows: Any) -> str:
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)

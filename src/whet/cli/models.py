@@ -1,0 +1,103 @@
+"""Loads the model and the tokenizer that a command names, and adds adapters. Safetensors only, no remote code."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from whet.errors import MissingExtraError, WhetValueError
+
+_ADAPTERS = "adapter_config.json"
+
+
+def load_model(name: str, dtype: str) -> tuple[nn.Module, Any]:
+    """The causal model of a folder or hub name, on the GPU if there is one, and its tokenizer.
+
+    Of a folder of LoRA adapters: its base model with the adapters merged in.
+
+    Args:
+        name: a folder that ``save_pretrained`` wrote, or a name on the hub.
+        dtype: of the weights, "auto" for that which they are stored in.
+
+    Raises:
+        WhetValueError: there is no such model, or it, or its tokenizer, cannot be read.
+        MissingExtraError: a folder of adapters, and peft is not installed.
+    """
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    source = name
+    if Path(name).is_dir():
+        source = str(Path(name).resolve())  # adapters remember where their base is
+    elif name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+        raise WhetValueError(f"load_model: there is no folder {name!r}.")
+    else:
+        print(f"{name!r} is no folder here: asking the Hugging Face hub for it", file=sys.stderr)
+    try:
+        model, tokenizer = _load(source, dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise WhetValueError(
+            f"load_model: {name!r} cannot be loaded: {error} Pass a folder that save_pretrained wrote (model and "
+            f"tokenizer, as safetensors), or, where there is a network, a name on the hub."
+        ) from error
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
+def _load(source: str, dtype: str) -> tuple[Any, Any]:
+    adapters = Path(source) / _ADAPTERS
+    base = source
+    if adapters.is_file():
+        base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        base, dtype=dtype, use_safetensors=True, output_loading_info=True
+    )
+    model, found = loaded
+    if found["missing_keys"]:
+        raise ValueError(f"its weights lack {', '.join(sorted(found['missing_keys'])[:3])}.")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    if base != source:
+        model = _peft().PeftModel.from_pretrained(model, source).merge_and_unload().requires_grad_(True)
+    return model, tokenizer
+
+
+def add_lora(model: nn.Module, name: str, rank: int, alpha: int, layers: list[str]) -> nn.Module:
+    """The model, frozen, with LoRA adapters (Hu et al. 2021) beside its linear layers.
+
+    Raises:
+        WhetValueError: the model, called ``name``, came from a folder of adapters, or has no such layers.
+        MissingExtraError: peft is not installed.
+    """
+    if (Path(name) / _ADAPTERS).is_file():
+        raise WhetValueError(
+            f"add_lora: {name!r} holds adapters, and adapters upon adapters cannot be saved. Pass lora_rank=0 to "
+            f"train the model with these merged in."
+        )
+    peft = _peft()
+    settings = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers or "all-linear", task_type="CAUSAL_LM")
+    try:
+        return peft.get_peft_model(model, settings)
+    except ValueError as error:
+        raise WhetValueError(f"add_lora: lora_layers is {layers!r}: {error}") from error
+
+
+def describe_size(model: nn.Module) -> str:
+    """How many parameters, how many of them are trained, their dtype and where they are, in words."""
+    parameters = list(model.parameters())
+    total = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    size = f"{total:,} parameters" + (f" ({trained:,} of them trained)" if trained < total else "")
+    return f"{size} in {str(parameters[0].dtype).removeprefix('torch.')} on {parameters[0].device}"
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtraError("LoRA", "peft", "peft") from error
+    return peft

@@ -1,0 +1,163 @@
+"""What can be set on the command line: for each command one flat dataclass, the algorithm's config and the run's.
+
+The fields' own words are the flags' help. Does not import torch, so that --help is quick.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from whet.config import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
+from whet.errors import MissingExtraError, WhetValueError
+from whet.fields import check_range
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """Settings of every ``whet train``."""
+
+    model: str = ""
+    """Required: a folder with a Hugging Face model, or a name on the hub."""
+    data: str = ""
+    """Required: rows to train on, as a .jsonl, .json or .parquet file, or the name of a dataset on the hub."""
+    eval_data: str = ""
+    """Rows that only measure, likewise; empty: none."""
+    output_dir: str = ""
+    """Required: where the run is left."""
+    steps: int = 0
+    """Steps in all; 0: one pass over the data."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    """Of the weights; auto: as they are stored. In bfloat16 small updates get lost in rounding."""
+    lora_rank: int = 0
+    """Train adapters of this rank beside the frozen model; 0: train the model itself."""
+    lora_alpha: int = 32
+    """The adapters' output is multiplied by this and divided by their rank."""
+    lora_layers: list[str] = field(default_factory=list)
+    """Names of the layers that get adapters; empty: every linear layer but the head."""
+    eval_every: int = 100
+    """Steps between evaluations; there is one before the first step and one after the last in any case."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; there is one after the last step in any case."""
+    keep_checkpoints: int = 2
+    """How many checkpoints to keep, the newest ones."""
+    resume: bool = True
+    """Continue from the newest whole checkpoint in output_dir; if not, a folder that holds a run is refused."""
+    loggers: list[Literal["csv", "tensorboard", "wandb"]] = field(default_factory=list)
+    """Where metrics go beside the progress bar and metrics.jsonl."""
+    wandb_project: str = "whet"
+    """The project's name at Weights & Biases."""
+
+    def check(self, where: str) -> None:
+        """Refuse a run that lacks something; ``where`` is the command.
+
+        Raises:
+            WhetValueError: naming the setting and its flag.
+            MissingExtraError: a logger or LoRA without its package.
+        """
+        check_given(where, self, "model", "data", "output_dir")
+        for name in ("steps", "lora_rank"):
+            check_range(self, name, getattr(self, name) >= 0, "an integer >= 0")
+        for name in ("lora_alpha", "eval_every", "checkpoint_every", "keep_checkpoints"):
+            check_range(self, name, getattr(self, name) >= 1, "an integer >= 1")
+        for package in [*(name for name in self.loggers if name != "csv"), *(["peft"] if self.lora_rank else [])]:
+            if importlib.util.find_spec(package) is None:
+                raise MissingExtraError(where, package, extra=package)
+
+
+@dataclass(kw_only=True)
+class OnlineRunConfig(RunConfig):
+    """Settings of every ``whet train`` that samples."""
+
+    reward: list[str] = field(default_factory=list)
+    """Functions that score: file.py:function or package.module:function."""
+    eval_temperature: float = 0.0
+    """Of the completions that evaluation samples; 0: always the most probable token."""
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        check_range(self, "eval_temperature", self.eval_temperature >= 0, "a number >= 0")
+
+
+@dataclass(kw_only=True)
+class SFTRun(SFTConfig, RunConfig):
+    """Settings of ``whet train sft``."""
+
+
+@dataclass(kw_only=True)
+class DPORun(DPOConfig, RunConfig):
+    """Settings of ``whet train dpo``."""
+
+
+@dataclass(kw_only=True)
+class GRPORun(GRPOConfig, OnlineRunConfig):
+    """Settings of ``whet train grpo``."""
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        check_given(where, self, "reward")
+
+
+@dataclass(kw_only=True)
+class OnlineDPORun(OnlineDPOConfig, OnlineRunConfig):
+    """Settings of ``whet train online-dpo``."""
+
+    preference: str = ""
+    """A function that judges pairs in place of the rewards: file.py:function or package.module:function."""
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if not self.preference or self.eval_data:
+            check_given(where, self, "reward")
+
+
+RUNS: dict[str, type[RunConfig]] = {"sft": SFTRun, "dpo": DPORun, "grpo": GRPORun, "online-dpo": OnlineDPORun}
+
+
+@dataclass(kw_only=True)
+class _BestOfNInputs:
+    """Settings of ``whet best-of-n`` that are not the algorithm's."""
+
+    model: str = ""
+    """Required: a folder with a Hugging Face model, or a name on the hub."""
+    prompts: str = ""
+    """Rows with a prompt each: a .jsonl, .json or .parquet file, or the name of a dataset on the hub."""
+    prompt: str = ""
+    """A single prompt, in place of prompts."""
+    reward: list[str] = field(default_factory=list)
+    """Functions that score: file.py:function or package.module:function."""
+    output: str = ""
+    """The .jsonl file to write; empty: print."""
+    all_candidates: bool = False
+    """Give every candidate and its score, not only the best."""
+    batch_size: int = 8
+    """Prompts to sample for at a time."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the weights; auto: as they are stored."""
+
+
+@dataclass(kw_only=True)
+class BestOfNRun(BestOfNConfig, _BestOfNInputs):
+    """Settings of ``whet best-of-n``."""
+
+    def check(self, where: str) -> None:
+        """Refuse a command that lacks something; ``where`` is the command.
+
+        Raises:
+            WhetValueError: naming the setting and its flag.
+        """
+        check_given(where, self, "model", "reward")
+        check_range(self, "batch_size", self.batch_size >= 1, "an integer >= 1")
+        if bool(self.prompts) == bool(self.prompt):
+            raise WhetValueError(f"{where}: expected one of --prompts (a file) and --prompt (a text).")
+
+
+def check_given(where: str, config: Any, *names: str) -> None:
+    """Refuse a config in which one of these is empty."""
+    for name in names:
+        if not getattr(config, name):
+            flag = "--" + name.replace("_", "-")
+            raise WhetValueError(
+                f"{where}: {name} is missing. Set it in the config file or with {flag}; --help lists every setting."
+            )

@@ -1,0 +1,88 @@
+"""A config dataclass from a TOML file and flags, and back to a TOML file.
+
+Defaults < file < flags. The dataclass is at once the keys of the file, the flags and their help (tyro). Knows no
+setting by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+
+from whet.errors import WhetError, WhetValueError
+from whet.fields import make_config
+from whet.logging import replace_text
+
+try:
+    import tomllib  # pyright: ignore[reportMissingImports]
+except ImportError:
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+
+Config = TypeVar("Config")
+
+
+def parse(config_class: type[Config], argv: Sequence[str], prog: str, description: str) -> Config:
+    """The config that a command line asks for: the one argument that ends in .toml is its file.
+
+    Raises:
+        WhetValueError: two files; a file that is missing, is not TOML, or holds a value out of range.
+        WhetTypeError: an unknown key, or a value of another type than its field; names file and key.
+        SystemExit: after --help, or for flags that are not understood, which tyro explains.
+    """
+    files = [argument for argument in argv if argument.endswith(".toml") and not argument.startswith("-")]
+    if len(files) > 1:
+        raise WhetValueError(f"{prog}: there are two config files, {files[0]} and {files[1]}. Give one.")
+    settings = read_toml(files[0]) if files else {}
+    try:
+        default = make_config(config_class, None, settings)
+    except WhetError as error:
+        raise type(error)(f"{files[0]}: {str(error).removeprefix(config_class.__name__ + ': ')}") from None
+    flags = [argument for argument in argv if argument not in files]
+    return tyro.cli(config_class, args=flags, default=default, prog=f"{prog} [CONFIG.toml]", description=description)
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The table that a file holds.
+
+    Raises:
+        WhetValueError: there is no such file, or it is not TOML.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise WhetValueError(f"{path}: there is no such config file.")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise WhetValueError(f"{path}: not TOML: {error}.") from error
+
+
+def write_toml(path: str | Path, settings: Mapping[str, Any]) -> None:
+    """Write settings, and tables of them, so that ``read_toml`` gives them back; None is left out.
+
+    The folder is made. A reader, or a kill, sees the old file or the new one, never a part.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tables = {name: value for name, value in settings.items() if isinstance(value, Mapping)}
+    lines = _lines({name: value for name, value in settings.items() if name not in tables})
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *_lines(table)]
+    replace_text(path, "\n".join(lines).lstrip() + "\n")
+
+
+def _lines(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{name} = {_toml(value)}" for name, value in settings.items() if value is not None]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
+    return repr(value)

@@ -1,0 +1,221 @@
+"""``whet train``: reads what a run needs, trains, and leaves in its folder all that came of it.
+
+    config.toml      the settings, resolved: ``whet train METHOD config.toml`` repeats the run
+    metrics.jsonl    a line per step; completions.jsonl: what was sampled
+    checkpoints/     step-000100, ...: the same command continues from the newest whole one, to the bit
+    model/           weights, tokenizer, chat template, generation config; of a LoRA run the adapters
+    README.md        the model's card
+    report.html      curves, samples, settings
+
+Knows the algorithms by name only: what they are is in ``whet.algorithms``, what can be set in ``runs``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+from collections.abc import Callable, MutableMapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from whet.algorithms.dpo import DPO
+from whet.algorithms.grpo import GRPO
+from whet.algorithms.online import reward_functions
+from whet.algorithms.online_dpo import OnlineDPO
+from whet.algorithms.sft import SFT
+from whet.callbacks import CheckpointCallback, CompletionsCallback, EvaluationCallback
+from whet.checkpoint import latest_checkpoint, step_folder
+from whet.cli.card import model_card
+from whet.cli.evaluation import Rows, dpo_metrics, reward_metrics, sft_metrics
+from whet.cli.models import add_lora, describe_size, load_model
+from whet.cli.runs import DPORun, OnlineRunConfig
+from whet.cli.settings import read_toml, write_toml
+from whet.data import read_rows
+from whet.errors import WhetValueError
+from whet.logging import CSVLogger, JSONLLogger, Logger, ProgressLogger, TensorBoardLogger, WandbLogger, replace_text
+from whet.report import write_report
+from whet.rewards import RewardFunctions, load_function
+from whet.trainer import Trainer
+
+ALGORITHMS: dict[str, type[Trainer]] = {"sft": SFT, "dpo": DPO, "grpo": GRPO, "online-dpo": OnlineDPO}
+
+_IDENTITY = ("model", "data", "seed", "dtype", "lora_rank", "lora_alpha", "lora_layers")
+"""Settings that a run keeps for good. Others may change when it is continued, which is said."""
+
+_FREE = (
+    "output_dir", "steps", "resume", "loggers", "wandb_project", "checkpoint_every", "keep_checkpoints",
+    "eval_data", "eval_every", "eval_temperature",
+)  # fmt: skip
+"""Settings that change no step, so that nothing need be said."""
+
+
+def main(method: str, run: Any) -> int:
+    """Train as ``run``, one of the settings in ``runs``, says: from the start, or from the newest checkpoint."""
+    folder = _make_folder(run.output_dir)
+    checkpoint = _checkpoint_to_resume(run, folder)
+    rewards = _rewards(run)
+    rows = read_rows(run.data)
+    held_out = read_rows(run.eval_data) if run.eval_data else []
+    run.steps = run.steps or max(1, len(rows) // run.batch_size)
+
+    transformers.set_seed(run.seed)
+    model, tokenizer = load_model(run.model, run.dtype)
+    if run.lora_rank:
+        model = add_lora(model, run.model, run.lora_rank, run.lora_alpha, run.lora_layers)
+    _say(f"{ALGORITHMS[method].__name__} of {run.model}: {describe_size(model)}")
+    arguments = {"config": _algorithm_config(method, run), "tokenizer": tokenizer, **_judges(run, rewards)}
+    if getattr(run, "precompute_reference", False):
+        reference = DPO(model, **arguments)
+        rows, held_out = (reference.add_reference_logprobs(part) if part else [] for part in (rows, held_out))
+
+    evaluation = EvaluationCallback(_evaluation(run, held_out, rewards), run.eval_every)
+    checkpoints = StoppableCheckpoints(folder / "checkpoints", run.checkpoint_every, run.keep_checkpoints)
+    arguments["callbacks"] = [
+        *([evaluation] if held_out else []),
+        *([CompletionsCallback(folder / "completions.jsonl")] if isinstance(run, OnlineRunConfig) else []),
+        checkpoints,
+    ]
+    with contextlib.ExitStack() as stack:
+        arguments["logger"] = [stack.enter_context(logger) for logger in _loggers(method, run, folder)]
+        trainer = _make_trainer(ALGORITHMS[method], checkpoint, model, run.steps, arguments)
+        write_toml(folder / "config.toml", dataclasses.asdict(run))
+        stack.enter_context(checkpoints)
+        trainer.train(rows, run.steps - trainer.step)
+    _finish(trainer, run, folder, len(rows), evaluation.history)
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _make_folder(output_dir: str) -> Path:
+    folder = Path(output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WhetValueError(f"output_dir {output_dir!r} cannot be made: {error}.") from error
+    return folder
+
+
+def _checkpoint_to_resume(run: Any, folder: Path) -> Path | None:
+    """The newest whole checkpoint, if the run may and can go on from it."""
+    if not run.resume:
+        if (folder / "config.toml").exists():
+            raise WhetValueError(f"{folder} holds a run, and resume is off. Choose another output_dir, or remove it.")
+        return None
+    checkpoint = latest_checkpoint(folder / "checkpoints")
+    now = dataclasses.asdict(run)
+    before = read_toml(folder / "config.toml") if (folder / "config.toml").exists() else now
+    changed = [name for name in now if name not in _FREE and before.get(name) != now[name]]
+    for name in changed:
+        if name in _IDENTITY:
+            raise WhetValueError(
+                f"{folder} holds a run with {name} = {before.get(name)!r}, and here it is {now[name]!r}. Choose "
+                f"another output_dir, or leave {name} as it was."
+            )
+    for name in changed if checkpoint else []:
+        _say(f"{name} is {now[name]!r} from here on; it was {before.get(name)!r}")
+    return checkpoint
+
+
+def _algorithm_config(method: str, run: Any) -> Any:
+    config_class = ALGORITHMS[method].config_class
+    return config_class(**{field.name: getattr(run, field.name) for field in dataclasses.fields(config_class)})
+
+
+def _rewards(run: Any) -> RewardFunctions | None:
+    specs = getattr(run, "reward", [])
+    return reward_functions(run, [load_function(spec) for spec in specs]) if specs else None
+
+
+def _judges(run: Any, rewards: RewardFunctions | None) -> dict[str, Any]:
+    """What the constructor of an algorithm that samples is given to judge completions with."""
+    if getattr(run, "preference", ""):
+        return {"preference_fn": load_function(run.preference)}
+    return {} if rewards is None else {"reward_fn": rewards}
+
+
+def _evaluation(run: Any, rows: Rows, rewards: RewardFunctions | None) -> Callable[[Any], dict[str, float]]:
+    """What measures a trainer on held-out rows."""
+    if rewards is not None:
+        return partial(reward_metrics, rows=rows, functions=rewards, temperature=run.eval_temperature)
+    return partial(dpo_metrics if isinstance(run, DPORun) else sft_metrics, rows=rows)
+
+
+def _loggers(method: str, run: Any, folder: Path) -> list[Logger]:
+    makers: dict[str, Callable[[], Logger]] = {
+        "csv": lambda: CSVLogger(folder / "metrics.csv"),
+        "tensorboard": lambda: TensorBoardLogger(folder / "tensorboard"),
+        "wandb": lambda: WandbLogger(
+            run.wandb_project, name=folder.name, dir=str(folder), config=dataclasses.asdict(run)
+        ),
+    }
+    loggers = [JSONLLogger(folder / "metrics.jsonl"), *(makers[name]() for name in run.loggers)]
+    return [*loggers, ProgressLogger(run.steps, description=method)]
+
+
+def _make_trainer(
+    algorithm: type[Trainer], checkpoint: Path | None, model: Any, steps: int, arguments: dict[str, Any]
+) -> Trainer:
+    if checkpoint is None:
+        for logger in arguments["logger"]:
+            if hasattr(logger, "truncate_after"):
+                logger.truncate_after(-1)  # what a run left that was killed before its first checkpoint
+        return algorithm(model, **arguments)
+    trainer = algorithm.from_checkpoint(checkpoint, model, **arguments)
+    if trainer.step > steps:
+        raise WhetValueError(f"{checkpoint} is past steps = {steps}. Choose another output_dir, or more steps.")
+    _say(f"continuing from {checkpoint}")
+    return trainer
+
+
+class StoppableCheckpoints(CheckpointCallback):
+    """Checkpoints as ever; and, within its context, Ctrl-C ends the run after the step that is being taken.
+
+    A second Ctrl-C ends it at once, without a checkpoint.
+
+    Raises:
+        KeyboardInterrupt: when the checkpoint is complete.
+    """
+
+    def __enter__(self) -> None:
+        self.stopping = False
+        self._before = signal.signal(signal.SIGINT, self._stop)
+
+    def __exit__(self, *exception: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _stop(self, *_: object) -> None:
+        if self.stopping:
+            raise KeyboardInterrupt
+        self.stopping = True
+        # Not print: the signal may have come in the middle of one.
+        os.write(2, b"\nstopping after this step, with a checkpoint; Ctrl-C again stops at once\n")
+
+    def on_step_end(self, trainer: Any, metrics: MutableMapping[str, float]) -> None:
+        super().on_step_end(trainer, metrics)
+        if self.stopping:
+            self.on_train_end(trainer)
+            _say(f"{step_folder(self.folder, trainer.step)} is written; the same command continues from there")
+            raise KeyboardInterrupt
+
+
+def _finish(trainer: Trainer, run: Any, folder: Path, n_rows: int, evaluations: list[dict[str, float]]) -> None:
+    """Leave model, card and report, and say so."""
+    name = type(trainer).__name__
+    trainer.save_pretrained(folder / "model")
+    card = model_card(name, run, n_rows, trainer.num_tokens, evaluations)
+    for path in (folder / "README.md", folder / "model" / "README.md"):
+        replace_text(path, card)
+    summary = f"{name} of {run.model} on {run.data}, {run.steps:,} steps"
+    write_report(folder, title=f"{name}: {folder.resolve().name}", summary=f"{summary}.")
+    if evaluations:
+        metric = next(name for name in evaluations[-1] if name != "step")
+        summary += f", held-out {metric} {evaluations[0][metric]:.4g} -> {evaluations[-1][metric]:.4g}"
+    _say(f"{summary}: the model is in {folder / 'model'}, the report in {folder / 'report.html'}")

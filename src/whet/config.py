@@ -1,0 +1,324 @@
+"""The settings of every algorithm: flat dataclasses that a TOML table, flags or keyword arguments fill.
+
+Each field says what it does, in its unit; a value of another type or out of range is refused when the config
+is made. Reads no files, and does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from whet.errors import WhetValueError
+from whet.fields import check_choice, check_range, check_types
+from whet.sampling import SamplingParams
+
+GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo"]
+RatioLevel = Literal["token", "sequence"]
+KLEstimator = Literal["k1", "k2", "k3"]
+SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+DPOLossType = Literal[
+    "sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
+    "apo_zero", "apo_down", "sft",
+]  # fmt: skip
+
+_SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair")
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    """Settings of every training algorithm.
+
+    Raises:
+        WhetTypeError: a value of another type than its field.
+        WhetValueError: a value out of range.
+    """
+
+    learning_rate: float = 1e-6
+    """Step size at the top of the schedule."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up: this rate for good, or a decay to zero at the end of the schedule."""
+    warmup_steps: int = 0
+    """Steps over which the rate rises linearly to its top."""
+    schedule_steps: int = 0
+    """Length of the schedule in steps; 0: to the last step of the longest ``train`` call so far."""
+    batch_size: int = 8
+    """Rows of the dataset per step, in ``train``."""
+    micro_batch_size: int = 0
+    """Rows per forward and backward pass; 0: all at once. Less memory, the same gradient."""
+    adam_beta1: float = 0.9
+    """Decay of the gradient's running mean."""
+    adam_beta2: float = 0.999
+    """Decay of the squared gradient's running mean."""
+    adam_epsilon: float = 1e-8
+    """Added to the root of the squared gradient's running mean."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, per unit of learning rate."""
+    max_grad_norm: float = 1.0
+    """Longer gradients are scaled down to this norm; 0: never."""
+    max_skipped_steps: int = 10
+    """So many updates in a row whose loss or gradient is not finite, and so skipped, are an error."""
+    training_mode: bool = False
+    """Update in training mode, which turns dropout and gradient checkpointing on."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Tokens that end a completion; empty: the EOS of tokenizer or model."""
+    seed: int = 0
+    """Keys the order of the data and the sampling."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("learning_rate", "adam_epsilon", "weight_decay", "max_grad_norm"):
+            check_range(self, name, 0 <= getattr(self, name) < math.inf, "a finite number >= 0")
+        for name in ("adam_beta1", "adam_beta2"):
+            check_range(self, name, 0 <= getattr(self, name) < 1, "a number in [0, 1)")
+        for name in ("warmup_steps", "schedule_steps", "micro_batch_size"):
+            check_range(self, name, getattr(self, name) >= 0, "an integer >= 0")
+        for name in ("batch_size", "max_skipped_steps"):
+            check_range(self, name, getattr(self, name) >= 1, "an integer >= 1")
+
+
+def learning_rate_at(step: int, config: TrainerConfig, horizon: int) -> float:
+    """The learning rate of the step that follows ``step`` finished ones, in a schedule of ``horizon`` steps.
+
+    ``warmup: top (step + 1) / warmup_steps``; then, with p = (step - warmup_steps) / (horizon -
+    warmup_steps), at most 1, ``constant: top``, ``linear: top (1 - p)``, ``cosine: top (1 + cos(pi p)) / 2``.
+    """
+    top = config.learning_rate
+    if step < config.warmup_steps:
+        return top * (step + 1) / config.warmup_steps
+    if config.lr_schedule == "constant":
+        return top
+    progress = min(1.0, (step - config.warmup_steps) / max(1, horizon - config.warmup_steps))
+    if config.lr_schedule == "linear":
+        return top * (1 - progress)
+    return top * (1 + math.cos(math.pi * progress)) / 2
+
+
+@dataclass(kw_only=True)
+class SFTConfig(TrainerConfig):
+    """Settings of SFT."""
+
+    learning_rate: float = 2e-5
+    """Step size at the top of the schedule."""
+    training_mode: bool = True
+    """Update in training mode, which turns dropout and gradient checkpointing on."""
+    loss_on: Literal["completion", "all"] = "completion"
+    """Which tokens count: those of the completion, or all but the first of the row."""
+
+
+@dataclass(kw_only=True)
+class PreferenceConfig:
+    """Settings of a loss on preference pairs."""
+
+    beta: float = 0.1
+    """Strength of the pull towards the reference."""
+    loss_type: DPOLossType = "sigmoid"
+    """The function of the log-ratios, see ``dpo_loss``."""
+    label_smoothing: float = 0.0
+    """Probability that a label is wrong."""
+    reference_free: bool = False
+    """Leave the reference out, as if it gave every completion the same probability."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_dpo_options(type(self).__name__, self.loss_type, self.beta, self.label_smoothing)
+
+    def has_reference(self) -> bool:
+        """Whether the loss looks at the reference."""
+        return not self.reference_free and self.loss_type != "sft"
+
+
+@dataclass(kw_only=True)
+class DPOConfig(PreferenceConfig, TrainerConfig):
+    """Settings of DPO. ``batch_size`` counts pairs."""
+
+    precompute_reference: bool = False
+    """Compute the reference's log-probs once, before ``train``, and keep no copy of the model for them."""
+
+    def __post_init__(self) -> None:
+        TrainerConfig.__post_init__(self)
+        PreferenceConfig.__post_init__(self)
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    """Settings of sampling and of rewards."""
+
+    max_new_tokens: int = 128
+    """Longest completion in tokens, the stop token included."""
+    temperature: float = 1.0
+    """Divides the logits before sampling; above 0."""
+    top_k: int = 0
+    """Sample from the k most probable tokens; 0: from all."""
+    top_p: float = 1.0
+    """Sample from the most probable tokens that together have this mass; 1: from all."""
+    min_p: float = 0.0
+    """Drop tokens less probable than this share of the most probable one; 0: none."""
+    repetition_penalty: float = 1.0
+    """Makes tokens that are there already less probable; 1: does not."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Tokens that end a completion; empty: the EOS of tokenizer or model."""
+    reward_weights: list[float] = field(default_factory=list)
+    """One weight per reward function; empty: 1 each."""
+    reward_policy: Literal["raise", "skip", "zero"] = "raise"
+    """What a failing reward function does: end the run, leave the sample unscored, or score it 0."""
+    reward_timeout_s: float | None = None
+    """Seconds that one call of a reward function may take; None: no limit."""
+    seed: int = 0
+    """Keys the sampling."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_range(self, "temperature", self.temperature > 0, "a number > 0")
+        self.sampling((), self.seed)
+
+    def sampling(self, stop_ids: Sequence[int], seed: int) -> SamplingParams:
+        """As the engine wants them; ``stop_ids`` are the model's, for where the config names none."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            max_new_tokens=self.max_new_tokens,
+            stop_token_ids=self.stop_token_ids or stop_ids,
+            seed=seed,
+        )
+
+
+@dataclass(kw_only=True)
+class OnlineConfig(RolloutConfig, TrainerConfig):
+    """Settings of the training algorithms that sample. ``batch_size`` counts prompts."""
+
+    def __post_init__(self) -> None:
+        TrainerConfig.__post_init__(self)
+        RolloutConfig.__post_init__(self)
+
+
+@dataclass(kw_only=True)
+class GRPOConfig(OnlineConfig):
+    """Settings of GRPO. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
+
+    group_size: int = 8
+    """Completions per prompt."""
+    num_iterations: int = 1
+    """Updates per batch of completions."""
+    loss_type: GRPOLossType = "dapo"
+    """The member of the family, see ``grpo_loss``."""
+    level: RatioLevel = "token"
+    """Whether the probability ratio is per token or per sequence (GSPO)."""
+    epsilon: float = 0.2
+    """How far below 1 the ratio may fall before it is clipped."""
+    epsilon_high: float | None = None
+    """How far above 1; None: as epsilon. In cispo the cap of the ratio itself."""
+    delta: float | None = None
+    """Cap of the ratio where the advantage is negative; None: no cap."""
+    beta: float = 0.0
+    """Weight of the KL term; 0: none, and no reference model. ``kl_coef`` is another name for it."""
+    kl_estimator: KLEstimator = "k3"
+    """The estimator of the KL."""
+    kl_bias_correction: bool = True
+    """Multiply k3 by the ratio, which makes its gradient that of the KL."""
+    sapo_tau_positive: float = 1.0
+    """sapo's temperature for advantages above 0."""
+    sapo_tau_negative: float = 1.05
+    """sapo's temperature for the others."""
+    sampler_correction: Literal["off"] | SamplerCorrection = "off"
+    """How to weigh completions of an engine whose log-probs differ from the policy's."""
+    sampler_cap: float = 3.0
+    """The largest of these weights."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Whose standard deviation divides the advantages."""
+    advantage_ddof: int = 0
+    """0: population standard deviation; 1: sample."""
+    advantage_eps: float | None = None
+    """Added to the standard deviation (TRL: 1e-4, with ddof 1); None: nothing, but zeros below 1e-8."""
+    drop_zero_spread: bool = False
+    """Leave groups whose rewards are all equal out of the update, instead of counting them."""
+    mask_truncated_completions: bool = False
+    """Leave completions that max_new_tokens ended out of the update."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("group_size", "num_iterations"):
+            check_range(self, name, getattr(self, name) >= 1, "an integer >= 1")
+        for name in ("sampler_cap", "sapo_tau_positive", "sapo_tau_negative"):
+            check_range(self, name, getattr(self, name) > 0, "a number > 0")
+        check_range(self, "beta", self.beta >= 0, "a number >= 0")
+        check_grpo_options(
+            type(self).__name__,
+            self.loss_type,
+            self.level,
+            self.kl_estimator,
+            self.epsilon,
+            self.epsilon_high,
+            self.delta,
+        )
+
+
+@dataclass(kw_only=True)
+class OnlineDPOConfig(PreferenceConfig, OnlineConfig):
+    """Settings of OnlineDPO. ``batch_size`` counts prompts, ``micro_batch_size`` pairs."""
+
+    def __post_init__(self) -> None:
+        OnlineConfig.__post_init__(self)
+        PreferenceConfig.__post_init__(self)
+
+
+@dataclass(kw_only=True)
+class BestOfNConfig(RolloutConfig):
+    """Settings of BestOfN."""
+
+    n: int = 8
+    """Candidates per prompt."""
+    pad_token_id: int | None = None
+    """Fills the right of shorter rows; None: the tokenizer's padding token, or 0."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "n", self.n >= 1, "an integer >= 1")
+
+
+def check_grpo_options(
+    where: str,
+    loss_type: str,
+    level: str,
+    kl_estimator: str,
+    epsilon: float,
+    epsilon_high: float | None,
+    delta: float | None,
+) -> None:
+    """Refuse options that ``grpo_loss`` cannot use; ``where`` is who asks.
+
+    Raises:
+        WhetValueError: an unknown name, or a number out of range.
+    """
+    check_choice(where, "loss_type", loss_type, GRPOLossType)
+    check_choice(where, "level", level, RatioLevel)
+    check_choice(where, "kl_estimator", kl_estimator, KLEstimator)
+    bounds = {"epsilon": (epsilon, 0), "epsilon_high": (epsilon_high, 0), "delta": (delta, 1)}
+    for name, (value, least) in bounds.items():
+        if value is not None and not value >= least:
+            raise WhetValueError(f"{where}: {name} is {value!r}, expected a number >= {least}.")
+
+
+def check_dpo_options(where: str, loss_type: str, beta: float, label_smoothing: float) -> None:
+    """Refuse options that ``dpo_loss`` cannot use; ``where`` is who asks.
+
+    Raises:
+        WhetValueError: an unknown loss_type, a number out of range, or a smoothing that it has no use for.
+    """
+    check_choice(where, "loss_type", loss_type, DPOLossType)
+    if not (beta > 0 and math.isfinite(beta)):
+        raise WhetValueError(f"{where}: beta is {beta!r}, expected a finite number > 0.")
+    if not 0 <= label_smoothing < 0.5:
+        raise WhetValueError(f"{where}: label_smoothing is {label_smoothing!r}, expected one in [0, 0.5).")
+    if label_smoothing and loss_type not in _SMOOTHED:
+        raise WhetValueError(
+            f"{where}: label_smoothing is {label_smoothing}, but {loss_type!r} has no such term. Pass 0, or "
+            f"a loss_type among {', '.join(_SMOOTHED)}."
+        )
+    if loss_type == "exo_pair" and not label_smoothing:
+        raise WhetValueError(f"{where}: 'exo_pair' needs label_smoothing > 0, for example 1e-3.")

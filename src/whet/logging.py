@@ -1,0 +1,453 @@
+"""Where a run's numbers go: the console, a progress bar, JSONL, CSV, TensorBoard, Weights & Biases.
+
+A logger takes the metrics of a step and writes them down. It does not choose or compute them. Importing this
+module imports none of torch, rich, tensorboard and wandb; each is imported by the logger that needs it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import operator
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Logger(Protocol):
+    """What a trainer logs to: anything with ``log`` and ``close``.
+
+    Loggers that can forget the steps after a given one, so that a resumed run does not write them twice,
+    also have ``truncate_after(step)``.
+    """
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record metrics (name -> number) of a step. One step may be logged several times."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is pending. Closing twice is closing once."""
+        ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+# --- people ---------------------------------------------------------------------------------------------
+
+_MAIN_METRICS: dict[str, tuple[str, ...]] = {
+    "loss": ("loss",),
+    "reward": ("mean_reward", "reward"),
+    "kl": ("mean_kl", "kl"),
+    "entropy": ("entropy",),
+    "accuracy": ("accuracy", "rewards/accuracies"),
+    "margin": ("rewards/margins",),
+    "length": ("completions/mean_length",),
+    "lr": ("learning_rate", "lr"),
+    "tokens/s": ("tokens_per_second", "tokens_per_s", "tokens/s"),
+}
+"""What a line shows, in this order, and the names that metric goes by: the first that is there."""
+
+
+def main_figures(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The metrics a reader follows a run by, evaluations among them, as text; all if none is among them."""
+    known = {
+        label: next(metrics[name] for name in names if name in metrics)
+        for label, names in _MAIN_METRICS.items()
+        if any(name in metrics for name in names)
+    }
+    shown = (known | _evaluations(metrics)) or metrics
+    return {label: _text(label, number) for label, number in shown.items()}
+
+
+def _text(label: str, value: Any) -> str:
+    number = as_number(value, label)
+    if label == "tokens/s" or isinstance(number, int):
+        return f"{number:,.0f}" if math.isfinite(number) else str(number)
+    if label == "lr" or (number != 0 and not 1e-3 <= abs(number) < 1e5):
+        return f"{number:.2e}"
+    return f"{number:.4f}" if abs(number) < 100 else f"{number:.1f}"
+
+
+def _line(figures: Mapping[str, str]) -> str:
+    return "  ".join(f"{label} {text}" for label, text in figures.items())
+
+
+def _evaluations(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name.startswith("eval/")}
+
+
+class ConsoleLogger(Logger):
+    """One line of the main metrics for the first step, every ``log_interval`` steps, and the last.
+
+    Evaluations (metrics named ``eval/...``) always get a line.
+
+    Raises:
+        WhetValueError: log_interval is below 1.
+    """
+
+    def __init__(self, log_interval: int = 100) -> None:
+        if log_interval < 1:
+            raise WhetValueError(f"ConsoleLogger: log_interval is {log_interval!r}, expected an integer >= 1.")
+        self.log_interval = log_interval
+        self._printed_step: int | None = None
+        self._pending: tuple[Mapping[str, float], int] | None = None
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if _evaluations(metrics):
+            print(f"step {step:>6}  {_line(main_figures(metrics))}", flush=True)
+            return
+        self._pending = (dict(metrics), step)
+        if self._printed_step is None or step // self.log_interval > self._printed_step // self.log_interval:
+            self._print_pending()
+
+    def _print_pending(self) -> None:
+        if self._pending is not None:
+            metrics, step = self._pending
+            print(f"step {step:>6}  {_line(main_figures(metrics))}", flush=True)
+            self._printed_step, self._pending = step, None
+
+    def close(self) -> None:
+        self._print_pending()
+
+
+class ProgressLogger(Logger):
+    """A progress bar with the main metrics and the time that is left.
+
+    Where standard output is no terminal (a pipe, a file, a notebook) it prints a plain line now and then
+    instead, without escape codes. The time left is the steps left times the mean time per step so far.
+
+    Args:
+        total_steps: the number of the last step; a trainer may set the attribute later. None: unknown.
+        description: what is going on, in front of the bar.
+        interval_s: seconds between plain lines, where there is no terminal.
+
+    Raises:
+        MissingExtraError: on a terminal, if rich is not installed.
+    """
+
+    def __init__(self, total_steps: int | None = None, description: str = "train", *, interval_s: float = 10.0) -> None:
+        self.total_steps = total_steps
+        self.description = description
+        self.interval_s = interval_s
+        self._start: tuple[int, float] | None = None  # the first step seen, and when
+        self._printed_s = -math.inf
+        self._pending = ""
+        self._figures: dict[str, str] = {}
+        self._last_step: int | None = None
+        self._bar: Any = None
+        if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+            self._bar = _make_bar(description)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        now_s = time.monotonic()
+        if self._start is None:
+            self._start = (step, now_s)
+        # A step's metrics and its evaluation may come in two calls; the bar keeps the last of each.
+        kept = self._figures if self._bar is not None or step == self._last_step else {}
+        self._figures, self._last_step = kept | main_figures(metrics), step
+        if self._bar is not None:
+            self._show(step, now_s)
+            return
+        total = f"/{self.total_steps}" if self.total_steps else ""
+        figures = _line(self._figures)
+        self._pending = f"{self.description} {step}{total}  {figures}  {self._time(step, now_s)}".rstrip()
+        if _evaluations(metrics) or now_s - self._printed_s >= self.interval_s:
+            self._printed_s = now_s
+            self._print_pending()
+
+    def _print_pending(self) -> None:
+        if self._pending:
+            print(self._pending, flush=True)
+            self._pending = ""
+
+    def _show(self, step: int, now_s: float) -> None:
+        wanted = ("reward", "kl") if "reward" in self._figures else ("loss",)
+        evaluation = next((name for name in self._figures if name.startswith("eval/")), "")
+        names = [name for name in (*wanted, "tokens/s", evaluation) if name in self._figures]
+        texts = [f"{name.removeprefix('eval/')} {self._figures[name]}" for name in names]
+        taken = len(self.description) + 2 * len(str(self.total_steps)) + len("  eta 0:00:00  ") + _MIN_BAR_WIDTH
+        while texts and taken + len("  ".join(texts)) > self._bar.console.width:
+            texts.pop()
+        text = "  ".join(texts)
+        task = self._bar.task_ids[0]
+        clock = self._time(step, now_s)
+        self._bar.update(task, completed=step, total=self.total_steps, figures=text, clock=clock, refresh=True)
+
+    def _time(self, step: int, now_s: float) -> str:
+        """The time that is left, or at the end the time it took."""
+        if self._start is None or self.total_steps is None or step <= self._start[0]:
+            return ""
+        elapsed_s = now_s - self._start[1]
+        if step >= self.total_steps:
+            return f"in {_clock(elapsed_s)}"
+        return f"eta {_clock(elapsed_s / (step - self._start[0]) * (self.total_steps - step))}"
+
+    def close(self) -> None:
+        self._print_pending()
+        if self._bar is not None and self._bar.live.is_started:
+            if self._start is not None:  # a run that was stopped early has no time left either
+                clock = f"in {_clock(time.monotonic() - self._start[1])}"
+                self._bar.update(self._bar.task_ids[0], clock=clock, refresh=True)
+            self._bar.stop()
+
+
+_MIN_BAR_WIDTH = 8
+"""Columns that the bar itself keeps where the terminal is narrow; figures are left out for it."""
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _make_bar(description: str) -> Any:
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    except ImportError as error:
+        raise MissingExtraError("ProgressLogger", "rich", "train") from error
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(None),
+        MofNCompleteColumn(),
+        TextColumn(" {task.fields[figures]} "),
+        TextColumn("{task.fields[clock]}", style="dim"),
+    )
+    # No refresh thread: a reward function may fork, and a fork must not find rich's lock taken.
+    bar = Progress(*columns, auto_refresh=False)
+    bar.add_task(description, total=None, figures="", clock="")
+    bar.start()
+    return bar
+
+
+# --- files ----------------------------------------------------------------------------------------------
+
+
+def as_number(value: Any, name: str) -> int | float:
+    """A metric as a Python number; 0-dimensional arrays and tensors count as numbers.
+
+    Raises:
+        WhetTypeError: it is no number.
+    """
+    if not isinstance(value, (str, bytes)):
+        for convert in (operator.index, float):
+            try:
+                return convert(value)
+            except (TypeError, ValueError, RuntimeError):
+                continue
+    raise WhetTypeError(f"log: the metric {name!r} is {value!r}, expected a number. Log numbers only.")
+
+
+def _standard_json(value: Any, name: str) -> Any:
+    """A value as standard JSON can hold it. NaN and infinities become strings that float() reads back."""
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _standard_json(item, str(key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_standard_json(item, name) for item in value]
+    number = as_number(value, name)
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Removes what follows the last line end: a row that a killed process did not finish."""
+    if (data := path.read_bytes()) and not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a whole text file so that a reader, or a kill, sees the old text or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.writing")
+    with temporary.open("w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _append_text(path: Path, text: str) -> None:
+    # Opened for every row: nothing is left unwritten by a kill, shared with a fork, or left to close.
+    with path.open("a", encoding="utf-8", newline="") as file:
+        file.write(text)
+
+
+class JSONLLogger(Logger):
+    """One JSON object per line: ``{"step": 3, "loss": 0.69}``. Every line is on its way to disk at once.
+
+    NaN and infinities, which JSON lacks, are written as "NaN", "Infinity" and "-Infinity".
+
+    Args:
+        path: the file; its folder is made, and a line torn by a kill is removed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.touch()
+        _drop_torn_line(self.path)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        numbers = {name: as_number(value, name) for name, value in metrics.items()}
+        self.write({**numbers, "step": step})
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row of any JSON values; its "step" comes first."""
+        row = {"step": row["step"], **row}
+        text = json.dumps(_standard_json(row, "row"), allow_nan=False)
+        _append_text(self.path, text + "\n")
+
+    def truncate_after(self, step: int) -> None:
+        """Remove the rows of later steps, as a run does that resumes at ``step``.
+
+        Raises:
+            WhetValueError: a line is not an object with a "step"; the file is left as it is.
+        """
+        kept = []
+        for number, line in enumerate(self.path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError, TypeError) as error:
+                raise WhetValueError(
+                    f"truncate_after: {self.path}:{number} is not a JSON object with a step. Mend or remove that line."
+                ) from error
+        replace_text(self.path, "".join(kept))
+
+    def close(self) -> None:
+        """Nothing is pending."""
+
+
+class CSVLogger(Logger):
+    """A table with a column per metric and a "step" first. Every row is on its way to disk at once.
+
+    A metric that was not there before gets a column of its own at the end: the file is then rewritten in one
+    piece, with empty cells above. A step that is logged twice gets two rows.
+
+    Args:
+        path: the file; its folder is made, and a row torn by a kill is removed.
+
+    Raises:
+        WhetValueError: the file is there but does not begin with a "step" column.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.touch()
+        _drop_torn_line(self.path)
+        rows = self._read()
+        self._columns = rows[0] if rows else ["step"]
+        if self._columns[:1] != ["step"]:
+            raise WhetValueError(
+                f"CSVLogger: {self.path} begins with {self._columns[:1]}, expected a column named step. "
+                f"Pass the path of a file that CSVLogger wrote, or of a new one."
+            )
+        if not rows:
+            replace_text(self.path, _csv_text([self._columns]))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        row = {name: as_number(value, name) for name, value in metrics.items()} | {"step": step}
+        new = [name for name in row if name not in self._columns]
+        if new:
+            self._rewrite([*self._columns, *new], self._read()[1:])
+        _append_text(self.path, _csv_text([[row.get(name, "") for name in self._columns]]))
+
+    def truncate_after(self, step: int) -> None:
+        """Remove the rows of later steps, as a run does that resumes at ``step``."""
+        self._rewrite(self._columns, [row for row in self._read()[1:] if int(row[0]) <= step])
+
+    def _read(self) -> list[list[str]]:
+        with self.path.open(encoding="utf-8", newline="") as file:
+            return list(csv.reader(file))
+
+    def _rewrite(self, columns: list[str], rows: list[list[str]]) -> None:
+        self._columns = columns
+        padded = [[*row, *[""] * (len(columns) - len(row))] for row in rows]
+        replace_text(self.path, _csv_text([columns, *padded]))
+
+    def close(self) -> None:
+        """Nothing is pending."""
+
+
+def _csv_text(rows: list[list[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+# --- services -------------------------------------------------------------------------------------------
+
+
+class TensorBoardLogger(Logger):
+    """Scalars for TensorBoard.
+
+    Args:
+        log_dir: the folder that ``tensorboard --logdir`` is pointed at.
+
+    Raises:
+        MissingExtraError: tensorboard is not installed.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise MissingExtraError("TensorBoardLogger", "tensorboard", "tensorboard") from error
+        self._make_writer = SummaryWriter
+        self.log_dir = os.fspath(log_dir)
+        self._writer = SummaryWriter(self.log_dir)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, as_number(value, name), step)
+        self._writer.flush()
+
+    def truncate_after(self, step: int) -> None:
+        """Have TensorBoard hide later steps, as a run does that resumes at ``step``."""
+        self._writer.close()
+        self._writer = self._make_writer(self.log_dir, purge_step=step + 1)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLogger(Logger):
+    """Metrics for Weights & Biases.
+
+    Args:
+        project: the project's name there.
+        **init: goes to ``wandb.init``: name, config, mode="offline", resume, ...
+
+    Raises:
+        MissingExtraError: wandb is not installed.
+    """
+
+    def __init__(self, project: str, **init: Any) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise MissingExtraError("WandbLogger", "wandb", "wandb") from error
+        self._run = wandb.init(project=project, **init)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log({name: as_number(value, name) for name, value in metrics.items()}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()

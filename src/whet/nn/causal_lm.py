@@ -1,0 +1,275 @@
+"""Log-probabilities that a causal language model gives to completions, differentiable in the model.
+
+Takes any ``nn.Module`` that maps token ids to logits, Hugging Face causal models and PEFT models
+included. Does not sample, does not tokenise, does not switch between train and eval mode, and does
+not move the model.
+
+The log-softmax is ``log pi(a) = z_a / T - logsumexp(z / T)``, computed in chunks of tokens with a
+backward of its own: the only (tokens, V) tensors alive at once are the logits, their gradient, and
+one chunk. Padding is on the right, so in a causal model no real token ever attends to it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from whet.errors import WhetTypeError, WhetValueError
+
+_CHUNK_ELEMENTS = 1 << 20
+"""Logits converted to float32 at a time: 4 MiB, small enough to stay in a core's cache."""
+
+
+class CompletionLogprobs(NamedTuple):
+    """What a model thinks of a batch of completions. C is the longest completion's length.
+
+    Attributes:
+        logprobs: (B, C) float32 (float64 for float64 logits), differentiable in the model; 0 where
+            ``mask`` is False.
+        entropy: (B, C), ``H = -sum_v p_v log p_v`` in nats, detached, 0 where ``mask`` is False; None
+            if it was not asked for.
+        mask: (B, C) bool, True on the tokens of each completion.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    mask: Tensor
+
+
+def completion_logprobs(
+    model: nn.Module,
+    prompt_ids: Sequence[Sequence[int]],
+    completion_ids: Sequence[Sequence[int]],
+    *,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+) -> CompletionLogprobs:
+    """Log-probability of each completion token, given its prompt and the tokens before it.
+
+    ``log pi(y_t | x, y_<t) = z_t[y_t] / T - logsumexp(z_t / T)``, and ``H_t = -sum_v p_v log p_v``
+    (which is ``logZ - sum_v p_v z_v / T``), both accumulated in float32 whatever the dtype of the
+    logits; float64 logits stay float64.
+
+    Args:
+        model: ``forward(input_ids (B, T)) -> logits (B, T, V)``, or an object with ``.logits``. Where
+            forward names them, ``attention_mask``, ``use_cache=False`` and ``logits_to_keep`` (so
+            that the vocabulary is not projected on prompt positions) are passed as well. It runs
+            in the mode and on the device it is in.
+        prompt_ids: B rows of token ids without padding, at least one token each.
+        completion_ids: B rows of token ids without padding; a row may be empty.
+        temperature: T, divides the logits; use the one the completions were sampled with.
+        return_entropy: also compute H.
+
+    Returns:
+        ``CompletionLogprobs(logprobs (B, C), entropy (B, C) or None, mask (B, C))``. A row does not
+        depend on its neighbours or on its padding.
+
+    Raises:
+        WhetTypeError: token ids that are no integers, or an output that is no tensor of logits.
+        WhetValueError: no rows, row counts that disagree, an empty prompt, a token id outside the
+            vocabulary, logits of the wrong shape, or a temperature that is not a number > 0.
+    """
+    where = "completion_logprobs"
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise WhetValueError(f"{where}: temperature is {temperature!r}, expected a finite number > 0.")
+    prompts = token_lists(prompt_ids, where, "prompt_ids", allow_empty=False)
+    completions = token_lists(completion_ids, where, "completion_ids", allow_empty=True)
+    if len(prompts) != len(completions) or not prompts:
+        raise WhetValueError(
+            f"{where}: prompt_ids has {len(prompts)} rows and completion_ids has {len(completions)}. "
+            f"Pass as many prompts as completions, at least one."
+        )
+
+    # The last token of a completion predicts nothing that is asked for, so it is not fed.
+    fed = [prompt + completion[:-1] for prompt, completion in zip(prompts, completions, strict=True)]
+    device = module_device(model)
+    input_ids, attention_mask = padded_batch(fed, device=device)
+    n_last = input_ids.shape[1] - min(map(len, prompts)) + 1
+    logits = causal_logits(model, input_ids, attention_mask, n_last, where=where)
+
+    targets, mask = padded_batch(completions, device=device)
+    rows, steps = mask.nonzero(as_tuple=True)
+    token_ids = targets[rows, steps]
+    if token_ids.numel() and int(token_ids.max()) >= logits.shape[2]:
+        raise WhetValueError(
+            f"{where}: completion_ids holds token {int(token_ids.max())}, but the model's vocabulary has "
+            f"{logits.shape[2]} tokens. Tokenise with the model's own tokenizer."
+        )
+    # Column of the logits that predict completion token 0, per row.
+    left_out = input_ids.shape[1] - logits.shape[1]
+    first = torch.tensor([len(prompt) - 1 - left_out for prompt in prompts], device=device)
+    logprobs, entropy = _TokenLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        logits, rows, first[rows] + steps, token_ids, float(temperature), return_entropy
+    )
+
+    def spread(values: Tensor) -> Tensor:
+        return values.new_zeros(mask.shape).index_put((rows, steps), values)
+
+    return CompletionLogprobs(spread(logprobs), None if entropy is None else spread(entropy), mask)
+
+
+def causal_logits(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, n_last: int, *, where: str) -> Tensor:
+    """Logits of right-padded rows, for at least the last ``n_last`` positions.
+
+    Args:
+        model: see ``completion_logprobs``.
+        input_ids: (B, T) int64, on the model's device.
+        attention_mask: (B, T) bool; passed on if the model's forward names it.
+        n_last: positions needed, counted from the end; the others are left out where forward takes
+            ``logits_to_keep``.
+        where: the caller's name, for errors.
+
+    Returns:
+        (B, K, V) with K = T or K = n_last: the last K positions.
+
+    Raises:
+        WhetTypeError: the output is no floating-point tensor.
+        WhetValueError: the output has the wrong shape, or an embedding lacks a row that is asked for.
+    """
+    n_rows, length = input_ids.shape
+    named = _forward_parameters(model)
+    options: dict[str, Any] = {}
+    if "attention_mask" in named:
+        options["attention_mask"] = attention_mask.long()
+    if "use_cache" in named:
+        options["use_cache"] = False
+    if "logits_to_keep" in named:
+        options["logits_to_keep"] = n_last
+    try:
+        output = model(input_ids, **options)
+    except IndexError as error:
+        raise WhetValueError(
+            f"{where}: the model's embedding has no row for a token or position of this batch (largest "
+            f"token id {int(input_ids.max())}, longest row {length} tokens). Use the model's own tokenizer "
+            f"and rows within its position limit."
+        ) from error
+    logits = getattr(output, "logits", output)
+    model_name = type(model).__name__
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        got = f"a {logits.dtype} tensor" if isinstance(logits, Tensor) else type(logits).__name__
+        raise WhetTypeError(
+            f"{where}: {model_name} returned {got}, expected a floating-point tensor of logits (B, T, V) or "
+            f"an object with .logits. Pass a causal language model."
+        )
+    if logits.ndim != 3 or logits.shape[0] != n_rows or logits.shape[1] not in (length, n_last):
+        raise WhetValueError(
+            f"{where}: {model_name} returned logits of shape {tuple(logits.shape)}, expected (B, T, V) = "
+            f"({n_rows}, {length}, V). Pass a causal language model."
+        )
+    return logits
+
+
+def padded_batch(
+    rows: Sequence[Sequence[int]], *, device: torch.device, pad_id: int = 0, left: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rows of token ids as ``(ids (B, T) int64, mask (B, T) bool)``, padded on the right, or left."""
+    length = max(map(len, rows))
+
+    def padded(row: Sequence[int], fill: int) -> list[int]:
+        padding = [fill] * (length - len(row))
+        return [*padding, *row] if left else [*row, *padding]
+
+    ids = torch.tensor([padded(row, pad_id) for row in rows], dtype=torch.int64)
+    mask = torch.tensor([padded([1] * len(row), 0) for row in rows], dtype=torch.bool)
+    return ids.to(device), mask.to(device)
+
+
+def token_lists(rows: Sequence[Sequence[int]], where: str, name: str, *, allow_empty: bool) -> list[list[int]]:
+    """``rows`` as lists of ints, checked: integers only, none negative, no empty row unless allowed."""
+    checked = []
+    for i, row in enumerate(rows):
+        values = row.tolist() if isinstance(row, Tensor) else row
+        try:
+            tokens = [operator.index(token) for token in values]
+        except TypeError as error:
+            raise WhetTypeError(
+                f"{where}: {name}[{i}] is {row!r:.60}, expected a flat sequence of integer token ids."
+            ) from error
+        if not tokens and not allow_empty:
+            raise WhetValueError(
+                f"{where}: {name}[{i}] is empty, so its first token has nothing before it to be predicted "
+                f"from. Start the prompt with at least one token, such as BOS."
+            )
+        if tokens and min(tokens) < 0:
+            raise WhetValueError(
+                f"{where}: {name}[{i}] holds {min(tokens)}, expected token ids >= 0. Pass rows without "
+                f"padding or label masks."
+            )
+        checked.append(tokens)
+    return checked
+
+
+def module_device(model: nn.Module) -> torch.device:
+    """Where the model's parameters live; the CPU for a model without any."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def inner_module(model: nn.Module) -> nn.Module:
+    """The module whose signature speaks for ``model``: inside torch.compile and PEFT wrappers."""
+    inner = getattr(model, "_orig_mod", model)
+    get_base_model = getattr(inner, "get_base_model", None)
+    return get_base_model() if callable(get_base_model) else inner  # pyright: ignore[reportReturnType]
+
+
+def _forward_parameters(model: nn.Module) -> set[str]:
+    return set(inspect.signature(inner_module(model).forward).parameters)
+
+
+def _chunks(n_tokens: int, vocab_size: int) -> Iterator[slice]:
+    step = max(1, _CHUNK_ELEMENTS // vocab_size)
+    return (slice(start, start + step) for start in range(0, n_tokens, step))
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """(N,) log-probs and entropies of ``token_ids`` under ``softmax(logits[rows, columns] / T)``.
+
+    The backward is ``d log pi(a) / d z_v = ([v = a] - p_v) / T``, from the saved logits and logZ.
+    Each (row, column) must appear once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        token_ids: Tensor,
+        temperature: float,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        logprobs = torch.empty(len(rows), dtype=dtype, device=logits.device)
+        log_z = torch.empty_like(logprobs)
+        entropy = torch.empty_like(logprobs) if with_entropy else None
+        for part in _chunks(len(rows), logits.shape[2]):
+            z = logits[rows[part], columns[part]].to(dtype).div_(temperature)
+            log_z[part] = torch.logsumexp(z, dim=-1)
+            logprobs[part] = z.gather(-1, token_ids[part, None]).squeeze(-1) - log_z[part]
+            if entropy is not None:
+                log_p = z.sub_(log_z[part, None])
+                # The floor makes p log p of an impossible token 0 * -1e4 and not 0 * -inf.
+                entropy[part] = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(dim=-1)
+        ctx.save_for_backward(logits, rows, columns, token_ids, log_z)
+        ctx.temperature = temperature
+        if entropy is not None:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None, None, None]:
+        logits, rows, columns, token_ids, log_z = ctx.saved_tensors
+        scale = grad_outputs[0] / ctx.temperature
+        grad = torch.zeros_like(logits)
+        for part in _chunks(len(rows), logits.shape[2]):
+            z = logits[rows[part], columns[part]].to(log_z.dtype).div_(ctx.temperature)
+            grad_z = z.sub_(log_z[part, None]).exp_().mul_(-scale[part, None])
+            grad_z.scatter_add_(-1, token_ids[part, None], scale[part, None])
+            grad[rows[part], columns[part]] = grad_z.to(grad.dtype)
+        return grad, None, None, None, None, None

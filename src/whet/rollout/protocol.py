@@ -1,0 +1,26 @@
+"""What an algorithm may ask of whatever samples its completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from whet.sampling import Completion, SamplingParams
+
+
+class RolloutEngine(Protocol):
+    """Samples completions from the current policy. Algorithms know nothing else about sampling."""
+
+    policy_version: int
+    """How many times ``sync`` has been called; every completion carries the version it came from."""
+
+    def generate(self, prompt_ids: Sequence[Sequence[int]], n: int, sampling: SamplingParams) -> list[list[Completion]]:
+        """Sample ``n`` completions for each prompt: ``result[prompt][sample]``.
+
+        Prompts are token ids without padding and may differ in length.
+        """
+        ...
+
+    def sync(self, model: Any) -> None:
+        """Take over the weights of ``model``, all of them or none."""
+        ...

@@ -1,0 +1,429 @@
+"""Rollouts from a live torch module: a Hugging Face model, a module with its own generate, any forward.
+
+Three roads, chosen by what the module offers:
+
+- a Hugging Face causal model: its ``generate`` with the KV cache, prompts padded on the left; the
+  sampling is ours, not that of its generation config;
+- a module with ``generate(input_ids, max_new_tokens=...) -> (B, P + T)``: that method, as it is, in
+  groups of prompts of one length. It tells no log-probs and draws from torch's generator;
+- any other module: ``forward(input_ids) -> logits`` on the whole sequence for every token.
+
+Tokens are drawn by inverse CDF from uniforms keyed by (seed, prompt, sample, position), so on the first
+and third road a completion does not depend on what else is in the batch, as far as the logits do not.
+
+Does not decode text, and does not share a prompt's computation between its samples.
+
+Filters: top-k (Fan et al. 2018), top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024), repetition
+penalty (Keskar et al. 2019).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from whet.errors import WhetTypeError, WhetValueError
+from whet.nn.causal_lm import causal_logits, inner_module, module_device, padded_batch, token_lists
+from whet.sampling import Completion, SamplingParams
+
+
+class Sampler:
+    """Draws one token per row from logits, as ``SamplingParams`` says.
+
+    The logits are taken in float32 and pass, in this order: repetition penalty, temperature, top-k,
+    top-p (over what top-k left), min-p. Among equal logits at a filter's edge the lower token ids stay.
+    Temperature 0 takes the most probable token, filters or not, and its log-probability is that under
+    the unfiltered distribution at temperature 1.
+    """
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        self.sampling = sampling
+
+    def draw(self, logits: Tensor, uniforms: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Draw one token per row.
+
+        Args:
+            logits: (R, V), any floating dtype.
+            uniforms: (R,) float64 in [0, 1): the draw takes the first token, in order of token id, at
+                which the cumulative probability exceeds its uniform.
+            seen: (R, V) bool, True for the tokens already in the sequence; needed by a repetition
+                penalty only.
+
+        Returns:
+            ``(token_ids (R,) int64, logprobs (R,) float32)``, the log-probs those of the distribution
+            drawn from. Logits that hold NaN or +inf, or nothing but -inf, give a NaN log-prob.
+        """
+        z = self.filtered_logits(logits, seen)
+        if self.sampling.temperature == 0:
+            token_ids = z.argmax(dim=-1, keepdim=True)
+        else:
+            # MPS has no float64.
+            wide = torch.float32 if z.device.type == "mps" else torch.float64
+            cdf = torch.softmax(z, dim=-1).cumsum(dim=-1, dtype=wide)
+            total = cdf[:, -1:]
+            below = torch.nextafter(total, torch.zeros_like(total))
+            target = torch.minimum(uniforms.to(z.device, wide)[:, None] * total, below)
+            token_ids = torch.searchsorted(cdf, target, right=True).clamp(max=z.shape[1] - 1)
+        logprobs = z.gather(-1, token_ids) - torch.logsumexp(z, dim=-1, keepdim=True)
+        logprobs = torch.where(torch.isfinite(logprobs), logprobs, torch.nan)
+        return token_ids.squeeze(-1), logprobs.squeeze(-1)
+
+    def filtered_logits(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+        """(R, V) float32 logits of the distribution drawn from; -inf where a token is filtered out."""
+        s = self.sampling
+        z = logits.float()
+        if s.repetition_penalty != 1 and seen is not None:
+            z = torch.where(seen, torch.where(z > 0, z / s.repetition_penalty, z * s.repetition_penalty), z)
+        if s.temperature == 0:
+            return z
+        z = z / s.temperature
+        kept = self._top(z)
+        if s.min_p > 0:
+            kept = kept & (z >= z.amax(dim=-1, keepdim=True) + math.log(s.min_p))
+        # NaN passes every filter, so that the draw shows it.
+        return z.masked_fill(~kept & ~z.isnan(), -torch.inf)
+
+    def _top(self, z: Tensor) -> Tensor:
+        """(R, V) bool, what top-k and then top-p keep: in each row, the first so many in falling order."""
+        s = self.sampling
+        width = min(s.top_k, z.shape[1]) if s.top_k else z.shape[1]
+        if width == z.shape[1] and s.top_p == 1:
+            return torch.ones_like(z, dtype=torch.bool)
+        best = torch.topk(z, width, dim=-1).values
+        n_kept = torch.full_like(best[:, :1], width, dtype=torch.int64)
+        if s.top_p < 1:
+            probs = torch.softmax(best, dim=-1)
+            mass_before = probs.cumsum(dim=-1) - probs
+            n_kept = (mass_before < s.top_p).sum(dim=-1, keepdim=True).clamp(min=1)
+        edge = best.gather(-1, n_kept - 1)
+        above, ties = z > edge, z == edge
+        return above | (ties & (ties.cumsum(dim=-1) <= n_kept - above.sum(dim=-1, keepdim=True)))
+
+
+def token_uniforms(seed: int, prompt_index: int, sample_index: int, n: int) -> np.ndarray:
+    """(n,) float64 uniforms in [0, 1), the t-th being that of position t.
+
+    Philox (Salmon et al. 2011) with the key (seed, 0) and the counter's upper words (prompt, sample), so
+    the first n values do not depend on n, and no two rows share a value's counter.
+    """
+    key = np.array([seed % 2**64, 0], dtype=np.uint64)
+    counter = np.array([0, 0, prompt_index, sample_index], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter)).random(n)
+
+
+class TorchEngine:
+    """A ``RolloutEngine`` over a live torch module: what ``generate`` samples is the module as it is now.
+
+    Args:
+        model: see the top of this file.
+        pad_token_id: the id that fills the left of shorter prompts; masked, so any valid id does.
+            None is 0.
+        max_batch: most rows decoded at a time; None decodes all of them together.
+
+    Raises:
+        WhetTypeError: model is no ``nn.Module``.
+        WhetValueError: max_batch below 1.
+    """
+
+    def __init__(self, model: nn.Module, *, pad_token_id: int | None = None, max_batch: int | None = None) -> None:
+        if max_batch is not None and max_batch < 1:
+            raise WhetValueError(f"TorchEngine: max_batch is {max_batch}, expected an integer >= 1, or None.")
+        self.model = _checked_module(model, "TorchEngine")
+        self.pad_token_id = pad_token_id or 0
+        self.max_batch = max_batch
+        self.policy_version = 0
+
+    def sync(self, model: nn.Module) -> None:
+        """Sample from ``model`` from now on. The module is used live: nothing is copied."""
+        self.model = _checked_module(model, "TorchEngine.sync")
+        self.policy_version += 1
+
+    @torch.no_grad()
+    def generate(self, prompt_ids: Sequence[Sequence[int]], n: int, sampling: SamplingParams) -> list[list[Completion]]:
+        """Sample ``n`` completions for each prompt: ``result[prompt][sample]``.
+
+        Runs without gradients and in eval mode; every submodule's mode is restored. Completions end
+        with, and include, the first of ``sampling.stop_token_ids``, and with nothing else of the
+        model's own configuration. A completion for a prompt near the model's position limit is cut
+        there, with the finish reason "length".
+
+        Args:
+            prompt_ids: rows of token ids without padding, at least one token each.
+            n: completions per prompt.
+            sampling: a module's own ``generate`` must take those of its settings (temperature,
+                top_k, top_p, min_p, repetition_penalty) that are not at their defaults.
+
+        Raises:
+            WhetTypeError: token ids that are no integers, or a model output that is no logits.
+            WhetValueError: n below 1, an empty prompt, a prompt that leaves no room for a token within
+                the model's position limit, logits that hold NaN or infinity, or a setting that the
+                module's own ``generate`` cannot honour.
+        """
+        where = "TorchEngine.generate"
+        if n < 1:
+            raise WhetValueError(f"{where}: n is {n}, expected an integer >= 1.")
+        prompts = token_lists(prompt_ids, where, "prompt_ids", allow_empty=False)
+        budgets = [self._budget(i, len(prompt), sampling) for i, prompt in enumerate(prompts)]
+        rows = [_Row(prompt, budgets[i], i, sample) for i, prompt in enumerate(prompts) for sample in range(n)]
+        with _evaluating(self.model):
+            if _is_hugging_face(self.model):
+                # One budget per call: a row kept in the batch after its end stays within the limit.
+                for batch in self._batches(rows, lambda row: row.budget):
+                    self._decode_cached(batch, sampling)
+            elif _has_own_generate(self.model):
+                with _torch_seed(sampling.seed):
+                    for batch in self._batches(rows, lambda row: (row.budget, len(row.prompt))):
+                        self._decode_own(batch, sampling)
+            else:
+                for batch in self._batches(rows, lambda row: 0):
+                    self._decode_recomputing(batch, sampling)
+        completions = [row.completion(self.policy_version) for row in rows]
+        return [completions[start : start + n] for start in range(0, len(rows), n)]
+
+    def _budget(self, index: int, prompt_length: int, sampling: SamplingParams) -> int:
+        limit = _position_limit(self.model)
+        if limit is not None and prompt_length >= limit:
+            raise WhetValueError(
+                f"TorchEngine.generate: prompt_ids[{index}] has {prompt_length} tokens, which leaves no room "
+                f"to generate: the model's position limit is {limit}. Shorten or drop the prompt."
+            )
+        room = math.inf if limit is None else limit - prompt_length
+        return int(min(sampling.max_new_tokens, room))
+
+    def _batches(self, rows: list[_Row], key: Any) -> Iterator[list[_Row]]:
+        """Rows of one key, at most max_batch, prompts of like length together."""
+        ordered = sorted(rows, key=lambda row: (key(row), len(row.prompt)))
+        for _, group in itertools.groupby(ordered, key=key):
+            members = list(group)
+            size = self.max_batch or len(members)
+            yield from (members[start : start + size] for start in range(0, len(members), size))
+
+    def _decode_cached(self, rows: list[_Row], sampling: SamplingParams) -> None:
+        """Hugging Face ``generate``; its greedy search picks the one token that our draw left."""
+        from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+        decoding = _Decoding(rows, sampling)
+        device = module_device(self.model)
+        input_ids, mask = padded_batch([row.prompt for row in rows], device=device, pad_id=self.pad_token_id, left=True)
+        inner: Any = inner_module(self.model)
+        own_config = inner.generation_config
+        # Whatever the passed config leaves open is filled in from the model's own, so that one must go.
+        inner.generation_config = GenerationConfig()
+        try:
+            self.model.generate(  # pyright: ignore[reportCallIssue]
+                input_ids=input_ids,
+                attention_mask=mask.long(),
+                generation_config=GenerationConfig(max_new_tokens=rows[0].budget, do_sample=False),
+                logits_processor=LogitsProcessorList([_OnlyTheDrawnToken(decoding)]),  # pyright: ignore
+                stopping_criteria=StoppingCriteriaList([_RowIsOver(decoding)]),  # pyright: ignore
+            )
+        finally:
+            inner.generation_config = own_config
+
+    def _decode_recomputing(self, rows: list[_Row], sampling: SamplingParams) -> None:
+        """The obvious loop: forward over the whole sequence, draw, append; finished rows leave."""
+        decoding = _Decoding(rows, sampling)
+        device = module_device(self.model)
+        while decoding.live:
+            sequences = [rows[i].prompt + rows[i].token_ids for i in decoding.live]
+            input_ids, mask = padded_batch(sequences, device=device, pad_id=self.pad_token_id)
+            last = mask.sum(dim=1) - 1
+            n_last = input_ids.shape[1] - int(last.min())
+            logits = causal_logits(self.model, input_ids, mask, n_last, where="TorchEngine.generate")
+            column = last - (input_ids.shape[1] - logits.shape[1])
+            decoding.step(logits[torch.arange(len(sequences), device=device), column])
+
+    def _decode_own(self, rows: list[_Row], sampling: SamplingParams) -> None:
+        """The module's own ``generate``, on prompts of one length."""
+        model: Any = self.model
+        prompts = torch.tensor([row.prompt for row in rows], device=module_device(self.model))
+        budget = rows[0].budget
+        output = model.generate(prompts, max_new_tokens=budget, **_own_settings(self.model, sampling))
+        n_rows, length = prompts.shape
+        expected = f"({n_rows}, {length} + up to {budget}): each prompt followed by its completion"
+        name = f"TorchEngine.generate: {type(self.model).__name__}.generate"
+        if not isinstance(output, Tensor) or output.ndim != 2:
+            got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            raise WhetTypeError(f"{name} returned {got}, expected a token tensor {expected}.")
+        fits = len(output) == n_rows and output.shape[1] <= length + budget
+        if not fits or not output[:, :length].equal(prompts):
+            raise WhetValueError(f"{name} returned shape {tuple(output.shape)}, expected {expected}.")
+        stops = set(sampling.stop_token_ids)
+        for row, tokens in zip(rows, output[:, length:].tolist(), strict=True):
+            end = next((t + 1 for t, token in enumerate(tokens) if token in stops), None)
+            row.token_ids, row.has_logprobs = tokens[:end], False
+            row.finish_reason = "length" if end is None else "stop"
+
+
+@dataclass
+class _Row:
+    """One completion in the making."""
+
+    prompt: list[int]
+    budget: int
+    prompt_index: int
+    sample_index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    has_logprobs: bool = True
+    finish_reason: Literal["stop", "length"] = "length"
+
+    def completion(self, policy_version: int) -> Completion:
+        logprobs = self.logprobs if self.has_logprobs else None
+        return Completion(self.token_ids, logprobs, self.finish_reason, policy_version)
+
+
+class _Decoding:
+    """Rows that are decoded in step: draws their tokens, records them, and knows which still run."""
+
+    def __init__(self, rows: list[_Row], sampling: SamplingParams) -> None:
+        self.rows = rows
+        self.live = list(range(len(rows)))
+        self.sampler = Sampler(sampling)
+        self.stops = set(sampling.stop_token_ids)
+        longest = max(row.budget for row in rows)
+        self.uniforms = torch.from_numpy(
+            np.stack([token_uniforms(sampling.seed, r.prompt_index, r.sample_index, longest) for r in rows])
+        )
+        self.seen: Tensor | None = None
+        self.n_steps = 0
+
+    def step(self, logits: Tensor) -> Tensor:
+        """Draw the next token of every live row from its logits (n_live, V); rows that end leave ``live``."""
+        live = self.live
+        token_ids, logprobs = self.sampler.draw(logits, self.uniforms[live, self.n_steps], self._seen(logits))
+        if self.seen is not None:
+            self.seen[live, token_ids] = True
+        self.n_steps += 1
+        self.live = []
+        for i, token, logprob in zip(live, token_ids.tolist(), logprobs.tolist(), strict=True):
+            row = self.rows[i]
+            if math.isnan(logprob):
+                raise WhetValueError(
+                    f"TorchEngine.generate: the model's logits for prompt {row.prompt_index}, sample "
+                    f"{row.sample_index}, token {len(row.token_ids)} hold NaN or +inf, or nothing but -inf. "
+                    f"Look for NaN in the model's weights."
+                )
+            row.token_ids.append(token)
+            row.logprobs.append(logprob)
+            if token in self.stops:
+                row.finish_reason = "stop"
+            elif len(row.token_ids) < row.budget:
+                self.live.append(i)
+        return token_ids
+
+    def _seen(self, logits: Tensor) -> Tensor | None:
+        """(n_live, V) bool, the tokens in each live row's sequence, if a repetition penalty asks for it."""
+        if self.sampler.sampling.repetition_penalty == 1:
+            return None
+        if self.seen is None:
+            self.seen = torch.zeros(len(self.rows), logits.shape[1], dtype=torch.bool, device=logits.device)
+            for i, row in enumerate(self.rows):
+                self.seen[i, row.prompt] = True
+        return self.seen[self.live]
+
+
+class _OnlyTheDrawnToken:
+    """Logits processor: leaves each live row the token that was drawn for it, and nothing else."""
+
+    def __init__(self, decoding: _Decoding) -> None:
+        self.decoding = decoding
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        live = self.decoding.live
+        if live:
+            token_ids = self.decoding.step(scores[live])
+            scores.fill_(-torch.inf)
+            scores[live, token_ids] = 0.0
+        return scores
+
+
+class _RowIsOver:
+    """Stopping criterion, per row: (R,) bool, True where the completion has ended."""
+
+    def __init__(self, decoding: _Decoding) -> None:
+        self.decoding = decoding
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        over = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        over[self.decoding.live] = False
+        return over
+
+
+def _checked_module(model: Any, where: str) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise WhetTypeError(f"{where}: model is {type(model).__name__}, expected a torch.nn.Module.")
+    return model
+
+
+def _is_hugging_face(model: nn.Module) -> bool:
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(inner_module(model), transformers.GenerationMixin)
+
+
+def _has_own_generate(model: nn.Module) -> bool:
+    """Whether the module has a generate that takes, by name, how many tokens to make."""
+    generate = getattr(model, "generate", None)
+    return callable(generate) and "max_new_tokens" in inspect.signature(generate).parameters
+
+
+def _own_settings(model: Any, sampling: SamplingParams) -> dict[str, Any]:
+    """The sampling settings to hand to the module's own generate, in the names it declares."""
+    parameters = inspect.signature(model.generate).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    neutral = SamplingParams()
+    settings = {}
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        value = getattr(sampling, name)
+        at_default = value == getattr(neutral, name)
+        if name in parameters:
+            # None is how such methods spell "off"; any other default of theirs is not what was asked for.
+            if not (at_default and parameters[name].default is None):
+                settings[name] = value
+        elif not at_default:
+            if not takes_any:
+                raise WhetValueError(
+                    f"TorchEngine.generate: {name} is {value}, but {type(model).__name__}.generate has no "
+                    f"such parameter. Leave {name} at {getattr(neutral, name)}, or add it to that generate."
+                )
+            settings[name] = value
+    return settings
+
+
+def _position_limit(model: nn.Module) -> int | None:
+    """The longest sequence by ``max_position_embeddings``, of the module's config or its own."""
+    inner: Any = inner_module(model)
+    config = getattr(inner, "config", inner)
+    get_text_config = getattr(config, "get_text_config", None)
+    text_config = get_text_config() if callable(get_text_config) else config
+    return getattr(text_config, "max_position_embeddings", None)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside, every submodule's own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _torch_seed(seed: int) -> Iterator[None]:
+    """torch's generators seeded inside, and as they were afterwards."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed % 2**63)
+        yield

@@ -1,0 +1,72 @@
+"""How to sample, and what a sampled completion is: the vocabulary shared by engines and algorithms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from whet.errors import WhetValueError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The distribution that tokens are drawn from, and when a completion ends.
+
+    Filters apply in this order: repetition penalty, temperature, top-k, top-p, min-p.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most probable token (greedy).
+        top_k: keep the k most probable tokens; 0 keeps all.
+        top_p: keep the smallest set of most probable tokens whose mass reaches top_p; 1 keeps all.
+        min_p: drop tokens less probable than min_p times the most probable one; 0 keeps all.
+        repetition_penalty: divides positive and multiplies negative logits of tokens already in the
+            sequence (Keskar et al. 2019); 1 changes nothing.
+        max_new_tokens: longest completion, the stop token included.
+        stop_token_ids: a completion ends with, and includes, the first of these.
+        seed: completions depend on (seed, prompt index, sample index, position) alone.
+
+    Raises:
+        WhetValueError: a field is out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int = 128
+    stop_token_ids: Sequence[int] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        def check(name: str, ok: bool, expected: str) -> None:
+            if not ok:
+                raise WhetValueError(f"SamplingParams: {name} is {getattr(self, name)!r}, expected {expected}.")
+
+        check("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "a finite number >= 0")
+        check("top_k", self.top_k >= 0, "an integer >= 0 (0 keeps every token)")
+        check("top_p", 0 < self.top_p <= 1, "a number in (0, 1] (1 keeps every token)")
+        check("min_p", 0 <= self.min_p < 1, "a number in [0, 1) (0 keeps every token)")
+        check("repetition_penalty", self.repetition_penalty > 0, "a number > 0 (1 changes nothing)")
+        check("max_new_tokens", self.max_new_tokens >= 1, "an integer >= 1")
+        object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in self.stop_token_ids))
+
+
+@dataclass
+class Completion:
+    """One sampled completion, without its prompt and without padding.
+
+    Attributes:
+        token_ids: the sampled tokens; the stop token, if one came, is the last.
+        logprobs: per token, the log-probability under the distribution it was drawn from; None
+            where the source cannot tell (a module's own ``generate``).
+        finish_reason: "stop" if a stop token came, "length" if max_new_tokens ended it.
+        policy_version: how many times the engine's weights had been synced when it was sampled.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float] | None
+    finish_reason: Literal["stop", "length"]
+    policy_version: int = 0

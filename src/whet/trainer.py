@@ -1,0 +1,479 @@
+"""What the training algorithms share: the optimizer step, the loop over a dataset, logging, checkpoints.
+
+One optimizer update adds up the gradients of micro-batches, clips them and takes an AdamW step
+(Loshchilov & Hutter 2019), or skips it where the loss or a gradient is not finite. Knows no algorithm:
+each of them computes its own loss, and holds what belongs to it.
+
+A run is a function of (initial weights, data, config): a trainer that is saved after step k and loaded
+again takes the steps after k with the same bits as one that never stopped.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from whet.batches import as_row, batch_stream
+from whet.callbacks import Callback
+from whet.checkpoint import (
+    build_module,
+    capture_rng,
+    describe_module,
+    load_checkpoint,
+    load_module_tensors,
+    module_tensors,
+    restore_rng,
+    save_checkpoint,
+)
+from whet.config import TrainerConfig, learning_rate_at
+from whet.data import token_rows
+from whet.errors import CheckpointError, NonFiniteError, WhetTypeError, WhetValueError
+from whet.fields import make_config
+from whet.logging import Logger
+from whet.nn.causal_lm import completion_logprobs, inner_module, module_device
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+_COUNTERS = (
+    "step", "position", "num_tokens", "skipped_steps", "n_updates", "_skipped_in_a_row", "_horizon",
+)  # fmt: skip
+
+
+class Trainer(ABC):
+    """The base of the training algorithms; each adds ``train_step``.
+
+    Args:
+        model: ``forward(input_ids (B, T)) -> logits (B, T, V)``, Hugging Face and PEFT models included. Its
+            parameters that require grad are trained, in place.
+        ref_model: the frozen reference, for the algorithms that compare with one. None: a frozen copy
+            of model as it is now; of a PEFT model, its base with the adapters off.
+        config: settings; None: the defaults.
+        tokenizer: for rows of text; needs to be callable and have ``decode``, as Hugging Face's do.
+        logger: one logger or several.
+        callbacks: one callback or several, called in this order.
+        **settings: fields of the config, in place of those of ``config``.
+
+    Attributes:
+        step: steps taken.
+        position: batches that ``train`` has taken from its dataset.
+        num_tokens: tokens of prompts and completions seen.
+        skipped_steps: updates skipped because the loss or a gradient was not finite.
+        n_updates: updates taken.
+        should_stop: set by a callback to end ``train`` after the step.
+    """
+
+    config_class: ClassVar[type[TrainerConfig]] = TrainerConfig
+    row_fields: ClassVar[tuple[str, ...]] = ()
+    """What a row of the dataset holds, in the order of ``train_step``'s arguments."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ref_model: nn.Module | None = None,
+        *,
+        config: Any = None,
+        tokenizer: Any = None,
+        logger: Logger | Sequence[Logger] | None = None,
+        callbacks: Callback | Sequence[Callback] = (),
+        **settings: Any,
+    ) -> None:
+        where = type(self).__name__
+        for name, module in (("model", model), ("ref_model", ref_model)):
+            if not isinstance(module, nn.Module) and not (module is None and name == "ref_model"):
+                raise WhetTypeError(f"{where}: {name} is {type(module).__name__}, expected an nn.Module.")
+        if ref_model is model:
+            raise WhetValueError(f"{where}: ref_model is the model itself. Pass a frozen copy, or None.")
+        self.config: Any = make_config(self.config_class, config, settings)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.loggers: list[Any] = _as_list(logger)
+        self.callbacks: list[Any] = _as_list(callbacks)
+        self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self.trainable:
+            raise WhetValueError(f"{where}: no parameter of model requires grad. Unfreeze some.")
+        self.ref_model = ref_model
+        if ref_model is None and self.uses_reference() and not has_adapters(model):
+            self.ref_model = copy.deepcopy(model).requires_grad_(False)
+        self.optimizer = torch.optim.AdamW(
+            self.trainable.values(),
+            lr=self.config.learning_rate,
+            betas=(self.config.adam_beta1, self.config.adam_beta2),
+            eps=self.config.adam_epsilon,
+            weight_decay=self.config.weight_decay,
+        )
+        self.step = self.position = self.num_tokens = self.skipped_steps = self.n_updates = 0
+        self.should_stop = False
+        self._skipped_in_a_row = self._horizon = self._drawn = 0
+
+    def uses_reference(self) -> bool:
+        """Whether the algorithm, so configured, compares the policy with a reference."""
+        return False
+
+    # --- one step ---------------------------------------------------------------------------------------
+
+    def take_step(self, compute: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """One turn of the loop: ``compute`` does the work, and this counts, times, logs and calls back.
+
+        ``compute`` returns the metrics of the step, ``num_tokens`` (of this step alone) among them.
+        """
+        learning_rate, started_s = self.learning_rate, time.perf_counter()
+        metrics = compute()
+        elapsed_s = time.perf_counter() - started_s
+        n_tokens = metrics["num_tokens"]
+        self.num_tokens += int(n_tokens)
+        metrics |= {
+            "learning_rate": learning_rate,
+            "skipped_steps": self.skipped_steps,
+            "num_tokens": self.num_tokens,
+            "step_time_s": elapsed_s,
+            "tokens_per_s": n_tokens / elapsed_s,
+        }
+        self.step += 1
+        self.position += self._drawn
+        self._drawn = 0
+        self.log(metrics)
+        for callback in self.callbacks:
+            callback.on_step_end(self, metrics)
+        return metrics
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next update."""
+        horizon = self.config.schedule_steps or self._horizon
+        if not horizon and self.config.lr_schedule != "constant":
+            raise WhetValueError(
+                f"{type(self).__name__}: lr_schedule is {self.config.lr_schedule!r}, whose length is not "
+                f"known outside of train(). Pass schedule_steps."
+            )
+        return learning_rate_at(self.step, self.config, horizon)
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Pass metrics to every logger, at the current step."""
+        for logger in self.loggers:
+            logger.log(metrics, self.step)
+
+    def micro_batches(self, n_rows: int) -> list[slice]:
+        """``n_rows`` in slices of ``micro_batch_size``."""
+        size = self.config.micro_batch_size or n_rows
+        return [slice(start, min(start + size, n_rows)) for start in range(0, n_rows, size)]
+
+    def update(self, n_rows: int, loss_of: Callable[[slice], tuple[Tensor, Mapping[str, float]]]) -> dict[str, float]:
+        """One optimizer update from the sum of the micro-batches' losses.
+
+        Args:
+            n_rows: rows of the batch.
+            loss_of: (loss, metrics) of a slice of the rows; both add up over slices.
+
+        Returns:
+            The sums, with ``loss`` and ``grad_norm`` (before clipping). If one of these is not finite, the
+            update is skipped and counted, and neither parameters nor optimizer have changed.
+
+        Raises:
+            NonFiniteError: ``max_skipped_steps`` updates in a row were skipped.
+        """
+        totals = {"loss": 0.0}
+        self.optimizer.zero_grad(set_to_none=True)
+        with module_mode(self.model, self.config.training_mode):
+            for rows in self.micro_batches(n_rows):
+                loss, metrics = loss_of(rows)
+                loss.backward()
+                for name, value in {"loss": loss.item(), **metrics}.items():
+                    totals[name] = totals.get(name, 0.0) + value
+        norm = nn.utils.clip_grad_norm_(self.trainable.values(), self.config.max_grad_norm or math.inf)
+        totals["grad_norm"] = norm.item()
+        if math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"]):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.learning_rate
+            self.optimizer.step()
+            self.n_updates += 1
+            self._skipped_in_a_row = 0
+        else:
+            self.skipped_steps += 1
+            self._skipped_in_a_row += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._skipped_in_a_row >= self.config.max_skipped_steps:
+            raise NonFiniteError(
+                f"{type(self).__name__}: {self._skipped_in_a_row} updates in a row had a loss or gradient "
+                f"that is not finite (last: loss {totals['loss']}, gradient norm {totals['grad_norm']}, at step "
+                f"{self.step}). Lower the learning rate, or check the weights and the data for NaN."
+            )
+        return totals
+
+    @torch.no_grad()
+    def logprobs(
+        self,
+        model: nn.Module,
+        prompt_ids: Sequence[Sequence[int]],
+        completion_ids: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """(B, C) log-probs of completion tokens, ``model`` in eval mode; 0 past each completion's end."""
+        with module_mode(model, training=False):
+            parts = [
+                completion_logprobs(model, prompt_ids[rows], completion_ids[rows], temperature=temperature).logprobs
+                for rows in self.micro_batches(len(prompt_ids))
+            ]
+        width = max(part.shape[1] for part in parts)
+        return torch.cat([nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
+
+    def reference_logprobs(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        completion_ids: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """``logprobs`` under the reference: ``ref_model``, or the policy with its adapters off."""
+        if self.ref_model is not None:
+            return self.logprobs(self.ref_model, prompt_ids, completion_ids, temperature)
+        with cast(Any, self.model).disable_adapter():
+            return self.logprobs(self.model, prompt_ids, completion_ids, temperature)
+
+    def completion_rows(self, completions: Any) -> list[list[int]]:
+        """Completions as rows of token ids, none of them past its end.
+
+        A (B, T) tensor or array without an attention mask cannot tell its padding from its tokens, so
+        a row of it ends with its first stop token.
+        """
+        rows = token_rows(completions)
+        if getattr(completions, "ndim", 0) != 2:
+            return rows
+        stops = set(self.config.stop_token_ids or stop_token_ids(self.model, self.tokenizer))
+        ends = [next((t + 1 for t, token in enumerate(row) if token in stops), len(row)) for row in rows]
+        return [row[:end] for row, end in zip(rows, ends, strict=True)]
+
+    # --- the loop ---------------------------------------------------------------------------------------
+
+    def train(self, dataset: Any, steps: int | None = None) -> dict[str, float]:
+        """Take ``train_step`` over a dataset.
+
+        Args:
+            dataset: a sequence of rows: dicts (of text, chat messages or token ids, with whatever other
+                columns), or bare values and tuples in the order of ``train_step``'s arguments. Or a sequence
+                or iterable of ready batches, as ``train_step`` takes them. A sequence is shuffled anew in
+                every epoch, as ``seed`` and the epoch alone tell; an iterable is taken in its own order, and
+                again from the start at its end.
+            steps: how many more steps to take; None: to the end of the epoch. The run continues where the
+                last one stopped, also in a trainer loaded from a checkpoint; an iterator (which cannot
+                start again) where it stands, and no further than it goes.
+
+        Returns:
+            The metrics of the last step; empty if none was taken.
+
+        Raises:
+            WhetTypeError: dataset is none of these.
+            WhetValueError: an empty dataset, fewer rows than ``batch_size``, negative steps, or no steps
+                for a dataset without a length.
+        """
+        batches, epoch_length = batch_stream(
+            dataset, self.config.batch_size, self.config.seed, self.position, self.as_row
+        )
+        if steps is None and epoch_length is None:
+            raise WhetValueError("train: the dataset has no length. Pass steps.")
+        if steps is None:
+            steps = cast(int, epoch_length) - self.position % cast(int, epoch_length)
+        if steps < 0:
+            raise WhetValueError(f"train: steps is {steps}, expected an integer >= 0.")
+        last_step = self.step + steps
+        self._horizon = max(self._horizon, last_step)
+        self.should_stop = False
+        for logger in self.loggers:
+            if getattr(logger, "total_steps", 0) is None:
+                logger.total_steps = last_step
+        for callback in self.callbacks:
+            callback.on_train_begin(self, last_step)
+        metrics: dict[str, float] = {}
+        try:
+            while self.step < last_step and not self.should_stop:
+                arguments = next(batches, None)
+                if arguments is None:
+                    break
+                self._drawn = 1
+                metrics = self.train_step(*arguments)
+        finally:
+            self._drawn = 0
+        for callback in self.callbacks:
+            callback.on_train_end(self)
+        return metrics
+
+    @abstractmethod
+    def train_step(self, *batch: Any) -> dict[str, float]:
+        """One step on one batch; each algorithm says what a batch is."""
+
+    def as_row(self, item: Any) -> Mapping[str, Any]:
+        """An item of a dataset, or of a list of rows, as a dict."""
+        return as_row(item, self.row_fields, type(self).__name__)
+
+    # --- checkpoints ------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a checkpoint folder: weights, optimizer, schedule, random states, place in the data, config.
+
+        Of a model with frozen parameters only the trained ones are kept. The reference is kept if it
+        is a module of its own. What was at ``path`` stays until the new checkpoint is complete.
+
+        Raises:
+            CheckpointError: something that is not a checkpoint is at ``path``.
+        """
+        tensors = {"model": self._model_tensors(), "optimizer": {}}
+        for name, parameter in self.trainable.items():
+            for key, value in self.optimizer.state[parameter].items():
+                tensors["optimizer"][f"{name}.{key}"] = value
+        state = {
+            "algorithm": type(self).__name__,
+            "config": dataclasses.asdict(self.config),
+            "counters": {name: getattr(self, name) for name in _COUNTERS},
+            "callbacks": [[type(c).__name__, c.state_dict()] for c in self.callbacks],
+            "rng": capture_rng(),
+            "whole_model": self._all_trainable(),
+            "model": describe_module(self.model),
+            "ref_model": None,
+        }
+        if self.ref_model is not None and self.uses_reference():
+            tensors["ref_model"] = module_tensors(self.ref_model)
+            state["ref_model"] = describe_module(self.ref_model)
+        save_checkpoint(path, tensors, state)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike[str],
+        model: nn.Module | None = None,
+        ref_model: nn.Module | None = None,
+        *,
+        env_id: Any = None,
+        **arguments: Any,
+    ) -> Self:
+        """The trainer that ``save`` wrote down; its next step is the one that would have come next.
+
+        Args:
+            path: the checkpoint folder.
+            model: a model of the same class and configuration, whose weights are replaced; None: it is
+                built from the checkpoint (not possible for PEFT models and others of which only a part
+                was trained, nor for modules that no description holds).
+            ref_model: likewise the reference.
+            env_id: not used.
+            **arguments: of the constructor, such as ``reward_fn``, ``tokenizer``, ``logger`` and
+                ``callbacks``; settings among them take the place of those saved.
+
+        Raises:
+            CheckpointError: no checkpoint, a damaged one, one of another algorithm, or a model that does
+                not fit it.
+        """
+        tensors, state = load_checkpoint(path)
+        if state.get("algorithm") != cls.__name__:
+            raise CheckpointError(
+                f"{cls.__name__}.from_checkpoint: {path} was saved by {state.get('algorithm')}. Load it so."
+            )
+        if model is None and not state["whole_model"]:
+            raise CheckpointError(
+                f"{cls.__name__}.from_checkpoint: {path} holds only the trained part of its model. Pass "
+                f"model=, made as it was before training."
+            )
+        model = build_module(state["model"]) if model is None else model
+        if state["whole_model"]:
+            load_module_tensors(model, tensors["model"])
+        if state["ref_model"] is not None:
+            if ref_model is None and state["ref_model"]["undescribed"]:
+                ref_model = copy.deepcopy(model)
+            elif ref_model is None:
+                ref_model = build_module(state["ref_model"]).to(module_device(model))
+            load_module_tensors(ref_model.requires_grad_(False), tensors["ref_model"])
+        arguments.setdefault("config", cls.config_class(**state["config"]))
+        trainer = cls(model, ref_model, **arguments)
+        trainer._restore(tensors, state)
+        return trainer
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the model and the tokenizer, if any, as Hugging Face's ``from_pretrained`` reads them.
+
+        Raises:
+            WhetTypeError: the model has no ``save_pretrained``.
+        """
+        if not hasattr(self.model, "save_pretrained"):
+            raise WhetTypeError(
+                f"save_pretrained: {type(self.model).__name__} is no Hugging Face model. Use save, or "
+                f"torch.nn.Module.state_dict."
+            )
+        for part in (self.model, self.tokenizer):
+            if part is not None:
+                cast(Any, part).save_pretrained(folder)
+
+    def _all_trainable(self) -> bool:
+        return all(parameter.requires_grad for parameter in self.model.parameters())
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        return module_tensors(self.model) if self._all_trainable() else dict(self.trainable)
+
+    def _restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+        if not state["whole_model"]:
+            saved, own = ({n: t.shape for n, t in part.items()} for part in (tensors["model"], self.trainable))
+            if saved != own:
+                different = sorted(n for n in {*saved, *own} if saved.get(n) != own.get(n))[:5]
+                raise CheckpointError(
+                    f"{type(self).__name__}.from_checkpoint: the trained parameters of the checkpoint and of "
+                    f"model differ in {', '.join(different)}. Pass a model with the same adapters."
+                )
+            with torch.no_grad():
+                for name, parameter in self.trainable.items():
+                    parameter.copy_(tensors["model"][name])
+        for name, value in tensors["optimizer"].items():
+            name, key = name.rsplit(".", 1)
+            parameter = self.trainable[name]
+            self.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+        for name, value in state["counters"].items():
+            setattr(self, name, value)
+        for callback, (name, callback_state) in zip(self.callbacks, state["callbacks"], strict=False):
+            if type(callback).__name__ == name:
+                callback.load_state_dict(callback_state)
+        for logger in self.loggers:
+            if hasattr(logger, "truncate_after"):
+                logger.truncate_after(self.step)
+        restore_rng(state["rng"])
+
+
+@contextmanager
+def module_mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Training or eval mode for a while; every submodule gets back the mode it had."""
+    modes = [(member, member.training) for member in module.modules()]
+    module.train(training)
+    try:
+        yield
+    finally:
+        for member, mode in modes:
+            member.training = mode
+
+
+def stop_token_ids(model: nn.Module, tokenizer: Any) -> list[int]:
+    """The tokens that end a completion: EOS of the generation config, or the tokenizer's if it is another.
+
+    Of a model without a generation config, EOS of its config; none of a plain module without a tokenizer.
+    """
+    inner = inner_module(model)
+    config = getattr(inner, "generation_config", None) or getattr(inner, "config", None)
+    of_model = getattr(config, "eos_token_id", None)
+    ids = [] if of_model is None else [of_model] if isinstance(of_model, int) else list(of_model)
+    of_tokenizer = getattr(tokenizer, "eos_token_id", None)
+    return ids if of_tokenizer is None or of_tokenizer in ids else [of_tokenizer]
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether it is a PEFT model, whose base, with the adapters off, serves as the reference."""
+    return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
+
+
+def _as_list(several: Any) -> list[Any]:
+    if several is None:
+        return []
+    return list(several) if isinstance(several, (list, tuple)) else [several]

@@ -1,0 +1,75 @@
+"""BestOfN: the best candidate, ragged prompts and results, scores and candidates on request."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tiny import EOS, ScriptedEngine, TinyModel, letters_tokenizer, tiny_llama
+
+from whet.algorithms.best_of_n import BestOfN
+from whet.errors import RewardError, WhetTypeError, WhetValueError
+
+PROMPTS = [[5, 6], [7]]
+GROUPS = [[[4, EOS], [4, 4, 4, EOS], [9]], [[8, EOS], [10], [4, 10]]]
+
+
+def fours(completions):
+    return [float((c == 4).sum()) for c in completions]
+
+
+def make(**settings) -> BestOfN:
+    settings = {"reward_fn": fours, "n": 3, "engine": ScriptedEngine(GROUPS)} | settings
+    return BestOfN(TinyModel(), **settings)
+
+
+def test_the_best_of_each_prompt_padded_on_the_right():
+    assert make().generate(PROMPTS).tolist() == [[5, 6, 4, 4, 4, EOS], [7, 4, 10, 0, 0, 0]]
+    assert make(pad_token_id=11).generate(PROMPTS)[1].tolist() == [7, 4, 10, 11, 11, 11]
+
+
+def test_scores_and_candidates_on_request():
+    result = make(reward_fn=lambda completions: [1, 2, None, 3, 3, 0]).generate(
+        PROMPTS, return_scores=True, return_all=True
+    )
+    assert result.scores[1].tolist() == [3, 3, 0] and math.isnan(result.scores[0, 2])
+    assert [[c.token_ids for c in group] for group in result.candidates] == GROUPS
+    assert result.sequences.tolist() == [[5, 6, 4, 4, 4, EOS], [7, 8, EOS, 0, 0, 0]]  # first of equals
+    assert make().generate(PROMPTS, return_scores=True).candidates is None
+
+
+def test_text_prompts_and_columns():
+    def right(completions, answer):
+        assert completions == ["a", "aaa", "f", "e", "g", "ag"]
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    rows = [{"prompt": "bc", "answer": "f"}, {"prompt": "d", "answer": "g"}]
+    best = make(tokenizer=letters_tokenizer(), reward_fn=right).generate(rows)
+    assert best.tolist() == [[5, 6, 9], [7, 10, 0]]
+
+
+@pytest.mark.parametrize("model", [TinyModel(), tiny_llama()])
+def test_more_candidates_score_higher(model):
+    prompts = {"input_ids": torch.tensor([[5, 6], [0, 7]]), "attention_mask": torch.tensor([[1, 1], [0, 1]])}
+    settings = {"reward_fn": fours, "max_new_tokens": 6, "stop_token_ids": [EOS]}
+    results = [BestOfN(model, n=n, **settings).generate(prompts, return_scores=True) for n in (1, 16, 16)]
+    best = [result.scores.amax(1) for result in results]
+    assert (best[1] >= best[0]).all() and best[1].sum() > best[0].sum()
+    assert torch.equal(results[1].sequences, results[2].sequences)  # the same seed
+    completions = results[1].sequences[1, 1:]
+    assert results[1].sequences[1, 0] == 7 and (completions == 4).sum() == best[1][1]
+
+
+def test_a_prompt_without_any_score_is_an_error():
+    with pytest.raises(RewardError, match="no candidate for prompt 1 was scored"):
+        make(reward_fn=lambda completions: [1, 2, 3, None, None, None]).generate(PROMPTS)
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(WhetTypeError, match="BestOfN: reward_fn is None"):
+        BestOfN(TinyModel())
+    with pytest.raises(WhetValueError, match="n is 0, expected an integer >= 1"):
+        make(n=0)
+    with pytest.raises(WhetTypeError, match="no setting 'learning_rate'"):
+        make(learning_rate=0.1)

@@ -1,0 +1,188 @@
+"""DPO: against the update written out, references of every kind, its inputs, accumulated micro-batches."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from tiny import EOS, TinyModel, assert_same_weights, letters_tokenizer, tiny_llama, token_logprobs, weights, with_lora
+
+from whet.algorithms.dpo import DPO
+from whet.config import DPOLossType
+from whet.errors import WhetTypeError, WhetValueError
+
+PROMPTS = [[5, 6], [7], [8, 9, 10]]
+CHOSEN = [[4, 8, EOS], [9], [6, EOS]]
+REJECTED = [[9, EOS], [10, 10, 10, EOS], [5]]
+ROWS = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in zip(PROMPTS, CHOSEN, REJECTED, strict=True)]
+
+
+def make(model=None, **settings) -> DPO:
+    settings = {"learning_rate": 0.02, "max_grad_norm": 0.0} | settings
+    return DPO(model if model is not None else TinyModel(), **settings)
+
+
+def sums(model, completions):
+    return torch.stack([token_logprobs(model, p, c).sum() for p, c in zip(PROMPTS, completions, strict=True)])
+
+
+def sigmoid_loss(model, ref_model, beta):
+    with torch.no_grad():
+        ref = sums(ref_model, CHOSEN) - sums(ref_model, REJECTED)
+    d = sums(model, CHOSEN) - sums(model, REJECTED) - ref
+    return -(1 / (1 + torch.exp(-beta * d))).log().mean()
+
+
+@pytest.mark.parametrize("micro_batch_size", [0, 1, 2])
+def test_updates_are_those_written_out(micro_batch_size):
+    ref_model, own = TinyModel(seed=1), TinyModel()
+    dpo = make(ref_model=ref_model, beta=0.5, micro_batch_size=micro_batch_size)
+    optimizer = torch.optim.AdamW(own.parameters(), lr=0.02, weight_decay=0.0)
+    for _ in range(3):
+        loss = sigmoid_loss(own, ref_model, 0.5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        metrics = dpo.train_step(PROMPTS, CHOSEN, REJECTED)
+        assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-9)
+    for name, value in weights(own).items():
+        torch.testing.assert_close(weights(dpo.model)[name], value, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("loss_type", get_args(DPOLossType))
+def test_accumulated_micro_batches_trace_the_same_curve(loss_type):
+    smoothing = 0.01 if loss_type in ("exo_pair", "robust") else 0.0
+    runs = []
+    for micro_batch_size in (0, 1):
+        dpo = make(
+            ref_model=TinyModel(seed=1), loss_type=loss_type, label_smoothing=smoothing, beta=0.3,
+            micro_batch_size=micro_batch_size,
+        )  # fmt: skip
+        history = [dpo.train_step(ROWS) for _ in range(3)]
+        runs.append((history, weights(dpo.model)))
+    for name, value in runs[0][1].items():
+        torch.testing.assert_close(runs[1][1][name], value, rtol=1e-7, atol=1e-10)
+    for got, expected in zip(runs[1][0], runs[0][0], strict=True):
+        timeless = {n: v for n, v in expected.items() if n not in ("step_time_s", "tokens_per_s")}
+        assert {name: got[name] for name in timeless} == pytest.approx(timeless, rel=1e-6, abs=1e-9)
+
+
+def test_metrics_by_hand():
+    ref_model = TinyModel(seed=1)
+    metrics = make(ref_model=ref_model, beta=0.5).train_step(PROMPTS, CHOSEN, REJECTED)
+    with torch.no_grad():
+        chosen, rejected = sums(TinyModel(), CHOSEN), sums(TinyModel(), REJECTED)
+        c, r = chosen - sums(ref_model, CHOSEN), rejected - sums(ref_model, REJECTED)
+    expected = {
+        "rewards/chosen": 0.5 * c.mean().item(),
+        "rewards/margins": 0.5 * (c - r).mean().item(),
+        "rewards/accuracies": (c > r).double().mean().item(),
+        "logps/rejected": rejected.mean().item(),
+        "num_tokens": 2 * 6 + 6 + 7,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-9)
+    assert 0 < metrics["entropy"] < math.log(12)
+
+
+def test_a_reference_is_made_and_stays():
+    dpo = make()
+    reference = weights(dpo.ref_model)
+    for _ in range(3):
+        dpo.train_step(ROWS)
+    assert_same_weights(dpo.ref_model, TinyModel())
+    assert not any(p.requires_grad for p in dpo.ref_model.parameters())
+    assert not torch.equal(weights(dpo.model)["head.weight"], reference["head.weight"])
+
+
+def test_adapters_off_are_the_reference():
+    model = with_lora(tiny_llama())
+    dpo, copied = make(model), make(with_lora(tiny_llama()), ref_model=tiny_llama())
+    assert dpo.ref_model is None
+    for _ in range(3):
+        metrics, expected = dpo.train_step(ROWS), copied.train_step(ROWS)
+        assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert metrics["loss"] < math.log(2)
+    base = {n.replace(".base_layer", ""): p for n, p in model.get_base_model().named_parameters() if "lora" not in n}
+    for name, value in weights(tiny_llama()).items():
+        assert torch.equal(base[name], value)
+
+
+def test_reference_free():
+    dpo = make(reference_free=True, beta=0.5)
+    assert dpo.ref_model is None
+    d = sums(TinyModel(), CHOSEN) - sums(TinyModel(), REJECTED)
+    expected = -(1 / (1 + torch.exp(-0.5 * d))).log().mean()
+    assert dpo.train_step(ROWS)["loss"] == pytest.approx(expected.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("make_model", [TinyModel, tiny_llama])
+def test_precomputed_reference_is_the_reference(make_model):
+    live, precomputed = make(make_model()), make(make_model(), precompute_reference=True)
+    assert precomputed.ref_model is None
+    rows = precomputed.add_reference_logprobs(ROWS)
+    assert "ref_chosen_logprobs" not in ROWS[0]
+    assert rows[1]["ref_chosen_logprobs"] == pytest.approx(
+        token_logprobs(make_model(), PROMPTS[1], CHOSEN[1]).sum().item(), rel=1e-5
+    )
+    for _ in range(3):
+        assert precomputed.train_step(rows)["loss"] == pytest.approx(live.train_step(ROWS)["loss"], rel=1e-5)
+    again = make(make_model(), precompute_reference=True, batch_size=2)
+    columns = make(make_model(), batch_size=2)
+    again.train(ROWS, steps=3)
+    columns.train(rows, steps=3)
+    for name, value in weights(columns.model).items():
+        torch.testing.assert_close(weights(again.model)[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_precomputing_needs_a_reference():
+    dpo = make(precompute_reference=True)
+    with pytest.raises(WhetValueError, match="these pairs have no reference log-probs"):
+        dpo.train_step(ROWS)
+    dpo.train_step(dpo.add_reference_logprobs(ROWS))
+    with pytest.raises(WhetValueError, match="the policy has been trained already"):
+        dpo.add_reference_logprobs(ROWS)
+    with pytest.raises(WhetTypeError, match="needs a sequence of rows"):
+        dpo.train(iter(ROWS), steps=1)
+
+
+def test_all_forms_of_a_batch_are_one():
+    def padded(rows, left):
+        width = max(map(len, rows))
+        ids = [[0] * (width - len(r)) + r if left else r + [0] * (width - len(r)) for r in rows]
+        mask = [[0] * (width - len(r)) + [1] * len(r) if left else [1] * len(r) + [0] * (width - len(r)) for r in rows]
+        return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+    batches = [
+        (PROMPTS, CHOSEN, REJECTED),
+        (ROWS,),
+        tuple(padded(rows, left=True) for rows in (PROMPTS, CHOSEN, REJECTED)),
+        tuple(padded(rows, left=False) for rows in (PROMPTS, CHOSEN, REJECTED)),
+    ]
+    models = []
+    for batch in batches:
+        dpo = make()
+        dpo.train_step(*batch)
+        models.append(dpo.model)
+    for model in models[1:]:
+        assert_same_weights(model, models[0])
+
+
+def test_rows_of_text():
+    dpo, by_ids = make(tokenizer=letters_tokenizer()), make()
+    dpo.train_step([{"prompt": "bc", "chosen": "ae", "rejected": "f"}])
+    by_ids.train_step([[5, 6]], [[4, 8, EOS]], [[9, EOS]])
+    assert_same_weights(dpo.model, by_ids.model)
+
+
+def test_bad_batches_are_named():
+    with pytest.raises(WhetValueError, match="prompt 3, chosen 4, rejected 2"):
+        make().train_step(PROMPTS, [*CHOSEN, [4]], REJECTED[:2])
+    with pytest.raises(WhetTypeError, match="expected prompt, chosen and rejected, or a list of rows"):
+        make().train_step(PROMPTS, CHOSEN)
+    with pytest.raises(WhetValueError, match="DPOConfig: 'exo_pair' needs label_smoothing"):
+        make(loss_type="exo_pair")
+    with pytest.raises(WhetValueError, match="ref_model is the model itself"):
+        model = TinyModel()
+        make(model, ref_model=model)

@@ -1,0 +1,182 @@
+"""dpo_loss: by hand, against formulas in float64, gradients, and its refusals."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import get_args
+
+import pytest
+import torch
+
+from whet.algorithms.dpo import dpo_loss
+from whet.config import DPOLossType
+from whet.errors import WhetTypeError, WhetValueError
+
+LOSS_TYPES = get_args(DPOLossType)
+SMOOTHED = {"sigmoid": (0.0, 0.1), "sigmoid_norm": (0.0, 0.1), "robust": (0.0, 0.2), "exo_pair": (1e-3, 0.1)}
+CASES = [(name, s) for name in LOSS_TYPES for s in SMOOTHED.get(name, (0.0,))]
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def literal(name, c, r, chosen, n_c, n_r, beta, s):
+    """The table, written with logs of sigmoids."""
+    d, per_token = c - r, c / n_c - r / n_r
+    log = torch.log
+
+    def cross_entropy(x):
+        return -(1 - s) * log(sigmoid(beta * x)) - s * log(sigmoid(-beta * x))
+
+    return {
+        "sigmoid": lambda: cross_entropy(d),
+        "sigmoid_norm": lambda: cross_entropy(per_token),
+        "robust": lambda: (-(1 - s) * log(sigmoid(beta * d)) + s * log(sigmoid(-beta * d))) / (1 - 2 * s),
+        "hinge": lambda: torch.where(beta * d < 1, 1 - beta * d, 0.0),
+        "ipo": lambda: (per_token - 1 / (2 * beta)) ** 2,
+        "exo_pair": lambda: (
+            sigmoid(beta * d) * log(sigmoid(beta * d) / (1 - s)) + sigmoid(-beta * d) * log(sigmoid(-beta * d) / s)
+        ),
+        "nca_pair": lambda: -log(sigmoid(beta * c)) - log(sigmoid(-beta * c) * sigmoid(-beta * r)) / 2,
+        "bco_pair": lambda: -log(sigmoid(beta * c)) - log(sigmoid(-beta * r)),
+        "sppo_hard": lambda: (c - 1 / (2 * beta)) ** 2 + (r + 1 / (2 * beta)) ** 2,
+        "apo_zero": lambda: 1 - sigmoid(beta * c) + sigmoid(beta * r),
+        "apo_down": lambda: sigmoid(beta * c) + 1 - sigmoid(beta * d),
+        "sft": lambda: -chosen,
+    }[name]()
+
+
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    names = ("chosen_logprobs", "rejected_logprobs", "ref_chosen_logprobs", "ref_rejected_logprobs")
+    tensors = {name: -torch.rand(7, generator=generator, dtype=torch.float64) * 9 for name in names}
+    return {**tensors, "chosen_lengths": torch.arange(1, 8), "rejected_lengths": torch.tensor([3] * 7)}
+
+
+def test_values_by_hand():
+    # c = -1 - (-3) = 2, r = -4 - (-3) = -1, d = 3; lengths 2 and 1: per token 1 + 1 = 2. beta = 1/2.
+    one = torch.ones(1, dtype=torch.float64)
+
+    def value(name, s=0.0):
+        return dpo_loss(
+            -one, -4 * one, -3 * one, -3 * one, loss_type=name, beta=0.5, label_smoothing=s,
+            chosen_lengths=2 * one, rejected_lengths=one,
+        )[0].item()  # fmt: skip
+
+    log_one_plus = [math.log(1 + math.exp(x)) for x in (-1.5, 1.5, -1.0, 1.0, -0.5)]
+    assert value("sigmoid") == pytest.approx(log_one_plus[0])
+    assert value("sigmoid", 0.1) == pytest.approx(0.9 * log_one_plus[0] + 0.1 * log_one_plus[1])
+    assert value("robust", 0.1) == pytest.approx((0.9 * log_one_plus[0] - 0.1 * log_one_plus[1]) / 0.8)
+    assert value("hinge") == 0.0  # 1 - 1.5 < 0
+    assert value("ipo") == pytest.approx(1.0)  # (2 - 1)^2
+    assert value("sigmoid_norm") == pytest.approx(log_one_plus[2])
+    assert value("nca_pair") == pytest.approx(log_one_plus[2] + log_one_plus[3] / 2 + log_one_plus[4] / 2)
+    assert value("bco_pair") == pytest.approx(log_one_plus[2] + log_one_plus[4])
+    assert value("sppo_hard") == pytest.approx(1.0)  # (2 - 1)^2 + (-1 + 1)^2
+    assert value("apo_zero") == pytest.approx(1 - 0.7310585786300049 + 0.3775406687981454)
+    assert value("apo_down") == pytest.approx(0.7310585786300049 + 1 - 0.8175744761936437)
+    assert value("sft") == 1.0
+    q = 0.8175744761936437
+    assert value("exo_pair", 0.1) == pytest.approx(q * math.log(q / 0.9) + (1 - q) * math.log((1 - q) / 0.1))
+
+
+@pytest.mark.parametrize(("name", "smoothing"), CASES)
+@pytest.mark.parametrize("beta", [0.1, 1.3])
+def test_value_and_gradient_follow_the_formula(name, smoothing, beta):
+    b = batch()
+    chosen, rejected = b["chosen_logprobs"].requires_grad_(), b["rejected_logprobs"].requires_grad_()
+    loss, _ = dpo_loss(**b, loss_type=name, beta=beta, label_smoothing=smoothing)
+    c, r = chosen - b["ref_chosen_logprobs"], rejected - b["ref_rejected_logprobs"]
+    expected = literal(name, c, r, chosen, b["chosen_lengths"], b["rejected_lengths"], beta, smoothing).mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    for at in (chosen, rejected):
+        options = {"retain_graph": True, "allow_unused": True}
+        got, wanted = (torch.autograd.grad(x, at, **options)[0] for x in (loss, expected))
+        assert (got is None) == (wanted is None)
+        if got is not None:
+            torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize(("name", "smoothing"), CASES)
+def test_gradcheck(name, smoothing):
+    b = batch()
+    inputs = (b.pop("chosen_logprobs").requires_grad_(), b.pop("rejected_logprobs").requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda c, r: dpo_loss(c, r, **b, loss_type=name, beta=0.3, label_smoothing=smoothing)[0], inputs
+    )
+
+
+@pytest.mark.parametrize(("name", "smoothing"), CASES)
+def test_micro_batches_add_up_to_the_whole(name, smoothing):
+    b, options = batch(), {"loss_type": name, "label_smoothing": smoothing}
+    whole, whole_metrics = dpo_loss(**b, **options)
+    slices = [{name: values[i : i + 2] for name, values in b.items()} for i in range(0, 7, 2)]
+    parts = [dpo_loss(**part, **options, n_pairs=7) for part in slices]
+    assert sum(loss.item() for loss, _ in parts) == pytest.approx(whole.item(), rel=1e-12)
+    summed = {name: sum(metrics[name] for _, metrics in parts) for name in whole_metrics}
+    assert summed == pytest.approx(whole_metrics, rel=1e-12)
+
+
+def test_metrics_by_hand():
+    _, metrics = dpo_loss(
+        torch.tensor([-1.0, -4.0]), torch.tensor([-4.0, -1.0]), torch.tensor([-3.0, -3.0]),
+        torch.tensor([-3.0, -3.0]), beta=0.5,
+    )  # fmt: skip
+    # c = 2, -1; r = -1, 2; d = 3, -3.
+    expected = {"rewards/chosen": 0.25, "rewards/rejected": 0.25, "rewards/margins": 0.0}
+    expected |= {"rewards/accuracies": 0.5, "logps/chosen": -2.5, "logps/rejected": -2.5}
+    assert metrics == pytest.approx(expected)
+
+
+def test_reference_free_is_a_reference_that_does_not_care():
+    b = batch()
+    constant = torch.full((7,), -5.0, dtype=torch.float64)
+    free = dpo_loss(b["chosen_logprobs"], b["rejected_logprobs"], None, None)[0]
+    indifferent = dpo_loss(b["chosen_logprobs"], b["rejected_logprobs"], constant, constant)[0]
+    assert free.item() == pytest.approx(indifferent.item(), rel=1e-12)
+
+
+def test_no_gradient_reaches_the_reference():
+    b = batch()
+    b["ref_chosen_logprobs"].requires_grad_()
+    assert not dpo_loss(**b)[0].requires_grad
+
+
+def test_far_margins_stay_finite():
+    far = torch.tensor([1e4, -1e4], requires_grad=True)
+    zero = torch.zeros(2)
+    for name, smoothing in CASES:
+        loss, _ = dpo_loss(
+            far, zero, zero, zero, loss_type=name, label_smoothing=smoothing, chosen_lengths=zero + 1,
+            rejected_lengths=zero + 1,
+        )  # fmt: skip
+        assert loss.isfinite()
+        assert torch.autograd.grad(loss, far)[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"loss_type": "kto"}, WhetValueError, "loss_type is 'kto', expected one of sigmoid, robust"),
+        ({"beta": 0.0}, WhetValueError, "beta is 0.0, expected a finite number > 0"),
+        ({"label_smoothing": 0.5}, WhetValueError, "label_smoothing is 0.5, expected one in [0, 0.5)"),
+        ({"label_smoothing": 0.1, "loss_type": "hinge"}, WhetValueError, "'hinge' has no such term"),
+        ({"loss_type": "exo_pair"}, WhetValueError, "'exo_pair' needs label_smoothing > 0"),
+        ({"loss_type": "ipo", "chosen_lengths": None}, WhetValueError, "'ipo' averages over tokens. Pass"),
+        ({"ref_rejected_logprobs": None}, WhetValueError, "only one of the two ref_*_logprobs is None"),
+        ({"rejected_logprobs": torch.zeros(3)}, WhetValueError, "rejected_logprobs has shape (3,), expected"),
+        ({"chosen_logprobs": torch.zeros(7, 2)}, WhetTypeError, "expected a (B,) floating-point tensor"),
+        ({"rejected_logprobs": 1.0}, WhetTypeError, "rejected_logprobs is float, expected a tensor"),
+    ],
+)
+def test_bad_input_is_named(change, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        dpo_loss(**{**batch(), **change})
+
+
+def test_no_pairs_is_an_error():
+    empty = torch.zeros(0)
+    with pytest.raises(WhetValueError, match="chosen_logprobs is empty"):
+        dpo_loss(empty, empty, empty, empty)

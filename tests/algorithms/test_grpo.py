@@ -1,0 +1,403 @@
+"""GRPO: against the step written out by hand, its options, its inputs, and its invariants."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tiny import (
+    EOS,
+    ScriptedEngine,
+    TinyModel,
+    assert_same_weights,
+    letters_tokenizer,
+    tiny_llama,
+    token_logprobs,
+    weights,
+    with_lora,
+)
+
+from whet.algorithms.grpo import GRPO, grpo_loss
+from whet.config import GRPOConfig
+from whet.errors import NonFiniteError, RewardError, WhetTypeError, WhetValueError
+from whet.rewards import RewardFunctions
+
+PROMPTS = [[5, 6], [7]]
+GROUPS = [[[4, 4, EOS], [8, EOS], [9, 4, 9, 9]], [[4, EOS], [EOS], [10, 11, 4]]]
+ROWS = [(prompt, completion) for prompt, group in zip(PROMPTS, GROUPS, strict=True) for completion in group]
+
+
+def fours(completions):
+    """How often token 4 comes."""
+    return [float((c == 4).sum()) for c in completions]
+
+
+def make(model=None, **settings) -> GRPO:
+    settings = {"learning_rate": 0.02, "max_grad_norm": 0.0, "group_size": 3, "max_new_tokens": 4} | settings
+    settings.setdefault("engine", ScriptedEngine(GROUPS))
+    settings.setdefault("reward_fn", fours)
+    return GRPO(model if model is not None else TinyModel(), **settings)
+
+
+def by_hand(model, ref_model, n_updates, *, beta, temperature, loss_type="dapo"):
+    """The same updates, one row at a time, with nothing of Whet but the AdamW of torch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
+    rewards = np.array([c.count(4) for _, c in ROWS], dtype=float).reshape(2, 3)
+    advantages = ((rewards - rewards.mean(1, keepdims=True)) / rewards.std(1, keepdims=True)).ravel()
+    old = [token_logprobs(model, p, c, temperature).detach() for p, c in ROWS]
+    ref = [token_logprobs(ref_model, p, c, temperature).detach() for p, c in ROWS]
+    losses = []
+    for _ in range(n_updates):
+        total = torch.zeros((), dtype=torch.float64)
+        n_tokens = sum(len(c) for _, c in ROWS)
+        for i, (p, c) in enumerate(ROWS):
+            logprobs = token_logprobs(model, p, c, temperature)
+            ratio = (logprobs - old[i]).exp()
+            row = -torch.minimum(ratio * advantages[i], ratio.clamp(0.8, 1.2) * advantages[i])
+            gap = ref[i] - logprobs
+            row = row + beta * (gap.exp() - gap - 1) * ratio
+            total = total + (row.sum() / n_tokens if loss_type == "dapo" else row.mean() / len(ROWS))
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        losses.append(total.item())
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("num_iterations", [1, 3])
+@pytest.mark.parametrize("micro_batch_size", [0, 1, 4])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_steps_are_those_written_out(num_iterations, micro_batch_size, loss_type):
+    model, ref_model, own = TinyModel(), TinyModel(seed=1), TinyModel()
+    grpo = make(
+        model, ref_model=ref_model, beta=0.3, temperature=0.7, num_iterations=num_iterations, loss_type=loss_type,
+        micro_batch_size=micro_batch_size,
+    )  # fmt: skip
+    metrics = grpo.train_step(PROMPTS)
+    expected = by_hand(own, ref_model, num_iterations, beta=0.3, temperature=0.7, loss_type=loss_type)
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-9)
+    for name, value in weights(own).items():
+        torch.testing.assert_close(weights(model)[name], value, rtol=1e-7, atol=1e-9)
+    if num_iterations == 3:
+        assert metrics["clip_ratio/region"] > 0  # the later updates do clip
+
+
+def test_metrics_by_hand():
+    ref_model = TinyModel(seed=1)
+    metrics = make(ref_model=ref_model, beta=0.1).train_step(PROMPTS)
+    gaps = [token_logprobs(ref_model, p, c) - token_logprobs(TinyModel(), p, c) for p, c in ROWS]
+    k3 = [(gap.exp() - gap - 1).sum().item() for gap in gaps]
+    probs = [TinyModel()(torch.tensor([p + c]))[0, len(p) - 1 : -1].softmax(-1) for p, c in ROWS]
+    expected = {
+        "mean_reward": (2 + 0 + 1 + 1 + 0 + 1) / 6,
+        "reward_std": (math.sqrt(2 / 3) + math.sqrt(2 / 9)) / 2,
+        "frac_reward_zero_std": 0.0,
+        "rewards/fours/mean": 5 / 6,
+        "rewards/fours/std": math.sqrt((4 + 3) / 6 - (5 / 6) ** 2),
+        "reward_errors": 0,
+        "mean_kl": sum(k3) / 6,
+        "kl": sum(k3) / 15,
+        "entropy": sum(-(p * p.log()).sum().item() for p in probs) / 15,
+        "clip_ratio/low": 0.0,
+        "clip_ratio/high": 0.0,
+        "clip_ratio/region": 0.0,
+        "completions/mean_length": 15 / 6,
+        "completions/min_length": 1,
+        "completions/max_length": 4,
+        "completions/clipped_ratio": 2 / 6,
+        "num_tokens": 15 + 3 * 2 + 3 * 1,
+        "learning_rate": 0.02,
+        "skipped_steps": 0,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    assert metrics["step_time_s"] > 0
+    assert metrics["tokens_per_s"] == pytest.approx(24 / metrics["step_time_s"])
+    assert all(isinstance(value, (int, float)) for value in metrics.values())
+
+
+def test_last_completions_hold_the_table():
+    grpo = make()
+    grpo.train_step(PROMPTS)
+    table = grpo.last_completions
+    assert len(table) == 6
+    spread = math.sqrt(2 / 3)
+    assert table[0] == {
+        "step": 1, "prompt": [5, 6], "completion": [4, 4, EOS], "rewards/fours": 2.0, "reward": 2.0,
+        "advantage": pytest.approx(1 / spread),
+    }  # fmt: skip
+    assert table[5]["prompt"] == [7] and table[5]["completion"] == [10, 11, 4]
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo"])
+@pytest.mark.parametrize("correction", ["off", "token_truncate", "sequence_mask"])
+def test_accumulated_micro_batches_trace_the_same_curve(loss_type, correction):
+    model, ref_model = TinyModel(), TinyModel(seed=1)
+    sampler = [
+        [(token_logprobs(model, p, c).detach() + 0.1 * (-1) ** len(c)).tolist() for c in group]
+        for p, group in zip(PROMPTS, GROUPS, strict=True)
+    ]
+    settings = {"loss_type": loss_type, "sampler_correction": correction, "sampler_cap": 1.15, "beta": 0.1}
+    runs = []
+    for micro_batch_size in (0, 1, 4):
+        run = make(
+            TinyModel(), ref_model=ref_model, engine=ScriptedEngine(GROUPS, sampler), num_iterations=2,
+            micro_batch_size=micro_batch_size, **settings,
+        )  # fmt: skip
+        runs.append([run.train_step(PROMPTS) for _ in range(2)] + [weights(run.model)])
+    for run in runs[1:]:
+        for name, value in runs[0][-1].items():
+            torch.testing.assert_close(run[-1][name], value, rtol=1e-8, atol=1e-10)
+        for got, expected in zip(run[:-1], runs[0][:-1], strict=True):
+            timeless = {n: v for n, v in expected.items() if n not in ("step_time_s", "tokens_per_s")}
+            assert {name: got[name] for name in timeless} == pytest.approx(timeless, rel=1e-6, abs=1e-9)
+
+
+def test_explicit_old_logprobs_change_nothing_on_policy():
+    """A sampler that agrees with the policy makes every importance weight 1."""
+    model = TinyModel()
+    exact = [
+        [token_logprobs(model, p, c).detach().tolist() for c in group] for p, group in zip(PROMPTS, GROUPS, strict=True)
+    ]
+    plain, corrected = make(), make(engine=ScriptedEngine(GROUPS, exact), sampler_correction="token_truncate")
+    metrics, corrected_metrics = plain.train_step(PROMPTS), corrected.train_step(PROMPTS)
+    assert corrected_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-6)
+    assert corrected_metrics["sampler/weight"] == pytest.approx(1.0, rel=1e-6)
+    assert corrected_metrics["sampler/log_ratio"] == pytest.approx(0.0, abs=1e-6)
+    for name, value in weights(plain.model).items():
+        torch.testing.assert_close(weights(corrected.model)[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_that_the_correction_rejects_teaches_nothing():
+    far = [[[-50.0] * len(c) for c in group] for group in GROUPS]
+    grpo = make(engine=ScriptedEngine(GROUPS, far), sampler_correction="sequence_mask")
+    assert grpo.train_step(PROMPTS)["loss"] == 0
+    assert_same_weights(grpo.model, TinyModel())
+
+
+def test_correction_needs_an_engine_that_tells_logprobs():
+    with pytest.raises(WhetValueError, match="sampler_correction needs log-probs"):
+        make(sampler_correction="token_mask").train_step(PROMPTS)
+
+
+@pytest.mark.parametrize("make_model", [TinyModel, tiny_llama])
+def test_padding_side_and_raggedness_change_nothing(make_model):
+    left = {"input_ids": torch.tensor([[5, 6], [0, 7]]), "attention_mask": torch.tensor([[1, 1], [0, 1]])}
+    right = {"input_ids": torch.tensor([[5, 6], [7, 0]]), "attention_mask": torch.tensor([[1, 1], [1, 0]])}
+    ragged = [torch.tensor([5, 6]), torch.tensor([7])]
+    rows = [{"prompt": [5, 6]}, {"prompt": [7]}]
+    results = []
+    for batch in (left, right, ragged, PROMPTS, rows):
+        grpo = GRPO(
+            make_model(), reward_fn=fours, group_size=4, max_new_tokens=5, learning_rate=0.01, stop_token_ids=[EOS]
+        )
+        metrics = [grpo.train_step(batch) for _ in range(2)]
+        results.append(([(m["loss"], m["mean_reward"]) for m in metrics], grpo.model))
+    for metrics, model in results[1:]:
+        assert metrics == results[0][0]
+        assert_same_weights(model, results[0][1])
+
+
+def test_zero_spread_groups_are_counted_or_dropped():
+    same = [GROUPS[0], [[4, EOS], [4, EOS], [4, 9]]]
+    counted = make(engine=ScriptedEngine(same), reward_fn=fours)
+    dropped = make(engine=ScriptedEngine(same), reward_fn=fours, drop_zero_spread=True)
+    alone = make(engine=ScriptedEngine(same[:1]), reward_fn=fours)
+    losses = [m["loss"] for m in (counted.train_step(PROMPTS), dropped.train_step(PROMPTS))]
+    assert counted.last_completions[3]["advantage"] == 0
+    assert losses[1] == pytest.approx(alone.train_step(PROMPTS[:1])["loss"])
+    assert losses[0] == pytest.approx(losses[1] * 9 / 15)  # the others' 6 tokens stay in the mean
+    assert_same_weights(dropped.model, alone.model)
+
+
+def test_nothing_but_zero_spread_leaves_the_weights_alone():
+    grpo = make(reward_fn=lambda completions: [1.0] * 6, drop_zero_spread=True)
+    metrics = grpo.train_step(PROMPTS)
+    assert metrics["loss"] == 0 and metrics["frac_reward_zero_std"] == 1 and metrics["skipped_steps"] == 0
+    assert grpo.step == 1 and grpo.n_updates == 0
+    assert_same_weights(grpo.model, TinyModel())
+
+
+def test_one_completion_per_prompt_has_no_advantage():
+    grpo = make(engine=ScriptedEngine([[[4, EOS]], [[9, EOS]]]), group_size=1)
+    assert grpo.train_step(PROMPTS)["frac_reward_zero_std"] == 1
+    assert [row["advantage"] for row in grpo.last_completions] == [0, 0]
+
+
+def test_truncated_completions_are_left_out_on_request():
+    ended = [[c for c in group if c[-1] == EOS] for group in GROUPS]
+    masked = make(mask_truncated_completions=True, scale_rewards="none")
+    metrics = masked.train_step(PROMPTS)
+    advantages = [row["advantage"] for row in masked.last_completions if row["completion"][-1] == EOS]
+    rows = [(p, c) for p, group in zip(PROMPTS, ended, strict=True) for c in group]
+    n_tokens = sum(len(c) for _, c in rows)
+    assert metrics["loss"] == pytest.approx(
+        -sum(a * len(c) for a, (_, c) in zip(advantages, rows, strict=True)) / n_tokens
+    )
+    assert metrics["completions/clipped_ratio"] == 2 / 6
+
+
+def test_rewards_take_columns_weights_and_none():
+    def matches(prompts, completions, completion_ids, answer):
+        assert [p.tolist() for p in prompts[::3]] == PROMPTS
+        assert completion_ids == [c.tolist() for c in completions]
+        return [None if a == "unknown" else float(c[0] == a) for c, a in zip(completions, answer, strict=True)]
+
+    async def length(completions):
+        return [len(c) for c in completions]
+
+    rows = [{"prompt": PROMPTS[0], "answer": 4}, {"prompt": PROMPTS[1], "answer": "unknown"}]
+    grpo = make(reward_fn=[matches, length], reward_weights=[10.0, 0.5])
+    metrics = grpo.train_step(rows)
+    assert [row["reward"] for row in grpo.last_completions] == [11.5, 1.0, 2.0, 1.0, 0.5, 1.5]
+    assert metrics["rewards/matches/mean"] == pytest.approx(1 / 3) and metrics["rewards/length/mean"] == 2.5
+    prepared = RewardFunctions([matches, length], weights=[10.0, 0.5])
+    assert make(reward_fn=prepared).train_step(rows)["mean_reward"] == metrics["mean_reward"]
+
+
+def test_unscored_completions_have_advantage_zero():
+    grpo = make(reward_fn=lambda completions: [1.0, 3.0, None, None, None, None])
+    metrics = grpo.train_step(PROMPTS)
+    assert [row["advantage"] for row in grpo.last_completions] == pytest.approx([-1, 1, 0, 0, 0, 0])
+    assert metrics["mean_reward"] == 2.0 and metrics["frac_reward_zero_std"] == 0.5
+    silent = make(reward_fn=lambda completions: [None] * 6).train_step(PROMPTS)
+    assert math.isnan(silent["mean_reward"]) and silent["loss"] == 0
+
+
+def test_advantage_options_are_those_of_trl():
+    grpo = make(advantage_ddof=1, advantage_eps=1e-4)
+    grpo.train_step(PROMPTS)
+    rewards = np.array([2.0, 0.0, 1.0])
+    expected = (rewards - 1) / (rewards.std(ddof=1) + 1e-4)
+    assert [row["advantage"] for row in grpo.last_completions[:3]] == pytest.approx(expected.tolist())
+
+
+def test_text_goes_in_and_text_is_scored():
+    seen = {}
+
+    def reward(prompts, completions, answer):
+        seen.update(prompts=prompts, completions=completions)
+        return [float(c.startswith(a)) for c, a in zip(completions, answer, strict=True)]
+
+    engine = ScriptedEngine([[[4, 5, EOS], [6, EOS]], [[4, EOS], [7, 7]]])
+    grpo = make(engine=engine, group_size=2, tokenizer=letters_tokenizer(), reward_fn=reward)
+    metrics = grpo.train_step([{"prompt": "ab", "answer": "a"}, {"prompt": "h", "answer": "dd"}])
+    assert seen == {"prompts": ["ab", "ab", "h", "h"], "completions": ["ab", "c", "a", "dd"]}
+    assert engine.asked[0][0] == [[4, 5], [11]]
+    assert engine.asked[0][2].stop_token_ids == (EOS,)
+    assert metrics["mean_reward"] == 0.5
+    assert grpo.last_completions[3]["completion"] == "dd"
+
+
+def test_one_seed_one_run():
+    runs = []
+    for seed in (0, 0, 1):
+        grpo = make(engine="auto", seed=seed)
+        runs.append([grpo.train_step(PROMPTS)["mean_reward"] for _ in range(3)] + grpo.last_completions)
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_each_step_samples_anew_and_the_engine_follows_the_weights():
+    engine = ScriptedEngine(GROUPS)
+    grpo = make(engine=engine)
+    for _ in range(3):
+        grpo.train_step(PROMPTS)
+    assert len({asked[2].seed for asked in engine.asked}) == 3
+    assert engine.policy_version == 3
+
+
+def test_without_beta_there_is_no_reference():
+    assert make().ref_model is None
+    grpo = make(beta=0.1)
+    assert grpo.ref_model is not grpo.model
+    assert not any(p.requires_grad for p in grpo.ref_model.parameters())
+    assert "kl" not in make().train_step(PROMPTS)
+
+
+def test_the_base_of_a_peft_model_is_its_reference():
+    base, model = tiny_llama(), with_lora(tiny_llama())
+    grpo = make(model, kl_coef=0.5)
+    assert grpo.ref_model is None
+    first = grpo.train_step(PROMPTS)
+    assert first["mean_kl"] == pytest.approx(0.0, abs=1e-6)  # adapters start at zero
+    frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    second = grpo.train_step(PROMPTS)
+    assert second["mean_kl"] > 1e-6
+    expected = []
+    with torch.no_grad():
+        for p, c in ROWS:
+            gap = token_logprobs(base, p, c) - token_logprobs(model, p, c)
+            expected.append((gap.exp() - gap - 1).sum().item())
+    third = grpo.train_step(PROMPTS)
+    assert third["mean_kl"] == pytest.approx(sum(expected) / 6, rel=1e-3)
+    for name, value in frozen.items():
+        assert torch.equal(dict(model.named_parameters())[name], value)
+
+
+@pytest.mark.parametrize("make_model", [TinyModel, tiny_llama, lambda: with_lora(tiny_llama())])
+def test_it_learns(make_model):
+    def first_is_four(completions):
+        return [float(c[0] == 4) for c in completions]
+
+    torch.manual_seed(0)
+    grpo = GRPO(
+        make_model(), reward_fn=first_is_four, group_size=8, max_new_tokens=2, learning_rate=0.05, loss_type="dr_grpo"
+    )
+    history = [grpo.train_step([[5], [6], [7]])["mean_reward"] for _ in range(40)]
+    assert history[0] < 0.4 and np.mean(history[-5:]) > 0.9
+
+
+def test_a_failing_reward_leaves_the_trainer_as_it_was():
+    def broken(completions):
+        raise KeyError("no such answer")
+
+    grpo = make(reward_fn=broken)
+    with pytest.raises(RewardError, match="broken failed"):
+        grpo.train_step(PROMPTS)
+    assert grpo.step == 0
+    assert_same_weights(grpo.model, TinyModel())
+    skipping = make(reward_fn=broken, reward_policy="skip")
+    with pytest.warns(UserWarning, match="broken failed"):
+        assert skipping.train_step(PROMPTS)["reward_errors"] == 6
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(WhetTypeError, match=r"GRPO: reward_fn is None"):
+        GRPO(TinyModel())
+    with pytest.raises(WhetTypeError, match="kl_coef and beta are one setting"):
+        make(kl_coef=0.1, beta=0.1)
+    with pytest.raises(WhetTypeError, match=r"no setting 'group_sise'\. Did you mean group_size"):
+        make(group_sise=4)
+    with pytest.raises(WhetTypeError, match="engine is 'vllm', expected 'auto'"):
+        make(engine="vllm")
+    with pytest.raises(WhetValueError, match="loss_type is 'ppo', expected one of 'grpo'"):
+        make(loss_type="ppo")
+    with pytest.raises(WhetValueError, match=r"temperature is 0\.0, expected a number > 0"):
+        GRPOConfig(temperature=0.0)
+    with pytest.raises(WhetValueError, match="the batch holds no prompts"):
+        make().train_step([])
+
+
+def test_weights_that_are_nan_end_in_an_error():
+    model = TinyModel()
+    with torch.no_grad():
+        model.head.bias[0] = math.nan
+    grpo = make(model, max_skipped_steps=2)
+    assert math.isnan(grpo.train_step(PROMPTS)["loss"])
+    with pytest.raises(NonFiniteError, match="2 updates in a row"):
+        grpo.train_step(PROMPTS)
+
+
+def test_the_loss_of_the_step_is_the_pure_loss():
+    model = TinyModel()
+    parts = [token_logprobs(model, p, c) for p, c in ROWS]
+    logprobs = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+    mask = torch.arange(4) < torch.tensor([[len(c)] for _, c in ROWS])
+    grpo = make(model, loss_type="dr_grpo", level="sequence")
+    metrics = grpo.train_step(PROMPTS)
+    advantages = torch.tensor([row["advantage"] for row in grpo.last_completions], dtype=torch.float64)
+    expected_loss, _ = grpo_loss(
+        logprobs.detach(), None, advantages, mask, loss_type="dr_grpo", level="sequence", max_completion_length=4
+    )
+    assert metrics["loss"] == pytest.approx(expected_loss.item(), rel=1e-9)

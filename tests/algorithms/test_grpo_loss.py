@@ -1,0 +1,311 @@
+"""grpo_loss: by hand, against formulas written token by token in float64, and its invariants."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import get_args
+
+import pytest
+import torch
+
+from whet.algorithms.grpo import grpo_loss
+from whet.algorithms.masked import count_rows, importance_weights, masked
+from whet.config import GRPOLossType, SamplerCorrection
+from whet.errors import WhetTypeError, WhetValueError
+
+LOSS_TYPES = get_args(GRPOLossType)
+N_ROWS, N_TOKENS = 5, 6
+LENGTHS = [6, 3, 1, 4, 0]
+
+
+def batch(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    logprobs = -normal(N_ROWS, N_TOKENS).abs() - 0.1
+    return {
+        "logprobs": logprobs.to(dtype),
+        "old_logprobs": (logprobs + 0.3 * normal(N_ROWS, N_TOKENS)).to(dtype),
+        "ref_logprobs": (logprobs + 0.4 * normal(N_ROWS, N_TOKENS)).to(dtype),
+        "sampler_logprobs": (logprobs + 0.4 * normal(N_ROWS, N_TOKENS)).to(dtype),
+        "advantages": normal(N_ROWS).to(dtype),
+        "completion_mask": torch.arange(N_TOKENS)[None] < torch.tensor(LENGTHS)[:, None],
+    }
+
+
+def literal(b, loss_type, level="token", eps=0.2, eps_high=0.2, delta=None, beta=0.0, estimator="k3",
+            bias=True, tau=(1.0, 1.05), length=N_TOKENS):  # fmt: skip
+    """The formulas of the family, one token after another, differentiable."""
+    row_sums, row_counts = [], []
+    for i in range(N_ROWS):
+        tokens = [t for t in range(N_TOKENS) if b["completion_mask"][i, t]]
+        gaps = [b["logprobs"][i, t] - b["old_logprobs"][i, t] for t in tokens]
+        advantage = b["advantages"][i].item()
+        row = torch.zeros((), dtype=torch.float64)
+        for t, gap in zip(tokens, gaps, strict=True):
+            rho = torch.exp(gap if level == "token" else sum(gaps) / len(gaps))
+            if loss_type == "cispo":
+                loss = -min(rho.item(), eps_high) * advantage * b["logprobs"][i, t]
+            elif loss_type == "sapo":
+                sharpness = tau[0] if advantage > 0 else tau[1]
+                loss = -advantage * 4 / (1 + torch.exp(-sharpness * (rho - 1))) / sharpness
+            else:
+                capped = rho if delta is None or rho < delta else torch.tensor(delta, dtype=torch.float64)
+                clipped = rho if 1 - eps < rho < 1 + eps_high else torch.tensor(
+                    1 - eps if rho < 1 else 1 + eps_high, dtype=torch.float64)  # fmt: skip
+                first, second = capped * advantage, clipped * advantage
+                loss = -(first if first < second else second)
+            if beta:
+                d = b["ref_logprobs"][i, t] - b["logprobs"][i, t]
+                kl = {"k1": -d, "k2": d**2 / 2, "k3": torch.exp(d) - d - 1}[estimator]
+                loss = loss + beta * (kl * rho if bias and estimator == "k3" else kl)
+            row = row + loss
+        row_sums.append(row)
+        row_counts.append(len(tokens))
+    if loss_type in ("grpo", "sapo"):
+        return sum(s / max(n, 1) for s, n in zip(row_sums, row_counts, strict=True)) / N_ROWS
+    if loss_type == "luspo":
+        return sum(row_sums) / N_ROWS
+    if loss_type == "dr_grpo":
+        return sum(row_sums) / (N_ROWS * length)
+    return sum(row_sums) / sum(row_counts)
+
+
+def gradient(loss: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(loss, at)[0]
+
+
+def test_values_by_hand():
+    # Two rows: ratio 2 on both tokens of row 0 (A = 1, clipped to 1.2), ratio 1/2 on the one token of
+    # row 1 (A = -2, clipped up to 0.8): l = -1.2, -1.2 | 1.6.
+    logprobs = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]], dtype=torch.float64)
+    gaps = torch.tensor([[math.log(2), math.log(2)], [-math.log(2), 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True], [True, False]])
+    advantages = torch.tensor([1.0, -2.0])
+
+    def value(loss_type: str, **options):
+        options["loss_type"] = loss_type
+        return grpo_loss(logprobs, logprobs - gaps, advantages, mask, **options)[0].item()
+
+    assert value("dapo") == pytest.approx((-1.2 - 1.2 + 1.6) / 3)
+    assert value("bnpo") == pytest.approx((-1.2 - 1.2 + 1.6) / 3)
+    assert value("grpo") == pytest.approx((-1.2 + 1.6) / 2)
+    assert value("luspo") == pytest.approx((-2.4 + 1.6) / 2)
+    assert value("dr_grpo", max_completion_length=10) == pytest.approx((-2.4 + 1.6) / 20)
+    assert value("dr_grpo") == pytest.approx((-2.4 + 1.6) / 4)
+    # cispo: -min(rho, 1.5) A logp = 1.5, 3 | -min(0.5, 1.5) * -2 * -3 = -3.
+    assert value("cispo", epsilon_high=1.5) == pytest.approx((1.5 + 3 - 3) / 3)
+    # sapo: row 0: -4 sigmoid(1) = -2.92423; row 1: 2 * 4 sigmoid(-0.525) / 1.05 = 2.83206.
+    sigmoid = 1 / (1 + math.exp(0.525))
+    assert value("sapo") == pytest.approx((-4 / (1 + math.exp(-1)) + 8 * sigmoid / 1.05) / 2)
+
+
+def test_metrics_by_hand():
+    logprobs = torch.tensor([[-1.0, -2.0, -1.0], [-3.0, 0.0, 0.0]], dtype=torch.float64)
+    ratios = torch.tensor([[2.0, 1.0, 1.0], [0.5, 9.0, 9.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    ref = logprobs + math.log(2)
+    _, metrics = grpo_loss(
+        logprobs, logprobs - ratios.log(), torch.tensor([1.0, -2.0]), mask, ref_logprobs=ref,
+        sampler_logprobs=logprobs - ratios.log() - 0.25, sampler_correction="token_truncate",
+    )  # fmt: skip
+    k3 = 2 - math.log(2) - 1
+    expected = {"clip_ratio/low": 1 / 4, "clip_ratio/high": 1 / 4, "clip_ratio/region": 1 / 2}
+    expected |= {"kl": k3, "mean_kl": 4 * k3 / 2, "sampler/log_ratio": 0.25, "sampler/weight": math.exp(0.25)}
+    assert metrics == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"eps": 0.1, "eps_high": 0.28}, {"delta": 1.25}, {"beta": 0.3}, {"beta": 0.3, "bias": False},
+     {"beta": 0.3, "estimator": "k1"}, {"beta": 0.3, "estimator": "k2"}],
+)  # fmt: skip
+def test_value_and_gradient_follow_the_formula(loss_type, level, options):
+    b = batch()
+    b["logprobs"].requires_grad_()
+    names = {"eps": "epsilon", "eps_high": "epsilon_high", "delta": "delta", "beta": "beta"}
+    names |= {"estimator": "kl_estimator", "bias": "kl_bias_correction"}
+    settings = {names[name]: value for name, value in options.items()}
+    tensors = {name: value for name, value in b.items() if name != "sampler_logprobs"}
+    loss, _ = grpo_loss(**tensors, loss_type=loss_type, level=level, **settings)
+    expected = literal(b, loss_type, level, **options)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    got, wanted = (gradient(x, b["logprobs"]) for x in (loss, expected))
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("loss_type", [t for t in LOSS_TYPES if t != "cispo"])  # its weight is detached
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_gradcheck(loss_type, level):
+    b = batch(seed=3)
+    b["logprobs"].requires_grad_()
+
+    def loss(logprobs):
+        return grpo_loss(**{**b, "logprobs": logprobs}, loss_type=loss_type, level=level, beta=0.2)[0]
+
+    assert torch.autograd.gradcheck(loss, (b["logprobs"],))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_masked_positions_count_nothing(loss_type, level, poison):
+    clean, poisoned = batch(), batch()
+    mask = clean["completion_mask"]
+    clean["advantages"] = clean["advantages"][:, None].expand_as(mask)
+    for name in ("logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs"):
+        poisoned[name] = torch.where(mask, poisoned[name], poison)
+    poisoned["advantages"] = torch.where(mask, clean["advantages"], poison)
+    results = []
+    for b in (clean, poisoned):
+        b["logprobs"].requires_grad_()
+        loss, metrics = grpo_loss(**b, loss_type=loss_type, level=level, beta=0.1)
+        results.append((loss.item(), metrics, gradient(loss, b["logprobs"])))
+    assert results[0][:2] == results[1][:2]
+    assert torch.equal(results[0][2], results[1][2])
+    assert not results[1][2][~mask].any()
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("correction", get_args(SamplerCorrection))
+def test_micro_batches_add_up_to_the_whole(loss_type, correction):
+    b = batch(seed=1)
+    settings = {"loss_type": loss_type, "beta": 0.1, "max_completion_length": 9}
+    settings |= {"sampler_correction": correction, "sampler_cap": 1.2}
+    _, kept = importance_weights(
+        b["old_logprobs"], b["sampler_logprobs"], b["completion_mask"], correction=correction, cap=1.2
+    )
+    b["logprobs"].requires_grad_()
+    whole, whole_metrics = grpo_loss(**b, **settings)
+    whole_gradient = gradient(whole, b["logprobs"])
+    whole_batch = {"n_tokens": kept.sum().item(), "n_rows": count_rows(b["completion_mask"], kept)}
+    total, metrics = 0.0, dict.fromkeys(whole_metrics, 0.0)
+    for rows in (slice(0, 2), slice(2, 3), slice(3, 5)):
+        part, part_metrics = grpo_loss(**{k: v[rows] for k, v in b.items()}, **settings, **whole_batch)
+        total = total + part
+        metrics = {name: value + part_metrics[name] for name, value in metrics.items()}
+    assert total.item() == pytest.approx(whole.item(), rel=1e-12)
+    assert metrics == pytest.approx(whole_metrics, rel=1e-12)
+    torch.testing.assert_close(gradient(total, b["logprobs"]), whole_gradient, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("loss_type", [t for t in LOSS_TYPES if t != "dr_grpo"])
+def test_wider_padding_changes_nothing(loss_type):
+    b = batch()
+    wide = {name: torch.nn.functional.pad(value, (0, 7)) for name, value in b.items() if value.ndim == 2}
+    wide["advantages"] = b["advantages"]
+    assert grpo_loss(**wide, loss_type=loss_type) == grpo_loss(**b, loss_type=loss_type)
+
+
+def test_without_old_logprobs_the_ratio_is_one_but_has_a_gradient():
+    b = batch()
+    logprobs = b["logprobs"].requires_grad_()
+    explicit = grpo_loss(logprobs, logprobs.detach(), b["advantages"], b["completion_mask"])[0]
+    implicit = grpo_loss(logprobs, None, b["advantages"], b["completion_mask"])[0]
+    assert implicit.item() == explicit.item()
+    expected = -torch.where(b["completion_mask"], b["advantages"][:, None], 0.0) / sum(LENGTHS)
+    torch.testing.assert_close(gradient(implicit, logprobs), expected)
+
+
+def test_gradient_of_the_bias_corrected_k3_is_that_of_the_kl():
+    # On-policy, d(rho k3)/d logp = logp - ref per sampled token: the score-function gradient of the KL.
+    b = batch()
+    logprobs = b["logprobs"].requires_grad_()
+    loss, _ = grpo_loss(
+        logprobs, None, torch.zeros(N_ROWS), b["completion_mask"], ref_logprobs=b["ref_logprobs"], beta=1.0
+    )
+    expected = masked((logprobs - b["ref_logprobs"]).detach(), b["completion_mask"]) / sum(LENGTHS)
+    torch.testing.assert_close(gradient(loss, logprobs), expected)
+
+
+def test_importance_weights_by_hand():
+    old = torch.tensor([[2.0, 3.0, 99.0]], dtype=torch.float64).log()
+    sampler = torch.zeros(1, 3, dtype=torch.float64)
+    mask = torch.tensor([[True, True, False]])
+
+    def weigh(correction, cap):
+        weights, kept = importance_weights(old, sampler, mask, correction=correction, cap=cap)
+        return weights[mask].tolist(), kept[0].tolist()
+
+    assert weigh("token_truncate", 2.5) == (pytest.approx([2.0, 2.5]), [True, True, False])
+    assert weigh("token_mask", 2.5) == (pytest.approx([2.0, 0.0]), [True, False, False])
+    assert weigh("sequence_truncate", 5.0) == (pytest.approx([5.0, 5.0]), [True, True, False])
+    assert weigh("sequence_truncate", 7.0) == (pytest.approx([6.0, 6.0]), [True, True, False])
+    assert weigh("sequence_mask", 5.0) == (pytest.approx([0.0, 0.0]), [False, False, False])
+    assert weigh("sequence_mask", 7.0) == (pytest.approx([6.0, 6.0]), [True, True, False])
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_rejected_tokens_leave_numerator_and_denominator(loss_type):
+    b = batch()
+    b["sampler_logprobs"] = b["old_logprobs"].clone()  # weight 1 ...
+    b["sampler_logprobs"][1] -= 1.0  # ... except row 1, whose weight is exp(3)
+    without_row = {name: value[[0, 2, 3, 4]] for name, value in b.items() if name != "sampler_logprobs"}
+    loss, metrics = grpo_loss(**b, loss_type=loss_type, beta=0.1)
+    expected, expected_metrics = grpo_loss(**without_row, loss_type=loss_type, beta=0.1)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert metrics["kl"] == pytest.approx(expected_metrics["kl"], rel=1e-12)
+    assert metrics["sampler/weight"] == pytest.approx(1.0)
+
+
+def test_the_weight_multiplies_the_policy_term_and_not_the_kl():
+    b = batch()
+    b["sampler_logprobs"] = b["old_logprobs"] - math.log(2)
+    zero = torch.zeros(N_ROWS)
+    cap = {"sampler_correction": "token_truncate"}
+    with_weight = grpo_loss(**b, **cap, beta=0.1)[0]
+    kl_only = grpo_loss(**{**b, "advantages": zero}, **cap, beta=0.1)[0]
+    policy_only = grpo_loss(**{**b, "sampler_logprobs": None})[0]
+    assert with_weight.item() == pytest.approx(2 * policy_only.item() + kl_only.item(), rel=1e-12)
+
+
+def test_a_batch_without_tokens_is_zero():
+    b = batch()
+    b["completion_mask"] = torch.zeros_like(b["completion_mask"])
+    b["logprobs"].requires_grad_()
+    for loss_type in LOSS_TYPES:
+        loss, _ = grpo_loss(**b, loss_type=loss_type)
+        assert loss.item() == 0 and not gradient(loss, b["logprobs"]).any()
+    empty = torch.zeros(2, 0)
+    assert grpo_loss(empty, None, torch.ones(2), torch.zeros(2, 0, dtype=torch.bool))[0].item() == 0
+
+
+def test_float32_agrees_with_float64():
+    for loss_type in LOSS_TYPES:
+        single = grpo_loss(**batch(dtype=torch.float32), loss_type=loss_type, beta=0.1)[0]
+        double = grpo_loss(**batch(), loss_type=loss_type, beta=0.1)[0]
+        assert single.dtype == torch.float32
+        assert single.item() == pytest.approx(double.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"loss_type": "ppo"}, WhetValueError, "loss_type is 'ppo', expected one of grpo, bnpo"),
+        ({"level": "word"}, WhetValueError, "level is 'word', expected one of token, sequence"),
+        ({"kl_estimator": "k4"}, WhetValueError, "kl_estimator is 'k4'"),
+        ({"sampler_correction": "clip"}, WhetValueError, "correction is 'clip'"),
+        ({"sampler_cap": 0.0}, WhetValueError, "cap is 0.0, expected a number > 0"),
+        ({"epsilon": -0.1}, WhetValueError, "epsilon is -0.1, expected a number >= 0"),
+        ({"delta": 0.5}, WhetValueError, "delta is 0.5, expected a number >= 1"),
+        ({"beta": 0.1, "ref_logprobs": None}, WhetValueError, "ref_logprobs is None. Pass it, or beta=0"),
+        ({"logprobs": [[0.0]]}, WhetTypeError, "logprobs is list, expected a (B, T) floating-point"),
+        ({"completion_mask": torch.ones(5, 6)}, WhetTypeError, "Convert a 0/1 mask with mask.bool"),
+        ({"advantages": torch.ones(3)}, WhetValueError, "advantages has shape (3,), expected that of"),
+        ({"advantages": None}, WhetTypeError, "advantages is NoneType, expected a tensor"),
+        ({"completion_mask": None}, WhetTypeError, "completion_mask is NoneType, expected a tensor"),
+        (
+            {"old_logprobs": torch.zeros(5, 5)},
+            WhetValueError,
+            "shape (5, 5), expected that of logprobs, (5, 6)",
+        ),
+    ],
+)
+def test_bad_input_is_named(change, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        grpo_loss(**{**batch(), **change})

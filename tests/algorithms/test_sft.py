@@ -1,0 +1,121 @@
+"""SFT: against the update written out, its inputs, and accumulated micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import EOS, TinyModel, assert_same_weights, letters_tokenizer, tiny_llama, token_logprobs, weights, with_lora
+
+from whet.algorithms.sft import SFT
+from whet.errors import WhetTypeError, WhetValueError
+
+PROMPTS = [[5, 6], [7]]
+COMPLETIONS = [[4, 8, EOS], [9]]
+
+
+def make(model=None, **settings) -> SFT:
+    settings = {"learning_rate": 0.02, "max_grad_norm": 0.0} | settings
+    return SFT(model if model is not None else TinyModel(), **settings)
+
+
+def negative_log_likelihood(model, pairs):
+    total = sum(token_logprobs(model, p, c).sum() for p, c in pairs)
+    return -total / sum(len(c) for _, c in pairs)
+
+
+@pytest.mark.parametrize("micro_batch_size", [0, 1])
+def test_updates_are_those_written_out(micro_batch_size):
+    sft, own = make(micro_batch_size=micro_batch_size), TinyModel()
+    optimizer = torch.optim.AdamW(own.parameters(), lr=0.02, weight_decay=0.0)
+    for _ in range(3):
+        loss = negative_log_likelihood(own, list(zip(PROMPTS, COMPLETIONS, strict=True)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        metrics = sft.train_step(PROMPTS, COMPLETIONS)
+        assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-9)
+        assert metrics["num_tokens"] == 7 * sft.step
+    for name, value in weights(own).items():
+        torch.testing.assert_close(weights(sft.model)[name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("make_model", [tiny_llama, lambda: with_lora(tiny_llama())])
+def test_hugging_face_models_and_adapters(make_model):
+    model = make_model()
+    expected = negative_log_likelihood(model, list(zip(PROMPTS, COMPLETIONS, strict=True))).item()
+    sft = make(model)
+    history = [sft.train_step(PROMPTS, COMPLETIONS)["loss"] for _ in range(10)]
+    assert history[0] == pytest.approx(expected, rel=1e-5)
+    assert history[-1] < history[0]
+
+
+def test_loss_on_all_tokens():
+    sft = make(loss_on="all")
+    metrics = sft.train_step(PROMPTS, COMPLETIONS)
+    whole = [([5], [6, 4, 8, EOS]), ([7], [9])]
+    assert metrics["loss"] == pytest.approx(negative_log_likelihood(TinyModel(), whole).item(), rel=1e-9)
+
+
+def test_all_forms_of_a_batch_are_one():
+    left = {"input_ids": torch.tensor([[5, 6], [0, 7]]), "attention_mask": torch.tensor([[1, 1], [0, 1]])}
+    padded = {
+        "input_ids": torch.tensor([[4, 8, EOS], [9, 0, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]),
+    }
+    rows = [{"prompt": p, "completion": c} for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    batches = [(PROMPTS, COMPLETIONS), (left, padded), (rows,), ([torch.tensor(p) for p in PROMPTS], COMPLETIONS)]
+    models = []
+    for batch in batches:
+        sft = make()
+        sft.train_step(*batch)
+        models.append(sft.model)
+    for model in models[1:]:
+        assert_same_weights(model, models[0])
+
+
+def test_a_tensor_of_completions_ends_at_eos():
+    cut, ragged = make(stop_token_ids=[EOS]), make()
+    cut.train_step(torch.tensor([[5, 6], [7, 8]]), torch.tensor([[4, 8, EOS, 0, 0], [9, EOS, EOS, EOS, EOS]]))
+    ragged.train_step([[5, 6], [7, 8]], [[4, 8, EOS], [9, EOS]])
+    assert_same_weights(cut.model, ragged.model)
+
+
+def test_rows_of_text():
+    sft = make(tokenizer=letters_tokenizer())
+    sft.train_step([{"prompt": "bc", "completion": "ae"}, {"text": "dab"}])
+    by_ids = make()
+    by_ids.train_step([[5, 6], [7]], [[4, 8, EOS], [4, 5, EOS]])
+    assert_same_weights(sft.model, by_ids.model)
+
+
+def test_bare_rows_of_a_dataset_count_whole():
+    trained, stepped = make(batch_size=2), make()
+    trained.train([[5, 6, 7], torch.tensor([8, 9])], steps=1)
+    stepped.train_step([[5], [8]], [[6, 7], [9]])
+    for name, value in weights(stepped.model).items():
+        torch.testing.assert_close(weights(trained.model)[name], value)
+    pairs = make(batch_size=2)
+    pairs.train([([5], [6, 7]), ([8], [9])], steps=1)
+    assert_same_weights(pairs.model, trained.model)
+
+
+def test_dropout_is_on_in_training_and_modes_come_back():
+    model = TinyModel(dropout=0.5).eval()
+    sft = make(model)
+    torch.manual_seed(0)
+    first = sft.train_step(PROMPTS, COMPLETIONS)["loss"]
+    assert first != pytest.approx(make(TinyModel()).train_step(PROMPTS, COMPLETIONS)["loss"], rel=1e-6)
+    assert not model.training and not model.dropout.training
+    off = make(TinyModel(dropout=0.5), training_mode=False).train_step(PROMPTS, COMPLETIONS)
+    assert off["loss"] == pytest.approx(make().train_step(PROMPTS, COMPLETIONS)["loss"])
+
+
+def test_bad_batches_are_named():
+    with pytest.raises(WhetValueError, match="SFT: rows of the batch: prompt 2, completion 1"):
+        make().train_step(PROMPTS, COMPLETIONS[:1])
+    with pytest.raises(WhetValueError, match="no completion of the batch has a token to learn from"):
+        make().train_step([[5], [6]])
+    with pytest.raises(WhetTypeError, match="there is no tokenizer"):
+        make().train_step([{"prompt": "a", "completion": "b"}])
+    with pytest.raises(WhetValueError, match="expected one of 'completion', 'all'"):
+        make(loss_on="prompt")

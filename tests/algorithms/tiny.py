@@ -1,0 +1,111 @@
+"""The small models, tokenizer and engine that the algorithms' tests run on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whet.sampling import Completion, SamplingParams
+
+torch.set_num_threads(1)  # the models are too small for more
+
+VOCAB = 12
+EOS = 2
+
+
+class TinyModel(nn.Module):
+    """A causal net in float64: forward(input_ids) -> logits."""
+
+    def __init__(self, seed: int = 0, dropout: float = 0.0) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.embedding = nn.Embedding(VOCAB, 8)
+            self.mixer = nn.GRU(8, 8, batch_first=True)
+            self.head = nn.Linear(8, VOCAB)
+        self.dropout = nn.Dropout(dropout)
+        self.double()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.dropout(self.mixer(self.embedding(input_ids))[0]))
+
+
+def tiny_llama(seed: int = 0) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=64, eos_token_id=EOS, bos_token_id=1, pad_token_id=0,
+        )  # fmt: skip
+        return LlamaForCausalLM(config)
+
+
+def with_lora(model: Any, seed: int = 0) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return get_peft_model(
+            model, LoraConfig(r=4, target_modules=["v_proj", "down_proj", "lm_head"], task_type="CAUSAL_LM")
+        )
+
+
+def letters_tokenizer() -> Any:
+    """One token per letter a..h; ids 0..3 are <pad> <s> </s> and a space."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2, " ": 3} | {letter: 4 + i for i, letter in enumerate("abcdefgh")}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
+class ScriptedEngine:
+    """A RolloutEngine that returns the completions it was given, and keeps what it was asked."""
+
+    def __init__(self, groups: list[list[list[int]]], logprobs: list[list[list[float]]] | None = None) -> None:
+        self.groups = groups
+        self.logprobs = logprobs
+        self.policy_version = 0
+        self.asked: list[tuple[list[list[int]], int, SamplingParams]] = []
+
+    def sync(self, model: Any) -> None:
+        self.policy_version += 1
+
+    def generate(self, prompt_ids: Any, n: int, sampling: SamplingParams) -> list[list[Completion]]:
+        self.asked.append((prompt_ids, n, sampling))
+        return [
+            [
+                Completion(
+                    ids,
+                    self.logprobs[i][j] if self.logprobs else None,
+                    "stop" if ids[-1] == EOS else "length",
+                    self.policy_version,
+                )
+                for j, ids in enumerate(group)
+            ]
+            for i, group in enumerate(self.groups)
+        ]
+
+
+def token_logprobs(model: nn.Module, prompt: list[int], completion: list[int], temperature: float = 1.0) -> Tensor:
+    """Per-token log-probs of one completion, one row, no padding: the plain definition."""
+    output = model(torch.tensor([prompt + completion]))
+    logits = getattr(output, "logits", output)[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None]).squeeze(-1)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def assert_same_weights(a: nn.Module, b: nn.Module) -> None:
+    other = weights(b)
+    for name, value in weights(a).items():
+        assert torch.equal(value, other[name]), name

@@ -1,0 +1,104 @@
+"""A tiny Llama with random weights and a tokenizer of bytes, saved as a Hugging Face folder, and data for it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from whet.cli import main
+
+ROOT = Path(__file__).parents[2]
+ROWS = [{"prompt": f"say {letter}:", "completion": letter * 3, "answer": letter} for letter in "abcdefgh"]
+PAIRS = [{"prompt": f"say {letter}:", "chosen": letter * 2, "rejected": "z"} for letter in "abcdefgh"]
+
+LETTERS = """
+def share(completions, answer):
+    return [text.count(right) + sum(map(ord, text)) % 97 / 97 for text, right in zip(completions, answer)]
+"""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """The folder: 2 layers, hidden 32, every byte a token, a chat template."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *alphabet])}
+    raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocab),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+        tie_word_embeddings=True,
+    )
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def files(tmp_path, tiny_model):
+    """Data, pairs, a reward function, and a function that gives a command's flags for a run called so."""
+
+    def flags(name, data="rows.jsonl", **settings):
+        given = {"model": tiny_model, "data": tmp_path / data, "output_dir": tmp_path / name, "batch_size": 2}
+        given |= settings
+        return [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
+
+    write_rows(tmp_path / "rows.jsonl", ROWS)
+    write_rows(tmp_path / "pairs.jsonl", PAIRS)
+    (tmp_path / "letters.py").write_text(LETTERS)
+    flags.folder, flags.rows = tmp_path, ROWS
+    flags.online = {"reward": f"{tmp_path / 'letters.py'}:share", "max_new_tokens": 4, "learning_rate": 1e-3}
+    return flags
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def error_of(capsys):
+    """Gives the one line with which a command refuses."""
+
+    def line(*argv):
+        capsys.readouterr()
+        assert main([str(argument) for argument in argv]) == 2
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert len(lines) == 1, lines
+        return lines[0]
+
+    return line

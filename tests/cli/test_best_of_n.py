@@ -1,0 +1,99 @@
+"""``whet best-of-n`` as a user has it: JSON lines out, the same again for the same seed, mistakes answered."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from whet.cli import main
+from whet.data import read_rows
+
+ROOT = Path(__file__).parents[2]
+CONFIG = "examples/best_of_n.toml"
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def best_of_n(tmp_path, tiny_model, capsys):
+    """Runs the command on the tiny model with the reward that most tests use, and gives its rows and stderr."""
+    (tmp_path / "size.py").write_text(
+        "def size(completions, prompts):\n    return [None if len(c) == 3 else len(c) for c in completions]\n"
+    )
+
+    def run(*argv, reward=f"{tmp_path / 'size.py'}:size"):
+        rewards = [f"--reward={reward}"] if reward else []
+        status = main(["best-of-n", f"--model={tiny_model}", "--max-new-tokens=6", *rewards, *map(str, argv)])
+        out, err = capsys.readouterr()
+        return status, [json.loads(line) for line in out.splitlines()], err
+
+    return run
+
+
+def test_example_runs(best_of_n):
+    status, rows, err = best_of_n(CONFIG, "--n=2", reward=None)
+    assert status == 0 and "best of 2 of" in err
+    assert [row["prompt"] for row in rows] == [row["prompt"] for row in read_rows("examples/data/best_of_n.jsonl")]
+    assert all(set(row) == {"prompt", "completion", "score"} and row["score"] in (0.0, 1.0) for row in rows)
+
+
+def test_best_candidate_is_the_first_of_the_highest_score(best_of_n):
+    _, rows, _ = best_of_n("--prompts=examples/data/best_of_n.jsonl", "--n=5", "--all-candidates", "--batch-size=5")
+    assert len(rows) == 12
+    for row in rows:
+        assert len(row["candidates"]) == 5
+        for candidate in row["candidates"]:
+            length = len(candidate["completion"])
+            assert candidate["score"] == (None if length == 3 else length)
+        best = max((c for c in row["candidates"] if c["score"] is not None), key=lambda c: c["score"])
+        assert {"completion": row["completion"], "score": row["score"]} == best
+    # Prompts of one batch, and of different batches, are sampled for independently.
+    assert len({json.dumps(row["candidates"]) for row in rows}) == 12
+
+
+def test_seed_decides(best_of_n):
+    argv = ["--prompt=Say something:", "--n=4", "--all-candidates"]
+    (_, [first], _), (_, [again], _) = best_of_n(*argv), best_of_n(*argv)
+    _, [other], _ = best_of_n(*argv, "--seed=1")
+    assert first == again and first["prompt"] == other["prompt"] and first["candidates"] != other["candidates"]
+
+
+def test_output_file_and_chat_prompts(best_of_n, tmp_path):
+    prompts, output = tmp_path / "chat.jsonl", tmp_path / "new" / "out.jsonl"
+    chat = [{"role": "user", "content": "é?"}]
+    prompts.write_text(json.dumps({"prompt": chat}))
+    status, rows, err = best_of_n(f"--prompts={prompts}", f"--output={output}", "--n=2")
+    assert (status, rows) == (0, []) and "1/1 prompts" in err
+    [row] = read_rows(output)
+    assert row["prompt"] == chat
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], "one of --prompts (a file) and --prompt (a text)"),
+        (["--prompt=a", "--prompts=examples/data/best_of_n.jsonl"], "one of --prompts"),
+        (["--prompts=nosuch.jsonl"], "there is no file 'nosuch.jsonl'"),
+        (["--prompt=a", "--batch-size=0"], "batch_size is 0, expected an integer >= 1"),
+        (["--prompt=a", "--output=README.md/x"], "output 'README.md/x' cannot be written"),
+        (["--prompt=a", "--reward-weights", "1", "2"], "expected 1 finite numbers"),
+    ],
+)
+def test_mistakes(argv, expected, best_of_n):
+    status, rows, err = best_of_n(*argv)
+    assert status == 2 and rows == [] and expected in err.splitlines()[-1]
+
+
+def test_reward_is_required_and_prompts_need_a_score(best_of_n, tmp_path):
+    assert "reward is missing. Set it in the config file or with --reward" in best_of_n("--prompt=a", reward="")[2]
+    (tmp_path / "no.py").write_text("def no(completions):\n    return [None] * len(completions)\n")
+    status, _, err = best_of_n("--prompt=a", reward=f"{tmp_path / 'no.py'}:no")
+    assert status == 2 and "no candidate for prompt 0 was scored" in err

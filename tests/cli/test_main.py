@@ -1,0 +1,83 @@
+"""The dispatcher: help, unknown names, missing packages, exit statuses."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from whet.cli import main
+
+METHODS = ("sft", "dpo", "grpo", "online-dpo")
+
+
+def test_cli_imports_with_the_standard_library_alone():
+    code = "import sys, whet.cli; print([m for m in ('tyro', 'rich', 'torch', 'tomli') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_help_without_torch():
+    code = (
+        "import sys\nfrom whet.cli import main\ntry: main(sys.argv[1:])\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, "train", "online-dpo", "--help"]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
+    assert run.stdout.endswith("False\n") and "--preference STR" in run.stdout
+
+
+def test_usage(capsys):
+    for argv in ([], ["--help"], ["-h"]):
+        assert main(argv) == 0
+    assert main(["--version"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("usage: whet COMMAND") == 3 and out.endswith("whet 0.1.0\n")
+    assert main(["train", "--help"]) == 0 and main(["train"]) == 2
+    assert "METHOD is one of" in capsys.readouterr().out
+    assert max(map(len, out.splitlines())) < 80
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_help_of_a_method(method, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", method, "--help"])
+    out = capsys.readouterr().out
+    assert exit_.value.code == 0 and f"usage: whet train {method} [CONFIG.toml]" in out
+    assert "--learning-rate FLOAT" in out and "Step size at the top of the schedule." in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_unknown_names(error_of):
+    assert error_of("trian") == "whet: there is no command 'trian'. Did you mean train?"
+    assert "there is no method 'gpro'. Did you mean grpo?" in error_of("train", "gpro")
+    assert "There are: sft, dpo, grpo, online-dpo." in error_of("train", "xyzzy")
+
+
+@pytest.mark.parametrize("package", ["tyro", "torch", "matplotlib"])
+def test_missing_package_is_one_line_with_the_mend(package, files, error_of, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    error = error_of("train", "sft", *files("run", steps=1))
+    assert error == f"whet: whet train sft needs {package}. Install it with: pip install 'whet[train]'"
+
+
+@pytest.mark.parametrize(("flag", "package"), [("--loggers=wandb", "wandb"), ("--lora-rank=1", "peft")])
+def test_missing_extra_is_found_before_the_work(flag, package, files, error_of, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    error = error_of("train", "sft", *files("run", steps=1), flag)
+    assert error == f"whet: whet train sft needs {package}. Install it with: pip install 'whet[{package}]'"
+    assert not (files.folder / "run").exists()
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_reader_that_goes_away_is_no_traceback(unbuffered):
+    command = f"{sys.executable} -c 'import sys; from whet.cli import main; sys.exit(main())' --help"
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    pipe = ["bash", "-c", f"{command} | true; echo ${{PIPESTATUS[0]}}"]
+    run = subprocess.run(pipe, capture_output=True, text=True, env=environment)
+    assert (run.stdout, run.stderr) == ("141\n", "")
+
+
+def test_unexpected_errors_keep_their_traceback(files, monkeypatch):
+    monkeypatch.setattr("whet.cli.train.write_report", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["train", "sft", *files("run", steps=1)])

@@ -1,0 +1,375 @@
+"""``whet train`` as a user has it: real commands on a tiny model, what they leave, and what they answer to mistakes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from whet.cli import main
+from whet.cli.settings import read_toml
+from whet.rewards import load_function
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+METHODS = {"sft": "sft", "dpo": "dpo", "grpo": "grpo", "online-dpo": "online_dpo"}
+
+
+def read_jsonl(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def gradients(folder):
+    return [(row["step"], row["grad_norm"]) for row in read_jsonl(folder / "metrics.jsonl") if "grad_norm" in row]
+
+
+def same_weights(folder, other, name="model.safetensors"):
+    return (folder / "model" / name).read_bytes() == (other / "model" / name).read_bytes()
+
+
+# --- what a run leaves ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_example_runs(method, tmp_path, tiny_model, capsys):
+    flags = ["--model", tiny_model, "--output-dir", tmp_path / "run", "--steps", "2"]
+    online = ["--max-new-tokens", "4"] if method in ("grpo", "online-dpo") else []
+    config = EXAMPLES / f"{METHODS[method]}.toml"
+    assert main(["train", method, str(config), *map(str, flags), *online]) == 0
+
+    folder = tmp_path / "run"
+    last_line = capsys.readouterr().out.strip().splitlines()[-1]
+    assert str(folder / "model") in last_line and "2 steps" in last_line
+    assert [step for step, _ in gradients(folder)] == [1, 2]
+    assert (folder / "completions.jsonl").exists() == bool(online)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000002"]
+    assert "<svg" in (folder / "report.html").read_text()
+    card = (folder / "README.md").read_text()
+    assert f"data/{METHODS[method]}.jsonl, 12 rows" in card and "| torch | 2." in card
+    settings, example = read_toml(folder / "config.toml"), read_toml(config)
+    assert settings["steps"] == 2 and settings["learning_rate"] == example["learning_rate"]
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 1
+    chat = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "<user>hi<eos>"
+    ids = tokenizer("a", return_tensors="pt")["input_ids"]
+    assert torch.isfinite(model(ids).logits).all()
+
+
+def test_sft_learns_and_reports_the_held_out_loss(files, tiny_model, capsys):
+    run = files("run", eval_data=files.folder / "rows.jsonl", steps=40, learning_rate=1e-2, eval_every=20)
+    assert main(["train", "sft", *run]) == 0
+    rows = read_jsonl(files.folder / "run" / "metrics.jsonl")
+    measured = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
+    assert sorted(measured) == [0, 20, 40] and measured[40] < 2 < 5 < measured[0]
+    assert f"held-out loss {measured[0]:.4g} -> {measured[40]:.4g}" in capsys.readouterr().out
+
+    # The same loss from transformers: prompt tokens labelled -100, EOS after the completion.
+    for folder, step in ((tiny_model, 0), (files.folder / "run" / "model", 40)):
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        total, n_tokens = 0.0, 0
+        for row in files.rows:
+            prompt = tokenizer(row["prompt"])["input_ids"]
+            completion = [*tokenizer(row["completion"])["input_ids"], 1]
+            labels = torch.tensor([[-100] * len(prompt) + completion])
+            total += model(torch.tensor([prompt + completion]), labels=labels).loss.item() * len(completion)
+            n_tokens += len(completion)
+        assert measured[step] == pytest.approx(total / n_tokens, rel=1e-5)
+
+
+def test_dpo_reports_accuracy_and_margins(files):
+    run = files("run", "pairs.jsonl", eval_data=files.folder / "pairs.jsonl", steps=12, learning_rate=1e-2)
+    assert main(["train", "dpo", *run, "--checkpoint-every=5"]) == 0
+    measured = [row for row in read_jsonl(files.folder / "run" / "metrics.jsonl") if "eval/loss" in row]
+    # Before training policy and reference agree: the loss is -log(1/2), and there is no margin.
+    assert measured[0]["eval/loss"] == pytest.approx(0.6931472, abs=1e-6)
+    assert measured[0]["eval/rewards/margins"] == pytest.approx(0, abs=1e-6)
+    assert measured[-1]["eval/rewards/accuracies"] == 1 and measured[-1]["eval/loss"] < 0.5
+    names = sorted(path.name for path in (files.folder / "run" / "checkpoints").iterdir())
+    assert names == ["step-000010", "step-000012"]
+
+
+def test_precomputed_reference_changes_no_bit_and_resumes(files):
+    common = {"data": "pairs.jsonl", "eval_data": files.folder / "pairs.jsonl", "learning_rate": 1e-2}
+    assert main(["train", "dpo", *files("live", **common, steps=6)]) == 0
+    assert main(["train", "dpo", *files("known", **common, steps=3), "--precompute-reference"]) == 0
+    assert main(["train", "dpo", *files("known", **common, steps=6), "--precompute-reference"]) == 0
+    live, known = (read_jsonl(files.folder / name / "metrics.jsonl")[-1] for name in ("live", "known"))
+    assert live["eval/loss"] == pytest.approx(known["eval/loss"], rel=1e-4) and live["step"] == known["step"] == 6
+    first, second = (load_file(files.folder / name / "model" / "model.safetensors") for name in ("live", "known"))
+    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-4)
+
+
+def test_grpo_reports_the_greedy_reward(files, tiny_model):
+    run = files("run", eval_data=files.folder / "rows.jsonl", steps=2, group_size=2, **files.online)
+    assert main(["train", "grpo", *run]) == 0
+    measured = [row for row in read_jsonl(files.folder / "run" / "metrics.jsonl") if "eval/mean_reward" in row]
+    assert [row["step"] for row in measured] == [0, 2]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    rewards = []
+    for row in files.rows:
+        prompt = tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
+        whole = model.generate(prompt, max_new_tokens=4, do_sample=False)
+        text = tokenizer.decode(whole[0, prompt.shape[1] :], skip_special_tokens=True)
+        rewards.append(text.count(row["answer"]) + sum(map(ord, text)) % 97 / 97)
+    assert measured[0]["eval/mean_reward"] == pytest.approx(sum(rewards) / len(rewards))
+
+
+def test_preference_function_in_place_of_rewards(files):
+    (files.folder / "judge.py").write_text("def longer(pairs):\n    return [int(len(b) > len(a)) for a, b in pairs]\n")
+    judge = {"preference": f"{files.folder / 'judge.py'}:longer", "max_new_tokens": 4}
+    assert main(["train", "online-dpo", *files("run", steps=2, **judge)]) == 0
+    assert "judge.py:longer" in (files.folder / "run" / "README.md").read_text()
+
+
+def test_lora_leaves_adapters_and_the_next_command_takes_them(files, tiny_model, error_of, capsys):
+    run = files("run", steps=4, learning_rate=1e-2, lora_rank=2, eval_data=files.folder / "rows.jsonl")
+    assert main(["train", "sft", *run]) == 0
+    assert "of them trained" in capsys.readouterr().out
+    model_folder = files.folder / "run" / "model"
+    assert (model_folder / "adapter_model.safetensors").exists() and not (model_folder / "model.safetensors").exists()
+    assert "LoRA adapters of rank 2" in (model_folder / "README.md").read_text()
+    last = [row for row in read_jsonl(files.folder / "run" / "metrics.jsonl") if "eval/loss" in row][-1]
+
+    again = {"model": model_folder, "eval_data": files.folder / "rows.jsonl", "steps": 1}
+    assert main(["train", "sft", *files("again", **again)]) == 0
+    first = read_jsonl(files.folder / "again" / "metrics.jsonl")[0]
+    assert first["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-5)
+    capsys.readouterr()
+    error = error_of("train", "sft", *files("more", model=model_folder, lora_rank=2))
+    assert "holds adapters" in error and "lora_rank=0" in error
+    error = error_of("train", "sft", *files("more", lora_rank=2), "--lora-layers", "nosuch_proj")
+    assert "lora_layers is ['nosuch_proj']" in error
+
+
+def test_bfloat16_and_stored_dtype(files):
+    assert main(["train", "sft", *files("half", steps=1, dtype="bfloat16")]) == 0
+    model = files.folder / "half" / "model"
+    assert {t.dtype for t in load_file(model / "model.safetensors").values()} == {torch.bfloat16}
+    for dtype, stored in (("auto", torch.bfloat16), ("float32", torch.float32)):
+        assert main(["train", "sft", *files(dtype, model=model, steps=1, dtype=dtype)]) == 0
+        assert {t.dtype for t in load_file(files.folder / dtype / "model" / "model.safetensors").values()} == {stored}
+
+
+def test_example_rewards():
+    answer = load_function("examples/rewards.py:right_answer")
+    texts = ["14 + 27 = 41", "41 or 42", "It is 1,041.50 euros.", "-3", "none", ""]
+    assert answer(texts, ["41", "41", "1041.5", "-3", "0", "0"]) == [1, 0, 1, 1, 0, 0]
+    assert load_function("examples/rewards.py:short")(["", "a b", "a " * 20, "a " * 40, "a " * 90]) == [0, 1, 1, 0.5, 0]
+
+
+def test_loggers(files):
+    assert main(["train", "sft", *files("run", steps=2), "--loggers", "csv", "tensorboard"]) == 0
+    lines = (files.folder / "run" / "metrics.csv").read_text().splitlines()
+    assert lines[0].startswith("step,") and [line.split(",")[0] for line in lines[1:]] == ["1", "2"]
+    assert any((files.folder / "run" / "tensorboard").iterdir())
+
+
+def test_steps_default_to_one_pass(files):
+    assert main(["train", "sft", *files("run", batch_size=3)]) == 0
+    assert read_toml(files.folder / "run" / "config.toml")["steps"] == 2  # 8 rows
+
+
+def test_resolved_config_repeats_the_run(files):
+    assert main(["train", "grpo", *files("first", steps=3, group_size=2, seed=5, **files.online)]) == 0
+    config = str(files.folder / "first" / "config.toml")
+    assert main(["train", "grpo", config, f"--output-dir={files.folder / 'second'}"]) == 0
+    assert same_weights(files.folder / "first", files.folder / "second")
+    assert main(["train", "grpo", config, f"--output-dir={files.folder / 'third'}", "--seed=6"]) == 0
+    assert not same_weights(files.folder / "first", files.folder / "third")
+
+
+# --- mistakes in what a run needs -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model", "data", "output_dir", "reward"])
+def test_required_settings(name, error_of):
+    given = [f"--{n.replace('_', '-')}=x" for n in ("model", "data", "output_dir", "reward") if n != name]
+    error = error_of("train", "grpo", *given)
+    assert f"{name} is missing" in error and f"--{name.replace('_', '-')}" in error
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"reward": "nocolon"}, "'nocolon' is not of the form"),
+        ({"reward": "nosuchfile.py:score"}, "no file nosuchfile.py"),
+        ({"reward": "examples/rewards.py:nothing"}, "nothing callable named 'nothing'; it has right_answer"),
+        ({"data": "nosuch.jsonl"}, "nosuch.jsonl'."),
+        ({"data": "EMPTY"}, "holds no rows"),
+        ({"data": "BROKEN"}, "broken.jsonl:2: not JSON"),
+        ({"model": "./nosuch"}, "there is no folder './nosuch'"),
+        ({"model": "EMPTY_FOLDER"}, "cannot be loaded"),
+        ({"batch_size": 100}, "n_rows is 8, batch_size 100"),
+        ({"steps": -1}, "steps is -1, expected an integer >= 0"),
+        ({"output_dir": "EMPTY/x"}, "cannot be made"),
+        ({"reward_weights": "1"}, None),
+    ],
+)
+def test_missing_and_broken_inputs(settings, expected, files, error_of):
+    (files.folder / "empty.jsonl").write_text("\n")
+    (files.folder / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    (files.folder / "empty_folder").mkdir()
+    places = {"EMPTY_FOLDER": "empty_folder", "EMPTY": "empty.jsonl", "BROKEN": "broken.jsonl"}
+    for mark, name in places.items():
+        settings = {key: str(value).replace(mark, str(files.folder / name)) for key, value in settings.items()}
+    argv = ["train", "grpo", *files("run", **{**files.online, "steps": 1, "group_size": 2, **settings})]
+    if expected is None:
+        assert main(argv) == 0
+    else:
+        assert expected in error_of(*argv)
+
+
+def test_hub_name_without_a_network(files):
+    command = [sys.executable, "-c", "import sys; from whet.cli import main; sys.exit(main())", "train", "sft"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(files.folder)}
+    run = subprocess.run(
+        [*command, *files("run", model="nobody/nothing")], capture_output=True, text=True, env=environment
+    )
+    asking, error = run.stderr.strip().splitlines()
+    assert run.returncode == 2 and "asking the Hugging Face hub" in asking
+    assert error.startswith("whet: load_model: 'nobody/nothing' cannot be loaded: ") and "where there is a net" in error
+
+
+def test_weights_that_do_not_fit_are_refused(files, tiny_model, error_of):
+    folder = files.folder / "deeper"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3, "layer_types": None}))
+    assert "its weights lack model.layers.2." in error_of("train", "sft", *files("run", model=folder))
+
+
+def test_failing_reward_names_function_sample_and_line(files, error_of):
+    (files.folder / "bad.py").write_text("def half(completions):\n    return [1 / 0 for _ in completions]\n")
+    online = {**files.online, "reward": f"{files.folder / 'bad.py'}:half"}
+    error = error_of("train", "grpo", *files("run", steps=1, group_size=2, **online))
+    assert "half failed on sample 0" in error and "ZeroDivisionError" in error and "bad.py, line 2)" in error
+
+
+# --- stopping and continuing ----------------------------------------------------------------------------
+
+KILLER = """
+import os, signal
+from pathlib import Path
+
+calls = 0
+
+def share(completions, answer):
+    global calls
+    calls += 1
+    if calls == {call} and not Path({mark!r}).exists():
+        Path({mark!r}).touch()
+        for _ in range({times}):
+            os.kill(os.getpid(), signal.{signal})
+    return [text.count(right) + sum(map(ord, text)) % 97 / 97 for text, right in zip(completions, answer)]
+"""
+
+
+def with_killer(files, **how):
+    text = KILLER.format(mark=str(files.folder / "mark"), **{"call": 4, "times": 1, "signal": "SIGINT", **how})
+    (files.folder / "killer.py").write_text(text)
+    reward = f"{files.folder / 'killer.py'}:share"
+    return {**files.online, "reward": reward, "steps": 6, "group_size": 2, "checkpoint_every": 2}
+
+
+def assert_same_run(folder, other):
+    assert same_weights(folder, other)
+    assert all(norm > 0 for _, norm in gradients(folder))  # something was learnt in every step
+    assert gradients(folder) == gradients(other)
+    assert (folder / "completions.jsonl").read_bytes() == (other / "completions.jsonl").read_bytes()
+
+
+def test_killed_run_ends_with_the_same_bits(files, capsys):
+    settings = with_killer(files, signal="SIGKILL")
+    argv = ["train", "grpo", *files("killed", **settings)]
+    command = [sys.executable, "-c", "import sys; from whet.cli import main; sys.exit(main())", *argv]
+    assert subprocess.run(command, capture_output=True, timeout=300).returncode == -signal.SIGKILL
+    assert [step for step, _ in gradients(files.folder / "killed")] == [1, 2, 3]
+    assert not (files.folder / "killed" / "model").exists()
+    assert main(argv) == 0
+    assert f"continuing from {files.folder / 'killed' / 'checkpoints' / 'step-000002'}" in capsys.readouterr().out
+    assert main(["train", "grpo", *files("whole", **settings)]) == 0
+    assert_same_run(files.folder / "killed", files.folder / "whole")
+
+
+def test_killed_before_the_first_checkpoint_starts_anew(files):
+    settings = {**with_killer(files, call=2, times=2), "eval_data": files.folder / "rows.jsonl"}
+    argv = ["train", "grpo", *files("run", **settings)]
+    assert main(argv) == 130 and main(argv) == 0
+    steps = [row["step"] for row in read_jsonl(files.folder / "run" / "metrics.jsonl")]
+    assert steps == [0, 1, 2, 3, 4, 5, 6, 6]  # evaluated before the first step and after the last
+
+
+def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues(files, capsys):
+    settings = with_killer(files, call=3) | {"checkpoint_every": 100, "lr_schedule": "linear"}
+    argv = ["train", "online-dpo", *(f for f in files("run", **settings) if "group" not in f)]
+    assert main(argv) == 130
+    out = capsys.readouterr().out
+    assert f"{files.folder / 'run' / 'checkpoints' / 'step-000003'} is written; the same command continues" in out
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert main(argv) == 0
+    assert main([*argv, f"--output-dir={files.folder / 'whole'}"]) == 0
+    assert_same_run(files.folder / "run", files.folder / "whole")
+
+
+def test_second_ctrl_c_stops_at_once(files, capsys):
+    assert main(["train", "grpo", *files("run", **with_killer(files, times=2))]) == 130
+    assert [step for step, _ in gradients(files.folder / "run")] == [1, 2, 3]
+    assert [path.name for path in (files.folder / "run" / "checkpoints").iterdir()] == ["step-000002"]
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_damaged_checkpoint_is_skipped_and_said(files, capsys):
+    run = files("run", steps=4, learning_rate=1e-2)
+    assert main(["train", "sft", *run, "--checkpoint-every=2"]) == 0
+    weights = (files.folder / "run" / "model" / "model.safetensors").read_bytes()
+    damaged = files.folder / "run" / "checkpoints" / "step-000004" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    capsys.readouterr()
+    assert main(["train", "sft", *run]) == 0
+    said = capsys.readouterr()
+    assert "whet: warning: latest_checkpoint: step-000004 is skipped" in said.err
+    assert "continuing from" in said.out and "step-000002" in said.out
+    assert (files.folder / "run" / "model" / "model.safetensors").read_bytes() == weights
+
+
+def test_lora_run_continues_to_the_bit(files):
+    settings = {"data": "pairs.jsonl", "lora_rank": 2, "learning_rate": 1e-2}
+    assert main(["train", "dpo", *files("whole", steps=6, **settings)]) == 0
+    for steps in (3, 6):
+        assert main(["train", "dpo", *files("parts", steps=steps, **settings)]) == 0
+    assert same_weights(files.folder / "whole", files.folder / "parts", "adapter_model.safetensors")
+
+
+def test_what_a_continued_run_may_change(files, error_of, capsys):
+    assert main(["train", "sft", *files("run", steps=2)]) == 0
+    error = error_of("train", "sft", *files("run", steps=4, seed=1))
+    assert "holds a run with seed = 0, and here it is 1" in error
+    assert "is past steps = 1" in error_of("train", "sft", *files("run", steps=1))
+    assert "resume is off" in error_of("train", "sft", *files("run", steps=4), "--no-resume")
+    assert "was saved by SFT" in error_of("train", "dpo", *files("run", steps=4))
+    assert read_toml(files.folder / "run" / "config.toml")["steps"] == 2
+    assert main(["train", "sft", *files("run", steps=4, learning_rate=0.5)]) == 0
+    assert "learning_rate is 0.5 from here on; it was 2e-05" in capsys.readouterr().out
+    assert [step for step, _ in gradients(files.folder / "run")] == [1, 2, 3, 4]
+    shutil.rmtree(files.folder / "run" / "checkpoints")
+    assert "holds a run with data = " in error_of("train", "sft", *files("run", "pairs.jsonl", steps=4))
+
+
+def test_reward_functions_may_change_on_the_way(files, capsys):
+    settings = {**files.online, "group_size": 2, "eval_data": files.folder / "rows.jsonl"}
+    assert main(["train", "grpo", *files("run", steps=1, **settings)]) == 0
+    rewards = [settings.pop("reward"), "examples/rewards.py:short"]
+    assert main(["train", "grpo", *files("run", steps=2, **settings), "--reward", *rewards]) == 0
+    assert "reward is ['" in capsys.readouterr().out
+    card = (files.folder / "run" / "README.md").read_text()
+    assert "| Metric | Step 0 | Step 2 |" in card and "| mean_reward |" in card

@@ -1,0 +1,284 @@
+"""completion_logprobs against values by hand, a float64 row-by-row definition, and autograd."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from whet.errors import WhetTypeError, WhetValueError
+from whet.nn import causal_lm
+from whet.nn.causal_lm import completion_logprobs
+
+PROMPTS = [[1, 5, 9], [2], [3, 4, 5, 6, 7, 8]]
+COMPLETIONS = [[10, 11], [12, 13, 14, 15], []]
+
+
+class Bigram(nn.Module):
+    """logits[t] = table[input_ids[t]]: what follows a token is known by hand."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.table = nn.Parameter(table)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.table[input_ids]
+
+
+def thirds() -> Bigram:
+    """Token 0 is followed by 0, 1, 2 with 1/8, 2/8, 5/8; token 2 with 3/8, 1/8, 4/8."""
+    return Bigram(torch.tensor([[1.0, 2, 5], [1, 1, 2], [3, 1, 4]]).log())
+
+
+def tiny_llama(**options: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        **options,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def by_definition(model: nn.Module, prompt: list[int], completion: list[int], t: float) -> torch.Tensor:
+    """(len(completion), V) float64 log-probs: one row, no padding, every position projected."""
+    output = model(torch.tensor([prompt + completion]))
+    logits = getattr(output, "logits", output)[0].double() / t
+    return logits.log_softmax(-1)[len(prompt) - 1 :][: len(completion)]
+
+
+def entropy_of(*p: float) -> float:
+    return -sum(q * math.log(q) for q in p)
+
+
+def test_values_by_hand() -> None:
+    out = completion_logprobs(thirds(), [[1, 0], [2]], [[2, 1], [0]], return_entropy=True)
+    expected = [[math.log(5 / 8), math.log(1 / 8)], [math.log(3 / 8), 0.0]]
+    torch.testing.assert_close(out.logprobs, torch.tensor(expected))
+    assert out.mask.dtype == torch.bool and out.mask.tolist() == [[True, True], [True, False]]
+    h0, h2 = entropy_of(1 / 8, 2 / 8, 5 / 8), entropy_of(3 / 8, 1 / 8, 4 / 8)
+    torch.testing.assert_close(out.entropy, torch.tensor([[h0, h2], [h2, 0.0]]))
+    assert out.entropy is not None and not out.entropy.requires_grad
+
+
+def test_temperature_by_hand() -> None:
+    # T = 1/2 squares the weights: 1, 4, 25.
+    out = completion_logprobs(thirds(), [[0]], [[2]], temperature=0.5)
+    assert out.logprobs.item() == pytest.approx(math.log(25 / 30))
+    assert out.entropy is None
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_the_definition_row_by_row(temperature: float, dtype: torch.dtype) -> None:
+    model = tiny_llama().to(dtype)
+    out = completion_logprobs(model, PROMPTS, COMPLETIONS, temperature=temperature, return_entropy=True)
+    assert out.logprobs.dtype == dtype and out.entropy is not None
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-6
+    for i, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        logp = by_definition(model, prompt, completion, temperature)
+        n = len(completion)
+        assert out.mask[i].tolist() == [True] * n + [False] * (4 - n)
+        chosen = logp.gather(-1, torch.tensor(completion, dtype=torch.int64)[:, None])[:, 0]
+        torch.testing.assert_close(out.logprobs[i, :n].double(), chosen, atol=tolerance, rtol=0)
+        entropy = -(logp.exp() * logp).sum(-1)
+        torch.testing.assert_close(out.entropy[i, :n].double(), entropy, atol=tolerance * 10, rtol=0)
+        assert not out.logprobs[i, n:].any() and not out.entropy[i, n:].any()
+
+
+def test_a_row_depends_on_neither_its_neighbours_nor_its_padding() -> None:
+    model = tiny_llama()
+    together = completion_logprobs(model, PROMPTS, COMPLETIONS)
+    for i in range(2):
+        alone = completion_logprobs(model, PROMPTS[i : i + 1], COMPLETIONS[i : i + 1])
+        torch.testing.assert_close(together.logprobs[i, : len(COMPLETIONS[i])], alone.logprobs[0], atol=1e-6, rtol=0)
+
+
+def test_gradient_equals_autograd_of_the_definition() -> None:
+    model = tiny_llama().double()
+    weights = torch.tensor([[0.3, -1.2, 0.0, 0.0], [2.0, 0.5, -0.1, 1.0], [0.0] * 4], dtype=torch.float64)
+    (completion_logprobs(model, PROMPTS, COMPLETIONS, temperature=0.7).logprobs * weights).sum().backward()
+    ours = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    loss = torch.zeros((), dtype=torch.float64)
+    for i in range(2):
+        logp = by_definition(model, PROMPTS[i], COMPLETIONS[i], 0.7)
+        for t, token in enumerate(COMPLETIONS[i]):
+            loss = loss + weights[i, t] * logp[t, token]
+    loss.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(ours[name], p.grad, atol=1e-12, rtol=1e-9)
+
+
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        model = thirds()
+        out = completion_logprobs(model, [[0], [1]], [[2, 1, 0], [1, 2]], return_entropy=True)
+        (out.logprobs * torch.tensor([[1.0, 2, 3], [4, 5, 6]])).sum().backward()
+        assert model.table.grad is not None and out.entropy is not None
+        return out.logprobs.detach(), out.entropy, model.table.grad
+
+    whole = run()
+    monkeypatch.setattr(causal_lm, "_CHUNK_ELEMENTS", 7)  # two tokens of three logits at a time
+    for one_chunk, many_chunks in zip(whole, run(), strict=True):
+        assert torch.equal(one_chunk, many_chunks)
+
+
+def test_bf16_logits_are_reduced_in_float32() -> None:
+    torch.manual_seed(0)
+    table = torch.randn(4, 1000).to(torch.bfloat16)
+    model = Bigram(table)
+    out = completion_logprobs(model, [[0], [3]], [[1, 2], [2, 1]], return_entropy=True)
+    wide = completion_logprobs(Bigram(table.double()), [[0], [3]], [[1, 2], [2, 1]], return_entropy=True)
+    assert out.logprobs.dtype == torch.float32 and out.entropy is not None and wide.entropy is not None
+    torch.testing.assert_close(out.logprobs.double(), wide.logprobs, atol=2e-6, rtol=0)
+    torch.testing.assert_close(out.entropy.double(), wide.entropy, atol=2e-5, rtol=0)
+    out.logprobs.sum().backward()
+    assert model.table.grad is not None and model.table.grad.dtype == torch.bfloat16
+
+
+def test_impossible_tokens_leave_entropy_and_gradient_finite() -> None:
+    model = Bigram(torch.tensor([[0.0, 0.0, -math.inf]]).repeat(3, 1))
+    out = completion_logprobs(model, [[0]], [[1, 2]], return_entropy=True)
+    assert out.logprobs.tolist() == [[pytest.approx(-math.log(2)), -math.inf]]
+    torch.testing.assert_close(out.entropy, torch.full((1, 2), math.log(2)))
+    out.logprobs[0, 0].backward()
+    assert model.table.grad is not None
+    torch.testing.assert_close(model.table.grad[0], torch.tensor([-0.5, 0.5, 0.0]))
+
+
+def test_nan_logits_give_nan_in_their_own_row_only() -> None:
+    model = thirds()
+    with torch.no_grad():
+        model.table[1] = math.nan
+    out = completion_logprobs(model, [[1], [0]], [[0], [0]], return_entropy=True)
+    assert out.logprobs.isnan().tolist() == [[True], [False]]
+    assert out.entropy is not None and out.entropy.isnan().tolist() == [[True], [False]]
+
+
+def test_only_empty_completions_still_differentiate() -> None:
+    model = tiny_llama()
+    out = completion_logprobs(model, [[1, 2], [3]], [[], []], return_entropy=True)
+    assert out.logprobs.shape == out.mask.shape == (2, 0)
+    out.logprobs.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_the_vocabulary_is_not_projected_on_prompt_positions() -> None:
+    model = tiny_llama()
+    positions = []
+    model.lm_head.register_forward_hook(lambda module, args, output: positions.append(output.shape[1]))
+    completion_logprobs(model, [[1] * 20, [2] * 18], [[3, 4, 5], [6, 7]])
+    assert positions == [5]  # 22 tokens are fed; token 18 of the shorter prompt is the first that counts
+
+
+def test_forward_gets_the_options_it_names() -> None:
+    class Named(Bigram):
+        def forward(self, input_ids: torch.Tensor, attention_mask: Any = None, use_cache: Any = None) -> torch.Tensor:
+            self.got = (input_ids, attention_mask, use_cache)
+            return super().forward(input_ids)
+
+    model = Named(torch.zeros(3, 3))
+    completion_logprobs(model, [[1, 2], [2]], [[0], [1, 1, 0]])
+    input_ids, attention_mask, use_cache = model.got
+    assert input_ids.tolist() == [[1, 2, 0], [2, 1, 1]] and use_cache is False
+    assert attention_mask.tolist() == [[1, 1, 0], [1, 1, 1]]
+
+
+def test_mode_is_left_alone_and_used() -> None:
+    model = tiny_llama(attention_dropout=0.5)
+    steady = completion_logprobs(model, PROMPTS, COMPLETIONS).logprobs
+    assert not model.training
+    model.train()
+    noisy = completion_logprobs(model, PROMPTS, COMPLETIONS).logprobs
+    assert model.training and not torch.equal(steady, noisy)
+
+
+def test_peft_and_compiled_wrappers_speak_for_the_model_inside() -> None:
+    model = tiny_llama()
+    plain = completion_logprobs(model, PROMPTS, COMPLETIONS).logprobs
+    positions = []
+    model.lm_head.register_forward_hook(lambda module, args, output: positions.append(output.shape[1]))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    out = completion_logprobs(adapted, [[1] * 20], [[3, 4]])
+    assert positions == [2]
+    out.logprobs.sum().backward()
+    trained = [name for name, p in adapted.named_parameters() if p.grad is not None]
+    assert trained and all("lora_" in name for name in trained)
+    torch.testing.assert_close(completion_logprobs(adapted, PROMPTS, COMPLETIONS).logprobs, plain)
+    compiled = torch.compile(model, backend="eager")
+    assert causal_lm.inner_module(compiled) is model  # pyright: ignore[reportArgumentType]
+
+
+def test_tensors_and_numpy_integers_are_rows_too() -> None:
+    model = thirds()
+    lists = completion_logprobs(model, [[1, 0]], [[2, 1]]).logprobs
+    tensors = completion_logprobs(model, torch.tensor([[1, 0]]), torch.tensor([[2, 1]])).logprobs  # pyright: ignore
+    assert torch.equal(lists, tensors)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
+def test_bad_temperature(temperature: float) -> None:
+    with pytest.raises(WhetValueError, match=r"temperature is .* expected a finite number > 0"):
+        completion_logprobs(thirds(), [[0]], [[1]], temperature=temperature)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "completions", "error", "message"),
+    [
+        ([[0]], [[1], [2]], WhetValueError, "prompt_ids has 1 rows and completion_ids has 2"),
+        ([], [], WhetValueError, "at least one"),
+        ([[0], []], [[1], [2]], WhetValueError, r"prompt_ids\[1\] is empty.*such as BOS"),
+        ([[0]], [[1, -100]], WhetValueError, r"completion_ids\[0\] holds -100"),
+        ([[0]], [[1, 1.5]], WhetTypeError, r"completion_ids\[0\] is \[1, 1.5\]"),
+        ([[[0]]], [[1]], WhetTypeError, r"prompt_ids\[0\] is \[\[0\]\]"),
+        ([0], [1], WhetTypeError, r"prompt_ids\[0\] is 0, expected a flat sequence"),
+        ([[0]], [[1, 3]], WhetValueError, "holds token 3.*vocabulary has 3 tokens"),
+        ([[7]], [[1]], WhetValueError, r"embedding has no row.*largest token id 7"),
+    ],
+)
+def test_bad_rows(prompts: Any, completions: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        completion_logprobs(thirds(), prompts, completions)
+
+
+def test_a_row_past_learned_positions_is_named() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1))
+    assert completion_logprobs(model, [[1] * 5], [[2] * 4]).mask.all()  # the last token is not fed
+    with pytest.raises(WhetValueError, match=r"longest row 9 tokens.*position limit"):
+        completion_logprobs(model, [[1] * 5], [[2] * 5])
+
+
+class Returns(nn.Module):
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return self.output
+
+
+@pytest.mark.parametrize(
+    ("output", "error", "message"),
+    [
+        ((torch.zeros(1, 1, 3),), WhetTypeError, "Returns returned tuple"),
+        (torch.zeros(1, 1, 3, dtype=torch.int64), WhetTypeError, "returned a torch.int64 tensor"),
+        (torch.zeros(1, 3), WhetValueError, r"shape \(1, 3\), expected \(B, T, V\) = \(1, 1, V\)"),
+        (torch.zeros(1, 4, 3), WhetValueError, r"shape \(1, 4, 3\)"),
+        (torch.zeros(2, 1, 3), WhetValueError, r"shape \(2, 1, 3\)"),
+    ],
+)
+def test_outputs_that_are_no_logits(output: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        completion_logprobs(Returns(output), [[0]], [[1]])
