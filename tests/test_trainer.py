@@ -341,6 +341,7 @@ def test_loggers_and_callbacks_are_called():
     metrics = trainer.train(ROWS, steps=2)
     assert diary.entries == [("step", 1), ("begin", 1, 3), ("step", 2), ("step", 3), ("end", 3)]
     assert [step for step, _ in ledgers[0].rows] == [1, 2, 3] and ledgers[0].total_steps == 3
+    assert trainer.position == 2  # a step of one's own takes nothing from the dataset
     assert ledgers[0].rows == ledgers[1].rows and ledgers[0].rows[-1][1] == metrics
     assert metrics["num_tokens"] == 8 * 5  # cumulative
     trainer.log({"eval/accuracy": 0.5})
@@ -383,6 +384,21 @@ def test_an_interrupt_leaves_a_trainer_that_goes_on_as_if_nothing_had_been():
     whole = GRPO(Net(), reward_fn=ones, **settings)
     whole.train(PROMPTS, steps=4)
     assert_same(trainer.model, whole.model)
+
+
+def test_a_failed_step_takes_nothing_from_the_dataset():
+    trainer = sft()
+    with pytest.raises(WhetTypeError, match="there is no tokenizer"):
+        trainer.train([{"text": "a"}] * 3, steps=1)
+    trainer.train_step(ROWS[:3])
+    assert trainer.position == 0
+
+
+def test_reference_and_policy_are_compared_without_dropout():
+    model = Net(dropout=0.5)
+    trainer = DPO(model, learning_rate=0.01)
+    assert trainer.train_step(PAIRS[:3])["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert model.training and trainer.ref_model.training  # as they were
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------
@@ -431,6 +447,17 @@ def test_a_resumed_run_is_the_same_to_the_bit(name, make, tmp_path):
     for parameter, mine in zip(whole.trainable.values(), resumed.trainable.values(), strict=True):
         theirs, ours = whole.optimizer.state[parameter], resumed.optimizer.state[mine]
         assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
+
+
+def test_a_schedule_goes_on_where_it_was_stopped(tmp_path):
+    whole, stopped = (sft(lr_schedule="linear", callbacks=[Diary(stop_at)]) for stop_at in (None, 4))
+    whole.train(ROWS, steps=8)
+    stopped.train(ROWS, steps=8)
+    stopped.save(tmp_path / "c")
+    resumed = SFT.from_checkpoint(tmp_path / "c")
+    rates = [resumed.train(ROWS, steps=steps)["learning_rate"] for steps in (1, 3)]
+    assert rates == pytest.approx([0.005, 0.00125])
+    assert_same(resumed.model, whole.model)
 
 
 def test_the_reference_comes_back_from_the_checkpoint(tmp_path):

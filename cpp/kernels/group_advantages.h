@@ -131,7 +131,7 @@ WHET_INLINE void advantages_of(const T* rewards, size_t n, double ddof, double e
     }
 }
 
-// Groups of 2, 4 and 8 fill whole vectors (step 8); other groups go one by one.
+// Groups of 2 and 4 share a vector (step 8); others go one by one, the usual sizes with loops that unroll.
 template <int width, size_t fixed_step, class T>
 WHET_INLINE void advantages_of_each(const T* rewards, size_t n, size_t group_size, double ddof, double eps,
                                     double batch_scale, T* out) {
@@ -153,6 +153,8 @@ WHET_INLINE void group_advantages(const T* rewards, size_t n_groups, size_t grou
             return advantages_of_each<4, 8>(rewards, n, group_size, ddof, eps, batch_scale, out);
         case 8:
             return advantages_of_each<8, 8>(rewards, n, group_size, ddof, eps, batch_scale, out);
+        case 16:
+            return advantages_of_each<8, 16>(rewards, n, group_size, ddof, eps, batch_scale, out);
         default:
             return advantages_of_each<8, 0>(rewards, n, group_size, ddof, eps, batch_scale, out);
     }

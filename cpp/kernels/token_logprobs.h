@@ -43,9 +43,14 @@ struct RowSums {
 
 template <bool with_entropy, class T>
 WHET_INLINE void add_chunk(RowSums& row, const T* logits, int n_vectors, float scale) {
-    f32x16 greatest(-__builtin_inff());
-    for (int i = 0; i < n_vectors; ++i) greatest = max(load_logits(logits + 16 * i), greatest);
-    const float chunk_top = max_lane(greatest);
+    // Two maxima side by side: one would wait for itself.
+    f32x16 even(-__builtin_inff()), odd(-__builtin_inff());
+    for (int i = 0; i + 1 < n_vectors; i += 2) {
+        even = max(load_logits(logits + 16 * i), even);
+        odd = max(load_logits(logits + 16 * i + 16), odd);
+    }
+    if (n_vectors % 2 != 0) even = max(load_logits(logits + 16 * (n_vectors - 1)), even);
+    const float chunk_top = max_lane(max(even, odd));
     if (chunk_top > row.top) row.raise_top(chunk_top, scale);
 
     const f32x16 top(row.top), per_logit(scale), lowest(-126.0f);
@@ -55,6 +60,8 @@ WHET_INLINE void add_chunk(RowSums& row, const T* logits, int n_vectors, float s
         const int end = begin + run < n_vectors ? begin + run : n_vectors;
         f32x16 run_weights(0.0f), run_weighted_u(0.0f);
         for (int i = begin; i < end; ++i) {
+            // The next chunk comes in while this one is computed on: reading past the row's end is only asked for.
+            __builtin_prefetch(logits + 16 * (n_vectors + i));
             const f32x16 u = max(lowest, (load_logits(logits + 16 * i) - top) * per_logit);
             const f32x16 weight = exp2_fast(u);
             run_weights += weight;

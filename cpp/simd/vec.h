@@ -153,20 +153,32 @@ WHET_INLINE void store_first(T* out, Vec<T> v, int n) {
 
 typedef float HalfF32 __attribute__((vector_size(kNativeBytes / 2)));
 
+WHET_INLINE f64x8::Native to_f64(HalfF32 x) {
+#if defined(__AVX512F__)
+    return _mm512_cvtps_pd(x);  // GCC would convert in two halves and join them
+#else
+    return __builtin_convertvector(x, f64x8::Native);
+#endif
+}
+
 // Eight floats from memory as doubles, and back with one rounding.
 WHET_INLINE f64x8 load_wide(const float* x) {
     f64x8 v;
     WHET_EACH_PART(p) {
         HalfF32 half;
         __builtin_memcpy(&half, x + p * f64x8::kPartLanes, sizeof half);
-        v.part[p] = __builtin_convertvector(half, f64x8::Native);
+        v.part[p] = to_f64(half);
     }
     return v;
 }
 
 WHET_INLINE void store_narrow(float* out, f64x8 v) {
     WHET_EACH_PART(p) {
+#if defined(__AVX512F__)
+        const HalfF32 half = _mm512_cvtpd_ps(v.part[p]);
+#else
         const HalfF32 half = __builtin_convertvector(v.part[p], HalfF32);
+#endif
         __builtin_memcpy(out + p * f64x8::kPartLanes, &half, sizeof half);
     }
 }
@@ -183,7 +195,7 @@ WHET_INLINE F64Pair widen(f32x16 v) {
         for (int h = 0; h < 2; ++h) {
             const int at = 2 * p + h;
             f64x8& out = at < kParts ? pair.low : pair.high;
-            out.part[at % kParts] = __builtin_convertvector(halves[h], f64x8::Native);
+            out.part[at % kParts] = to_f64(halves[h]);
         }
     }
     return pair;

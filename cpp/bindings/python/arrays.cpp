@@ -9,54 +9,62 @@ namespace nb = nanobind;
 namespace whet {
 namespace {
 
-// What this file needs of torch, fetched when the first tensor arrives. Kept for the life of the process.
+// What this file needs of torch, fetched when the first tensor arrives and kept for the life of the process. A tensor
+// is asked through the descriptors of its class: a lookup by name for each question would cost as much as the answer.
 struct Torch {
     PyTypeObject* tensor = nullptr;
     PyObject *float32 = nullptr, *float64 = nullptr, *bfloat16 = nullptr, *boolean = nullptr, *from_numpy = nullptr;
-};
-
-struct Names {
-    PyObject *requires_grad = PyUnicode_InternFromString("requires_grad"),
-             *is_cpu = PyUnicode_InternFromString("is_cpu"), *dtype = PyUnicode_InternFromString("dtype"),
-             *shape = PyUnicode_InternFromString("shape"), *is_contiguous = PyUnicode_InternFromString("is_contiguous"),
-             *data_ptr = PyUnicode_InternFromString("data_ptr");
+    PyObject *requires_grad = nullptr, *is_cpu = nullptr, *dtype = nullptr, *shape = nullptr;
+    PyObject *is_contiguous = nullptr, *data_ptr = nullptr;
+    bool ready = false;
 };
 
 const Torch* torch() {
     static Torch t;
-    if (t.tensor != nullptr) return &t;
+    if (t.ready) return &t;
     PyObject* module = PyDict_GetItemString(PyImport_GetModuleDict(), "torch");
-    if (module == nullptr) return nullptr;
-    const auto get = [&](const char* name) {
-        PyObject* attribute = PyObject_GetAttrString(module, name);
-        if (attribute == nullptr) PyErr_Clear();  // torch is still being imported
+    bool complete = module != nullptr;
+    const auto get = [&](PyObject* object, const char* name) {
+        PyObject* attribute = object == nullptr ? nullptr : PyObject_GetAttrString(object, name);
+        if (attribute == nullptr) PyErr_Clear(), complete = false;  // torch is still being imported
         return attribute;
     };
-    t.float32 = get("float32");
-    t.float64 = get("float64");
-    t.bfloat16 = get("bfloat16");
-    t.boolean = get("bool");
-    t.from_numpy = get("from_numpy");
-    PyObject* tensor = get("Tensor");
-    if (t.from_numpy == nullptr || t.boolean == nullptr) return nullptr;
+    t.float32 = get(module, "float32");
+    t.float64 = get(module, "float64");
+    t.bfloat16 = get(module, "bfloat16");
+    t.boolean = get(module, "bool");
+    t.from_numpy = get(module, "from_numpy");
+    PyObject* tensor = get(module, "Tensor");
+    t.requires_grad = get(tensor, "requires_grad");
+    t.is_cpu = get(tensor, "is_cpu");
+    t.dtype = get(tensor, "dtype");
+    t.shape = get(tensor, "shape");
+    t.is_contiguous = get(tensor, "is_contiguous");
+    t.data_ptr = get(tensor, "data_ptr");
     t.tensor = reinterpret_cast<PyTypeObject*>(tensor);
-    return t.tensor == nullptr ? nullptr : &t;
+    t.ready = complete;
+    return complete ? &t : nullptr;
 }
 
-bool is_true(PyObject* result) {
-    const bool yes = result == Py_True;
-    if (result == nullptr) PyErr_Clear();
-    Py_XDECREF(result);
-    return yes;
+// The value of an attribute or the result of a method without arguments; invalid, and no Python error, if that fails.
+nb::object attribute_of(PyObject* tensor, PyObject* descriptor) {
+    PyObject* value =
+        Py_TYPE(descriptor)->tp_descr_get(descriptor, tensor, reinterpret_cast<PyObject*>(Py_TYPE(tensor)));
+    if (value == nullptr) PyErr_Clear();
+    return nb::steal(value);
+}
+nb::object result_of(PyObject* tensor, PyObject* method) {
+    PyObject* value = PyObject_CallOneArg(method, tensor);
+    if (value == nullptr) PyErr_Clear();
+    return nb::steal(value);
 }
 
 bool view_torch(PyObject* object, Array& array, const Torch& t) {
-    static const Names names;
-    if (is_true(PyObject_GetAttr(object, names.requires_grad)) || !is_true(PyObject_GetAttr(object, names.is_cpu)) ||
-        !is_true(PyObject_CallMethodNoArgs(object, names.is_contiguous))) {
+    if (attribute_of(object, t.requires_grad).ptr() != Py_False || attribute_of(object, t.is_cpu).ptr() != Py_True ||
+        result_of(object, t.is_contiguous).ptr() != Py_True) {
         return false;
     }
-    const nb::object dtype = nb::steal(PyObject_GetAttr(object, names.dtype));
+    const nb::object dtype = attribute_of(object, t.dtype);
     if (dtype.ptr() == t.float32) {
         array.dtype = DType::kFloat32;
     } else if (dtype.ptr() == t.float64) {
@@ -68,14 +76,14 @@ bool view_torch(PyObject* object, Array& array, const Torch& t) {
     } else {
         return false;
     }
-    const nb::object shape = nb::steal(PyObject_GetAttr(object, names.shape));
-    if (!shape.is_valid() || !PyTuple_Check(shape.ptr())) return PyErr_Clear(), false;
+    const nb::object shape = attribute_of(object, t.shape);
+    if (!shape.is_valid() || !PyTuple_Check(shape.ptr())) return false;
     const Py_ssize_t ndim = PyTuple_GET_SIZE(shape.ptr());
     if (ndim < 1 || ndim > 2) return false;
     array.ndim = static_cast<int>(ndim);
     for (int i = 0; i < array.ndim; ++i) array.shape[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(shape.ptr(), i));
-    const nb::object address = nb::steal(PyObject_CallMethodNoArgs(object, names.data_ptr));
-    if (!address.is_valid()) return PyErr_Clear(), false;
+    const nb::object address = result_of(object, t.data_ptr);
+    if (!address.is_valid()) return false;
     array.data = PyLong_AsVoidPtr(address.ptr());
     array.is_torch = true;
     return true;
