@@ -173,6 +173,7 @@ def test_a_batch_that_the_correction_rejects_teaches_nothing():
     far = [[[-50.0] * len(c) for c in group] for group in GROUPS]
     grpo = make(engine=ScriptedEngine(GROUPS, far), sampler_correction="sequence_mask")
     assert grpo.train_step(PROMPTS)["loss"] == 0
+    assert grpo.step == 1 and grpo.n_updates == 0
     assert_same_weights(grpo.model, TinyModel())
 
 
