@@ -1,0 +1,75 @@
+"""The demo, cut to a few steps: what it leaves behind, its last line, and the same run twice."""
+
+import json
+import re
+
+import pytest
+
+from whet.cli import main
+from whet.cli.arithmetic import exact_match, make_problems, make_tokenizer
+
+SHORT = ["--sft-max-steps", "3", "--grpo-max-steps", "2", "--n-held-out", "12"]
+
+
+def test_problems_are_all_sums_once_and_held_out_ones_apart():
+    rows, held_out = make_problems(0, 400)
+    prompts = {row["prompt"] for row in rows}
+    assert len(prompts) == 9600 and not prompts & {row["prompt"] for row in held_out}
+    assert all(int(r["answer"]) == sum(map(int, r["prompt"].rstrip("=").split("+"))) for r in rows + held_out)
+
+
+def test_tokenizer_reads_back_what_it_writes():
+    tokenizer = make_tokenizer()
+    ids = tokenizer("12+93=105")["input_ids"]
+    assert len(ids) == 9
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "12+93=105"
+
+
+def test_reward_wants_the_number_and_nothing_else():
+    assert exact_match(["105", "1055", "", "104"], ["105"] * 4) == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folders = [tmp_path_factory.mktemp("demo") / name for name in ("first", "second")]
+    for folder in folders:
+        # Three steps teach nothing, so the demo says that it fell short.
+        assert main(["demo", "--output-dir", str(folder), *SHORT]) == 1
+    return folders
+
+
+def test_it_leaves_a_model_that_transformers_loads_and_all_records(runs):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = runs[0]
+    for name in ("config.toml", "completions.jsonl", "report.html", "checkpoints/step-000002/manifest.json"):
+        assert (folder / name).is_file(), name
+    assert AutoTokenizer.from_pretrained(folder / "model")("1+1=")["input_ids"]
+    assert AutoModelForCausalLM.from_pretrained(folder / "model").num_parameters() > 1_000_000
+    report = (folder / "report.html").read_text()
+    assert "held-out accuracy" in report and "<script" not in report
+
+
+def test_a_seed_gives_the_same_run_twice(runs):
+    def records(folder):
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        timing = {"step_time_s", "tokens_per_s"}
+        return [{k: v for k, v in row.items() if k not in timing and "time" not in k} for row in rows]
+
+    first, second = map(records, runs)
+    assert first == second and len(first) >= 2
+    assert (runs[0] / "completions.jsonl").read_text() == (runs[1] / "completions.jsonl").read_text()
+
+
+def test_the_last_line_tells_the_outcome(tmp_path, capsys):
+    assert main(["demo", "--output-dir", str(tmp_path / "run"), *SHORT]) == 1
+    printed = capsys.readouterr()
+    line = r"held-out accuracy: \d+\.\d% -> \d+\.\d% \(SFT \d+ s, GRPO \d+ s, total \d+ s\)"
+    assert re.fullmatch(line, printed.out.rstrip().splitlines()[-1])
+    assert "did not reach 90%" in printed.err
+
+
+def test_it_removes_only_what_it_wrote(tmp_path):
+    (tmp_path / "mine.txt").write_text("keep")
+    main(["demo", "--output-dir", str(tmp_path), *SHORT])
+    assert (tmp_path / "mine.txt").read_text() == "keep"
