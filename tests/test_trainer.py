@@ -16,8 +16,8 @@ from whet.checkpoint import latest_checkpoint
 from whet.config import SFTConfig, learning_rate_at
 from whet.errors import CheckpointError, NonFiniteError, WhetTypeError, WhetValueError
 from whet.logging import CSVLogger
-from whet.nn.causal_lm import completion_logprobs
-from whet.trainer import module_mode, stop_token_ids
+from whet.nn.causal_lm import completion_logprobs, module_mode
+from whet.trainer import stop_token_ids
 
 torch.set_num_threads(1)  # the models are too small for more
 

@@ -16,8 +16,7 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -40,7 +39,7 @@ from whet.data import token_rows
 from whet.errors import CheckpointError, NonFiniteError, WhetTypeError, WhetValueError
 from whet.fields import make_config
 from whet.logging import Logger
-from whet.nn.causal_lm import completion_logprobs, inner_module, module_device
+from whet.nn.causal_lm import completion_logprobs, inner_module, module_device, module_mode
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -441,18 +440,6 @@ class Trainer(ABC):
             if hasattr(logger, "truncate_after"):
                 logger.truncate_after(self.step)
         restore_rng(state["rng"])
-
-
-@contextmanager
-def module_mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Training or eval mode for a while; every submodule gets back the mode it had."""
-    modes = [(member, member.training) for member in module.modules()]
-    module.train(training)
-    try:
-        yield
-    finally:
-        for member, mode in modes:
-            member.training = mode
 
 
 def stop_token_ids(model: nn.Module, tokenizer: Any) -> list[int]:

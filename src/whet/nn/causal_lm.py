@@ -15,6 +15,7 @@ import inspect
 import math
 import operator
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -208,6 +209,18 @@ def token_lists(rows: Sequence[Sequence[int]], where: str, name: str, *, allow_e
 def module_device(model: nn.Module) -> torch.device:
     """Where the model's parameters live; the CPU for a model without any."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+@contextmanager
+def module_mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Training or eval mode for a while; every submodule gets back the mode it had."""
+    modes = [(member, member.training) for member in module.modules()]
+    module.train(training)
+    try:
+        yield
+    finally:
+        for member, mode in modes:
+            member.training = mode
 
 
 def inner_module(model: nn.Module) -> nn.Module:

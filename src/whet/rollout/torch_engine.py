@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.errors import WhetTypeError, WhetValueError
-from whet.nn.causal_lm import causal_logits, inner_module, module_device, padded_batch, token_lists
+from whet.nn.causal_lm import causal_logits, inner_module, module_device, module_mode, padded_batch, token_lists
 from whet.sampling import Completion, SamplingParams
 
 
@@ -175,7 +175,7 @@ class TorchEngine:
         prompts = token_lists(prompt_ids, where, "prompt_ids", allow_empty=False)
         budgets = [self._budget(i, len(prompt), sampling) for i, prompt in enumerate(prompts)]
         rows = [_Row(prompt, budgets[i], i, sample) for i, prompt in enumerate(prompts) for sample in range(n)]
-        with _evaluating(self.model):
+        with module_mode(self.model, training=False):
             if _is_hugging_face(self.model):
                 # One budget per call: a row kept in the batch after its end stays within the limit.
                 for batch in self._batches(rows, lambda row: row.budget):
@@ -407,18 +407,6 @@ def _position_limit(model: nn.Module) -> int | None:
     get_text_config = getattr(config, "get_text_config", None)
     text_config = get_text_config() if callable(get_text_config) else config
     return getattr(text_config, "max_position_embeddings", None)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside, every submodule's own mode afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @contextmanager
