@@ -11,7 +11,7 @@ import pytest
 
 import whet
 
-ISAS = ["scalar", "avx2", "avx512", "neon"]
+ISAS = ["scalar", "avx2", "avx512", "avx512bf16", "neon"]
 
 
 def python(code, **env):
@@ -72,20 +72,21 @@ def test_primitives_hold_on_every_instruction_set(isa):
     if isa not in available_isas():
         pytest.skip(f"this processor does not run {isa}")
     here = os.path.join(os.path.dirname(__file__), "ops")
-    # torch tensors take the same kernels; its import would take longer than the tests.
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        here,
-        f"--ignore={here}/test_torch.py",
-    ]
+    # Tensors take the same kernels, and rates are no results.
+    left_out = [f"--ignore={here}/{name}" for name in ("test_torch.py", "test_probe.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", here, *left_out]
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "WHET_ISA": isa}, timeout=900)
     assert run.returncode == 0, run.stdout[-3000:]
+
+
+def test_build_info_names_what_runs():
+    info = whet.build_info()
+    built, usable = info["instruction_sets"].split(), info["usable_instruction_sets"].split()
+    assert set(info) == {"compiler", "build_type", "instruction_sets", "usable_instruction_sets"}
+    assert set(usable) <= set(built) <= set(ISAS) and "scalar" in usable
+    assert set(usable) == set(available_isas())
+    assert python("import whet; print(whet.isa())", WHET_ISA="").stdout.strip() == usable[0]
+    assert any(name in info["compiler"] for name in ("GCC", "Clang", "clang")) and info["build_type"]
 
 
 def test_bad_environment_is_named():

@@ -12,7 +12,19 @@ struct Kernels {
 #undef KERNEL
 };
 
-// Picked at the first call: what WHET_ISA names, else the widest set that the processor has.
+constexpr int kProbeStep = 512;   // bytes that probe_read, probe_copy and probe_scale take at a time
+constexpr int kProbeChains = 12;  // vectors of 64 bytes that probe_fma_* find in `sums`; they may use fewer
+
+// An instruction set of this build, and whether this processor has all of it.
+struct Unit {
+    const Kernels* table;
+    bool usable;
+};
+
+// All of them, the one to prefer first.
+const Unit* units(size_t& count);
+
+// Picked at the first call: what WHET_ISA names, else the first of units() that the processor has.
 // Throws std::runtime_error if WHET_ISA names a set that is not built in or that this processor lacks.
 const Kernels& kernels();
 

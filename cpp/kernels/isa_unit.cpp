@@ -19,8 +19,11 @@ namespace {
 //
 #include "simd/math.h"
 //
+#include "simd/dot.h"
+//
 #include "kernels/gae.h"
 #include "kernels/group_advantages.h"
+#include "kernels/probe.h"
 #include "kernels/token_kl.h"
 #include "kernels/token_logprobs.h"
 }  // namespace

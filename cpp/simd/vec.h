@@ -35,6 +35,14 @@ template <>
 struct BitsOf<double> {
     using Type = int64_t;
 };
+template <>
+struct BitsOf<uint16_t> {
+    using Type = int16_t;
+};
+template <>
+struct BitsOf<uint8_t> {
+    using Type = int8_t;
+};
 
 template <class T>
 struct Vec {
@@ -103,16 +111,36 @@ WHET_INLINE To bit_cast(From x) {
 
 // ---------------------------------------------------------------- loads and stores
 
+// Part by part: GCC copies a Vec of several registers at once through the stack.
 template <class T>
 WHET_INLINE Vec<T> load(const T* x) {
     Vec<T> v;
-    __builtin_memcpy(&v, x, sizeof v);
+    WHET_EACH_PART(p) __builtin_memcpy(&v.part[p], x + p * Vec<T>::kPartLanes, kNativeBytes);
     return v;
 }
 
 template <class T>
 WHET_INLINE void store(T* out, Vec<T> v) {
-    __builtin_memcpy(out, &v, sizeof v);
+    WHET_EACH_PART(p) __builtin_memcpy(out + p * Vec<T>::kPartLanes, &v.part[p], kNativeBytes);
+}
+
+// Past the caches, where the processor has such a store (`out` aligned to 64 bytes); an ordinary store elsewhere.
+// finish_streaming() comes before another thread reads what was stored.
+WHET_INLINE void store_streaming(float* out, f32x16 v) {
+#if defined(__AVX512F__)
+    _mm512_stream_ps(out, v.part[0]);
+#elif defined(__AVX2__)
+    WHET_EACH_PART(p) _mm256_stream_ps(out + p * f32x16::kPartLanes, v.part[p]);
+#elif defined(__x86_64__)
+    WHET_EACH_PART(p) _mm_stream_ps(out + p * f32x16::kPartLanes, v.part[p]);
+#else
+    store(out, v);
+#endif
+}
+WHET_INLINE void finish_streaming() {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
 }
 
 // The first n lanes; the others are `fill` on a load and untouched in memory on a store.

@@ -1,6 +1,7 @@
 // The native core without Python: every kernel on heap buffers of exactly its length, at every length that has a tail,
 // and the pool under contention. Numbers are checked against the plain formulas in long double; what this test is for
 // is what the sanitizers see while it runs. Exit code 77: the instruction set in WHET_ISA is not on this machine.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -138,6 +139,61 @@ void test_gae(size_t n) {
     }
 }
 
+void test_memory_probes(size_t n_bytes) {
+    constexpr size_t kAligned = 64 / sizeof(float);
+    const size_t n = n_bytes / sizeof(float);
+    std::unique_ptr<float[]> memory[2] = {std::make_unique<float[]>(n + kAligned),
+                                          std::make_unique<float[]>(n + kAligned)};
+    float* aligned[2];
+    for (int k = 0; k < 2; ++k) {  // the last element is the last of its buffer
+        const auto end = reinterpret_cast<uintptr_t>(memory[k].get() + n + kAligned);
+        aligned[k] = memory[k].get() + kAligned - end % 64 / sizeof(float);
+    }
+    float *x = aligned[0], *out = aligned[1];
+    for (size_t i = 0; i < n; ++i) x[i] = static_cast<float>(i % 1000);
+    for (const bool streaming : {false, true}) {
+        std::fill_n(out, n, -1.0f);
+        kernels().probe_copy(out, x, n, streaming, 2);
+        expect("probe_copy", std::equal(x, x + n, out));
+    }
+    kernels().probe_scale(x, n, 2.0f, 3);
+    for (size_t i = 0; i < n; ++i) expect("probe_scale", x[i] == 8.0f * out[i]);
+
+    auto* words = reinterpret_cast<uint64_t*>(out);
+    const size_t n_words = n_bytes / sizeof *words;
+    std::fill_n(words, n_words, uint64_t{0});
+    expect("probe_read of nothing", kernels().probe_read(words, n_bytes, 2) == 0);
+    for (size_t i = 0; i < n_words; ++i) {
+        words[i] = uint64_t{1} << (i % 64);
+        expect("probe_read misses a word", kernels().probe_read(words, n_bytes, 1) == words[i]);
+        words[i] = 0;
+    }
+}
+
+// All sums start at their own number and gain 10 times what one step adds: 15 for each product of 3 and 5.
+template <class A, class B, class Sum>
+void test_fma_probe(const char* name, size_t (*kernel)(const A*, const B*, Sum*, size_t), A three, B five, int gain) {
+    constexpr size_t kLanes = 64 / sizeof(Sum);
+    std::vector<A> a(64 / sizeof(A), three);
+    std::vector<B> b(64 / sizeof(B), five);
+    std::vector<Sum> sums(whet::kProbeChains * kLanes);
+    for (size_t i = 0; i < sums.size(); ++i) sums[i] = static_cast<Sum>(i);
+    const size_t steps = kernel(a.data(), b.data(), sums.data(), 10);
+    expect(name, steps % 10 == 0 && steps / 10 >= 1 && steps / 10 <= whet::kProbeChains);
+    for (size_t i = 0; i < sums.size(); ++i) {
+        const size_t expected = i + (i < steps / 10 * kLanes ? static_cast<size_t>(10 * gain) : 0);
+        expect(name, sums[i] == static_cast<Sum>(expected));
+    }
+}
+
+void test_probes() {
+    for (const size_t n_steps : {0, 1, 3}) test_memory_probes(n_steps * whet::kProbeStep);
+    test_fma_probe("probe_fma_f32", kernels().probe_fma_f32, 3.0f, 5.0f, 15);
+    test_fma_probe("probe_fma_f64", kernels().probe_fma_f64, 3.0, 5.0, 15);
+    test_fma_probe("probe_fma_bf16", kernels().probe_fma_bf16, uint16_t{0x4040}, uint16_t{0x40a0}, 30);
+    test_fma_probe("probe_fma_int8", kernels().probe_fma_int8, uint8_t{3}, int8_t{5}, 60);
+}
+
 void test_packing() {
     for (const int64_t n : {0, 1, 63, 64, 65, 1000}) {
         for (const int64_t max_length : {int64_t{16}, int64_t{1} << 40}) {
@@ -217,6 +273,7 @@ int main() {
         test_gae(n);
     }
     for (const size_t n : {1023, 1024, 1025, 2047, 5000}) test_token_logprobs(n);
+    test_probes();
     test_packing();
     test_pool();
     std::printf("%d failures\n", failures);

@@ -15,11 +15,20 @@ __version__ = "0.1.0"
 
 
 def isa() -> str:
-    """The instruction set that the kernels run on: "scalar", "avx2", "avx512" or "neon".
+    """The instruction set that the kernels run on: "scalar", "avx2", "avx512", "avx512bf16" or "neon".
 
     The widest that this processor has, unless the environment variable WHET_ISA names another at start.
     """
     return _core.isa()
+
+
+def build_info() -> dict[str, str]:
+    """How the native core was built.
+
+    ``compiler`` and its version, ``build_type`` ("Release" is optimised), ``instruction_sets`` that it holds and
+    ``usable_instruction_sets`` that this processor runs; both in words with a blank between, the preferred one first.
+    """
+    return _core.build_info()
 
 
 def get_num_threads() -> int:
@@ -41,5 +50,5 @@ def set_num_threads(n: int) -> None:
     _core.set_num_threads(n)
 
 
-__all__ = ["WhetError", "WhetTypeError", "WhetValueError", "get_num_threads", "isa", "set_num_threads"]
+__all__ = ["WhetError", "WhetTypeError", "WhetValueError", "build_info", "get_num_threads", "isa", "set_num_threads"]
 __all__ += ops.__all__

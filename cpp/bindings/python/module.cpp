@@ -1,17 +1,47 @@
 // The extension module whet._core.
 #include <nanobind/nanobind.h>
 
+#include <string>
+
 #include "arrays.h"
 #include "kernels/dispatch.h"
 #include "primitives.h"
+#include "probe.h"
 #include "runtime/thread_pool.h"
 
 namespace nb = nanobind;
+
+namespace {
+
+nb::dict build_info() {
+    std::string built, usable;
+    size_t count;
+    const whet::Unit* unit = whet::units(count);
+    for (const whet::Unit* end = unit + count; unit != end; ++unit) {
+        const std::string isa = unit->table->isa;
+        built += (built.empty() ? "" : " ") + isa;
+        if (unit->usable) usable += (usable.empty() ? "" : " ") + isa;
+    }
+    nb::dict info;
+#if defined(__clang__)
+    info["compiler"] = __VERSION__;
+#else
+    info["compiler"] = "GCC " __VERSION__;
+#endif
+    info["build_type"] = WHET_BUILD_TYPE;
+    info["instruction_sets"] = built.c_str();
+    info["usable_instruction_sets"] = usable.c_str();
+    return info;
+}
+
+}  // namespace
 
 NB_MODULE(_core, m) {
     whet::import_numpy();
     m.def("isa", [] { return whet::kernels().isa; });
     m.def("num_threads", &whet::num_threads);
     m.def("set_num_threads", &whet::set_num_threads, nb::call_guard<nb::gil_scoped_release>());
+    m.def("build_info", &build_info);
     whet::bind_primitives(m);
+    whet::bind_probe(m);
 }

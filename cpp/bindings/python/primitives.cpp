@@ -187,7 +187,7 @@ void group_advantages_rows(Advantages advantages, Deviation deviation, const T* 
              });
 }
 
-// group_size True: the rewards are one group.
+// group_size True: the rewards are one group; False: their rows are groups.
 nb::object group_advantages(nb::handle rewards, nb::handle group_size, int scale, double ddof, double eps) {
     Array r;
     Py_ssize_t size = 0, rows = 1, columns = 0;
@@ -195,7 +195,8 @@ nb::object group_advantages(nb::handle rewards, nb::handle group_size, int scale
     if (group_size.ptr() == Py_True) {
         if (r.ndim != 1) return not_implemented();
         columns = r.shape[0];
-    } else if (!optional_size(group_size, size) || !rows_and_columns(r, size, rows, columns)) {
+    } else if ((group_size.ptr() != Py_False && !optional_size(group_size, size)) ||
+               !rows_and_columns(r, size, rows, columns)) {
         return not_implemented();
     }
     void* data = nullptr;
@@ -314,15 +315,14 @@ nb::object pack(uintptr_t lengths, int64_t n, int64_t max_length) {
 
 }  // namespace
 
+// What takes no None has no named arguments either: nanobind calls it in its quickest way.
 void bind_primitives(nb::module_& m) {
     using nb::arg;
-    m.def("token_kl", &token_kl, arg("policy"), arg("ref"), arg("mask").none(), arg("schulman"), arg("float32_only"));
-    m.def("batch_token_kl", &batch_token_kl, arg("policy"), arg("ref"), arg("seq_len").none(), arg("mask").none(),
-          arg("schulman"), arg("float32_only"));
-    m.def("group_advantages", &group_advantages, arg("rewards"), arg("group_size").none(), arg("scale"), arg("ddof"),
-          arg("eps"));
+    m.def("token_kl", &token_kl, arg(), arg(), arg().none(), arg(), arg());
+    m.def("batch_token_kl", &batch_token_kl, arg(), arg(), arg().none(), arg().none(), arg(), arg());
+    m.def("group_advantages", &group_advantages);
     m.def("token_logprobs", &token_logprobs);
-    m.def("gae", &gae, arg("rewards"), arg("values"), arg("dones"), arg("last_value").none(), arg("gamma"), arg("lam"));
+    m.def("gae", &gae, arg(), arg(), arg(), arg().none(), arg(), arg());
     m.def("pack_sequences", &pack);
 }
 

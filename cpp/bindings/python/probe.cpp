@@ -1,0 +1,209 @@
+// Bindings of the probes: how fast this machine's threads read, copy and scale memory, and multiply and add.
+//
+// All threads start together and work for a batch of a millisecond or more; a batch takes as long as from the first
+// start to the last end. Batches follow one another until the time asked for is over, and the fastest one counts: a
+// ceiling is what is possible, and every disturbance makes a batch slower. Arguments come checked
+// (src/whet/ops/probe.py).
+#include "probe.h"
+
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <string>
+#include <thread>
+#include <vector>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include "kernels/dispatch.h"
+#include "runtime/thread_pool.h"
+
+namespace nb = nanobind;
+
+namespace whet {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_between(Clock::time_point start, Clock::time_point end) {
+    return std::chrono::duration<double>(end - start).count();
+}
+
+// body(i) once per thread, all at once; the seconds from the first start to the last end.
+//
+// The pool may give two tasks to one thread if another does not wake: nobody waits for longer than kPatience.
+template <class Body>
+double run_together(size_t n_threads, const Body& body) {
+    constexpr double kPatience = 0.02;
+    std::vector<Clock::time_point> start(n_threads), end(n_threads);
+    std::atomic<size_t> arrived{0};
+    auto task = [&](size_t i) {
+        arrived.fetch_add(1);
+        const Clock::time_point arrival = Clock::now();
+        while (arrived.load() < n_threads && seconds_between(arrival, Clock::now()) < kPatience) {
+            std::this_thread::yield();
+        }
+        start[i] = Clock::now();
+        body(i);
+        end[i] = Clock::now();
+    };
+    parallel_for(n_threads, task);
+    return seconds_between(*std::min_element(start.begin(), start.end()), *std::max_element(end.begin(), end.end()));
+}
+
+// The highest rate, in units of work(repeats) per second. The first batch only warms up.
+template <class Batch>
+double best_rate(double seconds, const Batch& batch) {
+    constexpr double kBatch = 1e-3;
+    constexpr int kBatches = 3;
+    const Clock::time_point start = Clock::now();
+    batch(1);
+    double best = 0.0;
+    size_t repeats = 1;
+    for (int done = 0; done < kBatches || seconds_between(start, Clock::now()) < seconds;) {
+        const double elapsed = batch(repeats);
+        if (elapsed < kBatch) {
+            repeats *= 2;
+            continue;
+        }
+        best = std::max(best, static_cast<double>(repeats) / elapsed);
+        ++done;
+    }
+    return best;
+}
+
+// Memory on huge pages where the system gives them, so that address translation does not hide the rate.
+class Memory {
+public:
+    static constexpr size_t kHugePage = size_t{2} << 20;
+
+    explicit Memory(size_t n_bytes) {
+        const size_t size = (n_bytes + kHugePage - 1) / kHugePage * kHugePage;
+        data_.reset(static_cast<char*>(std::aligned_alloc(kHugePage, size)));
+        if (data_ == nullptr) throw std::bad_alloc();
+#if defined(__linux__)
+        madvise(data_.get(), size, MADV_HUGEPAGE);
+#endif
+    }
+    char* data() const { return data_.get(); }
+
+private:
+    struct Free {
+        void operator()(char* memory) const { std::free(memory); }
+    };
+    std::unique_ptr<char, Free> data_;
+};
+
+// Memory cut into one part per thread, each filled with ones by the thread that will use it, or about to.
+struct Parts {
+    size_t n_threads = static_cast<size_t>(num_threads());
+    size_t part_bytes;
+    Memory memory;
+
+    explicit Parts(size_t n_bytes)
+        : part_bytes((n_bytes + n_threads * kProbeStep - 1) / (n_threads * kProbeStep) * kProbeStep),
+          memory(n_threads * part_bytes) {
+        run_together(n_threads, [&](size_t i) { std::fill_n(floats(i), part_bytes / sizeof(float), 1.0f); });
+    }
+    float* floats(size_t i) const { return reinterpret_cast<float*>(memory.data() + i * part_bytes); }
+    double size() const { return static_cast<double>(n_threads * part_bytes); }
+};
+
+void read(const Parts& parts, size_t i, size_t repeats) {
+    // The sink keeps the loads: nothing else looks at what was read.
+    static std::atomic<uint64_t> sink;
+    sink.store(kernels().probe_read(parts.floats(i), parts.part_bytes, repeats), std::memory_order_relaxed);
+}
+
+double read_rate(size_t n_bytes, double seconds) {
+    const nb::gil_scoped_release release;
+    const Parts parts(n_bytes);
+    return parts.size() * best_rate(seconds, [&](size_t repeats) {
+               return run_together(parts.n_threads, [&](size_t i) { read(parts, i, repeats); });
+           });
+}
+
+double copy_rate(size_t n_bytes, double seconds) {
+    const nb::gil_scoped_release release;
+    const Parts from((n_bytes + 1) / 2), to((n_bytes + 1) / 2);
+    const size_t n = from.part_bytes / sizeof(float);
+    double best = 0.0;
+    for (const bool streaming : {false, true}) {
+        best = std::max(best, best_rate(seconds / 2, [&](size_t repeats) {
+                            return run_together(from.n_threads, [&](size_t i) {
+                                kernels().probe_copy(to.floats(i), from.floats(i), n, streaming, repeats);
+                            });
+                        }));
+    }
+    return 2.0 * from.size() * best;
+}
+
+double scale_rate(size_t n_bytes, double seconds) {
+    const nb::gil_scoped_release release;
+    const Parts parts(n_bytes);
+    const size_t n = parts.part_bytes / sizeof(float);
+    return 2.0 * parts.size() * best_rate(seconds, [&](size_t repeats) {
+               return run_together(parts.n_threads,
+                                   [&](size_t i) { kernels().probe_scale(parts.floats(i), n, 1.0f, repeats); });
+           });
+}
+
+// Operations per second of a kernel that makes `flops` of them in one step.
+template <class A, class B, class Sum>
+double fma_rate(size_t (*kernel)(const A*, const B*, Sum*, size_t), double flops, double seconds) {
+    constexpr size_t kIterations = 1000;
+    struct alignas(64) Operands {
+        A a[64 / sizeof(A)] = {};
+        B b[64 / sizeof(B)] = {};
+        Sum sums[kProbeChains * 64 / sizeof(Sum)] = {};
+        size_t steps = 0;
+    };
+    const nb::gil_scoped_release release;
+    const auto n_threads = static_cast<size_t>(num_threads());
+    std::vector<Operands> operands(n_threads);
+    const double batches = best_rate(seconds, [&](size_t repeats) {
+        return run_together(n_threads, [&](size_t i) {
+            Operands& o = operands[i];
+            o.steps = 0;
+            for (size_t r = 0; r < repeats; ++r) o.steps = kernel(o.a, o.b, o.sums, kIterations);
+        });
+    });
+    return batches * flops * static_cast<double>(operands[0].steps * n_threads);
+}
+
+double fma_rate_of(const std::string& dtype, double seconds) {
+    const Kernels& k = kernels();
+    if (dtype == "float32") return fma_rate(k.probe_fma_f32, 32.0, seconds);
+    if (dtype == "float64") return fma_rate(k.probe_fma_f64, 16.0, seconds);
+    if (dtype == "bfloat16") return fma_rate(k.probe_fma_bf16, 64.0, seconds);
+    return fma_rate(k.probe_fma_int8, 128.0, seconds);
+}
+
+// The memory stays for the next call. The GIL is kept, and so is the order of calls.
+void evict(size_t n_bytes) {
+    static std::unique_ptr<Parts> parts;
+    if (parts == nullptr || parts->size() < static_cast<double>(n_bytes) ||
+        parts->n_threads != static_cast<size_t>(num_threads())) {
+        parts.reset();
+        parts = std::make_unique<Parts>(n_bytes);
+    }
+    run_together(parts->n_threads, [&](size_t i) { read(*parts, i, 1); });
+}
+
+}  // namespace
+
+void bind_probe(nb::module_& m) {
+    m.def("read_rate", &read_rate);
+    m.def("copy_rate", &copy_rate);
+    m.def("scale_rate", &scale_rate);
+    m.def("fma_rate", &fma_rate_of);
+    m.def("evict", &evict);
+}
+
+}  // namespace whet

@@ -1,0 +1,127 @@
+// What the machine can do at best: bytes through its caches and memory, multiplications and additions in registers.
+//
+// These kernels compute nothing of use; their rates are the ceilings that the others are held against. The caller
+// splits memory over threads and keeps the time.
+
+namespace probe {
+
+// `x` may have changed, as far as the compiler knows: nothing that depends on it leaves a loop.
+template <class T>
+WHET_INLINE void touch(Vec<T>& x) {
+#if defined(__x86_64__)
+    WHET_EACH_PART(p) __asm__ volatile("" : "+x"(x.part[p]));
+#else
+    WHET_EACH_PART(p) __asm__ volatile("" : "+w"(x.part[p]));
+#endif
+}
+WHET_INLINE void touch_memory() { __asm__ volatile("" ::: "memory"); }
+
+// body(offset, i) for the offsets of all vectors in [0, n_bytes), a multiple of kProbeStep; i counts kStreams of them.
+constexpr int kStreams = kProbeStep / kVecBytes;
+template <class Body>
+WHET_INLINE void each_vector(size_t n_bytes, Body body) {
+    for (size_t at = 0; at < n_bytes; at += kProbeStep) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kStreams; ++i) body(at + static_cast<size_t>(i) * kVecBytes, i);
+    }
+}
+
+}  // namespace probe
+
+// The bitwise or of all vectors' 8-byte words, so that every vector is loaded; `repeats` times over.
+uint64_t probe_read(const void* x, size_t n_bytes, size_t repeats) {
+    i64x8 even(0), odd(0);  // more of them read no faster, nor do two streams, nor prefetching
+    for (size_t r = 0; r < repeats; ++r) {
+        probe::each_vector(n_bytes, [&](size_t at, int i) WHET_INLINE_LAMBDA {
+            i64x8& seen = i % 2 == 0 ? even : odd;
+            seen = seen | load(reinterpret_cast<const int64_t*>(static_cast<const char*>(x) + at));
+        });
+        probe::touch_memory();
+    }
+    int64_t word = 0;
+    for (int lane = 0; lane < i64x8::kLanes; ++lane) word |= even[lane] | odd[lane];
+    return static_cast<uint64_t>(word);
+}
+
+// x to out, `repeats` times; `streaming` stores go past the caches. Both aligned to 64 bytes.
+void probe_copy(float* out, const float* x, size_t n, bool streaming, size_t repeats) {
+    const auto pass = [&](auto put) WHET_INLINE_LAMBDA {
+        for (size_t r = 0; r < repeats; ++r) {
+            probe::each_vector(n * sizeof(float), [&](size_t at, int) WHET_INLINE_LAMBDA {
+                put(out + at / sizeof(float), load(x + at / sizeof(float)));
+            });
+            probe::touch_memory();
+        }
+    };
+    if (streaming) {
+        pass([](float* to, f32x16 v) WHET_INLINE_LAMBDA { store_streaming(to, v); });
+        finish_streaming();
+    } else {
+        pass([](float* to, f32x16 v) WHET_INLINE_LAMBDA { store(to, v); });
+    }
+}
+
+// x *= factor, `repeats` times.
+void probe_scale(float* x, size_t n, float factor, size_t repeats) {
+    const f32x16 f(factor);
+    for (size_t r = 0; r < repeats; ++r) {
+        probe::each_vector(n * sizeof(float), [&](size_t at, int) WHET_INLINE_LAMBDA {
+            float* v = x + at / sizeof(float);
+            store(v, load(v) * f);
+        });
+        probe::touch_memory();
+    }
+}
+
+namespace probe {
+
+// Sums under way at once: enough to fill the pipelines (4 to 6 cycles deep, 1 or 2 a cycle), few enough to stay in
+// registers beside the operands.
+constexpr int kChains = kParts == 1 ? kProbeChains : 4;
+
+// sums[c] = step(sums[c], a, b), `iterations` times for each of kChains vectors; the number of steps done. What a step
+// makes of a and b is made anew for each chain.
+template <class Sum, class A, class B, class Step>
+WHET_INLINE size_t run_chains(const A* a, const B* b, Sum* sums, size_t iterations, Step step) {
+    Vec<A> x = load(a);
+    const Vec<B> y = load(b);
+    Vec<Sum> chain[kChains];
+#pragma GCC unroll 16
+    for (int c = 0; c < kChains; ++c) chain[c] = load(sums + c * Vec<Sum>::kLanes);
+    for (size_t i = 0; i < iterations; ++i) {
+#pragma GCC unroll 16
+        for (int c = 0; c < kChains; ++c) {
+            chain[c] = step(chain[c], x, y);
+            touch(x);
+        }
+    }
+#pragma GCC unroll 16
+    for (int c = 0; c < kChains; ++c) store(sums + c * Vec<Sum>::kLanes, chain[c]);
+    return iterations * kChains;
+}
+
+}  // namespace probe
+
+// 16 multiplications and 16 additions a step.
+size_t probe_fma_f32(const float a[16], const float b[16], float* sums, size_t iterations) {
+    return probe::run_chains(a, b, sums, iterations,
+                             [](f32x16 sum, f32x16 x, f32x16 y) WHET_INLINE_LAMBDA { return fma(x, y, sum); });
+}
+
+// 8 and 8.
+size_t probe_fma_f64(const double a[8], const double b[8], double* sums, size_t iterations) {
+    return probe::run_chains(a, b, sums, iterations,
+                             [](f64x8 sum, f64x8 x, f64x8 y) WHET_INLINE_LAMBDA { return fma(x, y, sum); });
+}
+
+// 32 and 32.
+size_t probe_fma_bf16(const uint16_t a[32], const uint16_t b[32], float* sums, size_t iterations) {
+    return probe::run_chains(a, b, sums, iterations,
+                             [](f32x16 sum, u16x32 x, u16x32 y) WHET_INLINE_LAMBDA { return dot_bf16(sum, x, y); });
+}
+
+// 64 and 64.
+size_t probe_fma_int8(const uint8_t a[64], const int8_t b[64], int32_t* sums, size_t iterations) {
+    return probe::run_chains(a, b, sums, iterations,
+                             [](i32x16 sum, u8x64 x, i8x64 y) WHET_INLINE_LAMBDA { return dot_int8(sum, x, y); });
+}

@@ -1,0 +1,97 @@
+// Dot products of bfloat16 pairs and of int8 quadruples, and rounding to bfloat16, on the 64-byte vectors of vec.h.
+//
+// The int8 product is exact, and the rounding is integer arithmetic: the same bits on every instruction set. The
+// bfloat16 product has an instruction of its own on avx512bf16 (vdpbf16ps); elsewhere two fma in its order give its
+// bits, but for subnormal numbers: see dot_bf16.
+//
+// Included after math.h inside the namespace of one instruction set (see kernels/isa_unit.cpp): no STL.
+
+using u16x32 = Vec<uint16_t>;
+using u8x64 = Vec<uint8_t>;
+using i8x64 = Vec<int8_t>;
+
+typedef int16_t NativeI16 __attribute__((vector_size(kNativeBytes)));
+typedef uint16_t NativeU16 __attribute__((vector_size(kNativeBytes)));
+typedef uint32_t NativeU32 __attribute__((vector_size(kNativeBytes)));
+
+// ---------------------------------------------------------------- bfloat16
+
+// The bfloat16 numbers of lanes 2i and of lanes 2i + 1, as floats.
+WHET_INLINE f32x16 even_bf16(u16x32 x) {
+    f32x16 v;
+    WHET_EACH_PART(p) v.part[p] = (f32x16::Native)((NativeU32)x.part[p] << 16);
+    return v;
+}
+WHET_INLINE f32x16 odd_bf16(u16x32 x) {
+    f32x16 v;
+    WHET_EACH_PART(p) v.part[p] = (f32x16::Native)((NativeU32)x.part[p] & 0xffff0000u);
+    return v;
+}
+
+// sum[i] + a[2i+1] b[2i+1] + a[2i] b[2i], added from the left, one rounding to nearest even for each sum (a product of
+// two bfloat16 numbers has at most 16 bits: it is exact).
+//
+// Where |x| < 2^-126, vdpbf16ps takes an x among a, b and sum, and leaves a sum x (rounded to 24 bits), as a zero of
+// x's sign; the other instruction sets keep it. No other finite bit differs. Which NaN a NaN is, is not specified.
+WHET_INLINE f32x16 dot_bf16(f32x16 sum, u16x32 a, u16x32 b) {
+#if defined(__AVX512BF16__)
+    sum.part[0] = _mm512_dpbf16_ps(sum.part[0], (__m512bh)a.part[0], (__m512bh)b.part[0]);
+    return sum;
+#else
+    return fma(even_bf16(a), even_bf16(b), fma(odd_bf16(a), odd_bf16(b), sum));
+#endif
+}
+
+// x rounded to the nearest bfloat16, ties to even; subnormals kept, NaN stays NaN (quiet), beyond the range infinite.
+WHET_INLINE uint16_t bf16_of(float x) {
+    const auto bits = bit_cast<uint32_t>(x);
+    if (x != x) return static_cast<uint16_t>(bits >> 16 | 0x40);
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// The same for 16 floats. (vcvtneps2bf16 would make zeros of subnormals.)
+WHET_INLINE void store_bf16(uint16_t* out, f32x16 v) {
+    typedef uint16_t Half __attribute__((vector_size(kNativeBytes / 2)));
+    WHET_EACH_PART(p) {
+        const NativeU32 bits = (NativeU32)v.part[p];
+        const NativeU32 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        const NativeU32 word = v.part[p] == v.part[p] ? rounded : (bits >> 16 | 0x40);
+#if defined(__AVX512F__)
+        const Half half = (Half)_mm512_cvtepi32_epi16((__m512i)word);
+#else
+        const Half half = __builtin_convertvector(word, Half);
+#endif
+        __builtin_memcpy(out + p * f32x16::kPartLanes, &half, sizeof half);
+    }
+}
+
+// ---------------------------------------------------------------- int8
+
+// sum[i] + x[2i] y[2i] + x[2i+1] y[2i+1], modulo 2^32, for products that fit into 16 bits.
+WHET_INLINE NativeU32 add_products(NativeU32 sum, NativeI16 x, NativeI16 y) {
+#if defined(__AVX512F__)
+    return sum + (NativeU32)_mm512_madd_epi16((__m512i)x, (__m512i)y);
+#elif defined(__AVX2__)
+    return sum + (NativeU32)_mm256_madd_epi16((__m256i)x, (__m256i)y);
+#elif defined(__aarch64__)
+    return (NativeU32)vpadalq_s16((int32x4_t)sum, x * y);
+#else
+    const i32x16::Native products = (i32x16::Native)(x * y);
+    return sum + (NativeU32)(products >> 16) + (NativeU32)((i32x16::Native)((NativeU32)products << 16) >> 16);
+#endif
+}
+
+// sum[i] + a[4i] b[4i] + ... + a[4i+3] b[4i+3], exact modulo 2^32. A product lies in [-32640, 32385].
+WHET_INLINE i32x16 dot_int8(i32x16 sum, u8x64 a, i8x64 b) {
+#if defined(__AVX512VNNI__)
+    sum.part[0] = (i32x16::Native)_mm512_dpbusd_epi32((__m512i)sum.part[0], (__m512i)a.part[0], (__m512i)b.part[0]);
+#else
+    // Even and odd bytes apart, each widened to 16 bits in its place: vpmaddubsw would saturate at 32767.
+    WHET_EACH_PART(p) {
+        const NativeU16 x = (NativeU16)a.part[p], y = (NativeU16)b.part[p];
+        const NativeU32 even = add_products((NativeU32)sum.part[p], (NativeI16)(x & 0xff), (NativeI16)(y << 8) >> 8);
+        sum.part[p] = (i32x16::Native)add_products(even, (NativeI16)(x >> 8), (NativeI16)y >> 8);
+    }
+#endif
+    return sum;
+}

@@ -1,0 +1,140 @@
+"""The probes return rates that can be true, and hold them together: caches, kinds of loop, threads, dtypes."""
+
+import ctypes
+import os
+import time
+
+import numpy as np
+import pytest
+
+import whet
+from whet.ops import probe
+
+SHORT = 0.002
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request):
+    before = whet.get_num_threads()
+    whet.set_num_threads(request.param)
+    yield request.param
+    whet.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rate", [probe.read_rate, probe.copy_rate, probe.scale_rate])
+@pytest.mark.parametrize("n_bytes", [1, 24 * 1024, 1_000_001])
+def test_memory_rates_are_of_this_world(rate, n_bytes, threads):
+    # However busy the machine is, it moves 100 kB/s; one core moves at most 256 bytes a cycle at 10 GHz.
+    assert 1e5 < rate(n_bytes, SHORT) < threads * 2.56e12
+
+
+@pytest.mark.parametrize("dtype", probe.FMA_DTYPES)
+def test_fma_rates_are_of_this_world(dtype, threads):
+    # At most 4 instructions a cycle of 64 bytes at 10 GHz, with 2 operations for each byte.
+    assert 1e6 < probe.fma_rate(dtype, SHORT) < threads * 5.12e12
+
+
+def fastest_copy_by_numpy(n_bytes):
+    x, out, best = np.ones(n_bytes // 2, np.uint8), np.zeros(n_bytes // 2, np.uint8), np.inf
+    for _ in range(50):
+        start = time.perf_counter()
+        np.copyto(out, x)
+        best = min(best, time.perf_counter() - start)
+    return n_bytes / best
+
+
+def test_a_ceiling_is_above_what_numpy_does():
+    # NumPy's copy is a memcpy: half of it would be no ceiling. Both are the best of many: the machine may be busy.
+    n_bytes = 1 << 19
+    assert probe.copy_rate(n_bytes, 0.02) > 0.5 * fastest_copy_by_numpy(n_bytes)
+
+
+def test_dtypes_stand_in_their_proportion():
+    if whet.isa() != "avx512bf16":
+        pytest.skip("one vector instruction for each dtype on avx512bf16 alone")
+    before = whet.get_num_threads()
+    whet.set_num_threads(1)
+    rate = {dtype: max(probe.fma_rate(dtype, 0.01) for _ in range(3)) for dtype in probe.FMA_DTYPES}
+    whet.set_num_threads(before)
+    # A vector holds twice as many floats as doubles. Products of pairs and of fours add no less than floats do.
+    assert 1.5 < rate["float32"] / rate["float64"] < 2.7
+    assert rate["bfloat16"] > 0.7 * rate["float32"] and rate["int8"] > 1.4 * rate["float32"]
+
+
+def test_the_time_asked_for_is_kept():
+    start = time.perf_counter()
+    probe.fma_rate("float32", 0.2)
+    assert 0.2 <= time.perf_counter() - start < 2.0
+
+
+def _resident_bytes():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="no /proc")
+def test_evict_keeps_its_memory_and_the_rates_give_theirs_back(threads):
+    probe.evict(48 << 20)
+    probe.read_rate(1 << 20, SHORT)
+    before = _resident_bytes()
+    for _ in range(3):
+        probe.evict(48 << 20)
+        probe.evict(1)
+        probe.read_rate(32 << 20, SHORT)
+    assert abs(_resident_bytes() - before) < 16 << 20
+
+
+def test_evict_pushes_out_of_the_first_caches():
+    """A pass over 16 KiB takes longer after evict than on a second pass, in the median of many."""
+    x = np.ones(16 * 1024, np.uint8)
+    read = ctypes.CDLL(None).memchr  # looks at every byte: there is no 0
+    read.restype, read.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+
+    def seconds():
+        start = time.perf_counter()
+        assert read(x.ctypes.data, 0, x.size) is None
+        return time.perf_counter() - start
+
+    cold, warm = [], []
+    for _ in range(15):
+        probe.evict(64 << 20)
+        cold.append(seconds())
+        warm.append(seconds())
+    assert np.median(cold) > 1.2 * np.median(warm)
+
+
+@pytest.mark.parametrize("function", [probe.read_rate, probe.copy_rate, probe.scale_rate, probe.evict])
+def test_bad_sizes_are_named(function):
+    name = function.__name__
+    for bad, error, message in (
+        (0, whet.WhetValueError, "n_bytes is 0, expected at least 1"),
+        (-5, whet.WhetValueError, "n_bytes is -5, expected at least 1"),
+        (1 << 60, whet.WhetValueError, r"expected at most 2\^48. It counts bytes"),
+        (1.5, whet.WhetTypeError, "n_bytes is 1.5, expected an integer"),
+    ):
+        with pytest.raises(error, match=f"{name}: {message}" if bad != 1 << 60 else message):
+            function(bad)
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [
+        lambda seconds: probe.read_rate(1024, seconds),
+        lambda seconds: probe.copy_rate(1024, seconds),
+        lambda seconds: probe.scale_rate(1024, seconds),
+        lambda seconds: probe.fma_rate("float32", seconds),
+    ],
+)
+def test_bad_durations_are_named(rate):
+    for bad in (0, -1.0, float("nan"), float("inf"), 3601):
+        with pytest.raises(whet.WhetValueError, match=r"_rate: seconds is .*, expected above 0 and at most 3600"):
+            rate(bad)
+    for bad in (None, "soon"):
+        with pytest.raises(whet.WhetTypeError, match=r"_rate: seconds is .*, expected a number"):
+            rate(bad)
+
+
+@pytest.mark.parametrize("bad", ["float16", np.float32, None])
+def test_bad_dtypes_are_named(bad):
+    with pytest.raises(whet.WhetValueError, match="expected one of float32, float64, bfloat16, int8, as a string"):
+        probe.fma_rate(bad)
