@@ -14,7 +14,6 @@ import copy
 import dataclasses
 import math
 import os
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -40,6 +39,7 @@ from whet.errors import CheckpointError, NonFiniteError, WhetTypeError, WhetValu
 from whet.fields import make_config
 from whet.logging import Logger
 from whet.nn.causal_lm import completion_logprobs, inner_module, module_device, module_mode
+from whet.phases import phase, record
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -125,11 +125,21 @@ class Trainer(ABC):
     def take_step(self, compute: Callable[[], dict[str, float]]) -> dict[str, float]:
         """One turn of the loop: ``compute`` does the work, and this counts, times, logs and calls back.
 
-        ``compute`` returns the metrics of the step, ``num_tokens`` (of this step alone) among them.
+        Args:
+            compute: returns the metrics of the step, ``num_tokens`` (of this step alone) among them.
+
+        Returns:
+            These metrics, and those of every step: ``learning_rate``, ``skipped_steps``, ``num_tokens`` (of all
+            steps), ``step_time_s``, ``tokens_per_s``, and how ``step_time_s`` is made up, of the parts that
+            occurred: ``time/generation_s``, ``time/reward_s``, ``time/advantages_s``, ``time/logprobs_s`` (those
+            without gradient: old and reference), ``time/forward_s`` (with gradient), ``time/loss_s`` without
+            ``time/kl_s``, ``time/backward_s``, ``time/optimizer_s`` (zeroing, clipping, update), ``time/sync_s``
+            (weights to the engine), and ``time/other_s``. On a GPU see ``whet.phases``.
         """
-        learning_rate, started_s = self.learning_rate, time.perf_counter()
-        metrics = compute()
-        elapsed_s = time.perf_counter() - started_s
+        learning_rate = self.learning_rate
+        with record() as seconds:
+            metrics = compute()
+        elapsed_s = sum(seconds.values())
         n_tokens = metrics["num_tokens"]
         self.num_tokens += int(n_tokens)
         metrics |= {
@@ -138,6 +148,7 @@ class Trainer(ABC):
             "num_tokens": self.num_tokens,
             "step_time_s": elapsed_s,
             "tokens_per_s": n_tokens / elapsed_s,
+            **{f"time/{name}_s": part_s for name, part_s in seconds.items()},
         }
         self.step += 1
         self.position += self._drawn
@@ -183,25 +194,28 @@ class Trainer(ABC):
             NonFiniteError: ``max_skipped_steps`` updates in a row were skipped.
         """
         totals = {"loss": 0.0}
-        self.optimizer.zero_grad(set_to_none=True)
+        with phase("optimizer"):
+            self.optimizer.zero_grad(set_to_none=True)
         with module_mode(self.model, self.config.training_mode):
             for rows in self.micro_batches(n_rows):
                 loss, metrics = loss_of(rows)
-                loss.backward()
+                with phase("backward"):
+                    loss.backward()
                 for name, value in {"loss": loss.item(), **metrics}.items():
                     totals[name] = totals.get(name, 0.0) + value
-        norm = nn.utils.clip_grad_norm_(self.trainable.values(), self.config.max_grad_norm or math.inf)
-        totals["grad_norm"] = norm.item()
-        if math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"]):
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.learning_rate
-            self.optimizer.step()
-            self.n_updates += 1
-            self._skipped_in_a_row = 0
-        else:
-            self.skipped_steps += 1
-            self._skipped_in_a_row += 1
-        self.optimizer.zero_grad(set_to_none=True)
+        with phase("optimizer"):
+            norm = nn.utils.clip_grad_norm_(self.trainable.values(), self.config.max_grad_norm or math.inf)
+            totals["grad_norm"] = norm.item()
+            if math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"]):
+                for group in self.optimizer.param_groups:
+                    group["lr"] = self.learning_rate
+                self.optimizer.step()
+                self.n_updates += 1
+                self._skipped_in_a_row = 0
+            else:
+                self.skipped_steps += 1
+                self._skipped_in_a_row += 1
+            self.optimizer.zero_grad(set_to_none=True)
         if self._skipped_in_a_row >= self.config.max_skipped_steps:
             raise NonFiniteError(
                 f"{type(self).__name__}: {self._skipped_in_a_row} updates in a row had a loss or gradient "
@@ -219,7 +233,7 @@ class Trainer(ABC):
         temperature: float = 1.0,
     ) -> Tensor:
         """(B, C) log-probs of completion tokens, ``model`` in eval mode; 0 past each completion's end."""
-        with module_mode(model, training=False):
+        with phase("logprobs"), module_mode(model, training=False):
             parts = [
                 completion_logprobs(model, prompt_ids[rows], completion_ids[rows], temperature=temperature).logprobs
                 for rows in self.micro_batches(len(prompt_ids))
@@ -308,7 +322,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def train_step(self, *batch: Any) -> dict[str, float]:
-        """One step on one batch; each algorithm says what a batch is."""
+        """One step on one batch; each algorithm says what a batch is, ``take_step`` which metrics every step has."""
 
     def as_row(self, item: Any) -> Mapping[str, Any]:
         """An item of a dataset, or of a list of rows, as a dict."""

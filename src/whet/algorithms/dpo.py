@@ -26,6 +26,7 @@ from whet.config import DPOConfig, DPOLossType, check_dpo_options
 from whet.data import token_rows, tokenize_preference
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
+from whet.phases import phase
 from whet.trainer import Trainer, has_adapters
 
 _PER_TOKEN = ("ipo", "sigmoid_norm")
@@ -149,27 +150,29 @@ def update_on_pairs(trainer: Trainer, pairs: Pairs) -> dict[str, float]:
 
     def loss_of(rows: slice) -> tuple[Tensor, dict[str, float]]:
         prompts = pairs.prompt_ids[rows]
-        logprobs, entropy, mask = completion_logprobs(
-            trainer.model,
-            prompts * 2,
-            pairs.chosen_ids[rows] + pairs.rejected_ids[rows],
-            return_entropy=True,
-        )
-        chosen, rejected = logprobs.sum(1).split(len(prompts))
-        chosen_lengths, rejected_lengths = mask.sum(1).split(len(prompts))
-        ref_chosen, ref_rejected = (side[rows] for side in reference) if reference else (None, None)
-        loss, metrics = dpo_loss(
-            chosen,
-            rejected,
-            ref_chosen,
-            ref_rejected,
-            loss_type=config.loss_type,
-            beta=config.beta,
-            label_smoothing=config.label_smoothing,
-            chosen_lengths=chosen_lengths,
-            rejected_lengths=rejected_lengths,
-            n_pairs=n_pairs,
-        )
+        with phase("forward"):
+            logprobs, entropy, mask = completion_logprobs(
+                trainer.model,
+                prompts * 2,
+                pairs.chosen_ids[rows] + pairs.rejected_ids[rows],
+                return_entropy=True,
+            )
+        with phase("loss"):
+            chosen, rejected = logprobs.sum(1).split(len(prompts))
+            chosen_lengths, rejected_lengths = mask.sum(1).split(len(prompts))
+            ref_chosen, ref_rejected = (side[rows] for side in reference) if reference else (None, None)
+            loss, metrics = dpo_loss(
+                chosen,
+                rejected,
+                ref_chosen,
+                ref_rejected,
+                loss_type=config.loss_type,
+                beta=config.beta,
+                label_smoothing=config.label_smoothing,
+                chosen_lengths=chosen_lengths,
+                rejected_lengths=rejected_lengths,
+                n_pairs=n_pairs,
+            )
         return loss, {**metrics, "entropy": cast(Tensor, entropy).sum().item() / max(1, n_completion)}
 
     metrics = trainer.update(n_pairs, loss_of)

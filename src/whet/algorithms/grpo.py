@@ -46,6 +46,7 @@ from whet.config import (
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
 from whet.ops import compute_batch_group_advantages
+from whet.phases import phase
 
 _LOSS_SETTINGS = (
     "loss_type", "level", "epsilon", "epsilon_high", "delta", "beta", "kl_estimator", "kl_bias_correction",
@@ -105,13 +106,14 @@ class GRPO(OnlineTrainer):
     def _learn(self, rollout: Rollout) -> dict[str, float]:
         config, size = self.config, self.config.group_size
         scored = rollout.score(self.rewards)
-        advantages = compute_batch_group_advantages(
-            scored.rewards,
-            size,
-            scale=config.scale_rewards,
-            ddof=config.advantage_ddof,
-            eps=config.advantage_eps,
-        )
+        with phase("advantages"):
+            advantages = compute_batch_group_advantages(
+                scored.rewards,
+                size,
+                scale=config.scale_rewards,
+                ddof=config.advantage_ddof,
+                eps=config.advantage_eps,
+            )
         spread = group_std(scored.rewards.reshape(-1, size))
         left_out = np.zeros(len(advantages), dtype=bool)
         if config.drop_zero_spread:
@@ -159,27 +161,29 @@ class GRPO(OnlineTrainer):
         first: dict[int, Tensor] = {}
 
         def loss_of(part: slice) -> tuple[Tensor, dict[str, float]]:
-            logprobs, entropy, mask = completion_logprobs(
-                self.model, prompts[part], completions[part], temperature=config.temperature, return_entropy=True
-            )
+            with phase("forward"):
+                logprobs, entropy, mask = completion_logprobs(
+                    self.model, prompts[part], completions[part], temperature=config.temperature, return_entropy=True
+                )
 
             def cut(values: Tensor) -> Tensor:
                 return values[part, : mask.shape[1]].to(mask.device)
 
             # The first update starts from the policy that sampled: its log-probs are the old ones.
             before = first.setdefault(part.start, logprobs.detach()) if old is None else cut(old)
-            loss, metrics = grpo_loss(
-                logprobs,
-                before,
-                per_row[part],
-                mask,
-                ref_logprobs=None if reference is None else cut(reference),
-                sampler_logprobs=cut(sampler) if correct and sampler is not None else None,
-                n_tokens=n_tokens,
-                n_rows=n_rows,
-                max_completion_length=config.max_new_tokens,
-                **settings,
-            )
+            with phase("loss"):
+                loss, metrics = grpo_loss(
+                    logprobs,
+                    before,
+                    per_row[part],
+                    mask,
+                    ref_logprobs=None if reference is None else cut(reference),
+                    sampler_logprobs=cut(sampler) if correct and sampler is not None else None,
+                    n_tokens=n_tokens,
+                    n_rows=n_rows,
+                    max_completion_length=config.max_new_tokens,
+                    **settings,
+                )
             metrics["entropy"] = cast(Tensor, entropy).sum().item() / n_sampled
             if sampler is not None:
                 gap = masked(before - cut(sampler), mask)
@@ -324,10 +328,11 @@ def grpo_loss(
         metrics["sampler/log_ratio"] = total((old - sampler_logprobs.to(old)).abs()) / n_tokens
         metrics["sampler/weight"] = total(weights) / n_tokens
     if ref_logprobs is not None:
-        kl = token_kl(logprobs, masked(ref_logprobs.detach().to(logprobs), mask), kl_estimator)
-        metrics["kl"], metrics["mean_kl"] = total(kl) / n_tokens, total(kl) / n_rows
-        if beta != 0:
-            loss = loss + beta * (kl * ratio if kl_bias_correction and kl_estimator == "k3" else kl)
+        with phase("kl"):
+            kl = token_kl(logprobs, masked(ref_logprobs.detach().to(logprobs), mask), kl_estimator)
+            metrics["kl"], metrics["mean_kl"] = total(kl) / n_tokens, total(kl) / n_rows
+            if beta != 0:
+                loss = loss + beta * (kl * ratio if kl_bias_correction and kl_estimator == "k3" else kl)
     loss = _reduce(masked(loss, mask), mask, loss_type, n_tokens, n_rows, max_completion_length)
     return loss, {name: value.item() for name, value in metrics.items()}
 

@@ -19,6 +19,7 @@ from whet.batches import is_rows
 from whet.config import RolloutConfig
 from whet.data import token_rows, tokenize_prompt
 from whet.errors import WhetTypeError, WhetValueError
+from whet.phases import phase
 from whet.rewards import RewardBatch, RewardFunctions
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.torch_engine import TorchEngine
@@ -114,12 +115,13 @@ class Rollout:
 
     def score(self, functions: RewardFunctions) -> RewardBatch:
         """The rewards of the N completions."""
-        return functions(
-            prompts=self.prompts,
-            completions=self.shown,
-            completion_ids=self.completion_ids,
-            columns=self.columns,
-        )
+        with phase("reward"):
+            return functions(
+                prompts=self.prompts,
+                completions=self.shown,
+                completion_ids=self.completion_ids,
+                columns=self.columns,
+            )
 
     def metrics(self) -> dict[str, float]:
         """Lengths in tokens, the share that no stop token ended, and the tokens of prompts and completions."""
@@ -135,7 +137,8 @@ class Rollout:
 
 def sample(engine: RolloutEngine, prompts: Prompts, n: int, sampling: SamplingParams, tokenizer: Any) -> Rollout:
     """``n`` completions for each prompt."""
-    groups = engine.generate(prompts.ids, n, sampling)
+    with phase("generation"):
+        groups = engine.generate(prompts.ids, n, sampling)
     completions = [completion for group in groups for completion in group]
 
     def repeated(values: list[Any]) -> list[Any]:
@@ -207,7 +210,8 @@ class OnlineTrainer(Trainer):
         """``n`` completions per prompt from the policy as it is, the same ones for one (seed, step)."""
         prompts = read_prompts(prompt_batch, self.tokenizer, type(self).__name__)
         if self._synced_at != self.n_updates:
-            self.engine.sync(self.model)
+            with phase("sync"):
+                self.engine.sync(self.model)
             self._synced_at = self.n_updates
         seed = int(np.random.SeedSequence([self.config.seed % 2**64, self.step]).generate_state(1)[0])
         stop_ids = stop_token_ids(self.model, self.tokenizer)

@@ -25,6 +25,7 @@ from whet.algorithms.online import (
 )
 from whet.config import OnlineDPOConfig
 from whet.errors import WhetTypeError
+from whet.phases import phase
 from whet.rewards import RewardBatch, call_preference
 
 
@@ -100,6 +101,7 @@ class OnlineDPO(OnlineTrainer):
         if scored is None:
             pairs = list(zip(rollout.shown[::2], rollout.shown[1::2], strict=True))
             assert self.preference_fn is not None
-            return call_preference(self.preference_fn, pairs)
+            with phase("reward"):
+                return call_preference(self.preference_fn, pairs)
         first, second = scored.rewards[::2].tolist(), scored.rewards[1::2].tolist()
         return [0 if a > b else 1 if b > a else None for a, b in zip(first, second, strict=True)]

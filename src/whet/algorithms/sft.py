@@ -18,6 +18,7 @@ from whet.config import SFTConfig
 from whet.data import token_rows, tokenize_completion
 from whet.errors import WhetValueError
 from whet.nn.causal_lm import completion_logprobs
+from whet.phases import phase
 from whet.trainer import Trainer
 
 
@@ -58,8 +59,10 @@ class SFT(Trainer):
             raise WhetValueError("SFT: no completion of the batch has a token to learn from.")
 
         def loss_of(rows: slice) -> tuple[Tensor, dict[str, float]]:
-            logprobs, _, mask = completion_logprobs(self.model, prompt_ids[rows], completion_ids[rows])
-            return sft_loss(logprobs, mask, n_tokens=n_tokens)
+            with phase("forward"):
+                logprobs, _, mask = completion_logprobs(self.model, prompt_ids[rows], completion_ids[rows])
+            with phase("loss"):
+                return sft_loss(logprobs, mask, n_tokens=n_tokens)
 
         metrics = self.update(len(prompt_ids), loss_of)
         return {**metrics, "num_tokens": n_tokens + sum(map(len, prompt_ids))}
