@@ -4,48 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-import sys
-from html.parser import HTMLParser
 
 import pytest
 
-from whet.errors import MissingExtraError, WhetValueError
+from parsed_page import EVIL, Page
+from whet.errors import WhetValueError
 from whet.logging import JSONLLogger
-from whet.report import headline_row, line_chart, page, pairs_table, table, versions, write_report
-
-
-class Page(HTMLParser):
-    """Collects a page's text, tags and attributes, and insists that every element is closed in order."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.text = ""
-        self.feed(html)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open[-1:] != ["style"]:
-            self.text += data
-
-
-EVIL = "</td><script>alert('x')</script> & \"q\" <img src=http://evil/x>"
+from whet.report import write_report
 
 
 def make_run(folder, n_steps=60):
@@ -118,43 +83,6 @@ def test_charts_use_the_colours_of_the_page(run):
         assert html.count(f"{name}:") == 2  # defined for light and for dark
 
 
-def test_long_curves_give_means_and_short_ones_values():
-    def caption(points, **options):
-        return re.search(r"<span>(.*?)</span>", line_chart("t", {"a": points}, **options))[1]
-
-    assert caption([(1, 0.125), (2, 5.0)]) == "0.125 → 5.00"
-    assert caption([(1, 0.125), (2, 0.5)], percent=True) == "12.5% → 50.0%"
-    assert caption([(1, -1e-5), (2, 12345.6)]) == "−1.00e−05 → 12,346"
-    assert caption([(1, math.nan), (2, 3.0), (3, math.inf)]) == "3.00 → 3.00"
-    assert caption([(1, math.nan)]) == "no finite value"
-    # 60 points: means of windows of 60 // 20 = 3; (1 + 2 + 3) / 3 and (58 + 59 + 60) / 3.
-    assert caption([(x, float(x)) for x in range(1, 61)]) == "2.00 → 59.0"
-    # NaN is left out of its window: (1 + 3) / 2.
-    assert caption([(x, math.nan if x == 2 else float(x)) for x in range(1, 61)]) == "2.00 → 59.0"
-
-
-def test_two_curves_have_a_legend():
-    chart = line_chart("t", {"whet": [(1, 1.0), (2, 2.0)], "torch": [(1, 1.0), (2, 4.0)]}, x_label="threads")
-    assert all(text in Page(chart).text for text in ("whet 1.00 → 2.00; torch 1.00 → 4.00", "threads"))
-    assert "var(--second)" in chart
-    for curves in ({}, {name: [(0, 0)] for name in "abc"}):
-        with pytest.raises(WhetValueError, match=f"curves has {len(curves)} entries, expected 1 or 2"):
-            line_chart("t", curves)
-
-
-def test_parts_escape_what_they_show():
-    html = page(EVIL, headline_row({EVIL: EVIL}) + table([EVIL], [[EVIL]], ["text"]) + pairs_table({EVIL: EVIL}))
-    shown = Page(html)
-    assert shown.text.count(EVIL) == 8
-    assert "script" not in shown.tags and "img" not in shown.tags
-
-
-def test_characters_that_html_forbids_are_shown_otherwise():
-    html = table(["a"], [["\x00\x1b[31m\x7f\ud800\ufffe\ttab\nline"]], ["text"])
-    assert "␀␛[31m\ufffd\ufffd\ufffd\ttab\nline" in html
-    html.encode("utf-8")
-
-
 def test_a_run_of_one_step_and_nothing_else_has_a_report(tmp_path):
     JSONLLogger(tmp_path / "metrics.jsonl").log({"loss": 0.5}, 1)
     shown = Page(write_report(tmp_path, title="t").read_text())
@@ -193,15 +121,3 @@ def test_what_is_missing_or_spoilt_is_named(run):
     with pytest.raises(WhetValueError, match=r"metrics\.jsonl is missing"):
         write_report(run, title="t")
     assert not (run / "report.html").exists()
-
-
-def test_a_missing_matplotlib_is_one_clear_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingExtraError, match=r"line_chart needs matplotlib.*whet\[train\]"):
-        line_chart("t", {"a": [(1, 1.0)]})
-
-
-def test_versions_name_what_ran():
-    found = versions()
-    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert {"whet", "numpy", "system", "processor"} <= set(found)

@@ -1,252 +1,27 @@
-"""A run, or a benchmark, as one HTML page: no scripts, nothing loaded from elsewhere, light and dark.
+"""A training run as one HTML page.
 
-``write_report`` makes the page of a training run from what the run left in its folder. ``page``,
-``headline_row``, ``table`` and ``line_chart`` are its parts and serve other pages too. Every text from
-outside is escaped.
+``write_report`` makes it from what the run left in its folder; the parts of a page are ``whet.page``'s.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import io
 import json
-import math
 import os
-import platform
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from whet import __version__
-from whet.errors import MissingExtraError, WhetValueError
+from whet.errors import WhetValueError
 from whet.logging import replace_text
+from whet.page import Point, ends, headline_row, line_chart, page, pairs_table, safe, table, versions, window
 
 try:
     import tomllib  # pyright: ignore[reportMissingImports]
 except ImportError:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
-
-Point = tuple[float, float]
-
-_STYLE = """
-:root {
-  color-scheme: light dark;
-  --paper: #fcfcfb; --ink: #1c1e21; --muted: #676c73; --line: #e3e3df;
-  --accent: #2a62b8; --second: #b5542a;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --paper: #15171a; --ink: #e4e5e2; --muted: #979ca4; --line: #2e3237;
-    --accent: #7db0f5; --second: #eb9d6b;
-  }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0 auto; max-width: 68rem; padding: 3rem 1.5rem 4rem; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif;
-}
-h1 { margin: 0; font-size: 1.7rem; line-height: 1.25; font-weight: 600; letter-spacing: -0.01em; }
-h2 { margin: 3rem 0 1rem; font-size: 1.05rem; font-weight: 600; }
-h3 { margin: 0 0 0.3rem; font-size: 0.92rem; font-weight: 600; break-after: avoid; }
-p { margin: 0.4rem 0; max-width: 46rem; }
-.muted, .note, footer { color: var(--muted); }
-.headline { display: flex; flex-wrap: wrap; gap: 1rem 3rem; margin: 2rem 0 0; padding: 1.2rem 0;
-  border: solid var(--line); border-width: 1px 0; }
-.headline dt { color: var(--muted); font-size: 0.85rem; }
-.headline dd { margin: 0; font-size: 1.6rem; line-height: 1.3; font-variant-numeric: tabular-nums; }
-.charts, .columns { display: grid; gap: 2rem 2.5rem;
-  grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr)); }
-.columns { row-gap: 0; }
-.flow { columns: 2 26rem; column-gap: 2.5rem; }
-.flow tr { break-inside: avoid; }
-.flow .wide + h3 { margin-top: 1.5rem; }
-.note { margin: -0.6rem 0 1.2rem; font-size: 0.85rem; }
-figure { margin: 0; min-width: 0; }
-figcaption { display: flex; justify-content: space-between; gap: 1rem; font-weight: 600; font-size: 0.92rem; }
-figcaption span { color: var(--muted); font-weight: 400; font-variant-numeric: tabular-nums; }
-svg { display: block; width: 100%; height: auto; }
-svg text { font-family: inherit; }
-.wide { overflow-x: auto; }
-table { width: 100%; border-collapse: collapse; font-size: 0.92rem; }
-th, td { padding: 0.45rem 2rem 0.45rem 0; border-bottom: 1px solid var(--line);
-  text-align: left; vertical-align: top; }
-th:last-child, td:last-child { padding-right: 0; }
-thead th { color: var(--muted); font-weight: 400; font-size: 0.85rem; white-space: nowrap; }
-tbody th { color: var(--muted); font-weight: 400; white-space: nowrap; width: 1%; }
-tbody th, tbody th + td { padding-block: 0.25rem; }
-.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.text { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 0.85rem;
-  font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
-footer { margin-top: 3rem; font-size: 0.85rem; }
-"""
-
-
-def page(title: str, body_html: str) -> str:
-    """A whole HTML document: the house's style around a body. The title is escaped, the body is not."""
-    return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_safe(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
-        f"<body>\n<h1>{_safe(title)}</h1>\n{body_html}\n</body>\n</html>\n"
-    )
-
-
-def headline_row(figures: Mapping[str, str]) -> str:
-    """A few large figures side by side: label -> text."""
-    items = "".join(f"<div><dt>{_safe(label)}</dt><dd>{_safe(text)}</dd></div>" for label, text in figures.items())
-    return f'<dl class="headline">{items}</dl>'
-
-
-def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], kinds: Sequence[str]) -> str:
-    """A table. ``kinds`` says how each column is set: "" plainly, "number" to the right, "text" verbatim."""
-    head = "".join(
-        f'<th class="{_number_class(kind)}">{_safe(name)}</th>' for name, kind in zip(headers, kinds, strict=True)
-    )
-    body = "".join(
-        "<tr>"
-        + "".join(f'<td class="{kind}">{_safe(cell)}</td>' for cell, kind in zip(row, kinds, strict=True))
-        + "</tr>\n"
-        for row in rows
-    )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
-
-
-def _number_class(kind: str) -> str:
-    return kind if kind == "number" else ""
-
-
-def pairs_table(pairs: Mapping[str, Any]) -> str:
-    """A table of names and their values."""
-    rows = "".join(f"<tr><th>{_safe(name)}</th><td>{_safe(value)}</td></tr>\n" for name, value in pairs.items())
-    return f'<div class="wide"><table><tbody>\n{rows}</tbody></table></div>'
-
-
-def _safe(value: Any) -> str:
-    """Escaped for HTML; control characters, which HTML forbids, as their visible signs."""
-    text = re.sub(r"[\x00-\x08\x0b-\x1f]", lambda match: chr(0x2400 + ord(match[0])), str(value))
-    return escape(re.sub(r"[\x7f-\x9f\ud800-\udfff\ufffe\uffff]", "\ufffd", text))
-
-
-# --- charts ---------------------------------------------------------------------------------------------
-
-_INK, _MUTED, _LINE = "#010101", "#020202", "#030303"
-_SERIES = ("#040404", "#050505")
-_PAINT = {_INK: "--ink", _MUTED: "--muted", _LINE: "--line", _SERIES[0]: "--accent", _SERIES[1]: "--second"}
-"""Stand-ins that matplotlib draws with, and the style's colour that each becomes in light and in dark."""
-
-
-def line_chart(
-    title: str, curves: Mapping[str, Sequence[Point]], *, percent: bool = False, x_label: str = "step"
-) -> str:
-    """Curves over a common x as a ``<figure>`` with inline SVG; the caption gives the first and last value.
-
-    A curve of 40 points or more is drawn thin, with the mean of the last few points over it. NaN and infinite
-    values leave gaps.
-
-    Args:
-        title: the caption.
-        curves: label -> points (x, y), two curves at most. Labels are shown if there are two.
-        percent: y is a share of 1 and shown in percent.
-        x_label: the name of x.
-
-    Raises:
-        WhetValueError: no curve, or more than two.
-        MissingExtraError: matplotlib is not installed.
-    """
-    if not 1 <= len(curves) <= len(_SERIES):
-        raise WhetValueError(f"line_chart: curves has {len(curves)} entries, expected 1 or {len(_SERIES)}.")
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator, PercentFormatter
-    except ImportError as error:
-        raise MissingExtraError("line_chart", "matplotlib", "train") from error
-
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 12, "axes.unicode_minus": True}):
-        figure = Figure(figsize=(7.2, 2.9), layout="constrained")
-        axes = figure.add_subplot()
-        for color, (label, points) in zip(_SERIES, curves.items(), strict=False):
-            _draw_curve(axes, label, points, color)
-        axes.set_xlabel(x_label, color=_MUTED)
-        axes.tick_params(colors=_MUTED, length=0, pad=6)
-        axes.grid(axis="y", color=_LINE, linewidth=1)
-        axes.set_axisbelow(True)
-        axes.spines[:].set_visible(False)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-        axes.margins(x=0.01)
-        if percent:
-            axes.set_ylim(-0.02, 1.02)
-            axes.yaxis.set_major_formatter(PercentFormatter(1))
-        if len(curves) > 1:
-            axes.legend(frameon=False, labelcolor=_INK, loc="best")
-        drawn = io.StringIO()
-        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
-
-    ends = "; ".join(
-        (f"{label} " if len(curves) > 1 else "") + _ends(points, percent) for label, points in curves.items()
-    )
-    caption = f"<figcaption>{_safe(title)}<span>{_safe(ends)}</span></figcaption>"
-    return f"<figure>{caption}{_inline_svg(drawn.getvalue(), title)}</figure>"
-
-
-def _draw_curve(axes: Any, label: str, points: Sequence[Point], color: str) -> None:
-    xs = [x for x, _ in points]
-    ys = [y if math.isfinite(y) else math.nan for _, y in points]
-    if _window(points) == 1:
-        axes.plot(xs, ys, color=color, linewidth=2, marker="o", markersize=4, label=label)
-        return
-    means = _moving_mean(points)
-    axes.plot(xs, ys, color=color, linewidth=1, alpha=0.35)
-    axes.plot([x for x, _ in means], [y for _, y in means], color=color, linewidth=2, label=label)
-
-
-def _window(points: Sequence[Point]) -> int:
-    """How many points a thick line takes the mean of; 1 for a short curve, which is drawn as it is."""
-    return min(50, len(points) // 20) if len(points) >= 40 else 1
-
-
-def _moving_mean(points: Sequence[Point]) -> list[Point]:
-    """The mean of the finite y of each window, at its last x; NaN where none is finite."""
-    width, means = _window(points), []
-    for end in range(width, len(points) + 1):
-        ys = [y for _, y in points[end - width : end] if math.isfinite(y)]
-        means.append((points[end - 1][0], sum(ys) / len(ys) if ys else math.nan))
-    return means
-
-
-def _ends(points: Sequence[Point], percent: bool) -> str:
-    """First and last value, "0.312 → 0.884", of the thick line where there is one."""
-    finite = [y for _, y in _moving_mean(points) if math.isfinite(y)]
-    if not finite:
-        return "no finite value"
-    return " → ".join(_figure(y, percent) for y in (finite[0], finite[-1]))
-
-
-def _figure(y: float, percent: bool) -> str:
-    if percent:
-        return f"{y:.1%}"
-    text = f"{y:#.3g}".rstrip(".") if abs(y) < 1000 else f"{y:,.0f}"
-    return text.replace("-", "−")  # as the axes have it
-
-
-def _inline_svg(document: str, title: str) -> str:
-    svg = document[document.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', svg, count=1)
-    svg = svg.replace('role="img">', f'role="img" aria-label="{_safe(title)}">', 1)
-    svg = svg.replace("xlink:href", "href")
-    svg = re.sub(r"'?DejaVu Sans'?[^;\"]*", "inherit", svg)
-    for stand_in, color in _PAINT.items():
-        svg = svg.replace(stand_in, f"var({color})")
-    return svg.strip()
-
-
-# --- the page of a run ----------------------------------------------------------------------------------
 
 _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward", ("mean_reward", "reward")),
@@ -297,11 +72,11 @@ def write_report(
         )
     figures = _headline(curves) if headline is None else headline
     body = [
-        f'<p class="muted">{_safe(summary)}</p>' if summary else "",
+        f'<p class="muted">{safe(summary)}</p>' if summary else "",
         headline_row(figures) if figures else "",
     ]
     note = "Thin lines are single steps; thick lines, and the figures beside the titles, are moving means."
-    noisy = any(_window(points) > 1 for points in curves.values())
+    noisy = any(window(points) > 1 for points in curves.values())
     body += [
         "<h2>Curves</h2>",
         f'<p class="note">{note}</p>' if noisy else "",
@@ -362,7 +137,7 @@ def _headline(curves: Mapping[str, list[Point]]) -> dict[str, str]:
     names = [name for name in curves if name.startswith("eval/")]
     names += [name for name in ("mean_reward", "reward") if name in curves][:1]
     figures = {
-        name.removeprefix("eval/").removeprefix("mean_"): _ends(curves[name], _is_share(name)) for name in names[:4]
+        name.removeprefix("eval/").removeprefix("mean_"): ends(curves[name], _is_share(name)) for name in names[:4]
     }
     return figures | {"steps": f"{max(points[-1][0] for points in curves.values()):,.0f}"}
 
@@ -421,7 +196,7 @@ def _configuration(config: Mapping[str, Any]) -> str:
     top = {name: value for name, value in config.items() if not isinstance(value, dict)}
     sections = {name: value for name, value in config.items() if isinstance(value, dict)}
     tables = [pairs_table(dict(_flat(top)))] if top else []
-    tables += [f"<h3>{_safe(name)}</h3>{pairs_table(dict(_flat(section)))}" for name, section in sections.items()]
+    tables += [f"<h3>{safe(name)}</h3>{pairs_table(dict(_flat(section)))}" for name, section in sections.items()]
     return f'<div class="flow">{"".join(tables)}</div>'
 
 
@@ -431,20 +206,3 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, st
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def versions() -> dict[str, str]:
-    """What ran and on what: Whet, Python, the packages a run depends on, the system and the processor."""
-    found = {"whet": __version__, "python": platform.python_version()}
-    for package in ("torch", "transformers", "peft", "safetensors", "numpy"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found | {"system": platform.platform(), "processor": f"{_processor()}, {os.cpu_count()} threads"}
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
-    return names[0] if names else platform.processor() or platform.machine()

@@ -1,8 +1,8 @@
 """The command line: finds the command, and turns what a user can mend into one line and an exit status.
 
-0 is success, 2 a mistake in what was asked for, 130 Ctrl-C, 141 a reader that went away; anything unexpected keeps
-its traceback. This file
-needs the standard library alone: each command imports what it needs, and only when it is called.
+0 is success, 1 a benchmark that found Whet wrong or slower, 2 a mistake in what was asked for, 130 Ctrl-C, 141 a reader
+that went away; anything unexpected keeps its traceback. This file needs the standard library alone: each command
+imports what it needs, and only when it is called.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ usage: whet COMMAND ...
   whet train grpo CONFIG.toml         sample, score, reinforce
   whet train online-dpo CONFIG.toml   sample pairs, judge, learn from them
   whet best-of-n CONFIG.toml          sample, score, keep the best; no training
+  whet bench SUITE                    measure Whet beside its peers
+  whet bench compare BEFORE AFTER     what became faster or slower
 
 Every setting of a config file is a flag too: --learning-rate 1e-5 stands above
 learning_rate in the file. COMMAND --help lists them.
@@ -90,19 +92,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    # torch's OpenMP threads wait for each other by spinning: where another program wants a core, a step of a small
-    # model takes 5 to 40 times as long. Sleeping instead costs a small model nothing that can be measured.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    if command != "bench":  # which measures every library as it comes
+        # torch's OpenMP threads wait for each other by spinning: where another program wants a core, a step of a small
+        # model takes 5 to 40 times as long. Sleeping instead costs a small model nothing that can be measured.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if command in ("-h", "--help"):
         print(USAGE, end="")
         return 0
     if command == "--version":
         print(f"whet {__version__}")
         return 0
-    _check_choice("command", command, ["demo", "train", "best-of-n"])
+    _check_choice("command", command, ["demo", "train", "best-of-n", "bench"])
     if command == "train":
         return _train(rest)
+    if command == "bench":
+        _check_installed("whet bench", "tyro", "rich", "matplotlib", "threadpoolctl", extra="bench")
+        from whet.cli import bench
+
+        return bench.main(rest)
     _check_installed(f"whet {command}", "tyro", "rich")
     if command == "best-of-n":
         from whet.cli.runs import BestOfNRun
@@ -142,11 +150,11 @@ def _train(argv: list[str]) -> int:
 _MODEL_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2")
 
 
-def _check_installed(what: str, *packages: str) -> None:
+def _check_installed(what: str, *packages: str, extra: str = "train") -> None:
     """Before the work starts, not hours into it."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            raise MissingExtraError(what, package, "train")
+            raise MissingExtraError(what, package, extra)
 
 
 def _check_choice(kind: str, name: str, choices: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from whet import __version__
-from whet.report import versions
+from whet.page import versions
 
 _METHODS = {
     "SFT": "supervised fine-tuning",

@@ -1,0 +1,288 @@
+"""Runs cases: checks every provider's answer, then times the right ones in turns.
+
+A round gives every provider one turn, in random order. A turn begins with calls that are not counted, because threads
+of the provider before may still be spinning; then calls are timed in batches, long enough for the clock, and the
+median batch is the turn's sample. A cold turn pushes everything out of the caches before each call. So what else the
+machine does meets all providers, and sample i of two providers makes a pair. Knows neither suites nor reports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+
+from whet.bench import machine
+from whet.bench.case import Call, Case, NotMeasured, Provider, Table, Timed
+from whet.bench.machine import Ceilings, caches, fastest_possible, peak_bytes
+from whet.ops import probe
+
+_SETTLE_S = 0.010  # OpenMP threads of the provider before may spin for some 8 ms
+_TURN_S = 0.010
+_BATCH_S = 1e-4
+_SLOW_S = 0.1
+_COLD_CALLS = 5
+_CLOCK_SLACK = 1.05
+"""A row may be this much faster than the ceiling, which is itself a measurement, before it is impossible."""
+
+INSTALL = {"rlox": "peers", "trl": "peers", "llama_cpp": "peers", "torch": "train", "transformers": "train"}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: rounds at most, at least, and the seconds after which a case has had enough."""
+
+    rounds: int = 31
+    least_rounds: int = 5  # with fewer no 95% interval of a median exists
+    case_s: float = 8.0
+
+
+QUICK = Effort(rounds=9, case_s=2.0)
+
+
+@dataclass
+class Row:
+    """What is known of one provider in one case; ``samples_s`` are seconds per call, one per round."""
+
+    provider: str
+    status: str = "measured"
+    why: str = ""
+    error: float | None = None
+    tolerance: float = 0.0
+    samples_s: list[float] = field(default_factory=list)
+    loops: int = 1
+    cpus: float | None = None
+    peak_bytes: int | None = None
+    parts: dict[str, list[float]] = field(default_factory=dict)
+    note: str = ""
+    bandwidth: float | None = None
+    flops: float | None = None
+    items_per_s: float | None = None
+    share: float | None = None
+    bound: str = ""
+
+
+@dataclass
+class CaseResult:
+    """A case, and what was found."""
+
+    case: Case
+    threads: int
+    rows: list[Row]
+    others_cpus: float | None = None
+    """Processors that other processes kept busy meanwhile."""
+
+    def rate(self, ceilings: Ceilings) -> None:
+        """Fill in rates and shares of the ceiling, and refuse what the machine cannot have done."""
+        for row in self.rows:
+            if row.samples_s:
+                _rate(row, self.case, ceilings, self.threads)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As results.json has it."""
+        names = ("name", "cache", "n_bytes", "n_flops", "flop_dtype", "n_items", "size", "note", "tolerance")
+        return {
+            **{name: getattr(self.case, name) for name in names},
+            "threads": self.threads,
+            "others_cpus": self.others_cpus,
+            "published": dict(self.case.published),
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+        }
+
+
+def run_case(
+    table: Table,
+    case: Case,
+    providers: Sequence[Provider],
+    threads: int,
+    effort: Effort,
+    seed: int,
+    on_round: Callable[[float], None] = lambda share: None,
+) -> CaseResult:
+    """Check ``providers`` on a case and time those that are right.
+
+    Args:
+        on_round: told how much of the case is done, from 0 to 1.
+    """
+    rng = np.random.default_rng([seed, zlib.crc32(f"{table.title}/{case.name}".encode())])
+    rows = [Row(provider.name, note=provider.note) for provider in providers]
+    calls = _checked_calls(table, case, providers, rows, case.inputs(rng))
+    gc.collect()
+    gc.disable()
+    try:
+        with machine.watched() as others:
+            _time(calls, rows, case.cache == "cold", effort, random.Random(seed), on_round)
+    finally:
+        gc.enable()
+    return CaseResult(case, threads, rows, others.get("cpus"))
+
+
+# --- correctness ----------------------------------------------------------------------------------------
+
+
+def _checked_calls(
+    table: Table, case: Case, providers: Sequence[Provider], rows: Sequence[Row], inputs: Any
+) -> list[Call | None]:
+    """The calls that may be timed; the rows of the others say why not."""
+    references: dict[Any, Any] = {}
+
+    def reference_of(provider: Provider) -> Any:
+        define = provider.reference or case.reference
+        if define not in references:
+            references[define] = define(inputs)
+        return references[define]
+
+    calls: list[Call | None] = []
+    for provider, row in zip(providers, rows, strict=True):
+        row.tolerance = case.tolerance if provider.tolerance is None else provider.tolerance
+        call = None
+        try:
+            call = _checked(table, provider, row, inputs, reference_of)
+        except NotMeasured as reason:
+            row.status, row.why = "absent", str(reason)
+        except ImportError as error:
+            row.status, row.why = "absent", _missing(error)
+        except Exception as error:  # a peer that breaks must not take the others with it
+            row.status, row.why = "failed", f"{type(error).__name__}: {error}".strip()
+        calls.append(call)
+    return calls
+
+
+def _checked(
+    table: Table, provider: Provider, row: Row, inputs: Any, reference_of: Callable[[Provider], Any]
+) -> Call | None:
+    call = provider.prepare(inputs)
+    answer = call()
+    value = answer.value if isinstance(answer, Timed) else answer
+    row.error = table.error(value, reference_of(provider))
+    if not row.error <= row.tolerance:
+        row.status, row.why = "wrong", f"error {row.error:.2g}, allowed {row.tolerance:.2g}"
+        return None
+    del answer, value
+    if table.peak_memory:
+        row.peak_bytes = peak_bytes(call)
+    return call
+
+
+def _missing(error: ImportError) -> str:
+    package = (error.name or "").partition(".")[0]
+    if package not in INSTALL:
+        return str(error)
+    return f"{package} is not installed: pip install 'whet[{INSTALL[package]}]'"
+
+
+# --- time -----------------------------------------------------------------------------------------------
+
+
+def _time(
+    calls: Sequence[Call | None],
+    rows: Sequence[Row],
+    cold: bool,
+    effort: Effort,
+    order: random.Random,
+    on_round: Callable[[float], None],
+) -> None:
+    turns = [_Turn(call, row, cold) for call, row in zip(calls, rows, strict=True) if call is not None]
+    started, done = time.perf_counter(), 0
+    while turns and done < effort.rounds:
+        order.shuffle(turns)
+        for turn in list(turns):
+            try:
+                turn.take()
+            except Exception as error:
+                turn.row.status, turn.row.why = "failed", f"{type(error).__name__}: {error}".strip()
+                turn.row.samples_s.clear()
+                turns.remove(turn)
+        done += 1
+        elapsed_s = time.perf_counter() - started
+        if done >= effort.least_rounds and elapsed_s >= effort.case_s:
+            break
+        by_time = min(elapsed_s / max(effort.case_s, 1e-9), done / effort.least_rounds)
+        on_round(min(1.0, max(by_time, done / effort.rounds)))
+    for turn in turns:
+        turn.row.cpus = statistics.median(turn.cpus)
+
+
+class _Turn:
+    """A provider's turns: calibrated once, then one sample each."""
+
+    def __init__(self, call: Call, row: Row, cold: bool) -> None:
+        self.call, self.row, self.cold, self.cpus = call, row, cold, []
+        started = time.perf_counter()
+        answer = call()
+        self.call_s = time.perf_counter() - started
+        self.has_parts = isinstance(answer, Timed)
+        del answer
+        while not (cold or self.has_parts) and self._batch() * row.loops < _BATCH_S:
+            row.loops *= 2
+
+    def take(self) -> None:
+        if self.call_s > _SLOW_S:
+            gc.collect()  # which is slow itself: where calls are short, once a case does
+        self._settle()
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        samples = self._cold_calls() if self.cold else self._batches()
+        wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+        self.row.samples_s.append(statistics.median(samples))
+        self.cpus.append(cpu_s / wall_s)
+
+    def _settle(self) -> None:
+        if self.cold or self.call_s > _SLOW_S:
+            time.sleep(_SETTLE_S)
+            return
+        end = time.perf_counter() + _SETTLE_S
+        while time.perf_counter() < end:
+            self.call()
+
+    def _batches(self) -> list[float]:
+        end = time.perf_counter() + _TURN_S
+        samples = [self._batch()]
+        while not self.has_parts and time.perf_counter() < end:
+            samples.append(self._batch())
+        return samples
+
+    def _batch(self) -> float:
+        """Seconds per call, over ``loops`` calls."""
+        call, answer = self.call, None
+        started = time.perf_counter()
+        for _ in repeat(None, self.row.loops):
+            answer = call()
+        elapsed_s = time.perf_counter() - started
+        if self.has_parts and isinstance(answer, Timed):
+            parts = {**answer.parts, "other": max(0.0, elapsed_s - sum(answer.parts.values()))}
+            for name, part_s in parts.items():
+                self.row.parts.setdefault(name, []).append(part_s)
+        return elapsed_s / self.row.loops
+
+    def _cold_calls(self) -> list[float]:
+        # Twice what the caches hold: one pass over as much as they hold leaves some lines behind.
+        size, samples = max(64 << 20, 2 * sum(caches().values())), []
+        for _ in range(_COLD_CALLS):
+            probe.evict(size)
+            samples.append(self._batch())
+        return samples
+
+
+# --- what the machine can do ----------------------------------------------------------------------------
+
+
+def _rate(row: Row, case: Case, ceilings: Ceilings, threads: int) -> None:
+    median_s = statistics.median(row.samples_s)
+    row.status, row.why = "measured", ""
+    row.bandwidth = case.n_bytes / median_s if case.n_bytes else None
+    row.flops = case.n_flops / median_s if case.n_flops else None
+    row.items_per_s = case.n_items / median_s if case.n_items else None
+    least_s, row.bound = fastest_possible(case, ceilings, threads)
+    row.share = least_s / median_s if row.bound else None
+    if row.share is not None and row.share > _CLOCK_SLACK:
+        row.status = "refused"
+        row.why = f"impossible: {row.share:.3g} times the {row.bound} of this machine; it does less than the case says"

@@ -1,0 +1,211 @@
+"""The machine under a benchmark: what it is, how its processors are given out, and how fast it can possibly be.
+
+Knows no suite. The ceilings are measured by Whet's own probes (``whet.ops.probe``) in the run that they judge.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import whet
+from whet.ops import probe
+from whet.page import processor
+
+Ceilings = Mapping[str, Mapping[str, float]]
+"""``read``, ``copy`` and ``scale``: cache level -> bytes per second; ``flops``: dtype -> operations per second."""
+
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS", "VECLIB_MAXIMUM_THREADS",
+    "NUMEXPR_NUM_THREADS", "WHET_NUM_THREADS",
+)  # fmt: skip
+_PACKAGES = ("numpy", "torch", "transformers", "rlox", "trl", "llama-cpp-python", "flashinfer-python", "vllm")
+
+
+def cpus() -> list[int]:
+    """The processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def environment(threads: int) -> dict[str, str]:
+    """The environment in which every library takes ``threads`` threads, to be set before any is loaded."""
+    return {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, str(threads))}
+
+
+def used_threads(asked: int) -> dict[str, Any]:
+    """What each library says that it uses, and the processors that all of them share."""
+    used: dict[str, Any] = {"asked": asked, "cpus": cpus(), "whet": whet.get_num_threads()}
+    if torch := sys.modules.get("torch"):
+        used["torch"] = torch.get_num_threads()
+    used["Rayon (RAYON_NUM_THREADS)"] = os.environ.get("RAYON_NUM_THREADS", "not set")
+    from threadpoolctl import threadpool_info
+
+    for pool in threadpool_info():
+        used[f"{pool['internal_api']} ({Path(pool['filepath']).name})"] = pool["num_threads"]
+    return used
+
+
+def describe() -> dict[str, Any]:
+    """Processor, number of processors, caches, memory and operating system."""
+    return {
+        "processor": processor(),
+        "cpus": len(cpus()),
+        "caches": caches(),
+        "memory_bytes": _memory_bytes(),
+        "system": platform.platform(),
+    }
+
+
+def caches() -> dict[str, int]:
+    """Bytes of the data caches: L1 and L2 of one core, L3 in all. Empty where the system does not tell."""
+    sizes = {}
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        if (index / "type").read_text().strip() != "Instruction":
+            number, unit = re.fullmatch(r"(\d+)([KMG]?)", (index / "size").read_text().strip()).groups()  # type: ignore[union-attr]
+            sizes[f"L{(index / 'level').read_text().strip()}"] = int(number) << {"": 0, "K": 10, "M": 20, "G": 30}[unit]
+    return sizes
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0
+
+
+def versions() -> dict[str, str]:
+    """Whet, Python, and the contenders that are installed."""
+    found = {"whet": whet.__version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The commit of the source that runs, "(modified)" if it has changed since; empty where there is none."""
+    here = Path(whet.__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if not git("ls-files", "__init__.py"):  # installed below somebody else's repository
+            return ""
+        return git("rev-parse", "--short", "HEAD") + (" (modified)" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def load_average() -> list[float]:
+    """How many processes wanted to run, over the last 1, 5 and 15 minutes."""
+    return [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else []
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[dict[str, float]]:
+    """Yields a dict that afterwards holds ``cpus``: how many processors other processes kept busy; empty if unknown."""
+    found: dict[str, float] = {}
+    before, started_s = _others_busy_s(), time.perf_counter()
+    yield found
+    after, elapsed_s = _others_busy_s(), time.perf_counter() - started_s
+    if before is not None and after is not None and elapsed_s > 0:
+        found["cpus"] = max(0.0, (after - before) / elapsed_s)
+
+
+def _others_busy_s() -> float | None:
+    """Seconds of processor time that went to anything but this process (and its idling) since the machine started."""
+    try:
+        fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except OSError:
+        return None
+    user, nice, system, _idle, _waiting, irq, softirq, stolen = fields
+    return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+# --- ceilings -------------------------------------------------------------------------------------------
+
+
+def measure_ceilings(quick: bool) -> dict[str, dict[str, float]]:
+    """The fastest that this process's threads can read, copy and scale at each level, and multiply and add."""
+    seconds = 0.03 if quick else 0.15
+    threads, sizes = whet.get_num_threads(), {}
+    for level, size in caches().items():
+        sizes[level] = int(size * (0.5 if level == "L3" else 0.6 * threads))
+    sizes["memory"] = max(256 << 20, 4 * caches().get("L3", 0))
+    rates = {"read": probe.read_rate, "copy": probe.copy_rate, "scale": probe.scale_rate}
+    found = {name: {level: rate(size, seconds) for level, size in sizes.items()} for name, rate in rates.items()}
+    dtypes = ("float32", "float64", "bfloat16", "int8")
+    return {**found, "flops": {dtype: probe.fma_rate(dtype, seconds) for dtype in dtypes}}
+
+
+def highest(first: Ceilings, second: Ceilings) -> dict[str, dict[str, float]]:
+    """Ceilings measured twice: the higher figure of each."""
+    return {name: {key: max(value, second[name][key]) for key, value in rates.items()} for name, rates in first.items()}
+
+
+def fastest_possible(case: Any, ceilings: Ceilings, threads: int) -> tuple[float, str]:
+    """The least seconds in which the machine can do a case, and what bounds it; (0, "") for no bytes and no operations.
+
+    What fits into a cache is taken to come from there, at the rate of the fastest of reading, copying and scaling: no
+    provider can do better, whatever its mixture of loads and stores.
+    """
+    rates = {level: max(ceilings[kind][level] for kind in ("read", "copy", "scale")) for level in ceilings["read"]}
+    footprint = case.footprint or case.n_bytes
+    left, bounds = footprint, {}
+    for level, size in caches().items() if case.cache == "warm" else ():
+        held = min(left, size if level == "L3" else size * threads)
+        bounds[f"{level} bandwidth"] = held / rates[level] * case.n_bytes / footprint if footprint else 0.0
+        left -= held
+    bounds["memory bandwidth"] = left / rates["memory"] * case.n_bytes / footprint if footprint else 0.0
+    moving, computing = sum(bounds.values()), case.n_flops / ceilings["flops"][case.flop_dtype]
+    if computing >= moving:
+        return computing, f"{case.flop_dtype} FMA" if computing else ""
+    return moving, max(bounds, key=lambda name: bounds[name])
+
+
+# --- memory ---------------------------------------------------------------------------------------------
+
+
+def peak_bytes(call: Any) -> int | None:
+    """How far the process's memory rises above where it stood while ``call`` runs; None where Linux does not tell.
+
+    Memory that an allocator kept from before and hands out again does not show.
+    """
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    try:
+        _trim()
+        reset.write_text("5")  # the peak starts again from here
+        before = _status_kb(status, "VmRSS")
+        call()
+        return max(0, _status_kb(status, "VmHWM") - before) * 1024
+    except OSError:
+        return None
+
+
+def _status_kb(status: Path, name: str) -> int:
+    return int(re.search(rf"^{name}:\s*(\d+) kB", status.read_text(), re.MULTILINE).group(1))  # type: ignore[union-attr]
+
+
+def _trim() -> None:
+    """Give freed memory back to the system, so that taking it again shows."""
+    import ctypes
+    import gc
+
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)

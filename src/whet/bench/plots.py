@@ -1,0 +1,354 @@
+"""The plots of a benchmark: ratios with their intervals, time over size, speed-up over threads, and parts of a call.
+
+Each is drawn twice, in the page's colours for report.html and as a PNG on a light ground beside it. A plot that would
+show nothing is not drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet.bench.document import Chart
+from whet.bench.reading import case_label, duration, measured, ratio, rows_of, significant, subject_of
+from whet.bench.stats import Ratio, summary
+from whet.errors import MissingExtraError
+from whet.page import CHART_STYLE, LIGHT_COLORS, SERIES, SVG_COLORS, inline_svg, printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Table = Mapping[str, Any]
+Colors = Mapping[str, str]
+
+_WIDTH = 7.2
+_MOST_PARTS = 7
+_MARKERS = "osD^v<>PX"
+"""One more than there are colours: providers that share a colour have different markers."""
+
+
+def draw(table: Table, threads: int, folder: Path, slug: str) -> Iterator[Chart]:
+    """The plots of a table for which there is something to show; writes ``folder/SLUG-KIND.png`` of each.
+
+    Args:
+        table: as results.json has it.
+        threads: of the run; cases on fewer are for the plot over threads alone.
+        folder: where the PNGs go.
+        slug: the beginning of their names.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import rc_context
+    except ImportError as error:
+        raise MissingExtraError("write_report", "matplotlib", "train") from error
+
+    with rc_context(CHART_STYLE):
+        for kind, title, note, figure_of in _PLOTS:
+            figure = figure_of(table, threads, SVG_COLORS)
+            if figure is None:
+                continue
+            title = title.format(subject=_label(subject_of(table)))
+            png = f"{slug}-{kind}.png"
+            on_paper = figure_of(table, threads, LIGHT_COLORS)
+            _give_title(on_paper, f"{_label(table['title'], 50)}: {title[0].lower()}{title[1:]}")
+            on_paper.savefig(folder / png, dpi=144, facecolor=LIGHT_COLORS["paper"])
+            yield Chart(title, note, inline_svg(figure, f"{table['title']}: {title}"), png)
+
+
+# --- the four plots -------------------------------------------------------------------------------------
+
+
+def ratio_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
+    """A bar per peer from 1 to how many times as fast the subject is, in a group per case."""
+    groups = []
+    for case in _full_cases(table, threads):
+        bars = [(row["provider"], against) for row in case["rows"] if (against := ratio(row, case)) is not None]
+        if bars:
+            groups.append((_label(case_label(case, threads), 28), bars))
+    if not groups:
+        return None
+    n_bars = sum(len(bars) for _, bars in groups)
+    series = _series(table)
+    figure = _new_figure(0.9 + 0.24 * n_bars + 0.14 * len(groups) + _legend_height(len(series) - 1))
+    axes = figure.add_subplot()
+    y, ticks = 0.0, []
+    for label, bars in groups:
+        ticks.append((y + (len(bars) - 1) / 2, label))
+        for provider, against in bars:
+            _ratio_bar(axes, y, against, colors[series[provider][0]], colors)
+            y += 1
+        y += 0.6
+    everything = [one for _, bars in groups for _, one in bars]
+    low, high = min(1.0, *(one.low for one in everything)), max(1.0, *(one.high for one in everything))
+    # Room for the figures at the ends of the bars: a sixth of the width on each side that has bars.
+    sides = (low < 1) + (high > 1)
+    room = math.exp(max(math.log(high / low), 0.05) * 0.17 / (1 - 0.17 * sides))
+    _log_axis(axes.xaxis, low / (room if low < 1 else 1.02), high * room, lambda value: f"{value:g}×")
+    axes.axvline(1, color=colors["ink"], linewidth=1)
+    axes.set_yticks([at for at, _ in ticks], [label for _, label in ticks])
+    axes.set_ylim(y - 0.9, -0.7)
+    _set_style(axes, colors, grid="x")
+    axes.tick_params(axis="y", colors=colors["ink"])
+    axes.set_xlabel(f"{_label(subject_of(table))} is … times as fast", color=colors["muted"])
+    drawn = {provider for _, bars in groups for provider, _ in bars}
+    _legend(figure, {name: one for name, one in series.items() if name in drawn}, colors, "bar")
+    return figure
+
+
+def size_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
+    """Time against size, both logarithmic: a line through the medians with a band from p20 to p80."""
+    lines: dict[str, list[tuple[float, Any]]] = {}
+    for case in _full_cases(table, threads):
+        if case["size"] and case["cache"] == "warm":
+            for row in filter(measured, case["rows"]):
+                lines.setdefault(row["provider"], []).append((case["size"], summary(row["samples_s"])))
+    sizes = sorted({size for points in lines.values() for size, _ in points})
+    if len(sizes) < 3:
+        return None
+    series = _series(table)
+    figure = _new_figure(3.3 + _legend_height(len(lines)))
+    axes = figure.add_subplot()
+    for provider, points in reversed(lines.items()):  # the subject last, on top
+        points.sort(key=lambda point: point[0])
+        color, marker = colors[series[provider][0]], series[provider][1]
+        xs, times = [size for size, _ in points], [one for _, one in points]
+        axes.fill_between(xs, [t.p20 for t in times], [t.p80 for t in times], color=color, alpha=0.2, linewidth=0)
+        axes.plot(xs, [t.median for t in times], color=color, linewidth=2, marker=marker, markersize=4.5)
+    seconds = [value for points in lines.values() for _, one in points for value in (one.p20, one.p80)]
+    _log_axis(axes.xaxis, sizes[0] / 1.1, sizes[-1] * 1.1, _count, _apart(sizes))
+    _log_axis(axes.yaxis, min(seconds) / 1.2, max(seconds) * 1.2, _short_duration)
+    _set_style(axes, colors, grid="y")
+    axes.set_xlabel(_label(table["size_label"] or "size", 60), color=colors["muted"])
+    axes.set_ylabel("time per call", color=colors["muted"])
+    _legend(figure, {name: series[name] for name in lines}, colors, "line")
+    return figure
+
+
+def threads_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
+    """Speed-up over the fewest threads, a panel per case and a line per provider; dashed: as many times as threads."""
+    panels: dict[str, dict[str, dict[int, float]]] = {}
+    for case, row in rows_of(table):
+        if measured(row):
+            lines = panels.setdefault(case["name"], {})
+            lines.setdefault(row["provider"], {})[case["threads"]] = summary(row["samples_s"]).median
+    panels = {name: kept for name, lines in panels.items() if (kept := {p: x for p, x in lines.items() if len(x) > 1})}
+    if not panels:
+        return None
+    series, columns = _series(table), min(3, len(panels))
+    drawn = {provider: series[provider] for provider in series if any(provider in lines for lines in panels.values())}
+    n_rows = -(-len(panels) // columns)
+    figure = _new_figure(2.9 * n_rows + _legend_height(len(drawn)))
+    grid = figure.subplots(n_rows, columns, squeeze=False, sharey=True)
+    for axes, (name, lines) in zip(grid.flat, panels.items(), strict=False):
+        counts = sorted({n for medians in lines.values() for n in medians})
+        axes.plot(counts, [n / counts[0] for n in counts], color=colors["muted"], linewidth=1, linestyle="--")
+        for provider, medians in reversed(lines.items()):
+            xs = sorted(medians)
+            ys = [medians[xs[0]] / medians[n] * xs[0] / counts[0] for n in xs]
+            color, marker = series[provider]
+            axes.plot(xs, ys, color=colors[color], linewidth=2, marker=marker, markersize=4.5)
+        axes.set_title(_label(name, 30), fontsize=11, color=colors["ink"])
+        axes.set_xticks(counts)
+        axes.set_xlabel("threads", color=colors["muted"])
+        _set_style(axes, colors, grid="y")
+        axes.margins(x=0.08)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_visible(False)
+    _legend(figure, drawn, colors, "line")
+    return figure
+
+
+def parts_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
+    """Where the time of a call goes: a bar per row with parts, in shares of the whole, the smallest parts in one."""
+    bars = [
+        (f"{case_label(case, threads)} · {row['provider']}", summary(row["samples_s"]).median, part_medians(row))
+        for case, row in rows_of(table)
+        if measured(row) and row["parts"]
+    ]
+    if not bars:
+        return None
+    totals: dict[str, float] = {}
+    for _, _, parts in bars:
+        for name, seconds in parts.items():
+            totals[name] = totals.get(name, 0.0) + seconds / (sum(parts.values()) or 1.0)
+    largest = sorted(totals, key=lambda name: -totals[name])[
+        : len(SERIES) if len(totals) <= len(SERIES) else _MOST_PARTS
+    ]
+    shown = [name for name in totals if name in largest]
+    rest = f"{len(totals) - len(shown)} smaller" if len(totals) > len(shown) else ""
+    series = {name: (SERIES[i], "s") for i, name in enumerate(shown)} | ({rest: (SERIES[-1], "s")} if rest else {})
+    figure = _new_figure(0.75 + 0.55 * len(bars) + _legend_height(len(series)))
+    axes = figure.add_subplot()
+    for y, (_, seconds, parts) in enumerate(bars):
+        widths = {name: parts.get(name, 0.0) for name in shown}
+        widths |= {rest: sum(parts.values()) - sum(widths.values())} if rest else {}
+        _parts_bar(axes, y, widths, series, colors)
+        axes.text(1.01, y, duration(seconds), va="center", color=colors["ink"], fontsize=11)
+    axes.set_yticks(range(len(bars)), [_label(label, 36) for label, _, _ in bars])
+    axes.set_ylim(len(bars) - 0.5, -0.5)
+    axes.set_xlim(0, 1.12)
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25%", "50%", "75%", "100%"])
+    _set_style(axes, colors, grid="")
+    axes.tick_params(axis="y", colors=colors["ink"])
+    _legend(figure, series, colors, "bar")
+    return figure
+
+
+_PLOTS: tuple[tuple[str, str, str, Callable[[Table, int, Colors], Any]], ...] = (
+    ("ratio", "How many times as fast {subject} is", "lines: 95% interval", ratio_figure),
+    ("size", "Time over size", "bands: p20 to p80", size_figure),
+    ("threads", "Speed-up over threads", "dashed: as many times as threads", threads_figure),
+    ("parts", "Where the time goes", "medians of the parts", parts_figure),
+)
+"""Kind, title, note, and what draws it."""
+
+
+def part_medians(row: Mapping[str, Any]) -> dict[str, float]:
+    """Part -> median seconds, in the order in which the row has them."""
+    return {name: summary(samples).median for name, samples in row["parts"].items() if samples}
+
+
+# --- what they share ------------------------------------------------------------------------------------
+
+
+def _full_cases(table: Table, threads: int) -> list[Mapping[str, Any]]:
+    return [case for case in table["cases"] if case["threads"] == threads]
+
+
+def _series(table: Table) -> dict[str, tuple[str, str]]:
+    """Provider -> colour and marker, the same in every plot of a table; the subject has the accent."""
+    providers = dict.fromkeys(row["provider"] for _, row in rows_of(table))
+    return {name: (SERIES[i % len(SERIES)], _MARKERS[i % len(_MARKERS)]) for i, name in enumerate(providers)}
+
+
+def _label(text: str, most: int = 24) -> str:
+    text = printable(text)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _new_figure(height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(_WIDTH, height), layout="constrained")
+
+
+def _set_style(axes: Axes, colors: Colors, grid: str) -> None:
+    axes.tick_params(colors=colors["muted"], length=0, pad=6)
+    axes.tick_params(which="minor", length=0)
+    if grid:
+        axes.grid(axis=grid, color=colors["line"], linewidth=1)  # pyright: ignore[reportArgumentType]
+    axes.set_axisbelow(True)
+    axes.set_facecolor("none")
+    axes.spines[:].set_visible(False)
+
+
+_LEGEND_COLUMNS = 4
+
+
+def _legend_height(entries: int) -> float:
+    return 0.26 * -(-entries // _LEGEND_COLUMNS) if entries > 0 else 0.0
+
+
+def _legend(figure: Figure, series: Mapping[str, tuple[str, str]], colors: Colors, kind: str) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [
+        Patch(color=colors[color]) if kind == "bar" else Line2D([], [], color=colors[color], marker=marker, linewidth=2)
+        for color, marker in series.values()
+    ]
+    figure.legend(
+        handles, [_label(name) for name in series], loc="outside upper left", ncols=min(_LEGEND_COLUMNS, len(series)),
+        frameon=False, labelcolor=colors["ink"], fontsize=11, handlelength=1.2, columnspacing=1.4, borderaxespad=0.2,
+    )  # fmt: skip
+
+
+def _give_title(figure: Figure, title: str) -> None:
+    """A title over the legend, which the layout makes room for."""
+    from matplotlib.font_manager import FontProperties
+
+    figure.set_figheight(figure.get_figheight() + 0.35)
+    legend = figure.legends[0]
+    legend.set_title(title, prop=FontProperties(size=12, weight="bold"))
+    legend.get_title().set_color(LIGHT_COLORS["ink"])
+    legend.set_alignment("left")
+
+
+def _ratio_bar(axes: Axes, y: float, against: Ratio, color: str, colors: Colors) -> None:
+    axes.barh(y, against.median - 1, left=1, height=0.78, color=color)
+    axes.plot([against.low, against.high], [y, y], color=colors["ink"], linewidth=1.3, solid_capstyle="butt")
+    is_loss = against.median < 1
+    axes.annotate(
+        f"{significant(against.median)}×{' ' + against.stars if against.stars else ''}",
+        (against.low if is_loss else against.high, y), xytext=(-5 if is_loss else 5, 0), textcoords="offset points",
+        ha="right" if is_loss else "left", va="center", fontsize=10.5,
+        color=colors["bad"] if against.high < 1 else colors["ink"],
+    )  # fmt: skip
+
+
+def _parts_bar(
+    axes: Axes, y: float, widths: Mapping[str, float], series: Mapping[str, tuple[str, str]], colors: Colors
+) -> None:
+    left, whole = 0.0, sum(widths.values()) or 1.0
+    for name, seconds in widths.items():
+        width = seconds / whole
+        axes.barh(y, width, left=left, height=0.62, color=colors[series[name][0]])
+        if width >= 0.055:
+            middle = left + width / 2
+            axes.text(middle, y, f"{width:.0%}", ha="center", va="center", color=colors["paper"], fontsize=10)
+        left += width
+
+
+def _log_axis(
+    axis: Any, low: float, high: float, text: Callable[[float], str], ticks: Sequence[float] | None = None
+) -> None:
+    from matplotlib.ticker import NullLocator
+
+    axes, side = axis.axes, axis.axis_name
+    getattr(axes, f"set_{side}scale")("log")
+    getattr(axes, f"set_{side}lim")(low, high)
+    ticks = [tick for tick in ticks or _log_ticks(low, high) if low <= tick <= high]
+    axis.set_ticks(ticks, [text(tick) for tick in ticks])
+    axis.set_minor_locator(NullLocator())
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten, with twice and five times them where that leaves eight at most; tenths within a narrow range."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1, 2, 5), (1, 3), (1,)):
+        ticks = [step * 10.0**power for power in decades for step in steps]
+        inside = [tick for tick in ticks if low <= tick <= high]
+        if len(inside) <= 8:
+            break
+    if len(inside) >= 3:
+        return inside
+    step = 10.0 ** math.floor(math.log10(high - low)) / 2
+    step *= next(factor for factor in (1, 2, 4, 10) if (high - low) / (factor * step) <= 6)
+    return [step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _apart(values: Sequence[float]) -> list[float]:
+    """Those of the rising values that stand at least a tenth of the whole logarithmic range apart, from the end."""
+    least = math.log(values[-1] / values[0]) / 10
+    kept = [values[-1]]
+    for value in reversed(values[:-1]):
+        if math.log(kept[-1] / value) >= least:
+            kept.append(value)
+    return kept
+
+
+def _count(value: float) -> str:
+    if value >= 1e6:
+        return f"{value / 1e6:g} M"
+    return f"{value:,.0f}" if value == int(value) else f"{value:g}"
+
+
+def _short_duration(seconds: float) -> str:
+    number, _, unit = duration(seconds).partition(" ")
+    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"

@@ -1,0 +1,143 @@
+"""Runs a suite from start to report: a worker process per number of threads, then one result of all they found."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import whet
+from whet.bench import machine
+from whet.bench.case import BenchOptions, Suite
+from whet.bench.report import write_report
+from whet.bench.worker import chosen
+from whet.errors import WhetError, WhetValueError
+
+
+def run_suite(suite: Suite, options: BenchOptions, command: str) -> tuple[dict[str, Any], Path]:
+    """Measure a suite and write its report.
+
+    Stopped by Ctrl-C it still reports what has been measured.
+
+    Returns:
+        The results, and the path of report.html.
+
+    Raises:
+        WhetValueError: options that choose nothing, or more threads than there are processors.
+        WhetError: the measuring process died.
+        KeyboardInterrupt: after the report of what had been measured, if anything had.
+    """
+    threads = _check(suite, options)
+    folder = Path(options.out or f"runs/bench/{suite.name}")
+    folder.mkdir(parents=True, exist_ok=True)
+    load_before, started_s = machine.load_average(), time.perf_counter()
+    found, interrupted = {}, False
+    for n in _thread_counts(suite, options, threads):
+        status, part = _measure(suite, options, n, scaling=n != threads)
+        if part:
+            found[n] = part
+        interrupted = status != 0
+        if interrupted:
+            break
+    if threads not in found:
+        raise KeyboardInterrupt
+    results = {
+        "schema": 1,
+        "suite": suite.name,
+        "title": suite.title,
+        "summary": suite.summary,
+        "quick": options.quick,
+        "interrupted": interrupted,
+        "written": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "elapsed_s": time.perf_counter() - started_s,
+        "machine": machine.describe(),
+        "versions": machine.versions(),
+        "commit": machine.commit(),
+        "build": whet.build_info(),
+        "load": {"before": load_before, "after": machine.load_average()},
+        "threads": found[threads]["threads"],
+        "ceilings": {str(n): part["ceilings"] for n, part in found.items()},
+        "tables": _merged([found[n]["tables"] for n in found]),
+    }
+    path = write_report(results, folder)
+    if interrupted:
+        print(f"stopped; what was measured is in {path}")
+        raise KeyboardInterrupt
+    return results, path
+
+
+def _check(suite: Suite, options: BenchOptions) -> int:
+    """The number of threads, if the options choose something that can be run."""
+    where, available = f"whet bench {suite.name}", len(machine.cpus())
+    threads = options.threads or available
+    if not 1 <= threads <= available:
+        raise WhetValueError(
+            f"{where}: threads is {options.threads}, and this process may use {available} processors. "
+            f"Pass 1 to {available}: threads that share a processor measure the scheduler."
+        )
+    tables = suite.tables(options)
+    if not list(chosen(suite, options)):
+        names = [f"{table.title} / {case.name}" for table in tables for case in table.cases]
+        raise WhetValueError(f"{where}: no row contains {options.only!r}. There are: {'; '.join(names)}.")
+    providers = sorted({provider.name for table in tables for provider in table.providers})
+    for peer in options.peers:
+        if not any(name.lower().startswith(peer.lower()) for name in providers):
+            raise WhetValueError(f"{where}: there is no provider {peer!r}. There are: {', '.join(providers)}.")
+    return threads
+
+
+def _thread_counts(suite: Suite, options: BenchOptions, threads: int) -> list[int]:
+    """All threads first, then 1, 2, 4 ... for the cases that are measured on fewer, unless it has to be quick."""
+    scaling = any(case.thread_scaling for _, cases, _ in chosen(suite, options) for case in cases)
+    fewer = [1 << k for k in range(threads.bit_length()) if 1 << k < threads]
+    return [threads, *(fewer if scaling and not options.quick else [])]
+
+
+def _measure(suite: Suite, options: BenchOptions, threads: int, scaling: bool) -> tuple[int, dict[str, Any]]:
+    """What a worker with so many threads found, all of it if its status is 0, and nothing if it got nowhere."""
+    if scaling:
+        print(f"again on {threads} thread{'s' if threads > 1 else ''}", flush=True)
+    pinned = machine.cpus()[:threads]
+
+    def pin() -> None:
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, pinned)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "found.json"
+        order = {
+            "suite": suite.name,
+            "options": dataclasses.asdict(options),
+            "threads": threads,
+            "scaling": scaling,
+            "out": str(out),
+        }
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "whet.bench.worker", json.dumps(order)],
+            env=machine.environment(threads),
+            preexec_fn=pin,
+        )
+        try:
+            status = worker.wait()
+        except KeyboardInterrupt:
+            status = worker.wait() or 130
+        found = json.loads(out.read_text()) if out.exists() else {}
+    if status not in (0, 130):
+        raise WhetError(f"whet bench {suite.name}: the measuring process ended with status {status}; see above.")
+    return status, found
+
+
+def _merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One list of tables; the cases of further parts, measured on fewer threads, follow those of the first."""
+    tables = {table["title"]: table for table in parts[0]}
+    for table in (table for part in parts[1:] for table in part):
+        tables[table["title"]]["cases"] += table["cases"]
+    return list(tables.values())

@@ -1,0 +1,471 @@
+"""What the code around an RL step does with TRL 1.16, rlox and Whet: advantages, k3, token log-probs, packing, GAE.
+
+All rows of rlox's "rlox vs TRL-style Operations" and of its guide's table, in float32 and in float64, then what they
+leave out. Log-probs and packing are TRL's own functions. Its advantages and its KL stand inside GRPOTrainer and are
+written out here from their formulas; its PPO, and GAE with it, is gone from 1.16. Nothing here runs a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+import whet
+from whet.bench.case import BenchOptions, Call, Case, Provider, Suite, Table
+from whet.bench.packings import packing_table
+from whet.bench.suites import llm_ops
+from whet.bench.suites.llm_ops import Groups, Logprobs, flat_error
+from whet.ops.advantages import naive_gae, naive_group_advantages
+from whet.ops.divergence import naive_token_kl_schulman
+from whet.ops.logprobs import naive_token_logprobs
+
+F32_TOLERANCE = 2e-6
+"""Of a float32 answer: some thirty roundings."""
+F32_SUM_TOLERANCE = 2e-5
+"""Of one that adds up thousands of terms in float32."""
+
+Float = Literal["float32", "float64"]
+
+
+def published(dtype: Float, medians: Mapping[str, float]) -> dict[str, float]:
+    """Those of a row of the document that are of this dtype: it runs TRL in float32, and the others in float64."""
+    return {name: median_s for name, median_s in medians.items() if (name == "TRL") == (dtype == "float32")}
+
+
+# --- group advantages -----------------------------------------------------------------------------------
+
+
+def trl_definition(groups: Groups) -> np.ndarray:
+    """(r - mean) / (sample deviation of the group + 1e-4), (n_prompts, G), in extended precision."""
+    wide = groups.rewards.astype(np.longdouble).reshape(-1, groups.group_size)
+    return naive_group_advantages(wide, ddof=1, eps=1e-4)
+
+
+def whet_groups_as_trl(groups: Groups) -> Call:
+    return lambda: whet.compute_batch_group_advantages(groups.rewards, groups.group_size, ddof=1, eps=1e-4)
+
+
+def whet_groups_torch(groups: Groups) -> Call:
+    import torch
+
+    rewards = torch.from_numpy(groups.rewards)
+    return lambda: whet.compute_batch_group_advantages(rewards, groups.group_size)
+
+
+def trl_form(groups: Groups, mean: Callable[..., Any], std: Callable[..., Any]) -> Call:
+    import torch
+
+    rewards, size = torch.from_numpy(groups.rewards), groups.group_size
+
+    def call() -> torch.Tensor:
+        grouped = rewards.view(-1, size)
+        means = mean(grouped, dim=1).repeat_interleave(size)
+        return (rewards - means) / (std(grouped, dim=1).repeat_interleave(size) + 1e-4)
+
+    return call
+
+
+def trl_groups(groups: Groups) -> Call:
+    import torch
+
+    return trl_form(groups, torch.mean, torch.std)
+
+
+def trl_groups_nan(groups: Groups) -> Call:
+    import torch
+    from trl.trainer.utils import nanstd
+
+    return trl_form(groups, torch.nanmean, nanstd)
+
+
+PUBLISHED_GROUPS = {
+    (16, 4): {"rlox": 0.5e-6, "rlox (loop)": 2.0e-6, "TRL": 6.5e-6, "NumPy": 5.9e-6},
+    (64, 8): {"rlox": 1.6e-6, "rlox (loop)": 8.0e-6, "TRL": 11.6e-6, "NumPy": 8.1e-6},
+    (256, 16): {"rlox": 6.6e-6, "rlox (loop)": 36.6e-6, "TRL": 44.3e-6, "NumPy": 15.9e-6},
+    (1024, 32): {"rlox": 53.5e-6, "rlox (loop)": 153.4e-6, "TRL": 212.5e-6, "NumPy": 67.9e-6},
+}
+GUIDE_GROUPS = {
+    (16, 4): "rlox's guide gives 1.3 µs for rlox and 34.1 µs for TRL.",
+    (1024, 32): "rlox's guide gives 115 µs for rlox and 243 µs for TRL.",
+}
+
+
+def groups_table(dtype: Float) -> Table:
+    def case(shape: tuple[int, int]) -> Case:
+        def inputs(rng: np.random.Generator) -> Groups:
+            return Groups(llm_ops.random_groups(rng, *shape).rewards.astype(dtype), shape[1])
+
+        base = llm_ops.group_case(*shape, published(dtype, PUBLISHED_GROUPS[shape]), np.dtype(dtype).itemsize)
+        tolerance = F32_TOLERANCE if dtype == "float32" else llm_ops.F64_TOLERANCE
+        largest = shape == (1024, 32)
+        note = GUIDE_GROUPS.get(shape, "") if dtype == "float64" else ""
+        return replace(base, inputs=inputs, tolerance=tolerance, thread_scaling=largest, note=note)
+
+    form = Provider("TRL", trl_groups, trl_definition, note="the formula in torch, as the document has it")
+    nan_form = Provider(
+        "TRL 1.16", trl_groups_nan, trl_definition, note="with nanmean and its own nanstd, as 1.16 has it"
+    )
+    peers = {
+        "float64": [Provider("rlox", llm_ops.rlox_groups), Provider("rlox (loop)", llm_ops.rlox_groups_loop), form],
+        "float32": [form, nan_form],  # nanstd corrects in float32, whatever it is given
+    }
+    return Table(
+        f"Group advantages, {dtype}",
+        [case(shape) for shape in PUBLISHED_GROUPS],
+        [
+            Provider("whet", llm_ops.whet_groups),
+            Provider("whet (as TRL)", whet_groups_as_trl, trl_definition, note="ddof=1, eps=1e-4: TRL's definition"),
+            Provider("whet torch", whet_groups_torch, note="a torch tensor in, a torch tensor out"),
+            *peers[dtype],
+            Provider("NumPy", llm_ops.numpy_groups),
+        ],
+        allocation="inside: results are new arrays",
+        note="TRL divides by the sample deviation + 1e-4, the others by the population deviation; each is held to its "
+        "own definition. The document runs rlox in float64 and TRL in float32; rlox has no float32 form.",
+        item="completions",
+        size_label="completions",
+        error=flat_error,
+    )
+
+
+# --- token KL, k3 ---------------------------------------------------------------------------------------
+
+
+def k3(logprobs: Logprobs) -> np.ndarray:
+    """sum exp(q - p) - (q - p) - 1 of every sequence, (B,), in extended precision."""
+    return naive_token_kl_schulman(*(x.astype(np.longdouble) for x in logprobs))
+
+
+def whet_k3(logprobs: Logprobs) -> Call:
+    p, q = logprobs
+    if len(p) == 1:
+        return lambda: whet.compute_token_kl_schulman(p[0], q[0])
+    return lambda: whet.compute_batch_token_kl_schulman(p, q)
+
+
+def whet_k3_torch(logprobs: Logprobs) -> Call:
+    import torch
+
+    p, q = map(torch.from_numpy, logprobs)
+    return lambda: whet.compute_batch_token_kl_schulman(p, q)
+
+
+def rlox_k3(logprobs: Logprobs) -> Call:
+    import rlox
+
+    p, q = (x.ravel() for x in logprobs)
+    batch, length = logprobs.policy.shape
+    name = "compute_token_kl_schulman" if batch == 1 else "compute_batch_token_kl_schulman"
+    compute = getattr(rlox, name + ("_f32" if p.dtype == np.float32 else ""))
+    # rlox takes r = policy - ref, the other direction: swapped, it answers the same question.
+    return (lambda: compute(q, p)) if batch == 1 else (lambda: compute(q, p, length))
+
+
+def rlox_k3_loop(logprobs: Logprobs) -> Call:
+    import rlox
+
+    f32 = logprobs.policy.dtype == np.float32
+    compute = rlox.compute_token_kl_schulman_f32 if f32 else rlox.compute_token_kl_schulman
+    pairs = list(zip(*logprobs, strict=True))
+    return lambda: [compute(q, p) for p, q in pairs]
+
+
+def trl_k3(logprobs: Logprobs) -> Call:
+    import torch
+
+    p, q = map(torch.from_numpy, logprobs)
+    return lambda: (torch.exp(q - p) - (q - p) - 1).sum(-1)
+
+
+def numpy_k3(logprobs: Logprobs) -> Call:
+    p, q = logprobs
+
+    def call() -> np.ndarray:
+        r = q - p
+        return (np.exp(r) - r - 1).sum(-1)
+
+    return call
+
+
+PUBLISHED_K3 = {
+    (1, 128): {"rlox": 0.5e-6, "TRL": 2.5e-6, "NumPy": 1.2e-6},
+    (1, 512): {"rlox": 1.1e-6, "TRL": 3.0e-6, "NumPy": 2.2e-6},
+    (1, 2048): {"rlox": 4.0e-6, "TRL": 4.0e-6, "NumPy": 6.0e-6},
+    (1, 8192): {"rlox": 17.0e-6, "TRL": 46.1e-6, "NumPy": 26.1e-6},
+    (32, 128): {"rlox (loop)": 12.4e-6, "TRL": 41.6e-6, "NumPy": 11.1e-6},
+    (32, 512): {"rlox (loop)": 39.2e-6, "TRL": 52.3e-6, "NumPy": 49.2e-6},
+    (32, 2048): {"rlox (loop)": 247.4e-6, "TRL": 156.7e-6, "NumPy": 284.8e-6},
+}
+GUIDE_K3 = {
+    (1, 128): "rlox's guide gives 0.3 µs for rlox and 3.1 µs for TRL.",
+    (32, 2048): "rlox's guide gives 72 µs for rlox and 194 µs for TRL.",
+}
+
+
+def k3_table(dtype: Float, batch: int) -> Table:
+    def case(shape: tuple[int, int]) -> Case:
+        length = shape[1]
+        return Case(
+            f"{batch} x {length}",
+            inputs=lambda rng: Logprobs(*(x.astype(dtype) for x in llm_ops.random_logprobs(rng, batch, length))),
+            reference=k3,
+            tolerance=F32_TOLERANCE if dtype == "float32" else llm_ops.F64_TOLERANCE,
+            n_bytes=np.dtype(dtype).itemsize * batch * (2 * length + 1),
+            n_items=batch * length,
+            size=length,
+            thread_scaling=shape in ((1, 8192), (32, 2048)),
+            published=published(dtype, PUBLISHED_K3[shape]),
+            note=GUIDE_K3.get(shape, "") if dtype == "float32" else "",
+        )
+
+    rough = F32_SUM_TOLERANCE if dtype == "float32" else None
+    return Table(
+        f"Token KL (Schulman), {'one sequence' if batch == 1 else f'{batch} sequences'}, {dtype}",
+        [case(shape) for shape in PUBLISHED_K3 if shape[0] == batch],
+        [
+            Provider("whet", whet_k3),
+            Provider("whet torch", whet_k3_torch, note="torch tensors in, a torch tensor out"),
+            Provider("rlox", rlox_k3, None, rough, "with its arguments swapped: it takes r = policy - ref"),
+            *([Provider("rlox (loop)", rlox_k3_loop, tolerance=rough)] if batch > 1 else []),
+            Provider("TRL", trl_k3, note="the formula in torch"),
+            Provider("NumPy", numpy_k3),
+        ],
+        allocation="inside: results, and temporaries where a provider makes them",
+        note="The document runs rlox in float64, once per sequence, and TRL in float32; the guide both in float32.",
+        item="tokens",
+        size_label="tokens per sequence",
+        error=flat_error,
+    )
+
+
+# --- token log-probabilities ----------------------------------------------------------------------------
+
+
+class Logits:
+    """Logits (N, V) that the dtype holds exactly, token ids (N,), and whether the entropy is asked for too."""
+
+    def __init__(self, rng: np.random.Generator, shape: tuple[int, int], dtype: str, entropy: bool) -> None:
+        self.dtype, self.entropy = dtype, entropy
+        self.logits = 2 * rng.standard_normal(shape, np.float32)
+        if dtype == "bfloat16":
+            self.logits.view(np.uint32)[...] &= 0xFFFF0000
+        self.ids = rng.integers(shape[1], size=shape[0])
+
+    @cached_property
+    def tensors(self) -> tuple[Any, Any]:
+        """(logits, ids) in torch, the same for every provider."""
+        import torch
+
+        return torch.from_numpy(self.logits).to(getattr(torch, self.dtype)), torch.from_numpy(self.ids)
+
+
+def logprobs(x: Logits) -> np.ndarray:
+    """Log-probs (N,), or log-probs and entropies (2, N), in float64, a row at a time."""
+    rows = [naive_token_logprobs(x.logits[i : i + 1].astype(np.float64), x.ids[i : i + 1]) for i in range(len(x.ids))]
+    both = np.stack([np.concatenate(part) for part in zip(*rows, strict=True)])
+    return both if x.entropy else both[0]
+
+
+def whet_logprobs(x: Logits) -> Call:
+    logits, ids = x.tensors
+    return lambda: whet.compute_token_logprobs(logits, ids, return_entropy=x.entropy)
+
+
+def trl_logprobs(x: Logits) -> Call:
+    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
+    logits, ids = (t.view(8, -1, *t.shape[1:]) for t in x.tensors)
+    if not x.entropy:
+        return lambda: selective_log_softmax(logits, ids).float()
+    return lambda: (selective_log_softmax(logits, ids).float(), entropy_from_logits(logits).float())
+
+
+def torch_logprobs(x: Logits) -> Call:
+    import torch
+
+    logits, ids = x.tensors
+
+    def call() -> Any:
+        every = torch.log_softmax(logits, -1, dtype=torch.float32)
+        picked = every.gather(1, ids[:, None])[:, 0]
+        return (picked, -(every.exp() * every).sum(-1)) if x.entropy else picked
+
+    return call
+
+
+VOCABULARIES = (32_000, 49_152, 128_256, 151_936)
+
+
+def logprobs_table(dtype: Literal["float32", "bfloat16"], entropy: bool, quick: bool) -> Table:
+    n_rows = 16 if quick else 256
+
+    def case(vocab_size: int) -> Case:
+        itemsize = 4 if dtype == "float32" else 2
+        return Case(
+            f"{n_rows} x {vocab_size:,}",
+            inputs=lambda rng: Logits(rng, (n_rows, vocab_size), dtype, entropy),
+            reference=logprobs,
+            tolerance=F32_TOLERANCE,
+            n_bytes=n_rows * (vocab_size * itemsize + 8 + (8 if entropy else 4)),
+            n_items=n_rows,
+            size=vocab_size,
+            thread_scaling=vocab_size == VOCABULARIES[-1],
+        )
+
+    # In bfloat16 a log-prob near -12 is off by up to 2^-5, and with it the entropy that is made of such.
+    half = dtype == "bfloat16"
+    rough = F32_SUM_TOLERANCE if entropy else None
+    trl_rough = (2**-5 if entropy else 2**-7) if half else rough
+    trl_note = "computes and answers in bfloat16, 8 bits" if half else ""
+    return Table(
+        f"Token log-probs{' and entropy' if entropy else ''}, {dtype}",
+        [case(vocab_size) for vocab_size in VOCABULARIES],
+        [
+            Provider("whet", whet_logprobs),
+            Provider("TRL", trl_logprobs, None, trl_rough, trl_note),
+            Provider("torch", torch_logprobs, None, rough, "log_softmax in float32, and gather"),
+        ],
+        allocation="inside: results and temporaries; the logits are there",
+        note="TRL is its selective_log_softmax, and entropy_from_logits, on a batch of 8 completions.",
+        item="tokens",
+        size_label="vocabulary",
+        peak_memory=True,
+        error=flat_error,
+    )
+
+
+# --- GAE ------------------------------------------------------------------------------------------------
+
+GAMMA, LAM = 0.99, 0.95
+
+
+class Trajectories(NamedTuple):
+    """rewards, values and dones (bool), (B, T) each, and the value after the last step, (B,)."""
+
+    rewards: np.ndarray
+    values: np.ndarray
+    dones: np.ndarray
+    last_values: np.ndarray
+
+
+def random_trajectories(rng: np.random.Generator, batch: int, steps: int) -> Trajectories:
+    """Normal rewards and values; one step in a hundred ends an episode."""
+    rewards, values = rng.normal(size=(2, batch, steps))
+    return Trajectories(rewards, values, rng.random((batch, steps)) < 0.01, rng.normal(size=batch))
+
+
+def gae(x: Trajectories) -> np.ndarray:
+    """Advantages and returns, (2, B, T), in extended precision."""
+    rewards, values = x.rewards.astype(np.longdouble), x.values.astype(np.longdouble)
+    rows = zip(rewards, values, x.dones, x.last_values, strict=True)
+    return np.stack([naive_gae(*row, GAMMA, LAM) for row in rows], axis=1)
+
+
+def whet_gae(x: Trajectories) -> Call:
+    return lambda: whet.compute_gae(*x, GAMMA, LAM)
+
+
+def rlox_gae(x: Trajectories) -> Call:
+    import rlox
+
+    rewards, values, dones = x.rewards.ravel(), x.values.ravel(), x.dones.astype(np.float64).ravel()
+    batch, steps = x.rewards.shape
+    if batch == 1:
+        last_value = float(x.last_values[0])
+        return lambda: rlox.compute_gae(rewards, values, dones, last_value, GAMMA, LAM)
+    return lambda: rlox.compute_gae_batched(rewards, values, dones, x.last_values, steps, GAMMA, LAM)
+
+
+def loop_over_time(rewards: Any, values: Any, alive: Any, last_values: Any) -> list[Any]:
+    """Advantages, the last step first, from (T, B) arrays or tensors, or from T numbers."""
+    advantages, advantage, next_values = [], 0.0, last_values
+    for t in range(len(rewards) - 1, -1, -1):
+        delta = rewards[t] + GAMMA * alive[t] * next_values - values[t]
+        advantage = delta + GAMMA * LAM * alive[t] * advantage
+        advantages.append(advantage)
+        next_values = values[t]
+    return advantages
+
+
+def numpy_gae(x: Trajectories) -> Call:
+    rewards, values, alive, last_values = x.rewards, x.values, 1.0 - x.dones, x.last_values
+
+    def one() -> tuple[np.ndarray, np.ndarray]:
+        floats = loop_over_time(rewards[0].tolist(), values[0].tolist(), alive[0].tolist(), float(last_values[0]))
+        advantages = np.array(floats[::-1])
+        return advantages, advantages + values[0]
+
+    def batch() -> tuple[np.ndarray, np.ndarray]:
+        advantages = np.stack(loop_over_time(rewards.T, values.T, alive.T, last_values)[::-1], axis=1)
+        return advantages, advantages + values
+
+    return one if len(rewards) == 1 else batch
+
+
+def torch_gae(x: Trajectories) -> Call:
+    import torch
+
+    rewards, values, alive, last_values = map(torch.from_numpy, (x.rewards, x.values, 1.0 - x.dones, x.last_values))
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        advantages = torch.stack(loop_over_time(rewards.T, values.T, alive.T, last_values)[::-1], dim=1)
+        return advantages, advantages + values
+
+    return call
+
+
+def gae_table(quick: bool) -> Table:
+    def case(batch: int, steps: int = 2048) -> Case:
+        return Case(
+            f"{batch} x {steps}",
+            inputs=lambda rng: random_trajectories(rng, batch, steps),
+            reference=gae,
+            tolerance=llm_ops.F64_TOLERANCE,
+            n_bytes=batch * (steps * (5 * 8 + 1) + 8),
+            n_items=batch * steps,
+            size=batch,
+            thread_scaling=batch == 64,
+        )
+
+    return Table(
+        "GAE, float64",
+        [case(batch) for batch in ((1, 4) if quick else (1, 8, 64))],
+        [
+            Provider("whet", whet_gae),
+            Provider("rlox", rlox_gae),
+            Provider("NumPy", numpy_gae, note="one trajectory: over Python floats, which is faster"),
+            Provider("torch", torch_gae),
+        ],
+        allocation="inside: results are new arrays",
+        note="NumPy and torch go backwards over time, all trajectories at once, as PPO in earlier TRL; 1.16 has none.",
+        item="steps",
+        size_label="trajectories",
+        error=flat_error,
+    )
+
+
+# --- the suite ------------------------------------------------------------------------------------------
+
+
+def tables(options: BenchOptions) -> list[Table]:
+    quick = options.quick
+    return [
+        groups_table("float64"),
+        groups_table("float32"),
+        *(k3_table(dtype, batch) for batch in (1, 32) for dtype in ("float64", "float32")),
+        *(logprobs_table(dtype, entropy, quick) for entropy in (False, True) for dtype in ("float32", "bfloat16")),
+        packing_table(quick),
+        gae_table(quick),
+    ]
+
+
+SUITE = Suite(
+    name="trl",
+    title="Beside TRL",
+    summary="The mathematics around an RL step: Whet, TRL 1.16, rlox and plain array code on the same inputs.",
+    tables=tables,
+)

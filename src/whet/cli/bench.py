@@ -1,0 +1,93 @@
+"""``whet bench``: runs suites, and compares what two runs found."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+
+from whet.bench.case import BenchOptions, Suite
+from whet.bench.compare import THRESHOLD, as_table, compare, load_results
+from whet.bench.run import run_suite
+from whet.bench.suites import load_suite, suite_names
+from whet.errors import WhetValueError
+
+_USAGE = """\
+usage: whet bench SUITE [--quick] [--only ROW] [--peers NAME ...] [--threads N] [--out DIR]
+       whet bench all [...]
+       whet bench compare BEFORE AFTER [--threshold 0.1]
+
+Measures Whet beside its peers and leaves results.json, report.md, report.html and plots
+in runs/bench/SUITE. Peers that are not installed are named, not guessed:
+pip install 'whet[peers]' brings them.
+
+SUITE is one of:
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status: 1 for a wrong answer of Whet's, or in a comparison for a regression; else 0."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE + "".join(f"  {name:12} {load_suite(name).title}\n" for name in suite_names()), end="")
+        print("\nwhet bench SUITE --help lists its settings.")
+        return 0 if argv else 2
+    if argv[0] == "compare":
+        return _compare(argv[1:])
+    names = suite_names() if argv[0] == "all" else [argv[0]]
+    suites = [load_suite(name) for name in names]
+    options_class = BenchOptions if len(suites) > 1 else suites[0].options
+    description = "Every suite, one after the other." if argv[0] == "all" else suites[0].summary
+    options = tyro.cli(options_class, args=argv[1:], prog=f"whet bench {argv[0]}", description=description)
+    statuses = [_run(suite, options, argv) for suite in suites]
+    return max(statuses)
+
+
+def _run(suite: Suite, options: BenchOptions, argv: Sequence[str]) -> int:
+    if argv[0] == "all":
+        given = dataclasses.asdict(options)
+        folder = Path(options.out or "runs/bench") / suite.name
+        options = suite.options(**{**given, "out": str(folder)})
+    print(f"\n{suite.title}", flush=True)
+    results, path = run_suite(suite, options, shlex.join(["whet", "bench", suite.name, *argv[1:]]))
+    print(f"{path} ({results['elapsed_s']:.0f} s)")
+    return 1 if _broken(results) else 0
+
+
+def _broken(results: dict[str, Any]) -> list[str]:
+    """Rows in which Whet's own answer was wrong, or none."""
+    return [
+        f"{table['title']} / {case['name']} / {row['provider']}: {row['why']}"
+        for table in results["tables"]
+        for case in table["cases"]
+        for row in case["rows"]
+        if row["status"] in ("wrong", "failed") and row["provider"].startswith("whet")
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compare:
+    """What changed from one run to another, and whether it is noise; exits with 1 on a regression."""
+
+    before: tyro.conf.Positional[Path]
+    """results.json, or its folder, of the run before the change."""
+    after: tyro.conf.Positional[Path]
+    """The same of the run after it."""
+    threshold: Annotated[float, tyro.conf.arg(metavar="SHARE")] = THRESHOLD
+    """A change is told only if it is larger: 0.1 is ten percent."""
+
+
+def _compare(argv: Sequence[str]) -> int:
+    asked = tyro.cli(_Compare, args=argv, prog="whet bench compare")
+    if not 0 < asked.threshold < 10:
+        raise WhetValueError(f"whet bench compare: threshold is {asked.threshold}, expected a share above 0, as 0.1.")
+    comparison = compare(load_results(asked.before), load_results(asked.after), asked.threshold)
+    console = Console()
+    console.print(as_table(comparison))
+    for line in comparison.summary:
+        console.print(line)
+    return 1 if comparison.regressions else 0

@@ -1,0 +1,241 @@
+"""The harness on providers whose behaviour is planted: right, wrong, slow, failing, missing, impossible."""
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from whet.bench import Case, NotMeasured, Provider, Table, Timed
+from whet.bench.case import relative_error
+from whet.bench.harness import Effort, run_case
+from whet.bench.machine import fastest_possible, highest, peak_bytes, watched
+from whet.bench.stats import paired_ratio
+
+BRIEF = Effort(rounds=9, case_s=20.0)
+CEILINGS = {
+    "read": {"L1": 4e11, "L2": 2e11, "L3": 1e11, "memory": 4e10},
+    "copy": {"L1": 3e11, "L2": 1e11, "L3": 8e10, "memory": 3e10},
+    "scale": {"L1": 3e11, "L2": 1e11, "L3": 8e10, "memory": 3e10},
+    "flops": {"float32": 1e11, "float64": 5e10, "bfloat16": 2e11, "int8": 4e11},
+}
+
+
+def spin(seconds, answer=1.0):
+    """A call that takes so long, and gives the answer."""
+
+    def call():
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+        return answer
+
+    return call
+
+
+def a_case(**fields):
+    return Case("one", inputs=lambda rng: 1.0, reference=lambda x: x, tolerance=1e-9, **fields)
+
+
+def run(providers, case=None, effort=BRIEF, **table):
+    case = case or a_case()
+    table = Table("table", [case], providers, allocation="none", **table)
+    result = run_case(table, case, providers, threads=1, effort=effort, seed=0)
+    result.rate(CEILINGS)
+    return {row.provider: row for row in result.rows}
+
+
+def test_medians_and_pairs_are_those_planted():
+    rows = run([Provider("whet", lambda x: spin(2e-4)), Provider("peer", lambda x: spin(3e-4))])
+    assert len(rows["whet"].samples_s) == len(rows["peer"].samples_s) == 9
+    assert np.median(rows["whet"].samples_s) == pytest.approx(2e-4, rel=0.1)
+    ratio = paired_ratio(rows["peer"].samples_s, rows["whet"].samples_s)
+    assert ratio.median == pytest.approx(1.5, rel=0.1)
+    assert ratio.stars == "***"
+    assert rows["whet"].cpus == pytest.approx(1.0, abs=0.35)
+
+
+def test_a_planted_regression_of_a_tenth_is_found_and_a_loss_is_a_loss():
+    providers = [Provider("whet", lambda x: spin(3.3e-4)), Provider("peer", lambda x: spin(3e-4))]
+    rows = run(providers, effort=Effort(31, case_s=20.0))
+    ratio = paired_ratio(rows["peer"].samples_s, rows["whet"].samples_s)
+    assert ratio.stars == "***"
+    assert ratio.high < 1
+
+
+def test_short_calls_are_timed_in_loops():
+    rows = run([Provider("whet", lambda x: lambda: x)])
+    assert rows["whet"].loops >= 500
+    assert np.median(rows["whet"].samples_s) < 1e-6
+
+
+def test_a_wrong_answer_is_reported_and_not_timed():
+    calls = []
+
+    def wrong(x):
+        def call():
+            calls.append(1)
+            return x + 1e-8
+
+        return call
+
+    row = run([Provider("whet", lambda x: lambda: x), Provider("peer", wrong)])["peer"]
+    assert (row.status, row.samples_s, len(calls)) == ("wrong", [], 1)
+    assert row.why == "error 1e-08, allowed 1e-09"
+
+
+def test_a_provider_has_its_own_definition_and_tolerance():
+    doubled = Provider("peer", lambda x: lambda: 2 * x, reference=lambda x: 2 * x)
+    rough = Provider("rough", lambda x: lambda: x + 1e-5, tolerance=1e-4)
+    rows = run([Provider("whet", lambda x: lambda: x), doubled, rough])
+    assert [row.status for row in rows.values()] == ["measured"] * 3
+    assert rows["rough"].error == pytest.approx(1e-5)
+
+
+def test_a_provider_that_fails_takes_nobody_with_it():
+    def broken(x):
+        raise RuntimeError("out of luck")
+
+    def breaks_later(x):
+        state = {"calls": 0}
+
+        def call():
+            state["calls"] += 1
+            if state["calls"] > 20:
+                raise ValueError("tired")
+            time.sleep(0.001)
+            return x
+
+        return call
+
+    rows = run([Provider("whet", lambda x: lambda: x), Provider("a", broken), Provider("b", breaks_later)])
+    assert (rows["a"].status, rows["a"].why) == ("failed", "RuntimeError: out of luck")
+    assert (rows["b"].status, rows["b"].why, rows["b"].samples_s) == ("failed", "ValueError: tired", [])
+    assert rows["whet"].status == "measured"
+
+
+def test_what_is_not_there_is_said():
+    def missing(x):
+        import no_such_package_at_all
+
+        return no_such_package_at_all
+
+    def missing_peer(x):
+        raise ModuleNotFoundError("No module named 'rlox'", name="rlox")
+
+    def too_large(x):
+        raise NotMeasured("quadratic: only up to 10,000")
+
+    absent = [Provider(prepare.__name__, prepare) for prepare in (missing, missing_peer, too_large)]
+    rows = run([Provider("whet", lambda x: lambda: x), *absent])
+    assert rows["missing"].why == "No module named 'no_such_package_at_all'"
+    assert rows["missing_peer"].why == "rlox is not installed: pip install 'whet[peers]'"
+    assert rows["too_large"].why == "quadratic: only up to 10,000"
+    assert {row.status for row in rows.values()} == {"measured", "absent"}
+
+
+def test_the_impossible_is_refused():
+    idle = Provider("whet", lambda x: lambda: x)
+    rows = run([idle, Provider("peer", lambda x: spin(0.02))], a_case(n_bytes=1e8, cache="cold"))
+    assert rows["whet"].status == "refused"
+    assert rows["whet"].why.startswith("impossible: ")
+    assert "memory bandwidth of this machine" in rows["whet"].why
+    assert rows["whet"].samples_s  # what was seen stays on record
+    assert rows["peer"].status == "measured"
+    assert rows["peer"].bandwidth == pytest.approx(5e9, rel=0.1)
+    assert rows["peer"].share == pytest.approx(1e8 / 4e10 / 0.02, rel=0.1)
+    assert run([idle], a_case(n_flops=1e9))["whet"].bound == "float32 FMA"
+
+
+def test_a_refusal_is_judged_again_with_better_ceilings():
+    case = a_case(n_flops=1e8)
+    provider = Provider("whet", lambda x: spin(5e-4))
+    result = run_case(Table("t", [case], [provider], ""), case, [provider], 1, BRIEF, 0)
+    result.rate(CEILINGS)
+    assert result.rows[0].status == "refused"
+    better = {**CEILINGS, "flops": dict.fromkeys(CEILINGS["flops"], 4e11)}
+    result.rate(highest(CEILINGS, better))
+    assert (result.rows[0].status, result.rows[0].why) == ("measured", "")
+
+
+def test_the_bound_takes_each_byte_from_where_it_may_be(monkeypatch):
+    monkeypatch.setattr("whet.bench.machine.caches", lambda: {"L1": 1000, "L2": 10_000, "L3": 100_000})
+    small, middle = a_case(n_bytes=2000), a_case(n_bytes=12_000)
+    assert fastest_possible(small, CEILINGS, 2) == (pytest.approx(2000 / 4e11), "L1 bandwidth")
+    expected = 2000 / 4e11 + 10_000 / 2e11
+    assert fastest_possible(middle, CEILINGS, 2) == (pytest.approx(expected), "L2 bandwidth")
+    large = a_case(n_bytes=1e6)
+    expected = 2000 / 4e11 + 20_000 / 2e11 + 100_000 / 1e11 + 878_000 / 4e10
+    assert fastest_possible(large, CEILINGS, 2) == (pytest.approx(expected), "memory bandwidth")
+    reread = a_case(n_bytes=4000, footprint=2000)
+    assert fastest_possible(reread, CEILINGS, 2)[0] == pytest.approx(4000 / 4e11)
+    assert fastest_possible(a_case(n_bytes=2000, cache="cold"), CEILINGS, 2)[0] == pytest.approx(2000 / 4e10)
+    assert fastest_possible(a_case(), CEILINGS, 2) == (0.0, "")
+
+
+def test_cold_calls_are_slower_than_warm_ones():
+    x = np.ones(1 << 17)  # 1 MiB
+    provider = Provider("whet", lambda _: lambda: float(x.sum()), reference=lambda _: float(1 << 17))
+    case = Case("sum", lambda rng: None, lambda _: 0.0, 1e-9, n_bytes=x.nbytes)
+    medians = {}
+    for cache in ("warm", "cold"):
+        one = Case(**{**vars(case), "cache": cache})
+        result = run_case(Table("t", [one], [provider], ""), one, [provider], 1, BRIEF, 0)
+        medians[cache] = np.median(result.rows[0].samples_s)
+        assert result.rows[0].loops == 1 or cache == "warm"
+    assert medians["cold"] > 1.2 * medians["warm"]
+
+
+def test_other_processes_are_noticed():
+    code = "import time\nend = time.monotonic() + 30\nwhile time.monotonic() < end: pass"
+    with watched() as idle:
+        time.sleep(0.5)
+    busy = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        time.sleep(0.2)
+        with watched() as others:
+            spin(0.5)()
+    finally:
+        busy.kill()
+        busy.wait()
+    assert others["cpus"] > 0.3
+    assert idle["cpus"] >= 0
+
+
+def test_parts_are_kept_per_sample_and_add_up():
+    def timed(x):
+        def call():
+            spin(1e-3)()
+            return Timed(x, {"first": 3e-4, "second": 5e-4})
+
+        return call
+
+    row = run([Provider("whet", timed)])["whet"]
+    assert set(row.parts) == {"first", "second", "other"}
+    assert all(len(seconds) == len(row.samples_s) for seconds in row.parts.values())
+    totals = np.sum(list(row.parts.values()), axis=0)
+    np.testing.assert_allclose(totals, row.samples_s, rtol=1e-6)
+
+
+def test_peak_memory_of_a_call():
+    size = 100 << 20
+    peak = peak_bytes(lambda: np.ones(size, np.uint8).sum())
+    assert peak is not None
+    assert 0.9 * size < peak < 1.5 * size
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "error"),
+    [
+        ([1.0, 10.0], [1.5, 11.0], 0.5 / 1.5),
+        ([0.25], [0.5], 0.25),
+        ([np.nan, np.inf], [np.nan, np.inf], 0.0),
+        ([np.nan], [1.0], np.inf),
+        ([np.inf], [-np.inf], np.inf),
+        ([1.0, 2.0], [1.0], np.inf),
+        ([], [], 0.0),
+    ],
+)
+def test_errors_by_hand(answer, reference, error):
+    assert relative_error(answer, reference) == error

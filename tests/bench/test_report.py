@@ -1,0 +1,284 @@
+"""The report shows every row, losses as losses, in a page and in Markdown, loads nothing, and draws what there is."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from parsed_page import EVIL, Page
+from whet.bench.plots import parts_figure, ratio_figure, size_figure, threads_figure
+from whet.bench.reading import (
+    case_label,
+    duration,
+    geometric_mean,
+    items_rate,
+    peer_ratios,
+    rate,
+    share,
+    significant,
+    size,
+    times,
+)
+from whet.bench.report import rich_table, write_report
+from whet.bench.stats import Ratio
+from whet.errors import MissingExtraError
+from whet.page import LIGHT_COLORS
+
+from .results import a_case, a_row, a_table, full_results, make_results, parts_table, sized_table, statuses_table
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A report of everything, written once."""
+    path = tmp_path_factory.mktemp("runs") / "new" / "report"
+    assert write_report(full_results(), path) == path / "report.html"
+    return path
+
+
+def grid_cells(markdown, provider):
+    """The cells of the Markdown rows of a provider."""
+    rows = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in markdown.splitlines() if line[:1] == "|"]
+    return [row for row in rows if len(row) > 1 and row[1] == provider]
+
+
+def test_every_status_shows_with_its_reason(folder):
+    page = Page((folder / "report.html").read_text(encoding="utf-8")).text
+    markdown = (folder / "report.md").read_text(encoding="utf-8").replace("\\", "")
+    for reason in (
+        "not measured: rlox is not installed: pip install 'whet[peers]'",
+        "wrong answer, not timed: error 0.5, allowed 1e-12",
+        "failed: RuntimeError: planted failure",
+        "refused: impossible: 40 times the L1 bandwidth of this machine.",
+    ):
+        assert reason in page and reason in markdown
+
+
+def test_a_loss_is_a_number_below_one_in_red(folder):
+    html = (folder / "report.html").read_text(encoding="utf-8")
+    losses = re.findall(r'<td class="number bad">(0\.\d+)× \[0\.\d+, 0\.\d+\] \*\*\*</td>', html)
+    assert len(losses) == 6  # whet float32 three times, torch at 256 x 16: warm, cold, and on one thread
+    wins = re.findall(r'<td class="number">(\d+\.\d+)× \[\d+\.\d+, \d+\.\d+\] \*\*\*</td>', html)
+    assert len(wins) == 10 and all(float(win) > 1 for win in wins)
+    even = re.findall(r'<td class="number muted">(\d\.\d+)× \[0\.\d+, 1\.\d+\]</td>', html)
+    assert len(even) == 2
+    assert len(re.findall(r"\*\*0\.\d+× ", (folder / "report.md").read_text())) == 6
+
+
+def test_the_rows_give_their_figures(folder):
+    markdown = (folder / "report.md").read_text(encoding="utf-8")
+    first = grid_cells(markdown, "rlox")[0]
+    assert first[3].count("µs") == 1 and "–" in first[3] and first[4] == "31"
+    assert first[6:] == ["2.30 GB/s", "60.0 M", "6% of L2 bandwidth", "2.2e-16", "1.0", "6.60 µs"]
+    assert "document (other machine)" in markdown and "also gives TRL 90.0 µs" in markdown
+    assert "completions/s" in markdown and "Allocation: inside: the result is a new array." in markdown
+    assert "whet float32: computes in float32" in markdown and "256 x 16 cold: inputs come from memory" in markdown
+    assert "256 x 16, 1 thread" in markdown and "3 MiB" in markdown
+
+
+def test_the_headline_counts_wins_and_losses_of_warm_rows_on_all_threads():
+    shown = {"fast": 4.0, "even": 1.0, "slow": 0.5}
+    rng = np.random.default_rng(0)
+
+    def case(name, **fields):
+        return a_case(name, [a_row("whet", rng, 1.0), *(a_row(p, rng, k) for p, k in shown.items())], **fields)
+
+    table = a_table("t", [case("a"), case("b"), case("c cold", cache="cold"), case("a", threads=1)])
+    ratios = peer_ratios([table], 2)
+    assert {peer: len(found) for peer, found in ratios.items()} == {"fast": 2, "even": 2, "slow": 2}
+    assert geometric_mean([Ratio(2.0, 1, 3), Ratio(8.0, 7, 9)]) == pytest.approx(4.0)  # sqrt(2 * 8)
+    assert geometric_mean(ratios["slow"]) == pytest.approx(0.5, rel=0.03)
+
+
+def test_whets_other_rows_are_no_peers_and_an_unmeasured_subject_gives_no_ratio():
+    rng = np.random.default_rng(0)
+    assert set(peer_ratios([sized_table(rng)], 2)) == {"rlox", "NumPy", "torch"}
+    case = a_case("one", [a_row("whet", status="failed", why="x"), a_row("rlox", rng, 1.0)])
+    assert peer_ratios([a_table("t", [case])], 2) == {}
+
+
+def test_page_and_markdown_load_and_run_nothing(folder):
+    shown = Page((folder / "report.html").read_text(encoding="utf-8"))
+    assert not {"script", "link", "img", "iframe", "object", "image"} & set(shown.tags)
+    assert not any(name.startswith("on") or "//" in value for name, value in shown.attributes)
+    html, markdown = ((folder / name).read_text() for name in ("report.html", "report.md"))
+    assert "@import" not in html and "http://" not in html
+    assert all(target.startswith("#") for target in re.findall(r"url\((.*?)\)", html))
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", markdown)
+    assert len(pictures) == 5 and all((folder / picture).exists() for picture in pictures)
+
+
+def test_hostile_names_are_escaped(tmp_path):
+    rng = np.random.default_rng(0)
+    evil = EVIL + " $x^{$ | `a` \x1b[31m \\ " + "y" * 80
+    rows = [a_row("whet", rng, 1.0, note=evil), a_row(evil, rng, 2.0), a_row(evil + "2", status="failed", why=evil)]
+    table = a_table(evil, [a_case(evil, rows, note=evil, size=n) for n in (1, 2, 4)], note=evil, allocation=evil)
+    table["size_label"] = table["item"] = evil
+    results = make_results([table, table], title=evil, summary=evil, command=evil, commit=evil)
+    html = write_report(results, tmp_path).read_text(encoding="utf-8")
+    assert not {"script", "img"} & set(Page(html).tags)
+    markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "<script" not in markdown and "\x1b" not in markdown + html
+    widths = [len(re.findall(r"(?<!\\)\|", line)) for line in markdown.splitlines() if line.startswith("| ")]
+    assert widths and min(widths) >= 3
+    titles = sorted(path.name for path in tmp_path.glob("*.png"))
+    assert len(titles) == 4 and all(re.fullmatch(r"[a-z0-9-]+\.png", name) for name in titles)
+
+
+def test_colours_follow_light_and_dark(folder):
+    html = (folder / "report.html").read_text(encoding="utf-8")
+    charts = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
+    assert len(charts) == 5
+    assert not any(re.search(r"#[0-9a-f]{6}\b", chart) for chart in charts)
+    for name in set(re.findall(r"var\((--\w+)\)", html)):
+        assert html.count(f"{name}:") == 2  # defined for light and for dark
+    over_size = charts[1]
+    assert over_size.count("var(--accent)") > 2  # the subject's line and markers
+
+
+def test_plots_are_pictures_and_named_after_their_tables(folder):
+    names = {path.name for path in folder.glob("*.png")}
+    advantages = {f"group-advantages-batched-{kind}.png" for kind in ("ratio", "size", "threads")}
+    assert names == advantages | {"one-grpo-step-ratio.png", "one-grpo-step-parts.png"}
+    for path in folder.glob("*.png"):
+        content = path.read_bytes()
+        width, height = struct.unpack(">II", content[16:24])
+        assert content.startswith(b"\x89PNG") and width == 1036 and height > 200  # 7.2 inches at 144 dpi
+        assert len(content) > 10_000
+
+
+def test_nothing_is_drawn_of_nothing():
+    rng = np.random.default_rng(0)
+    for figure in (ratio_figure, size_figure, threads_figure, parts_figure):
+        assert figure(statuses_table(rng), 2, LIGHT_COLORS) is None
+    sized, parts = sized_table(rng), parts_table(rng)
+    assert size_figure(parts, 2, LIGHT_COLORS) is None and parts_figure(sized, 2, LIGHT_COLORS) is None
+    sized["cases"] = sized["cases"][:2]
+    assert size_figure(sized, 2, LIGHT_COLORS) is None and threads_figure(sized, 2, LIGHT_COLORS) is None
+    assert ratio_figure(sized, 2, LIGHT_COLORS) is not None
+
+
+def test_plots_draw_the_figures_of_the_rows():
+    def row(provider, seconds):
+        return a_row(provider) | {"samples_s": [seconds] * 5}
+
+    cases = [a_case("c", [row("whet", 1.0), row("a", 4.0), row("b", 0.5)], size=8.0)]
+    cases.append(a_case("c", [row("whet", 1.5), row("a", 4.0)], threads=1))
+    table = a_table("t", cases)
+    bars = ratio_figure(table, 2, LIGHT_COLORS).axes[0].patches
+    assert [(bar.get_x(), bar.get_width()) for bar in bars] == [(1, 3.0), (1, -0.5)]
+    lines = threads_figure(table, 2, LIGHT_COLORS).axes[0].lines
+    assert [(list(line.get_xdata()), list(line.get_ydata())) for line in lines] == [
+        ([1, 2], [1, 2]),  # as many times as threads
+        ([1, 2], [1.0, 1.0]),
+        ([1, 2], [1.0, 1.5]),
+    ]
+    cases += [a_case(f"{n}", [row("whet", n)], size=n) for n in (1.0, 100.0)]
+    lines = size_figure(a_table("t", cases), 2, LIGHT_COLORS).axes[0].lines
+    assert [list(line.get_xydata().ravel()) for line in lines][-1] == [1.0, 1.0, 8.0, 1.0, 100.0, 100.0]
+
+
+def test_parts_are_told_in_seconds_and_shares(folder):
+    markdown = (folder / "report.md").read_text(encoding="utf-8")
+    assert re.search(r"\| generation \| 1\.\d\d s \(55\.0%\) \| 1\.\d\d s \(55\.0%\) \|", markdown)
+    assert re.search(r"\| kl \| .* µs \(0\.001%\) \|", markdown)
+    figure = parts_figure(parts_table(np.random.default_rng(0)), 2, LIGHT_COLORS)
+    bars = figure.axes[0].patches
+    assert len(bars) == 16 and sum(bar.get_width() for bar in bars) == pytest.approx(2.0)  # seven parts and the rest
+    assert "3 smaller" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_verification_gives_the_worst_case_of_every_provider(tmp_path):
+    rng = np.random.default_rng(0)
+    cases = [
+        a_case("small", [a_row("whet", rng, 1.0, error=1e-7, tolerance=1e-6), a_row("a", status="failed", why="no")]),
+        a_case("large", [a_row("whet", rng, 1.0, error=2e-7, tolerance=1e-5), a_row("a", rng, 1.0)]),
+    ]
+    cases[0]["rows"][1]["error"] = None
+    cases[1]["rows"].append(a_row("b", status="wrong", why="shapes differ", error=math.inf))
+    write_report(make_results([a_table("T", cases)]), tmp_path)
+    after = (tmp_path / "report.md").read_text().split("## Verification")[1].split("## Method")[0]
+    # 1e-7 of 1e-6 is nearer to its limit than 2e-7 of 1e-5.
+    assert [row[2:] for row in grid_cells(after, "whet")] == [["1e-07", "1e-06", "small", "2"]]
+    assert [row[2:] for row in grid_cells(after, "a")] == [["2.2e-16", "1e-12", "large", "1"]]
+    assert [row[2:] for row in grid_cells(after, "b")] == [["**inf**", "1e-12", "large", "1"]]
+    assert (
+        json.loads((tmp_path / "results.json").read_text())["tables"][0]["cases"][1]["rows"][2]["error"] == "Infinity"
+    )
+
+
+def test_results_json_is_what_came(folder):
+    assert json.loads((folder / "results.json").read_text(encoding="utf-8")) == full_results()
+
+
+@pytest.mark.parametrize(
+    ("fields", "warning"),
+    [
+        ({"load": {"before": [1.1, 1, 1], "after": []}}, "The machine was busy: a load of 1.1 on 2 processors"),
+        ({"quick": True}, "A quick run: few rounds"),
+        ({"interrupted": True}, "The run was interrupted"),
+    ],
+)
+def test_what_weakens_the_figures_is_said(tmp_path, fields, warning):
+    calm = {"load": {"before": [1.0, 1, 1], "after": []}}
+    for given, expected in ((fields, True), (calm, False)):
+        html = write_report(make_results([], **given), tmp_path).read_text(encoding="utf-8")
+        assert (f'<p class="bad">{warning}' in html) == expected
+
+
+def test_machine_method_and_ceilings_are_told(folder):
+    text = Page((folder / "report.html").read_text(encoding="utf-8")).text
+    for told in (
+        "AMD EPYC 9R14", "32 KiB", "avx512bf16", "b5d2eb3 (modified)", "whet bench llm-ops --threads 2", "0.1 0.2 0.3",
+        "read, L2", "220 GB/s", "460 GFLOP/s", "1 thread", "in random order", "95% percentile bootstrap", "rlox",
+    ):  # fmt: skip
+        assert told in text
+
+
+def test_the_terminal_shows_every_row_and_every_reason():
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    rng = np.random.default_rng(0)
+    for table in (sized_table(rng), statuses_table(rng, title="[red]Token KL[/nope]")):
+        console.print(rich_table(table))
+    text = console.export_text()
+    assert "[red]Token KL[/nope]" in text
+    assert re.search(r"rlox +10\.\d µs +5\.\d+× \[5\.\d+, 5\.\d+\] \*\*\* +2\.30 GB/s +6% of L2 +6\.60 µs", text)
+    for told in ("absent", "wrong", "failed", "refused", "planted failure", "is not installed", "impossible: 40 times"):
+        assert told in text
+
+
+def test_figures_in_words():
+    assert [duration(s) for s in (3e-10, 2.2e-6, 9.996e-7, 0.0123, 1.5, 125.0, 0.0)] == [
+        "0.300 ns", "2.20 µs", "1.00 µs", "12.3 ms", "1.50 s", "125 s", "0 ns",
+    ]  # fmt: skip
+    assert duration(2.1e-6, 2.3e-6) == "2.10–2.30 µs" and duration(9.9e-7, 1.2e-6) == "990–1,200 ns"
+    assert [significant(x) for x in (0.012345, 4.0, 9.999, 12345.6, 0.0, 1e-9)] == [
+        "0.0123", "4.00", "10.0", "12,346", "0", "1e-09",
+    ]  # fmt: skip
+    assert [size(n) for n in (0, 1023, 32768, 1.5 * 2**30)] == ["0 bytes", "1023 bytes", "32 KiB", "1.50 GiB"]
+    assert times(Ratio(0.5, 0.4, 0.6)) == "0.500× [0.400, 0.600] ***"
+    assert times(Ratio(1.01, 0.9, 1.2)) == "1.01× [0.900, 1.20]"
+    row = a_row("x", bandwidth=2e9, flops=3e9, bound="float32 FMA", share=0.004, items_per_s=1234.0)
+    assert (rate(row), share(row), items_rate(row)) == ("3.00 GFLOP/s", "0.4% of float32 FMA", "1.23 k")
+    row |= {"bound": "memory bandwidth", "share": 0.314}
+    assert (rate(row), share(row)) == ("2.00 GB/s", "31% of memory bandwidth")
+    assert (rate(a_row("x")), share(a_row("x")), items_rate(a_row("x"))) == ("", "", "")
+    assert case_label(a_case("8", [], cache="cold", threads=1), 2) == "8, cold, 1 thread"
+    assert case_label(a_case("8 cold", [], cache="cold"), 2) == "8 cold"
+
+
+def test_a_missing_package_is_one_clear_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    with pytest.raises(MissingExtraError, match=r"write_report needs matplotlib\. Install it with: pip install 'whet"):
+        write_report(full_results(), tmp_path)
+    assert Path(tmp_path / "results.json").exists()  # what was measured is kept
+    with pytest.raises(MissingExtraError, match=r"rich_table needs rich\. Install it with: pip install 'whet"):
+        rich_table(full_results()["tables"][0])

@@ -1,0 +1,122 @@
+"""``whet bench`` as its users run it: processes, files, options, and what it answers to a wrong one."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import whet.bench
+from whet.bench import BenchOptions
+from whet.bench.run import run_suite
+from whet.bench.suites import load_suite, suite_names
+from whet.cli import main
+
+
+def whet_bench(*arguments, cwd=None):
+    command = [sys.executable, "-c", "import sys; from whet.cli import main; sys.exit(main())", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """One row of one suite against one peer, and its folder."""
+    folder = tmp_path_factory.mktemp("run")
+    flags = ["--quick", "--only", "16 x 4", "--peers", "numpy", "--threads", "1", "--out", str(folder)]
+    run = whet_bench("llm-ops", *flags)
+    assert run.returncode == 0, run.stderr
+    assert "16 x 4" in run.stdout
+    return json.loads((folder / "results.json").read_text()), folder
+
+
+def test_what_a_run_leaves(results):
+    found, folder = results
+    assert {"results.json", "report.md", "report.html"} <= {path.name for path in folder.iterdir()}
+    assert list(folder.glob("*.png"))
+    assert (found["schema"], found["suite"], found["quick"]) == (1, "llm-ops", True)
+    assert found["threads"]["asked"] == found["threads"]["whet"] == 1
+    assert len(found["threads"]["cpus"]) == 1
+    assert found["ceilings"]["1"]["flops"]["float32"] > 1e9
+    assert found["command"].startswith("whet bench llm-ops --quick")
+    cases = [case for table in found["tables"] for case in table["cases"]]
+    assert cases
+    for case in cases:
+        assert "16 x 4" in case["name"]
+        names = [row["provider"] for row in case["rows"]]
+        assert names[0].startswith("whet")
+        assert all(name.lower().startswith(("whet", "numpy")) for name in names)
+        for row in case["rows"]:
+            assert row["status"] == "measured"
+            assert len(row["samples_s"]) >= 5
+            assert row["error"] <= row["tolerance"]
+
+
+def test_the_report_needs_nothing_from_elsewhere(results):
+    page = (results[1] / "report.html").read_text()
+    assert "<script" not in page
+    assert not re.search(r"(src|href)=[\"']?https?:", page)
+
+
+def test_compare_finds_a_planted_regression(results, tmp_path):
+    found, folder = results
+    assert whet_bench("compare", str(folder), str(folder)).returncode == 0
+    for case in (case for table in found["tables"] for case in table["cases"]):
+        case["rows"][0]["samples_s"] = [1.3 * s for s in case["rows"][0]["samples_s"]]
+    (tmp_path / "results.json").write_text(json.dumps(found))
+    run = whet_bench("compare", str(folder), str(tmp_path))
+    assert run.returncode == 1
+    assert "16 x 4" in run.stdout
+
+
+def test_suites_and_help(capsys):
+    assert main(["bench"]) == 2
+    assert main(["bench", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert {"llm-ops", "trl", "impact"} <= set(suite_names())
+    for name in suite_names():
+        assert f"  {name} " in shown
+        assert load_suite(name).name == name
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "llm-ops", "--help"])
+    assert stopped.value.code == 0
+    assert "--quick" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llm-op"], "there is no suite 'llm-op'. Did you mean llm-ops?"),
+        (["llm-ops", "--only", "17 x 3"], "no row contains '17 x 3'. There are: "),
+        (["llm-ops", "--peers", "jax"], "there is no provider 'jax'. There are: "),
+        (["llm-ops", "--threads", "5000"], "threads is 5000, and this process may use"),
+        (["llm-ops", "--threads", "-1"], "threads is -1"),
+        (["compare", "nowhere", "nowhere"], "nowhere"),
+        (["compare", ".", ".", "--threshold", "0"], "threshold is 0.0, expected a share above 0"),
+    ],
+)
+def test_a_wrong_option_is_one_line(arguments, message, capsys):
+    assert main(["bench", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_stopped_run_reports_what_it_has(tmp_path, monkeypatch):
+    measure = whet.bench.run._measure
+
+    def stopped(*arguments, **named):
+        _, found = measure(*arguments, **named)
+        return 130, found
+
+    monkeypatch.setattr("whet.bench.run._measure", stopped)
+    options = BenchOptions(quick=True, only="16 x 4", peers=("numpy",), threads=1, out=str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        run_suite(load_suite("llm-ops"), options, "whet bench llm-ops")
+    assert json.loads((tmp_path / "results.json").read_text())["interrupted"] is True
+
+
+def test_bench_uses_public_names_only():
+    for path in Path(whet.bench.__file__).parent.rglob("*.py"):
+        assert not re.search(r"\b_core\b", path.read_text()), path
