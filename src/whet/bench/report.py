@@ -156,8 +156,8 @@ def _load_warnings(results: Json) -> Iterator[str]:
     if disturbed:
         yield (
             f"Other processes kept up to {max(others):.1f} processors busy in {disturbed} of {len(others)} cases. "
-            "Threads that wait for each other by spinning, as torch's do, then take up to 1,000 times as long: run again on a "
-            "quiet machine before believing a ratio of rows that use several threads."
+            "Threads that wait for each other by spinning, as torch's do, then take up to 1,000 times as long: run again "
+            "on a quiet machine before believing a ratio of rows that use several threads."
         )
 
 
@@ -404,7 +404,8 @@ def rich_table(table: Json) -> RichTable:
         caption=RichText("\n".join(reasons)), caption_justify="left",
     )  # fmt: skip
     for header, kind in (("case", ""), ("provider", ""), *((column.header, column.kind) for column in columns)):
-        shown.add_column(RichText(header), justify="right" if kind == "number" else "left", no_wrap=header != "ceiling")
+        justify, whole = ("right" if kind == "number" else "left"), header not in ("case", "provider", "ceiling")
+        shown.add_column(RichText(header), justify=justify, no_wrap=whole)
     for case in table["cases"]:
         for row in case["rows"]:
             label = reading.case_label(case, threads) if row is case["rows"][0] else ""
