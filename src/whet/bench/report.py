@@ -156,8 +156,8 @@ def _load_warnings(results: Json) -> Iterator[str]:
     if disturbed:
         yield (
             f"Other processes kept up to {max(others):.1f} processors busy in {disturbed} of {len(others)} cases. "
-            "Threads that wait for each other by spinning, as torch's do, then take up to 1,000 times as long: run again "
-            "on a quiet machine before believing a ratio of rows that use several threads."
+            "Threads that wait for each other by spinning, as torch's do, then take up to 1,000 times as long: run "
+            "again on a quiet machine before believing a ratio of rows that use several threads."
         )
 
 
