@@ -22,10 +22,16 @@ namespace {
 #include "simd/dot.h"
 //
 #include "kernels/gae.h"
+#include "kernels/gemv.h"
 #include "kernels/group_advantages.h"
 #include "kernels/probe.h"
 #include "kernels/token_kl.h"
 #include "kernels/token_logprobs.h"
+//
+#include "kernels/linear.h"
+//
+#include "kernels/convert.h"
+#include "kernels/linear_quantised.h"
 }  // namespace
 
 #define WHET_STRING_OF(x) #x

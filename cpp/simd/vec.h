@@ -416,3 +416,28 @@ WHET_INLINE T max_lane(Vec<T> v) {
     }
     return lanes[0];
 }
+
+// A float16 number as a float, exactly.
+WHET_INLINE float f16_as_float(uint16_t half) {
+    const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, rest = half & 0x7fff;
+    if (rest >= 0x7c00) return bit_cast<float>(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+    // The bits as the tail of a float, times 2^112: the multiplication makes subnormal halves normal floats.
+    return bit_cast<float>(bit_cast<uint32_t>(bit_cast<float>(rest << 13) * 0x1p+112f) | sign);
+}
+
+// Sixteen float16 numbers as floats, exactly.
+WHET_INLINE f32x16 load_f16(const uint16_t* x) {
+    f32x16 v;
+#if defined(__AVX512F__)
+    v.part[0] = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+#elif defined(__F16C__)
+    WHET_EACH_PART(p) v.part[p] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + 8 * p)));
+#elif defined(__aarch64__)
+    WHET_EACH_PART(p) v.part[p] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x + 4 * p)));
+#else
+    float lanes[16];
+    for (int i = 0; i < 16; ++i) lanes[i] = f16_as_float(x[i]);
+    v = load(lanes);
+#endif
+    return v;
+}

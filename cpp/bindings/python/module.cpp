@@ -5,6 +5,7 @@
 
 #include "arrays.h"
 #include "kernels/dispatch.h"
+#include "linear.h"
 #include "primitives.h"
 #include "probe.h"
 #include "runtime/thread_pool.h"
@@ -43,5 +44,6 @@ NB_MODULE(_core, m) {
     m.def("set_num_threads", &whet::set_num_threads, nb::call_guard<nb::gil_scoped_release>());
     m.def("build_info", &build_info);
     whet::bind_primitives(m);
+    whet::bind_linear(m);
     whet::bind_probe(m);
 }

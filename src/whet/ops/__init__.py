@@ -11,10 +11,14 @@ from whet.ops.divergence import (
     compute_token_kl_schulman,
     compute_token_kl_schulman_f32,
 )
+from whet.ops.linear import PackedWeight, gemm, gemv, linear, pack_weight
 from whet.ops.logprobs import compute_token_logprobs
 from whet.ops.packing import pack_sequences
+from whet.ops.quant import Quantized, quantize
 
 __all__ = [
+    "PackedWeight",
+    "Quantized",
     "compute_batch_group_advantages",
     "compute_batch_token_kl",
     "compute_batch_token_kl_f32",
@@ -27,5 +31,10 @@ __all__ = [
     "compute_token_kl_schulman",
     "compute_token_kl_schulman_f32",
     "compute_token_logprobs",
+    "gemm",
+    "gemv",
+    "linear",
     "pack_sequences",
+    "pack_weight",
+    "quantize",
 ]

@@ -1,0 +1,117 @@
+// y[i][j] = bias[j] + sum_k x[i][k] w[j][k], for weights in panels of 16 outputs.
+//
+// A panel holds the weights of 16 outputs, step by step along k: a step is one 64-byte vector, with one k of float32 or
+// two of bfloat16 for each output. One row (decode) and many (a batch) stream the same memory. A tile of rows x panels
+// keeps its sums in registers; an output's sum runs over the steps in order, in one lane, whatever the tile, so a row's
+// results do not depend on the rows beside it. bfloat16 products are exact and summed in float32.
+
+#if defined(__AVX512F__)
+constexpr int kTileRows = 8, kTilePanels = 3;
+#elif defined(__AVX2__) || defined(__aarch64__)
+constexpr int kTileRows = 4, kTilePanels = 1;  // 16 registers hold no more
+#else
+constexpr int kTileRows = 2, kTilePanels = 1;
+#endif
+
+// The weights of one step times one row's inputs of that step, added to the row's sums.
+WHET_INLINE f32x16 add_products(f32x16 sum, const float* x, f32x16 w) { return fma(f32x16(*x), w, sum); }
+WHET_INLINE f32x16 add_products(f32x16 sum, const uint16_t* x, u16x32 w) {
+    int32_t pair;
+    __builtin_memcpy(&pair, x, sizeof pair);
+    return dot_bf16(sum, bit_cast<u16x32>(i32x16(pair)), w);
+}
+
+template <class T>
+struct Rows {  // `rows` times x[0 .. steps * sizes of a step), ld apart
+    const T* x;
+    size_t ld, rows;
+};
+
+struct Outputs {  // the last of the panels may be cut short: n outputs in all
+    float* y;
+    size_t ld, n;
+    const float* bias;  // null: none
+};
+
+template <int n_rows, int n_panels>
+WHET_INLINE void store_tile(const f32x16 (&sum)[n_rows][n_panels], const Outputs& out, size_t row, size_t panel) {
+#pragma GCC unroll 4
+    for (int p = 0; p < n_panels; ++p) {
+        const size_t at = 16 * (panel + p);
+        const bool whole = at + 16 <= out.n;
+        const int n = whole ? 16 : static_cast<int>(out.n - at);
+        f32x16 bias(0.0f);
+        if (out.bias != nullptr) bias = load_first(out.bias + at, n, 0.0f);
+#pragma GCC unroll 8
+        for (int r = 0; r < n_rows; ++r) {
+            float* y = out.y + (row + r) * out.ld + at;
+            const f32x16 sums = out.bias == nullptr ? sum[r][p] : sum[r][p] + bias;
+            whole ? store(y, sums) : store_first(y, sums, n);
+        }
+    }
+}
+
+template <class T, int n_rows, int n_panels>
+__attribute__((noinline)) void linear_tile(Rows<T> in, size_t row, const T* panels, size_t steps, size_t panel,
+                                           const Outputs& out) {
+    constexpr int per_step = 4 / sizeof(T), lanes = 64 / sizeof(T);
+    f32x16 sum[n_rows][n_panels];
+#pragma GCC unroll 8
+    for (int r = 0; r < n_rows; ++r) {
+#pragma GCC unroll 4
+        for (int p = 0; p < n_panels; ++p) sum[r][p] = f32x16(0.0f);
+    }
+    const T* x = in.x + row * in.ld;
+    const T* w = panels + panel * steps * lanes;
+    for (size_t s = 0; s < steps; ++s) {
+        Vec<T> weights[n_panels];
+#pragma GCC unroll 4
+        for (int p = 0; p < n_panels; ++p) weights[p] = load(w + (p * steps + s) * lanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < n_rows; ++r) {
+#pragma GCC unroll 4
+            for (int p = 0; p < n_panels; ++p) {
+                sum[r][p] = add_products(sum[r][p], x + r * in.ld + s * per_step, weights[p]);
+            }
+        }
+    }
+    store_tile(sum, out, row, panel);
+}
+
+// All rows against a few panels, which stay in the cache meanwhile.
+template <class T, int n_panels>
+WHET_INLINE void linear_panels(Rows<T> in, const T* panels, size_t steps, size_t panel, const Outputs& out) {
+    size_t row = 0;
+    for (; row + kTileRows <= in.rows; row += kTileRows) {
+        linear_tile<T, kTileRows, n_panels>(in, row, panels, steps, panel, out);
+    }
+    if (kTileRows > 4 && row + 4 <= in.rows) {
+        linear_tile<T, 4, n_panels>(in, row, panels, steps, panel, out);
+        row += 4;
+    }
+    if (kTileRows > 2 && row + 2 <= in.rows) {
+        linear_tile<T, 2, n_panels>(in, row, panels, steps, panel, out);
+        row += 2;
+    }
+    if (row < in.rows) linear_tile<T, 1, n_panels>(in, row, panels, steps, panel, out);
+}
+
+template <class T>
+WHET_INLINE void linear(Rows<T> in, const T* panels, size_t steps, const Outputs& out) {
+    const size_t n_panels = (out.n + 15) / 16;
+    size_t panel = 0;
+    for (; panel + kTilePanels <= n_panels; panel += kTilePanels) {
+        linear_panels<T, kTilePanels>(in, panels, steps, panel, out);
+    }
+    for (; panel < n_panels; ++panel) linear_panels<T, 1>(in, panels, steps, panel, out);
+}
+
+void linear_f32(const float* x, size_t ldx, size_t rows, const void* panels, size_t steps, size_t n, const float* bias,
+                float* y, size_t ldy) {
+    linear<float>({x, ldx, rows}, static_cast<const float*>(panels), steps, {y, ldy, n, bias});
+}
+
+void linear_bf16(const uint16_t* x, size_t ldx, size_t rows, const void* panels, size_t steps, size_t n,
+                 const float* bias, float* y, size_t ldy) {
+    linear<uint16_t>({x, ldx, rows}, static_cast<const uint16_t*>(panels), steps, {y, ldy, n, bias});
+}

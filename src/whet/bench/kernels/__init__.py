@@ -1,0 +1,1 @@
+"""The kernels' benchmark tables, a module for each family; ``suites/kernels.py`` puts them together."""

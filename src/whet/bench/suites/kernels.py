@@ -1,0 +1,20 @@
+"""Every kernel beside PyTorch and NumPy, and the rows of RuvLLM's benchmark document, family by family."""
+
+from __future__ import annotations
+
+from whet.bench.case import BenchOptions, Suite, Table
+from whet.bench.kernels import attention, linear, lora, norm, rope
+
+
+def tables(options: BenchOptions) -> list[Table]:
+    """The tables of all families."""
+    return [table for family in (norm, rope, attention, linear, lora) for table in family.tables(options)]
+
+
+SUITE = Suite(
+    "kernels",
+    "Kernels of inference",
+    "Norms, RoPE, attention, matrix products, quantised weights and adapters on this processor, with the rows of RuvLLM's "
+    "document beside them: its figures are an Apple M4 Pro's, and notes say where a row is not what it is called.",
+    tables,
+)

@@ -1,0 +1,132 @@
+"""Weights in few bits: what the formats mean, and the way to them and back.
+
+    int8   w = scale q, one float32 scale per row (output), q in [-127, 127]
+    q8_0   w = d q, one float16 d per 32, q in [-127, 127]               8.5 bits per weight
+    q4_0   w = d (q - 8), one float16 d per 32, q in [0, 15]             4.5 bits per weight
+    q4_k   w = d s q - dmin m, q in [0, 15]; 6-bit s, m per 32,
+           float16 d, dmin per 256                                       4.5 bits per weight
+
+q8_0, q4_0 and q4_k are the GGUF format's block types, byte for byte: ``Quantized.data`` can be read from and written
+to such files. The products are in ``whet.ops.linear``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from whet import _core
+from whet.errors import WhetTypeError, WhetValueError
+from whet.ops import inputs
+
+FORMATS = ("int8", "q8_0", "q4_0", "q4_k")
+BLOCK_LENGTHS = {"int8": 1, "q8_0": 32, "q4_0": 32, "q4_k": 256}
+_CORE_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "q8_0": 3, "q4_0": 4, "q4_k": 5}
+
+
+def row_layout(format: str, k: int) -> int:
+    """Bytes of one row of k weights."""
+    return _core.row_bytes(_CORE_FORMATS[format], k)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A quantised matrix.
+
+    Attributes:
+        format: "int8", "q8_0", "q4_0" or "q4_k".
+        shape: (N, K).
+        data: (N, bytes per row) uint8: GGUF's blocks; of int8 K numbers and then the scale's four bytes.
+
+    Raises:
+        WhetValueError: an unknown format, a K that the blocks do not divide, or data of another size.
+        WhetTypeError: data is no uint8 array.
+    """
+
+    format: str
+    shape: tuple[int, int]
+    data: np.ndarray
+
+    def __post_init__(self) -> None:
+        _check_format("Quantized", self.format, self.shape[1])
+        if not isinstance(self.data, np.ndarray) or self.data.dtype != np.uint8:
+            raise WhetTypeError(f"Quantized: data is {_kind(self.data)}, expected a uint8 array.")
+        expected = (self.shape[0], row_layout(self.format, self.shape[1]))
+        if self.data.shape != expected:
+            raise WhetValueError(
+                f"Quantized: data has shape {self.data.shape}, expected {expected} for {self.shape} in {self.format}."
+            )
+        object.__setattr__(self, "data", np.ascontiguousarray(self.data))
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits per weight, scales counted."""
+        return 8 * self.data.size / max(1, self.shape[0] * self.shape[1])
+
+    def dequantize(self) -> np.ndarray:
+        """(N, K) float32: the numbers that the products multiply by."""
+        out = np.empty(self.shape, np.float32)
+        _core.dequantize(_CORE_FORMATS[self.format], *self.shape, self.data.ctypes.data, out.ctypes.data)
+        return out
+
+
+def quantize(weight: Any, format: str) -> Quantized:
+    """The nearest weights in a format, by squared error.
+
+    int8 and q8_0 divide by max|w| / 127 of the row or block and round. q4_0 tries several scales near max|w| / 8 and
+    keeps the best; q4_k fits scale and offset of every block by least squares, over several roundings.
+
+    Args:
+        weight: (N, K) float32 or bfloat16, finite.
+        format: "int8", "q8_0", "q4_0" or "q4_k".
+
+    Raises:
+        WhetValueError: an unknown format, another shape, a K that the format's blocks do not divide, NaN or infinity.
+        WhetTypeError: another dtype.
+    """
+    values = _float32(weight)
+    _check_format("quantize", format, values.shape[1])
+    if not np.isfinite(values).all():
+        row, column = np.argwhere(~np.isfinite(values))[0]
+        raise WhetValueError(f"quantize: weight[{row}, {column}] is {values[row, column]}. Quantize finite weights.")
+    data = np.empty((len(values), row_layout(format, values.shape[1])), np.uint8)
+    _core.quantize(_CORE_FORMATS[format], *values.shape, values.ctypes.data, data.ctypes.data)
+    return Quantized(format, values.shape, data)
+
+
+def bf16_bits(x: np.ndarray) -> np.ndarray:
+    """The bit patterns (uint16) of float32 numbers rounded to bfloat16, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), (bits >> 16).astype(np.uint16) | 0x40, rounded)
+
+
+def bf16_values(bits: np.ndarray) -> np.ndarray:
+    """The float32 numbers that bit patterns (uint16) of bfloat16 stand for."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _float32(weight: Any) -> np.ndarray:
+    weight = inputs.plain("quantize", "weight", weight, ("float32", "bfloat16"))
+    if weight.ndim != 2:
+        raise WhetValueError(f"quantize: weight has shape {tuple(weight.shape)}, expected two axes.")
+    if inputs.is_tensor(weight):
+        return weight.float().numpy()
+    return weight if weight.dtype == np.float32 else bf16_values(weight.view(np.uint16))
+
+
+def _check_format(where: str, format: str, k: int) -> None:
+    if format not in FORMATS:
+        raise WhetValueError(f"{where}: format is {format!r}, expected one of {', '.join(FORMATS)}.")
+    block = BLOCK_LENGTHS[format]
+    if k % block:
+        raise WhetValueError(
+            f"{where}: weight has rows of {k}, not a multiple of the {block} that {format} quantises together. "
+            f"Choose int8, or pad the inputs."
+        )
+
+
+def _kind(x: Any) -> str:
+    return f"{type(x).__name__} of {x.dtype}" if hasattr(x, "dtype") else type(x).__name__

@@ -1,0 +1,117 @@
+"""Formats against the gguf package, which reads the same bytes, and against what their steps allow."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+import whet
+from whet import WhetTypeError, WhetValueError
+from whet.ops.quant import bf16_bits, bf16_values
+
+GGUF = {name: gguf.GGMLQuantizationType[name.upper()] for name in ("q8_0", "q4_0", "q4_k")}
+BITS = {"int8": 8 + 32 / 512, "q8_0": 8.5, "q4_0": 4.5, "q4_k": 4.5}
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("format", GGUF)
+def test_any_bytes_mean_what_gguf_says(format):
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, (5, whet.quantize(normal(0, 1, 512), format).data.shape[1]), dtype=np.uint8)
+    # Random scales would be NaN or infinite now and then: put finite float16 numbers in their place.
+    block = {"q8_0": 34, "q4_0": 18, "q4_k": 144}[format]
+    for at in range(0, data.shape[1], block):
+        for offset in (0, 2) if format == "q4_k" else (0,):
+            data[:, at + offset : at + offset + 2] = rng.normal(0, 0.1, (5, 1)).astype(np.float16).view(np.uint8)
+    mine = whet.Quantized(format, (5, 512), data).dequantize()
+    np.testing.assert_array_equal(mine, gguf.quants.dequantize(data, GGUF[format]))
+    # And they come back from the panels as they went in.
+    np.testing.assert_array_equal(whet.pack_weight(whet.Quantized(format, (5, 512), data)).unpack().data, data)
+
+
+@pytest.mark.parametrize("format", BITS)
+def test_bits_and_errors(format):
+    w = normal(1, 40, 512)
+    quantised = whet.quantize(w, format)
+    assert quantised.bits_per_weight == BITS[format]
+    error = np.abs(quantised.dequantize() - w)
+    if format in ("int8", "q8_0"):
+        width = 512 if format == "int8" else 32
+        step = np.repeat(np.abs(w).reshape(40, -1, width).max(axis=2) / 127, width, axis=1)
+        assert np.all(error <= 0.51 * step + 1e-3 * np.abs(w))
+    rms = np.sqrt((error**2).mean())
+    assert rms < {"int8": 0.009, "q8_0": 0.006, "q4_0": 0.095, "q4_k": 0.075}[format]
+
+
+@pytest.mark.parametrize("format", ["q4_0", "q8_0"])
+def test_no_worse_than_the_reference_quantiser(format):
+    w = normal(2, 30, 512)
+    mine = whet.quantize(w, format).dequantize()
+    theirs = gguf.quants.dequantize(gguf.quants.quantize(w, GGUF[format]), GGUF[format])
+    assert ((mine - w) ** 2).sum() <= 1.001 * ((theirs - w) ** 2).sum()
+
+
+def test_what_a_format_holds_exactly_it_keeps():
+    grid = np.tile(np.arange(16, dtype=np.float32), 32).reshape(1, 512)
+    np.testing.assert_array_equal(whet.quantize(grid - 8, "q4_0").dequantize(), grid - 8)
+    np.testing.assert_allclose(whet.quantize(grid - 7, "q4_k").dequantize(), grid - 7, atol=0.02)
+    np.testing.assert_allclose(whet.quantize(np.full((1, 256), 0.5, np.float32), "q4_k").dequantize(), 0.5, rtol=1e-3)
+    np.testing.assert_allclose(whet.quantize(np.full((1, 256), -0.5, np.float32), "q4_k").dequantize(), -0.5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("format", BITS)
+def test_zeros_tiny_and_huge_numbers(format):
+    zeros = np.zeros((3, 256), np.float32)
+    np.testing.assert_array_equal(whet.quantize(zeros, format).dequantize(), zeros)
+    tiny = whet.quantize(np.full((1, 256), 1e-30, np.float32), format).dequantize()
+    assert np.all(np.isfinite(tiny)) and np.abs(tiny).max() <= 2e-30
+    huge = whet.quantize(np.full((1, 256), 1e30, np.float32), format).dequantize()
+    assert np.all(np.isfinite(huge))
+
+
+def test_tensors_and_bfloat16():
+    w = torch.from_numpy(normal(0, 4, 64))
+    np.testing.assert_array_equal(whet.quantize(w, "q8_0").data, whet.quantize(w.numpy(), "q8_0").data)
+    half = w.bfloat16()
+    np.testing.assert_array_equal(whet.quantize(half, "q8_0").data, whet.quantize(half.float(), "q8_0").data)
+
+
+def test_bfloat16_bits_are_torchs():
+    x = np.concatenate([normal(0, 1000), [0.0, -0.0, np.inf, -np.inf, 1e-40, 3.4e38, np.nan]]).astype(np.float32)
+    bits = bf16_bits(x)
+    expected = torch.from_numpy(x).bfloat16()
+    np.testing.assert_array_equal(bits[:-1], expected.view(torch.uint16).numpy()[:-1])
+    assert np.isnan(bf16_values(bits[-1:]))[0]
+    np.testing.assert_array_equal(bf16_values(bits[:-1]), expected.float().numpy()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: whet.quantize(normal(0, 2, 32), "q5_0"), WhetValueError, "format is 'q5_0', expected one of int8"),
+        (lambda: whet.quantize(normal(0, 2, 100), "q4_k"), WhetValueError, "rows of 100, not a multiple of the 256"),
+        (lambda: whet.quantize(normal(0, 32), "q8_0"), WhetValueError, r"weight has shape \(32,\), expected two axes"),
+        (lambda: whet.quantize(np.ones((2, 32)), "q8_0"), WhetTypeError, "weight has dtype float64"),
+        (
+            lambda: whet.quantize(np.array([[1.0] * 31 + [np.nan]], np.float32), "q8_0"),
+            WhetValueError,
+            r"weight\[0, 31\] is nan",
+        ),
+        (
+            lambda: whet.Quantized("q8_0", (2, 32), np.zeros((2, 33), np.uint8)),
+            WhetValueError,
+            r"data has shape \(2, 33\), expected \(2, 34\)",
+        ),
+        (
+            lambda: whet.Quantized("q8_0", (1, 32), np.zeros((1, 34))),
+            WhetTypeError,
+            "ndarray of float64, expected a uint8",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_explained(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

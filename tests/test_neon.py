@@ -1,0 +1,32 @@
+"""The NEON kernels, cross-compiled and run under qemu where both are there: the C++ tests, and the same bits."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
+
+
+@pytest.mark.skipif(not (COMPILER and EMULATOR), reason="needs g++-aarch64-linux-gnu and qemu-user-static")
+def test_the_cpp_tests_pass_on_neon(tmp_path):
+    assert COMPILER and EMULATOR
+    options = [
+        "-DWHET_PYTHON=OFF",
+        "-DWHET_CPP_TESTS=ON",
+        f"-DCMAKE_CXX_COMPILER={COMPILER}",
+        "-DCMAKE_SYSTEM_NAME=Linux",
+        "-DCMAKE_SYSTEM_PROCESSOR=aarch64",
+        "-DCMAKE_EXE_LINKER_FLAGS=-static",
+        f"-DCMAKE_CROSSCOMPILING_EMULATOR={EMULATOR}",
+    ]
+    cmake = shutil.which("cmake") or str(Path(__import__("sys").executable).parent / "cmake")
+    subprocess.run([cmake, "-S", ROOT, "-B", tmp_path, *options], check=True, capture_output=True, timeout=300)
+    built = subprocess.run([cmake, "--build", tmp_path, "-j", "2"], capture_output=True, text=True, timeout=900)
+    assert built.returncode == 0, built.stdout[-3000:]
+    for program in sorted(tmp_path.glob("*_test*")):
+        if program.is_file() and not program.suffix:
+            run = subprocess.run([EMULATOR, program], capture_output=True, text=True, timeout=900)
+            assert run.returncode in (0, 77), run.stdout[-3000:] + run.stderr[-3000:]
