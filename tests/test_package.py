@@ -54,6 +54,13 @@ for dtype in (np.float32, np.float64):
             x = rng.normal(0, 5, (3, n)).astype(np.float32)
             for out in whet.compute_token_logprobs(x, rng.integers(0, n, 3), temperature=.7, return_entropy=True):
                 h.update(out.tobytes())
+for m, n, k in ((1, 5, 3), (3, 17, 40), (9, 50, 256), (17, 100, 512)):
+    x = rng.normal(size=(m, k)).astype(np.float32); w = rng.normal(size=(n, k)).astype(np.float32)
+    h.update(whet.gemm(x, w, transpose_b=True).tobytes())
+    h.update(whet.gemv(w, x[0]).tobytes()); h.update(whet.gemv(w, w[:, 0], transpose=True).tobytes())
+    for format in ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_k"):
+        if k % 256 == 0 or format in ("float32", "bfloat16", "int8"):
+            h.update(whet.linear(x, whet.pack_weight(w, format)).tobytes())
 print(h.hexdigest())
 """
 

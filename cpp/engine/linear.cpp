@@ -1,6 +1,7 @@
 #include "engine/linear.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -368,24 +369,34 @@ void pack_columns(const T* b, ptrdiff_t b_row, ptrdiff_t b_column, size_t k, siz
         const size_t first = p * kPanel, count = std::min(kPanel, n - first);
         if (count < kPanel || k % per_step != 0) std::memset(panel, 0, panel_size * sizeof(T));
         const T* from = b + static_cast<ptrdiff_t>(first) * b_column;
-        // Sixteen k at a time, so that what is read and written stays close in either order.
-        for (size_t begin = 0; begin < k; begin += 16) {
-            const size_t end = std::min(k, begin + 16);
-            if (b_column == 1) {
-                for (size_t i = begin; i < end; ++i) {
-                    T* to = panel + i / per_step * kPanel * per_step + i % per_step;
-                    for (size_t j = 0; j < count; ++j) to[j * per_step] = from[static_cast<ptrdiff_t>(i) * b_row + j];
+        const auto at = [&](size_t i, size_t j) {
+            return from[static_cast<ptrdiff_t>(i) * b_row + static_cast<ptrdiff_t>(j) * b_column];
+        };
+        const size_t whole = k / per_step;
+        if (b_row == 1) {  // a column's words go to the panel as they are; a few lines of it at a time
+            for (size_t begin = 0; begin < whole; begin += 64) {
+                const size_t end = std::min(whole, begin + 64);
+                for (size_t j = 0; j < count; ++j) {
+                    const T* column = from + static_cast<ptrdiff_t>(j) * b_column;
+                    for (size_t w = begin; w < end; ++w) {
+                        std::memcpy(panel + (w * kPanel + j) * per_step, column + w * per_step, 4);
+                    }
                 }
-                continue;
             }
-            for (size_t j = 0; j < count; ++j) {
-                const T* column = from + static_cast<ptrdiff_t>(j) * b_column;
-                T* to = panel + j * per_step;
-                for (size_t i = begin; i < end; ++i) {
-                    to[i / per_step * kPanel * per_step + i % per_step] = column[static_cast<ptrdiff_t>(i) * b_row];
+        } else {
+            for (size_t w = 0; w < whole; ++w) {
+                uint32_t words[kPanel];
+                for (size_t j = 0; j < count; ++j) {
+                    if constexpr (per_step == 1) {
+                        words[j] = std::bit_cast<uint32_t>(at(w, j));
+                    } else {
+                        words[j] = at(2 * w, j) | static_cast<uint32_t>(at(2 * w + 1, j)) << 16;
+                    }
                 }
+                std::memcpy(panel + w * kPanel * per_step, words, 4 * count);
             }
         }
+        for (size_t j = 0; whole < steps && j < count; ++j) panel[(whole * kPanel + j) * per_step] = at(k - 1, j);
     };
     if (k * n < 32768) {
         for (size_t p = 0; p < ceil_div(n, kPanel); ++p) one(p);

@@ -24,12 +24,6 @@ struct QuantisedRows {
     size_t rows, blocks;
 };
 
-WHET_INLINE f32x16 to_f32(i32x16 x) {
-    f32x16 y;
-    WHET_EACH_PART(p) y.part[p] = __builtin_convertvector(x.part[p], f32x16::Native);
-    return y;
-}
-
 WHET_INLINE u8x64 low_halves(u8x64 x) { return x & u8x64(15); }
 // Each byte by n bits; what comes in from the byte above is cut off by the caller's mask.
 template <int n>
@@ -39,18 +33,6 @@ WHET_INLINE u8x64 shifted_right(u8x64 x) {
     return bit_cast<u8x64>(words);
 }
 WHET_INLINE u8x64 high_halves(u8x64 x) { return shifted_right<4>(x) & u8x64(15); }
-
-// 16 bytes as integers.
-WHET_INLINE i32x16 load_u8(const uint8_t* x) {
-    typedef uint8_t Bytes __attribute__((vector_size(kNativeBytes / 4)));
-    i32x16 y;
-    WHET_EACH_PART(p) {
-        Bytes bytes;
-        __builtin_memcpy(&bytes, x + p * i32x16::kPartLanes, sizeof bytes);
-        y.part[p] = __builtin_convertvector(bytes, i32x16::Native);
-    }
-    return y;
-}
 
 // Panels begin on cache lines.
 constexpr size_t whole_lines(size_t bytes) { return (bytes + 63) / 64 * 64; }

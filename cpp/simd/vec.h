@@ -441,3 +441,25 @@ WHET_INLINE f32x16 load_f16(const uint16_t* x) {
 #endif
     return v;
 }
+
+// Sixteen bytes as integers.
+WHET_INLINE i32x16 load_u8(const uint8_t* x) {
+    i32x16 v;
+#if defined(__AVX512F__)
+    v.part[0] = (i32x16::Native)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+#else
+    typedef uint8_t Bytes __attribute__((vector_size(kNativeBytes / 4)));
+    WHET_EACH_PART(p) {
+        Bytes bytes;
+        __builtin_memcpy(&bytes, x + p * i32x16::kPartLanes, sizeof bytes);
+        v.part[p] = __builtin_convertvector(bytes, i32x16::Native);
+    }
+#endif
+    return v;
+}
+
+WHET_INLINE f32x16 to_f32(i32x16 x) {
+    f32x16 y;
+    WHET_EACH_PART(p) y.part[p] = __builtin_convertvector(x.part[p], f32x16::Native);
+    return y;
+}
