@@ -20,7 +20,7 @@ _FLOAT32_ERROR, _BFLOAT16_ERROR = 2e-5, 0.03  # of a typical element; bfloat16 r
 
 
 class Product(NamedTuple):
-    """x (M, K) and a weight w (N, K): the product is x w^T. ``packed`` is the weight in a format, for the linear layer."""
+    """x (M, K) and a weight w (N, K), whose product is x w^T; ``packed``: the weight in a format, for the linear layer."""
 
     x: np.ndarray
     w: np.ndarray
@@ -113,7 +113,7 @@ def _gemm(dtype: str, sizes: list[int]) -> Table:
         cases,
         providers,
         allocation=_INSIDE,
-        note="C = A B^T with B as a linear layer keeps its weight; packing B is inside the timing. Operations are 2 m n k.",
+        note="C = A B^T with B as a linear layer keeps its weight; packing B is inside the timing; 2 m n k operations.",
         size_label="size of the square matrices",
         error=product_error,
     )
@@ -220,7 +220,8 @@ def _linear(m: int, formats: list[str], shapes: list[tuple[int, int]]) -> Table:
             ),
         ],
         allocation=_INSIDE,
-        note="x W^T on a packed weight; rounding x to bfloat16 or int8 is inside the timing. Bytes are the format's own, scales counted.",
+        note="x W^T on a packed weight; rounding x to bfloat16 or int8 is inside the timing. Bytes are the format's "
+        "own, scales counted.",
         item="rows",
         error=product_error,
     )

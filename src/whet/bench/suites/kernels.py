@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from whet.bench.case import BenchOptions, Suite, Table
-from whet.bench.kernels import attention, linear, lora, norm, rope
+from whet.bench.kernels import linear
 
 
 def tables(options: BenchOptions) -> list[Table]:
     """The tables of all families."""
-    return [table for family in (norm, rope, attention, linear, lora) for table in family.tables(options)]
+    return [table for family in (linear,) for table in family.tables(options)]
 
 
 SUITE = Suite(
     "kernels",
     "Kernels of inference",
-    "Norms, RoPE, attention, matrix products, quantised weights and adapters on this processor, with the rows of RuvLLM's "
-    "document beside them: its figures are an Apple M4 Pro's, and notes say where a row is not what it is called.",
+    "Norms, RoPE, attention, matrix products, quantised weights and adapters on this processor, with the rows of "
+    "RuvLLM's document beside them: its figures are an Apple M4 Pro's, and notes say where a row is not what it is "
+    "called.",
     tables,
 )
