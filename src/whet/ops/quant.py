@@ -87,13 +87,14 @@ def quantize(weight: Any, format: str) -> Quantized:
         WhetTypeError: another dtype.
     """
     values = _float32(weight)
-    _check_format("quantize", format, values.shape[1])
+    n, k = values.shape
+    _check_format("quantize", format, k)
     if not np.isfinite(values).all():
         row, column = np.argwhere(~np.isfinite(values))[0]
         raise WhetValueError(f"quantize: weight[{row}, {column}] is {values[row, column]}. Quantize finite weights.")
-    data = np.empty((len(values), row_layout(format, values.shape[1])), np.uint8)
-    _core.quantize(_CORE_FORMATS[format], *values.shape, values.ctypes.data, data.ctypes.data)
-    return Quantized(format, values.shape, data)
+    data = np.empty((n, row_layout(format, k)), np.uint8)
+    _core.quantize(_CORE_FORMATS[format], n, k, values.ctypes.data, data.ctypes.data)
+    return Quantized(format, (n, k), data)
 
 
 def bf16_bits(x: np.ndarray) -> np.ndarray:

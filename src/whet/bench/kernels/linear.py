@@ -20,7 +20,7 @@ _FLOAT32_ERROR, _BFLOAT16_ERROR = 2e-5, 0.03  # of a typical element; bfloat16 r
 
 
 class Product(NamedTuple):
-    """x (M, K) and a weight w (N, K), whose product is x w^T; ``packed``: the weight in a format, for the linear layer."""
+    """x (M, K) and a weight w (N, K), whose product is x w^T; ``packed`` is the weight as the linear layer takes it."""
 
     x: np.ndarray
     w: np.ndarray
@@ -31,7 +31,7 @@ def _normal(m: int, n: int, k: int, dtype: str) -> Callable[[np.random.Generator
     def make(rng: np.random.Generator) -> Product:
         x, w = (rng.standard_normal(shape, np.float32) for shape in ((m, k), (n, k)))
         # Numbers that bfloat16 holds exactly: every provider starts from the same.
-        return Product(x, w) if dtype == "float32" else Product(*(bf16_values(bf16_bits(a)) for a in (x, w)))
+        return Product(x, w) if dtype == "float32" else Product(bf16_values(bf16_bits(x)), bf16_values(bf16_bits(w)))
 
     return make
 
