@@ -58,7 +58,7 @@ def test_tables_are_well_formed(name, quick):
         assert providers[0] == "whet"
         for case in table.cases:
             assert case.n_bytes + case.n_flops + case.n_items > 0, case.name
-            assert set(case.published) <= set(providers), (table.title, case.name)
+            assert set(case.published) <= {*providers, "RuvLLM"}, (table.title, case.name)  # which nobody can install
             assert case.n_items == 0 or table.item, table.title
 
 
