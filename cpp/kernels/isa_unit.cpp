@@ -32,6 +32,7 @@ namespace {
 //
 #include "kernels/convert.h"
 #include "kernels/linear_quantised.h"
+#include "kernels/lora.h"
 }  // namespace
 
 #define WHET_STRING_OF(x) #x

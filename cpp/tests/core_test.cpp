@@ -194,6 +194,51 @@ void test_probes() {
     test_fma_probe("probe_fma_int8", kernels().probe_fma_int8, uint8_t{3}, int8_t{5}, 60);
 }
 
+// Rows and factors of exactly n columns; bfloat16 rows hold the upper halves of the float32 ones.
+void test_lora(size_t rank, size_t rows, size_t n) {
+    Buffer<float> x(rows * n, 0.0, 1.0), y(rows * n, 0.0, 1.0), a(rank * n, 0.0, 1.0, 1);
+    Buffer<float> hidden(rows * rank, 0.0, 1.0), grad(rank * n, 0.0, 1.0, 3);
+    std::unique_ptr<uint16_t[]> half_x(new uint16_t[rows * n]), half_y(new uint16_t[rows * n]);
+    for (size_t i = 0; i < rows * n; ++i) {
+        uint32_t bits;
+        __builtin_memcpy(&bits, &x[i], sizeof bits);
+        bits &= 0xffff0000u;
+        __builtin_memcpy(&x[i], &bits, sizeof bits);
+        half_x[i] = half_y[i] = static_cast<uint16_t>(bits >> 16);
+    Buffer<float> from_half(rows * rank, 0.0, 1.0), grad_half(rank * n, 0.0, 1.0), grad_before(rank * n, 0.0, 1.0);
+    for (size_t i = 0; i < rank * n; ++i) grad_half[i] = grad_before[i] = grad[i];
+    std::vector<float> y_before(y.data, y.data + rows * n);
+    const auto stride = static_cast<ptrdiff_t>(n);
+    kernels().lora_down_f32(rank, x.data, stride, rows, n, a.data, hidden.data);
+    kernels().lora_down_bf16(rank, half_x.get(), stride, rows, n, a.data, from_half.data);
+    kernels().lora_up_f32(rank, hidden.data, rows, n, a.data, 0.5f, y.data, stride);
+    kernels().lora_up_bf16(rank, hidden.data, rows, n, a.data, 0.5f, half_y.get(), stride);
+    kernels().lora_outer_f32(rank, hidden.data, x.data, stride, rows, n, 0.5f, grad.data, n);
+    kernels().lora_outer_bf16(rank, hidden.data, half_x.get(), stride, rows, n, 0.5f, grad_half.data, n);
+    for (size_t row = 0; row < rows; ++row) {
+        for (size_t j = 0; j < rank; ++j) {
+            long double sum = 0;
+            for (size_t i = 0; i < n; ++i) sum += static_cast<long double>(x[row * n + i]) * a[j * n + i];
+            expect_near("lora_down_f32", n, hidden[row * rank + j], sum, 1e-4L);
+            expect("lora_down_bf16 is not lora_down_f32", hidden[row * rank + j] == from_half[row * rank + j]);
+        }
+        for (size_t i = 0; i < n; ++i) {
+            long double delta = 0;
+            for (size_t j = 0; j < rank; ++j) delta += 0.5L * hidden[row * rank + j] * a[j * n + i];
+            expect_near("lora_up_f32", n, y[row * n + i], y_before[row * n + i] + delta, 1e-4L);
+            const uint32_t bits = static_cast<uint32_t>(half_y[row * n + i]) << 16;
+            float rounded;
+            __builtin_memcpy(&rounded, &bits, sizeof bits);
+            const long double exact = x[row * n + i] + delta;
+            expect_near("lora_up_bf16", n, rounded, exact, 1e-4L + std::abs(exact) / 256);
+        }
+    for (size_t j = 0; j < rank; ++j) {
+        for (size_t i = 0; i < n; ++i) {
+            long double sum = grad_before[j * n + i];
+            for (size_t row = 0; row < rows; ++row) sum += 0.5L * hidden[row * rank + j] * x[row * n + i];
+            expect_near("lora_outer_f32", n, grad[j * n + i], sum, 1e-3L);
+            expect("lora_outer_bf16 is not lora_outer_f32", grad[j * n + i] == grad_half[j * n + i]);
+        }
 void test_packing() {
     for (const int64_t n : {0, 1, 63, 64, 65, 1000}) {
         for (const int64_t max_length : {int64_t{16}, int64_t{1} << 40}) {
@@ -274,6 +319,11 @@ int main() {
     }
     for (const size_t n : {1023, 1024, 1025, 2047, 5000}) test_token_logprobs(n);
     test_probes();
+    for (size_t rank = 1; rank <= 8; ++rank) {
+        for (const size_t n : {1, 15, 16, 17, 31, 33, 63, 64, 65, 130, 511, 512, 513, 600}) {
+            test_lora(rank, rank % 4 + 1, n);  // as many rows as a call of lora_down may have, at most
+        }
+    }
     test_packing();
     test_pool();
     std::printf("%d failures\n", failures);

@@ -6,6 +6,7 @@
 #include "arrays.h"
 #include "kernels/dispatch.h"
 #include "linear.h"
+#include "lora.h"
 #include "primitives.h"
 #include "probe.h"
 #include "runtime/thread_pool.h"
@@ -46,4 +47,5 @@ NB_MODULE(_core, m) {
     whet::bind_primitives(m);
     whet::bind_linear(m);
     whet::bind_probe(m);
+    whet::bind_lora(m);
 }

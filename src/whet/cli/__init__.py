@@ -30,6 +30,7 @@ usage: whet COMMAND ...
   whet train grpo CONFIG.toml         sample, score, reinforce
   whet train online-dpo CONFIG.toml   sample pairs, judge, learn from them
   whet best-of-n CONFIG.toml          sample, score, keep the best; no training
+  whet estimate MODEL                 memory of a model, in every format
   whet bench SUITE                    measure Whet beside its peers
   whet bench compare BEFORE AFTER     what became faster or slower
 
@@ -103,7 +104,7 @@ def _run(argv: list[str]) -> int:
     if command == "--version":
         print(f"whet {__version__}")
         return 0
-    _check_choice("command", command, ["demo", "train", "best-of-n", "bench"])
+    _check_choice("command", command, ["demo", "train", "best-of-n", "estimate", "bench"])
     if command == "train":
         return _train(rest)
     if command == "bench":
@@ -112,6 +113,10 @@ def _run(argv: list[str]) -> int:
 
         return bench.main(rest)
     _check_installed(f"whet {command}", "tyro", "rich")
+    if command == "estimate":
+        from whet.cli import estimate
+
+        return estimate.main(rest)
     if command == "best-of-n":
         from whet.cli.runs import BestOfNRun
         from whet.cli.settings import parse

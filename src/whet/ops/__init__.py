@@ -13,12 +13,16 @@ from whet.ops.divergence import (
 )
 from whet.ops.linear import PackedWeight, gemm, gemv, linear, pack_weight
 from whet.ops.logprobs import compute_token_logprobs
+from whet.ops.lora import lora_accumulate, lora_forward
+from whet.ops.micro_lora import LoRAStack, MicroLoRA, lora_batch
 from whet.ops.packing import pack_sequences
 from whet.ops.quant import Quantized, quantize
 
 __all__ = [
     "PackedWeight",
     "Quantized",
+    "LoRAStack",
+    "MicroLoRA",
     "compute_batch_group_advantages",
     "compute_batch_token_kl",
     "compute_batch_token_kl_f32",
@@ -34,6 +38,9 @@ __all__ = [
     "gemm",
     "gemv",
     "linear",
+    "lora_accumulate",
+    "lora_batch",
+    "lora_forward",
     "pack_sequences",
     "pack_weight",
     "quantize",

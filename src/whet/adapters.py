@@ -1,0 +1,299 @@
+"""Files of low-rank adapters: Whet's own, which keep everything that training needs, and PEFT's.
+
+``save_adapters`` writes one safetensors file for all adapters of a model, by module name: ``MODULE.lora_A`` (r, in),
+``MODULE.lora_B`` (r, out), gradients, moments and EWC memory beside them, the numbers as JSON in the file's metadata.
+
+``from_peft`` and ``to_peft`` exchange A and B with PEFT (https://huggingface.co/docs/peft), which writes a folder with
+``adapter_config.json`` and ``adapter_model.safetensors``: ``base_model.model.MODULE.lora_A.weight`` (r, in) and
+``...lora_B.weight`` (out, r). Plain LoRA only; whatever else an adapter holds is refused, never dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from whet.errors import CheckpointError, MissingExtraError, WhetTypeError, WhetValueError
+from whet.ops.micro_lora import MicroLoRA
+
+_FORMAT = "whet-micro-lora-1"
+_PREFIX = "base_model.model."
+
+
+def save_adapters(path: str | os.PathLike[str], adapters: Mapping[str, MicroLoRA]) -> None:
+    """Write adapters, by module name, with their whole state to one safetensors file.
+
+    A reader, or a kill, sees the old file or the new one, never a part.
+
+    Raises:
+        WhetValueError: there is no adapter, or its folder is missing.
+        WhetTypeError: a name is no text, or a value no MicroLoRA.
+        MissingExtraError: safetensors is not installed.
+    """
+    _check_adapters("save_adapters", adapters)
+    tensors, numbers = {}, {}
+    for module, adapter in adapters.items():
+        state = adapter.state_dict()
+        tensors |= {f"{module}.{name}": value for name, value in state.items() if isinstance(value, np.ndarray)}
+        numbers[module] = {name: value for name, value in state.items() if not isinstance(value, np.ndarray)}
+    _write_tensors("save_adapters", Path(path), tensors, {"format": _FORMAT, "adapters": json.dumps(numbers)})
+
+
+def load_adapters(path: str | os.PathLike[str]) -> dict[str, MicroLoRA]:
+    """The adapters that ``save_adapters`` wrote, by module name, ready to go on.
+
+    Raises:
+        CheckpointError: there is no such file, it is damaged or of another program, or its parts do not fit.
+        MissingExtraError: safetensors is not installed.
+    """
+    tensors, metadata = _read_tensors("load_adapters", Path(path))
+    if metadata.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"load_adapters: {path} has format {metadata.get('format')!r}, expected {_FORMAT!r}. "
+            "Read an adapter of PEFT with from_peft."
+        )
+    try:
+        numbers = {str(module): dict(values) for module, values in json.loads(metadata["adapters"]).items()}
+    except (KeyError, ValueError, TypeError, AttributeError):
+        raise CheckpointError(f"load_adapters: {path} has no readable list of adapters. Save it again.") from None
+    states: dict[str, dict[str, Any]] = {module: dict(values) for module, values in numbers.items()}
+    for name, value in tensors.items():
+        module, _, key = name.rpartition(".")
+        if module not in states:
+            raise CheckpointError(f"load_adapters: {path} holds {name}, whose module is not in its list of adapters.")
+        states[module][key] = value
+    adapters = {}
+    for module, state in states.items():
+        try:
+            adapter = MicroLoRA.from_arrays(state["lora_A"], state["lora_B"], 1.0)
+            adapter.load_state_dict(state)
+        except KeyError as error:
+            raise CheckpointError(
+                f"load_adapters: {path}, {module}: {error.args[0]} is missing. Save it again."
+            ) from None
+        except (WhetValueError, WhetTypeError) as error:
+            raise CheckpointError(f"load_adapters: {path}, {module}: {error}") from None
+        adapters[module] = adapter
+    return adapters
+
+
+def from_peft(source: Any, adapter_name: str | None = None) -> dict[str, MicroLoRA]:
+    """The LoRA adapters of a PEFT folder, or of a PeftModel, by module name ("model.layers.0.self_attn.q_proj").
+
+    Args:
+        source: the folder with adapter_config.json and adapter_model.safetensors, or a PeftModel.
+        adapter_name: which of a PeftModel's adapters; the active one if not given.
+
+    Returns:
+        A new adapter per module, float32 whatever the file's dtype. rslora's alpha / sqrt(r), rank_pattern and
+        alpha_pattern are taken into alpha.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or an adapter is not plain LoRA of rank 1 to 8.
+        MissingExtraError: safetensors (or peft, for a PeftModel) is not installed.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        folder, where = Path(source), f"from_peft({str(source)!r})"
+        config = _read_config(where, folder / "adapter_config.json")
+        tensors, _ = _read_tensors(where, folder / "adapter_model.safetensors")
+    else:
+        where = "from_peft"
+        config, tensors = _of_model(source, adapter_name)
+    _check_plain(where, config)
+    pairs: dict[str, dict[str, np.ndarray]] = {}
+    for name, value in tensors.items():
+        match = re.fullmatch(rf"{re.escape(_PREFIX)}(.+)\.lora_([AB])\.weight", name)
+        if match is None or value.ndim != 2:
+            raise CheckpointError(f"{where}: {name} {value.shape} is no factor of a linear layer. Merge it with PEFT.")
+        pairs.setdefault(match[1], {})[match[2]] = value
+    if not pairs:
+        raise CheckpointError(f"{where}: there is no lora_A or lora_B in it.")
+    adapters = {}
+    for module, pair in pairs.items():
+        if len(pair) != 2 or pair["A"].shape[0] != pair["B"].shape[1] or not 1 <= len(pair["A"]) <= 8:
+            shapes = ", ".join(f"lora_{letter} {value.shape}" for letter, value in pair.items())
+            raise CheckpointError(f"{where}: {module} has {shapes}, expected (r, in) and (out, r) with r from 1 to 8.")
+        rank = len(pair["A"])
+        alpha = float(_of_pattern(config.get("alpha_pattern") or {}, module, config.get("lora_alpha", 8)))
+        alpha *= math.sqrt(rank) if config.get("use_rslora") else 1.0
+        adapters[module] = MicroLoRA.from_arrays(pair["A"], np.ascontiguousarray(pair["B"].T), alpha)
+    return adapters
+
+
+def to_peft(path: str | os.PathLike[str], adapters: Mapping[str, MicroLoRA], base_model_name: str) -> None:
+    """Write adapters, by module name as ``from_peft`` gives them, as a folder that ``PeftModel.from_pretrained`` reads.
+
+    A and B alone: gradients, moments and EWC memory have no place there.
+
+    Raises:
+        WhetValueError: there is no adapter.
+        WhetTypeError: a name is no text, or a value no MicroLoRA.
+        MissingExtraError: safetensors is not installed.
+    """
+    _check_adapters("to_peft", adapters)
+    first = next(iter(adapters.values()))
+    # PEFT reads the names of its patterns as regular expressions.
+    different = {re.escape(name): a for name, a in adapters.items() if (a.rank, a.alpha) != (first.rank, first.alpha)}
+    config = {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": base_model_name,
+        "inference_mode": True,
+        "r": first.rank,
+        "lora_alpha": _plain_number(first.alpha),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "target_modules": sorted(adapters),
+        "rank_pattern": {name: a.rank for name, a in different.items()},
+        "alpha_pattern": {name: _plain_number(a.alpha) for name, a in different.items()},
+    }
+    tensors = {}
+    for module, adapter in adapters.items():
+        tensors[f"{_PREFIX}{module}.lora_A.weight"] = adapter.A
+        tensors[f"{_PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(adapter.B.T)
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_tensors("to_peft", folder / "adapter_model.safetensors", tensors, {"format": "pt"})
+    _replace(folder / "adapter_config.json", (json.dumps(config, indent=2) + "\n").encode())
+
+
+# --- PEFT's configuration ---------------------------------------------------------------------------------
+
+# Variants that change the formula, or the base model's weights, with what a plain adapter has there.
+_PLAIN = {
+    "use_dora": False,
+    "lora_bias": False,
+    "use_qalora": False,
+    "layer_replication": None,
+    "alora_invocation_tokens": None,
+    "modules_to_save": None,
+    "megatron_config": None,
+    "target_parameters": None,
+    "use_bdlora": None,
+    "arrow_config": None,
+}
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def _check_plain(where: str, config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{where}: peft_type is {config.get('peft_type')!r}, expected 'LORA'.")
+    for key, plain in _PLAIN.items():
+        if config.get(key) not in (plain, None, False, []):
+            raise CheckpointError(f"{where}: {key} is {config[key]!r}; only plain LoRA is read. Merge it with PEFT.")
+    if config.get("bias", "none") != "none":
+        raise CheckpointError(f"{where}: bias is {config['bias']!r}, expected 'none': trained biases are not LoRA.")
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
+        raise CheckpointError(
+            f"{where}: init_lora_weights is {init!r}, which changes the base model too. Convert it with PEFT's "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)."
+        )
+
+
+def _of_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The first entry whose name, a regular expression, is the module or its end: PEFT's rule."""
+    for name, value in pattern.items():
+        if re.match(rf"(.*\.)?({name})$", module):
+            return value
+    return default
+
+
+def _of_model(model: Any, adapter_name: str | None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    if not hasattr(model, "peft_config"):
+        raise WhetTypeError(f"from_peft: source is a {type(model).__name__}, expected a folder or a PeftModel.")
+    try:
+        from peft import get_peft_model_state_dict  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise MissingExtraError("from_peft of a PeftModel", "peft", "peft") from None
+    name = adapter_name or model.active_adapter
+    if name not in model.peft_config:
+        raise WhetValueError(f"from_peft: there is no adapter {name!r}, only {', '.join(model.peft_config)}.")
+    state = get_peft_model_state_dict(model, adapter_name=name)
+    return model.peft_config[name].to_dict(), {key: value.float().cpu().numpy() for key, value in state.items()}
+
+
+def _read_config(where: str, path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{where}: {path} cannot be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {path} is not JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{where}: {path} holds a {type(config).__name__}, expected an object.")
+    return config
+
+
+def _plain_number(x: float) -> float | int:
+    return int(x) if x.is_integer() else x
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def _check_adapters(function: str, adapters: Mapping[str, MicroLoRA]) -> None:
+    if not adapters:
+        raise WhetValueError(f"{function}: adapters is empty. Pass {{module name: MicroLoRA}}.")
+    for module, adapter in adapters.items():
+        if not isinstance(module, str) or not module or not isinstance(adapter, MicroLoRA):
+            raise WhetTypeError(
+                f"{function}: adapters has {module!r}: {type(adapter).__name__}, expected a module name: MicroLoRA."
+            )
+
+
+def _safetensors(function: str) -> Any:
+    try:
+        import safetensors.numpy
+    except ImportError:
+        raise MissingExtraError(function, "safetensors", "train") from None
+    return safetensors
+
+
+def _write_tensors(function: str, path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+    data = _safetensors(function).numpy.save(tensors, metadata)
+    if not path.parent.is_dir():
+        raise WhetValueError(f"{function}: there is no folder {path.parent}. Make it before.")
+    _replace(path, data)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.writing")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _read_tensors(where: str, path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """The tensors of a file, as float32, and its metadata."""
+    library = _safetensors(where)
+    try:
+        data = path.read_bytes()
+        parsed = library.deserialize(data)
+    except OSError as error:
+        raise CheckpointError(f"{where}: {path} cannot be read: {error.strerror}.") from None
+    except library.SafetensorError as error:
+        raise CheckpointError(f"{where}: {path} is damaged or no safetensors file: {error}.") from None
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    tensors = {}
+    for name, view in parsed:
+        if view["dtype"] == "BF16":
+            values = (np.frombuffer(view["data"], "<u2").astype(np.uint32) << 16).view(np.float32)
+        elif view["dtype"] in ("F16", "F32"):
+            values = np.frombuffer(view["data"], "<f2" if view["dtype"] == "F16" else "<f4")
+        else:
+            raise CheckpointError(f"{where}: {path}: {name} is {view['dtype']}, expected F32, F16 or BF16.")
+        tensors[name] = values.astype(np.float32).reshape(view["shape"])
+    return tensors, header.get("__metadata__", {})
