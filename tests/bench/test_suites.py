@@ -58,7 +58,8 @@ def test_tables_are_well_formed(name, quick):
         assert providers[0] == "whet"
         for case in table.cases:
             assert case.n_bytes + case.n_flops + case.n_items > 0, case.name
-            assert set(case.published) <= {*providers, "RuvLLM"}, (table.title, case.name)  # which nobody can install
+            installable = {name for name in case.published if not name.startswith("RuvLLM")}
+            assert installable <= set(providers), (table.title, case.name)
             assert case.n_items == 0 or table.item, table.title
 
 

@@ -19,10 +19,10 @@ from whet.ops.packing import pack_sequences
 from whet.ops.quant import Quantized, quantize
 
 __all__ = [
-    "PackedWeight",
-    "Quantized",
     "LoRAStack",
     "MicroLoRA",
+    "PackedWeight",
+    "Quantized",
     "compute_batch_group_advantages",
     "compute_batch_token_kl",
     "compute_batch_token_kl_f32",

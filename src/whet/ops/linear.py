@@ -6,6 +6,7 @@ on the instruction set, the number of threads, or on the other rows of a batch.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -225,8 +226,7 @@ def _matrix(function: str, name: str, x: Any) -> Any:
 def _as_rows(weight: Any, own: str, format: str) -> np.ndarray:
     """The weight as contiguous float32, or as the bit patterns of bfloat16."""
     if inputs.is_tensor(weight):
-        import torch
-
+        torch = sys.modules["torch"]
         weight = weight.to(getattr(torch, format))
         return weight.view(torch.uint16).numpy() if format == "bfloat16" else weight.numpy()
     if own == "bfloat16":
