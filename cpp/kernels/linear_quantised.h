@@ -34,16 +34,21 @@ WHET_INLINE u8x64 shifted_right(u8x64 x) {
 }
 WHET_INLINE u8x64 high_halves(u8x64 x) { return shifted_right<4>(x) & u8x64(15); }
 
+WHET_INLINE i32x16 sixteenth(i32x16 x) {
+    WHET_EACH_PART(p) x.part[p] = x.part[p] >> 4;
+    return x;
+}
+
 // Panels begin on cache lines.
 constexpr size_t whole_lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// --- the formats: `vector` gives the unsigned weights of 4 inputs; Scales, moved to a block, what its sums are scaled
-// by
+// --- the formats: `vector` gives the unsigned weights of 4 inputs, those of high halves times 16; Scales, moved to a
+// block, what its sums are scaled by
 
 struct Int8Panel {
     static constexpr int kOffset = 128;
     static constexpr size_t kBlockBytes = 512;
-    static constexpr bool kBlockScales = false, kLowest = false;
+    static constexpr bool kBlockScales = false, kLowest = false, kHalves = false;
     static constexpr size_t bytes(size_t blocks) { return blocks * kBlockBytes + 64; }
     static WHET_INLINE u8x64 vector(const uint8_t* block, int v) { return load(block + 64 * v); }
     struct Scales {
@@ -67,10 +72,10 @@ struct Q8Panel : Int8Panel {
 struct Q4Panel {
     static constexpr int kOffset = 8;
     static constexpr size_t kBlockBytes = 256;
-    static constexpr bool kBlockScales = true, kLowest = false;
+    static constexpr bool kBlockScales = true, kLowest = false, kHalves = true;
     static constexpr size_t bytes(size_t blocks) { return whole_lines(blocks * (kBlockBytes + 32)); }
     static WHET_INLINE u8x64 vector(const uint8_t* block, int v) {
-        return v < 4 ? low_halves(load(block + 64 * v)) : high_halves(load(block + 64 * (v - 4)));
+        return v < 4 ? low_halves(load(block + 64 * v)) : load(block + 64 * (v - 4)) & u8x64(0xf0);
     }
     using Scales = HalfScales;
 };
@@ -129,13 +134,14 @@ __attribute__((noinline)) void quantised_tile(const QuantisedRows& in, size_t ro
         i32x16 dot[n_rows][n_panels];
 #pragma GCC unroll 4
         for (int r = 0; r < n_rows; ++r) {
-            const i32x16 start(-Panel::kOffset * in.sums[at + r * blocks]);
+            const i32x16 start(Panel::kHalves ? 0 : -Panel::kOffset * in.sums[at + r * blocks]);
 #pragma GCC unroll 4
             for (int p = 0; p < n_panels; ++p) dot[r][p] = start;
         }
         const int8_t* q = in.q + 32 * at;
 #pragma GCC unroll 8
-        for (int v = 0; v < 8; ++v) {
+        for (int i = 0; i < 8; ++i) {
+            const int v = Panel::kHalves ? i ^ 4 : i;  // high halves first: their sum is divided by 16, once
             u8x64 weights[n_panels];
 #pragma GCC unroll 4
             for (int p = 0; p < n_panels; ++p) {
@@ -148,6 +154,13 @@ __attribute__((noinline)) void quantised_tile(const QuantisedRows& in, size_t ro
                 const i8x64 x = bit_cast<i8x64>(i32x16(four));
 #pragma GCC unroll 4
                 for (int p = 0; p < n_panels; ++p) dot[r][p] = dot_int8(dot[r][p], weights[p], x);
+            }
+            if (!Panel::kHalves || v != 7) continue;
+#pragma GCC unroll 4
+            for (int r = 0; r < n_rows; ++r) {
+                const i32x16 offset(-Panel::kOffset * in.sums[at + r * blocks]);
+#pragma GCC unroll 4
+                for (int p = 0; p < n_panels; ++p) dot[r][p] = sixteenth(dot[r][p]) + offset;
             }
         }
 #pragma GCC unroll 4
