@@ -33,6 +33,11 @@ namespace {
 #include "kernels/convert.h"
 #include "kernels/linear_quantised.h"
 #include "kernels/lora.h"
+#include "simd/activation_math.h"
+#include "kernels/rows.h"
+#include "kernels/activations.h"
+#include "kernels/norm.h"
+#include "kernels/softmax.h"
 }  // namespace
 
 #define WHET_STRING_OF(x) #x

@@ -7,6 +7,8 @@
 #include "kernels/dispatch.h"
 #include "linear.h"
 #include "lora.h"
+#include "kv_cache.h"
+#include "norm.h"
 #include "primitives.h"
 #include "probe.h"
 #include "runtime/thread_pool.h"
@@ -48,4 +50,6 @@ NB_MODULE(_core, m) {
     whet::bind_linear(m);
     whet::bind_probe(m);
     whet::bind_lora(m);
+    whet::bind_norm(m);
+    whet::bind_kv_cache(m);
 }

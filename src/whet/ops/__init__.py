@@ -1,5 +1,6 @@
 """The Python face of the native kernels, each beside its plain NumPy definition. Needs NumPy alone."""
 
+from whet.ops.activations import gelu, log_softmax, silu, softmax, swiglu
 from whet.ops.advantages import compute_batch_group_advantages, compute_gae, compute_group_advantages
 from whet.ops.divergence import (
     compute_batch_token_kl,
@@ -11,10 +12,12 @@ from whet.ops.divergence import (
     compute_token_kl_schulman,
     compute_token_kl_schulman_f32,
 )
+from whet.ops.kv_cache import kv_append, kv_gather
 from whet.ops.linear import PackedWeight, gemm, gemv, linear, pack_weight
 from whet.ops.logprobs import compute_token_logprobs
 from whet.ops.lora import lora_accumulate, lora_forward
 from whet.ops.micro_lora import LoRAStack, MicroLoRA, lora_batch
+from whet.ops.norm import layer_norm, rms_norm
 from whet.ops.packing import pack_sequences
 from whet.ops.quant import Quantized, quantize
 
@@ -35,13 +38,22 @@ __all__ = [
     "compute_token_kl_schulman",
     "compute_token_kl_schulman_f32",
     "compute_token_logprobs",
+    "gelu",
     "gemm",
     "gemv",
+    "kv_append",
+    "kv_gather",
+    "layer_norm",
     "linear",
+    "log_softmax",
     "lora_accumulate",
     "lora_batch",
     "lora_forward",
     "pack_sequences",
     "pack_weight",
     "quantize",
+    "rms_norm",
+    "silu",
+    "softmax",
+    "swiglu",
 ]

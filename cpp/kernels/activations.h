@@ -1,0 +1,62 @@
+// Activations, element by element.
+//
+//   silu        x / (1 + exp(-x))
+//   gelu        x P(N <= x) for a normal N                                (Hendrycks & Gimpel 2016)
+//   gelu_tanh   x / (1 + exp(-2 u)),  u = sqrt(2 / pi) (x + 0.044715 x^3),  which is x (1 + tanh u) / 2
+//   swiglu      silu(gate) up                                             (Shazeer 2020)
+//
+// Where 1 + f(x) would cancel, the small part is computed itself: all keep their relative precision for negative x.
+// -inf gives -0, inf gives inf, NaN gives NaN. out may be x, gate or up.
+
+// x / (1 + exp(-z)) for a z of x's sign.
+WHET_INLINE f32x16 times_sigmoid(f32x16 x, f32x16 z) {
+    const f32x16 zero(0.0f);
+    const auto negative = z < zero;
+    const f32x16 e = exp(select(negative, z, -z));
+    // exp is 0 long before -200, and 0 times -inf would be NaN.
+    return select(negative, max(f32x16(-200.0f), x) * e, x) / (f32x16(1.0f) + e);
+}
+
+WHET_INLINE f32x16 silu(f32x16 x) { return times_sigmoid(x, x); }
+
+WHET_INLINE f32x16 gelu(f32x16 x) {
+    const auto negative = x < f32x16(0.0f);
+    const f32x16 tail = normal_tail(select(negative, -x, x));
+    return select(negative, max(f32x16(-200.0f), x) * tail, x * (f32x16(1.0f) - tail));
+}
+
+WHET_INLINE f32x16 gelu_tanh(f32x16 x) {
+    constexpr float kTwice = 1.5957691216057308f, kCubic = 0.044715f;  // 2 sqrt(2 / pi)
+    return times_sigmoid(x, x * f32x16(kTwice) * fma(x * x, f32x16(kCubic), f32x16(1.0f)));
+}
+
+template <class T, class F>
+WHET_INLINE void map_row(const T* x, size_t n, bool streaming, T* out, F f) {
+    rows::write(n, out, streaming,
+                [&](size_t at, int count) WHET_INLINE_LAMBDA { return f(rows::read(x + at, count)); });
+}
+
+template <class T>
+WHET_INLINE void swiglu_row(const T* gate, const T* up, size_t n, bool streaming, T* out) {
+    rows::write(n, out, streaming, [&](size_t at, int count) WHET_INLINE_LAMBDA {
+        return silu(rows::read(gate + at, count)) * rows::read(up + at, count);
+    });
+}
+
+#define WHET_ACTIVATION(name, suffix, T)                                                    \
+    void name##_##suffix(const T* x, size_t n, bool streaming, T* out) {                    \
+        map_row(x, n, streaming, out, [](f32x16 v) WHET_INLINE_LAMBDA { return name(v); }); \
+    }
+WHET_ACTIVATION(silu, f32, float)
+WHET_ACTIVATION(silu, bf16, uint16_t)
+WHET_ACTIVATION(gelu, f32, float)
+WHET_ACTIVATION(gelu, bf16, uint16_t)
+WHET_ACTIVATION(gelu_tanh, f32, float)
+WHET_ACTIVATION(gelu_tanh, bf16, uint16_t)
+#undef WHET_ACTIVATION
+void swiglu_f32(const float* gate, const float* up, size_t n, bool streaming, float* out) {
+    swiglu_row(gate, up, n, streaming, out);
+}
+void swiglu_bf16(const uint16_t* gate, const uint16_t* up, size_t n, bool streaming, uint16_t* out) {
+    swiglu_row(gate, up, n, streaming, out);
+}

@@ -1,0 +1,117 @@
+// Normalisation of a row, with the addition of a residual fused in.
+//
+//   rms_norm     y = x / sqrt(mean(x^2) + eps) * weight                          (Zhang & Sennrich 2019)
+//   layer_norm   y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias     (Ba, Kiros & Hinton 2016)
+//
+// weight and bias may be null. With a residual, residual += x comes first, rounded to its dtype, and x is that sum from
+// then on. Sums are those of rows.h; the rest is float32, and a bfloat16 result is rounded once. x, residual and
+// out are of one dtype; out may be x.
+
+namespace rows {
+
+// residual += x.
+template <class T>
+WHET_INLINE void add_residual(const T* x, T* residual, size_t n) {
+    each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
+        put(residual + at, read(x + at, count) + read(residual + at, count), count);
+    });
+}
+
+WHET_INLINE f32x16 inverse_root(double mean_square, double eps) {
+    return f32x16(static_cast<float>(1.0 / __builtin_sqrt(mean_square + eps)));
+}
+
+// Mean and variance of a row: the mean is `pivot + beyond`.
+struct Moments {
+    float pivot;
+    double beyond, variance;
+};
+template <class T>
+WHET_INLINE Moments moments_about(float pivot, const T* x, size_t n) {
+    double total[2];
+    sum(n, total, [&](f32x16(&sums)[2], size_t at, int count) WHET_INLINE_LAMBDA {
+        const f32x16 d = read(x + at, count, pivot) - f32x16(pivot);
+        sums[0] += d;
+        sums[1] = fma(d, d, sums[1]);
+    });
+    const double beyond = total[0] / static_cast<double>(n);
+    const double variance = total[1] / static_cast<double>(n) - beyond * beyond;
+    return {pivot, beyond, variance < 0.0 ? 0.0 : variance};
+}
+
+// One pass about the mean of the first elements. Where that is no mean of the row, so that squares about it would
+// cancel, a second pass about what the first one found.
+template <class T>
+WHET_INLINE Moments moments_of(const T* x, size_t n) {
+    const size_t first = n < 256 ? n : 256;
+    double total[1];
+    sum(first, total,
+        [&](f32x16(&sums)[1], size_t at, int count) WHET_INLINE_LAMBDA { sums[0] += read(x + at, count); });
+    const Moments m = moments_about(static_cast<float>(total[0] / static_cast<double>(first)), x, n);
+    if (m.beyond * m.beyond <= 4.0 * m.variance) return m;
+    return moments_about(static_cast<float>(m.pivot + m.beyond), x, n);
+}
+
+}  // namespace rows
+
+template <class T, class W>
+WHET_INLINE void rms_norm(const T* x, T* residual, const W* weight, size_t n, double eps, bool streaming, T* out) {
+    if (residual != nullptr) {
+        rows::add_residual(x, residual, n);
+        x = residual;
+    }
+    double squares[1];
+    rows::sum(n, squares, [&](f32x16(&sums)[1], size_t at, int count) WHET_INLINE_LAMBDA {
+        const f32x16 v = rows::read(x + at, count);
+        sums[0] = fma(v, v, sums[0]);
+    });
+    const f32x16 inverse = rows::inverse_root(squares[0] / static_cast<double>(n), eps);
+    const auto write = [&](auto value) WHET_INLINE_LAMBDA { rows::write(n, out, streaming, value, x + n); };
+    if (weight == nullptr) {
+        write([&](size_t at, int count) WHET_INLINE_LAMBDA { return rows::read(x + at, count) * inverse; });
+    } else {
+        write([&](size_t at, int count)
+                  WHET_INLINE_LAMBDA { return rows::read(x + at, count) * inverse * rows::read(weight + at, count); });
+    }
+}
+
+template <class T, class W>
+WHET_INLINE void layer_norm(const T* x, T* residual, const W* weight, const W* bias, size_t n, double eps,
+                            bool streaming, T* out) {
+    if (residual != nullptr) {
+        rows::add_residual(x, residual, n);
+        x = residual;
+    }
+    const rows::Moments m = rows::moments_of(x, n);
+    const f32x16 inverse = rows::inverse_root(m.variance, eps), pivot(m.pivot);
+    const f32x16 shift = f32x16(static_cast<float>(-m.beyond)) * inverse;
+    const auto normed = [&](size_t at, int count)
+                            WHET_INLINE_LAMBDA { return fma(rows::read(x + at, count) - pivot, inverse, shift); };
+    const auto write = [&](auto value) WHET_INLINE_LAMBDA { rows::write(n, out, streaming, value, x + n); };
+    if (weight != nullptr && bias != nullptr) {
+        write([&](size_t at, int count) WHET_INLINE_LAMBDA {
+            return fma(normed(at, count), rows::read(weight + at, count), rows::read(bias + at, count));
+        });
+    } else if (weight != nullptr) {
+        write([&](size_t at, int count)
+                  WHET_INLINE_LAMBDA { return normed(at, count) * rows::read(weight + at, count); });
+    } else if (bias != nullptr) {
+        write([&](size_t at, int count)
+                  WHET_INLINE_LAMBDA { return normed(at, count) + rows::read(bias + at, count); });
+    } else {
+        write(normed);
+    }
+}
+
+#define WHET_NORM(suffix, T, W)                                                                                      \
+    void rms_norm_##suffix(const T* x, T* residual, const W* weight, size_t n, double eps, bool streaming, T* out) { \
+        rms_norm(x, residual, weight, n, eps, streaming, out);                                                       \
+    }                                                                                                                \
+    void layer_norm_##suffix(const T* x, T* residual, const W* weight, const W* bias, size_t n, double eps,          \
+                             bool streaming, T* out) {                                                               \
+        layer_norm(x, residual, weight, bias, n, eps, streaming, out);                                               \
+    }
+WHET_NORM(f32, float, float)
+WHET_NORM(bf16, uint16_t, uint16_t)
+WHET_NORM(bf16_f32, uint16_t, float)
+#undef WHET_NORM

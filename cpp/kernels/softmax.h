@@ -1,0 +1,88 @@
+// softmax and log_softmax of a row, times a scale above 0.
+//
+//   softmax       y_i = exp(scale x_i) / sum_j exp(scale x_j)
+//   log_softmax   y_i = scale x_i - log sum_j exp(scale x_j)
+//
+// Exponents are taken relative to the greatest x. What rounding drops from scale (x - top) goes into the exponential
+// with it, and sums are float64: both results are within 2 ULP or so of float64's, whatever the row's length and
+// spread. A row that holds NaN or inf, or nothing but -inf, gives NaN; a -inf in a proper row gives 0 and -inf. out may
+// be x.
+
+namespace softmax_row {
+
+template <class T>
+WHET_INLINE float top_of(const T* x, size_t n) {
+    constexpr float lowest = -__builtin_inff();
+    f32x16 even(lowest), odd(lowest);  // one would wait for itself
+    size_t at = 0;
+    for (; at + 32 <= n; at += 32) {
+        even = max(rows::read(x + at, 16), even);
+        odd = max(rows::read(x + at + 16, 16), odd);
+    }
+    rows::each(at, n,
+               [&](size_t i, int count) WHET_INLINE_LAMBDA { even = max(rows::read(x + i, count, lowest), even); });
+    return max_lane(max(even, odd));
+}
+
+// exp(scale (x - top)).
+WHET_INLINE f32x16 weight_of(f32x16 x, f32x16 top, f32x16 scale) {
+    const f32x16 difference = x - top, back = difference - x;
+    const f32x16 dropped = (x - (difference - back)) - (top + back);
+    const f32x16 exponent = difference * scale;
+    return exp(exponent, fma(dropped, scale, fma(difference, scale, -exponent)));
+}
+
+// use(weights, at, count) for each vector; the sum of all weights.
+template <class T, class Use>
+WHET_INLINE double sum_weights(const T* x, size_t n, float top, float scale, Use use) {
+    f64x8 low(0.0), high(0.0);
+    rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
+        const f32x16 weights = weight_of(rows::read(x + at, count, -__builtin_inff()), f32x16(top), f32x16(scale));
+        const F64Pair wide = widen(weights);
+        low += wide.low;
+        high += wide.high;
+        use(weights, at, count);
+    });
+    return segment_sum<8>(low + high)[0];
+}
+
+}  // namespace softmax_row
+
+template <class T>
+WHET_INLINE void softmax(const T* x, size_t n, float scale, T* out) {
+    const float top = softmax_row::top_of(x, n);
+    if constexpr (sizeof(T) == sizeof(float)) {
+        const double total = softmax_row::sum_weights(x, n, top, scale,
+                                                      [&](f32x16 v, size_t at, int count)
+                                                          WHET_INLINE_LAMBDA { rows::put(out + at, v, count); });
+        const f32x16 inverse(static_cast<float>(1.0 / total));
+        rows::write(n, out, false,
+                    [&](size_t at, int count) WHET_INLINE_LAMBDA { return rows::read(out + at, count) * inverse; });
+    } else {
+        // Weights rounded to bfloat16 would be rounded twice: they are made again.
+        const double total = softmax_row::sum_weights(x, n, top, scale, [](f32x16, size_t, int) WHET_INLINE_LAMBDA {});
+        const f32x16 inverse(static_cast<float>(1.0 / total));
+        rows::write(n, out, false, [&](size_t at, int count) WHET_INLINE_LAMBDA {
+            return softmax_row::weight_of(rows::read(x + at, count), f32x16(top), f32x16(scale)) * inverse;
+        });
+    }
+}
+
+template <class T>
+WHET_INLINE void log_softmax(const T* x, size_t n, float scale, T* out) {
+    const float top = softmax_row::top_of(x, n);
+    const double total = softmax_row::sum_weights(x, n, top, scale, [](f32x16, size_t, int) WHET_INLINE_LAMBDA {});
+    const f64x8 wide_top(top), wide_scale(scale), log_total(__builtin_log(total));
+    rows::write(n, out, false, [&](size_t at, int count) WHET_INLINE_LAMBDA {
+        const F64Pair wide = widen(rows::read(x + at, count));
+        float lanes[16];
+        store_narrow(lanes, fma(wide.low - wide_top, wide_scale, -log_total));
+        store_narrow(lanes + 8, fma(wide.high - wide_top, wide_scale, -log_total));
+        return load(lanes);
+    });
+}
+
+void softmax_f32(const float* x, size_t n, float scale, float* out) { softmax(x, n, scale, out); }
+void softmax_bf16(const uint16_t* x, size_t n, float scale, uint16_t* out) { softmax(x, n, scale, out); }
+void log_softmax_f32(const float* x, size_t n, float scale, float* out) { log_softmax(x, n, scale, out); }
+void log_softmax_bf16(const uint16_t* x, size_t n, float scale, uint16_t* out) { log_softmax(x, n, scale, out); }

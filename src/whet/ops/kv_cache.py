@@ -1,0 +1,145 @@
+"""Moves into and out of a KV cache: the keys, or the values, of sequences side by side.
+
+A cache is (B, T_max, H_kv, D): sequences, positions, KV heads, head_dim. One token is H_kv * D elements, so a token of
+keys and values is 2 * H_kv * D * size of an element bytes: 4 KiB for 8 heads of 128 in bfloat16. Only bytes move: any
+dtype will do, and nothing is converted. Sequences are split over the pool.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from whet import _core
+from whet.errors import WhetTypeError, WhetValueError
+from whet.ops import inputs, rowwise
+
+
+def naive_kv_append(cache: np.ndarray, new: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The definition of ``kv_append``."""
+    for sequence, tokens, position in zip(cache, new, positions, strict=True):
+        sequence[position : position + len(tokens)] = tokens
+    return cache
+
+
+def naive_kv_gather(cache: np.ndarray, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The definition of ``kv_gather``."""
+    parts = [cache[row, :length] for row, length in zip(rows, lengths, strict=True)]
+    return np.concatenate([cache[:0].reshape(0, *cache.shape[2:]), *parts])
+
+
+def kv_append(cache: Any, new: Any, positions: Any) -> Any:
+    """cache[b, positions[b] + t] = new[b, t] for every sequence b and token t, in place.
+
+    Args:
+        cache: (B, T_max, H_kv, D), any dtype, NumPy or torch (CPU), any strides with a contiguous last axis.
+        new: (B, T, H_kv, D) of cache's kind and dtype; reads B * T * H_kv * D elements, and writes as many.
+        positions: (B,) integers, the position of each sequence's first new token.
+
+    Returns:
+        ``cache``.
+
+    Raises:
+        WhetValueError: shapes disagree, a position is negative or a sequence would go past T_max, or the cache cannot
+            be written to. Nothing has been written then.
+        WhetTypeError: dtypes or kinds differ, or positions are not integers.
+    """
+    positions = _indices("kv_append", "positions", positions)
+    if _core.kv_append(cache, new, positions) is not NotImplemented:
+        return cache
+    name = "kv_append"
+    _check_cache(name, cache)
+    if not hasattr(new, "dtype") or inputs.is_tensor(new) != inputs.is_tensor(cache) or new.dtype != cache.dtype:
+        raise WhetTypeError(
+            f"{name}: new is {getattr(new, 'dtype', type(new).__name__)}, but cache {cache.dtype}. "
+            "Pass tokens of the cache's kind and dtype."
+        )
+    b, t_max, heads, dim = cache.shape
+    if new.ndim != 4 or (new.shape[0], *new.shape[2:]) != (b, heads, dim) or positions.shape != (b,):
+        raise WhetValueError(
+            f"{name}: cache has shape {tuple(cache.shape)}, new {tuple(new.shape)} and positions {positions.shape}, "
+            "expected (B, T_max, H_kv, D), (B, T, H_kv, D) and (B,)."
+        )
+    n_tokens = new.shape[1]
+    for row, position in enumerate(positions.tolist()):
+        if position < 0 or position + n_tokens > t_max:
+            raise WhetValueError(
+                f"{name}: positions[{row}] is {position}, and {n_tokens} tokens from there do not fit into a cache of "
+                f"{t_max} positions. Make the cache larger, or drop old tokens first."
+            )
+    rowwise.check_target(name, "cache", cache, tuple(cache.shape), cache)
+    if 0 not in new.shape:
+        # A copy, so that tokens that lie in the cache itself are read before they are changed.
+        new = new.detach().clone() if inputs.is_tensor(new) else new.copy("C")
+        _core.kv_append(_bytes(name, cache), _bytes(name, new), positions)
+    return cache
+
+
+def kv_gather(cache: Any, rows: Any, lengths: Any, *, out: Any = None) -> Any:
+    """The first lengths[i] tokens of cache[rows[i]], one sequence after the other, without padding.
+
+    Args:
+        cache: (B, T_max, H_kv, D), as for ``kv_append``.
+        rows: (R,) integers in [0, B); a row may come more than once.
+        lengths: (R,) integers in [0, T_max].
+        out: (sum of lengths, H_kv, D) of cache's kind and dtype, written in place; None: a new array.
+
+    Returns:
+        (sum of lengths, H_kv, D), of the kind and dtype of cache.
+
+    Raises:
+        WhetValueError: shapes disagree, a row or a length is out of its range, or ``out`` cannot take the result.
+        WhetTypeError: rows or lengths are not integers.
+    """
+    rows, lengths = _indices("kv_gather", "rows", rows), _indices("kv_gather", "lengths", lengths)
+    result = _core.kv_gather(cache, rows, lengths, out)
+    if result is not NotImplemented:
+        return result
+    name = "kv_gather"
+    _check_cache(name, cache)
+    if rows.ndim != 1 or rows.shape != lengths.shape:
+        raise WhetValueError(f"{name}: rows has shape {rows.shape} and lengths {lengths.shape}, expected (R,) both.")
+    for what, values, end in (("rows", rows, cache.shape[0] - 1), ("lengths", lengths, cache.shape[1])):
+        bad = np.flatnonzero((values < 0) | (values > end))
+        if len(bad):
+            raise WhetValueError(
+                f"{name}: {what}[{bad[0]}] is {values[bad[0]]}, expected 0 to {end} "
+                f"for a cache of shape {tuple(cache.shape)}."
+            )
+    shape = (int(lengths.sum()), *cache.shape[2:])
+    if out is not None:
+        rowwise.check_target(name, "out", out, shape, cache)
+    packed = _core.kv_gather(_bytes(name, cache), rows, lengths, None)
+    packed = packed.view(cache.dtype).reshape(shape)
+    return rowwise.finish(name, packed, shape, out)
+
+
+def _indices(function: str, name: str, x: Any) -> np.ndarray:
+    x = x.numpy() if inputs.is_tensor(x) else np.asarray(x)
+    if x.dtype.kind not in "iu" and x.size:
+        raise WhetTypeError(f"{function}: {name} has dtype {x.dtype}, expected integers.")
+    return np.ascontiguousarray(x, dtype=np.int64)
+
+
+def _check_cache(function: str, cache: Any) -> None:
+    if inputs.is_tensor(cache):
+        if cache.requires_grad or cache.device.type != "cpu":
+            raise WhetValueError(
+                f"{function}: cache requires grad or is on {cache.device}, expected a CPU tensor without gradient."
+            )
+    elif type(cache) is not np.ndarray:
+        raise WhetTypeError(f"{function}: cache is a {type(cache).__name__}. Pass a NumPy array or a torch tensor.")
+    if cache.ndim != 4:
+        raise WhetValueError(f"{function}: cache has {cache.ndim} axes, expected (B, T_max, H_kv, D).")
+
+
+def _bytes(function: str, x: Any) -> Any:
+    """x as bytes, the same memory: for dtypes that the core has no name for."""
+    try:
+        return x.view(np.uint8) if isinstance(x, np.ndarray) else x.view(sys.modules["torch"].uint8)
+    except (ValueError, RuntimeError):
+        raise WhetValueError(
+            f"{function}: the last axis of an array of shape {tuple(x.shape)} is not contiguous. Pass a copy that is."
+        ) from None

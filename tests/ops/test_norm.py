@@ -1,0 +1,197 @@
+"""RMSNorm and LayerNorm: worked values, float64 references at ragged sizes, residuals, views, threads, errors."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import whet
+from whet.ops.norm import naive_layer_norm, naive_rms_norm
+
+LENGTHS = [*range(1, 36), 255, 256, 257, 511, 513, 1000, 4099]
+
+
+def normal(shape, mean=0.0, seed=0):
+    return np.random.default_rng([seed, *np.atleast_1d(shape)]).normal(mean, 1, shape).astype(np.float32)
+
+
+def close(got, expected, ulps=4):
+    """Within some ULP, where what is added up in the formula (weight and bias) is of the size of 1."""
+    np.testing.assert_array_less(np.abs(got - expected), ulps * 2.0**-24 * np.maximum(1, np.abs(expected)))
+
+
+def test_worked_values():
+    # mean(x^2) = 12.5; mean 3.5, variance 0.25
+    x = np.array([3.0, 4.0], np.float32)
+    np.testing.assert_allclose(whet.rms_norm(x, eps=0.0), x / np.sqrt(12.5), rtol=1e-7)
+    np.testing.assert_array_equal(whet.layer_norm(x, eps=0.0), np.array([-1, 1], np.float32))
+    weight, bias = np.array([2, 4], np.float32), np.array([10, 20], np.float32)
+    np.testing.assert_array_equal(whet.layer_norm(x, weight, bias, eps=0.0), np.array([8, 24], np.float32))
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("skew", [0, 1, 3])
+def test_against_float64_at_every_tail(n, skew):
+    x = normal((3, n + skew), 0.3)[:, skew:]
+    weight, bias = normal(n, 1.0, 1), normal(n, 0.0, 2)
+    wide = x.astype(np.float64)
+    close(whet.rms_norm(x), naive_rms_norm(wide))
+    close(whet.rms_norm(x, weight, 1e-3), naive_rms_norm(wide, weight, 1e-3), 8)
+    close(whet.layer_norm(x), naive_layer_norm(wide), 8)
+    for w, b in ((weight, None), (None, bias), (weight, bias)):
+        expected = naive_layer_norm(wide, 1.0 if w is None else w, 0.0 if b is None else b)
+        close(whet.layer_norm(x, w, b), expected, 16)
+
+
+@pytest.mark.parametrize("n", [768, 8192, 100_000])
+def test_sums_hold_to_1e_6_at_any_length(n):
+    x = np.abs(normal((2, n), 3.0))  # all terms of a sum have one sign
+    wide = x.astype(np.float64)
+    scale = naive_rms_norm(wide) / wide
+    np.testing.assert_allclose(whet.rms_norm(x) / x, scale, rtol=3e-7)
+
+
+def test_a_large_mean_does_not_cancel():
+    x = (1000 + np.random.default_rng(0).normal(0, 1, (4, 777))).astype(np.float32)
+    np.testing.assert_allclose(whet.layer_norm(x), naive_layer_norm(x.astype(np.float64)), atol=1e-6)
+    constant = np.full((1, 100), 0.1, np.float32)
+    np.testing.assert_array_equal(whet.layer_norm(constant), 0)
+
+
+def test_extremes():
+    nan, inf = np.nan, np.inf
+    x = np.array([[0, 0, 0], [nan, 1, 1], [1e30, 1, 1], [inf, 1, 1]], np.float32)
+    rms = whet.rms_norm(x)
+    np.testing.assert_array_equal(rms[0], 0)
+    assert np.isnan(rms[1]).all()
+    np.testing.assert_array_equal(rms[2], 0)  # the square overflows
+    assert np.isnan(rms[3, 0]) and (rms[3, 1:] == 0).all()
+    assert np.isnan(whet.rms_norm(x[:1], eps=0.0)).all()
+    assert whet.rms_norm(np.zeros((3, 0), np.float32)).shape == (3, 0)
+    assert whet.layer_norm(np.zeros((0, 5), np.float32)).shape == (0, 5)
+
+
+@pytest.mark.parametrize("n", [1, 16, 31, 300])
+@pytest.mark.parametrize("norm", [whet.rms_norm, whet.layer_norm])
+def test_residual_equals_the_two_steps(norm, n):
+    x, residual, weight = normal((5, n)), normal((5, n), seed=1), normal(n, seed=2)
+    total = x + residual
+    expected = norm(total, weight)
+    before = x.copy()
+    np.testing.assert_array_equal(norm(x, weight, residual=residual), expected)
+    np.testing.assert_array_equal(residual, total)
+    np.testing.assert_array_equal(x, before)
+    # In place, and a residual that is x itself.
+    residual = total - before
+    expected = norm(x + residual, weight)
+    assert norm(x, weight, residual=residual, out=x) is x
+    np.testing.assert_array_equal(x, expected)
+    x = normal((5, n))
+    twice = x + x
+    np.testing.assert_array_equal(norm(x, residual=x), norm(twice))
+    np.testing.assert_array_equal(x, twice)
+
+
+@pytest.mark.parametrize("norm", [whet.rms_norm, whet.layer_norm])
+def test_views_strides_and_axes(norm):
+    base = normal((4, 6, 5, 40))
+    for x in (
+        base,
+        base[0, 0, 0],
+        base[:, :, 1:3],
+        base[::2, ::-1, 2],
+        base.transpose(2, 0, 1, 3),
+        base[..., ::2],
+        base.T,
+        base[None, :, None],
+        np.broadcast_to(base[0, 0, 0], (3, 40)),
+        base.astype(">f4"),
+    ):
+        whole = np.array(x, np.float32)
+        expected = norm(whole)
+        got = norm(x)
+        assert got.shape == x.shape and got.dtype == np.float32
+        np.testing.assert_array_equal(got, expected)
+        out = np.empty((*x.shape[:-1], 2 * x.shape[-1]), np.float32)
+        for place in (out[..., : x.shape[-1]], out[..., ::2]):
+            assert norm(x, out=place) is place
+            np.testing.assert_array_equal(place, expected)
+        residual = np.zeros_like(out)[..., ::2]
+        np.testing.assert_array_equal(norm(x, residual=residual), expected)
+        np.testing.assert_array_equal(residual, whole)
+
+
+def test_an_out_that_overlaps_its_input_is_written_after_it_is_read():
+    base = normal((9, 33))
+    expected = whet.rms_norm(base[:-1].copy())
+    whet.rms_norm(base[:-1], out=base[1:])
+    np.testing.assert_array_equal(base[1:], expected)
+
+
+@pytest.mark.parametrize("norm", [whet.rms_norm, whet.layer_norm])
+def test_threads_and_neighbours_change_no_bit(norm):
+    x, weight = normal((200, 700)), normal(700)
+    before = whet.get_num_threads()
+    try:
+        results = []
+        for n in (1, 2, 5):
+            whet.set_num_threads(n)
+            results.append(norm(x, weight))
+    finally:
+        whet.set_num_threads(before)
+    for got in results[1:]:
+        np.testing.assert_array_equal(got, results[0])
+    np.testing.assert_array_equal(norm(x[77], weight), results[0][77])
+
+
+@pytest.mark.parametrize("skew", [0, 1, 5])
+def test_results_that_pass_the_caches(skew):
+    rows, n = 2100, 4101  # more than 32 MiB, rows that begin anywhere in a line
+    x = normal(rows * n + skew)[skew:].reshape(rows, n)
+    memory = np.zeros(rows * n + skew + 1, np.float32)
+    out = memory[skew:-1].reshape(rows, n)
+    whet.rms_norm(x, out=out)
+    for row in (0, 1, 1000, rows - 1):
+        np.testing.assert_array_equal(out[row], whet.rms_norm(x[row]))
+    assert not memory[:skew].any() and memory[-1] == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 70), st.integers(0, 4), st.floats(-3, 3), st.floats(0.01, 100), st.floats(0, 1))
+def test_any_size_mean_and_spread(n, skew, mean, spread, eps):
+    x = (normal(n + skew) * spread + mean).astype(np.float32)[skew:]
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(whet.rms_norm(x, eps=eps + 1e-6), naive_rms_norm(wide, eps=eps + 1e-6), rtol=5e-7)
+    close(whet.layer_norm(x, eps=eps + 1e-5), naive_layer_norm(wide, eps=eps + 1e-5), 16)
+
+
+X = np.ones((2, 8), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: whet.rms_norm(X.astype(np.float64)), r"x has dtype float64.*astype\(np.float32\)"),
+        (lambda: whet.rms_norm(np.float32(1)), "x is a scalar"),
+        (lambda: whet.rms_norm(X, X[0, :7]), r"weight has shape \(7,\), expected \(8,\)"),
+        (lambda: whet.layer_norm(X, None, X), r"bias has shape \(2, 8\)"),
+        (lambda: whet.rms_norm(X, np.ones(8)), "weight has dtype float64"),
+        (lambda: whet.rms_norm(X, eps=-1.0), "eps is -1.0, expected a finite number of at least 0"),
+        (lambda: whet.layer_norm(X, eps=np.nan), "eps is nan"),
+        (lambda: whet.rms_norm(X, residual=X[:1].copy()), r"residual is float32 \(1, 8\), expected float32 \(2, 8\)"),
+        (lambda: whet.rms_norm(X, out=np.ones((2, 8))), r"out is float64 \(2, 8\), expected float32"),
+        (lambda: whet.rms_norm(X, out=[1.0]), "out is a list, expected a NumPy array"),
+        (lambda: whet.rms_norm(X, residual=np.broadcast_to(X[0], (2, 8))), "residual is read-only"),
+        (lambda: whet.rms_norm(np.ma.array(X)), "masked array"),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(whet.WhetError, match=message):
+        call()
+
+
+def test_out_must_not_be_the_residual():
+    residual = X.copy()
+    with pytest.raises(whet.WhetValueError, match="out shares memory with residual"):
+        whet.layer_norm(X, residual=residual, out=residual)
+    np.testing.assert_array_equal(residual, X)
