@@ -252,132 +252,134 @@ void test_lora(size_t rank, size_t rows, size_t n) {
         bits &= 0xffff0000u;
         __builtin_memcpy(&x[i], &bits, sizeof bits);
         half_x[i] = half_y[i] = static_cast<uint16_t>(bits >> 16);
-        Buffer<float> from_half(rows * rank, 0.0, 1.0), grad_half(rank * n, 0.0, 1.0), grad_before(rank * n, 0.0, 1.0);
-        for (size_t i = 0; i < rank * n; ++i) grad_half[i] = grad_before[i] = grad[i];
-        std::vector<float> y_before(y.data, y.data + rows * n);
-        const auto stride = static_cast<ptrdiff_t>(n);
-        kernels().lora_down_f32(rank, x.data, stride, rows, n, a.data, hidden.data);
-        kernels().lora_down_bf16(rank, half_x.get(), stride, rows, n, a.data, from_half.data);
-        kernels().lora_up_f32(rank, hidden.data, rows, n, a.data, 0.5f, y.data, stride);
-        kernels().lora_up_bf16(rank, hidden.data, rows, n, a.data, 0.5f, half_y.get(), stride);
-        kernels().lora_outer_f32(rank, hidden.data, x.data, stride, rows, n, 0.5f, grad.data, n);
-        kernels().lora_outer_bf16(rank, hidden.data, half_x.get(), stride, rows, n, 0.5f, grad_half.data, n);
-        for (size_t row = 0; row < rows; ++row) {
-            for (size_t j = 0; j < rank; ++j) {
-                long double sum = 0;
-                for (size_t i = 0; i < n; ++i) sum += static_cast<long double>(x[row * n + i]) * a[j * n + i];
-                expect_near("lora_down_f32", n, hidden[row * rank + j], sum, 1e-4L);
-                expect("lora_down_bf16 is not lora_down_f32", hidden[row * rank + j] == from_half[row * rank + j]);
-            }
-            for (size_t i = 0; i < n; ++i) {
-                long double delta = 0;
-                for (size_t j = 0; j < rank; ++j) delta += 0.5L * hidden[row * rank + j] * a[j * n + i];
-                expect_near("lora_up_f32", n, y[row * n + i], y_before[row * n + i] + delta, 1e-4L);
-                const uint32_t bits = static_cast<uint32_t>(half_y[row * n + i]) << 16;
-                float rounded;
-                __builtin_memcpy(&rounded, &bits, sizeof bits);
-                const long double exact = x[row * n + i] + delta;
-                expect_near("lora_up_bf16", n, rounded, exact, 1e-4L + std::abs(exact) / 256);
-            }
-            for (size_t j = 0; j < rank; ++j) {
-                for (size_t i = 0; i < n; ++i) {
-                    long double sum = grad_before[j * n + i];
-                    for (size_t row = 0; row < rows; ++row) sum += 0.5L * hidden[row * rank + j] * x[row * n + i];
-                    expect_near("lora_outer_f32", n, grad[j * n + i], sum, 1e-3L);
-                    expect("lora_outer_bf16 is not lora_outer_f32", grad[j * n + i] == grad_half[j * n + i]);
-                }
-            }
-        }
-
-        void test_packing() {
-            for (const int64_t n : {0, 1, 63, 64, 65, 1000}) {
-                for (const int64_t max_length : {int64_t{16}, int64_t{1} << 40}) {
-                    std::vector<int64_t> lengths(static_cast<size_t>(n));
-                    for (int64_t& length : lengths)
-                        length = static_cast<int64_t>(random_bits() % static_cast<uint64_t>(max_length + 1));
-                    const whet::Packing packed = whet::pack_sequences(lengths.data(), n, max_length);
-                    std::vector<int> seen(lengths.size(), 0);
-                    for (size_t b = 0; b + 1 < packed.bin_begin.size(); ++b) {
-                        int64_t sum = 0;
-                        for (int64_t i = packed.bin_begin[b]; i < packed.bin_begin[b + 1]; ++i) {
-                            const auto index = static_cast<size_t>(packed.indices[static_cast<size_t>(i)]);
-                            sum += lengths[index];
-                            ++seen[index];
-                        }
-                        expect("a bin overflows", sum <= max_length);
-                    }
-                    for (const int count : seen) expect("a sequence is not in exactly one bin", count == 1);
-                }
-            }
-        }
-
-        void test_pool() {
-            for (const int n_threads : {1, 2, 3, 8}) {
-                whet::set_num_threads(n_threads);
-                for (int round = 0; round < 200; ++round) {
-                    // A long pause now and then, so that workers are met both spinning and asleep.
-                    if (round % 50 == 49) std::this_thread::sleep_for(std::chrono::milliseconds(2));
-                    std::vector<int> counts(static_cast<size_t>(round), 0);
-                    auto count = [&](size_t i) { ++counts[i]; };
-                    whet::parallel_for(counts.size(), count);
-                    for (const int c : counts) expect("a task did not run exactly once", c == 1);
-                }
-                std::atomic<int> nested{0};
-                auto inner = [&](size_t) { ++nested; };
-                auto outer = [&](size_t) { whet::parallel_for(10, inner); };
-                whet::parallel_for(10, outer);
-                expect("nested jobs lost tasks", nested == 100);
-
-                std::atomic<int> shared{0};
-                std::vector<std::thread> callers;
-                for (int c = 0; c < 4; ++c) {
-                    callers.emplace_back([&] {
-                        for (int round = 0; round < 50; ++round) {
-                            auto add = [&](size_t) { ++shared; };
-                            whet::parallel_for(20, add);
-                        }
-                    });
-                }
-                for (std::thread& t : callers) t.join();
-                expect("concurrent jobs lost tasks", shared == 4 * 50 * 20);
-            }
-        }
-
-    }  // namespace
-
-    int main() {
-        try {
-            std::printf("kernels: %s\n", kernels().isa);
-        } catch (const std::runtime_error& error) {
-            std::printf("%s\n", error.what());
-            return 77;
-        }
-        for (size_t n = 0; n <= 150; ++n) {
-            for (const size_t skew : {0, 1, 3}) {
-                test_token_kl<float>("token_kl_f32", kernels().token_kl_f32, false, n, skew);
-                test_token_kl<double>("token_kl_f64", kernels().token_kl_f64, false, n, skew);
-                test_token_kl<float>("token_kl_schulman_f32", kernels().token_kl_schulman_f32, true, n, skew);
-                test_token_kl<double>("token_kl_schulman_f64", kernels().token_kl_schulman_f64, true, n, skew);
-            }
-            if (n == 0) continue;
-            for (const size_t n_groups : {1, 3, 8}) {
-                test_group_advantages<float>("group_advantages_f32", kernels().group_advantages_f32, n, n_groups);
-                test_group_advantages<double>("group_advantages_f64", kernels().group_advantages_f64, n, n_groups);
-            }
-            test_token_logprobs(n);
-            test_gae(n);
-            for (const size_t skew : {0, 1, 3}) test_rows(n, skew);
-        }
-        for (const size_t n : {256, 257, 511, 1000}) test_rows(n, 1);
-        for (const size_t n : {1023, 1024, 1025, 2047, 5000}) test_token_logprobs(n);
-        test_probes();
-        for (size_t rank = 1; rank <= 8; ++rank) {
-            for (const size_t n : {1, 15, 16, 17, 31, 33, 63, 64, 65, 130, 511, 512, 513, 600}) {
-                test_lora(rank, rank % 4 + 1, n);  // as many rows as a call of lora_down may have, at most
-            }
-        }
-        test_packing();
-        test_pool();
-        std::printf("%d failures\n", failures);
-        return failures == 0 ? 0 : 1;
     }
+    Buffer<float> from_half(rows * rank, 0.0, 1.0), grad_half(rank * n, 0.0, 1.0), grad_before(rank * n, 0.0, 1.0);
+    for (size_t i = 0; i < rank * n; ++i) grad_half[i] = grad_before[i] = grad[i];
+    std::vector<float> y_before(y.data, y.data + rows * n);
+    const auto stride = static_cast<ptrdiff_t>(n);
+    kernels().lora_down_f32(rank, x.data, stride, rows, n, a.data, hidden.data);
+    kernels().lora_down_bf16(rank, half_x.get(), stride, rows, n, a.data, from_half.data);
+    kernels().lora_up_f32(rank, hidden.data, rows, n, a.data, 0.5f, y.data, stride);
+    kernels().lora_up_bf16(rank, hidden.data, rows, n, a.data, 0.5f, half_y.get(), stride);
+    kernels().lora_outer_f32(rank, hidden.data, x.data, stride, rows, n, 0.5f, grad.data, n);
+    kernels().lora_outer_bf16(rank, hidden.data, half_x.get(), stride, rows, n, 0.5f, grad_half.data, n);
+    for (size_t row = 0; row < rows; ++row) {
+        for (size_t j = 0; j < rank; ++j) {
+            long double sum = 0;
+            for (size_t i = 0; i < n; ++i) sum += static_cast<long double>(x[row * n + i]) * a[j * n + i];
+            expect_near("lora_down_f32", n, hidden[row * rank + j], sum, 1e-4L);
+            expect("lora_down_bf16 is not lora_down_f32", hidden[row * rank + j] == from_half[row * rank + j]);
+        }
+        for (size_t i = 0; i < n; ++i) {
+            long double delta = 0;
+            for (size_t j = 0; j < rank; ++j) delta += 0.5L * hidden[row * rank + j] * a[j * n + i];
+            expect_near("lora_up_f32", n, y[row * n + i], y_before[row * n + i] + delta, 1e-4L);
+            const uint32_t bits = static_cast<uint32_t>(half_y[row * n + i]) << 16;
+            float rounded;
+            __builtin_memcpy(&rounded, &bits, sizeof bits);
+            const long double exact = x[row * n + i] + delta;
+            expect_near("lora_up_bf16", n, rounded, exact, 1e-4L + std::abs(exact) / 256);
+        }
+    }
+    for (size_t j = 0; j < rank; ++j) {
+        for (size_t i = 0; i < n; ++i) {
+            long double sum = grad_before[j * n + i];
+            for (size_t row = 0; row < rows; ++row) sum += 0.5L * hidden[row * rank + j] * x[row * n + i];
+            expect_near("lora_outer_f32", n, grad[j * n + i], sum, 1e-3L);
+            expect("lora_outer_bf16 is not lora_outer_f32", grad[j * n + i] == grad_half[j * n + i]);
+        }
+    }
+}
+
+void test_packing() {
+    for (const int64_t n : {0, 1, 63, 64, 65, 1000}) {
+        for (const int64_t max_length : {int64_t{16}, int64_t{1} << 40}) {
+            std::vector<int64_t> lengths(static_cast<size_t>(n));
+            for (int64_t& length : lengths)
+                length = static_cast<int64_t>(random_bits() % static_cast<uint64_t>(max_length + 1));
+            const whet::Packing packed = whet::pack_sequences(lengths.data(), n, max_length);
+            std::vector<int> seen(lengths.size(), 0);
+            for (size_t b = 0; b + 1 < packed.bin_begin.size(); ++b) {
+                int64_t sum = 0;
+                for (int64_t i = packed.bin_begin[b]; i < packed.bin_begin[b + 1]; ++i) {
+                    const auto index = static_cast<size_t>(packed.indices[static_cast<size_t>(i)]);
+                    sum += lengths[index];
+                    ++seen[index];
+                }
+                expect("a bin overflows", sum <= max_length);
+            }
+            for (const int count : seen) expect("a sequence is not in exactly one bin", count == 1);
+        }
+    }
+}
+
+void test_pool() {
+    for (const int n_threads : {1, 2, 3, 8}) {
+        whet::set_num_threads(n_threads);
+        for (int round = 0; round < 200; ++round) {
+            // A long pause now and then, so that workers are met both spinning and asleep.
+            if (round % 50 == 49) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+            std::vector<int> counts(static_cast<size_t>(round), 0);
+            auto count = [&](size_t i) { ++counts[i]; };
+            whet::parallel_for(counts.size(), count);
+            for (const int c : counts) expect("a task did not run exactly once", c == 1);
+        }
+        std::atomic<int> nested{0};
+        auto inner = [&](size_t) { ++nested; };
+        auto outer = [&](size_t) { whet::parallel_for(10, inner); };
+        whet::parallel_for(10, outer);
+        expect("nested jobs lost tasks", nested == 100);
+
+        std::atomic<int> shared{0};
+        std::vector<std::thread> callers;
+        for (int c = 0; c < 4; ++c) {
+            callers.emplace_back([&] {
+                for (int round = 0; round < 50; ++round) {
+                    auto add = [&](size_t) { ++shared; };
+                    whet::parallel_for(20, add);
+                }
+            });
+        }
+        for (std::thread& t : callers) t.join();
+        expect("concurrent jobs lost tasks", shared == 4 * 50 * 20);
+    }
+}
+
+}  // namespace
+
+int main() {
+    try {
+        std::printf("kernels: %s\n", kernels().isa);
+    } catch (const std::runtime_error& error) {
+        std::printf("%s\n", error.what());
+        return 77;
+    }
+    for (size_t n = 0; n <= 150; ++n) {
+        for (const size_t skew : {0, 1, 3}) {
+            test_token_kl<float>("token_kl_f32", kernels().token_kl_f32, false, n, skew);
+            test_token_kl<double>("token_kl_f64", kernels().token_kl_f64, false, n, skew);
+            test_token_kl<float>("token_kl_schulman_f32", kernels().token_kl_schulman_f32, true, n, skew);
+            test_token_kl<double>("token_kl_schulman_f64", kernels().token_kl_schulman_f64, true, n, skew);
+        }
+        if (n == 0) continue;
+        for (const size_t n_groups : {1, 3, 8}) {
+            test_group_advantages<float>("group_advantages_f32", kernels().group_advantages_f32, n, n_groups);
+            test_group_advantages<double>("group_advantages_f64", kernels().group_advantages_f64, n, n_groups);
+        }
+        test_token_logprobs(n);
+        test_gae(n);
+        for (const size_t skew : {0, 1, 3}) test_rows(n, skew);
+    }
+    for (const size_t n : {256, 257, 511, 1000}) test_rows(n, 1);
+    for (const size_t n : {1023, 1024, 1025, 2047, 5000}) test_token_logprobs(n);
+    test_probes();
+    for (size_t rank = 1; rank <= 8; ++rank) {
+        for (const size_t n : {1, 15, 16, 17, 31, 33, 63, 64, 65, 130, 511, 512, 513, 600}) {
+            test_lora(rank, rank % 4 + 1, n);  // as many rows as a call of lora_down may have, at most
+        }
+    }
+    test_packing();
+    test_pool();
+    std::printf("%d failures\n", failures);
+    return failures == 0 ? 0 : 1;
+}
