@@ -51,6 +51,7 @@ for dtype in (np.float32, np.float64):
             h.update(whet.compute_batch_group_advantages(r).tobytes())
             h.update(whet.compute_batch_group_advantages(r, scale="batch", eps=1e-4, ddof=1).tobytes())
             h.update(whet.compute_gae(r[1], r[2], m, 0.5, .99, .95)[0].tobytes())
+            h.update(whet.get_rope(2 * n, max_position=9).cos_sin_cache.tobytes())
             x = rng.normal(0, 5, (3, n)).astype(np.float32)
             for out in whet.compute_token_logprobs(x, rng.integers(0, n, 3), temperature=.7, return_entropy=True):
                 h.update(out.tobytes())

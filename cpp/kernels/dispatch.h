@@ -3,6 +3,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "kernels/attention_task.h"
+
 namespace whet {
 
 struct Kernels {

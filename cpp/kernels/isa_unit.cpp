@@ -15,29 +15,33 @@
 namespace whet {
 namespace WHET_ISA {
 namespace {
+// In the order of what needs what: a comment line keeps clang-format from sorting across it.
 #include "simd/vec.h"
 //
 #include "simd/math.h"
 //
+#include "simd/activation_math.h"
 #include "simd/dot.h"
+#include "simd/lanes.h"
 //
+#include "kernels/linear.h"
+#include "kernels/rows.h"
+//
+#include "kernels/activations.h"
+#include "kernels/attention.h"
+#include "kernels/convert.h"
+#include "kernels/decode_attention.h"
 #include "kernels/gae.h"
 #include "kernels/gemv.h"
 #include "kernels/group_advantages.h"
-#include "kernels/probe.h"
-#include "kernels/token_kl.h"
-#include "kernels/token_logprobs.h"
-//
-#include "kernels/linear.h"
-//
-#include "kernels/convert.h"
 #include "kernels/linear_quantised.h"
 #include "kernels/lora.h"
-#include "simd/activation_math.h"
-#include "kernels/rows.h"
-#include "kernels/activations.h"
 #include "kernels/norm.h"
+#include "kernels/probe.h"
+#include "kernels/rope.h"
 #include "kernels/softmax.h"
+#include "kernels/token_kl.h"
+#include "kernels/token_logprobs.h"
 }  // namespace
 
 #define WHET_STRING_OF(x) #x

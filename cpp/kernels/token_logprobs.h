@@ -14,17 +14,6 @@ WHET_INLINE f32x16 load_logits(const uint16_t* x) { return load_bf16(x); }
 WHET_INLINE float logit(const float* x) { return *x; }
 WHET_INLINE float logit(const uint16_t* x) { return bit_cast<float>(static_cast<uint32_t>(*x) << 16); }
 
-// 2^x for -126 <= x <= 1, within 2e-7 relative; 2^0 is exact.
-WHET_INLINE f32x16 exp2_fast(f32x16 x) {
-    constexpr float kExp2[] = {0x1.62e42ep-1f, 0x1.ebfa4cp-3f, 0x1.c6b27p-5f, 0x1.3cbf26p-7f, 0x1.5d87dcp-10f};
-    const Rounded<float> n(x, f32x16(1.0f));
-    const f32x16 fraction = x - n.value();
-    return fma(polynomial(fraction, kExp2), fraction, f32x16(1.0f)) * n.exp2<0>();
-}
-
-// What the maximum starts from: finite, so that a chunk of -inf gives weights of nothing and not NaN.
-constexpr float kNothing = -0x1.fffffep+127f;
-
 struct RowSums {
     float top = kNothing;     // the greatest logit so far
     double weights = 0.0;     // sum of 2^u, u = (logit - top) * scale

@@ -49,20 +49,75 @@ WHET_INLINE uint16_t bf16_of(float x) {
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// The same for 16 floats. (vcvtneps2bf16 would make zeros of subnormals.)
-WHET_INLINE void store_bf16(uint16_t* out, f32x16 v) {
-    typedef uint16_t Half __attribute__((vector_size(kNativeBytes / 2)));
-    WHET_EACH_PART(p) {
-        const NativeU32 bits = (NativeU32)v.part[p];
-        const NativeU32 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-        const NativeU32 word = v.part[p] == v.part[p] ? rounded : (bits >> 16 | 0x40);
-#if defined(__AVX512F__)
-        const Half half = (Half)_mm512_cvtepi32_epi16((__m512i)word);
-#else
-        const Half half = __builtin_convertvector(word, Half);
+// The same for the lanes of a register, in the upper half of each.
+WHET_INLINE NativeU32 rounded_bf16(f32x16::Native x) {
+    const NativeU32 bits = (NativeU32)x;
+    return x == x ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000;
+}
+
+#if defined(__AVX512BF16__)
+// Whether a lane is subnormal: the instructions that round to bfloat16 would make a zero of it.
+WHET_INLINE bool any_subnormal(__m512 x) { return __builtin_expect(_mm512_fpclass_ps_mask(x, 0x20) != 0, 0); }
 #endif
+
+typedef uint16_t HalfU16 __attribute__((vector_size(kNativeBytes / 2)));
+WHET_INLINE HalfU16 narrow_bf16(f32x16::Native x) {
+#if defined(__AVX512BF16__)
+    if (!any_subnormal(x)) return (HalfU16)_mm512_cvtneps_pbh(x);
+#endif
+    const NativeU32 word = rounded_bf16(x) >> 16;
+#if defined(__AVX512F__)
+    return (HalfU16)_mm512_cvtepi32_epi16((__m512i)word);
+#else
+    return __builtin_convertvector(word, HalfU16);
+#endif
+}
+
+// The same for 16 floats.
+WHET_INLINE void store_bf16(uint16_t* out, f32x16 v) {
+    WHET_EACH_PART(p) {
+        const HalfU16 half = narrow_bf16(v.part[p]);
         __builtin_memcpy(out + p * f32x16::kPartLanes, &half, sizeof half);
     }
+}
+
+// The first n lanes of load_bf16, the others 0, and of store_bf16, the others untouched in memory.
+WHET_INLINE f32x16 load_first_bf16(const uint16_t* x, int n) {
+#if defined(__AVX512F__)
+    const __m256i half = _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1), x);
+    return bit_cast<f32x16>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+#else
+    uint16_t lanes[f32x16::kLanes] = {};
+    for (int i = 0; i < n; ++i) lanes[i] = x[i];
+    return load_bf16(lanes);
+#endif
+}
+WHET_INLINE void store_first_bf16(uint16_t* out, f32x16 v, int n) {
+#if defined(__AVX512F__)
+    _mm256_mask_storeu_epi16(out, static_cast<__mmask16>((1u << n) - 1), (__m256i)narrow_bf16(v.part[0]));
+#else
+    uint16_t lanes[f32x16::kLanes];
+    store_bf16(lanes, v);
+    for (int i = 0; i < n; ++i) out[i] = lanes[i];
+#endif
+}
+
+// 32 bfloat16 numbers, `even` rounded in lanes 2i and `odd` in lanes 2i + 1: the way back from even_bf16 and odd_bf16.
+WHET_INLINE u16x32 zip_bf16(f32x16 even, f32x16 odd) {
+    u16x32 out;
+#if defined(__AVX512BF16__)
+    if (!any_subnormal(even.part[0]) && !any_subnormal(odd.part[0])) {
+        const NativeU16 apart = (NativeU16)_mm512_cvtne2ps_pbh(odd.part[0], even.part[0]);
+        out.part[0] = __builtin_shufflevector(apart, apart, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8,
+                                              24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        return out;
+    }
+#endif
+    WHET_EACH_PART(p) {
+        const NativeU32 word = (rounded_bf16(even.part[p]) >> 16) | (rounded_bf16(odd.part[p]) & 0xffff0000u);
+        out.part[p] = (NativeU16)word;
+    }
+    return out;
 }
 
 // ---------------------------------------------------------------- int8

@@ -51,6 +51,17 @@ WHET_INLINE Vec<T> exp(Vec<T> x) {
     return scale_exp2(y, n);
 }
 
+// 2^x for -126 <= x <= 1, within 2e-7 relative; 2^0 is exact.
+WHET_INLINE f32x16 exp2_fast(f32x16 x) {
+    constexpr float kExp2[] = {0x1.62e42ep-1f, 0x1.ebfa4cp-3f, 0x1.c6b27p-5f, 0x1.3cbf26p-7f, 0x1.5d87dcp-10f};
+    const Rounded<float> n(x, f32x16(1.0f));
+    const f32x16 fraction = x - n.value();
+    return fma(polynomial(fraction, kExp2), fraction, f32x16(1.0f)) * n.exp2<0>();
+}
+
+// What a running maximum starts from: finite, so that a chunk of -inf gives weights of nothing and not NaN.
+constexpr float kNothing = -0x1.fffffep+127f;
+
 // exp(x) - 1 - x, within 2 ULP also where the three cancel: near 0 it is x^2 / 2.
 //
 // With h = 2^(n-1) (so that n = 1024 does not overflow early),

@@ -150,6 +150,9 @@ WHET_INLINE Vec<T> load_first(const T* x, int n, T fill) {
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == 4) {
         v.part[0] = _mm512_mask_loadu_ps(v.part[0], static_cast<__mmask16>((1u << n) - 1), x);
+    } else if constexpr (sizeof(T) == 2) {
+        const auto first = static_cast<__mmask32>((uint64_t{1} << n) - 1);
+        v.part[0] = (typename Vec<T>::Native)_mm512_mask_loadu_epi16((__m512i)v.part[0], first, x);
     } else {
         v.part[0] = _mm512_mask_loadu_pd(v.part[0], static_cast<__mmask8>((1u << n) - 1), x);
     }
@@ -167,6 +170,8 @@ WHET_INLINE void store_first(T* out, Vec<T> v, int n) {
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == 4) {
         _mm512_mask_storeu_ps(out, static_cast<__mmask16>((1u << n) - 1), v.part[0]);
+    } else if constexpr (sizeof(T) == 2) {
+        _mm512_mask_storeu_epi16(out, static_cast<__mmask32>((uint64_t{1} << n) - 1), (__m512i)v.part[0]);
     } else {
         _mm512_mask_storeu_pd(out, static_cast<__mmask8>((1u << n) - 1), v.part[0]);
     }
@@ -406,6 +411,49 @@ WHET_INLINE f64x8 swap_lanes(f64x8 v) {
     }
     return out;
 }
+
+// The even and the odd lanes of 32 floats in two vectors, and such two vectors put together again.
+struct F32Pairs {
+    f32x16 even, odd;
+};
+#if defined(__AVX512F__)
+#define WHET_EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define WHET_ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#define WHET_LOW_PAIRS 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define WHET_HIGH_PAIRS 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif defined(__AVX2__)
+#define WHET_EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14
+#define WHET_ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15
+#define WHET_LOW_PAIRS 0, 8, 1, 9, 2, 10, 3, 11
+#define WHET_HIGH_PAIRS 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define WHET_EVEN_LANES 0, 2, 4, 6
+#define WHET_ODD_LANES 1, 3, 5, 7
+#define WHET_LOW_PAIRS 0, 4, 1, 5
+#define WHET_HIGH_PAIRS 2, 6, 3, 7
+#endif
+WHET_INLINE F32Pairs unzip(f32x16 low, f32x16 high) {
+    f32x16::Native in[2 * kParts];
+    WHET_EACH_PART(p) in[p] = low.part[p], in[kParts + p] = high.part[p];
+    F32Pairs pairs;
+    WHET_EACH_PART(p) {
+        pairs.even.part[p] = __builtin_shufflevector(in[2 * p], in[2 * p + 1], WHET_EVEN_LANES);
+        pairs.odd.part[p] = __builtin_shufflevector(in[2 * p], in[2 * p + 1], WHET_ODD_LANES);
+    }
+    return pairs;
+}
+WHET_INLINE void zip(F32Pairs pairs, f32x16& low, f32x16& high) {
+    f32x16::Native out[2 * kParts];
+    WHET_EACH_PART(p) {
+        out[2 * p] = __builtin_shufflevector(pairs.even.part[p], pairs.odd.part[p], WHET_LOW_PAIRS);
+        out[2 * p + 1] = __builtin_shufflevector(pairs.even.part[p], pairs.odd.part[p], WHET_HIGH_PAIRS);
+    }
+    WHET_EACH_PART(p) low.part[p] = out[p], high.part[p] = out[kParts + p];
+}
+#undef WHET_EVEN_LANES
+#undef WHET_ODD_LANES
+#undef WHET_LOW_PAIRS
+#undef WHET_HIGH_PAIRS
 
 template <class T>
 WHET_INLINE T max_lane(Vec<T> v) {

@@ -3,6 +3,7 @@
 // is what the sanitizers see while it runs. Exit code 77: the instruction set in WHET_ISA is not on this machine.
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -291,6 +292,115 @@ void test_lora(size_t rank, size_t rows, size_t n) {
     }
 }
 
+// Heads of exactly rotary_dim elements, the last one at the end of its memory.
+template <class T, class Kernel>
+void test_rope(const char* name, Kernel kernel, size_t half, bool neox, size_t skew) {
+    const size_t dim = 2 * half, heads = 3;
+    Buffer<T> x(heads * dim, 0.0, 1.0, skew);
+    Buffer<float> cos_sin(dim, 0.0, 1.0, skew);
+    constexpr bool narrow = sizeof(T) == 2;
+    const auto value = [](T v) -> long double {
+        if constexpr (!narrow) return v;
+        return std::bit_cast<float>(static_cast<uint32_t>(v) << 16);
+    };
+    if constexpr (narrow) {
+        for (size_t i = 0; i < heads * dim; ++i) x[i] = static_cast<T>(0x3f00 + random_bits() % 256);  // 0.5 to 2
+    }
+    for (const bool inverse : {false, true}) {
+        const std::vector<T> before(x.data, x.data + heads * dim);
+        kernel(x.data, heads, static_cast<ptrdiff_t>(dim), cos_sin.data, dim, inverse);
+        for (size_t i = 0; i < heads * half; ++i) {
+            const size_t head = i / half * dim, place = i % half;
+            const size_t first = head + (neox ? place : 2 * place), second = neox ? first + half : first + 1;
+            const long double a = value(before[first]), b = value(before[second]), c = cos_sin[place];
+            const long double s = inverse ? -cos_sin[half + place] : cos_sin[half + place];
+            const long double room = (std::abs(a) + std::abs(b)) * (std::abs(c) + std::abs(s)) * (narrow ? 4e-3 : 3e-7);
+            expect_near(name, half, value(x[first]), a * c - b * s, room);
+            expect_near(name, half, value(x[second]), a * s + b * c, room);
+        }
+    }
+}
+
+void test_rope_angles(size_t n) {
+    Buffer<double> inv_freq(n, 0.0, 1.0);
+    Buffer<float> cos_sin(2 * n, 0.0, 1.0);
+    for (const double position : {0.0, 1.0, -12345.0, 1e6}) {
+        kernels().rope_cos_sin(position, inv_freq.data, n, 1.5, cos_sin.data);
+        for (size_t i = 0; i < n; ++i) {
+            const long double angle = static_cast<long double>(position) * inv_freq[i];
+            expect_near("rope_cos_sin: cos", n, cos_sin[i], 1.5L * std::cos(angle), 2e-7);
+            expect_near("rope_cos_sin: sin", n, cos_sin[n + i], 1.5L * std::sin(angle), 2e-7);
+        }
+    }
+}
+
+void test_rope_at_length(size_t half) {
+    for (const size_t skew : {0, 1}) {
+        test_rope<float>("rope_neox_f32", kernels().rope_neox_f32, half, true, skew);
+        test_rope<float>("rope_gptj_f32", kernels().rope_gptj_f32, half, false, skew);
+        test_rope<uint16_t>("rope_neox_bf16", kernels().rope_neox_bf16, half, true, skew);
+        test_rope<uint16_t>("rope_gptj_bf16", kernels().rope_gptj_bf16, half, false, skew);
+    }
+    test_rope_angles(half);
+}
+
+// One sequence, `group` query heads over one KV head: causal prefill, and decode for the last query.
+void test_attention(size_t n, size_t head_dim, size_t group) {
+    const size_t extra = (head_dim + 31) / 32 * 32 + whet::kDecodePartialExtra;
+    Buffer<float> q(n * group * head_dim, 0.0, 1.0), k(n * head_dim, 0.0, 1.0), v(n * head_dim, 0.0, 1.0);
+    Buffer<float> out(n * group * head_dim, 0.0, 1.0), decoded(group * head_dim, 0.0, 1.0);
+    Buffer<float> partial(group * extra, 0.0, 1.0);
+    const auto signed_of = [](size_t size) { return static_cast<ptrdiff_t>(size); };
+    whet::AttentionTask task{};
+    task.q = q.data, task.k = k.data, task.v = v.data, task.out = out.data;
+    task.q_token = task.out_token = signed_of(group * head_dim);
+    task.q_head = task.out_head = task.k_token = task.v_token = signed_of(head_dim);
+    task.n_queries = task.n_keys = signed_of(n), task.group = signed_of(group), task.head_dim = signed_of(head_dim);
+    task.window = INT64_MAX, task.causal = true, task.block_size = 32, task.scale = 0.2f;
+    std::vector<float> scratch(kernels().attention_scratch(task) / sizeof(float));
+    task.scratch = scratch.data();
+    kernels().attention_f32(task);
+
+    whet::DecodeTask step{};
+    step.q = q.data + (n - 1) * group * head_dim, step.k = k.data, step.v = v.data;
+    step.q_head = step.k_token = step.v_token = step.k_head = step.v_head = signed_of(head_dim);
+    step.kv_heads = 1, step.group = task.group, step.head_dim = task.head_dim, step.end = task.n_keys;
+    step.scale = task.scale, step.partial = partial.data;
+    std::vector<float> decode_scratch(kernels().decode_scratch(step) / sizeof(float));
+    step.scratch = decode_scratch.data();
+    kernels().decode_attention_f32(step);
+    for (size_t h = 0; h < group; ++h) {
+        kernels().merge_decode_f32(partial.data + h * extra, 1, extra, head_dim, decoded.data + h * head_dim);
+    }
+    for (size_t row = 0; row < n * group; ++row) {
+        std::vector<long double> sums(head_dim, 0);
+        long double total = 0;
+        for (size_t j = 0; j <= row / group; ++j) {
+            long double score = 0;
+            for (size_t d = 0; d < head_dim; ++d) score += 1.0L * q[row * head_dim + d] * k[j * head_dim + d];
+            const long double weight = std::exp2(0.2f * score);
+            total += weight;
+            for (size_t d = 0; d < head_dim; ++d) sums[d] += weight * v[j * head_dim + d];
+        }
+        for (size_t d = 0; d < head_dim; ++d) {
+            expect_near("attention_f32", n, out[row * head_dim + d], sums[d] / total, 1e-5L);
+            if (row / group + 1 == n) {
+                expect_near("decode_attention_f32", n, decoded[row % group * head_dim + d], sums[d] / total, 1e-5L);
+            }
+        }
+    }
+    // bfloat16: the same memory, for what the sanitizers see. Numbers are checked from Python.
+    std::vector<uint16_t> half(n * group * head_dim, 0x3f80), half_kv(n * head_dim, 0x3f80), half_out(half.size());
+    task.q = half.data(), task.k = task.v = half_kv.data(), task.out = half_out.data();
+    kernels().attention_bf16(task);
+    step.q = half.data() + (n - 1) * group * head_dim, step.k = step.v = half_kv.data();
+    kernels().decode_attention_bf16(step);
+    std::vector<uint16_t> half_decoded(head_dim);
+    kernels().merge_decode_bf16(partial.data, 1, extra, head_dim, half_decoded.data());
+    for (const uint16_t x : half_out) expect("a mean of ones is one: attention_bf16", x == 0x3f80);
+    for (const uint16_t x : half_decoded) expect("a mean of ones is one: decode_attention_bf16", x == 0x3f80);
+}
+
 void test_packing() {
     for (const int64_t n : {0, 1, 63, 64, 65, 1000}) {
         for (const int64_t max_length : {int64_t{16}, int64_t{1} << 40}) {
@@ -368,6 +478,7 @@ int main() {
         }
         test_token_logprobs(n);
         test_gae(n);
+        test_rope_at_length(n);
         for (const size_t skew : {0, 1, 3}) test_rows(n, skew);
     }
     for (const size_t n : {256, 257, 511, 1000}) test_rows(n, 1);
@@ -376,6 +487,11 @@ int main() {
     for (size_t rank = 1; rank <= 8; ++rank) {
         for (const size_t n : {1, 15, 16, 17, 31, 33, 63, 64, 65, 130, 511, 512, 513, 600}) {
             test_lora(rank, rank % 4 + 1, n);  // as many rows as a call of lora_down may have, at most
+        }
+    }
+    for (const size_t n : {1, 2, 15, 16, 17, 33, 65, 70}) {
+        for (const size_t head_dim : {32, 40, 64, 72, 128}) {
+            for (const size_t group : {1, 2, 3, 5}) test_attention(n, head_dim, group);
         }
     }
     test_packing();

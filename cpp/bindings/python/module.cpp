@@ -4,6 +4,7 @@
 #include <string>
 
 #include "arrays.h"
+#include "attention.h"
 #include "kernels/dispatch.h"
 #include "linear.h"
 #include "lora.h"
@@ -11,6 +12,7 @@
 #include "norm.h"
 #include "primitives.h"
 #include "probe.h"
+#include "rope.h"
 #include "runtime/thread_pool.h"
 
 namespace nb = nanobind;
@@ -52,4 +54,6 @@ NB_MODULE(_core, m) {
     whet::bind_lora(m);
     whet::bind_norm(m);
     whet::bind_kv_cache(m);
+    whet::bind_rope(m);
+    whet::bind_attention(m);
 }

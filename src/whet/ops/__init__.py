@@ -2,6 +2,7 @@
 
 from whet.ops.activations import gelu, log_softmax, silu, softmax, swiglu
 from whet.ops.advantages import compute_batch_group_advantages, compute_gae, compute_group_advantages
+from whet.ops.attention import attention, decode_attention
 from whet.ops.divergence import (
     compute_batch_token_kl,
     compute_batch_token_kl_f32,
@@ -20,12 +21,17 @@ from whet.ops.micro_lora import LoRAStack, MicroLoRA, lora_batch
 from whet.ops.norm import layer_norm, rms_norm
 from whet.ops.packing import pack_sequences
 from whet.ops.quant import Quantized, quantize
+from whet.ops.rope import RotaryEmbedding, apply_rope, apply_rope_freqs, get_rope
 
 __all__ = [
     "LoRAStack",
     "MicroLoRA",
     "PackedWeight",
     "Quantized",
+    "RotaryEmbedding",
+    "apply_rope",
+    "apply_rope_freqs",
+    "attention",
     "compute_batch_group_advantages",
     "compute_batch_token_kl",
     "compute_batch_token_kl_f32",
@@ -38,9 +44,11 @@ __all__ = [
     "compute_token_kl_schulman",
     "compute_token_kl_schulman_f32",
     "compute_token_logprobs",
+    "decode_attention",
     "gelu",
     "gemm",
     "gemv",
+    "get_rope",
     "kv_append",
     "kv_gather",
     "layer_norm",

@@ -1,0 +1,39 @@
+// What one task of the attention kernels works on. Strides are in elements; the last axis is contiguous.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+namespace whet {
+
+constexpr int kAttentionRows = 256;         // query rows (queries x heads of a KV head) that a task should have
+constexpr int kAttentionMaxBlock = 256;     // keys in a block, at most; a multiple of 32
+constexpr int kDecodeChunk = 256;           // keys of a decode task: fixed, so that results do not depend on threads
+constexpr int kAttentionMaxHeadDim = 256;   // and a head_dim is a multiple of 8
+constexpr size_t kDecodePartialExtra = 16;  // floats after a row's sums: its maximum, its sum of weights, padding
+
+// A block of queries of one sequence, for all query heads that share one KV head.
+struct AttentionTask {
+    const void *q, *k, *v;  // the first query's first head; key and value 0 of the sequence
+    void* out;              // as q
+    ptrdiff_t q_token, q_head, k_token, v_token, out_token, out_head;
+    int64_t n_queries, group, head_dim;  // group: query heads per KV head
+    int64_t n_keys;                      // of the sequence
+    int64_t position;                    // of the first query among the keys; below 0 it sees nothing
+    int64_t window;                      // keys seen, the query's own included
+    bool causal;
+    int block_size;
+    float scale;
+    void* scratch;  // attention_scratch(task) bytes, aligned to 64
+};
+
+// Keys [begin, end) of one sequence for its one query, over one or more KV heads.
+struct DecodeTask {
+    const void *q, *k, *v;  // the first head; key and value 0 of the sequence
+    ptrdiff_t q_head, k_token, k_head, v_token, v_head;
+    int64_t kv_heads, group, head_dim, begin, end;
+    float scale;
+    float* partial;  // for each query head head_dim rounded up to 32 floats, and kDecodePartialExtra more
+    void* scratch;   // decode_scratch(task) bytes, aligned to 64
+};
+
+}  // namespace whet

@@ -1,0 +1,334 @@
+// Attention of one query per sequence over its cache: bound by memory.
+//
+// A task takes a run of keys in blocks: scores, a step of the online softmax, values. Keys and values are read where
+// they lie, a few keys at a time and these head by head, so that memory is read nearly in its order: then the processor
+// fetches ahead on its own, and software prefetches on top reach most of its bandwidth. A row of a KV head serves up to
+// 4 query heads at once. Scores are 16 dot products side by side (query heads x keys), whose lanes sum_each adds at the
+// end; values are added column panel by column panel.
+//
+// A task leaves sums that are not divided yet, with their maximum; merge_decode_* joins those of one row in order. The
+// runs have a fixed length, so that a result does not depend on threads or on the batch. bfloat16: products of queries
+// and keys by dot_bf16, weights float32, values widened exactly. Rows without keys, or with scores of -inf alone:
+// zeros.
+
+namespace decode {
+
+constexpr int kBlock = 64;        // keys in a block
+constexpr int64_t kAhead = 8192;  // elements of keys or values that are fetched before they are needed
+constexpr float kOnes[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+
+struct Float32 {
+    using Element = float;
+    using Words = f32x16;
+    static constexpr int kLanes = 16;  // elements that one vector of a dot product holds
+    static WHET_INLINE Words load_words(const float* x) { return load(x); }
+    static WHET_INLINE f32x16 multiply_add(Words a, Words b, f32x16 sum) { return fma(a, b, sum); }
+    static WHET_INLINE f32x16 load_values(const float* x) { return load(x); }
+    static WHET_INLINE void store_out(float* out, f32x16 v, int n) { n < 16 ? store_first(out, v, n) : store(out, v); }
+};
+
+struct BFloat16 {
+    using Element = uint16_t;
+    using Words = u16x32;
+    static constexpr int kLanes = 32;
+    static WHET_INLINE Words load_words(const uint16_t* x) { return load(x); }
+    static WHET_INLINE f32x16 multiply_add(Words a, Words b, f32x16 sum) { return dot_bf16(sum, a, b); }
+    static WHET_INLINE f32x16 load_values(const uint16_t* x) { return load_bf16(x); }
+    static WHET_INLINE void store_out(uint16_t* out, f32x16 v, int n) {
+        uint16_t rounded[16];
+        store_bf16(rounded, v);
+        __builtin_memcpy(out, rounded, static_cast<size_t>(n) * sizeof *out);
+    }
+};
+
+// Rows of elements in memory.
+template <class Element>
+struct Rows {
+    const Element* data;
+    ptrdiff_t stride;
+    WHET_INLINE const Element* operator[](ptrdiff_t i) const { return data + i * stride; }
+};
+
+// Rows of n keys or values of all KV heads, to be fetched one by one: key by key, so that memory is read in its order.
+template <class Element>
+struct Ahead {
+    const Element* data = nullptr;
+    ptrdiff_t token = 0, head = 0;
+    int64_t n = 0, heads = 0;
+    size_t row_bytes = 0;
+    int64_t at_head = 0;
+
+    WHET_INLINE void fetch_row() {
+        if (n <= 0) return;
+        const char* row = reinterpret_cast<const char*>(data + at_head * head);
+        // To the second level: what lies ahead is as large as the first.
+        for (size_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+        if (++at_head < heads) return;
+        at_head = 0;
+        data += token;
+        --n;
+    }
+};
+
+// Base-2 scores of `rows` queries against n keys, to scores[r * kBlock + key]. rows x keys_at_once is at most 16.
+template <class Format, int rows>
+WHET_INLINE void scores(Rows<typename Format::Element> q, Rows<typename Format::Element> k, int n, int dim, float scale,
+                        float* out, Ahead<typename Format::Element>* ahead) {
+    constexpr int keys = rows == 1 ? 16 : rows == 2 ? 8 : 4;
+    for (int key = 0; key < n; key += keys) {
+        const typename Format::Element* from[keys];
+        for (int j = 0; j < keys; ++j) {
+            from[j] = k[key + j < n ? key + j : n - 1];
+            if (key + j < n && ahead != nullptr) ahead->fetch_row();
+        }
+        f32x16 sums[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) sums[i] = f32x16(0.0f);
+        for (int d = 0; d < dim; d += Format::kLanes) {
+            typename Format::Words query[rows];
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; ++r) query[r] = Format::load_words(q[r] + d);
+#pragma GCC unroll 16
+            for (int j = 0; j < keys; ++j) {
+                const typename Format::Words words = Format::load_words(from[j] + d);
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; ++r) {
+                    sums[r * keys + j] = Format::multiply_add(query[r], words, sums[r * keys + j]);
+                }
+            }
+        }
+        float lanes[16];
+        store(lanes, sum_each(sums) * f32x16(scale));
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; ++r) {
+            __builtin_memcpy(out + r * kBlock + key, lanes + r * keys, keys * sizeof(float));
+        }
+    }
+}
+
+// One row's n scores to weights 2^(score - maximum); its maximum and sum (in extra[0] and extra[1]) move on. Returns
+// the factor by which what was summed before shrinks.
+WHET_INLINE float weigh(float* scores, int n, float* extra) {
+    const int end = (n + 15) / 16 * 16;
+    for (int i = n; i < end; ++i) scores[i] = -__builtin_inff();
+    const f32x16 old_top(extra[0]), lowest(-127.0f);  // exp2_fast(-127) is 0
+    f32x16 top = old_top;
+    for (int i = 0; i < end; i += 16) top = max(load(scores + i), top);
+    top = max_lanes(top);
+    const float factor = exp2_fast(max(lowest, old_top - top))[0];
+    f32x16 sum(0.0f);
+    for (int i = 0; i < end; i += 16) {
+        const f32x16 weight = exp2_fast(max(lowest, load(scores + i) - top));
+        sum += weight;
+        store(scores + i, weight);
+    }
+    extra[0] = top[0];
+    extra[1] = extra[1] * factor + sum_lanes(sum);
+    return factor;
+}
+
+// Columns [column, column + 16 columns) of `rows` outputs: times their factors, plus weights times n values.
+template <class Format, int rows, int columns>
+WHET_INLINE void add_values(Rows<typename Format::Element> v, int n, const float* weights, const float* factors,
+                            float* out, ptrdiff_t out_row, ptrdiff_t column, Ahead<typename Format::Element>* ahead) {
+    f32x16 sums[rows][columns];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; ++c) sums[r][c] = load(out + r * out_row + column + 16 * c) * f32x16(factors[r]);
+    }
+    for (int key = 0; key < n; ++key) {
+        const typename Format::Element* row = v[key] + column;
+        if (ahead != nullptr) ahead->fetch_row();
+        f32x16 values[columns];
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; ++c) values[c] = Format::load_values(row + 16 * c);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; ++r) {
+            const f32x16 weight(weights[r * kBlock + key]);
+#pragma GCC unroll 4
+            for (int c = 0; c < columns; ++c) sums[r][c] = fma(weight, values[c], sums[r][c]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; ++c) store(out + r * out_row + column + 16 * c, sums[r][c]);
+    }
+}
+
+// One block of n values for `rows` query heads.
+template <class Format, int rows>
+WHET_INLINE void add_block(Rows<typename Format::Element> v, int n, int dim, const float* weights, const float* factors,
+                           float* partial, ptrdiff_t partial_row, Ahead<typename Format::Element>* ahead) {
+    ptrdiff_t column = 0;
+    for (; column + 64 <= dim; column += 64, ahead = nullptr) {
+        add_values<Format, rows, 4>(v, n, weights, factors, partial, partial_row, column, ahead);
+    }
+    for (; column < dim; column += 16, ahead = nullptr) {
+        add_values<Format, rows, 1>(v, n, weights, factors, partial, partial_row, column, ahead);
+    }
+}
+
+// body(first head, rows) for tiles of 4 query heads and one of what is left, the number of rows as a type.
+template <int n>
+struct Count {
+    static constexpr int value = n;
+};
+template <class Body>
+WHET_INLINE void each_tile(int64_t group, Body&& body) {
+    int64_t head = 0;
+    for (; head + 4 <= group; head += 4) body(head, Count<4>());
+    if (group - head == 3) body(head, Count<3>());
+    if (group - head == 2) body(head, Count<2>());
+    if (group - head == 1) body(head, Count<1>());
+}
+
+// Rows of head_dim elements copied to rows of `dim`, zeros at the end.
+template <class Element>
+WHET_INLINE Rows<Element> padded(Rows<Element> x, ptrdiff_t n, ptrdiff_t head_dim, ptrdiff_t dim, Element* copy) {
+    for (ptrdiff_t i = 0; i < n; ++i) {
+        __builtin_memcpy(copy + i * dim, x[i], static_cast<size_t>(head_dim) * sizeof(Element));
+        for (ptrdiff_t d = head_dim; d < dim; ++d) copy[i * dim + d] = 0;
+    }
+    return {copy, dim};
+}
+
+// head_dim as vectors of a dot product have it; a partial row is that of 32 for both formats.
+WHET_INLINE ptrdiff_t rounded_up(int64_t n, int to) { return static_cast<ptrdiff_t>((n + to - 1) / to * to); }
+
+// Where the parts of a task lie in its scratch memory.
+template <class Element>
+struct Layout {
+    ptrdiff_t dim, partial_row;
+    float *weights, *factors;
+    Element *queries, *copies;
+
+    WHET_INLINE Layout(const DecodeTask& t, int lanes) {
+        dim = rounded_up(t.head_dim, lanes);
+        partial_row = rounded_up(t.head_dim, 32) + static_cast<ptrdiff_t>(kDecodePartialExtra);
+        weights = static_cast<float*>(t.scratch);
+        factors = weights + t.kv_heads * t.group * kBlock;
+        queries = reinterpret_cast<Element*>(factors + rounded_up(t.kv_heads * t.group, 16));
+        copies = queries + t.kv_heads * t.group * dim;
+    }
+};
+
+// The rows of keys or values kAhead elements after those of `key`, to the end of the task.
+template <class Element>
+WHET_INLINE Ahead<Element> ahead_of(const DecodeTask& t, const void* data, ptrdiff_t token, ptrdiff_t head,
+                                    int64_t key) {
+    key += (kAhead + t.kv_heads * t.head_dim - 1) / (t.kv_heads * t.head_dim);
+    if (key >= t.end) return {};
+    return {static_cast<const Element*>(data) + key * token,  token, head, t.end - key, t.kv_heads,
+            static_cast<size_t>(t.head_dim) * sizeof(Element)};
+}
+
+// Keys [key, key + n) of all heads: scores, then weights.
+template <class Format>
+WHET_INLINE void weigh_block(const DecodeTask& t, const Layout<typename Format::Element>& at, int64_t key, int n) {
+    using Element = typename Format::Element;
+    const Element* all_keys = static_cast<const Element*>(t.k) + key * t.k_token;
+    auto ahead = ahead_of<Element>(t, t.k, t.k_token, t.k_head, key);
+    // As few keys at a time as fill a vector of scores in every tile.
+    const int step = t.group % 4 == 1 ? 16 : t.group % 4 == 2 ? 8 : 4;
+    for (int from = 0; from < n; from += step) {
+        const int n_keys = n - from < step ? n - from : step;
+        for (int64_t kv_head = 0; kv_head < t.kv_heads; ++kv_head) {
+            Rows<Element> k{all_keys + from * t.k_token + kv_head * t.k_head, t.k_token};
+            if (at.dim != t.head_dim) k = padded(k, n_keys, t.head_dim, at.dim, at.copies);
+            each_tile(t.group, [&](int64_t in_group, auto rows) WHET_INLINE_LAMBDA {
+                const int64_t head = kv_head * t.group + in_group;
+                const Rows<Element> q{at.queries + head * at.dim, at.dim};
+                scores<Format, decltype(rows)::value>(q, k, n_keys, static_cast<int>(at.dim), t.scale,
+                                                      at.weights + head * kBlock + from,
+                                                      in_group == 0 ? &ahead : nullptr);
+            });
+        }
+    }
+    for (int64_t head = 0; head < t.kv_heads * t.group; ++head) {
+        float* extra = t.partial + (head + 1) * at.partial_row - kDecodePartialExtra;
+        at.factors[head] = weigh(at.weights + head * kBlock, n, extra);
+    }
+}
+
+// The values to those weights.
+template <class Format>
+WHET_INLINE void add_weighed(const DecodeTask& t, const Layout<typename Format::Element>& at, int64_t key, int n) {
+    using Element = typename Format::Element;
+    constexpr int step = 8;
+    const Element* all_values = static_cast<const Element*>(t.v) + key * t.v_token;
+    auto ahead = ahead_of<Element>(t, t.v, t.v_token, t.v_head, key);
+    for (int from = 0; from < n; from += step) {
+        const int n_keys = n - from < step ? n - from : step;
+        for (int64_t kv_head = 0; kv_head < t.kv_heads; ++kv_head) {
+            Rows<Element> v{all_values + from * t.v_token + kv_head * t.v_head, t.v_token};
+            if (at.dim != t.head_dim) v = padded(v, n_keys, t.head_dim, at.dim, at.copies);
+            each_tile(t.group, [&](int64_t in_group, auto rows) WHET_INLINE_LAMBDA {
+                const int64_t head = kv_head * t.group + in_group;
+                add_block<Format, decltype(rows)::value>(
+                    v, n_keys, static_cast<int>(at.dim), at.weights + head * kBlock + from,
+                    from == 0 ? at.factors + head : kOnes, t.partial + head * at.partial_row, at.partial_row,
+                    in_group == 0 ? &ahead : nullptr);
+            });
+        }
+    }
+}
+
+template <class Format>
+WHET_INLINE void attend(const DecodeTask& t) {
+    using Element = typename Format::Element;
+    const Layout<Element> at(t, Format::kLanes);
+    const int64_t heads = t.kv_heads * t.group;
+    padded<Element>({static_cast<const Element*>(t.q), t.q_head}, heads, t.head_dim, at.dim, at.queries);
+    for (int64_t head = 0; head < heads; ++head) {
+        float* row = t.partial + head * at.partial_row;
+        for (ptrdiff_t i = 0; i < at.partial_row; i += 16) store(row + i, f32x16(0.0f));
+        row[at.partial_row - static_cast<ptrdiff_t>(kDecodePartialExtra)] = kNothing;
+    }
+    for (int64_t key = t.begin; key < t.end; key += kBlock) {
+        const int n = static_cast<int>(t.end - key < kBlock ? t.end - key : kBlock);
+        weigh_block<Format>(t, at, key, n);
+        add_weighed<Format>(t, at, key, n);
+    }
+}
+
+// One row's partial sums, n of them `stride` floats apart, joined in order and divided by their weight.
+template <class Format>
+WHET_INLINE void merge(const float* partials, ptrdiff_t n, ptrdiff_t stride, int64_t head_dim,
+                       typename Format::Element* out) {
+    const float* extras = partials + rounded_up(head_dim, 32);
+    float top = kNothing, total = 0.0f;
+    for (ptrdiff_t i = 0; i < n; ++i) top = extras[i * stride] > top ? extras[i * stride] : top;
+    const auto factor = [&](ptrdiff_t i) WHET_INLINE_LAMBDA {
+        return exp2_fast(max(f32x16(-127.0f), f32x16(extras[i * stride] - top)));
+    };
+    for (ptrdiff_t i = 0; i < n; ++i) total += factor(i)[0] * extras[i * stride + 1];
+    const f32x16 inverse(total == 0.0f ? 0.0f : 1.0f / total);
+    for (int64_t c = 0; c < head_dim; c += 16) {
+        f32x16 sum(0.0f);
+        for (ptrdiff_t i = 0; i < n; ++i) sum = fma(load(partials + i * stride + c), factor(i), sum);
+        Format::store_out(out + c, sum * inverse, static_cast<int>(head_dim - c < 16 ? head_dim - c : 16));
+    }
+}
+
+}  // namespace decode
+
+// Bytes of scratch memory that a task needs.
+size_t decode_scratch(const DecodeTask& t) {
+    const int64_t heads = t.kv_heads * t.group, dim = decode::rounded_up(t.head_dim, 32);
+    return static_cast<size_t>(heads * (decode::kBlock + dim) + decode::rounded_up(heads, 16) + decode::kBlock * dim) *
+           sizeof(float);
+}
+
+void decode_attention_f32(const DecodeTask& task) { decode::attend<decode::Float32>(task); }
+void decode_attention_bf16(const DecodeTask& task) { decode::attend<decode::BFloat16>(task); }
+
+void merge_decode_f32(const float* partials, size_t n, size_t stride, size_t head_dim, float* out) {
+    decode::merge<decode::Float32>(partials, static_cast<ptrdiff_t>(n), static_cast<ptrdiff_t>(stride),
+                                   static_cast<int64_t>(head_dim), out);
+}
+void merge_decode_bf16(const float* partials, size_t n, size_t stride, size_t head_dim, uint16_t* out) {
+    decode::merge<decode::BFloat16>(partials, static_cast<ptrdiff_t>(n), static_cast<ptrdiff_t>(stride),
+                                    static_cast<int64_t>(head_dim), out);
+}

@@ -1,0 +1,240 @@
+// Rotary position embedding (Su et al., 2021, equation 34), in place on the heads of one token.
+//
+// Each pair (a, b) of a head turns by the angle of its token and its place: (a cos - b sin, a sin + b cos). NeoX pairs
+// element i with i + rotary_dim / 2, GPT-J element 2i with 2i + 1; `inverse` turns back. Elements from rotary_dim on
+// stay as they are. float32 arithmetic, one rounding to nearest even on a bfloat16 store.
+// cos_sin holds rotary_dim / 2 cosines and then as many sines. The caller splits tokens over threads.
+
+namespace rope {
+
+// Pairs from `at` on, 16 of them or the first n: the first members in `even`, the second ones in `odd`.
+struct NeoxF32 {
+    static constexpr bool kBy32 = false;
+
+    WHET_INLINE static F32Pairs get(const float* x, size_t half, size_t at) {
+        return {load(x + at), load(x + half + at)};
+    }
+    WHET_INLINE static void put(float* x, size_t half, size_t at, F32Pairs v) {
+        store(x + at, v.even);
+        store(x + half + at, v.odd);
+    }
+    WHET_INLINE static F32Pairs get_first(const float* x, size_t half, size_t at, int n) {
+        return {load_first(x + at, n, 0.0f), load_first(x + half + at, n, 0.0f)};
+    }
+    WHET_INLINE static void put_first(float* x, size_t half, size_t at, F32Pairs v, int n) {
+        store_first(x + at, v.even, n);
+        store_first(x + half + at, v.odd, n);
+    }
+};
+
+struct NeoxBf16 {
+    static constexpr bool kBy32 = true;  // see turn_by_32
+
+    WHET_INLINE static F32Pairs get(const uint16_t* x, size_t half, size_t at) {
+        return {load_bf16(x + at), load_bf16(x + half + at)};
+    }
+    WHET_INLINE static void put(uint16_t* x, size_t half, size_t at, F32Pairs v) {
+        store_bf16(x + at, v.even);
+        store_bf16(x + half + at, v.odd);
+    }
+    WHET_INLINE static F32Pairs get_first(const uint16_t* x, size_t half, size_t at, int n) {
+        return {load_first_bf16(x + at, n), load_first_bf16(x + half + at, n)};
+    }
+    WHET_INLINE static void put_first(uint16_t* x, size_t half, size_t at, F32Pairs v, int n) {
+        store_first_bf16(x + at, v.even, n);
+        store_first_bf16(x + half + at, v.odd, n);
+    }
+};
+
+struct GptjF32 {
+    static constexpr bool kBy32 = false;
+
+    WHET_INLINE static F32Pairs get(const float* x, size_t, size_t at) {
+        return unzip(load(x + 2 * at), load(x + 2 * at + f32x16::kLanes));
+    }
+    WHET_INLINE static void put(float* x, size_t, size_t at, F32Pairs v) {
+        f32x16 low, high;
+        zip(v, low, high);
+        store(x + 2 * at, low);
+        store(x + 2 * at + f32x16::kLanes, high);
+    }
+    // How many of 2n elements are in the first of two vectors.
+    WHET_INLINE static int in_low(int n) { return 2 * n < f32x16::kLanes ? 2 * n : f32x16::kLanes; }
+    WHET_INLINE static F32Pairs get_first(const float* x, size_t, size_t at, int n) {
+        const f32x16 low = load_first(x + 2 * at, in_low(n), 0.0f);
+        return unzip(low, load_first(x + 2 * at + in_low(n), 2 * n - in_low(n), 0.0f));
+    }
+    WHET_INLINE static void put_first(float* x, size_t, size_t at, F32Pairs v, int n) {
+        f32x16 low, high;
+        zip(v, low, high);
+        store_first(x + 2 * at, low, in_low(n));
+        store_first(x + 2 * at + in_low(n), high, 2 * n - in_low(n));
+    }
+};
+
+struct GptjBf16 {
+    static constexpr bool kBy32 = false;
+
+    WHET_INLINE static F32Pairs get(const uint16_t* x, size_t, size_t at) {
+        const u16x32 v = load(x + 2 * at);
+        return {even_bf16(v), odd_bf16(v)};
+    }
+    WHET_INLINE static void put(uint16_t* x, size_t, size_t at, F32Pairs v) {
+        store(x + 2 * at, zip_bf16(v.even, v.odd));
+    }
+    WHET_INLINE static F32Pairs get_first(const uint16_t* x, size_t, size_t at, int n) {
+        const u16x32 v = load_first(x + 2 * at, 2 * n, uint16_t{0});
+        return {even_bf16(v), odd_bf16(v)};
+    }
+    WHET_INLINE static void put_first(uint16_t* x, size_t, size_t at, F32Pairs v, int n) {
+        store_first(x + 2 * at, zip_bf16(v.even, v.odd), 2 * n);
+    }
+};
+
+WHET_INLINE F32Pairs turned(F32Pairs v, f32x16 cos, f32x16 sin) {
+    return {fma(-v.odd, sin, v.even * cos), fma(v.even, sin, v.odd * cos)};
+}
+
+// The pairs [at, at + 16 n) of all heads: their cosines and sines stay in registers.
+template <class Pairs, int n, class T>
+WHET_INLINE void turn_block(T* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t half, size_t at,
+                            f32x16 sign) {
+    constexpr size_t kStep = f32x16::kLanes;
+    f32x16 cos[n], sin[n];
+#pragma GCC unroll 4
+    for (size_t i = 0; i < n; ++i) {
+        cos[i] = load(cos_sin + at + i * kStep);
+        sin[i] = sign * load(cos_sin + half + at + i * kStep);
+    }
+    for (size_t head = 0; head < n_heads; ++head, x += head_stride) {
+#pragma GCC unroll 4
+        for (size_t i = 0; i < n; ++i) {
+            Pairs::put(x, half, at + i * kStep, turned(Pairs::get(x, half, at + i * kStep), cos[i], sin[i]));
+        }
+    }
+}
+
+// The same for [at, at + 32 n) of NeoX pairs in bfloat16: to take the even and the odd lanes of 32 numbers apart and
+// put them together again is cheaper than to widen and narrow them 16 at a time.
+template <int n>
+WHET_INLINE void turn_by_32(uint16_t* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t half,
+                            size_t at, f32x16 sign) {
+    constexpr size_t kStep = u16x32::kLanes, kLanes = f32x16::kLanes;
+    F32Pairs cos[n], sin[n];
+#pragma GCC unroll 2
+    for (size_t i = 0; i < n; ++i) {
+        const float *c = cos_sin + at + i * kStep, *s = c + half;
+        cos[i] = unzip(load(c), load(c + kLanes));
+        sin[i] = unzip(sign * load(s), sign * load(s + kLanes));
+    }
+    for (size_t head = 0; head < n_heads; ++head, x += head_stride) {
+#pragma GCC unroll 2
+        for (size_t i = 0; i < n; ++i) {
+            uint16_t *first = x + at + i * kStep, *second = first + half;
+            const u16x32 a = load(first), b = load(second);
+            const F32Pairs even = turned({even_bf16(a), even_bf16(b)}, cos[i].even, sin[i].even);
+            const F32Pairs odd = turned({odd_bf16(a), odd_bf16(b)}, cos[i].odd, sin[i].odd);
+            store(first, zip_bf16(even.even, odd.even));
+            store(second, zip_bf16(even.odd, odd.odd));
+        }
+    }
+}
+
+// The last n < 16 pairs of all heads, from `at` on.
+template <class Pairs, class T>
+WHET_INLINE void turn_last(T* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t half, size_t at,
+                           f32x16 sign) {
+    const auto n = static_cast<int>(half - at);
+    const f32x16 cos = load_first(cos_sin + at, n, 0.0f), sin = sign * load_first(cos_sin + half + at, n, 0.0f);
+    for (size_t head = 0; head < n_heads; ++head, x += head_stride) {
+        Pairs::put_first(x, half, at, turned(Pairs::get_first(x, half, at, n), cos, sin), n);
+    }
+}
+
+template <class Pairs, class T>
+WHET_INLINE void turn_heads(T* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t rotary_dim,
+                            bool inverse) {
+    constexpr size_t kStep = f32x16::kLanes;
+    const f32x16 sign(inverse ? -1.0f : 1.0f);
+    const size_t half = rotary_dim / 2;
+    size_t at = 0;
+    if constexpr (Pairs::kBy32) {
+        for (; at + 4 * kStep <= half; at += 4 * kStep) {
+            turn_by_32<2>(x, n_heads, head_stride, cos_sin, half, at, sign);
+        }
+        for (; at + 2 * kStep <= half; at += 2 * kStep) {
+            turn_by_32<1>(x, n_heads, head_stride, cos_sin, half, at, sign);
+        }
+    } else {
+        for (; at + 4 * kStep <= half; at += 4 * kStep) {
+            turn_block<Pairs, 4>(x, n_heads, head_stride, cos_sin, half, at, sign);
+        }
+        for (; at + 2 * kStep <= half; at += 2 * kStep) {
+            turn_block<Pairs, 2>(x, n_heads, head_stride, cos_sin, half, at, sign);
+        }
+    }
+    for (; at + kStep <= half; at += kStep) {
+        turn_block<Pairs, 1>(x, n_heads, head_stride, cos_sin, half, at, sign);
+    }
+    if (at < half) turn_last<Pairs>(x, n_heads, head_stride, cos_sin, half, at, sign);
+}
+
+// Taylor coefficients of sin(r) / r and cos(r) in r^2. For |r| <= pi / 4 the first term left out is below 1e-10.
+constexpr double kSin[] = {1.0, -1.0 / 6, 1.0 / 120, -1.0 / 5040, 1.0 / 362880, -1.0 / 39916800};
+constexpr double kCos[] = {1.0, -1.0 / 2, 1.0 / 24, -1.0 / 720, 1.0 / 40320, -1.0 / 3628800, 1.0 / 479001600};
+constexpr double kPiHalfHigh = 0x1.921fb54442d18p+0, kPiHalfLow = 0x1.1a62633145c07p-54;
+
+// sin and cos of an angle, both within 1e-10 where n = angle / (pi / 2) is below 2^31: n pi / 2 is taken away in two
+// parts by fma, so that large angles lose nothing but their own rounding.
+WHET_INLINE void sin_cos(f64x8 angle, f64x8& sin, f64x8& cos) {
+    const Rounded<double> turns(angle, f64x8(0.63661977236758134308));
+    const f64x8 n = turns.value();
+    const f64x8 r = fma(n, f64x8(-kPiHalfLow), fma(n, f64x8(-kPiHalfHigh), angle)), z = r * r;
+    const f64x8 s = r * polynomial(z, kSin), c = polynomial(z, kCos);
+    const auto quarter = bit_cast<i64x8>(turns.shifted);  // n in its low bits
+    const auto odd = (quarter & i64x8(1)) != i64x8(0);
+    sin = select(odd, c, s), cos = select(odd, s, c);
+    sin = select((quarter & i64x8(2)) != i64x8(0), -sin, sin);
+    cos = select(((quarter + i64x8(1)) & i64x8(2)) != i64x8(0), -cos, cos);
+}
+
+}  // namespace rope
+
+void rope_neox_f32(float* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t rotary_dim,
+                   bool inverse) {
+    rope::turn_heads<rope::NeoxF32>(x, n_heads, head_stride, cos_sin, rotary_dim, inverse);
+}
+void rope_neox_bf16(uint16_t* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t rotary_dim,
+                    bool inverse) {
+    rope::turn_heads<rope::NeoxBf16>(x, n_heads, head_stride, cos_sin, rotary_dim, inverse);
+}
+void rope_gptj_f32(float* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t rotary_dim,
+                   bool inverse) {
+    rope::turn_heads<rope::GptjF32>(x, n_heads, head_stride, cos_sin, rotary_dim, inverse);
+}
+void rope_gptj_bf16(uint16_t* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t rotary_dim,
+                    bool inverse) {
+    rope::turn_heads<rope::GptjBf16>(x, n_heads, head_stride, cos_sin, rotary_dim, inverse);
+}
+
+// scale cos(position inv_freq[i]) in cos_sin[i] and scale sin(...) in cos_sin[n + i], for i in [0, n). In float64, with
+// one rounding to float32.
+void rope_cos_sin(double position, const double* inv_freq, size_t n, double scale, float* cos_sin) {
+    constexpr size_t kStep = f64x8::kLanes;
+    for (size_t at = 0; at < n; at += kStep) {
+        const size_t count = n - at < kStep ? n - at : kStep;
+        f64x8 sin, cos;
+        rope::sin_cos(f64x8(position) * load_first(inv_freq + at, static_cast<int>(count), 0.0), sin, cos);
+        cos = cos * f64x8(scale), sin = sin * f64x8(scale);
+        if (count == kStep) {
+            store_narrow(cos_sin + at, cos);
+            store_narrow(cos_sin + n + at, sin);
+            continue;
+        }
+        float last[2 * kStep];
+        store_narrow(last, cos);
+        store_narrow(last + kStep, sin);
+        __builtin_memcpy(cos_sin + at, last, count * sizeof(float));
+        __builtin_memcpy(cos_sin + n + at, last + kStep, count * sizeof(float));
+    }
+}

@@ -1,0 +1,114 @@
+// Lanes combined across several vectors: transposition, and the sum or maximum of each of many vectors at once.
+//
+// All are butterflies over pairs of vectors: log2(16) steps, each a two-source shuffle, in an order that does not
+// depend on the register width. Nothing here reads a lane as a number but for sum_each and max_each: bits pass
+// unchanged.
+//
+// Included after vec.h inside the namespace of one instruction set (see kernels/isa_unit.cpp): no STL.
+
+// Swaps bit `distance` of the lane with the choice of the vector: lane i of `a` with that bit set takes lane
+// i ^ distance of `b`, and the other way round.
+template <int distance>
+WHET_INLINE void swap_pair(f32x16& a, f32x16& b) {
+    constexpr int n = f32x16::kPartLanes, d = distance;
+    f32x16 low = a, high = b;
+    WHET_EACH_PART(p) {
+        if constexpr (d >= n) {
+            if (p & (d / n)) {
+                low.part[p] = b.part[p ^ (d / n)];
+            } else {
+                high.part[p] = a.part[p ^ (d / n)];
+            }
+        } else {
+// Lane i of the first and of the second result, as __builtin_shufflevector counts: b's lanes follow a's.
+#define WHET_LOW(i) ((i) & d ? n + ((i) ^ d) : (i))
+#define WHET_HIGH(i) ((i) & d ? n + (i) : ((i) ^ d))
+#define WHET_FOUR(of, i) of(i), of(i + 1), of(i + 2), of(i + 3)
+#define WHET_ALL(of)                                                                                                  \
+    if constexpr (n == 16) {                                                                                          \
+        out = __builtin_shufflevector(x, y, WHET_FOUR(of, 0), WHET_FOUR(of, 4), WHET_FOUR(of, 8), WHET_FOUR(of, 12)); \
+    } else if constexpr (n == 8) {                                                                                    \
+        out = __builtin_shufflevector(x, y, WHET_FOUR(of, 0), WHET_FOUR(of, 4));                                      \
+    } else {                                                                                                          \
+        out = __builtin_shufflevector(x, y, WHET_FOUR(of, 0));                                                        \
+    }
+            const f32x16::Native x = a.part[p], y = b.part[p];
+            f32x16::Native out;
+            WHET_ALL(WHET_LOW)
+            low.part[p] = out;
+            WHET_ALL(WHET_HIGH)
+            high.part[p] = out;
+#undef WHET_ALL
+#undef WHET_FOUR
+#undef WHET_HIGH
+#undef WHET_LOW
+        }
+    }
+    a = low;
+    b = high;
+}
+
+template <int distance>
+WHET_INLINE void swap_pairs(f32x16 (&v)[16]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+        if ((i & distance) == 0) swap_pair<distance>(v[i], v[i | distance]);
+    }
+}
+
+// Lane j of vector i becomes lane i of vector j.
+WHET_INLINE void transpose(f32x16 (&v)[16]) {
+    swap_pairs<1>(v);
+    swap_pairs<2>(v);
+    swap_pairs<4>(v);
+    swap_pairs<8>(v);
+}
+
+template <int distance, int n, class F>
+WHET_INLINE void fold_pairs(f32x16 (&v)[n], F&& combine) {
+#pragma GCC unroll 16
+    for (int i = 0; i < n; i += 2 * distance) {
+        swap_pair<distance>(v[i], v[i + distance]);
+        v[i] = combine(v[i], v[i + distance]);
+    }
+}
+
+// Lane i is the sum of all lanes of v[i]. Overwrites v.
+WHET_INLINE f32x16 sum_each(f32x16 (&v)[16]) {
+    const auto add = [](f32x16 a, f32x16 b) WHET_INLINE_LAMBDA { return a + b; };
+    fold_pairs<1>(v, add);
+    fold_pairs<2>(v, add);
+    fold_pairs<4>(v, add);
+    fold_pairs<8>(v, add);
+    return v[0];
+}
+
+// Lanes i and i + 8 are the greatest lane of v[i]. Overwrites v.
+WHET_INLINE f32x16 max_each(f32x16 (&v)[8]) {
+    const auto greater = [](f32x16 a, f32x16 b) WHET_INLINE_LAMBDA { return max(a, b); };
+    fold_pairs<1>(v, greater);
+    fold_pairs<2>(v, greater);
+    fold_pairs<4>(v, greater);
+    f32x16 other = v[0];
+    swap_pair<8>(v[0], other);
+    return max(v[0], other);
+}
+
+template <int distance, class F>
+WHET_INLINE f32x16 fold_lanes(f32x16 v, F&& combine) {
+    f32x16 other = v;
+    swap_pair<distance>(v, other);
+    v = combine(v, other);
+    if constexpr (distance > 1) v = fold_lanes<distance / 2>(v, combine);
+    return v;
+}
+
+// The sum of all lanes: of both halves, of both halves of that, and so on.
+WHET_INLINE float sum_lanes(f32x16 v) {
+    return fold_lanes<8>(v, [](f32x16 a, f32x16 b) WHET_INLINE_LAMBDA { return a + b; })[0];
+}
+
+// The greatest lane, in all lanes.
+WHET_INLINE f32x16 max_lanes(f32x16 v) {
+    return fold_lanes<8>(v, [](f32x16 a, f32x16 b) WHET_INLINE_LAMBDA { return max(a, b); });
+}

@@ -1,0 +1,359 @@
+"""Tables of the rotary position embedding: RuvLLM's rows, and turning in place beside scaling in place.
+
+Also the inputs, references and providers that ``whet bench rope`` is made of. A call turns what it turned before: that
+keeps norms, and no copy is inside the timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+import whet
+from whet.bench.case import BenchOptions, Call, Case, NotMeasured, Provider, Table
+from whet.ops.rope import naive_rope
+
+Dtype = Literal["float32", "bfloat16"]
+TOLERANCE = {"float32": 4e-6, "bfloat16": 2**-8}
+"""Of the answer, as ``rope_error`` has it: some roundings of float32, or one to bfloat16's 8 bits."""
+_BASE_ELEMENTS = 1 << 22
+_SAMPLED = 64
+_MAX_POSITION = 8192
+
+
+class RopeInputs:
+    """Query (B, T, H, D) and key (B, T, Hkv, D), or no key (Hkv = 0), positions (B, T) and the embedding.
+
+    Large ones repeat 4 million normal numbers. ``pair`` is a fresh copy of query and key for a provider that writes in
+    place; the others share ``tensors``.
+    """
+
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        shape: tuple[int, int, int, int, int],
+        rope: whet.RotaryEmbedding,
+        dtype: Dtype,
+        device: str = "cpu",
+    ) -> None:
+        batch, tokens, heads, kv_heads, size = shape
+        self.shapes = [(batch, tokens, n, size) for n in (heads, kv_heads) if n]
+        self.rope, self.dtype, self.device = rope, dtype, device
+        self.positions = rng.integers(rope.max_position, size=(batch, tokens))
+        self.values = rng.standard_normal(min(_BASE_ELEMENTS, max(map(_count, self.shapes))), np.float32)
+        if dtype == "bfloat16":
+            self.values.view(np.uint32)[...] &= 0xFFFF0000  # numbers that bfloat16 holds exactly
+        chosen = np.linspace(0, batch * tokens - 1, min(_SAMPLED, batch * tokens)).astype(int)
+        self.sample = np.unravel_index(chosen, (batch, tokens))
+
+    def arrays(self) -> list[np.ndarray]:
+        """New float32 arrays."""
+        return [np.resize(self.values, shape) for shape in self.shapes]
+
+    @cached_property
+    def tensors(self) -> list[Any]:
+        """In torch, in the dtype and on the device, shared by those that do not write."""
+        import torch
+
+        dtype = getattr(torch, self.dtype)
+        return [torch.from_numpy(one).to(dtype).to(self.device) for one in self.arrays()]
+
+    def pair(self) -> list[Any]:
+        """New tensors."""
+        return [one.clone() for one in self.tensors]
+
+    @cached_property
+    def torch_positions(self) -> Any:
+        import torch
+
+        return torch.from_numpy(self.positions).to(self.device)
+
+    def table(self, dtype: str = "float32") -> Any:
+        """The table in torch, on the device."""
+        import torch
+
+        return torch.from_numpy(self.rope.cos_sin_cache).to(self.device, getattr(torch, dtype))
+
+    def finish(self, call: Call) -> Call:
+        """The call, which waits for a CUDA device if it runs there."""
+        if not self.device.startswith("cuda"):
+            return call
+        import torch
+
+        def waiting() -> Any:
+            answer = call()
+            torch.cuda.synchronize(self.device)
+            return answer
+
+        return waiting
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape))
+
+
+# --- what is right --------------------------------------------------------------------------------------
+
+
+def turned(inputs: RopeInputs) -> np.ndarray:
+    """The sampled tokens' heads, query and key one after the other and flat, in float64: complex numbers turned."""
+    rope, found = inputs.rope, []
+    turn = np.exp(1j * inputs.positions[inputs.sample][:, None, None] * rope.inv_freq)
+    half = rope.rotary_dim // 2
+    for x in _sampled(inputs, inputs.arrays()):
+        rotary = x[..., : 2 * half]
+        a, b = (rotary[..., :half], rotary[..., half:]) if rope.is_neox_style else (rotary[..., ::2], rotary[..., 1::2])
+        z = (a + 1j * b) * turn
+        both = [z.real, z.imag]
+        out = np.concatenate(both, -1) if rope.is_neox_style else np.stack(both, -1).reshape(rotary.shape)
+        found.append(np.concatenate([out, x[..., 2 * half :]], -1).ravel())
+    return np.concatenate(found)
+
+
+def _sampled(inputs: RopeInputs, answers: Any) -> list[np.ndarray]:
+    return [np.asarray(_to_numpy(one[inputs.sample]), np.float64) for one in answers]
+
+
+def _to_numpy(x: Any) -> np.ndarray:
+    return x if isinstance(x, np.ndarray) else x.float().cpu().numpy()
+
+
+class Turned(tuple[Any, ...]):
+    """What a provider turned, query and key as (B, T, heads, D), and the inputs that say which tokens are looked at."""
+
+    def __new__(cls, inputs: RopeInputs, answers: Any) -> Turned:
+        self = super().__new__(cls, answers)
+        self.inputs = inputs
+        return self
+
+    inputs: RopeInputs
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.concatenate([x.ravel() for x in _sampled(self.inputs, self)]).astype(dtype or np.float64)
+
+
+# --- providers ------------------------------------------------------------------------------------------
+
+
+def whet_rope(inputs: RopeInputs) -> Call:
+    if inputs.device != "cpu":
+        raise NotMeasured(f"Whet's kernels run on the processor, and this run is on {inputs.device}")
+    answers: Any = inputs.arrays() if inputs.dtype == "float32" else inputs.pair()
+    positions: Any = inputs.positions if inputs.dtype == "float32" else inputs.torch_positions
+    return _whet_call(inputs, positions, answers, inputs.rope)
+
+
+def whet_rope_torch(inputs: RopeInputs) -> Call:
+    return _whet_call(inputs, inputs.torch_positions, inputs.pair(), inputs.rope)
+
+
+def _whet_call(inputs: RopeInputs, positions: Any, answers: Any, rope: whet.RotaryEmbedding) -> Call:
+    kept, pair = Turned(inputs, answers), (*answers, None)[:2]
+
+    def call() -> Turned:
+        rope.forward(positions, *pair)
+        return kept
+
+    return call
+
+
+def whet_freqs(inputs: RopeInputs) -> Call:
+    rope, (query,) = inputs.rope, inputs.arrays()
+    size, kept = rope.head_size, Turned(inputs, [query])
+
+    def call() -> Turned:
+        whet.apply_rope_freqs(inputs.positions, query, None, size, rope.inv_freq, rope.is_neox_style)
+        return kept
+
+    return call
+
+
+def formula(cos: Any, sin: Any, x: Any, rotary_dim: int, is_neox: bool) -> Any:
+    """The definition in torch, in float32; cos and sin (B, T, 1, rotary_dim / 2) float32, x (B, T, heads, D)."""
+    import torch
+
+    rotary, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    a, b = rotary.chunk(2, -1) if is_neox else (rotary[..., ::2], rotary[..., 1::2])
+    both = (a * cos - b * sin, b * cos + a * sin)
+    out = torch.cat(both, -1) if is_neox else torch.stack(both, -1).flatten(-2)
+    return torch.cat((out.to(x.dtype), rest), -1)
+
+
+def _torch_formula(inputs: RopeInputs) -> Callable[[], list[Any]]:
+    table, positions, tensors, rope = inputs.table(), inputs.torch_positions, inputs.tensors, inputs.rope
+
+    def run() -> list[Any]:
+        cos, sin = table[positions].unsqueeze(-2).chunk(2, -1)
+        return [formula(cos, sin, x, rope.rotary_dim, rope.is_neox_style) for x in tensors]
+
+    return run
+
+
+def torch_rope(inputs: RopeInputs) -> Call:
+    run = _torch_formula(inputs)
+    return inputs.finish(lambda: Turned(inputs, run()))
+
+
+def torch_compiled(inputs: RopeInputs) -> Call:
+    import torch
+
+    torch._dynamo.reset()  # else shapes beyond the eighth would run uncompiled, without a word
+    run = torch.compile(_torch_formula(inputs), dynamic=False)
+    try:
+        run()
+    except Exception as error:  # no C++ compiler, or none that torch takes
+        raise NotMeasured(f"torch.compile failed: {str(error).strip().splitlines()[0]}") from None
+    return inputs.finish(lambda: Turned(inputs, run()))
+
+
+def numpy_rope(inputs: RopeInputs) -> Call:
+    rope, arrays = inputs.rope, inputs.arrays()
+
+    def call() -> Turned:
+        args = rope.head_size, rope.cos_sin_cache, rope.is_neox_style
+        return Turned(inputs, [naive_rope(inputs.positions, x, *args) for x in arrays])
+
+    return call
+
+
+# --- RuvLLM's rows --------------------------------------------------------------------------------------
+
+# An Apple M4 Pro, one thread: (dimensions, tokens) -> seconds.
+_RUVLLM = {
+    (64, 1): 151.73e-9, (64, 8): 713.37e-9, (64, 32): 2.68e-6, (64, 128): 10.46e-6,
+    (128, 1): 288.80e-9, (128, 8): 1.33e-6, (128, 32): 5.21e-6, (128, 128): 24.28e-6,
+}  # fmt: skip
+_RUVLLM_TABLES = {(64, 1): 22.76e-9, (128, 8): 135.25e-9, (128, 32): 1.33e-6}
+_ESTIMATE = "The document's figure is marked as an estimate."
+
+
+def rope_case(name: str, shape: tuple[int, int, int, int, int], rope: whet.RotaryEmbedding, dtype: Dtype) -> Case:
+    """Query and key of a shape (B, T, H, Hkv, D). Bytes as moved in place: heads read and written, table, positions."""
+    batch, tokens, heads, kv_heads, _ = shape
+    itemsize = 4 if dtype == "float32" else 2
+    per_token = 2 * (heads + kv_heads) * rope.rotary_dim * itemsize + rope.rotary_dim * 4 + 8
+    return Case(
+        name,
+        inputs=lambda rng: RopeInputs(rng, shape, rope, dtype),
+        reference=turned,
+        tolerance=TOLERANCE[dtype],
+        n_bytes=batch * tokens * per_token,
+        n_items=batch * tokens,
+    )
+
+
+def _ruvllm_table(rows: dict[tuple[int, int], float], title: str, note: str, with_table: bool) -> Table:
+    cases = []
+    for (size, tokens), seconds in rows.items():
+        rope = whet.get_rope(size, max_position=4096, is_neox_style=False)
+        case = rope_case(f"{size} x {tokens}", (1, tokens, 1, 0, size), rope, "float32")
+        mark = _ESTIMATE if with_table and size == 128 else ""
+        cases.append(replace(case, published={"RuvLLM": seconds}, note=mark))
+    computed = [Provider("whet", whet_freqs), Provider("torch", torch_computed), Provider("NumPy", numpy_computed)]
+    looked_up = [
+        Provider("whet", whet_rope),
+        Provider("whet torch", whet_rope_torch, note="torch tensors"),
+        Provider("torch", torch_rope),
+        Provider("torch compiled", torch_compiled),
+        Provider("NumPy", numpy_rope),
+    ]
+    return Table(
+        title,
+        cases,
+        looked_up if with_table else computed,
+        allocation="none for whet, which writes in place; results and temporaries inside for the others",
+        note=note,
+        item="tokens",
+    )
+
+
+def torch_computed(inputs: RopeInputs) -> Call:
+    """The formula with sines and cosines inside, of float64 angles: float32 ones are off by 10^-4 at position 4096."""
+    import torch
+
+    rope, positions, tensors = inputs.rope, inputs.torch_positions, inputs.tensors
+    inv_freq = torch.from_numpy(rope.inv_freq)
+
+    def call() -> Turned:
+        angles = (positions[..., None] * inv_freq).unsqueeze(-2)
+        cos, sin = angles.cos().float(), angles.sin().float()
+        return Turned(inputs, [formula(cos, sin, x, rope.rotary_dim, rope.is_neox_style) for x in tensors])
+
+    return call
+
+
+def numpy_computed(inputs: RopeInputs) -> Call:
+    rope, (x,) = inputs.rope, inputs.arrays()
+
+    def call() -> Turned:
+        angles = (inputs.positions[..., None] * rope.inv_freq)[..., None, :]
+        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        out = np.empty_like(x)
+        a, b = x[..., ::2], x[..., 1::2]
+        out[..., ::2], out[..., 1::2] = a * cos - b * sin, a * sin + b * cos
+        return Turned(inputs, [out])
+
+    return call
+
+
+# --- in place, beside a scale ---------------------------------------------------------------------------
+
+
+def torch_scale(inputs: RopeInputs) -> Call:
+    pair = inputs.pair()
+    kept = Turned(inputs, pair)
+
+    def call() -> Turned:
+        for x in pair:
+            x.mul_(1.0)
+        return kept
+
+    return call
+
+
+def untouched(inputs: RopeInputs) -> np.ndarray:
+    """The sampled tokens as they came."""
+    return np.concatenate([x.ravel() for x in _sampled(inputs, inputs.arrays())])
+
+
+def _in_place_table(dtype: Dtype, is_neox: bool, quick: bool) -> Table:
+    rope = whet.get_rope(128, max_position=_MAX_POSITION, is_neox_style=is_neox)
+    sizes = [(4096, 32), (4096, 40)] if quick else [(4096, 32), (4096, 40), (16384, 32)]
+    cases = [rope_case(f"{n} x {heads} heads", (1, n, heads, 0, 128), rope, dtype) for n, heads in sizes]
+    return Table(
+        f"RoPE in place, {'NeoX' if is_neox else 'GPT-J'} pairing, {dtype}",
+        cases,
+        [
+            Provider("whet", whet_rope_torch),
+            Provider("torch mul_(1.0)", torch_scale, untouched, note="scales in place: the least that can be done"),
+            Provider("torch", torch_rope),
+        ],
+        allocation="none, but for torch: results and temporaries inside",
+        note="Heads of 128, all of it turned, positions at random from a table of 8192; 4096 tokens of 32 heads are "
+        "131,072 x 128 elements.",
+        item="tokens",
+    )
+
+
+def tables(options: BenchOptions) -> list[Table]:
+    """Of the suite "kernels"."""
+    return [
+        _ruvllm_table(
+            _RUVLLM,
+            "RoPE, sines and cosines computed",
+            "RuvLLM's row: one head of float32, interleaved pairs (GPT-J), sines and cosines inside. Everyone here "
+            "computes the angles in float64.",
+            with_table=False,
+        ),
+        _ruvllm_table(
+            _RUVLLM_TABLES,
+            "RoPE with tables",
+            "The same with a table of 4096 positions. Two of the document's three figures are estimates.",
+            with_table=True,
+        ),
+        *(_in_place_table(dtype, neox, options.quick) for dtype in ("float32", "bfloat16") for neox in (True, False)),
+    ]
