@@ -36,8 +36,8 @@ WHET_INLINE void each(size_t begin, size_t n, Body body) {
 }
 
 // out[at ...] = value(at, count). `streaming` sends whole lines of float32 past the caches: for results that are larger
-// than these. The row at `next`, if it is not null, comes in from memory meanwhile. An element is read before it is
-// written, so that out may be an array that `value` reads.
+// than these; finish_rows() comes before another thread reads it. The row at `next`, if it is not null, comes in from
+// memory meanwhile. An element is read before it is written, so that out may be an array that `value` reads.
 template <class T, class Value>
 WHET_INLINE void write(size_t n, T* out, bool streaming, Value value, const T* next = nullptr) {
     size_t begin = 0;
@@ -50,7 +50,6 @@ WHET_INLINE void write(size_t n, T* out, bool streaming, Value value, const T* n
                 if (next != nullptr) __builtin_prefetch(next + begin);
                 store_streaming(out + begin, value(begin, 16));
             }
-            finish_streaming();
         }
     }
     each(begin, n, [&](size_t at, int count) WHET_INLINE_LAMBDA { put(out + at, value(at, count), count); });
@@ -87,3 +86,5 @@ WHET_INLINE void sum(size_t n, double (&total)[kSums], Add add) {
 }
 
 }  // namespace rows
+
+void finish_rows() { finish_streaming(); }

@@ -33,7 +33,7 @@ def results(tmp_path_factory):
 
 def test_what_a_run_leaves(results):
     found, folder = results
-    assert {"results.json", "report.md", "report.html"} <= {path.name for path in folder.iterdir()}
+    assert {"results.json", "rows.csv", "report.md", "report.html"} <= {path.name for path in folder.iterdir()}
     assert list(folder.glob("*.png"))
     assert (found["schema"], found["suite"], found["quick"]) == (1, "llm-ops", True)
     assert found["threads"]["asked"] == found["threads"]["whet"] == 1

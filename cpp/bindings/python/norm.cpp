@@ -95,6 +95,7 @@ void each_row(const NormArrays& a, const Kernel& kernel) {
             T* residual = a.residual.data == nullptr ? nullptr : a.residual.as<T>() + a.residual_rows.offset(row);
             kernel(a.x.as<T>() + a.x_rows.offset(row), residual, a.out.as<T>() + a.out_rows.offset(row), n, streaming);
         }
+        if (streaming) kernels().finish_rows();
     });
 }
 
@@ -177,15 +178,19 @@ constexpr size_t kPieceElements = 16384;
 
 // body(row, at, n) for pieces of rows; arrays that are contiguous are one row.
 template <class F>
-void each_piece(const Rows& rows, bool contiguous, F&& body) {
+void each_piece(const Rows& rows, bool contiguous, bool streaming, F&& body) {
     const size_t n = rows.length, size = rows.count * n;
     const double work = static_cast<double>(size) * 0.3;
     if (contiguous) {
-        split(size, kPieceElements, work, [&](size_t begin, size_t end) { body(size_t{0}, begin, end - begin); });
+        split(size, kPieceElements, work, [&](size_t begin, size_t end) {
+            body(size_t{0}, begin, end - begin);
+            if (streaming) kernels().finish_rows();
+        });
         return;
     }
     split(rows.count, rows_per_task(rows), work, [&](size_t begin, size_t end) {
         for (size_t row = begin; row < end; ++row) body(row, size_t{0}, n);
+        if (streaming) kernels().finish_rows();
     });
 }
 
@@ -200,9 +205,11 @@ nb::object activation(nb::handle x_object, int kind, nb::handle out_object) {
     }
     const auto run = [&]<class T>(void (*kernel)(const T*, size_t, bool, T*)) {
         const bool streaming = x_rows.count * x_rows.length * sizeof(T) >= kStreamingBytes;
-        each_piece(x_rows, x_rows.is_contiguous() && out_rows.is_contiguous(), [&](size_t row, size_t at, size_t n) {
-            kernel(x.as<T>() + x_rows.offset(row) + at, n, streaming, out.as<T>() + out_rows.offset(row) + at);
-        });
+        each_piece(x_rows, x_rows.is_contiguous() && out_rows.is_contiguous(), streaming,
+                   [&](size_t row, size_t at, size_t n) {
+                       kernel(x.as<T>() + x_rows.offset(row) + at, n, streaming,
+                              out.as<T>() + out_rows.offset(row) + at);
+                   });
     };
     const Kernels& k = kernels();
     const bool wide = x.dtype == DType::kFloat32;
@@ -243,7 +250,7 @@ nb::object swiglu(nb::handle gate_object, nb::handle up_object, nb::handle out_o
     const auto run = [&]<class T>(void (*kernel)(const T*, const T*, size_t, bool, T*)) {
         const bool streaming = gate_rows.count * gate_rows.length * sizeof(T) >= kStreamingBytes;
         const bool contiguous = gate_rows.is_contiguous() && up_rows.is_contiguous() && out_rows.is_contiguous();
-        each_piece(gate_rows, contiguous, [&](size_t row, size_t at, size_t n) {
+        each_piece(gate_rows, contiguous, streaming, [&](size_t row, size_t at, size_t n) {
             kernel(gate.as<T>() + gate_rows.offset(row) + at, up.as<T>() + up_rows.offset(row) + at, n, streaming,
                    out.as<T>() + out_rows.offset(row) + at);
         });

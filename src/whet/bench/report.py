@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from whet.bench import reading
+from whet.bench.csv import rows_as_csv
 from whet.bench.document import Block, Figures, Grid, Heading, Pairs, Text, body_html, markdown
 from whet.bench.plots import draw, part_medians
 from whet.bench.reading import duration, measured, rows_of, significant
@@ -52,7 +53,7 @@ _METHOD = (
 
 
 def write_report(results: Json, folder: str | os.PathLike[str]) -> Path:
-    """Writes results.json, report.md, report.html and the plots into ``folder``, which is made if it is missing.
+    """Writes results.json, rows.csv, report.md, report.html and the plots into ``folder``, made if it is missing.
 
     report.html is one file without scripts that loads nothing. report.md shows the PNGs beside it.
 
@@ -69,6 +70,7 @@ def write_report(results: Json, folder: str | os.PathLike[str]) -> Path:
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     replace_text(target / "results.json", json.dumps(_standard(results)) + "\n")
+    replace_text(target / "rows.csv", rows_as_csv(results))
     blocks = list(_blocks(results, target))
     replace_text(target / "report.md", markdown(results["title"], blocks))
     path = target / "report.html"

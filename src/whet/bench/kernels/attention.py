@@ -215,6 +215,7 @@ def _document(quick: bool) -> Table:
             "Float32, one query, warm cache; the call from Python is inside the timing, the document's are calls from "
             'Rust. The document\'s "840 us for 256 tokens" is GQA with 32 query and 4 KV heads at 512 keys.'
         ),
+        item="tokens",
         size_label="keys",
         error=_error,
     )
