@@ -5,6 +5,9 @@ sequence and bin, so a million sequences are checked too. Written apart from the
 with which it has to agree.
 """
 
+# The peers are an extra; where one is not installed it is not measured.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

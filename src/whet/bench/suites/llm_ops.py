@@ -5,6 +5,9 @@ float64 on the same values. The document's medians stand beside the rows; its ma
 Speed in float32, k3, and what a training step needs beyond these two are in the suite "trl".
 """
 
+# The peers are an extra; where one is not installed it is not measured.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

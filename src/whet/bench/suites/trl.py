@@ -5,6 +5,9 @@ leave out. Log-probs and packing are TRL's own functions. Its advantages and its
 written out here from their formulas; its PPO, and GAE with it, is gone from 1.16. Nothing here runs a model.
 """
 
+# The peers are an extra; where one is not installed it is not measured.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
