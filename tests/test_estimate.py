@@ -196,3 +196,17 @@ def test_a_folder_and_a_file_are_read(tmp_path):
     path.write_text(json.dumps({**sizes, "num_hidden_layers": 4, "num_attention_heads": 2}))
     assert load_shape(str(path)) == load_shape(str(tmp_path)) == ModelShape(10, 8, 16, 4, 2, 2, 4)
     assert all(estimate(load_shape(str(path)), format).total > 0 for format in FORMATS)
+
+
+def test_windows_are_those_of_the_engine():
+    config = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 64, "vocab_size": 9}
+    config |= {"intermediate_size": 9, "num_key_value_heads": 4}
+    # A Mistral config that does not tell has transformers' default.
+    assert shape_of_config({**config, "model_type": "mistral"}).window == 4096
+    assert shape_of_config({**config, "model_type": "mistral", "sliding_window": None}).window is None
+    qwen = {**config, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
+    assert (shape_of_config(qwen).window, shape_of_config(qwen).n_windowed) == (8, 1)
+    with pytest.raises(whet.WhetValueError, match="estimate: config: sliding_window is 0, expected an integer"):
+        shape_of_config({**config, "model_type": "mistral", "sliding_window": 0})
+    with pytest.raises(whet.WhetValueError, match="estimate: config: num_hidden_layers is 1000000000000, expected"):
+        shape_of_config({**config, "model_type": "mistral", "num_hidden_layers": 10**12})

@@ -7,6 +7,7 @@
 #include <new>
 #include <vector>
 
+#include "engine/quantize.h"
 #include "kernels/dispatch.h"
 #include "runtime/thread_pool.h"
 
@@ -217,6 +218,39 @@ PackedWeight::PackedWeight(WeightFormat format, size_t n, size_t k, const void* 
     bytes_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, std::max<size_t>(64, size_bytes()))));
     if (bytes_ == nullptr) throw std::bad_alloc();
     pack(rows, row_stride);
+}
+
+PackedWeight::PackedWeight(WeightFormat format, size_t n, size_t k)
+    : format_(format), n_(n), k_(k), n_panels_(ceil_div(n, kPanel)), panel_bytes_(whet::panel_bytes(format, k)) {
+    const bool floats = format == WeightFormat::kFloat32 || format == WeightFormat::kBFloat16;
+    steps_ = floats ? panel_bytes_ / 64 : ceil_div(k, kQuantBlock);
+    bytes_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, std::max<size_t>(64, size_bytes()))));
+    std::memset(bytes_.get(), 0, size_bytes());
+}
+void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, Source source, ptrdiff_t rs, ptrdiff_t cs) {
+    std::vector<float> f(k_ + 1);
+    std::vector<uint8_t> b(row_bytes(format_, k_) + 16);
+    for (size_t i = 0; i < count; ++i) {
+        const uint8_t* from = static_cast<const uint8_t*>(rows) + i * rs;
+        if (source != Source::kPacked) {
+            for (size_t j = 0; j < k_; ++j) {
+                const ptrdiff_t at = (ptrdiff_t)i * rs + (ptrdiff_t)j * cs;
+                f[j] = source == Source::kFloat32 ? static_cast<const float*>(rows)[at] : std::bit_cast<float>((uint32_t)static_cast<const uint16_t*>(rows)[at] << 16);
+            }
+            from = b.data();
+            if (format_ == WeightFormat::kFloat32) from = (uint8_t*)f.data();
+            else if (format_ == WeightFormat::kBFloat16) kernels().bf16_from_f32(f.data(), k_, (uint16_t*)b.data());
+            else quantize_row(format_, f.data(), k_, b.data());
+        }
+        pack_row(format_, k_, from, bytes_.get() + (first + i) / 16 * panel_bytes_, (first + i) % 16);
+    }
+}
+void PackedWeight::row(size_t i, float* out) const {
+    std::vector<uint8_t> b(row_bytes(format_, k_) + 16);
+    unpack_row(format_, k_, bytes_.get() + i / 16 * panel_bytes_, i % 16, b.data());
+    if (format_ == WeightFormat::kFloat32) std::memcpy(out, b.data(), 4 * k_);
+    else if (format_ == WeightFormat::kBFloat16) kernels().f32_from_bf16((uint16_t*)b.data(), k_, out);
+    else dequantize_row(format_, b.data(), k_, out);
 }
 
 void PackedWeight::pack(const void* rows, size_t row_stride) {

@@ -17,11 +17,16 @@ size_t row_bytes(WeightFormat format, size_t k);
 // The k that a row must be a multiple of.
 size_t block_length(WeightFormat format);
 
+enum class Source { kFloat32, kBFloat16, kFloat16, kPacked };
+
 // (n, k) weights in panels of 16 outputs (kernels/linear.h), on 64-byte boundaries.
 class PackedWeight {
 public:
     // From rows in the format's own layout, row_stride bytes apart.
     PackedWeight(WeightFormat format, size_t n, size_t k, const void* rows, size_t row_stride);
+    PackedWeight(WeightFormat format, size_t n, size_t k);
+    void pack_rows(size_t first, size_t count, const void* rows, Source source, ptrdiff_t row_stride, ptrdiff_t column_stride);
+    void row(size_t i, float* out) const;
 
     WeightFormat format() const { return format_; }
     size_t n() const { return n_; }

@@ -36,4 +36,20 @@ struct DecodeTask {
     void* scratch;   // decode_scratch(task) bytes, aligned to 64
 };
 
+constexpr int kPageTokens = 64;  // keys and values that a page of a cache holds
+
+// Query rows against some pages of one KV head. A row's state is its output so far, not divided yet (head_dim rounded up
+// to 16 floats), then its maximum and its sum of weights, in 16 more.
+struct CachedTask {
+    const void* queries;       // (rows, head_dim) of the cache's dtype, a bfloat16 row padded to an even length
+    const int32_t* positions;  // of the rows: the last key that each sees
+    float* state;
+    int64_t rows, head_dim, window;  // window: keys seen, the query's own included
+    const uint8_t* cache;            // the KV head's keys in page 0; its values follow
+    size_t page_bytes;
+    const int32_t* pages;  // of the sequence, from its first key on
+    int64_t begin, end;    // which of them
+    float scale;           // of the base-2 scores
+};
+
 }  // namespace whet

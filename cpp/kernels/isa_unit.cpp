@@ -27,9 +27,11 @@ namespace {
 #include "kernels/linear.h"
 #include "kernels/rows.h"
 //
-#include "kernels/activations.h"
 #include "kernels/attention.h"
 #include "kernels/convert.h"
+//
+#include "kernels/activations.h"
+#include "kernels/cached_attention.h"
 #include "kernels/decode_attention.h"
 #include "kernels/gae.h"
 #include "kernels/gemv.h"
@@ -42,6 +44,10 @@ namespace {
 #include "kernels/softmax.h"
 #include "kernels/token_kl.h"
 #include "kernels/token_logprobs.h"
+//
+#include "simd/compress.h"
+//
+#include "kernels/sampling.h"
 }  // namespace
 
 #define WHET_STRING_OF(x) #x

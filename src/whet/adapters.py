@@ -99,6 +99,16 @@ def from_peft(source: Any, adapter_name: str | None = None) -> dict[str, MicroLo
         CheckpointError: a file is missing or damaged, or an adapter is not plain LoRA of rank 1 to 8.
         MissingExtraError: safetensors (or peft, for a PeftModel) is not installed.
     """
+    adapters = {}
+    for module, (a, b, scaling) in read_peft(source, adapter_name).items():
+        if len(a) > 8:
+            raise CheckpointError(f"from_peft: {module} has rank {len(a)}, expected 1 to 8.")
+        adapters[module] = MicroLoRA.from_arrays(a, np.ascontiguousarray(b.T), scaling * len(a))
+    return adapters
+
+
+def read_peft(source: Any, adapter_name: str | None = None) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
+    """As ``from_peft``, of any rank: by module name A (r, in), B (out, r) and the scaling of B A."""
     if isinstance(source, (str, os.PathLike)):
         folder, where = Path(source), f"from_peft({str(source)!r})"
         config = _read_config(where, folder / "adapter_config.json")
@@ -117,13 +127,13 @@ def from_peft(source: Any, adapter_name: str | None = None) -> dict[str, MicroLo
         raise CheckpointError(f"{where}: there is no lora_A or lora_B in it.")
     adapters = {}
     for module, pair in pairs.items():
-        if len(pair) != 2 or pair["A"].shape[0] != pair["B"].shape[1] or not 1 <= len(pair["A"]) <= 8:
+        if len(pair) != 2 or pair["A"].shape[0] != pair["B"].shape[1] or not len(pair["A"]):
             shapes = ", ".join(f"lora_{letter} {value.shape}" for letter, value in pair.items())
-            raise CheckpointError(f"{where}: {module} has {shapes}, expected (r, in) and (out, r) with r from 1 to 8.")
+            raise CheckpointError(f"{where}: {module} has {shapes}, expected (r, in) and (out, r).")
         rank = len(pair["A"])
         alpha = float(_of_pattern(config.get("alpha_pattern") or {}, module, config.get("lora_alpha", 8)))
-        alpha *= math.sqrt(rank) if config.get("use_rslora") else 1.0
-        adapters[module] = MicroLoRA.from_arrays(pair["A"], np.ascontiguousarray(pair["B"].T), alpha)
+        scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        adapters[module] = (pair["A"], pair["B"], scaling)
     return adapters
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from whet.engine.families import FAMILIES, layer_windows
 from whet.errors import WhetValueError
 
 FORMATS = ("float32", "bfloat16", "float16", "int8", "q8_0", "q4_0", "q4_k")
@@ -142,7 +143,7 @@ def shape_of_config(config: Mapping[str, Any], where: str = "config") -> ModelSh
 
     n_layers, n_heads, hidden_dim = size("num_hidden_layers"), size("num_attention_heads"), size("hidden_size")
     bias = bool(config.get("attention_bias")) and family in ("llama", "qwen3", "gemma")
-    window, n_windowed = _window(config, family, n_layers)
+    windows = layer_windows(config, f"estimate: {where}") if family in FAMILIES else (0,)
     shape: dict[str, Any] = {
         "vocab_size": size("vocab_size"),
         "hidden_dim": hidden_dim,
@@ -155,25 +156,10 @@ def shape_of_config(config: Mapping[str, Any], where: str = "config") -> ModelSh
         "qkv_bias": bias,
         "out_bias": bias,
         "mlp_bias": bool(config.get("mlp_bias")) and family == "llama",
-        "window": window,
-        "n_windowed": n_windowed,
+        "window": max(windows) or None,
+        "n_windowed": sum(window > 0 for window in windows),
     }
     return ModelShape(**{**shape, **_FAMILIES[family]})
-
-
-def _window(config: Mapping[str, Any], family: str, n_layers: int) -> tuple[int | None, int]:
-    """The sliding window, and how many layers have one."""
-    window = config.get("sliding_window")
-    if not isinstance(window, int) or window < 1 or family not in ("mistral", "qwen2", "qwen3", "phi3"):
-        return None, 0
-    if family in ("mistral", "phi3"):
-        return window, n_layers
-    if not config.get("use_sliding_window"):
-        return None, 0
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list):
-        return window, kinds.count("sliding_attention")
-    return window, max(0, n_layers - int(config.get("max_window_layers", 28)))
 
 
 class Estimate(NamedTuple):

@@ -201,7 +201,7 @@ nb::object new_like(PyObject* like, const Array& array, DType dtype, int ndim, c
 
 PyObject* new_array(DType dtype, Py_ssize_t n, Py_ssize_t columns, void** data) {
     npy_intp shape[2] = {n, columns};
-    const int type = dtype == DType::kFloat64 ? NPY_DOUBLE : NPY_FLOAT;
+    const int type = dtype == DType::kFloat64 ? NPY_DOUBLE : dtype == DType::kInt32 ? NPY_INT32 : NPY_FLOAT;
     PyObject* array = PyArray_SimpleNew(columns < 0 ? 1 : 2, shape, type);
     if (array != nullptr) *data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(array));
     return array;

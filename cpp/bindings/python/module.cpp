@@ -5,6 +5,7 @@
 
 #include "arrays.h"
 #include "attention.h"
+#include "engine.h"
 #include "kernels/dispatch.h"
 #include "linear.h"
 #include "lora.h"
@@ -56,4 +57,5 @@ NB_MODULE(_core, m) {
     whet::bind_kv_cache(m);
     whet::bind_rope(m);
     whet::bind_attention(m);
+    whet::bind_engine(m);
 }

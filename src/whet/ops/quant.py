@@ -23,12 +23,12 @@ from whet.ops import inputs
 
 FORMATS = ("int8", "q8_0", "q4_0", "q4_k")
 BLOCK_LENGTHS = {"int8": 1, "q8_0": 32, "q4_0": 32, "q4_k": 256}
-_CORE_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "q8_0": 3, "q4_0": 4, "q4_k": 5}
+CORE_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "q8_0": 3, "q4_0": 4, "q4_k": 5}
 
 
 def row_layout(format: str, k: int) -> int:
     """Bytes of one row of k weights."""
-    return _core.row_bytes(_CORE_FORMATS[format], k)
+    return _core.row_bytes(CORE_FORMATS[format], k)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Quantized:
     def dequantize(self) -> np.ndarray:
         """(N, K) float32: the numbers that the products multiply by."""
         out = np.empty(self.shape, np.float32)
-        _core.dequantize(_CORE_FORMATS[self.format], *self.shape, self.data.ctypes.data, out.ctypes.data)
+        _core.dequantize(CORE_FORMATS[self.format], *self.shape, self.data.ctypes.data, out.ctypes.data)
         return out
 
 
@@ -93,7 +93,7 @@ def quantize(weight: Any, format: str) -> Quantized:
         row, column = np.argwhere(~np.isfinite(values))[0]
         raise WhetValueError(f"quantize: weight[{row}, {column}] is {values[row, column]}. Quantize finite weights.")
     data = np.empty((n, row_layout(format, k)), np.uint8)
-    _core.quantize(_CORE_FORMATS[format], n, k, values.ctypes.data, data.ctypes.data)
+    _core.quantize(CORE_FORMATS[format], n, k, values.ctypes.data, data.ctypes.data)
     return Quantized(format, (n, k), data)
 
 

@@ -1,0 +1,266 @@
+// The engine's bindings: a model and its scheduler as one object. whet.engine checks what comes and explains; here
+// stands what keeps memory safe.
+#include "engine.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "arrays.h"
+#include "engine/scheduler.h"
+
+namespace nb = nanobind;
+
+namespace whet {
+namespace {
+
+template <class T>
+T get(const nb::dict& from, const char* name) {
+    return nb::cast<T>(from[name]);
+}
+
+ModelConfig config_of(const nb::dict& from) {
+    ModelConfig c;
+    c.n_layers = get<size_t>(from, "n_layers");
+    c.n_heads = get<size_t>(from, "n_heads");
+    c.n_kv_heads = get<size_t>(from, "n_kv_heads");
+    c.head_dim = get<size_t>(from, "head_dim");
+    c.hidden_dim = get<size_t>(from, "hidden_dim");
+    c.ffn_dim = get<size_t>(from, "ffn_dim");
+    c.vocab_size = get<size_t>(from, "vocab_size");
+    c.max_position = get<size_t>(from, "max_position");
+    c.norm = get<std::string>(from, "norm") == "rms" ? Norm::kRms : Norm::kLayer;
+    c.norm_eps = get<double>(from, "norm_eps");
+    c.rotary_dim = get<size_t>(from, "rotary_dim");
+    c.is_neox = get<bool>(from, "is_neox");
+    for (nb::handle f : nb::cast<nb::sequence>(from["inv_freq"])) c.inv_freq.push_back(nb::cast<double>(f));
+    c.attention_factor = get<double>(from, "attention_factor");
+    c.learned_positions = get<size_t>(from, "learned_positions");
+    c.parallel_residual = get<bool>(from, "parallel_residual");
+    c.shared_norm = get<bool>(from, "shared_norm");
+    c.qk_norm = get<bool>(from, "qk_norm");
+    const auto activation = get<std::string>(from, "activation");
+    c.activation = activation == "silu"   ? Activation::kSilu
+                   : activation == "gelu" ? Activation::kGelu
+                                          : Activation::kGeluTanh;
+    c.gated = get<bool>(from, "gated");
+    for (nb::handle w : nb::cast<nb::sequence>(from["windows"])) c.windows.push_back(nb::cast<size_t>(w));
+    c.attention_scale = get<double>(from, "attention_scale");
+    if (c.n_kv_heads == 0 || c.n_heads % c.n_kv_heads != 0 || c.head_dim == 0 || c.head_dim > kAttentionMaxHeadDim ||
+        c.windows.size() != c.n_layers || c.inv_freq.size() * 2 != c.rotary_dim || c.rotary_dim > c.head_dim ||
+        (c.learned_positions > 0 && c.max_position > c.learned_positions)) {
+        throw std::invalid_argument("sizes of the configuration disagree");
+    }
+    return c;
+}
+
+std::vector<int32_t> tokens_of(nb::handle object, size_t vocab_size) {
+    Array a;
+    if (!view(object.ptr(), a) || a.dtype != DType::kInt32 || a.ndim != 1)
+        throw std::invalid_argument("not an int32 array");
+    std::vector<int32_t> tokens(a.as<int32_t>(), a.as<int32_t>() + a.size());
+    for (int32_t t : tokens) {
+        if (t < 0 || static_cast<size_t>(t) >= vocab_size) {
+            throw std::invalid_argument("token id " + std::to_string(t) + " is outside the vocabulary");
+        }
+    }
+    return tokens;
+}
+
+template <class T>
+nb::object array_of(DType dtype, const std::vector<T>& values) {
+    void* data = nullptr;
+    PyObject* array = new_array(dtype, static_cast<Py_ssize_t>(values.size()), -1, &data);
+    if (array == nullptr) throw nb::python_error();
+    std::copy(values.begin(), values.end(), static_cast<T*>(data));
+    return nb::steal(array);
+}
+
+class EngineObject {
+public:
+    EngineObject(const nb::dict& config, const nb::sequence& slots, size_t kv_bytes, size_t max_batch, size_t chunk,
+                 bool bf16_cache)
+        : model_(config_of(config), max_batch + chunk, bf16_cache), scheduler_(model_, {kv_bytes, max_batch, chunk}) {
+        for (nb::handle slot : slots) {
+            const auto one = nb::cast<nb::tuple>(slot);
+            const auto name = nb::cast<std::string>(one[0]);
+            const auto n = nb::cast<size_t>(one[2]);
+            if (one[1].is_none()) {
+                model_.weights().add_vector(name, n);
+            } else {
+                model_.weights().add_matrix(name, static_cast<WeightFormat>(nb::cast<int>(one[1])), n,
+                                            nb::cast<size_t>(one[3]));
+            }
+        }
+    }
+
+    // Rows of a matrix at an address; strides in elements, in bytes where they are the format's own.
+    void load(const std::string& slot, size_t first, size_t n, size_t k, uintptr_t address, int source,
+              ptrdiff_t row_stride, ptrdiff_t column_stride) {
+        PackedWeight& to = model_.weights().matrix(slot);
+        const size_t width = static_cast<Source>(source) == Source::kPacked ? row_bytes(to.format(), to.k()) : to.k();
+        if (first + n > to.n() || k != width) throw std::invalid_argument("rows of another shape");
+        const nb::gil_scoped_release release;
+        to.pack_rows(first, n, reinterpret_cast<const void*>(address), static_cast<Source>(source), row_stride,
+                     column_stride);
+    }
+
+    void load_vector(const std::string& slot, size_t first, nb::handle values) {
+        Array a;
+        std::vector<float>& to = model_.weights().vector(slot);
+        if (!view(values.ptr(), a) || a.dtype != DType::kFloat32 || a.ndim != 1 ||
+            first + static_cast<size_t>(a.size()) > to.size()) {
+            throw std::invalid_argument("values of another shape");
+        }
+        std::copy(a.as<float>(), a.as<float>() + a.size(), to.begin() + static_cast<ptrdiff_t>(first));
+    }
+
+    uint64_t add_prompt(nb::handle tokens, size_t n, size_t max_new_tokens, nb::handle stop_tokens, uint64_t seed,
+                        uint64_t prompt_index, uint64_t first_sample, uint64_t adapter, float temperature,
+                        int32_t top_k, float top_p, float min_p, float repetition_penalty, bool model_logprobs) {
+        Request request = request_of(tokens, adapter);
+        const size_t room =
+            model_.config().max_position - std::min(model_.config().max_position, request.tokens.size());
+        if (n == 0 || max_new_tokens == 0 || room == 0) throw std::invalid_argument("no token to sample");
+        request.n = n;
+        request.max_new_tokens = std::min(max_new_tokens, room);
+        request.stop_tokens = tokens_of(stop_tokens, model_.config().vocab_size);
+        request.seed = seed, request.prompt_index = prompt_index, request.first_sample = first_sample;
+        request.sampling = {.temperature = temperature,
+                            .top_p = top_p,
+                            .min_p = min_p,
+                            .repetition_penalty = repetition_penalty,
+                            .top_k = top_k,
+                            .model_logprobs = model_logprobs};
+        return scheduler_.add(std::move(request));
+    }
+
+    uint64_t add_score(nb::handle tokens, size_t score_from, float temperature, bool entropy, bool logits,
+                       uint64_t adapter) {
+        Request request = request_of(tokens, adapter);
+        if (score_from == 0) throw std::invalid_argument("the first token has no log-prob");
+        request.score_from = score_from;
+        request.entropy = entropy;
+        request.logits = logits;
+        request.sampling.temperature = temperature;
+        return scheduler_.add(std::move(request));
+    }
+
+    bool step() {
+        const nb::gil_scoped_release release;
+        return scheduler_.step();
+    }
+
+    nb::tuple sample(uint64_t id, size_t i, size_t from) const {
+        const Sample& s = scheduler_.job(id).samples.at(i);
+        from = std::min(from, s.tokens.size());
+        const auto begin = static_cast<ptrdiff_t>(from);
+        static const char* const kFinish[] = {"running", "stop", "length", "cancelled"};
+        return nb::make_tuple(
+            array_of(DType::kInt32, std::vector<int32_t>(s.tokens.begin() + begin, s.tokens.end())),
+            array_of(DType::kFloat32, std::vector<float>(s.logprobs.begin() + begin, s.logprobs.end())),
+            kFinish[static_cast<int>(s.finish)]);
+    }
+
+    nb::tuple scores(uint64_t id) const {
+        const Job& job = scheduler_.job(id);
+        return nb::make_tuple(array_of(DType::kFloat32, job.logprobs), array_of(DType::kFloat32, job.entropies),
+                              array_of(DType::kFloat32, job.logits));
+    }
+
+    // parts: (layer, target, first row, A (rank, k), B (n, rank)) with contiguous float32 arrays, the scaling in B.
+    uint64_t add_adapter(const nb::sequence& parts) {
+        auto adapter = std::make_unique<Adapter>(model_.config().n_layers);
+        for (nb::handle part : parts) {
+            const auto one = nb::cast<nb::tuple>(part);
+            const auto layer = nb::cast<size_t>(one[0]), target = nb::cast<size_t>(one[1]);
+            const auto first_row = nb::cast<size_t>(one[2]);
+            LowRank low{first_row, packed(one[3]), packed(one[4])};
+            if (layer >= adapter->layers.size() || target >= kTargets || low.a->n() != low.b->k() ||
+                low.a->k() != inputs(static_cast<Target>(target)) ||
+                first_row + low.b->n() > outputs(static_cast<Target>(target))) {
+                throw std::invalid_argument("an adapter of other shapes than its matrix");
+            }
+            adapter->max_rank = std::max(adapter->max_rank, low.a->n());
+            adapter->layers[layer][target].push_back(std::move(low));
+        }
+        return scheduler_.add_adapter(std::move(adapter));
+    }
+
+    void remove_adapter(uint64_t id) { scheduler_.remove_adapter(id); }
+    bool done(uint64_t id) const { return scheduler_.job(id).done; }
+    void cancel(uint64_t id) { scheduler_.cancel(id); }
+    void remove(uint64_t id) { scheduler_.remove(id); }
+    const std::string& error(uint64_t id) const { return scheduler_.job(id).error; }
+
+    nb::dict memory() const {
+        nb::dict out;
+        const KvCache& cache = scheduler_.cache();
+        out["weights_bytes"] = model_.weights().size_bytes();
+        out["kv_bytes"] = cache.n_pages() * cache.page_bytes();
+        out["kv_page_bytes"] = cache.page_bytes();
+        out["kv_used_bytes"] = (cache.n_pages() - cache.n_free()) * cache.page_bytes();
+        out["workspace_bytes"] = scheduler_.workspace_bytes();
+        return out;
+    }
+
+private:
+    Transformer model_;
+    Scheduler scheduler_;
+
+    Request request_of(nb::handle tokens, uint64_t adapter) const {
+        Request request;
+        request.tokens = tokens_of(tokens, model_.config().vocab_size);
+        if (request.tokens.empty()) throw std::invalid_argument("no tokens");
+        if (request.tokens.size() > model_.config().max_position) throw std::invalid_argument("too many tokens");
+        if (adapter != 0 && !scheduler_.has_adapter(adapter)) throw std::invalid_argument("no such adapter");
+        request.adapter = adapter;
+        return request;
+    }
+
+    static std::unique_ptr<PackedWeight> packed(nb::handle object) {
+        Array a;
+        if (!view(object.ptr(), a) || a.dtype != DType::kFloat32 || a.ndim != 2) {
+            throw std::invalid_argument("not a float32 matrix");
+        }
+        const auto n = static_cast<size_t>(a.shape[0]), k = static_cast<size_t>(a.shape[1]);
+        auto weight = std::make_unique<PackedWeight>(WeightFormat::kFloat32, n, k);
+        weight->pack_rows(0, n, a.data, Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
+        return weight;
+    }
+
+    size_t inputs(Target target) const {
+        const ModelConfig& c = model_.config();
+        return target == Target::kO ? c.n_heads * c.head_dim : target == Target::kDown ? c.ffn_dim : c.hidden_dim;
+    }
+    size_t outputs(Target target) const {
+        const ModelConfig& c = model_.config();
+        return target == Target::kQkv ? c.qkv_dim() : target == Target::kUp ? c.up_dim() : c.hidden_dim;
+    }
+};
+
+}  // namespace
+
+void bind_engine(nb::module_& m) {
+    nb::class_<EngineObject>(m, "Engine")
+        .def(nb::init<const nb::dict&, const nb::sequence&, size_t, size_t, size_t, bool>())
+        .def("load", &EngineObject::load)
+        .def("load_vector", &EngineObject::load_vector)
+        .def("add_prompt", &EngineObject::add_prompt)
+        .def("add_score", &EngineObject::add_score)
+        .def("add_adapter", &EngineObject::add_adapter)
+        .def("remove_adapter", &EngineObject::remove_adapter)
+        .def("step", &EngineObject::step)
+        .def("sample", &EngineObject::sample)
+        .def("scores", &EngineObject::scores)
+        .def("done", &EngineObject::done)
+        .def("cancel", &EngineObject::cancel)
+        .def("remove", &EngineObject::remove)
+        .def("error", &EngineObject::error)
+        .def("memory", &EngineObject::memory);
+}
+
+}  // namespace whet

@@ -1,0 +1,34 @@
+// A decoder-only transformer as data: what engine/transformer.cpp runs. Checked by whoever fills it in.
+#pragma once
+#include <cstddef>
+#include <vector>
+
+namespace whet {
+
+enum class Norm { kRms, kLayer };
+enum class Activation { kSilu, kGelu, kGeluTanh };
+
+struct ModelConfig {
+    size_t n_layers = 0, n_heads = 0, n_kv_heads = 0, head_dim = 0, hidden_dim = 0, ffn_dim = 0, vocab_size = 0;
+    size_t max_position = 0;
+    Norm norm = Norm::kRms;
+    double norm_eps = 0.0;
+    size_t rotary_dim = 0;  // 0: no rotation
+    bool is_neox = true;
+    std::vector<double> inv_freq;  // rotary_dim / 2
+    double attention_factor = 1.0;
+    size_t learned_positions = 0;    // rows of the table; 0: none
+    bool parallel_residual = false;  // x + attention(norm1(x)) + mlp(norm2(x))
+    bool shared_norm = false;        // there, norm1 serves both
+    bool qk_norm = false;
+    Activation activation = Activation::kSilu;
+    bool gated = true;            // activation(gate) * up
+    std::vector<size_t> windows;  // per layer; 0: all keys
+    double attention_scale = 0.0;
+
+    size_t group() const { return n_heads / n_kv_heads; }
+    size_t qkv_dim() const { return (n_heads + 2 * n_kv_heads) * head_dim; }
+    size_t up_dim() const { return gated ? 2 * ffn_dim : ffn_dim; }
+};
+
+}  // namespace whet

@@ -1,0 +1,92 @@
+#include "engine/kv_cache.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+namespace whet {
+namespace {
+
+// Keys and values of one KV head in a page, in the layout of kernels/cached_attention.h.
+size_t head_bytes(const ModelConfig& config, bool bf16) {
+    const size_t words = bf16 ? (config.head_dim + 1) / 2 : config.head_dim;
+    const size_t columns = (config.head_dim + 15) / 16 * 16;
+    return kPageTokens * (words * 4 + columns * (bf16 ? 2 : 4));
+}
+
+uint64_t hash_of(uint64_t before, uint64_t key, const int32_t* tokens) {
+    uint64_t hash = before * 0x9e3779b97f4a7c15u ^ key;
+    for (int i = 0; i < kPageTokens; ++i) {
+        hash = (hash ^ static_cast<uint32_t>(tokens[i])) * 0xff51afd7ed558ccdu;
+        hash ^= hash >> 32;
+    }
+    return hash;
+}
+
+}  // namespace
+
+size_t KvCache::page_bytes(const ModelConfig& config, bool bf16) {
+    return config.n_layers * config.n_kv_heads * head_bytes(config, bf16);
+}
+
+KvCache::KvCache(const ModelConfig& config, bool bf16, size_t budget_bytes)
+    : bf16_(bf16),
+      n_kv_heads_(config.n_kv_heads),
+      head_bytes_(head_bytes(config, bf16)),
+      page_bytes_(page_bytes(config, bf16)),
+      pages_(budget_bytes / page_bytes_) {
+    memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, std::max<size_t>(64, n_pages() * page_bytes_))));
+    if (memory_ == nullptr) throw std::bad_alloc();
+    free_.reserve(n_pages());
+    for (size_t i = n_pages(); i > 0; --i) free_.push_back(static_cast<int32_t>(i - 1));
+}
+
+int32_t KvCache::take() {
+    const int32_t page = free_.back();
+    free_.pop_back();
+    // Weights of nothing meet what lies beyond a sequence's end: it has to be finite.
+    std::memset(memory_.get() + static_cast<size_t>(page) * page_bytes_, 0, page_bytes_);
+    pages_[static_cast<size_t>(page)] = {.holders = 1, .serial = ++serial_};
+    return page;
+}
+
+void KvCache::release(int32_t page) {
+    Page& p = pages_[static_cast<size_t>(page)];
+    if (--p.holders > 0) return;
+    if (p.entered) {
+        const auto [begin, end] = entries_.equal_range(p.hash);
+        const auto at = std::find_if(begin, end, [&](const auto& entry) { return entry.second.page == page; });
+        if (at != end) entries_.erase(at);
+    }
+    free_.push_back(page);
+}
+
+int32_t KvCache::copy(int32_t page) {
+    const int32_t own = free_.back();
+    free_.pop_back();
+    std::memcpy(memory_.get() + static_cast<size_t>(own) * page_bytes_,
+                memory_.get() + static_cast<size_t>(page) * page_bytes_, page_bytes_);
+    pages_[static_cast<size_t>(own)] = {.holders = 1, .serial = ++serial_};
+    return own;
+}
+
+int32_t KvCache::find(int32_t before, uint64_t key, const int32_t* tokens) const {
+    const uint64_t serial = serial_of(before);
+    const auto [begin, end] = entries_.equal_range(hash_of(serial, key, tokens));
+    for (auto at = begin; at != end; ++at) {
+        const Entry& entry = at->second;
+        if (entry.before == serial && entry.key == key && std::equal(tokens, tokens + kPageTokens, entry.tokens.data()))
+            return entry.page;
+    }
+    return kNone;
+}
+
+void KvCache::enter(int32_t page, int32_t before, uint64_t key, const int32_t* tokens) {
+    Page& p = pages_[static_cast<size_t>(page)];
+    const uint64_t serial = serial_of(before);
+    p.hash = hash_of(serial, key, tokens);
+    p.entered = true;
+    entries_.emplace(p.hash, Entry{page, serial, key, std::vector<int32_t>(tokens, tokens + kPageTokens)});
+}
+
+}  // namespace whet

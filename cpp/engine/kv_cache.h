@@ -1,0 +1,72 @@
+// Keys and values of sequences in pages of 64 tokens, over all layers: counted, shared, and found again by their
+// tokens.
+//
+// A page has as many holders as sequences use it; the last one to release it frees it. A page that is full of a
+// prompt's tokens can be entered under them and the page before it, and whoever begins with the same tokens finds it.
+// Pages are of one size, so memory does not fragment; it is asked of the system when a page is first used.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/config.h"
+#include "kernels/attention_task.h"
+
+namespace whet {
+
+class KvCache {
+public:
+    static constexpr int32_t kNone = -1;
+
+    KvCache(const ModelConfig& config, bool bf16, size_t budget_bytes);
+
+    static size_t page_bytes(const ModelConfig& config, bool bf16);
+    size_t n_pages() const { return pages_.size(); }
+    size_t n_free() const { return free_.size(); }
+    size_t page_bytes() const { return page_bytes_; }
+    bool bf16() const { return bf16_; }
+    uint8_t* data() const { return memory_.get(); }
+    // Where a page has the keys of a KV head of a layer.
+    size_t offset(size_t layer, size_t head) const { return (layer * n_kv_heads_ + head) * head_bytes_; }
+
+    int32_t take();  // a page of zeros with one holder; there must be a free one
+    void hold(int32_t page) { ++pages_[static_cast<size_t>(page)].holders; }
+    void release(int32_t page);
+    int32_t copy(int32_t page);  // a page of its own with the same contents
+    int32_t holders(int32_t page) const { return pages_[static_cast<size_t>(page)].holders; }
+
+    // The page that holds these 64 tokens after page `before` (kNone: from the start) under `key` (an adapter's
+    // number), or kNone.
+    int32_t find(int32_t before, uint64_t key, const int32_t* tokens) const;
+    void enter(int32_t page, int32_t before, uint64_t key, const int32_t* tokens);
+
+private:
+    struct Page {
+        int32_t holders = 0;
+        uint64_t serial = 0;  // of its present use: pages that follow it are entered under this number
+        uint64_t hash = 0;
+        bool entered = false;
+    };
+    struct Entry {
+        int32_t page;
+        uint64_t before, key;
+        std::vector<int32_t> tokens;
+    };
+    struct Free {
+        void operator()(uint8_t* p) const { std::free(p); }
+    };
+    bool bf16_;
+    size_t n_kv_heads_, head_bytes_, page_bytes_;
+    std::unique_ptr<uint8_t[], Free> memory_;
+    std::vector<Page> pages_;
+    std::vector<int32_t> free_;
+    uint64_t serial_ = 0;
+    std::unordered_multimap<uint64_t, Entry> entries_;
+
+    uint64_t serial_of(int32_t page) const { return page == kNone ? 0 : pages_[static_cast<size_t>(page)].serial; }
+};
+
+}  // namespace whet

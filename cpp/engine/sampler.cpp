@@ -1,0 +1,337 @@
+#include "engine/sampler.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <type_traits>
+
+#include "kernels/dispatch.h"
+
+namespace whet {
+namespace {
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+constexpr float kLowest = std::numeric_limits<float>::lowest();
+constexpr Drawn kNothingDrawn{0, kNaN};
+
+constexpr size_t kBlock = 1024;  // logits whose weights have one sum
+constexpr size_t kSpan = 256;    // logits that lane_tops_f32 makes 16 maxima of
+constexpr int kDigit = 11;       // bits of a key that are told apart at a time
+
+struct Item {
+    uint32_t key;  // 0 for the greatest logit, rising as logits fall
+    float amount;
+};
+
+struct Scratch {
+    double* sums;
+    double* buckets;
+    Item* items;
+    float* block_tops;
+    float* lane_tops;
+    float* values;
+    float* weights;
+    float* model_logits;
+    int32_t* ids;
+    size_t bytes = 0;
+
+    Scratch(void* memory, size_t vocab_size) {
+        const size_t n_blocks = (vocab_size + kBlock - 1) / kBlock, n_spans = (vocab_size + kSpan - 1) / kSpan;
+        const auto take = [&](auto*& array, size_t n) {
+            array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(static_cast<char*>(memory) + bytes);
+            bytes += n * sizeof *array;
+        };
+        take(sums, n_blocks);
+        take(buckets, size_t{1} << kDigit);
+        take(items, vocab_size);
+        take(block_tops, n_blocks);
+        take(lane_tops, 16 * n_spans);
+        take(values, vocab_size + 16);
+        take(weights, std::max(vocab_size, kBlock));
+        take(model_logits, vocab_size);
+        take(ids, vocab_size + 16);
+    }
+};
+
+// A row, and what its weights are relative to.
+struct Row {
+    const float* logits;
+    size_t size;
+    float temperature;
+    float top = kNaN;
+    double total = 0;
+
+    // log2(e) / temperature, finite: 0 times it stays 0.
+    float scale() const { return static_cast<float>(std::min(0x1.71547652b82fep+0 / temperature, 0x1.fffffep+127)); }
+    double factor(float block_top) const { return std::exp2((static_cast<double>(block_top) - top) * scale()); }
+    float logprob(float logit) const {
+        return static_cast<float>((static_cast<double>(logit) - top) / temperature - std::log(total));
+    }
+    bool is_proper() const { return total > 0 && std::isfinite(total); }
+};
+
+// The sum of a row's weights; scratch.sums are those of its blocks, all relative to the row's top.
+Row weighed(const float* logits, size_t size, float temperature, const Scratch& scratch) {
+    Row row{logits, size, temperature};
+    const size_t n_blocks = (size + kBlock - 1) / kBlock;
+    if (n_blocks == 0) return row;
+    kernels().weigh_blocks_f32(logits, size, kBlock, row.scale(), scratch.sums, scratch.block_tops);
+    row.top = scratch.block_tops[n_blocks - 1];
+    float block_top = kNaN;
+    double factor = 0;
+    for (size_t b = 0; b < n_blocks; ++b) {
+        if (scratch.block_tops[b] != block_top) {
+            block_top = scratch.block_tops[b];
+            factor = row.factor(block_top);
+        }
+        scratch.sums[b] *= factor;
+        row.total += scratch.sums[b];
+    }
+    return row;
+}
+
+double target_of(double uniform, double total) { return std::min(uniform * total, std::nextafter(total, 0.0)); }
+
+// The first of n whose cumulative weight, times factor and above `before`, exceeds the target. Where rounding leaves
+// the end short of the target it is the last that has any weight.
+size_t walk(const float* weights, size_t n, double factor, double before, double target) {
+    size_t last = 0;
+    for (size_t i = 0; i < n; ++i) {
+        before += weights[i] * factor;
+        if (before > target) return i;
+        if (weights[i] > 0) last = i;
+    }
+    return last;
+}
+
+Drawn draw_plain(const Row& row, double uniform, const Scratch& scratch) {
+    if (!row.is_proper()) return kNothingDrawn;
+    const double target = target_of(uniform, row.total);
+    double before = 0;
+    size_t b = 0;
+    while (before + scratch.sums[b] <= target) before += scratch.sums[b++];
+    const size_t begin = b * kBlock, length = std::min(kBlock, row.size - begin);
+    const float block_top = scratch.block_tops[b];
+    kernels().weigh_f32(row.logits + begin, length, block_top, row.scale(), scratch.weights);
+    const size_t token = begin + walk(scratch.weights, length, row.factor(block_top), before, target);
+    return {static_cast<int32_t>(token), row.logprob(row.logits[token])};
+}
+
+Drawn draw_greedy(const Row& row, const Scratch& scratch) {
+    if (!row.is_proper()) return kNothingDrawn;
+    size_t b = 0;
+    while (scratch.block_tops[b] != row.top) ++b;
+    const float* begin = row.logits + b * kBlock;
+    const float* found = std::find(begin, row.logits + row.size, row.top);
+    return {static_cast<int32_t>(found - row.logits), row.logprob(row.top)};
+}
+
+// ---------------------------------------------------------------- filters
+
+// Tokens that may be drawn, in order of id: all of the row at or above some cut. Arrays in the scratch.
+struct Candidates {
+    float* values;
+    int32_t* ids;
+    float* weights;
+    size_t n = 0;
+
+    template <class Keep>
+    void keep(bool with_weights, Keep keep_value) {
+        size_t kept = 0;
+        for (size_t i = 0; i < n; ++i) {
+            const float value = values[i];
+            values[kept] = value;
+            ids[kept] = ids[i];
+            if (with_weights) weights[kept] = weights[i];
+            kept += keep_value(value);
+        }
+        n = kept;
+    }
+};
+
+// Rises with z; the two zeros are one.
+uint32_t order_of(float z) {
+    const auto bits = std::bit_cast<uint32_t>(z + 0.0f);
+    return bits >> 31 ? ~bits : bits | 0x80000000;
+}
+
+// Where the best items end: those with a smaller key, and the first n_equal with this one.
+struct Edge {
+    uint32_t key;
+    size_t n_equal;
+};
+
+// In rising order of key an item is kept where the amounts before it sum to less than `limit`, the first one always.
+// The edge is found digit by digit: sum the amounts of each digit, go on with the items of the one where the limit
+// falls. Linear in n; the items are overwritten.
+Edge edge_of(Item* items, size_t n, double limit, double* buckets) {
+    uint32_t all_bits = 0;
+    for (size_t i = 0; i < n; ++i) all_bits |= items[i].key;
+    double before = 0;
+    for (int bits = std::bit_width(all_bits);;) {
+        const int shift = std::max(0, bits - kDigit);
+        const uint32_t n_digits = uint32_t{1} << (bits - shift), mask = n_digits - 1;
+        std::fill_n(buckets, n_digits, 0.0);
+        for (size_t i = 0; i < n; ++i) buckets[items[i].key >> shift & mask] += items[i].amount;
+        uint32_t chosen = 0;
+        double in_chosen = 0;
+        for (uint32_t digit = 0; digit < n_digits && before + in_chosen < limit; ++digit) {
+            if (buckets[digit] == 0) continue;
+            before += in_chosen;
+            in_chosen = buckets[digit];
+            chosen = digit;
+        }
+        size_t left = 0;
+        for (size_t i = 0; i < n; ++i) {
+            const Item item = items[i];
+            items[left] = item;
+            left += (item.key >> shift & mask) == chosen;
+        }
+        n = left;
+        bits = shift;
+        if (bits == 0) break;
+    }
+    Edge edge{items[0].key, 0};
+    do before += items[0].amount;
+    while (++edge.n_equal < n && before < limit);
+    return edge;
+}
+
+// Keeps the candidates, in falling order, before which the weights (or numbers, where by_weight is false) sum to less
+// than `limit`; of equal ones those of lower id.
+void keep_best(Candidates& candidates, bool by_weight, double limit, float top, const Scratch& scratch) {
+    const uint32_t first = order_of(top);
+    for (size_t i = 0; i < candidates.n; ++i) {
+        scratch.items[i] = {first - order_of(candidates.values[i]), by_weight ? candidates.weights[i] : 1.0f};
+    }
+    Edge edge = edge_of(scratch.items, candidates.n, limit, scratch.buckets);
+    candidates.keep(by_weight, [&](float value) {
+        const uint32_t key = first - order_of(value);
+        const bool at_edge = key == edge.key && edge.n_equal > 0;
+        edge.n_equal -= at_edge;
+        return key < edge.key || at_edge;
+    });
+}
+
+// A cut that leaves at least k logits of the row, and few more: at least k maxima of separate sets are not below it.
+float cut_for(size_t k, float* maxima, size_t n) {
+    if (k > n) return kLowest;
+    while (n >= 8 * k) {
+        const size_t half = (n + 1) / 2;
+        for (size_t i = half; i < n; ++i) maxima[i - half] = std::max(maxima[i - half], maxima[i]);
+        n = half;
+    }
+    std::nth_element(maxima, maxima + (k - 1), maxima + n, std::greater<>());
+    return std::max(maxima[k - 1], kLowest);
+}
+
+float min_p_cut(const Row& row, float min_p) {
+    if (min_p == 0) return kLowest;
+    return std::max(kLowest, row.top + static_cast<float>(row.temperature * std::log(static_cast<double>(min_p))));
+}
+
+void gather(Candidates& candidates, const Row& row, float cut) {
+    candidates.n = kernels().gather_f32(row.logits, row.size, cut, candidates.values, candidates.ids);
+}
+
+double weigh(Candidates& candidates, const Row& row) {
+    return kernels().weigh_f32(candidates.values, candidates.n, row.top, row.scale(), candidates.weights);
+}
+
+// Top-k leaves row.top and row.total those of what it keeps; total 0 or NaN where the logits are not proper.
+void apply_top_k(Candidates& candidates, Row& row, size_t k, const Scratch& scratch) {
+    row.top = kernels().lane_tops_f32(row.logits, row.size, scratch.lane_tops);
+    if (!std::isfinite(row.top)) return;
+    gather(candidates, row, cut_for(k, scratch.lane_tops, (row.size + kSpan - 1) / kSpan * 16));
+    if (candidates.n > k) keep_best(candidates, false, static_cast<double>(k), row.top, scratch);
+    row.total = weigh(candidates, row);
+}
+
+// Top-p of the whole row. All tokens below a cut weigh less together than its weight times their number; that is
+// generous, so a higher cut is tried first. min-p's cut only shortens what top-p keeps.
+void apply_top_p(Candidates& candidates, const Row& row, const Sampling& sampling, const Scratch& scratch) {
+    const double limit = sampling.top_p * row.total, dropped = row.total - limit, n = static_cast<double>(row.size);
+    const float least = min_p_cut(row, sampling.min_p);
+    for (const double weight : {8 * dropped / n, dropped / (2 * n), 0.0}) {
+        const double cut = row.top + row.temperature * std::log(weight);
+        gather(candidates, row, std::max(least, static_cast<float>(std::min<double>(cut, row.top))));
+        if (weigh(candidates, row) >= limit || cut <= least) break;
+    }
+    keep_best(candidates, true, limit, row.top, scratch);
+}
+
+Drawn draw_filtered(Row row, const Sampling& sampling, double uniform, const Scratch& scratch) {
+    Candidates candidates{scratch.values, scratch.ids, scratch.weights};
+    const bool by_k = sampling.top_k > 0 && static_cast<size_t>(sampling.top_k) < row.size;
+    if (by_k) {
+        apply_top_k(candidates, row, static_cast<size_t>(sampling.top_k), scratch);
+    } else {
+        row = weighed(row.logits, row.size, row.temperature, scratch);
+    }
+    if (!row.is_proper()) return kNothingDrawn;
+    const float least = min_p_cut(row, sampling.min_p);
+    if (!by_k && sampling.top_p < 1) {
+        apply_top_p(candidates, row, sampling, scratch);
+    } else if (!by_k) {
+        gather(candidates, row, least);
+        weigh(candidates, row);
+    } else if (sampling.top_p < 1) {
+        keep_best(candidates, true, sampling.top_p * row.total, row.top, scratch);
+    }
+    if (sampling.min_p > 0) candidates.keep(true, [&](float value) { return value >= least; });
+    row.total = 0;
+    for (size_t i = 0; i < candidates.n; ++i) row.total += candidates.weights[i];
+    const size_t i = walk(candidates.weights, candidates.n, 1.0, 0.0, target_of(uniform, row.total));
+    return {candidates.ids[i], row.logprob(candidates.values[i])};
+}
+
+void penalise(float* logits, size_t size, const uint64_t* seen, float penalty) {
+    for (size_t begin = 0; begin < size; begin += 64) {
+        for (uint64_t bits = seen[begin / 64]; bits != 0; bits &= bits - 1) {
+            const size_t token = begin + static_cast<size_t>(std::countr_zero(bits));
+            if (token >= size) break;
+            logits[token] = logits[token] > 0 ? logits[token] / penalty : logits[token] * penalty;
+        }
+    }
+}
+
+}  // namespace
+
+size_t sampler_scratch_bytes(size_t vocab_size) { return Scratch(nullptr, vocab_size).bytes; }
+
+Drawn draw_token(float* logits, size_t vocab_size, const Sampling& sampling, const uint64_t* seen, double uniform,
+                 void* memory) {
+    const Scratch scratch(memory, vocab_size);
+    const bool greedy = sampling.temperature == 0;
+    const bool penalised = seen != nullptr && sampling.repetition_penalty != 1;
+    const bool filtered = !greedy && (sampling.top_k > 0 || sampling.top_p < 1 || sampling.min_p > 0);
+    const float temperature = greedy ? 1.0f : sampling.temperature;
+    const bool is_model = !penalised && !filtered && temperature == 1;
+
+    Row model;
+    if (sampling.model_logprobs && !is_model) {
+        model = weighed(logits, vocab_size, 1.0f, scratch);
+        if (penalised) {
+            std::memcpy(scratch.model_logits, logits, vocab_size * sizeof *logits);
+            model.logits = scratch.model_logits;
+        }
+    }
+    if (penalised) penalise(logits, vocab_size, seen, sampling.repetition_penalty);
+
+    Drawn drawn;
+    if (filtered) {
+        drawn = draw_filtered({logits, vocab_size, temperature}, sampling, uniform, scratch);
+    } else {
+        const Row row = weighed(logits, vocab_size, temperature, scratch);
+        drawn = greedy ? draw_greedy(row, scratch) : draw_plain(row, uniform, scratch);
+    }
+    if (sampling.model_logprobs && !is_model && !std::isnan(drawn.logprob)) {
+        drawn.logprob = model.logprob(model.logits[drawn.token]);
+    }
+    return drawn;
+}
+
+}  // namespace whet

@@ -1,0 +1,365 @@
+#include "engine/scheduler.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+#include "kernels/dispatch.h"
+#include "runtime/philox.h"
+#include "runtime/thread_pool.h"
+
+namespace whet {
+namespace {
+
+constexpr size_t kPage = kPageTokens;
+constexpr size_t kHeadTile = 64;  // rows of logits at a time
+
+size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
+
+template <class T>
+void erase_value(std::vector<T>& from, T value) {
+    from.erase(std::remove(from.begin(), from.end(), value), from.end());
+}
+
+}  // namespace
+
+Scheduler::Scheduler(Transformer& transformer, const Limits& limits)
+    : transformer_(transformer),
+      cache_(transformer.config(), transformer.bf16_cache(), limits.kv_bytes),
+      limits_(limits),
+      head_tile_(std::min(kHeadTile, std::max(limits.max_batch, size_t{16}))) {
+    const ModelConfig& config = transformer.config();
+    rows_.reserve(transformer.max_rows());
+    running_.reserve(limits.max_batch);
+    prefilling_.reserve(limits.max_batch);
+    pending_.reserve(limits.max_batch);
+    head_rows_.reserve(transformer.max_rows() + limits.max_batch);
+    drawn_.resize(limits.max_batch);
+    head_in_.resize(head_tile_ * config.hidden_dim);
+    logits_.resize(head_tile_ * config.vocab_size);
+}
+
+size_t Scheduler::workspace_bytes() const {
+    return transformer_.workspace_bytes() + (head_in_.size() + logits_.size()) * sizeof(float) + scratch_.size();
+}
+
+const Adapter* Scheduler::adapter_of(const Job& job) const {
+    return job.request.adapter == 0 ? nullptr : adapters_.at(job.request.adapter).get();
+}
+
+// Pages that one sample may need beyond the full ones of its prompt. Its last token is not put into the cache.
+size_t Scheduler::tail_pages(const Request& request) const {
+    if (request.n == 0) return 0;
+    return ceil_div(request.tokens.size() + request.max_new_tokens - 1, kPage) - request.tokens.size() / kPage;
+}
+
+uint64_t Scheduler::add(Request request) {
+    const size_t needed = ceil_div(request.tokens.size(), kPage) + tail_pages(request);
+    if (needed > cache_.n_pages()) {
+        throw std::invalid_argument(std::to_string(request.tokens.size()) + " + " +
+                                    std::to_string(request.max_new_tokens) + " tokens need " +
+                                    std::to_string(needed * cache_.page_bytes()) +
+                                    " bytes of KV cache, and kv_bytes is " + std::to_string(limits_.kv_bytes));
+    }
+    auto job = std::make_unique<Job>();
+    job->request = std::move(request);
+    job->samples.resize(job->request.n);
+    const size_t n_tokens = job->request.tokens.size();
+    if (job->request.n == 0) {
+        const size_t scored = n_tokens - std::min(n_tokens, job->request.score_from);
+        job->logprobs.resize(scored);
+        if (job->request.entropy) job->entropies.resize(scored);
+        if (job->request.logits) job->logits.resize((scored + 1) * transformer_.config().vocab_size);
+        job->done = scored == 0 && !job->request.logits;
+    }
+    const uint64_t id = next_id_++;
+    if (!job->done) waiting_.push_back(job.get());
+    jobs_.emplace(id, std::move(job));
+    return id;
+}
+
+// Takes the pages of a prompt, those that are in the cache already from there. False: there is no room yet.
+bool Scheduler::admit(Job& job) {
+    const Request& request = job.request;
+    const size_t n_tokens = request.tokens.size(), n_pages = ceil_div(n_tokens, kPage);
+    // The last token before the first one that is asked for has to be computed, for its hidden state.
+    const size_t known = request.n > 0 ? n_tokens - 1 : request.score_from - 1;
+    size_t shared = 0;
+    int32_t before = KvCache::kNone;
+    std::vector<int32_t>& pages = job.pages;
+    pages.clear();
+    while (shared < known / kPage) {
+        before = cache_.find(before, request.adapter, request.tokens.data() + shared * kPage);
+        if (before == KvCache::kNone) break;
+        pages.push_back(before);
+        ++shared;
+    }
+    const size_t tail = tail_pages(request);
+    if (cache_.n_free() < promised_ + n_pages - shared + tail) return false;
+    for (int32_t page : pages) cache_.hold(page);
+    while (pages.size() < n_pages) {
+        const size_t at = pages.size();
+        pages.push_back(cache_.take());
+        if ((at + 1) * kPage <= n_tokens) {
+            cache_.enter(pages[at], at == 0 ? KvCache::kNone : pages[at - 1], request.adapter,
+                         request.tokens.data() + at * kPage);
+        }
+    }
+    job.computed = shared * kPage;
+    promised_ += tail;
+    job.first_promised = true;
+    return true;
+}
+
+void Scheduler::start_samples() {
+    for (size_t i = 0; i < pending_.size();) {
+        Job& job = *pending_[i];
+        const Request& request = job.request;
+        const size_t tail = tail_pages(request);
+        while (job.started < request.n && running_.size() < limits_.max_batch) {
+            if (!job.first_promised) {
+                if (cache_.n_free() < promised_ + tail) break;
+                promised_ += tail;
+            }
+            job.first_promised = false;
+            Running one{&job, job.started++, {}, {}, tail, true};
+            one.pages.reserve(ceil_div(request.tokens.size() + request.max_new_tokens, kPage));
+            const size_t full = request.tokens.size() / kPage;
+            for (size_t p = 0; p < full; ++p) one.pages.push_back(job.pages[p]), cache_.hold(job.pages[p]);
+            if (request.sampling.repetition_penalty != 1.0f) {
+                one.seen.assign(ceil_div(transformer_.config().vocab_size, 64), 0);
+                for (int32_t token : request.tokens) one.seen[static_cast<size_t>(token) / 64] |= 1ull << token % 64;
+            }
+            Sample& sample = job.samples[one.sample];
+            sample.tokens.reserve(request.max_new_tokens);
+            sample.logprobs.reserve(request.max_new_tokens);
+            running_.push_back(std::move(one));
+        }
+        if (job.started < request.n) return;  // those before it first
+        pending_.erase(pending_.begin() + static_cast<ptrdiff_t>(i));
+    }
+}
+
+void Scheduler::admit_waiting() {
+    while (!waiting_.empty() && prefilling_.size() + pending_.size() < limits_.max_batch) {
+        if (!admit(*waiting_.front())) return;
+        prefilling_.push_back(waiting_.front());
+        waiting_.pop_front();
+    }
+}
+
+// The last token of every sample that has one, into the page that it may have to take first.
+void Scheduler::add_decode_rows() {
+    for (Running& one : running_) {
+        if (one.fresh) continue;
+        const Job& job = *one.job;
+        const Sample& sample = job.samples[one.sample];
+        const size_t position = job.request.tokens.size() + sample.tokens.size() - 1;
+        if (position / kPage == one.pages.size()) {
+            // The prompt's last page, where it is not full, is the sample's own from here on.
+            const bool prompts = position == job.request.tokens.size() && position % kPage != 0;
+            one.pages.push_back(prompts ? cache_.copy(job.pages.back()) : cache_.take());
+            --one.promised, --promised_;
+        }
+        rows_.push_back({sample.tokens.back(), static_cast<int32_t>(position), one.pages.data(), adapter_of(job)});
+    }
+}
+
+void Scheduler::add_prompt_rows() {
+    counts_.clear();
+    size_t room = std::min(limits_.chunk, transformer_.max_rows() - rows_.size());
+    for (Job* job : prefilling_) {
+        const size_t count = std::min(room, job->request.tokens.size() - job->computed);
+        for (size_t i = 0; i < count; ++i) {
+            const size_t at = job->computed + i;
+            rows_.push_back({job->request.tokens[at], static_cast<int32_t>(at), job->pages.data(), adapter_of(*job)});
+        }
+        counts_.push_back(count);
+        room -= count;
+        if (room == 0) break;
+    }
+}
+
+// Which hidden states go to the head: those that a token is drawn after, and those before a token to be scored.
+void Scheduler::collect_heads(const float* hidden) {
+    const size_t d = transformer_.config().hidden_dim;
+    for (size_t i = 0; i < running_.size(); ++i) {
+        const float* from = running_[i].job->hidden.data();
+        if (!running_[i].fresh) from = hidden, hidden += d;
+        head_rows_.push_back({Kind::kDraw, from, i, nullptr});
+    }
+    for (size_t j = 0; j < counts_.size(); ++j) {
+        Job& job = *prefilling_[j];
+        for (size_t i = 0; i < counts_[j]; ++i, hidden += d) {
+            const size_t next = job.computed + i + 1;
+            const bool asked = next < job.request.tokens.size() || job.request.logits;
+            if (job.request.n == 0 && next >= job.request.score_from && asked) {
+                head_rows_.push_back({Kind::kScore, hidden, next, &job});
+            }
+        }
+        job.computed += counts_[j];
+        if (job.computed == job.request.tokens.size() && job.request.n > 0) job.hidden.assign(hidden - d, hidden);
+    }
+}
+
+void Scheduler::run_heads() {
+    const ModelConfig& config = transformer_.config();
+    const auto threads = static_cast<size_t>(num_threads());
+    const size_t scratch = ceil_div(sampler_scratch_bytes(config.vocab_size), 64) * 64;
+    if (scratch_.size() < threads * scratch + 64) scratch_.resize(threads * scratch + 64);
+    auto* aligned = scratch_.data() + (64 - reinterpret_cast<uintptr_t>(scratch_.data()) % 64) % 64;
+    for (size_t begin = 0; begin < head_rows_.size(); begin += head_tile_) {
+        const size_t n = std::min(head_tile_, head_rows_.size() - begin);
+        for (size_t i = 0; i < n; ++i) {
+            std::memcpy(head_in_.data() + i * config.hidden_dim, head_rows_[begin + i].hidden,
+                        config.hidden_dim * sizeof(float));
+        }
+        transformer_.logits(head_in_.data(), n, logits_.data());
+        auto task = [&](size_t t) {
+            for (size_t i = t; i < n; i += threads) {
+                run_head(head_rows_[begin + i], logits_.data() + i * config.vocab_size, aligned + t * scratch);
+            }
+        };
+        parallel_for(std::min(threads, n), task);
+    }
+}
+
+void Scheduler::run_head(const HeadRow& row, float* logits, void* scratch) {
+    const size_t vocab = transformer_.config().vocab_size;
+    if (row.kind == Kind::kScore) {
+        const Request& request = row.job->request;
+        const size_t at = row.index - request.score_from;
+        if (request.logits) std::copy(logits, logits + vocab, row.job->logits.data() + at * vocab);
+        if (row.index == request.tokens.size()) return;
+        float* entropy = request.entropy ? &row.job->entropies[at] : nullptr;
+        kernels().token_logprobs_f32(logits, vocab, static_cast<size_t>(request.tokens[row.index]),
+                                     request.sampling.temperature, &row.job->logprobs[at], entropy);
+        return;
+    }
+    const Running& one = running_[row.index];
+    const Request& request = one.job->request;
+    const double uniform = token_uniform(request.seed, request.prompt_index, request.first_sample + one.sample,
+                                         one.job->samples[one.sample].tokens.size());
+    drawn_[row.index] =
+        draw_token(logits, vocab, request.sampling, one.seen.empty() ? nullptr : one.seen.data(), uniform, scratch);
+}
+
+void Scheduler::take_drawn() {
+    for (size_t i = 0; i < running_.size(); ++i) {
+        Running& one = running_[i];
+        const Request& request = one.job->request;
+        Sample& sample = one.job->samples[one.sample];
+        const Drawn drawn = drawn_[i];
+        if (std::isnan(drawn.logprob)) {
+            one.job->error = "the model's logits for prompt " + std::to_string(request.prompt_index) + ", sample " +
+                             std::to_string(request.first_sample + one.sample) + ", token " +
+                             std::to_string(sample.tokens.size()) + " hold NaN or +inf, or nothing but -inf";
+            bad_.push_back(one.job);
+            one.fresh = false;
+            continue;
+        }
+        sample.tokens.push_back(drawn.token);
+        sample.logprobs.push_back(drawn.logprob);
+        if (!one.seen.empty()) one.seen[static_cast<size_t>(drawn.token) / 64] |= 1ull << drawn.token % 64;
+        one.fresh = false;
+        const auto& stops = request.stop_tokens;
+        if (std::find(stops.begin(), stops.end(), drawn.token) != stops.end()) {
+            end(one, Finish::kStop);
+        } else if (sample.tokens.size() == request.max_new_tokens) {
+            end(one, Finish::kLength);
+        }
+    }
+    running_.erase(std::remove_if(running_.begin(), running_.end(), [](const Running& one) { return !one.job; }),
+                   running_.end());
+    for (Job* job : bad_) cancel(*job);
+    bad_.clear();
+}
+
+// The sample's pages are free; take_drawn() and cancel() remove it from running_.
+void Scheduler::end(Running& one, Finish finish) {
+    Job& job = *one.job;
+    job.samples[one.sample].finish = finish;
+    for (int32_t page : one.pages) cache_.release(page);
+    promised_ -= one.promised;
+    one.job = nullptr;
+    if (++job.ended == job.request.n) leave_prompt(job);
+}
+
+void Scheduler::leave_prompt(Job& job) {
+    for (int32_t page : job.pages) cache_.release(page);
+    job.pages.clear();
+    if (job.first_promised) promised_ -= tail_pages(job.request);
+    job.first_promised = false;
+    job.done = true;
+}
+
+bool Scheduler::step() {
+    start_samples();
+    admit_waiting();
+    rows_.clear();
+    head_rows_.clear();
+    add_decode_rows();
+    add_prompt_rows();
+    if (rows_.empty() && running_.empty()) return false;
+    const float* hidden = rows_.empty() ? nullptr : transformer_.forward(rows_.data(), rows_.size(), cache_);
+    collect_heads(hidden);
+    run_heads();
+    for (size_t i = 0; i < prefilling_.size();) {
+        Job* job = prefilling_[i];
+        if (job->computed < job->request.tokens.size()) {
+            ++i;
+            continue;
+        }
+        prefilling_.erase(prefilling_.begin() + static_cast<ptrdiff_t>(i));
+        if (job->request.n == 0 || job->cancelled) {
+            leave_prompt(*job);
+            if (job->forgotten) std::erase_if(jobs_, [job](const auto& one) { return one.second.get() == job; });
+        } else {
+            pending_.push_back(job);
+        }
+    }
+    take_drawn();
+    return true;
+}
+
+void Scheduler::cancel(Job& job) {
+    if (job.done) return;
+    job.cancelled = true;
+    for (Running& one : running_) {
+        if (one.job == &job) end(one, Finish::kCancelled);
+    }
+    running_.erase(std::remove_if(running_.begin(), running_.end(), [](const Running& one) { return !one.job; }),
+                   running_.end());
+    for (size_t i = job.started; i < job.samples.size(); ++i) job.samples[i].finish = Finish::kCancelled;
+    if (job.done) return;
+    const auto at = std::find(waiting_.begin(), waiting_.end(), &job);
+    if (at != waiting_.end()) {
+        waiting_.erase(at);
+        job.done = true;
+        return;
+    }
+    // Others may have found pages of this prompt that are still to be computed: then it is computed to its end.
+    const bool in_prefill = std::find(prefilling_.begin(), prefilling_.end(), &job) != prefilling_.end();
+    const bool awaited = in_prefill && std::any_of(job.pages.begin() + static_cast<ptrdiff_t>(job.computed / kPage),
+                                                   job.pages.end(), [&](int32_t p) { return cache_.holders(p) > 1; });
+    if (awaited) return;
+    erase_value(prefilling_, &job);
+    erase_value(pending_, &job);
+    leave_prompt(job);
+}
+
+void Scheduler::remove(uint64_t id) {
+    Job& job = *jobs_.at(id);
+    cancel(job);
+    job.forgotten = true;
+    if (job.done) jobs_.erase(id);  // else others wait for its pages, and step() erases it
+}
+
+uint64_t Scheduler::add_adapter(std::unique_ptr<Adapter> adapter) {
+    transformer_.reserve_adapters(adapter->max_rank);
+    adapters_.emplace(next_adapter_, std::move(adapter));
+    return next_adapter_++;
+}
+
+}  // namespace whet

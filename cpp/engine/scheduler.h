@@ -1,0 +1,138 @@
+// What runs next: prompts and their samples over one transformer and one cache, a step at a time.
+//
+// A step computes one token of every running sample and the next tokens of the prompts that wait, then draws. A prompt
+// is computed once for all its samples, and what it has in common with another in pages of 64 tokens, once for both.
+// Samples that end leave, and others enter: one is let in only when the pages that it may come to need are certain, so
+// nothing has to be thrown out again; the samples of prompts that are in go before new prompts. Tokens are drawn from
+// uniforms of (seed, prompt, sample, position): what a sample says depends on neither the others nor the order.
+#pragma once
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/kv_cache.h"
+#include "engine/sampler.h"
+#include "engine/transformer.h"
+
+namespace whet {
+
+enum class Finish : uint8_t { kRunning, kStop, kLength, kCancelled };
+
+struct Sample {
+    std::vector<int32_t> tokens;
+    std::vector<float> logprobs;
+    Finish finish = Finish::kRunning;
+};
+
+struct Request {
+    std::vector<int32_t> tokens;  // the prompt, or a sequence to score
+    uint64_t adapter = 0;         // 0: none
+    // To sample:
+    size_t n = 0, max_new_tokens = 0;
+    Sampling sampling;
+    std::vector<int32_t> stop_tokens;
+    uint64_t seed = 0, prompt_index = 0, first_sample = 0;
+    // To score, where n is 0: log-probs (and entropies) of the tokens from `score_from` on, which is 1 at least.
+    size_t score_from = 1;
+    bool entropy = false;
+    bool logits = false;  // keep them: of every token from score_from - 1 on
+};
+
+// A request and what has become of it.
+struct Job {
+    Request request;
+    std::vector<Sample> samples;
+    std::vector<float> logprobs, entropies, logits;
+    bool done = false;
+    std::string error;  // which logits hold NaN or infinity: the request ended there
+
+    // The scheduler's own.
+    std::vector<int32_t> pages;
+    std::vector<float> hidden;  // after the last token of the prompt
+    size_t computed = 0;        // tokens of the prompt that are in the cache
+    size_t started = 0, ended = 0;
+    bool first_promised = false, cancelled = false, forgotten = false;
+};
+
+struct Limits {
+    size_t kv_bytes, max_batch, chunk;  // samples at a time; tokens of prompts in a step
+};
+
+class Scheduler {
+public:
+    Scheduler(Transformer& transformer, const Limits& limits);
+
+    // Takes a request in. Throws std::invalid_argument if it could never run, for lack of pages.
+    uint64_t add(Request request);
+    // Throws std::out_of_range if there is no such request.
+    const Job& job(uint64_t id) const { return *jobs_.at(id); }
+    void cancel(uint64_t id) { cancel(*jobs_.at(id)); }
+    // Forgets a request, cancelled if it still ran.
+    void remove(uint64_t id);
+
+    // False when there was nothing to do.
+    bool step();
+
+    uint64_t add_adapter(std::unique_ptr<Adapter> adapter);
+    void remove_adapter(uint64_t id) { adapters_.erase(id); }
+    bool has_adapter(uint64_t id) const { return adapters_.count(id) != 0; }
+
+    const KvCache& cache() const { return cache_; }
+    size_t workspace_bytes() const;
+
+private:
+    struct Running {
+        Job* job;
+        size_t sample;
+        std::vector<int32_t> pages;
+        std::vector<uint64_t> seen;  // tokens of the sequence, a bit each; empty without a repetition penalty
+        size_t promised;             // pages that it may still take
+        bool fresh;                  // its first token comes from the prompt's last hidden state
+    };
+    enum class Kind : uint8_t { kDraw, kScore };
+    struct HeadRow {
+        Kind kind;
+        const float* hidden;
+        size_t index;  // of running_, or of the token of `job`
+        Job* job;
+    };
+
+    Transformer& transformer_;
+    KvCache cache_;
+    Limits limits_;
+    std::map<uint64_t, std::unique_ptr<Job>> jobs_;
+    std::map<uint64_t, std::unique_ptr<Adapter>> adapters_;
+    uint64_t next_id_ = 1, next_adapter_ = 1;
+    std::deque<Job*> waiting_;
+    std::vector<Job*> prefilling_, pending_;  // pending_: prompts in the cache with samples still to start
+    std::vector<Running> running_;
+    size_t promised_ = 0;
+    std::vector<Row> rows_;
+    std::vector<size_t> counts_;  // rows that each prompt of prefilling_ has got
+    std::vector<HeadRow> head_rows_;
+    std::vector<Drawn> drawn_;
+    std::vector<Job*> bad_;
+    std::vector<float> head_in_, logits_;
+    std::vector<uint8_t> scratch_;
+    size_t head_tile_;
+
+    size_t tail_pages(const Request& request) const;
+    bool admit(Job& job);
+    void start_samples();
+    void admit_waiting();
+    void add_decode_rows();
+    void add_prompt_rows();
+    void collect_heads(const float* hidden);
+    void run_heads();
+    void run_head(const HeadRow& row, float* logits, void* scratch);
+    void take_drawn();
+    void cancel(Job& job);
+    void end(Running& running, Finish finish);
+    void leave_prompt(Job& job);
+    const Adapter* adapter_of(const Job& job) const;
+};
+
+}  // namespace whet

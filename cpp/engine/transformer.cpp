@@ -1,0 +1,288 @@
+#include "engine/transformer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "kernels/dispatch.h"
+#include "runtime/thread_pool.h"
+
+namespace whet {
+namespace {
+
+constexpr double kLog2E = 1.4426950408889634;
+constexpr size_t kWorthThreads = 32768;  // elements that pass through a row-wise kernel
+
+// body(i) for n rows of `width` elements, over the pool where there is much to do.
+template <class F>
+void for_rows(size_t n, size_t width, F&& body) {
+    if (n * width < kWorthThreads) {
+        for (size_t i = 0; i < n; ++i) body(i);
+    } else {
+        parallel_for(n, body);
+    }
+}
+
+int64_t n_pages(const Row& row) { return row.position / kPageTokens + 1; }
+
+// Pages at the beginning of both rows that are the same.
+int64_t common_pages(const Row& a, const Row& b) {
+    const int64_t n = std::min(n_pages(a), n_pages(b));
+    int64_t i = 0;
+    while (i < n && a.pages[i] == b.pages[i]) ++i;
+    return i;
+}
+
+}  // namespace
+
+Transformer::Transformer(ModelConfig config, size_t max_rows, bool bf16_cache)
+    : config_(std::move(config)), weights_(config_.n_layers), max_rows_(max_rows), bf16_cache_(bf16_cache) {
+    const auto parts = [this] {
+        x_ = arena_.take<float>(max_rows_ * config_.hidden_dim);
+        h_ = arena_.take<float>(max_rows_ * config_.hidden_dim);
+        delta_ = arena_.take<float>(max_rows_ * config_.hidden_dim);
+        qkv_ = arena_.take<float>(max_rows_ * config_.qkv_dim());
+        attended_ = arena_.take<float>(max_rows_ * std::max(config_.hidden_dim, config_.n_heads * config_.head_dim));
+        up_ = arena_.take<float>(max_rows_ * config_.up_dim());
+        cos_sin_ = arena_.take<float>(max_rows_ * config_.rotary_dim);
+        state_ = arena_.take<float>(max_rows_ * config_.n_heads * state_size());
+        queries_ = arena_.take<uint8_t>(max_rows_ * config_.n_heads * query_bytes());
+        positions_ = arena_.take<int32_t>(max_rows_ * config_.group());
+    };
+    parts();
+    arena_.allocate();
+    parts();
+    groups_.reserve(max_rows_);
+}
+
+void Transformer::reserve_adapters(size_t rank) {
+    const size_t widest = std::max({config_.hidden_dim, config_.up_dim(), config_.qkv_dim()});
+    adapter_hidden_.resize(std::max(adapter_hidden_.size(), max_rows_ * rank));
+    adapter_delta_.resize(max_rows_ * widest);
+}
+
+const float* Transformer::forward(const Row* rows, size_t n, KvCache& cache) {
+    group(rows, n);
+    embed(rows, n);
+    const float* delta = nullptr;  // what the sum along the layers still lacks
+    for (size_t i = 0; i < config_.n_layers; ++i) {
+        const LayerWeights& w = weights_.layers[i];
+        add_and_norm(w.norm1, delta, n);
+        attention(rows, n, i, cache);
+        delta = delta_;
+        if (!config_.parallel_residual) {
+            add_and_norm(w.norm2, delta, n);
+            mlp(rows, n, i, delta_);
+        } else {
+            if (!config_.shared_norm) add_and_norm(w.norm2, nullptr, n);
+            mlp(rows, n, i, attended_);  // which is free now
+            for_rows(n, config_.hidden_dim, [&](size_t r) {
+                const size_t at = r * config_.hidden_dim;
+                kernels().blend_f32(attended_ + at, config_.hidden_dim, 1.0f, 1.0f, delta_ + at);
+            });
+        }
+    }
+    add_and_norm(weights_.final_norm, delta, n);
+    return h_;
+}
+
+void Transformer::logits(const float* hidden, size_t n, float* out) const {
+    linear(weights_.output(), hidden, false, config_.hidden_dim, n, weights_.head.bias_or_null(), out,
+           config_.vocab_size);
+}
+
+void Transformer::embed(const Row* rows, size_t n) {
+    for_rows(n, config_.hidden_dim, [&](size_t i) {
+        float* x = x_ + i * config_.hidden_dim;
+        weights_.embedding.weight->row(static_cast<size_t>(rows[i].token), x);
+        if (config_.learned_positions > 0) {
+            weights_.positions.weight->row(static_cast<size_t>(rows[i].position), h_ + i * config_.hidden_dim);
+            kernels().blend_f32(h_ + i * config_.hidden_dim, config_.hidden_dim, 1.0f, 1.0f, x);
+        }
+        if (config_.rotary_dim > 0) {
+            kernels().rope_cos_sin(rows[i].position, config_.inv_freq.data(), config_.inv_freq.size(),
+                                   config_.attention_factor, cos_sin_ + i * config_.rotary_dim);
+        }
+        for (size_t g = 0; g < config_.group(); ++g) positions_[i * config_.group() + g] = rows[i].position;
+    });
+}
+
+// Rows of one sequence, or of sequences that begin with the same pages, a few at a time: enough to share the reading of
+// a page, and few enough to give every thread some.
+void Transformer::group(const Row* rows, size_t n) {
+    const size_t most = std::clamp<size_t>(n / 8, 8, 64);
+    groups_.clear();
+    for (size_t i = 0; i < n; ++i) {
+        if (!groups_.empty() && groups_.back().n < most) {
+            Group& last = groups_.back();
+            const Row &head = rows[last.first], &before = rows[i - 1];
+            const bool one_sequence = before.pages == head.pages;
+            if (rows[i].pages == head.pages && one_sequence) {
+                last.shared = std::max(last.shared, n_pages(rows[i]));
+                ++last.n;
+                continue;
+            }
+            const int64_t common = common_pages(head, rows[i]);
+            if (last.n == 1 ? common > 0 : !one_sequence && common >= last.shared) {
+                last.shared = std::min(last.shared, common);
+                ++last.n;
+                continue;
+            }
+        }
+        groups_.push_back({i, 1, n_pages(rows[i])});
+    }
+}
+
+// x += delta; h = norm(x).
+void Transformer::add_and_norm(const NormWeight& w, const float* delta, size_t n) {
+    const size_t d = config_.hidden_dim;
+    for_rows(n, d, [&](size_t i) {
+        float *x = x_ + i * d, *h = h_ + i * d;
+        const float* from = delta == nullptr ? x : delta + i * d;
+        float* residual = delta == nullptr ? nullptr : x;
+        if (config_.norm == Norm::kRms) {
+            kernels().rms_norm_f32(from, residual, w.weight.data(), d, config_.norm_eps, false, h);
+        } else {
+            kernels().layer_norm_f32(from, residual, w.weight.data(), w.bias_or_null(), d, config_.norm_eps, false, h);
+        }
+    });
+}
+
+// delta = W_o attention(W_qkv h).
+void Transformer::attention(const Row* rows, size_t n, size_t layer, KvCache& cache) {
+    const LayerWeights& w = weights_.layers[layer];
+    product(w.qkv, h_, n, qkv_);
+    adapt(rows, n, layer, Target::kQkv, h_, config_.hidden_dim, qkv_, config_.qkv_dim());
+    for_rows(n, config_.qkv_dim(), [&](size_t i) { place(rows[i], i, layer, cache); });
+    auto task = [&](size_t i) { attend(rows, groups_[i / config_.n_kv_heads], i % config_.n_kv_heads, layer, cache); };
+    parallel_for(groups_.size() * config_.n_kv_heads, task);
+    product(w.o, attended_, n, delta_);
+    adapt(rows, n, layer, Target::kO, attended_, config_.n_heads * config_.head_dim, delta_, config_.hidden_dim);
+}
+
+// A row's queries and keys normed and turned; keys and values to their page, queries to where attend() finds them.
+void Transformer::place(const Row& row, size_t i, size_t layer, KvCache& cache) {
+    const LayerWeights& w = weights_.layers[layer];
+    const Kernels& k = kernels();
+    const size_t d = config_.head_dim, group = config_.group();
+    float* q = qkv_ + i * config_.qkv_dim();
+    float* key = q + config_.n_heads * d;
+    if (config_.qk_norm) {
+        for (size_t head = 0; head < config_.n_heads + config_.n_kv_heads; ++head) {
+            const std::vector<float>& weight = head < config_.n_heads ? w.q_norm.weight : w.k_norm.weight;
+            k.rms_norm_f32(q + head * d, nullptr, weight.data(), d, config_.norm_eps, false, q + head * d);
+        }
+    }
+    if (config_.rotary_dim > 0) {
+        const auto turn = config_.is_neox ? k.rope_neox_f32 : k.rope_gptj_f32;
+        turn(q, config_.n_heads + config_.n_kv_heads, static_cast<ptrdiff_t>(d), cos_sin_ + i * config_.rotary_dim,
+             config_.rotary_dim, false);
+    }
+    const auto put = bf16_cache_ ? k.cached_put_bf16 : k.cached_put_f32;
+    uint8_t* page = cache.data() + static_cast<size_t>(row.pages[row.position / kPageTokens]) * cache.page_bytes();
+    for (size_t head = 0; head < config_.n_kv_heads; ++head) {
+        put(key + head * d, key + (config_.n_kv_heads + head) * d, static_cast<int64_t>(d), row.position % kPageTokens,
+            page + cache.offset(layer, head));
+        for (size_t g = 0; g < group; ++g) {
+            const float* from = q + (head * group + g) * d;
+            uint8_t* to = queries_ + ((head * max_rows_ + i) * group + g) * query_bytes();
+            if (bf16_cache_) {
+                k.bf16_from_f32(from, d, reinterpret_cast<uint16_t*>(to));
+                if (d % 2 != 0) std::memset(to + 2 * d, 0, 2);
+            } else {
+                std::memcpy(to, from, d * sizeof *from);
+            }
+        }
+    }
+}
+
+void Transformer::attend(const Row* rows, const Group& group, size_t kv_head, size_t layer, const KvCache& cache) {
+    const Kernels& k = kernels();
+    const auto kernel = bf16_cache_ ? k.cached_attention_bf16 : k.cached_attention_f32;
+    const size_t per_row = config_.group(), d = config_.head_dim;
+    const size_t at = (kv_head * max_rows_ + group.first) * per_row;
+    const size_t window = config_.windows[layer];
+    CachedTask task{};
+    task.queries = queries_ + at * query_bytes();
+    task.positions = positions_ + group.first * per_row;
+    task.state = state_ + at * state_size();
+    task.rows = static_cast<int64_t>(group.n * per_row);
+    task.head_dim = static_cast<int64_t>(d);
+    task.window = window == 0 ? INT32_MAX : static_cast<int64_t>(window);
+    task.cache = cache.data() + cache.offset(layer, kv_head);
+    task.page_bytes = cache.page_bytes();
+    task.pages = rows[group.first].pages;
+    task.scale = static_cast<float>(config_.attention_scale * kLog2E);
+    const auto first_page = [&](const Row& row) {
+        return std::max<int64_t>(0, row.position - task.window + 1) / kPageTokens;
+    };
+    k.cached_begin(task.state, task.rows, task.head_dim);
+    task.begin = first_page(rows[group.first]);
+    for (size_t r = 1; r < group.n; ++r) task.begin = std::min(task.begin, first_page(rows[group.first + r]));
+    task.end = group.shared;
+    kernel(task);
+    for (size_t r = 0; r < group.n; ++r) {
+        const Row& row = rows[group.first + r];
+        CachedTask own = task;
+        own.queries = queries_ + (at + r * per_row) * query_bytes();
+        own.positions = task.positions + r * per_row;
+        own.state = task.state + r * per_row * state_size();
+        own.rows = static_cast<int64_t>(per_row);
+        own.pages = row.pages;
+        own.begin = std::max(group.shared, first_page(row));
+        own.end = n_pages(row);
+        if (own.begin < own.end) kernel(own);
+        float* out = attended_ + ((group.first + r) * config_.n_heads + kv_head * per_row) * d;
+        for (size_t g = 0; g < per_row; ++g) {
+            k.cached_output(own.state + g * state_size(), task.head_dim, out + g * d);
+        }
+    }
+}
+
+// out = W_down (act(gate) * up), or W_down act(up), of h.
+void Transformer::mlp(const Row* rows, size_t n, size_t layer, float* out) {
+    const LayerWeights& w = weights_.layers[layer];
+    const Kernels& k = kernels();
+    const size_t f = config_.ffn_dim, width = config_.up_dim();
+    product(w.up, h_, n, up_);
+    adapt(rows, n, layer, Target::kUp, h_, config_.hidden_dim, up_, width);
+    for_rows(n, width, [&](size_t i) {
+        float* row = up_ + i * width;
+        if (config_.gated && config_.activation == Activation::kSilu) return k.swiglu_f32(row, row + f, f, false, row);
+        const auto act = config_.activation == Activation::kSilu   ? k.silu_f32
+                         : config_.activation == Activation::kGelu ? k.gelu_f32
+                                                                   : k.gelu_tanh_f32;
+        act(row, f, false, row);
+        for (size_t j = 0; config_.gated && j < f; ++j) row[j] *= row[f + j];
+    });
+    linear(*w.down.weight, up_, false, width, n, w.down.bias_or_null(), out, config_.hidden_dim);
+    adapt(rows, n, layer, Target::kDown, up_, width, out, config_.hidden_dim);
+}
+
+void Transformer::product(const Matrix& w, const float* x, size_t n, float* y) const {
+    linear(*w.weight, x, false, w.weight->k(), n, w.bias_or_null(), y, w.weight->n());
+}
+
+// y += B (A x) for the rows that have an adapter of this matrix: neighbours with the same one together.
+void Transformer::adapt(const Row* rows, size_t n, size_t layer, Target target, const float* x, size_t ldx, float* y,
+                        size_t ldy) {
+    for (size_t begin = 0, end; begin < n; begin = end) {
+        const Adapter* adapter = rows[begin].adapter;
+        for (end = begin + 1; end < n && rows[end].adapter == adapter; ++end) {
+        }
+        if (adapter == nullptr) continue;
+        const size_t count = end - begin;
+        for (const LowRank& low : adapter->layers[layer][static_cast<size_t>(target)]) {
+            const size_t rank = low.a->n(), width = low.b->n();
+            linear(*low.a, x + begin * ldx, false, ldx, count, nullptr, adapter_hidden_.data(), rank);
+            linear(*low.b, adapter_hidden_.data(), false, rank, count, nullptr, adapter_delta_.data(), width);
+            for (size_t i = 0; i < count; ++i) {
+                float* out = y + (begin + i) * ldy + low.first_row;
+                kernels().blend_f32(adapter_delta_.data() + i * width, width, 1.0f, 1.0f, out);
+            }
+        }
+    }
+}
+
+}  // namespace whet

@@ -1,0 +1,90 @@
+#include "engine/weights.h"
+
+#include <stdexcept>
+
+namespace whet {
+namespace {
+
+// "layers.12.qkv" to 12 and "qkv"; false for the names without a layer.
+bool split_layer(const std::string& slot, size_t n_layers, size_t& layer, std::string& rest) {
+    if (slot.rfind("layers.", 0) != 0) return false;
+    const size_t dot = slot.find('.', 7);
+    if (dot == std::string::npos || dot == 7 || dot > 7 + 6) return false;
+    layer = 0;
+    for (size_t i = 7; i < dot; ++i) {
+        if (slot[i] < '0' || slot[i] > '9') return false;
+        layer = 10 * layer + static_cast<size_t>(slot[i] - '0');
+    }
+    rest = slot.substr(dot + 1);
+    return layer < n_layers;
+}
+
+template <class T>
+T& found(const std::map<std::string, T*>& slots, const std::string& slot) {
+    const auto at = slots.find(slot);
+    if (at == slots.end()) throw std::invalid_argument("the model has no weight \"" + slot + "\"");
+    return *at->second;
+}
+
+}  // namespace
+
+Matrix* Weights::matrix_named(const std::string& slot) {
+    if (slot == "embedding") return &embedding;
+    if (slot == "head") return &head;
+    if (slot == "positions") return &positions;
+    size_t i = 0;
+    std::string rest;
+    if (!split_layer(slot, layers.size(), i, rest)) return nullptr;
+    LayerWeights& layer = layers[i];
+    if (rest == "qkv") return &layer.qkv;
+    if (rest == "o") return &layer.o;
+    if (rest == "up" || rest == "gate_up") return &layer.up;
+    if (rest == "down") return &layer.down;
+    return nullptr;
+}
+
+std::vector<float>* Weights::vector_named(const std::string& slot) {
+    const size_t dot = slot.rfind('.');
+    if (dot == std::string::npos) return nullptr;
+    const std::string owner = slot.substr(0, dot), part = slot.substr(dot + 1);
+    if (part != "bias" && part != "weight") return nullptr;
+    const bool is_bias = part == "bias";
+    if (Matrix* matrix = matrix_named(owner)) return is_bias ? &matrix->bias : nullptr;
+    const auto of = [&](NormWeight& norm) { return is_bias ? &norm.bias : &norm.weight; };
+    if (owner == "final_norm") return of(final_norm);
+    size_t i = 0;
+    std::string rest;
+    if (!split_layer(owner, layers.size(), i, rest)) return nullptr;
+    if (rest == "norm1") return of(layers[i].norm1);
+    if (rest == "norm2") return of(layers[i].norm2);
+    if (rest == "q_norm") return of(layers[i].q_norm);
+    if (rest == "k_norm") return of(layers[i].k_norm);
+    return nullptr;
+}
+
+void Weights::add_matrix(const std::string& slot, WeightFormat format, size_t n, size_t k) {
+    Matrix* matrix = matrix_named(slot);
+    if (matrix == nullptr) throw std::invalid_argument("no matrix is called \"" + slot + "\"");
+    matrix->weight = std::make_unique<PackedWeight>(format, n, k);
+    matrices_[slot] = matrix;
+}
+
+void Weights::add_vector(const std::string& slot, size_t n) {
+    std::vector<float>* vector = vector_named(slot);
+    if (vector == nullptr) throw std::invalid_argument("no vector is called \"" + slot + "\"");
+    vector->assign(n, 0.0f);
+    vectors_[slot] = vector;
+}
+
+PackedWeight& Weights::matrix(const std::string& slot) { return *found(matrices_, slot).weight; }
+
+std::vector<float>& Weights::vector(const std::string& slot) { return found(vectors_, slot); }
+
+size_t Weights::size_bytes() const {
+    size_t bytes = 0;
+    for (const auto& [slot, matrix] : matrices_) bytes += matrix->weight->size_bytes();
+    for (const auto& [slot, vector] : vectors_) bytes += vector->size() * sizeof(float);
+    return bytes;
+}
+
+}  // namespace whet

@@ -1,0 +1,57 @@
+// The weights of a transformer, each found by the name of its slot: "embedding", "layers.3.qkv", "layers.3.qkv.bias".
+#pragma once
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/linear.h"
+
+namespace whet {
+
+struct Matrix {
+    std::unique_ptr<PackedWeight> weight;  // null: the model has none
+    std::vector<float> bias;               // empty: none
+    const float* bias_or_null() const { return bias.empty() ? nullptr : bias.data(); }
+};
+
+struct NormWeight {
+    std::vector<float> weight, bias;
+    const float* bias_or_null() const { return bias.empty() ? nullptr : bias.data(); }
+};
+
+struct LayerWeights {
+    NormWeight norm1, norm2, q_norm, k_norm;
+    Matrix qkv, o, up, down;  // up: the gate's rows before its own, where there is a gate
+};
+
+class Weights {
+public:
+    explicit Weights(size_t n_layers) : layers(n_layers) {}
+
+    Matrix embedding, head;  // the head is the embedding where it has no weight of its own
+    Matrix positions;        // float32
+    NormWeight final_norm;
+    std::vector<LayerWeights> layers;
+
+    const PackedWeight& output() const { return head.weight ? *head.weight : *embedding.weight; }
+
+    // Room for a slot. Throws std::invalid_argument if there is no slot of this name.
+    void add_matrix(const std::string& slot, WeightFormat format, size_t n, size_t k);
+    void add_vector(const std::string& slot, size_t n);
+
+    // What was added under a name. Throws std::invalid_argument if nothing was.
+    PackedWeight& matrix(const std::string& slot);
+    std::vector<float>& vector(const std::string& slot);
+
+    size_t size_bytes() const;
+
+private:
+    std::map<std::string, Matrix*> matrices_;
+    std::map<std::string, std::vector<float>*> vectors_;
+
+    Matrix* matrix_named(const std::string& slot);
+    std::vector<float>* vector_named(const std::string& slot);
+};
+
+}  // namespace whet

@@ -1,0 +1,164 @@
+// Attention over a cache that is kept in pages of 64 tokens, for decoding and for prompts alike.
+//
+// A page holds, for one KV head, the keys as panels of 16 tokens, dimension by dimension, and the values as a row of
+// columns for each token, or for each pair of bfloat16 ones (in the words of attention.h, whose products these are).
+// Rows of queries that see the same pages take them together, each page once; then each goes on with its own. A row
+// meets its pages in order, and a page's sums run over dimensions and tokens in order: its answer depends on its own
+// keys alone, to the bit. What lies beyond a row's keys must be finite; it has no weight.
+
+namespace cached {
+
+using attention::add_products;
+using attention::BFloat16;
+using attention::Float32;
+using attention::kNoWeight;
+using attention::lane_of;
+
+constexpr int64_t kTokens = kPageTokens;
+
+WHET_INLINE int64_t columns_of(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
+template <class Format>
+WHET_INLINE int64_t words_of(int64_t head_dim) {
+    return (head_dim + Format::kPerWord - 1) / Format::kPerWord;
+}
+
+// Keys [begin, end) of the page are those that a row sees.
+struct Seen {
+    int64_t begin, end;
+};
+
+// Base-2 scores of some rows, -inf where a row does not see a key, for the panels that hold keys [0, end).
+template <class Format, int rows>
+WHET_INLINE void scores(const float* queries, int64_t words, const float* keys, int64_t end, const Seen (&seen)[rows],
+                        float scale, float (&out)[rows][kTokens], f32x16 (&tops)[rows]) {
+    static constexpr int32_t kLane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const i32x16 lane = load(kLane);
+    const f32x16 unseen(-__builtin_inff());
+    for (int64_t key = 0; key < end; key += 32) {
+        f32x16 sums[rows][2];
+        for (auto& row : sums) row[0] = row[1] = f32x16(0.0f);
+        add_products<Format>(sums, queries, words, 1, keys + key * words, 16 * words, 16, words);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 2
+            for (int c = 0; c < 2; ++c) {
+                const int64_t base = key + 16 * c;
+                const i32x16 from(lane_of(seen[r].begin - base)), to(lane_of(seen[r].end - base));
+                const f32x16 score = select(lane < from, unseen, select(lane < to, sums[r][c] * f32x16(scale), unseen));
+                tops[r] = max(score, tops[r]);
+                store(&out[r][base], score);
+            }
+        }
+    }
+}
+
+// One page for some rows.
+template <class Format, int rows>
+__attribute__((noinline)) void add_page(const CachedTask& t, int64_t row, int64_t page) {
+    const int64_t words = words_of<Format>(t.head_dim), columns = columns_of(t.head_dim), stride = columns + 16;
+    Seen seen[rows];
+    int64_t end = 0;
+    for (int r = 0; r < rows; ++r) {
+        const int64_t position = t.positions[row + r] - page * kTokens;
+        seen[r] = {position - t.window + 1 > 0 ? position - t.window + 1 : 0, position < 0             ? 0
+                                                                              : position + 1 < kTokens ? position + 1
+                                                                                                       : kTokens};
+        if (seen[r].begin < seen[r].end && seen[r].end > end) end = seen[r].end;
+    }
+    if (end == 0) return;
+    const uint8_t* at = t.cache + static_cast<size_t>(t.pages[page]) * t.page_bytes;
+    const float* keys = reinterpret_cast<const float*>(at);
+    const float* values = keys + kTokens * words;
+    float weights[rows][kTokens];
+    f32x16 tops[rows];
+    for (f32x16& top : tops) top = f32x16(kNothing);
+    scores<Format, rows>(static_cast<const float*>(t.queries) + row * words, words, keys, end, seen, t.scale, weights,
+                         tops);
+    float factors[rows];
+    for (int r = 0; r < rows; ++r) {
+        float* own = t.state + (row + r) * stride + columns;
+        const float top = max_lane(max(tops[r], f32x16(own[0])));
+        factors[r] = exp2_fast(max(f32x16(kNoWeight), f32x16(own[0] - top)))[0];
+        f32x16 sum(0.0f);
+        for (int64_t key = 0; key < end; key += 16) {
+            // A row that sees nothing here has scores of -inf alone.
+            const f32x16 weight = exp2_fast(max(f32x16(kNoWeight), load(&weights[r][key]) - f32x16(top)));
+            sum += weight;
+            Format::store_weights(weights[r], static_cast<int>(key / 16), weight);
+        }
+        own[1] = own[1] * factors[r] + sum_lanes(sum);
+        own[0] = top;
+    }
+    const int64_t steps = (end + Format::kPerWord - 1) / Format::kPerWord;
+    int64_t column = 0;
+    const auto add_values = [&]<int n>() WHET_INLINE_LAMBDA {
+        f32x16 sums[rows][n];
+        for (auto& one : sums) {
+            for (f32x16& sum : one) sum = f32x16(0.0f);
+        }
+        add_products<Format>(sums, &weights[0][0], kTokens, 1, values + column, 16, columns, steps);
+        for (int r = 0; r < rows; ++r) {
+            if (seen[r].begin >= seen[r].end) continue;
+            float* out = t.state + (row + r) * stride + column;
+            for (int c = 0; c < n; ++c) store(out + 16 * c, fma(load(out + 16 * c), f32x16(factors[r]), sums[r][c]));
+        }
+    };
+    for (; column + 32 <= columns; column += 32) add_values.template operator()<2>();
+    if (column < columns) add_values.template operator()<1>();
+}
+
+template <class Format>
+WHET_INLINE void attend(const CachedTask& t) {
+    for (int64_t page = t.begin; page < t.end; ++page) {
+        int64_t row = 0;
+        for (; row + 8 <= t.rows; row += 8) add_page<Format, 8>(t, row, page);
+        if (row + 4 <= t.rows) add_page<Format, 4>(t, row, page), row += 4;
+        if (row + 2 <= t.rows) add_page<Format, 2>(t, row, page), row += 2;
+        if (row < t.rows) add_page<Format, 1>(t, row, page);
+    }
+}
+
+// The words of token `slot`, of which there are n, into its lane of its panel.
+WHET_INLINE void put_key(const void* words, int64_t n, int64_t slot, float* keys) {
+    float* lane = keys + slot / 16 * 16 * n + slot % 16;
+    for (int64_t i = 0; i < n; ++i) __builtin_memcpy(lane + 16 * i, static_cast<const float*>(words) + i, sizeof *lane);
+}
+
+}  // namespace cached
+
+void cached_attention_f32(const CachedTask& task) { cached::attend<attention::Float32>(task); }
+void cached_attention_bf16(const CachedTask& task) { cached::attend<attention::BFloat16>(task); }
+
+// What a row's state is before its first page, and its output (head_dim) after the last.
+void cached_begin(float* state, int64_t rows, int64_t head_dim) {
+    const int64_t columns = cached::columns_of(head_dim);
+    for (int64_t row = 0; row < rows; ++row, state += columns + 16) {
+        for (int64_t c = 0; c < columns + 16; c += 16) store(state + c, f32x16(0.0f));
+        state[columns] = kNothing;
+    }
+}
+void cached_output(const float* state, int64_t head_dim, float* out) {
+    const int64_t columns = cached::columns_of(head_dim);
+    const f32x16 inverse(1.0f / state[columns + 1]);
+    rows::each(0, static_cast<size_t>(head_dim), [&](size_t at, int count) WHET_INLINE_LAMBDA {
+        rows::put(out + at, load(state + at) * inverse, count);
+    });
+}
+
+// Key and value (head_dim) of one token into place `slot` of a page of one KV head.
+void cached_put_f32(const float* key, const float* value, int64_t head_dim, int64_t slot, void* page) {
+    auto* keys = static_cast<float*>(page);
+    float* values = keys + cached::kTokens * head_dim + slot * cached::columns_of(head_dim);
+    cached::put_key(key, head_dim, slot, keys);
+    __builtin_memcpy(values, value, static_cast<size_t>(head_dim) * sizeof *values);
+}
+void cached_put_bf16(const float* key, const float* value, int64_t head_dim, int64_t slot, void* page) {
+    const int64_t words = cached::words_of<attention::BFloat16>(head_dim), columns = cached::columns_of(head_dim);
+    uint16_t rounded[kAttentionMaxHeadDim + 1] = {};
+    bf16_from_f32(key, static_cast<size_t>(head_dim), rounded);
+    cached::put_key(rounded, words, slot, static_cast<float*>(page));
+    bf16_from_f32(value, static_cast<size_t>(head_dim), rounded);
+    auto* values = reinterpret_cast<uint16_t*>(static_cast<float*>(page) + cached::kTokens * words) +
+                   slot / 2 * 2 * columns + slot % 2;
+    for (int64_t i = 0; i < head_dim; ++i) values[2 * i] = rounded[i];
+}

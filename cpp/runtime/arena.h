@@ -1,0 +1,35 @@
+// One piece of memory, cut once into the parts that a job needs, and given back whole. Nothing grows.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace whet {
+
+class Arena {
+public:
+    // Parts are taken twice: first to count the bytes, then, after allocate(), to get them.
+    template <class T>
+    T* take(size_t n) {
+        const size_t at = used_;
+        used_ += (n * sizeof(T) + 63) / 64 * 64;
+        return memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_.get() + at);
+    }
+    void allocate() {
+        memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, used_ == 0 ? 64 : used_)));
+        if (memory_ == nullptr) throw std::bad_alloc();
+        used_ = 0;
+    }
+    size_t size_bytes() const { return used_; }
+
+private:
+    struct Free {
+        void operator()(uint8_t* p) const { std::free(p); }
+    };
+    std::unique_ptr<uint8_t[], Free> memory_;
+    size_t used_ = 0;
+};
+
+}  // namespace whet

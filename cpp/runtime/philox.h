@@ -1,0 +1,29 @@
+// Philox4x64-10 (Salmon, Moraes, Dror & Shaw 2011), counted and read as NumPy's Philox does.
+//
+// Does not keep a state: the t-th number of a stream is computed from t.
+#pragma once
+#include <cstdint>
+
+namespace whet {
+
+// The t-th uniform in [0, 1) of the stream (seed, prompt, sample): that of whet.rollout.torch_engine.token_uniforms, a
+// generator with the key (seed, 0) whose counter starts at (0, 0, prompt, sample) and is raised before each block of
+// four words.
+inline double token_uniform(uint64_t seed, uint64_t prompt, uint64_t sample, uint64_t t) {
+    constexpr uint64_t kMultiplier[2] = {0xD2E7470EE14C6C93, 0xCA5A826395121157};
+    constexpr uint64_t kWeyl[2] = {0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B};
+    uint64_t counter[4] = {t / 4 + 1, 0, prompt, sample}, key[2] = {seed, 0};
+    for (int round = 0; round < 10; ++round) {
+        const auto a = static_cast<unsigned __int128>(kMultiplier[0]) * counter[0];
+        const auto b = static_cast<unsigned __int128>(kMultiplier[1]) * counter[2];
+        counter[0] = static_cast<uint64_t>(b >> 64) ^ counter[1] ^ key[0];
+        counter[2] = static_cast<uint64_t>(a >> 64) ^ counter[3] ^ key[1];
+        counter[1] = static_cast<uint64_t>(b);
+        counter[3] = static_cast<uint64_t>(a);
+        key[0] += kWeyl[0];
+        key[1] += kWeyl[1];
+    }
+    return static_cast<double>(counter[t % 4] >> 11) * 0x1p-53;
+}
+
+}  // namespace whet

@@ -1,0 +1,75 @@
+"""LoRA adapters, from wherever they come, as the core takes them: parts of slots, the scaling in B."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from whet.engine.architecture import ModelConfig
+from whet.engine.live import describe_module
+from whet.engine.pieces import LoRA, Place, place_lora
+from whet.errors import WhetTypeError, WhetValueError
+from whet.ops.micro_lora import MicroLoRA
+
+_TARGETS = {"qkv": 0, "o": 1, "gate_up": 2, "up": 2, "down": 3}
+
+
+def adapter_parts(targets: Mapping[str, Place], config: ModelConfig, adapter: Any, where: str) -> list[tuple[Any, ...]]:
+    """(layer, target, first row, A, B) of every matrix that an adapter changes; see ``Engine.add_adapter``.
+
+    Raises:
+        WhetValueError: a module that the model does not have, other shapes, or more than plain LoRA.
+        WhetTypeError: it is no adapter.
+    """
+    return [_part(lora, where) for lora in _lora(targets, config, adapter, where)]
+
+
+def _lora(targets: Mapping[str, Place], config: ModelConfig, adapter: Any, where: str) -> Iterable[LoRA]:
+    if isinstance(adapter, Sequence) and not isinstance(adapter, str) and all(isinstance(x, LoRA) for x in adapter):
+        return adapter
+    if hasattr(adapter, "named_modules"):
+        source = describe_module(adapter)
+        if source.config != config:
+            raise WhetValueError(f"{where}: the adapter is of another model.")
+        if not source.adapters:
+            raise WhetValueError(f"{where}: the model has no active LoRA adapter.")
+        return source.adapters
+    if isinstance(adapter, (str, os.PathLike)):
+        from whet.adapters import read_peft
+
+        adapter = read_peft(adapter)
+    if not isinstance(adapter, Mapping) or not adapter:
+        raise WhetTypeError(
+            f"{where}: adapter is a {type(adapter).__name__}, expected a model in PEFT, PEFT's folder, or module names "
+            f"with a MicroLoRA or (A, B, scaling) each."
+        )
+    return [_of_module(targets, config, name, value, where) for name, value in adapter.items()]
+
+
+def _of_module(targets: Mapping[str, Place], config: ModelConfig, name: str, value: Any, where: str) -> LoRA:
+    if name not in targets:
+        raise WhetValueError(f"{where}: the model has no module {name!r}; it has {', '.join(sorted(targets)[:4])}, ...")
+    if isinstance(value, MicroLoRA):
+        a, b, scaling = value.A, value.B.T, value.alpha / value.rank
+    else:
+        a, b, scaling = value
+    a, b = _float32(a), _float32(b)
+    return place_lora(config, targets[name], a, b, float(scaling), where)
+
+
+def _part(lora: LoRA, where: str) -> tuple[int, int, int, np.ndarray, np.ndarray]:
+    _, layer, kind = lora.slot.split(".") if lora.slot.count(".") == 2 else ("", "", lora.slot)
+    if kind not in _TARGETS:
+        raise WhetValueError(f"{where}: an adapter of the {kind} cannot be kept apart. Merge it: merge_adapters=True.")
+    a, b = _float32(lora.a), _float32(lora.b)
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise WhetValueError(f"{where}: the adapter of {lora.slot} holds NaN or infinity.")
+    scaled = np.ascontiguousarray(np.float32(lora.scaling) * b)
+    return int(layer), _TARGETS[kind], lora.first_row, np.ascontiguousarray(a), scaled
+
+
+def _float32(x: Any) -> np.ndarray:
+    return np.asarray(x.detach().float() if hasattr(x, "detach") else x, np.float32)

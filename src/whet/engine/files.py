@@ -1,0 +1,66 @@
+"""Files mapped into memory, and views of them. Nothing is read before it is used, and nothing is copied."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from whet.errors import WhetValueError
+
+_MOST_JSON_BYTES = 100_000_000
+
+
+def map_file(path: Path, where: str) -> np.ndarray:
+    """The bytes of a file, (n,) uint8, read-only.
+
+    Raises:
+        WhetValueError: it is no file, it is empty, or it cannot be read.
+    """
+    if not path.is_file():
+        raise WhetValueError(f"{where}: {path} is no file. Models are not downloaded; pass the path of one.")
+    try:
+        if path.stat().st_size == 0:
+            raise WhetValueError(f"{where}: {path} is empty. Copy or download it again.")
+        return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+    except OSError as error:
+        raise WhetValueError(f"{where}: {path} cannot be read: {error.strerror}.") from None
+
+
+def view(data: np.ndarray, offset: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Bytes from ``offset`` on as an array; a copy only where they do not lie on a multiple of the number's size.
+
+    The caller has checked that they are there, and that the shape does not overflow.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    array = data[offset : offset + size].view(dtype).reshape(shape)
+    return array if array.flags.aligned else array.copy()
+
+
+def parse_json(text: bytes, where: str) -> dict[str, Any]:
+    """An object of JSON in UTF-8.
+
+    Raises:
+        WhetValueError: it is none, is far too large, or has the same name twice.
+    """
+    if len(text) > _MOST_JSON_BYTES:
+        raise WhetValueError(f"{where} has {len(text)} bytes of JSON, expected at most {_MOST_JSON_BYTES}.")
+    try:
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}, expected an object")
+    except (ValueError, RecursionError) as error:
+        raise WhetValueError(f"{where} is no JSON to rely on: {error}. Copy or download it again.") from None
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"{twice!r:.80} is there twice")
+    return found

@@ -1,0 +1,70 @@
+"""A source's pieces into the core's packed weights: all checked first, then packed from where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from whet.engine.architecture import Piece
+from whet.engine.pieces import Source
+from whet.engine.reference import piece_values
+from whet.errors import WhetValueError
+
+_SOURCES = {"float32": 0, "bfloat16": 1, "float16": 2}
+_PACKED = 3
+
+
+def checked(source: Source, formats: Mapping[str, str], where: str) -> list[Piece]:
+    """All pieces of a source.
+
+    Raises:
+        WhetValueError: a slot that they do not fill, or one that holds NaN or infinity.
+    """
+    pieces = list(source.pieces())
+    missing = {slot: shape[0] for slot, shape in source.config.slots().items()}
+    for piece in pieces:
+        missing[piece.slot] -= len(piece.tensor)
+        if not _is_finite(piece):
+            raise WhetValueError(
+                f"{where}: {piece.slot}, rows from {piece.first_row} on, holds NaN or infinity. Look at what made them."
+            )
+    for slot, rows in missing.items():
+        if rows:
+            raise WhetValueError(f"{where}: {slot} lacks {rows} rows.")
+    return pieces
+
+
+def load(core: Any, pieces: Iterable[Piece], formats: Mapping[str, str]) -> None:
+    """Packs pieces that ``checked`` has seen."""
+    for slot, first_row, tensor, format in pieces:
+        if slot not in formats:
+            values = np.ascontiguousarray(piece_values(Piece(slot, first_row, tensor, format)), np.float32)
+            core.load_vector(slot, first_row, values)
+            continue
+        if format not in _SOURCES and format != formats[slot]:  # float64, or blocks of another format
+            tensor = np.asarray(piece_values(Piece(slot, first_row, tensor, format)), np.float32)
+            format = "float32"
+        source = _SOURCES.get(format, _PACKED)
+        address, strides = _memory(tensor)
+        core.load(slot, first_row, *tensor.shape, address, source, *strides)
+
+
+def _memory(tensor: Any) -> tuple[int, tuple[int, ...]]:
+    """Address of the first element, and strides in elements."""
+    if hasattr(tensor, "data_ptr"):
+        return tensor.data_ptr(), tuple(tensor.stride())
+    return tensor.ctypes.data, tuple(stride // tensor.itemsize for stride in tensor.strides)
+
+
+def _is_finite(piece: Piece) -> bool:
+    """Whether no number is NaN or infinite. A sum tells in one pass, unless it overflows."""
+    if hasattr(piece.tensor, "detach"):
+        tensor = piece.tensor
+        return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+    if piece.format == "bfloat16":
+        return not ((piece.tensor & 0x7F80) == 0x7F80).any()
+    if piece.format not in ("float32", "float16", "float64"):
+        return True
+    return bool(np.isfinite(piece.tensor).all())

@@ -1,0 +1,391 @@
+"""The native engine against transformers and its own definition; that a completion depends on its own key alone."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import threading
+
+import numpy as np
+import peft
+import pytest
+import torch
+
+import whet
+from whet.engine import Engine, EngineBusyError
+from whet.errors import WhetTypeError, WhetValueError
+from whet.ops.micro_lora import MicroLoRA
+from whet.rollout.torch_engine import TorchEngine
+from whet.sampling import SamplingParams
+
+from .tiny_models import CASES, VOCAB, logits_of, tiny_model, token_ids
+
+PLAIN = SamplingParams(max_new_tokens=12)
+GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
+
+
+def llama(**options):
+    return tiny_model("llama", max_position_embeddings=512, **options)
+
+
+def prompts(*lengths, seed=3):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, n).tolist() for n in lengths]
+
+
+def tokens_of(groups):
+    return [[c.token_ids for c in group] for group in groups]
+
+
+def everything(groups):
+    return [[(c.token_ids, c.logprobs, c.finish_reason) for c in group] for group in groups]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_logit_is_that_of_transformers(case):
+    model, ids = tiny_model(case), token_ids()
+    expected = logits_of(model, ids)
+    scale = np.abs(expected).max()
+    with Engine.from_model(model, weights="float32") as engine:
+        assert np.abs(engine.logits(ids[0].tolist()) - expected).max() < 2e-6 * scale
+    with Engine.from_model(model, weights="bf16") as engine:
+        assert np.abs(engine.logits(ids[0].tolist()) - expected).max() < 0.06 * scale
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2", "gptj", "phi3"])
+def test_greedy_tokens_and_sampled_ones_are_those_of_the_torch_engine(case):
+    model = tiny_model(case)
+    rows = prompts(5, 9, 1)
+    with Engine.from_model(model, weights="float32") as engine:
+        for sampling in (GREEDY, PLAIN, SamplingParams(top_k=9, top_p=0.8, min_p=0.02, repetition_penalty=1.3)):
+            ours = engine.generate(rows, 3, sampling)
+            theirs = TorchEngine(model).generate(rows, 3, sampling)
+            assert tokens_of(ours) == tokens_of(theirs)
+            for a, b in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True):
+                np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-4)
+                assert a.finish_reason == b.finish_reason
+
+
+def test_logprobs_are_those_of_the_logits():
+    model, rows = tiny_model("llama"), prompts(20, 7)
+    with Engine.from_model(model, weights="float32") as engine:
+        logprobs, entropy = engine.logprobs(rows, start=[4, 1], temperature=0.7, return_entropy=True)
+        for row, start, got, got_entropy in zip(rows, [4, 1], logprobs, entropy, strict=True):
+            wide = torch.from_numpy(logits_of(model, torch.tensor([row]))).double().div(0.7).log_softmax(-1)
+            expected = wide[start - 1 : -1].gather(1, torch.tensor(row[start:])[:, None])[:, 0]
+            np.testing.assert_allclose(got, expected, atol=1e-5)
+            np.testing.assert_allclose(got_entropy, -(wide.exp() * wide).sum(-1)[start - 1 : -1], atol=1e-5)
+        assert engine.logprobs([[3]])[0].shape == (0,)
+
+
+def test_sampled_logprobs_are_the_teacher_forced_ones():
+    rows = prompts(70, 130)
+    with Engine.from_model(llama(), weights="bf16") as engine:
+        groups = engine.generate(rows, 3, SamplingParams(temperature=0.8, max_new_tokens=80))
+        for row, group in zip(rows, groups, strict=True):
+            full = [row + c.token_ids for c in group]
+            again = engine.logprobs(full, start=len(row), temperature=0.8)
+            for completion, scored in zip(group, again, strict=True):
+                # Decoding and scoring run the same sums: the same bits, but for the sampler's own sum.
+                np.testing.assert_allclose(completion.logprobs, scored, atol=1e-5)
+        model_mode = engine.generate(rows, 3, SamplingParams(temperature=0.8, max_new_tokens=80), logprobs_mode="model")
+        assert tokens_of(model_mode) == tokens_of(groups)
+        np.testing.assert_allclose(
+            model_mode[0][1].logprobs, engine.logprobs([rows[0] + groups[0][1].token_ids], start=70)[0], atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("weights", ["float32", "bf16", "int8", "int4"])
+def test_a_completion_depends_on_its_key_alone(weights):
+    """Alone or among others, in any order, cut into any chunks, with little memory, on one thread: the same bits."""
+    model, rows = llama(), prompts(3, 64, 65, 130, 20, 20)
+    rows[5][:20] = rows[3][:20]
+    sampling = SamplingParams(max_new_tokens=70, seed=5)
+    with Engine.from_model(model, weights=weights) as engine:
+        expected = everything(engine.generate(rows, 4, sampling))
+        assert everything(engine.generate(rows, 2, sampling)) == [group[:2] for group in expected]
+        page = engine.memory["kv_page_bytes"]
+        alone = engine.generate([rows[0]], 4, sampling)
+        assert everything(alone) == expected[:1]
+        before = whet.get_num_threads()
+        try:
+            whet.set_num_threads(1)
+            assert everything(engine.generate(rows, 4, sampling)) == expected
+        finally:
+            whet.set_num_threads(before)
+    for options in ({"prefill_chunk": 7}, {"max_batch": 3}, {"kv_bytes": 7 * page, "max_batch": 5}):
+        with Engine.from_model(model, weights=weights, **options) as engine:
+            assert everything(engine.generate(rows, 4, sampling)) == expected
+            assert engine.memory["kv_used_bytes"] == 0
+
+
+def test_the_first_tokens_of_a_group_differ_and_the_rest_of_a_prompt_is_shared():
+    with Engine.from_model(llama(), weights="float32", kv_bytes=1 << 20) as engine:
+        [group] = engine.generate(prompts(200), 16, SamplingParams(max_new_tokens=1, temperature=3.0))
+        assert len({c.token_ids[0] for c in group}) > 4
+
+
+def test_equal_beginnings_are_computed_once_and_say_the_same():
+    system = prompts(192)[0]
+    rows = [system + extra for extra in prompts(1, 9, 70, seed=4)]
+    sampling = SamplingParams(max_new_tokens=20)
+    with Engine.from_model(llama(), weights="bf16") as engine:
+        together = everything(engine.generate(rows, 2, sampling))
+        assert everything(engine.generate(rows[:1], 2, sampling)) == together[:1]
+        page = engine.memory["kv_page_bytes"]
+    # 3 pages shared, 1 + 1 + 2 beyond, and as many as the samples come to need: fits only if shared.
+    with Engine.from_model(llama(), weights="bf16", kv_bytes=10 * page, max_batch=2) as engine:
+        assert everything(engine.generate(rows, 2, sampling)) == together
+
+
+def test_stop_tokens_lengths_and_the_last_position():
+    model = tiny_model("llama")  # 64 positions
+    with Engine.from_model(model, weights="float32") as engine:
+        [[free]] = engine.generate(prompts(5), 1, PLAIN)
+        stop = free.token_ids[4]
+        [[stopped]] = engine.generate(prompts(5), 1, SamplingParams(max_new_tokens=12, stop_token_ids=[stop, 10**6]))
+        first = free.token_ids.index(stop)
+        assert stopped.token_ids == free.token_ids[: first + 1] and stopped.finish_reason == "stop"
+        [[near]] = engine.generate(prompts(60), 1, PLAIN)
+        assert len(near.token_ids) == 4 and near.finish_reason == "length"
+        with pytest.raises(WhetValueError, match=r"prompt_ids\[0\] has 64 tokens, which leaves no room .* limit is 64"):
+            engine.generate(prompts(64), 1, PLAIN)
+
+
+def test_sync_shows_in_the_next_rollout_and_stale_pointers_cannot_be():
+    model = llama()
+    with Engine.from_model(model, weights="float32") as engine:
+        before = engine.generate(prompts(8), 2, PLAIN)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        assert everything(engine.generate(prompts(8), 2, PLAIN)) == everything(before)  # packed, not looked at live
+        engine.sync(model)
+        after = engine.generate(prompts(8), 2, PLAIN)
+        assert after[0][0].policy_version == 1 and everything(after) != everything(before)
+        assert tokens_of(after) == tokens_of(TorchEngine(model).generate(prompts(8), 2, PLAIN))
+        model.to(torch.float64).to(torch.float32)  # new memory
+        engine.sync(model)
+        assert tokens_of(engine.generate(prompts(8), 2, PLAIN)) == tokens_of(
+            TorchEngine(model).generate(prompts(8), 2, PLAIN)
+        )
+        model.resize_token_embeddings(VOCAB + 8)
+        with pytest.raises(WhetValueError, match=r"Engine.sync: the model's vocab_size is 56, the engine's 48"):
+            engine.sync(model)
+        assert engine.policy_version == 2
+
+
+def test_sync_takes_all_weights_or_none():
+    model = llama()
+    with Engine.from_model(model, weights="bf16") as engine:
+        before = everything(engine.generate(prompts(8), 2, PLAIN))
+        with torch.no_grad():
+            model.model.embed_tokens.weight.zero_()
+            model.lm_head.weight[3, 5] = torch.nan
+        with pytest.raises(WhetValueError, match=r"Engine.sync: head, rows from 0 on, holds NaN or infinity"):
+            engine.sync(model)
+        assert everything(engine.generate(prompts(8), 2, PLAIN)) == before and engine.policy_version == 0
+
+
+def test_sync_waits_for_no_one():
+    with Engine.from_model(llama()) as engine, engine.stream([1, 2, 3], PLAIN) as stream:
+        next(stream)
+        with pytest.raises(EngineBusyError, match="1 calls are under way"):
+            engine.sync(llama())
+
+
+def test_a_stream_says_what_generate_says_and_can_be_left():
+    with Engine.from_model(llama()) as engine:
+        [[whole]] = engine.generate([[1, 2, 3]], 1, PLAIN)
+        stream = engine.stream([1, 2, 3], PLAIN)
+        assert [(t.token_id, t.logprob) for t in stream] == list(zip(whole.token_ids, whole.logprobs, strict=True))
+        assert stream.finish_reason == "length"
+        for i, _ in enumerate(engine.stream([1, 2, 3], PLAIN)):
+            if i == 2:
+                break
+        left = engine.stream([4], PLAIN)
+        next(left)
+        left.cancel()
+        assert left.finish_reason == "cancelled" and list(left) == []
+        assert engine.memory["kv_used_bytes"] == 0
+
+        async def all_tokens():
+            return [t.token_id async for t in engine.stream([1, 2, 3], PLAIN)]
+
+        assert asyncio.run(all_tokens()) == whole.token_ids
+
+
+def test_logits_that_are_nan_are_named_and_leave_the_engine_usable():
+    model = llama()
+    with Engine.from_model(model, weights="float32") as engine:
+        good = everything(engine.generate(prompts(8), 1, PLAIN))
+        with torch.no_grad():
+            kept = model.lm_head.weight.clone()
+            model.lm_head.weight.fill_(3e38)
+        engine.sync(model)
+        with pytest.raises(WhetValueError, match=r"logits for prompt 0, sample 0, token 0 hold NaN"):
+            engine.generate(prompts(8), 1, PLAIN)
+        with torch.no_grad():
+            model.lm_head.weight.copy_(kept)
+        engine.sync(model)
+        assert everything(engine.generate(prompts(8), 1, PLAIN)) == good
+
+
+def lora_model(rank=4):
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
+    model = peft.get_peft_model(llama(), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    return model.eval()
+
+
+def test_adapters_of_peft_apart_and_merged_are_the_model():
+    model = lora_model(rank=16)
+    ids = token_ids()
+    expected = logits_of(model, ids)
+    scale = np.abs(expected).max()
+    for merged in (False, True):
+        with Engine.from_model(model, weights="float32", merge_adapters=merged) as engine:
+            assert np.abs(engine.logits(ids[0].tolist()) - expected).max() < 5e-6 * scale
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora_A" in name:
+                        parameter.mul_(-1)
+            engine.sync(model)
+            flipped = logits_of(model, ids)
+            assert np.abs(engine.logits(ids[0].tolist()) - flipped).max() < 5e-6 * scale
+            expected = flipped
+
+
+def test_one_batch_holds_prompts_with_adapters_of_their_own(tmp_path):
+    base = llama()
+    model = lora_model()
+    model.save_pretrained(tmp_path)
+    micro = MicroLoRA(32, 32, rank=2, seed=1)
+    micro = MicroLoRA.from_arrays(micro.A, np.random.default_rng(0).normal(size=(2, 32)).astype(np.float32), 4.0)
+    rows = prompts(70, 70, 70)
+    rows[1] = rows[2] = rows[0]
+    with Engine.from_model(base, weights="float32") as engine:
+        folder = engine.add_adapter(tmp_path)
+        live = engine.add_adapter(model)
+        small = engine.add_adapter({"model.layers.1.self_attn.q_proj": micro})
+        together = engine.generate(rows, 2, PLAIN, adapter=[None, folder, small])
+        assert len({str(tokens_of([g])) for g in together}) == 3
+        for i, adapter in enumerate([None, live, small]):
+            one = engine.generate(rows, 2, PLAIN, adapter=adapter)[i]
+            assert everything([one]) == everything([together[i]])
+        with Engine.from_model(model, weights="float32") as own:
+            assert everything(own.generate(rows, 2, PLAIN))[1] == everything(together)[1]
+        with torch.no_grad():
+            weight = base.model.layers[1].self_attn.q_proj.weight
+            micro.merge(weight.detach())
+        assert tokens_of(TorchEngine(base).generate(rows, 2, PLAIN))[2] == tokens_of(together)[2]
+        engine.remove_adapter(small)
+        with pytest.raises(WhetValueError, match=r"there is no adapter 3; there are \[1, 2\]"):
+            engine.generate(rows, 1, PLAIN, adapter=small)
+        with pytest.raises(WhetValueError, match=r"the model has no module 'q_proj'"):
+            engine.add_adapter({"q_proj": micro})
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda e: e.generate([[1]], 0), WhetValueError, "n is 0, expected an integer >= 1"),
+        (lambda e: e.generate([[]]), WhetValueError, r"prompt_ids\[0\] is empty"),
+        (lambda e: e.generate([[1, 48]]), WhetValueError, r"prompt_ids\[0\] holds token 48, outside 0 ... 47"),
+        (lambda e: e.generate([[1.5]]), WhetTypeError, r"prompt_ids\[0\] is no row of integer token ids"),
+        (lambda e: e.generate("text"), WhetTypeError, "prompt_ids is a str, expected rows of token ids"),
+        (lambda e: e.generate([[1]], adapter=7), WhetValueError, "there is no adapter 7"),
+        (lambda e: e.generate([[1]], adapter=[None, None]), WhetValueError, "adapter has 2 entries"),
+        (lambda e: e.generate([[1]], logprobs_mode="raw"), WhetValueError, "logprobs_mode is 'raw'"),
+        (lambda e: e.logprobs([[1, 2]], start=3), WhetValueError, "start is 3 for a row of 2"),
+        (lambda e: e.logprobs([[1, 2]], temperature=0), WhetValueError, "temperature is 0"),
+        (lambda e: e.add_adapter(3), WhetTypeError, "adapter is a int, expected a model in PEFT"),
+        (lambda e: e.sync(torch.nn.Linear(2, 2)), WhetTypeError, "expected a Hugging Face model"),
+    ],
+)
+def test_bad_arguments_are_explained(call, error, message):
+    with Engine.from_model(llama()) as engine, pytest.raises(error, match=message):
+        call(engine)
+
+
+def test_bad_options_are_explained():
+    for options, message in (
+        ({"weights": "int3"}, "Engine.from_model: weights is 'int3', expected one of float32, bfloat16"),
+        ({"kv_bytes": 0}, "Engine.from_model: kv_bytes is 0"),
+        ({"max_batch": 1.5}, "max_batch is 1.5, expected an integer"),
+    ):
+        with pytest.raises(WhetValueError, match=message):
+            Engine.from_model(llama(), **options)
+    with (
+        Engine.from_model(llama(), kv_bytes=30_000) as engine,
+        pytest.raises(WhetValueError, match=r"100 \+ 128 tokens need \d+ bytes of KV cache, and kv_bytes is 30000"),
+    ):
+        engine.generate(prompts(100))
+
+
+def test_close_is_final_and_can_be_repeated():
+    engine = Engine.from_model(llama())
+    engine.close()
+    engine.close()
+    with pytest.raises(WhetValueError, match="the engine is closed"):
+        engine.generate([[1]])
+
+
+def test_an_interrupt_leaves_the_engine_usable():
+    with Engine.from_model(llama()) as engine:
+        expected = everything(engine.generate(prompts(8), 4, PLAIN))
+        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(10_000):
+                engine.generate(prompts(8), 16, SamplingParams(max_new_tokens=400))
+        assert engine.memory["kv_used_bytes"] == 0
+        assert everything(engine.generate(prompts(8), 4, PLAIN)) == expected
+
+
+def test_a_fork_generates_what_its_parent_does():
+    with Engine.from_model(llama()) as engine:
+        expected = everything(engine.generate(prompts(8, 70), 4, PLAIN))
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if everything(engine.generate(prompts(8, 70), 4, PLAIN)) == expected else 1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_threads_take_turns():
+    rows = prompts(8, 70, 20)
+    with Engine.from_model(llama()) as engine:
+        expected = [everything(engine.generate([row], 3, PLAIN)) for row in rows]
+        got = [None] * 3
+
+        def work(i):
+            got[i] = everything(engine.generate([rows[i]], 3, PLAIN))
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert got == expected
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_thousand_engines_leave_nothing_behind():
+    model = tiny_model("gpt2")
+    sizes = []
+    for i in range(1000):
+        with Engine.from_model(model, kv_bytes=1 << 20, max_batch=2, prefill_chunk=8) as engine:
+            engine.generate([[1, 2]], 1, SamplingParams(max_new_tokens=2))
+        if i in (200, 999):
+            sizes.append(resident_bytes())
+    assert sizes[1] - sizes[0] < 8 << 20

@@ -1,0 +1,119 @@
+"""Random transformers models of every family, small and with large weights, so that a slip shows in the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+VOCAB = 48
+_LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "eos_token_id": 2}
+_SIZES = {"gpt2": _GPT2, "gptj": {**_GPT2, "rotary_dim": 4}}
+
+
+def rope(kind: str, **settings: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **settings}}
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-biases-tied": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 12, "tie_word_embeddings": True},
+    ),
+    "llama-gelu": ("llama", {"hidden_act": "gelu", "num_key_value_heads": 1, "rms_norm_eps": 0.1}),
+    "llama-linear": ("llama", rope("linear", factor=3.0)),
+    "llama-dynamic": ("llama", rope("dynamic", factor=2.0)),
+    "llama-yarn": ("llama", rope("yarn", factor=4.0, original_max_position_embeddings=16)),
+    "llama-yarn-mscale": (
+        "llama",
+        rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=0.4, beta_fast=8),
+    ),
+    "llama-llama3": (
+        "llama",
+        rope("llama3", factor=8.0, original_max_position_embeddings=16, low_freq_factor=1.0, high_freq_factor=4.0),
+    ),
+    "llama-longrope": (
+        "llama",
+        rope(
+            "longrope",
+            short_factor=[1.0, 1.1, 1.2, 1.3],
+            long_factor=[1.0, 2.0, 3.0, 4.0],
+            original_max_position_embeddings=16,
+        ),
+    ),
+    "llama-proportional": ("llama", rope("proportional", partial_rotary_factor=0.5)),
+    "mistral": ("mistral", {"sliding_window": 5}),
+    "mistral-full": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 10}),
+    "qwen3-biases-windows": (
+        "qwen3",
+        {
+            "head_dim": 8,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox-serial": ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 0.5, "attention_bias": False}),
+    "gpt_neox-tied-linear": ("gpt_neox", {"tie_word_embeddings": True, **rope("linear", factor=2.0)}),
+    "gpt2": ("gpt2", {}),
+    "gpt2-untied-unscaled": ("gpt2", {"tie_word_embeddings": False, "scale_attn_weights": False, "n_inner": 24}),
+    "gpt2-reordered": ("gpt2", {"reorder_and_upcast_attn": True, "activation_function": "gelu"}),
+    "gptj": ("gptj", {}),
+    "gptj-tied": ("gptj", {"tie_word_embeddings": True, "rotary_dim": 8}),
+    "phi3": ("phi3", {"sliding_window": 6}),
+    "phi3-longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 16,
+            **rope("longrope", short_factor=[1.0] * 3, long_factor=[1.0, 2.0, 3.0], partial_rotary_factor=0.75),
+        },
+    ),
+}
+
+
+def tiny_config(case: str, **options: Any) -> Any:
+    model_type, given = CASES[case]
+    sizes = dict(_SIZES.get(model_type, _LLAMA))
+    if model_type == "gpt_neox":
+        del sizes["num_key_value_heads"]
+    return transformers.AutoConfig.for_model(model_type, **{**sizes, **given, "initializer_range": 0.3, **options})
+
+
+def tiny_model(case: str, **options: Any) -> Any:
+    """The model of a case, float32, in eval mode, with norms and biases that are not 1 and 0."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(case, **options)).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data.uniform_(0.5, 1.5)
+    return model.requires_grad_(False)
+
+
+def token_ids(n: int = 24) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (1, n), generator=torch.Generator().manual_seed(1))
+
+
+def logits_of(model: Any, ids: torch.Tensor) -> np.ndarray:
+    """(T, V): what transformers computes."""
+    with torch.no_grad():
+        return model(ids).logits[0].numpy()
