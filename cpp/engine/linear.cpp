@@ -235,12 +235,17 @@ void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, Sourc
         if (source != Source::kPacked) {
             for (size_t j = 0; j < k_; ++j) {
                 const ptrdiff_t at = (ptrdiff_t)i * rs + (ptrdiff_t)j * cs;
-                f[j] = source == Source::kFloat32 ? static_cast<const float*>(rows)[at] : std::bit_cast<float>((uint32_t)static_cast<const uint16_t*>(rows)[at] << 16);
+                f[j] = source == Source::kFloat32
+                           ? static_cast<const float*>(rows)[at]
+                           : std::bit_cast<float>((uint32_t)static_cast<const uint16_t*>(rows)[at] << 16);
             }
             from = b.data();
-            if (format_ == WeightFormat::kFloat32) from = (uint8_t*)f.data();
-            else if (format_ == WeightFormat::kBFloat16) kernels().bf16_from_f32(f.data(), k_, (uint16_t*)b.data());
-            else quantize_row(format_, f.data(), k_, b.data());
+            if (format_ == WeightFormat::kFloat32)
+                from = (uint8_t*)f.data();
+            else if (format_ == WeightFormat::kBFloat16)
+                kernels().bf16_from_f32(f.data(), k_, (uint16_t*)b.data());
+            else
+                quantize_row(format_, f.data(), k_, b.data());
         }
         pack_row(format_, k_, from, bytes_.get() + (first + i) / 16 * panel_bytes_, (first + i) % 16);
     }
@@ -248,9 +253,12 @@ void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, Sourc
 void PackedWeight::row(size_t i, float* out) const {
     std::vector<uint8_t> b(row_bytes(format_, k_) + 16);
     unpack_row(format_, k_, bytes_.get() + i / 16 * panel_bytes_, i % 16, b.data());
-    if (format_ == WeightFormat::kFloat32) std::memcpy(out, b.data(), 4 * k_);
-    else if (format_ == WeightFormat::kBFloat16) kernels().f32_from_bf16((uint16_t*)b.data(), k_, out);
-    else dequantize_row(format_, b.data(), k_, out);
+    if (format_ == WeightFormat::kFloat32)
+        std::memcpy(out, b.data(), 4 * k_);
+    else if (format_ == WeightFormat::kBFloat16)
+        kernels().f32_from_bf16((uint16_t*)b.data(), k_, out);
+    else
+        dequantize_row(format_, b.data(), k_, out);
 }
 
 void PackedWeight::pack(const void* rows, size_t row_stride) {

@@ -25,7 +25,8 @@ public:
     // From rows in the format's own layout, row_stride bytes apart.
     PackedWeight(WeightFormat format, size_t n, size_t k, const void* rows, size_t row_stride);
     PackedWeight(WeightFormat format, size_t n, size_t k);
-    void pack_rows(size_t first, size_t count, const void* rows, Source source, ptrdiff_t row_stride, ptrdiff_t column_stride);
+    void pack_rows(size_t first, size_t count, const void* rows, Source source, ptrdiff_t row_stride,
+                   ptrdiff_t column_stride);
     void row(size_t i, float* out) const;
 
     WeightFormat format() const { return format_; }

@@ -38,10 +38,10 @@ struct Scratch {
     int32_t* ids;
     size_t bytes = 0;
 
-    Scratch(void* memory, size_t vocab_size) {
+    Scratch(uintptr_t memory, size_t vocab_size) {
         const size_t n_blocks = (vocab_size + kBlock - 1) / kBlock, n_spans = (vocab_size + kSpan - 1) / kSpan;
         const auto take = [&](auto*& array, size_t n) {
-            array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(static_cast<char*>(memory) + bytes);
+            array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(memory + bytes);
             bytes += n * sizeof *array;
         };
         take(sums, n_blocks);
@@ -58,9 +58,9 @@ struct Scratch {
 
 // A row, and what its weights are relative to.
 struct Row {
-    const float* logits;
-    size_t size;
-    float temperature;
+    const float* logits = nullptr;
+    size_t size = 0;
+    float temperature = 1;
     float top = kNaN;
     double total = 0;
 
@@ -255,7 +255,7 @@ void apply_top_k(Candidates& candidates, Row& row, size_t k, const Scratch& scra
 void apply_top_p(Candidates& candidates, const Row& row, const Sampling& sampling, const Scratch& scratch) {
     const double limit = sampling.top_p * row.total, dropped = row.total - limit, n = static_cast<double>(row.size);
     const float least = min_p_cut(row, sampling.min_p);
-    for (const double weight : {8 * dropped / n, dropped / (2 * n), 0.0}) {
+    for (const double weight : {4 * dropped / n, dropped / (2 * n), 0.0}) {
         const double cut = row.top + row.temperature * std::log(weight);
         gather(candidates, row, std::max(least, static_cast<float>(std::min<double>(cut, row.top))));
         if (weigh(candidates, row) >= limit || cut <= least) break;
@@ -300,11 +300,11 @@ void penalise(float* logits, size_t size, const uint64_t* seen, float penalty) {
 
 }  // namespace
 
-size_t sampler_scratch_bytes(size_t vocab_size) { return Scratch(nullptr, vocab_size).bytes; }
+size_t sampler_scratch_bytes(size_t vocab_size) { return Scratch(0, vocab_size).bytes; }
 
 Drawn draw_token(float* logits, size_t vocab_size, const Sampling& sampling, const uint64_t* seen, double uniform,
                  void* memory) {
-    const Scratch scratch(memory, vocab_size);
+    const Scratch scratch(reinterpret_cast<uintptr_t>(memory), vocab_size);
     const bool greedy = sampling.temperature == 0;
     const bool penalised = seen != nullptr && sampling.repetition_penalty != 1;
     const bool filtered = !greedy && (sampling.top_k > 0 || sampling.top_p < 1 || sampling.min_p > 0);

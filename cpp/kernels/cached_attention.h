@@ -113,6 +113,7 @@ WHET_INLINE void attend(const CachedTask& t) {
         int64_t row = 0;
         for (; row + 8 <= t.rows; row += 8) add_page<Format, 8>(t, row, page);
         if (row + 4 <= t.rows) add_page<Format, 4>(t, row, page), row += 4;
+        if (row + 3 == t.rows) add_page<Format, 3>(t, row, page), row += 3;  // of a query's heads, often
         if (row + 2 <= t.rows) add_page<Format, 2>(t, row, page), row += 2;
         if (row < t.rows) add_page<Format, 1>(t, row, page);
     }

@@ -51,9 +51,16 @@ WHET_INLINE void store_tile(const f32x16 (&sum)[n_rows][n_panels], const Outputs
     }
 }
 
+// Lines of weights that are fetched meanwhile: those that come next, spread evenly over the work on these. Memory then
+// delivers all the time, and not only while the first rows meet new panels.
+struct Ahead {
+    const char* from;
+    size_t lines;
+};
+
 template <class T, int n_rows, int n_panels>
 __attribute__((noinline)) void linear_tile(Rows<T> in, size_t row, const T* panels, size_t steps, size_t panel,
-                                           const Outputs& out) {
+                                           const Outputs& out, Ahead ahead) {
     constexpr int per_step = 4 / sizeof(T), lanes = 64 / sizeof(T);
     f32x16 sum[n_rows][n_panels];
 #pragma GCC unroll 8
@@ -63,7 +70,11 @@ __attribute__((noinline)) void linear_tile(Rows<T> in, size_t row, const T* pane
     }
     const T* x = in.x + row * in.ld;
     const T* w = panels + panel * steps * lanes;
+    size_t fetched = 0;
     for (size_t s = 0; s < steps; ++s) {
+        for (; fetched < ahead.lines && fetched * steps < (s + 1) * ahead.lines; ++fetched) {
+            __builtin_prefetch(ahead.from + 64 * fetched, 0, 2);
+        }
         Vec<T> weights[n_panels];
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) weights[p] = load(w + (p * steps + s) * lanes);
@@ -78,22 +89,26 @@ __attribute__((noinline)) void linear_tile(Rows<T> in, size_t row, const T* pane
     store_tile(sum, out, row, panel);
 }
 
-// All rows against a few panels, which stay in the cache meanwhile.
+// All rows against a few panels, which stay in the cache meanwhile; of what follows, `next` panels are fetched.
 template <class T, int n_panels>
-WHET_INLINE void linear_panels(Rows<T> in, const T* panels, size_t steps, size_t panel, const Outputs& out) {
+WHET_INLINE void linear_panels(Rows<T> in, const T* panels, size_t steps, size_t panel, size_t next,
+                               const Outputs& out) {
+    const size_t n_tiles = in.rows / kTileRows + (in.rows % kTileRows != 0);
+    Ahead ahead{reinterpret_cast<const char*>(panels) + (panel + n_panels) * steps * 64, next * steps / n_tiles};
     size_t row = 0;
     for (; row + kTileRows <= in.rows; row += kTileRows) {
-        linear_tile<T, kTileRows, n_panels>(in, row, panels, steps, panel, out);
+        linear_tile<T, kTileRows, n_panels>(in, row, panels, steps, panel, out, ahead);
+        ahead.from += 64 * ahead.lines;
     }
     if (kTileRows > 4 && row + 4 <= in.rows) {
-        linear_tile<T, 4, n_panels>(in, row, panels, steps, panel, out);
-        row += 4;
+        linear_tile<T, 4, n_panels>(in, row, panels, steps, panel, out, ahead);
+        row += 4, ahead.lines = 0;
     }
     if (kTileRows > 2 && row + 2 <= in.rows) {
-        linear_tile<T, 2, n_panels>(in, row, panels, steps, panel, out);
-        row += 2;
+        linear_tile<T, 2, n_panels>(in, row, panels, steps, panel, out, ahead);
+        row += 2, ahead.lines = 0;
     }
-    if (row < in.rows) linear_tile<T, 1, n_panels>(in, row, panels, steps, panel, out);
+    if (row < in.rows) linear_tile<T, 1, n_panels>(in, row, panels, steps, panel, out, ahead);
 }
 
 template <class T>
@@ -101,9 +116,10 @@ WHET_INLINE void linear(Rows<T> in, const T* panels, size_t steps, const Outputs
     const size_t n_panels = (out.n + 15) / 16;
     size_t panel = 0;
     for (; panel + kTilePanels <= n_panels; panel += kTilePanels) {
-        linear_panels<T, kTilePanels>(in, panels, steps, panel, out);
+        const size_t left = n_panels - panel - kTilePanels;
+        linear_panels<T, kTilePanels>(in, panels, steps, panel, left < kTilePanels ? left : kTilePanels, out);
     }
-    for (; panel < n_panels; ++panel) linear_panels<T, 1>(in, panels, steps, panel, out);
+    for (; panel < n_panels; ++panel) linear_panels<T, 1>(in, panels, steps, panel, panel + 1 < n_panels, out);
 }
 
 void linear_f32(const float* x, size_t ldx, size_t rows, const void* panels, size_t steps, size_t n, const float* bias,

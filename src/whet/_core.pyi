@@ -61,6 +61,18 @@ def attention(
     out: Any,
 ) -> Any: ...
 def decode_attention(q: Any, k_cache: Any, v_cache: Any, lengths: Any, scale: Any, window: Any, out: Any) -> Any: ...
+def draw_tokens(
+    logits: Any,
+    uniforms: Any,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    seen: Any,
+    model_logprobs: bool,
+) -> Any: ...
+def token_uniforms(seed: int, prompt: int, sample: int, n: int) -> Any: ...
 
 class Engine:
     def __init__(

@@ -14,6 +14,7 @@
 #include "primitives.h"
 #include "probe.h"
 #include "rope.h"
+#include "sampler.h"
 #include "runtime/thread_pool.h"
 
 namespace nb = nanobind;
@@ -58,4 +59,5 @@ NB_MODULE(_core, m) {
     whet::bind_rope(m);
     whet::bind_attention(m);
     whet::bind_engine(m);
+    whet::bind_sampler(m);
 }

@@ -1,0 +1,6 @@
+#pragma once
+#include <nanobind/nanobind.h>
+
+namespace whet {
+void bind_sampler(nanobind::module_& m);
+}

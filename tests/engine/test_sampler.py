@@ -1,0 +1,352 @@
+"""The native sampler: the torch sampler's tokens and log-probs, edges by hand, exact distributions, bits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from whet import _core
+from whet.rollout.torch_engine import Sampler, token_uniforms
+from whet.sampling import SamplingParams
+
+INF, NAN = math.inf, math.nan
+
+
+def draw(
+    logits: Any, uniforms: Any, *, seen: np.ndarray | None = None, model_logprobs: bool = False, **settings: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    s = SamplingParams(**settings)
+    return _core.draw_tokens(
+        np.array(logits, dtype=np.float32, ndmin=2),
+        np.array(uniforms, dtype=np.float64, ndmin=1),
+        temperature=s.temperature,
+        top_k=s.top_k,
+        top_p=s.top_p,
+        min_p=s.min_p,
+        repetition_penalty=s.repetition_penalty,
+        seen=seen,
+        model_logprobs=model_logprobs,
+    )
+
+
+def tokens_over_the_unit(logits: Any, **settings: Any) -> list[int]:
+    """The tokens at 1000 evenly spaced uniforms, 0 and nearly 1 among them, without repetitions."""
+    uniforms = np.append(np.arange(1000) / 1000, np.nextafter(1, 0))
+    ids, logprobs = draw(np.tile(np.float32(logits), (1001, 1)), uniforms, **settings)
+    assert np.isfinite(logprobs).all() and (np.diff(ids) >= 0).all()
+    return [int(token) for token in np.unique(ids)]
+
+
+# ---------------------------------------------------------------- against the torch sampler
+
+COMBINATIONS: list[dict[str, Any]] = [
+    dict(zip(("temperature", "top_k", "top_p", "min_p", "repetition_penalty"), values, strict=True))
+    for values in itertools.product((1.0, 0.7, 1.6), (0, 1, 7, 50, 600), (1.0, 0.95, 0.3), (0.0, 0.05), (1.0, 1.3))
+]
+
+
+def rows_of_all_kinds(rng: np.random.Generator, n: int, size: int) -> np.ndarray:
+    """Wide and narrow, of bfloat16 (full of ties), with tokens ruled out."""
+    x = rng.normal(size=(n, size)) * rng.choice([0.1, 1.0, 3.0, 6.0], size=(n, 1))
+    x[1::4] = torch.from_numpy(x[1::4]).bfloat16().double().numpy()
+    x[2::4, 1:][rng.random(x[2::4, 1:].shape) < 0.5] = -INF
+    return x.astype(np.float32)
+
+
+def exact_logprobs(kept: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    wide = kept.astype(np.float64)
+    top = wide.max(axis=1)
+    return wide[np.arange(len(ids)), ids] - top - np.log(np.exp(wide - top[:, None]).sum(axis=1))
+
+
+def test_draws_what_the_torch_sampler_draws() -> None:
+    rng = np.random.default_rng(0)
+    n_rows = n_other = n_edges = 0
+    for i, settings in enumerate(COMBINATIONS):
+        size = (5, 33, 500, 1024, 2500)[i % 5]
+        logits, uniforms = rows_of_all_kinds(rng, 48, size), rng.random(48)
+        seen = rng.random(logits.shape) < 0.2
+        sampler = Sampler(SamplingParams(**settings))
+        arguments = torch.from_numpy(logits), torch.from_numpy(uniforms), torch.from_numpy(seen)
+        expected, _ = sampler.draw(*arguments)
+        kept = sampler.filtered_logits(arguments[0], arguments[2]).numpy()
+        ids, logprobs = draw(logits, uniforms, seen=seen, **settings)
+        n_rows += len(ids)
+        n_other += np.count_nonzero(ids != expected.numpy())
+        # A token's weight on either side of top-p's or min-p's edge, by rounding, changes the others' log-probs.
+        exact = exact_logprobs(kept, ids)
+        same = np.abs(logprobs - exact) <= 1e-5
+        n_edges += np.count_nonzero(~same)
+        assert np.isfinite(exact).mean() > 0.95, settings
+    assert n_rows == 180 * 48
+    assert n_other <= 3 and n_edges <= 3, (n_other, n_edges)
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 50}, {"top_p": 0.95}, {"min_p": 0.02}, {"top_k": 9000}])
+def test_a_vocabulary_of_50_000(settings: dict[str, Any]) -> None:
+    rng = np.random.default_rng(1)
+    logits, uniforms = rows_of_all_kinds(rng, 32, 50_257), rng.random(32)
+    sampler = Sampler(SamplingParams(temperature=0.9, **settings))
+    expected, _ = sampler.draw(torch.from_numpy(logits), torch.from_numpy(uniforms))
+    ids, logprobs = draw(logits, uniforms, temperature=0.9, **settings)
+    assert np.count_nonzero(ids != expected.numpy()) <= 1
+    kept = sampler.filtered_logits(torch.from_numpy(logits)).numpy()
+    # top-p's edge may lie one token further: 1e-5 of the mass.
+    np.testing.assert_allclose(logprobs, exact_logprobs(kept, ids), atol=3e-5 if "top_p" in settings else 1e-5)
+
+
+def test_greedy_and_its_logprob_are_the_torch_sampler_s() -> None:
+    rng = np.random.default_rng(2)
+    for size, penalty in itertools.product((1, 15, 1025, 3000), (1.0, 1.5)):
+        logits = rows_of_all_kinds(rng, 32, size)
+        seen = rng.random(logits.shape) < 0.3
+        settings: dict[str, Any] = {"temperature": 0.0, "top_k": 3, "repetition_penalty": penalty}
+        sampler = Sampler(SamplingParams(**settings))
+        expected, expected_logprobs = sampler.draw(
+            torch.from_numpy(logits), torch.zeros(32, dtype=torch.float64), torch.from_numpy(seen)
+        )
+        ids, logprobs = draw(logits, np.zeros(32), seen=seen, **settings)
+        np.testing.assert_array_equal(ids, expected.numpy())
+        np.testing.assert_allclose(logprobs, expected_logprobs.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.6},
+        {"top_k": 20, "min_p": 0.1},
+        {"temperature": 1.3, "top_p": 0.8},
+        {"repetition_penalty": 1.7},
+        {"temperature": 0.0, "repetition_penalty": 1.7},
+        {"repetition_penalty": 0.5, "top_k": 5, "temperature": 2.0},
+    ],
+)
+def test_model_logprobs_are_those_of_the_logits_as_they_came(settings: dict[str, Any]) -> None:
+    rng = np.random.default_rng(3)
+    logits, uniforms = (rng.normal(size=(64, 2100)) * 3).astype(np.float32), rng.random(64)
+    seen = rng.random(logits.shape) < 0.4
+    before = logits.copy()
+    ids, logprobs = draw(logits, uniforms, seen=seen, model_logprobs=True, **settings)
+    np.testing.assert_array_equal(ids, draw(logits, uniforms, seen=seen, **settings)[0])
+    np.testing.assert_array_equal(logits, before)
+    np.testing.assert_allclose(logprobs, exact_logprobs(logits, ids), atol=2e-6)
+
+
+def test_the_log_prob_of_a_near_certain_token_keeps_its_digits() -> None:
+    _, logprobs = draw([[20.0, 0.0, 0.0]], 0.5)
+    np.testing.assert_allclose(logprobs, [-math.log1p(2 * math.exp(-20))], rtol=1e-6)
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def test_the_draw_is_the_inverse_cdf_of_its_uniform() -> None:
+    quarter, half = math.log(0.25), math.log(0.5)
+    logits = [quarter, -INF, half, quarter, -INF]
+    uniforms = [0.0, 0.2499, 0.25, 0.7499, 0.75, np.nextafter(1, 0)]
+    choices: list[dict[str, Any]] = [{}, {"top_k": 4}, {"min_p": 0.01}]
+    for settings in choices:
+        ids, logprobs = draw(np.tile(logits, (6, 1)), uniforms, **settings)
+        assert ids.tolist() == [0, 0, 2, 2, 3, 3]
+        np.testing.assert_allclose(logprobs, np.log([0.25, 0.25, 0.5, 0.5, 0.25, 0.25]), atol=1e-6)
+
+
+TIES = [1.0, 2.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("logits", "settings", "kept"),
+    [
+        (TIES, {"top_k": 1}, [1]),
+        (TIES, {"top_k": 2}, [0, 1]),
+        (TIES, {"top_k": 3}, [0, 1, 2]),
+        (TIES, {"top_k": 4}, [0, 1, 2, 3]),
+        (TIES, {"top_k": 100}, [0, 1, 2, 3]),
+        ([0.0] * 4, {"top_p": 0.7}, [0, 1, 2]),
+        ([0.0] * 4, {"top_p": 0.5}, [0, 1]),  # what comes before the third is 0.5, not below it
+        ([0.0] * 4, {"top_p": 0.51}, [0, 1, 2]),
+        ([0.0, -0.0, 0.0, -0.0], {"top_k": 2}, [0, 1]),  # the two zeros are equal
+        (TIES, {"top_p": 1e-6}, [1]),
+        ([3.0, 3.0, 2.0], {"top_p": 1e-30}, [0]),
+        (TIES, {"temperature": 0.0}, [1]),
+        ([2.0, 5.0, 5.0], {"temperature": 0.0}, [1]),
+        # 0.5, 0.25, 0.125, 0.125: top-k leaves 4/7, 2/7, 1/7 and top-p 0.85 two of them; of all four it keeps three.
+        (np.log([0.5, 0.25, 0.125, 0.125]), {"top_p": 0.85}, [0, 1, 2]),
+        (np.log([0.5, 0.25, 0.125, 0.125]), {"top_p": 0.85, "top_k": 3}, [0, 1]),
+        # min-p after temperature 0.5: the odds are 1, 1/4, 1/16.
+        (np.log([0.5, 0.25, 0.125]), {"min_p": 0.3}, [0, 1]),
+        (np.log([0.5, 0.25, 0.125]), {"min_p": 0.3, "temperature": 0.5}, [0]),
+        (np.log([0.5, 0.25, 0.125]), {"min_p": 0.24}, [0, 1, 2]),
+        ([-INF, -INF, 7.0, -INF], {}, [2]),
+        ([-INF, -INF, 7.0, -INF], {"top_k": 3}, [2]),
+        ([-INF, -INF, 7.0, -INF], {"top_p": 0.99}, [2]),
+        ([-INF, -INF, 7.0, -INF], {"min_p": 0.5}, [2]),
+        ([-INF, -INF, 7.0, -INF], {"temperature": 0.0}, [2]),
+        ([-INF] * 2000 + [-3e38], {}, [2000]),
+        ([-INF] * 2000 + [-3e38], {"top_k": 10, "top_p": 0.5}, [2000]),
+        ([-3e38, 3e38], {}, [1]),
+        ([-3e38, 3e38], {"top_k": 1}, [1]),
+        # exp(-200) is 0 in float32: never drawn, even by a uniform of 0.
+        ([-200.0, 0.0, 0.0], {}, [1, 2]),
+        ([1.0, 1.5], {"temperature": 1e-6}, [1]),
+    ],
+)
+def test_what_is_kept(logits: Any, settings: dict[str, Any], kept: list[int]) -> None:
+    assert tokens_over_the_unit(logits, **settings) == kept
+
+
+def test_ties_over_a_large_vocabulary_keep_the_lower_ids() -> None:
+    logits = np.zeros(3000, np.float32)
+    logits[[2999, 1500]] = 1.0
+    assert tokens_over_the_unit(logits, top_k=5) == [0, 1, 2, 1500, 2999]
+    # 3000 equal ones: the mass before the 301st is 0.1.
+    ids, _ = draw(np.zeros((2, 3000)), [0.0, np.nextafter(1, 0)], top_p=0.1)
+    assert ids[0] == 0 and ids[1] in (299, 300)
+
+
+def test_repetition_penalty_by_hand() -> None:
+    seen = np.array([[True, True, False]])
+    # 4, -4, 1 become 2, -8, 1.
+    ids, logprobs = draw([[4.0, -4.0, 1.0]], 0.0, seen=seen, repetition_penalty=2.0)
+    np.testing.assert_allclose(logprobs, [2 - math.log(math.exp(2) + math.exp(-8) + math.exp(1))], atol=1e-6)
+    assert ids.tolist() == [0]
+    ids, logprobs = draw([[4.0, -4.0, 3.0]], 0.0, seen=seen, repetition_penalty=2.0, temperature=0.0)
+    np.testing.assert_allclose(logprobs, [3 - math.log(math.exp(2) + math.exp(-8) + math.exp(3))], atol=1e-6)
+    assert ids.tolist() == [2]
+    # Without a penalty what was seen does not count, nor a penalty where nothing was.
+    assert draw([[4.0, -4.0, 3.0]], 0.0, temperature=0.0, seen=seen)[0].tolist() == [0]
+    assert draw([[4.0, -4.0, 3.0]], 0.0, temperature=0.0, repetition_penalty=2.0)[0].tolist() == [0]
+
+
+BROKEN = [[NAN, 1.0, 2.0], [1.0, NAN, -INF], [0.0, INF, 1.0], [INF, INF, 0.0], [-INF] * 3, [NAN] * 3, [INF, NAN, -INF]]
+
+
+@pytest.mark.parametrize("size", [3, 16, 700, 5000])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.3},
+        {"top_k": 2},
+        {"top_p": 0.5},
+        {"min_p": 0.1},
+        {"top_k": 2, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 2.0},
+    ],
+)
+def test_logits_that_are_not_proper_give_nan(settings: dict[str, Any], size: int) -> None:
+    rows = np.full((len(BROKEN), size), -INF, np.float32)
+    rows[:, -3:] = BROKEN
+    rows[:4, :-3] = 0.5
+    seen = np.ones(rows.shape, bool)
+    for uniform, model_logprobs in itertools.product((0.0, 0.5, 0.999), (False, True)):
+        uniforms = np.full(len(rows), uniform)
+        ids, logprobs = draw(rows, uniforms, seen=seen, model_logprobs=model_logprobs, **settings)
+        assert np.isnan(logprobs).all() and ((ids >= 0) & (ids < size)).all()
+
+
+def test_what_is_not_the_plain_case_is_not_implemented() -> None:
+    x, u = np.zeros((2, 3), np.float32), np.zeros(2)
+    rest = (1.0, 0, 1.0, 0.0, 1.0)
+    assert _core.draw_tokens(x, u, *rest, None, False) is not NotImplemented
+    seen = np.zeros((2, 3), bool)
+    for bad in (
+        (x.astype(np.float64), u, None),
+        (x[0], u, None),
+        (x[:, ::2], u, None),
+        (x, u[:1], None),
+        (x, u.astype(np.float32), None),
+        (x, u, seen[:1]),
+        (x, u, seen.astype(np.int32)),
+    ):
+        assert _core.draw_tokens(bad[0], bad[1], *rest, bad[2], False) is NotImplemented
+
+
+# ---------------------------------------------------------------- uniforms
+
+
+def test_token_uniforms_are_numpy_s_philox() -> None:
+    for seed, prompt, sample in [(0, 0, 0), (1, 2, 3), (2**64 - 1, 5, 0), (123456789, 2**40, 2**63 + 1), (-7, 1, 1)]:
+        expected = token_uniforms(seed, prompt, sample, 203)
+        np.testing.assert_array_equal(_core.token_uniforms(seed % 2**64, prompt, sample, 203), expected)
+    assert _core.token_uniforms(1, 2, 3, 0).shape == (0,)
+
+
+# ---------------------------------------------------------------- distributions
+
+PROBS = np.array([0.30, 0.05, 0.20, 0.25, 0.12, 0.08])
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        ({}, PROBS),
+        ({"temperature": 0.5}, PROBS**2),
+        ({"temperature": 2.0}, PROBS**0.5),
+        ({"top_k": 3}, [0.30, 0, 0.20, 0.25, 0, 0]),
+        ({"top_p": 0.7}, [0.30, 0, 0.20, 0.25, 0, 0]),
+        ({"min_p": 0.35}, [0.30, 0, 0.20, 0.25, 0.12, 0]),
+        # Squared, 0.09 0.0625 0.04 0.0144: of the 0.2069 that top-k leaves, 0.1525 come before the third, 74 %.
+        ({"temperature": 0.5, "top_k": 4, "top_p": 0.75}, [0.09, 0, 0.04, 0.0625, 0, 0]),
+    ],
+)
+@pytest.mark.parametrize("spread", [1, 700])
+def test_frequencies(settings: dict[str, Any], weights: Any, spread: int) -> None:
+    """Chi-square at p = 1e-4, five degrees of freedom or fewer: 25.7 (5), 23.5 (4), 21.1 (3), 18.4 (2)."""
+    logits = np.full(6 * spread, -INF, np.float32)
+    logits[::spread] = np.log(PROBS)
+    n = 20_000
+    ids, logprobs = draw(np.tile(logits, (n, 1)), token_uniforms(11, spread, 0, n), **settings)
+    assert (ids % spread == 0).all()
+    probs = np.array(weights) / np.sum(weights)
+    counts = np.bincount(ids // spread, minlength=6)
+    drawn = probs > 0
+    assert counts[~drawn].sum() == 0
+    statistic = ((counts - n * probs)[drawn] ** 2 / (n * probs[drawn])).sum()
+    assert statistic < {6: 25.7, 5: 23.5, 4: 21.1, 3: 18.4}[int(np.count_nonzero(drawn))]
+    np.testing.assert_allclose(logprobs, np.log(probs[ids // spread]), atol=2e-6)
+
+
+# ---------------------------------------------------------------- bits
+
+DIGEST = """
+import hashlib, numpy as np
+from whet import _core
+rng = np.random.default_rng(0)
+h = hashlib.sha256()
+for size in [*range(1, 35), 127, 300, 1023, 1024, 1025, 5000, 50257]:
+    x = (rng.normal(size=(8, size)) * 4).astype(np.float32)
+    x[::2][rng.random(x[::2].shape) < .3] = -np.inf
+    seen = rng.random(x.shape) < .1
+    u = rng.random(8)
+    for temperature in (0., 1., .6):
+        for top_k, top_p, min_p in ((0, 1., 0.), (7, 1., 0.), (0, .9, 0.), (0, 1., .05), (40, .9, .05), (0, .6, .01)):
+            for penalty, model_logprobs in ((1., False), (1.2, True)):
+                for out in _core.draw_tokens(x, u, temperature, top_k, top_p, min_p, penalty, seen, model_logprobs):
+                    h.update(out.tobytes())
+print(h.hexdigest())
+"""
+
+
+def digest(**env: str) -> str:
+    command = [sys.executable, "-c", DIGEST]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=300)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_every_instruction_set_and_number_of_threads_gives_the_same_bits() -> None:
+    digests = {isa: digest(WHET_ISA=isa) for isa in _core.build_info()["usable_instruction_sets"].split()}
+    digests["three threads"] = digest(WHET_NUM_THREADS="3")
+    digests["one thread"] = digest(WHET_NUM_THREADS="1")
+    assert len(digests) >= 4 and len(set(digests.values())) == 1, digests
