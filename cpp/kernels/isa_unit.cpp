@@ -39,6 +39,7 @@ namespace {
 #include "kernels/linear_quantised.h"
 #include "kernels/lora.h"
 #include "kernels/norm.h"
+#include "kernels/pack.h"
 #include "kernels/probe.h"
 #include "kernels/rope.h"
 #include "kernels/softmax.h"

@@ -1,8 +1,8 @@
 // The linear layer on quantised weights, in the panels of linear.h: integer products within blocks of 32 inputs.
 //
 // A row of inputs is quantised as it comes: in each block of 32, x = scale q with q in [-127, 127] (round to nearest
-// even, scale = max|x| / 127), and the block's sum of q beside it. Weights are stored as unsigned integers u = w +
-// offset, so that a block's dot product is exact in int32:
+// even, scale = max|x| / 127), and -128 times the block's sum of q beside it. Weights are stored as unsigned integers
+// u = w + offset, so that a block's dot product is exact in int32:
 //
 //   sum_k w q = sum_k u q - offset sum_k q
 //
@@ -18,9 +18,9 @@
 // Source of q8_0, q4_0 and q4_k: the GGUF format's block types of these names; panels hold the same numbers.
 
 struct QuantisedRows {
-    const int8_t* q;      // rows x 32 blocks
-    const float* scales;  // rows x blocks
-    const int32_t* sums;  // rows x blocks
+    const int8_t* q;         // rows x 32 blocks
+    const float* scales;     // rows x blocks
+    const int32_t* offsets;  // rows x blocks
     size_t rows, blocks;
 };
 
@@ -33,6 +33,7 @@ WHET_INLINE u8x64 shifted_right(u8x64 x) {
     return bit_cast<u8x64>(words);
 }
 WHET_INLINE u8x64 high_halves(u8x64 x) { return shifted_right<4>(x) & u8x64(15); }
+WHET_INLINE u8x64 high_halves_in_place(u8x64 x) { return x & u8x64(0xf0); }
 
 WHET_INLINE i32x16 sixteenth(i32x16 x) {
     WHET_EACH_PART(p) x.part[p] = x.part[p] >> 4;
@@ -42,62 +43,57 @@ WHET_INLINE i32x16 sixteenth(i32x16 x) {
 // Panels begin on cache lines.
 constexpr size_t whole_lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// --- the formats: `vector` gives the unsigned weights of 4 inputs, those of high halves times 16; Scales, moved to a
-// block, what its sums are scaled by
+// --- the formats. Scales, opened at a group of blocks: what the i-th of them is scaled by.
 
-struct Int8Panel {
-    static constexpr int kOffset = 128;
-    static constexpr size_t kBlockBytes = 512;
-    static constexpr bool kBlockScales = false, kLowest = false, kHalves = false;
+struct HalfScales {  // a float16 per output and block
+    const uint16_t* scales;
+    WHET_INLINE void open(const uint8_t* all, size_t block) {
+        scales = reinterpret_cast<const uint16_t*>(all) + 16 * block;
+    }
+    WHET_INLINE f32x16 scale(size_t i) const { return load_f16(scales + 16 * i); }
+};
+
+// Integers in bytes.
+struct BytePanel {
+    static constexpr size_t kBlockBytes = 512, kGroup = 1;
+    static constexpr bool kHalves = false, kOffset = true, kLowest = false;
+};
+
+struct Int8Panel : BytePanel {
+    static constexpr bool kBlockScales = false;
     static constexpr size_t bytes(size_t blocks) { return blocks * kBlockBytes + 64; }
-    static WHET_INLINE u8x64 vector(const uint8_t* block, int v) { return load(block + 64 * v); }
     struct Scales {
-        WHET_INLINE void move_to(const uint8_t*, size_t) {}
+        WHET_INLINE void open(const uint8_t*, size_t) {}
     };
 };
 
-struct HalfScales {  // a float16 per output and block
-    f32x16 scale;
-    WHET_INLINE void move_to(const uint8_t* scales, size_t block) {
-        scale = load_f16(reinterpret_cast<const uint16_t*>(scales) + 16 * block);
-    }
-};
-
-struct Q8Panel : Int8Panel {
+struct Q8Panel : BytePanel {
     static constexpr bool kBlockScales = true;
     static constexpr size_t bytes(size_t blocks) { return whole_lines(blocks * (kBlockBytes + 32)); }
     using Scales = HalfScales;
 };
 
 struct Q4Panel {
-    static constexpr int kOffset = 8;
-    static constexpr size_t kBlockBytes = 256;
-    static constexpr bool kBlockScales = true, kLowest = false, kHalves = true;
+    static constexpr size_t kBlockBytes = 256, kGroup = 1;
+    static constexpr bool kHalves = true, kOffset = true, kLowest = false, kBlockScales = true;
     static constexpr size_t bytes(size_t blocks) { return whole_lines(blocks * (kBlockBytes + 32)); }
-    static WHET_INLINE u8x64 vector(const uint8_t* block, int v) {
-        return v < 4 ? low_halves(load(block + 64 * v)) : load(block + 64 * (v - 4)) & u8x64(0xf0);
-    }
     using Scales = HalfScales;
 };
 
 // The scales of 256 inputs: 12 x 16 bytes (the format's 12 bytes, 16 outputs side by side), d, then dmin. With bytes
 // 0-3, 4-7 and 8-11 as a, b, c, the factors of the first four blocks are the low 6 bits of a and b, and those of the
 // others have their low 4 bits in the halves of c and their high 2 in the top of a and b.
-struct Q4KPanel : Q4Panel {
-    static constexpr int kOffset = 0;
-    static constexpr bool kLowest = true;
+struct Q4KPanel {
+    static constexpr size_t kBlockBytes = 256, kGroup = 8;
+    static constexpr bool kHalves = true, kOffset = false, kLowest = true, kBlockScales = true;
     static constexpr size_t kScaleBytes = 12 * 16 + 2 * 32;
     static constexpr size_t bytes(size_t blocks) { return blocks * kBlockBytes + blocks / 8 * kScaleBytes; }
     struct Scales {
-        f32x16 scale, lowest, d, dmin;
+        f32x16 d, dmin;
         uint8_t factors[2][8 * 16];
 
-        WHET_INLINE void move_to(const uint8_t* scales, size_t block) {
-            if (block % 8 == 0) open(scales + block / 8 * kScaleBytes);
-            scale = d * to_f32(load_u8(factors[0] + block % 8 * 16));
-            lowest = dmin * to_f32(load_u8(factors[1] + block % 8 * 16));
-        }
-        WHET_INLINE void open(const uint8_t* bytes) {
+        WHET_INLINE void open(const uint8_t* scales, size_t block) {
+            const uint8_t* bytes = scales + block / 8 * kScaleBytes;
             const u8x64 a = load(bytes), b = load(bytes + 64), c = load(bytes + 128), six_bits(63), top_bits(0x30);
             store(factors[0], a & six_bits);
             store(factors[1], b & six_bits);
@@ -106,6 +102,9 @@ struct Q4KPanel : Q4Panel {
             d = load_f16(reinterpret_cast<const uint16_t*>(bytes + 192));
             dmin = load_f16(reinterpret_cast<const uint16_t*>(bytes + 224));
         }
+        // In units of d and of dmin.
+        WHET_INLINE i32x16 factor(size_t i) const { return load_u8(factors[0] + 16 * i); }
+        WHET_INLINE f32x16 lowest(size_t i) const { return to_f32(load_u8(factors[1] + 16 * i)); }
     };
 };
 
@@ -116,74 +115,167 @@ constexpr int kQuantisedRows = 2, kQuantisedPanels = 1;
 #else
 constexpr int kQuantisedRows = 1, kQuantisedPanels = 1;
 #endif
+constexpr int kRowsApart = 1;  // of so many rows, low and high halves are summed apart: a vector is loaded once
+
+template <class T, int n_rows, int n_panels>
+WHET_INLINE void set_zero(Vec<T> (&v)[n_rows][n_panels]) {
+#pragma GCC unroll 4
+    for (int r = 0; r < n_rows; ++r) {
+#pragma GCC unroll 4
+        for (int p = 0; p < n_panels; ++p) v[r][p] = Vec<T>(T(0));
+    }
+}
+
+// One row's inputs of a vector, for all its outputs.
+WHET_INLINE i8x64 four_inputs(const int8_t* q) {
+    int32_t four;
+    __builtin_memcpy(&four, q, sizeof four);
+    return bit_cast<i8x64>(i32x16(four));
+}
+
+// dot[r][p] += four inputs of each row times half a byte, or a byte, of the vectors `weights`.
+template <int n_rows, int n_panels>
+WHET_INLINE void add_dots(i32x16 (&dot)[n_rows][n_panels], const u8x64 (&weights)[n_panels], const int8_t* q,
+                          size_t stride) {
+#pragma GCC unroll 4
+    for (int r = 0; r < n_rows; ++r) {
+        const i8x64 x = four_inputs(q + r * stride);
+#pragma GCC unroll 4
+        for (int p = 0; p < n_panels; ++p) dot[r][p] = dot_int8(dot[r][p], weights[p], x);
+    }
+}
+
+// The integer sums of one block.
+template <class Panel, int n_rows, int n_panels>
+WHET_INLINE void block_sums(i32x16 (&dot)[n_rows][n_panels], const QuantisedRows& in, size_t at, const uint8_t* block,
+                            size_t panel_bytes) {
+    const int8_t* q = in.q + 32 * at;
+    const size_t stride = 32 * in.blocks;
+#pragma GCC unroll 4
+    for (int r = 0; r < n_rows; ++r) {
+#pragma GCC unroll 4
+        for (int p = 0; p < n_panels; ++p) dot[r][p] = i32x16(Panel::kOffset ? in.offsets[at + r * in.blocks] : 0);
+    }
+    u8x64 weights[n_panels];
+    if constexpr (!Panel::kHalves) {
+#pragma GCC unroll 8
+        for (int v = 0; v < 8; ++v) {
+#pragma GCC unroll 4
+            for (int p = 0; p < n_panels; ++p) weights[p] = load(block + p * panel_bytes + 64 * v);
+            add_dots(dot, weights, q + 4 * v, stride);
+        }
+    } else if constexpr (n_rows <= kRowsApart) {
+        i32x16 low[n_rows][n_panels];
+        set_zero(low);
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) {
+            u8x64 bytes[n_panels];
+#pragma GCC unroll 4
+            for (int p = 0; p < n_panels; ++p) {
+                bytes[p] = load(block + p * panel_bytes + 64 * v);
+                weights[p] = high_halves_in_place(bytes[p]);
+            }
+            add_dots(dot, weights, q + 16 + 4 * v, stride);
+#pragma GCC unroll 4
+            for (int p = 0; p < n_panels; ++p) weights[p] = low_halves(bytes[p]);
+            add_dots(low, weights, q + 4 * v, stride);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < n_rows; ++r) {
+#pragma GCC unroll 4
+            for (int p = 0; p < n_panels; ++p) dot[r][p] = sixteenth(dot[r][p]) + low[r][p];
+        }
+    } else {
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) {
+#pragma GCC unroll 4
+            for (int p = 0; p < n_panels; ++p) {
+                weights[p] = high_halves_in_place(load(block + p * panel_bytes + 64 * v));
+            }
+            add_dots(dot, weights, q + 16 + 4 * v, stride);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < n_rows; ++r) {
+#pragma GCC unroll 4
+            for (int p = 0; p < n_panels; ++p) dot[r][p] = sixteenth(dot[r][p]);
+        }
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) {
+#pragma GCC unroll 4
+            for (int p = 0; p < n_panels; ++p) weights[p] = low_halves(load(block + p * panel_bytes + 64 * v));
+            add_dots(dot, weights, q + 4 * v, stride);
+        }
+    }
+}
+
+// A group's end: sum += d part - dmin (what the lowest values of its blocks make of the inputs).
+template <class Scales, int n_rows, int n_panels>
+WHET_INLINE void add_group(f32x16 (&sum)[n_rows][n_panels], const f32x16 (&part)[n_rows][n_panels],
+                           const Scales (&scales)[n_panels], const QuantisedRows& in, size_t at) {
+    float inputs[n_rows][16];  // minus the sum of each block
+#pragma GCC unroll 4
+    for (int r = 0; r < n_rows; ++r) {
+        const f32x16 integers = to_f32(load_first(in.offsets + at + r * in.blocks, 8, 0)) * f32x16(0x1p-7f);
+        store(inputs[r], load_first(in.scales + at + r * in.blocks, 8, 0.0f) * integers);
+    }
+#pragma GCC unroll 4
+    for (int p = 0; p < n_panels; ++p) {
+        f32x16 below[n_rows];
+#pragma GCC unroll 4
+        for (int r = 0; r < n_rows; ++r) below[r] = f32x16(0.0f);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+            const f32x16 lowest = scales[p].lowest(i);
+#pragma GCC unroll 4
+            for (int r = 0; r < n_rows; ++r) below[r] = fma(lowest, f32x16(inputs[r][i]), below[r]);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < n_rows; ++r) {
+            sum[r][p] = fma(scales[p].dmin, below[r], fma(scales[p].d, part[r][p], sum[r][p]));
+        }
+    }
+}
 
 template <class Panel, int n_rows, int n_panels>
 __attribute__((noinline)) void quantised_tile(const QuantisedRows& in, size_t row, const uint8_t* panels, size_t panel,
                                               const Outputs& out) {
     const size_t blocks = in.blocks, panel_bytes = Panel::bytes(blocks);
     const uint8_t* first = panels + panel * panel_bytes;
+    const uint8_t* first_scales = first + blocks * Panel::kBlockBytes;
     f32x16 sum[n_rows][n_panels];
+    set_zero(sum);
+    for (size_t begin = 0; begin < blocks; begin += Panel::kGroup) {
+        typename Panel::Scales scales[n_panels];
 #pragma GCC unroll 4
-    for (int r = 0; r < n_rows; ++r) {
-#pragma GCC unroll 4
-        for (int p = 0; p < n_panels; ++p) sum[r][p] = f32x16(0.0f);
-    }
-    typename Panel::Scales scales[n_panels];
-    for (size_t b = 0; b < blocks; ++b) {
-        const size_t at = row * blocks + b;
-        i32x16 dot[n_rows][n_panels];
-#pragma GCC unroll 4
-        for (int r = 0; r < n_rows; ++r) {
-            const i32x16 start(Panel::kHalves ? 0 : -Panel::kOffset * in.sums[at + r * blocks]);
-#pragma GCC unroll 4
-            for (int p = 0; p < n_panels; ++p) dot[r][p] = start;
-        }
-        const int8_t* q = in.q + 32 * at;
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) {
-            const int v = Panel::kHalves ? i ^ 4 : i;  // high halves first: their sum is divided by 16, once
-            u8x64 weights[n_panels];
-#pragma GCC unroll 4
-            for (int p = 0; p < n_panels; ++p) {
-                weights[p] = Panel::vector(first + p * panel_bytes + b * Panel::kBlockBytes, v);
-            }
+        for (int p = 0; p < n_panels; ++p) scales[p].open(first_scales + p * panel_bytes, begin);
+        f32x16 part[n_rows][n_panels];
+        set_zero(part);
+        for (size_t i = 0; i < Panel::kGroup; ++i) {
+            const size_t at = row * blocks + begin + i;
+            i32x16 dot[n_rows][n_panels];
+            block_sums<Panel>(dot, in, at, first + (begin + i) * Panel::kBlockBytes, panel_bytes);
 #pragma GCC unroll 4
             for (int r = 0; r < n_rows; ++r) {
-                int32_t four;
-                __builtin_memcpy(&four, q + r * 32 * blocks + 4 * v, sizeof four);
-                const i8x64 x = bit_cast<i8x64>(i32x16(four));
+                const f32x16 x_scale(in.scales[at + r * blocks]);
 #pragma GCC unroll 4
-                for (int p = 0; p < n_panels; ++p) dot[r][p] = dot_int8(dot[r][p], weights[p], x);
-            }
-            if (!Panel::kHalves || v != 7) continue;
-#pragma GCC unroll 4
-            for (int r = 0; r < n_rows; ++r) {
-                const i32x16 offset(-Panel::kOffset * in.sums[at + r * blocks]);
-#pragma GCC unroll 4
-                for (int p = 0; p < n_panels; ++p) dot[r][p] = sixteenth(dot[r][p]) + offset;
-            }
-        }
-#pragma GCC unroll 4
-        for (int p = 0; p < n_panels; ++p) {
-            scales[p].move_to(first + p * panel_bytes + blocks * Panel::kBlockBytes, b);
-#pragma GCC unroll 4
-            for (int r = 0; r < n_rows; ++r) {
-                const float x_scale = in.scales[at + r * blocks];
-                f32x16 per_unit(x_scale);
-                if constexpr (Panel::kBlockScales) per_unit = scales[p].scale * per_unit;
-                sum[r][p] = fma(to_f32(dot[r][p]), per_unit, sum[r][p]);
-                if constexpr (Panel::kLowest) {
-                    const float x_sum = x_scale * static_cast<float>(in.sums[at + r * blocks]);
-                    sum[r][p] = fma(scales[p].lowest, f32x16(-x_sum), sum[r][p]);
+                for (int p = 0; p < n_panels; ++p) {
+                    if constexpr (Panel::kLowest) {
+                        const f32x16 whole = to_f32(dot[r][p] * scales[p].factor(i));  // below 2^24: exact
+                        part[r][p] = fma(whole, x_scale, part[r][p]);
+                    } else if constexpr (Panel::kBlockScales) {
+                        sum[r][p] = fma(to_f32(dot[r][p]), scales[p].scale(i) * x_scale, sum[r][p]);
+                    } else {
+                        sum[r][p] = fma(to_f32(dot[r][p]), x_scale, sum[r][p]);
+                    }
                 }
             }
         }
+        if constexpr (Panel::kLowest) add_group(sum, part, scales, in, row * blocks + begin);
     }
     if constexpr (!Panel::kBlockScales) {
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) {
-            const uint8_t* per_output = first + p * panel_bytes + blocks * Panel::kBlockBytes;
-            const f32x16 scale = load(reinterpret_cast<const float*>(per_output));
+            const f32x16 scale = load(reinterpret_cast<const float*>(first_scales + p * panel_bytes));
 #pragma GCC unroll 4
             for (int r = 0; r < n_rows; ++r) sum[r][p] = sum[r][p] * scale;
         }
@@ -215,10 +307,10 @@ WHET_INLINE void linear_quantised(const QuantisedRows& in, const void* panels, c
     for (; panel < n_panels; ++panel) quantised_panels<Panel, 1>(in, bytes, panel, out);
 }
 
-#define WHET_LINEAR(name, Panel)                                                                              \
-    void linear_##name(const int8_t* q, const float* scales, const int32_t* sums, size_t rows, size_t blocks, \
-                       const void* panels, size_t n, const float* bias, float* y, size_t ldy) {               \
-        linear_quantised<Panel>({q, scales, sums, rows, blocks}, panels, {y, ldy, n, bias});                  \
+#define WHET_LINEAR(name, Panel)                                                                                 \
+    void linear_##name(const int8_t* q, const float* scales, const int32_t* offsets, size_t rows, size_t blocks, \
+                       const void* panels, size_t n, const float* bias, float* y, size_t ldy) {                  \
+        linear_quantised<Panel>({q, scales, offsets, rows, blocks}, panels, {y, ldy, n, bias});                  \
     }
 WHET_LINEAR(int8, Int8Panel)
 WHET_LINEAR(q8_0, Q8Panel)
@@ -226,30 +318,44 @@ WHET_LINEAR(q4_0, Q4Panel)
 WHET_LINEAR(q4_k, Q4KPanel)
 #undef WHET_LINEAR
 
-// A row in blocks of 32, zeros after its n inputs. A block with a NaN or an infinity gets a NaN scale: so do its sums.
-void quantize_row_f32(const float* x, size_t n, int8_t* q, float* scales, int32_t* sums) {
-    for (size_t begin = 0; begin < n; begin += 32, q += 32) {
-        float block[32];
-        const size_t length = n - begin < 32 ? n - begin : 32;
-        for (size_t i = 0; i < 32; ++i) block[i] = i < length ? x[begin + i] : 0.0f;
-        const f32x16 low = load(block), high = load(block + 16);
-        const f32x16 zero(0.0f);
-        const float top = max_lane(max(max(low, zero - low), max(high, zero - high)));
-        // x - x is 0 for a number and NaN else; the lanes of a NaN sum are NaN.
-        const f32x16 odd = (low - low) + (high - high);
-        float check = 0.0f;
-        for (int i = 0; i < 16; ++i) check += odd[i];
-        const float scale = top / 127.0f + check, inverse = top > 0.0f ? 127.0f / top : 0.0f;
-        const bool finite = check == 0.0f && inverse < __builtin_inff();
-        int32_t sum = 0;
-        const Rounded<float> rounded[2] = {{low, f32x16(finite ? inverse : 0.0f)},
-                                           {high, f32x16(finite ? inverse : 0.0f)}};
-        for (int i = 0; i < 32; ++i) {
-            const int value = finite ? static_cast<int>(rounded[i / 16].value()[i % 16]) : 0;
-            q[i] = static_cast<int8_t>(value);
-            sum += value;
-        }
-        *scales++ = scale;
-        *sums++ = sum;
+// --- the inputs
+
+WHET_INLINE f32x16 magnitude(f32x16 x) { return bit_cast<f32x16>(bit_cast<i32x16>(x) & i32x16(0x7fffffff)); }
+
+// Up to 16 blocks of 32 inputs. A block with a NaN or an infinity gets a NaN scale: so do its sums.
+WHET_INLINE void quantize_blocks(const float* x, size_t blocks, int8_t* q, float* scales, int32_t* offsets) {
+    const f32x16 zero(0.0f), limit(__builtin_inff()), rounder(kRounder<float>);
+    f32x16 lanes[16];  // block by block: magnitudes, then totals
+    for (f32x16& v : lanes) v = zero;
+    for (size_t b = 0; b < blocks; ++b) {
+        // min gives its second where one is NaN: a NaN counts as an infinity.
+        lanes[b] = max(min(magnitude(load(x + 32 * b)), limit), min(magnitude(load(x + 32 * b + 16)), limit));
     }
+    const int n = static_cast<int>(blocks);
+    const f32x16 top = max_each(lanes), inverse = f32x16(127.0f) / top;
+    store_first(scales, top / f32x16(127.0f) + (top - top), n);
+    float inverses[16];
+    store(inverses, select((top > zero) & (top < limit) & (inverse < limit), inverse, zero));
+    for (f32x16& v : lanes) v = zero;
+    for (size_t b = 0; b < blocks; ++b) {
+        const Rounded<float> low(load(x + 32 * b), f32x16(inverses[b]));
+        const Rounded<float> high(load(x + 32 * b + 16), f32x16(inverses[b]));
+        lanes[b] = low.value() + high.value();
+        store_low_bytes(q + 32 * b, bit_cast<i32x16>(low.shifted));  // the integers are the low bits
+        store_low_bytes(q + 32 * b + 16, bit_cast<i32x16>(high.shifted));
+    }
+    const auto shifted = bit_cast<i32x16>(fma(sum_each(lanes), f32x16(-128.0f), rounder));
+    store_first(offsets, shifted - bit_cast<i32x16>(rounder), n);
+}
+
+// A row of n inputs, zeros after them to the end of a block.
+void quantize_row_f32(const float* x, size_t n, int8_t* q, float* scales, int32_t* offsets) {
+    const size_t whole = n / 32;
+    for (size_t b = 0; b < whole; b += 16) {
+        quantize_blocks(x + 32 * b, whole - b < 16 ? whole - b : 16, q + 32 * b, scales + b, offsets + b);
+    }
+    if (n % 32 == 0) return;
+    float last[32] = {};
+    for (size_t i = 0; i < n % 32; ++i) last[i] = x[32 * whole + i];
+    quantize_blocks(last, 1, q + 32 * whole, scales + whole, offsets + whole);
 }

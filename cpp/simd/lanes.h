@@ -94,6 +94,16 @@ WHET_INLINE f32x16 max_each(f32x16 (&v)[8]) {
     return max(v[0], other);
 }
 
+// Lane i is the greatest lane of v[i]. Overwrites v.
+WHET_INLINE f32x16 max_each(f32x16 (&v)[16]) {
+    const auto greater = [](f32x16 a, f32x16 b) WHET_INLINE_LAMBDA { return max(a, b); };
+    fold_pairs<1>(v, greater);
+    fold_pairs<2>(v, greater);
+    fold_pairs<4>(v, greater);
+    fold_pairs<8>(v, greater);
+    return v[0];
+}
+
 template <int distance, class F>
 WHET_INLINE f32x16 fold_lanes(f32x16 v, F&& combine) {
     f32x16 other = v;

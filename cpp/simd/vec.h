@@ -149,7 +149,8 @@ WHET_INLINE Vec<T> load_first(const T* x, int n, T fill) {
     Vec<T> v(fill);
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == 4) {
-        v.part[0] = _mm512_mask_loadu_ps(v.part[0], static_cast<__mmask16>((1u << n) - 1), x);
+        const auto first = static_cast<__mmask16>((1u << n) - 1);
+        v.part[0] = (typename Vec<T>::Native)_mm512_mask_loadu_ps((__m512)v.part[0], first, x);
     } else if constexpr (sizeof(T) == 2) {
         const auto first = static_cast<__mmask32>((uint64_t{1} << n) - 1);
         v.part[0] = (typename Vec<T>::Native)_mm512_mask_loadu_epi16((__m512i)v.part[0], first, x);
@@ -169,7 +170,7 @@ template <class T>
 WHET_INLINE void store_first(T* out, Vec<T> v, int n) {
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == 4) {
-        _mm512_mask_storeu_ps(out, static_cast<__mmask16>((1u << n) - 1), v.part[0]);
+        _mm512_mask_storeu_ps(out, static_cast<__mmask16>((1u << n) - 1), (__m512)v.part[0]);
     } else if constexpr (sizeof(T) == 2) {
         _mm512_mask_storeu_epi16(out, static_cast<__mmask32>((uint64_t{1} << n) - 1), (__m512i)v.part[0]);
     } else {
@@ -504,6 +505,19 @@ WHET_INLINE i32x16 load_u8(const uint8_t* x) {
     }
 #endif
     return v;
+}
+
+// The low byte of each lane.
+WHET_INLINE void store_low_bytes(int8_t* out, i32x16 v) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8((__m512i)v.part[0]));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(kNativeBytes / 4)));
+    WHET_EACH_PART(p) {
+        const Bytes bytes = __builtin_convertvector(v.part[p], Bytes);
+        __builtin_memcpy(out + p * i32x16::kPartLanes, &bytes, sizeof bytes);
+    }
+#endif
 }
 
 WHET_INLINE f32x16 to_f32(i32x16 x) {

@@ -60,7 +60,8 @@ void test_linear(WeightFormat format, const char* name, size_t m, size_t n, size
     for (size_t i = 0; i < x.size(); ++i)
         x[i] = i % k % 32 == 0 ? 127.0f : std::round(std::clamp(x[i], -3.0f, 3.0f) * 30.0f);
     const std::vector<uint8_t> rows = rows_of(format, w, n, k);
-    const whet::PackedWeight packed(format, n, k, rows.data(), whet::row_bytes(format, k));
+    whet::PackedWeight packed(format, n, k);
+    packed.pack_rows(0, n, rows.data(), whet::Source::kPacked, static_cast<ptrdiff_t>(whet::row_bytes(format, k)), 1);
     std::vector<uint8_t> back(rows.size());
     packed.unpack(back.data(), whet::row_bytes(format, k));
     if (back != rows) std::printf("%s: %zu x %zu does not come back from the panels\n", name, n, k), ++failures;

@@ -40,6 +40,11 @@ bool rows_of(const Array& x, size_t& rows, size_t& stride) {
 
 struct PackedObject {
     PackedWeight weight;
+
+    void pack(uintptr_t rows, size_t row_stride) {
+        weight.pack_rows(0, weight.n(), reinterpret_cast<const void*>(rows), Source::kPacked,
+                         static_cast<ptrdiff_t>(row_stride), 1);
+    }
 };
 
 nb::object linear_call(const PackedObject& packed, nb::handle x_object, nb::handle bias_object, nb::handle out_object) {
@@ -154,13 +159,13 @@ void bind_linear(nb::module_& m) {
         .def("__init__",
              [](PackedObject* self, int format, size_t n, size_t k, uintptr_t rows, size_t row_stride) {
                  const nb::gil_scoped_release release;
-                 new (self) PackedObject{PackedWeight(static_cast<WeightFormat>(format), n, k,
-                                                      reinterpret_cast<const void*>(rows), row_stride)};
+                 new (self) PackedObject{PackedWeight(static_cast<WeightFormat>(format), n, k)};
+                 self->pack(rows, row_stride);
              })
         .def("pack",
              [](PackedObject& self, uintptr_t rows, size_t row_stride) {
                  const nb::gil_scoped_release release;
-                 self.weight.pack(reinterpret_cast<const void*>(rows), row_stride);
+                 self.pack(rows, row_stride);
              })
         .def("unpack",
              [](const PackedObject& self, uintptr_t rows, size_t row_stride) {

@@ -1,0 +1,104 @@
+"""Weights from any float source, in any strides and pieces, into every format: the same numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from whet import _core
+from whet.engine.architecture import Piece
+from whet.engine.loading import load
+from whet.ops.quant import CORE_FORMATS, quantize
+
+N, K = 83, 256
+
+
+def engine_with(format, n=N, k=K):
+    """A core whose only layer's MLP is the matrix under test, so that its rows can be read as an embedding's."""
+    config = {
+        "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 2, "hidden_dim": k, "ffn_dim": 2, "vocab_size": n,
+        "max_position": 8, "norm": "rms", "norm_eps": 0.0, "rotary_dim": 0, "is_neox": True, "inv_freq": (),
+        "attention_factor": 1.0, "learned_positions": 0, "parallel_residual": False, "shared_norm": False,
+        "qk_norm": False, "activation": "silu", "gated": True, "windows": (0,), "attention_scale": 1.0,
+    }  # fmt: skip
+    shapes = {"embedding": (n, k), "layers.0.qkv": (6, k), "layers.0.o": (k, 2), "layers.0.gate_up": (4, k)}
+    shapes["layers.0.down"] = (k, 2)
+    slots = [(s, CORE_FORMATS[format if s == "embedding" else "float32"], *shape) for s, shape in shapes.items()]
+    norms = [(s, None, k, k) for s in ("layers.0.norm1.weight", "layers.0.norm2.weight", "final_norm.weight")]
+    core = _core.Engine(config, slots + norms, 1 << 20, 4, 16, False)
+    core.load_vector("final_norm.weight", 0, np.ones(k, np.float32))
+    return core
+
+
+def head_of(core, n=N, k=K):
+    """rms_norm(row t) . row j for every row t: what the packed rows are, seen through lookup and product."""
+    out = []
+    for t in range(0, n, 9):
+        job = core.add_score(np.array([t], np.int32), 1, 1.0, False, True, 0)
+        while core.step():
+            pass
+        out.append(core.scores(job)[2])
+    return np.stack(out)
+
+
+def rounded(weight, format):
+    if format == "float32":
+        return weight
+    if format == "bfloat16":
+        return torch.from_numpy(weight).bfloat16().float().numpy()
+    return quantize(weight, format).dequantize()
+
+
+SOURCES = {
+    "rows": lambda w: w,
+    "columns": lambda w: np.asfortranarray(w),
+    "every second": lambda w: np.repeat(np.repeat(w, 2, axis=0), 2, axis=1)[::2, ::2],
+    "torch": torch.from_numpy,
+    "torch transposed": lambda w: torch.from_numpy(w.T.copy()).T,
+}
+
+
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_k"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_pieces_and_strides_do_not_matter(format, source):
+    weight = np.random.default_rng(0).normal(size=(N, K)).astype(np.float32)
+    core = engine_with(format)
+    given = SOURCES[source](weight)
+    pieces = [Piece("embedding", first, given[first:end], "float32") for first, end in ((0, 5), (5, 53), (53, N))]
+    load(core, pieces, {"embedding": format})
+    got = head_of(core)
+    one_by_one = engine_with(format)
+    load(one_by_one, [Piece("embedding", i, weight[i : i + 1], "float32") for i in range(N)], {"embedding": format})
+    np.testing.assert_array_equal(got, head_of(one_by_one))
+    kept = rounded(weight, format).astype(np.float64)
+    normed = kept[::9] / np.sqrt((kept[::9] ** 2).mean(axis=1, keepdims=True))
+    # bfloat16 rounds the inputs of the product too, and the quantised formats take them as int8.
+    np.testing.assert_allclose(got, normed @ kept.T, atol=1e-3 if format == "float32" else 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "q8_0"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_halves_are_widened_exactly(dtype, format, transposed):
+    weight = torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[0, :4] = torch.tensor([1e-6, -6e-8, 0.0, -0.0]).to(dtype)
+    given = weight.T.contiguous().T if transposed else weight
+    halves, floats = engine_with(format), engine_with(format)
+    name = str(dtype).removeprefix("torch.")
+    load(halves, [Piece("embedding", 0, given, name)], {"embedding": format})
+    load(floats, [Piece("embedding", 0, weight.float(), "float32")], {"embedding": format})
+    np.testing.assert_array_equal(head_of(halves), head_of(floats))
+
+
+def test_rows_of_odd_length():
+    weight = np.random.default_rng(0).normal(size=(33, 37)).astype(np.float32)
+    for given in (weight, np.asfortranarray(weight)):
+        for format in ("float32", "bfloat16"):
+            core = engine_with(format, 33, 37)
+            load(core, [Piece("embedding", 0, given, "float32")], {"embedding": format})
+            kept = rounded(weight, format).astype(np.float64)
+            normed = kept[::9] / np.sqrt((kept[::9] ** 2).mean(axis=1, keepdims=True))
+            np.testing.assert_allclose(
+                head_of(core, 33, 37), normed @ kept.T, atol=0.05 if format != "float32" else 1e-5
+            )
