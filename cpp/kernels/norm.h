@@ -39,15 +39,12 @@ WHET_INLINE Moments moments_about(float pivot, const T* x, size_t n) {
     return {pivot, beyond, variance < 0.0 ? 0.0 : variance};
 }
 
-// One pass about the mean of the first elements. Where that is no mean of the row, so that squares about it would
-// cancel, a second pass about what the first one found.
+// One pass about the mean of the first vector. Where that is no mean of the row, so that squares about it would cancel,
+// a second pass about what the first one found.
 template <class T>
 WHET_INLINE Moments moments_of(const T* x, size_t n) {
-    const size_t first = n < 256 ? n : 256;
-    double total[1];
-    sum(first, total,
-        [&](f32x16(&sums)[1], size_t at, int count) WHET_INLINE_LAMBDA { sums[0] += read(x + at, count); });
-    const Moments m = moments_about(static_cast<float>(total[0] / static_cast<double>(first)), x, n);
+    const int first = n < 16 ? static_cast<int>(n) : 16;
+    const Moments m = moments_about(sum_lanes(read(x, first)) / static_cast<float>(first), x, n);
     if (m.beyond * m.beyond <= 4.0 * m.variance) return m;
     return moments_about(static_cast<float>(m.pivot + m.beyond), x, n);
 }

@@ -37,7 +37,8 @@ WHET_INLINE void each(size_t begin, size_t n, Body body) {
 
 // out[at ...] = value(at, count). `streaming` sends whole lines of float32 past the caches: for results that are larger
 // than these; finish_rows() comes before another thread reads it. The row at `next`, if it is not null, comes in from
-// memory meanwhile. An element is read before it is written, so that out may be an array that `value` reads.
+// memory meanwhile, into the innermost cache alone. An element is read before it is written, so that out may be an
+// array that `value` reads.
 template <class T, class Value>
 WHET_INLINE void write(size_t n, T* out, bool streaming, Value value, const T* next = nullptr) {
     size_t begin = 0;
@@ -47,7 +48,7 @@ WHET_INLINE void write(size_t n, T* out, bool streaming, Value value, const T* n
             begin = to_line < n ? to_line : n;
             if (begin > 0) put(out, value(0, static_cast<int>(begin)), static_cast<int>(begin));
             for (; begin + 16 <= n; begin += 16) {
-                if (next != nullptr) __builtin_prefetch(next + begin);
+                if (next != nullptr) __builtin_prefetch(next + begin, 0, 0);
                 store_streaming(out + begin, value(begin, 16));
             }
         }
