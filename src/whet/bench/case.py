@@ -119,10 +119,19 @@ class Table:
 
 @dataclass(frozen=True)
 class Timed:
-    """What a call returns that also timed its own parts: its answer, and the seconds of each part."""
+    """What a call returns that also timed its own parts.
+
+    Attributes:
+        value: its answer.
+        parts: the seconds of each part.
+        counted: the part that is the call's sample, where the rest is not what is measured; "": the whole call.
+        note: what the provider chose for this case, shown under the table.
+    """
 
     value: Any
     parts: Mapping[str, float]
+    counted: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,8 @@ def _checked(
     call = provider.prepare(inputs)
     answer = call()
     value = answer.value if isinstance(answer, Timed) else answer
+    if isinstance(answer, Timed) and answer.note:
+        row.note = f"{row.note}; {answer.note}".removeprefix("; ")
     row.error = table.error(value, reference_of(provider))
     if not row.error <= row.tolerance:
         row.status, row.why = "wrong", f"error {row.error:.2g}, allowed {row.tolerance:.2g}"
@@ -261,6 +263,8 @@ class _Turn:
             parts = {**answer.parts, "other": max(0.0, elapsed_s - sum(answer.parts.values()))}
             for name, part_s in parts.items():
                 self.row.parts.setdefault(name, []).append(part_s)
+            if answer.counted:
+                return answer.parts[answer.counted]
         return elapsed_s / self.row.loops
 
     def _cold_calls(self) -> list[float]:

@@ -1,0 +1,271 @@
+"""The engine suite: every contender runs the model it is said to run, and one that does not is found."""
+
+import importlib.util
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from whet.bench import BenchOptions, Timed
+from whet.bench.engine import hf, llama_cpp, native
+from whet.bench.engine.models import LLAMA_135M, QWEN2_500M, ModelFiles, ModelShape, gguf_name, gguf_types
+from whet.bench.engine.workload import Workload, files_of, greedy_sample, loaded, random_workload, sample_error
+from whet.bench.harness import Effort, run_case
+from whet.bench.suites.engine import FLOAT32, TOLERANCE, decode_case, decode_table, tables, weight_bytes
+
+torch.set_num_threads(1)
+
+needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="a peer, not installed")
+needs_engine = pytest.mark.skipif(importlib.util.find_spec("whet.engine") is None, reason="no engine in this build")
+
+SHAPES = {
+    "llama": ModelShape("small Llama", "llama", 64, 2, 4, 2, 256, 320, max_position=256),
+    "qwen2": ModelShape("small Qwen2", "qwen2", 256, 2, 4, 2, 512, 320, max_position=256),
+}
+
+
+@pytest.fixture(params=SHAPES)
+def workload(request):
+    return random_workload(np.random.default_rng(0), SHAPES[request.param], 3, 12, n_steps=9)
+
+
+def value(answer):
+    return answer.value if isinstance(answer, Timed) else answer
+
+
+# --- models ---------------------------------------------------------------------------------------------
+
+
+def test_the_shapes_count_their_weights():
+    for shape in SHAPES.values():
+        model = files_of(shape).model
+        assert shape.n_weights == sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    assert LLAMA_135M.n_weights == 134_479_872  # 49,152 x 576 + 30 (576 x (9 + 3 + 3 + 9) 64 + 3 x 576 x 1536)
+    assert QWEN2_500M.n_weights / 1e9 == pytest.approx(0.494, abs=5e-4)
+    # A token's keys and values: 30 layers, 2 of 3 heads of 64, 2 bytes each.
+    assert LLAMA_135M.kv_bytes(10) == 10 * 30 * 2 * 3 * 64 * 2
+
+
+def test_flops_of_a_forward_pass_by_hand():
+    shape = ModelShape("one layer", "llama", 4, 1, 2, 1, 8, 10)
+    # q 4x4, k 2x4, v 2x4, o 4x4, three matrices of 4x8; attention over 5 keys: 2 heads of 2, scores and values.
+    layer = 16 + 8 + 8 + 16 + 3 * 32 + 2 * 4 * 5
+    assert shape.forward_flops(3, 1, 5) == 2 * (3 * layer + 40)
+
+
+def test_weights_are_bfloat16_numbers_and_no_norm_is_one(workload):
+    for name, parameter in workload.model.named_parameters():
+        assert torch.equal(parameter, parameter.bfloat16().float()), name
+        assert parameter.std() > 0, name
+    again = ModelFiles(workload.files.shape).model
+    assert all(map(torch.equal, again.parameters(), workload.model.parameters()))
+
+
+def test_names_in_a_gguf_file():
+    assert gguf_name("model.layers.13.mlp.up_proj.weight") == "blk.13.ffn_up.weight"
+    assert gguf_name("model.layers.2.self_attn.q_proj.bias") == "blk.2.attn_q.bias"
+    assert gguf_name("model.embed_tokens.weight") == "token_embd.weight"
+    assert gguf_name("model.norm.weight") == "output_norm.weight"
+
+
+def test_files_go_with_the_model():
+    files = ModelFiles(SHAPES["llama"])
+    path = files.path
+    assert (files.folder / "model.safetensors").exists() and path.exists()
+    del files
+    assert not path.exists()
+
+
+def test_the_shelf_keeps_four_and_closes_the_others():
+    closed, made = [], []
+
+    class Engine:
+        def __init__(self, name):
+            self.name = name
+            made.append(name)
+
+        def close(self):
+            closed.append(self.name)
+
+    files_of(SHAPES["llama"])
+    for name in "abcda":
+        loaded(name, lambda name=name: Engine(name))
+    assert made == list("abcd") and closed == []
+    loaded("e", lambda: Engine("e"))
+    assert closed == ["b"]
+    files_of(replace(SHAPES["llama"], name="another"))
+    assert sorted(closed) == list("abcde")
+
+
+# --- the judge ------------------------------------------------------------------------------------------
+
+
+def right_sample(workload):
+    return value(hf.hf_decode("float32")(workload)())
+
+
+def test_a_sample_is_held_against_the_model(workload):
+    sample = right_sample(workload)
+    assert sample_error(sample, workload) < 1e-5
+    spread = 0.01 * np.sqrt(len(sample.token_ids))
+    off = sample._replace(logprobs=[sample.logprobs[0] + spread, *sample.logprobs[1:]])
+    # All of the difference in one token of ten: the root mean square is 0.01, in units of the spread.
+    ids = torch.tensor([[*sample.prompt_ids, *sample.token_ids]])
+    deviation = workload.model(ids).logits[0, 11:-1].log_softmax(-1).std(1).mean().item()
+    assert sample_error(off, workload) == pytest.approx(0.01 / deviation, rel=1e-3)
+
+
+def test_tokens_of_another_model_or_length_are_wrong(workload):
+    sample = right_sample(workload)
+    other = sample._replace(prompt_ids=[(token + 1) % 320 for token in sample.prompt_ids])
+    assert sample_error(other, workload) > 0.5
+    assert sample_error(sample._replace(token_ids=sample.token_ids[1:]), workload) == float("inf")
+    assert sample_error(sample._replace(logprobs=sample.logprobs[1:]), workload) == float("inf")
+    assert not sample_error(sample._replace(logprobs=[float("nan")] * 10), workload) <= 1e9
+    assert sample_error(3.0, workload) == 3.0
+
+
+def test_the_greedy_sample_by_hand():
+    sample = greedy_sample([7], [np.log([1.0, 2.0, 1.0]), np.array([1000.0, 1000.0, -1000.0])])
+    assert sample.token_ids == [1, 0] and sample.prompt_ids == [7]
+    np.testing.assert_allclose(sample.logprobs, [np.log(0.5), -np.log(2)], rtol=1e-12)
+
+
+def test_fresh_prompts_share_no_prefix_with_those_before(workload):
+    batches = [workload.prompts, workload.fresh(), workload.fresh()]
+    for row in range(3):
+        assert len({batch[row][0] for batch in batches}) == 3
+        assert {len(batch[row]) for batch in batches} == {12}
+    assert all(0 <= token < 320 for batch in batches for prompt in batch for token in prompt)
+
+
+# --- the contenders -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float32", "float32"), ("bfloat16", "bf16")])
+def test_transformers_answers_right(workload, dtype, width):
+    answer = hf.hf_decode(dtype)(workload)()
+    assert answer.counted == "decode" and answer.parts["decode"] > 0
+    assert sample_error(answer.value, workload) < TOLERANCE[width]
+    first = replace(workload, n_steps=0)
+    assert sample_error(hf.hf_prefill(dtype)(first)(), first) < TOLERANCE[width]
+    group = replace(workload, prompts=workload.prompts[:1], n_samples=4)
+    call = hf.hf_group(dtype)(group)
+    assert sample_error(call(), group) < TOLERANCE[width]
+    assert sample_error(hf.hf_lifetime(workload)(), workload) < TOLERANCE["bf16"]
+    assert sample_error(hf.hf_load(workload)().value, workload) < TOLERANCE["bf16"]
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("kind", ["bf16", "f16", "q8_0", "q4_0", "q4_K_M"])
+def test_llama_cpp_answers_right(workload, kind):
+    tolerance = TOLERANCE["bf16" if "f16" in kind else "8 bits" if kind == "q8_0" else "4 bits"]
+    answer = llama_cpp.llama_decode(kind)(workload)()
+    assert sample_error(answer.value, workload) < tolerance
+    assert answer.counted == "decode" and "3 rows: flash attention o" in answer.note
+    first = replace(workload, n_steps=0)
+    assert sample_error(value(llama_cpp.llama_prefill(kind)(first)()), first) < tolerance
+    group = replace(workload, prompts=workload.prompts[:1], n_samples=4)
+    call = llama_cpp.llama_group(kind)(group)
+    assert all(sample_error(value(call()), group) < tolerance for _ in range(2))
+
+
+@needs_llama_cpp
+def test_llama_cpp_runs_bfloat16_weights_as_transformers_does(workload):
+    """Every row, in every setting: what is left is the rounding of products in bfloat16."""
+    model = llama_cpp.LlamaCpp(workload.files.gguf("bf16"))
+    with torch.inference_mode():
+        right = workload.model(torch.tensor(workload.prompts), logits_to_keep=1).logits[:, 0].numpy()
+    for settings in llama_cpp.every_setting(3):
+        context = llama_cpp.Context(model, 3, 32, settings)
+        context.prefill(workload.prompts)
+        assert np.abs(context.logits - right).max() < 0.05 * right.std(), settings
+        context.close()
+
+
+@needs_llama_cpp
+def test_what_the_quantizer_did_is_told(workload):
+    llama_cpp.llama_model(workload, "q4_K_M")
+    types = gguf_types(workload.files.gguf("q4_K_M"))
+    # Rows of 64 are no whole blocks of 256, rows of 256 and 512 are.
+    assert ("Q4_K" in types) and (("Q5_0" in types) == (workload.files.shape.hidden_dim == 64))
+    assert gguf_types(workload.files.gguf("bf16")) == "15 of BF16"
+
+
+@needs_llama_cpp
+def test_llama_cpp_from_its_file(workload):
+    assert sample_error(llama_cpp.llama_load(workload)().value, workload) < TOLERANCE["bf16"]
+    assert sample_error(llama_cpp.llama_lifetime(workload)(), workload) < TOLERANCE["bf16"]
+
+
+def test_a_contender_on_another_model_is_not_timed():
+    def wrong(workload):
+        other = Workload(ModelFiles(replace(SHAPES["llama"], rope_theta=100.0)), workload.prompts, 1, workload.n_steps)
+        return hf.hf_decode("float32")(other)
+
+    table = decode_table(SHAPES["llama"], "float32", FLOAT32, (2,))
+    case = decode_case("batch 2", SHAPES["llama"], "float32", 2, 2)
+    right = table.providers[1]
+    effort = Effort(rounds=2, least_rounds=2, case_s=0.01)
+    good, bad = run_case(table, case, [right, replace(right, name="wrong", prepare=wrong)], 1, effort, 0).rows
+    assert good.status == "measured" and good.error < 1e-4, good.why
+    assert good.samples_s == good.parts["decode"]
+    assert bad.status == "wrong" and bad.error > 5 * TOLERANCE["float32"] and not bad.samples_s
+
+
+def test_copies_and_reading():
+    workload = random_workload(np.random.default_rng(0), SHAPES["llama"], 1, 12, n_steps=3)
+    training = native.training(workload, "float32")
+    assert sample_error(native.copied_parameters(training)().value, training) == 0.0
+    before = right_sample(workload)
+    assert sample_error(before, training) > 0.1  # the copy came after an update, which turned every sign
+    training.update()
+    assert sample_error(before, training) < 1e-5
+    assert native.read_file(workload)() == 0.0
+
+
+# --- Whet -----------------------------------------------------------------------------------------------
+
+
+@needs_engine
+@pytest.mark.parametrize(
+    ("weights", "width"),
+    [("float32", "float32"), ("bf16", "bf16"), ("int8", "8 bits"), ("int4", "4 bits"), ("q4_k", "4 bits")],
+)
+def test_whet_answers_right(workload, weights, width):
+    answer = native.whet_decode(weights)(workload)()
+    assert sample_error(answer.value, workload) < TOLERANCE[width]
+    assert answer.counted == "decode" and list(answer.parts) == ["decode"]
+    first, group = replace(workload, n_steps=0), replace(workload, prompts=workload.prompts[:1], n_samples=4)
+    assert sample_error(native.whet_prefill(weights)(first)(), first) < TOLERANCE[width]
+    assert sample_error(native.whet_group(weights)(group)(), group) < TOLERANCE[width]
+    assert sample_error(native.whet_load(weights)(workload)().value, workload) < TOLERANCE[width]
+    assert sample_error(native.whet_lifetime(weights)(workload)(), workload) < TOLERANCE[width]
+
+
+@needs_engine
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_whet_follows_every_update(workload, dtype):
+    training = native.training(workload, dtype)
+    call = native.whet_sync("bf16")(training)
+    assert all(sample_error(call().value, training) < TOLERANCE["bf16"] for _ in range(3))
+
+
+# --- the tables -----------------------------------------------------------------------------------------
+
+
+def test_quick_is_a_small_part_and_all_has_every_floor():
+    quick, full = (tables(BenchOptions(quick=flag)) for flag in (True, False))
+    assert sum(len(table.cases) for table in quick) <= 6
+    titles = {table.title: table for table in full}
+    assert {table.title for table in quick} <= set(titles)
+    scaling = titles["Decode, 135 M Llama, bf16"]
+    assert [case.size for case in scaling.cases] == [1, 2, 4, 8, 16, 32, 64]
+    assert [case.size for case in scaling.cases if case.thread_scaling] == [1, 8, 32]
+    assert [case.size for case in titles["Decode, 0.5 B Qwen2, 4 bits"].cases] == [1, 16]
+    first = scaling.cases[0]
+    # 32 steps of one row: 269 MB of weights, and the keys and values of 64 + 16.5 tokens.
+    assert first.n_bytes / 32 == pytest.approx(2 * 134_479_872 + 80 * 23_040)
+    assert first.footprint == first.n_bytes / 32 and first.n_items == 32
+    assert weight_bytes(LLAMA_135M, "8 bits") == 134_479_872
