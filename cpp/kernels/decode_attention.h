@@ -23,8 +23,10 @@ struct Float32 {
     static constexpr int kLanes = 16;  // elements that one vector of a dot product holds
     static WHET_INLINE Words load_words(const float* x) { return load(x); }
     static WHET_INLINE f32x16 multiply_add(Words a, Words b, f32x16 sum) { return fma(a, b, sum); }
-    static WHET_INLINE f32x16 load_values(const float* x) { return load(x); }
-    static WHET_INLINE void store_out(float* out, f32x16 v, int n) { n < 16 ? store_first(out, v, n) : store(out, v); }
+    static WHET_INLINE void load_values(const float* x, f32x16 (&v)[1]) { v[0] = load(x); }
+    static WHET_INLINE void store_out(float* out, const f32x16 (&v)[1], int n) {
+        n < 16 ? store_first(out, v[0], n) : store(out, v[0]);
+    }
 };
 
 struct BFloat16 {
@@ -33,10 +35,14 @@ struct BFloat16 {
     static constexpr int kLanes = 32;
     static WHET_INLINE Words load_words(const uint16_t* x) { return load(x); }
     static WHET_INLINE f32x16 multiply_add(Words a, Words b, f32x16 sum) { return dot_bf16(sum, a, b); }
-    static WHET_INLINE f32x16 load_values(const uint16_t* x) { return load_bf16(x); }
-    static WHET_INLINE void store_out(uint16_t* out, f32x16 v, int n) {
-        uint16_t rounded[16];
-        store_bf16(rounded, v);
+    // 32 columns, the even ones before the odd ones: an operation for each vector. Partial sums lie in this order.
+    static WHET_INLINE void load_values(const uint16_t* x, f32x16 (&v)[2]) {
+        const u16x32 words = load(x);
+        v[0] = even_bf16(words), v[1] = odd_bf16(words);
+    }
+    static WHET_INLINE void store_out(uint16_t* out, const f32x16 (&v)[2], int n) {
+        uint16_t rounded[32];
+        store(rounded, zip_bf16(v[0], v[1]));
         __builtin_memcpy(out, rounded, static_cast<size_t>(n) * sizeof *out);
     }
 };
@@ -131,6 +137,7 @@ WHET_INLINE float weigh(float* scores, int n, float* extra) {
 template <class Format, int rows, int columns>
 WHET_INLINE void add_values(Rows<typename Format::Element> v, int n, const float* weights, const float* factors,
                             float* out, ptrdiff_t out_row, ptrdiff_t column, Ahead<typename Format::Element>* ahead) {
+    constexpr int per_load = Format::kLanes / 16;
     f32x16 sums[rows][columns];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; ++r) {
@@ -142,7 +149,12 @@ WHET_INLINE void add_values(Rows<typename Format::Element> v, int n, const float
         if (ahead != nullptr) ahead->fetch_row();
         f32x16 values[columns];
 #pragma GCC unroll 4
-        for (int c = 0; c < columns; ++c) values[c] = Format::load_values(row + 16 * c);
+        for (int c = 0; c < columns; c += per_load) {
+            f32x16 loaded[per_load];
+            Format::load_values(row + 16 * c, loaded);
+#pragma GCC unroll 2
+            for (int i = 0; i < per_load; ++i) values[c + i] = loaded[i];
+        }
 #pragma GCC unroll 4
         for (int r = 0; r < rows; ++r) {
             const f32x16 weight(weights[r * kBlock + key]);
@@ -165,8 +177,8 @@ WHET_INLINE void add_block(Rows<typename Format::Element> v, int n, int dim, con
     for (; column + 64 <= dim; column += 64, ahead = nullptr) {
         add_values<Format, rows, 4>(v, n, weights, factors, partial, partial_row, column, ahead);
     }
-    for (; column < dim; column += 16, ahead = nullptr) {
-        add_values<Format, rows, 1>(v, n, weights, factors, partial, partial_row, column, ahead);
+    for (; column < dim; column += Format::kLanes, ahead = nullptr) {
+        add_values<Format, rows, Format::kLanes / 16>(v, n, weights, factors, partial, partial_row, column, ahead);
     }
 }
 
@@ -305,10 +317,17 @@ WHET_INLINE void merge(const float* partials, ptrdiff_t n, ptrdiff_t stride, int
     };
     for (ptrdiff_t i = 0; i < n; ++i) total += factor(i)[0] * extras[i * stride + 1];
     const f32x16 inverse(total == 0.0f ? 0.0f : 1.0f / total);
-    for (int64_t c = 0; c < head_dim; c += 16) {
-        f32x16 sum(0.0f);
-        for (ptrdiff_t i = 0; i < n; ++i) sum = fma(load(partials + i * stride + c), factor(i), sum);
-        Format::store_out(out + c, sum * inverse, static_cast<int>(head_dim - c < 16 ? head_dim - c : 16));
+    for (int64_t c = 0; c < head_dim; c += Format::kLanes) {
+        f32x16 sums[Format::kLanes / 16];
+        for (f32x16& sum : sums) sum = f32x16(0.0f);
+        for (ptrdiff_t i = 0; i < n; ++i) {
+            const f32x16 shrunk = factor(i);
+            const float* from = partials + i * stride + c;
+            for (f32x16& sum : sums) sum = fma(load(from), shrunk, sum), from += 16;
+        }
+        for (f32x16& sum : sums) sum = sum * inverse;
+        const int64_t left = head_dim - c;
+        Format::store_out(out + c, sums, static_cast<int>(left < Format::kLanes ? left : Format::kLanes));
     }
 }
 
