@@ -16,6 +16,7 @@ namespace {
 constexpr size_t kPanel = 16;            // outputs
 constexpr size_t kTilePanels = 3;        // what the widest tile takes at once
 constexpr size_t kTaskRows = 256;        // rows of one task
+constexpr size_t kFewRows = 8;           // below it a layer waits for its weights
 constexpr size_t kWorthThreads = 20000;  // multiply-adds
 constexpr size_t kTaskWork = 150000;     // of one task at least
 constexpr size_t kOwnInputs = 65536;     // inputs of a layer that every thread makes for itself
@@ -33,10 +34,11 @@ void for_tiles(size_t n_panels, size_t rows, size_t k, F&& body) {
     if (work < kWorthThreads) return body(0, n_panels, 0, rows);
     const size_t row_tasks = ceil_div(rows, kTaskRows), threads = static_cast<size_t>(num_threads());
     // Whole tiles of panels: tasks that are worth a claim, and many enough that no thread waits long for the last one.
-    // With many rows, few enough panels to stay in the L2 cache.
+    // Few rows are bound by memory, which is read fastest in long runs. With many, few enough panels to stay in the L2
+    // cache.
     size_t panels = kTilePanels;
     if (row_tasks == 1) {
-        const size_t per_thread = std::clamp<size_t>(work / kTaskWork / threads, 1, 16);
+        const size_t per_thread = std::clamp<size_t>(work / kTaskWork / threads, 1, rows < kFewRows ? 1 : 16);
         panels *= std::max<size_t>(1, n_panels / kTilePanels / (per_thread * threads));
     }
     const size_t panel_tasks = ceil_div(n_panels, panels);
