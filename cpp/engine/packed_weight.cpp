@@ -14,7 +14,8 @@
 namespace whet {
 namespace {
 
-constexpr size_t kPanel = 16;  // outputs
+constexpr size_t kPanel = 16;            // outputs
+constexpr size_t kWorthThreads = 16384;  // numbers
 
 size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
 
@@ -69,16 +70,6 @@ void pack_row(WeightFormat format, size_t k, const uint8_t* row, uint8_t* panel,
     const size_t blocks = ceil_div(k, kQuantBlock);
     constexpr uint32_t offset = 0x80808080;
     switch (format) {
-        case WeightFormat::kFloat32:
-            spread(panel, j, k, [&](size_t w) { return read<uint32_t>(row + 4 * w); });
-            break;
-        case WeightFormat::kBFloat16:
-            spread(panel, j, k / 2, [&](size_t w) { return read<uint32_t>(row + 4 * w); });
-            if (k % 2 != 0) {
-                const uint32_t last = read<uint16_t>(row + 2 * (k - 1));
-                std::memcpy(panel + 64 * (k / 2) + 4 * j, &last, 4);
-            }
-            break;
         case WeightFormat::kInt8: {
             spread(panel, j, 8 * blocks, [&](size_t w) {
                 uint32_t four = 0;
@@ -110,6 +101,8 @@ void pack_row(WeightFormat format, size_t k, const uint8_t* row, uint8_t* panel,
                 std::memcpy(scales + 192 + 2 * j, super_block, 2);
                 std::memcpy(scales + 224 + 2 * j, super_block + 2, 2);
             }
+            break;
+        default:  // numbers: a kernel packs them
             break;
     }
 }
@@ -159,24 +152,27 @@ void unpack_row(WeightFormat format, size_t k, const uint8_t* panel, size_t j, u
     }
 }
 
-using PackPanel = decltype(Kernels::pack_panel_f32_f32);
+using PackPanel = decltype(Kernels::pack_panel_f32);
 
-// What packs 16 rows of numbers at a time; null: they are packed one by one.
-PackPanel pack_panel(WeightFormat format, Source source) {
+PackPanel pack_panel(WeightFormat format) {
     const Kernels& k = kernels();
-    const PackPanel f32[] = {k.pack_panel_f32_f32, k.pack_panel_f32_bf16, k.pack_panel_f32_f16, nullptr};
-    const PackPanel bf16[] = {k.pack_panel_bf16_f32, k.pack_panel_bf16_bf16, k.pack_panel_bf16_f16, nullptr};
-    if (format == WeightFormat::kFloat32) return f32[static_cast<int>(source)];
-    return format == WeightFormat::kBFloat16 ? bf16[static_cast<int>(source)] : nullptr;
+    switch (format) {
+        case WeightFormat::kFloat32:
+            return k.pack_panel_f32;
+        case WeightFormat::kBFloat16:
+            return k.pack_panel_bf16;
+        case WeightFormat::kInt8:
+            return k.pack_panel_int8;
+        case WeightFormat::kQ8_0:
+            return k.pack_panel_q8_0;
+        case WeightFormat::kQ4_0:
+            return k.pack_panel_q4_0;
+        default:
+            return k.pack_panel_q4_k;
+    }
 }
 
-float f16_value(uint16_t half) {
-    const uint32_t sign = uint32_t{half & 0x8000u} << 16, exponent = half >> 10 & 31, mantissa = half & 1023u;
-    if (exponent == 0)
-        return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(static_cast<float>(mantissa) * 0x1p-24f));
-    if (exponent == 31) return std::bit_cast<float>(sign | 0x7f800000u | mantissa << 13);
-    return std::bit_cast<float>(sign | (exponent + 112) << 23 | mantissa << 13);
-}
+ptrdiff_t element_bytes(Source source) { return source == Source::kFloat32 ? 4 : source == Source::kPacked ? 1 : 2; }
 
 }  // namespace
 
@@ -203,79 +199,65 @@ size_t block_length(WeightFormat format) {
     return format == WeightFormat::kQ4_K ? kSuperBlock : in_blocks ? kQuantBlock : 1;
 }
 
-void PackedWeight::Free::operator()(uint8_t* p) const { std::free(p); }
+void PackedWeight::Free::operator()(void* p) const { std::free(p); }
 
 PackedWeight::PackedWeight(WeightFormat format, size_t n, size_t k)
     : format_(format), n_(n), k_(k), n_panels_(ceil_div(n, kPanel)), panel_bytes_(whet::panel_bytes(format, k)) {
     const bool floats = format == WeightFormat::kFloat32 || format == WeightFormat::kBFloat16;
     steps_ = floats ? panel_bytes_ / 64 : ceil_div(k, kQuantBlock);
-    bytes_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, std::max<size_t>(64, size_bytes()))));
-    if (bytes_ == nullptr) throw std::bad_alloc();
-    std::memset(bytes_.get(), 0, size_bytes());
+    // calloc's memory is touched first by the threads that pack, and costs nothing before.
+    memory_.reset(std::calloc(size_bytes() + 64, 1));
+    if (memory_ == nullptr) throw std::bad_alloc();
+    panels_ = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory_.get()) + 63) / 64 * 64);
 }
 
 void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, Source source, ptrdiff_t row_stride,
                              ptrdiff_t column_stride) {
     if (count == 0) return;
-    if (source == Source::kPacked && format_ == WeightFormat::kFloat32 && row_stride % 4 == 0) {
-        source = Source::kFloat32, row_stride /= 4, column_stride = 1;
-    } else if (source == Source::kPacked && format_ == WeightFormat::kBFloat16 && row_stride % 2 == 0) {
-        source = Source::kBFloat16, row_stride /= 2, column_stride = 1;
-    }
-    const auto size = static_cast<ptrdiff_t>(source == Source::kPacked ? 1 : source == Source::kFloat32 ? 4 : 2);
-    const PackPanel whole = pack_panel(format_, source);
-    const bool lies = whole != nullptr && (column_stride == 1 || row_stride == 1);
+    row_stride *= element_bytes(source);
+    if (source == Source::kPacked && format_ == WeightFormat::kFloat32) source = Source::kFloat32, column_stride = 1;
+    if (source == Source::kPacked && format_ == WeightFormat::kBFloat16) source = Source::kBFloat16, column_stride = 1;
+    column_stride *= element_bytes(source);
+    const PackPanel pack = pack_panel(format_);
     const size_t first_panel = first / kPanel, n_panels = (first + count - 1) / kPanel - first_panel + 1;
     auto one = [&](size_t i) {
-        uint8_t* panel = bytes_.get() + (first_panel + i) * panel_bytes_;
+        uint8_t* panel = panels_ + (first_panel + i) * panel_bytes_;
         const size_t begin = std::max(first, (first_panel + i) * kPanel);
         const size_t end = std::min(first + count, (first_panel + i + 1) * kPanel);
-        const uint8_t* from =
-            static_cast<const uint8_t*>(rows) + static_cast<ptrdiff_t>(begin - first) * row_stride * size;
-        if (lies && end - begin == kPanel) return whole(from, row_stride, column_stride, k_, panel);
-        for (size_t row = begin; row < end; ++row, from += row_stride * size) {
-            const uint8_t* own = source == Source::kPacked ? from : converted(from, source, column_stride);
-            pack_row(format_, k_, own, panel, row % kPanel);
+        const uint8_t* from = static_cast<const uint8_t*>(rows) + static_cast<ptrdiff_t>(begin - first) * row_stride;
+        if (source != Source::kPacked) {
+            return pack({from, source, row_stride, column_stride, begin % kPanel, end - begin, k_, panel});
         }
+        for (size_t row = begin; row < end; ++row, from += row_stride) pack_row(format_, k_, from, panel, row % kPanel);
     };
-    parallel_for(n_panels, one);
-}
-
-// A row of numbers in the format's own layout, in memory of the thread.
-const uint8_t* PackedWeight::converted(const uint8_t* row, Source source, ptrdiff_t column_stride) const {
-    float* wide = scratch<float>(k_, 0);
-    for (size_t i = 0; i < k_; ++i) {
-        const uint8_t* at = row + static_cast<ptrdiff_t>(i) * column_stride * (source == Source::kFloat32 ? 4 : 2);
-        wide[i] = source == Source::kFloat32    ? read<float>(at)
-                  : source == Source::kBFloat16 ? std::bit_cast<float>(uint32_t{read<uint16_t>(at)} << 16)
-                                                : f16_value(read<uint16_t>(at));
-    }
-    if (format_ == WeightFormat::kFloat32) return reinterpret_cast<const uint8_t*>(wide);
-    uint8_t* out = scratch<uint8_t>(row_bytes(format_, k_), 1);
-    if (format_ == WeightFormat::kBFloat16) {
-        kernels().bf16_from_f32(wide, k_, reinterpret_cast<uint16_t*>(out));
+    if (count * k_ < kWorthThreads) {
+        for (size_t i = 0; i < n_panels; ++i) one(i);
     } else {
-        quantize_row(format_, wide, k_, out);
+        parallel_for(n_panels, one);
     }
-    return out;
 }
 
 void PackedWeight::row(size_t i, float* out) const {
-    const uint8_t* panel = bytes_.get() + i / kPanel * panel_bytes_;
-    if (format_ == WeightFormat::kFloat32)
-        return unpack_row(format_, k_, panel, i % kPanel, reinterpret_cast<uint8_t*>(out));
-    uint8_t* own = scratch<uint8_t>(row_bytes(format_, k_), 1);
-    unpack_row(format_, k_, panel, i % kPanel, own);
-    if (format_ == WeightFormat::kBFloat16) {
-        kernels().f32_from_bf16(reinterpret_cast<const uint16_t*>(own), k_, out);
+    const uint8_t* panel = panels_ + i / kPanel * panel_bytes_;
+    const size_t j = i % kPanel;
+    if (format_ == WeightFormat::kFloat32) {
+        unpack_row(format_, k_, panel, j, reinterpret_cast<uint8_t*>(out));
+    } else if (format_ == WeightFormat::kBFloat16) {
+        for (size_t w = 0; w < steps_; ++w) {
+            const auto pair = read<uint32_t>(panel + 64 * w + 4 * j);
+            out[2 * w] = std::bit_cast<float>(pair << 16);
+            if (2 * w + 1 < k_) out[2 * w + 1] = std::bit_cast<float>(pair & 0xffff0000);
+        }
     } else {
+        uint8_t* own = scratch<uint8_t>(row_bytes(format_, k_), 1);
+        unpack_row(format_, k_, panel, j, own);
         dequantize_row(format_, own, k_, out);
     }
 }
 
 void PackedWeight::unpack(void* rows, size_t row_stride) const {
     for (size_t i = 0; i < n_; ++i) {
-        unpack_row(format_, k_, bytes_.get() + i / kPanel * panel_bytes_, i % kPanel,
+        unpack_row(format_, k_, panels_ + i / kPanel * panel_bytes_, i % kPanel,
                    static_cast<uint8_t*>(rows) + i * row_stride);
     }
 }

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "kernels/panel_task.h"
+
 namespace whet {
 
 enum class WeightFormat { kFloat32, kBFloat16, kInt8, kQ8_0, kQ4_0, kQ4_K };
@@ -17,9 +19,6 @@ size_t row_bytes(WeightFormat format, size_t k);
 // The k that a row must be a multiple of.
 size_t block_length(WeightFormat format);
 
-// What rows come in as: numbers, or the weight's own format.
-enum class Source { kFloat32, kBFloat16, kFloat16, kPacked };
-
 // (n, k) weights in panels of 16 outputs (kernels/linear.h), on 64-byte boundaries.
 class PackedWeight {
 public:
@@ -30,11 +29,12 @@ public:
     size_t n() const { return n_; }
     size_t k() const { return k_; }
     size_t size_bytes() const { return panel_bytes_ * n_panels_; }
-    const void* panel(size_t i) const { return bytes_.get() + i * panel_bytes_; }
+    const void* panel(size_t i) const { return panels_ + i * panel_bytes_; }
     size_t steps() const { return steps_; }
 
     // Rows [first, first + count) from numbers with any strides, in elements; or from the format's own layout, its rows
-    // row_stride bytes apart. bfloat16 is rounded to nearest even; the quantised formats are those of quantize.h.
+    // row_stride bytes apart. bfloat16 is rounded to nearest even; the quantised formats, whose numbers have to be
+    // finite, are those of quantize.h to the bit.
     void pack_rows(size_t first, size_t count, const void* rows, Source source, ptrdiff_t row_stride,
                    ptrdiff_t column_stride);
     // Row i as numbers.
@@ -44,13 +44,12 @@ public:
 
 private:
     struct Free {
-        void operator()(uint8_t* p) const;
+        void operator()(void* p) const;
     };
     WeightFormat format_;
     size_t n_, k_, steps_, n_panels_, panel_bytes_;
-    std::unique_ptr<uint8_t[], Free> bytes_;
-
-    const uint8_t* converted(const uint8_t* row, Source source, ptrdiff_t column_stride) const;
+    std::unique_ptr<void, Free> memory_;
+    uint8_t* panels_;
 };
 
 }  // namespace whet

@@ -1,4 +1,5 @@
-// float32 rows to the quantised formats' own layout, and back.
+// float32 rows to the quantised formats' own layout, and back: the definition, one number at a time. Packing from
+// numbers does the same for 16 rows at once (kernels/pack_quantised.h).
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #include "kernels/attention_task.h"
+#include "kernels/panel_task.h"
 
 namespace whet {
 

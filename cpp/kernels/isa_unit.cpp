@@ -40,6 +40,7 @@ namespace {
 #include "kernels/lora.h"
 #include "kernels/norm.h"
 #include "kernels/pack.h"
+#include "kernels/pack_quantised.h"
 #include "kernels/probe.h"
 #include "kernels/rope.h"
 #include "kernels/softmax.h"

@@ -320,8 +320,6 @@ WHET_LINEAR(q4_k, Q4KPanel)
 
 // --- the inputs
 
-WHET_INLINE f32x16 magnitude(f32x16 x) { return bit_cast<f32x16>(bit_cast<i32x16>(x) & i32x16(0x7fffffff)); }
-
 // Up to 16 blocks of 32 inputs. A block with a NaN or an infinity gets a NaN scale: so do its sums.
 WHET_INLINE void quantize_blocks(const float* x, size_t blocks, int8_t* q, float* scales, int32_t* offsets) {
     const f32x16 zero(0.0f), limit(__builtin_inff()), rounder(kRounder<float>);

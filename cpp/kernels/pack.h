@@ -1,100 +1,131 @@
-// Numbers of any source into one panel of 16 outputs, as linear.h reads it: float32, or pairs of bfloat16.
+// Numbers of any source and strides into one panel of 16 outputs, as linear.h reads it: float32, or pairs of bfloat16.
 //
-// A weight lies row by row (Linear), and then 16 rows of 16 words are transposed in registers; or column by column
-// (Conv1D), and then a step of the panel is 16 neighbours. Rounding to bfloat16 is that of convert.h.
+// All goes through tiles: some inputs of the 16 outputs, an input's in one vector. A weight that lies row by row
+// (Linear) is transposed in registers, 16 rows by 16 inputs; of one that lies column by column (Conv1D) a vector is 16
+// neighbours. Rounding to bfloat16 is that of convert.h; bfloat16 itself passes bit by bit.
 
 namespace pack {
 
-// 16 numbers as float32.
-WHET_INLINE f32x16 read(const float* x) { return load(x); }
-struct BFloat16 {
-    uint16_t bits;
-};
-struct Float16 {
-    uint16_t bits;
-};
-WHET_INLINE f32x16 read(const BFloat16* x) { return load_bf16(reinterpret_cast<const uint16_t*>(x)); }
-WHET_INLINE f32x16 read(const Float16* x) { return load_f16(reinterpret_cast<const uint16_t*>(x)); }
+constexpr size_t kTile = 32;  // inputs
 
-// The words that 16 lanes hold: floats, or pairs of bfloat16 of the numbers from `first` and from `second`.
-struct ToFloat32 {
-    static constexpr size_t kPerWord = 1;
-    template <class T>
-    static WHET_INLINE f32x16 along(const T* x) {
-        return read(x);
-    }
-    template <class T>
-    static WHET_INLINE f32x16 across(const T* first, const T*) {
-        return read(first);
-    }
-};
-struct ToBFloat16 {
-    static constexpr size_t kPerWord = 2;
-    template <class T>
-    static WHET_INLINE f32x16 along(const T* x) {
-        uint16_t words[32];
-        store_bf16(words, read(x));
-        store_bf16(words + 16, read(x + 16));
-        return bit_cast<f32x16>(load(words));
-    }
-    template <class T>
-    static WHET_INLINE f32x16 across(const T* first, const T* second) {
-        return bit_cast<f32x16>(zip_bf16(read(first), read(second)));
-    }
-};
+// Sixteen neighbours as float32.
+template <Source source>
+WHET_INLINE f32x16 widened(const uint8_t* x) {
+    if constexpr (source == Source::kFloat32) return load(reinterpret_cast<const float*>(x));
+    if constexpr (source == Source::kBFloat16) return load_bf16(reinterpret_cast<const uint16_t*>(x));
+    if constexpr (source == Source::kFloat16) return load_f16(reinterpret_cast<const uint16_t*>(x));
+}
 
-template <class To, class T>
-WHET_INLINE void from_rows(const T* x, ptrdiff_t row_stride, size_t k, float* panel) {
-    constexpr size_t kStep = 16 * To::kPerWord;  // inputs of 16 words
-    for (size_t at = 0; at < k; at += kStep) {
-        f32x16 words[16];
-        const size_t left = k - at < kStep ? k - at : kStep;
+// Input `at` of the task's outputs, wherever they lie; zeros in the other lanes.
+template <Source source>
+WHET_INLINE f32x16 column(const PanelTask& task, size_t at) {
+    constexpr ptrdiff_t size = source == Source::kFloat32 ? 4 : 2;
+    const uint8_t* x = static_cast<const uint8_t*>(task.x) + static_cast<ptrdiff_t>(at) * task.column_stride;
+    if (task.row_stride == size && task.count == 16) {
+        __builtin_prefetch(x +
+                           static_cast<ptrdiff_t>(kTile) * task.column_stride);  // every input is on a page of its own
+        return widened<source>(x);
+    }
+    uint8_t lanes[16 * size] = {};
+    for (size_t j = task.first; j < task.first + task.count; ++j, x += task.row_stride) {
+        __builtin_memcpy(lanes + j * size, x, size);
+    }
+    return widened<source>(lanes);
+}
+
+// Inputs [at, at + n) of 16 rows, n <= 16; lanes that are not the task's repeat its first or last row.
+template <Source source>
+WHET_INLINE void transposed(const PanelTask& task, size_t at, size_t n, float* tile) {
+    constexpr ptrdiff_t size = source == Source::kFloat32 ? 4 : 2;
+    f32x16 words[16];
 #pragma GCC unroll 16
-        for (int j = 0; j < 16; ++j) {
-            const T* from = x + j * row_stride + at;
-            T last[32] = {};
-            if (left < kStep) {
-                __builtin_memcpy(last, from, left * sizeof(T));
-                from = last;
-            }
-            words[j] = To::along(from);
+    for (size_t j = 0; j < 16; ++j) {
+        const size_t after = j < task.first ? 0 : j - task.first, row = after < task.count ? after : task.count - 1;
+        const uint8_t* x = static_cast<const uint8_t*>(task.x) + static_cast<ptrdiff_t>(row) * task.row_stride +
+                           static_cast<ptrdiff_t>(at) * size;
+        if (n == 16) {
+            __builtin_prefetch(x + 256);  // 16 rows are more streams than the processor follows by itself
+            words[j] = widened<source>(x);
+        } else {
+            uint8_t last[16 * size] = {};
+            __builtin_memcpy(last, x, n * size);
+            words[j] = widened<source>(last);
         }
-        transpose(words);
-        const size_t n = (left + To::kPerWord - 1) / To::kPerWord;
-        for (size_t i = 0; i < n; ++i) store(panel + 16 * (at / To::kPerWord + i), words[i]);
     }
+    transpose(words);
+    for (size_t i = 0; i < n; ++i) store(tile + 16 * i, words[i]);
 }
 
-template <class To, class T>
-WHET_INLINE void from_columns(const T* x, ptrdiff_t column_stride, size_t k, float* panel) {
-    static constexpr T kZeros[16] = {};
-    for (size_t at = 0; at < k; at += To::kPerWord, panel += 16) {
-        const T* first = x + static_cast<ptrdiff_t>(at) * column_stride;
-        store(panel, To::across(first, at + 1 < k ? first + column_stride : kZeros));
+template <Source source>
+__attribute__((noinline)) void read_tile(const PanelTask& task, size_t at, size_t n, float* tile) {
+    if (task.column_stride != (source == Source::kFloat32 ? 4 : 2)) {
+        for (size_t i = 0; i < n; ++i) store(tile + 16 * i, column<source>(task, at + i));
+        return;
     }
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) transposed<source>(task, at + i, 16, tile + 16 * i);
+    if (i < n) transposed<source>(task, at + i, n - i, tile + 16 * i);
 }
 
-template <class To, class T>
-WHET_INLINE void panel_of(const void* x, ptrdiff_t row_stride, ptrdiff_t column_stride, size_t k, void* panel) {
-    const T* from = static_cast<const T*>(x);
-    if (column_stride == 1) {
-        from_rows<To>(from, row_stride, k, static_cast<float*>(panel));
+// Inputs [at, at + n) of the task's outputs, n <= kTile: input at + i is the vector at tile + 16 i.
+WHET_INLINE void read_tile(const PanelTask& task, size_t at, size_t n, float* tile) {
+    if (task.source == Source::kFloat32) {
+        read_tile<Source::kFloat32>(task, at, n, tile);
+    } else if (task.source == Source::kBFloat16) {
+        read_tile<Source::kBFloat16>(task, at, n, tile);
     } else {
-        from_columns<To>(from, column_stride, k, static_cast<float*>(panel));
+        read_tile<Source::kFloat16>(task, at, n, tile);
     }
+}
+
+// The task's lanes of 16 words, halves or bytes.
+template <class T>
+WHET_INLINE void put(T* out, const T* lanes, const PanelTask& task) {
+    __builtin_memcpy(out + task.first, lanes + task.first, task.count * sizeof(T));
+}
+WHET_INLINE void put(float* out, f32x16 words, const PanelTask& task) {
+    if (task.count == 16) return store(out, words);
+    float lanes[16];
+    store(lanes, words);
+    put(out, lanes, task);
+}
+
+// Pairs of bfloat16 of numbers that are bfloat16.
+WHET_INLINE f32x16 upper_halves(f32x16 even, f32x16 odd) {
+    f32x16 pairs;
+    WHET_EACH_PART(p) {
+        pairs.part[p] = (f32x16::Native)(((NativeU32)even.part[p] >> 16) | ((NativeU32)odd.part[p] & 0xffff0000u));
+    }
+    return pairs;
 }
 
 }  // namespace pack
 
-// One of the strides is 1.
-#define WHET_PACK(suffix, To, T)                                                                                    \
-    void pack_panel_##suffix(const void* x, ptrdiff_t row_stride, ptrdiff_t column_stride, size_t k, void* panel) { \
-        pack::panel_of<pack::To, T>(x, row_stride, column_stride, k, panel);                                        \
+void pack_panel_f32(const PanelTask& task) {
+    auto* panel = static_cast<float*>(task.panel);
+    for (size_t at = 0; at < task.k; at += pack::kTile) {
+        const size_t n = task.k - at < pack::kTile ? task.k - at : pack::kTile;
+        if (task.count == 16) {
+            pack::read_tile(task, at, n, panel + 16 * at);
+            continue;
+        }
+        float tile[16 * pack::kTile];
+        pack::read_tile(task, at, n, tile);
+        for (size_t i = 0; i < n; ++i) pack::put(panel + 16 * (at + i), tile + 16 * i, task);
     }
-WHET_PACK(f32_f32, ToFloat32, float)
-WHET_PACK(f32_bf16, ToFloat32, pack::BFloat16)
-WHET_PACK(f32_f16, ToFloat32, pack::Float16)
-WHET_PACK(bf16_f32, ToBFloat16, float)
-WHET_PACK(bf16_bf16, ToBFloat16, pack::BFloat16)
-WHET_PACK(bf16_f16, ToBFloat16, pack::Float16)
-#undef WHET_PACK
+}
+
+void pack_panel_bf16(const PanelTask& task) {
+    auto* panel = static_cast<float*>(task.panel);
+    for (size_t at = 0; at < task.k; at += pack::kTile) {
+        const size_t n = task.k - at < pack::kTile ? task.k - at : pack::kTile;
+        float tile[16 * pack::kTile];
+        pack::read_tile(task, at, n, tile);
+        if (n % 2 != 0) store(tile + 16 * n, f32x16(0.0f));
+        for (size_t i = 0; i < n; i += 2, panel += 16) {
+            const f32x16 even = load(tile + 16 * i), odd = load(tile + 16 * i + 16);
+            const bool exact = task.source == Source::kBFloat16;
+            pack::put(panel, exact ? pack::upper_halves(even, odd) : bit_cast<f32x16>(zip_bf16(even, odd)), task);
+        }
+    }
+}

@@ -349,6 +349,9 @@ WHET_INLINE Vec<T> min(Vec<T> a, Vec<T> b) {
 #endif
 }
 
+// Without the sign.
+WHET_INLINE f32x16 magnitude(f32x16 x) { return bit_cast<f32x16>(bit_cast<i32x16>(x) & i32x16(0x7fffffff)); }
+
 // Adding and taking away 1.5 * 2^(mantissa bits) rounds to the nearest integer, ties to even.
 template <class T>
 constexpr T kRounder = sizeof(T) == 4 ? T(12582912) : T(6755399441055744);
@@ -489,6 +492,33 @@ WHET_INLINE f32x16 load_f16(const uint16_t* x) {
     v = load(lanes);
 #endif
     return v;
+}
+
+// Rounded to float16, to nearest even; beyond the range infinite. No NaN.
+WHET_INLINE uint16_t f16_of(float x) {
+    const uint32_t sign = bit_cast<uint32_t>(x) >> 16 & 0x8000, bits = bit_cast<uint32_t>(x) & 0x7fffffff;
+    // A subnormal is a multiple of 2^-24: the last place of 0.5.
+    if (bits < 113u << 23) return sign | (bit_cast<uint32_t>(bit_cast<float>(bits) + 0.5f) - (126u << 23));
+    const uint32_t rounded = (bits - (112u << 23) + 0xfff + (bits >> 13 & 1)) >> 13;
+    return sign | (rounded < 0x7c00 ? rounded : 0x7c00);
+}
+
+WHET_INLINE void store_f16(uint16_t* out, f32x16 v) {
+#if defined(__AVX512F__)
+    const __m256i half = _mm512_cvtps_ph(v.part[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), half);
+#elif defined(__F16C__)
+    WHET_EACH_PART(p) {
+        const __m128i half = _mm256_cvtps_ph(v.part[p], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 8 * p), half);
+    }
+#elif defined(__aarch64__)
+    WHET_EACH_PART(p) vst1_u16(out + 4 * p, vreinterpret_u16_f16(vcvt_f16_f32(v.part[p])));
+#else
+    float lanes[16];
+    store(lanes, v);
+    for (int i = 0; i < 16; ++i) out[i] = f16_of(lanes[i]);
+#endif
 }
 
 // Sixteen bytes as integers.

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <random>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "engine/linear.h"
@@ -79,6 +80,69 @@ void test_linear(WeightFormat format, const char* name, size_t m, size_t n, size
     }
 }
 
+// A number in a source's bits, and the float32 that it stands for.
+float put_number(whet::Source source, float x, uint8_t* to) {
+    if (source == whet::Source::kFloat32) return std::memcpy(to, &x, sizeof x), x;
+    uint16_t bits = 0;
+    if (source == whet::Source::kBFloat16) {
+        whet::kernels().bf16_from_f32(&x, 1, &bits);
+        whet::kernels().f32_from_bf16(&bits, 1, &x);
+    } else {  // a float16 that has few bits: a sign and a power of two
+        int exponent = 0;
+        const float half = std::frexp(x, &exponent);
+        exponent = std::clamp(exponent, -10, 10);
+        bits = static_cast<uint16_t>((half < 0 ? 0x8000 : 0) | (exponent + 15) << 10);
+        x = std::ldexp(half < 0 ? -1.0f : 1.0f, exponent);
+    }
+    std::memcpy(to, &bits, sizeof bits);
+    return x;
+}
+
+// Rows [first, first + count) of numbers with the given strides, against the same rows in the format's own layout.
+void test_packing(WeightFormat format, const char* name, size_t n, size_t k, size_t first, size_t count,
+                  whet::Source source, size_t row_stride, size_t column_stride) {
+    const size_t size = source == whet::Source::kFloat32 ? 4 : 2, bytes = whet::row_bytes(format, k);
+    std::vector<float> values = normal(count * k, 6), before = normal(n * k, 7);
+    std::vector<uint8_t> numbers(((count - 1) * row_stride + (k - 1) * column_stride + 1) * size);
+    for (size_t i = 0; i < count; ++i) {
+        for (size_t j = 0; j < k; ++j) {
+            float& x = values[i * k + j];
+            x = put_number(source, x, numbers.data() + (i * row_stride + j * column_stride) * size);
+        }
+    }
+    const std::vector<uint8_t> old_rows = rows_of(format, before, n, k), rows = rows_of(format, values, count, k);
+    std::vector<uint8_t> expected = old_rows, back(n * bytes);
+    std::copy(rows.begin(), rows.end(), expected.begin() + static_cast<ptrdiff_t>(first * bytes));
+    whet::PackedWeight packed(format, n, k);
+    packed.pack_rows(0, n, old_rows.data(), whet::Source::kPacked, static_cast<ptrdiff_t>(bytes), 1);
+    packed.pack_rows(first, count, numbers.data(), source, static_cast<ptrdiff_t>(row_stride),
+                     static_cast<ptrdiff_t>(column_stride));
+    packed.unpack(back.data(), bytes);
+    bool same = back == expected;
+    for (size_t i = 0; i < count; ++i) {  // `values` are now what the format holds of them
+        std::vector<float> row(k);
+        packed.row(first + i, row.data());
+        same = same && std::equal(row.begin(), row.end(), values.begin() + static_cast<ptrdiff_t>(i * k));
+    }
+    if (same) return;
+    std::printf("%s: rows %zu + %zu of %zu x %zu, source %d, strides %zu and %zu: other numbers\n", name, first, count,
+                n, k, static_cast<int>(source), row_stride, column_stride);
+    ++failures;
+}
+
+void test_packing_in_every_way(WeightFormat format, const char* name) {
+    const size_t block = whet::block_length(format), n = 37;
+    for (const size_t k : {block, block == 1 ? 35 : 2 * block}) {
+        for (const auto& [first, count] : {std::pair<size_t, size_t>{0, 37}, {16, 16}, {5, 3}, {9, 20}, {36, 1}}) {
+            for (const auto source : {whet::Source::kFloat32, whet::Source::kBFloat16, whet::Source::kFloat16}) {
+                test_packing(format, name, n, k, first, count, source, k, 1);
+                test_packing(format, name, n, k, first, count, source, 1, count);
+                test_packing(format, name, n, k, first, count, source, 3 * k, 3);
+            }
+        }
+    }
+}
+
 void test_gemm(size_t m, size_t n, size_t k) {
     std::vector<float> a = normal(m * k, 3), b = normal(k * n, 4), c = normal(m * n, 5), y(m);
     const std::vector<float> before = c;
@@ -121,6 +185,7 @@ int main() {
             }
         }
         if (block == 1) test_linear(format, name, 11, 49, 67);
+        test_packing_in_every_way(format, name);
     }
     for (size_t m : {1, 4, 9}) {
         for (size_t n : {1, 16, 49}) {

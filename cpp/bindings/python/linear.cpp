@@ -41,9 +41,12 @@ bool rows_of(const Array& x, size_t& rows, size_t& stride) {
 struct PackedObject {
     PackedWeight weight;
 
-    void pack(uintptr_t rows, size_t row_stride) {
-        weight.pack_rows(0, weight.n(), reinterpret_cast<const void*>(rows), Source::kPacked,
-                         static_cast<ptrdiff_t>(row_stride), 1);
+    // Rows of numbers at an address with strides in elements, or in the format's own layout with strides in bytes.
+    void pack_rows(size_t first, size_t count, uintptr_t rows, int source, ptrdiff_t row_stride,
+                   ptrdiff_t column_stride) {
+        const nb::gil_scoped_release release;
+        weight.pack_rows(first, count, reinterpret_cast<const void*>(rows), static_cast<Source>(source), row_stride,
+                         column_stride);
     }
 };
 
@@ -157,16 +160,12 @@ nb::object gemv_call(nb::handle a_object, nb::handle x_object, nb::handle out_ob
 void bind_linear(nb::module_& m) {
     nb::class_<PackedObject>(m, "PackedWeight")
         .def("__init__",
-             [](PackedObject* self, int format, size_t n, size_t k, uintptr_t rows, size_t row_stride) {
-                 const nb::gil_scoped_release release;
+             [](PackedObject* self, int format, size_t n, size_t k) {
                  new (self) PackedObject{PackedWeight(static_cast<WeightFormat>(format), n, k)};
-                 self->pack(rows, row_stride);
              })
-        .def("pack",
-             [](PackedObject& self, uintptr_t rows, size_t row_stride) {
-                 const nb::gil_scoped_release release;
-                 self.pack(rows, row_stride);
-             })
+        .def("pack_rows", &PackedObject::pack_rows)
+        .def("row", [](const PackedObject& self, size_t i,
+                       uintptr_t out) { self.weight.row(i, reinterpret_cast<float*>(out)); })
         .def("unpack",
              [](const PackedObject& self, uintptr_t rows, size_t row_stride) {
                  const nb::gil_scoped_release release;

@@ -6,7 +6,7 @@ on the instruction set, the number of threads, or on the other rows of a batch.
 
 from __future__ import annotations
 
-import sys
+import operator
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,10 @@ import numpy as np
 from whet import _core
 from whet.errors import WhetTypeError, WhetValueError
 from whet.ops import inputs
-from whet.ops.quant import Quantized, bf16_bits, bf16_values, quantize, row_layout
+from whet.ops.quant import CORE_FORMATS, FORMATS, Quantized, check_finite, check_format, row_layout
 
-_FORMATS = ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_k")
-"""In the order of the core's WeightFormat."""
+_SOURCES = {"float32": 0, "bfloat16": 1, "float16": 2}
+"""What rows may be packed from; in the order of the core's Source, and then the packed format itself."""
 
 
 def naive_gemm(a: np.ndarray, b: np.ndarray, alpha: float = 1.0, beta: float = 0.0, c: Any = 0.0) -> np.ndarray:
@@ -107,7 +107,8 @@ def gemv(a: Any, x: Any, *, transpose: bool = False, alpha: float = 1.0, beta: f
 class PackedWeight:
     """A weight matrix in the order in which the kernels read it, in one of the formats.
 
-    Made by ``pack_weight``. Takes its own memory: a later change of the array it was made from does not show.
+    Made by ``pack_weight``; with a format and a shape it starts as zeros, for ``update``. Takes its own memory: a later
+    change of the array it was made from does not show.
 
     Attributes:
         format: "float32", "bfloat16", "int8", "q8_0", "q4_0" or "q4_k".
@@ -115,10 +116,61 @@ class PackedWeight:
         size_bytes: bytes of memory, with scales and padding to whole panels of 16 outputs.
     """
 
-    def __init__(self, format: str, shape: tuple[int, int], rows: np.ndarray) -> None:
+    def __init__(self, format: str, shape: tuple[int, int]) -> None:
+        where = "PackedWeight"
+        _check_any_format(where, format, shape[1])
         self.format, self.shape = format, shape
-        self._core = _core.PackedWeight(_FORMATS.index(format), *shape, rows.ctypes.data, rows.strides[0])
+        self._core = _core.PackedWeight(CORE_FORMATS[format], *shape)
         self.size_bytes: int = self._core.size_bytes
+
+    def update(self, weight: Any, first_row: int = 0) -> None:
+        """Packs rows again in place, as after a step of an optimizer: no memory is taken, and nothing is copied first.
+
+        bfloat16 is rounded to nearest even; the quantised formats choose the same numbers as ``quantize``.
+
+        Args:
+            weight: (R, K) float32, bfloat16 or float16 with any strides (a transposed view will do), finite for the
+                quantised formats; or what ``quantize`` returned in this format.
+            first_row: they become rows [first_row, first_row + R).
+
+        Raises:
+            WhetValueError: rows of another length or format, or past the end; NaN or infinity.
+            WhetTypeError: another dtype.
+        """
+        self._pack("PackedWeight.update", weight, first_row)
+
+    def row(self, i: int) -> np.ndarray:
+        """(K,) float32: row i as the products see it, such as a token's embedding from a head that is tied to it.
+
+        Raises:
+            WhetValueError: there is no row i.
+        """
+        i = operator.index(i)
+        if not 0 <= i < self.shape[0]:
+            raise WhetValueError(f"PackedWeight.row: i is {i}, expected 0 to {self.shape[0] - 1}.")
+        out = np.empty(self.shape[1], np.float32)
+        self._core.row(i, out.ctypes.data)
+        return out
+
+    def _pack(self, where: str, weight: Any, first_row: int = 0) -> None:
+        n, k = self.shape
+        if isinstance(weight, Quantized):
+            if weight.format != self.format:
+                raise WhetValueError(
+                    f"{where}: weight is quantized as {weight.format}, and format is {self.format!r}. "
+                    f"Pass weight.dequantize() to change formats."
+                )
+            shape, rows, source = weight.shape, weight.data, len(_SOURCES)
+        else:
+            rows = _strided_matrix(where, "weight", weight)
+            shape, source = tuple(rows.shape), _SOURCES[_dtype_name(rows)]
+            if self.format in FORMATS:
+                check_finite(where, rows)
+        first_row = operator.index(first_row)
+        if shape[1] != k or first_row < 0 or first_row + shape[0] > n:
+            raise WhetValueError(f"{where}: weight is {shape}, at row {first_row}; it has to fit into {self.shape}.")
+        address, strides = _memory(rows)
+        self._core.pack_rows(first_row, shape[0], address, source, *strides)
 
     @property
     def bits_per_weight(self) -> float:
@@ -142,32 +194,27 @@ def pack_weight(weight: Any, format: str | None = None) -> PackedWeight:
     """Packs a weight for ``linear``: panels of 16 outputs, which one row and many stream alike.
 
     Args:
-        weight: (N, K) float32 or bfloat16, as a linear layer keeps it, or what ``quantize`` returned.
+        weight: (N, K) float32, bfloat16 or float16, as a linear layer keeps it, with any strides; or what ``quantize``
+            returned.
         format: "float32", "bfloat16", or a format of ``quantize``; None: that of the weight. A quantized weight stays
             in its format.
 
     Raises:
-        WhetValueError: an unknown format, another shape, or a K that the format's blocks do not divide.
+        WhetValueError: an unknown format, another shape, a K that the format's blocks do not divide, NaN or infinity
+            in a quantised format.
         WhetTypeError: another dtype.
     """
     where = "pack_weight"
     if isinstance(weight, Quantized):
-        if format not in (None, weight.format):
-            raise WhetValueError(
-                f"{where}: weight is quantized as {weight.format}, and format is {format!r}. "
-                f"Pass weight.dequantize() to change formats."
-            )
-        return PackedWeight(weight.format, weight.shape, weight.data)
-    weight = _matrix(where, "weight", weight)
-    own = str(weight.dtype).removeprefix("torch.")
+        own, shape = weight.format, weight.shape
+    else:
+        weight = _strided_matrix(where, "weight", weight)
+        own, shape = _dtype_name(weight), tuple(weight.shape)
     format = own if format is None else format
-    if format not in _FORMATS:
-        raise WhetValueError(f"{where}: format is {format!r}, expected one of {', '.join(_FORMATS)}.")
-    if format in ("float32", "bfloat16"):
-        rows = _as_rows(weight, own, format)
-        return PackedWeight(format, tuple(weight.shape), rows)
-    quantized = quantize(weight, format)
-    return PackedWeight(format, quantized.shape, quantized.data)
+    _check_any_format(where, format, shape[1])
+    packed = PackedWeight(format, shape)
+    packed._pack(where, weight)
+    return packed
 
 
 def linear(x: Any, weight: PackedWeight, bias: Any = None, *, out: Any = None) -> Any:
@@ -223,15 +270,36 @@ def _matrix(function: str, name: str, x: Any) -> Any:
     return x
 
 
-def _as_rows(weight: Any, own: str, format: str) -> np.ndarray:
-    """The weight as contiguous float32, or as the bit patterns of bfloat16."""
-    if inputs.is_tensor(weight):
-        torch = sys.modules["torch"]
-        weight = weight.to(getattr(torch, format))
-        return weight.view(torch.uint16).numpy() if format == "bfloat16" else weight.numpy()
-    if own == "bfloat16":
-        return weight.view(np.uint16) if format == "bfloat16" else bf16_values(weight.view(np.uint16))
-    return weight if format == "float32" else bf16_bits(weight)
+def _strided_matrix(function: str, name: str, x: Any) -> Any:
+    """A matrix of numbers as it lies, where that is plain memory; a copy where it is not."""
+    if inputs.is_tensor(x):
+        as_it_is = x.device.type == "cpu" and str(x.layout) == "torch.strided" and not (x.requires_grad or x.is_neg())
+    else:
+        as_it_is = type(x) is np.ndarray and x.dtype.isnative and x.flags.aligned
+        as_it_is = as_it_is and all(stride % x.itemsize == 0 for stride in x.strides)
+    if not as_it_is or _dtype_name(x) not in _SOURCES:
+        x = inputs.plain(function, name, x, tuple(_SOURCES) if hasattr(x, "dtype") else ("float32",))
+    if x.ndim != 2:
+        raise WhetValueError(f"{function}: {name} has shape {tuple(x.shape)}, expected two axes.")
+    return x
+
+
+def _dtype_name(x: Any) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _memory(x: Any) -> tuple[int, tuple[int, ...]]:
+    """Address of the first element, and strides in elements."""
+    if inputs.is_tensor(x):
+        return x.data_ptr(), tuple(x.stride())
+    return x.ctypes.data, tuple(stride // x.itemsize for stride in x.strides)
+
+
+def _check_any_format(where: str, format: str, k: int) -> None:
+    if format not in CORE_FORMATS:
+        raise WhetValueError(f"{where}: format is {format!r}, expected one of {', '.join(CORE_FORMATS)}.")
+    if format in FORMATS:
+        check_format(where, format, k)
 
 
 def _check_out(function: str, out: Any, like: Any, shape: tuple[int, ...]) -> None:

@@ -50,7 +50,7 @@ class Quantized:
     data: np.ndarray
 
     def __post_init__(self) -> None:
-        _check_format("Quantized", self.format, self.shape[1])
+        check_format("Quantized", self.format, self.shape[1])
         if not isinstance(self.data, np.ndarray) or self.data.dtype != np.uint8:
             raise WhetTypeError(f"Quantized: data is {_kind(self.data)}, expected a uint8 array.")
         expected = (self.shape[0], row_layout(self.format, self.shape[1]))
@@ -88,10 +88,8 @@ def quantize(weight: Any, format: str) -> Quantized:
     """
     values = _float32(weight)
     n, k = values.shape
-    _check_format("quantize", format, k)
-    if not np.isfinite(values).all():
-        row, column = np.argwhere(~np.isfinite(values))[0]
-        raise WhetValueError(f"quantize: weight[{row}, {column}] is {values[row, column]}. Quantize finite weights.")
+    check_format("quantize", format, k)
+    check_finite("quantize", values)
     data = np.empty((n, row_layout(format, k)), np.uint8)
     _core.quantize(CORE_FORMATS[format], n, k, values.ctypes.data, data.ctypes.data)
     return Quantized(format, (n, k), data)
@@ -118,7 +116,8 @@ def _float32(weight: Any) -> np.ndarray:
     return weight if weight.dtype == np.float32 else bf16_values(weight.view(np.uint16))
 
 
-def _check_format(where: str, format: str, k: int) -> None:
+def check_format(where: str, format: str, k: int) -> None:
+    """Raises unless it is a quantised format that takes rows of k."""
     if format not in FORMATS:
         raise WhetValueError(f"{where}: format is {format!r}, expected one of {', '.join(FORMATS)}.")
     block = BLOCK_LENGTHS[format]
@@ -126,6 +125,16 @@ def _check_format(where: str, format: str, k: int) -> None:
         raise WhetValueError(
             f"{where}: weight has rows of {k}, not a multiple of the {block} that {format} quantises together. "
             f"Choose int8, or pad the inputs."
+        )
+
+
+def check_finite(where: str, weight: Any) -> None:
+    """Raises if a number of a matrix, NumPy's or torch's, is NaN or infinite."""
+    finite = weight.isfinite() if inputs.is_tensor(weight) else np.isfinite(weight)
+    if not finite.all():
+        row, column = np.argwhere(~np.asarray(finite))[0]
+        raise WhetValueError(
+            f"{where}: weight[{row}, {column}] is {float(weight[row, column])}. Quantize finite weights."
         )
 
 

@@ -1,0 +1,226 @@
+"""Packed weights from any float source and any rows: the same bits as rows in the format's own layout give."""
+
+import numpy as np
+import pytest
+import torch
+
+import whet
+from whet import WhetTypeError, WhetValueError
+from whet.ops.quant import CORE_FORMATS, row_layout
+
+FORMATS = tuple(CORE_FORMATS)
+SOURCES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BLOCK = {"q8_0": 32, "q4_0": 32, "q4_k": 256}
+LAYOUTS = {
+    "rows": lambda w: w,
+    "columns": lambda w: w.T.contiguous().T,
+    "every third": lambda w: w.repeat_interleave(3, 0).repeat_interleave(3, 1)[::3, ::3],
+    "part of rows": lambda w: torch.cat([w, w, w], 1)[:, w.shape[1] : 2 * w.shape[1]],
+    "part of columns": lambda w: torch.cat([w, w, w]).T.contiguous().T[len(w) : 2 * len(w)],
+}
+
+
+def numbers(seed, n, k, dtype=torch.float32):
+    """Blocks of very different sizes, zeros, and numbers halfway between two bfloat16 ones."""
+    rng = np.random.default_rng(seed)
+    w = rng.normal(size=(n, k)) * np.exp(rng.normal(0, 2, (n, (k + 31) // 32)).repeat(32, axis=1)[:, :k])
+    w[rng.random((n, k)) < 0.1] = 0.0
+    w[:, ::7] = (rng.integers(-300, 300, w[:, ::7].shape) * 2 + 1) * 2.0**-8  # 9 or 10 bits
+    return torch.from_numpy(w.astype(np.float32)).to(dtype)
+
+
+def stored(packed):
+    """The rows' bytes in the format's own layout."""
+    rows = packed.unpack()
+    return (rows.data if isinstance(rows, whet.Quantized) else rows).view(np.uint8)
+
+
+def expected(w, format):
+    """The same by torch's rounding and by ``quantize``, a row at a time and without a kernel of packing."""
+    if format == "float32":
+        return w.float().numpy().copy().view(np.uint8)
+    if format == "bfloat16":
+        return w.float().bfloat16().view(torch.uint16).numpy().view(np.uint8)
+    return whet.quantize(w.float(), format).data
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_source_in_any_strides(format, source, layout):
+    for n, k in ((1, 1), (16, 32), (17, 33), (50, 256), (37, 512)):
+        k = k // BLOCK.get(format, 1) * BLOCK.get(format, 1)
+        if k == 0:
+            continue
+        w = numbers(n, n, k, SOURCES[source])
+        np.testing.assert_array_equal(stored(whet.pack_weight(LAYOUTS[layout](w), format)), expected(w, format))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_update_takes_any_rows_and_leaves_the_others(format):
+    n, k = 70, 256
+    before, after = numbers(1, n, k), numbers(2, n, k)
+    for first, count in ((0, 70), (0, 1), (69, 1), (16, 16), (16, 32), (5, 3), (5, 11), (5, 12), (15, 50), (64, 6)):
+        packed = whet.pack_weight(before, format)
+        mixed = before.clone()
+        mixed[first : first + count] = after[first : first + count]
+        for rows in (after, after.T.contiguous().T):
+            packed.update(rows[first : first + count], first)
+            np.testing.assert_array_equal(stored(packed), expected(mixed, format))
+        x = numbers(3, 2, k).numpy()
+        np.testing.assert_array_equal(whet.linear(x, packed), whet.linear(x, whet.pack_weight(mixed, format)))
+    packed.update(after[:0], 70)  # no rows: nothing to do
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_update_from_own_format(format):
+    w = numbers(4, 40, 256)
+    if format in ("float32", "bfloat16"):
+        w = w.to(SOURCES[format])
+        own = w
+    else:
+        own = whet.quantize(w, format)
+    packed = whet.PackedWeight(format, (50, 256))
+    assert not any(packed.row(i).any() for i in range(50))
+    packed.update(own, 7)
+    np.testing.assert_array_equal(stored(packed)[7:47], expected(w, format))
+    assert not any(packed.row(i).any() for i in (*range(7), 47, 48, 49))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_come_back_as_the_products_see_them(format):
+    for n, k in ((1, 1), (19, 33), (35, 256)):
+        k = k // BLOCK.get(format, 1) * BLOCK.get(format, 1)
+        if k == 0:
+            continue
+        w = numbers(n, n, k)
+        packed = whet.pack_weight(w, format)
+        if format in ("float32", "bfloat16"):
+            wide = w.to(SOURCES[format]).float().numpy()
+        else:
+            wide = whet.quantize(w, format).dequantize()
+        for i in (0, n // 2, n - 1):
+            row = packed.row(i)
+            assert row.dtype == np.float32
+            np.testing.assert_array_equal(row, wide[i])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_same_bits_on_any_threads(format):
+    w = numbers(5, 333, 512)
+    before, results = whet.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            whet.set_num_threads(threads)
+            results.append(stored(whet.pack_weight(w, format)))
+    finally:
+        whet.set_num_threads(before)
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.parametrize("format", ["int8", "q8_0", "q4_0", "q4_k"])
+def test_odd_numbers_are_quantised_as_by_the_definition(format):
+    k = 256
+    rng = np.random.default_rng(6)
+    rows = [
+        np.zeros(k),
+        np.full(k, -0.0),
+        np.full(k, 0.5),
+        np.full(k, -0.5),
+        np.full(k, 1e-40),
+        rng.normal(0, 1e-41, k),
+        rng.normal(0, 1e-7, k),  # scales that are subnormal in float16
+        rng.normal(0, 1e30, k),  # scales that float16 does not reach
+        np.abs(rng.normal(0, 1, k)),
+        -np.abs(rng.normal(0, 1, k)),
+        np.where(np.arange(k) == 100, 1.0, 0.0),
+        np.tile(np.arange(-8, 8), k // 16),
+        np.tile(np.arange(16) - 0.5, k // 16),  # halfway
+        np.where(np.arange(k) % 64 < 32, 0.0, rng.normal(0, 1, k)),
+    ]
+    w = torch.from_numpy(np.array(rows, np.float32))
+    np.testing.assert_array_equal(stored(whet.pack_weight(w, format)), expected(w, format))
+
+
+def test_bfloat16_passes_bit_by_bit_and_nan_stays():
+    bits = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    for given in (
+        torch.from_numpy(bits.copy()).view(torch.bfloat16),
+        torch.from_numpy(bits.T.copy()).view(torch.bfloat16).T,
+    ):
+        np.testing.assert_array_equal(whet.pack_weight(given).unpack(), bits)
+    w = np.array([[np.nan, np.inf, -np.inf, 3.4e38, 1e-40, -1e-45, 1.00390625, 1.01171875]], np.float32)
+    got = torch.from_numpy(whet.pack_weight(w, "bfloat16").unpack()).view(torch.bfloat16)
+    assert got[0, 0].isnan() and torch.equal(got[0, 1:], torch.from_numpy(w).bfloat16()[0, 1:])
+
+
+def test_float16_is_widened_exactly():
+    bits = np.arange(65536, dtype=np.uint16).view(np.float16).reshape(256, 256)
+    finite = np.where(np.isfinite(bits), bits, np.float16(0))
+    for given in (finite, np.asfortranarray(finite), torch.from_numpy(finite)):
+        np.testing.assert_array_equal(whet.pack_weight(given, "float32").unpack(), finite.astype(np.float32))
+
+
+def test_numpy_arrays_in_every_order():
+    w = numbers(7, 33, 64).numpy()
+    for given in (w, np.asfortranarray(w), w[::-1][::-1], np.repeat(w, 2, axis=1)[:, ::2], w.astype(">f4"), w.tolist()):
+        np.testing.assert_array_equal(whet.pack_weight(given, "float32").unpack(), w)
+    np.testing.assert_array_equal(whet.pack_weight(w[::-1, ::-1]).unpack(), w[::-1, ::-1])
+    shifted = np.frombuffer(b"\0" + w.tobytes(), np.uint8)[1:].view(np.float32).reshape(w.shape)
+    np.testing.assert_array_equal(whet.pack_weight(shifted).unpack(), w)
+    one = np.broadcast_to(w[:1], (20, 64))
+    np.testing.assert_array_equal(whet.pack_weight(one).unpack(), one)
+
+
+def test_empty_weights():
+    assert whet.pack_weight(np.empty((0, 32), np.float32), "q8_0").unpack().data.shape == (0, row_layout("q8_0", 32))
+    for format in ("float32", "bfloat16"):
+        assert whet.pack_weight(np.empty((3, 0), np.float32), format).row(2).shape == (0,)
+
+
+PACKED = whet.PackedWeight("q8_0", (20, 64))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: PACKED.update(np.ones((2, 32), np.float32)),
+            WhetValueError,
+            r"PackedWeight\.update: weight is \(2, 32\), at row 0; it has to fit into \(20, 64\)",
+        ),
+        (lambda: PACKED.update(np.ones((2, 64), np.float32), 19), WhetValueError, r"weight is \(2, 64\), at row 19"),
+        (lambda: PACKED.update(np.ones((2, 64), np.float32), -1), WhetValueError, r"weight is \(2, 64\), at row -1"),
+        (lambda: PACKED.update(np.ones(64, np.float32)), WhetValueError, r"weight has shape \(64,\), expected two"),
+        (lambda: PACKED.update(np.ones((2, 64))), WhetTypeError, "weight has dtype float64"),
+        (
+            lambda: PACKED.update(whet.quantize(np.ones((2, 64), np.float32), "q4_0")),
+            WhetValueError,
+            r"quantized as q4_0, and format is 'q8_0'\. Pass weight\.dequantize\(\)",
+        ),
+        (
+            lambda: PACKED.update(torch.tensor([[1.0] * 63 + [float("inf")]], dtype=torch.bfloat16)),
+            WhetValueError,
+            r"PackedWeight\.update: weight\[0, 63\] is inf\. Quantize finite weights",
+        ),
+        (
+            lambda: whet.pack_weight(np.array([[1.0] * 31 + [np.nan]], np.float32), "q8_0"),
+            WhetValueError,
+            r"pack_weight: weight\[0, 31\] is nan",
+        ),
+        (
+            lambda: PACKED.update(torch.ones(2, 64, requires_grad=True)),
+            WhetValueError,
+            r"requires grad.*Pass weight\.detach\(\)",
+        ),
+        (lambda: whet.pack_weight(np.ones((2, 64), np.float16)), WhetValueError, "format is 'float16', expected one"),
+        (lambda: whet.PackedWeight("q4_k", (2, 64)), WhetValueError, "PackedWeight: weight has rows of 64, not a mult"),
+        (lambda: whet.PackedWeight("q5", (2, 64)), WhetValueError, "PackedWeight: format is 'q5', expected one of"),
+        (lambda: PACKED.row(20), WhetValueError, r"PackedWeight\.row: i is 20, expected 0 to 19"),
+        (lambda: PACKED.row(-1), WhetValueError, r"i is -1, expected 0 to 19"),
+    ],
+)
+def test_what_does_not_fit_is_explained(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
