@@ -83,7 +83,7 @@ def test_wrong_types_and_names_are_named(config_class, settings, message):
         (
             GRPOConfig,
             {"sampler_correction": "on"},
-            "sampler_correction is 'on', expected one of 'off', 'token_truncate'",
+            "sampler_correction is 'on', expected one of 'auto', 'off', 'token_truncate'",
         ),
         (GRPOConfig, {"top_p": 0.0}, "top_p is 0.0"),
         (OnlineDPOConfig, {"beta": 0.0}, "OnlineDPOConfig: beta is 0.0, expected a finite number > 0"),

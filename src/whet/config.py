@@ -19,6 +19,8 @@ GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sap
 RatioLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k1", "k2", "k3"]
 SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+EngineName = Literal["auto", "native", "torch"]
+RolloutWeights = Literal["auto", "float32", "bf16", "int8", "int4", "q8_0", "q4_k"]
 DPOLossType = Literal[
     "sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
     "apo_zero", "apo_down", "sft",
@@ -160,6 +162,10 @@ class RolloutConfig:
     """Makes tokens that are there already less probable; 1: does not."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end a completion; empty: the EOS of tokenizer or model."""
+    engine: EngineName = "auto"
+    """What samples: the native engine, or the model through torch; auto: native where it runs the model."""
+    rollout_weights: RolloutWeights = "auto"
+    """Format of the native engine's matrices; auto: bf16 or float32, as the model has them."""
     reward_weights: list[float] = field(default_factory=list)
     """One weight per reward function; empty: 1 each."""
     reward_policy: Literal["raise", "skip", "zero"] = "raise"
@@ -173,6 +179,12 @@ class RolloutConfig:
         check_types(self)
         check_range(self, "temperature", self.temperature > 0, "a number > 0")
         self.sampling((), self.seed)
+
+    def samples_plainly(self) -> bool:
+        """Whether tokens are drawn from the model's own distribution: temperature 1, nothing filtered."""
+        plain = SamplingParams()
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        return all(getattr(self, name) == getattr(plain, name) for name in names)
 
     def sampling(self, stop_ids: Sequence[int], seed: int) -> SamplingParams:
         """As the engine wants them; ``stop_ids`` are the model's, for where the config names none."""
@@ -225,8 +237,9 @@ class GRPOConfig(OnlineConfig):
     """sapo's temperature for advantages above 0."""
     sapo_tau_negative: float = 1.05
     """sapo's temperature for the others."""
-    sampler_correction: Literal["off"] | SamplerCorrection = "off"
-    """How to weigh completions of an engine whose log-probs differ from the policy's."""
+    sampler_correction: Literal["auto", "off"] | SamplerCorrection = "auto"
+    """How to weigh completions of an engine whose log-probs differ from the policy's; auto: token_truncate where
+    rollout_weights asks for bf16 or fewer bits, else off."""
     sampler_cap: float = 3.0
     """The largest of these weights."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
@@ -239,6 +252,12 @@ class GRPOConfig(OnlineConfig):
     """Leave groups whose rewards are all equal out of the update, instead of counting them."""
     mask_truncated_completions: bool = False
     """Leave completions that max_new_tokens ended out of the update."""
+
+    def correction(self) -> SamplerCorrection | None:
+        """``sampler_correction`` with "auto" decided; None: off."""
+        if self.sampler_correction == "auto":
+            return None if self.rollout_weights in ("auto", "float32") else "token_truncate"
+        return None if self.sampler_correction == "off" else self.sampler_correction
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -370,8 +370,10 @@ def test_bad_arguments_are_named():
         make(kl_coef=0.1, beta=0.1)
     with pytest.raises(WhetTypeError, match=r"no setting 'group_sise'\. Did you mean group_size"):
         make(group_sise=4)
-    with pytest.raises(WhetTypeError, match="engine is 'vllm', expected 'auto'"):
+    with pytest.raises(WhetValueError, match="engine is 'vllm', expected one of 'auto', 'native', 'torch'"):
         make(engine="vllm")
+    with pytest.raises(WhetTypeError, match="GRPO: engine is 3, expected 'auto', 'native', 'torch' or a RolloutEngine"):
+        make(engine=3)
     with pytest.raises(WhetValueError, match="loss_type is 'ppo', expected one of 'grpo'"):
         make(loss_type="ppo")
     with pytest.raises(WhetValueError, match=r"temperature is 0\.0, expected a number > 0"):

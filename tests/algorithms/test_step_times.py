@@ -67,10 +67,13 @@ def test_old_logprobs_are_logprobs_too():
         for p, group in zip(PROMPTS, GROUPS, strict=True)
     ]
     engine = SlowEngine(GROUPS, sampled)
-    metrics = online(
-        GRPO, reward_fn=fours, group_size=2, engine=engine, sampler_correction="token_truncate"
-    ).train_step(PROMPTS)
+    settings = {"reward_fn": fours, "group_size": 2, "engine": engine}
+    metrics = online(GRPO, sampler_correction="token_mask", **settings).train_step(PROMPTS)
     assert parts(metrics).keys() == UPDATE | SAMPLE | {"reward", "advantages", "logprobs"}
+    # Truncated weights reject nothing, and the first update's own log-probs are the old ones.
+    metrics = online(GRPO, sampler_correction="token_truncate", **settings).train_step(PROMPTS)
+    assert parts(metrics).keys() == UPDATE | SAMPLE | {"reward", "advantages"}
+    assert metrics["sampler/weight"] == pytest.approx(1, abs=1e-5)
 
 
 def test_the_reward_function_takes_the_time_it_takes():

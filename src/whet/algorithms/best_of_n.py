@@ -8,16 +8,17 @@ first counts.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whet.algorithms.online import RewardFn, make_engine, read_prompts, reward_functions, sample
-from whet.config import BestOfNConfig
+from whet.algorithms.online import RewardFn, read_prompts, reward_functions, sample
+from whet.config import BestOfNConfig, EngineName
 from whet.errors import RewardError
 from whet.fields import make_config
+from whet.rollout.choose import make_engine
 from whet.rollout.protocol import RolloutEngine
 from whet.sampling import Completion
 from whet.trainer import stop_token_ids
@@ -45,7 +46,7 @@ class BestOfN:
         reward_fn: one reward function, several, or ``RewardFunctions``.
         config: settings; None: the defaults.
         tokenizer: for prompts of text, and so that reward functions see text.
-        engine: samples in place of the model; "auto" is the model itself.
+        engine: samples the candidates; "auto", "native", "torch" or None stand for the setting of that name.
         **settings: fields of ``BestOfNConfig``, such as ``n`` and ``max_new_tokens``.
     """
 
@@ -56,14 +57,17 @@ class BestOfN:
         *,
         config: BestOfNConfig | None = None,
         tokenizer: Any = None,
-        engine: RolloutEngine | Literal["auto"] = "auto",
+        engine: RolloutEngine | EngineName | None = None,
         **settings: Any,
     ) -> None:
+        if isinstance(engine, str):
+            settings["engine"], engine = engine, None
         self.config = make_config(BestOfNConfig, config, settings)
         self.rewards = reward_functions(self.config, reward_fn)
         self.model = model
         self.tokenizer = tokenizer
-        self.engine = make_engine(engine, model, "BestOfN")
+        chosen = self.config.engine if engine is None else engine
+        self.engine = make_engine(chosen, model, self.config.rollout_weights, "BestOfN")
 
     def generate(
         self, prompts: Any, *, return_scores: bool = False, return_all: bool = False

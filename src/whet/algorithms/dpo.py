@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from whet.algorithms.masked import check_float_tensor, check_shapes
+from whet.algorithms.masked import check_float_tensor, check_shapes, sampler_gap
 from whet.batches import check_row_counts, is_batch, is_rows
 from whet.config import DPOConfig, DPOLossType, check_dpo_options
 from whet.data import token_rows, tokenize_preference
@@ -133,8 +133,12 @@ def _pair_sums(pairs: Pairs, logprobs: Callable[[Any, Any], Tensor]) -> tuple[Te
     return chosen, rejected
 
 
-def update_on_pairs(trainer: Trainer, pairs: Pairs) -> dict[str, float]:
-    """One update of a trainer whose config is a ``PreferenceConfig``, and its metrics."""
+def update_on_pairs(trainer: Trainer, pairs: Pairs, sampler: tuple[Tensor, Tensor] | None = None) -> dict[str, float]:
+    """One update of a trainer whose config is a ``PreferenceConfig``, and its metrics.
+
+    With ``sampler``, the log-probs of chosen and rejected tokens as the engine recorded them, (B, T) each, how far they
+    are from the policy's: ``sampler/log_ratio``, the mean of |difference| over tokens, and its ``_max``.
+    """
     config, reference = trainer.config, pairs.reference
     if not config.has_reference():
         reference = None
@@ -147,6 +151,7 @@ def update_on_pairs(trainer: Trainer, pairs: Pairs) -> dict[str, float]:
         reference = reference_sums(trainer, pairs)
     n_pairs = len(pairs.prompt_ids)
     n_completion = sum(map(len, pairs.chosen_ids)) + sum(map(len, pairs.rejected_ids))
+    worst: list[float] = []
 
     def loss_of(rows: slice) -> tuple[Tensor, dict[str, float]]:
         prompts = pairs.prompt_ids[rows]
@@ -173,9 +178,16 @@ def update_on_pairs(trainer: Trainer, pairs: Pairs) -> dict[str, float]:
                 rejected_lengths=rejected_lengths,
                 n_pairs=n_pairs,
             )
+        if sampler is not None:
+            recorded = torch.cat([side[rows, : mask.shape[1]] for side in sampler]).to(mask.device)
+            total, largest = sampler_gap(logprobs, recorded, mask)
+            metrics["sampler/log_ratio"] = total / max(1, n_completion)
+            worst.append(largest)
         return loss, {**metrics, "entropy": cast(Tensor, entropy).sum().item() / max(1, n_completion)}
 
     metrics = trainer.update(n_pairs, loss_of)
+    if worst:
+        metrics["sampler/log_ratio_max"] = max(worst)
     return {**metrics, "num_tokens": n_completion + 2 * sum(map(len, pairs.prompt_ids))}
 
 

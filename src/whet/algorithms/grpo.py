@@ -24,6 +24,7 @@ from whet.algorithms.masked import (
     count_rows,
     importance_weights,
     masked,
+    sampler_gap,
     token_kl,
 )
 from whet.algorithms.online import (
@@ -50,7 +51,7 @@ from whet.phases import phase
 
 _LOSS_SETTINGS = (
     "loss_type", "level", "epsilon", "epsilon_high", "delta", "beta", "kl_estimator", "kl_bias_correction",
-    "sapo_tau_positive", "sapo_tau_negative", "sampler_correction", "sampler_cap",
+    "sapo_tau_positive", "sapo_tau_negative", "sampler_cap",
 )  # fmt: skip
 
 
@@ -95,8 +96,9 @@ class GRPO(OnlineTrainer):
 
         Returns:
             Metrics: ``loss``, ``mean_reward``, ``reward_std`` (mean of the groups'), ``frac_reward_zero_std``,
-            ``rewards/NAME/{mean,std}``, ``entropy``, ``completions/...``, those of ``grpo_loss``, and those of
-            every step. Those of several iterations are averaged.
+            ``rewards/NAME/{mean,std}``, ``entropy``, ``completions/...``, ``sampler/log_ratio`` and its ``_max`` (of
+            |log pi_old - log pi_sampler| per token), those of ``grpo_loss``, and those of every step. Those of several
+            iterations are averaged.
 
         Raises:
             RewardError: a reward function failed.
@@ -143,21 +145,25 @@ class GRPO(OnlineTrainer):
             reference = self.reference_logprobs(prompts, completions, config.temperature)
         n_tokens, n_rows = sum(map(len, completions)), len(rows)
         n_sampled = max(1, n_tokens)
-        correct = config.sampler_correction != "off"
-        if correct and sampler is None:
-            raise WhetValueError(
-                "GRPO: sampler_correction needs log-probs, and the engine tells none. Set it to 'off'."
-            )
-        if correct and sampler is not None:
+        correction = config.correction()
+        if correction and sampler is None:
+            if config.sampler_correction != "auto":
+                raise WhetValueError(
+                    "GRPO: sampler_correction needs log-probs, and the engine tells none. Set it to 'off'."
+                )
+            correction = None
+        # What a mask rejects has to be known before the first micro-batch; dropout has no place in the weights.
+        if correction and sampler is not None and (correction.endswith("mask") or config.training_mode):
             old = self.logprobs(self.model, prompts, completions, config.temperature)
             mask = torch.arange(old.shape[1]) < torch.tensor([[len(row)] for row in completions])
-            _, kept = importance_weights(
-                old.cpu(), sampler, mask, correction=config.sampler_correction, cap=config.sampler_cap
-            )
+            _, kept = importance_weights(old.cpu(), sampler, mask, correction=correction, cap=config.sampler_cap)
             n_tokens, n_rows = int(kept.sum()), count_rows(mask, kept)
         if not n_tokens:
             return {"loss": 0.0, "grad_norm": 0.0}
         settings = {name: getattr(config, name) for name in _LOSS_SETTINGS}
+        if correction:
+            settings["sampler_correction"] = correction
+        worst: list[float] = []
         first: dict[int, Tensor] = {}
 
         def loss_of(part: slice) -> tuple[Tensor, dict[str, float]]:
@@ -178,7 +184,7 @@ class GRPO(OnlineTrainer):
                     per_row[part],
                     mask,
                     ref_logprobs=None if reference is None else cut(reference),
-                    sampler_logprobs=cut(sampler) if correct and sampler is not None else None,
+                    sampler_logprobs=cut(sampler) if correction and sampler is not None else None,
                     n_tokens=n_tokens,
                     n_rows=n_rows,
                     max_completion_length=config.max_new_tokens,
@@ -186,12 +192,14 @@ class GRPO(OnlineTrainer):
                 )
             metrics["entropy"] = cast(Tensor, entropy).sum().item() / n_sampled
             if sampler is not None:
-                gap = masked(before - cut(sampler), mask)
-                metrics["sampler/log_ratio"] = gap.abs().sum().item() / n_sampled
+                total, largest = sampler_gap(before, cut(sampler), mask)
+                metrics["sampler/log_ratio"] = total / n_sampled
+                worst.append(largest)
             return loss, metrics
 
         history = [self.update(len(rows), loss_of) for _ in range(config.num_iterations)]
-        return {name: sum(h[name] for h in history) / len(history) for name in history[0]}
+        means = {name: sum(h[name] for h in history) / len(history) for name in history[0]}
+        return {**means, **({"sampler/log_ratio_max": max(worst)} if worst else {})}
 
 
 def grpo_loss(

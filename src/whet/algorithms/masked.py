@@ -64,6 +64,12 @@ def importance_weights(
     return masked(weights, weights <= cap), completion_mask & (weights <= cap)
 
 
+def sampler_gap(logprobs: Tensor, sampler_logprobs: Tensor, completion_mask: Tensor) -> tuple[float, float]:
+    """Sum and maximum of |logprobs - sampler_logprobs| over the mask: how far the sampler is from the policy."""
+    gap = masked(logprobs.detach() - sampler_logprobs.to(logprobs), completion_mask).abs()
+    return gap.sum().item(), gap.max().item() if gap.numel() else 0.0
+
+
 def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """Estimates of KL(policy || reference) from the policy's samples, per token (Schulman 2020).
 

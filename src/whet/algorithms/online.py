@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from whet.batches import is_rows
-from whet.config import RolloutConfig
+from whet.config import EngineName, RolloutConfig
 from whet.data import token_rows, tokenize_prompt
 from whet.errors import WhetTypeError, WhetValueError
 from whet.phases import phase
 from whet.rewards import RewardBatch, RewardFunctions
+from whet.rollout.choose import make_engine
 from whet.rollout.protocol import RolloutEngine
-from whet.rollout.torch_engine import TorchEngine
 from whet.sampling import Completion, SamplingParams
 from whet.trainer import Trainer, stop_token_ids
 
@@ -168,20 +168,11 @@ def reward_functions(config: RolloutConfig, reward_fn: RewardFn | None) -> Rewar
     )
 
 
-def make_engine(engine: RolloutEngine | Literal["auto"], model: nn.Module, where: str) -> RolloutEngine:
-    """The engine given, or for "auto" a ``TorchEngine`` over the model."""
-    if engine == "auto":
-        return TorchEngine(model)
-    if isinstance(engine, str) or not hasattr(engine, "generate"):
-        raise WhetTypeError(f"{where}: engine is {engine!r}, expected 'auto' or a RolloutEngine.")
-    return engine
-
-
 class OnlineTrainer(Trainer):
     """The base of the training algorithms that sample.
 
     Args:
-        engine: samples the completions; "auto" is the model itself.
+        engine: samples the completions; "auto", "native", "torch" or None stand for the setting of that name.
         **arguments: of ``Trainer``.
 
     Attributes:
@@ -195,13 +186,16 @@ class OnlineTrainer(Trainer):
         model: nn.Module,
         ref_model: nn.Module | None = None,
         *,
-        engine: RolloutEngine | Literal["auto"] = "auto",
+        engine: RolloutEngine | EngineName | None = None,
         **arguments: Any,
     ) -> None:
+        if isinstance(engine, str):
+            arguments["engine"], engine = engine, None
         super().__init__(model, ref_model, **arguments)
-        self.engine = make_engine(engine, model, type(self).__name__)
+        config = self.config
+        chosen = config.engine if engine is None else engine
+        self.engine = make_engine(chosen, model, config.rollout_weights, type(self).__name__)
         self.last_completions: list[dict[str, Any]] = []
-        self._synced_at: int | None = None
 
     def as_row(self, item: Any) -> Mapping[str, Any]:
         return item if isinstance(item, Mapping) else {"prompt": item}
@@ -209,10 +203,8 @@ class OnlineTrainer(Trainer):
     def sample(self, prompt_batch: Any, n: int) -> Rollout:
         """``n`` completions per prompt from the policy as it is, the same ones for one (seed, step)."""
         prompts = read_prompts(prompt_batch, self.tokenizer, type(self).__name__)
-        if self._synced_at != self.n_updates:
-            with phase("sync"):
-                self.engine.sync(self.model)
-            self._synced_at = self.n_updates
+        with phase("sync"):
+            self.engine.sync(self.model)
         seed = int(np.random.SeedSequence([self.config.seed % 2**64, self.step]).generate_state(1)[0])
         stop_ids = stop_token_ids(self.model, self.tokenizer)
         return sample(self.engine, prompts, n, self.config.sampling(stop_ids, seed), self.tokenizer)

@@ -67,7 +67,8 @@ class OnlineDPO(OnlineTrainer):
 
         Returns:
             Metrics: ``loss``, ``frac_ties`` (share of pairs without a winner, identical completions among
-            them), those of ``DPO.train_step``, ``completions/...``, with reward functions ``mean_reward`` and
+            them), those of ``DPO.train_step``, ``completions/...``, ``sampler/log_ratio`` (where temperature is 1
+            and nothing filters: see ``update_on_pairs``), with reward functions ``mean_reward`` and
             ``rewards/NAME/{mean,std}``, and those of every step.
 
         Raises:
@@ -92,9 +93,19 @@ class OnlineDPO(OnlineTrainer):
                 chosen_ids=[ids[i + winner] for i, winner in decided],
                 rejected_ids=[ids[i + 1 - winner] for i, winner in decided],
             )
-            metrics = update_on_pairs(self, pairs)
+            metrics = update_on_pairs(self, pairs, self._sampler_logprobs(rollout, decided))
         metrics["frac_ties"] = 1 - len(decided) / len(winners)
         return {**metrics, **(reward_metrics(scored) if scored else {}), **rollout.metrics()}
+
+    def _sampler_logprobs(
+        self, rollout: Rollout, decided: list[tuple[int, int]]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Those of chosen and rejected tokens, where they are of the distribution that the loss looks at."""
+        if not self.config.samples_plainly():
+            return None
+        both = [i + winner for i, winner in decided] + [i + 1 - winner for i, winner in decided]
+        recorded = rollout.sampler_logprobs(both)
+        return None if recorded is None else (recorded[: len(decided)], recorded[len(decided) :])
 
     def _winners(self, rollout: Rollout, scored: RewardBatch | None) -> Sequence[int | None]:
         """Per pair the side that is preferred, or None; an unscored completion neither wins nor loses."""

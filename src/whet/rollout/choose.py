@@ -1,0 +1,71 @@
+"""Which engine samples: the native one where it runs the model, else torch.
+
+Knows nothing about algorithms: they ask by name, or bring an engine of their own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import get_args
+
+import torch
+from torch import nn
+
+from whet.config import EngineName, RolloutWeights
+from whet.engine import Engine
+from whet.errors import WhetTypeError, WhetValueError
+from whet.nn.causal_lm import module_device
+from whet.rollout.protocol import RolloutEngine
+from whet.rollout.torch_engine import TorchEngine
+
+
+def make_engine(
+    engine: RolloutEngine | EngineName, model: nn.Module, weights: RolloutWeights = "auto", where: str = "make_engine"
+) -> RolloutEngine:
+    """The engine given, or one of that name over ``model``.
+
+    Args:
+        engine: "native" (``whet.Engine``); "torch" (``TorchEngine``); "auto": native for a Hugging Face model on the
+            CPU, else torch. Where the native engine does not run such a model, a warning says what it lacks.
+        model: whose completions are wanted.
+        weights: format of the native engine's matrices; "auto": as the model has them, bfloat16 or else float32, so
+            that what is sampled from is the policy and no rounding of it.
+        where: who asks, for messages.
+
+    Raises:
+        WhetValueError: "native", and the native engine does not run the model.
+        WhetTypeError: no engine, and no name of one; "native", and it is no Hugging Face model.
+    """
+    names = get_args(EngineName)
+    if not hasattr(engine, "generate") and (not isinstance(engine, str) or engine not in names):
+        raise WhetTypeError(
+            f"{where}: engine is {engine!r}, expected {', '.join(map(repr, names))} or a RolloutEngine."
+        )
+    if not isinstance(engine, str):
+        return engine
+    if engine == "native":
+        return _native(model, weights)
+    if engine == "auto" and hasattr(model, "config") and module_device(model).type == "cpu":
+        try:
+            return _native(model, weights)
+        except WhetTypeError:
+            pass  # a module of the user's own, which torch alone can run
+        except WhetValueError as error:
+            warnings.warn(
+                f"{where}: torch samples, which is slower, as the native engine does not run this model ({error}) "
+                f"engine='torch' says so without a warning.",
+                stacklevel=4,
+            )
+    return TorchEngine(model)
+
+
+def _native(model: nn.Module, weights: RolloutWeights) -> Engine:
+    if weights == "auto":
+        weights = "bf16" if next(model.parameters()).dtype == torch.bfloat16 else "float32"
+    try:
+        return Engine.from_model(model, weights=weights)
+    except WhetValueError:
+        if not hasattr(model, "peft_config"):
+            raise
+        # Adapters of the embedding or the head cannot be computed beside them.
+        return Engine.from_model(model, weights=weights, merge_adapters=True)

@@ -1,0 +1,198 @@
+"""The algorithms with each engine: the same tokens, weights that follow, one version a rollout, and how far off it is."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from tiny import EOS, TinyModel, assert_same_weights, tiny_llama, with_lora
+
+from whet.algorithms.best_of_n import BestOfN
+from whet.algorithms.grpo import GRPO
+from whet.algorithms.online_dpo import OnlineDPO
+from whet.config import GRPOConfig
+from whet.engine import Engine
+from whet.errors import WhetValueError
+from whet.rollout.torch_engine import TorchEngine
+
+PROMPTS = [[5], [6, 4], [7]]
+
+
+def fours(completions):
+    return [float((c == 4).sum()) for c in completions]
+
+
+def grpo(model=None, **settings):
+    settings = {"reward_fn": fours, "group_size": 4, "max_new_tokens": 5, "learning_rate": 0.01} | settings
+    return GRPO(tiny_llama() if model is None else model, **settings)
+
+
+def completions(trainer):
+    return [row["completion"] for row in trainer.last_completions]
+
+
+class Recorded:
+    """Passes on to an engine, and keeps what came back."""
+
+    def __init__(self, engine):
+        self.engine, self.groups = engine, []
+
+    def sync(self, model):
+        self.engine.sync(model)
+
+    def generate(self, prompt_ids, n, sampling):
+        self.groups.append(self.engine.generate(prompt_ids, n, sampling))
+        return self.groups[-1]
+
+
+def test_native_and_torch_take_the_same_steps():
+    runs = {}
+    for name, kind in (("native", Engine), ("torch", TorchEngine)):
+        trainer = grpo(engine=name)
+        assert isinstance(trainer.engine, kind)
+        history = [trainer.train_step(PROMPTS)]
+        first = completions(trainer)
+        history += [trainer.train_step(PROMPTS) for _ in range(11)]
+        runs[name] = first, history
+        assert all(step["sampler/log_ratio"] <= step["sampler/log_ratio_max"] < 1e-5 for step in history)
+    (tokens, native), (expected, torched) = runs["native"], runs["torch"]
+    assert tokens == expected
+    assert native[0]["loss"] == pytest.approx(torched[0]["loss"], abs=1e-6)
+    for step, other in zip(native, torched, strict=True):
+        # One token on the other side of a uniform moves the mean of 12 rewards by a twelfth.
+        assert step["mean_reward"] == pytest.approx(other["mean_reward"], abs=0.35)
+    assert np.mean([s["mean_reward"] for s in native]) == pytest.approx(
+        np.mean([s["mean_reward"] for s in torched]), abs=0.1
+    )
+
+
+@pytest.mark.parametrize("make_model", [tiny_llama, lambda: with_lora(tiny_llama())])
+def test_auto_learns_on_the_native_engine(make_model):
+    torch.manual_seed(0)
+    trainer = grpo(
+        make_model(), reward_fn=lambda completions: [float(c[0] == 4) for c in completions],
+        group_size=8, max_new_tokens=2, learning_rate=0.05, loss_type="dr_grpo",
+    )  # fmt: skip
+    assert isinstance(trainer.engine, Engine)
+    history = [trainer.train_step([[5], [6], [7]])["mean_reward"] for _ in range(40)]
+    assert history[0] < 0.4 and np.mean(history[-5:]) > 0.9
+
+
+def test_a_rollout_is_of_one_version_and_the_next_one_of_the_new_weights():
+    trainer = grpo()
+    engine = trainer.engine = Recorded(trainer.engine)
+    for version in (1, 2):
+        trainer.train_step(PROMPTS)
+        assert {c.policy_version for group in engine.groups[-1] for c in group} == {version}
+    # Weights that something else than the optimizer changed: always token 9.
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.zero_()
+        trainer.model.model.embed_tokens.weight[:, 0] = 1
+        trainer.model.model.norm.weight.fill_(1)
+        trainer.model.lm_head.weight[9, 0] = 100
+    trainer.train_step(PROMPTS)
+    assert {token for group in engine.groups[-1] for c in group for token in c.token_ids} == {9}
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_coarser_weights_are_corrected_and_measured(weights):
+    trainer = grpo(rollout_weights=weights)
+    step = trainer.train_step(PROMPTS)
+    assert trainer.config.correction() == "token_truncate"
+    assert 0 < step["sampler/log_ratio"] < step["sampler/log_ratio_max"] < 0.05
+    # E[pi / pi_sampler] under the sampler is 1.
+    assert step["sampler/weight"] == pytest.approx(1, abs=0.02)
+    assert "sampler/weight" not in grpo(rollout_weights=weights, sampler_correction="off").train_step(PROMPTS)
+
+
+def test_auto_corrects_nothing_where_the_policy_itself_is_sampled():
+    assert GRPOConfig().correction() is None
+    assert GRPOConfig(rollout_weights="float32").correction() is None
+    assert GRPOConfig(rollout_weights="int4", sampler_correction="off").correction() is None
+    assert GRPOConfig(sampler_correction="sequence_mask").correction() == "sequence_mask"
+    assert "sampler/weight" not in grpo().train_step(PROMPTS)
+
+
+class OwnGenerate(TinyModel):
+    """Tells no log-probs."""
+
+    def generate(self, input_ids, max_new_tokens):
+        for _ in range(max_new_tokens):
+            probs = self(input_ids)[:, -1].softmax(-1)
+            input_ids = torch.cat([input_ids, torch.multinomial(probs, 1)], dim=1)
+        return input_ids
+
+
+def test_auto_correction_needs_no_logprobs():
+    step = grpo(OwnGenerate(), rollout_weights="bf16").train_step(PROMPTS)
+    assert math.isfinite(step["loss"]) and "sampler/log_ratio" not in step
+
+
+@pytest.mark.parametrize("engine", ["auto", "native", "torch"])
+def test_online_dpo_measures_the_sampler(engine):
+    def online(**settings):
+        return OnlineDPO(tiny_llama(), reward_fn=fours, engine=engine, max_new_tokens=5, **settings)
+
+    step = online(micro_batch_size=1).train_step([[5], [6, 4], [7], [8]] * 2)
+    assert step["frac_ties"] < 1
+    assert 0 <= step["sampler/log_ratio"] <= step["sampler/log_ratio_max"] < 1e-5
+    # The loss looks at temperature 1, which is not what was sampled from here.
+    assert "sampler/log_ratio" not in online(temperature=0.5).train_step([[5], [6, 4], [7], [8]] * 2)
+
+
+def test_best_of_n_is_the_same_on_both_engines():
+    found = {}
+    for engine in ("native", "torch"):
+        best = BestOfN(tiny_llama(), fours, engine=engine, n=4, max_new_tokens=6)
+        found[engine] = best.generate(PROMPTS, return_all=True)
+        assert isinstance(best.engine, Engine if engine == "native" else TorchEngine)
+    assert torch.equal(found["native"].sequences, found["torch"].sequences)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(tmp_path):
+    through = grpo()
+    for _ in range(2):
+        through.train_step(PROMPTS)
+    through.save(tmp_path / "checkpoint")
+    resumed = GRPO.from_checkpoint(tmp_path / "checkpoint", tiny_llama(seed=1), reward_fn=fours)
+    assert isinstance(resumed.engine, Engine)
+    for trainer in (through, resumed):
+        trainer.train_step(PROMPTS)
+    assert completions(through) == completions(resumed)
+    assert_same_weights(through.model, resumed.model)
+
+
+def test_the_engine_is_made_once():
+    trainer = grpo()
+    engine = trainer.engine
+    for _ in range(3):
+        trainer.train_step(PROMPTS)
+    assert trainer.engine is engine and engine.policy_version == 3
+
+
+def test_names_in_the_config_and_beside_it():
+    assert isinstance(grpo(config=GRPOConfig(engine="torch")).engine, TorchEngine)
+    assert isinstance(grpo(config=GRPOConfig(engine="torch"), engine="native").engine, Engine)
+    assert grpo(engine="torch").config.engine == "torch"
+
+
+def test_unsupported_models_fall_back_with_one_warning_and_native_refuses():
+    import peft
+
+    def model():
+        settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+        return peft.get_peft_model(tiny_llama(), settings)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = grpo(model(), stop_token_ids=[EOS])
+        for _ in range(2):
+            trainer.train_step([[5], [6], [7]])
+    told = [w for w in caught if "native engine" in str(w.message)]
+    assert len(told) == 1 and "GRPO: torch samples" in str(told[0].message) and told[0].filename == __file__
+    with pytest.raises(WhetValueError, match="the model has learned prompts"):
+        grpo(model(), engine="native")

@@ -1,0 +1,115 @@
+"""Which engine is chosen, that a fallback says what is lacking, and in which format the native one samples."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import peft
+import pytest
+import torch
+import transformers
+
+from whet.engine import Engine
+from whet.errors import WhetTypeError, WhetValueError
+from whet.rollout.choose import make_engine
+from whet.rollout.torch_engine import TorchEngine
+from whet.sampling import SamplingParams
+
+SIZES = {
+    "vocab_size": 12, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def tiny_llama():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+
+
+def gemma():
+    return transformers.GemmaForCausalLM(transformers.GemmaConfig(**SIZES, head_dim=8))
+
+
+def with_lora(model):
+    lora = peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj", "lm_head"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, lora)
+
+
+class OwnModule(torch.nn.Module):
+    """With a config, as many modules have, but none of Hugging Face's."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = {"n_layers": 1}
+        self.embedding = torch.nn.Embedding(12, 12)
+
+    def forward(self, input_ids):
+        return self.embedding(input_ids)
+
+
+def prompt_learning():
+    return peft.get_peft_model(tiny_llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+
+@pytest.mark.parametrize("make_model", [tiny_llama, lambda: with_lora(tiny_llama())])
+def test_auto_is_native_for_what_the_engine_runs(make_model):
+    model = make_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        engine = make_engine("auto", model)
+    assert isinstance(engine, Engine) and set(engine.formats.values()) == {"float32"}
+    sampling = SamplingParams(max_new_tokens=6)
+    expected = TorchEngine(model).generate([[4, 5], [7]], 3, sampling)
+    found = engine.generate([[4, 5], [7]], 3, sampling)
+    assert [[c.token_ids for c in group] for group in found] == [[c.token_ids for c in group] for group in expected]
+    assert isinstance(make_engine("torch", model), TorchEngine)
+    assert make_engine(engine, model) is engine
+
+
+def test_auto_follows_the_adapters_that_it_had_to_merge():
+    model = with_lora(tiny_llama())  # the head among them
+    engine = make_engine("auto", model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.3)
+    engine.sync(model)
+    sampling = SamplingParams(max_new_tokens=8)
+    assert [c.token_ids for c in engine.generate([[4, 5]], 4, sampling)[0]] == [
+        c.token_ids for c in TorchEngine(model).generate([[4, 5]], 4, sampling)[0]
+    ]
+
+
+def test_weights_are_those_of_the_model_or_those_asked_for():
+    half = copy.deepcopy(tiny_llama()).bfloat16()
+    assert make_engine("auto", half).formats["layers.0.o"] == "bfloat16"
+    assert make_engine("native", half, "float32").formats["layers.0.o"] == "float32"
+    assert make_engine("auto", tiny_llama(), "int8").formats["layers.0.o"] == "int8"
+
+
+@pytest.mark.parametrize(("make_model", "lack"), [(gemma, "gemma"), (prompt_learning, "the model has learned prompts")])
+def test_a_fallback_warns_once_and_native_refuses(make_model, lack):
+    model = make_model()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = make_engine("auto", model, where="GRPO")
+    told = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+    assert isinstance(engine, TorchEngine) and len(told) == 1
+    assert told[0].startswith("GRPO: torch samples") and lack in told[0]
+    with pytest.raises(WhetValueError, match=lack):
+        make_engine("native", model)
+
+
+def test_a_module_of_ones_own_is_torchs_without_a_word():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(make_engine("auto", OwnModule()), TorchEngine)
+    with pytest.raises(WhetTypeError, match="model is a OwnModule, expected a Hugging Face model"):
+        make_engine("native", OwnModule())
+
+
+@pytest.mark.parametrize("engine", ["vllm", None, 3])
+def test_what_is_no_engine_is_named(engine):
+    with pytest.raises(WhetTypeError, match=r"GRPO: engine is .*, expected 'auto', 'native', 'torch' or a Rollout"):
+        make_engine(engine, OwnModule(), where="GRPO")
