@@ -37,6 +37,18 @@ def test_import_needs_numpy_alone():
     assert python(code).stdout.strip() == "[]"
 
 
+def test_the_engine_stands_at_top_level_and_needs_numpy_alone():
+    code = (
+        "import sys, whet; print('whet.engine' in sys.modules, 'Engine' in dir(whet) or 'Engine' in whet.__all__)\n"
+        "from whet import *; whet.engine.Engine is Engine or 1 / 0; SamplingParams(); Completion\n"
+        "print([m for m in ('torch', 'transformers', 'safetensors', 'rich', 'tyro') if m in sys.modules])\n"
+        "whet.Engin"
+    )
+    run = python(code)
+    assert run.stdout == "False True\n[]\n"
+    assert "module 'whet' has no attribute 'Engin'" in run.stderr
+
+
 DIGEST = """
 import hashlib, numpy as np, whet
 rng = np.random.default_rng(0)

@@ -1,15 +1,21 @@
 """Whet post-trains language models on the machine you have, and runs what comes out.
 
-The primitives stand at top level and need NumPy alone. Algorithms are imported from their own modules
+The primitives and the engine stand at top level and need NumPy alone. Algorithms are imported from their own modules
 (``from whet.algorithms.grpo import GRPO``) and need the ``train`` extra.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from whet import _core, ops
 from whet.errors import WhetError, WhetTypeError, WhetValueError
 from whet.ops import *  # noqa: F403
 from whet.ops import inputs as _inputs
+
+if TYPE_CHECKING:
+    from whet.engine import Engine
+    from whet.sampling import Completion, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -50,5 +56,18 @@ def set_num_threads(n: int) -> None:
     _core.set_num_threads(n)
 
 
+_LATER = {"Engine": "whet.engine", "Completion": "whet.sampling", "SamplingParams": "whet.sampling"}
+"""Names that are imported when they are asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'whet' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LATER[name]), name)
+
+
 __all__ = ["WhetError", "WhetTypeError", "WhetValueError", "build_info", "get_num_threads", "isa", "set_num_threads"]
+__all__ += ["Completion", "Engine", "SamplingParams"]
 __all__ += ops.__all__

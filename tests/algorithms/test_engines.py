@@ -1,4 +1,4 @@
-"""The algorithms with each engine: the same tokens, weights that follow, one version a rollout, and how far off it is."""
+"""The algorithms with each engine: the same tokens, weights that follow, one version a rollout, how far off it is."""
 
 from __future__ import annotations
 

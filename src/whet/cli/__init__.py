@@ -30,6 +30,8 @@ usage: whet COMMAND ...
   whet train grpo CONFIG.toml         sample, score, reinforce
   whet train online-dpo CONFIG.toml   sample pairs, judge, learn from them
   whet best-of-n CONFIG.toml          sample, score, keep the best; no training
+  whet generate MODEL --prompt TEXT   continue a text
+  whet info MODEL                     what a model is, and whether it runs
   whet estimate MODEL                 memory of a model, in every format
   whet bench SUITE                    measure Whet beside its peers
   whet bench compare BEFORE AFTER     what became faster or slower
@@ -104,7 +106,7 @@ def _run(argv: list[str]) -> int:
     if command == "--version":
         print(f"whet {__version__}")
         return 0
-    _check_choice("command", command, ["demo", "train", "best-of-n", "estimate", "bench"])
+    _check_choice("command", command, ["demo", "train", "best-of-n", "generate", "info", "estimate", "bench"])
     if command == "train":
         return _train(rest)
     if command == "bench":
@@ -117,6 +119,15 @@ def _run(argv: list[str]) -> int:
         from whet.cli import estimate
 
         return estimate.main(rest)
+    if command == "info":
+        from whet.cli import info
+
+        return info.main(rest)
+    if command == "generate":
+        _check_installed(f"whet {command}", "transformers", "tokenizers", "jinja2")
+        from whet.cli import generate
+
+        return generate.main(rest)
     if command == "best-of-n":
         from whet.cli.runs import BestOfNRun
         from whet.cli.settings import parse

@@ -54,9 +54,9 @@ def main(argv: Sequence[str]) -> int:
     console.print(_table(asked, all_formats))
     chosen = all_formats[asked.weights]
     console.print(
-        f"KV cache {_size(chosen.kv_cache)} ({asked.kv_cache}), workspace {_size(chosen.workspace)}, norms and biases "
-        f"{_size(chosen.norms)} (float32). {asked.weights} takes {_size(chosen.total)} in all and "
-        f"{'fits' if chosen.total <= memory else 'does not fit'} into this machine's {_size(memory)}."
+        f"KV cache {in_bytes(chosen.kv_cache)} ({asked.kv_cache}), workspace {in_bytes(chosen.workspace)}, norms and "
+        f"biases {in_bytes(chosen.norms)} (float32). {asked.weights} takes {in_bytes(chosen.total)} in all and "
+        f"{'fits' if chosen.total <= memory else 'does not fit'} into this machine's {in_bytes(memory)}."
     )
     console.print(
         "GB are 10^9 bytes, and bits per weight count scales, embeddings and norms. The workspace is an estimate: "
@@ -82,7 +82,7 @@ def _table(asked: EstimateConfig, all_formats: dict[str, Estimate]) -> Table:
     for name in ("Bits/weight", "Layers", "Embeddings", "All weights", "In all"):
         table.add_column(name, justify="right")
     for name, e in all_formats.items():
-        sizes = map(_size, (e.linear, e.embeddings, e.weights, e.total))
+        sizes = map(in_bytes, (e.linear, e.embeddings, e.weights, e.total))
         table.add_row(name, f"{e.bits_per_weight:.2f}", *sizes, style="bold" if name == asked.weights else "")
     return table
 
@@ -106,7 +106,8 @@ def _as_dict(asked: EstimateConfig, chosen: Estimate, memory: int) -> dict[str, 
     }
 
 
-def _size(n_bytes: int) -> str:
+def in_bytes(n_bytes: int) -> str:
+    """A size in words: 21.45 GB."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n_bytes >= scale:
             return f"{n_bytes / scale:.2f} {unit}"

@@ -1,0 +1,195 @@
+"""``whet generate``: continues a text on the native engine, and shows it as it comes.
+
+The text goes to standard output, everything about it to standard error. Needs a tokenizer, and not torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from whet.data import tokenize_prompt
+from whet.engine import Engine
+from whet.engine.files import map_file, parse_json
+from whet.errors import WhetError, WhetValueError
+from whet.fields import check_range
+from whet.sampling import SamplingParams
+
+Weights = Literal["float32", "bf16", "int8", "int4", "q8_0", "q4_k"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+    """Continues a prompt; of a model with a chat template, as its assistant."""
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """A folder that save_pretrained wrote, or a .gguf file."""
+    prompt: str
+    """The text."""
+    n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
+    """How many continuations. One is shown as it comes, several when all are done."""
+    max_new_tokens: int = 256
+    """Longest continuation in tokens."""
+    temperature: float = 1.0
+    """Divides the logits; 0: always the most probable token."""
+    top_k: int = 0
+    """Sample from the k most probable tokens; 0: from all."""
+    top_p: float = 1.0
+    """Sample from the most probable tokens that together have this mass; 1: from all."""
+    min_p: float = 0.0
+    """Drop tokens less probable than this share of the most probable one; 0: none."""
+    repetition_penalty: float = 1.0
+    """Makes tokens that are there already less probable; 1: does not."""
+    seed: int = 0
+    """Keys the sampling: the same seed, the same text."""
+    weights: Weights | None = None
+    """Format of the matrices; none: bf16 of a folder, and of a GGUF file its own."""
+    adapter: str = ""
+    """A folder of LoRA adapters that PEFT or whet train saved, for this model."""
+    tokenizer: str = ""
+    """A folder with the tokenizer; empty: the model's. A GGUF file needs one."""
+    raw: bool = False
+    """Continue the prompt as it stands, though there is a chat template."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the continuations; the exit status is 0."""
+    asked = tyro.cli(GenerateConfig, args=argv, prog="whet generate")
+    check_range(asked, "n", asked.n >= 1, "an integer >= 1")
+    sampling = _sampling(asked, ())  # what is wrong with it is said before anything is loaded
+    tokenizer = load_tokenizer(asked)
+    engine = load_engine(asked)
+    prompt = asked.prompt
+    if tokenizer.chat_template and not asked.raw:
+        prompt = [{"role": "user", "content": asked.prompt}]
+    prompt_ids = tokenize_prompt({"prompt": prompt}, tokenizer)
+    sampling = _sampling(asked, stop_ids(asked.model, tokenizer))
+    adapter = engine.add_adapter(asked.adapter) if asked.adapter else None
+    with engine:
+        start_s = time.perf_counter()
+        if asked.n == 1:
+            n_tokens, reason = _stream(engine, tokenizer, prompt_ids, sampling, adapter)
+        else:
+            [samples] = engine.generate([prompt_ids], asked.n, sampling, adapter=adapter)
+            for i, sample in enumerate(samples, start=1):
+                print(f"--- {i}/{asked.n} ({sample.finish_reason})")
+                print("".join(text_pieces(tokenizer, sample.token_ids)))
+            n_tokens, reason = sum(len(sample.token_ids) for sample in samples), f"{asked.n} samples"
+        elapsed_s = time.perf_counter() - start_s
+    sys.stdout.flush()
+    print(
+        f"{len(prompt_ids)} + {n_tokens} tokens in {elapsed_s:.2f} s, {n_tokens / elapsed_s:.1f} tokens/s ({reason})",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _sampling(asked: GenerateConfig, stops: Sequence[int]) -> SamplingParams:
+    names = {field.name for field in dataclasses.fields(SamplingParams)} - {"stop_token_ids"}
+    return SamplingParams(**{name: getattr(asked, name) for name in names}, stop_token_ids=stops)
+
+
+def _stream(
+    engine: Engine, tokenizer: Any, prompt_ids: list[int], sampling: SamplingParams, adapter: int | None
+) -> tuple[int, str]:
+    """Shows one continuation as it comes; how many tokens it has, and why it ended."""
+    taken: list[int] = []
+    with engine.stream(prompt_ids, sampling, adapter=adapter) as tokens:
+
+        def ids() -> Iterator[int]:
+            for token in tokens:
+                taken.append(token.token_id)
+                yield token.token_id
+
+        try:
+            for piece in text_pieces(tokenizer, ids()):
+                print(piece, end="", flush=True)
+        finally:
+            print(flush=True)  # also where Ctrl-C ends it, so that what follows has a line of its own
+        return len(taken), tokens.finish_reason
+
+
+def text_pieces(tokenizer: Any, token_ids: Iterable[int]) -> Iterator[str]:
+    """The text of tokens, piece by piece, which together are the text of them all.
+
+    A character whose bytes lie in several tokens comes with the last of them. Tokens are decoded with those of the
+    piece before, because what a token says (a blank in front, say) may hang on what it follows.
+    """
+    ids: list[int] = []
+    begin = shown = 0  # ids[begin:shown] is the piece before
+
+    def text(part: list[int]) -> str:
+        return tokenizer.decode(part, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def rest() -> str:
+        return text(ids[begin:])[len(text(ids[begin:shown])) :]
+
+    for token_id in token_ids:
+        ids.append(token_id)
+        piece = rest()
+        if piece and not piece.endswith("\ufffd"):
+            yield piece
+            begin, shown = shown, len(ids)
+    if piece := rest():
+        yield piece
+
+
+def load_engine(asked: GenerateConfig) -> Engine:
+    """The engine of a folder or a GGUF file.
+
+    Raises:
+        WhetValueError: there is neither, or the engine does not run it.
+    """
+    path = Path(asked.model)
+    if not path.exists():
+        raise WhetValueError(f"whet generate: there is no {asked.model!r}. Pass a model's folder or its .gguf file.")
+    if path.is_file():
+        return Engine.from_gguf(path, weights=asked.weights)
+    return Engine.from_pretrained(path, weights=asked.weights or "bf16")
+
+
+def load_tokenizer(asked: GenerateConfig) -> Any:
+    """The tokenizer of ``asked.tokenizer``, or of the model's folder.
+
+    Raises:
+        WhetValueError: there is none.
+    """
+    folder = asked.tokenizer or asked.model
+    if Path(folder).is_file():
+        raise WhetValueError(
+            "whet generate: the tokenizer of a GGUF file is not read. Pass --tokenizer with the folder of the model's."
+        )
+    if not Path(folder).is_dir():
+        raise WhetValueError(f"whet generate: there is no folder {folder!r}.")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise WhetValueError(
+            f"whet generate: {folder} holds no tokenizer that transformers reads ({error}) Pass --tokenizer with one."
+        ) from error
+
+
+def stop_ids(model: str, tokenizer: Any) -> list[int]:
+    """Tokens that end a text: EOS of the tokenizer, and those of the folder's generation config."""
+    found = {tokenizer.eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        path = Path(model) / name
+        if path.is_file():
+            try:
+                eos = parse_json(map_file(path, model).tobytes(), name).get("eos_token_id")
+            except WhetError:
+                continue  # only the config is needed, and the engine has read that
+            found.update(eos if isinstance(eos, list) else [eos])
+            break
+    return sorted(i for i in found if isinstance(i, int))

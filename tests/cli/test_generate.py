@@ -1,0 +1,242 @@
+"""``whet generate`` and ``whet info`` as a user has them: in process, and as the command."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import gguf
+import pytest
+
+import whet
+from whet.cli import main
+from whet.cli.generate import text_pieces
+from whet.engine import Engine
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*argv, status=0):
+        capsys.readouterr()
+        assert main([str(argument) for argument in argv]) == status
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_model):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def ids_of(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_pieces_are_whole_characters_and_together_the_text(tokenizer):
+    text = "naïve 日本 👩‍🚀 x"
+    ids = ids_of(tokenizer, text)
+    assert len(ids) == len(text.encode())  # a token is a byte
+    pieces = list(text_pieces(tokenizer, ids))
+    assert pieces == list(text)
+    # What is no UTF-8 is shown in the end all the same, and does not hold back what follows for good.
+    broken = [*ids[:2], *ids_of(tokenizer, "日")[:2], *ids_of(tokenizer, "xyz")]
+    assert "".join(text_pieces(tokenizer, broken)) == tokenizer.decode(broken)
+    assert "".join(text_pieces(tokenizer, broken[:4])) == "na\ufffd"
+    assert list(text_pieces(tokenizer, [])) == []
+    assert list(text_pieces(tokenizer, [1])) == []  # <eos>
+
+
+def test_pieces_keep_blanks_that_hang_on_what_came_before():
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {word: i for i, word in enumerate(["<unk>", "▁say", "▁hel", "lo", "▁you"])}
+    raw = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    raw.decoder = decoders.Metaspace()
+    words = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")
+    assert list(text_pieces(words, [1, 2, 3, 4])) == ["say", " hel", "lo", " you"]
+
+
+def test_it_writes_what_the_engine_draws(run, tiny_model, tokenizer):
+    argv = ["generate", tiny_model, "--prompt", "Say é", "--max-new-tokens", "12", "--weights", "float32"]
+    out, err = run(*argv, "--raw", "--seed", "3")
+    sampling = whet.SamplingParams(max_new_tokens=12, seed=3, stop_token_ids=[1])
+    with Engine.from_pretrained(tiny_model, weights="float32") as engine:
+        [samples] = engine.generate([ids_of(tokenizer, "Say é")], 3, sampling)
+        texts = [tokenizer.decode(s.token_ids, skip_special_tokens=True) for s in samples]
+        chat = tokenizer.apply_chat_template([{"role": "user", "content": "Say é"}], tokenize=False)
+        chat_ids = ids_of(tokenizer, chat + "<assistant>")
+        [[greedy]] = engine.generate([chat_ids], 1, whet.SamplingParams(temperature=0, max_new_tokens=12))
+    assert out == texts[0] + "\n"
+    assert err.startswith(f"6 + {len(samples[0].token_ids)} tokens in ") and "tokens/s" in err and err.count("\n") == 1
+    several = run(*argv, "--raw", "--seed", "3", "-n", "3")
+    headed = [
+        f"--- {i}/3 ({s.finish_reason})\n{text}\n" for i, (s, text) in enumerate(zip(samples, texts, strict=True), 1)
+    ]
+    assert several.out == "".join(headed) and "(3 samples)" in several.err
+    chatted = run(*argv, "--temperature", "0")
+    assert chatted.out == tokenizer.decode(greedy.token_ids, skip_special_tokens=True) + "\n"
+    assert chatted.err.startswith(f"{len(chat_ids)} + 12 tokens") and "(length)" in chatted.err
+
+
+def write_gguf(tiny_model, path, architecture="llama"):
+    """The tiny model of llama.cpp's converter: q and k in its order, float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    config, names = model.config, {
+        "embed_tokens": "token_embd", "norm": "output_norm", "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm", "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v",
+        "o_proj": "attn_output", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
+    }  # fmt: skip
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_array("tokenizer.ggml.tokens", ["a"])
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        array, parts = tensor.numpy(), name.split(".")
+        if parts[-2] in ("q_proj", "k_proj"):
+            array = array.reshape(array.shape[0] // 8, 2, 4, -1).swapaxes(1, 2).reshape(array.shape)
+        block = f"blk.{parts[2]}." if parts[1] == "layers" else ""
+        writer.add_tensor(f"{block}{names[parts[-2]]}.weight", array.copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_with_a_tokenizer_beside_it(run, tiny_model, tmp_path, error_of):
+    path = write_gguf(tiny_model, tmp_path / "tiny.gguf")
+    argv = ["--prompt", "x", "--temperature", "0", "--max-new-tokens", "8", "--weights", "float32", "--raw"]
+    expected = run("generate", tiny_model, *argv).out
+    assert run("generate", path, "--tokenizer", tiny_model, *argv).out == expected
+    assert "Pass --tokenizer with the folder of the model's." in error_of("generate", path, *argv)
+    found = json.loads(run("info", path, "--json").out)
+    assert found["architecture"] == "llama" and found["weights_bytes"]["as stored"] == found["weights_bytes"]["bf16"]
+
+
+def test_adapters(run, tiny_model, tmp_path):
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=3.0)
+    model.save_pretrained(tmp_path / "lora")
+    argv = ["generate", tiny_model, "--prompt", "x", "--max-new-tokens", "16", "--raw"]
+    assert run(*argv, "--adapter", tmp_path / "lora").out != run(*argv).out
+
+
+def test_generate_mistakes_are_one_line(tiny_model, tmp_path, error_of):
+    assert "there is no folder 'nope'" in error_of("generate", "nope", "--prompt", "x")
+    assert "n is 0, expected an integer >= 1" in error_of("generate", tiny_model, "--prompt", "x", "-n", "0")
+    assert "temperature is -1.0" in error_of("generate", tiny_model, "--prompt", "x", "--temperature", "-1")
+    assert "the prompt is empty" in error_of("generate", tiny_model, "--prompt", "", "--raw")
+    long = "x" * 600
+    assert "600 tokens, and the model's last position is 512" in error_of(
+        "generate", tiny_model, "--prompt", long, "--raw"
+    )
+    (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
+    assert "holds no tokenizer" in error_of("generate", tmp_path, "--prompt", "x")
+    assert "there is neither model.safetensors" in error_of(
+        "generate", tmp_path, "--prompt", "x", "--tokenizer", tiny_model
+    )
+    with pytest.raises(SystemExit) as exit_:
+        main(["generate", str(tiny_model)])  # no prompt
+    assert exit_.value.code == 2
+
+
+def test_info_tells_what_a_model_is_and_takes(run, tiny_model):
+    out = run("info", tiny_model).out
+    # Embedding 258 x 32; per layer q, k, v, o 32 x (32 + 16 + 16 + 32), MLP 3 x 32 x 64, norms 2 x 32; norm 32.
+    n = 258 * 32 + 2 * (32 * 96 + 3 * 32 * 64 + 64) + 32
+    assert f"{n:,} parameters: 2 layers, hidden 32, 4 heads of 8 (2 for keys and values)" in out
+    assert f"Native engine, on {whet.isa()} with {whet.get_num_threads()} threads: runs it." in out
+    assert "vocabulary 258 (tied), 512 positions." in out
+    found = json.loads(run("info", tiny_model, "--json").out)
+    assert found["architecture"] == "llama" and found["supported"] and found["n_parameters"] == n
+    assert found["weights_bytes"]["float32"] == 4 * n
+    assert found["weights_bytes"]["bf16"] == 2 * n + 2 * 160  # 5 norms of 32 stay float32
+    assert found["kv_bytes_per_token"] == {"float32": 4 * 2 * 2 * 2 * 8, "bf16": 2 * 2 * 2 * 2 * 8}
+    for weights in ("float32", "bf16", "int8", "q8_0", "int4"):
+        with Engine.from_pretrained(tiny_model, weights=weights) as engine:
+            assert engine.memory["weights_bytes"] == pytest.approx(found["weights_bytes"][weights], rel=0.1)
+
+
+def test_info_says_why_not(run, tmp_path, error_of):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    out = run("info", tmp_path).out
+    assert "mamba" in out and "does not run it." in out
+    found = json.loads(run("info", tmp_path, "--json").out)
+    assert found["supported"] is False and "mamba" in found["reason"] and "config" not in found
+    assert "there is no 'nope'" in error_of("info", "nope")
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json" in error_of("info", tmp_path)
+    (tmp_path / "file.gguf").write_bytes(b"GGU")
+    assert "file.gguf" in error_of("info", tmp_path / "file.gguf")
+
+
+CODE = "import sys\nfrom whet.cli import main\nsys.exit(main(sys.argv[1:]))"
+
+
+def command(*argv):
+    return [sys.executable, "-c", CODE, *map(str, argv)]
+
+
+def test_the_command_and_its_help(tiny_model):
+    run = subprocess.run(
+        command("generate", tiny_model, "--prompt", "x", "--max-new-tokens", "3", "-n", "2"),
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0 and run.stdout.startswith("--- 1/2") and "tokens/s" in run.stderr
+    run = subprocess.run(command("info", "--help"), capture_output=True, text=True)
+    assert run.returncode == 0 and "usage: whet info" in run.stdout
+    run = subprocess.run(command("info", tiny_model), capture_output=True, text=True)
+    assert run.returncode == 0 and "runs it" in run.stdout and run.stderr == ""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_ends_it_cleanly(tmp_path, tiny_model):
+    """In the middle of a text that has no end: what came is there, one line of error, status 130."""
+    import shutil
+
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    config = json.loads((model / "config.json").read_text())
+    config["max_position_embeddings"] = 1_000_000
+    (model / "config.json").write_text(json.dumps(config))
+    argv = command("generate", model, "--prompt", "x", "--max-new-tokens", "900000", "--raw", "--temperature", "0")
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout.read(1)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert out.endswith(b"\n") and err.decode().strip() == "whet: interrupted"
+
+
+def test_the_example_runs(tiny_model):
+    run = subprocess.run([sys.executable, "examples/generate.py", str(tiny_model), "x"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout.split()[0]) < 0
