@@ -23,10 +23,11 @@ from whet.algorithms.sft import SFT
 from whet.callbacks import Callback, CheckpointCallback, CompletionsCallback, EarlyStoppingCallback, EvaluationCallback
 from whet.cli.arithmetic import Row, exact_match, make_model, make_problems, make_tokenizer
 from whet.cli.settings import write_toml
-from whet.config import GRPOConfig, SFTConfig
+from whet.config import EngineName, GRPOConfig, RolloutWeights, SFTConfig
 from whet.logging import JSONLLogger, ProgressLogger
 from whet.report import write_report
-from whet.rollout.torch_engine import TorchEngine
+from whet.rollout.choose import make_engine
+from whet.rollout.protocol import RolloutEngine
 from whet.sampling import SamplingParams
 
 _LONGEST_ANSWER = 5
@@ -51,6 +52,10 @@ class DemoConfig:
     """Held-out accuracy that ends GRPO."""
     grpo_max_steps: int = 300
     """Steps that end it otherwise."""
+    engine: EngineName = "auto"
+    """What samples, for GRPO and for the held-out accuracy; auto: the native engine."""
+    rollout_weights: RolloutWeights = "bf16"
+    """Format of its matrices."""
 
 
 def sft_config(config: DemoConfig) -> SFTConfig:
@@ -64,13 +69,14 @@ def grpo_config(config: DemoConfig) -> GRPOConfig:
         learning_rate=3e-4,
         lr_schedule="linear",
         warmup_steps=5,
-        batch_size=48,
-        group_size=8,
+        batch_size=192,
+        group_size=2,
         max_new_tokens=_LONGEST_ANSWER,
         epsilon_high=0.28,
-        beta=0.005,
         adam_beta2=0.95,
         drop_zero_spread=True,
+        engine=config.engine,
+        rollout_weights=config.rollout_weights,
         seed=config.seed,
     )
 
@@ -78,8 +84,9 @@ def grpo_config(config: DemoConfig) -> GRPOConfig:
 class HeldOut:
     """Greedy exact-match accuracy on the held-out problems; keeps the latest completions."""
 
-    def __init__(self, rows: Sequence[Row], tokenizer: Any) -> None:
+    def __init__(self, rows: Sequence[Row], tokenizer: Any, engine: RolloutEngine) -> None:
         self.rows = rows
+        self.engine = engine
         self.tokenizer = tokenizer
         self.prompt_ids = [tokenizer(row["prompt"])["input_ids"] for row in rows]
         self.completions: list[str] = []
@@ -88,7 +95,8 @@ class HeldOut:
         sampling = SamplingParams(
             temperature=0.0, max_new_tokens=_LONGEST_ANSWER, stop_token_ids=[self.tokenizer.eos_token_id]
         )
-        groups = TorchEngine(trainer.model).generate(self.prompt_ids, 1, sampling)
+        self.engine.sync(trainer.model)
+        groups = self.engine.generate(self.prompt_ids, 1, sampling)
         self.completions = [
             self.tokenizer.decode(completion.token_ids, skip_special_tokens=True) for [completion] in groups
         ]
@@ -142,7 +150,8 @@ def main(config: DemoConfig) -> int:
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, config.seed)
     rows, held_out_rows = make_problems(config.seed, config.n_held_out)
-    held_out = HeldOut(held_out_rows, tokenizer)
+    engine = make_engine(config.engine, model, config.rollout_weights, "whet demo")
+    held_out = HeldOut(held_out_rows, tokenizer, engine)
     write_rows(folder / "data" / "train.jsonl", rows)
     write_rows(folder / "data" / "held_out.jsonl", held_out_rows)
     settings = {"demo": asdict(config), "sft": asdict(sft_config(config)), "grpo": asdict(grpo_config(config))}
@@ -174,13 +183,14 @@ def main(config: DemoConfig) -> int:
     grpo = GRPO(
         model,
         reward_fn=exact_match,
+        engine=engine,
         config=grpo_config(config),
         tokenizer=tokenizer,
         logger=[JSONLLogger(folder / "metrics.jsonl"), ProgressLogger(config.grpo_max_steps, description="GRPO")],
         callbacks=callbacks,
     )
     phase_s = time.perf_counter()
-    after = run_phase(grpo, rows, config.grpo_max_steps, held_out, every=20, until=config.grpo_until)
+    after = run_phase(grpo, rows, config.grpo_max_steps, held_out, every=5, until=config.grpo_until)
     grpo_s = time.perf_counter() - phase_s
     grpo.save_pretrained(folder / "model")
     samples_after = held_out.samples(8)
