@@ -1,6 +1,11 @@
-"""One thread each for torch and BLAS: the suite runs one process per core, and idle threads spin."""
+"""One thread each for torch and BLAS: the suite runs one process per core, and idle threads spin.
+
+And Ctrl-C heard as at a terminal: a shell starts what it runs in the background deaf to it.
+"""
 
 import os
+import signal
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+signal.signal(signal.SIGINT, signal.default_int_handler)

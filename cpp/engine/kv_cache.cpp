@@ -34,9 +34,8 @@ KvCache::KvCache(const ModelConfig& config, bool bf16, size_t budget_bytes)
       n_kv_heads_(config.n_kv_heads),
       head_bytes_(head_bytes(config, bf16)),
       page_bytes_(page_bytes(config, bf16)),
+      memory_(budget_bytes / page_bytes_ * page_bytes_),
       pages_(budget_bytes / page_bytes_) {
-    memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, std::max<size_t>(64, n_pages() * page_bytes_))));
-    if (memory_ == nullptr) throw std::bad_alloc();
     free_.reserve(n_pages());
     for (size_t i = n_pages(); i > 0; --i) free_.push_back(static_cast<int32_t>(i - 1));
 }
@@ -45,7 +44,7 @@ int32_t KvCache::take() {
     const int32_t page = free_.back();
     free_.pop_back();
     // Weights of nothing meet what lies beyond a sequence's end: it has to be finite.
-    std::memset(memory_.get() + static_cast<size_t>(page) * page_bytes_, 0, page_bytes_);
+    std::memset(memory_.data() + static_cast<size_t>(page) * page_bytes_, 0, page_bytes_);
     pages_[static_cast<size_t>(page)] = {.holders = 1, .serial = ++serial_};
     return page;
 }
@@ -64,8 +63,8 @@ void KvCache::release(int32_t page) {
 int32_t KvCache::copy(int32_t page) {
     const int32_t own = free_.back();
     free_.pop_back();
-    std::memcpy(memory_.get() + static_cast<size_t>(own) * page_bytes_,
-                memory_.get() + static_cast<size_t>(page) * page_bytes_, page_bytes_);
+    std::memcpy(memory_.data() + static_cast<size_t>(own) * page_bytes_,
+                memory_.data() + static_cast<size_t>(page) * page_bytes_, page_bytes_);
     pages_[static_cast<size_t>(own)] = {.holders = 1, .serial = ++serial_};
     return own;
 }

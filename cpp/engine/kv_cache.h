@@ -7,13 +7,12 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 #include <unordered_map>
 #include <vector>
 
 #include "engine/config.h"
 #include "kernels/attention_task.h"
+#include "runtime/zeroed.h"
 
 namespace whet {
 
@@ -28,7 +27,7 @@ public:
     size_t n_free() const { return free_.size(); }
     size_t page_bytes() const { return page_bytes_; }
     bool bf16() const { return bf16_; }
-    uint8_t* data() const { return memory_.get(); }
+    uint8_t* data() const { return memory_.data(); }
     // Where a page has the keys of a KV head of a layer.
     size_t offset(size_t layer, size_t head) const { return (layer * n_kv_heads_ + head) * head_bytes_; }
 
@@ -55,12 +54,9 @@ private:
         uint64_t before, key;
         std::vector<int32_t> tokens;
     };
-    struct Free {
-        void operator()(uint8_t* p) const { std::free(p); }
-    };
     bool bf16_;
     size_t n_kv_heads_, head_bytes_, page_bytes_;
-    std::unique_ptr<uint8_t[], Free> memory_;
+    Zeroed memory_;
     std::vector<Page> pages_;
     std::vector<int32_t> free_;
     uint64_t serial_ = 0;

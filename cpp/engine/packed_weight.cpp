@@ -199,16 +199,11 @@ size_t block_length(WeightFormat format) {
     return format == WeightFormat::kQ4_K ? kSuperBlock : in_blocks ? kQuantBlock : 1;
 }
 
-void PackedWeight::Free::operator()(void* p) const { std::free(p); }
-
 PackedWeight::PackedWeight(WeightFormat format, size_t n, size_t k)
     : format_(format), n_(n), k_(k), n_panels_(ceil_div(n, kPanel)), panel_bytes_(whet::panel_bytes(format, k)) {
     const bool floats = format == WeightFormat::kFloat32 || format == WeightFormat::kBFloat16;
     steps_ = floats ? panel_bytes_ / 64 : ceil_div(k, kQuantBlock);
-    // calloc's memory is touched first by the threads that pack, and costs nothing before.
-    memory_.reset(std::calloc(size_bytes() + 64, 1));
-    if (memory_ == nullptr) throw std::bad_alloc();
-    panels_ = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory_.get()) + 63) / 64 * 64);
+    memory_ = Zeroed(size_bytes());
 }
 
 void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, Source source, ptrdiff_t row_stride,
@@ -221,7 +216,7 @@ void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, Sourc
     const PackPanel pack = pack_panel(format_);
     const size_t first_panel = first / kPanel, n_panels = (first + count - 1) / kPanel - first_panel + 1;
     auto one = [&](size_t i) {
-        uint8_t* panel = panels_ + (first_panel + i) * panel_bytes_;
+        uint8_t* panel = memory_.data() + (first_panel + i) * panel_bytes_;
         const size_t begin = std::max(first, (first_panel + i) * kPanel);
         const size_t end = std::min(first + count, (first_panel + i + 1) * kPanel);
         const uint8_t* from = static_cast<const uint8_t*>(rows) + static_cast<ptrdiff_t>(begin - first) * row_stride;
@@ -238,7 +233,7 @@ void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, Sourc
 }
 
 void PackedWeight::row(size_t i, float* out) const {
-    const uint8_t* panel = panels_ + i / kPanel * panel_bytes_;
+    const uint8_t* panel = memory_.data() + i / kPanel * panel_bytes_;
     const size_t j = i % kPanel;
     if (format_ == WeightFormat::kFloat32) {
         unpack_row(format_, k_, panel, j, reinterpret_cast<uint8_t*>(out));
@@ -257,7 +252,7 @@ void PackedWeight::row(size_t i, float* out) const {
 
 void PackedWeight::unpack(void* rows, size_t row_stride) const {
     for (size_t i = 0; i < n_; ++i) {
-        unpack_row(format_, k_, panels_ + i / kPanel * panel_bytes_, i % kPanel,
+        unpack_row(format_, k_, memory_.data() + i / kPanel * panel_bytes_, i % kPanel,
                    static_cast<uint8_t*>(rows) + i * row_stride);
     }
 }

@@ -2,9 +2,9 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 
 #include "kernels/panel_task.h"
+#include "runtime/zeroed.h"
 
 namespace whet {
 
@@ -29,7 +29,7 @@ public:
     size_t n() const { return n_; }
     size_t k() const { return k_; }
     size_t size_bytes() const { return panel_bytes_ * n_panels_; }
-    const void* panel(size_t i) const { return panels_ + i * panel_bytes_; }
+    const void* panel(size_t i) const { return memory_.data() + i * panel_bytes_; }
     size_t steps() const { return steps_; }
 
     // Rows [first, first + count) from numbers with any strides, in elements; or from the format's own layout, its rows
@@ -43,13 +43,9 @@ public:
     void unpack(void* rows, size_t row_stride) const;
 
 private:
-    struct Free {
-        void operator()(void* p) const;
-    };
     WeightFormat format_;
     size_t n_, k_, steps_, n_panels_, panel_bytes_;
-    std::unique_ptr<void, Free> memory_;
-    uint8_t* panels_;
+    Zeroed memory_;  // touched first by the threads that pack
 };
 
 }  // namespace whet

@@ -154,9 +154,16 @@ void Transformer::attention(const Row* rows, size_t n, size_t layer, KvCache& ca
     const LayerWeights& w = weights_.layers[layer];
     product(w.qkv, h_, n, qkv_);
     adapt(rows, n, layer, Target::kQkv, h_, config_.hidden_dim, qkv_, config_.qkv_dim());
-    for_rows(n, config_.qkv_dim(), [&](size_t i) { place(rows[i], i, layer, cache); });
-    auto task = [&](size_t i) { attend(rows, groups_[i / config_.n_kv_heads], i % config_.n_kv_heads, layer, cache); };
-    parallel_for(groups_.size() * config_.n_kv_heads, task);
+    for_rows(n, 2 * config_.qkv_dim(), [&](size_t i) { place(rows[i], i, layer, cache); });
+    // Where there are groups enough for all threads, one takes a page's heads in the order of its memory.
+    const bool many = groups_.size() >= 8 * static_cast<size_t>(num_threads());
+    const size_t heads = config_.n_kv_heads, at_once = many ? heads : 1;
+    auto task = [&](size_t i) {
+        for (size_t one = i * at_once; one < (i + 1) * at_once; ++one) {
+            attend(rows, groups_[one / heads], one % heads, layer, cache);
+        }
+    };
+    parallel_for(groups_.size() * heads / at_once, task);
     product(w.o, attended_, n, delta_);
     adapt(rows, n, layer, Target::kO, attended_, config_.n_heads * config_.head_dim, delta_, config_.hidden_dim);
 }

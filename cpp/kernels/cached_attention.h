@@ -1,7 +1,8 @@
 // Attention over a cache that is kept in pages of 64 tokens, for decoding and for prompts alike.
 //
-// A page holds, for one KV head, the keys as panels of 16 tokens, dimension by dimension, and the values as a row of
-// columns for each token, or for each pair of bfloat16 ones (in the words of attention.h, whose products these are).
+// A page holds, for one KV head, the keys word by word, each for 64 tokens, and the values as a row of columns for each
+// token, or for each pair of bfloat16 ones (in the words of attention.h, whose products these are). Few rows read it
+// from its first byte to its last: memory then comes twice as fast as in any other order, and as with any prefetching.
 // Rows of queries that see the same pages take them together, each page once; then each goes on with its own. A row
 // meets its pages in order, and a page's sums run over dimensions and tokens in order: its answer depends on its own
 // keys alone, to the bit. What lies beyond a row's keys must be finite; it has no weight.
@@ -15,6 +16,7 @@ using attention::kNoWeight;
 using attention::lane_of;
 
 constexpr int64_t kTokens = kPageTokens;
+constexpr int kFewRows = 4;  // whose sums are few enough to read a page in the order of its memory
 
 WHET_INLINE int64_t columns_of(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 template <class Format>
@@ -34,14 +36,16 @@ WHET_INLINE void scores(const float* queries, int64_t words, const float* keys, 
     static constexpr int32_t kLane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const i32x16 lane = load(kLane);
     const f32x16 unseen(-__builtin_inff());
-    for (int64_t key = 0; key < end; key += 32) {
-        f32x16 sums[rows][2];
-        for (auto& row : sums) row[0] = row[1] = f32x16(0.0f);
-        add_products<Format>(sums, queries, words, 1, keys + key * words, 16 * words, 16, words);
+    const auto some = [&]<int panels>(int64_t key) WHET_INLINE_LAMBDA {
+        f32x16 sums[rows][panels];
+        for (auto& row : sums) {
+            for (f32x16& sum : row) sum = f32x16(0.0f);
+        }
+        add_products<Format>(sums, queries, words, 1, keys + key, 16, kTokens, words);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 2
-            for (int c = 0; c < 2; ++c) {
+#pragma GCC unroll 4
+            for (int c = 0; c < panels; ++c) {
                 const int64_t base = key + 16 * c;
                 const i32x16 from(lane_of(seen[r].begin - base)), to(lane_of(seen[r].end - base));
                 const f32x16 score = select(lane < from, unseen, select(lane < to, sums[r][c] * f32x16(scale), unseen));
@@ -49,7 +53,9 @@ WHET_INLINE void scores(const float* queries, int64_t words, const float* keys, 
                 store(&out[r][base], score);
             }
         }
-    }
+    };
+    if (rows <= kFewRows && end > 32) return some.template operator()<4>(0);
+    for (int64_t key = 0; key < end; key += 32) some.template operator()<2>(key);
 }
 
 // One page for some rows.
@@ -103,6 +109,7 @@ __attribute__((noinline)) void add_page(const CachedTask& t, int64_t row, int64_
             for (int c = 0; c < n; ++c) store(out + 16 * c, fma(load(out + 16 * c), f32x16(factors[r]), sums[r][c]));
         }
     };
+    for (; rows <= kFewRows && column + 64 <= columns; column += 64) add_values.template operator()<4>();
     for (; column + 32 <= columns; column += 32) add_values.template operator()<2>();
     if (column < columns) add_values.template operator()<1>();
 }
@@ -119,10 +126,10 @@ WHET_INLINE void attend(const CachedTask& t) {
     }
 }
 
-// The words of token `slot`, of which there are n, into its lane of its panel.
+// The words of token `slot`, of which there are n, into its lane.
 WHET_INLINE void put_key(const void* words, int64_t n, int64_t slot, float* keys) {
-    float* lane = keys + slot / 16 * 16 * n + slot % 16;
-    for (int64_t i = 0; i < n; ++i) __builtin_memcpy(lane + 16 * i, static_cast<const float*>(words) + i, sizeof *lane);
+    for (int64_t i = 0; i < n; ++i)
+        __builtin_memcpy(keys + kTokens * i + slot, static_cast<const float*>(words) + i, sizeof *keys);
 }
 
 }  // namespace cached
