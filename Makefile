@@ -1,12 +1,13 @@
 # make demo    post-train a small model from nothing, in under 5 minutes
 # make test    the whole Python test suite
+# make fuzz    a minute of hostile bytes for each kind of model file
 # make check   what continuous integration runs: tests, linters, C++ under sanitizers, the wheel alone
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: demo test lint cpp-test wheel-test check format clean
+.PHONY: demo test fuzz lint cpp-test wheel-test check format clean
 
 # One stamp per extra: `make demo` on a fresh machine installs no test tools.
 $(VENV)/.installed-%: $(NATIVE)
@@ -40,6 +41,12 @@ cpp-test: $(VENV)/.installed-dev
 	  $(BIN)/cmake -S . -B $$dir -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DWHET_PYTHON=OFF \
 	    -DWHET_CPP_TESTS=ON -DWHET_SANITIZE=$$sanitize >/dev/null && \
 	  $(BIN)/cmake --build $$dir && $(BIN)/ctest --test-dir $$dir --output-on-failure || exit 1; \
+	done
+
+# Files as an enemy writes them.
+fuzz: $(VENV)/.installed-fuzz
+	for kind in safetensors config gguf; do \
+	  $(BIN)/python tests/fuzz/fuzz_files.py $$kind -max_total_time=60 || exit 1; \
 	done
 
 # The wheel in an empty environment, with no compiler to be found and nothing but NumPy beside it.

@@ -22,7 +22,7 @@ from whet.bench.engine.models import LLAMA_135M, QWEN2_500M, ModelShape
 from whet.bench.engine.workload import Workload, random_workload, sample_error
 
 PROMPT_LENGTH = 64
-N_STEPS = 32
+N_STEPS = 16
 TOLERANCE = {"float32": 1e-3, "bf16": 0.05, "8 bits": 0.2, "4 bits": 0.6}
 """Of log-probs, relative to their spread (``sample_error``), by what the weights are held in."""
 
@@ -309,13 +309,13 @@ def memory_table(shape: ModelShape, n_rows: int = 32, n_steps: int = 63) -> Tabl
 def tables(options: BenchOptions) -> list[Table]:
     """All of it; a few rows of the small model if it has to be quick."""
     if options.quick:
-        return [decode_table(LLAMA_135M, "bf16", BF16, (1, 8)), prefill_table(LLAMA_135M, (1,))]
+        return [decode_table(LLAMA_135M, "bf16", BF16, (8,)), prefill_table(LLAMA_135M, (1,))]
     return [
-        decode_table(LLAMA_135M, "bf16", (*BF16, F16), (1, 2, 4, 8, 16, 32, 64), again=(1, 8, 32)),
+        decode_table(LLAMA_135M, "bf16", (*BF16, F16), (1, 2, 4, 8, 16, 32, 64), again=(1, 32)),
         decode_table(LLAMA_135M, "8 bits", EIGHT, (1, 8, 32)),
         decode_table(LLAMA_135M, "4 bits", FOUR, (1, 8, 32)),
-        decode_table(LLAMA_135M, "float32", FLOAT32, (1, 8, 32)),
-        context_table(LLAMA_135M, (64, 256, 1024, 4096)),
+        decode_table(LLAMA_135M, "float32", FLOAT32, (1, 32)),
+        context_table(LLAMA_135M, (64, 1024, 4096)),
         prefill_table(LLAMA_135M, (1, 8)),
         group_table(LLAMA_135M),
         sync_table(LLAMA_135M),

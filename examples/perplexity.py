@@ -1,0 +1,26 @@
+"""What each format of weights costs: python examples/perplexity.py path/to/model rows.jsonl
+
+A row has a "prompt" and a "completion"; the perplexity is that of the completions, which end with the end-of-text token.
+"""
+
+import json
+import math
+import sys
+
+from transformers import AutoTokenizer
+
+import whet
+
+folder, path = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(folder)
+sequences, starts = [], []
+for row in map(json.loads, open(path, encoding="utf-8")):
+    prompt_ids = tokenizer(row["prompt"])["input_ids"]
+    sequences.append([*prompt_ids, *tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id])
+    starts.append(len(prompt_ids))
+for weights in ("float32", "bf16", "int8", "q8_0", "int4", "q4_k"):
+    with whet.Engine.from_pretrained(folder, weights=weights) as engine:
+        logprobs = engine.logprobs(sequences, start=starts)
+        mean = sum(row.sum() for row in logprobs) / sum(len(row) for row in logprobs)
+        formats = "+".join(sorted(set(engine.formats.values())))
+        print(f"{weights:8} {math.exp(-mean):.4f}  {engine.memory['weights_bytes'] / 1e6:6.2f} MB  {formats}")
