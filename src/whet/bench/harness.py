@@ -1,7 +1,7 @@
 """Runs cases: checks every provider's answer, then times the right ones in turns.
 
-A round gives every provider one turn, in random order. A turn begins with calls that are not counted, because threads
-of the provider before may still be spinning; then calls are timed in batches, long enough for the clock, and the
+A round gives every provider one turn, in random order. A turn begins when threads of the provider before have
+stopped spinning, with calls that are not counted; then calls are timed in batches, long enough for the clock, and the
 median batch is the turn's sample. A cold turn pushes everything out of the caches before each call. So what else the
 machine does meets all providers, and sample i of two providers makes a pair. Knows neither suites nor reports.
 """
@@ -26,7 +26,8 @@ from whet.bench.case import Call, Case, NotMeasured, Provider, Table, Timed
 from whet.bench.machine import Ceilings, caches, fastest_possible, peak_bytes
 from whet.ops import probe
 
-_SETTLE_S = 0.010  # OpenMP threads of the provider before may spin for some 8 ms
+_SETTLE_S = 0.010
+_SPIN_S = 0.3  # OpenMP's threads spin for some 8 ms after the last call, OpenBLAS's for 105
 _TURN_S = 0.010
 _BATCH_S = 1e-4
 _SLOW_S = 0.1
@@ -214,6 +215,16 @@ def _time(
         turn.row.cpus = statistics.median(turn.cpus)
 
 
+def wait_for_quiet() -> None:
+    """Return when the process's other threads have stopped spinning, which would take a processor from whoever is next."""
+    end = time.perf_counter() + _SPIN_S
+    while time.perf_counter() < end:
+        cpu_s = time.process_time()
+        time.sleep(0.005)
+        if time.process_time() - cpu_s < 0.001:
+            return
+
+
 class _Turn:
     """A provider's turns: calibrated once, then one sample each."""
 
@@ -238,6 +249,7 @@ class _Turn:
         self.cpus.append(cpu_s / wall_s)
 
     def _settle(self) -> None:
+        wait_for_quiet()
         if self.cold or self.call_s > _SLOW_S:
             time.sleep(_SETTLE_S)
             return
