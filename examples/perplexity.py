@@ -1,11 +1,12 @@
 """What each format of weights costs: python examples/perplexity.py path/to/model rows.jsonl
 
-A row has a "prompt" and a "completion"; the perplexity is that of the completions, which end with the end-of-text token.
+A row has a "prompt" and a "completion"; the perplexity is that of the completions with the end-of-text token.
 """
 
 import json
 import math
 import sys
+from pathlib import Path
 
 from transformers import AutoTokenizer
 
@@ -14,7 +15,7 @@ import whet
 folder, path = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(folder)
 sequences, starts = [], []
-for row in map(json.loads, open(path, encoding="utf-8")):
+for row in map(json.loads, Path(path).read_text(encoding="utf-8").splitlines()):
     prompt_ids = tokenizer(row["prompt"])["input_ids"]
     sequences.append([*prompt_ids, *tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id])
     starts.append(len(prompt_ids))

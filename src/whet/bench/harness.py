@@ -216,7 +216,7 @@ def _time(
 
 
 def wait_for_quiet() -> None:
-    """Return when the process's other threads have stopped spinning, which would take a processor from whoever is next."""
+    """Return when no other thread of the process spins any more: it would take a processor from whoever is next."""
     end = time.perf_counter() + _SPIN_S
     while time.perf_counter() < end:
         cpu_s = time.process_time()

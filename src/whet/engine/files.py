@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,22 @@ def map_file(path: Path, where: str) -> np.ndarray:
     try:
         if path.stat().st_size == 0:
             raise WhetValueError(f"{where}: {path} is empty. Copy or download it again.")
-        return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+        with path.open("rb") as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     except OSError as error:
         raise WhetValueError(f"{where}: {path} cannot be read: {error.strerror}.") from None
+
+
+def let_go(array: Any) -> None:
+    """Take a mapped array's pages out of the process's memory; the file has them still. Of other arrays, nothing."""
+    whole, owner = array, array
+    while isinstance(owner, np.ndarray):
+        whole, owner = owner, owner.base
+    owner = owner.obj if isinstance(owner, memoryview) else owner
+    if isinstance(owner, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        offset = array.ctypes.data - whole.ctypes.data
+        begin = offset - offset % mmap.PAGESIZE
+        owner.madvise(mmap.MADV_DONTNEED, begin, min(offset + array.nbytes, whole.nbytes) - begin)
 
 
 def view(data: np.ndarray, offset: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from whet.engine.architecture import Piece
+from whet.engine.files import let_go
 from whet.engine.pieces import Source
 from whet.engine.reference import piece_values
 from whet.errors import WhetValueError
@@ -49,6 +50,7 @@ def load(core: Any, pieces: Iterable[Piece], formats: Mapping[str, str]) -> None
         source = _SOURCES.get(format, _PACKED)
         address, strides = _memory(tensor)
         core.load(slot, first_row, *tensor.shape, address, source, *strides)
+        let_go(tensor)  # the packed weights and the file's are not in memory both
 
 
 def _memory(tensor: Any) -> tuple[int, tuple[int, ...]]:
