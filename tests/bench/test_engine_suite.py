@@ -211,7 +211,7 @@ def test_a_contender_on_another_model_is_not_timed():
     good, bad = run_case(table, case, [right, replace(right, name="wrong", prepare=wrong)], 1, effort, 0).rows
     assert good.status == "measured" and good.error < 1e-4, good.why
     assert good.samples_s == good.parts["decode"]
-    assert bad.status == "wrong" and bad.error > 5 * TOLERANCE["float32"] and not bad.samples_s
+    assert bad.status == "wrong" and bad.error > 2 * TOLERANCE["float32"] and not bad.samples_s
 
 
 def test_copies_and_reading():
@@ -262,10 +262,10 @@ def test_quick_is_a_small_part_and_all_has_every_floor():
     assert {table.title for table in quick} <= set(titles)
     scaling = titles["Decode, 135 M Llama, bf16"]
     assert [case.size for case in scaling.cases] == [1, 2, 4, 8, 16, 32, 64]
-    assert [case.size for case in scaling.cases if case.thread_scaling] == [1, 8, 32]
+    assert [case.size for case in scaling.cases if case.thread_scaling] == [1, 32]
     assert [case.size for case in titles["Decode, 0.5 B Qwen2, 4 bits"].cases] == [1, 16]
     first = scaling.cases[0]
-    # 32 steps of one row: 269 MB of weights, and the keys and values of 64 + 16.5 tokens.
-    assert first.n_bytes / 32 == pytest.approx(2 * 134_479_872 + 80 * 23_040)
-    assert first.footprint == first.n_bytes / 32 and first.n_items == 32
+    # 16 steps of one row: 269 MB of weights, and the keys and values of 64 + 8.5 tokens.
+    assert first.n_bytes / 16 == pytest.approx(2 * 134_479_872 + 72 * 23_040)
+    assert first.footprint == first.n_bytes / 16 and first.n_items == 16
     assert weight_bytes(LLAMA_135M, "8 bits") == 134_479_872
