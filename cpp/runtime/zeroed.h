@@ -1,5 +1,7 @@
 // Large memory: zeros that cost nothing until they are touched, in huge pages where the system has them. What is read
-// here and there, as a cache of many sequences, waits for addresses longer than for data otherwise.
+// here and there, as a cache of many sequences, waits for addresses longer than for data otherwise. It is mapped by
+// itself, so that it goes back to the system the moment it is freed: the allocator keeps what it is given back once its
+// blocks have grown large.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,15 +18,19 @@ class Zeroed {
 public:
     Zeroed() = default;
     // Throws std::bad_alloc.
-    explicit Zeroed(size_t bytes) : memory_(std::calloc(bytes + 64, 1)) {
-        if (memory_ == nullptr) throw std::bad_alloc();
+    explicit Zeroed(size_t bytes) {
 #if defined(__linux__)
-        constexpr uintptr_t small = 4096, huge = size_t{2} << 20;
-        const auto begin = (reinterpret_cast<uintptr_t>(memory_.get()) + small - 1) / small * small;
-        const auto end = (reinterpret_cast<uintptr_t>(memory_.get()) + bytes + 64) / small * small;
-        // A refusal leaves small pages.
-        if (bytes >= huge) static_cast<void>(madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE));
+        constexpr size_t huge = size_t{2} << 20;
+        if (bytes >= huge) {
+            void* const mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            if (mapped == MAP_FAILED) throw std::bad_alloc();
+            static_cast<void>(madvise(mapped, bytes, MADV_HUGEPAGE));  // a refusal leaves small pages
+            memory_ = Memory(mapped, Free{bytes});
+            return;
+        }
 #endif
+        memory_ = Memory(std::calloc(bytes + 64, 1), Free{0});
+        if (!memory_) throw std::bad_alloc();
     }
     // At a multiple of 64 bytes.
     uint8_t* data() const {
@@ -33,9 +39,19 @@ public:
 
 private:
     struct Free {
-        void operator()(void* p) const { std::free(p); }
+        size_t mapped;  // bytes; 0: of the allocator
+        void operator()(void* p) const {
+#if defined(__linux__)
+            if (mapped != 0) {
+                munmap(p, mapped);
+                return;
+            }
+#endif
+            std::free(p);
+        }
     };
-    std::unique_ptr<void, Free> memory_;
+    using Memory = std::unique_ptr<void, Free>;
+    Memory memory_;
 };
 
 }  // namespace whet
