@@ -16,7 +16,8 @@ from whet.checkpoint import latest_checkpoint
 from whet.config import SFTConfig, learning_rate_at
 from whet.errors import CheckpointError, NonFiniteError, WhetTypeError, WhetValueError
 from whet.logging import CSVLogger
-from whet.nn.causal_lm import completion_logprobs, module_mode
+from whet.nn.causal_lm import completion_logprobs
+from whet.nn.modules import module_mode
 from whet.trainer import stop_token_ids
 
 torch.set_num_threads(1)  # the models are too small for more
@@ -213,7 +214,7 @@ def test_only_what_requires_grad_is_trained():
 
 def test_a_row_does_not_depend_on_its_neighbours():
     for make in (Net, llama):
-        alone, trainer = make(), sft(make())
+        alone, trainer = make(), sft(make(), compute="float32" if make is llama else "auto")
         with torch.no_grad():
             logprobs = [completion_logprobs(alone, [r["prompt"]], [r["completion"]]).logprobs for r in ROWS[:4]]
             together = trainer.logprobs(

@@ -5,6 +5,9 @@
 //   gelu_tanh   x / (1 + exp(-2 u)),  u = sqrt(2 / pi) (x + 0.044715 x^3),  which is x (1 + tanh u) / 2
 //   swiglu      silu(gate) up                                             (Shazeer 2020)
 //
+// and the gradient of swiglu: with s = 1 / (1 + exp(-gate)), d gate = d up s (1 + gate (1 - s)) and d up = d
+// silu(gate), where d is that of the result.
+//
 // Where 1 + f(x) would cancel, the small part is computed itself: all keep their relative precision for negative x.
 // -inf gives -0, inf gives inf, NaN gives NaN. out may be x, gate or up.
 
@@ -59,4 +62,23 @@ void swiglu_f32(const float* gate, const float* up, size_t n, bool streaming, fl
 }
 void swiglu_bf16(const uint16_t* gate, const uint16_t* up, size_t n, bool streaming, uint16_t* out) {
     swiglu_row(gate, up, n, streaming, out);
+}
+
+// grad_gate and grad_up from `grad`, that of the result; grad_up may be grad.
+template <class T>
+WHET_INLINE void swiglu_backward_row(const T* gate, const T* up, const T* grad, size_t n, T* grad_gate, T* grad_up) {
+    rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
+        const f32x16 g = rows::read(gate + at, count), u = rows::read(up + at, count), d = rows::read(grad + at, count);
+        const f32x16 one(1.0f), sigmoid = times_sigmoid(one, g), activation = silu(g);
+        rows::put(grad_up + at, d * activation, count);
+        rows::put(grad_gate + at, d * u * fma(activation, one - sigmoid, sigmoid), count);
+    });
+}
+void swiglu_backward_f32(const float* gate, const float* up, const float* grad, size_t n, float* grad_gate,
+                         float* grad_up) {
+    swiglu_backward_row(gate, up, grad, n, grad_gate, grad_up);
+}
+void swiglu_backward_bf16(const uint16_t* gate, const uint16_t* up, const uint16_t* grad, size_t n, uint16_t* grad_gate,
+                          uint16_t* grad_up) {
+    swiglu_backward_row(gate, up, grad, n, grad_gate, grad_up);
 }

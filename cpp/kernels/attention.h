@@ -185,11 +185,11 @@ WHET_INLINE void pack_queries(const AttentionTask& t, const Layout& at) {
 // Keys [begin, begin + n) as panels of 16, zeros after the last to an even number of panels.
 template <class Format>
 WHET_INLINE void pack_keys(const AttentionTask& t, const Layout& at, int64_t begin, ptrdiff_t n) {
-    const auto* k = static_cast<const typename Format::Element*>(t.k) + begin * t.k_token;
+    const auto* k = static_cast<const typename Format::Element*>(t.k);
     const ptrdiff_t end = (n + kStep - 1) / kStep * kStep;
     for (ptrdiff_t panel = 0; panel < end; panel += kPanel) {
         pack_panel<Format>(at.keys + panel * at.key_words, at.key_words, [&](int j) WHET_INLINE_LAMBDA {
-            return panel + j < n ? k + (panel + j) * t.k_token : nullptr;
+            return panel + j < n ? k + t.key_row(begin + panel + j) * t.k_token : nullptr;
         });
     }
 }
@@ -202,11 +202,12 @@ WHET_INLINE bool pack_values(const AttentionTask& t, const Layout& at, int64_t b
     f32x16 infinities(0.0f);
     float* out = at.values;
     for (ptrdiff_t key = 0; key < n; key += Format::kPerWord) {
-        const Element* v = static_cast<const Element*>(t.v) + (begin + key) * t.v_token;
+        const Element* v = static_cast<const Element*>(t.v);
+        const Element* first = v + t.key_row(begin + key) * t.v_token;
+        const Element* second = key + 1 < n ? v + t.key_row(begin + key + 1) * t.v_token : nullptr;
         for (ptrdiff_t c = 0; c < at.columns; c += 16, out += 16) {
             const int n_columns = static_cast<int>(t.head_dim - c < 16 ? t.head_dim - c : 16);
-            const Element* second = key + 1 < n ? v + t.v_token + c : zeros;
-            const f32x16 words = Format::value_words(v + c, second, n_columns);
+            const f32x16 words = Format::value_words(first + c, second == nullptr ? zeros : second + c, n_columns);
             infinities += Format::infinities(words);
             store(out, words);
         }
@@ -346,6 +347,12 @@ WHET_INLINE void store_outputs(const AttentionTask& t, const Layout& at) {
     for (ptrdiff_t row = 0; row < t.n_queries * t.group; ++row) {
         const float sum = sum_lanes(load(at.sums + row * 16));
         const f32x16 inverse(sum == 0.0f ? 0.0f : 1.0f / sum);
+        if (t.lse != nullptr) {
+            const float top = at.tops[row / kTileRows * 16 + row % kTileRows];
+            // A row without keys has no weights in the gradient either.
+            t.lse[row / t.group * t.lse_token + row % t.group] =
+                sum == 0.0f ? __builtin_inff() : top + static_cast<float>(__builtin_log2(sum));
+        }
         auto* out =
             static_cast<typename Format::Element*>(t.out) + row / t.group * t.out_token + row % t.group * t.out_head;
         for (ptrdiff_t c = 0; c < at.columns; c += 16) {

@@ -23,7 +23,20 @@ struct AttentionTask {
     bool causal;
     int block_size;
     float scale;
+    const int64_t* key_rows;  // key j and its value are key_rows[j] tokens after k and v; null: j
+    float* lse;               // of query i and head h at [i * lse_token + h], in base 2; null: not wanted
+    ptrdiff_t lse_token;
     void* scratch;  // attention_scratch(task) bytes, aligned to 64
+
+    ptrdiff_t key_row(int64_t j) const { return key_rows == nullptr ? j : key_rows[j]; }
+};
+
+// The gradient of one sequence: all of its queries, for all query heads that share one KV head. lse and out are those
+// of the forward pass; grad_out, out and grad_q have the strides out_token and out_head.
+struct AttentionBackwardTask : AttentionTask {
+    const void* grad_out;
+    void* grad_q;
+    float *grad_k, *grad_v;  // (n_keys, head_dim), of the sequence's keys in their order
 };
 
 // Keys [begin, end) of one sequence for its one query, over one or more KV heads.

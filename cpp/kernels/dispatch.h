@@ -3,6 +3,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "kernels/adamw_step.h"
 #include "kernels/attention_task.h"
 #include "kernels/panel_task.h"
 

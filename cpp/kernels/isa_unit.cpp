@@ -31,6 +31,8 @@ namespace {
 #include "kernels/convert.h"
 //
 #include "kernels/activations.h"
+#include "kernels/adamw.h"
+#include "kernels/attention_backward.h"
 #include "kernels/cached_attention.h"
 #include "kernels/decode_attention.h"
 #include "kernels/gae.h"

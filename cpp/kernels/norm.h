@@ -5,7 +5,10 @@
 //
 // weight and bias may be null. With a residual, residual += x comes first, rounded to its dtype, and x is that sum from
 // then on. Sums are those of rows.h; the rest is float32, and a bfloat16 result is rounded once. x, residual and
-// out are of one dtype; out may be x.
+// out are of one dtype (rms_norm_f32_bf16 rounds its result); out may be x.
+//
+//   rms_norm_backward   dx = r (g - x r^2 mean(g x)),  dweight += dy x r,   g = dy weight,  r = 1 / sqrt(mean(x^2) +
+//   eps)
 
 namespace rows {
 
@@ -51,8 +54,8 @@ WHET_INLINE Moments moments_of(const T* x, size_t n) {
 
 }  // namespace rows
 
-template <class T, class W>
-WHET_INLINE void rms_norm(const T* x, T* residual, const W* weight, size_t n, double eps, bool streaming, T* out) {
+template <class T, class W, class Out>
+WHET_INLINE void rms_norm(const T* x, T* residual, const W* weight, size_t n, double eps, bool streaming, Out* out) {
     if (residual != nullptr) {
         rows::add_residual(x, residual, n);
         x = residual;
@@ -63,7 +66,13 @@ WHET_INLINE void rms_norm(const T* x, T* residual, const W* weight, size_t n, do
         sums[0] = fma(v, v, sums[0]);
     });
     const f32x16 inverse = rows::inverse_root(squares[0] / static_cast<double>(n), eps);
-    const auto write = [&](auto value) WHET_INLINE_LAMBDA { rows::write(n, out, streaming, value, x + n); };
+    const auto write = [&](auto value) WHET_INLINE_LAMBDA {
+        if constexpr (sizeof(T) == sizeof(Out)) {
+            rows::write(n, out, streaming, value, x + n);
+        } else {
+            rows::write(n, out, streaming, value);
+        }
+    };
     if (weight == nullptr) {
         write([&](size_t at, int count) WHET_INLINE_LAMBDA { return rows::read(x + at, count) * inverse; });
     } else {
@@ -112,3 +121,35 @@ WHET_NORM(f32, float, float)
 WHET_NORM(bf16, uint16_t, uint16_t)
 WHET_NORM(bf16_f32, uint16_t, float)
 #undef WHET_NORM
+void rms_norm_f32_bf16(const float* x, const float* weight, size_t n, double eps, uint16_t* out) {
+    rms_norm(x, static_cast<float*>(nullptr), weight, n, eps, false, out);
+}
+
+// grad_weight is added to.
+template <class T, class Grad>
+WHET_INLINE void rms_norm_backward_row(const T* x, const float* weight, const Grad* grad, size_t n, double eps,
+                                       T* grad_x, float* grad_weight) {
+    double total[2];  // of x^2 and of g x
+    rows::sum(n, total, [&](f32x16(&sums)[2], size_t at, int count) WHET_INLINE_LAMBDA {
+        const f32x16 v = rows::read(x + at, count);
+        sums[0] = fma(v, v, sums[0]);
+        sums[1] = fma(rows::read(grad + at, count) * rows::read(weight + at, count), v, sums[1]);
+    });
+    const double size = static_cast<double>(n), r = 1.0 / __builtin_sqrt(total[0] / size + eps);
+    const f32x16 root(static_cast<float>(r)), pull(static_cast<float>(-r * r * (total[1] / size)));
+    rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
+        const f32x16 v = rows::read(x + at, count), d = rows::read(grad + at, count);
+        rows::put(grad_weight + at, fma(d, v * root, rows::read(grad_weight + at, count)), count);
+        rows::put(grad_x + at, root * fma(v, pull, d * rows::read(weight + at, count)), count);
+    });
+}
+
+#define WHET_NORM_BACKWARD(suffix, T, Grad)                                                                  \
+    void rms_norm_backward_##suffix(const T* x, const float* weight, const Grad* grad, size_t n, double eps, \
+                                    T* grad_x, float* grad_weight) {                                         \
+        rms_norm_backward_row(x, weight, grad, n, eps, grad_x, grad_weight);                                 \
+    }
+WHET_NORM_BACKWARD(f32, float, float)
+WHET_NORM_BACKWARD(f32_bf16, float, uint16_t)
+WHET_NORM_BACKWARD(bf16, uint16_t, uint16_t)
+#undef WHET_NORM_BACKWARD

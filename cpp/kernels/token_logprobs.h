@@ -120,3 +120,34 @@ void token_logprobs_bf16(const uint16_t* logits, size_t n, size_t token, double 
                          float* entropy) {
     token_logprobs(logits, n, token, temperature, logprob, entropy);
 }
+
+// The gradient of grad * logprob in logits, of which these may be a part, from the row's lse = log sum_v exp(z_v / T):
+//
+//   d z_v = grad / T ([v = token] - exp(z_v / T - lse))
+//
+// `token` counts from the first of these logits; one that is not among them is n or more. out may be the logits.
+template <class Out>
+WHET_INLINE void token_logprobs_backward_row(const float* logits, size_t n, size_t token, double temperature, float lse,
+                                             float logprob, float grad, Out* out) {
+    const auto weight = static_cast<float>(-grad / temperature);
+    const f32x16 scale(static_cast<float>(1.0 / temperature)), weights(weight), shift(-lse);
+    rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
+        rows::put(out + at, weights * exp(fma(rows::read(logits + at, count), scale, shift)), count);
+    });
+    if (token >= n) return;
+    // Where p is close to 1, expm1 keeps the digits of 1 - p.
+    const auto own = static_cast<float>(weight * __builtin_expm1(logprob));
+    if constexpr (sizeof(Out) == sizeof(float)) {
+        out[token] = own;
+    } else {
+        out[token] = bf16_of(own);
+    }
+}
+void token_logprobs_backward_f32(const float* logits, size_t n, size_t token, double temperature, float lse,
+                                 float logprob, float grad, float* out) {
+    token_logprobs_backward_row(logits, n, token, temperature, lse, logprob, grad, out);
+}
+void token_logprobs_backward_bf16(const float* logits, size_t n, size_t token, double temperature, float lse,
+                                  float logprob, float grad, uint16_t* out) {
+    token_logprobs_backward_row(logits, n, token, temperature, lse, logprob, grad, out);
+}

@@ -115,3 +115,78 @@ class Engine:
     def cancel(self, job: int) -> None: ...
     def remove(self, job: int) -> None: ...
     def memory(self) -> dict[str, int]: ...
+
+def keep_freed_memory() -> None: ...
+def rms_norm_to_bf16(x: int, weight: int, rows: int, n: int, eps: float, out: int, /) -> None: ...
+def rms_norm_backward(
+    x_bf16: bool,
+    grad_bf16: bool,
+    x: int,
+    weight: int,
+    grad: int,
+    rows: int,
+    n: int,
+    eps: float,
+    grad_x: int,
+    grad_weight: int,
+    /,
+) -> None: ...
+def swiglu_backward(bf16: bool, gate: int, up: int, grad: int, n: int, grad_gate: int, grad_up: int, /) -> None: ...
+def token_logprobs_backward(
+    out_bf16: bool,
+    logits: int,
+    rows: int,
+    n: int,
+    tokens: int,
+    first: int,
+    temperature: float,
+    lse: int,
+    logprobs: int,
+    grads: int,
+    out: int,
+    /,
+) -> None: ...
+def adamw(
+    n: int,
+    p: int,
+    grad: int,
+    m: int,
+    v: int,
+    copy: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    t: float,
+    grad_scale: float,
+    /,
+) -> None: ...
+
+class TrainingAttention:
+    bf16: bool
+    n_tokens: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    n_sequences: int
+    q: int
+    k: int
+    v: int
+    out: int
+    lse: int
+    q_offsets: int
+    k_offsets: int
+    key_rows: int
+    q_token: int
+    q_head: int
+    k_token: int
+    k_head: int
+    v_token: int
+    v_head: int
+    window: int
+    scale: float
+    def forward(self) -> None: ...
+    def backward(
+        self, grad_out: int, grad_q: int, grad_k: int, grad_v: int, reader_offsets: int, readers: int, /
+    ) -> None: ...

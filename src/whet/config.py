@@ -49,7 +49,14 @@ class TrainerConfig:
     batch_size: int = 8
     """Rows of the dataset per step, in ``train``."""
     micro_batch_size: int = 0
-    """Rows per forward and backward pass; 0: all at once. Less memory, the same gradient."""
+    """Rows per forward and backward pass; 0: as max_tokens_per_step says. Less memory, the same gradient."""
+    max_tokens_per_step: int = 2048
+    """Tokens per forward and backward pass where Whet's kernels compute it; 0: all at once. The same gradient."""
+    compute: Literal["auto", "bfloat16", "float32", "torch"] = "auto"
+    """What computes the step: Whet's kernels (whet.nn.accelerate), with products in bfloat16 or float32, or torch.
+
+    auto: the kernels for a Hugging Face model of the supported families with float32 weights on the CPU, in bfloat16
+    where the processor has it; else torch."""
     adam_beta1: float = 0.9
     """Decay of the gradient's running mean."""
     adam_beta2: float = 0.999
@@ -75,7 +82,7 @@ class TrainerConfig:
             check_range(self, name, 0 <= getattr(self, name) < math.inf, "a finite number >= 0")
         for name in ("adam_beta1", "adam_beta2"):
             check_range(self, name, 0 <= getattr(self, name) < 1, "a number in [0, 1)")
-        for name in ("warmup_steps", "schedule_steps", "micro_batch_size"):
+        for name in ("warmup_steps", "schedule_steps", "micro_batch_size", "max_tokens_per_step"):
             check_range(self, name, getattr(self, name) >= 0, "an integer >= 0")
         for name in ("batch_size", "max_skipped_steps"):
             check_range(self, name, getattr(self, name) >= 1, "an integer >= 1")
@@ -165,7 +172,7 @@ class RolloutConfig:
     engine: EngineName = "auto"
     """What samples: the native engine, or the model through torch; auto: native where it runs the model."""
     rollout_weights: RolloutWeights = "auto"
-    """Format of the native engine's matrices; auto: bf16 or float32, as the model has them."""
+    """Format of the native engine's matrices; auto: bf16 or float32, as the policy multiplies them."""
     reward_weights: list[float] = field(default_factory=list)
     """One weight per reward function; empty: 1 each."""
     reward_policy: Literal["raise", "skip", "zero"] = "raise"

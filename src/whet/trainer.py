@@ -14,8 +14,10 @@ import copy
 import dataclasses
 import math
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -38,7 +40,11 @@ from whet.data import token_rows
 from whet.errors import CheckpointError, NonFiniteError, WhetTypeError, WhetValueError
 from whet.fields import make_config
 from whet.logging import Logger
-from whet.nn.causal_lm import completion_logprobs, inner_module, module_device, module_mode
+from whet.nn.accelerate import Acceleration
+from whet.nn.causal_lm import completion_logprobs
+from whet.nn.modules import inner_module, module_device, module_mode
+from whet.nn.optim import AdamW
+from whet.nn.packed import token_batches
 from whet.phases import phase, record
 
 if TYPE_CHECKING:
@@ -105,8 +111,15 @@ class Trainer(ABC):
         self.ref_model = ref_model
         if ref_model is None and self.uses_reference() and not has_adapters(model):
             self.ref_model = copy.deepcopy(model).requires_grad_(False)
-        self.optimizer = torch.optim.AdamW(
+        self.acceleration = self._acceleration(model)
+        if self.acceleration is not None:
+            self.acceleration.in_place = True
+        # Policy and reference are compared: both on the kernels, or neither.
+        both = self.ref_model is not None and self.acceleration is not None
+        self._ref_acceleration = self._acceleration(cast(nn.Module, self.ref_model)) if both else None
+        self.optimizer = AdamW(
             self.trainable.values(),
+            acceleration=self.acceleration,
             lr=self.config.learning_rate,
             betas=(self.config.adam_beta1, self.config.adam_beta2),
             eps=self.config.adam_epsilon,
@@ -174,17 +187,50 @@ class Trainer(ABC):
         for logger in self.loggers:
             logger.log(metrics, self.step)
 
-    def micro_batches(self, n_rows: int) -> list[slice]:
-        """``n_rows`` in slices of ``micro_batch_size``."""
-        size = self.config.micro_batch_size or n_rows
-        return [slice(start, min(start + size, n_rows)) for start in range(0, n_rows, size)]
+    def _acceleration(self, model: nn.Module) -> Acceleration | None:
+        """Whet's kernels for a model, as ``compute`` says; None: torch's."""
+        compute, where = self.config.compute, type(self).__name__
+        if compute == "torch":
+            return None
+        if compute != "auto":
+            return Acceleration(model, compute)
+        config = getattr(inner_module(model), "config", None)
+        dropout = any(getattr(config, name, 0) for name in ("attention_dropout", "attn_pdrop"))
+        if config is None or module_device(model).type != "cpu" or (self.config.training_mode and dropout):
+            return None
+        try:
+            return Acceleration(model)
+        except WhetTypeError:
+            return None  # a module of the user's own, which torch alone can run
+        except WhetValueError as error:
+            warnings.warn(
+                f"{where}: torch computes the step, which is slower, as Whet's kernels do not fit this model ({error}) "
+                f"compute='torch' says so without a warning.",
+                stacklevel=4,
+            )
+            return None
 
-    def update(self, n_rows: int, loss_of: Callable[[slice], tuple[Tensor, Mapping[str, float]]]) -> dict[str, float]:
+    def micro_batches(self, rows: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+        """The rows, each a prompt and its completions, in micro-batches: their indices, ascending.
+
+        Of ``micro_batch_size`` rows; or, where batches are packed, of ``max_tokens_per_step`` tokens.
+        """
+        size, tokens = self.config.micro_batch_size, self.config.max_tokens_per_step
+        if self.acceleration is not None and tokens and not size:
+            return token_batches(rows, tokens)
+        size = size or len(rows)
+        return [list(range(start, min(start + size, len(rows)))) for start in range(0, len(rows), size)]
+
+    def update(
+        self,
+        rows: Sequence[Sequence[Sequence[int]]],
+        loss_of: Callable[[list[int]], tuple[Tensor, Mapping[str, float]]],
+    ) -> dict[str, float]:
         """One optimizer update from the sum of the micro-batches' losses.
 
         Args:
-            n_rows: rows of the batch.
-            loss_of: (loss, metrics) of a slice of the rows; both add up over slices.
+            rows: of the batch, each a prompt and its completions.
+            loss_of: (loss, metrics) of some of the rows, by their indices; both add up over micro-batches.
 
         Returns:
             The sums, with ``loss`` and ``grad_norm`` (before clipping). If one of these is not finite, the
@@ -194,28 +240,29 @@ class Trainer(ABC):
             NonFiniteError: ``max_skipped_steps`` updates in a row were skipped.
         """
         totals = {"loss": 0.0}
-        with phase("optimizer"):
-            self.optimizer.zero_grad(set_to_none=True)
-        with module_mode(self.model, self.config.training_mode):
-            for rows in self.micro_batches(n_rows):
-                loss, metrics = loss_of(rows)
+        with module_mode(self.model, self.config.training_mode), self.acceleration or nullcontext():
+            for part in self.micro_batches(rows):
+                loss, metrics = loss_of(part)
                 with phase("backward"):
                     loss.backward()
                 for name, value in {"loss": loss.item(), **metrics}.items():
                     totals[name] = totals.get(name, 0.0) + value
         with phase("optimizer"):
-            norm = nn.utils.clip_grad_norm_(self.trainable.values(), self.config.max_grad_norm or math.inf)
-            totals["grad_norm"] = norm.item()
+            grads = [p.grad for p in self.trainable.values() if p.grad is not None]
+            totals["grad_norm"] = norm = nn.utils.get_total_norm(grads).item()
             if math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"]):
                 for group in self.optimizer.param_groups:
                     group["lr"] = self.learning_rate
-                self.optimizer.step()
+                # As clip_grad_norm_ scales gradients, on their way through the update.
+                limit = self.config.max_grad_norm or math.inf
+                self.optimizer.step(grad_scale=min(1.0, limit / (norm + 1e-6)))
                 self.n_updates += 1
                 self._skipped_in_a_row = 0
             else:
                 self.skipped_steps += 1
                 self._skipped_in_a_row += 1
-            self.optimizer.zero_grad(set_to_none=True)
+            # Their memory stays: pages that come anew from the system cost more than the zeros.
+            self.optimizer.zero_grad(set_to_none=False)
         if self._skipped_in_a_row >= self.config.max_skipped_steps:
             raise NonFiniteError(
                 f"{type(self).__name__}: {self._skipped_in_a_row} updates in a row had a loss or gradient "
@@ -233,13 +280,16 @@ class Trainer(ABC):
         temperature: float = 1.0,
     ) -> Tensor:
         """(B, C) log-probs of completion tokens, ``model`` in eval mode; 0 past each completion's end."""
-        with phase("logprobs"), module_mode(model, training=False):
-            parts = [
-                completion_logprobs(model, prompt_ids[rows], completion_ids[rows], temperature=temperature).logprobs
-                for rows in self.micro_batches(len(prompt_ids))
-            ]
-        width = max(part.shape[1] for part in parts)
-        return torch.cat([nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
+        acceleration = self._ref_acceleration if model is self.ref_model else self.acceleration
+        rows = list(zip(prompt_ids, completion_ids, strict=True))
+        out = torch.zeros(len(rows), max(map(len, completion_ids), default=0), device=module_device(model))
+        with phase("logprobs"), module_mode(model, training=False), acceleration or nullcontext():
+            for part in self.micro_batches(rows):
+                prompts, completions = [prompt_ids[i] for i in part], [completion_ids[i] for i in part]
+                logprobs = completion_logprobs(model, prompts, completions, temperature=temperature).logprobs
+                out = out.to(logprobs.dtype)
+                out[part, : logprobs.shape[1]] = logprobs
+        return out
 
     def reference_logprobs(
         self,

@@ -21,6 +21,8 @@ ROWS = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in zip(PROMPTS, CH
 
 def make(model=None, **settings) -> DPO:
     settings = {"learning_rate": 0.02, "max_grad_norm": 0.0} | settings
+    if hasattr(model, "config") and not hasattr(model, "peft_config"):
+        settings = {"compute": "float32"} | settings
     return DPO(model if model is not None else TinyModel(), **settings)
 
 

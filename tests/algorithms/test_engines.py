@@ -51,7 +51,7 @@ class Recorded:
 def test_native_and_torch_take_the_same_steps():
     runs = {}
     for name, kind in (("native", Engine), ("torch", TorchEngine)):
-        trainer = grpo(engine=name)
+        trainer = grpo(engine=name, compute="float32")
         assert isinstance(trainer.engine, kind)
         history = [trainer.train_step(PROMPTS)]
         first = completions(trainer)
@@ -135,7 +135,7 @@ def test_auto_correction_needs_no_logprobs():
 @pytest.mark.parametrize("engine", ["auto", "native", "torch"])
 def test_online_dpo_measures_the_sampler(engine):
     def online(**settings):
-        return OnlineDPO(tiny_llama(), reward_fn=fours, engine=engine, max_new_tokens=5, **settings)
+        return OnlineDPO(tiny_llama(), reward_fn=fours, engine=engine, max_new_tokens=5, compute="float32", **settings)
 
     step = online(micro_batch_size=1).train_step([[5], [6, 4], [7], [8]] * 2)
     assert step["frac_ties"] < 1

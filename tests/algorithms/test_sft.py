@@ -15,6 +15,8 @@ COMPLETIONS = [[4, 8, EOS], [9]]
 
 def make(model=None, **settings) -> SFT:
     settings = {"learning_rate": 0.02, "max_grad_norm": 0.0} | settings
+    if hasattr(model, "config") and not hasattr(model, "peft_config"):
+        settings = {"compute": "float32"} | settings
     return SFT(model if model is not None else TinyModel(), **settings)
 
 

@@ -66,7 +66,9 @@ def test_example_runs(method, tmp_path, tiny_model, capsys):
 
 
 def test_sft_learns_and_reports_the_held_out_loss(files, tiny_model, capsys):
-    run = files("run", eval_data=files.folder / "rows.jsonl", steps=40, learning_rate=1e-2, eval_every=20)
+    run = files(
+        "run", eval_data=files.folder / "rows.jsonl", steps=40, learning_rate=1e-2, eval_every=20, compute="float32"
+    )
     assert main(["train", "sft", *run]) == 0
     rows = read_jsonl(files.folder / "run" / "metrics.jsonl")
     measured = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
@@ -132,7 +134,9 @@ def test_preference_function_in_place_of_rewards(files):
 
 
 def test_lora_leaves_adapters_and_the_next_command_takes_them(files, tiny_model, error_of, capsys):
-    run = files("run", steps=4, learning_rate=1e-2, lora_rank=2, eval_data=files.folder / "rows.jsonl")
+    run = files(
+        "run", steps=4, learning_rate=1e-2, lora_rank=2, eval_data=files.folder / "rows.jsonl", compute="float32"
+    )
     assert main(["train", "sft", *run]) == 0
     assert "of them trained" in capsys.readouterr().out
     model_folder = files.folder / "run" / "model"
@@ -140,7 +144,7 @@ def test_lora_leaves_adapters_and_the_next_command_takes_them(files, tiny_model,
     assert "LoRA adapters of rank 2" in (model_folder / "README.md").read_text()
     last = [row for row in read_jsonl(files.folder / "run" / "metrics.jsonl") if "eval/loss" in row][-1]
 
-    again = {"model": model_folder, "eval_data": files.folder / "rows.jsonl", "steps": 1}
+    again = {"model": model_folder, "eval_data": files.folder / "rows.jsonl", "steps": 1, "compute": "float32"}
     assert main(["train", "sft", *files("again", **again)]) == 0
     first = read_jsonl(files.folder / "again" / "metrics.jsonl")[0]
     assert first["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-5)

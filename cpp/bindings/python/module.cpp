@@ -15,6 +15,7 @@
 #include "probe.h"
 #include "rope.h"
 #include "sampler.h"
+#include "training.h"
 #include "runtime/thread_pool.h"
 
 namespace nb = nanobind;
@@ -60,4 +61,5 @@ NB_MODULE(_core, m) {
     whet::bind_attention(m);
     whet::bind_engine(m);
     whet::bind_sampler(m);
+    whet::bind_training(m);
 }

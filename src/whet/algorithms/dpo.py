@@ -153,19 +153,19 @@ def update_on_pairs(trainer: Trainer, pairs: Pairs, sampler: tuple[Tensor, Tenso
     n_completion = sum(map(len, pairs.chosen_ids)) + sum(map(len, pairs.rejected_ids))
     worst: list[float] = []
 
-    def loss_of(rows: slice) -> tuple[Tensor, dict[str, float]]:
-        prompts = pairs.prompt_ids[rows]
+    def loss_of(part: list[int]) -> tuple[Tensor, dict[str, float]]:
+        prompts, chosen_ids, rejected_ids = ([side[i] for i in part] for side in pairs[:3])
         with phase("forward"):
             logprobs, entropy, mask = completion_logprobs(
                 trainer.model,
                 prompts * 2,
-                pairs.chosen_ids[rows] + pairs.rejected_ids[rows],
+                chosen_ids + rejected_ids,
                 return_entropy=True,
             )
         with phase("loss"):
             chosen, rejected = logprobs.sum(1).split(len(prompts))
             chosen_lengths, rejected_lengths = mask.sum(1).split(len(prompts))
-            ref_chosen, ref_rejected = (side[rows] for side in reference) if reference else (None, None)
+            ref_chosen, ref_rejected = (side[part] for side in reference) if reference else (None, None)
             loss, metrics = dpo_loss(
                 chosen,
                 rejected,
@@ -179,13 +179,13 @@ def update_on_pairs(trainer: Trainer, pairs: Pairs, sampler: tuple[Tensor, Tenso
                 n_pairs=n_pairs,
             )
         if sampler is not None:
-            recorded = torch.cat([side[rows, : mask.shape[1]] for side in sampler]).to(mask.device)
+            recorded = torch.cat([side[part, : mask.shape[1]] for side in sampler]).to(mask.device)
             total, largest = sampler_gap(logprobs, recorded, mask)
             metrics["sampler/log_ratio"] = total / max(1, n_completion)
             worst.append(largest)
         return loss, {**metrics, "entropy": cast(Tensor, entropy).sum().item() / max(1, n_completion)}
 
-    metrics = trainer.update(n_pairs, loss_of)
+    metrics = trainer.update(list(zip(*pairs[:3], strict=True)), loss_of)
     if worst:
         metrics["sampler/log_ratio_max"] = max(worst)
     return {**metrics, "num_tokens": n_completion + 2 * sum(map(len, pairs.prompt_ids))}

@@ -166,17 +166,21 @@ class GRPO(OnlineTrainer):
         worst: list[float] = []
         first: dict[int, Tensor] = {}
 
-        def loss_of(part: slice) -> tuple[Tensor, dict[str, float]]:
+        def loss_of(part: list[int]) -> tuple[Tensor, dict[str, float]]:
             with phase("forward"):
                 logprobs, entropy, mask = completion_logprobs(
-                    self.model, prompts[part], completions[part], temperature=config.temperature, return_entropy=True
+                    self.model,
+                    [prompts[i] for i in part],
+                    [completions[i] for i in part],
+                    temperature=config.temperature,
+                    return_entropy=True,
                 )
 
             def cut(values: Tensor) -> Tensor:
                 return values[part, : mask.shape[1]].to(mask.device)
 
             # The first update starts from the policy that sampled: its log-probs are the old ones.
-            before = first.setdefault(part.start, logprobs.detach()) if old is None else cut(old)
+            before = first.setdefault(part[0], logprobs.detach()) if old is None else cut(old)
             with phase("loss"):
                 loss, metrics = grpo_loss(
                     logprobs,
@@ -197,7 +201,8 @@ class GRPO(OnlineTrainer):
                 worst.append(largest)
             return loss, metrics
 
-        history = [self.update(len(rows), loss_of) for _ in range(config.num_iterations)]
+        pairs = list(zip(prompts, completions, strict=True))
+        history = [self.update(pairs, loss_of) for _ in range(config.num_iterations)]
         means = {name: sum(h[name] for h in history) / len(history) for name in history[0]}
         return {**means, **({"sampler/log_ratio_max": max(worst)} if worst else {})}
 

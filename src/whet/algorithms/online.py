@@ -194,7 +194,10 @@ class OnlineTrainer(Trainer):
         super().__init__(model, ref_model, **arguments)
         config = self.config
         chosen = config.engine if engine is None else engine
-        self.engine = make_engine(chosen, model, config.rollout_weights, type(self).__name__)
+        weights = config.rollout_weights
+        if weights == "auto" and self.acceleration is not None and self.acceleration.dtype == torch.bfloat16:
+            weights = "bf16"  # the policy multiplies these, and so does its sampler
+        self.engine = make_engine(chosen, model, weights, type(self).__name__)
         self.last_completions: list[dict[str, Any]] = []
 
     def as_row(self, item: Any) -> Mapping[str, Any]:

@@ -58,13 +58,14 @@ class SFT(Trainer):
         if n_tokens == 0:
             raise WhetValueError("SFT: no completion of the batch has a token to learn from.")
 
-        def loss_of(rows: slice) -> tuple[Tensor, dict[str, float]]:
+        def loss_of(part: list[int]) -> tuple[Tensor, dict[str, float]]:
+            prompts, completions = [prompt_ids[i] for i in part], [completion_ids[i] for i in part]
             with phase("forward"):
-                logprobs, _, mask = completion_logprobs(self.model, prompt_ids[rows], completion_ids[rows])
+                logprobs, _, mask = completion_logprobs(self.model, prompts, completions)
             with phase("loss"):
                 return sft_loss(logprobs, mask, n_tokens=n_tokens)
 
-        metrics = self.update(len(prompt_ids), loss_of)
+        metrics = self.update(list(zip(prompt_ids, completion_ids, strict=True)), loss_of)
         return {**metrics, "num_tokens": n_tokens + sum(map(len, prompt_ids))}
 
     def _token_ids(self, prompt: Any, completion: Any) -> tuple[list[list[int]], list[list[int]]]:

@@ -50,7 +50,7 @@ class DemoConfig:
     """Steps that end it otherwise."""
     grpo_until: float = 0.9
     """Held-out accuracy that ends GRPO."""
-    grpo_max_steps: int = 300
+    grpo_max_steps: int = 450
     """Steps that end it otherwise."""
     engine: EngineName = "auto"
     """What samples, for GRPO and for the held-out accuracy; auto: the native engine."""
@@ -69,8 +69,8 @@ def grpo_config(config: DemoConfig) -> GRPOConfig:
         learning_rate=3e-4,
         lr_schedule="linear",
         warmup_steps=5,
-        batch_size=192,
-        group_size=2,
+        batch_size=128,
+        group_size=4,
         max_new_tokens=_LONGEST_ANSWER,
         epsilon_high=0.28,
         adam_beta2=0.95,

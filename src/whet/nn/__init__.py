@@ -9,6 +9,8 @@ try:
 except ImportError as error:
     raise MissingExtraError("whet.nn", "torch", "train") from error
 
+from whet.nn.accelerate import Acceleration, accelerate
 from whet.nn.causal_lm import CompletionLogprobs, completion_logprobs
+from whet.nn.optim import AdamW
 
-__all__ = ["CompletionLogprobs", "completion_logprobs"]
+__all__ = ["Acceleration", "AdamW", "CompletionLogprobs", "accelerate", "completion_logprobs"]

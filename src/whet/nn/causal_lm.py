@@ -15,13 +15,16 @@ import inspect
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from whet.errors import WhetTypeError, WhetValueError
+from whet.nn.accelerate import Acceleration, acceleration_of
+from whet.nn.functions import linear_logprobs
+from whet.nn.modules import inner_module, module_device
+from whet.nn.packed import pack_batch
 
 _CHUNK_ELEMENTS = 1 << 20
 """Logits converted to float32 at a time: 4 MiB, small enough to stay in a core's cache."""
@@ -87,6 +90,10 @@ def completion_logprobs(
             f"Pass as many prompts as completions, at least one."
         )
 
+    acceleration = acceleration_of(model)
+    if acceleration is not None:
+        return _packed_logprobs(acceleration, prompts, completions, temperature, return_entropy)
+
     # The last token of a completion predicts nothing that is asked for, so it is not fed.
     fed = [prompt + completion[:-1] for prompt, completion in zip(prompts, completions, strict=True)]
     device = module_device(model)
@@ -97,11 +104,7 @@ def completion_logprobs(
     targets, mask = padded_batch(completions, device=device)
     rows, steps = mask.nonzero(as_tuple=True)
     token_ids = targets[rows, steps]
-    if token_ids.numel() and int(token_ids.max()) >= logits.shape[2]:
-        raise WhetValueError(
-            f"{where}: completion_ids holds token {int(token_ids.max())}, but the model's vocabulary has "
-            f"{logits.shape[2]} tokens. Tokenise with the model's own tokenizer."
-        )
+    _check_vocabulary(where, token_ids, logits.shape[2])
     # Column of the logits that predict completion token 0, per row.
     left_out = input_ids.shape[1] - logits.shape[1]
     first = torch.tensor([len(prompt) - 1 - left_out for prompt in prompts], device=device)
@@ -113,6 +116,49 @@ def completion_logprobs(
         return values.new_zeros(mask.shape).index_put((rows, steps), values)
 
     return CompletionLogprobs(spread(logprobs), None if entropy is None else spread(entropy), mask)
+
+
+def _packed_logprobs(
+    acceleration: Acceleration,
+    prompts: list[list[int]],
+    completions: list[list[int]],
+    temperature: float,
+    return_entropy: bool,
+) -> CompletionLogprobs:
+    """The same without padding, each prompt once, and without logits in memory."""
+    where = "completion_logprobs"
+    batch, head = pack_batch(prompts, completions), acceleration.head()
+    _check_vocabulary(where, batch.targets, len(head.weight))
+    try:
+        hidden = acceleration.hidden_states(batch)
+    except IndexError as error:
+        raise _no_row(where, batch.input_ids, int(batch.position_ids.max()) + 1) from error
+    logprobs, entropy = linear_logprobs(
+        hidden[batch.hidden_rows], head, batch.targets, float(temperature), return_entropy
+    )
+    lengths = torch.tensor([len(row) for row in completions])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+
+    def spread(values: Tensor) -> Tensor:
+        return values.new_zeros(mask.shape).index_put((batch.rows, batch.steps), values)
+
+    return CompletionLogprobs(spread(logprobs), None if entropy is None else spread(entropy), mask)
+
+
+def _check_vocabulary(where: str, token_ids: Tensor, size: int) -> None:
+    if token_ids.numel() and int(token_ids.max()) >= size:
+        raise WhetValueError(
+            f"{where}: completion_ids holds token {int(token_ids.max())}, but the model's vocabulary has "
+            f"{size} tokens. Tokenise with the model's own tokenizer."
+        )
+
+
+def _no_row(where: str, input_ids: Tensor, length: int) -> WhetValueError:
+    return WhetValueError(
+        f"{where}: the model's embedding has no row for a token or position of this batch (largest "
+        f"token id {int(input_ids.max())}, longest row {length} tokens). Use the model's own tokenizer "
+        f"and rows within its position limit."
+    )
 
 
 def causal_logits(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, n_last: int, *, where: str) -> Tensor:
@@ -145,11 +191,7 @@ def causal_logits(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, n
     try:
         output = model(input_ids, **options)
     except IndexError as error:
-        raise WhetValueError(
-            f"{where}: the model's embedding has no row for a token or position of this batch (largest "
-            f"token id {int(input_ids.max())}, longest row {length} tokens). Use the model's own tokenizer "
-            f"and rows within its position limit."
-        ) from error
+        raise _no_row(where, input_ids, length) from error
     logits = getattr(output, "logits", output)
     model_name = type(model).__name__
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
@@ -204,30 +246,6 @@ def token_lists(rows: Sequence[Sequence[int]], where: str, name: str, *, allow_e
             )
         checked.append(tokens)
     return checked
-
-
-def module_device(model: nn.Module) -> torch.device:
-    """Where the model's parameters live; the CPU for a model without any."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-@contextmanager
-def module_mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Training or eval mode for a while; every submodule gets back the mode it had."""
-    modes = [(member, member.training) for member in module.modules()]
-    module.train(training)
-    try:
-        yield
-    finally:
-        for member, mode in modes:
-            member.training = mode
-
-
-def inner_module(model: nn.Module) -> nn.Module:
-    """The module whose signature speaks for ``model``: inside torch.compile and PEFT wrappers."""
-    inner = getattr(model, "_orig_mod", model)
-    get_base_model = getattr(inner, "get_base_model", None)
-    return get_base_model() if callable(get_base_model) else inner  # pyright: ignore[reportReturnType]
 
 
 def _forward_parameters(model: nn.Module) -> set[str]:

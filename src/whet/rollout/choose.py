@@ -14,7 +14,7 @@ from torch import nn
 from whet.config import EngineName, RolloutWeights
 from whet.engine import Engine
 from whet.errors import WhetTypeError, WhetValueError
-from whet.nn.causal_lm import module_device
+from whet.nn.modules import module_device
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.torch_engine import TorchEngine
 

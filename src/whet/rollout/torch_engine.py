@@ -33,7 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from whet.errors import WhetTypeError, WhetValueError
-from whet.nn.causal_lm import causal_logits, inner_module, module_device, module_mode, padded_batch, token_lists
+from whet.nn.causal_lm import causal_logits, padded_batch, token_lists
+from whet.nn.modules import inner_module, module_device, module_mode
 from whet.sampling import Completion, SamplingParams
 
 

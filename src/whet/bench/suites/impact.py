@@ -143,6 +143,7 @@ def whet_step(inputs: StepInputs) -> Callable[[], Timed]:
         group_size=inputs.shape.group_size,
         max_new_tokens=inputs.shape.completion_length,
         beta=BETA,
+        compute="float32",
         learning_rate=LEARNING_RATE,
         adam_epsilon=ADAM_EPSILON,
         max_grad_norm=MAX_GRAD_NORM,

@@ -1,0 +1,325 @@
+// Bindings of the kernels of a training step: addresses and sizes, from src/whet/nn, which has looked at the tensors.
+//
+// Work is cut into tasks that do not depend on the number of threads, and so do sums: the bits of a gradient are the
+// same on any number of them.
+#include "training.h"
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <numeric>
+#include <vector>
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
+#include "kernels/dispatch.h"
+#include "runtime/thread_pool.h"
+
+namespace nb = nanobind;
+
+namespace whet {
+namespace {
+
+template <class T>
+T* at(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+// body(begin, end) for pieces of [0, count), over the pool.
+template <class F>
+void split(size_t count, size_t piece, F&& body) {
+    const nb::gil_scoped_release release;
+    auto task = [&](size_t i) { body(i * piece, std::min(count, (i + 1) * piece)); };
+    parallel_for((count + piece - 1) / piece, task);
+}
+
+size_t rows_per_task(size_t n) { return std::max<size_t>(1, 16384 / std::max<size_t>(1, n)); }
+
+// A training step frees a gigabyte of activations and takes it again. The allocator gives such memory back to the
+// system, and its pages, which come one by one and cleared, are a tenth of the step: let it keep 2 GiB.
+void keep_freed_memory() {
+#if defined(__GLIBC__)
+    mallopt(M_MMAP_THRESHOLD, 32 << 20);
+    mallopt(M_TRIM_THRESHOLD, 0x7fffffff);
+#endif
+}
+
+// ---------------------------------------------------------------- row by row
+
+void rms_norm_to_bf16(uintptr_t x, uintptr_t weight, size_t rows, size_t n, double eps, uintptr_t out) {
+    split(rows, rows_per_task(n), [&](size_t begin, size_t end) {
+        for (size_t i = begin; i < end; ++i) {
+            kernels().rms_norm_f32_bf16(at<float>(x) + i * n, at<float>(weight), n, eps, at<uint16_t>(out) + i * n);
+        }
+    });
+}
+
+template <class T, class Grad, class Kernel>
+void rms_norm_backward_rows(Kernel kernel, uintptr_t x, uintptr_t weight, uintptr_t grad, size_t rows, size_t n,
+                            double eps, uintptr_t grad_x, uintptr_t grad_weight) {
+    const size_t piece = std::max<size_t>(64, rows_per_task(n)), pieces = (rows + piece - 1) / piece;
+    std::vector<float> sums(pieces * n);
+    split(rows, piece, [&](size_t begin, size_t end) {
+        for (size_t i = begin; i < end; ++i) {
+            kernel(at<T>(x) + i * n, at<float>(weight), at<Grad>(grad) + i * n, n, eps, at<T>(grad_x) + i * n,
+                   sums.data() + begin / piece * n);
+        }
+    });
+    for (size_t i = 0; i < n; ++i) {
+        double sum = 0.0;
+        for (size_t p = 0; p < pieces; ++p) sum += sums[p * n + i];
+        at<float>(grad_weight)[i] = static_cast<float>(sum);
+    }
+}
+
+void rms_norm_backward(bool x_bf16, bool grad_bf16, uintptr_t x, uintptr_t weight, uintptr_t grad, size_t rows,
+                       size_t n, double eps, uintptr_t grad_x, uintptr_t grad_weight) {
+    const Kernels& k = kernels();
+    if (x_bf16) {
+        rms_norm_backward_rows<uint16_t, uint16_t>(k.rms_norm_backward_bf16, x, weight, grad, rows, n, eps, grad_x,
+                                                   grad_weight);
+    } else if (grad_bf16) {
+        rms_norm_backward_rows<float, uint16_t>(k.rms_norm_backward_f32_bf16, x, weight, grad, rows, n, eps, grad_x,
+                                                grad_weight);
+    } else {
+        rms_norm_backward_rows<float, float>(k.rms_norm_backward_f32, x, weight, grad, rows, n, eps, grad_x,
+                                             grad_weight);
+    }
+}
+
+void swiglu_backward(bool bf16, uintptr_t gate, uintptr_t up, uintptr_t grad, size_t n, uintptr_t grad_gate,
+                     uintptr_t grad_up) {
+    split(n, 16384, [&](size_t begin, size_t end) {
+        if (bf16) {
+            kernels().swiglu_backward_bf16(at<uint16_t>(gate) + begin, at<uint16_t>(up) + begin,
+                                           at<uint16_t>(grad) + begin, end - begin, at<uint16_t>(grad_gate) + begin,
+                                           at<uint16_t>(grad_up) + begin);
+        } else {
+            kernels().swiglu_backward_f32(at<float>(gate) + begin, at<float>(up) + begin, at<float>(grad) + begin,
+                                          end - begin, at<float>(grad_gate) + begin, at<float>(grad_up) + begin);
+        }
+    });
+}
+
+// Logits [first, first + n) of a vocabulary, in rows of n; out in rows of n.
+void token_logprobs_backward(bool out_bf16, uintptr_t logits, size_t rows, size_t n, uintptr_t tokens, size_t first,
+                             double temperature, uintptr_t lse, uintptr_t logprobs, uintptr_t grads, uintptr_t out) {
+    split(rows, rows_per_task(n), [&](size_t begin, size_t end) {
+        for (size_t i = begin; i < end; ++i) {
+            const auto token = static_cast<size_t>(at<int64_t>(tokens)[i]);
+            const size_t own = token < first ? n : token - first;
+            const float* z = at<float>(logits) + i * n;
+            const float l = at<float>(lse)[i], p = at<float>(logprobs)[i], g = at<float>(grads)[i];
+            if (out_bf16) {
+                kernels().token_logprobs_backward_bf16(z, n, own, temperature, l, p, g, at<uint16_t>(out) + i * n);
+            } else {
+                kernels().token_logprobs_backward_f32(z, n, own, temperature, l, p, g, at<float>(out) + i * n);
+            }
+        }
+    });
+}
+
+void adamw(size_t n, uintptr_t p, uintptr_t grad, uintptr_t m, uintptr_t v, uintptr_t copy, double lr, double beta1,
+           double beta2, double eps, double weight_decay, double t, double grad_scale) {
+    AdamWStep step;
+    step.keep = static_cast<float>(1.0 - lr * weight_decay);
+    step.beta2 = static_cast<float>(beta2);
+    step.toward = static_cast<float>(1.0 - beta1);
+    step.square = static_cast<float>(1.0 - beta2);
+    step.root = static_cast<float>(std::sqrt(1.0 - std::pow(beta2, t)));
+    step.eps = static_cast<float>(eps);
+    step.step = static_cast<float>(lr / (1.0 - std::pow(beta1, t)));
+    step.grad_scale = static_cast<float>(grad_scale);
+    split(n, 65536, [&](size_t begin, size_t end) {
+        kernels().adamw_f32(step, end - begin, at<float>(p) + begin, at<float>(grad) + begin, at<float>(m) + begin,
+                            at<float>(v) + begin, copy == 0 ? nullptr : at<uint16_t>(copy) + begin);
+    });
+}
+
+// ---------------------------------------------------------------- attention
+
+// Sequences laid end to end: queries [q_offsets[s], q_offsets[s + 1]) see the keys whose tokens are
+// key_rows[k_offsets[s] ... k_offsets[s + 1]), and stand at their end. out and gradients are (tokens, heads, head_dim).
+struct Attention {
+    bool bf16 = false;
+    int64_t n_tokens = 0, n_heads = 0, n_kv_heads = 0, head_dim = 0, n_sequences = 0;
+    uintptr_t q = 0, k = 0, v = 0, out = 0, lse = 0, q_offsets = 0, k_offsets = 0, key_rows = 0;
+    int64_t q_token = 0, q_head = 0, k_token = 0, k_head = 0, v_token = 0, v_head = 0;
+    int64_t window = 0;
+    double scale = 0.0;
+
+    size_t item_size() const { return bf16 ? 2 : 4; }
+    const int64_t* queries() const { return at<const int64_t>(q_offsets); }
+    const int64_t* keys() const { return at<const int64_t>(k_offsets); }
+
+    // Queries [begin, end) of a sequence, for a KV head.
+    void fill(AttentionTask& task, int64_t sequence, int64_t kv_head, int64_t begin, int64_t end) const {
+        const int64_t first = queries()[sequence], n_queries = queries()[sequence + 1] - first;
+        const auto bytes = [&](uintptr_t base, int64_t element) {
+            return at<char>(base) + element * static_cast<int64_t>(item_size());
+        };
+        const int64_t head = kv_head * (n_heads / n_kv_heads), token = first + begin;
+        task.group = n_heads / n_kv_heads, task.head_dim = head_dim;
+        task.q = bytes(q, token * q_token + head * q_head);
+        task.k = bytes(k, kv_head * k_head), task.v = bytes(v, kv_head * v_head);
+        task.out = bytes(out, (token * n_heads + head) * head_dim);
+        task.q_token = q_token, task.q_head = q_head, task.k_token = k_token, task.v_token = v_token;
+        task.out_token = n_heads * head_dim, task.out_head = head_dim;
+        task.n_queries = end - begin, task.n_keys = keys()[sequence + 1] - keys()[sequence];
+        task.position = task.n_keys - n_queries + begin;
+        task.window = window, task.causal = true, task.block_size = head_dim <= 128 ? 256 : 128;
+        task.scale = static_cast<float>(scale * 0x1.71547652b82fep+0);
+        task.key_rows = at<const int64_t>(key_rows) + keys()[sequence];
+        task.lse = at<float>(lse) + token * n_heads + head, task.lse_token = n_heads;
+    }
+};
+
+// Memory of a thread, kept between calls.
+void* thread_scratch(size_t n_bytes) {
+    thread_local std::unique_ptr<void, decltype(&std::free)> memory{nullptr, &std::free};
+    thread_local size_t size = 0;
+    if (n_bytes > size) {
+        size = (n_bytes + 4095) / 4096 * 4096;
+        memory.reset(std::aligned_alloc(64, size));
+        if (memory == nullptr) size = 0;
+    }
+    return memory.get();
+}
+
+struct Block {
+    int64_t sequence, begin, end;
+    double cost;
+};
+
+// run(block, KV head) over the pool, which takes the last task first: let it be the longest. It answers whether it had
+// the memory that it needed.
+template <class F>
+void for_blocks(std::vector<Block>& blocks, int64_t n_kv_heads, F&& run) {
+    std::stable_sort(blocks.begin(), blocks.end(), [](const Block& a, const Block& b) { return a.cost < b.cost; });
+    const auto heads = static_cast<size_t>(n_kv_heads);
+    std::atomic<bool> complete{true};
+    {
+        const nb::gil_scoped_release release;
+        auto task = [&](size_t i) {
+            if (!run(blocks[i / heads], static_cast<int64_t>(i % heads))) complete = false;
+        };
+        parallel_for(blocks.size() * heads, task);
+    }
+    if (!complete) throw std::bad_alloc();
+}
+
+void attention_forward(const Attention& a) {
+    std::vector<Block> blocks;
+    const int64_t size = std::max<int64_t>(1, kAttentionRows / (a.n_heads / a.n_kv_heads));
+    for (int64_t s = 0; s < a.n_sequences; ++s) {
+        const int64_t n = a.queries()[s + 1] - a.queries()[s], n_keys = a.keys()[s + 1] - a.keys()[s];
+        for (int64_t begin = 0; begin < n; begin += size) {
+            const int64_t end = std::min(n, begin + size);
+            blocks.push_back({s, begin, end, static_cast<double>((end - begin) * (n_keys - n + end))});
+        }
+    }
+    const auto kernel = a.bf16 ? kernels().attention_bf16 : kernels().attention_f32;
+    for_blocks(blocks, a.n_kv_heads, [&](const Block& block, int64_t kv_head) {
+        AttentionTask task{};
+        a.fill(task, block.sequence, kv_head, block.begin, block.end);
+        task.scratch = thread_scratch(kernels().attention_scratch(task));
+        if (task.scratch != nullptr) kernel(task);
+        return task.scratch != nullptr;
+    });
+}
+
+// grad_k and grad_v of a token are the sums over readers[readers_offsets[token] ...): the places of key_rows where it
+// stands, in their order.
+void attention_backward(const Attention& a, uintptr_t grad_out, uintptr_t grad_q, uintptr_t grad_k, uintptr_t grad_v,
+                        uintptr_t readers_offsets, uintptr_t readers) {
+    std::vector<Block> blocks;
+    for (int64_t s = 0; s < a.n_sequences; ++s) {
+        const int64_t n = a.queries()[s + 1] - a.queries()[s], n_keys = a.keys()[s + 1] - a.keys()[s];
+        if (n_keys > 0) blocks.push_back({s, 0, n, static_cast<double>(n * n_keys)});
+    }
+    const int64_t n_places = a.keys()[a.n_sequences], d = a.head_dim;
+    const auto n_floats = static_cast<size_t>(n_places * a.n_kv_heads * d);
+    const auto of_keys = std::make_unique_for_overwrite<float[]>(n_floats);
+    const auto of_values = std::make_unique_for_overwrite<float[]>(n_floats);
+    const auto kernel = a.bf16 ? kernels().attention_backward_bf16 : kernels().attention_backward_f32;
+    for_blocks(blocks, a.n_kv_heads, [&](const Block& block, int64_t kv_head) {
+        AttentionBackwardTask task{};
+        a.fill(task, block.sequence, kv_head, block.begin, block.end);
+        const int64_t to_out = static_cast<const char*>(task.out) - at<char>(a.out);
+        task.grad_out = at<char>(grad_out) + to_out, task.grad_q = at<char>(grad_q) + to_out;
+        const int64_t place = (kv_head * n_places + a.keys()[block.sequence]) * d;
+        task.grad_k = of_keys.get() + place, task.grad_v = of_values.get() + place;
+        task.scratch = thread_scratch(kernels().attention_backward_scratch(task));
+        if (task.scratch != nullptr) kernel(task);
+        return task.scratch != nullptr;
+    });
+    const auto* offsets = at<const int64_t>(readers_offsets);
+    const auto* places = at<const int64_t>(readers);
+    split(static_cast<size_t>(a.n_tokens), 64, [&](size_t begin, size_t end) {
+        std::vector<float> sum(static_cast<size_t>(d));
+        for (size_t token = begin; token < end; ++token) {
+            for (int64_t head = 0; head < a.n_kv_heads; ++head) {
+                for (const bool keys : {true, false}) {
+                    const float* parts = (keys ? of_keys : of_values).get() + head * n_places * d;
+                    std::fill(sum.begin(), sum.end(), 0.0f);
+                    for (int64_t r = offsets[token]; r < offsets[token + 1]; ++r) {
+                        const float* part = parts + places[r] * d;
+                        for (int64_t c = 0; c < d; ++c) sum[static_cast<size_t>(c)] += part[c];
+                    }
+                    const int64_t to = (static_cast<int64_t>(token) * a.n_kv_heads + head) * d;
+                    const uintptr_t grad = keys ? grad_k : grad_v;
+                    if (a.bf16) {
+                        kernels().bf16_from_f32(sum.data(), sum.size(), at<uint16_t>(grad) + to);
+                    } else {
+                        std::copy(sum.begin(), sum.end(), at<float>(grad) + to);
+                    }
+                }
+            }
+        }
+    });
+}
+
+}  // namespace
+
+void bind_training(nb::module_& m) {
+    m.def("keep_freed_memory", &keep_freed_memory);
+    m.def("rms_norm_to_bf16", &rms_norm_to_bf16);
+    m.def("rms_norm_backward", &rms_norm_backward);
+    m.def("swiglu_backward", &swiglu_backward);
+    m.def("token_logprobs_backward", &token_logprobs_backward);
+    m.def("adamw", &adamw);
+    nb::class_<Attention>(m, "TrainingAttention")
+        .def(nb::init<>())
+        .def_rw("bf16", &Attention::bf16)
+        .def_rw("n_tokens", &Attention::n_tokens)
+        .def_rw("n_heads", &Attention::n_heads)
+        .def_rw("n_kv_heads", &Attention::n_kv_heads)
+        .def_rw("head_dim", &Attention::head_dim)
+        .def_rw("n_sequences", &Attention::n_sequences)
+        .def_rw("q", &Attention::q)
+        .def_rw("k", &Attention::k)
+        .def_rw("v", &Attention::v)
+        .def_rw("out", &Attention::out)
+        .def_rw("lse", &Attention::lse)
+        .def_rw("q_offsets", &Attention::q_offsets)
+        .def_rw("k_offsets", &Attention::k_offsets)
+        .def_rw("key_rows", &Attention::key_rows)
+        .def_rw("q_token", &Attention::q_token)
+        .def_rw("q_head", &Attention::q_head)
+        .def_rw("k_token", &Attention::k_token)
+        .def_rw("k_head", &Attention::k_head)
+        .def_rw("v_token", &Attention::v_token)
+        .def_rw("v_head", &Attention::v_head)
+        .def_rw("window", &Attention::window)
+        .def_rw("scale", &Attention::scale)
+        .def("forward", &attention_forward)
+        .def("backward", &attention_backward);
+}
+
+}  // namespace whet

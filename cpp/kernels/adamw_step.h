@@ -1,0 +1,17 @@
+// The numbers of one AdamW step; see adamw.h.
+#pragma once
+
+namespace whet {
+
+struct AdamWStep {
+    float keep;        // 1 - lr decay
+    float beta2;       //
+    float toward;      // 1 - beta1
+    float square;      // 1 - beta2
+    float root;        // sqrt(1 - beta2^t)
+    float eps;         //
+    float step;        // lr / (1 - beta1^t)
+    float grad_scale;  // of clipping
+};
+
+}  // namespace whet

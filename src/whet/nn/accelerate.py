@@ -1,0 +1,329 @@
+"""Whet's training kernels in a Hugging Face model, by one call, and out of it again.
+
+``accelerate(model)`` puts autograd functions over native kernels in the place of the model's own: linear layers with
+bfloat16 products over float32 master weights (where the processor has them), RMSNorm, SwiGLU, RoPE, and attention over
+packed batches. The model's parameters, state dict, adapters and hooks stay what they are. ``completion_logprobs`` then
+runs batches packed, with shared prompts computed once, and projects the vocabulary only where a token counts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, MutableMapping
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from whet import _core
+from whet.errors import WhetTypeError, WhetValueError
+from whet.nn import functions
+from whet.nn.modules import inner_module, module_device
+from whet.nn.packed import PackedBatch
+
+ComputeDtype = Literal["auto", "bfloat16", "float32"]
+
+_NAME = "whet"
+_FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "phi3", "qwen2", "qwen3")
+_accelerated: weakref.WeakKeyDictionary[nn.Module, Acceleration] = weakref.WeakKeyDictionary()
+
+
+def accelerate(model: nn.Module, dtype: ComputeDtype = "auto") -> Acceleration:
+    """Put Whet's kernels into a model, for good or, as ``with accelerate(model):``, for a while.
+
+    Args:
+        model: a Hugging Face causal model of one of the families (or a PEFT model over one) on the CPU, its weights
+            float32. It may be called as before, trained by other loops too; outputs are those of ``dtype``.
+        dtype: of products: "bfloat16" rounds weights and activations that are multiplied, and keeps master weights,
+            gradients, norms, the residual stream, the logits and every sum in float32. "float32" changes no more than
+            the order of sums. "auto": bfloat16 where the processor has bfloat16 products.
+
+    Returns:
+        The ``Acceleration``, whose ``remove()`` gives the model its own functions back.
+
+    Raises:
+        WhetTypeError: not a Hugging Face causal model.
+        WhetValueError: a model of another family, on another device or in another dtype, one that has been accelerated
+            already, or an unknown ``dtype``.
+    """
+    acceleration = Acceleration(model, dtype)
+    acceleration.install()
+    return acceleration
+
+
+def acceleration_of(model: nn.Module) -> Acceleration | None:
+    """What is in this model now; None: its own functions."""
+    return _accelerated.get(inner_module(model))
+
+
+class Acceleration:
+    """Whet's kernels for one model: in it between ``install()`` and ``remove()``, or inside a ``with``.
+
+    Arguments and errors are those of ``accelerate``.
+
+    Attributes:
+        dtype: of products, torch.bfloat16 or torch.float32.
+        in_place: whether gradients of weights are added to ``.grad`` where they are computed, past autograd: faster,
+            and right for ``backward()``; not for ``torch.autograd.grad``.
+    """
+
+    def __init__(self, model: nn.Module, dtype: ComputeDtype = "auto") -> None:
+        names = get_args(ComputeDtype)
+        if dtype not in names:
+            raise WhetValueError(f"accelerate: dtype is {dtype!r}, expected {', '.join(map(repr, names))}.")
+        narrow = dtype == "bfloat16" or (dtype == "auto" and "bf16" in _core.isa())
+        self.dtype = torch.bfloat16 if narrow else torch.float32
+        self.in_place = False
+        self._model: Any = inner_module(model)
+        if any(getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values()):
+            raise WhetTypeError(
+                "accelerate: the model has virtual tokens, which stand before its input. Pass LoRA adapters, or none."
+            )
+        self._decoder, self._head_module = _checked(self._model)
+        self._copies: MutableMapping[Tensor, _Copy] = WeakTensorKeyDictionary()
+        self._head: functions.Head | None = None
+        self._head_version = -1
+        self._own_attention = ""
+        self._replaced: list[nn.Module] = []
+
+    def install(self) -> None:
+        """Put the kernels in."""
+        if acceleration_of(self._model) is not None:
+            raise WhetValueError("accelerate: the model is accelerated already. Call remove() on what that returned.")
+        for module in self._model.modules():
+            forward = self._forward_of(module)
+            if forward is not None:
+                module.forward = forward
+                self._replaced.append(module)
+        _register()
+        _core.keep_freed_memory()
+        config = self._model.config
+        self._own_attention, config._attn_implementation = config._attn_implementation, _NAME
+        _accelerated[self._model] = self
+
+    def remove(self) -> None:
+        """Give the model its own functions back; nothing happens where they are there."""
+        if acceleration_of(self._model) is not self:
+            return
+        del _accelerated[self._model]
+        for module in self._replaced:
+            del module.forward
+        self._replaced.clear()
+        self._model.config._attn_implementation = self._own_attention
+
+    def __enter__(self) -> Acceleration:
+        if acceleration_of(self._model) is not self:
+            self.install()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def hidden_states(self, batch: PackedBatch) -> Tensor:
+        """(N, K): what the head gets, of a packed batch."""
+        # A mask of four axes is passed through as it is: nobody makes one of N x N.
+        output = self._decoder(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            attention_mask=torch.empty(1, 1, 1, 1),
+            use_cache=False,
+            whet_batch=batch,
+        )
+        return output[0][0]
+
+    def head(self) -> functions.Head:
+        """The projection on the vocabulary, with the weights as they are."""
+        weight, bias = self._head_module.weight, self._head_module.bias
+        copy = self.copy(weight)
+        if self._head is None or self._head.weight is not weight:
+            self._head = functions.Head(weight, bias, copy)
+        elif self._head_version != weight._version:
+            self._head.repack()
+        self._head_version = weight._version
+        self._head.in_place = self.in_place
+        return self._head
+
+    def copy(self, weight: Tensor) -> Tensor:
+        """The weight as it is multiplied: itself, or its bfloat16 copy, made again where the weight has changed."""
+        if self.dtype == weight.dtype:
+            return weight.detach()
+        made = self._copies.get(weight)
+        state = (weight._version, weight.data_ptr())
+        if made is None or made.tensor.shape != weight.shape:
+            made = self._copies[weight] = _Copy(torch.empty(weight.shape, dtype=self.dtype))
+        if made.state != state:
+            made.tensor.copy_(weight.detach())
+            made.state = state
+        return made.tensor
+
+    def copy_of(self, weight: Tensor) -> Tensor | None:
+        """The weight's copy, for someone who changes the weight and the copy with it; None if there is none."""
+        made = self._copies.get(weight)
+        return None if made is None or made.tensor.shape != weight.shape else made.tensor
+
+    def mark_copied(self, weight: Tensor) -> None:
+        """The copy is what the weight is now."""
+        self._copies[weight].state = (weight._version, weight.data_ptr())
+
+    def _forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
+        """What takes the place of a module's forward."""
+        kind = type(module).__name__
+        if type(module) is nn.Linear:
+            return partial(_linear, self, module)
+        if type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq:
+            return partial(_embedding, self, module)
+        if kind == "Conv1D":
+            return partial(_conv1d, self, module)
+        if kind.endswith("RMSNorm"):
+            return partial(_rms_norm, self, module)
+        if kind.endswith("MLP") and _is_silu(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)):
+            return partial(_swiglu_fused if hasattr(module, "gate_up_proj") else _swiglu, module)
+        if kind.endswith("Attention") and hasattr(module, "q_proj"):
+            return partial(_attention, module, module.forward)
+        return None
+
+
+class _Copy:
+    """A rounded weight, and the version and address of what it was made from."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.state: tuple[int, int] = (-1, 0)
+
+
+def _checked(inner: Any) -> tuple[nn.Module, Any]:
+    """Decoder and head of a model that can be accelerated."""
+    config: Any = getattr(inner, "config", None)
+    family = getattr(config, "model_type", None)
+    if family is None or not hasattr(inner, "get_output_embeddings"):
+        raise WhetTypeError(f"accelerate: model is {type(inner).__name__}, expected a Hugging Face causal model.")
+    if family not in _FAMILIES:
+        raise WhetValueError(f"accelerate: model_type is {family!r}; the kernels fit {', '.join(_FAMILIES)}.")
+    head, decoder = inner.get_output_embeddings(), getattr(inner, inner.base_model_prefix, None)
+    if type(head) is not nn.Linear or decoder is None or decoder is inner:
+        raise WhetValueError(
+            f"accelerate: {type(inner).__name__} has no plain linear head over a decoder. Pass a causal language model."
+        )
+    dtypes = {p.dtype for p in inner.parameters() if p.is_floating_point()}
+    if dtypes != {torch.float32} or module_device(inner).type != "cpu":
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        raise WhetValueError(
+            f"accelerate: the weights are {names} on {module_device(inner)}, expected float32 on the CPU: they are the "
+            "master weights. Call model.float() or model.cpu()."
+        )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_dim % 2 or head_dim > 256:
+        raise WhetValueError(f"accelerate: head_dim is {head_dim}, expected an even number up to 256.")
+    return decoder, head
+
+
+def _is_silu(activation: Any) -> bool:
+    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
+
+
+# --- what takes the place of a module's forward -------------------------------------------------------------
+
+
+def _embedding(acceleration: Acceleration, module: Any, input: Tensor) -> Tensor:
+    return functions.embedding(input, module.weight, module.padding_idx, acceleration.in_place)
+
+
+def _linear(acceleration: Acceleration, module: Any, x: Tensor) -> Tensor:
+    return functions.linear(x, module.weight, module.bias, acceleration.copy(module.weight), acceleration.in_place)
+
+
+def _conv1d(acceleration: Acceleration, module: Any, x: Tensor) -> Tensor:
+    return functions.linear(x, module.weight.t(), module.bias, acceleration.copy(module.weight).t())
+
+
+def _rms_norm(acceleration: Acceleration, module: Any, hidden_states: Tensor) -> Tensor:
+    eps = getattr(module, "variance_epsilon", None) or module.eps
+    return functions.rms_norm(hidden_states, module.weight, eps, acceleration.dtype)
+
+
+def _swiglu(module: Any, x: Tensor) -> Tensor:
+    return module.down_proj(functions.swiglu(module.gate_proj(x), module.up_proj(x)))
+
+
+def _swiglu_fused(module: Any, hidden_states: Tensor) -> Tensor:
+    return module.down_proj(functions.swiglu(*module.gate_up_proj(hidden_states).chunk(2, dim=-1)))
+
+
+def _refuse_dropout(dropout: float) -> None:
+    if dropout:
+        raise WhetValueError(
+            f"accelerate: attention dropout is {dropout}, and packed attention has none. Call model.eval(), or set it "
+            "to 0 in the config."
+        )
+
+
+def _attention(
+    module: Any,
+    plain: Callable[..., Any],
+    hidden_states: Tensor,
+    position_embeddings: Any = None,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    *,
+    whet_batch: PackedBatch | None = None,
+    **options: Any,
+) -> Any:
+    """Attention with separate projections and RoPE over halves (Llama, Mistral, Qwen), of a packed batch."""
+    if whet_batch is None:
+        return plain(
+            hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            **options,
+        )
+    _refuse_dropout(module.attention_dropout if module.training else 0.0)
+    x, shape = hidden_states[0], (hidden_states.shape[1], -1, module.head_dim)
+    q, k, v = (projection(x).view(shape) for projection in (module.q_proj, module.k_proj, module.v_proj))
+    if hasattr(module, "q_norm"):
+        q, k = module.q_norm(q), module.k_norm(k)
+    cos, sin = position_embeddings
+    half = cos.shape[-1] // 2
+    table = torch.cat((cos[0, :, :half], sin[0, :, :half]), 1).float()
+    q, k = functions.rope(q, table), functions.rope(k, table)
+    window = getattr(module, "sliding_window", None)
+    if module.config.model_type == "mistral":
+        window = module.config.sliding_window
+    out = functions.attention(q, k, v, whet_batch, module.scaling, window)
+    return module.o_proj(out.view(1, shape[0], -1)), None
+
+
+def _attention_interface(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, scaling: Any = None,
+    sliding_window: int | None = None, dropout: float = 0.0, whet_batch: PackedBatch | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    """As transformers calls an attention function, on (1, heads, tokens, head_dim)."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if whet_batch is None:
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            **options,
+        )
+    _refuse_dropout(dropout)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    return functions.attention(q, k, v, whet_batch, scale, sliding_window)[None], None
+
+
+def _register() -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention_interface)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, sdpa_mask)

@@ -1,0 +1,85 @@
+"""AdamW in one pass over parameters, gradients and moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet import _core
+from whet.nn.accelerate import Acceleration
+
+
+class AdamW(torch.optim.AdamW):
+    """``torch.optim.AdamW`` with a native step for float32 parameters on the CPU.
+
+    Loshchilov & Hutter 2019, with torch's order of operations, each rounded once: the moments are torch's to the bit,
+    and so are most parameters; torch's square root, of MKL, may be an ULP off, and an update 1e-7 of itself with it.
+    Arguments, parameter groups and state dict are torch's, and so is the step of parameters of another dtype or device.
+
+    Args:
+        params, **settings: of ``torch.optim.AdamW``.
+        acceleration: of the model; its bfloat16 copies of the weights are written in the same pass.
+    """
+
+    def __init__(self, params: Any, *, acceleration: Acceleration | None = None, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.acceleration = acceleration
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One update.
+
+        Args:
+            closure: computes the loss again, as torch's optimizers take it.
+            grad_scale: multiplies every gradient on its way, as clipping does; ``.grad`` stays as it is.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        others: list[Tensor] = []
+        for group in self.param_groups:
+            plain = not (group["amsgrad"] or group["maximize"] or group["capturable"] or group["differentiable"])
+            for p in group["params"]:
+                if p.grad is not None and not (plain and self._native_step(p, group, grad_scale)):
+                    others.append(p)
+        if others:
+            self._torch_step(others, grad_scale)
+        return loss
+
+    def _native_step(self, p: Tensor, group: dict[str, Any], grad_scale: float) -> bool:
+        grad, state = p.grad, self.state[p]
+        assert grad is not None
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        parts = (p, grad, state["exp_avg"], state["exp_avg_sq"])
+        if any(x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous() for x in parts):
+            return False
+        state["step"] += 1
+        copy = None if self.acceleration is None else self.acceleration.copy_of(p)
+        beta1, beta2 = group["betas"]
+        numbers = (float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], state["step"].item())
+        p_at, grad_at, m_at, v_at = (x.data_ptr() for x in parts)
+        copy_at = 0 if copy is None else copy.data_ptr()
+        _core.adamw(p.numel(), p_at, grad_at, m_at, v_at, copy_at, *numbers, grad_scale)
+        torch.autograd.graph.increment_version(p)
+        if copy is not None and self.acceleration is not None:
+            self.acceleration.mark_copied(p)
+        return True
+
+    def _torch_step(self, others: list[Tensor], grad_scale: float) -> None:
+        """torch's own step, of these parameters alone."""
+        chosen = set(map(id, others))
+        grads = [(p, p.grad) for group in self.param_groups for p in group["params"]]
+        try:
+            for p, grad in grads:
+                p.grad = (grad * grad_scale if grad_scale != 1.0 else grad) if id(p) in chosen else None
+            super().step()
+        finally:
+            for p, grad in grads:
+                p.grad = grad

@@ -1,0 +1,90 @@
+"""What computes a step does not show in it: Whet's kernels and torch, whatever the micro-batches."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from tests.engine.tiny_models import tiny_model
+from tiny import TinyModel
+
+from whet import WhetTypeError, WhetValueError
+from whet.algorithms import DPO, GRPO, SFT
+
+PROMPTS = [[5, 6, 7], [8, 9], [5, 6, 7, 10]]
+PAIRS = [([5, 6, 7], [3, 4, 2], [9, 2]), ([5, 6, 7], [11], [12, 13, 14]), ([8], [3, 3, 3, 3], [4, 2])]
+
+
+def even(completions):
+    return [float(sum(token % 2 for token in row.tolist())) for row in completions]
+
+
+def steps(kind, **settings):
+    """Losses, gradient norms and the weights after three steps."""
+    model = tiny_model("llama").requires_grad_(True)
+    common = {"learning_rate": 1e-3, **settings}
+    if kind == "grpo":
+        trainer = GRPO(model, reward_fn=even, group_size=4, max_new_tokens=6, engine="torch", beta=0.1, **common)
+        history = [trainer.train_step(PROMPTS) for _ in range(3)]
+    elif kind == "dpo":
+        trainer = DPO(model, beta=0.5, **common)
+        history = [trainer.train_step(*map(list, zip(*PAIRS, strict=True))) for _ in range(3)]
+    else:
+        trainer = SFT(model, **common)
+        history = [trainer.train_step([p for p, _, _ in PAIRS], [c for _, c, _ in PAIRS]) for _ in range(3)]
+    return history, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dpo", "sft"])
+def test_a_step_is_the_same(kind):
+    expected, weights = steps(kind, compute="torch")
+    for settings in ({"max_tokens_per_step": 0}, {"max_tokens_per_step": 9}, {"micro_batch_size": 2}):
+        history, moved = steps(kind, compute="float32", **settings)
+        assert history[0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-5, abs=1e-6)
+        assert history[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=1e-5)
+        # A sign of Adam's that flips moves a weight by the learning rate.
+        assert (moved - weights).abs().mean() < 2e-5
+
+
+def test_bfloat16_is_near():
+    expected, _ = steps("dpo", compute="torch")
+    history, _ = steps("dpo", compute="bfloat16")
+    for step, exact in zip(history, expected, strict=True):
+        assert step["loss"] == pytest.approx(exact["loss"], rel=0.06)
+        assert step["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.06)
+
+
+def test_auto_takes_the_kernels_where_they_fit():
+    model = tiny_model("llama").requires_grad_(True)
+    assert SFT(model, training_mode=False).acceleration is not None
+    assert SFT(TinyModel()).acceleration is None
+    assert SFT(model, compute="torch").acceleration is None
+    dropping = tiny_model("llama", attention_dropout=0.1).requires_grad_(True)
+    assert SFT(dropping, training_mode=True).acceleration is None
+    assert SFT(dropping, training_mode=False).acceleration is not None
+    with pytest.warns(UserWarning, match="torch computes the step.*model_type is 'gptj'.*compute='torch' says so"):
+        assert SFT(tiny_model("gptj").requires_grad_(True)).acceleration is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SFT(tiny_model("gptj").requires_grad_(True), compute="torch")
+
+
+def test_what_was_asked_for_is_not_replaced():
+    with pytest.raises(WhetTypeError, match="expected a Hugging Face causal model"):
+        SFT(TinyModel(), compute="bfloat16")
+    with pytest.raises(WhetValueError, match="model_type is 'gptj'"):
+        SFT(tiny_model("gptj").requires_grad_(True), compute="float32")
+    with pytest.raises(WhetValueError, match="compute is 'fast'"):
+        SFT(TinyModel(), compute="fast")
+
+
+def test_the_model_is_left_as_it_was():
+    model = tiny_model("llama").requires_grad_(True)
+    attention = model.config._attn_implementation
+    trainer = SFT(model, compute="bfloat16")
+    trainer.train_step([[1, 2]], [[3, 4]])
+    assert model.config._attn_implementation == attention
+    assert "forward" not in vars(model.model.layers[0].mlp)

@@ -1,0 +1,220 @@
+"""Whet's kernels in Hugging Face models, against the models' own functions in float64 and float32."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from tests.engine.tiny_models import CASES, VOCAB, tiny_model
+
+from whet import WhetTypeError, WhetValueError
+from whet.nn import accelerate, completion_logprobs
+from whet.nn.accelerate import Acceleration, acceleration_of
+
+FAMILIES = [case for case in CASES if not case.startswith("gptj")]
+GENERATOR = torch.Generator().manual_seed(5)
+
+
+def ids(n: int) -> list[int]:
+    return torch.randint(0, VOCAB, (n,), generator=GENERATOR).tolist()
+
+
+SHARED, OTHER = ids(7), ids(3)
+PROMPTS = [SHARED, OTHER, SHARED, SHARED, OTHER]
+COMPLETIONS = [ids(6), ids(1), [], ids(11), ids(4)]
+WEIGHTS = torch.randn(5, 11, generator=GENERATOR)
+
+
+def logprobs_and_gradients(model: Any, temperature: float = 0.8) -> tuple[Any, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    result = completion_logprobs(model, PROMPTS, COMPLETIONS, temperature=temperature, return_entropy=True)
+    (result.logprobs * WEIGHTS.to(result.logprobs)).sum().backward()
+    return result, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([g.double().flatten() for g in gradients.values()])
+
+
+def trained(case: str, **options: Any) -> Any:
+    return tiny_model(case, **options).requires_grad_(True)
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_packed_batch_is_the_padded_one(case):
+    """Log-probs, entropies and the gradient of every parameter, prompts shared, against float64."""
+    model = trained(case)
+    exact, exact_gradients = logprobs_and_gradients(model.double())
+    plain, plain_gradients = logprobs_and_gradients(model.float())
+    with accelerate(model, "float32"):
+        fast, gradients = logprobs_and_gradients(model)
+    assert gradients.keys() == exact_gradients.keys()
+    assert torch.equal(fast.mask, plain.mask)
+    bound = 4 * (plain.logprobs - exact.logprobs).abs().max() + 2e-6
+    assert (fast.logprobs - exact.logprobs).abs().max() < bound
+    assert (fast.entropy - exact.entropy).abs().max() < 2e-5
+    error, own = flat(gradients) - flat(exact_gradients), flat(plain_gradients) - flat(exact_gradients)
+    assert error.norm() < 4 * own.norm() + 1e-6 * flat(exact_gradients).norm()
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-biases-tied", "mistral", "qwen3", "gpt_neox", "gpt2", "phi3"])
+def test_bfloat16_products_keep_the_direction(case):
+    model = trained(case, initializer_range=0.1)
+    _, exact = logprobs_and_gradients(model)
+    with accelerate(model, "bfloat16"):
+        result, gradients = logprobs_and_gradients(model)
+    assert result.logprobs.dtype == torch.float32
+    assert all(g.dtype == torch.float32 for g in gradients.values())
+    assert torch.cosine_similarity(flat(gradients), flat(exact), 0) > 0.999
+
+
+def test_autograd_gets_every_gradient():
+    """``torch.autograd.grad`` sees them, hooks see them, and in place they are the same."""
+    model = trained("llama")
+    with accelerate(model, "float32") as acceleration:
+        _, backward = logprobs_and_gradients(model)
+        result = completion_logprobs(model, PROMPTS, COMPLETIONS, temperature=0.8)
+        grads = torch.autograd.grad((result.logprobs * WEIGHTS).sum(), list(model.parameters()))
+        for one, other in zip(grads, backward.values(), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        seen = []
+        hooked = model.model.layers[0].mlp.up_proj.weight
+        hooked.register_hook(lambda grad: seen.append(grad))
+        acceleration.in_place = True
+        _, in_place = logprobs_and_gradients(model)
+    for name, grad in backward.items():
+        torch.testing.assert_close(in_place[name], grad, rtol=1e-6, atol=1e-7)
+    assert len(seen) == 1
+
+
+def test_gradients_accumulate_in_place():
+    model = trained("qwen2")
+    with accelerate(model, "float32") as acceleration:
+        acceleration.in_place = True
+        _, once = logprobs_and_gradients(model)
+        completion_logprobs(model, PROMPTS, COMPLETIONS, temperature=0.8).logprobs.mul(WEIGHTS).sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, 2 * once[name], rtol=1e-5, atol=1e-6)
+
+
+def test_removed_it_leaves_no_trace():
+    model = trained("llama")
+    before, _ = logprobs_and_gradients(model)
+    names, attention = set(vars(model.model.layers[0].mlp)), model.config._attn_implementation
+    acceleration = accelerate(model, "bfloat16")
+    assert acceleration_of(model) is acceleration
+    inside, _ = logprobs_and_gradients(model)
+    acceleration.remove()
+    acceleration.remove()
+    assert acceleration_of(model) is None
+    assert set(vars(model.model.layers[0].mlp)) == names
+    assert model.config._attn_implementation == attention
+    after, _ = logprobs_and_gradients(model)
+    assert torch.equal(before.logprobs, after.logprobs)
+    assert not torch.equal(before.logprobs, inside.logprobs)
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral", "gpt_neox"])
+def test_the_model_is_called_as_before(case):
+    """Padded, with a mask, and generating: on the kernels, and the same."""
+    model = tiny_model(case)
+    rows = torch.tensor([ids(9), ids(9)])
+    mask = torch.ones_like(rows)
+    mask[0, :4] = 0
+    with torch.no_grad():
+        plain = model(rows, attention_mask=mask).logits[:, 4:]
+        said = model.generate(rows, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        with accelerate(model, "float32"):
+            torch.testing.assert_close(model(rows, attention_mask=mask).logits[:, 4:], plain, rtol=1e-4, atol=1e-4)
+            again = model.generate(rows, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert torch.equal(said, again)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_changed_weights_are_seen(dtype):
+    """bfloat16 copies and the head are never stale."""
+    model = trained("llama")
+    with accelerate(model, dtype):
+        first, _ = logprobs_and_gradients(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.5)
+        second, _ = logprobs_and_gradients(model)
+        fresh = copy.deepcopy(model.state_dict())
+    other = trained("llama")
+    other.load_state_dict(fresh)
+    with accelerate(other, dtype):
+        expected, _ = logprobs_and_gradients(other)
+    assert not torch.equal(first.logprobs, second.logprobs)
+    assert torch.equal(second.logprobs, expected.logprobs)
+
+
+def test_adapters_are_trained_and_switched_off():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(trained("llama"), config)
+    plain, plain_gradients = logprobs_and_gradients(model)
+    with accelerate(model, "float32"):
+        fast, gradients = logprobs_and_gradients(model)
+        with model.disable_adapter():
+            off, _ = logprobs_and_gradients_off(model)
+    assert gradients.keys() == plain_gradients.keys()
+    assert all("lora" in name for name in gradients)
+    torch.testing.assert_close(fast.logprobs, plain.logprobs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(flat(gradients), flat(plain_gradients), rtol=1e-3, atol=1e-3)
+    with model.disable_adapter():
+        torch.testing.assert_close(off, logprobs_and_gradients_off(model)[0], rtol=1e-4, atol=1e-4)
+
+
+def logprobs_and_gradients_off(model: Any) -> tuple[torch.Tensor, None]:
+    with torch.no_grad():
+        return completion_logprobs(model, PROMPTS, COMPLETIONS).logprobs, None
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(WhetTypeError, match="Linear, expected a Hugging Face causal model"):
+        accelerate(torch.nn.Linear(2, 2))
+    with pytest.raises(WhetValueError, match="model_type is 'gptj'; the kernels fit gpt2"):
+        accelerate(tiny_model("gptj"))
+    with pytest.raises(WhetValueError, match=r"weights are bfloat16 on cpu, expected float32.*model\.float\(\)"):
+        accelerate(tiny_model("llama").bfloat16())
+    with pytest.raises(WhetValueError, match="dtype is 'float16', expected 'auto'"):
+        accelerate(tiny_model("llama"), "float16")  # type: ignore[arg-type]
+    model = tiny_model("llama")
+    with accelerate(model), pytest.raises(WhetValueError, match=r"accelerated already. Call remove\(\)"):
+        accelerate(model)
+    acceleration = Acceleration(model)
+    assert acceleration_of(model) is None
+    with acceleration, pytest.raises(WhetValueError, match="token 48, but the model's vocabulary has 48"):
+        completion_logprobs(model, [[1]], [[48]])
+    with acceleration, pytest.raises(WhetValueError, match="no row for a token or position"):
+        completion_logprobs(model, [[48]], [[1]])
+
+
+def test_attention_dropout_is_refused():
+    model = trained("llama", attention_dropout=0.1).train()
+    with accelerate(model), pytest.raises(WhetValueError, match=r"dropout is 0.1.*model\.eval\(\)"):
+        completion_logprobs(model, [[1, 2]], [[3, 4]])
+    completion_logprobs(model, [[1, 2]], [[3, 4]])
+
+
+def test_threads_and_batch_do_not_show():
+    """The same bits on one thread and two, in bfloat16 and float32."""
+    import whet
+
+    model = trained("qwen2")
+    n = whet.get_num_threads()
+    for dtype in ("float32", "bfloat16"):
+        results = []
+        for threads in (1, 2):
+            whet.set_num_threads(threads)
+            with accelerate(model, dtype):
+                results.append(logprobs_and_gradients(model))
+        assert torch.equal(results[0][0].logprobs, results[1][0].logprobs)
+        assert torch.equal(flat(results[0][1]), flat(results[1][1]))
+    whet.set_num_threads(n)

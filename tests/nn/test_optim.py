@@ -1,0 +1,134 @@
+"""The native AdamW against torch's."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from whet.nn import AdamW, accelerate
+
+
+def pair(**settings):
+    torch.manual_seed(0)
+    ours = torch.nn.Sequential(torch.nn.Linear(37, 53), torch.nn.LayerNorm(53), torch.nn.Linear(53, 3001))
+    theirs = copy.deepcopy(ours)
+    return (
+        (ours, AdamW(ours.parameters(), **settings)),
+        (theirs, torch.optim.AdamW(theirs.parameters(), foreach=False, **settings)),
+    )
+
+
+def close(a, b):
+    """As torch's but for its square root, which MKL does not always round to nearest."""
+    torch.testing.assert_close(a, b, rtol=3e-7, atol=1e-8)
+
+
+def step(module, optimizer, x, **options):
+    optimizer.zero_grad()
+    module(x).square().mean().backward()
+    optimizer.step(**options)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": 1e-3},
+        {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
+        {"lr": 1e-4, "betas": (0.0, 0.5), "weight_decay": 0.0},
+    ],
+)
+def test_the_moments_are_torchs_to_the_bit(settings):
+    (ours, mine), (theirs, reference) = pair(**settings)
+    x = torch.randn(11, 37)
+    for _ in range(7):
+        step(ours, mine, x)
+        # The same gradients for both: what is compared is the step.
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            b.grad = a.grad.clone()
+        reference.step()
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            close(a, b)
+            with torch.no_grad():
+                b.copy_(a)
+        for a, b in zip(mine.state.values(), reference.state.values(), strict=True):
+            assert all(torch.equal(a[key], b[key]) for key in b)
+
+
+def test_states_are_exchanged():
+    (ours, mine), (theirs, reference) = pair(lr=1e-2)
+    x = torch.randn(5, 37)
+    for _ in range(3):
+        step(ours, mine, x)
+    theirs.load_state_dict(ours.state_dict())
+    reference.load_state_dict(copy.deepcopy(mine.state_dict()))
+    step(ours, mine, x)
+    step(theirs, reference, x)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        close(a, b)
+
+
+def test_a_scale_multiplies_the_gradients():
+    (ours, mine), (theirs, reference) = pair(lr=1e-2)
+    x = torch.randn(5, 37)
+    step(ours, mine, x, grad_scale=0.25)
+    theirs(x).square().mean().mul(0.25).backward()
+    reference.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_other_dtypes_and_layouts_take_torchs_step():
+    torch.manual_seed(0)
+    doubles = torch.nn.Linear(5, 4).double()
+    strided = torch.nn.Parameter(torch.randn(4, 6).t())
+    parameters = [*doubles.parameters(), strided, torch.nn.Parameter(torch.randn(9))]
+    copies = [torch.nn.Parameter(p.detach().clone(memory_format=torch.preserve_format)) for p in parameters]
+    ours, theirs = AdamW(parameters, lr=0.1), torch.optim.AdamW(copies, lr=0.1)
+    for _ in range(3):
+        for a, b in zip(parameters, copies, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad * 0.5
+        ours.step(grad_scale=0.5)
+        theirs.step()
+    for a, b in zip(parameters, copies, strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-7, atol=1e-8)
+
+
+def test_a_closure_and_no_gradient():
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = AdamW([p, torch.nn.Parameter(torch.ones(2))], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = p.sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3
+    assert torch.allclose(p, torch.full((3,), 0.9 - 1e-3))
+
+
+def test_a_changed_parameter_is_noticed():
+    """By autograd, which refuses a backward through what has changed."""
+    p = torch.nn.Parameter(torch.ones(3))
+    loss = (p * p).sum()
+    p.grad = torch.ones(3)
+    AdamW([p], lr=0.1).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_copies_are_written_in_the_same_pass():
+    pytest.importorskip("transformers")
+    from tests.engine.tiny_models import tiny_model
+
+    model = tiny_model("llama").requires_grad_(True)
+    with accelerate(model, "bfloat16") as acceleration:
+        weight = model.model.layers[0].mlp.up_proj.weight
+        model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+        made = acceleration.copy(weight)
+        AdamW(model.parameters(), lr=0.1, acceleration=acceleration).step()
+        assert torch.equal(made, weight.detach().bfloat16())
+        assert acceleration.copy(weight) is made
