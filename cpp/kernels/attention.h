@@ -129,6 +129,16 @@ struct Layout {
     }
 };
 
+// x in the lanes of a panel's keys [begin, end), counted from its first, and `otherwise` in the others.
+WHET_INLINE f32x16 where_seen(int64_t begin, int64_t end, f32x16 x, f32x16 otherwise) {
+    static constexpr int32_t kLane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const auto lane_of = [](int64_t key) WHET_INLINE_LAMBDA {
+        return static_cast<int32_t>(key < 0 ? 0 : key > 16 ? 16 : key);
+    };
+    const i32x16 lane = load(kLane), from(lane_of(begin)), to(lane_of(end));
+    return select(lane < from, otherwise, select(lane < to, x, otherwise));
+}
+
 // Row r of a tile sees keys [begin[r], end[r]). Positions grow with r, and so do both.
 struct Visible {
     int64_t begin[kTileRows], end[kTileRows];
@@ -145,6 +155,11 @@ struct Visible {
     WHET_INLINE int64_t first() const { return begin[0]; }
     WHET_INLINE int64_t last() const { return end[kTileRows - 1]; }
     WHET_INLINE bool all_see(int64_t from, int64_t to) const { return begin[kTileRows - 1] <= from && to <= end[0]; }
+
+    // x in the lanes of the keys [key, key + 16) that row r sees, `otherwise` in the others.
+    WHET_INLINE f32x16 seen(int r, int64_t key, f32x16 x, f32x16 otherwise) const {
+        return where_seen(begin[r] - key, end[r] - key, x, otherwise);
+    }
 };
 
 // Sixteen rows as a panel: word i of row j at out[16 i + j]; row_of(j) is null for a row of zeros.
@@ -215,16 +230,11 @@ WHET_INLINE bool pack_values(const AttentionTask& t, const Layout& at, int64_t b
     return sum_lanes(infinities) == 0.0f;
 }
 
-// A key's lane in a panel: 0 for those before it, 16 for those after it.
-WHET_INLINE int32_t lane_of(int64_t key) { return static_cast<int32_t>(key < 0 ? 0 : key > 16 ? 16 : key); }
-
 // Base-2 scores of a tile against the panels that hold keys [begin, end) of the block that starts at key `block`: to
 // `weights`, -inf where a row does not see a key. Returns the greatest of each row, in lanes 0-7 and again in 8-15.
 template <class Format>
 WHET_INLINE f32x16 scores(const Layout& at, ptrdiff_t tile, const Visible& visible, int64_t block, ptrdiff_t begin,
                           ptrdiff_t end, float scale) {
-    static constexpr int32_t kLane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const i32x16 lane = load(kLane);
     const f32x16 scales(scale), unseen(-__builtin_inff());
     f32x16 tops[kTileRows];
     for (f32x16& top : tops) top = f32x16(kNothing);
@@ -242,11 +252,7 @@ WHET_INLINE f32x16 scores(const Layout& at, ptrdiff_t tile, const Visible& visib
 #pragma GCC unroll 4
             for (int c = 0; c < kPanels; ++c) {
                 f32x16 score = sums[r][c] * scales;
-                if (masked) {
-                    const int64_t base = block + key + c * kPanel;
-                    const i32x16 from(lane_of(visible.begin[r] - base)), to(lane_of(visible.end[r] - base));
-                    score = select(lane < from, unseen, select(lane < to, score, unseen));
-                }
+                if (masked) score = visible.seen(r, block + key + c * kPanel, score, unseen);
                 tops[r] = max(score, tops[r]);
                 store(at.weights + r * kWeightStride + key + c * kPanel, score);
             }

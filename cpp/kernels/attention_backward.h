@@ -15,7 +15,6 @@ using attention::kPanel;
 using attention::kPanels;
 using attention::kStep;
 using attention::kTileRows;
-using attention::lane_of;
 using attention::pack_panel;
 using attention::Visible;
 
@@ -108,18 +107,13 @@ WHET_INLINE void store_columns(float* out, f32x16 (&even)[kPanels], f32x16 (&odd
 template <class Format>
 __attribute__((noinline)) void tile_gradient(const AttentionBackwardTask& t, const Layout& at, ptrdiff_t tile,
                                              const Visible& visible, int64_t block, ptrdiff_t key) {
-    static constexpr int32_t kLane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const i32x16 lane = load(kLane);
     const f32x16 zero(0.0f), unseen(kNoWeight);
     const bool masked = !visible.all_see(block + key, block + key + kStep);
     const ptrdiff_t row = tile * kTileRows, panel = (row / 16 * 16) * at.key_words + row % 16;
     const float* keys = at.key_panels + (block + key) * at.key_words;
     const float* values = at.value_panels + (block + key) * at.key_words;
     const auto seen = [&](int r, int c, f32x16 x, f32x16 otherwise) WHET_INLINE_LAMBDA {
-        if (!masked) return x;
-        const int64_t base = block + key + c * kPanel;
-        const i32x16 from(lane_of(visible.begin[r] - base)), to(lane_of(visible.end[r] - base));
-        return select(lane < from, otherwise, select(lane < to, x, otherwise));
+        return masked ? visible.seen(r, block + key + c * kPanel, x, otherwise) : x;
     };
     f32x16 sums[kTileRows][kPanels];
     const auto clear = [&]() WHET_INLINE_LAMBDA {

@@ -13,7 +13,7 @@ using attention::add_products;
 using attention::BFloat16;
 using attention::Float32;
 using attention::kNoWeight;
-using attention::lane_of;
+using attention::where_seen;
 
 constexpr int64_t kTokens = kPageTokens;
 constexpr int kFewRows = 4;  // whose sums are few enough to read a page in the order of its memory
@@ -33,8 +33,6 @@ struct Seen {
 template <class Format, int rows>
 WHET_INLINE void scores(const float* queries, int64_t words, const float* keys, int64_t end, const Seen (&seen)[rows],
                         float scale, float (&out)[rows][kTokens], f32x16 (&tops)[rows]) {
-    static constexpr int32_t kLane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const i32x16 lane = load(kLane);
     const f32x16 unseen(-__builtin_inff());
     const auto some = [&]<int panels>(int64_t key) WHET_INLINE_LAMBDA {
         f32x16 sums[rows][panels];
@@ -47,8 +45,8 @@ WHET_INLINE void scores(const float* queries, int64_t words, const float* keys, 
 #pragma GCC unroll 4
             for (int c = 0; c < panels; ++c) {
                 const int64_t base = key + 16 * c;
-                const i32x16 from(lane_of(seen[r].begin - base)), to(lane_of(seen[r].end - base));
-                const f32x16 score = select(lane < from, unseen, select(lane < to, sums[r][c] * f32x16(scale), unseen));
+                const f32x16 score =
+                    where_seen(seen[r].begin - base, seen[r].end - base, sums[r][c] * f32x16(scale), unseen);
                 tops[r] = max(score, tops[r]);
                 store(&out[r][base], score);
             }

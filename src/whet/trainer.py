@@ -240,6 +240,9 @@ class Trainer(ABC):
             NonFiniteError: ``max_skipped_steps`` updates in a row were skipped.
         """
         totals = {"loss": 0.0}
+        # Their memory stays: pages that come anew from the system cost more than the zeros.
+        with phase("optimizer"):
+            self.optimizer.zero_grad(set_to_none=False)
         with module_mode(self.model, self.config.training_mode), self.acceleration or nullcontext():
             for part in self.micro_batches(rows):
                 loss, metrics = loss_of(part)
@@ -261,8 +264,6 @@ class Trainer(ABC):
             else:
                 self.skipped_steps += 1
                 self._skipped_in_a_row += 1
-            # Their memory stays: pages that come anew from the system cost more than the zeros.
-            self.optimizer.zero_grad(set_to_none=False)
         if self._skipped_in_a_row >= self.config.max_skipped_steps:
             raise NonFiniteError(
                 f"{type(self).__name__}: {self._skipped_in_a_row} updates in a row had a loss or gradient "

@@ -81,6 +81,15 @@ def test_what_was_asked_for_is_not_replaced():
         SFT(TinyModel(), compute="fast")
 
 
+@pytest.mark.parametrize("compute", ["torch", "float32"])
+def test_gradients_that_others_left_do_not_count(compute):
+    trainers = [SFT(tiny_model("llama").requires_grad_(True), compute=compute) for _ in range(2)]
+    for p in trainers[1].model.parameters():
+        p.grad = torch.ones_like(p)
+    clean, other = (trainer.train_step([[1, 2]], [[3, 4]]) for trainer in trainers)
+    assert other["grad_norm"] == clean["grad_norm"]
+
+
 def test_the_model_is_left_as_it_was():
     model = tiny_model("llama").requires_grad_(True)
     attention = model.config._attn_implementation

@@ -7,19 +7,17 @@
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <memory>
-#include <new>
-#include <numeric>
 #include <vector>
 #if defined(__GLIBC__)
 #include <malloc.h>
 #endif
 
 #include "kernels/dispatch.h"
-#include "runtime/thread_pool.h"
+#include "row_arrays.h"
+#include "tasks.h"
 
 namespace nb = nanobind;
 
@@ -31,13 +29,8 @@ T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-// body(begin, end) for pieces of [0, count), over the pool.
-template <class F>
-void split(size_t count, size_t piece, F&& body) {
-    const nb::gil_scoped_release release;
-    auto task = [&](size_t i) { body(i * piece, std::min(count, (i + 1) * piece)); };
-    parallel_for((count + piece - 1) / piece, task);
-}
+// Nanoseconds on one core, roughly.
+double work_of(size_t elements) { return static_cast<double>(elements) * 0.3; }
 
 size_t rows_per_task(size_t n) { return std::max<size_t>(1, 16384 / std::max<size_t>(1, n)); }
 
@@ -53,7 +46,7 @@ void keep_freed_memory() {
 // ---------------------------------------------------------------- row by row
 
 void rms_norm_to_bf16(uintptr_t x, uintptr_t weight, size_t rows, size_t n, double eps, uintptr_t out) {
-    split(rows, rows_per_task(n), [&](size_t begin, size_t end) {
+    split(rows, rows_per_task(n), work_of(rows * n), [&](size_t begin, size_t end) {
         for (size_t i = begin; i < end; ++i) {
             kernels().rms_norm_f32_bf16(at<float>(x) + i * n, at<float>(weight), n, eps, at<uint16_t>(out) + i * n);
         }
@@ -65,7 +58,7 @@ void rms_norm_backward_rows(Kernel kernel, uintptr_t x, uintptr_t weight, uintpt
                             double eps, uintptr_t grad_x, uintptr_t grad_weight) {
     const size_t piece = std::max<size_t>(64, rows_per_task(n)), pieces = (rows + piece - 1) / piece;
     std::vector<float> sums(pieces * n);
-    split(rows, piece, [&](size_t begin, size_t end) {
+    split(rows, piece, work_of(rows * n), [&](size_t begin, size_t end) {
         for (size_t i = begin; i < end; ++i) {
             kernel(at<T>(x) + i * n, at<float>(weight), at<Grad>(grad) + i * n, n, eps, at<T>(grad_x) + i * n,
                    sums.data() + begin / piece * n);
@@ -95,7 +88,7 @@ void rms_norm_backward(bool x_bf16, bool grad_bf16, uintptr_t x, uintptr_t weigh
 
 void swiglu_backward(bool bf16, uintptr_t gate, uintptr_t up, uintptr_t grad, size_t n, uintptr_t grad_gate,
                      uintptr_t grad_up) {
-    split(n, 16384, [&](size_t begin, size_t end) {
+    split(n, 16384, work_of(n), [&](size_t begin, size_t end) {
         if (bf16) {
             kernels().swiglu_backward_bf16(at<uint16_t>(gate) + begin, at<uint16_t>(up) + begin,
                                            at<uint16_t>(grad) + begin, end - begin, at<uint16_t>(grad_gate) + begin,
@@ -110,7 +103,7 @@ void swiglu_backward(bool bf16, uintptr_t gate, uintptr_t up, uintptr_t grad, si
 // Logits [first, first + n) of a vocabulary, in rows of n; out in rows of n.
 void token_logprobs_backward(bool out_bf16, uintptr_t logits, size_t rows, size_t n, uintptr_t tokens, size_t first,
                              double temperature, uintptr_t lse, uintptr_t logprobs, uintptr_t grads, uintptr_t out) {
-    split(rows, rows_per_task(n), [&](size_t begin, size_t end) {
+    split(rows, rows_per_task(n), work_of(rows * n), [&](size_t begin, size_t end) {
         for (size_t i = begin; i < end; ++i) {
             const auto token = static_cast<size_t>(at<int64_t>(tokens)[i]);
             const size_t own = token < first ? n : token - first;
@@ -136,7 +129,7 @@ void adamw(size_t n, uintptr_t p, uintptr_t grad, uintptr_t m, uintptr_t v, uint
     step.eps = static_cast<float>(eps);
     step.step = static_cast<float>(lr / (1.0 - std::pow(beta1, t)));
     step.grad_scale = static_cast<float>(grad_scale);
-    split(n, 65536, [&](size_t begin, size_t end) {
+    split(n, 65536, work_of(n), [&](size_t begin, size_t end) {
         kernels().adamw_f32(step, end - begin, at<float>(p) + begin, at<float>(grad) + begin, at<float>(m) + begin,
                             at<float>(v) + begin, copy == 0 ? nullptr : at<uint16_t>(copy) + begin);
     });
@@ -180,38 +173,20 @@ struct Attention {
     }
 };
 
-// Memory of a thread, kept between calls.
-void* thread_scratch(size_t n_bytes) {
-    thread_local std::unique_ptr<void, decltype(&std::free)> memory{nullptr, &std::free};
-    thread_local size_t size = 0;
-    if (n_bytes > size) {
-        size = (n_bytes + 4095) / 4096 * 4096;
-        memory.reset(std::aligned_alloc(64, size));
-        if (memory == nullptr) size = 0;
-    }
-    return memory.get();
-}
-
 struct Block {
     int64_t sequence, begin, end;
     double cost;
 };
 
-// run(block, KV head) over the pool, which takes the last task first: let it be the longest. It answers whether it had
-// the memory that it needed.
+// run(block, KV head) over the pool, which takes the last task first: let it be the longest.
 template <class F>
-void for_blocks(std::vector<Block>& blocks, int64_t n_kv_heads, F&& run) {
-    std::stable_sort(blocks.begin(), blocks.end(), [](const Block& a, const Block& b) { return a.cost < b.cost; });
-    const auto heads = static_cast<size_t>(n_kv_heads);
-    std::atomic<bool> complete{true};
-    {
-        const nb::gil_scoped_release release;
-        auto task = [&](size_t i) {
-            if (!run(blocks[i / heads], static_cast<int64_t>(i % heads))) complete = false;
-        };
-        parallel_for(blocks.size() * heads, task);
-    }
-    if (!complete) throw std::bad_alloc();
+void for_blocks(const Attention& a, std::vector<Block>& blocks, F&& run) {
+    std::stable_sort(blocks.begin(), blocks.end(), [](const Block& x, const Block& y) { return x.cost < y.cost; });
+    double work = 0.0;
+    for (const Block& block : blocks) work += block.cost;
+    const auto heads = static_cast<size_t>(a.n_kv_heads);
+    for_each(blocks.size() * heads, work * static_cast<double>(a.n_heads * a.head_dim) * 0.02,
+             [&](size_t i) { return run(blocks[i / heads], static_cast<int64_t>(i % heads)); });
 }
 
 void attention_forward(const Attention& a) {
@@ -225,10 +200,10 @@ void attention_forward(const Attention& a) {
         }
     }
     const auto kernel = a.bf16 ? kernels().attention_bf16 : kernels().attention_f32;
-    for_blocks(blocks, a.n_kv_heads, [&](const Block& block, int64_t kv_head) {
+    for_blocks(a, blocks, [&](const Block& block, int64_t kv_head) {
         AttentionTask task{};
         a.fill(task, block.sequence, kv_head, block.begin, block.end);
-        task.scratch = thread_scratch(kernels().attention_scratch(task));
+        task.scratch = task_scratch.at_least(kernels().attention_scratch(task));
         if (task.scratch != nullptr) kernel(task);
         return task.scratch != nullptr;
     });
@@ -248,20 +223,20 @@ void attention_backward(const Attention& a, uintptr_t grad_out, uintptr_t grad_q
     const auto of_keys = std::make_unique_for_overwrite<float[]>(n_floats);
     const auto of_values = std::make_unique_for_overwrite<float[]>(n_floats);
     const auto kernel = a.bf16 ? kernels().attention_backward_bf16 : kernels().attention_backward_f32;
-    for_blocks(blocks, a.n_kv_heads, [&](const Block& block, int64_t kv_head) {
+    for_blocks(a, blocks, [&](const Block& block, int64_t kv_head) {
         AttentionBackwardTask task{};
         a.fill(task, block.sequence, kv_head, block.begin, block.end);
         const int64_t to_out = static_cast<const char*>(task.out) - at<char>(a.out);
         task.grad_out = at<char>(grad_out) + to_out, task.grad_q = at<char>(grad_q) + to_out;
         const int64_t place = (kv_head * n_places + a.keys()[block.sequence]) * d;
         task.grad_k = of_keys.get() + place, task.grad_v = of_values.get() + place;
-        task.scratch = thread_scratch(kernels().attention_backward_scratch(task));
+        task.scratch = task_scratch.at_least(kernels().attention_backward_scratch(task));
         if (task.scratch != nullptr) kernel(task);
         return task.scratch != nullptr;
     });
     const auto* offsets = at<const int64_t>(readers_offsets);
     const auto* places = at<const int64_t>(readers);
-    split(static_cast<size_t>(a.n_tokens), 64, [&](size_t begin, size_t end) {
+    split(static_cast<size_t>(a.n_tokens), 64, work_of(n_floats), [&](size_t begin, size_t end) {
         std::vector<float> sum(static_cast<size_t>(d));
         for (size_t token = begin; token < end; ++token) {
             for (int64_t head = 0; head < a.n_kv_heads; ++head) {

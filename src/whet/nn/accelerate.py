@@ -84,9 +84,11 @@ class Acceleration:
         self._decoder, self._head_module = _checked(self._model)
         self._copies: MutableMapping[Tensor, _Copy] = WeakTensorKeyDictionary()
         self._head: functions.Head | None = None
-        self._head_version = -1
+        self._head_state = (-1, 0)
         self._own_attention = ""
         self._replaced: list[nn.Module] = []
+        _register()
+        _core.keep_freed_memory()
 
     def install(self) -> None:
         """Put the kernels in."""
@@ -97,8 +99,6 @@ class Acceleration:
             if forward is not None:
                 module.forward = forward
                 self._replaced.append(module)
-        _register()
-        _core.keep_freed_memory()
         config = self._model.config
         self._own_attention, config._attn_implementation = config._attn_implementation, _NAME
         _accelerated[self._model] = self
@@ -136,12 +136,12 @@ class Acceleration:
     def head(self) -> functions.Head:
         """The projection on the vocabulary, with the weights as they are."""
         weight, bias = self._head_module.weight, self._head_module.bias
-        copy = self.copy(weight)
-        if self._head is None or self._head.weight is not weight:
+        copy, state = self.copy(weight), _state_of(weight)
+        if self._head is None or self._head.weight is not weight or state[1] != self._head_state[1]:
             self._head = functions.Head(weight, bias, copy)
-        elif self._head_version != weight._version:
+        elif state != self._head_state:
             self._head.repack()
-        self._head_version = weight._version
+        self._head_state = state
         self._head.in_place = self.in_place
         return self._head
 
@@ -150,7 +150,7 @@ class Acceleration:
         if self.dtype == weight.dtype:
             return weight.detach()
         made = self._copies.get(weight)
-        state = (weight._version, weight.data_ptr())
+        state = _state_of(weight)
         if made is None or made.tensor.shape != weight.shape:
             made = self._copies[weight] = _Copy(torch.empty(weight.shape, dtype=self.dtype))
         if made.state != state:
@@ -165,7 +165,7 @@ class Acceleration:
 
     def mark_copied(self, weight: Tensor) -> None:
         """The copy is what the weight is now."""
-        self._copies[weight].state = (weight._version, weight.data_ptr())
+        self._copies[weight].state = _state_of(weight)
 
     def _forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
         """What takes the place of a module's forward."""
@@ -185,8 +185,13 @@ class Acceleration:
         return None
 
 
+def _state_of(weight: Tensor) -> tuple[int, int]:
+    """Version and address: another one where the weight has changed in place, or was replaced through ``.data``."""
+    return weight._version, weight.data_ptr()
+
+
 class _Copy:
-    """A rounded weight, and the version and address of what it was made from."""
+    """A rounded weight, and the state of what it was made from."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

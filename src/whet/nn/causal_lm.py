@@ -111,11 +111,7 @@ def completion_logprobs(
     logprobs, entropy = _TokenLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
         logits, rows, first[rows] + steps, token_ids, float(temperature), return_entropy
     )
-
-    def spread(values: Tensor) -> Tensor:
-        return values.new_zeros(mask.shape).index_put((rows, steps), values)
-
-    return CompletionLogprobs(spread(logprobs), None if entropy is None else spread(entropy), mask)
+    return _by_row(logprobs, entropy, mask, rows, steps)
 
 
 def _packed_logprobs(
@@ -138,9 +134,14 @@ def _packed_logprobs(
     )
     lengths = torch.tensor([len(row) for row in completions])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    return _by_row(logprobs, entropy, mask, batch.rows, batch.steps)
+
+
+def _by_row(logprobs: Tensor, entropy: Tensor | None, mask: Tensor, rows: Tensor, steps: Tensor) -> CompletionLogprobs:
+    """Values of tokens, in their rows and at their steps, with zeros elsewhere."""
 
     def spread(values: Tensor) -> Tensor:
-        return values.new_zeros(mask.shape).index_put((batch.rows, batch.steps), values)
+        return values.new_zeros(mask.shape).index_put((rows, steps), values)
 
     return CompletionLogprobs(spread(logprobs), None if entropy is None else spread(entropy), mask)
 
