@@ -19,6 +19,7 @@ GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sap
 RatioLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k1", "k2", "k3"]
 SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+Compute = Literal["auto", "bfloat16", "float32", "torch"]
 EngineName = Literal["auto", "native", "torch"]
 RolloutWeights = Literal["auto", "float32", "bf16", "int8", "int4", "q8_0", "q4_k"]
 DPOLossType = Literal[
@@ -52,7 +53,7 @@ class TrainerConfig:
     """Rows per forward and backward pass; 0: as max_tokens_per_step says. Less memory, the same gradient."""
     max_tokens_per_step: int = 2048
     """Tokens per forward and backward pass where Whet's kernels compute it; 0: all at once. The same gradient."""
-    compute: Literal["auto", "bfloat16", "float32", "torch"] = "auto"
+    compute: Compute = "auto"
     """What computes the step: Whet's kernels (whet.nn.accelerate), with products in bfloat16 or float32, or torch.
 
     auto: the kernels for a Hugging Face model of the supported families with float32 weights on the CPU, in bfloat16
@@ -145,6 +146,8 @@ class DPOConfig(PreferenceConfig, TrainerConfig):
 
     precompute_reference: bool = False
     """Compute the reference's log-probs once, before ``train``, and keep no copy of the model for them."""
+    reference_cache: str = ""
+    """Folder that keeps precomputed log-probs, by weights and rows, for the next run; empty: they are not kept."""
 
     def __post_init__(self) -> None:
         TrainerConfig.__post_init__(self)

@@ -266,7 +266,7 @@ def _standard_json(value: Any, name: str) -> Any:
     return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
-def _drop_torn_line(path: Path) -> None:
+def drop_torn_line(path: Path) -> None:
     """Removes what follows the last line end: a row that a killed process did not finish."""
     if (data := path.read_bytes()) and not data.endswith(b"\n"):
         os.truncate(path, data.rfind(b"\n") + 1)
@@ -301,7 +301,7 @@ class JSONLLogger(Logger):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()
-        _drop_torn_line(self.path)
+        drop_torn_line(self.path)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         numbers = {name: as_number(value, name) for name, value in metrics.items()}
@@ -351,7 +351,7 @@ class CSVLogger(Logger):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()
-        _drop_torn_line(self.path)
+        drop_torn_line(self.path)
         rows = self._read()
         self._columns = rows[0] if rows else ["step"]
         if self._columns[:1] != ["step"]:

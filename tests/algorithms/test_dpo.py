@@ -12,6 +12,7 @@ from tiny import EOS, TinyModel, assert_same_weights, letters_tokenizer, tiny_ll
 from whet.algorithms.dpo import DPO
 from whet.config import DPOLossType
 from whet.errors import WhetTypeError, WhetValueError
+from whet.reference_cache import weights_digest
 
 PROMPTS = [[5, 6], [7], [8, 9, 10]]
 CHOSEN = [[4, 8, EOS], [9], [6, EOS]]
@@ -136,6 +137,48 @@ def test_precomputed_reference_is_the_reference(make_model):
     columns.train(rows, steps=3)
     for name, value in weights(columns.model).items():
         torch.testing.assert_close(weights(again.model)[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_the_reference_cache_spares_the_next_run(tmp_path, monkeypatch):
+    settings = {"precompute_reference": True, "reference_cache": str(tmp_path / "cache"), "batch_size": 2}
+    first = make(**settings).add_reference_logprobs(ROWS)
+    (file,) = (tmp_path / "cache").iterdir()
+    file.write_text(file.read_text() + '["torn')  # as a kill leaves it
+
+    def never(*arguments):
+        raise AssertionError("computed again")
+
+    with monkeypatch.context() as context:
+        context.setattr(DPO, "_reference_sums", never)
+        assert make(**settings).add_reference_logprobs(ROWS[::-1]) == first[::-1]
+        for other in ({**ROWS[0], "chosen": [*ROWS[0]["chosen"], 1]}, {**ROWS[0], "prompt": [3]}):
+            with pytest.raises(AssertionError, match="computed again"):
+                make(**settings).add_reference_logprobs([other])
+    changed = TinyModel()
+    with torch.no_grad():
+        next(changed.parameters()).add_(0.1)
+    assert make(changed, **settings).add_reference_logprobs(ROWS) != first
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_a_reference_cache_of_adapters_is_of_their_base(tmp_path):
+    base = tiny_llama()
+    frozen = weights_digest(base)
+    for parameter in list(base.parameters())[:2]:
+        parameter.requires_grad_(False)
+    assert weights_digest(base) == frozen  # a policy that is frozen in part is not told by that part
+    before = weights_digest(base, frozen_only=True)
+    assert before != frozen
+    with torch.no_grad():
+        list(base.parameters())[-1].add_(1.0)
+    assert weights_digest(base, frozen_only=True) == before and weights_digest(base) != frozen
+
+
+def test_a_reference_cache_that_is_a_file(tmp_path):
+    (tmp_path / "cache").write_text("mine")
+    with pytest.raises(WhetValueError, match=r"is a file\. Name a folder"):
+        make(precompute_reference=True, reference_cache=str(tmp_path / "cache")).add_reference_logprobs(ROWS)
+    assert (tmp_path / "cache").read_text() == "mine"
 
 
 def test_precomputing_needs_a_reference():

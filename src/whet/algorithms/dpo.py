@@ -27,6 +27,7 @@ from whet.data import token_rows, tokenize_preference
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
 from whet.phases import phase
+from whet.reference_cache import ReferenceCache
 from whet.trainer import Trainer, has_adapters
 
 _PER_TOKEN = ("ipo", "sigmoid_norm")
@@ -80,7 +81,8 @@ class DPO(Trainer):
     def add_reference_logprobs(self, rows: Any) -> list[Mapping[str, Any]]:
         """The rows with ``ref_chosen_logprobs`` and ``ref_rejected_logprobs``, summed over the completion.
 
-        Of ``ref_model``, or of the policy, if it has not been trained yet. Rows that have them keep them.
+        Of ``ref_model``, or of the policy, if it has not been trained yet. Rows that have them keep them, and those
+        that ``reference_cache`` knows are not computed again.
 
         Raises:
             WhetTypeError: not a sequence of rows.
@@ -90,12 +92,30 @@ class DPO(Trainer):
             raise WhetTypeError("DPO: precompute_reference needs a sequence of rows, not of ready batches.")
         done = [self.as_row(row) for row in rows]
         missing = [i for i, row in enumerate(done) if any(row.get(name) is None for name in _REFERENCE)]
-        for start in range(0, len(missing), self.config.batch_size):
-            part = missing[start : start + self.config.batch_size]
-            sums = self._reference_sums(self._pairs([done[i] for i in part], None, None))
-            for i, chosen, rejected in zip(part, *(side.tolist() for side in sums), strict=True):
-                done[i] = {**done[i], "ref_chosen_logprobs": chosen, "ref_rejected_logprobs": rejected}
+        if not missing:
+            return done
+        pairs = self._pairs([done[i] for i in missing], None, None)
+        ids = list(zip(pairs.prompt_ids, pairs.chosen_ids, pairs.rejected_ids, strict=True))
+        cache = self._reference_cache() if self.config.reference_cache else None
+        known = {j: sums for j, row in enumerate(ids) if cache and (sums := cache[row])}
+        unknown = [j for j in range(len(ids)) if j not in known]
+        for start in range(0, len(unknown), self.config.batch_size):
+            part = unknown[start : start + self.config.batch_size]
+            rows = map(list, zip(*(ids[j] for j in part), strict=True))
+            chosen, rejected = self._reference_sums(Pairs(*rows))  # pyright: ignore[reportArgumentType]
+            new = dict(zip(part, zip(chosen.tolist(), rejected.tolist(), strict=True), strict=True))
+            if cache:
+                cache.add((ids[j], sums) for j, sums in new.items())
+            known |= new
+        for j, i in enumerate(missing):
+            done[i] = {**done[i], **dict(zip(_REFERENCE, known[j], strict=True))}
         return done
+
+    def _reference_cache(self) -> ReferenceCache:
+        arithmetic = "torch" if self.acceleration is None else str(self.acceleration.dtype).removeprefix("torch.")
+        if self.ref_model is not None:
+            return ReferenceCache(self.config.reference_cache, self.ref_model, arithmetic)
+        return ReferenceCache(self.config.reference_cache, self.model, arithmetic, has_adapters(self.model))
 
     def _reference_sums(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
         if self.ref_model is not None or has_adapters(self.model):

@@ -126,12 +126,14 @@ class Timed:
         parts: the seconds of each part.
         counted: the part that is the call's sample, where the rest is not what is measured; "": the whole call.
         note: what the provider chose for this case, shown under the table.
+        peak_bytes: peak memory of the call, where the provider alone can tell.
     """
 
     value: Any
     parts: Mapping[str, float]
     counted: str = ""
     note: str = ""
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,9 @@ _SPIN_S = 0.3  # OpenMP's threads spin for some 8 ms after the last call, OpenBL
 _TURN_S = 0.010
 _BATCH_S = 1e-4
 _SLOW_S = 0.1
+_VERY_SLOW_S = 5.0
+_VERY_SLOW_ROUNDS = 3
+"""Of calls this long the first, which is checked, is all the preparation there is, and so many rounds have to do."""
 _COLD_CALLS = 5
 _CLOCK_SLACK = 1.05
 """A row may be this much faster than the ceiling, which is itself a measurement, before it is impossible."""
@@ -130,9 +133,17 @@ def run_case(
 # --- correctness ----------------------------------------------------------------------------------------
 
 
+class _Checked(NamedTuple):
+    """A call that answers right: how long it took the first time, and whether it times its parts."""
+
+    call: Call
+    call_s: float
+    has_parts: bool
+
+
 def _checked_calls(
     table: Table, case: Case, providers: Sequence[Provider], rows: Sequence[Row], inputs: Any
-) -> list[Call | None]:
+) -> list[_Checked | None]:
     """The calls that may be timed; the rows of the others say why not."""
     references: dict[Any, Any] = {}
 
@@ -142,7 +153,7 @@ def _checked_calls(
             references[define] = define(inputs)
         return references[define]
 
-    calls: list[Call | None] = []
+    calls: list[_Checked | None] = []
     for provider, row in zip(providers, rows, strict=True):
         row.tolerance = case.tolerance if provider.tolerance is None else provider.tolerance
         call = None
@@ -160,9 +171,12 @@ def _checked_calls(
 
 def _checked(
     table: Table, provider: Provider, row: Row, inputs: Any, reference_of: Callable[[Provider], Any]
-) -> Call | None:
+) -> _Checked | None:
     call = provider.prepare(inputs)
+    started = time.perf_counter()
     answer = call()
+    call_s = time.perf_counter() - started
+    has_parts = isinstance(answer, Timed)
     value = answer.value if isinstance(answer, Timed) else answer
     if isinstance(answer, Timed) and answer.note:
         row.note = f"{row.note}; {answer.note}".removeprefix("; ")
@@ -173,7 +187,7 @@ def _checked(
     del answer, value
     if table.peak_memory:
         row.peak_bytes = peak_bytes(call)
-    return call
+    return _Checked(call, call_s, has_parts)
 
 
 def _missing(error: ImportError) -> str:
@@ -187,14 +201,16 @@ def _missing(error: ImportError) -> str:
 
 
 def _time(
-    calls: Sequence[Call | None],
+    calls: Sequence[_Checked | None],
     rows: Sequence[Row],
     cold: bool,
     effort: Effort,
     order: random.Random,
     on_round: Callable[[float], None],
 ) -> None:
-    turns = [_Turn(call, row, cold) for call, row in zip(calls, rows, strict=True) if call is not None]
+    turns = [_Turn(*checked, row, cold) for checked, row in zip(calls, rows, strict=True) if checked is not None]
+    very_slow = any(turn.call_s > _VERY_SLOW_S for turn in turns)
+    least = min(effort.least_rounds, _VERY_SLOW_ROUNDS if very_slow else effort.rounds)
     started, done = time.perf_counter(), 0
     while turns and done < effort.rounds:
         order.shuffle(turns)
@@ -207,9 +223,9 @@ def _time(
                 turns.remove(turn)
         done += 1
         elapsed_s = time.perf_counter() - started
-        if done >= effort.least_rounds and elapsed_s >= effort.case_s:
+        if done >= least and elapsed_s >= effort.case_s:
             break
-        by_time = min(elapsed_s / max(effort.case_s, 1e-9), done / effort.least_rounds)
+        by_time = min(elapsed_s / max(effort.case_s, 1e-9), done / least)
         on_round(min(1.0, max(by_time, done / effort.rounds)))
     for turn in turns:
         turn.row.cpus = statistics.median(turn.cpus)
@@ -228,13 +244,12 @@ def wait_for_quiet() -> None:
 class _Turn:
     """A provider's turns: calibrated once, then one sample each."""
 
-    def __init__(self, call: Call, row: Row, cold: bool) -> None:
-        self.call, self.row, self.cold, self.cpus = call, row, cold, []
-        started = time.perf_counter()
-        answer = call()
-        self.call_s = time.perf_counter() - started
-        self.has_parts = isinstance(answer, Timed)
-        del answer
+    def __init__(self, call: Call, first_s: float, has_parts: bool, row: Row, cold: bool) -> None:
+        self.call, self.call_s, self.has_parts, self.row, self.cold, self.cpus = call, first_s, has_parts, row, cold, []
+        if first_s <= _VERY_SLOW_S:
+            started = time.perf_counter()
+            call()
+            self.call_s = time.perf_counter() - started
         while not (cold or self.has_parts) and self._batch() * row.loops < _BATCH_S:
             row.loops *= 2
 
@@ -242,9 +257,9 @@ class _Turn:
         if self.call_s > _SLOW_S:
             gc.collect()  # which is slow itself: where calls are short, once a case does
         self._settle()
-        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        wall_s, cpu_s = time.perf_counter(), machine.cpu_seconds()
         samples = self._cold_calls() if self.cold else self._batches()
-        wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+        wall_s, cpu_s = time.perf_counter() - wall_s, machine.cpu_seconds() - cpu_s
         self.row.samples_s.append(statistics.median(samples))
         self.cpus.append(cpu_s / wall_s)
 
@@ -275,6 +290,10 @@ class _Turn:
             parts = {**answer.parts, "other": max(0.0, elapsed_s - sum(answer.parts.values()))}
             for name, part_s in parts.items():
                 self.row.parts.setdefault(name, []).append(part_s)
+            if answer.peak_bytes is not None:
+                self.row.peak_bytes = max(answer.peak_bytes, self.row.peak_bytes or 0)
+            if answer.counted and answer.parts[answer.counted] <= 0:
+                raise RuntimeError(f"{answer.counted} is lost in the noise of the call around it")
             if answer.counted:
                 return answer.parts[answer.counted]
         return elapsed_s / self.row.loops

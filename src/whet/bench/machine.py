@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import multiprocessing
 import os
 import platform
 import re
@@ -133,7 +134,17 @@ def _others_busy_s() -> float | None:
     except OSError:
         return None
     user, nice, system, _idle, _waiting, irq, softirq, stolen = fields
-    return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK") - time.process_time()
+    return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK") - cpu_seconds()
+
+
+def cpu_seconds() -> float:
+    """Processor time of this process, and of the living children that multiprocessing started for it."""
+    total = time.process_time()
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
 
 
 # --- ceilings -------------------------------------------------------------------------------------------
@@ -185,19 +196,33 @@ def peak_bytes(call: Any) -> int | None:
 
     Memory that an allocator kept from before and hands out again does not show.
     """
-    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     try:
         _trim()
-        reset.write_text("5")  # the peak starts again from here
-        before = _status_kb(status, "VmRSS")
+        reset_peak()
+        before = resident_bytes()
         call()
-        return max(0, _status_kb(status, "VmHWM") - before) * 1024
+        return max(0, resident_bytes(peak=True) - before)
     except OSError:
         return None
 
 
-def _status_kb(status: Path, name: str) -> int:
-    return int(re.search(rf"^{name}:\s*(\d+) kB", status.read_text(), re.MULTILINE).group(1))  # type: ignore[union-attr]
+def reset_peak() -> None:
+    """Have the peak of this process's memory start again from here.
+
+    Raises:
+        OSError: not on this system.
+    """
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident_bytes(peak: bool = False) -> int:
+    """Memory of this process, now or at its peak.
+
+    Raises:
+        OSError: not on this system.
+    """
+    name, status = "VmHWM" if peak else "VmRSS", Path("/proc/self/status").read_text()
+    return int(re.search(rf"^{name}:\s*(\d+) kB", status, re.MULTILINE).group(1)) * 1024  # type: ignore[union-attr]
 
 
 def _trim() -> None:

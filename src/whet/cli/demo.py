@@ -23,7 +23,7 @@ from whet.algorithms.sft import SFT
 from whet.callbacks import Callback, CheckpointCallback, CompletionsCallback, EarlyStoppingCallback, EvaluationCallback
 from whet.cli.arithmetic import Row, exact_match, make_model, make_problems, make_tokenizer
 from whet.cli.settings import write_toml
-from whet.config import EngineName, GRPOConfig, RolloutWeights, SFTConfig
+from whet.config import Compute, EngineName, GRPOConfig, RolloutWeights, SFTConfig
 from whet.logging import JSONLLogger, ProgressLogger
 from whet.report import write_report
 from whet.rollout.choose import make_engine
@@ -56,11 +56,20 @@ class DemoConfig:
     """What samples, for GRPO and for the held-out accuracy; auto: the native engine."""
     rollout_weights: RolloutWeights = "bf16"
     """Format of its matrices."""
+    compute: Compute = "auto"
+    """What computes the updates, as in TrainerConfig; torch: without Whet's kernels."""
 
 
 def sft_config(config: DemoConfig) -> SFTConfig:
     """The warm-up's settings."""
-    return SFTConfig(learning_rate=2e-3, warmup_steps=30, batch_size=128, weight_decay=0.01, seed=config.seed)
+    return SFTConfig(
+        learning_rate=2e-3,
+        warmup_steps=30,
+        batch_size=128,
+        weight_decay=0.01,
+        compute=config.compute,
+        seed=config.seed,
+    )
 
 
 def grpo_config(config: DemoConfig) -> GRPOConfig:
@@ -77,6 +86,7 @@ def grpo_config(config: DemoConfig) -> GRPOConfig:
         drop_zero_spread=True,
         engine=config.engine,
         rollout_weights=config.rollout_weights,
+        compute=config.compute,
         seed=config.seed,
     )
 

@@ -1,7 +1,8 @@
 """Whet's engine. Completions are sampled at temperature 1 with their log-probs, which is what an RL step needs.
 
-A decode's time is that of a generation of 1 + ``n_steps`` tokens less that of one of 1 token, both of the same
-prompts: what the steps after the first token add. Both find the engine's cache of prompts in the same state.
+A decode of one row is streamed, and timed from its first token to its last. Of several rows it is the time of a
+generation of 1 + ``n_steps`` tokens less that of one of 1 token, both of the same prompts, which must be short: what
+the steps after the first token add.
 """
 
 from __future__ import annotations
@@ -38,7 +39,16 @@ def whet_decode(weights: str) -> Callable[[Workload], Call]:
         engine = engine_of(x, weights)
         generate(engine, x.prompts, 1)  # what the engine remembers of these prompts, it remembers in every call
 
-        def call() -> Timed:
+        def one_row() -> Timed:
+            stream = engine.stream(x.prompts[0], SamplingParams(max_new_tokens=x.n_tokens))
+            tokens = [next(stream)]
+            started = time.perf_counter()
+            tokens += stream
+            decode_s = time.perf_counter() - started
+            sample = Sample(x.prompts[0], [t.token_id for t in tokens], [t.logprob for t in tokens])
+            return Timed(sample, {"decode": decode_s}, "decode")
+
+        def several() -> Timed:
             started = time.perf_counter()
             generate(engine, x.prompts, 1)
             between = time.perf_counter()
@@ -46,7 +56,7 @@ def whet_decode(weights: str) -> Callable[[Workload], Call]:
             decode_s = (time.perf_counter() - between) - (between - started)
             return Timed(sample, {"decode": decode_s}, "decode")
 
-        return call
+        return one_row if x.n_rows == 1 else several
 
     return prepare
 

@@ -1,0 +1,51 @@
+"""A DPO step beside TRL's DPOTrainer: the same model, reference, pairs and settings, split into its parts.
+
+As ``whet bench grpo`` does it: every contender in a process of its own, and its first step held against the same step
+written out by hand.
+"""
+
+from __future__ import annotations
+
+from whet.bench.case import BenchOptions, Suite, Table
+from whet.bench.suites.grpo import TINY, TOLERANCE, provider, step_case, step_table
+from whet.bench.training import native, trl
+from whet.bench.training.workload import DPOShape, dpo_error
+
+NOTE = (
+    "Random weights of the true shape, float32 masters, AdamW; the reference is a model of its own, a little way off, "
+    "and its log-probs are part of the step. Peak memory is that of the contender's process less its libraries, its "
+    "weights and AdamW's moments (12 bytes a parameter): the reference, gradients, activations, and whatever copies it "
+    "makes."
+)
+WHET = provider("whet", native.serve_dpo, TOLERANCE["bfloat16"])
+WHET_FLOAT32 = provider("whet float32", native.serve_dpo, TOLERANCE["float32"], compute="float32")
+TRL = provider("TRL bf16", trl.serve_dpo, TOLERANCE["bfloat16"], bf16=True, gradient_checkpointing=False)
+TRL_HALVES = provider(
+    "TRL micro-batch 4", trl.serve_dpo, TOLERANCE["bfloat16"], bf16=True, gradient_checkpointing=False, micro_batch=4
+)
+TRL_FLOAT32 = provider(
+    "TRL float32", trl.serve_dpo, TOLERANCE["float32"], bf16=False, gradient_checkpointing=False, micro_batch=4
+)
+
+
+def tables(options: BenchOptions) -> list[Table]:
+    """All of it; a step of a tiny model if it has to be quick."""
+    if options.quick:
+        cases = [step_case("4 pairs, 16 + 16", DPOShape(TINY, n_pairs=4, prompt_length=16, completion_length=16))]
+        return [step_table("A DPO step", cases, [WHET, TRL], note=NOTE, error=dpo_error)]
+    cases = [step_case("8 pairs, 256 + 128", DPOShape())]
+    pairs = [step_case(f"{n} pairs, 256 + 128", DPOShape(n_pairs=n), n) for n in (4, 8, 16)]
+    return [
+        step_table("A DPO step", cases, [WHET, TRL, TRL_HALVES], note=NOTE, error=dpo_error),
+        step_table("A DPO step in float32", cases, [WHET, WHET_FLOAT32, TRL_FLOAT32], note=NOTE, error=dpo_error),
+        step_table("A DPO step by pairs", pairs, [WHET], "pairs", NOTE, dpo_error),
+    ]
+
+
+SUITE = Suite(
+    name="dpo",
+    title="A DPO step beside TRL",
+    summary="Whole steps of trainers that compare a policy with a reference on the same pairs, each split into its "
+    "parts, with the peak of its memory.",
+    tables=tables,
+)

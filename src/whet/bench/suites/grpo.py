@@ -1,0 +1,131 @@
+"""A GRPO step beside TRL's GRPOTrainer: the same model, prompts, settings and number of tokens, split into its parts.
+
+Every contender has a process of its own and trains a model of a true shape with random weights. Its first step is
+held against the same step written out by hand (``whet.bench.training.workload``); the steps after it are timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from whet.bench.case import BenchOptions, Call, Case, Provider, Suite, Table
+from whet.bench.engine.models import QWEN2_500M, ModelShape
+from whet.bench.training import native, trl
+from whet.bench.training.contender import Contender
+from whet.bench.training.workload import GRPOShape, grpo_error
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
+"""Of loss, gradient norm and what moved, by the dtype of the products."""
+
+NOTE = (
+    "Random weights of the true shape, float32 masters, AdamW, no KL term; a reward that costs nothing; prompts that "
+    "nobody has seen. Completions have all their tokens; those of about 64 end by chance, at 256 at the latest. Peak "
+    "memory is that of the contender's process less its libraries, its weights and AdamW's moments (12 bytes a "
+    "parameter): gradients, activations, and whatever copies it makes."
+)
+TINY = ModelShape("tiny Llama", "llama", 64, 2, 4, 2, 160, 512)
+
+
+def provider(name: str, serve: Callable[..., None], tolerance: float, **settings: Any) -> Provider:
+    """A trainer with these settings of its own."""
+
+    def prepare(shape: Any) -> Call:
+        return Contender(serve, shape, settings)
+
+    note = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    return Provider(name, prepare, tolerance=tolerance, note=note)
+
+
+WHET = provider("whet", native.serve_grpo, TOLERANCE["bfloat16"])
+WHET_FLOAT32 = provider("whet float32", native.serve_grpo, TOLERANCE["float32"], compute="float32")
+
+
+def trl_provider(name: str, dtype: str, **settings: Any) -> Provider:
+    """TRL's trainer: with autocast to bfloat16 or without, and no gradients recomputed unless settings say so."""
+    settings = {"bf16": dtype == "bfloat16", "gradient_checkpointing": False, **settings}
+    return provider(name, trl.serve_grpo, TOLERANCE[dtype], **settings)
+
+
+TRL = trl_provider("TRL bf16", "bfloat16", micro_batch=8)
+"""The best of ``TRL_SETTINGS``, and at once the least hungry of those that are about as fast."""
+TRL_FLOAT32 = trl_provider("TRL float32", "float32", micro_batch=8)
+TRL_AT_ONCE = trl_provider("TRL bf16, one batch", "bfloat16")
+TRL_SETTINGS = (
+    TRL,
+    trl_provider("TRL micro-batch 2", "bfloat16", micro_batch=2),
+    trl_provider("TRL checkpointing", "bfloat16", micro_batch=8, gradient_checkpointing=True),
+    trl_provider("TRL static cache", "bfloat16", micro_batch=8, cache_implementation="static"),
+)
+
+
+def step_case(name: str, shape: Any, size: float | None = None) -> Case:
+    """A step of this shape."""
+    return Case(
+        name,
+        inputs=lambda rng: replace(shape, seed=int(rng.integers(2**31))),
+        reference=lambda inputs: inputs,
+        tolerance=TOLERANCE["bfloat16"],
+        n_flops=shape.n_flops,
+        flop_dtype="bfloat16",
+        n_items=shape.n_tokens,
+        size=size,
+    )
+
+
+def step_table(
+    title: str,
+    cases: Sequence[Case],
+    providers: Sequence[Provider],
+    size_label: str = "",
+    note: str = NOTE,
+    error: Callable[[Any, Any], float] = grpo_error,
+) -> Table:
+    """Steps by these contenders."""
+    return Table(
+        title,
+        cases,
+        providers,
+        allocation="inside: all that a step allocates",
+        note=note,
+        item="tokens",
+        size_label=size_label,
+        error=error,
+    )
+
+
+def tables(options: BenchOptions) -> list[Table]:
+    """All of it; a step of a tiny model if it has to be quick."""
+    if options.quick:
+        shape = GRPOShape(TINY, n_prompts=2, group_size=4, prompt_length=16, completion_length=16)
+        return [step_table("A GRPO step", [step_case("2 x 4, 16 + 16", shape)], [WHET, TRL])]
+    shape, long = GRPOShape(), GRPOShape(prompt_length=512, completion_length=64)
+    usual = step_case("4 x 8, 128 + 128", shape)
+    by_prompts = [step_case(f"{n} x 8, 128 + 128", replace(shape, n_prompts=n), n * 256 * 8) for n in (2, 4, 8)]
+    by_group = [step_case(f"2 x {n}, 512 + 64", replace(long, n_prompts=2, group_size=n), n) for n in (4, 8, 16)]
+    lengths = [
+        step_case("4 x 8, 128 + about 64", replace(shape, completion_length=256, mean_length=64)),
+        step_case("4 x 8, 512 + 64", long),
+    ]
+    qwen = step_case("2 x 8, 128 + 128", replace(shape, model=QWEN2_500M, n_prompts=2))
+    return [
+        step_table("A GRPO step", [usual], [WHET, TRL_AT_ONCE]),
+        step_table("A GRPO step by lengths", lengths, [WHET, TRL]),
+        step_table("A GRPO step in float32", [usual], [WHET, WHET_FLOAT32, TRL_FLOAT32]),
+        step_table("A GRPO step by prompts", by_prompts, [WHET], "tokens of prompts and completions"),
+        step_table("A GRPO step by group size", by_group, [WHET], "completions per prompt"),
+        step_table(f"A GRPO step, {QWEN2_500M.name}", [qwen], [WHET]),
+        step_table(
+            "TRL's settings", [step_case("1 x 8, 128 + 128", replace(shape, n_prompts=1))], [WHET, *TRL_SETTINGS]
+        ),
+    ]
+
+
+SUITE = Suite(
+    name="grpo",
+    title="A GRPO step beside TRL",
+    summary="Whole steps of trainers that sample, score and update the same model, each split into its parts, with the "
+    "peak of its memory.",
+    tables=tables,
+)

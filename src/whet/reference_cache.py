@@ -1,0 +1,86 @@
+"""Log-probs of a frozen reference on disk, for the next run over the same pairs.
+
+A file per model, named by the bits of its weights and by what multiplied them; a line per row, named by its token ids.
+So a value is found where the same arithmetic would give it again, and nowhere else. Rows are on disk as soon as they
+are added: a run that is killed has lost none of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from whet.errors import WhetValueError
+from whet.logging import drop_torn_line
+
+Sums = tuple[float, float]
+"""Of a pair: the log-probs of the chosen and of the rejected completion, summed over its tokens."""
+
+
+class ReferenceCache:
+    """The sums of one reference, by row.
+
+    Args:
+        folder: made if it is not there.
+        reference: the model.
+        frozen_only: its frozen parameters are the reference: it is a policy with adapters.
+        arithmetic: what computes the sums: "bfloat16", "float32" or "torch".
+
+    Raises:
+        WhetValueError: ``folder`` is a file.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], reference: nn.Module, arithmetic: str, frozen_only: bool = False
+    ) -> None:
+        path = Path(folder)
+        if path.exists() and not path.is_dir():
+            raise WhetValueError(f"reference_cache: {str(path)!r} is a file. Name a folder.")
+        path.mkdir(parents=True, exist_ok=True)
+        self._path = path / f"{weights_digest(reference, frozen_only)[:32]}-{arithmetic}.jsonl"
+        self._sums: dict[str, Sums] = {}
+        if self._path.exists():
+            drop_torn_line(self._path)
+            for line in self._path.read_text().splitlines():
+                key, chosen, rejected = json.loads(line)
+                self._sums[key] = (chosen, rejected)
+
+    def __getitem__(self, row: Sequence[Sequence[int]]) -> Sums | None:
+        """The sums of a row (prompt, chosen and rejected token ids); None: not known."""
+        return self._sums.get(_row_digest(row))
+
+    def add(self, rows: Iterable[tuple[Sequence[Sequence[int]], Sums]]) -> None:
+        """Keep the sums of rows."""
+        new = {_row_digest(row): sums for row, sums in rows}
+        with self._path.open("a") as file:
+            file.writelines(json.dumps([key, *sums]) + "\n" for key, sums in new.items())
+        self._sums |= new
+
+
+def weights_digest(model: nn.Module, frozen_only: bool = False) -> str:
+    """SHA-256 of a model's tensors and their names."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if frozen_only and tensor.requires_grad:
+            continue
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _row_digest(row: Sequence[Sequence[int]]) -> str:
+    digest = hashlib.sha256()
+    for part in row:
+        digest.update(array("q", [len(part), *part]).tobytes())
+    return digest.hexdigest()[:32]

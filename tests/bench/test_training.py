@@ -1,0 +1,145 @@
+"""The grpo and dpo suites: right first steps pass, wrong ones do not, and a trainer's process cannot hurt the bench."""
+
+import importlib.util
+import math
+import os
+import time
+
+import pytest
+import torch
+
+from whet.bench import BenchOptions
+from whet.bench.case import Timed
+from whet.bench.machine import cpu_seconds
+from whet.bench.suites import dpo, grpo, load_suite
+from whet.bench.training import native, workload
+from whet.bench.training.contender import Contender
+from whet.bench.training.workload import DPOShape, GRPOShape, dpo_error, grpo_error, grpo_written_out
+
+torch.set_num_threads(1)
+
+GRPO = GRPOShape(grpo.TINY, n_prompts=2, group_size=4, prompt_length=9, completion_length=12, seed=3)
+RAGGED = GRPOShape(grpo.TINY, n_prompts=2, group_size=4, prompt_length=9, completion_length=40, mean_length=8, seed=3)
+PAIRS = DPOShape(grpo.TINY, n_pairs=3, prompt_length=9, completion_length=12, seed=3)
+CASES = {
+    "grpo": (native.serve_grpo, GRPO, grpo_error),
+    "ragged grpo": (native.serve_grpo, RAGGED, grpo_error),
+    "dpo": (native.serve_dpo, PAIRS, dpo_error),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def judged(request):
+    serve, shape, error = CASES[request.param]
+    contender = Contender(serve, shape, {"compute": "float32"})
+    return contender, contender(), shape, error
+
+
+def test_whets_first_step_is_the_one_written_out(judged):
+    contender, first, shape, error = judged
+    assert isinstance(first, Timed) and error(first.value, shape) < 1e-4
+    assert {"forward", "backward", "optimizer"} <= set(first.parts)
+    assert first.peak_bytes is None or 0 < first.peak_bytes < 2 << 30
+    started, cpu_s = time.perf_counter(), cpu_seconds()
+    again = contender()
+    elapsed_s = time.perf_counter() - started
+    assert sum(again.parts.values()) <= elapsed_s
+    assert cpu_seconds() - cpu_s <= 2 * elapsed_s * len(os.sched_getaffinity(0)) + 0.1
+
+
+@pytest.mark.parametrize("field", ["loss", "grad_norm", "moved"])
+def test_every_figure_counts(judged, field):
+    _, first, shape, error = judged
+    right = getattr(first.value, field)
+    for wrong in (right * 1.1 + 0.1 * (field == "loss"), math.nan):
+        assert not error(first.value._replace(**{field: wrong}), shape) < 0.05
+
+
+def test_completions_that_are_none_of_the_policy(judged):
+    _, first, shape, error = judged
+    rows = first.value.completion_ids
+    if not rows:
+        pytest.skip("DPO samples nothing")
+    assert error(first.value._replace(completion_ids=rows[:-1]), shape) == math.inf
+    assert error(first.value._replace(completion_ids=[[], *rows[1:]]), shape) == math.inf
+    assert error(first.value._replace(completion_ids=[[*rows[0]] * 50, *rows[1:]]), shape) == math.inf
+
+
+def test_tokens_that_are_too_probable_are_no_sample(judged):
+    _, first, shape, _ = judged
+    rows = first.value.completion_ids
+    if not rows:
+        pytest.skip("DPO samples nothing")
+    assert abs(grpo_written_out(rows, shape).surprise) < 4
+    policy, tokenizer = workload.policy_of(shape.model), workload.grpo_tokenizer(shape)
+    prompt = torch.tensor([tokenizer(shape.prompts(0)[0])["input_ids"]])
+    best = policy(prompt).logits[0, -1].argmax().item()
+    likely = [[best, *row[1:]] for row in rows[: shape.group_size]] + list(rows[shape.group_size :])
+    assert grpo_written_out(likely, shape).surprise > 2 + grpo_written_out(rows, shape).surprise
+
+
+def test_prompts_have_their_lengths():
+    tokenizer = workload.grpo_tokenizer(GRPO)
+    first, second = ([tokenizer(text)["input_ids"] for text in GRPO.prompts(step)] for step in (0, 1))
+    assert [len(row) for row in first] == [9, 9] and first != second
+    assert tokenizer.eos_token_id == GRPO.model.vocab_size
+    pairs, tokenizer = PAIRS.pairs(), workload.dpo_tokenizer(PAIRS)
+    ids = tokenizer(pairs[0]["chosen"] + tokenizer.eos_token)["input_ids"]
+    assert len(ids) == 12 and ids[-1] == tokenizer.eos_token_id < PAIRS.model.vocab_size
+
+
+def test_geometric_lengths():
+    shape = GRPOShape(mean_length=64, completion_length=10_000)
+    assert shape.n_tokens == pytest.approx(shape.n_completions * (128 + 64), rel=1e-3)
+    assert len(shape.stop_ids) == round(shape.model.vocab_size / 64)
+    assert GRPOShape().stop_ids == [] and GRPOShape().n_tokens == 32 * 256
+
+
+def broken(session, how):
+    if how == "before":
+        raise ImportError("no such thing", name="trl")
+    session.begin()
+    if how == "raises":
+        raise ValueError("the step is broken")
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ("before", ImportError, "no such thing"),
+        ("raises", ValueError, "the step is broken"),
+        ("dies", RuntimeError, "ended with status 3"),
+    ],
+)
+def test_a_trainer_that_breaks_is_an_error(how, error, message):
+    with pytest.raises(error, match=message) as caught:
+        Contender(broken, how)()
+    assert how != "before" or caught.value.name == "trl"
+
+
+def waiting(session):
+    session.begin()
+    session.end(os.getpid(), {})
+    session.begin()
+
+
+def test_the_process_ends_with_the_contender():
+    contender = Contender(waiting)
+    pid = contender().value
+    os.kill(pid, 0)
+    del contender
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
+@pytest.mark.parametrize(("name", "error"), [("grpo", grpo_error), ("dpo", dpo_error)])
+def test_trl_is_told_the_same(name, error):
+    (table,) = load_suite(name).tables(BenchOptions(quick=True))
+    shape = {"grpo": GRPO, "dpo": PAIRS}[name]
+    suite = {"grpo": grpo, "dpo": dpo}[name]
+    assert suite.TRL in table.providers
+    answer = suite.TRL_FLOAT32.prepare(shape)()
+    assert error(answer.value, shape) < 1e-4
+    assert {"forward" if name == "grpo" else "loss", "backward", "optimizer"} <= set(answer.parts)
