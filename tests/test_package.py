@@ -102,10 +102,11 @@ def test_every_number_of_threads_gives_the_same_bits():
 def test_primitives_hold_on_every_instruction_set(isa):
     if isa not in available_isas():
         pytest.skip(f"this processor does not run {isa}")
-    here = os.path.join(os.path.dirname(__file__), "ops")
+    here = os.path.dirname(__file__)
     # Tensors take the same kernels, and rates are no results.
-    left_out = [f"--ignore={here}/{name}" for name in ("test_torch.py", "test_probe.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", here, *left_out]
+    left_out = [f"--ignore={here}/ops/{name}" for name in ("test_torch.py", "test_probe.py")]
+    tests = [f"{here}/ops", f"{here}/nn/test_functions.py", *left_out]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "WHET_ISA": isa}, timeout=900)
     assert run.returncode == 0, run.stdout[-3000:]
 

@@ -18,6 +18,21 @@ namespace {
 
 constexpr int kSpins = 1000;  // pauses before a worker sleeps: about 30 us
 
+std::atomic<Fork> borrowed{nullptr};
+
+// A job for threads that come together for it.
+struct ForkedJob {
+    size_t n_tasks;
+    void (*task)(void*, size_t);
+    void* context;
+    std::atomic<size_t> next{0};
+
+    static void run(void* self) {
+        auto& job = *static_cast<ForkedJob*>(self);
+        for (size_t i = job.next++; i < job.n_tasks; i = job.next++) job.task(job.context, i);
+    }
+};
+
 void pause_briefly() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -45,6 +60,11 @@ public:
         const std::unique_lock lock(job_mutex_, std::try_to_lock);
         if (!lock || workers_.empty() || n_tasks < 2 || n_tasks > kLeftMask) {
             for (size_t i = 0; i < n_tasks; ++i) task(context, i);
+            return;
+        }
+        if (const Fork fork = borrowed.load()) {
+            ForkedJob job{n_tasks, task, context};
+            fork(ForkedJob::run, &job, static_cast<unsigned>(n_threads()), 0);
             return;
         }
         task_ = task;
@@ -123,7 +143,7 @@ int default_n_threads() {
 
 std::mutex pool_mutex;
 // Never destroyed at exit: a daemon thread of the host program may still be using it. A forked child has none of its
-// parent's threads, so it starts a pool of its own and leaves the parent's alone.
+// parent's threads, so it starts a pool of its own, leaves the parent's alone, and borrows none.
 ThreadPool* pool = nullptr;
 int wanted_threads = 0;
 
@@ -133,6 +153,7 @@ ThreadPool& the_pool() {
         static const int registered = pthread_atfork([] { pool_mutex.lock(); }, [] { pool_mutex.unlock(); },
                                                      [] {
                                                          pool = nullptr;
+                                                         borrowed.store(nullptr);
                                                          pool_mutex.unlock();
                                                      });
         static_cast<void>(registered);
@@ -153,6 +174,8 @@ void set_num_threads(int n) {
     pool = nullptr;
     wanted_threads = n;
 }
+
+void borrow_threads(Fork fork) { borrowed.store(fork); }
 
 void parallel_for(size_t n_tasks, void (*task)(void* context, size_t i), void* context) {
     the_pool().run(n_tasks, task, context);

@@ -12,6 +12,14 @@ namespace whet {
 int num_threads();
 void set_num_threads(int n);
 
+// Runs body(context) on n_threads threads, the caller's among them, and returns when all are done: OpenMP's runtimes
+// call it GOMP_parallel.
+using Fork = void (*)(void (*body)(void*), void* context, unsigned n_threads, unsigned flags);
+
+// Jobs run on the threads behind `fork` until it is called with null. Another library's threads, which spin for a while
+// after its own work, would take the processors from the pool's.
+void borrow_threads(Fork fork);
+
 // task(context, i) for every i in [0, n_tasks), in any order and on any thread.
 void parallel_for(size_t n_tasks, void (*task)(void* context, size_t i), void* context);
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 pytest.importorskip("transformers")
 from tests.engine.tiny_models import CASES, VOCAB, tiny_model
 
+import whet
 from whet import WhetTypeError, WhetValueError
 from whet.nn import accelerate, completion_logprobs
 from whet.nn.accelerate import Acceleration, acceleration_of
+from whet.nn.threads import openmp_fork
 
 FAMILIES = [case for case in CASES if not case.startswith("gptj")]
 GENERATOR = torch.Generator().manual_seed(5)
@@ -234,3 +237,17 @@ def test_threads_do_not_show():
         assert torch.equal(results[0][0].logprobs, results[1][0].logprobs)
         assert torch.equal(flat(results[0][1]), flat(results[1][1]))
     whet.set_num_threads(n)
+
+
+@pytest.mark.skipif(not openmp_fork(), reason="torch has one thread, or no OpenMP")
+def test_kernels_run_on_openmps_threads_and_a_child_on_its_own():
+    x = torch.randn(4096, 512, generator=GENERATOR)
+    right, weight = whet.rms_norm(x, torch.ones(512)), torch.ones(512)
+    with accelerate(trained("llama")):
+        assert torch.equal(whet.rms_norm(x, weight), right)
+        child = os.fork()  # OpenMP does not survive this; the pool does
+        if child == 0:
+            os._exit(0 if torch.equal(whet.rms_norm(x, weight), right) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert torch.equal(whet.rms_norm(x, weight), right)
+    assert torch.equal(whet.rms_norm(x, weight), right)

@@ -50,6 +50,7 @@ NB_MODULE(_core, m) {
     m.def("isa", [] { return whet::kernels().isa; });
     m.def("num_threads", &whet::num_threads);
     m.def("set_num_threads", &whet::set_num_threads, nb::call_guard<nb::gil_scoped_release>());
+    m.def("borrow_threads", [](uintptr_t fork) { whet::borrow_threads(reinterpret_cast<whet::Fork>(fork)); });
     m.def("build_info", &build_info);
     whet::bind_primitives(m);
     whet::bind_linear(m);

@@ -22,6 +22,7 @@ from whet.errors import WhetTypeError, WhetValueError
 from whet.nn import functions
 from whet.nn.modules import inner_module, module_device
 from whet.nn.packed import PackedBatch
+from whet.nn.threads import openmp_fork
 
 ComputeDtype = Literal["auto", "bfloat16", "float32"]
 
@@ -102,12 +103,15 @@ class Acceleration:
         config = self._model.config
         self._own_attention, config._attn_implementation = config._attn_implementation, _NAME
         _accelerated[self._model] = self
+        _core.borrow_threads(openmp_fork())
 
     def remove(self) -> None:
         """Give the model its own functions back; nothing happens where they are there."""
         if acceleration_of(self._model) is not self:
             return
         del _accelerated[self._model]
+        if not _accelerated:
+            _core.borrow_threads(0)
         for module in self._replaced:
             del module.forward
         self._replaced.clear()

@@ -1,0 +1,279 @@
+// The kernels of a training step without Python, on heap buffers of exactly their size: what the sanitizers see while
+// they run, and numbers against plain loops in double. Exit code 77: the instruction set in WHET_ISA is not on this
+// machine.
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "kernels/dispatch.h"
+
+using whet::kernels;
+
+namespace {
+
+int failures = 0;
+
+// The norm of a difference, relative to the norm of what it should be.
+template <class T>
+void expect_close(const char* what, size_t n, const std::vector<T>& got, const std::vector<double>& right,
+                  double tolerance) {
+    double error = 0.0, size = 1e-30;
+    for (size_t i = 0; i < right.size(); ++i) {
+        error += (got[i] - right[i]) * (got[i] - right[i]);
+        size += right[i] * right[i];
+    }
+    if (std::sqrt(error / size) <= tolerance) return;
+    std::printf("%s, %zu: off by %.3g\n", what, n, std::sqrt(error / size));
+    ++failures;
+}
+
+// Numbers that bfloat16 holds too.
+std::vector<float> normal(size_t n, unsigned seed) {
+    std::mt19937 bits(seed);
+    std::normal_distribution<float> distribution;
+    std::vector<float> x(n);
+    for (float& one : x) one = distribution(bits);
+    std::vector<uint16_t> narrow(n);
+    kernels().bf16_from_f32(x.data(), n, narrow.data());
+    kernels().f32_from_bf16(narrow.data(), n, x.data());
+    return x;
+}
+
+std::vector<uint16_t> narrowed(const std::vector<float>& x) {
+    std::vector<uint16_t> narrow(x.size());
+    kernels().bf16_from_f32(x.data(), x.size(), narrow.data());
+    return narrow;
+}
+
+std::vector<float> widened(const std::vector<uint16_t>& x) {
+    std::vector<float> wide(x.size());
+    kernels().f32_from_bf16(x.data(), x.size(), wide.data());
+    return wide;
+}
+
+// ---------------------------------------------------------------- row by row
+
+void test_rms_norm(size_t n) {
+    const std::vector<float> x = normal(n, 1), weight = normal(n, 2), grad = normal(n, 3);
+    const double eps = 1e-5;
+    double square = 0.0, pull = 0.0;
+    for (size_t i = 0; i < n; ++i) square += double(x[i]) * x[i], pull += double(grad[i]) * weight[i] * x[i];
+    const double count = static_cast<double>(n), r = 1.0 / std::sqrt(square / count + eps);
+    std::vector<double> out(n), grad_x(n), grad_weight(n);
+    for (size_t i = 0; i < n; ++i) {
+        out[i] = x[i] * r * weight[i];
+        grad_x[i] = r * (double(grad[i]) * weight[i] - x[i] * r * r * pull / count);
+        grad_weight[i] = 1.0 + double(grad[i]) * x[i] * r;
+    }
+    std::vector<uint16_t> narrow_out(n);
+    kernels().rms_norm_f32_bf16(x.data(), weight.data(), n, eps, narrow_out.data());
+    expect_close("rms_norm_f32_bf16", n, widened(narrow_out), out, 4e-3);
+
+    std::vector<float> to_x(n), to_weight(n, 1.0f);
+    kernels().rms_norm_backward_f32(x.data(), weight.data(), grad.data(), n, eps, to_x.data(), to_weight.data());
+    // Of one number little is left: 1 - x^2 r^2 is eps r^2.
+    const double tolerance = n == 1 ? 0.1 : 1e-6;
+    expect_close("rms_norm_backward_f32, x", n, to_x, grad_x, tolerance);
+    expect_close("rms_norm_backward_f32, weight", n, to_weight, grad_weight, 1e-6);
+
+    const std::vector<uint16_t> narrow_x = narrowed(x), narrow_grad = narrowed(grad);
+    to_weight.assign(n, 1.0f);
+    kernels().rms_norm_backward_f32_bf16(x.data(), weight.data(), narrow_grad.data(), n, eps, to_x.data(),
+                                         to_weight.data());
+    expect_close("rms_norm_backward_f32_bf16, x", n, to_x, grad_x, tolerance);
+    std::vector<uint16_t> narrow_to_x(n);
+    to_weight.assign(n, 1.0f);
+    kernels().rms_norm_backward_bf16(narrow_x.data(), weight.data(), narrow_grad.data(), n, eps, narrow_to_x.data(),
+                                     to_weight.data());
+    expect_close("rms_norm_backward_bf16, x", n, widened(narrow_to_x), grad_x, n == 1 ? 0.1 : 4e-3);
+    expect_close("rms_norm_backward_bf16, weight", n, to_weight, grad_weight, 1e-6);
+}
+
+void test_swiglu(size_t n) {
+    const std::vector<float> gate = normal(n, 1), up = normal(n, 2), grad = normal(n, 3);
+    std::vector<double> grad_gate(n), grad_up(n);
+    for (size_t i = 0; i < n; ++i) {
+        const double s = 1.0 / (1.0 + std::exp(-double(gate[i])));
+        grad_gate[i] = double(grad[i]) * up[i] * s * (1.0 + gate[i] * (1.0 - s));
+        grad_up[i] = double(grad[i]) * gate[i] * s;
+    }
+    std::vector<float> to_gate(n), to_up(n);
+    kernels().swiglu_backward_f32(gate.data(), up.data(), grad.data(), n, to_gate.data(), to_up.data());
+    expect_close("swiglu_backward_f32, gate", n, to_gate, grad_gate, 1e-6);
+    expect_close("swiglu_backward_f32, up", n, to_up, grad_up, 1e-6);
+    const std::vector<uint16_t> narrow_gate = narrowed(gate), narrow_up = narrowed(up), narrow_grad = narrowed(grad);
+    std::vector<uint16_t> narrow_to_gate(n), narrow_to_up(n);
+    kernels().swiglu_backward_bf16(narrow_gate.data(), narrow_up.data(), narrow_grad.data(), n, narrow_to_gate.data(),
+                                   narrow_to_up.data());
+    expect_close("swiglu_backward_bf16, gate", n, widened(narrow_to_gate), grad_gate, 4e-3);
+    expect_close("swiglu_backward_bf16, up", n, widened(narrow_to_up), grad_up, 4e-3);
+}
+
+void test_token_logprobs(size_t n, size_t token) {
+    const std::vector<float> logits = normal(n, 1);
+    const double temperature = 0.7, grad = 1.5;
+    double sum = 0.0;
+    for (const float z : logits) sum += std::exp(z / temperature);
+    const double lse = std::log(sum), logprob = token < n ? logits[token] / temperature - lse : -1.0;
+    std::vector<double> right(n);
+    for (size_t i = 0; i < n; ++i)
+        right[i] = grad / temperature * ((i == token) - std::exp(logits[i] / temperature - lse));
+    std::vector<float> out = logits;  // in place
+    kernels().token_logprobs_backward_f32(out.data(), n, token, temperature, static_cast<float>(lse),
+                                          static_cast<float>(logprob), static_cast<float>(grad), out.data());
+    if (n > 1 || token >= n) expect_close("token_logprobs_backward_f32", n, out, right, 1e-6);
+    std::vector<uint16_t> narrow(n);
+    kernels().token_logprobs_backward_bf16(logits.data(), n, token, temperature, static_cast<float>(lse),
+                                           static_cast<float>(logprob), static_cast<float>(grad), narrow.data());
+    if (n > 1 || token >= n) expect_close("token_logprobs_backward_bf16", n, widened(narrow), right, 4e-3);
+}
+
+void test_adamw(size_t n) {
+    const std::vector<float> start = normal(n, 1), grad = normal(n, 2);
+    const std::vector<float> start_m = normal(n, 3);
+    std::vector<float> p = start, m = start_m, v(n, 0.5f);
+    std::vector<uint16_t> copy(n);
+    const whet::AdamWStep step{0.99f, 0.98f, 0.1f, 0.02f, 0.7f, 1e-8f, 0.01f, 0.5f};
+    std::vector<double> right_p(n), right_m(n), right_v(n);
+    for (size_t i = 0; i < n; ++i) {
+        const double g = 0.5 * grad[i];
+        right_m[i] = start_m[i] + double(0.1f) * (g - start_m[i]);
+        right_v[i] = double(0.98f) * 0.5 + double(0.02f) * g * g;
+        right_p[i] = double(0.99f) * start[i] - double(0.01f) * right_m[i] / (std::sqrt(right_v[i]) / double(0.7f));
+    }
+    kernels().adamw_f32(step, n, p.data(), grad.data(), m.data(), v.data(), copy.data());
+    expect_close("adamw_f32, p", n, p, right_p, 1e-6);
+    expect_close("adamw_f32, m", n, m, right_m, 1e-6);
+    expect_close("adamw_f32, v", n, v, right_v, 1e-6);
+    expect_close("adamw_f32, copy", n, widened(copy), right_p, 4e-3);
+    std::vector<float> again = start, again_m = start_m, again_v(n, 0.5f);
+    kernels().adamw_f32(step, n, again.data(), grad.data(), again_m.data(), again_v.data(), nullptr);
+    if (again != p) std::printf("adamw_f32, %zu: the copy changes the parameters\n", n), ++failures;
+}
+
+// ---------------------------------------------------------------- attention
+
+struct AttentionShape {
+    size_t n_queries, n_keys, head_dim, group;
+    int64_t window;
+};
+
+// One sequence whose keys are every other token, backwards: forward with its log-sum-exp, and backward.
+template <class T, class Forward, class Backward>
+void test_attention(const char* what, const AttentionShape& s, Forward forward, Backward backward, double tolerance,
+                    T (*to)(float), float (*from)(T)) {
+    const size_t rows = s.n_queries * s.group, d = s.head_dim, tokens = 2 * s.n_keys;
+    const auto typed = [&](const std::vector<float>& x) {
+        std::vector<T> y(x.size());
+        for (size_t i = 0; i < x.size(); ++i) y[i] = to(x[i]);
+        return y;
+    };
+    const std::vector<float> q = normal(rows * d, 1), k = normal(tokens * d, 2), v = normal(tokens * d, 3);
+    const std::vector<float> grad = normal(rows * d, 4);
+    const std::vector<T> tq = typed(q), tk = typed(k), tv = typed(v), tgrad = typed(grad);
+    std::vector<int64_t> key_rows(s.n_keys);
+    for (size_t j = 0; j < s.n_keys; ++j) key_rows[j] = static_cast<int64_t>(tokens - 1 - 2 * j);
+    std::vector<T> out(rows * d), grad_q(rows * d);
+    std::vector<float> lse(rows), grad_k(s.n_keys * d), grad_v(s.n_keys * d);
+    const auto signed_of = [](size_t n) { return static_cast<ptrdiff_t>(n); };
+
+    whet::AttentionBackwardTask task{};
+    task.q = tq.data(), task.k = tk.data(), task.v = tv.data(), task.out = out.data();
+    task.q_token = task.out_token = signed_of(s.group * d), task.q_head = task.out_head = signed_of(d);
+    task.k_token = task.v_token = signed_of(d);
+    task.n_queries = signed_of(s.n_queries), task.group = signed_of(s.group), task.head_dim = signed_of(d);
+    task.n_keys = signed_of(s.n_keys), task.position = task.n_keys - task.n_queries;
+    task.window = s.window, task.causal = true, task.block_size = 64, task.scale = 0.3f;
+    task.key_rows = key_rows.data(), task.lse = lse.data(), task.lse_token = task.group;
+    std::vector<float> scratch(kernels().attention_scratch(task) / sizeof(float));
+    task.scratch = scratch.data();
+    forward(task);
+    std::vector<float> backward_scratch(kernels().attention_backward_scratch(task) / sizeof(float));
+    task.scratch = backward_scratch.data();
+    task.grad_out = tgrad.data(), task.grad_q = grad_q.data();
+    task.grad_k = grad_k.data(), task.grad_v = grad_v.data();
+    backward(task);
+
+    std::vector<double> right_out(rows * d), right_q(rows * d), right_k(s.n_keys * d), right_v(s.n_keys * d);
+    const double ln2 = 0.693147180559945309, scale = double(0.3f);
+    for (size_t row = 0; row < rows; ++row) {
+        const auto end = static_cast<int64_t>(s.n_keys - s.n_queries + row / s.group) + 1;
+        const int64_t begin = end > s.window ? end - s.window : 0;
+        std::vector<double> p(s.n_keys, 0.0);
+        double total = 0.0, delta = 0.0;
+        for (int64_t j = begin; j < end; ++j) {
+            double score = 0.0;
+            for (size_t c = 0; c < d; ++c) score += double(q[row * d + c]) * k[size_t(key_rows[j]) * d + c];
+            total += p[j] = std::exp2(scale * score);
+        }
+        for (int64_t j = begin; j < end; ++j) {
+            p[j] /= total;
+            for (size_t c = 0; c < d; ++c) right_out[row * d + c] += p[j] * v[size_t(key_rows[j]) * d + c];
+        }
+        for (size_t c = 0; c < d; ++c) delta += right_out[row * d + c] * grad[row * d + c];
+        for (int64_t j = begin; j < end; ++j) {
+            double dp = 0.0;
+            for (size_t c = 0; c < d; ++c) dp += double(grad[row * d + c]) * v[size_t(key_rows[j]) * d + c];
+            const double ds = p[j] * (dp - delta) * scale * ln2;
+            for (size_t c = 0; c < d; ++c) {
+                right_q[row * d + c] += ds * k[size_t(key_rows[j]) * d + c];
+                right_k[size_t(j) * d + c] += ds * q[row * d + c];
+                right_v[size_t(j) * d + c] += p[j] * grad[row * d + c];
+            }
+        }
+    }
+    std::vector<float> wide_out(rows * d), wide_q(rows * d);
+    for (size_t i = 0; i < rows * d; ++i) wide_out[i] = from(out[i]), wide_q[i] = from(grad_q[i]);
+    const size_t n = s.n_keys;
+    std::printf("%s: %zu queries, %zu keys, %zu x %zu, window %lld\n", what, s.n_queries, n, s.group, d,
+                static_cast<long long>(s.window));
+    expect_close("out", n, wide_out, right_out, tolerance);
+    expect_close("grad q", n, wide_q, right_q, s.n_keys == 1 ? 1e30 : tolerance);  // of one key, zero
+    expect_close("grad k", n, grad_k, right_k, s.n_keys == 1 ? 1e30 : tolerance);
+    expect_close("grad v", n, grad_v, right_v, tolerance);
+}
+
+uint16_t to_bf16(float x) {
+    uint16_t y;
+    kernels().bf16_from_f32(&x, 1, &y);
+    return y;
+}
+float from_bf16(uint16_t x) {
+    float y;
+    kernels().f32_from_bf16(&x, 1, &y);
+    return y;
+}
+
+}  // namespace
+
+int main() {
+    try {
+        std::printf("instruction set: %s\n", kernels().isa);
+    } catch (const std::runtime_error& error) {
+        std::printf("%s\n", error.what());
+        return 77;
+    }
+    for (const size_t n : {1, 2, 15, 16, 17, 33, 130, 576}) {
+        test_rms_norm(n);
+        test_swiglu(n);
+        test_adamw(n);
+        for (const size_t token : {size_t{0}, n - 1, n}) test_token_logprobs(n, token);
+    }
+    constexpr int64_t kAll = INT64_MAX;
+    const AttentionShape shapes[] = {{1, 1, 8, 1, kAll},   {7, 7, 8, 3, kAll},     {5, 40, 16, 2, kAll},
+                                     {33, 33, 40, 3, 6},   {70, 70, 64, 1, kAll},  {3, 129, 64, 3, kAll},
+                                     {66, 131, 64, 3, 50}, {20, 90, 128, 2, kAll}, {9, 65, 256, 1, kAll}};
+    for (const AttentionShape& shape : shapes) {
+        test_attention<float>(
+            "attention_f32", shape, kernels().attention_f32, kernels().attention_backward_f32, 1e-5,
+            +[](float x) { return x; }, +[](float x) { return x; });
+        test_attention<uint16_t>("attention_bf16", shape, kernels().attention_bf16, kernels().attention_backward_bf16,
+                                 2e-2, to_bf16, from_bf16);
+    }
+    std::printf("%s\n", failures == 0 ? "ok" : "failed");
+    return failures == 0 ? 0 : 1;
+}

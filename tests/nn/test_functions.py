@@ -1,0 +1,171 @@
+"""Every autograd function, forward and backward, against its formula in float64 torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from whet.nn import functions
+from whet.nn.optim import AdamW
+from whet.nn.packed import PackedBatch, pack_batch
+
+GENERATOR = torch.Generator().manual_seed(11)
+BOUNDS = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
+"""Of the norm of a difference, relative to the norm of what it should be and a tenth of that of the gradient that came
+in, as some gradients are sums that cancel. The inputs are exact in both dtypes."""
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=GENERATOR).bfloat16().to(dtype)
+
+
+def hold(function, definition, inputs: list[Tensor], bound: float) -> None:
+    """Value and gradients of ``function`` are those that ``definition`` has in float64."""
+    narrow = [x.clone().requires_grad_() for x in inputs]
+    wide = [x.double().requires_grad_() for x in inputs]
+    got, right = function(*narrow), definition(*wide)
+    assert got.shape == right.shape
+    grad = normal(*got.shape).to(got.dtype)
+    got.backward(grad)
+    right.backward(grad.double())
+    pairs = [(got, right), *((x.grad, y.grad) for x, y in zip(narrow, wide, strict=True))]
+    for i, (value, exact) in enumerate(pairs):
+        error = (value.double() - exact).norm() / (exact.norm() + 0.1 * grad.double().norm())
+        assert error < bound, f"{'value' if i == 0 else f'gradient {i - 1}'}: {error:.2g}"
+
+
+@pytest.mark.parametrize("n", [1, 7, 16, 33, 576])
+@pytest.mark.parametrize(
+    ("dtype", "out"),
+    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
+)
+def test_rms_norm(n, dtype, out):
+    def definition(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+    inputs = [normal(3, 5, n, dtype=dtype), normal(n)]
+    hold(lambda x, weight: functions.rms_norm(x, weight, 1e-5, out), definition, inputs, BOUNDS[out])
+
+
+@pytest.mark.parametrize("n", [1, 15, 33, 1536])
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_swiglu(n, dtype):
+    inputs = [3 * normal(5, n, dtype=dtype), normal(5, n, dtype=dtype)]
+    hold(functions.swiglu, lambda gate, up: torch.nn.functional.silu(gate) * up, inputs, BOUNDS[dtype])
+
+
+@pytest.mark.parametrize(("head_dim", "turned"), [(8, 8), (64, 64), (40, 24)])
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_rope(head_dim, turned, dtype):
+    angles = normal(7, turned // 2)
+    table = torch.cat((angles.cos(), angles.sin()), 1)
+    cos, sin = (part[:, None].double() for part in table.chunk(2, 1))
+
+    def definition(x: Tensor) -> Tensor:
+        first, second, rest = x.split((turned // 2, turned // 2, head_dim - turned), -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+
+    hold(lambda x: functions.rope(x, table), definition, [normal(7, 3, head_dim, dtype=dtype)], BOUNDS[dtype])
+
+
+def visible(batch: PackedBatch, window: int | None) -> Tensor:
+    """(N, N): whether token i sees token j."""
+    n = len(batch.input_ids)
+    seen = torch.zeros(n, n, dtype=torch.bool)
+    for (q_begin, q_end), (k_begin, k_end) in zip(
+        *(
+            zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+            for offsets in (batch.q_offsets, batch.k_offsets)
+        ),
+        strict=True,
+    ):
+        keys = batch.key_rows[k_begin:k_end]
+        for token in range(q_begin, q_end):
+            end = len(keys) - (q_end - 1 - token)
+            seen[token, keys[max(0, end - window) if window else 0 : end]] = True
+    return seen
+
+
+LENGTHS = {
+    "one token": [(1, [1])],
+    "a shared prompt": [(9, [4, 1, 7])],
+    "past a block": [(70, [40, 3]), (1, [90]), (33, [2])],
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(("n_heads", "n_kv_heads", "head_dim"), [(4, 2, 8), (3, 3, 40), (9, 3, 64), (2, 1, 128)])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_attention(lengths, n_heads, n_kv_heads, head_dim, window, dtype):
+    prompts, completions = [], []
+    for i, (n_prompt, n_completions) in enumerate(LENGTHS[lengths]):
+        for n in n_completions:
+            prompts.append([i] * n_prompt)
+            completions.append([0] * n)
+    batch = pack_batch(prompts, completions)
+    n, seen, group = len(batch.input_ids), visible(batch, window), n_heads // n_kv_heads
+
+    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) * 0.3
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        return torch.einsum("hij,jhd->ihd", weights, v)
+
+    shapes = [(n, n_heads, head_dim), (n, n_kv_heads, head_dim), (n, n_kv_heads, head_dim)]
+    inputs = [normal(*shape, dtype=dtype) for shape in shapes]
+    bound = {torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype]
+    hold(lambda q, k, v: functions.attention(q, k, v, batch, 0.3, window), definition, inputs, bound)
+
+
+@pytest.mark.parametrize(("n_rows", "n_words"), [(1, 5), (7, 300), (130, 2049)])
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_linear_logprobs(n_rows, n_words, dtype):
+    """More rows than the forward takes at a time, and more words than the backward does."""
+    targets = torch.randint(0, n_words, (n_rows,), generator=GENERATOR)
+
+    def definition(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        logprobs = ((hidden @ weight.t() + bias) / 0.7).log_softmax(-1)
+        return logprobs.gather(1, targets[:, None])[:, 0]
+
+    def function(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        head = functions.Head(weight, bias, weight.detach().to(dtype))
+        logprobs, entropy = functions.linear_logprobs(hidden, head, targets, 0.7, True)
+        every = ((hidden @ weight.t() + bias) / 0.7).double().log_softmax(-1)
+        assert entropy is not None
+        torch.testing.assert_close(entropy.double(), -(every.exp() * every).sum(1), rtol=1e-3, atol=1e-4)
+        return logprobs
+
+    inputs = [normal(n_rows, 40), normal(n_words, 40) / 8, normal(n_words)]
+    hold(function, definition, inputs, {torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_linear_and_embedding(dtype):
+    ids = torch.tensor([[3, 0, 3], [1, 4, 3]])
+
+    def function(table: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        x = functions.embedding(ids, table, 0, False)
+        return functions.linear(x, weight, bias, weight.detach().to(dtype)).float()
+
+    def definition(table: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        x = torch.nn.functional.embedding(ids, table, 0)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    hold(function, definition, [normal(5, 33), normal(17, 33), normal(17)], BOUNDS[dtype])
+
+
+def test_adamw():
+    """Three steps, against the formula in float64."""
+    weight, lr, decay, (beta1, beta2), eps = normal(1003), 0.01, 0.1, (0.9, 0.99), 1e-8
+    parameter = torch.nn.Parameter(weight.clone())
+    optimizer = AdamW([parameter], lr=lr, weight_decay=decay, betas=(beta1, beta2), eps=eps)
+    p, m, v = weight.double(), torch.zeros(1003).double(), torch.zeros(1003).double()
+    for t in range(1, 4):
+        parameter.grad = normal(1003)
+        g = 0.5 * parameter.grad.double()
+        optimizer.step(grad_scale=0.5)
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g.square()
+        p = p * (1 - lr * decay) - lr * (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + eps)
+    torch.testing.assert_close(parameter.detach().double(), p, rtol=0, atol=1e-6)
