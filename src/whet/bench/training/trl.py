@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -73,7 +74,7 @@ def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> 
         )
         _time_as(trainer, "_generate_single_turn", "generation")
         _time_as(trainer, "_get_per_token_logps_and_entropies", "forward")
-        _run(trainer, session, sampled)
+        _run(trainer, session, sampled, sum)
 
 
 def serve_dpo(session: Session, shape: DPOShape, settings: dict[str, Any]) -> None:
@@ -95,7 +96,7 @@ def serve_dpo(session: Session, shape: DPOShape, settings: dict[str, Any]) -> No
             processing_class=tokenizer,
         )
         _time_as(trainer.ref_model, "forward", "logprobs")
-        _run(trainer, session, [])
+        _run(trainer, session, [], statistics.mean)
 
 
 @contextmanager
@@ -139,8 +140,13 @@ def _time_as(owner: Any, name: str, part: str, results: list[Any] | None = None)
     setattr(owner, name, timed)
 
 
-def _run(trainer: Any, session: Session, sampled: list[list[int]]) -> None:
-    """Train, a step each time that the session asks for one; ends with the process."""
+def _run(trainer: Any, session: Session, sampled: list[list[int]], loss_of: Callable[[list[float]], float]) -> None:
+    """Train, a step each time that the session asks for one; ends with the process.
+
+    Args:
+        sampled: the completions of the step, once it has been taken.
+        loss_of: the step's loss, of those of its micro-batches as the trainer computes them.
+    """
     from transformers import PrinterCallback, TrainerCallback
 
     losses: list[Any] = []
@@ -168,7 +174,7 @@ def _run(trainer: Any, session: Session, sampled: list[list[int]]) -> None:
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             self.record.close()
             parts = {name: part_s for name, part_s in self.seconds.items() if name != "other"}
-            loss = sum(float(loss) for loss in losses)
+            loss = loss_of([float(loss) for loss in losses])
             session.end(Answer(loss, float(norms[-1]), watch.moved(), list(sampled)), parts)
 
     trainer.remove_callback(PrinterCallback)
