@@ -101,8 +101,8 @@ class DPO(Trainer):
         unknown = [j for j in range(len(ids)) if j not in known]
         for start in range(0, len(unknown), self.config.batch_size):
             part = unknown[start : start + self.config.batch_size]
-            rows = map(list, zip(*(ids[j] for j in part), strict=True))
-            chosen, rejected = self._reference_sums(Pairs(*rows))  # pyright: ignore[reportArgumentType]
+            sides = map(list, zip(*(ids[j] for j in part), strict=True))
+            chosen, rejected = self._reference_sums(Pairs(*sides))  # pyright: ignore[reportArgumentType]
             new = dict(zip(part, zip(chosen.tolist(), rejected.tolist(), strict=True), strict=True))
             if cache:
                 cache.add((ids[j], sums) for j, sums in new.items())

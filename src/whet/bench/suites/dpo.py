@@ -7,7 +7,7 @@ written out by hand.
 from __future__ import annotations
 
 from whet.bench.case import BenchOptions, Suite, Table
-from whet.bench.suites.grpo import TINY, TOLERANCE, provider, step_case, step_table
+from whet.bench.suites.grpo import TINY, TOLERANCE, provider, step_case, step_table, trl_provider
 from whet.bench.training import native, trl
 from whet.bench.training.workload import DPOShape, dpo_error
 
@@ -19,13 +19,9 @@ NOTE = (
 )
 WHET = provider("whet", native.serve_dpo, TOLERANCE["bfloat16"])
 WHET_FLOAT32 = provider("whet float32", native.serve_dpo, TOLERANCE["float32"], compute="float32")
-TRL = provider("TRL bf16", trl.serve_dpo, TOLERANCE["bfloat16"], bf16=True, gradient_checkpointing=False)
-TRL_HALVES = provider(
-    "TRL micro-batch 4", trl.serve_dpo, TOLERANCE["bfloat16"], bf16=True, gradient_checkpointing=False, micro_batch=4
-)
-TRL_FLOAT32 = provider(
-    "TRL float32", trl.serve_dpo, TOLERANCE["float32"], bf16=False, gradient_checkpointing=False, micro_batch=4
-)
+TRL = trl_provider("TRL bf16", trl.serve_dpo, "bfloat16")
+TRL_HALVES = trl_provider("TRL micro-batch 4", trl.serve_dpo, "bfloat16", micro_batch=4)
+TRL_FLOAT32 = trl_provider("TRL float32", trl.serve_dpo, "float32", micro_batch=4)
 
 
 def tables(options: BenchOptions) -> list[Table]:

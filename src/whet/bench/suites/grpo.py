@@ -42,21 +42,21 @@ WHET = provider("whet", native.serve_grpo, TOLERANCE["bfloat16"])
 WHET_FLOAT32 = provider("whet float32", native.serve_grpo, TOLERANCE["float32"], compute="float32")
 
 
-def trl_provider(name: str, dtype: str, **settings: Any) -> Provider:
+def trl_provider(name: str, serve: Callable[..., None], dtype: str, **settings: Any) -> Provider:
     """TRL's trainer: with autocast to bfloat16 or without, and no gradients recomputed unless settings say so."""
     settings = {"bf16": dtype == "bfloat16", "gradient_checkpointing": False, **settings}
-    return provider(name, trl.serve_grpo, TOLERANCE[dtype], **settings)
+    return provider(name, serve, TOLERANCE[dtype], **settings)
 
 
-TRL = trl_provider("TRL bf16", "bfloat16", micro_batch=8)
+TRL = trl_provider("TRL bf16", trl.serve_grpo, "bfloat16", micro_batch=8)
 """The best of ``TRL_SETTINGS``, and at once the least hungry of those that are about as fast."""
-TRL_FLOAT32 = trl_provider("TRL float32", "float32", micro_batch=8)
-TRL_AT_ONCE = trl_provider("TRL bf16, one batch", "bfloat16")
+TRL_FLOAT32 = trl_provider("TRL float32", trl.serve_grpo, "float32", micro_batch=8)
+TRL_AT_ONCE = trl_provider("TRL bf16, one batch", trl.serve_grpo, "bfloat16")
 TRL_SETTINGS = (
     TRL,
-    trl_provider("TRL micro-batch 2", "bfloat16", micro_batch=2),
-    trl_provider("TRL checkpointing", "bfloat16", micro_batch=8, gradient_checkpointing=True),
-    trl_provider("TRL static cache", "bfloat16", micro_batch=8, cache_implementation="static"),
+    trl_provider("TRL micro-batch 2", trl.serve_grpo, "bfloat16", micro_batch=2),
+    trl_provider("TRL checkpointing", trl.serve_grpo, "bfloat16", micro_batch=8, gradient_checkpointing=True),
+    trl_provider("TRL static cache", trl.serve_grpo, "bfloat16", micro_batch=8, cache_implementation="static"),
 )
 
 

@@ -83,15 +83,17 @@ class Session:
         self._is_ready = False
         self._kept_bytes: int | None = None
 
-    def loaded(self) -> None:
-        """The libraries are there and the model is not: memory counts from here."""
+    def build(self, make: Callable[..., Any], *arguments: Any) -> Any:
+        """The model that ``make`` returns. Memory counts from here: the libraries have to be loaded.
+
+        What its weights and AdamW's moments take, the same for everybody, is not the step's.
+        """
         with suppress(OSError):
             self._kept_bytes = machine.resident_bytes()
-
-    def built(self, model: Any) -> None:
-        """The model is there. What its weights and AdamW's moments take, the same for everybody, is not the step's."""
+        model = make(*arguments)
         if self._kept_bytes is not None:
             self._kept_bytes += ADAM_BYTES * sum(parameter.numel() for parameter in model.parameters())
+        return model
 
     def begin(self) -> None:
         """Return when a step is asked for.

@@ -10,11 +10,6 @@ from whet.bench.training.contender import Session
 from whet.bench.training.workload import Answer, DPOShape, GRPOShape, Watch
 
 _PARTS = ("generation", "logprobs", "forward", "backward", "optimizer", "sync")
-SETTINGS: dict[str, Any] = {
-    "learning_rate": workload.LEARNING_RATE,
-    "adam_epsilon": workload.ADAM_EPSILON,
-    "max_grad_norm": workload.MAX_GRAD_NORM,
-}
 
 
 def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> None:
@@ -22,9 +17,7 @@ def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> 
     from whet.algorithms.grpo import GRPO
 
     tokenizer = workload.grpo_tokenizer(shape)
-    session.loaded()
-    policy = workload.policy_of(shape.model)
-    session.built(policy)
+    policy = session.build(workload.policy_of, shape.model)
     trainer = GRPO(
         policy,
         reward_fn=workload.even_tokens,
@@ -33,7 +26,7 @@ def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> 
         stop_token_ids=shape.stop_ids,
         advantage_ddof=1,
         advantage_eps=workload.ADVANTAGE_EPS,
-        **SETTINGS,
+        **workload.OPTIMIZER,
         **settings,
     )
     watch = Watch(policy)
@@ -50,15 +43,13 @@ def serve_dpo(session: Session, shape: DPOShape, settings: dict[str, Any]) -> No
     from whet.algorithms.dpo import DPO
 
     tokenizer = workload.dpo_tokenizer(shape)
-    session.loaded()
-    policy = workload.policy_of(shape.model)
-    session.built(policy)
+    policy = session.build(workload.policy_of, shape.model)
     trainer = DPO(
         policy,
         workload.reference_of(policy),
         tokenizer=tokenizer,
         beta=workload.DPO_BETA,
-        **SETTINGS,
+        **workload.OPTIMIZER,
         **settings,
     )
     watch = Watch(policy)

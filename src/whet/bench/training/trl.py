@@ -18,9 +18,7 @@ from whet.phases import phase, record
 
 _MANY_STEPS = 1000
 OURS: dict[str, Any] = {
-    "learning_rate": workload.LEARNING_RATE,
-    "adam_epsilon": workload.ADAM_EPSILON,
-    "max_grad_norm": workload.MAX_GRAD_NORM,
+    **workload.OPTIMIZER,
     "lr_scheduler_type": "constant",
     "optim": "adamw_torch",
     "max_steps": _MANY_STEPS,
@@ -41,9 +39,7 @@ def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> 
         from trl import GRPOConfig, GRPOTrainer
 
         tokenizer = workload.grpo_tokenizer(shape)
-        session.loaded()
-        policy = workload.policy_of(shape.model)
-        session.built(policy)
+        policy = session.build(workload.policy_of, shape.model)
         if shape.mean_length:
             policy.generation_config.eos_token_id = shape.stop_ids
         config = GRPOConfig(
@@ -84,9 +80,7 @@ def serve_dpo(session: Session, shape: DPOShape, settings: dict[str, Any]) -> No
         from trl import DPOConfig, DPOTrainer
 
         tokenizer = workload.dpo_tokenizer(shape)
-        session.loaded()
-        policy = workload.policy_of(shape.model)
-        session.built(policy)
+        policy = session.build(workload.policy_of, shape.model)
         config = DPOConfig(output_dir=folder, beta=workload.DPO_BETA, **_batches(shape.n_pairs, settings), **OURS)
         trainer = DPOTrainer(
             model=policy,

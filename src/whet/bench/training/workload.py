@@ -20,6 +20,8 @@ from whet.bench.engine.models import LLAMA_135M, ModelShape, random_model
 LEARNING_RATE = 1e-6
 ADAM_EPSILON = 1e-8
 MAX_GRAD_NORM = 1.0
+OPTIMIZER = {"learning_rate": LEARNING_RATE, "adam_epsilon": ADAM_EPSILON, "max_grad_norm": MAX_GRAD_NORM}
+"""As both libraries name them."""
 ADVANTAGE_EPS = 1e-4
 DPO_BETA = 0.1
 _REFERENCE_NOISE = 2e-3
