@@ -5,15 +5,19 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip
+PINS   := -q --disable-pip-version-check -c constraints.txt
+BUILD  := build/release
 NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.txt
 
 .PHONY: demo test fuzz lint cpp-test wheel-test check format clean
 
-# One stamp per extra: `make demo` on a fresh machine installs no test tools.
+# One stamp per extra: `make demo` on a fresh machine installs no test tools. All of them, and the C++ tests, share one
+# build: pip would isolate each, and compile everything anew.
 $(VENV)/.installed-%: $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[$*]"
+	$(PIP) install $(PINS) scikit-build-core nanobind numpy cmake ninja torch==2.13.0
+	PATH=$(CURDIR)/$(BIN):$$PATH $(PIP) install $(PINS) --no-build-isolation -C build-dir=$(BUILD) -e ".[$*]"
 	touch $@
 
 demo: $(VENV)/.installed-train
@@ -35,13 +39,14 @@ format: $(VENV)/.installed-dev
 	$(BIN)/clang-format -i $(shell find cpp -name '*.h' -o -name '*.cpp')
 
 # Release (and no symbol that a linker could merge across instruction sets), then under sanitizers.
-cpp-test: $(VENV)/.installed-dev
-	for sanitize in "" address,undefined thread; do \
-	  dir=build/cpp-test-$$(echo $${sanitize:-release} | tr , -); \
-	  $(BIN)/cmake -S . -B $$dir -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DWHET_PYTHON=OFF \
-	    -DWHET_CPP_TESTS=ON -DWHET_SANITIZE=$$sanitize >/dev/null && \
-	  $(BIN)/cmake --build $$dir && $(BIN)/ctest --test-dir $$dir --output-on-failure || exit 1; \
-	done
+cpp-test: $(addprefix cpp-test-,release address,undefined thread)
+
+comma := ,
+cpp-test-%: $(VENV)/.installed-dev
+	$(BIN)/cmake -S . -B build/$(subst $(comma),-,$*) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DWHET_CPP_TESTS=ON $(if $(filter release,$*),,-DWHET_PYTHON=OFF -DWHET_SANITIZE=$*) >/dev/null
+	$(BIN)/cmake --build build/$(subst $(comma),-,$*)
+	$(BIN)/ctest --test-dir build/$(subst $(comma),-,$*) --output-on-failure -j2
 
 # Files as an enemy writes them.
 fuzz: $(VENV)/.installed-fuzz
@@ -51,7 +56,7 @@ fuzz: $(VENV)/.installed-fuzz
 
 # The wheel in an empty environment, with no compiler to be found and nothing but NumPy beside it.
 wheel-test: $(VENV)/.installed-test
-	rm -rf build/wheel && $(BIN)/python -m pip wheel -q --no-deps -c constraints.txt -w build/wheel .
+	rm -rf build/wheel && $(PIP) wheel $(PINS) --no-deps -w build/wheel .
 	$(PYTHON) -m venv build/wheel/venv
 	build/wheel/venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt build/wheel/*.whl
 	cd build/wheel && PATH=/nowhere venv/bin/python ../../tests/wheel_smoke.py

@@ -8,38 +8,28 @@
 
 namespace whet {
 
-#define WHET_UNIT(isa)          \
+// WHET_UNITS names every instruction set of this build, the widest first: UNIT(avx512) UNIT(avx2) ...
+#define UNIT(isa)               \
     namespace isa {             \
     extern const Kernels table; \
     }
-WHET_UNIT(scalar)
-#if defined(__x86_64__)
-WHET_UNIT(avx2)
-WHET_UNIT(avx512)
-WHET_UNIT(avx512bf16)
-#elif defined(__aarch64__)
-WHET_UNIT(neon)
-#endif
-#undef WHET_UNIT
+WHET_UNITS
+#undef UNIT
 
 const Unit* units(size_t& count) {
     // Each test names every feature in the unit's compile flags (CMakeLists.txt).
+    [[maybe_unused]] constexpr bool scalar = true;
 #if defined(__x86_64__)
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     const bool avx512bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-#endif
-    static const Unit all[] = {
-#if defined(__x86_64__)
-        {&avx512bf16::table, avx512bf16},
-        {&avx512::table, avx512},
-        {&avx2::table, avx2},
 #elif defined(__aarch64__)
-        {&neon::table, true},
+    constexpr bool neon = true;
 #endif
-        {&scalar::table, true},
-    };
+#define UNIT(isa) {&isa::table, isa},
+    static const Unit all[] = {WHET_UNITS};
+#undef UNIT
     count = sizeof all / sizeof *all;
     return all;
 }
