@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <random>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -13,6 +12,7 @@
 #include "engine/linear.h"
 #include "engine/quantize.h"
 #include "kernels/dispatch.h"
+#include "tests/normal.h"
 
 using whet::WeightFormat;
 
@@ -24,15 +24,6 @@ void expect_near(const char* what, size_t m, size_t n, size_t k, double got, dou
     if (std::abs(got - expected) <= tolerance) return;
     std::printf("%s, %zu x %zu x %zu: got %.9g, expected %.9g\n", what, m, n, k, got, expected);
     ++failures;
-}
-
-std::vector<float> normal(size_t n, unsigned seed) {
-    std::mt19937 bits(seed);
-    std::normal_distribution<float> distribution;
-    std::vector<float> x(n);
-    for (float& one : x) one = distribution(bits);
-    x.shrink_to_fit();
-    return x;
 }
 
 // A row of the weight in the format, and the float32 numbers that it holds.

@@ -5,11 +5,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <random>
 #include <stdexcept>
 #include <vector>
 
 #include "kernels/dispatch.h"
+#include "tests/normal.h"
 
 using whet::kernels;
 
@@ -32,11 +32,8 @@ void expect_close(const char* what, size_t n, const std::vector<T>& got, const s
 }
 
 // Numbers that bfloat16 holds too.
-std::vector<float> normal(size_t n, unsigned seed) {
-    std::mt19937 bits(seed);
-    std::normal_distribution<float> distribution;
-    std::vector<float> x(n);
-    for (float& one : x) one = distribution(bits);
+std::vector<float> narrow_normal(size_t n, unsigned seed) {
+    std::vector<float> x = normal(n, seed);
     std::vector<uint16_t> narrow(n);
     kernels().bf16_from_f32(x.data(), n, narrow.data());
     kernels().f32_from_bf16(narrow.data(), n, x.data());
@@ -58,7 +55,7 @@ std::vector<float> widened(const std::vector<uint16_t>& x) {
 // ---------------------------------------------------------------- row by row
 
 void test_rms_norm(size_t n) {
-    const std::vector<float> x = normal(n, 1), weight = normal(n, 2), grad = normal(n, 3);
+    const std::vector<float> x = narrow_normal(n, 1), weight = narrow_normal(n, 2), grad = narrow_normal(n, 3);
     const double eps = 1e-5;
     double square = 0.0, pull = 0.0;
     for (size_t i = 0; i < n; ++i) square += double(x[i]) * x[i], pull += double(grad[i]) * weight[i] * x[i];
@@ -94,7 +91,7 @@ void test_rms_norm(size_t n) {
 }
 
 void test_swiglu(size_t n) {
-    const std::vector<float> gate = normal(n, 1), up = normal(n, 2), grad = normal(n, 3);
+    const std::vector<float> gate = narrow_normal(n, 1), up = narrow_normal(n, 2), grad = narrow_normal(n, 3);
     std::vector<double> grad_gate(n), grad_up(n);
     for (size_t i = 0; i < n; ++i) {
         const double s = 1.0 / (1.0 + std::exp(-double(gate[i])));
@@ -114,7 +111,7 @@ void test_swiglu(size_t n) {
 }
 
 void test_token_logprobs(size_t n, size_t token) {
-    const std::vector<float> logits = normal(n, 1);
+    const std::vector<float> logits = narrow_normal(n, 1);
     const double temperature = 0.7, grad = 1.5;
     double sum = 0.0;
     for (const float z : logits) sum += std::exp(z / temperature);
@@ -133,8 +130,8 @@ void test_token_logprobs(size_t n, size_t token) {
 }
 
 void test_adamw(size_t n) {
-    const std::vector<float> start = normal(n, 1), grad = normal(n, 2);
-    const std::vector<float> start_m = normal(n, 3);
+    const std::vector<float> start = narrow_normal(n, 1), grad = narrow_normal(n, 2);
+    const std::vector<float> start_m = narrow_normal(n, 3);
     std::vector<float> p = start, m = start_m, v(n, 0.5f);
     std::vector<uint16_t> copy(n);
     const whet::AdamWStep step{0.99f, 0.98f, 0.1f, 0.02f, 0.7f, 1e-8f, 0.01f, 0.5f};
@@ -172,8 +169,9 @@ void test_attention(const char* what, const AttentionShape& s, Forward forward, 
         for (size_t i = 0; i < x.size(); ++i) y[i] = to(x[i]);
         return y;
     };
-    const std::vector<float> q = normal(rows * d, 1), k = normal(tokens * d, 2), v = normal(tokens * d, 3);
-    const std::vector<float> grad = normal(rows * d, 4);
+    const std::vector<float> q = narrow_normal(rows * d, 1), k = narrow_normal(tokens * d, 2),
+                             v = narrow_normal(tokens * d, 3);
+    const std::vector<float> grad = narrow_normal(rows * d, 4);
     const std::vector<T> tq = typed(q), tk = typed(k), tv = typed(v), tgrad = typed(grad);
     std::vector<int64_t> key_rows(s.n_keys);
     for (size_t j = 0; j < s.n_keys; ++j) key_rows[j] = static_cast<int64_t>(tokens - 1 - 2 * j);

@@ -34,7 +34,7 @@ class ReferenceCache:
         arithmetic: what computes the sums: "bfloat16", "float32" or "torch".
 
     Raises:
-        WhetValueError: ``folder`` is a file.
+        WhetValueError: ``folder`` is a file, or its file for this reference is damaged.
     """
 
     def __init__(
@@ -48,9 +48,15 @@ class ReferenceCache:
         self._sums: dict[str, Sums] = {}
         if self._path.exists():
             drop_torn_line(self._path)
-            for line in self._path.read_text().splitlines():
-                key, chosen, rejected = json.loads(line)
-                self._sums[key] = (chosen, rejected)
+            for number, line in enumerate(self._path.read_text(errors="replace").splitlines(), 1):
+                try:
+                    key, chosen, rejected = json.loads(line)
+                    self._sums[key] = (float(chosen), float(rejected))
+                except (TypeError, ValueError):
+                    raise WhetValueError(
+                        f"reference_cache: line {number} of {str(self._path)!r} is {line[:60]!r}, expected a row's "
+                        "name and two numbers. Delete the line, or the file: what it lacks is computed again."
+                    ) from None
 
     def __getitem__(self, row: Sequence[Sequence[int]]) -> Sums | None:
         """The sums of a row (prompt, chosen and rejected token ids); None: not known."""

@@ -40,7 +40,7 @@ from whet.data import token_rows
 from whet.errors import CheckpointError, NonFiniteError, WhetTypeError, WhetValueError
 from whet.fields import make_config
 from whet.logging import Logger
-from whet.nn.accelerate import Acceleration
+from whet.nn.accelerate import Acceleration, acceleration_of
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.modules import inner_module, module_device, module_mode
 from whet.nn.optim import AdamW
@@ -98,6 +98,12 @@ class Trainer(ABC):
         for name, module in (("model", model), ("ref_model", ref_model)):
             if not isinstance(module, nn.Module) and not (module is None and name == "ref_model"):
                 raise WhetTypeError(f"{where}: {name} is {type(module).__name__}, expected an nn.Module.")
+        for name, module in (("model", model), ("ref_model", ref_model)):
+            if module is not None and acceleration_of(module) is not None:
+                raise WhetValueError(
+                    f"{where}: {name} is accelerated already. A trainer does that itself for each step, as compute "
+                    "says: call remove() on what accelerate() returned."
+                )
         if ref_model is model:
             raise WhetValueError(f"{where}: ref_model is the model itself. Pass a frozen copy, or None.")
         self.config: Any = make_config(self.config_class, config, settings)

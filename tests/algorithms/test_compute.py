@@ -8,11 +8,12 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from tests.engine.tiny_models import tiny_model
+from tests.engine.tiny_models import foreign_model, tiny_model
 from tiny import TinyModel
 
 from whet import WhetTypeError, WhetValueError
 from whet.algorithms import DPO, GRPO, SFT
+from whet.nn import accelerate
 
 PROMPTS = [[5, 6, 7], [8, 9], [5, 6, 7, 10]]
 PAIRS = [([5, 6, 7], [3, 4, 2], [9, 2]), ([5, 6, 7], [11], [12, 13, 14]), ([8], [3, 3, 3, 3], [4, 2])]
@@ -65,20 +66,30 @@ def test_auto_takes_the_kernels_where_they_fit():
     dropping = tiny_model("llama", attention_dropout=0.1).requires_grad_(True)
     assert SFT(dropping, training_mode=True).acceleration is None
     assert SFT(dropping, training_mode=False).acceleration is not None
-    with pytest.warns(UserWarning, match="torch computes the step.*model_type is 'gptj'.*compute='torch' says so"):
-        assert SFT(tiny_model("gptj").requires_grad_(True)).acceleration is None
+    with pytest.warns(UserWarning, match="torch computes the step.*model_type is 'opt'.*compute='torch' says so"):
+        assert SFT(foreign_model()).acceleration is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        SFT(tiny_model("gptj").requires_grad_(True), compute="torch")
+        SFT(foreign_model(), compute="torch")
 
 
 def test_what_was_asked_for_is_not_replaced():
     with pytest.raises(WhetTypeError, match="expected a Hugging Face causal model"):
         SFT(TinyModel(), compute="bfloat16")
-    with pytest.raises(WhetValueError, match="model_type is 'gptj'"):
-        SFT(tiny_model("gptj").requires_grad_(True), compute="float32")
+    with pytest.raises(WhetValueError, match="model_type is 'opt'"):
+        SFT(foreign_model(), compute="float32")
     with pytest.raises(WhetValueError, match="compute is 'fast'"):
         SFT(TinyModel(), compute="fast")
+
+
+def test_a_model_that_is_accelerated_already():
+    model = tiny_model("llama").requires_grad_(True)
+    for compute in ("auto", "torch"):
+        with accelerate(model), pytest.raises(WhetValueError, match=r"SFT: model is accelerated already.*remove\(\)"):
+            SFT(model, compute=compute)
+    with accelerate(model), pytest.raises(WhetValueError, match="DPO: ref_model is accelerated already"):
+        DPO(tiny_model("llama").requires_grad_(True), ref_model=model)
+    SFT(model).train_step([[1, 2]], [[3, 4]])
 
 
 @pytest.mark.parametrize("compute", ["torch", "float32"])

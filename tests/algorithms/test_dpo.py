@@ -181,6 +181,19 @@ def test_a_reference_cache_that_is_a_file(tmp_path):
     assert (tmp_path / "cache").read_text() == "mine"
 
 
+def test_a_damaged_line_of_a_reference_cache_is_named(tmp_path):
+    settings = {"precompute_reference": True, "reference_cache": str(tmp_path / "cache")}
+    make(**settings).add_reference_logprobs(ROWS)
+    (file,) = (tmp_path / "cache").iterdir()
+    whole = file.read_text()
+    for damage in ('["half", 1.0', '["name", 1.0, "much"]', "17", "\ufffd"):
+        lines = whole.splitlines()
+        lines[1] = damage
+        file.write_text("\n".join(lines) + "\n")
+        with pytest.raises(WhetValueError, match=r"line 2 of .*expected a row's name and two numbers. Delete the line"):
+            make(**settings).add_reference_logprobs(ROWS)
+
+
 def test_precomputing_needs_a_reference():
     dpo = make(precompute_reference=True)
     with pytest.raises(WhetValueError, match="these pairs have no reference log-probs"):

@@ -109,6 +109,12 @@ def tiny_model(case: str, **options: Any) -> Any:
     return model.requires_grad_(False)
 
 
+def foreign_model() -> Any:
+    """Of a family that Whet does not know."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.AutoModelForCausalLM.from_config(transformers.OPTConfig(**sizes, word_embed_proj_dim=16))
+
+
 def token_ids(n: int = 24) -> torch.Tensor:
     return torch.randint(0, VOCAB, (1, n), generator=torch.Generator().manual_seed(1))
 

@@ -56,17 +56,21 @@ def test_swiglu(n, dtype):
 
 
 @pytest.mark.parametrize(("head_dim", "turned"), [(8, 8), (64, 64), (40, 24)])
+@pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_rope(head_dim, turned, dtype):
+def test_rope(head_dim, turned, is_neox, dtype):
     angles = normal(7, turned // 2)
     table = torch.cat((angles.cos(), angles.sin()), 1)
     cos, sin = (part[:, None].double() for part in table.chunk(2, 1))
 
     def definition(x: Tensor) -> Tensor:
-        first, second, rest = x.split((turned // 2, turned // 2, head_dim - turned), -1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+        rows, rest = x.split((turned, head_dim - turned), -1)
+        pairs = rows.unflatten(-1, (2, -1)) if is_neox else rows.unflatten(-1, (-1, 2)).transpose(-1, -2)
+        first, second = pairs.unbind(-2)
+        out = torch.stack((first * cos - second * sin, second * cos + first * sin), -2 if is_neox else -1)
+        return torch.cat((out.flatten(-2), rest), -1)
 
-    hold(lambda x: functions.rope(x, table), definition, [normal(7, 3, head_dim, dtype=dtype)], BOUNDS[dtype])
+    hold(lambda x: functions.rope(x, table, is_neox), definition, [normal(7, 3, head_dim, dtype=dtype)], BOUNDS[dtype])
 
 
 def visible(batch: PackedBatch, window: int | None) -> Tensor:

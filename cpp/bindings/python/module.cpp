@@ -46,6 +46,7 @@ nb::dict build_info() {
 }  // namespace
 
 NB_MODULE(_core, m) {
+    nb::set_leak_warnings(false);  // of weights in a graph of torch that a script still has when it ends
     whet::import_numpy();
     m.def("isa", [] { return whet::kernels().isa; });
     m.def("num_threads", &whet::num_threads);

@@ -27,7 +27,7 @@ from whet.nn.threads import openmp_fork
 ComputeDtype = Literal["auto", "bfloat16", "float32"]
 
 _NAME = "whet"
-_FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "phi3", "qwen2", "qwen3")
+_FAMILIES = ("gpt2", "gpt_neox", "gptj", "llama", "mistral", "phi3", "qwen2", "qwen3")
 _accelerated: weakref.WeakKeyDictionary[nn.Module, Acceleration] = weakref.WeakKeyDictionary()
 
 
@@ -101,7 +101,9 @@ class Acceleration:
                 module.forward = forward
                 self._replaced.append(module)
         config = self._model.config
-        self._own_attention, config._attn_implementation = config._attn_implementation, _NAME
+        self._own_attention = config._attn_implementation
+        if config.model_type != "gptj":  # whose attention asks no interface
+            config._attn_implementation = _NAME
         _accelerated[self._model] = self
         _core.borrow_threads(openmp_fork())
 
@@ -127,13 +129,11 @@ class Acceleration:
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """(N, K): what the head gets, of a packed batch."""
-        # A mask of four axes is passed through as it is: nobody makes one of N x N.
         output = self._decoder(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
-            attention_mask=torch.empty(1, 1, 1, 1),
+            attention_mask=_mask_of(batch),
             use_cache=False,
-            whet_batch=batch,
         )
         return output[0][0]
 
@@ -184,6 +184,8 @@ class Acceleration:
             return partial(_rms_norm, self, module)
         if kind.endswith("MLP") and _is_silu(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)):
             return partial(_swiglu_fused if hasattr(module, "gate_up_proj") else _swiglu, module)
+        if kind == "GPTJAttention":
+            return partial(_gptj_attention, module, module.forward)
         if kind.endswith("Attention") and hasattr(module, "q_proj"):
             return partial(_attention, module, module.forward)
         return None
@@ -268,29 +270,32 @@ def _refuse_dropout(dropout: float) -> None:
         )
 
 
+def _mask_of(batch: PackedBatch) -> Tensor:
+    """What takes a batch to every attention: models pass a mask of four axes on as it is (and make none of N x N)."""
+    mask = torch.empty(1, 1, 1, 1)
+    mask.whet_batch = batch  # pyright: ignore[reportAttributeAccessIssue]
+    return mask
+
+
+def _batch_of(attention_mask: Tensor | None) -> PackedBatch | None:
+    return getattr(attention_mask, "whet_batch", None)
+
+
 def _attention(
     module: Any,
     plain: Callable[..., Any],
     hidden_states: Tensor,
     position_embeddings: Any = None,
     attention_mask: Any = None,
-    past_key_values: Any = None,
-    *,
-    whet_batch: PackedBatch | None = None,
+    *args: Any,
     **options: Any,
 ) -> Any:
     """Attention with separate projections and RoPE over halves (Llama, Mistral, Qwen), of a packed batch."""
-    if whet_batch is None:
-        return plain(
-            hidden_states,
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            **options,
-        )
+    batch = _batch_of(attention_mask)
+    if batch is None:
+        return plain(hidden_states, position_embeddings, attention_mask, *args, **options)
     _refuse_dropout(module.attention_dropout if module.training else 0.0)
-    x, shape = hidden_states[0], (hidden_states.shape[1], -1, module.head_dim)
-    q, k, v = (projection(x).view(shape) for projection in (module.q_proj, module.k_proj, module.v_proj))
+    q, k, v = _projected(module, hidden_states)
     if hasattr(module, "q_norm"):
         q, k = module.q_norm(q), module.k_norm(k)
     cos, sin = position_embeddings
@@ -300,18 +305,50 @@ def _attention(
     window = getattr(module, "sliding_window", None)
     if module.config.model_type == "mistral":
         window = module.config.sliding_window
-    out = functions.attention(q, k, v, whet_batch, module.scaling, window)
-    return module.o_proj(out.view(1, shape[0], -1)), None
+    out = functions.attention(q, k, v, batch, module.scaling, window)
+    return module.o_proj(out.view(1, len(q), -1)), None
+
+
+def _gptj_attention(
+    module: Any,
+    plain: Callable[..., Any],
+    hidden_states: Tensor,
+    layer_past: Any = None,
+    attention_mask: Any = None,
+    position_ids: Any = None,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """The same with RoPE over neighbours."""
+    batch = _batch_of(attention_mask)
+    if batch is None:
+        return plain(hidden_states, layer_past, attention_mask, position_ids, *args, **options)
+    _refuse_dropout(module.attn_dropout.p if module.training else 0.0)
+    q, k, v = _projected(module, hidden_states)
+    sin, cos = module.embed_positions[position_ids[0]].chunk(2, dim=1)
+    table = torch.cat((cos, sin), 1).float()
+    q, k = (functions.rope(x, table, is_neox=False) for x in (q, k))
+    out = functions.attention(q, k, v, batch, module.head_dim**-0.5, None)
+    return module.resid_dropout(module.out_proj(out.view(1, len(q), -1))), None
+
+
+def _projected(module: Any, hidden_states: Tensor) -> list[Tensor]:
+    """Query, key and value of a packed batch: (N, heads, head_dim)."""
+    x = hidden_states[0]
+    return [
+        projection(x).view(len(x), -1, module.head_dim) for projection in (module.q_proj, module.k_proj, module.v_proj)
+    ]
 
 
 def _attention_interface(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, scaling: Any = None,
-    sliding_window: int | None = None, dropout: float = 0.0, whet_batch: PackedBatch | None = None, **options: Any,
+    sliding_window: int | None = None, dropout: float = 0.0, **options: Any,
 ) -> Any:  # fmt: skip
     """As transformers calls an attention function, on (1, heads, tokens, head_dim)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if whet_batch is None:
+    batch = _batch_of(attention_mask)
+    if batch is None:
         query, key = query.to(value.dtype), key.to(value.dtype)
         return sdpa_attention_forward(
             module,
@@ -327,7 +364,7 @@ def _attention_interface(
     _refuse_dropout(dropout)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    return functions.attention(q, k, v, whet_batch, scale, sliding_window)[None], None
+    return functions.attention(q, k, v, batch, scale, sliding_window)[None], None
 
 
 def _register() -> None:
