@@ -34,7 +34,7 @@ def tables(options: BenchOptions) -> list[Table]:
     return [
         step_table("A DPO step", cases, [WHET, TRL, TRL_HALVES], note=NOTE, error=dpo_error),
         step_table("A DPO step beside TRL in float32", cases, [WHET, TRL_FLOAT32], note=NOTE, error=dpo_error),
-        step_table("A DPO step in float32", cases, [WHET_FLOAT32], note=NOTE, error=dpo_error),
+        step_table("A DPO step in float32", cases, [WHET, WHET_FLOAT32], note=NOTE, error=dpo_error),
         step_table("A DPO step by pairs", pairs, [WHET], "pairs", NOTE, dpo_error),
     ]
 
