@@ -7,7 +7,6 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip
 PINS   := -q --disable-pip-version-check -c constraints.txt
-BUILD  := build/release
 NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.txt
 
 .PHONY: demo test fuzz lint cpp-test wheel-test check format clean
@@ -17,7 +16,7 @@ NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.tx
 $(VENV)/.installed-%: $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install $(PINS) scikit-build-core nanobind numpy cmake ninja torch==2.13.0
-	PATH=$(CURDIR)/$(BIN):$$PATH $(PIP) install $(PINS) --no-build-isolation -C build-dir=$(BUILD) -e ".[$*]"
+	PATH=$(CURDIR)/$(BIN):$$PATH $(PIP) install $(PINS) --no-build-isolation -C build-dir=build/release -e ".[$*]"
 	touch $@
 
 demo: $(VENV)/.installed-train
@@ -42,11 +41,12 @@ format: $(VENV)/.installed-dev
 cpp-test: $(addprefix cpp-test-,release address,undefined thread)
 
 comma := ,
+cpp-test-%: dir = build/$(subst $(comma),-,$*)
 cpp-test-%: $(VENV)/.installed-dev
-	$(BIN)/cmake -S . -B build/$(subst $(comma),-,$*) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	$(BIN)/cmake -S . -B $(dir) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DWHET_CPP_TESTS=ON $(if $(filter release,$*),,-DWHET_PYTHON=OFF -DWHET_SANITIZE=$*) >/dev/null
-	$(BIN)/cmake --build build/$(subst $(comma),-,$*)
-	$(BIN)/ctest --test-dir build/$(subst $(comma),-,$*) --output-on-failure -j2
+	$(BIN)/cmake --build $(dir)
+	$(BIN)/ctest --test-dir $(dir) --output-on-failure -j2
 
 # Files as an enemy writes them.
 fuzz: $(VENV)/.installed-fuzz
@@ -58,7 +58,7 @@ fuzz: $(VENV)/.installed-fuzz
 wheel-test: $(VENV)/.installed-test
 	rm -rf build/wheel && $(PIP) wheel $(PINS) --no-deps -w build/wheel .
 	$(PYTHON) -m venv build/wheel/venv
-	build/wheel/venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt build/wheel/*.whl
+	build/wheel/venv/bin/python -m pip install $(PINS) build/wheel/*.whl
 	cd build/wheel && PATH=/nowhere venv/bin/python ../../tests/wheel_smoke.py
 
 check: test lint cpp-test wheel-test

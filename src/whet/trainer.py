@@ -98,7 +98,6 @@ class Trainer(ABC):
         for name, module in (("model", model), ("ref_model", ref_model)):
             if not isinstance(module, nn.Module) and not (module is None and name == "ref_model"):
                 raise WhetTypeError(f"{where}: {name} is {type(module).__name__}, expected an nn.Module.")
-        for name, module in (("model", model), ("ref_model", ref_model)):
             if module is not None and acceleration_of(module) is not None:
                 raise WhetValueError(
                     f"{where}: {name} is accelerated already. A trainer does that itself for each step, as compute "
