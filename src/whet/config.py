@@ -51,7 +51,7 @@ class TrainerConfig:
     """Rows of the dataset per step, in ``train``."""
     micro_batch_size: int = 0
     """Rows per forward and backward pass; 0: as max_tokens_per_step says. Less memory, the same gradient."""
-    max_tokens_per_step: int = 2560
+    max_tokens_per_step: int = 1536
     """Tokens per forward and backward pass where Whet's kernels compute it; 0: all at once. The same gradient."""
     compute: Compute = "auto"
     """What computes the step: Whet's kernels (whet.nn.accelerate), with products in bfloat16 or float32, or torch.

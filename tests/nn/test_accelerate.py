@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+import platform
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -286,3 +288,32 @@ result = completion_logprobs(model, [[1]], [[2]])
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+_STEP = """
+from pathlib import Path
+import torch
+from whet import _core
+
+def mebibytes(name):
+    line = next(x for x in Path("/proc/self/smaps_rollup").read_text().splitlines() if x.startswith(name))
+    return int(line.split()[1]) >> 10
+
+_core.keep_memory()
+_core.keep_memory()  # by the next model
+before = mebibytes("Rss:")
+parts = [torch.ones(4 << 20) for _ in range(16)]  # 16 MiB each
+huge = mebibytes("AnonHugePages:")
+del parts
+print(mebibytes("Rss:") - before, huge)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators keep what they like")
+def test_a_steps_memory_is_kept_for_the_next_one_in_huge_pages():
+    done = subprocess.run([sys.executable, "-c", _STEP], capture_output=True, text=True, check=True)
+    kept, huge = map(int, done.stdout.split())
+    assert kept > 240
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if setting.exists() and "[never]" not in setting.read_text():
+        assert huge > 200

@@ -42,7 +42,8 @@ def accelerate(model: nn.Module, dtype: ComputeDtype = "auto") -> Acceleration:
             the order of sums. "auto": bfloat16 where the processor has bfloat16 products.
 
     Returns:
-        The ``Acceleration``, whose ``remove()`` gives the model its own functions back.
+        The ``Acceleration``, whose ``remove()`` gives the model its own functions back. The process keeps the memory
+        that it frees from here on, for the next step, in huge pages where the system grants them.
 
     Raises:
         WhetTypeError: not a Hugging Face causal model.
@@ -89,7 +90,7 @@ class Acceleration:
         self._own_attention = ""
         self._replaced: list[nn.Module] = []
         _register()
-        _core.keep_freed_memory()
+        _core.keep_memory()
 
     def install(self) -> None:
         """Put the kernels in."""

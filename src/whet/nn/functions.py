@@ -361,7 +361,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if needs_hidden:
                 grad_hidden += torch.mm(grad_z, head.copy[first:last])
             if into is not None:
-                into[first:last] += torch.mm(grad_z.t(), rows)
+                into[first:last].add_(torch.mm(grad_z.t(), rows))
             elif grad_weight is not None:
                 grad_weight[first:last] = torch.mm(grad_z.t(), rows)
             if grad_bias is not None:
