@@ -361,6 +361,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if needs_hidden:
                 grad_hidden += torch.mm(grad_z, head.copy[first:last])
             if into is not None:
+                # With += Python would also assign the sum to the rows it stands in, a copy onto itself.
                 into[first:last].add_(torch.mm(grad_z.t(), rows))
             elif grad_weight is not None:
                 grad_weight[first:last] = torch.mm(grad_z.t(), rows)
