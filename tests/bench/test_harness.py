@@ -218,6 +218,30 @@ def test_parts_are_kept_per_sample_and_add_up():
     np.testing.assert_allclose(totals, row.samples_s, rtol=1e-6)
 
 
+def test_a_slow_step_is_timed_from_its_third_on(monkeypatch):
+    for name, seconds in {"VERY_SLOW": 1e-4, "SLOW": 1e-4, "SETTLE": 0.0, "TURN": 0.0}.items():
+        monkeypatch.setattr(f"whet.bench.harness._{name}_S", seconds)
+    calls = []
+
+    def step():
+        calls.append(spin(1e-3)())
+        return Timed(1.0, {"all": 1e-3})
+
+    row = run([Provider("whet", lambda x: step)])["whet"]
+    assert len(row.samples_s) == BRIEF.rounds
+    assert len(calls) == 2 + BRIEF.rounds
+
+
+def test_who_breaks_on_the_second_call_does_not_take_the_others_along():
+    def once(x):
+        answers = iter([Timed(x, {"all": 1e-3})])
+        return lambda: next(answers)
+
+    rows = run([Provider("whet", lambda x: spin(1e-4)), Provider("broken", once)])
+    assert (rows["broken"].status, rows["broken"].samples_s) == ("failed", [])
+    assert rows["whet"].status == "measured"
+
+
 def test_peak_memory_of_a_call():
     size = 100 << 20
     peak = peak_bytes(lambda: np.ones(size, np.uint8).sum())

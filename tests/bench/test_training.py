@@ -118,19 +118,23 @@ def test_a_trainer_that_breaks_is_an_error(how, error, message):
     assert how != "before" or caught.value.name == "trl"
 
 
-def waiting(session):
-    session.begin()
-    session.end(os.getpid(), {})
-    session.begin()
+def waiting(session, last_word):
+    try:
+        session.begin()
+        session.end(os.getpid(), {})
+        session.begin()
+    finally:
+        last_word.write_text("left")
 
 
-def test_the_process_ends_with_the_contender():
-    contender = Contender(waiting)
+def test_the_process_ends_with_the_contender_and_by_itself(tmp_path):
+    contender = Contender(waiting, tmp_path / "word")
     pid = contender().value
     os.kill(pid, 0)
     del contender
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+    assert (tmp_path / "word").read_text() == "left"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")

@@ -74,6 +74,11 @@ class Row:
     share: float | None = None
     bound: str = ""
 
+    def fail(self, error: Exception) -> None:
+        """The provider broke: it has no samples."""
+        self.status, self.why = "failed", f"{type(error).__name__}: {error}".strip()
+        self.samples_s.clear()
+
 
 @dataclass
 class CaseResult:
@@ -164,7 +169,7 @@ def _checked_calls(
         except ImportError as error:
             row.status, row.why = "absent", _missing(error)
         except Exception as error:  # a peer that breaks must not take the others with it
-            row.status, row.why = "failed", f"{type(error).__name__}: {error}".strip()
+            row.fail(error)
         calls.append(call)
     return calls
 
@@ -208,7 +213,13 @@ def _time(
     order: random.Random,
     on_round: Callable[[float], None],
 ) -> None:
-    turns = [_Turn(*checked, row, cold) for checked, row in zip(calls, rows, strict=True) if checked is not None]
+    turns: list[_Turn] = []
+    for checked, row in zip(calls, rows, strict=True):
+        if checked is not None:
+            try:
+                turns.append(_Turn(*checked, row, cold))
+            except Exception as error:
+                row.fail(error)
     very_slow = any(turn.call_s > _VERY_SLOW_S for turn in turns)
     least = min(effort.least_rounds, _VERY_SLOW_ROUNDS if very_slow else effort.rounds)
     started, done = time.perf_counter(), 0
@@ -218,8 +229,7 @@ def _time(
             try:
                 turn.take()
             except Exception as error:
-                turn.row.status, turn.row.why = "failed", f"{type(error).__name__}: {error}".strip()
-                turn.row.samples_s.clear()
+                turn.row.fail(error)
                 turns.remove(turn)
         done += 1
         elapsed_s = time.perf_counter() - started
@@ -246,7 +256,8 @@ class _Turn:
 
     def __init__(self, call: Call, first_s: float, has_parts: bool, row: Row, cold: bool) -> None:
         self.call, self.call_s, self.has_parts, self.row, self.cold, self.cpus = call, first_s, has_parts, row, cold, []
-        if first_s <= _VERY_SLOW_S:
+        # A trainer's second step still takes new memory: its optimizer's moments stand where the first one's was.
+        if has_parts or first_s <= _VERY_SLOW_S:
             started = time.perf_counter()
             call()
             self.call_s = time.perf_counter() - started

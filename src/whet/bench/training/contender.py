@@ -19,6 +19,7 @@ from whet.bench.case import Timed
 
 ADAM_BYTES = 12
 """Bytes that every contender keeps of a parameter: float32 weight and AdamW's two moments."""
+_GRACE_S = 5.0
 
 
 class Contender:
@@ -61,6 +62,7 @@ class Contender:
 
 def _end(connection: Connection, process: SpawnProcess) -> None:
     connection.close()
+    process.join(_GRACE_S)  # it ends by itself, and takes its locks with it, unless it is within a step
     process.terminate()
     process.join()
 
