@@ -20,8 +20,8 @@ NOTE = (
 WHET = provider("whet", native.serve_dpo, TOLERANCE["bfloat16"])
 WHET_FLOAT32 = provider("whet float32", native.serve_dpo, TOLERANCE["float32"], compute="float32")
 TRL = trl_provider("TRL bf16", trl.serve_dpo, "bfloat16")
-TRL_HALVES = trl_provider("TRL micro-batch 4", trl.serve_dpo, "bfloat16", micro_batch=4)
-TRL_FLOAT32 = trl_provider("TRL float32", trl.serve_dpo, "float32", micro_batch=4)
+TRL_FLOAT32 = trl_provider("TRL float32", trl.serve_dpo, "float32", micro_batch=1)
+TRL_SETTINGS = tuple(trl_provider(f"TRL micro-batch {n}", trl.serve_dpo, "bfloat16", micro_batch=n) for n in (4, 1))
 
 
 def tables(options: BenchOptions) -> list[Table]:
@@ -34,7 +34,10 @@ def tables(options: BenchOptions) -> list[Table]:
     # Two trainers a table, as three do not fit into 24 GiB.
     return [
         step_table("A DPO step", cases, [WHET, TRL], note=NOTE, error=dpo_error),
-        step_table(f"TRL's settings: {TRL_HALVES.name}", cases, [WHET, TRL_HALVES], note=NOTE, error=dpo_error),
+        *(
+            step_table(f"TRL's settings: {one.name}", cases, [WHET, one], note=NOTE, error=dpo_error)
+            for one in TRL_SETTINGS
+        ),
         step_table("A DPO step beside TRL in float32", cases, [WHET, TRL_FLOAT32], note=NOTE, error=dpo_error),
         step_table("A DPO step in float32", cases, [WHET, WHET_FLOAT32], note=NOTE, error=dpo_error),
         step_table("A DPO step by pairs", pairs, [WHET], "pairs", NOTE, dpo_error),
