@@ -6,6 +6,8 @@ written out by hand.
 
 from __future__ import annotations
 
+from functools import partial
+
 from whet.bench.case import BenchOptions, Suite, Table
 from whet.bench.suites.grpo import TINY, TOLERANCE, provider, step_case, step_table, trl_provider
 from whet.bench.training import native, trl
@@ -26,21 +28,19 @@ TRL_SETTINGS = tuple(trl_provider(f"TRL micro-batch {n}", trl.serve_dpo, "bfloat
 
 def tables(options: BenchOptions) -> list[Table]:
     """All of it; a step of a tiny model if it has to be quick."""
+    table = partial(step_table, note=NOTE, error=dpo_error)
     if options.quick:
         cases = [step_case("4 pairs, 16 + 16", DPOShape(TINY, n_pairs=4, prompt_length=16, completion_length=16))]
-        return [step_table("A DPO step", cases, [WHET, TRL], note=NOTE, error=dpo_error)]
+        return [table("A DPO step", cases, [WHET, TRL])]
     cases = [step_case("8 pairs, 256 + 128", DPOShape())]
     pairs = [step_case(f"{n} pairs, 256 + 128", DPOShape(n_pairs=n), n) for n in (4, 8, 16)]
     # Two trainers a table, as three do not fit into 24 GiB.
     return [
-        step_table("A DPO step", cases, [WHET, TRL], note=NOTE, error=dpo_error),
-        *(
-            step_table(f"TRL's settings: {one.name}", cases, [WHET, one], note=NOTE, error=dpo_error)
-            for one in TRL_SETTINGS
-        ),
-        step_table("A DPO step beside TRL in float32", cases, [WHET, TRL_FLOAT32], note=NOTE, error=dpo_error),
-        step_table("A DPO step in float32", cases, [WHET, WHET_FLOAT32], note=NOTE, error=dpo_error),
-        step_table("A DPO step by pairs", pairs, [WHET], "pairs", NOTE, dpo_error),
+        table("A DPO step", cases, [WHET, TRL]),
+        *(table(f"TRL's settings: {one.name}", cases, [WHET, one]) for one in TRL_SETTINGS),
+        table("A DPO step beside TRL in float32", cases, [WHET, TRL_FLOAT32]),
+        table("A DPO step in float32", cases, [WHET, WHET_FLOAT32]),
+        table("A DPO step by pairs", pairs, [WHET], "pairs"),
     ]
 
 
