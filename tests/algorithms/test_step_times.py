@@ -13,6 +13,8 @@ from whet.logging import main_figures
 
 PROMPTS = [[5, 6], [7]]
 GROUPS = [[[4, 4, EOS], [8, EOS]], [[4, EOS], [EOS]]]
+# A clock tells of the machine too: who is right may be wrong while others have the processors, but not ten times.
+timed = pytest.mark.flaky(reruns=9, reruns_delay=1)
 UPDATE = {"forward", "loss", "backward", "optimizer", "other"}
 SAMPLE = {"sync", "generation"}
 
@@ -47,6 +49,7 @@ def online(algorithm, **settings):
     return algorithm(TinyModel(), **settings)
 
 
+@timed
 def test_grpo_has_every_phase():
     grpo = online(GRPO, reward_fn=fours, group_size=2, beta=0.1, micro_batch_size=1, num_iterations=2)
     metrics = grpo.train_step(PROMPTS)
@@ -76,6 +79,7 @@ def test_old_logprobs_are_logprobs_too():
     assert metrics["sampler/weight"] == pytest.approx(1, abs=1e-5)
 
 
+@timed
 def test_the_reward_function_takes_the_time_it_takes():
     def slow(completions):
         time.sleep(0.03)
@@ -102,6 +106,7 @@ def test_dpo_and_sft():
     assert parts(SFT(TinyModel()).train_step(PROMPTS, [[4, EOS], [9]])).keys() == UPDATE
 
 
+@timed
 def test_the_backward_pass_is_counted_as_such():
     class SlowBackward(torch.autograd.Function):
         @staticmethod

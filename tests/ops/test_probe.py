@@ -10,6 +10,8 @@ import pytest
 import whet
 from whet.ops import probe
 
+# A clock tells of the machine too: who is right may be wrong while others have the processors, but not ten times.
+timed = pytest.mark.flaky(reruns=9, reruns_delay=1)
 SHORT = 0.002
 
 
@@ -43,12 +45,14 @@ def fastest_copy_by_numpy(n_bytes):
     return n_bytes / best
 
 
+@timed
 def test_a_ceiling_is_above_what_numpy_does():
     # NumPy's copy is a memcpy: half of it would be no ceiling. Both are the best of many: the machine may be busy.
     n_bytes = 1 << 19
-    assert probe.copy_rate(n_bytes, 0.02) > 0.5 * fastest_copy_by_numpy(n_bytes)
+    assert probe.copy_rate(n_bytes, 0.1) > 0.5 * fastest_copy_by_numpy(n_bytes)
 
 
+@timed
 def test_dtypes_stand_in_their_proportion():
     if whet.isa() != "avx512bf16":
         pytest.skip("one vector instruction for each dtype on avx512bf16 alone")
@@ -61,6 +65,7 @@ def test_dtypes_stand_in_their_proportion():
     assert rate["bfloat16"] > 0.7 * rate["float32"] and rate["int8"] > 1.4 * rate["float32"]
 
 
+@timed
 def test_the_time_asked_for_is_kept():
     start = time.perf_counter()
     probe.fma_rate("float32", 0.2)
@@ -84,6 +89,7 @@ def test_evict_keeps_its_memory_and_the_rates_give_theirs_back(threads):
     assert abs(_resident_bytes() - before) < 16 << 20
 
 
+@timed
 def test_evict_pushes_out_of_the_first_caches():
     """A pass over 16 KiB takes longer after evict than on a second pass, in the median of many."""
     x = np.ones(16 * 1024, np.uint8)
