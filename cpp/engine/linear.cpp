@@ -226,6 +226,26 @@ void pack_columns(const T* b, ptrdiff_t b_row, ptrdiff_t b_column, size_t k, siz
     }
 }
 
+// a (rows, k) with any strides row by row, with zeros from k to width. In squares: the lines of those that lie column
+// by column are used up before they leave the cache.
+template <class T>
+void copy_rows(const T* a, ptrdiff_t a_row, ptrdiff_t a_column, size_t rows, size_t k, size_t width, T* copy,
+               size_t ld) {
+    constexpr size_t side = 32;
+    for_rows(ceil_div(rows, side), side * k, [=](size_t block) {
+        const size_t first = block * side, last = std::min(rows, first + side);
+        for (size_t begin = 0; begin < width; begin += side) {
+            const size_t end = std::min(k, begin + side);
+            for (size_t i = first; i < last; ++i) {
+                const T* from = a + static_cast<ptrdiff_t>(i) * a_row + static_cast<ptrdiff_t>(begin) * a_column;
+                T* to = copy + i * ld;
+                for (size_t j = begin; j < end; ++j, from += a_column) to[j] = *from;
+            }
+        }
+        for (size_t i = first; k < width && i < last; ++i) copy[i * ld + k] = T(0);
+    });
+}
+
 template <class T>
 void gemm_of(size_t m, size_t n, size_t k, float alpha, const T* a, ptrdiff_t a_row, ptrdiff_t a_column, const T* b,
              ptrdiff_t b_row, ptrdiff_t b_column, float beta, T* c, ptrdiff_t ldc) {
@@ -241,13 +261,11 @@ void gemm_of(size_t m, size_t n, size_t k, float alpha, const T* a, ptrdiff_t a_
         const T* x = a + static_cast<ptrdiff_t>(begin) * a_row;
         auto ldx = static_cast<size_t>(a_row);
         if (a_column != 1 || width != k || a_row < 0) {
-            T* copy = scratch<T>(rows * width, 2);
-            for_rows(rows, k, [&, x](size_t i) {
-                const T* from = x + static_cast<ptrdiff_t>(i) * a_row;
-                for (size_t j = 0; j < k; ++j) copy[i * width + j] = from[static_cast<ptrdiff_t>(j) * a_column];
-                for (size_t j = k; j < width; ++j) copy[i * width + j] = T(0);
-            });
-            x = copy, ldx = width;
+            // Rows a power of two apart would share a few places of the cache.
+            ldx = ceil_div(width * sizeof(T), 128) * (128 / sizeof(T)) + 64 / sizeof(T);
+            T* copy = scratch<T>(rows * ldx, 2);
+            copy_rows(x, a_row, a_column, rows, k, width, copy, ldx);
+            x = copy;
         }
         T* out = c + static_cast<ptrdiff_t>(begin) * ldc;
         float* y = sums;

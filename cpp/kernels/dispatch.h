@@ -6,6 +6,7 @@
 #include "kernels/adamw_step.h"
 #include "kernels/attention_task.h"
 #include "kernels/panel_task.h"
+#include "kernels/token_sums.h"
 
 namespace whet {
 

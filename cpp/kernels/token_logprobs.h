@@ -1,4 +1,5 @@
-// Log-probability of one token, and the entropy, of softmax(logits / temperature): one pass over a row.
+// Log-probability of one token, and the entropy, of softmax(logits / temperature): one pass over a row, which may come
+// in parts.
 //
 //   log pi(y) = z_y - log sum_i exp(z_i),   H = log Z - sum_i pi_i z_i,   z = logits / temperature
 //
@@ -14,24 +15,20 @@ WHET_INLINE f32x16 load_logits(const uint16_t* x) { return load_bf16(x); }
 WHET_INLINE float logit(const float* x) { return *x; }
 WHET_INLINE float logit(const uint16_t* x) { return bit_cast<float>(static_cast<uint32_t>(*x) << 16); }
 
-struct RowSums {
-    float top = kNothing;     // the greatest logit so far
-    double weights = 0.0;     // sum of 2^u, u = (logit - top) * scale
-    double weighted_u = 0.0;  // sum of 2^u u
+WHET_INLINE float base2_scale(double temperature) { return static_cast<float>(0x1.71547652b82fep+0 / temperature); }
 
-    void raise_top(float new_top, float scale) {
-        const double shift = (static_cast<double>(top) - new_top) * scale;
-        const double factor = __builtin_exp2(shift);
-        if (weights > 0.0) {
-            weighted_u = factor > 0.0 ? factor * (weighted_u + shift * weights) : 0.0;
-            weights *= factor;
-        }
-        top = new_top;
+WHET_INLINE void raise_top(TokenSums& row, float top, float scale) {
+    const double shift = (static_cast<double>(row.top) - top) * scale;
+    const double factor = __builtin_exp2(shift);
+    if (row.weights > 0.0) {
+        row.weighted_u = factor > 0.0 ? factor * (row.weighted_u + shift * row.weights) : 0.0;
+        row.weights *= factor;
     }
-};
+    row.top = top;
+}
 
 template <bool with_entropy, class T>
-WHET_INLINE void add_chunk(RowSums& row, const T* logits, int n_vectors, float scale) {
+WHET_INLINE void add_chunk(TokenSums& row, const T* logits, int n_vectors, float scale) {
     // Two maxima side by side: one would wait for itself.
     f32x16 even(-__builtin_inff()), odd(-__builtin_inff());
     for (int i = 0; i + 1 < n_vectors; i += 2) {
@@ -40,7 +37,7 @@ WHET_INLINE void add_chunk(RowSums& row, const T* logits, int n_vectors, float s
     }
     if (n_vectors % 2 != 0) even = max(load_logits(logits + 16 * (n_vectors - 1)), even);
     const float chunk_top = max_lane(max(even, odd));
-    if (chunk_top > row.top) row.raise_top(chunk_top, scale);
+    if (chunk_top > row.top) raise_top(row, chunk_top, scale);
 
     const f32x16 top(row.top), per_logit(scale), lowest(-126.0f);
     f64x8 weights(0.0), weighted_u(0.0);
@@ -67,14 +64,11 @@ WHET_INLINE void add_chunk(RowSums& row, const T* logits, int n_vectors, float s
     if constexpr (with_entropy) row.weighted_u += segment_sum<8>(weighted_u)[0];
 }
 
+// Logits [0, n) of a row, or of a part of it; the token, if it is below n, is one of them.
 template <bool with_entropy, class T>
-WHET_INLINE void token_logprobs_row(const T* logits, size_t n, size_t token, double temperature, float* logprob,
-                                    float* entropy) {
-    constexpr double kLn2 = 0x1.62e42fefa39efp-1;
+WHET_INLINE void add_logits(TokenSums& row, const T* logits, size_t n, size_t token, float scale) {
     constexpr int chunk_vectors = 64;
     constexpr size_t chunk = 16 * chunk_vectors;
-    const float scale = static_cast<float>(0x1.71547652b82fep+0 / temperature);  // log2(e) / temperature
-    RowSums row;
     for (size_t begin = 0; begin < n; begin += chunk) {
         const size_t length = n - begin < chunk ? n - begin : chunk;
         const bool holds_token = begin <= token && token < begin + length;
@@ -88,28 +82,49 @@ WHET_INLINE void token_logprobs_row(const T* logits, size_t n, size_t token, dou
             add_chunk<with_entropy>(row, copy, static_cast<int>((length + 15) / 16), scale);
         }
     }
-    const float token_logit = logit(logits + token);
-    if (token_logit > row.top) row.raise_top(token_logit, scale);
-    if (row.top == kNothing) row.weights = __builtin_nan("");
-    const double token_u = (static_cast<double>(token_logit) - row.top) * scale;
-    const double token_weight = __builtin_exp2(token_u), total = row.weights + token_weight;
-    *logprob = static_cast<float>(token_u > -1.0 ? -__builtin_log1p(row.weights / token_weight)
-                                                 : (token_u - __builtin_log2(total)) * kLn2);
-    if constexpr (with_entropy) {
-        const double token_part = token_weight > 0.0 ? token_weight * token_u : 0.0;
-        const double h = (__builtin_log2(total) - (row.weighted_u + token_part) / total) * kLn2;
-        *entropy = static_cast<float>(h < 0.0 ? 0.0 : h);  // rounding may take a certain row below 0; NaN stays
+    if (token < n) row.token_logit = logit(logits + token);
+}
+
+template <class T>
+WHET_INLINE void add_logits(TokenSums& row, const T* logits, size_t n, size_t token, double temperature,
+                            bool with_entropy) {
+    if (with_entropy) {
+        add_logits<true>(row, logits, n, token, base2_scale(temperature));
+    } else {
+        add_logits<false>(row, logits, n, token, base2_scale(temperature));
     }
+}
+
+// lse = log sum_v exp(z_v), the token's among them. entropy may be null.
+void token_logprobs_end(TokenSums row, double temperature, float* logprob, float* lse, float* entropy) {
+    constexpr double kLn2 = 0x1.62e42fefa39efp-1;
+    const float scale = base2_scale(temperature);
+    if (row.token_logit > row.top) raise_top(row, row.token_logit, scale);
+    if (row.top == kNothing) row.weights = __builtin_nan("");
+    const double token_u = (static_cast<double>(row.token_logit) - row.top) * scale;
+    const double token_weight = __builtin_exp2(token_u), total = row.weights + token_weight;
+    const double log2_total = __builtin_log2(total);
+    *logprob = static_cast<float>(token_u > -1.0 ? -__builtin_log1p(row.weights / token_weight)
+                                                 : (token_u - log2_total) * kLn2);
+    *lse = static_cast<float>(row.top / temperature + log2_total * kLn2);
+    if (entropy == nullptr) return;
+    const double token_part = token_weight > 0.0 ? token_weight * token_u : 0.0;
+    const double h = (log2_total - (row.weighted_u + token_part) / total) * kLn2;
+    *entropy = static_cast<float>(h < 0.0 ? 0.0 : h);  // rounding may take a certain row below 0; NaN stays
+}
+
+void token_logprobs_add_f32(const float* logits, size_t n, size_t token, double temperature, bool with_entropy,
+                            TokenSums* row) {
+    add_logits(*row, logits, n, token, temperature, with_entropy);
 }
 
 template <class T>
 WHET_INLINE void token_logprobs(const T* logits, size_t n, size_t token, double temperature, float* logprob,
                                 float* entropy) {
-    if (entropy == nullptr) {
-        token_logprobs_row<false>(logits, n, token, temperature, logprob, entropy);
-    } else {
-        token_logprobs_row<true>(logits, n, token, temperature, logprob, entropy);
-    }
+    TokenSums row;
+    float lse;
+    add_logits(row, logits, n, token, temperature, entropy != nullptr);
+    token_logprobs_end(row, temperature, logprob, &lse, entropy);
 }
 
 void token_logprobs_f32(const float* logits, size_t n, size_t token, double temperature, float* logprob,

@@ -122,6 +122,21 @@ void test_token_logprobs(size_t n) {
         expect_near("token_logprobs_f32", n, got[0], logprob, 1e-6L * std::abs(logprob) + 1e-12L);
         expect_near("token_logprobs_f32 entropy", n, got[1], entropy, 2e-6L * std::abs(entropy) + 1e-7L);
         expect("token_logprobs_bf16 equals float32", got[0] == got_half[0] && got[1] == got_half[1]);
+
+        // In parts of any lengths, the token in one of them.
+        for (const size_t part : {size_t{1}, size_t{16}, size_t{100}, size_t{1024}, n}) {
+            whet::TokenSums row;
+            for (size_t begin = 0; begin < n; begin += part) {
+                const size_t length = std::min(part, n - begin);
+                kernels().token_logprobs_add_f32(logits.data + begin, length, token < begin ? length : token - begin,
+                                                 1.0, true, &row);
+            }
+            float in_parts[3];
+            kernels().token_logprobs_end(row, 1.0, &in_parts[0], &in_parts[1], &in_parts[2]);
+            expect_near("token_logprobs_add_f32", n, in_parts[0], logprob, 1e-6L * std::abs(logprob) + 1e-12L);
+            expect_near("token_logprobs_add_f32 lse", n, in_parts[1], std::log(z), 1e-6L * std::abs(std::log(z)));
+            expect_near("token_logprobs_add_f32 entropy", n, in_parts[2], entropy, 2e-6L * std::abs(entropy) + 1e-7L);
+        }
     }
 }
 

@@ -121,13 +121,48 @@ void swiglu_backward(bool bf16, uintptr_t gate, uintptr_t up, uintptr_t grad, si
     });
 }
 
+// Log-probs of a batch's tokens whose logits come in tiles, words [first, first + n) of some rows at a time.
+class TokenLogprobs {
+public:
+    TokenLogprobs(uintptr_t tokens, size_t rows, double temperature, bool with_entropy)
+        : tokens_(at<const int64_t>(tokens)), temperature_(temperature), with_entropy_(with_entropy), sums_(rows) {}
+
+    void add(uintptr_t logits, size_t first_row, size_t rows, size_t first, size_t n) {
+        split(rows, rows_per_task(n), work_of(rows * n), [&](size_t begin, size_t end) {
+            for (size_t i = begin; i < end; ++i) {
+                const size_t row = first_row + i;
+                kernels().token_logprobs_add_f32(at<float>(logits) + i * n, n, place(tokens_[row], first, n),
+                                                 temperature_, with_entropy_, &sums_[row]);
+            }
+        });
+    }
+
+    void end(uintptr_t logprobs, uintptr_t lse, uintptr_t entropy) const {
+        for (size_t row = 0; row < sums_.size(); ++row) {
+            kernels().token_logprobs_end(sums_[row], temperature_, at<float>(logprobs) + row, at<float>(lse) + row,
+                                         with_entropy_ ? at<float>(entropy) + row : nullptr);
+        }
+    }
+
+    // Of a token among words [first, first + n); n where it is not.
+    static size_t place(int64_t token, size_t first, size_t n) {
+        const auto word = static_cast<size_t>(token);
+        return word < first ? n : word - first;
+    }
+
+private:
+    const int64_t* tokens_;
+    double temperature_;
+    bool with_entropy_;
+    std::vector<TokenSums> sums_;
+};
+
 // Logits [first, first + n) of a vocabulary, in rows of n; out in rows of n.
 void token_logprobs_backward(bool out_bf16, uintptr_t logits, size_t rows, size_t n, uintptr_t tokens, size_t first,
                              double temperature, uintptr_t lse, uintptr_t logprobs, uintptr_t grads, uintptr_t out) {
     split(rows, rows_per_task(n), work_of(rows * n), [&](size_t begin, size_t end) {
         for (size_t i = begin; i < end; ++i) {
-            const auto token = static_cast<size_t>(at<int64_t>(tokens)[i]);
-            const size_t own = token < first ? n : token - first;
+            const size_t own = TokenLogprobs::place(at<int64_t>(tokens)[i], first, n);
             const float* z = at<float>(logits) + i * n;
             const float l = at<float>(lse)[i], p = at<float>(logprobs)[i], g = at<float>(grads)[i];
             if (out_bf16) {
@@ -289,6 +324,10 @@ void bind_training(nb::module_& m) {
     m.def("rms_norm_backward", &rms_norm_backward);
     m.def("swiglu_backward", &swiglu_backward);
     m.def("token_logprobs_backward", &token_logprobs_backward);
+    nb::class_<TokenLogprobs>(m, "TokenLogprobs")
+        .def(nb::init<uintptr_t, size_t, double, bool>())
+        .def("add", &TokenLogprobs::add)
+        .def("end", &TokenLogprobs::end);
     m.def("adamw", &adamw);
     nb::class_<Attention>(m, "TrainingAttention")
         .def(nb::init<>())

@@ -1,8 +1,9 @@
 """The parts of a transformer's training step as autograd functions over native kernels, on the CPU.
 
 Each computes in the dtype of its input, float32 or bfloat16, with float32 sums, and keeps for its backward no more than
-the inputs. Products are torch's, where it is at the machine's ceiling. Weights are float32 masters; where products are
-bfloat16, a rounded copy of the weight stands beside it, and its gradient is float32.
+the inputs. Products of bfloat16 are torch's, which are at the machine's ceiling; of float32 they are Whet's, as torch's
+reach two fifths of a Zen 5's. Weights are float32 masters; where products are bfloat16, a rounded copy of the weight
+stands beside it, and its gradient is float32.
 
 Arguments are checked by those who call: see ``whet.nn.accelerate``.
 """
@@ -17,15 +18,14 @@ from torch.autograd.function import once_differentiable
 
 from whet import _core
 from whet.nn.packed import PackedBatch
-from whet.ops.linear import PackedWeight
+from whet.ops.linear import PackedWeight, gemm
 from whet.ops.linear import linear as packed_linear
-from whet.ops.logprobs import compute_token_logprobs
 from whet.ops.rope import apply_rope
 
 _TILE = 2048
-"""Words of the vocabulary whose logits are computed at a time in the backward: as many as the allocator keeps."""
-_ROWS = 128
-"""Tokens whose logits are computed at a time in the forward."""
+"""Words of the vocabulary whose logits are computed at a time."""
+_ROWS = 512
+"""Tokens whose logits are computed at a time in the forward: 4 MiB, which stay in the caches."""
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None, in_place: bool) -> Tensor:
@@ -80,6 +80,22 @@ def _grad_of(weight: Tensor, in_place: bool) -> Tensor | None:
     return weight.grad
 
 
+def _mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a b + bias, of the dtype that a and b have."""
+    if a.dtype == torch.bfloat16:
+        return torch.mm(a, b) if bias is None else torch.addmm(bias.to(a.dtype), a, b)
+    out = gemm(a.detach(), b.detach())
+    return out if bias is None else out.add_(bias)
+
+
+def _add_mm(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a b to float32 rows."""
+    if a.dtype == torch.float32 and into.is_contiguous():
+        gemm(a.detach(), b.detach(), beta=1.0, out=into)
+    else:
+        into.add_(_mm(a, b))
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, copy: Tensor, in_place: bool) -> Tensor:
@@ -87,7 +103,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(rows, copy)
         ctx.weight, ctx.in_place = weight, in_place
         ctx.shape, ctx.bias_dtype = x.shape, None if bias is None else bias.dtype
-        out = torch.mm(rows, copy.t()) if bias is None else torch.addmm(bias.to(copy.dtype), rows, copy.t())
+        out = _mm(rows, copy.t(), bias)
         return out.view(*x.shape[:-1], copy.shape[0])
 
     @staticmethod
@@ -96,15 +112,14 @@ class _Linear(torch.autograd.Function):
         rows, copy = ctx.saved_tensors
         grad = grads[0].reshape(-1, copy.shape[0]).to(copy.dtype)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = torch.mm(grad, copy).view(ctx.shape) if needs_x else None
-        grad_weight = torch.mm(grad.t(), rows) if needs_weight else None
+        grad_x = _mm(grad, copy).view(ctx.shape) if needs_x else None
         grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         into = _grad_of(ctx.weight, ctx.in_place) if needs_weight else None
-        if grad_weight is not None and into is not None:
-            into.add_(grad_weight)
-            grad_weight = None
-        elif grad_weight is not None:
-            grad_weight = grad_weight.float()
+        grad_weight = None
+        if into is not None:
+            _add_mm(into, grad.t(), rows)
+        elif needs_weight:
+            grad_weight = _mm(grad.t(), rows).float()
         return grad_x, grad_weight, grad_bias, None, None
 
 
@@ -284,7 +299,7 @@ class Head:
         if self._packed:
             packed_linear(hidden, self._packed[i], bias, out=out)
             return
-        torch.mm(hidden, self.copy[start:end].t(), out=out)
+        gemm(hidden, self.copy[start:end], transpose_b=True, out=out)
         if bias is not None:
             out += bias
 
@@ -295,7 +310,8 @@ def linear_logprobs(
     """Log-probs of tokens, and entropies, from hidden states: the vocabulary's projection and the log-softmax in one.
 
     ``log pi(y) = z_y / T - log sum_v exp(z_v / T)``, ``z = hidden weight^T + bias``. Logits are float32, and there are
-    those of 128 tokens at a time, in the backward those of 2,048 words.
+    those of 2,048 words at a time: the sums run on from tile to tile (online log-sum-exp; Milakov & Gimelshein 2018),
+    and the backward computes the tiles again.
 
     Args:
         hidden: (M, K).
@@ -319,17 +335,17 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, temperature: float,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        wide = hidden.detach().float().contiguous()
+        wide, targets = hidden.detach().float().contiguous(), targets.contiguous()
         logprobs, lse, entropy = (torch.zeros(len(wide)) for _ in range(3))
-        logits = torch.empty(min(_ROWS, len(wide)), len(weight))
-        for start in range(0, len(wide), _ROWS):
-            part = slice(start, start + _ROWS)
-            z = logits[: len(wide[part])]
-            for i, (first, last) in enumerate(head.tiles):
-                head.logits(wide[part], i, z[:, first:last])
-            result = compute_token_logprobs(z, targets[part], temperature=temperature, return_entropy=with_entropy)
-            logprobs[part], entropy[part] = result if with_entropy else (result, 0.0)
-            lse[part] = z.gather(1, targets[part, None])[:, 0] / temperature - logprobs[part]
+        rows = _core.TokenLogprobs(targets.data_ptr(), len(wide), temperature, with_entropy)
+        logits = torch.empty(_ROWS * _TILE)
+        for i, (first, last) in enumerate(head.tiles):
+            for start in range(0, len(wide), _ROWS):
+                part = wide[start : start + _ROWS]
+                z = logits[: len(part) * (last - first)].view(len(part), -1)
+                head.logits(part, i, z)
+                rows.add(z.data_ptr(), start, len(part), first, last - first)
+        rows.end(logprobs.data_ptr(), lse.data_ptr(), entropy.data_ptr())
         ctx.save_for_backward(hidden, targets, logprobs, lse)
         ctx.head, ctx.temperature = head, temperature
         ctx.mark_non_differentiable(entropy)
@@ -359,12 +375,11 @@ class _LinearLogprobs(torch.autograd.Function):
                 lse.data_ptr(), logprobs.data_ptr(), scale.data_ptr(), grad_z.data_ptr(),
             )  # fmt: skip
             if needs_hidden:
-                grad_hidden += torch.mm(grad_z, head.copy[first:last])
+                _add_mm(grad_hidden, grad_z, head.copy[first:last])
             if into is not None:
-                # With += Python would also assign the sum to the rows it stands in, a copy onto itself.
-                into[first:last].add_(torch.mm(grad_z.t(), rows))
+                _add_mm(into[first:last], grad_z.t(), rows)
             elif grad_weight is not None:
-                grad_weight[first:last] = torch.mm(grad_z.t(), rows)
+                grad_weight[first:last] = _mm(grad_z.t(), rows)
             if grad_bias is not None:
                 grad_bias[first:last] = grad_z.sum(0, dtype=torch.float32)
         return grad_hidden if needs_hidden else None, grad_weight, grad_bias, None, None, None, None
