@@ -9,10 +9,8 @@ import timeit
 
 import pytest
 
+from timed import timed
 from whet.phases import phase, record
-
-# A clock tells of the machine too: who is right may be wrong while others have the processors, but not ten times.
-timed = pytest.mark.flaky(reruns=9, reruns_delay=1)
 
 
 def wait(seconds):

@@ -8,13 +8,12 @@ import pytest
 import torch
 from tiny import EOS, ScriptedEngine, TinyModel, token_logprobs
 
+from timed import timed
 from whet.algorithms import DPO, GRPO, SFT, OnlineDPO
 from whet.logging import main_figures
 
 PROMPTS = [[5, 6], [7]]
 GROUPS = [[[4, 4, EOS], [8, EOS]], [[4, EOS], [EOS]]]
-# A clock tells of the machine too: who is right may be wrong while others have the processors, but not ten times.
-timed = pytest.mark.flaky(reruns=9, reruns_delay=1)
 UPDATE = {"forward", "loss", "backward", "optimizer", "other"}
 SAMPLE = {"sync", "generation"}
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 import whet
+from timed import timed
 from whet.ops import probe
 
-# A clock tells of the machine too: who is right may be wrong while others have the processors, but not ten times.
-timed = pytest.mark.flaky(reruns=9, reruns_delay=1)
 SHORT = 0.002
 
 
