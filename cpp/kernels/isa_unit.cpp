@@ -45,6 +45,7 @@ namespace {
 #include "kernels/pack_quantised.h"
 #include "kernels/probe.h"
 #include "kernels/rope.h"
+#include "kernels/rounded_linear.h"
 #include "kernels/softmax.h"
 #include "kernels/token_kl.h"
 #include "kernels/token_logprobs.h"

@@ -55,6 +55,13 @@ WHET_INLINE NativeU32 rounded_bf16(f32x16::Native x) {
     return x == x ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000;
 }
 
+// The same as a float.
+WHET_INLINE f32x16 round_bf16(f32x16 v) {
+    f32x16 out;
+    WHET_EACH_PART(p) out.part[p] = (f32x16::Native)(rounded_bf16(v.part[p]) & 0xffff0000u);
+    return out;
+}
+
 #if defined(__AVX512BF16__)
 // Whether a lane is subnormal: the instructions that round to bfloat16 would make a zero of it.
 WHET_INLINE bool any_subnormal(__m512 x) { return __builtin_expect(_mm512_fpclass_ps_mask(x, 0x20) != 0, 0); }

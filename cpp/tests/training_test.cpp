@@ -17,11 +17,11 @@ namespace {
 
 int failures = 0;
 
-// The norm of a difference, relative to the norm of what it should be.
+// The norm of a difference, relative to the norm of what it should be, or to that of the terms that cancel there.
 template <class T>
 void expect_close(const char* what, size_t n, const std::vector<T>& got, const std::vector<double>& right,
-                  double tolerance) {
-    double error = 0.0, size = 1e-30;
+                  double tolerance, double terms = 1e-15) {
+    double error = 0.0, size = terms * terms;
     for (size_t i = 0; i < right.size(); ++i) {
         error += (got[i] - right[i]) * (got[i] - right[i]);
         size += right[i] * right[i];
@@ -50,6 +50,46 @@ std::vector<float> widened(const std::vector<uint16_t>& x) {
     std::vector<float> wide(x.size());
     kernels().f32_from_bf16(x.data(), x.size(), wide.data());
     return wide;
+}
+
+// ---------------------------------------------------------------- weights
+
+// Whatever single weight changes is found; what is the same is left alone.
+void test_refresh(size_t n) {
+    std::vector<float> x = normal(n, 1);
+    std::vector<uint16_t> copy(n, 0x7fc1);
+    const auto refresh = [&] { return kernels().refresh_bf16(x.data(), n, copy.data()); };
+    const auto expect = [&](bool right, const char* what) {
+        if (right) return;
+        std::printf("refresh_bf16, %zu: %s\n", n, what);
+        ++failures;
+    };
+    expect(refresh() && copy == narrowed(x), "a new copy");
+    expect(!refresh() && copy == narrowed(x), "nothing changed");
+    for (size_t i : {size_t{0}, n / 2, n - 1}) {
+        for (float value : {7.0f, -0.0f, 1e-40f, std::nanf("")}) {
+            x[i] = value;
+            expect(refresh() && copy == narrowed(x) && !refresh(), "one changed");
+        }
+    }
+}
+
+void test_rounded_linear(size_t m, size_t n, size_t k) {
+    const std::vector<float> x = narrow_normal(m * k, 1), w = normal(n * k, 2), rounded = widened(narrowed(w));
+    std::vector<float> columns(n * k), y(m * n);
+    std::vector<double> right(m * n);
+    for (size_t r = 0; r < n; ++r) {
+        for (size_t j = 0; j < k; ++j) columns[j * n + r] = w[r * k + j];
+    }
+    for (size_t i = 0; i < m; ++i) {
+        for (size_t r = 0; r < n; ++r) {
+            for (size_t j = 0; j < k; ++j) right[i * n + r] += double(x[i * k + j]) * rounded[r * k + j];
+        }
+    }
+    kernels().rounded_linear_rows(w.data(), k, n, k, x.data(), k, m, y.data(), n);
+    expect_close("rounded_linear_rows", m * 10000 + n, y, right, 1e-6);
+    kernels().rounded_linear_columns(columns.data(), n, n, k, x.data(), k, m, y.data(), n);
+    expect_close("rounded_linear_columns", m * 10000 + n, y, right, 1e-6);
 }
 
 // ---------------------------------------------------------------- row by row
@@ -198,6 +238,7 @@ void test_attention(const char* what, const AttentionShape& s, Forward forward, 
 
     std::vector<double> right_out(rows * d), right_q(rows * d), right_k(s.n_keys * d), right_v(s.n_keys * d);
     const double ln2 = 0.693147180559945309, scale = double(0.3f);
+    double terms_q = 0.0, terms_k = 0.0;
     for (size_t row = 0; row < rows; ++row) {
         const auto end = static_cast<int64_t>(s.n_keys - s.n_queries + row / s.group) + 1;
         const int64_t begin = end > s.window ? end - s.window : 0;
@@ -216,8 +257,10 @@ void test_attention(const char* what, const AttentionShape& s, Forward forward, 
         for (int64_t j = begin; j < end; ++j) {
             double dp = 0.0;
             for (size_t c = 0; c < d; ++c) dp += double(grad[row * d + c]) * v[size_t(key_rows[j]) * d + c];
-            const double ds = p[j] * (dp - delta) * scale * ln2;
+            const double ds = p[j] * (dp - delta) * scale * ln2, term = p[j] * dp * scale * ln2;
             for (size_t c = 0; c < d; ++c) {
+                terms_q += std::pow(term * k[size_t(key_rows[j]) * d + c], 2);
+                terms_k += std::pow(term * q[row * d + c], 2);
                 right_q[row * d + c] += ds * k[size_t(key_rows[j]) * d + c];
                 right_k[size_t(j) * d + c] += ds * q[row * d + c];
                 right_v[size_t(j) * d + c] += p[j] * grad[row * d + c];
@@ -230,8 +273,10 @@ void test_attention(const char* what, const AttentionShape& s, Forward forward, 
     std::printf("%s: %zu queries, %zu keys, %zu x %zu, window %lld\n", what, s.n_queries, n, s.group, d,
                 static_cast<long long>(s.window));
     expect_close("out", n, wide_out, right_out, tolerance);
-    expect_close("grad q", n, wide_q, right_q, s.n_keys == 1 ? 1e30 : tolerance);  // of one key, zero
-    expect_close("grad k", n, grad_k, right_k, s.n_keys == 1 ? 1e30 : tolerance);
+    // Of one key both are zero: dp - delta is a difference of equal numbers.
+    const bool zero = s.n_keys == 1;
+    expect_close("grad q", n, wide_q, right_q, tolerance, zero ? std::sqrt(terms_q) : 1e-15);
+    expect_close("grad k", n, grad_k, right_k, tolerance, zero ? std::sqrt(terms_k) : 1e-15);
     expect_close("grad v", n, grad_v, right_v, tolerance);
 }
 
@@ -256,6 +301,8 @@ int main() {
         return 77;
     }
     for (const size_t n : {1, 2, 15, 16, 17, 33, 130, 576}) {
+        test_refresh(3 * n);
+        for (const size_t m : {1, 3, 4, 9}) test_rounded_linear(m, n, n + 5);
         test_rms_norm(n);
         test_swiglu(n);
         test_adamw(n);

@@ -7,6 +7,7 @@
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -62,6 +63,40 @@ void keep_memory() {
     }
     mallopt(M_MMAP_MAX, 1 << 16);
 #endif
+}
+
+// ---------------------------------------------------------------- weights
+
+// Brings the bfloat16 copy of n weights up to date, and answers whether it was not.
+bool refresh_bf16(uintptr_t weight, size_t n, uintptr_t copy) {
+    std::atomic<bool> changed{false};
+    split(n, 65536, work_of(n), [&](size_t begin, size_t end) {
+        if (kernels().refresh_bf16(at<float>(weight) + begin, end - begin, at<uint16_t>(copy) + begin)) {
+            changed.store(true, std::memory_order_relaxed);
+        }
+    });
+    return changed.load();
+}
+
+// out (m, n) = x (m, k) bf16(weight)^T + bias for a few rows, x and out bfloat16; the float32 weight is (n, k), or
+// (k, n) by columns. A bias at 0 is none.
+void rounded_linear(bool by_columns, uintptr_t weight, size_t n, size_t k, uintptr_t x, size_t m, uintptr_t bias,
+                    uintptr_t out) {
+    constexpr size_t kColumns = 64;  // of out, for a task
+    const auto kernel = by_columns ? kernels().rounded_linear_columns : kernels().rounded_linear_rows;
+    std::vector<float> inputs(m * k);
+    kernels().f32_from_bf16(at<uint16_t>(x), inputs.size(), inputs.data());
+    split(n, kColumns, work_of(n * k), [&](size_t begin, size_t end) {
+        const size_t count = end - begin;
+        const float* from = at<float>(weight) + begin * (by_columns ? 1 : k);
+        std::vector<float> sums(m * count);
+        kernel(from, by_columns ? n : k, count, k, inputs.data(), k, m, sums.data(), count);
+        for (size_t i = 0; i < m; ++i) {
+            float* row = sums.data() + i * count;
+            for (size_t j = 0; bias != 0 && j < count; ++j) row[j] += at<float>(bias)[begin + j];
+            kernels().bf16_from_f32(row, count, at<uint16_t>(out) + i * n + begin);
+        }
+    });
 }
 
 // ---------------------------------------------------------------- row by row
@@ -320,6 +355,8 @@ void attention_backward(const Attention& a, uintptr_t grad_out, uintptr_t grad_q
 
 void bind_training(nb::module_& m) {
     m.def("keep_memory", &keep_memory);
+    m.def("refresh_bf16", &refresh_bf16);
+    m.def("rounded_linear", &rounded_linear);
     m.def("rms_norm_to_bf16", &rms_norm_to_bf16);
     m.def("rms_norm_backward", &rms_norm_backward);
     m.def("swiglu_backward", &swiglu_backward);

@@ -8,6 +8,7 @@ runs batches packed, with shared prompts computed once, and projects the vocabul
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, MutableMapping
 from functools import partial
@@ -27,6 +28,8 @@ from whet.nn.threads import openmp_fork
 ComputeDtype = Literal["auto", "bfloat16", "float32"]
 
 _NAME = "whet"
+_FEW_ROWS = 8
+"""Up to so many rows a product costs no more than reading its float32 weight."""
 _FAMILIES = ("gpt2", "gpt_neox", "gptj", "llama", "mistral", "phi3", "qwen2", "qwen3")
 _accelerated: weakref.WeakKeyDictionary[nn.Module, Acceleration] = weakref.WeakKeyDictionary()
 
@@ -86,39 +89,50 @@ class Acceleration:
         self._decoder, self._head_module = _checked(self._model)
         self._copies: MutableMapping[Tensor, _Copy] = WeakTensorKeyDictionary()
         self._head: functions.Head | None = None
-        self._head_state = (-1, 0)
-        self._own_attention = ""
-        self._replaced: list[nn.Module] = []
+        self._head_generation = 0
+        self._packed = False
+        self._replaced: list[tuple[nn.Module, str, Any]] = []
         _register()
         _core.keep_memory()
 
     def install(self) -> None:
-        """Put the kernels in."""
+        """Put the kernels in; all of them, or none where it is interrupted."""
         if acceleration_of(self._model) is not None:
             raise WhetValueError("accelerate: the model is accelerated already. Call remove() on what that returned.")
-        for module in self._model.modules():
-            forward = self._forward_of(module)
-            if forward is not None:
-                module.forward = forward
-                self._replaced.append(module)
-        config = self._model.config
-        self._own_attention = config._attn_implementation
-        if config.model_type != "gptj":  # whose attention asks no interface
-            config._attn_implementation = _NAME
         _accelerated[self._model] = self
-        _core.borrow_threads(openmp_fork())
+        try:
+            for module in self._model.modules():
+                forward = self._forward_of(module)
+                if forward is not None:
+                    self._replace(module, "forward", forward)
+                if _asks_interface(module):
+                    # On a config of its own: the model's may be shared with another model.
+                    config = copy.copy(module.config)
+                    config._attn_implementation = _NAME
+                    self._replace(module, "config", config)
+            _core.borrow_threads(openmp_fork())
+        except BaseException:
+            self.remove()
+            raise
 
     def remove(self) -> None:
         """Give the model its own functions back; nothing happens where they are there."""
         if acceleration_of(self._model) is not self:
             return
+        while self._replaced:
+            module, name, before = self._replaced[-1]
+            if before is None:
+                vars(module).pop(name, None)
+            else:
+                setattr(module, name, before)
+            self._replaced.pop()
         del _accelerated[self._model]
         if not _accelerated:
             _core.borrow_threads(0)
-        for module in self._replaced:
-            del module.forward
-        self._replaced.clear()
-        self._model.config._attn_implementation = self._own_attention
+
+    def _replace(self, module: nn.Module, name: str, value: Any) -> None:
+        self._replaced.append((module, name, vars(module).get(name)))
+        setattr(module, name, value)
 
     def __enter__(self) -> Acceleration:
         if acceleration_of(self._model) is not self:
@@ -130,47 +144,73 @@ class Acceleration:
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """(N, K): what the head gets, of a packed batch."""
-        output = self._decoder(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
-            attention_mask=_mask_of(batch),
-            use_cache=False,
-        )
+        self._packed = True
+        try:
+            output = self._decoder(
+                input_ids=batch.input_ids[None],
+                position_ids=batch.position_ids[None],
+                attention_mask=_mask_of(batch),
+                use_cache=False,
+            )
+        finally:
+            self._packed = False
         return output[0][0]
 
     def head(self) -> functions.Head:
         """The projection on the vocabulary, with the weights as they are."""
         weight, bias = self._head_module.weight, self._head_module.bias
-        copy, state = self.copy(weight), _state_of(weight)
-        if self._head is None or self._head.weight is not weight or state[1] != self._head_state[1]:
-            self._head = functions.Head(weight, bias, copy)
-        elif state != self._head_state:
-            self._head.repack()
-        self._head_state = state
-        self._head.in_place = self.in_place
-        return self._head
+        tensor = self.copy(weight)
+        made, head = self._copies.get(weight), self._head
+        generation = 0 if made is None else made.generation
+        if head is None or head.weight is not weight or head.bias is not bias or not _same_memory(head.copy, tensor):
+            head = self._head = functions.Head(weight, bias, tensor)
+        elif generation != self._head_generation:
+            head.repack()
+        self._head_generation = generation
+        head.in_place = self.in_place
+        return head
 
     def copy(self, weight: Tensor) -> Tensor:
-        """The weight as it is multiplied: itself, or its bfloat16 copy, made again where the weight has changed."""
-        if self.dtype == weight.dtype:
+        """The weight as it is multiplied: itself, or its bfloat16 copy as the weight is now.
+
+        The copy is compared with the weight, number by number, each time that it is asked for: optimizers, ``.data``,
+        PEFT and NumPy write weights in ways that leave no other trace.
+
+        Raises:
+            WhetValueError: the weight is not float32 on the CPU any more.
+        """
+        if weight.dtype != torch.float32 or weight.device.type != "cpu":
+            raise WhetValueError(
+                f"accelerate: a weight of shape {tuple(weight.shape)} has become {weight.dtype} on {weight.device}, "
+                "expected float32 on the CPU. Call remove() before the model is converted, or convert it back."
+            )
+        if self.dtype == torch.float32:
             return weight.detach()
-        made = self._copies.get(weight)
-        state = _state_of(weight)
-        if made is None or made.tensor.shape != weight.shape:
+        made = self.copy_of(weight)
+        if made is None:
             made = self._copies[weight] = _Copy(torch.empty(weight.shape, dtype=self.dtype))
-        if made.state != state:
-            made.tensor.copy_(weight.detach())
-            made.state = state
+        made.refresh(weight)
         return made.tensor
 
-    def copy_of(self, weight: Tensor) -> Tensor | None:
+    def copy_of(self, weight: Tensor) -> _Copy | None:
         """The weight's copy, for someone who changes the weight and the copy with it; None if there is none."""
         made = self._copies.get(weight)
-        return None if made is None or made.tensor.shape != weight.shape else made.tensor
+        return None if made is None or made.tensor.shape != weight.shape else made
 
-    def mark_copied(self, weight: Tensor) -> None:
-        """The copy is what the weight is now."""
-        self._copies[weight].state = _state_of(weight)
+    def rounds_on_the_way(self, x: Tensor, module: Any) -> bool:
+        """Whether x is multiplied by the weight itself, rounded where it is read.
+
+        Of a few rows, as in generation, the product takes the time of reading the weight once: a copy would have to be
+        compared with the weight first, which reads both.
+        """
+        return (
+            self.dtype == torch.bfloat16
+            and not torch.is_grad_enabled()
+            and not self._packed
+            and x.numel() <= _FEW_ROWS * x.shape[-1]
+            and module.weight.dtype == torch.float32
+            and module.weight.is_contiguous()
+        )
 
     def _forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
         """What takes the place of a module's forward."""
@@ -192,17 +232,34 @@ class Acceleration:
         return None
 
 
-def _state_of(weight: Tensor) -> tuple[int, int]:
-    """Version and address: another one where the weight has changed in place, or was replaced through ``.data``."""
-    return weight._version, weight.data_ptr()
-
-
 class _Copy:
-    """A rounded weight, and the state of what it was made from."""
+    """A weight rounded to bfloat16.
+
+    Attributes:
+        tensor: the rounded weight, contiguous.
+        generation: how many times it was written; whoever derives from it compares.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.state: tuple[int, int] = (-1, 0)
+        self.generation = 0
+
+    def refresh(self, weight: Tensor) -> None:
+        """Make it the weight as it is now."""
+        if not weight.is_contiguous():
+            self.tensor.copy_(weight.detach())
+            self.generation += 1
+        elif _core.refresh_bf16(weight.data_ptr(), weight.numel(), self.tensor.data_ptr()):
+            self.generation += 1
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+
+
+def _asks_interface(module: nn.Module) -> bool:
+    """Whether an attention module finds its function by the config's ``_attn_implementation``."""
+    return type(module).__name__.endswith("Attention") and hasattr(getattr(module, "config", None), "model_type")
 
 
 def _checked(inner: Any) -> tuple[nn.Module, Any]:
@@ -243,10 +300,14 @@ def _embedding(acceleration: Acceleration, module: Any, input: Tensor) -> Tensor
 
 
 def _linear(acceleration: Acceleration, module: Any, x: Tensor) -> Tensor:
+    if acceleration.rounds_on_the_way(x, module):
+        return functions.rounded_linear(x, module.weight.detach(), module.bias, by_columns=False)
     return functions.linear(x, module.weight, module.bias, acceleration.copy(module.weight), acceleration.in_place)
 
 
 def _conv1d(acceleration: Acceleration, module: Any, x: Tensor) -> Tensor:
+    if acceleration.rounds_on_the_way(x, module):
+        return functions.rounded_linear(x, module.weight.detach(), module.bias, by_columns=True)
     return functions.linear(x, module.weight.t(), module.bias, acceleration.copy(module.weight).t())
 
 
@@ -273,7 +334,7 @@ def _refuse_dropout(dropout: float) -> None:
 
 def _mask_of(batch: PackedBatch) -> Tensor:
     """What takes a batch to every attention: models pass a mask of four axes on as it is (and make none of N x N)."""
-    mask = torch.empty(1, 1, 1, 1)
+    mask = torch.full((1, 1, 1, 1), torch.nan)  # whatever other attention adds it to will show
     mask.whet_batch = batch  # pyright: ignore[reportAttributeAccessIssue]
     return mask
 

@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from whet import _core
+from whet.errors import WhetTypeError
 from whet.nn.packed import PackedBatch
 from whet.ops.linear import PackedWeight, gemm
 from whet.ops.linear import linear as packed_linear
 from whet.ops.rope import apply_rope
 
+_WIDE_OR_NARROW = torch.float32, torch.bfloat16
 _TILE = 2048
 """Words of the vocabulary whose logits are computed at a time."""
 _ROWS = 512
@@ -68,6 +70,44 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, copy: Tensor, in_plac
             want to see its gradient, autograd gets it.
     """
     return _Linear.apply(x, weight, bias, copy, in_place)  # pyright: ignore[reportReturnType]
+
+
+def rounded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, by_columns: bool) -> Tensor:
+    """x bf16(weight)^T + bias for a few rows x, without a copy of the weight and without gradients; bfloat16.
+
+    Args:
+        x: (..., K) of any float dtype, rounded to bfloat16.
+        weight: (N, K) float32, contiguous; (K, N) ``by_columns``.
+        bias: (N,) or None.
+        by_columns: how the weight lies.
+    """
+    rows = x.detach().reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
+    n = weight.shape[1 if by_columns else 0]
+    out = torch.empty((len(rows), n), dtype=torch.bfloat16)
+    bias = None if bias is None else bias.detach().float().contiguous()
+    _core.rounded_linear(
+        by_columns, _address(weight, torch.float32), n, rows.shape[1], _address(rows, torch.bfloat16), len(rows),
+        0 if bias is None else _address(bias, torch.float32), _address(out, torch.bfloat16),
+    )  # fmt: skip
+    return out.view(*x.shape[:-1], n)
+
+
+def _address(x: Tensor, *dtypes: torch.dtype) -> int:
+    """Where a kernel finds the elements of x, one after the other: of these dtypes and no others."""
+    if x.dtype not in dtypes or x.device.type != "cpu" or not x.is_contiguous():
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise WhetTypeError(
+            f"whet.nn: a kernel got a tensor of {x.dtype} on {x.device} with strides {x.stride()} for shape "
+            f"{tuple(x.shape)}, expected contiguous {expected} on the CPU."
+        )
+    return x.data_ptr()
+
+
+def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, all bfloat16 or all float32."""
+    if all(x.dtype == torch.bfloat16 for x in tensors):
+        return tensors
+    return tuple(x.float() for x in tensors)
 
 
 def _grad_of(weight: Tensor, in_place: bool) -> Tensor | None:
@@ -125,6 +165,8 @@ class _Linear(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, of (..., n), in ``dtype``; weight float32."""
+    if x.dtype not in (torch.float32, dtype):
+        x = x.float()
     return _RMSNorm.apply(x, weight, eps, dtype)  # pyright: ignore[reportReturnType]
 
 
@@ -138,7 +180,10 @@ class _RMSNorm(torch.autograd.Function):
             return _core.rms_norm(x.detach(), weight.detach(), eps, None, None)
         out = torch.empty_like(x, dtype=dtype)
         n = x.shape[-1]
-        _core.rms_norm_to_bf16(x.data_ptr(), weight.data_ptr(), x.numel() // n, n, eps, out.data_ptr())
+        _core.rms_norm_to_bf16(
+            _address(x, torch.float32), _address(weight, torch.float32), x.numel() // n, n, eps,
+            _address(out, torch.bfloat16),
+        )  # fmt: skip
         return out
 
     @staticmethod
@@ -148,15 +193,16 @@ class _RMSNorm(torch.autograd.Function):
         grad, n = grads[0].contiguous(), x.shape[-1]
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
         _core.rms_norm_backward(
-            x.dtype == torch.bfloat16, grad.dtype == torch.bfloat16, x.data_ptr(), weight.data_ptr(), grad.data_ptr(),
-            x.numel() // n, n, ctx.eps, grad_x.data_ptr(), grad_weight.data_ptr(),
+            x.dtype == torch.bfloat16, grad.dtype == torch.bfloat16, _address(x, *_WIDE_OR_NARROW),
+            _address(weight, torch.float32), _address(grad, ctx.dtype), x.numel() // n, n, ctx.eps, grad_x.data_ptr(),
+            grad_weight.data_ptr(),
         )  # fmt: skip
         return grad_x, grad_weight, None, None
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) up, element by element."""
-    return _SwiGLU.apply(gate, up)  # pyright: ignore[reportReturnType]
+    return _SwiGLU.apply(*_of_one_dtype(gate, up))  # pyright: ignore[reportReturnType]
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -173,8 +219,8 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         grad, grad_gate, grad_up = grads[0].contiguous(), torch.empty_like(gate), torch.empty_like(up)
         _core.swiglu_backward(
-            gate.dtype == torch.bfloat16, gate.data_ptr(), up.data_ptr(), grad.data_ptr(), gate.numel(),
-            grad_gate.data_ptr(), grad_up.data_ptr(),
+            gate.dtype == torch.bfloat16, _address(gate, *_WIDE_OR_NARROW), _address(up, gate.dtype),
+            _address(grad, gate.dtype), gate.numel(), grad_gate.data_ptr(), grad_up.data_ptr(),
         )  # fmt: skip
         return grad_gate, grad_up
 
@@ -219,7 +265,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, scale: float,
     Returns:
         (N, H, D), contiguous.
     """
-    return _Attention.apply(q, k, v, batch, scale, window)  # pyright: ignore[reportReturnType]
+    return _Attention.apply(*_of_one_dtype(q, k, v), batch, scale, window)  # pyright: ignore[reportReturnType]
 
 
 class _Attention(torch.autograd.Function):
@@ -243,7 +289,10 @@ class _Attention(torch.autograd.Function):
         grad = grads[0].contiguous()
         into = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
         _described(q, k, v, out, lse, *ctx.settings).backward(
-            grad.data_ptr(), *(x.data_ptr() for x in into), batch.reader_offsets.data_ptr(), batch.readers.data_ptr()
+            _address(grad, q.dtype),
+            *(x.data_ptr() for x in into),
+            batch.reader_offsets.data_ptr(),
+            batch.readers.data_ptr(),
         )
         return *into, None, None, None
 
@@ -337,7 +386,7 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         wide, targets = hidden.detach().float().contiguous(), targets.contiguous()
         logprobs, lse, entropy = (torch.zeros(len(wide)) for _ in range(3))
-        rows = _core.TokenLogprobs(targets.data_ptr(), len(wide), temperature, with_entropy)
+        rows = _core.TokenLogprobs(_address(targets, torch.int64), len(wide), temperature, with_entropy)
         logits = torch.empty(_ROWS * _TILE)
         for i, (first, last) in enumerate(head.tiles):
             for start in range(0, len(wide), _ROWS):

@@ -65,11 +65,11 @@ class AdamW(torch.optim.AdamW):
         beta1, beta2 = group["betas"]
         numbers = (float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], state["step"].item())
         p_at, grad_at, m_at, v_at = (x.data_ptr() for x in parts)
-        copy_at = 0 if copy is None else copy.data_ptr()
+        copy_at = 0 if copy is None else copy.tensor.data_ptr()
         _core.adamw(p.numel(), p_at, grad_at, m_at, v_at, copy_at, *numbers, grad_scale)
         torch.autograd.graph.increment_version(p)
-        if copy is not None and self.acceleration is not None:
-            self.acceleration.mark_copied(p)
+        if copy is not None:
+            copy.generation += 1
         return True
 
     def _torch_step(self, others: list[Tensor], grad_scale: float) -> None:

@@ -25,10 +25,11 @@ class PackedBatch(NamedTuple):
         position_ids: (N,), of each token in its own prompt and completion.
         q_offsets: (S + 1,): sequence s is the tokens [q_offsets[s], q_offsets[s + 1]).
         k_offsets: (S + 1,), into ``key_rows``.
-        key_rows: (K,): token s sees the tokens key_rows[k_offsets[s] : k_offsets[s + 1]] up to its own place; its
-            sequence is their end.
+        key_rows: (K,): the keys of sequence s are the tokens key_rows[k_offsets[s] : k_offsets[s + 1]]. Its queries are
+            their last ones (aligned on the right), and a query sees the keys up to itself.
         reader_offsets: (N + 1,), into ``readers``.
-        readers: (K,): the places of key_rows where a token stands, by token.
+        readers: (K,): the inverse of ``key_rows`` in CSR form: the positions in it that refer to token n are
+            readers[reader_offsets[n] : reader_offsets[n + 1]].
         hidden_rows: (M,): the token whose hidden state predicts.
         targets: (M,): the token that it predicts.
         rows: (M,): the completion that the target belongs to.
