@@ -84,8 +84,11 @@ void KvCache::enter(int32_t page, int32_t before, uint64_t key, const int32_t* t
     Page& p = pages_[static_cast<size_t>(page)];
     const uint64_t serial = serial_of(before);
     p.hash = hash_of(serial, key, tokens);
-    p.entered = true;
-    entries_.emplace(p.hash, Entry{page, serial, key, std::vector<int32_t>(tokens, tokens + kPageTokens)});
+    try {
+        entries_.emplace(p.hash, Entry{page, serial, key, std::vector<int32_t>(tokens, tokens + kPageTokens)});
+        p.entered = true;
+    } catch (const std::bad_alloc&) {  // found by nobody, and no less right
+    }
 }
 
 }  // namespace whet

@@ -35,6 +35,8 @@ Scheduler::Scheduler(Transformer& transformer, const Limits& limits)
     prefilling_.reserve(limits.max_batch);
     pending_.reserve(limits.max_batch);
     head_rows_.reserve(transformer.max_rows() + limits.max_batch);
+    counts_.reserve(limits.max_batch);
+    bad_.reserve(limits.max_batch);
     drawn_.resize(limits.max_batch);
     head_in_.resize(head_tile_ * config.hidden_dim);
     logits_.resize(head_tile_ * config.vocab_size);
@@ -73,9 +75,17 @@ uint64_t Scheduler::add(Request request) {
         if (job->request.logits) job->logits.resize((scored + 1) * transformer_.config().vocab_size);
         job->done = scored == 0 && !job->request.logits;
     }
+    // What a step would ask for is asked for here.
+    job->pages.reserve(ceil_div(n_tokens, kPage));
+    if (job->request.n > 0) job->hidden.reserve(transformer_.config().hidden_dim);
     const uint64_t id = next_id_++;
-    if (!job->done) waiting_.push_back(job.get());
-    jobs_.emplace(id, std::move(job));
+    const auto at = jobs_.emplace(id, std::move(job)).first;
+    try {
+        if (!at->second->done) waiting_.push_back(at->second.get());
+    } catch (...) {
+        jobs_.erase(at);
+        throw;
+    }
     return id;
 }
 
@@ -118,15 +128,10 @@ void Scheduler::start_samples() {
         const Request& request = job.request;
         const size_t tail = tail_pages(request);
         while (job.started < request.n && running_.size() < limits_.max_batch) {
-            if (!job.first_promised) {
-                if (cache_.n_free() < promised_ + tail) break;
-                promised_ += tail;
-            }
-            job.first_promised = false;
-            Running one{&job, job.started++, {}, {}, tail, true};
+            if (!job.first_promised && cache_.n_free() < promised_ + tail) break;
+            // All its memory first, then what changes: a step that is refused some has changed nothing.
+            Running one{&job, job.started, {}, {}, tail, true};
             one.pages.reserve(ceil_div(request.tokens.size() + request.max_new_tokens, kPage));
-            const size_t full = request.tokens.size() / kPage;
-            for (size_t p = 0; p < full; ++p) one.pages.push_back(job.pages[p]), cache_.hold(job.pages[p]);
             if (request.sampling.repetition_penalty != 1.0f) {
                 one.seen.assign(ceil_div(transformer_.config().vocab_size, 64), 0);
                 for (int32_t token : request.tokens) one.seen[static_cast<size_t>(token) / 64] |= 1ull << token % 64;
@@ -134,6 +139,11 @@ void Scheduler::start_samples() {
             Sample& sample = job.samples[one.sample];
             sample.tokens.reserve(request.max_new_tokens);
             sample.logprobs.reserve(request.max_new_tokens);
+            const size_t full = request.tokens.size() / kPage;
+            for (size_t p = 0; p < full; ++p) one.pages.push_back(job.pages[p]), cache_.hold(job.pages[p]);
+            if (!job.first_promised) promised_ += tail;
+            job.first_promised = false;
+            ++job.started;
             running_.push_back(std::move(one));
         }
         if (job.started < request.n) return;  // those before it first
@@ -198,8 +208,33 @@ void Scheduler::collect_heads(const float* hidden) {
                 head_rows_.push_back({Kind::kScore, hidden, next, &job});
             }
         }
+    }
+}
+
+// The rows of prompts are in the cache. Not before the heads are through: a step that ends in an exception is taken
+// again.
+void Scheduler::take_prompts(const float* hidden) {
+    const size_t d = transformer_.config().hidden_dim;
+    for (const Running& one : running_) hidden += one.fresh ? 0 : d;
+    for (size_t j = 0; j < counts_.size(); ++j) {
+        Job& job = *prefilling_[j];
         job.computed += counts_[j];
+        hidden += counts_[j] * d;
         if (job.computed == job.request.tokens.size() && job.request.n > 0) job.hidden.assign(hidden - d, hidden);
+    }
+    for (size_t i = 0; i < prefilling_.size();) {
+        Job* job = prefilling_[i];
+        if (job->computed < job->request.tokens.size()) {
+            ++i;
+            continue;
+        }
+        prefilling_.erase(prefilling_.begin() + static_cast<ptrdiff_t>(i));
+        if (job->request.n == 0 || job->cancelled) {
+            leave_prompt(*job);
+            if (job->forgotten) std::erase_if(jobs_, [job](const auto& one) { return one.second.get() == job; });
+        } else {
+            pending_.push_back(job);
+        }
     }
 }
 
@@ -305,20 +340,7 @@ bool Scheduler::step() {
     const float* hidden = rows_.empty() ? nullptr : transformer_.forward(rows_.data(), rows_.size(), cache_);
     collect_heads(hidden);
     run_heads();
-    for (size_t i = 0; i < prefilling_.size();) {
-        Job* job = prefilling_[i];
-        if (job->computed < job->request.tokens.size()) {
-            ++i;
-            continue;
-        }
-        prefilling_.erase(prefilling_.begin() + static_cast<ptrdiff_t>(i));
-        if (job->request.n == 0 || job->cancelled) {
-            leave_prompt(*job);
-            if (job->forgotten) std::erase_if(jobs_, [job](const auto& one) { return one.second.get() == job; });
-        } else {
-            pending_.push_back(job);
-        }
-    }
+    take_prompts(hidden);
     take_drawn();
     return true;
 }

@@ -73,7 +73,7 @@ public:
     // Forgets a request, cancelled if it still ran.
     void remove(uint64_t id);
 
-    // False when there was nothing to do.
+    // False when there was nothing to do. An exception (memory) changes nothing that a further step would not.
     bool step();
 
     uint64_t add_adapter(std::unique_ptr<Adapter> adapter);
@@ -127,6 +127,7 @@ private:
     void add_prompt_rows();
     void collect_heads(const float* hidden);
     void run_heads();
+    void take_prompts(const float* hidden);
     void run_head(const HeadRow& row, float* logits, void* scratch);
     void take_drawn();
     void cancel(Job& job);
