@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <exception>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -33,6 +34,24 @@ struct ForkedJob {
     }
 };
 
+// Keeps the first exception of a job's tasks until all are over: none may leave a worker, nor the caller while others
+// still use what is his.
+struct Guarded {
+    void (*task)(void*, size_t);
+    void* context;
+    std::atomic<bool> failed{false};
+    std::exception_ptr error{};
+
+    static void run(void* self, size_t i) {
+        auto& job = *static_cast<Guarded*>(self);
+        try {
+            job.task(job.context, i);
+        } catch (...) {
+            if (!job.failed.exchange(true)) job.error = std::current_exception();
+        }
+    }
+};
+
 void pause_briefly() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -44,15 +63,16 @@ void pause_briefly() {
 class ThreadPool {
 public:
     explicit ThreadPool(int n_threads) {
-        for (int i = 1; i < n_threads; ++i) workers_.emplace_back([this] { work(); });
+        workers_.reserve(static_cast<size_t>(n_threads));
+        try {
+            for (int i = 1; i < n_threads; ++i) workers_.emplace_back([this] { work(); });
+        } catch (...) {  // the system gives no more threads
+            stop();
+            throw;
+        }
     }
 
-    ~ThreadPool() {
-        stop_.store(true);
-        epoch_.fetch_add(1);
-        epoch_.notify_all();
-        for (std::thread& t : workers_) t.join();
-    }
+    ~ThreadPool() { stop(); }
 
     int n_threads() const { return static_cast<int>(workers_.size()) + 1; }
 
@@ -88,6 +108,13 @@ private:
     // the job whose fields are in place, since a job is not over before its claimed tasks are done.
     static constexpr int kJobShift = 32;
     static constexpr uint64_t kLeftMask = (uint64_t{1} << kJobShift) - 1;
+
+    void stop() {
+        stop_.store(true);
+        epoch_.fetch_add(1);
+        epoch_.notify_all();
+        for (std::thread& t : workers_) t.join();
+    }
 
     bool run_one() {
         uint64_t ticket = ticket_.load(std::memory_order_acquire);
@@ -178,7 +205,9 @@ void set_num_threads(int n) {
 void borrow_threads(Fork fork) { borrowed.store(fork); }
 
 void parallel_for(size_t n_tasks, void (*task)(void* context, size_t i), void* context) {
-    the_pool().run(n_tasks, task, context);
+    Guarded job{task, context};
+    the_pool().run(n_tasks, Guarded::run, &job);
+    if (job.error) std::rethrow_exception(job.error);
 }
 
 }  // namespace whet

@@ -20,7 +20,8 @@ using Fork = void (*)(void (*body)(void*), void* context, unsigned n_threads, un
 // after its own work, would take the processors from the pool's.
 void borrow_threads(Fork fork);
 
-// task(context, i) for every i in [0, n_tasks), in any order and on any thread.
+// task(context, i) for every i in [0, n_tasks), in any order and on any thread. The first exception of a task is thrown
+// again when all tasks are over.
 void parallel_for(size_t n_tasks, void (*task)(void* context, size_t i), void* context);
 
 template <class F>

@@ -1,0 +1,431 @@
+// Memory that is refused, and memory that is not asked for. Every allocation of an operation fails once, and then all
+// from it on: each time an exception comes out, what others had under way goes on, the next call gives the bits of one
+// that was never disturbed, and nothing is leaked. And a decoded token allocates nothing, on no thread.
+//
+// operator new is replaced, malloc and its like are wrapped by the linker (CMakeLists.txt): what the core's own objects
+// ask for, and no one else. Exit code 77: the instruction set in WHET_ISA is not on this machine.
+#include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <latch>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include <sys/mman.h>
+
+#include "kernels/dispatch.h"
+#include "runtime/packing.h"
+#include "runtime/thread_pool.h"
+#include "small_model.h"
+
+namespace {
+
+enum class Mode { kCount, kOnce, kFromThen };
+
+std::atomic<Mode> mode{Mode::kCount};
+std::atomic<long> seen{0}, fails_at{0}, live{0}, refused{0};
+
+// Counts an allocation; whether it is to fail.
+bool refuse() {
+    const long n = ++seen;
+    const Mode m = mode.load();
+    const bool fails = (m == Mode::kOnce && n == fails_at) || (m == Mode::kFromThen && n >= fails_at);
+    refused += fails;
+    return fails;
+}
+
+void* counted(void* p) {
+    live += p != nullptr;
+    return p;
+}
+
+}  // namespace
+
+extern "C" {
+void* __real_malloc(size_t);
+void* __real_calloc(size_t, size_t);
+void* __real_aligned_alloc(size_t, size_t);
+void __real_free(void*);
+void* __real_mmap(void*, size_t, int, int, int, off_t);
+int __real_munmap(void*, size_t);
+
+void* __wrap_malloc(size_t n) { return refuse() ? nullptr : counted(__real_malloc(n)); }
+void* __wrap_calloc(size_t n, size_t size) { return refuse() ? nullptr : counted(__real_calloc(n, size)); }
+void* __wrap_aligned_alloc(size_t alignment, size_t n) {
+    return refuse() ? nullptr : counted(__real_aligned_alloc(alignment, n));
+}
+void __wrap_free(void* p) {
+    live -= p != nullptr;
+    __real_free(p);
+}
+void* __wrap_mmap(void* at, size_t n, int protection, int flags, int file, off_t offset) {
+    if (refuse()) {
+        errno = ENOMEM;
+        return MAP_FAILED;
+    }
+    return counted(__real_mmap(at, n, protection, flags, file, offset));
+}
+int __wrap_munmap(void* p, size_t n) {
+    --live;
+    return __real_munmap(p, n);
+}
+}
+
+void* operator new(size_t n) {
+    if (void* p = refuse() ? nullptr : counted(__real_malloc(n == 0 ? 1 : n))) return p;
+    throw std::bad_alloc();
+}
+void* operator new(size_t n, std::align_val_t alignment) {
+    const auto unit = static_cast<size_t>(alignment);
+    if (void* p = refuse() ? nullptr : counted(__real_aligned_alloc(unit, (n + unit - 1) / unit * unit))) return p;
+    throw std::bad_alloc();
+}
+void operator delete(void* p) noexcept { __wrap_free(p); }
+void operator delete(void* p, size_t) noexcept { __wrap_free(p); }
+void operator delete(void* p, std::align_val_t) noexcept { __wrap_free(p); }
+void operator delete(void* p, size_t, std::align_val_t) noexcept { __wrap_free(p); }
+
+using namespace whet;
+
+namespace {
+
+constexpr int kThreads = 3;
+constexpr WeightFormat kFormats[] = {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kInt8,
+                                     WeightFormat::kQ8_0};
+
+int failures = 0;
+
+void expect(bool holds, const std::string& what) {
+    if (holds) return;
+    std::printf("does not hold: %s\n", what.c_str());
+    ++failures;
+}
+
+// ---------------------------------------------------------------- every allocation fails
+
+// One try of an operation, in which an allocation is refused.
+class Try {
+public:
+    Try(Mode mode, long n) : mode_(mode), n_(n) {}
+
+    // Whether `body` ends without an exception. One of memory is followed by `undo`, for which the memory that is
+    // refused stays refused.
+    bool operator()(const std::function<void()>& body, const std::function<void()>& undo = [] {}) {
+        bool whole = false;
+        seen = 0, fails_at = n_, refused = 0, mode = mode_;
+        try {
+            body();
+            whole = true;
+        } catch (const std::bad_alloc&) {
+            undo();
+        } catch (const std::system_error&) {  // a thread that could not be started
+            undo();
+        }
+        mode = Mode::kCount;
+        reached = refused > 0;
+        return whole;
+    }
+
+    bool reached = false;  // the allocation that was to fail
+
+private:
+    Mode mode_;
+    long n_;
+};
+
+// work(try) for the first allocation, the second, and so on, until there are no more. Every time on a thread that has
+// called nothing before, beside a pool that is new.
+template <class Work>
+void fail_each(const std::string& name, const Work& work) {
+    for (const Mode each : {Mode::kOnce, Mode::kFromThen}) {
+        bool reached = true;
+        long n = 0;
+        while (reached) {
+            const int before = failures;
+            set_num_threads(1);
+            num_threads();
+            const long held = live;
+            std::thread([&] {
+                Try one(each, ++n);
+                work(one);
+                reached = one.reached;
+            }).join();
+            set_num_threads(1);
+            num_threads();
+            const long leaked = live - held;
+            expect(leaked == 0, std::to_string(leaked) + " allocations are leaked");
+            if (failures > before) {
+                std::printf("  where allocation %ld%s fails in %s\n", n, each == Mode::kOnce ? "" : " and all after it",
+                            name.c_str());
+                if (failures > 20) std::exit(1);
+            }
+        }
+        std::printf("%s: %ld allocations\n", name.c_str(), n - 1);
+    }
+}
+
+void run(Scheduler& s) {
+    while (s.step()) {
+    }
+}
+
+// A prompt whose samples know every setting that keeps memory of its own.
+Request rich_prompt(size_t length, size_t n, size_t max_new, uint64_t index) {
+    Request r = prompt(length, n, max_new, index);
+    r.sampling = {.temperature = 0.8f, .top_p = 0.9f, .min_p = 0.01f, .repetition_penalty = 1.2f, .top_k = 20};
+    return r;
+}
+
+Request score(size_t length, size_t from) {
+    Request r;
+    r.tokens = tokens(length, 1);
+    r.score_from = from, r.entropy = true, r.logits = true;
+    return r;
+}
+
+std::unique_ptr<Adapter> adapter_of(const ModelConfig& c) {
+    auto adapter = std::make_unique<Adapter>(c.n_layers);
+    const auto low = [&](size_t n, size_t k) {
+        LowRank part{0, std::make_unique<PackedWeight>(WeightFormat::kFloat32, 3, k),
+                     std::make_unique<PackedWeight>(WeightFormat::kFloat32, n, 3)};
+        std::vector<float> values(3 * std::max(n, k), 0.05f);
+        part.a->pack_rows(0, 3, values.data(), Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
+        part.b->pack_rows(0, n, values.data(), Source::kFloat32, 3, 1);
+        return part;
+    };
+    adapter->layers[0][0].push_back(low(40, c.hidden_dim));
+    adapter->layers[1][3].push_back(low(c.hidden_dim, c.ffn_dim));
+    adapter->max_rank = 3;
+    return adapter;
+}
+
+size_t some_pages(const Model& model) {
+    return 40 * KvCache::page_bytes(model.transformer.config(), model.transformer.bf16_cache());
+}
+
+void test_making_an_engine() {
+    Model known(false, WeightFormat::kInt8, 8 + 32);
+    Scheduler right(known.transformer, {some_pages(known), 8, 32});
+    const uint64_t expected = right.add(prompt(70, 2, 10, 0));
+    run(right);
+    fail_each("making an engine", [&](Try& one) {
+        const auto make = [&] {
+            set_num_threads(kThreads);
+            Model model(false, WeightFormat::kInt8, 8 + 32);
+            Scheduler s(model.transformer, {some_pages(model), 8, 32});
+            const uint64_t id = s.add(prompt(70, 2, 10, 0));
+            run(s);
+            expect(said(s, id) == said(right, expected), "an engine gives what another one does");
+        };
+        if (!one(make)) make();
+    });
+}
+
+// What one call asks of an engine while another's completion is under way.
+void test_calls(const std::string& name, WeightFormat format, const std::vector<Request>& requests) {
+    Model model(format == WeightFormat::kBFloat16, format, 8 + 32);
+    const Limits limits{some_pages(model), 8, 32};
+    Scheduler right(model.transformer, limits);
+    const auto results = [&](Scheduler& s, const std::vector<uint64_t>& ids) {
+        std::vector<Said> out;
+        for (const uint64_t id : ids) {
+            const Job& job = s.job(id);
+            expect(job.done && job.error.empty(), "a call ends");
+            out.push_back(said(s, id));
+            out.push_back({{{}, job.logprobs}, {{}, job.entropies}, {{}, job.logits}});
+        }
+        return out;
+    };
+    const auto add_all = [&](Scheduler& s, std::vector<uint64_t>& ids) {
+        ids.reserve(requests.size());
+        for (const Request& request : requests) ids.push_back(s.add(request));
+    };
+    std::vector<uint64_t> expected_ids;
+    const std::vector<uint64_t> other_expected{right.add(prompt(100, 2, 40, 9))};
+    add_all(right, expected_ids);
+    run(right);
+    const std::vector<Said> expected = results(right, expected_ids), others = results(right, other_expected);
+
+    fail_each(name, [&](Try& one) {
+        set_num_threads(kThreads);
+        Scheduler s(model.transformer, limits);
+        const std::vector<uint64_t> other{s.add(prompt(100, 2, 40, 9))};
+        for (int i = 0; i < 6; ++i) s.step();
+        std::vector<uint64_t> ids;
+        ids.reserve(requests.size());
+        const auto call = [&] {
+            add_all(s, ids);
+            for (const uint64_t id : ids) {
+                while (!s.job(id).done) s.step();
+            }
+        };
+        const auto forget = [&] {
+            for (const uint64_t id : ids) s.remove(id);
+            ids.clear();
+        };
+        if (one(call, forget)) {
+            expect(results(s, ids) == expected, "what was not refused memory is right");
+        } else {
+            call();
+            expect(results(s, ids) == expected, "the next call is right");
+        }
+        run(s);
+        expect(results(s, other) == others, "what others had under way goes on");
+        expect(s.cache().n_free() == s.cache().n_pages(), "pages come back");
+    });
+}
+
+void test_adapters() {
+    Model model(false, WeightFormat::kFloat32, 8 + 32);
+    const Limits limits{some_pages(model), 8, 32};
+    const auto with = [&](Scheduler& s) {
+        Request r = prompt(70, 2, 10, 0);
+        r.adapter = s.add_adapter(adapter_of(model.transformer.config()));
+        const uint64_t id = s.add(r);
+        run(s);
+        const Said out = said(s, id);
+        s.remove(id);
+        s.remove_adapter(r.adapter);
+        return out;
+    };
+    Scheduler right(model.transformer, limits);
+    const Said expected = with(right);
+    fail_each("adapters", [&](Try& one) {
+        Model own(false, WeightFormat::kFloat32, 8 + 32);
+        Scheduler s(own.transformer, limits);
+        uint64_t number = 0;
+        const auto add = [&] {
+            number = s.add_adapter(adapter_of(own.transformer.config()));
+            s.remove_adapter(number);
+        };
+        one(add);
+        expect(!s.has_adapter(number), "no adapter is left");
+        expect(with(s) == expected, "the next adapter is right");
+    });
+}
+
+void test_loading(WeightFormat format) {
+    const size_t n = 200, k = 256;
+    std::vector<float> x(n * k);
+    for (size_t i = 0; i < x.size(); ++i) x[i] = std::sin(static_cast<float>(i));
+    const auto rows = [&](PackedWeight& w) {
+        w.pack_rows(0, n, x.data(), Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
+        std::vector<float> out(n * k);
+        for (size_t i = 0; i < n; ++i) w.row(i, out.data() + i * k);
+        return out;
+    };
+    PackedWeight right(format, n, k);
+    const std::vector<float> expected = rows(right);
+    fail_each("loading", [&](Try& one) {
+        set_num_threads(kThreads);
+        std::vector<float> out;
+        one([&] {
+            PackedWeight w(format, n, k);
+            out = rows(w);
+        });
+        PackedWeight w(format, n, k);
+        expect(rows(w) == expected, "the next load is right");
+    });
+}
+
+void test_products(bool bf16) {
+    const size_t m = 70, n = 90, k = 101;
+    std::vector<float> a(m * k, 0.5f), b(k * n, 0.25f), x(k, 0.5f);
+    const auto product = [&] {
+        std::vector<float> c(m * n, 1.0f), y(m, 1.0f);
+        const auto row = [](size_t i) { return static_cast<ptrdiff_t>(i); };
+        gemm(bf16, m, n, k, 2.0f, a.data(), 1, row(m), b.data(), row(n), 1, 0.5f, c.data(), row(n));
+        gemv(bf16, m, k, 2.0f, a.data(), row(k), 1, x.data(), 0.5f, y.data());
+        c.insert(c.end(), y.begin(), y.end());
+        return c;
+    };
+    const std::vector<float> expected = product();
+    fail_each("products", [&](Try& one) {
+        set_num_threads(kThreads);
+        one([&] { product(); });
+        expect(product() == expected, "the next product is right");
+    });
+}
+
+void test_packing() {
+    const std::vector<int64_t> lengths{5, 3, 8, 1, 7, 2};
+    const auto packed = [&] { return pack_sequences(lengths.data(), static_cast<int64_t>(lengths.size()), 9).indices; };
+    const std::vector<int64_t> expected = packed();
+    fail_each("packing", [&](Try& one) {
+        one([&] { packed(); });
+        expect(packed() == expected, "the next packing is right");
+    });
+}
+
+// ---------------------------------------------------------------- no allocation
+
+// Every thread of the pool gets its memory for products: which of them take part in a step is chance.
+void warm_threads(Model& model, size_t rows) {
+    Weights& w = model.transformer.weights();
+    std::latch all(kThreads);
+    auto task = [&](size_t) {
+        all.arrive_and_wait();
+        const auto product = [&](const Matrix& matrix) {
+            const std::vector<float> x(rows * matrix.weight->k());
+            std::vector<float> y(rows * matrix.weight->n());
+            linear(*matrix.weight, x.data(), false, matrix.weight->k(), rows, nullptr, y.data(), matrix.weight->n());
+            matrix.weight->row(0, std::vector<float>(matrix.weight->k()).data());
+        };
+        for (const LayerWeights& layer : w.layers) {
+            for (const Matrix* matrix : {&layer.qkv, &layer.o, &layer.up, &layer.down}) product(*matrix);
+        }
+        product(w.embedding);
+    };
+    parallel_for(kThreads, task);
+}
+
+void test_decoding(const std::string& name, WeightFormat format, const Sampling& sampling, bool with_adapter) {
+    set_num_threads(kThreads);
+    Model model(format == WeightFormat::kBFloat16, format, 8 + 32);
+    Scheduler s(model.transformer, {some_pages(model), 8, 32});
+    Request r = prompt(20, 5, 300, 0);
+    r.sampling = sampling;
+    if (with_adapter) r.adapter = s.add_adapter(adapter_of(model.transformer.config()));
+    const uint64_t id = s.add(r);
+    warm_threads(model, 8);
+    for (int i = 0; i < 5; ++i) s.step();
+    const long before = seen;
+    for (int i = 0; i < 200; ++i) s.step();  // over several ends of pages
+    const long during = seen - before;
+    expect(s.job(id).samples[4].tokens.size() > 200, "tokens are decoded");
+    expect(during == 0, name + ": 200 steps of decoding make " + std::to_string(during) + " allocations");
+}
+
+}  // namespace
+
+int main() {
+    try {
+        kernels();
+    } catch (const std::runtime_error& error) {
+        std::printf("%s\n", error.what());
+        return 77;
+    }
+    for (const WeightFormat format : kFormats) {
+        const std::string number = " in format " + std::to_string(static_cast<int>(format));
+        test_decoding("greedy" + number, format, {.temperature = 0}, false);
+        test_decoding("sampled" + number, format, {}, false);
+        test_decoding("filtered, with penalties" + number, format, rich_prompt(1, 1, 1, 0).sampling, false);
+        test_decoding("top-k alone" + number, format, {.top_k = 7, .model_logprobs = true}, false);
+        test_decoding("top-p alone" + number, format, {.top_p = 0.7f, .model_logprobs = true}, true);
+        test_calls("calls" + number, format, {rich_prompt(150, 3, 20, 0), prompt(64, 1, 70, 1), score(140, 70)});
+        test_loading(format);
+    }
+    test_making_an_engine();
+    test_adapters();
+    for (const bool bf16 : {false, true}) test_products(bf16);
+    test_packing();
+    if (failures == 0) std::printf("%s: every allocation may fail\n", kernels().isa);
+    return failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,87 @@
+// A small random model for tests of the engine, prompts that begin alike, and what came of them.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/scheduler.h"
+
+namespace whet {
+
+// Llama's kind, or with `other` GPT-J's and Mistral's: layer norms, pairs side by side, a serial sum no more, windows.
+inline ModelConfig config_of(bool other) {
+    ModelConfig c;
+    c.n_layers = 2, c.n_heads = 6, c.n_kv_heads = 2, c.head_dim = 20, c.hidden_dim = 48, c.ffn_dim = 72;
+    c.vocab_size = 97, c.max_position = 1024, c.norm_eps = 1e-5;
+    c.rotary_dim = 12;
+    for (size_t i = 0; i < 6; ++i) c.inv_freq.push_back(std::pow(1000.0, -static_cast<double>(i) / 6));
+    c.windows = {0, 0};
+    c.attention_scale = 1 / std::sqrt(20.0);
+    if (other) {
+        c.norm = Norm::kLayer, c.is_neox = false, c.parallel_residual = true, c.gated = false;
+        c.activation = Activation::kGeluTanh, c.windows = {0, 50};
+    }
+    return c;
+}
+
+struct Model {
+    Transformer transformer;
+
+    Model(bool other, WeightFormat format, size_t max_rows) : transformer(config_of(other), max_rows, other) {
+        const ModelConfig& c = transformer.config();
+        std::mt19937 bits(7);
+        std::normal_distribution<float> normal;
+        Weights& w = transformer.weights();
+        const auto matrix = [&](const std::string& slot, WeightFormat f, size_t n, size_t k) {
+            std::vector<float> x(n * k);
+            for (float& one : x) one = normal(bits) / std::sqrt(static_cast<float>(k));
+            w.add_matrix(slot, f, n, k);
+            w.matrix(slot).pack_rows(0, n, x.data(), Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
+        };
+        const auto vector = [&](const std::string& slot, size_t n, float value) {
+            w.add_vector(slot, n);
+            for (float& one : w.vector(slot)) one = value;
+        };
+        matrix("embedding", WeightFormat::kBFloat16, c.vocab_size, c.hidden_dim);
+        for (size_t i = 0; i < c.n_layers; ++i) {
+            const std::string layer = "layers." + std::to_string(i) + ".";
+            for (const char* norm : {"norm1", "norm2"}) {
+                vector(layer + norm + ".weight", c.hidden_dim, 1.0f);
+                if (other) vector(layer + norm + ".bias", c.hidden_dim, 0.1f);
+            }
+            matrix(layer + "qkv", format, c.qkv_dim(), c.hidden_dim);
+            matrix(layer + "o", format, c.hidden_dim, c.n_heads * c.head_dim);
+            matrix(layer + (other ? "up" : "gate_up"), format, c.up_dim(), c.hidden_dim);
+            matrix(layer + "down", format, c.hidden_dim, c.ffn_dim);
+            if (other) vector(layer + "down.bias", c.hidden_dim, 0.2f);
+        }
+        vector("final_norm.weight", c.hidden_dim, 1.0f);
+    }
+};
+
+inline std::vector<int32_t> tokens(size_t n, unsigned seed) {
+    std::mt19937 bits(seed);
+    std::vector<int32_t> out(n);
+    for (int32_t& one : out) one = static_cast<int32_t>(bits() % 97);
+    return out;
+}
+
+inline Request prompt(size_t length, size_t n, size_t max_new, uint64_t index) {
+    Request r;
+    r.tokens = tokens(length, 1);  // all prompts begin alike
+    r.n = n, r.max_new_tokens = max_new, r.prompt_index = index, r.seed = 3;
+    return r;
+}
+
+using Said = std::vector<std::pair<std::vector<int32_t>, std::vector<float>>>;
+
+inline Said said(const Scheduler& s, uint64_t id) {
+    Said out;
+    for (const Sample& one : s.job(id).samples) out.emplace_back(one.tokens, one.logprobs);
+    return out;
+}
+
+}  // namespace whet
