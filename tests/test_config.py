@@ -72,7 +72,7 @@ def test_wrong_types_and_names_are_named(config_class, settings, message):
     ("config_class", "settings", "message"),
     [
         (SFTConfig, {"lr_schedule": "step"}, "lr_schedule is 'step', expected one of 'constant', 'linear', 'cosine'"),
-        (SFTConfig, {"learning_rate": math.nan}, "learning_rate is nan, expected a finite number >= 0"),
+        (SFTConfig, {"learning_rate": math.nan}, "learning_rate is nan, expected a number other than NaN"),
         (SFTConfig, {"adam_beta1": 1.0}, "adam_beta1 is 1.0, expected a number in [0, 1)"),
         (SFTConfig, {"batch_size": 0}, "batch_size is 0, expected an integer >= 1"),
         (SFTConfig, {"warmup_steps": -1}, "warmup_steps is -1, expected an integer >= 0"),

@@ -1,16 +1,17 @@
-"""Config dataclasses: made from keyword arguments or a table of a file, and their fields checked by type.
+"""Config dataclasses: made from keyword arguments or a table of a file, and their fields checked.
 
 A field holds what TOML can: a number, a string, a boolean, a list of them, or None for one left out. Knows
-no field by name: the configs are in ``whet.config``.
+no field by name: the configs are in ``whet.config`` and beside what they configure.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, cast
 
@@ -42,11 +43,13 @@ def make_config(config_class: type[Config], config: Config | None, settings: Map
 
 
 def check_types(config: Any) -> None:
-    """Refuse a value that is not of its field's type; an int does for a float, and a tuple for a list.
+    """Refuse a value that is not of its field's type, and NaN; an int does for a float, and a tuple for a list.
+
+    Numbers of NumPy and others become Python's own, which JSON, TOML and native code take.
 
     Raises:
         WhetTypeError: naming the field, its type and the value.
-        WhetValueError: a text that is not among a field's choices.
+        WhetValueError: a text that is not among a field's choices, or NaN.
     """
     hints = typing.get_type_hints(type(config))
     for name in (f.name for f in dataclasses.fields(config)):
@@ -54,6 +57,10 @@ def check_types(config: Any) -> None:
         if not _fits(value, hints[name]):
             error = WhetValueError if isinstance(value, str) and _choices(hints[name]) else WhetTypeError
             raise error(f"{type(config).__name__}: {name} is {value!r}, expected {_words(hints[name])}.")
+        plain = [_plain(item) for item in value] if isinstance(value, (list, tuple)) else [_plain(value)]
+        if any(item != item for item in plain):
+            raise WhetValueError(f"{type(config).__name__}: {name} is {value!r}, expected a number other than NaN.")
+        object.__setattr__(config, name, type(value)(plain) if isinstance(value, (list, tuple)) else plain[0])
 
 
 def check_range(config: Any, name: str, ok: bool, expected: str) -> None:
@@ -67,19 +74,64 @@ def check_range(config: Any, name: str, ok: bool, expected: str) -> None:
         raise WhetValueError(f"{where}: {name} is {getattr(config, name)!r}, expected {expected}.")
 
 
+def check_used(config: Any, names: Sequence[str], used: bool, why: str) -> None:
+    """Refuse fields of ``config`` that are not at their defaults, unless they are ``used``.
+
+    Raises:
+        WhetValueError: naming the field, its value, ``why`` it has no effect and what would mend it.
+    """
+    defaults = {f.name: f for f in dataclasses.fields(config)}
+    for name in () if used else names:
+        value, default = getattr(config, name), _default(defaults[name])
+        if value != default:
+            raise WhetValueError(
+                f"{type(config).__name__}: {name} is {value!r} and has no effect: {why}. Leave it at {default!r}."
+            )
+
+
+def check_integer(where: str, name: str, value: Any, least: int, *, optional: bool = False) -> Any:
+    """``value`` as an int of at least ``least``; with ``optional``, None too. ``where`` is who asks.
+
+    Raises:
+        WhetValueError: it is anything else.
+    """
+    if value is None and optional:
+        return None
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        none = ", or None" if optional else ""
+        raise WhetValueError(f"{where}: {name} is {value!r}, expected an integer >= {least}{none}.")
+    return int(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite real number, and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def check_choice(where: str, name: str, value: Any, choices: Any) -> None:
     """Refuse a ``value`` that is not among the ``choices`` of a Literal type."""
     if value not in typing.get_args(choices):
         raise WhetValueError(f"{where}: {name} is {value!r}, expected one of {', '.join(typing.get_args(choices))}.")
 
 
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _plain(value: Any) -> Any:
+    """A number as Python's own; anything else as it is."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
 def _fits(value: Any, hint: Any) -> bool:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
-        return value in arguments
+        return any(type(value) is type(choice) and value == choice for choice in arguments)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, member) for member in arguments)
-    if origin is list:
+    if origin in (list, Sequence):
         return isinstance(value, (list, tuple)) and all(_fits(item, arguments[0]) for item in value)
     if hint in (int, float):
         return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
@@ -99,6 +151,6 @@ def _words(hint: Any) -> str:
         return "one of " + ", ".join(map(repr, _choices(hint)))
     if origin in (typing.Union, types.UnionType):
         return " or ".join(map(_words, arguments))
-    if origin is list:
+    if origin in (list, Sequence):
         return f"a list of {_words(arguments[0])} values"
     return "None" if hint is type(None) else hint.__name__

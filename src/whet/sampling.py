@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from whet.errors import WhetValueError
+from whet.errors import WhetTypeError
+from whet.fields import check_range, check_types
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,10 @@ class SamplingParams:
             sequence (Keskar et al. 2019); 1 changes nothing.
         max_new_tokens: longest completion, the stop token included.
         stop_token_ids: a completion ends with, and includes, the first of these.
-        seed: completions depend on (seed, prompt index, sample index, position) alone.
+        seed: completions depend on (seed, prompt index, sample index, position) alone; from 0 to 2^64 - 1.
 
     Raises:
+        WhetTypeError: a value of another type than its field; integers and floats of NumPy do.
         WhetValueError: a field is out of range.
     """
 
@@ -41,17 +43,23 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        def check(name: str, ok: bool, expected: str) -> None:
-            if not ok:
-                raise WhetValueError(f"SamplingParams: {name} is {getattr(self, name)!r}, expected {expected}.")
+        stops = self.stop_token_ids
+        if not isinstance(stops, Iterable) or isinstance(stops, (str, bytes)):
+            raise WhetTypeError(f"SamplingParams: stop_token_ids is {stops!r}, expected a list of token ids.")
+        object.__setattr__(self, "stop_token_ids", tuple(stops.tolist() if hasattr(stops, "tolist") else stops))
+        check_types(self)
 
-        check("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "a finite number >= 0")
+        def check(name: str, ok: bool, expected: str) -> None:
+            check_range(self, name, ok, expected)
+
+        check("temperature", 0 <= self.temperature < math.inf, "a finite number >= 0")
         check("top_k", self.top_k >= 0, "an integer >= 0 (0 keeps every token)")
         check("top_p", 0 < self.top_p <= 1, "a number in (0, 1] (1 keeps every token)")
         check("min_p", 0 <= self.min_p < 1, "a number in [0, 1) (0 keeps every token)")
-        check("repetition_penalty", self.repetition_penalty > 0, "a number > 0 (1 changes nothing)")
+        check("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a number > 0 (1 changes nothing)")
         check("max_new_tokens", self.max_new_tokens >= 1, "an integer >= 1")
-        object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in self.stop_token_ids))
+        check("stop_token_ids", all(token >= 0 for token in self.stop_token_ids), "token ids >= 0")
+        check("seed", 0 <= self.seed < 1 << 64, "an integer from 0 to 2^64 - 1")
 
 
 @dataclass
