@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 
 import pytest
@@ -210,8 +211,18 @@ def test_a_trainer_without_completions_is_told(tmp_path):
         (lambda: EarlyStoppingCallback("m", 1, mode="up"), "mode is 'up', expected 'max' or 'min'"),
         (lambda: EarlyStoppingCallback("m", 1, min_delta=-1), "min_delta is -1"),
         (lambda: EarlyStoppingCallback("m", 1, min_delta=NAN), "min_delta is nan"),
+        (lambda: EarlyStoppingCallback("m", 1, min_delta=math.inf), "min_delta is inf"),
+        (lambda: EarlyStoppingCallback("m", 1, target=NAN), "target is nan, expected a finite number, or None"),
+        (lambda: EarlyStoppingCallback("m", 1.5), "patience is 1.5, expected an integer >= 1"),
+        (lambda: EvaluationCallback(dict, every=True), "every is True, expected an integer >= 1"),
+        (lambda: CheckpointCallback("x", every=2.5), "every is 2.5, expected an integer >= 1"),
     ],
 )
 def test_bad_arguments_are_named(make, message):
     with pytest.raises(WhetValueError, match=message):
         make()
+
+
+def test_what_evaluates_has_to_be_callable():
+    with pytest.raises(WhetTypeError, match=r"EvaluationCallback: evaluate is \{\}, expected a callable"):
+        EvaluationCallback({}, every=1)

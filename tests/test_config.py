@@ -77,8 +77,8 @@ def test_wrong_types_and_names_are_named(config_class, settings, message):
         (SFTConfig, {"batch_size": 0}, "batch_size is 0, expected an integer >= 1"),
         (SFTConfig, {"warmup_steps": -1}, "warmup_steps is -1, expected an integer >= 0"),
         (SFTConfig, {"max_skipped_steps": 0}, "max_skipped_steps is 0, expected an integer >= 1"),
-        (GRPOConfig, {"group_size": 0}, "group_size is 0, expected an integer >= 1"),
-        (GRPOConfig, {"beta": -0.1}, "beta is -0.1, expected a number >= 0"),
+        (GRPOConfig, {"group_size": 0}, "group_size is 0, expected an integer >= 2"),
+        (GRPOConfig, {"beta": -0.1}, "beta is -0.1, expected a finite number >= 0"),
         (GRPOConfig, {"epsilon": -1.0}, "GRPOConfig: epsilon is -1.0, expected a number >= 0"),
         (
             GRPOConfig,
@@ -89,7 +89,13 @@ def test_wrong_types_and_names_are_named(config_class, settings, message):
         (OnlineDPOConfig, {"beta": 0.0}, "OnlineDPOConfig: beta is 0.0, expected a finite number > 0"),
         (OnlineDPOConfig, {"max_new_tokens": 0}, "max_new_tokens is 0"),
         (DPOConfig, {"label_smoothing": 0.7}, "DPOConfig: label_smoothing is 0.7"),
-        (BestOfNConfig, {"temperature": 0.0}, "temperature is 0.0, expected a number > 0"),
+        (GRPOConfig, {"group_size": 1}, "group_size is 1, expected an integer >= 2: of one completion"),
+        (GRPOConfig, {"advantage_ddof": 2}, "advantage_ddof is 2, expected 0 or 1"),
+        (GRPOConfig, {"reward_timeout_s": 0}, "reward_timeout_s is 0, expected seconds > 0, or None"),
+        (SFTConfig, {"seed": -1}, "seed is -1, expected an integer from 0 to 2^64 - 1"),
+        (SFTConfig, {"stop_token_ids": [-1]}, "stop_token_ids is [-1], expected token ids >= 0"),
+        (BestOfNConfig, {"pad_token_id": -1}, "pad_token_id is -1, expected a token id >= 0"),
+        (BestOfNConfig, {"temperature": 0.0}, "temperature is 0.0, expected a finite number > 0"),
     ],
 )
 def test_values_out_of_range_are_named(config_class, settings, message):
@@ -97,9 +103,77 @@ def test_values_out_of_range_are_named(config_class, settings, message):
         make_config(config_class, None, settings)
 
 
+@pytest.mark.parametrize(
+    ("config_class", "settings", "why"),
+    [
+        (SFTConfig, {"schedule_steps": 9}, "lr_schedule is 'constant', which has no end"),
+        (SFTConfig, {"max_tokens_per_step": 9, "micro_batch_size": 2}, "micro_batch_size says what a pass takes"),
+        (SFTConfig, {"max_tokens_per_step": 9, "compute": "torch"}, "compute is 'torch'"),
+        (DPOConfig, {"beta": 0.2, "loss_type": "sft"}, "'sft' looks at the chosen completion alone"),
+        (DPOConfig, {"precompute_reference": True, "reference_free": True}, "the loss looks at no reference"),
+        (DPOConfig, {"precompute_reference": True, "loss_type": "sft"}, "the loss looks at no reference"),
+        (DPOConfig, {"reference_cache": "x"}, "it keeps what precompute_reference computes"),
+        (GRPOConfig, {"rollout_weights": "int8", "engine": "torch"}, "engine is 'torch', which samples from the model"),
+        (GRPOConfig, {"epsilon": 0.1, "loss_type": "sapo"}, "'sapo' does not clip the ratio at 1 - epsilon"),
+        (GRPOConfig, {"epsilon": 0.1, "loss_type": "cispo", "epsilon_high": 5.0}, "'cispo' does not clip the ratio"),
+        (GRPOConfig, {"epsilon_high": 0.3, "loss_type": "sapo"}, "'sapo' has no such bound"),
+        (GRPOConfig, {"delta": 2.0, "loss_type": "sapo"}, "'sapo' has no such bound"),
+        (GRPOConfig, {"delta": 2.0, "loss_type": "cispo", "epsilon_high": 5.0}, "'cispo' has no such bound"),
+        (GRPOConfig, {"sapo_tau_positive": 2.0}, "'dapo' has no temperature"),
+        (GRPOConfig, {"sapo_tau_negative": 2.0}, "'dapo' has no temperature"),
+        (GRPOConfig, {"kl_estimator": "k1"}, "beta is 0, and there is no KL term"),
+        (GRPOConfig, {"sampler_cap": 2.0}, "sampler_correction is off, and nothing is weighed"),
+        (GRPOConfig, {"advantage_ddof": 1, "scale_rewards": "none"}, "scale_rewards is 'none', and nothing divides"),
+        (GRPOConfig, {"advantage_eps": 1e-4, "scale_rewards": "none"}, "scale_rewards is 'none', and nothing divides"),
+        (OnlineDPOConfig, {"beta": 0.2, "loss_type": "sft"}, "'sft' looks at the chosen completion alone"),
+        (BestOfNConfig, {"rollout_weights": "int8", "engine": "torch"}, "engine is 'torch'"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(config_class, settings, why):
+    name, value = next(iter(settings.items()))
+    message = f"{config_class.__name__}: {name} is {value!r} and has no effect: {why}"
+    with pytest.raises(WhetValueError, match=re.escape(message)):
+        config_class(**settings)
+    config_class(**{**settings, name: getattr(config_class(), name)})  # at its default it asks for nothing
+
+
+def test_settings_that_work_together_are_taken():
+    SFTConfig(lr_schedule="cosine", schedule_steps=9, warmup_steps=9, micro_batch_size=2)
+    SFTConfig(max_tokens_per_step=0, compute="torch")  # all at once, which is what happens
+    DPOConfig(precompute_reference=True, reference_cache="x", beta=0.3)
+    GRPOConfig(loss_type="cispo", epsilon_high=math.inf)
+    GRPOConfig(loss_type="sapo", sapo_tau_positive=2.0, beta=0.1, kl_estimator="k1")
+    GRPOConfig(rollout_weights="int8", sampler_cap=2.0, advantage_ddof=1, advantage_eps=1e-4, delta=2.0)
+
+
+def test_cispo_wants_its_cap():
+    with pytest.raises(WhetValueError, match=r"epsilon_high is None, and in 'cispo' it caps the ratio itself.*5\.0"):
+        GRPOConfig(loss_type="cispo")
+
+
+@pytest.mark.parametrize("config_class", ALL)
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+def test_no_number_that_is_not_finite_gets_in(config_class, value):
+    bounds = ("delta", "epsilon", "epsilon_high", "sampler_cap")  # +inf is a bound that nothing reaches
+    hints = typing.get_type_hints(config_class)
+    names = [name for name, hint in hints.items() if float in (hint, *typing.get_args(hint))]
+    assert names
+    for name in names:
+        if value == math.inf and name in bounds:
+            continue
+        with pytest.raises((WhetTypeError, WhetValueError), match=f"{name} is "):
+            config_class(**{name: [value] if hints[name] == list[float] else value})
+
+
+def test_a_warm_up_fits_into_its_schedule():
+    with pytest.raises(WhetValueError, match="warmup_steps is 10, expected at most schedule_steps=9"):
+        SFTConfig(lr_schedule="linear", schedule_steps=9, warmup_steps=10)
+
+
 def test_numbers_of_numpy_and_whole_floats_do():
     config = SFTConfig(learning_rate=1, batch_size=np.int64(4), weight_decay=np.float32(0.5))
     assert config.batch_size == 4
+    assert [type(value) for value in (config.batch_size, config.weight_decay)] == [int, float]
     assert SFTConfig(stop_token_ids=(1, 2)).stop_token_ids == (1, 2)
 
 

@@ -168,8 +168,17 @@ def test_console_prints_first_every_interval_evaluations_and_last(capsys):
     ]
     logger.close()
     assert capsys.readouterr().out == ""
-    with pytest.raises(WhetValueError, match="log_interval is 0, expected an integer >= 1"):
-        ConsoleLogger(0)
+    for interval in (0, 2.5, True):
+        with pytest.raises(WhetValueError, match=f"log_interval is {interval}, expected an integer >= 1"):
+            ConsoleLogger(interval)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"total_steps": 2.5}, {"total_steps": -1}, {"interval_s": math.nan}, {"interval_s": -1}]
+)
+def test_bad_arguments_of_the_progress_bar_are_named(settings):
+    with pytest.raises(WhetValueError, match=f"ProgressLogger: {next(iter(settings))} is "):
+        ProgressLogger(**settings)
 
 
 def test_progress_without_a_terminal_prints_a_line_now_and_then(capsys):

@@ -383,6 +383,11 @@ def test_children_leave_no_descriptors_or_processes_behind() -> None:
         ({"functions": length, "weights": [math.nan]}, WhetValueError, r"weights is \[nan\]"),
         ({"functions": length, "on_error": "ignore"}, WhetValueError, "on_error is 'ignore'"),
         ({"functions": length, "timeout_s": 0}, WhetValueError, "timeout_s is 0"),
+        ({"functions": length, "weights": ["1"]}, WhetValueError, "expected 1 finite numbers"),
+        ({"functions": length, "weights": [True]}, WhetValueError, "expected 1 finite numbers"),
+        ({"functions": length, "timeout_s": True}, WhetValueError, "timeout_s is True"),
+        ({"functions": length, "timeout_s": "5"}, WhetValueError, "timeout_s is '5'"),
+        ({"functions": length, "timeout_s": math.nan}, WhetValueError, "timeout_s is nan"),
         ({"functions": length, "timeout_s": math.inf}, WhetValueError, "timeout_s is inf"),
     ],
 )

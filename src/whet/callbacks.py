@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from whet.checkpoint import capture_rng, prune_checkpoints, restore_rng, step_folder
 from whet.errors import WhetTypeError, WhetValueError
+from whet.fields import check_integer, is_number
 from whet.logging import JSONLLogger, as_number
 
 
@@ -78,13 +79,15 @@ class EvaluationCallback(Callback):
         history: the results so far, ``{"step": 100, "accuracy": 0.41}`` each.
 
     Raises:
-        WhetValueError: every is below 1.
-        WhetTypeError: evaluate returned something else than numbers by name.
+        WhetValueError: every is no integer above 0.
+        WhetTypeError: evaluate cannot be called, or returned something else than numbers by name.
     """
 
     def __init__(self, evaluate: Callable[[Any], Mapping[str, float]], every: int, at_start: bool = True) -> None:
+        if not callable(evaluate):
+            raise WhetTypeError(f"EvaluationCallback: evaluate is {evaluate!r:.60}, expected a callable.")
         self.evaluate = evaluate
-        self.every = _at_least_one("EvaluationCallback", "every", every)
+        self.every = check_integer("EvaluationCallback", "every", every, 1)
         self.at_start = at_start
         self.history: list[dict[str, float]] = []
 
@@ -138,7 +141,8 @@ class EarlyStoppingCallback(Callback):
         reason: why the run was stopped, in words; None while it was not.
 
     Raises:
-        WhetValueError: patience is below 1, min_delta is negative, or mode is neither "max" nor "min".
+        WhetValueError: patience is no integer above 0, min_delta or target no finite number, min_delta negative, or
+            mode neither "max" nor "min".
     """
 
     def __init__(
@@ -151,10 +155,12 @@ class EarlyStoppingCallback(Callback):
     ) -> None:
         if mode not in ("max", "min"):
             raise WhetValueError(f"EarlyStoppingCallback: mode is {mode!r}, expected 'max' or 'min'.")
-        if not min_delta >= 0:
-            raise WhetValueError(f"EarlyStoppingCallback: min_delta is {min_delta!r}, expected a number >= 0.")
+        if not (is_number(min_delta) and min_delta >= 0):
+            raise WhetValueError(f"EarlyStoppingCallback: min_delta is {min_delta!r}, expected a finite number >= 0.")
+        if target is not None and not is_number(target):
+            raise WhetValueError(f"EarlyStoppingCallback: target is {target!r}, expected a finite number, or None.")
         self.metric = metric
-        self.patience = _at_least_one("EarlyStoppingCallback", "patience", patience)
+        self.patience = check_integer("EarlyStoppingCallback", "patience", patience, 1)
         self.min_delta = min_delta
         self.target = target
         self.reason: str | None = None
@@ -211,13 +217,13 @@ class CheckpointCallback(Callback):
         keep: how many to keep.
 
     Raises:
-        WhetValueError: every or keep is below 1.
+        WhetValueError: every or keep is no integer above 0.
     """
 
     def __init__(self, folder: str | os.PathLike[str], every: int, keep: int = 2) -> None:
         self.folder = Path(folder)
-        self.every = _at_least_one("CheckpointCallback", "every", every)
-        self.keep = _at_least_one("CheckpointCallback", "keep", keep)
+        self.every = check_integer("CheckpointCallback", "every", every, 1)
+        self.keep = check_integer("CheckpointCallback", "keep", keep, 1)
         self._saved_step = 0
 
     def on_train_begin(self, trainer: Trainer, total_steps: int) -> None:
@@ -264,9 +270,3 @@ class CompletionsCallback(Callback):
     def on_step_end(self, trainer: Trainer, metrics: MutableMapping[str, float]) -> None:
         for row in trainer.last_completions:
             self._rows.write({"step": trainer.step, **row})
-
-
-def _at_least_one(where: str, name: str, value: int) -> int:
-    if value < 1:
-        raise WhetValueError(f"{where}: {name} is {value!r}, expected an integer >= 1.")
-    return value

@@ -1,7 +1,8 @@
 """The settings of every algorithm: flat dataclasses that a TOML table, flags or keyword arguments fill.
 
-Each field says what it does, in its unit; a value of another type or out of range is refused when the config
-is made. Reads no files, and does not import torch.
+Each field says what it does, in its unit. A value of another type or out of range is refused when the config
+is made, and so is one that has no effect beside the others; a field at its default never is. Reads no files, and
+does not import torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from whet.errors import WhetValueError
-from whet.fields import check_choice, check_range, check_types
+from whet.fields import check_choice, check_range, check_types, check_used
 from whet.sampling import SamplingParams
 
 GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo"]
@@ -27,6 +28,7 @@ DPOLossType = Literal[
     "apo_zero", "apo_down", "sft",
 ]  # fmt: skip
 
+_UNCLIPPED = ("cispo", "sapo")
 _SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair")
 
 
@@ -36,7 +38,7 @@ class TrainerConfig:
 
     Raises:
         WhetTypeError: a value of another type than its field.
-        WhetValueError: a value out of range.
+        WhetValueError: a value out of range, or one that has no effect beside the others.
     """
 
     learning_rate: float = 1e-6
@@ -52,7 +54,8 @@ class TrainerConfig:
     micro_batch_size: int = 0
     """Rows per forward and backward pass; 0: as max_tokens_per_step says. Less memory, the same gradient."""
     max_tokens_per_step: int = 1536
-    """Tokens per forward and backward pass where Whet's kernels compute it; 0: all at once. The same gradient."""
+    """Tokens per forward and backward pass where Whet's kernels compute it and micro_batch_size is 0; 0: all at once.
+    The same gradient."""
     compute: Compute = "auto"
     """What computes the step: Whet's kernels (whet.nn.accelerate), with products in bfloat16 or float32, or torch.
 
@@ -75,7 +78,7 @@ class TrainerConfig:
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end a completion; empty: the EOS of tokenizer or model."""
     seed: int = 0
-    """Keys the order of the data and the sampling."""
+    """Keys the order of the data and the sampling; from 0 to 2^64 - 1."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -87,6 +90,16 @@ class TrainerConfig:
             check_range(self, name, getattr(self, name) >= 0, "an integer >= 0")
         for name in ("batch_size", "max_skipped_steps"):
             check_range(self, name, getattr(self, name) >= 1, "an integer >= 1")
+        check_range(self, "seed", 0 <= self.seed < 1 << 64, "an integer from 0 to 2^64 - 1")
+        check_range(self, "stop_token_ids", all(token >= 0 for token in self.stop_token_ids), "token ids >= 0")
+        decays = self.lr_schedule != "constant"
+        check_used(self, ["schedule_steps"], decays, "lr_schedule is 'constant', which has no end")
+        if self.schedule_steps:
+            ends = f"at most schedule_steps={self.schedule_steps}, where the rate is zero again"
+            check_range(self, "warmup_steps", self.warmup_steps <= self.schedule_steps, ends)
+        packed = ["max_tokens_per_step"] if self.max_tokens_per_step else []
+        check_used(self, packed, not self.micro_batch_size, "micro_batch_size says what a pass takes")
+        check_used(self, packed, self.compute != "torch", "compute is 'torch', which takes micro_batch_size rows")
 
 
 def learning_rate_at(step: int, config: TrainerConfig, horizon: int) -> float:
@@ -134,6 +147,7 @@ class PreferenceConfig:
     def __post_init__(self) -> None:
         check_types(self)
         check_dpo_options(type(self).__name__, self.loss_type, self.beta, self.label_smoothing)
+        check_used(self, ["beta"], self.loss_type != "sft", "'sft' looks at the chosen completion alone")
 
     def has_reference(self) -> bool:
         """Whether the loss looks at the reference."""
@@ -152,6 +166,8 @@ class DPOConfig(PreferenceConfig, TrainerConfig):
     def __post_init__(self) -> None:
         TrainerConfig.__post_init__(self)
         PreferenceConfig.__post_init__(self)
+        check_used(self, ["precompute_reference"], self.has_reference(), "the loss looks at no reference")
+        check_used(self, ["reference_cache"], self.precompute_reference, "it keeps what precompute_reference computes")
 
 
 @dataclass(kw_only=True)
@@ -183,11 +199,15 @@ class RolloutConfig:
     reward_timeout_s: float | None = None
     """Seconds that one call of a reward function may take; None: no limit."""
     seed: int = 0
-    """Keys the sampling."""
+    """Keys the sampling; from 0 to 2^64 - 1."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_range(self, "temperature", self.temperature > 0, "a number > 0")
+        check_range(self, "temperature", 0 < self.temperature < math.inf, "a finite number > 0")
+        check_range(self, "reward_weights", all(map(math.isfinite, self.reward_weights)), "finite numbers")
+        timeout_s = self.reward_timeout_s
+        check_range(self, "reward_timeout_s", timeout_s is None or 0 < timeout_s < math.inf, "seconds > 0, or None")
+        check_used(self, ["rollout_weights"], self.engine != "torch", "engine is 'torch', which samples from the model")
         self.sampling((), self.seed)
 
     def samples_plainly(self) -> bool:
@@ -224,7 +244,7 @@ class GRPOConfig(OnlineConfig):
     """Settings of GRPO. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
 
     group_size: int = 8
-    """Completions per prompt."""
+    """Completions per prompt, at least 2: an advantage is a difference within them."""
     num_iterations: int = 1
     """Updates per batch of completions."""
     loss_type: GRPOLossType = "dapo"
@@ -234,7 +254,7 @@ class GRPOConfig(OnlineConfig):
     epsilon: float = 0.2
     """How far below 1 the ratio may fall before it is clipped."""
     epsilon_high: float | None = None
-    """How far above 1; None: as epsilon. In cispo the cap of the ratio itself."""
+    """How far above 1; None: as epsilon. In cispo the cap of the ratio itself, which has to be given."""
     delta: float | None = None
     """Cap of the ratio where the advantage is negative; None: no cap."""
     beta: float = 0.0
@@ -271,11 +291,16 @@ class GRPOConfig(OnlineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("group_size", "num_iterations"):
-            check_range(self, name, getattr(self, name) >= 1, "an integer >= 1")
-        for name in ("sampler_cap", "sapo_tau_positive", "sapo_tau_negative"):
-            check_range(self, name, getattr(self, name) > 0, "a number > 0")
-        check_range(self, "beta", self.beta >= 0, "a number >= 0")
+        one = "an integer >= 2: of one completion every advantage is 0, and nothing is learnt"
+        check_range(self, "group_size", self.group_size >= 2, one)
+        check_range(self, "num_iterations", self.num_iterations >= 1, "an integer >= 1")
+        check_range(self, "sampler_cap", self.sampler_cap > 0, "a number > 0")
+        for name in ("sapo_tau_positive", "sapo_tau_negative"):
+            check_range(self, name, 0 < getattr(self, name) < math.inf, "a finite number > 0")
+        check_range(self, "beta", 0 <= self.beta < math.inf, "a finite number >= 0")
+        check_range(self, "advantage_ddof", self.advantage_ddof in (0, 1), "0 or 1")
+        eps = self.advantage_eps
+        check_range(self, "advantage_eps", eps is None or 0 <= eps < math.inf, "a finite number >= 0, or None")
         check_grpo_options(
             type(self).__name__,
             self.loss_type,
@@ -285,6 +310,26 @@ class GRPOConfig(OnlineConfig):
             self.epsilon_high,
             self.delta,
         )
+        self._check_used()
+
+    def _check_used(self) -> None:
+        loss_type = self.loss_type
+        if loss_type == "cispo" and self.epsilon_high is None:
+            raise WhetValueError(
+                f"{type(self).__name__}: epsilon_high is None, and in 'cispo' it caps the ratio itself: at epsilon, "
+                f"{self.epsilon:g}, it would scale every gradient down to that. Pass epsilon_high, for example 5.0."
+            )
+        check_used(
+            self, ["epsilon"], loss_type not in _UNCLIPPED, f"{loss_type!r} does not clip the ratio at 1 - epsilon"
+        )
+        taus = ["sapo_tau_positive", "sapo_tau_negative"]
+        check_used(self, taus, loss_type == "sapo", f"{loss_type!r} has no temperature")
+        check_used(self, ["kl_estimator"], self.beta != 0, "beta is 0, and there is no KL term")
+        check_used(
+            self, ["sampler_cap"], self.correction() is not None, "sampler_correction is off, and nothing is weighed"
+        )
+        spread = ["advantage_ddof", "advantage_eps"]
+        check_used(self, spread, self.scale_rewards != "none", "scale_rewards is 'none', and nothing divides")
 
 
 @dataclass(kw_only=True)
@@ -308,6 +353,7 @@ class BestOfNConfig(RolloutConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, "n", self.n >= 1, "an integer >= 1")
+        check_range(self, "pad_token_id", self.pad_token_id is None or self.pad_token_id >= 0, "a token id >= 0")
 
 
 def check_grpo_options(
@@ -322,7 +368,7 @@ def check_grpo_options(
     """Refuse options that ``grpo_loss`` cannot use; ``where`` is who asks.
 
     Raises:
-        WhetValueError: an unknown name, or a number out of range.
+        WhetValueError: an unknown name, a number out of range, or a bound that the loss has no use for.
     """
     check_choice(where, "loss_type", loss_type, GRPOLossType)
     check_choice(where, "level", level, RatioLevel)
@@ -331,6 +377,12 @@ def check_grpo_options(
     for name, (value, least) in bounds.items():
         if value is not None and not value >= least:
             raise WhetValueError(f"{where}: {name} is {value!r}, expected a number >= {least}.")
+    unused = {"epsilon_high": (epsilon_high, ("sapo",)), "delta": (delta, _UNCLIPPED)}
+    for name, (value, losses) in unused.items():
+        if value is not None and loss_type in losses:
+            raise WhetValueError(
+                f"{where}: {name} is {value!r} and has no effect: {loss_type!r} has no such bound. Pass None."
+            )
 
 
 def check_dpo_options(where: str, loss_type: str, beta: float, label_smoothing: float) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
+from whet.fields import check_integer, is_number
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -96,13 +97,11 @@ class ConsoleLogger(Logger):
     Evaluations (metrics named ``eval/...``) always get a line.
 
     Raises:
-        WhetValueError: log_interval is below 1.
+        WhetValueError: log_interval is no integer above 0.
     """
 
     def __init__(self, log_interval: int = 100) -> None:
-        if log_interval < 1:
-            raise WhetValueError(f"ConsoleLogger: log_interval is {log_interval!r}, expected an integer >= 1.")
-        self.log_interval = log_interval
+        self.log_interval = check_integer("ConsoleLogger", "log_interval", log_interval, 1)
         self._printed_step: int | None = None
         self._pending: tuple[Mapping[str, float], int] | None = None
 
@@ -136,11 +135,14 @@ class ProgressLogger(Logger):
         interval_s: seconds between plain lines, where there is no terminal.
 
     Raises:
+        WhetValueError: total_steps or interval_s is no such number.
         MissingExtraError: on a terminal, if rich is not installed.
     """
 
     def __init__(self, total_steps: int | None = None, description: str = "train", *, interval_s: float = 10.0) -> None:
-        self.total_steps = total_steps
+        self.total_steps = check_integer("ProgressLogger", "total_steps", total_steps, 0, optional=True)
+        if not (is_number(interval_s) and interval_s >= 0):
+            raise WhetValueError(f"ProgressLogger: interval_s is {interval_s!r}, expected seconds >= 0.")
         self.description = description
         self.interval_s = interval_s
         self._start: tuple[int, float] | None = None  # the first step seen, and when

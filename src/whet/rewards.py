@@ -28,6 +28,7 @@ import numpy as np
 
 from whet.calling import CallTimeout, call_here, call_in_children, summary
 from whet.errors import RewardError, WhetTypeError, WhetValueError
+from whet.fields import is_number
 
 _OURS = ("prompts", "completions", "completion_ids")
 
@@ -89,19 +90,19 @@ class RewardFunctions:
         for i, function in enumerate(several):
             if not callable(function):
                 raise WhetTypeError(f"RewardFunctions: functions[{i}] is {function!r:.60}, expected a callable.")
-        chosen = [1.0] * len(several) if weights is None else [float(w) for w in weights]
-        if len(chosen) != len(several) or not all(map(math.isfinite, chosen)):
+        chosen = [1.0] * len(several) if weights is None else list(weights)
+        if len(chosen) != len(several) or not all(map(is_number, chosen)):
             raise WhetValueError(
                 f"RewardFunctions: weights is {weights!r}, expected {len(several)} finite numbers, one per function."
             )
         if on_error not in ("raise", "skip", "zero"):
             raise WhetValueError(f"RewardFunctions: on_error is {on_error!r}, expected 'raise', 'skip' or 'zero'.")
-        if timeout_s is not None and not (timeout_s > 0 and math.isfinite(timeout_s)):
+        if timeout_s is not None and not (is_number(timeout_s) and timeout_s > 0):
             raise WhetValueError(f"RewardFunctions: timeout_s is {timeout_s!r}, expected seconds > 0, or None.")
         if timeout_s is not None and not hasattr(os, "fork"):
             raise WhetValueError("RewardFunctions: timeout_s needs os.fork, which this system lacks. Pass None.")
         self.functions = dict(zip(_unique_names(several), several, strict=True))
-        self.weights = np.array(chosen)
+        self.weights = np.array(chosen, np.float64)
         self.on_error = on_error
         self.timeout_s = timeout_s
         self._warned: set[str] = set()

@@ -138,7 +138,9 @@ def test_accumulated_micro_batches_trace_the_same_curve(loss_type, correction):
         [(token_logprobs(model, p, c).detach() + 0.1 * (-1) ** len(c)).tolist() for c in group]
         for p, group in zip(PROMPTS, GROUPS, strict=True)
     ]
-    settings = {"loss_type": loss_type, "sampler_correction": correction, "sampler_cap": 1.15, "beta": 0.1}
+    settings = {"loss_type": loss_type, "sampler_correction": correction, "beta": 0.1}
+    settings |= {} if correction == "off" else {"sampler_cap": 1.15}
+    settings |= {"epsilon_high": 0.2} if loss_type == "cispo" else {}
     runs = []
     for micro_batch_size in (0, 1, 4):
         run = make(
@@ -220,10 +222,9 @@ def test_nothing_but_zero_spread_leaves_the_weights_alone():
     assert_same_weights(grpo.model, TinyModel())
 
 
-def test_one_completion_per_prompt_has_no_advantage():
-    grpo = make(engine=ScriptedEngine([[[4, EOS]], [[9, EOS]]]), group_size=1)
-    assert grpo.train_step(PROMPTS)["frac_reward_zero_std"] == 1
-    assert [row["advantage"] for row in grpo.last_completions] == [0, 0]
+def test_one_completion_per_prompt_is_refused():
+    with pytest.raises(WhetValueError, match="group_size is 1, expected an integer >= 2: of one completion every"):
+        make(group_size=1)
 
 
 def test_truncated_completions_are_left_out_on_request():
@@ -254,7 +255,22 @@ def test_rewards_take_columns_weights_and_none():
     assert [row["reward"] for row in grpo.last_completions] == [11.5, 1.0, 2.0, 1.0, 0.5, 1.5]
     assert metrics["rewards/matches/mean"] == pytest.approx(1 / 3) and metrics["rewards/length/mean"] == 2.5
     prepared = RewardFunctions([matches, length], weights=[10.0, 0.5])
-    assert make(reward_fn=prepared).train_step(rows)["mean_reward"] == metrics["mean_reward"]
+    for settings in ({}, {"reward_weights": [10.0, 0.5]}):
+        assert make(reward_fn=prepared, **settings).train_step(rows)["mean_reward"] == metrics["mean_reward"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "own"),
+    [
+        ({"reward_weights": [1.0]}, r"\[2.0\]"),
+        ({"reward_policy": "skip"}, "'zero'"),
+        ({"reward_timeout_s": 5.0}, "None"),
+    ],
+)
+def test_reward_settings_beside_functions_that_have_their_own_are_refused(setting, own):
+    prepared = RewardFunctions(fours, weights=[2.0], on_error="zero")
+    with pytest.raises(WhetValueError, match=f"GRPOConfig: {next(iter(setting))} is .*has its own, {own}"):
+        make(reward_fn=prepared, **setting)
 
 
 def test_unscored_completions_have_advantage_zero():
@@ -376,7 +392,7 @@ def test_bad_arguments_are_named():
         make(engine=3)
     with pytest.raises(WhetValueError, match="loss_type is 'ppo', expected one of 'grpo'"):
         make(loss_type="ppo")
-    with pytest.raises(WhetValueError, match=r"temperature is 0\.0, expected a number > 0"):
+    with pytest.raises(WhetValueError, match=r"temperature is 0\.0, expected a finite number > 0"):
         GRPOConfig(temperature=0.0)
     with pytest.raises(WhetValueError, match="the batch holds no prompts"):
         make().train_step([])

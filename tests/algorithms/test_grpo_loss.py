@@ -131,6 +131,11 @@ def test_value_and_gradient_follow_the_formula(loss_type, level, options):
     names = {"eps": "epsilon", "eps_high": "epsilon_high", "delta": "delta", "beta": "beta"}
     names |= {"estimator": "kl_estimator", "bias": "kl_bias_correction"}
     settings = {names[name]: value for name, value in options.items()}
+    bounds = {"sapo": ("epsilon_high", "delta"), "cispo": ("delta",)}.get(loss_type, ())
+    if unused := [name for name in bounds if name in settings]:
+        with pytest.raises(WhetValueError, match=f"{unused[0]} is .* and has no effect: '{loss_type}' has no such"):
+            grpo_loss(**b, loss_type=loss_type, level=level, **settings)
+        settings = {name: value for name, value in settings.items() if name not in bounds}
     tensors = {name: value for name, value in b.items() if name != "sampler_logprobs"}
     loss, _ = grpo_loss(**tensors, loss_type=loss_type, level=level, **settings)
     expected = literal(b, loss_type, level, **options)

@@ -8,7 +8,7 @@ from tiny import EOS, ScriptedEngine, TinyModel, assert_same_weights, letters_to
 
 from whet.algorithms.dpo import DPO
 from whet.algorithms.online_dpo import OnlineDPO
-from whet.errors import RewardError, WhetTypeError
+from whet.errors import RewardError, WhetTypeError, WhetValueError
 
 PROMPTS = [[5, 6], [7], [8]]
 GROUPS = [[[4, EOS], [9, 9, EOS]], [[10], [4, 4]], [[6, EOS], [6, EOS]]]
@@ -96,6 +96,8 @@ def test_bad_arguments_and_oracles_are_named():
         make()
     with pytest.raises(WhetTypeError, match="pass either preference_fn or reward_fn"):
         make(preference_fn=longer, reward_fn=len)
+    with pytest.raises(WhetValueError, match="reward_policy is 'skip' and has no effect: preference_fn judges"):
+        make(preference_fn=longer, reward_policy="skip")
     with pytest.raises(RewardError, match="gave 2 for pair 1"):
         make(preference_fn=lambda pairs: [0, 2, 1]).train_step(PROMPTS)
     with pytest.raises(RewardError, match="2 preferences for 3 pairs"):

@@ -69,6 +69,24 @@ def test_the_last_line_tells_the_outcome(tmp_path, capsys):
     assert "did not reach 90%" in printed.err
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--sft-until", "nan"], "sft_until is nan"),
+        (["--grpo-until", "90"], "grpo_until is 90.0, expected an accuracy in [0, 1]"),
+        (["--n-held-out", "0"], "n_held_out is 0, expected an integer >= 1"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--engine", "torch", "--rollout-weights", "int8"], "rollout_weights is 'int8' and has no effect"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(flags, expected, tmp_path, capsys):
+    try:
+        assert main(["demo", "--output-dir", str(tmp_path / "run"), *flags]) == 2
+    except SystemExit as exit_:  # tyro tells what a config refuses in a box of its own
+        assert exit_.code == 2
+    assert expected in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
 def test_it_removes_only_what_it_wrote(tmp_path):
     (tmp_path / "mine.txt").write_text("keep")
     main(["demo", "--output-dir", str(tmp_path), *SHORT])

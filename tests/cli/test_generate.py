@@ -148,6 +148,11 @@ def test_generate_mistakes_are_one_line(tiny_model, tmp_path, error_of):
     assert "there is no folder 'nope'" in error_of("generate", "nope", "--prompt", "x")
     assert "n is 0, expected an integer >= 1" in error_of("generate", tiny_model, "--prompt", "x", "-n", "0")
     assert "temperature is -1.0" in error_of("generate", tiny_model, "--prompt", "x", "--temperature", "-1")
+    for flag in ("n", "top_k"):
+        given = ["--temperature", "0", f"--{flag.replace('_', '-')}", "2"]
+        assert f"{flag} is 2 and has no effect: temperature is 0" in error_of(
+            "generate", tiny_model, "--prompt", "x", *given
+        )
     assert "the prompt is empty" in error_of("generate", tiny_model, "--prompt", "", "--raw")
     long = "x" * 600
     assert "600 tokens, and the model's last position is 512" in error_of(

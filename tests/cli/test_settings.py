@@ -23,7 +23,7 @@ def test_defaults_then_file_then_flags(files):
         ('learning_rate = "1e-3"', "learning_rate is '1e-3', expected float."),
         ("reward = 'a.py:f'", "reward is 'a.py:f', expected a list of str values."),
         ("loss_type = 'ppo'", "loss_type is 'ppo', expected one of 'grpo', "),
-        ("group_size = 0", "group_size is 0, expected an integer >= 1."),
+        ("group_size = 0", "group_size is 0, expected an integer >= 2: "),
         ("steps = ", "not TOML: "),
     ],
 )
@@ -45,6 +45,7 @@ def test_other_mistakes_with_files(tmp_path, error_of):
         (["--learning-rte", "1"], "--learning-rate"),
         (["--learning-rate", "fast"], "could not convert string to float: 'fast'"),
         (["--learning-rate", "-1"], "learning_rate is -1.0, expected a finite number >= 0"),
+        (["--seed", "-1"], "seed is -1, expected an integer from 0 to 2^64 - 1"),
         (["config.tml"], "config.tml"),
     ],
 )
@@ -53,6 +54,36 @@ def test_mistakes_in_flags_are_named(flags, expected, capsys):
         main(["train", "sft", *flags])
     text = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert exit_.value.code == 2 and expected in text
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "expected"),
+    [
+        ("sft", {"lora_alpha": 8}, "SFTRun: lora_alpha is 8 and has no effect: lora_rank is 0"),
+        ("sft", {"lora_layers": "q_proj"}, "lora_layers is ['q_proj'] and has no effect: lora_rank is 0"),
+        ("sft", {"eval_every": 5}, "eval_every is 5 and has no effect: there is no eval_data. Leave it at 100."),
+        ("sft", {"wandb_project": "mine"}, "wandb_project is 'mine' and has no effect: 'wandb' is not among loggers"),
+        ("sft", {"steps": 5, "warmup_steps": 6}, "warmup_steps is 6, expected at most steps, 5."),
+        (
+            "grpo",
+            {"reward": "a.b:c", "eval_temperature": 0.5},
+            "eval_temperature is 0.5 and has no effect: there is no",
+        ),
+        (
+            "grpo",
+            {"reward": "a.b:c", "eval_temperature": "inf"},
+            "eval_temperature is inf, expected a finite number >= 0",
+        ),
+        ("online-dpo", {"preference": "a.b:c", "reward": "a.b:c"}, "reward is ['a.b:c'] and has no effect: preference"),
+        (
+            "online-dpo",
+            {"preference": "a.b:c", "reward_policy": "skip"},
+            "reward_policy is 'skip' and has no effect: pref",
+        ),
+    ],
+)
+def test_settings_without_effect_are_refused(method, settings, expected, files, error_of):
+    assert expected in error_of("train", method, *files("run", **settings))
 
 
 def test_toml_round_trip(tmp_path):

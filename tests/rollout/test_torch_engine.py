@@ -466,8 +466,12 @@ def test_bad_arguments() -> None:
         engine.generate([[1], []], 1, SamplingParams())
     with pytest.raises(WhetTypeError, match=r"prompt_ids\[0\] is 'ab'"):
         engine.generate(["ab"], 1, SamplingParams())  # pyright: ignore[reportArgumentType]
-    with pytest.raises(WhetValueError, match="max_batch is 0"):
-        TorchEngine(Counter(), max_batch=0)
+    with pytest.raises(WhetValueError, match=r"n is 2\.5, expected an integer >= 1"):
+        engine.generate([[1]], 2.5, SamplingParams())  # pyright: ignore[reportArgumentType]
+    for settings in ({"max_batch": 0}, {"max_batch": 1.5}, {"pad_token_id": -1}, {"pad_token_id": True}):
+        [(name, value)] = settings.items()
+        with pytest.raises(WhetValueError, match=f"TorchEngine: {name} is {value}, expected an integer >= "):
+            TorchEngine(Counter(), **settings)
     with pytest.raises(WhetTypeError, match=r"TorchEngine: model is function"):
         TorchEngine(lambda ids: ids)  # pyright: ignore[reportArgumentType]
     with pytest.raises(WhetTypeError, match=r"TorchEngine\.sync: model is NoneType"):

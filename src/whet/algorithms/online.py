@@ -19,6 +19,7 @@ from whet.batches import is_rows
 from whet.config import EngineName, RolloutConfig
 from whet.data import token_rows, tokenize_prompt
 from whet.errors import WhetTypeError, WhetValueError
+from whet.fields import check_used
 from whet.phases import phase
 from whet.rewards import RewardBatch, RewardFunctions
 from whet.rollout.choose import make_engine
@@ -154,11 +155,23 @@ def sample(engine: RolloutEngine, prompts: Prompts, n: int, sampling: SamplingPa
 
 
 def reward_functions(config: RolloutConfig, reward_fn: RewardFn | None) -> RewardFunctions:
-    """The reward functions, called as the config says; ``RewardFunctions`` stay as they are."""
+    """The reward functions, called as the config says; ``RewardFunctions`` stay as they are.
+
+    Raises:
+        WhetTypeError: there are none.
+        WhetValueError: ``RewardFunctions``, and the config says otherwise than they do.
+    """
     if reward_fn is None:
         where = type(config).__name__.removesuffix("Config")
         raise WhetTypeError(f"{where}: reward_fn is None. Pass a function that scores completions.")
     if isinstance(reward_fn, RewardFunctions):
+        weights = reward_fn.weights.tolist()
+        for name, own, same in (
+            ("reward_weights", weights, list(config.reward_weights) == weights),
+            ("reward_policy", reward_fn.on_error, config.reward_policy == reward_fn.on_error),
+            ("reward_timeout_s", reward_fn.timeout_s, config.reward_timeout_s == reward_fn.timeout_s),
+        ):
+            check_used(config, [name], same, f"reward_fn is RewardFunctions, which has its own, {own!r}")
         return reward_fn
     return RewardFunctions(
         reward_fn,

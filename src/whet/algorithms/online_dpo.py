@@ -25,6 +25,7 @@ from whet.algorithms.online import (
 )
 from whet.config import OnlineDPOConfig
 from whet.errors import WhetTypeError
+from whet.fields import check_used
 from whet.phases import phase
 from whet.rewards import RewardBatch, call_preference
 
@@ -52,6 +53,8 @@ class OnlineDPO(OnlineTrainer):
         if (preference_fn is None) == (reward_fn is None):
             raise WhetTypeError("OnlineDPO: pass either preference_fn or reward_fn.")
         super().__init__(model, ref_model, **arguments)
+        settings = ("reward_weights", "reward_policy", "reward_timeout_s")
+        check_used(self.config, settings, reward_fn is not None, "preference_fn judges, and nothing is scored")
         self.preference_fn = preference_fn
         self.rewards = None if reward_fn is None else reward_functions(self.config, reward_fn)
 

@@ -24,6 +24,7 @@ from whet.callbacks import Callback, CheckpointCallback, CompletionsCallback, Ea
 from whet.cli.arithmetic import Row, exact_match, make_model, make_problems, make_tokenizer
 from whet.cli.settings import write_toml
 from whet.config import Compute, EngineName, GRPOConfig, RolloutWeights, SFTConfig
+from whet.fields import check_range, check_types, check_used
 from whet.logging import JSONLLogger, ProgressLogger
 from whet.report import write_report
 from whet.rollout.choose import make_engine
@@ -59,6 +60,15 @@ class DemoConfig:
     compute: Compute = "auto"
     """What computes the updates, as in TrainerConfig; torch: without Whet's kernels."""
 
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("n_held_out", "sft_max_steps", "grpo_max_steps"):
+            check_range(self, name, getattr(self, name) >= 1, "an integer >= 1")
+        for name in ("sft_until", "grpo_until"):
+            check_range(self, name, 0 <= getattr(self, name) <= 1, "an accuracy in [0, 1]")
+        check_range(self, "seed", 0 <= self.seed < 1 << 64, "an integer from 0 to 2^64 - 1")
+        check_used(self, ["rollout_weights"], self.engine != "torch", "engine is 'torch', which samples from the model")
+
 
 def sft_config(config: DemoConfig) -> SFTConfig:
     """The warm-up's settings."""
@@ -85,7 +95,7 @@ def grpo_config(config: DemoConfig) -> GRPOConfig:
         adam_beta2=0.95,
         drop_zero_spread=True,
         engine=config.engine,
-        rollout_weights=config.rollout_weights,
+        rollout_weights="auto" if config.engine == "torch" else config.rollout_weights,
         compute=config.compute,
         seed=config.seed,
     )

@@ -19,7 +19,7 @@ from whet.data import tokenize_prompt
 from whet.engine import Engine
 from whet.engine.files import map_file, parse_json
 from whet.errors import WhetError, WhetValueError
-from whet.fields import check_range
+from whet.fields import check_range, check_used
 from whet.sampling import SamplingParams
 
 Weights = Literal["float32", "bf16", "int8", "int4", "q8_0", "q4_k"]
@@ -62,8 +62,7 @@ class GenerateConfig:
 def main(argv: Sequence[str]) -> int:
     """Writes the continuations; the exit status is 0."""
     asked = tyro.cli(GenerateConfig, args=argv, prog="whet generate")
-    check_range(asked, "n", asked.n >= 1, "an integer >= 1")
-    sampling = _sampling(asked, ())  # what is wrong with it is said before anything is loaded
+    _check(asked)  # what is wrong is said before anything is loaded
     tokenizer = load_tokenizer(asked)
     engine = load_engine(asked)
     prompt = asked.prompt
@@ -89,6 +88,13 @@ def main(argv: Sequence[str]) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+def _check(asked: GenerateConfig) -> None:
+    check_range(asked, "n", asked.n >= 1, "an integer >= 1")
+    _sampling(asked, ())
+    always = "temperature is 0, which takes the most probable token always"
+    check_used(asked, ["n", "top_k", "top_p", "min_p"], asked.temperature > 0, always)
 
 
 def _sampling(asked: GenerateConfig, stops: Sequence[int]) -> SamplingParams:

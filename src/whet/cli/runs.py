@@ -6,12 +6,13 @@ The fields' own words are the flags' help. Does not import torch, so that --help
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from whet.config import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
 from whet.errors import MissingExtraError, WhetValueError
-from whet.fields import check_range
+from whet.fields import check_range, check_used
 
 
 @dataclass(kw_only=True)
@@ -56,11 +57,18 @@ class RunConfig:
             WhetValueError: naming the setting and its flag.
             MissingExtraError: a logger or LoRA without its package.
         """
+        # What an algorithm's own settings may not be in a run of so many steps.
+        warmup_steps: int = getattr(self, "warmup_steps", 0)
         check_given(where, self, "model", "data", "output_dir")
         for name in ("steps", "lora_rank"):
             check_range(self, name, getattr(self, name) >= 0, "an integer >= 0")
         for name in ("lora_alpha", "eval_every", "checkpoint_every", "keep_checkpoints"):
             check_range(self, name, getattr(self, name) >= 1, "an integer >= 1")
+        if self.steps and warmup_steps > self.steps:
+            raise WhetValueError(f"{where}: warmup_steps is {warmup_steps}, expected at most steps, {self.steps}.")
+        check_used(self, ["lora_alpha", "lora_layers"], self.lora_rank > 0, "lora_rank is 0, and there are no adapters")
+        check_used(self, ["eval_every"], bool(self.eval_data), "there is no eval_data")
+        check_used(self, ["wandb_project"], "wandb" in self.loggers, "'wandb' is not among loggers")
         for package in [*(name for name in self.loggers if name != "csv"), *(["peft"] if self.lora_rank else [])]:
             if importlib.util.find_spec(package) is None:
                 raise MissingExtraError(where, package, extra=package)
@@ -77,7 +85,8 @@ class OnlineRunConfig(RunConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_range(self, "eval_temperature", self.eval_temperature >= 0, "a number >= 0")
+        check_range(self, "eval_temperature", 0 <= self.eval_temperature < math.inf, "a finite number >= 0")
+        check_used(self, ["eval_temperature"], bool(self.eval_data), "there is no eval_data")
 
 
 @dataclass(kw_only=True)
@@ -110,6 +119,9 @@ class OnlineDPORun(OnlineDPOConfig, OnlineRunConfig):
         super().check(where)
         if not self.preference or self.eval_data:
             check_given(where, self, "reward")
+        rewards = ["reward", "reward_weights", "reward_policy", "reward_timeout_s"]
+        scored = not self.preference or bool(self.eval_data)
+        check_used(self, rewards, scored, "preference judges, and there is no eval_data to score")
 
 
 RUNS: dict[str, type[RunConfig]] = {"sft": SFTRun, "dpo": DPORun, "grpo": GRPORun, "online-dpo": OnlineDPORun}

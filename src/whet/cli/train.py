@@ -63,7 +63,7 @@ def main(method: str, run: Any) -> int:
     held_out = read_rows(run.eval_data) if run.eval_data else []
     run.steps = run.steps or max(1, len(rows) // run.batch_size)
 
-    transformers.set_seed(run.seed)
+    transformers.set_seed(run.seed % 2**32)  # NumPy's generator takes no more bits
     model, tokenizer = load_model(run.model, run.dtype)
     if run.lora_rank:
         model = add_lora(model, run.model, run.lora_rank, run.lora_alpha, run.lora_layers)
@@ -126,7 +126,10 @@ def _checkpoint_to_resume(run: Any, folder: Path) -> Path | None:
 
 def _algorithm_config(method: str, run: Any) -> Any:
     config_class = ALGORITHMS[method].config_class
-    return config_class(**{field.name: getattr(run, field.name) for field in dataclasses.fields(config_class)})
+    settings = {field.name: getattr(run, field.name) for field in dataclasses.fields(config_class)}
+    if getattr(run, "preference", ""):  # then rewards only measure
+        settings = {name: value for name, value in settings.items() if not name.startswith("reward_")}
+    return config_class(**settings)
 
 
 def _rewards(run: Any) -> RewardFunctions | None:

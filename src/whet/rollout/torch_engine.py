@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.errors import WhetTypeError, WhetValueError
+from whet.fields import check_integer
 from whet.nn.causal_lm import causal_logits, padded_batch, token_lists
 from whet.nn.modules import inner_module, module_device, module_mode
 from whet.sampling import Completion, SamplingParams
@@ -133,15 +134,13 @@ class TorchEngine:
 
     Raises:
         WhetTypeError: model is no ``nn.Module``.
-        WhetValueError: max_batch below 1.
+        WhetValueError: max_batch is no integer above 0, or pad_token_id no token id.
     """
 
     def __init__(self, model: nn.Module, *, pad_token_id: int | None = None, max_batch: int | None = None) -> None:
-        if max_batch is not None and max_batch < 1:
-            raise WhetValueError(f"TorchEngine: max_batch is {max_batch}, expected an integer >= 1, or None.")
         self.model = _checked_module(model, "TorchEngine")
-        self.pad_token_id = pad_token_id or 0
-        self.max_batch = max_batch
+        self.pad_token_id = check_integer("TorchEngine", "pad_token_id", pad_token_id, 0, optional=True) or 0
+        self.max_batch = check_integer("TorchEngine", "max_batch", max_batch, 1, optional=True)
         self.policy_version = 0
 
     def sync(self, model: nn.Module) -> None:
@@ -171,8 +170,7 @@ class TorchEngine:
                 module's own ``generate`` cannot honour.
         """
         where = "TorchEngine.generate"
-        if n < 1:
-            raise WhetValueError(f"{where}: n is {n}, expected an integer >= 1.")
+        n = check_integer(where, "n", n, 1)
         prompts = token_lists(prompt_ids, where, "prompt_ids", allow_empty=False)
         budgets = [self._budget(i, len(prompt), sampling) for i, prompt in enumerate(prompts)]
         rows = [_Row(prompt, budgets[i], i, sample) for i, prompt in enumerate(prompts) for sample in range(n)]
