@@ -54,6 +54,22 @@ def test_every_logit_is_that_of_transformers(case):
         assert np.abs(engine.logits(ids[0].tolist()) - expected).max() < 0.06 * scale
 
 
+def test_an_engine_made_for_shorter_sequences_takes_new_weights(tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path)
+    engines = [
+        Engine.from_model(model, weights="float32", max_position=64),
+        Engine.from_pretrained(tmp_path, weights="float32", max_position=64),
+    ]
+    for parameter in model.parameters():
+        parameter.data.mul_(1.1)
+    expected = Engine.from_model(model, weights="float32").generate(prompts(5, 9), 1, PLAIN)
+    for engine in engines:
+        engine.sync(model)
+        assert engine.config.max_position == 64
+        assert tokens_of(engine.generate(prompts(5, 9), 1, PLAIN)) == tokens_of(expected)
+
+
 @pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2", "gptj", "phi3"])
 def test_greedy_tokens_and_sampled_ones_are_those_of_the_torch_engine(case):
     model = tiny_model(case)

@@ -50,6 +50,9 @@ class Engine:
 
     All three take, beside their source:
 
+        max_position: tokens of the longest sequence; None: what the model's config says. Rotary frequencies that depend
+            on the length are resolved for it: those of longrope are transformers' for sequences of up to the original
+            length with a max_position of up to that, and else those for longer ones.
         weights: "bf16" (default), "float32", "int8" (per output row), "int4" (q4_0), "q8_0", "q4_k". A matrix whose
             rows are no whole blocks of the format takes the next one that fits: q4_k, q4_0 or q8_0, int8. Norms, biases
             and learned positions are float32.
@@ -103,19 +106,23 @@ class Engine:
         self._use(source.adapters)
 
     @classmethod
-    def from_model(cls, model: Any, *, merge_adapters: bool = False, **options: Any) -> Engine:
+    def from_model(
+        cls, model: Any, *, merge_adapters: bool = False, max_position: int | None = None, **options: Any
+    ) -> Engine:
         """From a live Hugging Face module, whose weights are packed as they are now; see ``sync``.
 
         Args:
             model: Llama, Mistral, Qwen2, Qwen3, GPT-NeoX, GPT-2, GPT-J or Phi-3, perhaps in PEFT's LoRA.
             merge_adapters: pack W + scaling B A; else adapters are computed beside W, and ``sync`` takes them alone
                 where nothing else trains.
+            max_position: see the class; ``sync`` keeps it.
             options: see the class.
 
         Raises:
             WhetValueError: a model or an option that the engine does not run, by its name.
         """
-        engine = cls(describe_module(model, merged=merge_adapters), where="Engine.from_model", **options)
+        source = describe_module(model, merged=merge_adapters, max_position=max_position)
+        engine = cls(source, where="Engine.from_model", **options)
         engine._merged = merge_adapters
         return engine
 
@@ -293,7 +300,7 @@ class Engine:
                     f"{where}: {self._n_open} calls are under way, and their tokens have to come from one version of "
                     f"the weights. Finish or close them first."
                 )
-            source = describe_module(model, merged=self._merged)
+            source = describe_module(model, merged=self._merged, max_position=self.config.max_position)
             if source.config != self.config:
                 raise WhetValueError(f"{where}: {_difference(self.config, source.config)}. Make a new engine for it.")
             if not (source.adapters and _only_adapters_train(model)):
