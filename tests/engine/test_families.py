@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from whet.engine.architecture import ModelConfig
-from whet.engine.families import FAMILIES, model_config
+from whet.engine.families import FAMILIES, model_config, short_position
 from whet.engine.live import describe_module
 from whet.engine.pieces import place_lora
 from whet.engine.reference import naive_forward, naive_weights
@@ -90,6 +90,59 @@ def test_scalings_that_depend_on_the_length_are_resolved_for_it(case):
         source = describe_module(model, max_position=n)
         assert source.config.max_position == n
         np.testing.assert_allclose(native_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
+
+
+LONGROPE = {
+    "original_max_position_embeddings": 16,
+    **rope("longrope", short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 4.0, 8.0, 16.0]),
+}
+
+
+def test_where_longropes_factors_change():
+    config = tiny_config("phi3", **LONGROPE)
+    assert short_position(config) == short_position(config.to_dict()) == 16
+    assert describe_module(tiny_model("phi3", **LONGROPE)).short_position == 16
+    assert short_position(tiny_config("phi3", **{**LONGROPE, "max_position_embeddings": 16})) is None
+    alike = {**LONGROPE["rope_parameters"], "short_factor": [2.0, 4.0, 8.0, 16.0]}
+    assert short_position(tiny_config("phi3", **{**LONGROPE, "rope_parameters": alike})) is None
+    others = [case for case in CASES if not case.endswith("longrope")]
+    assert [short_position(tiny_config(case)) for case in others] == [None] * len(others)
+    assert short_position(None) is short_position({"model_type": "opt"}) is None
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_part_of_a_head_rotates_where_transformers_reads_of_it_alone(case):
+    model, ids = tiny_model(case, partial_rotary_factor=0.5), token_ids()
+    assert model.config.rope_parameters["partial_rotary_factor"] == 0.5
+    np.testing.assert_allclose(native_logits(describe_module(model), ids), logits_of(model, ids), rtol=0, atol=1e-4)
+    scaled = tiny_config(case, **rope("linear", factor=2.0, partial_rotary_factor=0.5)).to_dict()
+    with pytest.raises(WhetValueError, match=f"partial_rotary_factor is 0.5 with rope_type 'linear', and a {case} rot"):
+        model_config(scaled)
+
+
+def test_a_module_that_rotates_by_other_frequencies_than_its_config_is_refused():
+    model = tiny_model("llama")
+    model.config.rope_parameters["rope_theta"] = 500.0
+    with pytest.raises(
+        WhetValueError, match=r"model\.rotary_emb\.inv_freq is .*, and the config says .*Make the model"
+    ):
+        describe_module(model)
+    shorter = tiny_model("llama")
+    shorter.model.rotary_emb.inv_freq = shorter.model.rotary_emb.original_inv_freq = torch.ones(2)
+    with pytest.raises(WhetValueError, match=r"model\.rotary_emb\.inv_freq is \(1\.0, 1\.0\), and the config says"):
+        describe_module(shorter)
+
+
+@pytest.mark.parametrize("case", ["llama-dynamic", "llama-longrope", "phi3-longrope"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_text_before_does_not_change_what_is_described(case, dtype):
+    fresh, used = (tiny_model(case).to(dtype) for _ in range(2))
+    with torch.no_grad():
+        used(token_ids(80))
+    for max_position in (None, 12, 80):
+        expected = describe_module(fresh, max_position=max_position).config
+        found = describe_module(used, max_position=max_position).config
+        np.testing.assert_allclose(found.inv_freq, expected.inv_freq, rtol=2**-8)
 
 
 def test_what_a_config_says():

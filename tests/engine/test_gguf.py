@@ -248,6 +248,14 @@ def test_longrope(n, tmp_path):
     np.testing.assert_allclose(logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
 
 
+def test_a_file_whose_heads_rotate_in_part_is_refused_where_the_family_does_not(tmp_path):
+    model = tiny_model("qwen2")
+    model.config.rope_parameters["partial_rotary_factor"] = 0.5
+    path = write(model, tmp_path / "model.gguf")
+    with pytest.raises(WhetValueError, match=r"qwen2\.rope\.dimension_count is 4, expected the whole head, 8"):
+        open_gguf(path)
+
+
 # --- llama.cpp reads the same files the same way -------------------------------------------------------------------
 
 

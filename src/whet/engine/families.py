@@ -77,6 +77,8 @@ class Family:
         settings: ``ModelConfig`` fields; a string begun with "@" is the value of that option.
         window: "none", "all" layers have sliding_window, or "some" by layer_types.
         rope: "neox" or "gptj", the pairing; "none".
+        partial: whether partial_rotary_factor says what part of a head rotates. transformers' other families rotate
+            whole heads, whatever it says.
     """
 
     prefix: str
@@ -86,6 +88,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     window: str = "none"
     rope: str = "neox"
+    partial: bool = False
 
 
 _CUTS = {"by_head": by_head, "paired": paired}
@@ -230,6 +233,7 @@ FAMILIES: dict[str, Family] = {
             "original_max_position_embeddings": 4096,
         },
         window="all",
+        partial=True,
     ),
     "gpt_neox": Family(
         prefix="gpt_neox.",
@@ -252,6 +256,7 @@ FAMILIES: dict[str, Family] = {
             "use_parallel_residual": True,
             "rotary_pct": 0.25,
         },
+        partial=True,
     ),
     "gpt2": Family(
         prefix="transformer.",
@@ -295,6 +300,24 @@ def layer_windows(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
     """
     options = _Options(config, family_of(config, where), where)
     return options.windows(options.size("n_layers"), LARGEST_SIZE)
+
+
+def short_position(config: Any, where: str = "short_position") -> int | None:
+    """Tokens of the longest sequence that longrope's short factors are for; longer ones rotate by the long factors.
+
+    None where there is no such length: a sequence's length changes no frequency, or ``config`` is of no family here.
+    """
+    given = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(given, Mapping) or given.get("model_type") not in FAMILIES:
+        return None
+    options = _Options(given, family_of(given, where), where)
+    if options.family.rope != "neox":
+        return None
+    trained = options.size("max_position")
+    scaling = _scaling(options, trained)
+    original = scaling.get("original_max_position_embeddings", trained)
+    longer = scaling["rope_type"] == "longrope" and isinstance(original, int) and 0 < original < trained
+    return original if longer and scaling.get("short_factor") != scaling.get("long_factor") else None
 
 
 def module_targets(model_type: str, config: ModelConfig) -> dict[str, Place]:
@@ -485,11 +508,18 @@ def _scaling(options: _Options, trained: int) -> dict[str, Any]:
         kind = scaling["rope_type"] = "longrope"
     for key, names in (
         ("rope_theta", ("rope_theta", "rotary_emb_base")),
-        ("partial_rotary_factor", ("partial_rotary_factor", "rotary_pct")),
+        ("partial_rotary_factor", ("partial_rotary_factor", "rotary_pct") if options.family.partial else ()),
     ):
         for value in (options.get(name) for name in names):
             if value is not None:
                 scaling.setdefault(key, value)
+    if not options.family.partial and kind != "proportional":
+        partial = scaling.pop("partial_rotary_factor", 1.0)
+        if partial != 1.0 and kind != "default":  # which transformers makes frequencies for, and then cannot apply
+            raise WhetValueError(
+                f"{options.where}: partial_rotary_factor is {partial!r:.40} with rope_type {kind!r:.40}, and a "
+                f"{options.given['model_type']} rotates whole heads. Leave it out."
+            )
     original = "original_max_position_embeddings"
     if kind in ("llama3", "yarn", "longrope"):
         if options.get(original) is not None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whet.engine.architecture import Piece
-from whet.engine.families import Family, family_of, model_config, module_targets
+from whet.engine.families import Family, family_of, model_config, module_targets, short_position
 from whet.engine.files import map_file, parse_json, view
 from whet.engine.pieces import Source, Stored, walk
 from whet.errors import WhetValueError
@@ -82,7 +82,8 @@ def open_folder(path: str | os.PathLike[str], *, max_position: int | None = None
     for _ in pieces():
         pass
     tensors.check_all_used(config["model_type"])
-    return Source(described, pieces, module_targets(config["model_type"], described))
+    targets = module_targets(config["model_type"], described)
+    return Source(described, pieces, targets, short_position=short_position(config, where))
 
 
 def read_config(folder: Path, where: str) -> dict[str, Any]:

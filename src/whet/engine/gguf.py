@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from whet.engine.architecture import ModelConfig, Piece
-from whet.engine.families import FAMILIES, model_config, module_table, module_targets
+from whet.engine.families import FAMILIES, model_config, module_table, module_targets, short_position
 from whet.engine.gguf_file import GGUFFile, read_gguf
 from whet.engine.pieces import Module, Source, Stored, walk
 from whet.errors import WhetValueError
@@ -150,7 +150,8 @@ def open_gguf(path: str | os.PathLike[str], *, max_position: int | None = None) 
         raise WhetValueError(
             f"{where}: a {architecture} of this kind has no {unknown[0]}; the engine does not know it."
         )
-    return Source(described, pieces, module_targets(options["model_type"], described))
+    targets = module_targets(options["model_type"], described)
+    return Source(described, pieces, targets, short_position=short_position(options, where))
 
 
 class _Metadata:
@@ -209,7 +210,7 @@ class _Metadata:
         if table is None or len(table.shape) != 2:
             raise WhetValueError(f"{self.where}: there is no token_embd.weight of two axes, the embedding.")
         rotary_dim = self.size("rope.dimension_count", sizes["head_dim"])
-        if self.architecture == "llama" and rotary_dim != sizes["head_dim"]:
+        if rotary_dim != sizes["head_dim"] and not FAMILIES[model_type].partial:
             raise self.wrong("rope.dimension_count", f"the whole head, {sizes['head_dim']}")
         rope = self.rope(sizes, rotary_dim)
         return {

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from whet.engine.architecture import ModelConfig, Piece
-from whet.engine.families import Family, family_of, model_config, module_targets
+from whet.engine.families import Family, family_of, model_config, module_targets, short_position
 from whet.engine.pieces import FLOAT_FORMATS, LoRA, Source, Stored, place_lora, walk
 from whet.errors import WhetTypeError, WhetValueError
 
@@ -32,12 +32,13 @@ def describe_module(model: Any, *, merged: bool = False, max_position: int | Non
         max_position: see ``model_config``.
 
     Returns:
-        ``Source(config, pieces, targets, adapters)``. The vocabulary is as large as the embedding is; the head is tied
-        where it has the embedding's memory, whatever the config says; rotary frequencies are as rounded as the
-        module's own, which ``model.bfloat16()`` rounds too (and loading in bfloat16 does not).
+        A ``Source``, whole. The vocabulary is as large as the embedding is; the head is tied where it has the
+        embedding's memory, whatever the config says; rotary frequencies are as rounded as the module's own, which
+        ``model.bfloat16()`` rounds too (and loading in bfloat16 does not).
 
     Raises:
-        WhetValueError: a model, an option or an adapter that the engine does not run.
+        WhetValueError: a model, an option or an adapter that the engine does not run, or rotary frequencies that are
+            not those of the config.
         WhetTypeError: it is no Hugging Face model.
     """
     inner = _unwrapped(model)
@@ -48,7 +49,8 @@ def describe_module(model: Any, *, merged: bool = False, max_position: int | Non
     family = family_of(options, _WHERE)
     module = _Live(inner)
     described = model_config(options, max_position=max_position, where=_WHERE, **module.head(family, merged))
-    described = replace(described, inv_freq=module.frequencies(described.inv_freq))
+    as_built = model_config(options, max_position=1, where=_WHERE, **module.head(family, merged))
+    described = replace(described, inv_freq=module.frequencies(described.inv_freq, as_built.inv_freq))
 
     def pieces() -> Iterator[Piece]:
         return walk(described, family.modules, partial(module.tensor, merged=merged), _WHERE)
@@ -56,7 +58,7 @@ def describe_module(model: Any, *, merged: bool = False, max_position: int | Non
     targets = module_targets(options["model_type"], described)
     module.check(described, family)
     adapters = () if merged else tuple(module.adapters(described, options["model_type"]))
-    return Source(described, pieces, targets, adapters)
+    return Source(described, pieces, targets, adapters, short_position(options, _WHERE))
 
 
 def _unwrapped(model: Any) -> Any:
@@ -137,16 +139,27 @@ class _Live:
         changed = table_lora or (merged and output_lora)
         return {"vocab_size": int(table.weight.shape[0]), "tied_head": bool(same and not changed)}
 
-    def frequencies(self, exact: tuple[float, ...]) -> tuple[float, ...]:
-        """The module's own rotary frequencies where they are the exact ones rounded, else the exact ones."""
+    def frequencies(self, exact: tuple[float, ...], as_built: tuple[float, ...]) -> tuple[float, ...]:
+        """The module's own rotary frequencies where they are the exact ones rounded, else the exact ones.
+
+        Args:
+            exact: the config's, for the longest sequence.
+            as_built: the config's for a short one, which a module begins with; after a long text it holds others, and
+                those it began with beside them.
+        """
         for name, module in self.modules.items():
-            own: Any = getattr(module, "inv_freq", None)
-            if name.endswith("rotary_emb") and hasattr(own, "tolist") and own.device.type == "cpu":
-                found = tuple(own.double().tolist())
-                # A bfloat16 is within 2^-8 of what it rounds; float16 has steps of 2^-24 near zero.
-                close = (abs(a - b) <= 2**-8 * abs(b) + 2**-24 for a, b in zip(found, exact, strict=False))
-                if len(found) == len(exact) and all(close) and not _same_float32(found, exact):
-                    return found
+            buffers = [getattr(module, buffer, None) for buffer in ("inv_freq", "original_inv_freq")]
+            own = [tuple(b.double().tolist()) for b in buffers if hasattr(b, "tolist") and b.device.type == "cpu"]
+            if not name.endswith("rotary_emb") or not own:
+                continue
+            for found in own:
+                if _close(found, exact):
+                    return exact if _same_float32(found, exact) else found
+            if not any(_close(found, as_built) for found in own):
+                raise WhetValueError(
+                    f"{_WHERE}: {name}.inv_freq is {own[0]!r:.60}, and the config says {as_built!r:.60}. Make the "
+                    f"model from its config as it is now; the engine takes rotary frequencies from there."
+                )
         return exact
 
     def check(self, config: ModelConfig, family: Family) -> None:
@@ -177,6 +190,13 @@ class _Live:
                     )
                 a, b = wrapper.lora_A[adapter].weight.detach(), wrapper.lora_B[adapter].weight.detach()
                 yield place_lora(config, place, a, b, float(wrapper.scaling[adapter]), _WHERE)
+
+
+def _close(found: tuple[float, ...], exact: tuple[float, ...]) -> bool:
+    """Whether they may be these, rounded to any format."""
+    # A bfloat16 is within 2^-8 of what it rounds; float16 has steps of 2^-24 near zero.
+    pairs = zip(found, exact, strict=False)
+    return len(found) == len(exact) and all(abs(a - b) <= 2**-8 * abs(b) + 2**-24 for a, b in pairs)
 
 
 def _same_float32(found: tuple[float, ...], exact: tuple[float, ...]) -> bool:

@@ -98,12 +98,14 @@ class Source(NamedTuple):
         pieces: each call walks the weights anew; together the pieces fill every slot once.
         targets: where each module of the Hugging Face model goes, by its name there; for ``place_lora``.
         adapters: LoRA adapters that are no part of the pieces.
+        short_position: see ``families.short_position``; the config's frequencies are resolved for its max_position.
     """
 
     config: ModelConfig
     pieces: Callable[[], Iterator[Piece]]
     targets: dict[str, Place]
     adapters: tuple[LoRA, ...] = ()
+    short_position: int | None = None
 
 
 def places(config: ModelConfig, modules: Sequence[Module]) -> Iterator[Place]:
