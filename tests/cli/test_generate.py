@@ -84,6 +84,41 @@ def test_it_writes_what_the_engine_draws(run, tiny_model, tokenizer):
     assert chatted.err.startswith(f"{len(chat_ids)} + 12 tokens") and "(length)" in chatted.err
 
 
+def test_longrope_of_a_short_text_is_that_of_transformers(run, tiny_model, tokenizer, tmp_path):
+    import torch
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 8.0, 16.0]}
+    torch.manual_seed(0)
+    config = Phi3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=256, original_max_position_embeddings=64, eos_token_id=1, pad_token_id=0,
+        bos_token_id=None, initializer_range=0.3,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **factors},
+    )  # fmt: skip
+    model = Phi3ForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    prompt_ids = ids_of(tokenizer, "a longer text, so that angles differ")
+    argv = [
+        "generate",
+        tmp_path,
+        "--tokenizer",
+        tiny_model,
+        "--prompt",
+        "a longer text, so that angles differ",
+        "--raw",
+    ]
+    out = run(*argv, "--weights", "float32", "--temperature", "0", "--max-new-tokens", "20").out
+    greedy = model.generate(torch.tensor([prompt_ids]), max_new_tokens=20, do_sample=False)[0, len(prompt_ids) :]
+    assert out == tokenizer.decode(greedy, skip_special_tokens=True) + "\n"
+    assert len(prompt_ids) + 20 <= 64  # and a text that may grow past it takes the long factors throughout
+    longer = run(*argv, "--weights", "float32", "--temperature", "0", "--max-new-tokens", "40").out
+    with Engine.from_pretrained(tmp_path, weights="float32") as engine:
+        sampling = whet.SamplingParams(temperature=0, max_new_tokens=40, stop_token_ids=[1])
+        [[expected]] = engine.generate([prompt_ids], 1, sampling)
+    assert longer == tokenizer.decode(expected.token_ids, skip_special_tokens=True) + "\n"
+
+
 def write_gguf(tiny_model, path, architecture="llama"):
     """The tiny model of llama.cpp's converter: q and k in its order, float32."""
     from transformers import AutoModelForCausalLM

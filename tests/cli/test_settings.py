@@ -63,7 +63,6 @@ def test_mistakes_in_flags_are_named(flags, expected, capsys):
         ("sft", {"lora_layers": "q_proj"}, "lora_layers is ['q_proj'] and has no effect: lora_rank is 0"),
         ("sft", {"eval_every": 5}, "eval_every is 5 and has no effect: there is no eval_data. Leave it at 100."),
         ("sft", {"wandb_project": "mine"}, "wandb_project is 'mine' and has no effect: 'wandb' is not among loggers"),
-        ("sft", {"steps": 5, "warmup_steps": 6}, "warmup_steps is 6, expected at most steps, 5."),
         (
             "grpo",
             {"reward": "a.b:c", "eval_temperature": 0.5},

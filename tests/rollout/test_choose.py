@@ -10,9 +10,12 @@ import pytest
 import torch
 import transformers
 
+from whet.algorithms.best_of_n import BestOfN
+from whet.algorithms.grpo import GRPO
 from whet.engine import Engine
 from whet.errors import WhetTypeError, WhetValueError
-from whet.rollout.choose import make_engine
+from whet.nn.causal_lm import completion_logprobs
+from whet.rollout.choose import check_lengths, make_engine
 from whet.rollout.torch_engine import TorchEngine
 from whet.sampling import SamplingParams
 
@@ -86,6 +89,56 @@ def test_weights_are_those_of_the_model_or_those_asked_for():
     assert make_engine("auto", half).formats["layers.0.o"] == "bfloat16"
     assert make_engine("native", half, "float32").formats["layers.0.o"] == "float32"
     assert make_engine("auto", tiny_llama(), "int8").formats["layers.0.o"] == "int8"
+
+
+def phi3(**change):
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 8.0, 16.0]} | change
+    settings = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **factors}}
+    settings |= {"original_max_position_embeddings": 16, "eos_token_id": 2, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES, **settings)).eval()
+
+
+@pytest.mark.parametrize("make_model", [phi3, lambda: with_lora_of_phi3(phi3())])
+def test_longrope_is_sampled_as_it_is_trained(make_model):
+    model, rows = make_model(), [[4, 5, 6, 7, 8, 9, 10, 11], [5, 4, 3, 5, 6]]
+    engine = make_engine("auto", model)
+    sampling = SamplingParams(max_new_tokens=8)
+    for _ in range(2):
+        for prompt, [completion] in zip(rows, engine.generate(rows, 1, sampling), strict=True):
+            policy = completion_logprobs(model, [prompt], [completion.token_ids]).logprobs[0].detach()
+            torch.testing.assert_close(torch.tensor(completion.logprobs), policy, rtol=0, atol=1e-5)
+        with torch.no_grad():
+            for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+                parameter.add_(0.01)
+        engine.sync(model)
+
+
+def with_lora_of_phi3(model):
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["o_proj"], task_type="CAUSAL_LM"))
+
+
+def test_completions_that_may_run_past_the_short_factors_are_refused():
+    model = phi3()
+    check_lengths(model, [[4] * 8, [4] * 3], 8, "GRPO")
+    check_lengths(model, [[4] * 17, [4] * 20], 8, "GRPO")  # long from the start
+    message = r"GRPO: prompt 1 has 9 tokens and max_new_tokens is 8: past 16 tokens .*Lower max_new_tokens"
+    with pytest.raises(WhetValueError, match=message):
+        check_lengths(model, [[4] * 8, [4] * 9], 8, "GRPO")
+    with pytest.raises(WhetValueError, match="GRPO: prompt 1 has 17 tokens"):
+        check_lengths(model, [[4] * 8, [4] * 17], 8, "GRPO")  # one batch has one set of factors
+    check_lengths(phi3(short_factor=[2.0, 4.0, 8.0, 16.0]), [[4] * 9], 8, "GRPO")
+    check_lengths(tiny_llama(), [[4] * 60], 60, "GRPO")
+    check_lengths(OwnModule(), [[4] * 60], 60, "GRPO")
+
+
+@pytest.mark.parametrize("engine", ["native", "torch"])
+def test_trainers_and_best_of_n_check_the_lengths(engine):
+    settings = {"reward_fn": lambda completions: [0.0] * len(completions), "engine": engine, "max_new_tokens": 8}
+    with pytest.raises(WhetValueError, match="GRPO: prompt 0 has 9 tokens"):
+        GRPO(phi3(), **settings).train_step([[4] * 9])
+    with pytest.raises(WhetValueError, match=r"BestOfN\.generate: prompt 0 has 9 tokens"):
+        BestOfN(phi3(), **settings).generate([[4] * 9])
 
 
 @pytest.mark.parametrize(("make_model", "lack"), [(gemma, "gemma"), (prompt_learning, "the model has learned prompts")])

@@ -18,7 +18,7 @@ from whet.algorithms.online import RewardFn, read_prompts, reward_functions, sam
 from whet.config import BestOfNConfig, EngineName
 from whet.errors import RewardError
 from whet.fields import make_config
-from whet.rollout.choose import make_engine
+from whet.rollout.choose import check_lengths, make_engine
 from whet.rollout.protocol import RolloutEngine
 from whet.sampling import Completion
 from whet.trainer import stop_token_ids
@@ -89,6 +89,7 @@ class BestOfN:
         """
         config, batch = self.config, read_prompts(prompts, self.tokenizer, "BestOfN.generate")
         self.engine.sync(self.model)
+        check_lengths(self.model, batch.ids, config.max_new_tokens, "BestOfN.generate")
         sampling = config.sampling(stop_token_ids(self.model, self.tokenizer), config.seed)
         rollout = sample(self.engine, batch, config.n, sampling, self.tokenizer)
         scores = rollout.score(self.rewards).rewards.reshape(len(batch.ids), config.n)

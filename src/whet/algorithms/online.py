@@ -22,7 +22,7 @@ from whet.errors import WhetTypeError, WhetValueError
 from whet.fields import check_used
 from whet.phases import phase
 from whet.rewards import RewardBatch, RewardFunctions
-from whet.rollout.choose import make_engine
+from whet.rollout.choose import check_lengths, make_engine
 from whet.rollout.protocol import RolloutEngine
 from whet.sampling import Completion, SamplingParams
 from whet.trainer import Trainer, stop_token_ids
@@ -223,6 +223,7 @@ class OnlineTrainer(Trainer):
             self.engine.sync(self.model)
         seed = int(np.random.SeedSequence([self.config.seed % 2**64, self.step]).generate_state(1)[0])
         stop_ids = stop_token_ids(self.model, self.tokenizer)
+        check_lengths(self.model, prompts.ids, self.config.max_new_tokens, type(self).__name__)
         return sample(self.engine, prompts, n, self.config.sampling(stop_ids, seed), self.tokenizer)
 
 

@@ -18,6 +18,8 @@ import tyro
 from whet.data import tokenize_prompt
 from whet.engine import Engine
 from whet.engine.files import map_file, parse_json
+from whet.engine.folder import open_folder
+from whet.engine.gguf import open_gguf
 from whet.errors import WhetError, WhetValueError
 from whet.fields import check_range, check_used
 from whet.sampling import SamplingParams
@@ -64,11 +66,11 @@ def main(argv: Sequence[str]) -> int:
     asked = tyro.cli(GenerateConfig, args=argv, prog="whet generate")
     _check(asked)  # what is wrong is said before anything is loaded
     tokenizer = load_tokenizer(asked)
-    engine = load_engine(asked)
     prompt = asked.prompt
     if tokenizer.chat_template and not asked.raw:
         prompt = [{"role": "user", "content": asked.prompt}]
     prompt_ids = tokenize_prompt({"prompt": prompt}, tokenizer)
+    engine = load_engine(asked, len(prompt_ids) + asked.max_new_tokens)
     sampling = _sampling(asked, stop_ids(asked.model, tokenizer))
     adapter = engine.add_adapter(asked.adapter) if asked.adapter else None
     with engine:
@@ -147,8 +149,10 @@ def text_pieces(tokenizer: Any, token_ids: Iterable[int]) -> Iterator[str]:
         yield piece
 
 
-def load_engine(asked: GenerateConfig) -> Engine:
-    """The engine of a folder or a GGUF file.
+def load_engine(asked: GenerateConfig, n_tokens: int) -> Engine:
+    """The engine of a folder or a GGUF file, for a sequence of up to ``n_tokens``.
+
+    Frequencies that depend on the length (longrope) are those for so many tokens, as in transformers.
 
     Raises:
         WhetValueError: there is neither, or the engine does not run it.
@@ -156,9 +160,11 @@ def load_engine(asked: GenerateConfig) -> Engine:
     path = Path(asked.model)
     if not path.exists():
         raise WhetValueError(f"whet generate: there is no {asked.model!r}. Pass a model's folder or its .gguf file.")
-    if path.is_file():
-        return Engine.from_gguf(path, weights=asked.weights)
-    return Engine.from_pretrained(path, weights=asked.weights or "bf16")
+    opened, weights = (open_gguf, asked.weights) if path.is_file() else (open_folder, asked.weights or "bf16")
+    source = opened(path)
+    if source.short_position is not None and n_tokens <= source.short_position:
+        source = opened(path, max_position=source.short_position)
+    return Engine(source, weights=weights, where="whet generate")
 
 
 def load_tokenizer(asked: GenerateConfig) -> Any:

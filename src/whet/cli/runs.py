@@ -57,15 +57,11 @@ class RunConfig:
             WhetValueError: naming the setting and its flag.
             MissingExtraError: a logger or LoRA without its package.
         """
-        # What an algorithm's own settings may not be in a run of so many steps.
-        warmup_steps: int = getattr(self, "warmup_steps", 0)
         check_given(where, self, "model", "data", "output_dir")
         for name in ("steps", "lora_rank"):
             check_range(self, name, getattr(self, name) >= 0, "an integer >= 0")
         for name in ("lora_alpha", "eval_every", "checkpoint_every", "keep_checkpoints"):
             check_range(self, name, getattr(self, name) >= 1, "an integer >= 1")
-        if self.steps and warmup_steps > self.steps:
-            raise WhetValueError(f"{where}: warmup_steps is {warmup_steps}, expected at most steps, {self.steps}.")
         check_used(self, ["lora_alpha", "lora_layers"], self.lora_rank > 0, "lora_rank is 0, and there are no adapters")
         check_used(self, ["eval_every"], bool(self.eval_data), "there is no eval_data")
         check_used(self, ["wandb_project"], "wandb" in self.loggers, "'wandb' is not among loggers")

@@ -6,6 +6,7 @@ Knows nothing about algorithms: they ask by name, or bring an engine of their ow
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import get_args
 
 import torch
@@ -13,8 +14,9 @@ from torch import nn
 
 from whet.config import EngineName, RolloutWeights
 from whet.engine import Engine
+from whet.engine.families import short_position
 from whet.errors import WhetTypeError, WhetValueError
-from whet.nn.modules import module_device
+from whet.nn.modules import inner_module, module_device
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.torch_engine import TorchEngine
 
@@ -29,7 +31,8 @@ def make_engine(
             CPU, else torch. Where the native engine does not run such a model, a warning says what it lacks.
         model: whose completions are wanted.
         weights: format of the native engine's matrices; "auto": as the model has them, bfloat16 or else float32, so
-            that what is sampled from is the policy and no rounding of it.
+            that what is sampled from is the policy and no rounding of it. So are rotary frequencies: where they depend
+            on the length (longrope), its longest sequence is the longest one of the short factors.
         where: who asks, for messages.
 
     Raises:
@@ -62,10 +65,32 @@ def make_engine(
 def _native(model: nn.Module, weights: RolloutWeights) -> Engine:
     if weights == "auto":
         weights = "bf16" if next(model.parameters()).dtype == torch.bfloat16 else "float32"
+    options = {"weights": weights, "max_position": short_position(getattr(inner_module(model), "config", None))}
     try:
-        return Engine.from_model(model, weights=weights)
+        return Engine.from_model(model, **options)
     except WhetValueError:
         if not hasattr(model, "peft_config"):
             raise
         # Adapters of the embedding or the head cannot be computed beside them.
-        return Engine.from_model(model, weights=weights, merge_adapters=True)
+        return Engine.from_model(model, merge_adapters=True, **options)
+
+
+def check_lengths(model: nn.Module, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int, where: str) -> None:
+    """Refuse completions that may run past the length at which the model's rotary frequencies change (longrope).
+
+    Such a one is drawn by the short factors and then by the long ones, and scored by the long ones alone: its log-probs
+    are not those it was drawn with, on any engine. Prompts that are all past that length have the long ones throughout.
+
+    Raises:
+        WhetValueError: naming the first such prompt.
+    """
+    limit = short_position(getattr(inner_module(model), "config", None))
+    if limit is None or all(len(prompt) > limit for prompt in prompt_ids):
+        return
+    for i, prompt in enumerate(prompt_ids):
+        if len(prompt) + max_new_tokens > limit:
+            raise WhetValueError(
+                f"{where}: prompt {i} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}: past {limit} "
+                f"tokens this model has other rotary frequencies (longrope). Lower max_new_tokens, leave such prompts "
+                f"out, or load the model with a config whose short_factor is its long_factor."
+            )
