@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from whet.algorithms import DPO, GRPO, SFT, OnlineDPO
+from whet.algorithms import DPO, GRPO, SFT, BestOfN, OnlineDPO
 from whet.callbacks import Callback, CheckpointCallback, EvaluationCallback
 from whet.checkpoint import latest_checkpoint
 from whet.config import SFTConfig, learning_rate_at
@@ -583,3 +583,26 @@ def test_stop_tokens_of_model_and_tokenizer():
     model.generation_config.eos_token_id = [2, 9]
     assert stop_token_ids(model, Tokenizer()) == [2, 9]
     assert stop_token_ids(Net(), None) == [] and stop_token_ids(Net(), Tokenizer()) == [9]
+    assert stop_token_ids(model, Tokenizer(), [5, 6]) == stop_token_ids(Net(), None, (5, 6)) == [5, 6]
+
+
+def test_stop_tokens_that_the_model_does_not_have_are_refused():
+    class Tokenizer:
+        eos_token_id = 500
+
+        def decode(self, ids, skip_special_tokens):
+            return str(ids)
+
+    model = llama()
+    n_tokens = model.config.vocab_size
+    outside = f"is 500, outside the model's vocabulary of {n_tokens} tokens: no completion would end with it."
+    with pytest.raises(WhetValueError, match=f"the tokenizer's eos_token_id {outside}"):
+        GRPO(model, reward_fn=ones, tokenizer=Tokenizer(), max_new_tokens=2).train_step([[4, 5]])
+    with pytest.raises(WhetValueError, match=f"stop_token_ids: stop_token_ids {outside}"):
+        BestOfN(model, reward_fn=ones, stop_token_ids=[2, 500], max_new_tokens=2).generate([[4, 5]])
+    model.generation_config.eos_token_id = [2, 500]
+    with pytest.raises(WhetValueError, match=f"the model's eos_token_id {outside} Set it in its generation_config"):
+        stop_token_ids(model, None)
+    assert stop_token_ids(model, None, [n_tokens - 1]) == [n_tokens - 1]
+    model.resize_token_embeddings(501)
+    assert stop_token_ids(model, None) == [2, 500]

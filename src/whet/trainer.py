@@ -318,9 +318,13 @@ class Trainer(ABC):
         rows = token_rows(completions)
         if getattr(completions, "ndim", 0) != 2:
             return rows
-        stops = set(self.config.stop_token_ids or stop_token_ids(self.model, self.tokenizer))
+        stops = set(self.stop_token_ids())
         ends = [next((t + 1 for t, token in enumerate(row) if token in stops), len(row)) for row in rows]
         return [row[:end] for row, end in zip(rows, ends, strict=True)]
+
+    def stop_token_ids(self) -> list[int]:
+        """The tokens that end a completion: those of the config, or EOS; see ``whet.trainer.stop_token_ids``."""
+        return stop_token_ids(self.model, self.tokenizer, self.config.stop_token_ids)
 
     # --- the loop ---------------------------------------------------------------------------------------
 
@@ -512,17 +516,33 @@ class Trainer(ABC):
         restore_rng(state["rng"])
 
 
-def stop_token_ids(model: nn.Module, tokenizer: Any) -> list[int]:
-    """The tokens that end a completion: EOS of the generation config, or the tokenizer's if it is another.
+def stop_token_ids(model: nn.Module, tokenizer: Any, chosen: Sequence[int] = ()) -> list[int]:
+    """The tokens that end a completion: ``chosen``, or EOS of the generation config, or the tokenizer's if it differs.
 
     Of a model without a generation config, EOS of its config; none of a plain module without a tokenizer.
+
+    Raises:
+        WhetValueError: one of them is outside the model's vocabulary, so that it is never drawn.
     """
-    inner = inner_module(model)
+    inner: Any = inner_module(model)
     config = getattr(inner, "generation_config", None) or getattr(inner, "config", None)
     of_model = getattr(config, "eos_token_id", None)
     ids = [] if of_model is None else [of_model] if isinstance(of_model, int) else list(of_model)
     of_tokenizer = getattr(tokenizer, "eos_token_id", None)
-    return ids if of_tokenizer is None or of_tokenizer in ids else [of_tokenizer]
+    name, fix = "the model's eos_token_id", "Set it in its generation_config, or pass stop_token_ids."
+    if chosen:
+        ids, name, fix = list(chosen), "stop_token_ids", "Pass tokens that it has."
+    elif of_tokenizer is not None and of_tokenizer not in ids:
+        ids, name, fix = [of_tokenizer], "the tokenizer's eos_token_id", "Pass the model's own, or stop_token_ids."
+    table = inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
+    n_tokens = len(table.weight) if hasattr(table, "weight") else math.inf
+    for token in ids:
+        if not 0 <= token < n_tokens:
+            raise WhetValueError(
+                f"stop_token_ids: {name} is {token}, outside the model's vocabulary of {n_tokens} tokens: no "
+                f"completion would end with it. {fix}"
+            )
+    return ids
 
 
 def has_adapters(model: nn.Module) -> bool:

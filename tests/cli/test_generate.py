@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -188,6 +189,12 @@ def test_generate_mistakes_are_one_line(tiny_model, tmp_path, error_of):
         assert f"{flag} is 2 and has no effect: temperature is 0" in error_of(
             "generate", tiny_model, "--prompt", "x", *given
         )
+    folder = tmp_path / "other"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [1, 500]}))
+    error = error_of("generate", folder, "--prompt", "x", "--raw")
+    assert "EOS is token 500 by the tokenizer or generation_config.json, outside the model's vocabulary of 258" in error
     assert "the prompt is empty" in error_of("generate", tiny_model, "--prompt", "", "--raw")
     long = "x" * 600
     assert "600 tokens, and the model's last position is 512" in error_of(

@@ -90,7 +90,7 @@ class BestOfN:
         config, batch = self.config, read_prompts(prompts, self.tokenizer, "BestOfN.generate")
         self.engine.sync(self.model)
         check_lengths(self.model, batch.ids, config.max_new_tokens, "BestOfN.generate")
-        sampling = config.sampling(stop_token_ids(self.model, self.tokenizer), config.seed)
+        sampling = config.sampling(stop_token_ids(self.model, self.tokenizer, config.stop_token_ids), config.seed)
         rollout = sample(self.engine, batch, config.n, sampling, self.tokenizer)
         scores = rollout.score(self.rewards).rewards.reshape(len(batch.ids), config.n)
         unscored = np.isnan(scores).all(axis=1)

@@ -25,7 +25,7 @@ from whet.rewards import RewardBatch, RewardFunctions
 from whet.rollout.choose import check_lengths, make_engine
 from whet.rollout.protocol import RolloutEngine
 from whet.sampling import Completion, SamplingParams
-from whet.trainer import Trainer, stop_token_ids
+from whet.trainer import Trainer
 
 RewardFn = Callable[..., Any] | Sequence[Callable[..., Any]] | RewardFunctions
 
@@ -222,9 +222,8 @@ class OnlineTrainer(Trainer):
         with phase("sync"):
             self.engine.sync(self.model)
         seed = int(np.random.SeedSequence([self.config.seed % 2**64, self.step]).generate_state(1)[0])
-        stop_ids = stop_token_ids(self.model, self.tokenizer)
         check_lengths(self.model, prompts.ids, self.config.max_new_tokens, type(self).__name__)
-        return sample(self.engine, prompts, n, self.config.sampling(stop_ids, seed), self.tokenizer)
+        return sample(self.engine, prompts, n, self.config.sampling(self.stop_token_ids(), seed), self.tokenizer)
 
 
 def reward_metrics(rewards: RewardBatch) -> dict[str, float]:

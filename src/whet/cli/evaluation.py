@@ -15,7 +15,7 @@ from whet.algorithms.dpo import dpo_loss
 from whet.algorithms.online import OnlineTrainer, nan_mean, read_prompts, sample
 from whet.data import tokenize_completion, tokenize_preference
 from whet.rewards import RewardBatch, RewardFunctions
-from whet.trainer import Trainer, stop_token_ids
+from whet.trainer import Trainer
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -79,10 +79,9 @@ def reward_metrics(
     """Of one completion per prompt: ``mean_reward``, and of several functions each one's mean."""
     scored: list[RewardBatch] = []
     trainer.engine.sync(trainer.model)
-    stops = stop_token_ids(trainer.model, trainer.tokenizer)
     for i, batch in enumerate(_chunks(rows, trainer.config.batch_size)):
         seed = int(np.random.SeedSequence([trainer.config.seed % 2**64, i]).generate_state(1)[0])
-        sampling = dataclasses.replace(trainer.config.sampling(stops, seed), temperature=temperature)
+        sampling = dataclasses.replace(trainer.config.sampling(trainer.stop_token_ids(), seed), temperature=temperature)
         prompts = read_prompts(batch, trainer.tokenizer, "evaluation")
         scored.append(sample(trainer.engine, prompts, 1, sampling, trainer.tokenizer).score(functions))
     by_name = {

@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         prompt = [{"role": "user", "content": asked.prompt}]
     prompt_ids = tokenize_prompt({"prompt": prompt}, tokenizer)
     engine = load_engine(asked, len(prompt_ids) + asked.max_new_tokens)
-    sampling = _sampling(asked, stop_ids(asked.model, tokenizer))
+    sampling = _sampling(asked, stop_ids(asked.model, tokenizer, engine.config.vocab_size))
     adapter = engine.add_adapter(asked.adapter) if asked.adapter else None
     with engine:
         start_s = time.perf_counter()
@@ -192,8 +192,12 @@ def load_tokenizer(asked: GenerateConfig) -> Any:
         ) from error
 
 
-def stop_ids(model: str, tokenizer: Any) -> list[int]:
-    """Tokens that end a text: EOS of the tokenizer, and those of the folder's generation config."""
+def stop_ids(model: str, tokenizer: Any, vocab_size: int) -> list[int]:
+    """Tokens that end a text: EOS of the tokenizer, and those of the folder's generation config.
+
+    Raises:
+        WhetValueError: one of them is outside the model's vocabulary.
+    """
     found = {tokenizer.eos_token_id}
     for name in ("generation_config.json", "config.json"):
         path = Path(model) / name
@@ -204,4 +208,11 @@ def stop_ids(model: str, tokenizer: Any) -> list[int]:
                 continue  # only the config is needed, and the engine has read that
             found.update(eos if isinstance(eos, list) else [eos])
             break
-    return sorted(i for i in found if isinstance(i, int))
+    stops = sorted(i for i in found if isinstance(i, int))
+    for token in stops:
+        if not 0 <= token < vocab_size:
+            raise WhetValueError(
+                f"whet generate: EOS is token {token} by the tokenizer or {name}, outside the model's vocabulary of "
+                f"{vocab_size} tokens. Pass --tokenizer with the model's own, or mend {name}."
+            )
+    return stops
