@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from whet.engine.files import _unique as unique
 from whet.engine.folder import open_folder, parse_safetensors, read_safetensors
 from whet.engine.live import describe_module
 from whet.engine.reference import naive_forward, naive_weights
@@ -384,3 +385,20 @@ def test_any_byte_of_the_header_changed(saved, tmp_path, at, byte):
         return
     with safetensors.safe_open(path, "np") as file:
         assert set(file.keys()) == set(entries)
+
+
+def test_a_name_that_is_there_twice_is_found_in_one_pass():
+    comparisons = 0
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other):
+            nonlocal comparisons
+            comparisons += 1
+            return str.__eq__(self, other)
+
+    names = [Name(i) for i in range(1000)]
+    with pytest.raises(ValueError, match="'999' is there twice"):
+        unique([(name, None) for name in [*names, Name(999)]])
+    assert comparisons < 2000
