@@ -278,6 +278,30 @@ def test_hugging_face_models_are_rebuilt_to_the_bit(tied, attention):
     assert not copy.training
 
 
+@pytest.mark.parametrize("attention", ["org/kernel", "kernels-community/flash-attn@main:attn", ["sdpa"], 3])
+def test_a_checkpoint_cannot_name_a_kernel_of_the_hub(attention, monkeypatch):
+    import transformers
+
+    def never(*arguments, **options):
+        raise AssertionError("a kernel was asked for")
+
+    monkeypatch.setattr(transformers.modeling_utils, "load_and_register_attn_kernel", never, raising=False)
+    description = json.loads(json.dumps(describe_module(small_llama())))
+    config = next(entry for entry in _entries(description) if isinstance(entry, list) and "sdpa" in entry)
+    config[config.index("sdpa")] = attention
+    with pytest.raises(
+        CheckpointError, match=r"build_module: the attention of .*LlamaConfig is .*expected one of eager"
+    ):
+        build_module(description)
+
+
+def _entries(value):
+    """Every value inside a description."""
+    yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _entries(inner)
+
+
 def test_a_hugging_face_model_inside_a_module_is_rebuilt():
     model = ValueHead(small_llama())
     copy = rebuilt(model)

@@ -398,12 +398,20 @@ def _config_json(config: Any) -> Any:
 
 def _build_config(entry: list[Any]) -> Any:
     from transformers import PretrainedConfig
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name, content, attention = entry
     cls = _imported(name)
     if not issubclass(cls, PretrainedConfig):
         raise CheckpointError(f"build_module: {name} is not a config class of transformers.")
     config = cls.from_dict(decode(content))
+    # Any other name makes transformers ask the hub for a kernel of that name, and run it.
+    known = ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
+    if attention is not None and attention not in known:
+        raise CheckpointError(
+            f"build_module: the attention of {name} is {attention!r:.60}, expected one of {', '.join(known)}. If you "
+            f"trust it, build the model yourself and pass it as model=."
+        )
     config._attn_implementation = attention  # to_dict leaves it out
     return config
 
