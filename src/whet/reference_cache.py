@@ -1,6 +1,7 @@
 """Log-probs of a frozen reference on disk, for the next run over the same pairs.
 
-A file per model, named by the bits of its weights and by what multiplied them; a line per row, named by its token ids.
+A file per model, named by the bits of its weights, by its settings and by what multiplied; a line per row, named by its
+token ids.
 So a value is found where the same arithmetic would give it again, and nowhere else. Rows are on disk as soon as they
 are added: a run that is killed has lost none of them.
 """
@@ -13,12 +14,17 @@ import os
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from whet.errors import WhetValueError
 from whet.logging import drop_torn_line
+from whet.nn.modules import inner_module
+
+_ORIGINS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""Of a config: where it came from, and what is told of each tensor."""
 
 Sums = tuple[float, float]
 """Of a pair: the log-probs of the chosen and of the rejected completion, summed over its tokens."""
@@ -44,7 +50,7 @@ class ReferenceCache:
         if path.exists() and not path.is_dir():
             raise WhetValueError(f"reference_cache: {str(path)!r} is a file. Name a folder.")
         path.mkdir(parents=True, exist_ok=True)
-        self._path = path / f"{weights_digest(reference, frozen_only)[:32]}-{arithmetic}.jsonl"
+        self._path = path / f"{model_digest(reference, frozen_only)[:32]}-{arithmetic}.jsonl"
         self._sums: dict[str, Sums] = {}
         if self._path.exists():
             drop_torn_line(self._path)
@@ -70,15 +76,29 @@ class ReferenceCache:
         self._sums |= new
 
 
-def weights_digest(model: nn.Module, frozen_only: bool = False) -> str:
-    """SHA-256 of a model's tensors and their names."""
-    digest = hashlib.sha256()
+def model_digest(model: nn.Module, frozen_only: bool = False) -> str:
+    """SHA-256 of a model's tensors, their names, and its settings: equal weights may compute other log-probs.
+
+    The settings are the config of a Hugging Face model, without what says where it came from, and the names, sizes and
+    constants that ``repr`` shows of any other module.
+    """
+    digest = hashlib.sha256(_settings(model).encode())
     for name, tensor in model.state_dict(keep_vars=True).items():
         if frozen_only and tensor.requires_grad:
             continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(_bytes(tensor))
     return digest.hexdigest()
+
+
+def _settings(model: nn.Module) -> str:
+    inner = inner_module(model)
+    config: Any = getattr(inner, "config", None)
+    if not hasattr(config, "to_dict"):
+        return repr(inner)
+    settings = {name: value for name, value in config.to_dict().items() if name not in _ORIGINS}
+    settings["_attn_implementation"] = getattr(config, "_attn_implementation", None)
+    return json.dumps(settings, sort_keys=True, default=repr)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

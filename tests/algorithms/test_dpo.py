@@ -12,7 +12,7 @@ from tiny import EOS, TinyModel, assert_same_weights, letters_tokenizer, tiny_ll
 from whet.algorithms.dpo import DPO
 from whet.config import DPOLossType
 from whet.errors import WhetTypeError, WhetValueError
-from whet.reference_cache import weights_digest
+from whet.reference_cache import model_digest
 
 PROMPTS = [[5, 6], [7], [8, 9, 10]]
 CHOSEN = [[4, 8, EOS], [9], [6, EOS]]
@@ -163,15 +163,40 @@ def test_the_reference_cache_spares_the_next_run(tmp_path, monkeypatch):
 
 def test_a_reference_cache_of_adapters_is_of_their_base(tmp_path):
     base = tiny_llama()
-    frozen = weights_digest(base)
+    frozen = model_digest(base)
     for parameter in list(base.parameters())[:2]:
         parameter.requires_grad_(False)
-    assert weights_digest(base) == frozen  # a policy that is frozen in part is not told by that part
-    before = weights_digest(base, frozen_only=True)
+    assert model_digest(base) == frozen  # a policy that is frozen in part is not told by that part
+    before = model_digest(base, frozen_only=True)
     assert before != frozen
     with torch.no_grad():
         list(base.parameters())[-1].add_(1.0)
-    assert weights_digest(base, frozen_only=True) == before and weights_digest(base) != frozen
+    assert model_digest(base, frozen_only=True) == before and model_digest(base) != frozen
+
+
+def test_a_reference_cache_is_of_the_models_settings(tmp_path):
+    settings = {"precompute_reference": True, "reference_cache": str(tmp_path), "compute": "float32"}
+
+    def precomputed(**change):
+        model = tiny_llama()
+        for name, value in change.items():
+            setattr(model.config, name, value)
+        model = type(model)(model.config)
+        model.load_state_dict({name: 8 * tensor for name, tensor in tiny_llama().state_dict().items()})
+        fresh = make(model, precompute_reference=True, compute="float32").add_reference_logprobs(ROWS)
+        assert make(model, **settings).add_reference_logprobs(ROWS) == fresh
+        return [row["ref_chosen_logprobs"] for row in fresh]
+
+    plain = precomputed()
+    changes = [{"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, {"rms_norm_eps": 0.5}]
+    for n_models, change in enumerate(changes, start=2):
+        assert precomputed(**change) != plain
+        assert len(list(tmp_path.iterdir())) == n_models
+    elsewhere = tiny_llama()
+    elsewhere.config._name_or_path = "elsewhere"
+    assert model_digest(elsewhere) == model_digest(tiny_llama())
+    norms = [torch.nn.Sequential(torch.nn.LayerNorm(4, eps=eps)) for eps in (1e-5, 1e-3)]
+    assert model_digest(norms[0]) != model_digest(norms[1])
 
 
 def test_a_reference_cache_that_is_a_file(tmp_path):
