@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from whet.algorithms import DPO, GRPO, SFT, BestOfN, OnlineDPO
@@ -124,6 +126,18 @@ def test_a_decaying_schedule_needs_an_end():
     with pytest.raises(WhetValueError, match="lr_schedule is 'cosine', whose length is not known"):
         sft(lr_schedule="cosine").train_step(ROWS[:2])
     assert sft(lr_schedule="cosine", schedule_steps=4).train_step(ROWS[:2])["learning_rate"] == 0.01
+
+
+@pytest.mark.parametrize("make_model", [Net, llama])
+@pytest.mark.parametrize("compute", ["auto", "torch"])
+def test_weight_decay_is_of_what_transformers_decays(make_model, compute):
+    runs = [sft(make_model(), weight_decay=decay, compute=compute) for decay in (0.0, 0.5)]
+    for trainer in runs:
+        trainer.train_step(ROWS[:2])
+    before, after = (dict(trainer.model.named_parameters()) for trainer in runs)
+    decayed = {name for name, parameter in after.items() if not torch.equal(parameter, before[name])}
+    expected = set(transformers.Trainer.get_decay_parameter_names(cast(Any, None), runs[0].model)) & set(after)
+    assert decayed == expected and expected and expected != set(after)
 
 
 def test_gradients_are_clipped_to_the_norm():

@@ -68,7 +68,7 @@ class TrainerConfig:
     adam_epsilon: float = 1e-8
     """Added to the root of the squared gradient's running mean."""
     weight_decay: float = 0.0
-    """Decoupled weight decay, per unit of learning rate."""
+    """Decoupled weight decay, per unit of learning rate, of matrices; norms and biases have none."""
     max_grad_norm: float = 1.0
     """Longer gradients are scaled down to this norm; 0: never."""
     max_skipped_steps: int = 10

@@ -122,13 +122,15 @@ class Trainer(ABC):
         # Policy and reference are compared: both on the kernels, or neither.
         both = self.ref_model is not None and self.acceleration is not None
         self._ref_acceleration = self._acceleration(cast(nn.Module, self.ref_model)) if both else None
+        # Decay is of matrices; vectors are norms and biases, which it would pull away from what they normalise to.
+        matrices = [p for p in self.trainable.values() if p.ndim > 1]
+        vectors = [p for p in self.trainable.values() if p.ndim <= 1]
         self.optimizer = AdamW(
-            self.trainable.values(),
+            [{"params": matrices, "weight_decay": self.config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
             acceleration=self.acceleration,
             lr=self.config.learning_rate,
             betas=(self.config.adam_beta1, self.config.adam_beta2),
             eps=self.config.adam_epsilon,
-            weight_decay=self.config.weight_decay,
         )
         self.step = self.position = self.num_tokens = self.skipped_steps = self.n_updates = 0
         self.should_stop = False
