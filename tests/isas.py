@@ -1,0 +1,76 @@
+"""The same work once for each instruction set that this processor runs.
+
+A process picks its kernels at its first call of one, by WHET_ISA. So one fresh process imports what the work needs, and
+forks for each set: modules are imported (and tests collected) once.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import whet
+
+_FORKS = """
+import json, os, sys
+imports, work, sets = json.load(sys.stdin)
+names = {}
+exec(imports, names)
+for isa in sets:
+    print(isa, end=" ", flush=True)
+    child = os.fork()
+    if child == 0:
+        os.environ["WHET_ISA"] = isa
+        assert names["whet"].isa() == isa, f"the imports call a kernel: {names['whet'].isa()}"
+        exec(work, names)
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"failed under {isa}")
+"""
+
+
+def usable_isas() -> list[str]:
+    """What this processor runs; the first is what runs where WHET_ISA is not set."""
+    return whet.build_info()["usable_instruction_sets"].split()
+
+
+def printed_by_isa(imports: str, work: str) -> dict[str, str]:
+    """Instruction set -> the line that ``work`` prints under it, after ``imports`` (of whet too)."""
+    given = json.dumps([imports, work, usable_isas()])
+    run = subprocess.run(
+        [sys.executable, "-c", _FORKS], input=given, capture_output=True, text=True, env=_environment(), timeout=600
+    )
+    assert run.returncode == 0, run.stderr
+    lines = dict(line.split(" ", 1) for line in run.stdout.splitlines())
+    assert set(lines) == set(usable_isas())
+    return lines
+
+
+def run_tests(isas: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """pytest with these arguments: the tests collected once, and run under each of these sets."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "tests.isas", *arguments]
+    # What is set while tests are collected: a mark may ask whether one set is forced.
+    env = _environment(WHET_ISA=isas[0], WHET_TESTED_ISAS=" ".join(isas))
+    root = Path(__file__).parents[1]
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=root, timeout=900)
+
+
+def pytest_runtestloop(session) -> bool | None:
+    """As a plugin of that pytest: every child goes on to run the tests, and its parent waits for it."""
+    for isa in os.environ["WHET_TESTED_ISAS"].split():
+        child = os.fork()
+        if child == 0:
+            os.environ["WHET_ISA"] = isa
+            assert whet.isa() == isa, "a test module calls a kernel while it is imported"
+            return None
+        if os.waitpid(child, 0)[1]:
+            session.testsfailed += 1
+            session.shouldfail = f"failed under {isa}"
+            break
+    return True
+
+
+def _environment(**settings: str) -> dict[str, str]:
+    return {**{name: value for name, value in os.environ.items() if name != "WHET_ISA"}, **settings}
