@@ -17,11 +17,6 @@ constexpr size_t kHeadTile = 64;  // rows of logits at a time
 
 size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
 
-template <class T>
-void erase_value(std::vector<T>& from, T value) {
-    from.erase(std::remove(from.begin(), from.end(), value), from.end());
-}
-
 }  // namespace
 
 Scheduler::Scheduler(Transformer& transformer, const Limits& limits)
@@ -56,7 +51,7 @@ size_t Scheduler::tail_pages(const Request& request) const {
     return ceil_div(request.tokens.size() + request.max_new_tokens - 1, kPage) - request.tokens.size() / kPage;
 }
 
-uint64_t Scheduler::add(Request request) {
+uint64_t Scheduler::add(Request request, uint64_t session) {
     const size_t needed = ceil_div(request.tokens.size(), kPage) + tail_pages(request);
     if (needed > cache_.n_pages()) {
         throw std::invalid_argument(std::to_string(request.tokens.size()) + " + " +
@@ -66,6 +61,7 @@ uint64_t Scheduler::add(Request request) {
     }
     auto job = std::make_unique<Job>();
     job->request = std::move(request);
+    job->session = session;
     job->samples.resize(job->request.n);
     const size_t n_tokens = job->request.tokens.size();
     if (job->request.n == 0) {
@@ -106,7 +102,10 @@ bool Scheduler::admit(Job& job) {
         ++shared;
     }
     const size_t tail = tail_pages(request);
-    if (cache_.n_free() < promised_ + n_pages - shared + tail) return false;
+    if (cache_.n_free() < promised_ + n_pages - shared + tail) {
+        pages.clear();  // none of them is held
+        return false;
+    }
     for (int32_t page : pages) cache_.hold(page);
     while (pages.size() < n_pages) {
         const size_t at = pages.size();
@@ -229,9 +228,8 @@ void Scheduler::take_prompts(const float* hidden) {
             continue;
         }
         prefilling_.erase(prefilling_.begin() + static_cast<ptrdiff_t>(i));
-        if (job->request.n == 0 || job->cancelled) {
+        if (job->request.n == 0) {
             leave_prompt(*job);
-            if (job->forgotten) std::erase_if(jobs_, [job](const auto& one) { return one.second.get() == job; });
         } else {
             pending_.push_back(job);
         }
@@ -305,8 +303,7 @@ void Scheduler::take_drawn() {
             end(one, Finish::kLength);
         }
     }
-    running_.erase(std::remove_if(running_.begin(), running_.end(), [](const Running& one) { return !one.job; }),
-                   running_.end());
+    std::erase_if(running_, [](const Running& one) { return one.job == nullptr; });
     for (Job* job : bad_) cancel(*job);
     bad_.clear();
 }
@@ -347,35 +344,55 @@ bool Scheduler::step() {
 
 void Scheduler::cancel(Job& job) {
     if (job.done) return;
-    job.cancelled = true;
     for (Running& one : running_) {
         if (one.job == &job) end(one, Finish::kCancelled);
     }
-    running_.erase(std::remove_if(running_.begin(), running_.end(), [](const Running& one) { return !one.job; }),
-                   running_.end());
+    std::erase_if(running_, [](const Running& one) { return one.job == nullptr; });
     for (size_t i = job.started; i < job.samples.size(); ++i) job.samples[i].finish = Finish::kCancelled;
     if (job.done) return;
-    const auto at = std::find(waiting_.begin(), waiting_.end(), &job);
-    if (at != waiting_.end()) {
-        waiting_.erase(at);
-        job.done = true;
-        return;
-    }
-    // Others may have found pages of this prompt that are still to be computed: then it is computed to its end.
-    const bool in_prefill = std::find(prefilling_.begin(), prefilling_.end(), &job) != prefilling_.end();
-    const bool awaited = in_prefill && std::any_of(job.pages.begin() + static_cast<ptrdiff_t>(job.computed / kPage),
-                                                   job.pages.end(), [&](int32_t p) { return cache_.holders(p) > 1; });
-    if (awaited) return;
-    erase_value(prefilling_, &job);
-    erase_value(pending_, &job);
+    hand_over(job);
+    std::erase(waiting_, &job);
+    std::erase(prefilling_, &job);
+    std::erase(pending_, &job);
     leave_prompt(job);
 }
 
+// Prompts that begin like this one share its pages, computed or not, and stand behind it. What is still to be computed
+// of a shared page, the first of them that needs it computes in its place.
+void Scheduler::hand_over(const Job& job) {
+    auto at = std::find(prefilling_.begin(), prefilling_.end(), &job);
+    size_t computed = job.computed;
+    for (; at != prefilling_.end(); ++at) {
+        Job& next = **at;
+        if (&next == &job) continue;
+        const auto [own, others] =
+            std::mismatch(job.pages.begin(), job.pages.end(), next.pages.begin(), next.pages.end());
+        const size_t shared = static_cast<size_t>(own - job.pages.begin()) * kPage;
+        if (shared <= computed) continue;
+        next.computed = computed;
+        computed = shared;
+    }
+}
+
 void Scheduler::remove(uint64_t id) {
-    Job& job = *jobs_.at(id);
-    cancel(job);
-    job.forgotten = true;
-    if (job.done) jobs_.erase(id);  // else others wait for its pages, and step() erases it
+    cancel(*jobs_.at(id));
+    jobs_.erase(id);
+}
+
+void Scheduler::end_session(uint64_t session) {
+    for (auto at = jobs_.begin(); at != jobs_.end();) {
+        if (at->second->session == session) {
+            cancel(*at->second);
+            at = jobs_.erase(at);
+        } else {
+            ++at;
+        }
+    }
+}
+
+void Scheduler::retain_adapters(const std::vector<uint64_t>& ids) {
+    std::erase_if(adapters_,
+                  [&](const auto& one) { return std::find(ids.begin(), ids.end(), one.first) == ids.end(); });
 }
 
 uint64_t Scheduler::add_adapter(std::unique_ptr<Adapter> adapter) {

@@ -41,9 +41,10 @@ struct Request {
     bool logits = false;  // keep them: of every token from score_from - 1 on
 };
 
-// A request and what has become of it.
+// A request and what has become of it. It belongs to a session: a caller's call, which ends all of its jobs at once.
 struct Job {
     Request request;
+    uint64_t session = 0;
     std::vector<Sample> samples;
     std::vector<float> logprobs, entropies, logits;
     bool done = false;
@@ -54,7 +55,7 @@ struct Job {
     std::vector<float> hidden;  // after the last token of the prompt
     size_t computed = 0;        // tokens of the prompt that are in the cache
     size_t started = 0, ended = 0;
-    bool first_promised = false, cancelled = false, forgotten = false;
+    bool first_promised = false;
 };
 
 struct Limits {
@@ -66,18 +67,19 @@ public:
     Scheduler(Transformer& transformer, const Limits& limits);
 
     // Takes a request in. Throws std::invalid_argument if it could never run, for lack of pages.
-    uint64_t add(Request request);
+    uint64_t add(Request request, uint64_t session = 0);
     // Throws std::out_of_range if there is no such request.
     const Job& job(uint64_t id) const { return *jobs_.at(id); }
-    void cancel(uint64_t id) { cancel(*jobs_.at(id)); }
-    // Forgets a request, cancelled if it still ran.
+    // Forgets a request, or all of a session, cancelled where they still ran: no job, page or index entry of theirs
+    // is left, and what others awaited of them, these compute themselves. Needs no memory.
     void remove(uint64_t id);
+    void end_session(uint64_t session);
 
     // False when there was nothing to do. An exception (memory) changes nothing that a further step would not.
     bool step();
 
     uint64_t add_adapter(std::unique_ptr<Adapter> adapter);
-    void remove_adapter(uint64_t id) { adapters_.erase(id); }
+    void retain_adapters(const std::vector<uint64_t>& ids);  // and forget the others, which no job may name
     bool has_adapter(uint64_t id) const { return adapters_.count(id) != 0; }
 
     const KvCache& cache() const { return cache_; }
@@ -131,6 +133,7 @@ private:
     void run_head(const HeadRow& row, float* logits, void* scratch);
     void take_drawn();
     void cancel(Job& job);
+    void hand_over(const Job& job);
     void end(Running& running, Finish finish);
     void leave_prompt(Job& job);
     const Adapter* adapter_of(const Job& job) const;

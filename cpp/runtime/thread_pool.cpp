@@ -8,7 +8,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <exception>
+#include <memory>
 #include <mutex>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -169,36 +171,37 @@ int default_n_threads() {
 }
 
 std::mutex pool_mutex;
-// Never destroyed at exit: a daemon thread of the host program may still be using it. A forked child has none of its
-// parent's threads, so it starts a pool of its own, leaves the parent's alone, and borrows none.
-ThreadPool* pool = nullptr;
+// A job keeps its pool until it is over, so that another thread may ask for one of another size meanwhile. Never
+// destroyed at exit: a daemon thread of the host program may still be using it. A forked child has none of its parent's
+// threads, so it starts a pool of its own, leaves the parent's alone, and borrows none.
+auto& pool = *new std::shared_ptr<ThreadPool>;
 int wanted_threads = 0;
 
-ThreadPool& the_pool() {
+std::shared_ptr<ThreadPool> the_pool() {
     const std::lock_guard lock(pool_mutex);
     if (pool == nullptr) {
         static const int registered = pthread_atfork([] { pool_mutex.lock(); }, [] { pool_mutex.unlock(); },
                                                      [] {
-                                                         pool = nullptr;
+                                                         ::new (static_cast<void*>(&pool)) std::shared_ptr<ThreadPool>;
                                                          borrowed.store(nullptr);
                                                          pool_mutex.unlock();
                                                      });
         static_cast<void>(registered);
         if (wanted_threads == 0) wanted_threads = default_n_threads();
-        pool = new ThreadPool(wanted_threads);
+        pool = std::make_shared<ThreadPool>(wanted_threads);
     }
-    return *pool;
+    return pool;
 }
 
 }  // namespace
 
-int num_threads() { return the_pool().n_threads(); }
+int num_threads() { return the_pool()->n_threads(); }
 
 void set_num_threads(int n) {
     if (n == num_threads()) return;
+    std::shared_ptr<ThreadPool> before;  // let go of outside the lock, by the last of its jobs
     const std::lock_guard lock(pool_mutex);
-    delete pool;
-    pool = nullptr;
+    before.swap(pool);
     wanted_threads = n;
 }
 
@@ -206,7 +209,7 @@ void borrow_threads(Fork fork) { borrowed.store(fork); }
 
 void parallel_for(size_t n_tasks, void (*task)(void* context, size_t i), void* context) {
     Guarded job{task, context};
-    the_pool().run(n_tasks, Guarded::run, &job);
+    the_pool()->run(n_tasks, Guarded::run, &job);
     if (job.error) std::rethrow_exception(job.error);
 }
 

@@ -90,6 +90,39 @@ void test_cancelling() {
     expect(refused, "what can never run is refused");
 }
 
+// Calls end in the middle of prompts whose pages others share: these go on, and say what they say alone.
+void test_sessions() {
+    Model model(true, WeightFormat::kBFloat16, 16 + 32);
+    const size_t page = KvCache::page_bytes(model.transformer.config(), true);
+    const Limits limits{60 * page, 16, 32};
+    const size_t lengths[] = {200, 150, 230, 70, 200, 131};
+    std::vector<Said> expected;
+    for (size_t i = 0; i < std::size(lengths); ++i) {
+        Scheduler alone(model.transformer, limits);
+        const uint64_t id = alone.add(prompt(lengths[i], 2, 9, i));
+        while (alone.step()) {
+        }
+        expected.push_back(said(alone, id));
+    }
+    for (size_t steps = 0; steps < 24; ++steps) {
+        for (size_t ended = 1; ended < 1u << std::size(lengths); ended += 5) {  // a bit for each that ends early
+            Scheduler s(model.transformer, limits);
+            std::vector<uint64_t> ids;
+            for (size_t i = 0; i < std::size(lengths); ++i) ids.push_back(s.add(prompt(lengths[i], 2, 9, i), i + 1));
+            for (size_t i = 0; i < steps; ++i) s.step();
+            for (size_t i = 0; i < std::size(lengths); ++i) {
+                if (ended >> i & 1) s.end_session(i + 1), s.step();
+            }
+            while (s.step()) {
+            }
+            for (size_t i = 0; i < std::size(lengths); ++i) {
+                if (!(ended >> i & 1)) expect(said(s, ids[i]) == expected[i], "who is left says what he says alone");
+            }
+            expect(s.cache().n_free() == s.cache().n_pages(), "a call that ended leaves no page");
+        }
+    }
+}
+
 void test_adapters() {
     Model model(false, WeightFormat::kBFloat16, 16 + 32);
     const ModelConfig& c = model.transformer.config();
@@ -118,6 +151,8 @@ void test_adapters() {
     }
     expect(said(s, b) == said(s, alone), "with an adapter, alone or beside others");
     expect(said(s, a) != said(s, b), "an adapter changes what is said, and shares no page with the model");
+    s.retain_adapters({});
+    expect(!s.has_adapter(number), "an adapter is forgotten");
 }
 
 }  // namespace
@@ -134,6 +169,7 @@ int main() {
         test_company(format != WeightFormat::kFloat32, format);
     }
     test_cancelling();
+    test_sessions();
     test_adapters();
     if (failures == 0) std::printf("%s: the engine holds\n", kernels().isa);
     return failures == 0 ? 0 : 1;

@@ -4,13 +4,17 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "arrays.h"
 #include "engine/scheduler.h"
+#include "row_arrays.h"
+#include "runtime/checksum.h"
 
 namespace nb = nanobind;
 
@@ -118,9 +122,10 @@ public:
         std::copy(a.as<float>(), a.as<float>() + a.size(), to.begin() + static_cast<ptrdiff_t>(first));
     }
 
-    uint64_t add_prompt(nb::handle tokens, size_t n, size_t max_new_tokens, nb::handle stop_tokens, uint64_t seed,
-                        uint64_t prompt_index, uint64_t first_sample, uint64_t adapter, float temperature,
-                        int32_t top_k, float top_p, float min_p, float repetition_penalty, bool model_logprobs) {
+    uint64_t add_prompt(uint64_t session, nb::handle tokens, size_t n, size_t max_new_tokens, nb::handle stop_tokens,
+                        uint64_t seed, uint64_t prompt_index, uint64_t first_sample, uint64_t adapter,
+                        float temperature, int32_t top_k, float top_p, float min_p, float repetition_penalty,
+                        bool model_logprobs) {
         Request request = request_of(tokens, adapter);
         const size_t room =
             model_.config().max_position - std::min(model_.config().max_position, request.tokens.size());
@@ -135,18 +140,18 @@ public:
                             .repetition_penalty = repetition_penalty,
                             .top_k = top_k,
                             .model_logprobs = model_logprobs};
-        return scheduler_.add(std::move(request));
+        return scheduler_.add(std::move(request), session);
     }
 
-    uint64_t add_score(nb::handle tokens, size_t score_from, float temperature, bool entropy, bool logits,
-                       uint64_t adapter) {
+    uint64_t add_score(uint64_t session, nb::handle tokens, size_t score_from, float temperature, bool entropy,
+                       bool logits, uint64_t adapter) {
         Request request = request_of(tokens, adapter);
         if (score_from == 0) throw std::invalid_argument("the first token has no log-prob");
         request.score_from = score_from;
         request.entropy = entropy;
         request.logits = logits;
         request.sampling.temperature = temperature;
-        return scheduler_.add(std::move(request));
+        return scheduler_.add(std::move(request), session);
     }
 
     bool step() {
@@ -190,10 +195,9 @@ public:
         return scheduler_.add_adapter(std::move(adapter));
     }
 
-    void remove_adapter(uint64_t id) { scheduler_.remove_adapter(id); }
+    void retain_adapters(const std::vector<uint64_t>& ids) { scheduler_.retain_adapters(ids); }
     bool done(uint64_t id) const { return scheduler_.job(id).done; }
-    void cancel(uint64_t id) { scheduler_.cancel(id); }
-    void remove(uint64_t id) { scheduler_.remove(id); }
+    void end_session(uint64_t session) { scheduler_.end_session(session); }
     const std::string& error(uint64_t id) const { return scheduler_.job(id).error; }
 
     nb::dict memory() const {
@@ -242,9 +246,23 @@ private:
     }
 };
 
+// Of rows of memory; see runtime/checksum.h.
+uint64_t checksum_of_rows(uintptr_t address, size_t rows, size_t row_bytes, ptrdiff_t stride) {
+    constexpr size_t kTaskBytes = size_t{1} << 18;
+    const size_t per_task = std::max<size_t>(1, kTaskBytes / std::max<size_t>(1, row_bytes));
+    std::vector<uint64_t> sums(rows);
+    split(rows, per_task, static_cast<double>(rows * row_bytes) * 0.1, [&](size_t begin, size_t end) {
+        for (size_t i = begin; i < end; ++i) {
+            sums[i] = checksum(reinterpret_cast<const char*>(address) + static_cast<ptrdiff_t>(i) * stride, row_bytes);
+        }
+    });
+    return checksum(sums.data(), sums.size() * sizeof(uint64_t));
+}
+
 }  // namespace
 
 void bind_engine(nb::module_& m) {
+    m.def("checksum", &checksum_of_rows);
     nb::class_<EngineObject>(m, "Engine")
         .def(nb::init<const nb::dict&, const nb::sequence&, size_t, size_t, size_t, bool>())
         .def("load", &EngineObject::load)
@@ -252,13 +270,12 @@ void bind_engine(nb::module_& m) {
         .def("add_prompt", &EngineObject::add_prompt)
         .def("add_score", &EngineObject::add_score)
         .def("add_adapter", &EngineObject::add_adapter)
-        .def("remove_adapter", &EngineObject::remove_adapter)
+        .def("retain_adapters", &EngineObject::retain_adapters)
         .def("step", &EngineObject::step)
         .def("sample", &EngineObject::sample)
         .def("scores", &EngineObject::scores)
         .def("done", &EngineObject::done)
-        .def("cancel", &EngineObject::cancel)
-        .def("remove", &EngineObject::remove)
+        .def("end_session", &EngineObject::end_session)
         .def("error", &EngineObject::error)
         .def("memory", &EngineObject::memory);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whet.engine.architecture import ModelConfig
-from whet.engine.engine import Engine, EngineBusyError, Token, TokenStream
+from whet.engine.engine import Engine
+from whet.engine.session import EngineBusyError, Token, TokenStream
 
 __all__ = ["Engine", "EngineBusyError", "ModelConfig", "Token", "TokenStream"]

@@ -10,39 +10,27 @@ Does not decode text, and does not train.
 
 from __future__ import annotations
 
-import asyncio
 import os
-import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 
 from whet import _core
 from whet.engine.adapters import adapter_parts
-from whet.engine.architecture import ModelConfig
+from whet.engine.architecture import ModelConfig, Piece
 from whet.engine.folder import open_folder
 from whet.engine.formats import choose_formats
 from whet.engine.gguf import open_gguf
 from whet.engine.live import describe_module
-from whet.engine.loading import checked, load
-from whet.engine.pieces import LoRA, Source
-from whet.errors import WhetError, WhetTypeError, WhetValueError
+from whet.engine.loading import checked, fingerprint, load
+from whet.engine.pieces import Source
+from whet.engine.session import Calls, Session, TokenStream
+from whet.errors import WhetTypeError, WhetValueError
 from whet.ops.quant import CORE_FORMATS
 from whet.sampling import Completion, SamplingParams
 
 LogprobsMode = Literal["sampling", "model"]
-
-
-class EngineBusyError(WhetError, RuntimeError):
-    """The engine is asked to change its weights while a completion is under way."""
-
-
-class Token(NamedTuple):
-    """One token of a stream."""
-
-    token_id: int
-    logprob: float
 
 
 class Engine:
@@ -89,21 +77,17 @@ class Engine:
         self.config: ModelConfig = source.config
         self.policy_version = 0
         self.formats = choose_formats(source, weights, embedding, head, where)
-        pieces = checked(source, self.formats, where)
+        pieces = checked(source, where)
         slots = [
             (slot, CORE_FORMATS.get(self.formats.get(slot, "")), shape[0], shape[-1])
             for slot, shape in source.config.slots().items()
         ]
         bf16_cache = self.formats["layers.0.o"] != "float32"
         options = (kv_bytes, max_batch, prefill_chunk, bf16_cache)
-        self._core: Any = _core.Engine(vars(source.config), slots, *options)  # None once closed
-        self._lock = threading.RLock()
-        self._n_open = 0
-        self._adapters: set[int] = set()
-        self._own_adapter = 0
-        load(self._core, pieces, self.formats)
+        self._calls = Calls(_core.Engine(vars(source.config), slots, *options))
+        self._base: Any = None
         self._targets = source.targets
-        self._use(source.adapters)
+        self._replace(pieces, source, where)
 
     @classmethod
     def from_model(
@@ -114,7 +98,7 @@ class Engine:
         Args:
             model: Llama, Mistral, Qwen2, Qwen3, GPT-NeoX, GPT-2, GPT-J or Phi-3, perhaps in PEFT's LoRA.
             merge_adapters: pack W + scaling B A; else adapters are computed beside W, and ``sync`` takes them alone
-                where nothing else trains.
+                where nothing else has changed.
             max_position: see the class; ``sync`` keeps it.
             options: see the class.
 
@@ -189,18 +173,17 @@ class Engine:
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise WhetValueError(f"{where}: n is {n!r}, expected an integer >= 1.")
         prompts = self._token_rows(prompt_ids, where, "prompt_ids")
-        adapters = self._adapter_ids(adapter, len(prompts), where)
         sampling = sampling or SamplingParams()
         model_logprobs = _is_model_mode(logprobs_mode, where)
-        jobs: list[int] = []
-        with self._open(where):
-            try:
-                for i, (prompt, one) in enumerate(zip(prompts, adapters, strict=True)):
-                    jobs.append(self._add(where, f"prompt_ids[{i}]", prompt, n, sampling, i, one, model_logprobs))
-                self._run(jobs, where)
-                return [[self._completion(job, j) for j in range(n)] for job in jobs]
-            finally:
-                self._forget(jobs)
+        with (session := Session(self._calls, where)), session:
+            session.begin()
+            adapters = self._adapter_ids(adapter, len(prompts), where)
+            jobs = [
+                self._add_prompt(session, where, f"prompt_ids[{i}]", prompt, n, sampling, i, one, model_logprobs)
+                for i, (prompt, one) in enumerate(zip(prompts, adapters, strict=True))
+            ]
+            session.run(jobs)
+            return [[session.completion(job, j, self.policy_version) for j in range(n)] for job in jobs]
 
     def stream(
         self,
@@ -217,15 +200,16 @@ class Engine:
         """
         where = "Engine.stream"
         [ids] = self._token_rows([prompt], where, "prompt")
-        [one] = self._adapter_ids(adapter, 1, where)
-        self._enter(where)
+        mode = _is_model_mode(logprobs_mode, where)
+        session = Session(self._calls, where)
         try:
-            mode = _is_model_mode(logprobs_mode, where)
-            job = self._add(where, "prompt", ids, 1, sampling or SamplingParams(), 0, one, mode)
+            session.begin()
+            [one] = self._adapter_ids(adapter, 1, where)
+            job = self._add_prompt(session, where, "prompt", ids, 1, sampling or SamplingParams(), 0, one, mode)
+            return TokenStream(session, job)
         except BaseException:
-            self._leave()
+            session.end()
             raise
-        return TokenStream(self, job)
 
     def logprobs(
         self,
@@ -264,8 +248,7 @@ class Engine:
                 raise WhetValueError(f"{where}: start is {first} for a row of {len(row)}, expected 1 to that.")
         if not (temperature > 0 and np.isfinite(temperature)):
             raise WhetValueError(f"{where}: temperature is {temperature}, expected a finite number > 0.")
-        adapters = self._adapter_ids(adapter, len(rows), where)
-        scores = self._score(rows, starts, adapters, temperature, return_entropy, False, where)
+        scores = self._score(rows, starts, adapter, temperature, return_entropy, False, where)
         logprobs = [one[0] for one in scores]
         return (logprobs, [one[1] for one in scores]) if return_entropy else logprobs
 
@@ -277,7 +260,7 @@ class Engine:
         """
         where = "Engine.logits"
         [row] = self._token_rows([sequence], where, "sequence")
-        [score] = self._score([row], [1], self._adapter_ids(adapter, 1, where), 1.0, False, True, where)
+        [score] = self._score([row], [1], adapter, 1.0, False, True, where)
         return score[2].reshape(len(row), self.config.vocab_size)
 
     # ------------------------------------------------------------------ weights
@@ -285,31 +268,24 @@ class Engine:
     def sync(self, model: Any) -> None:
         """Take over the weights of ``model`` as they are now, all or none; ``policy_version`` goes up by one.
 
-        Shapes and finiteness are checked before the first weight changes. Where the model's LoRA adapters are kept
-        apart and nothing else trains, the adapters alone are taken.
+        Shapes and finiteness are checked before the first weight changes; an interrupt that falls between two weights
+        is raised when all are replaced. Where the model's LoRA adapters are kept apart and its other weights are, by a
+        64-bit checksum of all their bytes, those that the engine has, the adapters alone are taken.
 
         Raises:
             EngineBusyError: a completion is under way.
             WhetValueError: another model than the engine was made for, or weights that hold NaN or infinity.
         """
         where = "Engine.sync"
-        with self._lock:
-            self._check_open(where)
-            if self._n_open:
-                raise EngineBusyError(
-                    f"{where}: {self._n_open} calls are under way, and their tokens have to come from one version of "
-                    f"the weights. Finish or close them first."
-                )
+        with self._calls.lock:
+            self._calls.use_alone(where)
             source = describe_module(model, merged=self._merged, max_position=self.config.max_position)
             if source.config != self.config:
                 raise WhetValueError(f"{where}: {_difference(self.config, source.config)}. Make a new engine for it.")
-            if not (source.adapters and _only_adapters_train(model)):
-                load(self._core, checked(source, self.formats, where), self.formats)
-            self._use(source.adapters)
-            self.policy_version += 1
+            self._replace(checked(source, where), source, where, self.policy_version + 1)
 
     def add_adapter(self, adapter: Any) -> int:
-        """Takes in a LoRA adapter that ``generate(adapter=...)`` then names, beside others and in one batch with them.
+        """Take in a LoRA adapter that ``generate(adapter=...)`` then names, beside others and in one batch with them.
 
         Args:
             adapter: a model in PEFT; the folder that PEFT saves; or by the module's name in the Hugging Face model
@@ -318,42 +294,43 @@ class Engine:
         Raises:
             WhetValueError: a module that the model does not have, other shapes, or more than plain LoRA.
         """
-        parts = adapter_parts(self._targets, self.config, adapter, "Engine.add_adapter")
-        with self._lock:
-            self._check_open("Engine.add_adapter")
-            number = self._core.add_adapter(parts)
-            self._adapters.add(number)
+        where = "Engine.add_adapter"
+        parts = adapter_parts(self._targets, self.config, adapter, where)
+        adapters, number = self._calls.adapters, 0
+        try:
+            with self._calls.lock:
+                number = self._calls.use(where).add_adapter(parts)
+                adapters.add(number)
             return number
+        except BaseException:
+            adapters.discard(number)  # of no use to anyone; the core forgets it before its next use
+            raise
 
     def remove_adapter(self, adapter: int) -> None:
-        """Forgets an adapter.
+        """Forget an adapter.
 
         Raises:
             EngineBusyError: a completion is under way.
             WhetValueError: there is no such adapter.
         """
         where = "Engine.remove_adapter"
-        with self._lock:
-            self._check_open(where)
-            if adapter not in self._adapters:
-                raise WhetValueError(f"{where}: there is no adapter {adapter!r}; there are {sorted(self._adapters)}.")
-            if self._n_open:
-                raise EngineBusyError(f"{where}: {self._n_open} calls are under way. Finish or close them first.")
-            self._core.remove_adapter(adapter)
-            self._adapters.remove(adapter)
+        with self._calls.lock:
+            self._calls.use_alone(where)
+            self._check_adapter(adapter, where)
+            self._calls.adapters.remove(adapter)
+            self._calls.use_alone(where)  # which rids the core of it
 
     # ------------------------------------------------------------------ life
 
     @property
     def memory(self) -> dict[str, int]:
         """Bytes: weights_bytes, kv_bytes (the budget in whole pages), kv_used_bytes, kv_page_bytes, workspace_bytes."""
-        self._check_open("Engine.memory")
-        return self._core.memory()
+        with self._calls.lock:
+            return self._calls.use("Engine.memory", torn=True).memory()
 
     def close(self) -> None:
-        """Gives the memory back. Twice is once."""
-        with self._lock:
-            self._core = None
+        """Give the memory back, and end the calls that are under way. Idempotent."""
+        self._calls.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -367,28 +344,25 @@ class Engine:
 
     # ------------------------------------------------------------------ its own
 
-    def _use(self, adapters: Sequence[LoRA]) -> None:
-        """The model's own adapters in place of those before."""
-        number = self._core.add_adapter(adapter_parts({}, self.config, adapters, "Engine")) if adapters else 0
-        if self._own_adapter:
-            self._core.remove_adapter(self._own_adapter)
-        self._own_adapter = number
+    def _replace(self, pieces: Sequence[Piece], source: Source, where: str, version: int = 0) -> None:
+        """The weights in place of those before, once all has been checked that can be wrong with them."""
+        core = self._calls.use(where, torn=True)
+        own_adapter = core.add_adapter(adapter_parts({}, self.config, source.adapters, where)) if source.adapters else 0
+        base = fingerprint(pieces) if source.adapters else None
+        calls = self._calls
+        is_packed = base is not None and base == self._base and not calls.torn
 
-    def _check_open(self, where: str) -> None:
-        if self._core is None:
-            raise WhetValueError(f"{where}: the engine is closed. Make a new one.")
+        def replace() -> None:
+            if not is_packed:
+                calls.torn, self._base = True, None
+                load(core, pieces, self.formats)
+            calls.own_adapter, self.policy_version, self._base, calls.torn = own_adapter, version, base, False
 
-    def _enter(self, where: str) -> None:
-        with self._lock:
-            self._check_open(where)
-            self._n_open += 1
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._n_open -= 1
-
-    def _open(self, where: str) -> _Open:
-        return _Open(self, where)
+        try:
+            replace()
+        except BaseException:
+            replace()  # half of each would be neither; a second interrupt leaves them torn, and known to be
+            raise
 
     def _token_rows(self, rows: Any, where: str, name: str) -> list[np.ndarray]:
         if isinstance(rows, (str, bytes)) or not hasattr(rows, "__iter__"):
@@ -415,12 +389,18 @@ class Engine:
         if len(each) != n:
             raise WhetValueError(f"{where}: adapter has {len(each)} entries, expected one for each of {n} rows.")
         for one in each:
-            if one is not None and one not in self._adapters:
-                raise WhetValueError(f"{where}: there is no adapter {one!r}; there are {sorted(self._adapters)}.")
-        return [self._own_adapter if one is None else one for one in each]
+            if one is not None:
+                self._check_adapter(one, where)
+        return [self._calls.own_adapter if one is None else one for one in each]
 
-    def _add(
+    def _check_adapter(self, adapter: Any, where: str) -> None:
+        if adapter not in self._calls.adapters:
+            known = sorted(self._calls.adapters)
+            raise WhetValueError(f"{where}: there is no adapter {adapter!r}; there are {known}.")
+
+    def _add_prompt(
         self,
+        session: Session,
         where: str,
         name: str,
         prompt: np.ndarray,
@@ -439,141 +419,30 @@ class Engine:
         stops = np.array([t for t in s.stop_token_ids if 0 <= t < self.config.vocab_size], np.int32)
         filters = (s.temperature, min(s.top_k, self.config.vocab_size), s.top_p, s.min_p, s.repetition_penalty)
         keys = (s.seed % 2**64, index, 0, adapter)
-        try:
-            with self._lock:
-                return self._core.add_prompt(prompt, n, s.max_new_tokens, stops, *keys, *filters, model_logprobs)
-        except ValueError as error:
-            raise WhetValueError(f"{where}: {name}: {error}. Raise kv_bytes or lower max_new_tokens.") from None
+        hint = "Raise kv_bytes or lower max_new_tokens."
+        sampled = (prompt, n, s.max_new_tokens, stops, *keys, *filters, model_logprobs)
+        return session.add("prompt", name, hint, *sampled)
 
     def _score(
         self,
         rows: list[np.ndarray],
         starts: list[int],
-        adapters: list[int],
+        adapter: Any,
         temperature: float,
         entropy: bool,
         logits: bool,
         where: str,
     ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """(log-probs, entropies, logits) of every row."""
-        jobs: list[int] = []
-        with self._open(where):
-            try:
-                for row, start, adapter in zip(rows, starts, adapters, strict=True):
-                    try:
-                        with self._lock:
-                            jobs.append(self._core.add_score(row, start, temperature, entropy, logits, adapter))
-                    except ValueError as error:
-                        raise WhetValueError(f"{where}: row {len(jobs)}: {error}. Raise kv_bytes.") from None
-                self._run(jobs, where)
-                return [self._core.scores(job) for job in jobs]
-            finally:
-                self._forget(jobs)
-
-    def _run(self, jobs: Sequence[int], where: str) -> None:
-        """Steps until these are done. Between two, other threads and Ctrl-C have their turn."""
-        for job in jobs:
-            while not self._core.done(job):
-                self._step(where)
-            self._check_logits(job, where)
-
-    def _step(self, where: str) -> None:
-        with self._lock:
-            self._check_open(where)
-            self._core.step()
-
-    def _check_logits(self, job: int, where: str) -> None:
-        if error := self._core.error(job):
-            raise WhetValueError(f"{where}: {error}. Look for NaN in the model's weights.")
-
-    def _completion(self, job: int, sample: int) -> Completion:
-        tokens, logprobs, finish = self._core.sample(job, sample, 0)
-        return Completion(tokens.tolist(), logprobs.tolist(), finish, self.policy_version)
-
-    def _forget(self, jobs: Sequence[int]) -> None:
-        with self._lock:
-            if self._core is not None:
-                for job in jobs:
-                    self._core.remove(job)
-
-
-class _Open:
-    """A call that is under way."""
-
-    def __init__(self, engine: Engine, where: str) -> None:
-        self.engine, self.where = engine, where
-
-    def __enter__(self) -> None:
-        self.engine._enter(self.where)
-
-    def __exit__(self, *_: object) -> None:
-        self.engine._leave()
-
-
-class TokenStream(Iterator[Token], AsyncIterator[Token]):
-    """The tokens of one completion, from ``Engine.stream``.
-
-    Attributes:
-        finish_reason: "running", then "stop", "length" or "cancelled".
-    """
-
-    def __init__(self, engine: Engine, job: int) -> None:
-        self._engine, self._job = engine, job
-        self._taken = 0
-        self._closed = False
-        self.finish_reason = "running"
-
-    def __next__(self) -> Token:
-        while not self._closed:
-            tokens, logprobs, finish = self._engine._core.sample(self._job, 0, self._taken)
-            if len(tokens):
-                self._taken += 1
-                return Token(int(tokens[0]), float(logprobs[0]))
-            try:
-                self._engine._check_logits(self._job, "Engine.stream")
-                if finish != "running":
-                    self.finish_reason = finish
-                    self.close()
-                    break
-                self._engine._step("Engine.stream")
-            except BaseException:
-                self.close()
-                raise
-        raise StopIteration
-
-    def __iter__(self) -> TokenStream:
-        return self
-
-    def __aiter__(self) -> TokenStream:
-        return self
-
-    async def __anext__(self) -> Token:
-        token = await asyncio.to_thread(next, self, None)
-        if token is None:
-            raise StopAsyncIteration
-        return token
-
-    def cancel(self) -> None:
-        """Ends the completion where it is."""
-        if not self._closed and self.finish_reason == "running":
-            self.finish_reason = "cancelled"
-        self.close()
-
-    def close(self) -> None:
-        """Forgets the completion. Twice is once."""
-        if not self._closed:
-            self._closed = True
-            self._engine._forget([self._job])
-            self._engine._leave()
-
-    def __enter__(self) -> TokenStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.cancel()
-
-    def __del__(self) -> None:
-        self.cancel()
+        with (session := Session(self._calls, where)), session:
+            session.begin()
+            adapters = self._adapter_ids(adapter, len(rows), where)
+            jobs = [
+                session.add("score", f"row {i}", "Raise kv_bytes.", row, start, temperature, entropy, logits, one)
+                for i, (row, start, one) in enumerate(zip(rows, starts, adapters, strict=True))
+            ]
+            session.run(jobs)
+            return [session.scores(job) for job in jobs]
 
 
 def _is_model_mode(mode: str, where: str) -> bool:
@@ -585,8 +454,3 @@ def _is_model_mode(mode: str, where: str) -> bool:
 def _difference(mine: ModelConfig, other: ModelConfig) -> str:
     name = next(name for name, value in vars(mine).items() if value != getattr(other, name))
     return f"the model's {name} is {getattr(other, name)!r:.60}, the engine's {getattr(mine, name)!r:.60}"
-
-
-def _only_adapters_train(model: Any) -> bool:
-    parameters: Mapping[str, Any] = dict(model.named_parameters())
-    return not any(p.requires_grad for name, p in parameters.items() if ".lora_" not in name)

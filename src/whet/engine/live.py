@@ -148,7 +148,7 @@ class _Live:
                 those it began with beside them.
         """
         for name, module in self.modules.items():
-            buffers = [getattr(module, buffer, None) for buffer in ("inv_freq", "original_inv_freq")]
+            buffers: list[Any] = [getattr(module, buffer, None) for buffer in ("inv_freq", "original_inv_freq")]
             own = [tuple(b.double().tolist()) for b in buffers if hasattr(b, "tolist") and b.device.type == "cpu"]
             if not name.endswith("rotary_emb") or not own:
                 continue

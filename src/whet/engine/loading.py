@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from whet import _core
 from whet.engine.architecture import Piece
 from whet.engine.files import let_go
 from whet.engine.pieces import Source
@@ -17,7 +18,7 @@ _SOURCES = {"float32": 0, "bfloat16": 1, "float16": 2}
 _PACKED = 3
 
 
-def checked(source: Source, formats: Mapping[str, str], where: str) -> list[Piece]:
+def checked(source: Source, where: str) -> list[Piece]:
     """All pieces of a source.
 
     Raises:
@@ -51,6 +52,20 @@ def load(core: Any, pieces: Iterable[Piece], formats: Mapping[str, str]) -> None
         address, strides = _memory(tensor)
         core.load(slot, first_row, *tensor.shape, address, source, *strides)
         let_go(tensor)  # the packed weights and the file's are not in memory both
+
+
+def fingerprint(pieces: Iterable[Piece]) -> list[tuple[Any, ...]]:
+    """What tells whether pieces are those of another time: their places, and a 64-bit checksum of all their bytes."""
+    prints = []
+    for slot, first_row, tensor, format in pieces:
+        matrix = tensor if tensor.ndim == 2 else tensor[None]
+        if _memory(matrix)[1][1] != 1:
+            matrix = matrix.T if _memory(matrix)[1][0] == 1 else np.ascontiguousarray(matrix)
+        address, (row_stride, _) = _memory(matrix)
+        size = matrix.itemsize
+        digest = _core.checksum(address, matrix.shape[0], matrix.shape[1] * size, row_stride * size)
+        prints.append((slot, first_row, tuple(tensor.shape), format, digest))
+    return prints
 
 
 def _memory(tensor: Any) -> tuple[int, tuple[int, ...]]:
