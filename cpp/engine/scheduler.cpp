@@ -390,15 +390,9 @@ void Scheduler::end_session(uint64_t session) {
     }
 }
 
-void Scheduler::retain_adapters(const std::vector<uint64_t>& ids) {
-    std::erase_if(adapters_,
-                  [&](const auto& one) { return std::find(ids.begin(), ids.end(), one.first) == ids.end(); });
-}
-
-uint64_t Scheduler::add_adapter(std::unique_ptr<Adapter> adapter) {
+void Scheduler::add_adapter(uint64_t id, std::unique_ptr<Adapter> adapter) {
     transformer_.reserve_adapters(adapter->max_rank);
-    adapters_.emplace(next_adapter_, std::move(adapter));
-    return next_adapter_++;
+    adapters_.emplace(id, std::move(adapter));
 }
 
 }  // namespace whet

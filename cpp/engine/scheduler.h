@@ -78,8 +78,8 @@ public:
     // False when there was nothing to do. An exception (memory) changes nothing that a further step would not.
     bool step();
 
-    uint64_t add_adapter(std::unique_ptr<Adapter> adapter);
-    void retain_adapters(const std::vector<uint64_t>& ids);  // and forget the others, which no job may name
+    void add_adapter(uint64_t id, std::unique_ptr<Adapter> adapter);  // id: not 0, and not one that is there
+    void remove_adapter(uint64_t id) { adapters_.erase(id); }
     bool has_adapter(uint64_t id) const { return adapters_.count(id) != 0; }
 
     const KvCache& cache() const { return cache_; }
@@ -107,7 +107,7 @@ private:
     Limits limits_;
     std::map<uint64_t, std::unique_ptr<Job>> jobs_;
     std::map<uint64_t, std::unique_ptr<Adapter>> adapters_;
-    uint64_t next_id_ = 1, next_adapter_ = 1;
+    uint64_t next_id_ = 1;
     std::deque<Job*> waiting_;
     std::vector<Job*> prefilling_, pending_;  // pending_: prompts in the cache with samples still to start
     std::vector<Running> running_;

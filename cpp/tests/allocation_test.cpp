@@ -287,12 +287,13 @@ void test_adapters() {
     const Limits limits{some_pages(model), 8, 32};
     const auto with = [&](Scheduler& s) {
         Request r = prompt(70, 2, 10, 0);
-        r.adapter = s.add_adapter(adapter_of(model.transformer.config()));
+        r.adapter = 1;
+        s.add_adapter(r.adapter, adapter_of(model.transformer.config()));
         const uint64_t id = s.add(r);
         run(s);
         const Said out = said(s, id);
         s.remove(id);
-        s.retain_adapters({});
+        s.remove_adapter(r.adapter);
         return out;
     };
     Scheduler right(model.transformer, limits);
@@ -302,8 +303,9 @@ void test_adapters() {
         Scheduler s(own.transformer, limits);
         uint64_t number = 0;
         const auto add = [&] {
-            number = s.add_adapter(adapter_of(own.transformer.config()));
-            s.retain_adapters({});
+            number = 1;
+            s.add_adapter(number, adapter_of(own.transformer.config()));
+            s.remove_adapter(number);
         };
         one(add);
         expect(!s.has_adapter(number), "no adapter is left");
@@ -392,7 +394,10 @@ void test_decoding(const std::string& name, WeightFormat format, const Sampling&
     Scheduler s(model.transformer, {some_pages(model), 8, 32});
     Request r = prompt(20, 5, 300, 0);
     r.sampling = sampling;
-    if (with_adapter) r.adapter = s.add_adapter(adapter_of(model.transformer.config()));
+    if (with_adapter) {
+        r.adapter = 1;
+        s.add_adapter(r.adapter, adapter_of(model.transformer.config()));
+    }
     const uint64_t id = s.add(r);
     warm_threads(model, 8);
     for (int i = 0; i < 5; ++i) s.step();

@@ -35,8 +35,9 @@ def head_of(core, n=N, k=K):
     """rms_norm(row t) . row j for every row t: what the packed rows are, seen through lookup and product."""
     out = []
     for t in range(0, n, 9):
+        core.begin_session(1, False)
         job = core.add_score(1, np.array([t], np.int32), 1, 1.0, False, True, 0)
-        while core.step():
+        while not core.step(job):
             pass
         out.append(core.scores(job)[2])
     return np.stack(out)

@@ -1,10 +1,10 @@
 // The engine's bindings: a model and its scheduler as one object. whet.engine checks what comes and explains; here
-// stands what keeps memory safe.
+// stands what keeps memory safe. Every method is atomic: threads take turns, and an interrupt falls between two
+// methods.
 #include "engine.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -15,6 +15,7 @@
 #include "engine/scheduler.h"
 #include "row_arrays.h"
 #include "runtime/checksum.h"
+#include "runtime/turn_lock.h"
 
 namespace nb = nanobind;
 
@@ -83,6 +84,20 @@ nb::object array_of(DType dtype, const std::vector<T>& values) {
     return nb::steal(array);
 }
 
+// One thread's turn. Nobody waits for it who holds the GIL, so that its holder may wait for the GIL.
+class Turn {
+public:
+    explicit Turn(TurnLock& lock) : lock_(lock) {
+        const nb::gil_scoped_release release;
+        lock_.lock();
+    }
+    Turn(const Turn&) = delete;
+    ~Turn() { lock_.unlock(); }
+
+private:
+    TurnLock& lock_;
+};
+
 class EngineObject {
 public:
     EngineObject(const nb::dict& config, const nb::sequence& slots, size_t kv_bytes, size_t max_batch, size_t chunk,
@@ -104,6 +119,7 @@ public:
     // Rows of a matrix at an address; strides in elements, in bytes where they are the format's own.
     void load(const std::string& slot, size_t first, size_t n, size_t k, uintptr_t address, int source,
               ptrdiff_t row_stride, ptrdiff_t column_stride) {
+        const Turn turn(lock_);
         PackedWeight& to = model_.weights().matrix(slot);
         const size_t width = static_cast<Source>(source) == Source::kPacked ? row_bytes(to.format(), to.k()) : to.k();
         if (first + n > to.n() || k != width) throw std::invalid_argument("rows of another shape");
@@ -113,6 +129,7 @@ public:
     }
 
     void load_vector(const std::string& slot, size_t first, nb::handle values) {
+        const Turn turn(lock_);
         Array a;
         std::vector<float>& to = model_.weights().vector(slot);
         if (!view(values.ptr(), a) || a.dtype != DType::kFloat32 || a.ndim != 1 ||
@@ -122,11 +139,29 @@ public:
         std::copy(a.as<float>(), a.as<float>() + a.size(), to.begin() + static_cast<ptrdiff_t>(first));
     }
 
+    // A call that has requests from here on; `alone`: that has none, and changes the model. 0, or how many are under
+    // way that stand in its way: for one alone any, for others one alone.
+    size_t begin_session(uint64_t session, bool alone) {
+        const Turn turn(lock_);
+        if (!sessions_.empty() && (alone || is_alone_)) return sessions_.size();
+        sessions_.push_back(session);
+        is_alone_ = alone;
+        return 0;
+    }
+
+    // Nothing of it is left. Nothing happens where it has ended.
+    void end_session(uint64_t session) {
+        const Turn turn(lock_);
+        scheduler_.end_session(session);
+        std::erase(sessions_, session);
+    }
+
     uint64_t add_prompt(uint64_t session, nb::handle tokens, size_t n, size_t max_new_tokens, nb::handle stop_tokens,
                         uint64_t seed, uint64_t prompt_index, uint64_t first_sample, uint64_t adapter,
                         float temperature, int32_t top_k, float top_p, float min_p, float repetition_penalty,
                         bool model_logprobs) {
-        Request request = request_of(tokens, adapter);
+        const Turn turn(lock_);
+        Request request = request_of(session, tokens, adapter);
         const size_t room =
             model_.config().max_position - std::min(model_.config().max_position, request.tokens.size());
         if (n == 0 || max_new_tokens == 0 || room == 0) throw std::invalid_argument("no token to sample");
@@ -145,7 +180,8 @@ public:
 
     uint64_t add_score(uint64_t session, nb::handle tokens, size_t score_from, float temperature, bool entropy,
                        bool logits, uint64_t adapter) {
-        Request request = request_of(tokens, adapter);
+        const Turn turn(lock_);
+        Request request = request_of(session, tokens, adapter);
         if (score_from == 0) throw std::invalid_argument("the first token has no log-prob");
         request.score_from = score_from;
         request.entropy = entropy;
@@ -154,12 +190,17 @@ public:
         return scheduler_.add(std::move(request), session);
     }
 
-    bool step() {
+    // True once the request is done, else after a step.
+    bool step(uint64_t id) {
+        const Turn turn(lock_);
+        if (scheduler_.job(id).done) return true;
         const nb::gil_scoped_release release;
-        return scheduler_.step();
+        scheduler_.step();
+        return false;
     }
 
     nb::tuple sample(uint64_t id, size_t i, size_t from) const {
+        const Turn turn(lock_);
         const Sample& s = scheduler_.job(id).samples.at(i);
         from = std::min(from, s.tokens.size());
         const auto begin = static_cast<ptrdiff_t>(from);
@@ -171,13 +212,15 @@ public:
     }
 
     nb::tuple scores(uint64_t id) const {
+        const Turn turn(lock_);
         const Job& job = scheduler_.job(id);
         return nb::make_tuple(array_of(DType::kFloat32, job.logprobs), array_of(DType::kFloat32, job.entropies),
                               array_of(DType::kFloat32, job.logits));
     }
 
     // parts: (layer, target, first row, A (rank, k), B (n, rank)) with contiguous float32 arrays, the scaling in B.
-    uint64_t add_adapter(const nb::sequence& parts) {
+    void add_adapter(uint64_t id, const nb::sequence& parts) {
+        const Turn turn(lock_);
         auto adapter = std::make_unique<Adapter>(model_.config().n_layers);
         for (nb::handle part : parts) {
             const auto one = nb::cast<nb::tuple>(part);
@@ -192,15 +235,22 @@ public:
             adapter->max_rank = std::max(adapter->max_rank, low.a->n());
             adapter->layers[layer][target].push_back(std::move(low));
         }
-        return scheduler_.add_adapter(std::move(adapter));
+        scheduler_.add_adapter(id, std::move(adapter));
     }
 
-    void retain_adapters(const std::vector<uint64_t>& ids) { scheduler_.retain_adapters(ids); }
-    bool done(uint64_t id) const { return scheduler_.job(id).done; }
-    void end_session(uint64_t session) { scheduler_.end_session(session); }
-    const std::string& error(uint64_t id) const { return scheduler_.job(id).error; }
+    // Nothing happens where there is none. No request may name it.
+    void remove_adapter(uint64_t id) {
+        const Turn turn(lock_);
+        scheduler_.remove_adapter(id);
+    }
+
+    std::string error(uint64_t id) const {
+        const Turn turn(lock_);
+        return scheduler_.job(id).error;
+    }
 
     nb::dict memory() const {
+        const Turn turn(lock_);
         nb::dict out;
         const KvCache& cache = scheduler_.cache();
         out["weights_bytes"] = model_.weights().size_bytes();
@@ -212,10 +262,16 @@ public:
     }
 
 private:
+    mutable TurnLock lock_;
     Transformer model_;
     Scheduler scheduler_;
+    std::vector<uint64_t> sessions_;  // that have begun and not ended
+    bool is_alone_ = false;
 
-    Request request_of(nb::handle tokens, uint64_t adapter) const {
+    Request request_of(uint64_t session, nb::handle tokens, uint64_t adapter) const {
+        if (is_alone_ || std::find(sessions_.begin(), sessions_.end(), session) == sessions_.end()) {
+            throw std::out_of_range("the call has ended");
+        }
         Request request;
         request.tokens = tokens_of(tokens, model_.config().vocab_size);
         if (request.tokens.empty()) throw std::invalid_argument("no tokens");
@@ -270,11 +326,11 @@ void bind_engine(nb::module_& m) {
         .def("add_prompt", &EngineObject::add_prompt)
         .def("add_score", &EngineObject::add_score)
         .def("add_adapter", &EngineObject::add_adapter)
-        .def("retain_adapters", &EngineObject::retain_adapters)
+        .def("remove_adapter", &EngineObject::remove_adapter)
         .def("step", &EngineObject::step)
         .def("sample", &EngineObject::sample)
         .def("scores", &EngineObject::scores)
-        .def("done", &EngineObject::done)
+        .def("begin_session", &EngineObject::begin_session)
         .def("end_session", &EngineObject::end_session)
         .def("error", &EngineObject::error)
         .def("memory", &EngineObject::memory);

@@ -11,6 +11,7 @@
 #include "engine/linear.h"
 #include "engine/quantize.h"
 #include "kernels/dispatch.h"
+#include "row_arrays.h"
 #include "runtime/thread_pool.h"
 
 namespace nb = nanobind;
@@ -38,6 +39,8 @@ bool rows_of(const Array& x, size_t& rows, size_t& stride) {
     return true;
 }
 
+size_t item_size(const Array& a) { return a.dtype == DType::kFloat32 ? 4 : 2; }
+
 struct PackedObject {
     PackedWeight weight;
 
@@ -62,6 +65,7 @@ nb::object linear_call(const PackedObject& packed, nb::handle x_object, nb::hand
                                    bias.shape[0] != static_cast<Py_ssize_t>(w.n()))) {
         return nb::borrow(Py_NotImplemented);
     }
+    const bool bf16 = x.dtype == DType::kBFloat16;
     nb::object result = nb::borrow(out_object);
     if (out_object.is_none()) {
         Py_ssize_t shape[Array::kMaxAxes];
@@ -71,10 +75,10 @@ nb::object linear_call(const PackedObject& packed, nb::handle x_object, nb::hand
         ldy = w.n();
     } else if (!view_strided(out_object.ptr(), out, true) || out.dtype != x.dtype || out.ndim != x.ndim ||
                !rows_of(out, out_rows, ldy) || out_rows != rows ||
-               out.shape[out.ndim - 1] != static_cast<Py_ssize_t>(w.n())) {
+               out.shape[out.ndim - 1] != static_cast<Py_ssize_t>(w.n()) || overlap(out, x, item_size(x)) ||
+               (bias.data != nullptr && !bf16 && overlap(out, bias, sizeof(float)))) {
         return nb::borrow(Py_NotImplemented);
     }
-    const bool bf16 = x.dtype == DType::kBFloat16;
     const nb::gil_scoped_release release;
     if (!bf16) {
         linear(w, x.data, false, ldx, rows, bias.as<float>(), out.as<float>(), ldy);
@@ -105,7 +109,8 @@ nb::object gemm_call(nb::handle a_object, nb::handle b_object, nb::handle out_ob
         result = new_like(a_object.ptr(), a, a.dtype, 2, shape, &c.data);
         c.stride[0] = n;
     } else if (!view_strided(out_object.ptr(), c, true) || c.dtype != a.dtype || c.ndim != 2 || c.shape[0] != m ||
-               c.shape[1] != n || (n > 1 && c.stride[1] != 1) || (m > 1 && c.stride[0] < n)) {
+               c.shape[1] != n || (n > 1 && c.stride[1] != 1) || (m > 1 && c.stride[0] < n) ||
+               overlap(c, a, item_size(a)) || overlap(c, b, item_size(b))) {
         return nb::borrow(Py_NotImplemented);
     }
     const nb::gil_scoped_release release;
@@ -132,7 +137,7 @@ nb::object gemv_call(nb::handle a_object, nb::handle x_object, nb::handle out_ob
     if (out_object.is_none()) {
         result = new_like(a_object.ptr(), a, a.dtype, 1, &m, &y.data);
     } else if (!view_strided(out_object.ptr(), y, true) || y.dtype != a.dtype || y.ndim != 1 || y.shape[0] != m ||
-               (m > 1 && y.stride[0] != 1)) {
+               (m > 1 && y.stride[0] != 1) || overlap(y, a, item_size(a)) || overlap(y, x, item_size(x))) {
         return nb::borrow(Py_NotImplemented);
     }
     const auto m_size = static_cast<size_t>(m), n_size = static_cast<size_t>(n);

@@ -25,7 +25,7 @@ from whet.engine.gguf import open_gguf
 from whet.engine.live import describe_module
 from whet.engine.loading import checked, fingerprint, load
 from whet.engine.pieces import Source
-from whet.engine.session import Calls, Session, TokenStream
+from whet.engine.session import Calls, NewAdapter, Session, TokenStream, run_to_its_end
 from whet.errors import WhetTypeError, WhetValueError
 from whet.ops.quant import CORE_FORMATS
 from whet.sampling import Completion, SamplingParams
@@ -277,8 +277,8 @@ class Engine:
             WhetValueError: another model than the engine was made for, or weights that hold NaN or infinity.
         """
         where = "Engine.sync"
-        with self._calls.lock:
-            self._calls.use_alone(where)
+        with (session := Session(self._calls, where)), session:
+            session.begin(alone=True)
             source = describe_module(model, merged=self._merged, max_position=self.config.max_position)
             if source.config != self.config:
                 raise WhetValueError(f"{where}: {_difference(self.config, source.config)}. Make a new engine for it.")
@@ -296,15 +296,10 @@ class Engine:
         """
         where = "Engine.add_adapter"
         parts = adapter_parts(self._targets, self.config, adapter, where)
-        adapters, number = self._calls.adapters, 0
-        try:
-            with self._calls.lock:
-                number = self._calls.use(where).add_adapter(parts)
-                adapters.add(number)
-            return number
-        except BaseException:
-            adapters.discard(number)  # of no use to anyone; the core forgets it before its next use
-            raise
+        with (new := NewAdapter(self._calls)), new:
+            self._calls.use(where).add_adapter(new.number, parts)
+            self._calls.adapters.add(new.number)
+            return new.number
 
     def remove_adapter(self, adapter: int) -> None:
         """Forget an adapter.
@@ -314,19 +309,22 @@ class Engine:
             WhetValueError: there is no such adapter.
         """
         where = "Engine.remove_adapter"
-        with self._calls.lock:
-            self._calls.use_alone(where)
+        with (session := Session(self._calls, where)), session:
+            session.begin(alone=True)
             self._check_adapter(adapter, where)
-            self._calls.adapters.remove(adapter)
-            self._calls.use_alone(where)  # which rids the core of it
+
+            def forget() -> None:
+                self._calls.adapters.discard(adapter)
+                self._calls.use(where).remove_adapter(adapter)
+
+            run_to_its_end(forget)
 
     # ------------------------------------------------------------------ life
 
     @property
     def memory(self) -> dict[str, int]:
         """Bytes: weights_bytes, kv_bytes (the budget in whole pages), kv_used_bytes, kv_page_bytes, workspace_bytes."""
-        with self._calls.lock:
-            return self._calls.use("Engine.memory", torn=True).memory()
+        return self._calls.use("Engine.memory").memory()
 
     def close(self) -> None:
         """Give the memory back, and end the calls that are under way. Idempotent."""
@@ -346,23 +344,23 @@ class Engine:
 
     def _replace(self, pieces: Sequence[Piece], source: Source, where: str, version: int = 0) -> None:
         """The weights in place of those before, once all has been checked that can be wrong with them."""
-        core = self._calls.use(where, torn=True)
-        own_adapter = core.add_adapter(adapter_parts({}, self.config, source.adapters, where)) if source.adapters else 0
-        base = fingerprint(pieces) if source.adapters else None
         calls = self._calls
+        core = calls.use(where)
+        base = fingerprint(pieces) if source.adapters else None
         is_packed = base is not None and base == self._base and not calls.torn
+        with (new := NewAdapter(calls)), new:
+            if source.adapters:
+                core.add_adapter(new.number, adapter_parts({}, self.config, source.adapters, where))
+            own_adapter, before = new.number if source.adapters else 0, calls.own_adapter
 
-        def replace() -> None:
-            if not is_packed:
-                calls.torn, self._base = True, None
-                load(core, pieces, self.formats)
-            calls.own_adapter, self.policy_version, self._base, calls.torn = own_adapter, version, base, False
+            def replace() -> None:
+                if not is_packed:
+                    calls.torn, self._base = True, None
+                    load(core, pieces, self.formats)
+                calls.own_adapter, self.policy_version, self._base, calls.torn = own_adapter, version, base, False
+                core.remove_adapter(before)
 
-        try:
-            replace()
-        except BaseException:
-            replace()  # half of each would be neither; a second interrupt leaves them torn, and known to be
-            raise
+            run_to_its_end(replace)  # half of the weights would be neither; a second interrupt leaves them torn
 
     def _token_rows(self, rows: Any, where: str, name: str) -> list[np.ndarray]:
         if isinstance(rows, (str, bytes)) or not hasattr(rows, "__iter__"):

@@ -1,19 +1,20 @@
 """Calls on the engine, each from its first page to its last, whatever ends it.
 
 A ``Session`` owns the requests of one call. It ends with the call: at its normal end, in an error, by Ctrl-C, when its
-stream is closed or dropped. An interrupt can fall between any two lines, so that nothing here relies on a line that
-must come after another one: a session is known to ``Calls`` before it has a request, a ``with`` that names it twice
-ends it even where the first end was interrupted, and one that nobody holds is ended before the core's next use.
+stream is closed or dropped. Every method of the core is atomic, and threads take turns at them, so that nothing here
+holds a lock. An interrupt can fall between any two lines, so that nothing relies on a line that must come after
+another one: a ``with`` that names a session twice ends it even where the first end was interrupted, and a session that
+nobody holds is ended before the core's next use.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,117 +22,104 @@ import numpy as np
 from whet.errors import WhetError, WhetValueError
 from whet.sampling import Completion
 
+_TURN_S = 1e-3
+
 
 class EngineBusyError(WhetError, RuntimeError):
     """The engine is asked to change its weights while a completion is under way."""
 
 
 class Calls:
-    """The core of an engine, the lock around it, and the calls that are under way.
+    """The core of an engine, and the calls that are under way on it.
 
     Attributes:
         core: None once closed.
-        lock: whoever uses the core holds it; reentrant, as an object may be dropped at any line.
-        adapters: those that ``add_adapter`` gave out.
+        numbers: of sessions and adapters.
+        adapters: those that ``add_adapter`` gives out.
         own_adapter: the model's own; 0: none.
         torn: whether the weights are half those before and half those after a ``sync``.
     """
 
     def __init__(self, core: Any) -> None:
         self.core: Any = core
-        self.lock = threading.RLock()
+        self.numbers = itertools.count(1)
         self.adapters: set[int] = set()
         self.own_adapter = 0
         self.torn = False
-        self._numbers = itertools.count(1)
-        self._open: dict[weakref.ref[Session], int] = {}
-        self._dropped: deque[weakref.ref[Session]] = deque()
+        # Held by weak references, which are put among the dropped ones by no Python code: that could be interrupted.
+        self._sessions: dict[int, weakref.KeyedRef[int, Session]] = {}
+        self._dropped: deque[weakref.KeyedRef[int, Session]] = deque()
 
-    def reference(self, session: Session) -> weakref.ref[Session]:
-        """The name of a session that does not keep it alive; its callback is no Python code, which could fail."""
-        return weakref.ref(session, self._dropped.append)
-
-    def use(self, where: str, *, torn: bool = False) -> Any:
-        """The core, rid of what ended without a word; under the lock.
-
-        Args:
-            torn: also where the weights are torn.
+    def use(self, where: str) -> Any:
+        """The core, rid of sessions that were dropped.
 
         Raises:
             WhetValueError: the engine is closed.
-            WhetError: the weights are torn.
         """
-        if self.core is None:
+        core = self.core
+        if core is None:
             raise WhetValueError(f"{where}: the engine is closed. Make a new one.")
-        if self.torn and not torn:
+        for reference in list(self._dropped):
+            core.end_session(reference.key)
+            self._sessions.pop(reference.key, None)
+            if reference in self._dropped:
+                self._dropped.remove(reference)
+        return core
+
+    def begin(self, session: Session, where: str, alone: bool) -> None:
+        """Wait until no session stands in the way that is alone.
+
+        Raises:
+            WhetValueError: the engine is closed.
+            WhetError: the weights are torn, and the session is for requests.
+            EngineBusyError: the session is to be alone, and others are under way.
+        """
+        self._sessions[session.number] = weakref.KeyedRef(session, self._dropped.append, session.number)
+        while n_others := self.use(where).begin_session(session.number, alone):
+            if alone:
+                raise EngineBusyError(
+                    f"{where}: {n_others} calls are under way, and their tokens have to come from one version of the "
+                    f"weights. Finish or close them first."
+                )
+            time.sleep(_TURN_S)
+        if self.torn and not alone:
             raise WhetError(
                 f"{where}: a sync was stopped among the weights, which are neither those before nor those after. Call "
                 f"sync again, or make a new engine."
             )
-        while self._dropped:
-            self.end(self._dropped[0])
-            self._dropped.popleft()
-        if not self._open:  # no request names an adapter
-            self.core.retain_adapters([*self.adapters, *([self.own_adapter] if self.own_adapter else [])])
-        return self.core
 
-    def use_alone(self, where: str) -> Any:
-        """The core, where no call is under way; under the lock.
-
-        Raises:
-            EngineBusyError: one is.
-        """
-        core = self.use(where, torn=True)
-        if self._open:
-            raise EngineBusyError(
-                f"{where}: {len(self._open)} calls are under way, and their tokens have to come from one version of "
-                f"the weights. Finish or close them first."
-            )
-        return core
-
-    def begin(self, reference: weakref.ref[Session]) -> None:
-        """Under the lock, after ``use``."""
-        self._open[reference] = next(self._numbers)
-
-    def number(self, reference: weakref.ref[Session], where: str) -> int:
-        """Under the lock, after ``use``."""
-        if reference not in self._open:
-            raise WhetValueError(f"{where}: the call has ended.")
-        return self._open[reference]
-
-    def end(self, reference: weakref.ref[Session]) -> None:
+    def end(self, number: int) -> None:
         """Nothing of this session is left; nothing happens where it has ended."""
-        with self.lock:
-            number = self._open.get(reference)
-            if number is None:
-                return
-            if self.core is not None:
-                self.core.end_session(number)
-            del self._open[reference]
+        core = self.core
+        if core is not None:
+            core.end_session(number)
+        self._sessions.pop(number, None)
 
     def close(self) -> None:
-        """Give the memory back."""
-        with self.lock:
-            self.core = None
-            self._open.clear()
+        """Give the memory back, when the last step that runs is over."""
+        self.core = None
+        self._sessions.clear()
 
 
 class Session:
-    """One call: ``with (session := Session(calls, where)), session:``, twice for the sake of interrupts."""
+    """One call: ``with (session := Session(calls, where)), session:``, twice for the sake of interrupts.
+
+    Args:
+        calls: of the engine.
+        where: begins its errors.
+    """
 
     def __init__(self, calls: Calls, where: str) -> None:
         self._calls, self._where = calls, where
-        self._reference = calls.reference(self)
+        self.number = next(calls.numbers)
 
-    def begin(self) -> None:
-        """From here on the weights stay as they are, until ``end``."""
-        with self._calls.lock:
-            self._calls.use(self._where)
-            self._calls.begin(self._reference)
+    def begin(self, *, alone: bool = False) -> None:
+        """From here on the weights stay as they are, until ``end``; or, ``alone``, this call may change them."""
+        self._calls.begin(self, self._where, alone)
 
     def end(self) -> None:
         """Idempotent."""
-        self._calls.end(self._reference)
+        self._calls.end(self.number)
 
     def __enter__(self) -> Session:
         return self
@@ -145,55 +133,88 @@ class Session:
         Raises:
             WhetValueError: it can never run, for lack of pages.
         """
-        with self._calls.lock:
-            core = self._calls.use(self._where)
-            number = self._calls.number(self._reference, self._where)
-            try:
-                return getattr(core, f"add_{kind}")(number, *request)
-            except ValueError as error:
-                raise WhetValueError(f"{self._where}: {name}: {error}. {hint}") from None
+        try:
+            return getattr(self._core(), f"add_{kind}")(self.number, *request)
+        except ValueError as error:
+            raise WhetValueError(f"{self._where}: {name}: {error}. {hint}") from None
+        except IndexError:
+            raise self._ended() from None
 
     def run(self, jobs: Sequence[int]) -> None:
         """Step until these are done. Between two steps, other threads and Ctrl-C have their turn."""
         for job in jobs:
-            running = True
-            while running:
-                with self._calls.lock:
-                    core = self._calls.use(self._where)
-                    running = not core.done(job)
-                    if running:
-                        core.step()
-                    else:
-                        self._check_logits(core, job)
+            while not self._step(job):
+                pass
+            self._check_logits(job)
 
     def completion(self, job: int, sample: int, policy_version: int) -> Completion:
         """What became of a sample."""
-        with self._calls.lock:
-            tokens, logprobs, finish = self._calls.use(self._where).sample(job, sample, 0)
+        tokens, logprobs, finish = self._core().sample(job, sample, 0)
         return Completion(tokens.tolist(), logprobs.tolist(), finish, policy_version)
 
     def scores(self, job: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(log-probs, entropies, logits) of a sequence."""
-        with self._calls.lock:
-            return self._calls.use(self._where).scores(job)
+        return self._core().scores(job)
 
     def token(self, job: int, i: int) -> tuple[Token | None, str]:
         """Token i of a job's only sample, computed if need be, or None past its end; and the finish reason so far."""
         while True:
-            with self._calls.lock:
-                core = self._calls.use(self._where)
-                self._calls.number(self._reference, self._where)
-                tokens, logprobs, finish = core.sample(job, 0, i)
-                if len(tokens):
-                    return Token(int(tokens[0]), float(logprobs[0])), finish
-                self._check_logits(core, job)
-                if finish != "running":
-                    return None, finish
-                core.step()
+            try:
+                tokens, logprobs, finish = self._core().sample(job, 0, i)
+            except IndexError:
+                raise self._ended() from None
+            if len(tokens):
+                return Token(int(tokens[0]), float(logprobs[0])), finish
+            if finish != "running":
+                self._check_logits(job)
+                return None, finish
+            self._step(job)
 
-    def _check_logits(self, core: Any, job: int) -> None:
-        if error := core.error(job):
+    def _core(self) -> Any:
+        return self._calls.use(self._where)
+
+    def _step(self, job: int) -> bool:
+        try:
+            return self._core().step(job)
+        except IndexError:
+            raise self._ended() from None
+
+    def _ended(self) -> WhetValueError:
+        return WhetValueError(f"{self._where}: the call has ended.")
+
+    def _check_logits(self, job: int) -> None:
+        if error := self._core().error(job):
             raise WhetValueError(f"{self._where}: {error}. Look for NaN in the model's weights.")
+
+
+class NewAdapter:
+    """An adapter that a call brings: ``with (new := NewAdapter(calls)), new:``, as a session.
+
+    What was not made the model's own or given out when the call ends, or does not come to its end, is forgotten.
+    """
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self.number = next(calls.numbers)
+
+    def __enter__(self) -> NewAdapter:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        calls = self._calls
+        if error is not None:
+            calls.adapters.discard(self.number)
+        if calls.core is not None and self.number not in (calls.own_adapter, *calls.adapters):
+            calls.core.remove_adapter(self.number)
+
+
+def run_to_its_end(action: Callable[[], None]) -> None:
+    """An action that can be repeated: where it is interrupted it is run again, and the interrupt raised after it."""
+    try:
+        action()
+    except BaseException:
+        action()
+        raise
 
 
 class Token(NamedTuple):

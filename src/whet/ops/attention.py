@@ -134,7 +134,7 @@ def attention(
         )
     _check_heads(name, "k", q, k)
     if window is not None:
-        window = inputs.positive_size(name, "window", window)
+        window = min(inputs.positive_size(name, "window", window), 1 << 62)
         if not causal:
             raise WhetValueError(
                 f"{name}: window is {window}, but causal is False. A window ends at the query's own key."
@@ -211,7 +211,7 @@ def decode_attention(
             "(the keys in the cache, the query's own included)."
         )
     if window is not None:
-        window = inputs.positive_size(name, "window", window)
+        window = min(inputs.positive_size(name, "window", window), 1 << 62)
     _check_out(name, out, q)
     return _core.decode_attention(q, k_cache, v_cache, lengths, _scale(name, scale), window, out)
 

@@ -91,6 +91,20 @@ def positive_size(function: str, name: str, value: Any) -> int:
     return size
 
 
+def apart(out: Any, *arrays: Any) -> list[Any]:
+    """The arrays, those that share memory with ``out`` as copies: they are read while it is written."""
+    if out is None:
+        return list(arrays)
+    return [(x.clone() if is_tensor(x) else x.copy()) if may_share_memory(out, x) else x for x in arrays]
+
+
+def may_share_memory(a: Any, b: Any) -> bool:
+    """Whether an element of a may lie where one of b does; for two arrays or two tensors."""
+    if is_tensor(a) and is_tensor(b):
+        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.may_share_memory(a, b)
+
+
 def rows_of(function: str, name: str, x: Any, length_name: str, length: Any) -> int | None:
     """Checks that x is 2-D, or flat with a length that divides it; returns the length as an int."""
     shape = tuple(x.shape)

@@ -18,6 +18,8 @@ from whet.ops.quant import CORE_FORMATS, FORMATS, Quantized, check_finite, check
 
 _SOURCES = {"float32": 0, "bfloat16": 1, "float16": 2}
 """What rows may be packed from; in the order of the core's Source, and then the packed format itself."""
+_MAX_NUMBERS = 1 << 46
+"""More than any memory, and few enough to count their bytes."""
 
 
 def naive_gemm(a: np.ndarray, b: np.ndarray, alpha: float = 1.0, beta: float = 0.0, c: Any = 0.0) -> np.ndarray:
@@ -47,7 +49,8 @@ def gemm(
         b: (K, N), or (N, K) with ``transpose_b``, as a linear layer keeps its weight; any strides, a's dtype.
         transpose_a, transpose_b: take the transpose, without a copy.
         alpha, beta: scale the product and the old content of ``out``; beta = 0 does not read it.
-        out: (M, N) of a's dtype with contiguous rows, written in place; None: a new array.
+        out: (M, N) of a's dtype with contiguous rows, written in place; None: a new array. Inputs that share its memory
+            are copied first.
 
     Returns:
         (M, N), of the kind and dtype of a; bfloat16 is rounded once, to nearest even.
@@ -68,6 +71,7 @@ def gemm(
                 f"gemm: a is ({m}, {k}) and b ({k_b}, {n}), as transposed; the inner sizes must be equal."
             )
         _check_out("gemm", out, a, (m, n))
+        a, b = inputs.apart(out, a, b)
         result = _core.gemm(a, b, out, transpose_a, transpose_b, alpha, beta)
     return result
 
@@ -80,7 +84,7 @@ def gemv(a: Any, x: Any, *, transpose: bool = False, alpha: float = 1.0, beta: f
         x: (N,), of a's dtype.
         transpose: take the transpose of a, without a copy.
         alpha, beta: scale the product and the old content of ``out``; beta = 0 does not read it.
-        out: (M,) of a's dtype, written in place; None: a new array.
+        out: (M,) of a's dtype, written in place; None: a new array. Inputs that share its memory are copied first.
 
     Returns:
         (M,), of the kind and dtype of a.
@@ -100,6 +104,7 @@ def gemv(a: Any, x: Any, *, transpose: bool = False, alpha: float = 1.0, beta: f
         if tuple(x.shape) != (n,):
             raise WhetValueError(f"gemv: a is ({m}, {n}), as transposed, and x {tuple(x.shape)}, expected ({n},).")
         _check_out("gemv", out, a, (m,))
+        a, x = inputs.apart(out, a, x)
         result = _core.gemv(a, x, out, transpose, alpha, beta)
     return result
 
@@ -118,9 +123,12 @@ class PackedWeight:
 
     def __init__(self, format: str, shape: tuple[int, int]) -> None:
         where = "PackedWeight"
-        _check_any_format(where, format, shape[1])
-        self.format, self.shape = format, shape
-        self._core = _core.PackedWeight(CORE_FORMATS[format], *shape)
+        n, k = (inputs.positive_size(where, name, size) for name, size in zip(("N", "K"), shape, strict=True))
+        _check_any_format(where, format, k)
+        if n * k > _MAX_NUMBERS:
+            raise WhetValueError(f"{where}: shape is {(n, k)}, expected at most 2^46 numbers.")
+        self.format, self.shape = format, (n, k)
+        self._core = _core.PackedWeight(CORE_FORMATS[format], n, k)
         self.size_bytes: int = self._core.size_bytes
 
     def update(self, weight: Any, first_row: int = 0) -> None:
@@ -228,7 +236,7 @@ def linear(x: Any, weight: PackedWeight, bias: Any = None, *, out: Any = None) -
         x: (..., K) float32 or bfloat16, with contiguous rows.
         weight: from ``pack_weight``, (N, K).
         bias: (N,) float32.
-        out: (..., N) of x's dtype, written in place; None: a new array.
+        out: (..., N) of x's dtype, written in place; None: a new array. Inputs that share its memory are copied first.
 
     Returns:
         (..., N), of the kind and dtype of x.
@@ -252,6 +260,7 @@ def linear(x: Any, weight: PackedWeight, bias: Any = None, *, out: Any = None) -
             if tuple(bias.shape) != (n,):
                 raise WhetValueError(f"linear: bias has shape {tuple(bias.shape)}, expected ({n},).")
         _check_out("linear", out, x, (*x.shape[:-1], n))
+        x, bias = inputs.apart(out, x, bias)
         flat = x.reshape(-1, k)
         into = None if out is None else out.reshape(-1, n)
         result = _core.linear(weight._core, flat, bias, into)
