@@ -10,8 +10,10 @@ template <class T>
 WHET_INLINE void touch(Vec<T>& x) {
 #if defined(__x86_64__)
     WHET_EACH_PART(p) __asm__ volatile("" : "+x"(x.part[p]));
-#else
+#elif defined(__aarch64__)
     WHET_EACH_PART(p) __asm__ volatile("" : "+w"(x.part[p]));
+#else
+    WHET_EACH_PART(p) __asm__ volatile("" : "+r"(x.part[p]));
 #endif
 }
 WHET_INLINE void touch_memory() { __asm__ volatile("" ::: "memory"); }

@@ -115,8 +115,8 @@ WHET_INLINE u16x32 zip_bf16(f32x16 even, f32x16 odd) {
 #if defined(__AVX512BF16__)
     if (!any_subnormal(even.part[0]) && !any_subnormal(odd.part[0])) {
         const NativeU16 apart = (NativeU16)_mm512_cvtne2ps_pbh(odd.part[0], even.part[0]);
-        out.part[0] = __builtin_shufflevector(apart, apart, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8,
-                                              24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        constexpr auto zipped = [](int i) { return i / 2 + i % 2 * 16; };
+        out.part[0] = shuffle<zipped>(apart, apart);
         return out;
     }
 #endif

@@ -20,28 +20,10 @@ WHET_INLINE void swap_pair(f32x16& a, f32x16& b) {
                 high.part[p] = a.part[p ^ (d / n)];
             }
         } else {
-// Lane i of the first and of the second result, as __builtin_shufflevector counts: b's lanes follow a's.
-#define WHET_LOW(i) ((i) & d ? n + ((i) ^ d) : (i))
-#define WHET_HIGH(i) ((i) & d ? n + (i) : ((i) ^ d))
-#define WHET_FOUR(of, i) of(i), of(i + 1), of(i + 2), of(i + 3)
-#define WHET_ALL(of)                                                                                                  \
-    if constexpr (n == 16) {                                                                                          \
-        out = __builtin_shufflevector(x, y, WHET_FOUR(of, 0), WHET_FOUR(of, 4), WHET_FOUR(of, 8), WHET_FOUR(of, 12)); \
-    } else if constexpr (n == 8) {                                                                                    \
-        out = __builtin_shufflevector(x, y, WHET_FOUR(of, 0), WHET_FOUR(of, 4));                                      \
-    } else {                                                                                                          \
-        out = __builtin_shufflevector(x, y, WHET_FOUR(of, 0));                                                        \
-    }
-            const f32x16::Native x = a.part[p], y = b.part[p];
-            f32x16::Native out;
-            WHET_ALL(WHET_LOW)
-            low.part[p] = out;
-            WHET_ALL(WHET_HIGH)
-            high.part[p] = out;
-#undef WHET_ALL
-#undef WHET_FOUR
-#undef WHET_HIGH
-#undef WHET_LOW
+            constexpr auto low_lane = [](int i) { return i & d ? n + (i ^ d) : i; };
+            constexpr auto high_lane = [](int i) { return i & d ? n + i : i ^ d; };
+            low.part[p] = shuffle<low_lane>(a.part[p], b.part[p]);
+            high.part[p] = shuffle<high_lane>(a.part[p], b.part[p]);
         }
     }
     a = low;

@@ -401,6 +401,30 @@ WHET_INLINE Vec<T> scale_exp2(Vec<T> a, Vec<T> n) {
 
 // ---------------------------------------------------------------- lanes combined
 
+// FirstLanes<n>::Type is Lanes<0, 1, ..., n - 1>.
+template <int... i>
+struct Lanes {};
+template <int n, int... i>
+struct FirstLanes : FirstLanes<n - 1, n - 1, i...> {};
+template <int... i>
+struct FirstLanes<0, i...> {
+    using Type = Lanes<i...>;
+};
+
+template <auto from, class Native, int... i>
+WHET_INLINE Native shuffle(Native x, Native y, Lanes<i...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(x, y, from(i)...);
+#else
+    return __builtin_shuffle(x, y, decltype(x < y){from(i)...});  // GCC 11 has no other
+#endif
+}
+// Lane i is lane from(i) of x and y, y's lanes counted after x's.
+template <auto from, class Native>
+WHET_INLINE Native shuffle(Native x, Native y) {
+    return shuffle<from>(x, y, typename FirstLanes<sizeof(Native) / sizeof(x[0])>::Type());
+}
+
 // Lane i takes lane i ^ distance.
 template <int distance>
 WHET_INLINE f64x8 swap_lanes(f64x8 v) {
@@ -409,18 +433,8 @@ WHET_INLINE f64x8 swap_lanes(f64x8 v) {
     if constexpr (distance >= n) {
         WHET_EACH_PART(p) out.part[p] = v.part[p ^ (distance / n)];
     } else {
-        WHET_EACH_PART(p) {
-            if constexpr (n == 8) {
-                out.part[p] =
-                    __builtin_shufflevector(v.part[p], v.part[p], 0 ^ distance, 1 ^ distance, 2 ^ distance,
-                                            3 ^ distance, 4 ^ distance, 5 ^ distance, 6 ^ distance, 7 ^ distance);
-            } else if constexpr (n == 4) {
-                out.part[p] = __builtin_shufflevector(v.part[p], v.part[p], 0 ^ distance, 1 ^ distance, 2 ^ distance,
-                                                      3 ^ distance);
-            } else {
-                out.part[p] = __builtin_shufflevector(v.part[p], v.part[p], 1, 0);
-            }
-        }
+        constexpr auto from = [](int i) { return i ^ distance; };
+        WHET_EACH_PART(p) out.part[p] = shuffle<from>(v.part[p], v.part[p]);
     }
     return out;
 }
@@ -429,44 +443,29 @@ WHET_INLINE f64x8 swap_lanes(f64x8 v) {
 struct F32Pairs {
     f32x16 even, odd;
 };
-#if defined(__AVX512F__)
-#define WHET_EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
-#define WHET_ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
-#define WHET_LOW_PAIRS 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
-#define WHET_HIGH_PAIRS 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
-#elif defined(__AVX2__)
-#define WHET_EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14
-#define WHET_ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15
-#define WHET_LOW_PAIRS 0, 8, 1, 9, 2, 10, 3, 11
-#define WHET_HIGH_PAIRS 4, 12, 5, 13, 6, 14, 7, 15
-#else
-#define WHET_EVEN_LANES 0, 2, 4, 6
-#define WHET_ODD_LANES 1, 3, 5, 7
-#define WHET_LOW_PAIRS 0, 4, 1, 5
-#define WHET_HIGH_PAIRS 2, 6, 3, 7
-#endif
 WHET_INLINE F32Pairs unzip(f32x16 low, f32x16 high) {
     f32x16::Native in[2 * kParts];
     WHET_EACH_PART(p) in[p] = low.part[p], in[kParts + p] = high.part[p];
+    constexpr auto even_lane = [](int i) { return 2 * i; };
+    constexpr auto odd_lane = [](int i) { return 2 * i + 1; };
     F32Pairs pairs;
     WHET_EACH_PART(p) {
-        pairs.even.part[p] = __builtin_shufflevector(in[2 * p], in[2 * p + 1], WHET_EVEN_LANES);
-        pairs.odd.part[p] = __builtin_shufflevector(in[2 * p], in[2 * p + 1], WHET_ODD_LANES);
+        pairs.even.part[p] = shuffle<even_lane>(in[2 * p], in[2 * p + 1]);
+        pairs.odd.part[p] = shuffle<odd_lane>(in[2 * p], in[2 * p + 1]);
     }
     return pairs;
 }
 WHET_INLINE void zip(F32Pairs pairs, f32x16& low, f32x16& high) {
+    constexpr int n = f32x16::kPartLanes;
+    constexpr auto low_pairs = [](int i) { return i / 2 + i % 2 * n; };
+    constexpr auto high_pairs = [](int i) { return n / 2 + i / 2 + i % 2 * n; };
     f32x16::Native out[2 * kParts];
     WHET_EACH_PART(p) {
-        out[2 * p] = __builtin_shufflevector(pairs.even.part[p], pairs.odd.part[p], WHET_LOW_PAIRS);
-        out[2 * p + 1] = __builtin_shufflevector(pairs.even.part[p], pairs.odd.part[p], WHET_HIGH_PAIRS);
+        out[2 * p] = shuffle<low_pairs>(pairs.even.part[p], pairs.odd.part[p]);
+        out[2 * p + 1] = shuffle<high_pairs>(pairs.even.part[p], pairs.odd.part[p]);
     }
     WHET_EACH_PART(p) low.part[p] = out[p], high.part[p] = out[kParts + p];
 }
-#undef WHET_EVEN_LANES
-#undef WHET_ODD_LANES
-#undef WHET_LOW_PAIRS
-#undef WHET_HIGH_PAIRS
 
 template <class T>
 WHET_INLINE T max_lane(Vec<T> v) {
