@@ -47,6 +47,17 @@ def test_help_of_a_method(method, capsys):
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["train", "sft", "--help"], ["trian"]])
+def test_python_m_whet_is_whet(argv):
+    code = "import sys; from whet.cli import main; sys.argv[0] = 'whet'; sys.exit(main())"
+    runs = [
+        subprocess.run([sys.executable, *how, *argv], capture_output=True, text=True)
+        for how in (["-m", "whet"], ["-c", code])
+    ]
+    as_module, as_command = [(run.returncode, run.stdout, run.stderr) for run in runs]
+    assert as_module == as_command and "whet" in "".join(as_module[1:]).lower() and "__main__" not in as_module[1]
+
+
 def test_unknown_names(error_of):
     assert error_of("trian") == "whet: there is no command 'trian'. Did you mean train?"
     assert "there is no method 'gpro'. Did you mean grpo?" in error_of("train", "gpro")

@@ -1,0 +1,8 @@
+"""``python -m whet`` is ``whet``."""
+
+import sys
+
+from whet.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
