@@ -1,22 +1,22 @@
 # make demo    post-train a small model from nothing, in under 5 minutes
 # make test    the whole Python test suite
 # make fuzz    a minute of hostile bytes for each kind of model file
-# make check   what continuous integration runs: tests, linters, C++ under sanitizers, the wheel alone
+# make check   what continuous integration runs: tests, linters, C++ by two compilers and under sanitizers, set-ups
 PYTHON ?= python3
 VENV   := .venv
+BUILD  := build/release
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip
-PINS   := -q --disable-pip-version-check -c constraints.txt
-NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.txt
+NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.txt tools/set_up.py
 
-.PHONY: demo test fuzz lint cpp-test wheel-test check format clean
+.PHONY: demo test fuzz lint cpp-test wheel-test setup-test check format clean
+.NOTPARALLEL:  # two extras must not be installed into one environment at once; each recipe uses all cores
 
 # One stamp per extra: `make demo` on a fresh machine installs no test tools. All of them, and the C++ tests, share one
-# build: pip would isolate each, and compile everything anew.
+# build.
 $(VENV)/.installed-%: $(NATIVE)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install $(PINS) scikit-build-core nanobind numpy cmake ninja torch==2.13.0
-	PATH=$(CURDIR)/$(BIN):$$PATH $(PIP) install $(PINS) --no-build-isolation -C build-dir=build/release -e ".[$*]"
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and \
+	  'Whet needs Python 3.10 or later; $(PYTHON) is ' + sys.version.split()[0] + '. Name another: make PYTHON=...')"
+	$(PYTHON) tools/set_up.py $(VENV) $(BUILD) $*
 	touch $@
 
 demo: $(VENV)/.installed-train
@@ -37,14 +37,19 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(shell find cpp -name '*.h' -o -name '*.cpp')
 
-# Release (and no symbol that a linker could merge across instruction sets), then under sanitizers.
-cpp-test: $(addprefix cpp-test-,release address,undefined thread)
+# Release (and no symbol that a linker could merge across instruction sets), by Clang, then under sanitizers.
+cpp-test: $(addprefix cpp-test-,release clang address,undefined thread)
 
 comma := ,
+CLANG := $(firstword $(foreach name,clang++-19 clang++,$(shell command -v $(name))))
+cpp-test-release: options =
+cpp-test-clang: options = -DWHET_PYTHON=OFF -DCMAKE_CXX_COMPILER=$(or $(CLANG),$(error Clang is missing: \
+  apt-get install clang-19, or clang where there is no 19))
+cpp-test-%: options = -DWHET_PYTHON=OFF -DWHET_SANITIZE=$*
 cpp-test-%: dir = build/$(subst $(comma),-,$*)
 cpp-test-%: $(VENV)/.installed-dev
 	$(BIN)/cmake -S . -B $(dir) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
-	  -DWHET_CPP_TESTS=ON $(if $(filter release,$*),,-DWHET_PYTHON=OFF -DWHET_SANITIZE=$*) >/dev/null
+	  -DWHET_CPP_TESTS=ON $(options) >/dev/null
 	$(BIN)/cmake --build $(dir)
 	$(BIN)/ctest --test-dir $(dir) --output-on-failure -j2
 
@@ -54,14 +59,16 @@ fuzz: $(VENV)/.installed-fuzz
 	  $(BIN)/python tests/fuzz/fuzz_files.py $$kind -max_total_time=60 || exit 1; \
 	done
 
-# The wheel in an empty environment, with no compiler to be found and nothing but NumPy beside it.
+# The wheel in an empty environment, with no compiler to be found and nothing but NumPy beside it; built without git,
+# CMake and Ninja.
 wheel-test: $(VENV)/.installed-test
-	rm -rf build/wheel && $(PIP) wheel $(PINS) --no-deps -w build/wheel .
-	$(PYTHON) -m venv build/wheel/venv
-	build/wheel/venv/bin/python -m pip install $(PINS) build/wheel/*.whl
-	cd build/wheel && PATH=/nowhere venv/bin/python ../../tests/wheel_smoke.py
+	$(BIN)/python tests/set_ups.py wheel
 
-check: test lint cpp-test wheel-test
+# constraints.txt under every Python, and an environment for every interpreter at hand.
+setup-test: $(VENV)/.installed-test
+	$(BIN)/python tests/set_ups.py pythons
+
+check: test lint cpp-test wheel-test setup-test
 
 clean:
 	rm -rf build $(VENV)
