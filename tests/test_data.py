@@ -223,7 +223,10 @@ def test_an_empty_prompt_is_bos_or_an_error() -> None:
         ({"prompt": "a"}, None, WhetTypeError, "holds text, and there is no tokenizer"),
         ({"prompt": said("user=a")}, letters(), WhetValueError, "has no chat_template"),
         ({"prompt": said("tool=a")}, words(), WhetValueError, "chat template refuses .*no tools"),
-        ({"prompt": 3.5}, words(), WhetTypeError, r"x is 3\.5"),
+        ({"prompt": 3.5}, words(), WhetTypeError, r"a field holds 3\.5, expected one text, chat messages"),
+        ({"prompt": ["a", "b"]}, words(), WhetTypeError, r"a field holds \['a', 'b'\], expected one text"),
+        ({"prompt": [{"from": "human"}]}, words(), WhetTypeError, r"expected .* chat messages \(dicts with role and"),
+        ("a b", words(), WhetTypeError, "tokenize_prompt: the row is 'a b', expected a dict"),
         ({"prompt": [[1], [2]]}, words(), WhetTypeError, "holds 2 rows"),
     ],
 )
@@ -326,6 +329,112 @@ def test_the_prompt_is_the_shortest_common_prefix() -> None:
 def test_bad_preferences(row: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         tokenize_preference(row, letters())
+
+
+def test_a_pair_without_a_difference() -> None:
+    assert tokenize_preference({"prompt": "a", "chosen": " b", "rejected": " b"}, words()) == (
+        [BOS, A],
+        [B, EOS],
+        [B, EOS],
+    )
+    assert tokenize_preference({"chosen": "a b", "rejected": "a b"}, words()) == ([BOS, A, B, EOS], [], [])
+
+
+# --- what a row tells the chat template -----------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": "b"}}]
+WITH_TOOLS = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{{ (mood or '') + ' ' }}" + TEMPLATE
+ASKED, ANSWERED = said("user=a"), said("assistant=c")
+READERS = [
+    (tokenize_prompt, {"prompt": ASKED}),
+    (tokenize_completion, {"prompt": ASKED, "completion": ANSWERED}),
+    (tokenize_completion, {"messages": ASKED + ANSWERED}),
+    (tokenize_preference, {"prompt": ASKED, "chosen": ANSWERED, "rejected": said("assistant=a")}),
+    (tokenize_preference, {"chosen": ASKED + ANSWERED, "rejected": ASKED + said("assistant=a")}),
+]
+
+
+def chatty(template: str = WITH_TOOLS) -> PreTrainedTokenizerFast:
+    tokenizer = words()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize(("read", "row"), READERS)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_tools_and_options_reach_the_chat_template(read: Any, row: dict[str, Any], as_json: bool) -> None:
+    plain = read(row, chatty())
+    more = {"tools": TOOLS, "chat_template_kwargs": {"mood": "c"}}
+    given = {name: json.dumps(value) if as_json else value for name, value in more.items()}
+    ids, *completions = [plain] if read is tokenize_prompt else plain
+    got = read({**row, **given}, chatty())
+    assert (got if read is tokenize_prompt else got[0]) == [B, C, *ids]
+    assert read is tokenize_prompt or list(got[1:]) == completions
+    for nothing in (None, [], "", "null"):
+        assert read({**row, "tools": nothing}, chatty()) == plain
+    assert read({**row, "tools": TOOLS}, chatty())[-1] == plain[-1]
+    assert read({**row, "chat_template_kwargs": None}, words()) == read(row, words())
+
+
+def test_tools_beside_plain_text_are_a_column() -> None:
+    assert tokenize_prompt({"prompt": "a", "tools": 3}, words()) == [BOS, A]
+
+
+@pytest.mark.parametrize(
+    ("more", "tokenizer", "error", "message"),
+    [
+        ({"tools": TOOLS}, words(), WhetValueError, "the tokenizer's chat template leaves them out"),
+        (
+            {"tools": "{"},
+            chatty(),
+            WhetValueError,
+            r"tools is '\{', expected a list of tools, perhaps as JSON: Expecting",
+        ),
+        ({"tools": "{}"}, chatty(), WhetTypeError, r"tools is \{\}, expected a list of tools"),
+        ({"tools": 5}, chatty(), WhetTypeError, "tools is 5, expected a list of tools"),
+        ({"chat_template_kwargs": [1]}, chatty(), WhetTypeError, r"chat_template_kwargs is \[1\], expected a dict"),
+        ({"chat_template_kwargs": {"tokenize": False}}, chatty(), WhetValueError, "sets tokenize, which the task sets"),
+    ],
+)
+@pytest.mark.parametrize(("read", "row"), READERS[:2])
+def test_bad_options_of_the_chat_template(
+    read: Any, row: dict[str, Any], more: dict[str, Any], tokenizer: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        read({**row, **more}, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("read", "row"),
+    [
+        (tokenize_completion, {"messages": [*ASKED, *ANSWERED, *ASKED]}),
+        (tokenize_completion, {"prompt": ASKED, "completion": [*ANSWERED, *ASKED]}),
+        (tokenize_preference, {"prompt": ASKED, "chosen": ANSWERED, "rejected": ASKED}),
+        (tokenize_preference, {"chosen": ASKED, "rejected": ASKED + ANSWERED}),
+        (tokenize_completion, {"text": ASKED}),
+    ],
+)
+def test_what_is_learnt_is_the_assistants(read: Any, row: dict[str, Any]) -> None:
+    with pytest.raises(
+        WhetValueError, match=r"the last message has the role 'user', .*End with an 'assistant' message: lea"
+    ):
+        read(row, words())
+
+
+def test_messages_that_a_loader_took_apart_are_named() -> None:
+    collated = [{"role": ["user", "user"], "content": ["a", "b"]}]
+    with pytest.raises(
+        WhetTypeError, match=r"a message has the role \['user', 'user'\].*collated, pass collate_fn=list"
+    ):
+        tokenize_prompt({"prompt": collated}, words())
+
+
+def test_rows_that_a_tokenizer_made() -> None:
+    row = {"input_ids": [0, A, B], "attention_mask": [0, 1, 1], "answer": 3}
+    assert tokenize_prompt(row, None) == [A, B]
+    assert tokenize_completion(row, None) == ([A], [B])
+    assert tokenize_prompt({**row, "prompt": [C]}, None) == [C]
+    assert tokenize_prompt({"input_ids": torch.tensor([A, B])}, None) == [A, B]
 
 
 # --- shuffled_batches -----------------------------------------------------------------------------

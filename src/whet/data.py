@@ -19,6 +19,9 @@ import numpy as np
 
 from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
 
+FIELDS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
+"""The fields of a row that become token ids; the others are columns of the data set's own."""
+
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a JSON Lines, JSON (a list of objects) or Parquet file, or of a Hugging Face dataset.
@@ -165,55 +168,58 @@ def _unpadded(i: int, row: np.ndarray, mask: np.ndarray | None) -> list[int]:
 
 
 def tokenize_prompt(row: Mapping[str, Any], tokenizer: Any) -> list[int]:
-    """Token ids of ``row["prompt"]``, ready to be continued.
+    """Token ids of ``row["prompt"]``, ready to be continued; or of ``input_ids``, without their padding.
 
     A string gets BOS if, and as, the tokenizer adds it, and no EOS. Messages go through the chat
     template, which opens the assistant's turn, or leaves it open if the last message is one.
 
+    Of every row that holds messages, here and below, ``tools`` (a list, or one as JSON) and
+    ``chat_template_kwargs`` (a dict, or one as JSON) go to the chat template.
+
     Raises:
-        WhetValueError: no prompt or an empty one, no chat template, or messages that the template refuses.
+        WhetValueError: no prompt or an empty one, no chat template, messages that the template refuses, or tools
+            that it leaves out.
         WhetTypeError: the prompt is none of the three forms, or text comes without a tokenizer.
     """
-    where = "tokenize_prompt"
-    ids = _prompt_ids(_field(row, "prompt", where), tokenizer, where)
+    encoder = _Encoder("tokenize_prompt", row, tokenizer)
+    ids = encoder.prompt(row["input_ids"] if encoder.is_tokenized() else encoder.field("prompt"))
     if not ids:
-        raise WhetValueError(f"{where}: the prompt is empty. Give it a token to continue from, such as BOS.")
+        raise encoder.error("the prompt is empty. Give it a token to continue from, such as BOS.")
     return ids
 
 
 def tokenize_completion(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[int]]:
     """``(prompt_ids, completion_ids)`` of a row to imitate.
 
-    Rows: ``prompt`` and ``completion``; ``messages``, of which the last is the completion; or ``text``
-    (a string or token ids), whose first token (BOS, if the tokenizer adds it) is the prompt.
+    Rows: ``prompt`` and ``completion``; ``messages``, of which the last, the assistant's, is the completion; or
+    ``text`` (a string or token ids) or ``input_ids``, whose first token (BOS, if the tokenizer adds it) is the prompt.
 
     Text of prompt and completion is tokenised together, and the prompt is what that shares with the
     prompt alone, at least one token: a token across the border belongs to the completion. Plain text ends
     with EOS; a chat template ends its turns itself.
 
     Raises:
-        WhetValueError: fields are missing, all of them are empty, the tokenizer has no EOS token, or the
-            chat template is missing or refuses the messages.
+        WhetValueError: fields are missing, all of them are empty, the tokenizer has no EOS token, the
+            chat template is missing or refuses the messages, or the last message is not the assistant's.
         WhetTypeError: a field is of another form than its partner, or text comes without a tokenizer.
     """
-    where = "tokenize_completion"
+    encoder = _Encoder("tokenize_completion", row, tokenizer)
     if row.get("completion") is not None:
-        prompt, ids = _prompt_and_whole(_field(row, "prompt", where), row["completion"], tokenizer, where)
+        prompt, ids = encoder.prompt_and_whole(encoder.field("prompt"), row["completion"])
     elif row.get("messages") is not None:
         messages = row["messages"]
-        if not _is_messages(messages) or len(messages) < 2:
-            raise WhetValueError(f"{where}: messages is {messages!r:.60}, expected two chat messages or more.")
-        prompt, ids = _prompt_and_whole(messages[:-1], messages[-1:], tokenizer, where)
+        if not is_messages(messages) or len(messages) < 2:
+            raise encoder.error(f"messages is {messages!r:.60}, expected two chat messages or more.")
+        prompt, ids = encoder.prompt_and_whole(messages[:-1], messages[-1:])
     elif row.get("text") is not None:
-        prompt, ids = [], _whole(row["text"], tokenizer, where)
+        prompt, ids = [], encoder.whole(row["text"])
+    elif encoder.is_tokenized():
+        prompt, ids = [], encoder.given(row["input_ids"])
     else:
-        raise WhetValueError(
-            f"{where}: the row has {', '.join(map(repr, row)) or 'nothing'}, expected 'prompt' and "
-            f"'completion', or 'messages', or 'text'."
-        )
+        raise encoder.error(f"the row has {_names(row)}, expected 'prompt' and 'completion', or 'messages', or 'text'.")
     n_prompt = max(1, _common_prefix(prompt, ids))
     if not ids:
-        raise WhetValueError(f"{where}: prompt and completion are both empty.")
+        raise encoder.error("prompt and completion are both empty.")
     return ids[:n_prompt], ids[n_prompt:]
 
 
@@ -221,26 +227,27 @@ def tokenize_preference(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[in
     """``(prompt_ids, chosen_ids, rejected_ids)`` of a preference pair.
 
     ``chosen`` and ``rejected`` continue ``prompt``, or, without one, hold it as their common beginning.
-    The prompt is the longest run of tokens that all of them begin with. Text ends with EOS.
+    The prompt is the longest run of tokens that all of them begin with. Text ends with EOS. Of a pair without a
+    difference the completions are equal, and without a prompt empty.
 
     Raises:
         WhetValueError: as ``tokenize_completion``, or chosen and rejected share no first token.
         WhetTypeError: as ``tokenize_completion``.
     """
-    where = "tokenize_preference"
-    answers = _field(row, "chosen", where), _field(row, "rejected", where)
+    encoder = _Encoder("tokenize_preference", row, tokenizer)
+    answers = encoder.field("chosen"), encoder.field("rejected")
     prompt = row.get("prompt")
     if prompt is None:
-        wholes = [_whole(answer, tokenizer, where) for answer in answers]
+        wholes = [encoder.whole(answer) for answer in answers]
         bare = wholes
     else:
-        prompts, wholes = zip(*(_prompt_and_whole(prompt, a, tokenizer, where) for a in answers), strict=True)
+        prompts, wholes = zip(*(encoder.prompt_and_whole(prompt, answer) for answer in answers), strict=True)
         bare = [*wholes, prompts[0]] if prompts[0] else wholes
     n_prompt = _common_prefix(*bare)
     if n_prompt == 0:
-        raise WhetValueError(
-            f"{where}: chosen and rejected share no first token, so there is no prompt to compare them on. "
-            f"Give the row a prompt, or use a tokenizer that adds BOS."
+        raise encoder.error(
+            "chosen and rejected share no first token, so there is no prompt to compare them on. Give the row a "
+            "prompt, or use a tokenizer that adds BOS."
         )
     chosen, rejected = wholes
     return chosen[:n_prompt], chosen[n_prompt:], rejected[n_prompt:]
@@ -273,96 +280,171 @@ def _batches(n_rows: int, batch_size: int, seed: int, start_batch: int) -> Itera
         skipped = 0
 
 
-def _field(row: Mapping[str, Any], name: str, where: str) -> Any:
-    if row.get(name) is None:
-        raise WhetValueError(f"{where}: the row has no {name!r}; it has {', '.join(map(repr, row)) or 'nothing'}.")
-    return row[name]
+def is_messages(value: Any) -> bool:
+    """Whether it is a list of chat messages, mappings with a role."""
+    rows = value if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else ()
+    return len(rows) > 0 and all(isinstance(row, Mapping) and "role" in row for row in rows)
 
 
-def _is_messages(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(m, Mapping) for m in value)
+def _names(row: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, row)) or "nothing"
 
 
-def _prompt_ids(prompt: Any, tokenizer: Any, where: str) -> list[int]:
-    if isinstance(prompt, str):
-        return _encoded(prompt, tokenizer, where)
-    if _is_messages(prompt):
-        return _chat_ids(prompt, tokenizer, where, to_be_continued=True)
-    return _given_ids(prompt, where)
+class _Encoder:
+    """Token ids of the fields of one row.
 
+    Args:
+        where: the caller's name, for errors.
+        row: holds the fields, and what else the chat template is to see.
+        tokenizer: for text and messages.
+    """
 
-def _whole(answer: Any, tokenizer: Any, where: str) -> list[int]:
-    """Ids of something that holds its own prompt, with its end."""
-    if isinstance(answer, str):
-        return _with_eos(_encoded(answer, tokenizer, where), tokenizer, where)
-    if _is_messages(answer):
-        return _chat_ids(answer, tokenizer, where)
-    return _given_ids(answer, where)
+    def __init__(self, where: str, row: Mapping[str, Any], tokenizer: Any) -> None:
+        if not isinstance(row, Mapping):
+            raise WhetTypeError(f"{where}: the row is {row!r:.60}, expected a dict such as {{'prompt': ...}}.")
+        self._where, self._row, self._tokenizer = where, row, tokenizer
 
+    def error(self, text: str) -> WhetValueError:
+        return WhetValueError(f"{self._where}: {text}")
 
-def _prompt_and_whole(prompt: Any, answer: Any, tokenizer: Any, where: str) -> tuple[list[int], list[int]]:
-    """Token ids of the prompt alone, and of prompt and answer together."""
-    if _is_messages(prompt) and isinstance(answer, str):
-        answer = [{"role": "assistant", "content": answer}]
-    both_text = isinstance(prompt, str) and isinstance(answer, str)
-    both_chat = _is_messages(prompt) and _is_messages(answer)
-    if not both_text and not both_chat and any(isinstance(v, str) or _is_messages(v) for v in (prompt, answer)):
-        raise WhetTypeError(
-            f"{where}: the prompt is {prompt!r:.40} and what follows it {answer!r:.40}. Give both as text, "
-            f"both as messages, or both as token ids."
-        )
-    prompt_ids = _prompt_ids(prompt, tokenizer, where)
-    if both_text or both_chat:
-        return prompt_ids, _whole([*prompt, *answer] if both_chat else prompt + answer, tokenizer, where)
-    return prompt_ids, prompt_ids + _given_ids(answer, where)
+    def type_error(self, text: str) -> WhetTypeError:
+        return WhetTypeError(f"{self._where}: {text}")
 
+    def field(self, name: str) -> Any:
+        if self._row.get(name) is None:
+            raise self.error(f"the row has no {name!r}; it has {_names(self._row)}.")
+        return self._row[name]
 
-def _given_ids(value: Any, where: str) -> list[int]:
-    rows = token_rows(value)
-    if len(rows) != 1:
-        raise WhetTypeError(f"{where}: {value!r:.60} holds {len(rows)} rows, expected one row of token ids.")
-    return rows[0]
+    def is_tokenized(self) -> bool:
+        """Whether the row holds token ids as tokenizers name them, and no text of its own."""
+        return self._row.get("input_ids") is not None and not any(self._row.get(n) is not None for n in FIELDS)
 
+    def prompt(self, prompt: Any) -> list[int]:
+        """Something to be continued."""
+        if isinstance(prompt, str):
+            return self._encoded(prompt)
+        if is_messages(prompt):
+            return self._templated(prompt, to_be_continued=True)
+        return self.given(prompt)
 
-def _encoded(text: str, tokenizer: Any, where: str) -> list[int]:
-    """Ids of ``text`` with what the tokenizer puts before it, once, and without what it puts after it."""
-    if tokenizer is None:
-        raise WhetTypeError(f"{where}: the row holds text, and there is no tokenizer. Pass one, or token ids.")
-    ids = tokenizer(text)["input_ids"]
-    plain = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if not plain:
-        return [token for token in ids if token == tokenizer.bos_token_id][:1]
-    starts = (s for s in range(len(ids) - len(plain) + 1) if ids[s : s + len(plain)] == plain)
-    before = ids[: next(starts, 0)]
-    return plain if plain[: len(before)] == before else before + plain
+    def whole(self, answer: Any) -> list[int]:
+        """Something that holds its own prompt, with its end."""
+        if isinstance(answer, str):
+            return self._with_eos(self._encoded(answer))
+        if is_messages(answer):
+            if answer[-1]["role"] != "assistant":
+                raise self.error(
+                    f"the last message has the role {answer[-1]['role']!r}, and it is the one that is learnt. End "
+                    f"with an 'assistant' message: leave out what follows it."
+                )
+            return self._templated(answer)
+        return self.given(answer)
 
+    def prompt_and_whole(self, prompt: Any, answer: Any) -> tuple[list[int], list[int]]:
+        """Token ids of the prompt alone, and of prompt and answer together."""
+        if is_messages(prompt) and isinstance(answer, str):
+            answer = [{"role": "assistant", "content": answer}]
+        both_text = isinstance(prompt, str) and isinstance(answer, str)
+        both_chat = is_messages(prompt) and is_messages(answer)
+        if not both_text and not both_chat and any(isinstance(v, str) or is_messages(v) for v in (prompt, answer)):
+            raise self.type_error(
+                f"the prompt is {prompt!r:.40} and what follows it {answer!r:.40}. Give both as text, both as "
+                f"messages, or both as token ids."
+            )
+        prompt_ids = self.prompt(prompt)
+        if both_text or both_chat:
+            return prompt_ids, self.whole([*prompt, *answer] if both_chat else prompt + answer)
+        return prompt_ids, prompt_ids + self.given(answer)
 
-def _with_eos(ids: list[int], tokenizer: Any, where: str) -> list[int]:
-    eos = tokenizer.eos_token_id
-    if eos is None:
-        raise WhetValueError(
-            f"{where}: the tokenizer has no EOS token, so the model could not learn to end. Set "
-            f"tokenizer.eos_token, or pass token ids."
-        )
-    return ids if ids[-1:] == [eos] else [*ids, eos]
+    def given(self, value: Any) -> list[int]:
+        """Token ids as they are, without the padding that the row's ``attention_mask`` shows of its ``input_ids``."""
+        mask = self._row.get("attention_mask") if value is self._row.get("input_ids") else None
+        given = value if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else None
+        if not hasattr(value, "ndim") and (given is None or isinstance(next(iter(given), None), (str, Mapping))):
+            raise self.type_error(
+                f"a field holds {value!r:.60}, expected one text, chat messages (dicts with role and content) or "
+                f"a flat list of token ids. In a batch of columns, every column has one value per row."
+            )
+        rows = token_rows(value, mask)
+        if len(rows) != 1:
+            raise self.type_error(f"{value!r:.60} holds {len(rows)} rows, expected one row of token ids.")
+        return rows[0]
 
+    def _encoded(self, text: str) -> list[int]:
+        """Ids of ``text`` with what the tokenizer puts before it, once, and without what it puts after it."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise self.type_error("the row holds text, and there is no tokenizer. Pass one, or token ids.")
+        ids = tokenizer(text)["input_ids"]
+        plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not plain:
+            return [token for token in ids if token == tokenizer.bos_token_id][:1]
+        starts = (s for s in range(len(ids) - len(plain) + 1) if ids[s : s + len(plain)] == plain)
+        before = ids[: next(starts, 0)]
+        return plain if plain[: len(before)] == before else before + plain
 
-def _chat_ids(messages: Sequence[Any], tokenizer: Any, where: str, to_be_continued: bool = False) -> list[int]:
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise WhetValueError(
-            f"{where}: the row holds chat messages, and the tokenizer has no chat_template. Set one, or give "
-            f"the row as text."
-        )
-    open_turn = to_be_continued and messages[-1].get("role") == "assistant"
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages),
-            add_generation_prompt=to_be_continued and not open_turn,
-            continue_final_message=open_turn,
-            return_dict=False,
-        )
-    except Exception as error:
-        raise WhetValueError(f"{where}: the chat template refuses {messages!r:.80}: {error}.") from error
+    def _with_eos(self, ids: list[int]) -> list[int]:
+        eos = self._tokenizer.eos_token_id
+        if eos is None:
+            raise self.error(
+                "the tokenizer has no EOS token, so the model could not learn to end. Set tokenizer.eos_token, or "
+                "pass token ids."
+            )
+        return ids if ids[-1:] == [eos] else [*ids, eos]
+
+    def _templated(self, messages: Sequence[Any], to_be_continued: bool = False) -> list[int]:
+        if getattr(self._tokenizer, "chat_template", None) is None:
+            raise self.error(
+                "the row holds chat messages, and the tokenizer has no chat_template. Set one, or give the row as text."
+            )
+        for message in messages:
+            if not isinstance(message["role"], str):
+                raise self.type_error(
+                    f"a message has the role {message['role']!r:.40}, expected a text. Of rows that a DataLoader "
+                    f"collated, pass collate_fn=list."
+                )
+        open_turn = to_be_continued and messages[-1]["role"] == "assistant"
+        own = {
+            "add_generation_prompt": to_be_continued and not open_turn,
+            "continue_final_message": open_turn,
+            "return_dict": False,
+        }
+        options = self._template_options({*own, "tokenize", "tools"})
+        tools = self._from_json("tools", (list, tuple), "a list of tools")
+        ids = self._apply(messages, {**own, **options, **({"tools": list(tools)} if tools else {})})
+        if tools and ids == self._apply(messages, {**own, **options}):
+            raise self.error(
+                "the row has tools, and the tokenizer's chat template leaves them out. Use a template that takes "
+                "tools, or leave the column out."
+            )
+        return ids
+
+    def _apply(self, messages: Sequence[Any], options: Mapping[str, Any]) -> list[int]:
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), **options)
+        except Exception as error:
+            raise self.error(f"the chat template refuses {messages!r:.80}: {error}.") from error
+
+    def _template_options(self, reserved: set[str]) -> dict[str, Any]:
+        """The row's ``chat_template_kwargs``."""
+        options = dict(self._from_json("chat_template_kwargs", Mapping, "a dict") or {})
+        if taken := reserved.intersection(options):
+            raise self.error(
+                f"chat_template_kwargs sets {', '.join(sorted(taken))}, which the task sets. Leave it out."
+            )
+        return options
+
+    def _from_json(self, name: str, kind: Any, expected: str) -> Any:
+        """A field that may be written as JSON; an empty text is None."""
+        value = self._row.get(name)
+        if isinstance(value, str):
+            try:
+                value = json.loads(value) if value.strip() else None
+            except ValueError as error:
+                raise self.error(f"{name} is {value!r:.60}, expected {expected}, perhaps as JSON: {error}.") from error
+        if value is not None and not isinstance(value, kind):
+            raise self.type_error(f"{name} is {value!r:.60}, expected {expected}, perhaps as JSON.")
+        return value
 
 
 def _common_prefix(*rows: Sequence[int]) -> int:
