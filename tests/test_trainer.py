@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any, cast
@@ -16,6 +17,7 @@ from whet.algorithms import DPO, GRPO, SFT, BestOfN, OnlineDPO
 from whet.callbacks import Callback, CheckpointCallback, EvaluationCallback
 from whet.checkpoint import latest_checkpoint
 from whet.config import SFTConfig, learning_rate_at
+from whet.data import shuffled_batches
 from whet.errors import CheckpointError, NonFiniteError, WhetTypeError, WhetValueError
 from whet.logging import CSVLogger
 from whet.nn.causal_lm import completion_logprobs
@@ -291,6 +293,123 @@ def test_ready_batches_in_sequences_and_iterables():
     assert len(rows) == 2 and set(rows[0]) == {"prompt", "completion"}
 
 
+class Items(torch.utils.data.Dataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, i):
+        return self.items[i]
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+def hugging_face(rows):
+    return pytest.importorskip("datasets").Dataset.from_list(
+        [{name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in r.items()} for r in rows]
+    )
+
+
+DATA_SETS = {
+    "generator": lambda rows: (row for row in rows),
+    "iterable dataset": Streamed,
+    "loader, default collate": lambda rows: torch.utils.data.DataLoader(Items(rows), batch_size=3),
+    "loader, own collate": lambda rows: torch.utils.data.DataLoader(Items(rows), batch_size=3, collate_fn=list),
+    "loader of single rows": lambda rows: torch.utils.data.DataLoader(Items(rows), batch_size=None),
+    "columns": lambda rows: iter(
+        {name: [row[name] for row in rows[i : i + 3]] for name in rows[0]} for i in range(0, len(rows), 3)
+    ),
+    "hugging face, iterable": lambda rows: hugging_face(rows).to_iterable_dataset(),
+    "hugging face, columns": lambda rows: hugging_face(rows).iter(batch_size=3),
+}
+ALGORITHMS = {
+    SFT: (ROWS, {}),
+    DPO: (PAIRS, {}),
+    GRPO: (PROMPTS, {"reward_fn": lambda completions, grid: ones(completions), "group_size": 2, "max_new_tokens": 3}),
+    OnlineDPO: (PROMPTS, {"reward_fn": lambda completions, grid: ones(completions), "max_new_tokens": 3}),
+}
+
+
+@pytest.mark.parametrize("kind", DATA_SETS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_rows_are_rows_in_every_iterable(algorithm, kind):
+    rows, settings = ALGORITHMS[algorithm]
+    rows = [{**row, "grid": np.full((5, 5), i)} for i, row in enumerate(rows)]
+    trainer, expected = (algorithm(Net(), learning_rate=0.01, batch_size=3, **settings) for _ in range(2))
+    trainer.train(DATA_SETS[kind](rows), steps=4)
+    for start in (0, 3, 6, 9):
+        expected.train_step(rows[start : start + 3])
+    assert trainer.step == 4 and trainer.num_tokens == expected.num_tokens
+    assert_same(trainer.model, expected.model)
+
+
+@pytest.mark.parametrize("kind", [Items, hugging_face, tuple, list])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_rows_are_rows_in_every_sequence(algorithm, kind):
+    rows, settings = ALGORITHMS[algorithm]
+    rows = [{**row, "grid": np.full((5, 5), i)} for i, row in enumerate(rows)]
+    trainer, expected = (algorithm(Net(), learning_rate=0.01, batch_size=3, **settings) for _ in range(2))
+    trainer.train(kind(rows), n_epochs=2)
+    for batch in itertools.islice(shuffled_batches(10, 3, 0), 6):
+        expected.train_step([rows[i] for i in batch])
+    assert trainer.step == 6
+    assert_same(trainer.model, expected.model)
+
+
+def test_a_shuffled_loader_is_resumed_to_the_bit(tmp_path):
+    def run(steps, trainer=None):
+        trainer = trainer or sft(Net(dropout=0.3))
+        trainer.train(torch.utils.data.DataLoader(Items(ROWS), batch_size=2, shuffle=True), steps=steps)
+        return trainer
+
+    torch.manual_seed(7)
+    whole = run(8)
+    torch.manual_seed(7)
+    run(3).save(tmp_path / "c")
+    torch.manual_seed(99)
+    assert_same(run(5, SFT.from_checkpoint(tmp_path / "c")).model, whole.model)
+
+
+def test_epochs():
+    trainer = sft()
+    trainer.train(ROWS, n_epochs=np.int64(2))
+    assert trainer.step == 6
+    trainer.train(ROWS, steps=np.int32(1))
+    trainer.train(ROWS, n_epochs=2)  # the one begun, and another
+    assert trainer.step == trainer.position == 12
+    trainer.train(Streamed(ROWS), steps=0)
+    assert trainer.step == 12
+    prompts = torch.tensor([[4, 5], [5, 5], [6, 5]])
+    grpo = GRPO(Net(), reward_fn=ones, group_size=2, max_new_tokens=2, batch_size=3)
+    assert grpo.train(prompts, n_epochs=3)["num_tokens"] > 0 and grpo.step == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"steps": 2, "n_epochs": 1}, WhetTypeError, r"train: steps is 2 and n_epochs 1\. Pass one of them"),
+        ({"steps": 2.0}, WhetTypeError, r"steps is 2\.0, expected an integer >= 0"),
+        ({"steps": "2"}, WhetTypeError, "steps is '2', expected an integer"),
+        ({"steps": -1}, WhetValueError, "steps is -1, expected an integer >= 0"),
+        ({"n_epochs": 0}, WhetValueError, "n_epochs is 0, expected an integer >= 1"),
+        ({"n_epochs": torch.tensor(1.5)}, WhetTypeError, r"n_epochs is tensor\(1\.5000\), expected an integer >= 1"),
+    ],
+)
+def test_bad_steps_and_epochs_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        sft().train(ROWS, **arguments)
+    with pytest.raises(WhetValueError, match=r"no length, so that the end of an epoch is not known\. Pass steps"):
+        sft().train(iter(ROWS), n_epochs=1)
+
+
 def test_a_data_loader_of_rows():
     loader = torch.utils.data.DataLoader(ROWS, batch_size=5, collate_fn=list)
     trainer = sft()
@@ -301,11 +420,11 @@ def test_a_data_loader_of_rows():
 def test_bad_datasets_are_named():
     with pytest.raises(WhetValueError, match="the dataset is empty"):
         sft().train([])
-    with pytest.raises(WhetValueError, match=r"the dataset has no length\. Pass steps"):
+    with pytest.raises(WhetValueError, match=r"the dataset has no length, .*Pass steps"):
         sft().train(iter(ROWS))
-    with pytest.raises(WhetTypeError, match="dataset is 5, expected a sequence of rows"):
+    with pytest.raises(WhetTypeError, match="dataset is 5, expected a sequence or iterable of rows"):
         sft().train(5, steps=1)
-    with pytest.raises(WhetValueError, match="n_rows is 2, batch_size 3"):
+    with pytest.raises(WhetValueError, match="the dataset has 2 rows, fewer than batch_size=3"):
         sft().train(ROWS[:2], steps=1)
     with pytest.raises(WhetValueError, match="steps is -1"):
         sft().train(ROWS, steps=-1)

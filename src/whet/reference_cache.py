@@ -66,11 +66,11 @@ class ReferenceCache:
 
     def __getitem__(self, row: Sequence[Sequence[int]]) -> Sums | None:
         """The sums of a row (prompt, chosen and rejected token ids); None: not known."""
-        return self._sums.get(_row_digest(row))
+        return self._sums.get(row_digest(row))
 
     def add(self, rows: Iterable[tuple[Sequence[Sequence[int]], Sums]]) -> None:
         """Keep the sums of rows."""
-        new = {_row_digest(row): sums for row, sums in rows}
+        new = {row_digest(row): sums for row, sums in rows}
         with self._path.open("a") as file:
             file.writelines(json.dumps([key, *sums]) + "\n" for key, sums in new.items())
         self._sums |= new
@@ -105,7 +105,8 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _row_digest(row: Sequence[Sequence[int]]) -> str:
+def row_digest(row: Sequence[Sequence[int]]) -> str:
+    """32 hexadecimal digits for a row (prompt, chosen and rejected token ids)."""
     digest = hashlib.sha256()
     for part in row:
         digest.update(array("q", [len(part), *part]).tobytes())

@@ -5,7 +5,9 @@ One optimizer update adds up the gradients of micro-batches, clips them and take
 each of them computes its own loss, and holds what belongs to it.
 
 A run is a function of (initial weights, data, config): a trainer that is saved after step k and loaded
-again takes the steps after k with the same bits as one that never stopped.
+again takes the steps after k with the same bits as one that never stopped. That asks of the data that its order is one:
+sequences and torch's DataLoader are shuffled as (seed, epoch) tell; an iterable, or a sampler of one's own, has to give
+the same order again.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ import math
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from whet.batches import as_row, batch_stream
+from whet.batches import as_row, batch_stream, batches_in_order, check_count
 from whet.callbacks import Callback
 from whet.checkpoint import (
     build_module,
@@ -330,36 +332,41 @@ class Trainer(ABC):
 
     # --- the loop ---------------------------------------------------------------------------------------
 
-    def train(self, dataset: Any, steps: int | None = None) -> dict[str, float]:
+    def train(self, dataset: Any, steps: int | None = None, *, n_epochs: int | None = None) -> dict[str, float]:
         """Take ``train_step`` over a dataset.
 
         Args:
-            dataset: a sequence of rows: dicts (of text, chat messages or token ids, with whatever other
-                columns), or bare values and tuples in the order of ``train_step``'s arguments. Or a sequence
-                or iterable of ready batches, as ``train_step`` takes them. A sequence is shuffled anew in
-                every epoch, as ``seed`` and the epoch alone tell; an iterable is taken in its own order, and
-                again from the start at its end.
-            steps: how many more steps to take; None: to the end of the epoch. The run continues where the
-                last one stopped, also in a trainer loaded from a checkpoint; an iterator (which cannot
-                start again) where it stands, and no further than it goes.
+            dataset: rows: dicts (of text, chat messages or token ids, with whatever other columns), or bare values
+                and tuples in the order of ``train_step``'s arguments; or ready batches, as ``train_step`` takes them.
+                In a sequence, an iterable, a ``DataLoader`` or an iterator (``whet.batches.batch_stream`` says in
+                what order). Rows are taken ``batch_size`` at a time. An iterable cannot be shuffled: it is taken in
+                its own order, and again from the start at its end.
+            steps: how many more steps to take. The run continues where the last one stopped, also in a trainer loaded
+                from a checkpoint; an iterator (which cannot start again) where it stands, and no further than it goes.
+            n_epochs: in place of steps: how many more passes over the dataset; one that is begun counts as the first.
+                Without either: to the end of the epoch, which is n_epochs=1.
 
         Returns:
             The metrics of the last step; empty if none was taken.
 
         Raises:
-            WhetTypeError: dataset is none of these.
-            WhetValueError: an empty dataset, fewer rows than ``batch_size``, negative steps, or no steps
+            WhetTypeError: dataset is none of these, both steps and n_epochs, or one of them is no integer.
+            WhetValueError: an empty dataset, fewer rows than ``batch_size``, negative steps, no epochs, or no steps
                 for a dataset without a length.
         """
+        if steps is not None and n_epochs is not None:
+            raise WhetTypeError(f"train: steps is {steps} and n_epochs {n_epochs}. Pass one of them.")
+        steps = None if steps is None else check_count("train", "steps", steps, least=0)
+        n_epochs = None if n_epochs is None else check_count("train", "n_epochs", n_epochs, least=1)
         batches, epoch_length = batch_stream(
-            dataset, self.config.batch_size, self.config.seed, self.position, self.as_row
+            dataset, self.config.batch_size, self.config.seed, self.position, self.row_fields, self.as_row
         )
-        if steps is None and epoch_length is None:
-            raise WhetValueError("train: the dataset has no length. Pass steps.")
         if steps is None:
-            steps = cast(int, epoch_length) - self.position % cast(int, epoch_length)
-        if steps < 0:
-            raise WhetValueError(f"train: steps is {steps}, expected an integer >= 0.")
+            if epoch_length is None:
+                raise WhetValueError(
+                    "train: the dataset has no length, so that the end of an epoch is not known. Pass steps."
+                )
+            steps = (n_epochs or 1) * epoch_length - self.position % epoch_length
         last_step = self.step + steps
         self._horizon = max(self._horizon, last_step)
         self.should_stop = False
@@ -381,6 +388,39 @@ class Trainer(ABC):
         for callback in self.callbacks:
             callback.on_train_end(self)
         return metrics
+
+    def evaluate(self, dataset: Any) -> float:
+        """What the algorithm trains for, as the policy is now: the mean loss over a dataset, in eval mode.
+
+        Nothing is trained: weights, optimizer, counters and random states are as they were.
+
+        Args:
+            dataset: as ``train`` takes it, gone through once in its order; or a single batch.
+
+        Returns:
+            ``loss`` of ``evaluation_metrics``.
+
+        Raises:
+            WhetTypeError, WhetValueError: as ``train_step``.
+        """
+        return self._measured(lambda: self.evaluation_metrics(dataset)["loss"])
+
+    def evaluation_metrics(self, dataset: Any) -> dict[str, float]:
+        """What ``evaluate`` measures over a dataset, by name; each algorithm says what."""
+        raise WhetTypeError(f"{type(self).__name__}: it has no evaluation. Define evaluation_metrics(dataset).")
+
+    def in_order(self, dataset: Any) -> Iterator[tuple[Any, ...]]:
+        """The arguments of ``train_step`` for one pass over a dataset, in its order."""
+        where = f"{type(self).__name__}.evaluate"
+        return batches_in_order(dataset, self.config.batch_size, self.row_fields, self.as_row, where)
+
+    def _measured(self, measure: Callable[[], float]) -> float:
+        """A measurement, after which random states are as they were."""
+        state = capture_rng()
+        try:
+            return measure()
+        finally:
+            restore_rng(state)
 
     @abstractmethod
     def train_step(self, *batch: Any) -> dict[str, float]:
@@ -405,6 +445,8 @@ class Trainer(ABC):
         for name, parameter in self.trainable.items():
             for key, value in self.optimizer.state[parameter].items():
                 tensors["optimizer"][f"{name}.{key}"] = value
+        if own := self.own_tensors():
+            tensors["own"] = own
         state = {
             "algorithm": type(self).__name__,
             "config": dataclasses.asdict(self.config),
@@ -485,6 +527,13 @@ class Trainer(ABC):
             if part is not None:
                 cast(Any, part).save_pretrained(folder)
 
+    def own_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps for an algorithm beside model and optimizer."""
+        return {}
+
+    def load_own_tensors(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Take over what ``own_tensors`` returned."""
+
     def _all_trainable(self) -> bool:
         return all(parameter.requires_grad for parameter in self.model.parameters())
 
@@ -507,6 +556,7 @@ class Trainer(ABC):
             name, key = name.rsplit(".", 1)
             parameter = self.trainable[name]
             self.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+        self.load_own_tensors(tensors.get("own", {}))
         for name, value in state["counters"].items():
             setattr(self, name, value)
         for callback, (name, callback_state) in zip(self.callbacks, state["callbacks"], strict=False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from tiny import EOS, ScriptedEngine, TinyModel, letters_tokenizer, tiny_llama
@@ -47,6 +48,32 @@ def test_text_prompts_and_columns():
     rows = [{"prompt": "bc", "answer": "f"}, {"prompt": "d", "answer": "g"}]
     best = make(tokenizer=letters_tokenizer(), reward_fn=right).generate(rows)
     assert best.tolist() == [[5, 6, 9], [7, 10, 0]]
+
+
+def test_every_form_of_prompts():
+    rows = [{"prompt": ids, "grid": np.zeros((5, 5))} for ids in PROMPTS]
+    expected = make().generate(PROMPTS)
+    columns = {"prompt": PROMPTS, "grid": np.zeros((2, 5, 5))}
+    for prompts in (rows, tuple(rows), columns, [torch.tensor(ids) for ids in PROMPTS]):
+        scorer = make(reward_fn=lambda completions, **columns: fours(completions))
+        assert torch.equal(scorer.generate(prompts), expected)
+
+
+def test_evaluation_is_the_mean_of_the_best_rewards():
+    assert make().evaluate(PROMPTS) == 2.0  # the best of the first prompt has three fours, of the second one
+    model = TinyModel()
+    prompts = [{"prompt": [5, 6]}, {"prompt": [7]}, {"prompt": [8]}]
+    few, many = (BestOfN(model, fours, n=n, max_new_tokens=6) for n in (1, 16))
+    found = [few.evaluate(prompts), many.evaluate(prompts), many.evaluate(iter(prompts)), many.evaluate(prompts)]
+    assert found[0] < found[1] == found[2] == found[3]
+    result = many.generate(prompts, return_scores=True)
+    for size in (1, 2):
+        assert isinstance(many.evaluate(prompts, batch_size=size), float)
+    assert result.scores.shape == (3, 16)
+    with pytest.raises(WhetValueError, match=r"BestOfN\.evaluate: the dataset is empty"):
+        many.evaluate([])
+    with pytest.raises(WhetValueError, match="batch_size is 0, expected an integer >= 1"):
+        many.evaluate(prompts, batch_size=0)
 
 
 @pytest.mark.parametrize("model", [TinyModel(), tiny_llama()])

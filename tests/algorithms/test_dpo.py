@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import get_args
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tiny import EOS, TinyModel, assert_same_weights, letters_tokenizer, tiny_llama, token_logprobs, weights, with_lora
 
 from whet.algorithms.dpo import DPO
+from whet.algorithms.sft import SFT
 from whet.config import DPOLossType
 from whet.errors import WhetTypeError, WhetValueError
 from whet.reference_cache import model_digest
@@ -224,10 +226,109 @@ def test_precomputing_needs_a_reference():
     with pytest.raises(WhetValueError, match="these pairs have no reference log-probs"):
         dpo.train_step(ROWS)
     dpo.train_step(dpo.add_reference_logprobs(ROWS))
-    with pytest.raises(WhetValueError, match="the policy has been trained already"):
-        dpo.add_reference_logprobs(ROWS)
-    with pytest.raises(WhetTypeError, match="needs a sequence of rows"):
+    with pytest.raises(
+        WhetValueError, match=r"trained already, there is no ref_model, and some rows are new\. Pass ref"
+    ):
+        dpo.add_reference_logprobs([{**ROWS[0], "chosen": [3]}])
+    with pytest.raises(WhetTypeError, match=r"needs a sequence of rows, got a list_iterator\. Pass list\(dataset\)"):
         dpo.train(iter(ROWS), steps=1)
+    with pytest.raises(WhetTypeError, match="needs a sequence of rows, not of ready batches"):
+        dpo.train([ROWS], steps=1)
+
+
+def test_precomputed_sums_are_kept_for_the_next_epoch_and_the_next_run(tmp_path):
+    settings = {"precompute_reference": True, "batch_size": 2}
+    whole, epochs, live = make(**settings), make(**settings), make(batch_size=2)
+    whole.train(ROWS, steps=3)
+    live.train(ROWS, steps=3)
+    epochs.train(ROWS)
+    epochs.train(ROWS)  # one step each
+    assert epochs.step == 2 and "ref_chosen_logprobs" not in ROWS[0]
+    epochs.save(tmp_path / "c")
+    resumed = DPO.from_checkpoint(tmp_path / "c", model=TinyModel(seed=9))  # as it is, no reference
+    resumed.train(ROWS)
+    assert_same_weights(resumed.model, whole.model)
+    for name, value in weights(live.model).items():
+        torch.testing.assert_close(weights(whole.model)[name], value, rtol=1e-5, atol=1e-8)
+    assert resumed.train_step(ROWS)["loss"] == whole.train_step(PROMPTS, CHOSEN, REJECTED)["loss"]
+    with pytest.raises(WhetValueError, match="some rows are new"):
+        resumed.train([*ROWS, {"prompt": [5], "chosen": [4], "rejected": [6]}])
+
+
+def test_the_reference_is_computed_once(monkeypatch):
+    dpo = make(precompute_reference=True, ref_model=TinyModel(seed=1), batch_size=2)
+    asked = []
+    compute = DPO._reference_sums
+    monkeypatch.setattr(DPO, "_reference_sums", lambda self, pairs: asked.extend(pairs[0]) or compute(self, pairs))
+    dpo.train([*ROWS, ROWS[0]], n_epochs=2)
+    dpo.train(ROWS)
+    assert sorted(asked) == sorted(PROMPTS)
+
+
+def test_pairs_without_a_difference_are_left_out_counted_and_told():
+    same = [{"prompt": [5], "chosen": [4, EOS], "rejected": [4, EOS]}, {"chosen": [5, 4], "rejected": [5, 4]}]
+    for settings in ({}, {"precompute_reference": True}, {"ref_model": TinyModel(seed=1)}):
+        dpo, without = make(**settings), make(**settings)
+        rows = [same[0], *ROWS[:2], same[1], ROWS[2]]
+        if dpo.config.precompute_reference:
+            rows = dpo.add_reference_logprobs(rows)
+        with pytest.warns(UserWarning, match=r"DPO: in 2 of the 5 pairs .* the same tokens\. Such pairs are left out"):
+            metrics = dpo.train_step(rows)
+        expected = without.train_step(
+            without.add_reference_logprobs(ROWS) if settings.get("precompute_reference") else ROWS
+        )
+        assert metrics["frac_ties"] == 0.4 and expected["frac_ties"] == 0.0
+        assert metrics["loss"] == expected["loss"] and metrics["num_tokens"] == expected["num_tokens"]
+        assert_same_weights(dpo.model, without.model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            metrics = dpo.train_step([5], [4], [4])  # none left, and told already
+        assert (metrics["loss"], metrics["grad_norm"], metrics["frac_ties"]) == (0.0, 0.0, 1.0)
+        assert dpo.n_updates == 1 and dpo.step == 2
+        assert_same_weights(dpo.model, without.model)
+
+
+def test_sft_learns_from_pairs_without_a_difference():
+    dpo = make(loss_type="sft")
+    metrics = dpo.train_step([{"prompt": [5], "chosen": [4, EOS], "rejected": [4, EOS]}])
+    expected = -token_logprobs(TinyModel(), [5], [4, EOS]).mean().item()
+    assert metrics["loss"] == pytest.approx(expected) and metrics["frac_ties"] == 0.0 and dpo.n_updates == 1
+
+
+@pytest.mark.parametrize("micro_batch_size", [0, 1])
+def test_the_loss_sft_is_that_of_sft_on_the_chosen(micro_batch_size):
+    dpo = make(loss_type="sft", micro_batch_size=micro_batch_size)
+    sft = SFT(TinyModel(), learning_rate=0.02, max_grad_norm=0.0)
+    for _ in range(2):
+        metrics, expected = dpo.train_step(ROWS), sft.train_step(PROMPTS, CHOSEN)
+        assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-9)
+    for name, value in weights(sft.model).items():
+        torch.testing.assert_close(weights(dpo.model)[name], value, rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "sft"])
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_evaluation_is_the_loss_of_all_pairs_and_trains_nothing(loss_type, batch_size):
+    ref_model = TinyModel(seed=1)
+    dpo = make(ref_model=ref_model, loss_type=loss_type, beta=0.5, batch_size=batch_size)
+    state = torch.get_rng_state()
+    same = {"prompt": [5], "chosen": [4], "rejected": [4]}
+    found = dpo.evaluation_metrics([*ROWS, same] if loss_type != "sft" else ROWS)
+    assert dpo.evaluate(iter(ROWS)) == pytest.approx(found["loss"], rel=1e-12)
+    assert torch.equal(torch.get_rng_state(), state) and dpo.step == dpo.position == dpo.num_tokens == 0
+    assert_same_weights(dpo.model, TinyModel())
+    stepped = dpo.train_step(ROWS)  # the metrics of a step are those before its update
+    assert found == pytest.approx({name: stepped[name] for name in found}, rel=1e-6)
+    with pytest.raises(WhetValueError, match="DPO: no pair of the dataset has a difference"):
+        make().evaluate([same])
+
+
+def test_evaluation_with_precomputed_references():
+    dpo = make(precompute_reference=True)
+    rows = dpo.add_reference_logprobs(ROWS)
+    assert dpo.evaluate(rows) == dpo.evaluate(ROWS) == pytest.approx(math.log(2), rel=1e-6)
+    with pytest.raises(WhetValueError, match="these pairs have no reference log-probs"):
+        make(precompute_reference=True).evaluate(ROWS)
 
 
 def test_all_forms_of_a_batch_are_one():
@@ -240,6 +341,9 @@ def test_all_forms_of_a_batch_are_one():
     batches = [
         (PROMPTS, CHOSEN, REJECTED),
         (ROWS,),
+        (tuple(ROWS),),
+        (list(zip(PROMPTS, CHOSEN, REJECTED, strict=True)),),
+        ({"prompt": PROMPTS, "chosen": CHOSEN, "rejected": REJECTED},),
         tuple(padded(rows, left=True) for rows in (PROMPTS, CHOSEN, REJECTED)),
         tuple(padded(rows, left=False) for rows in (PROMPTS, CHOSEN, REJECTED)),
     ]
@@ -257,13 +361,17 @@ def test_rows_of_text():
     dpo.train_step([{"prompt": "bc", "chosen": "ae", "rejected": "f"}])
     by_ids.train_step([[5, 6]], [[4, 8, EOS]], [[9, EOS]])
     assert_same_weights(dpo.model, by_ids.model)
+    columns = make(tokenizer=letters_tokenizer())
+    columns.train_step(["bc"], ["ae"], ["f"])
+    assert_same_weights(columns.model, by_ids.model)
 
 
 def test_bad_batches_are_named():
     with pytest.raises(WhetValueError, match="prompt 3, chosen 4, rejected 2"):
         make().train_step(PROMPTS, [*CHOSEN, [4]], REJECTED[:2])
-    with pytest.raises(WhetTypeError, match="expected prompt, chosen and rejected, or a list of rows"):
-        make().train_step(PROMPTS, CHOSEN)
+    for batch in ((PROMPTS, CHOSEN), (PROMPTS,), (torch.tensor([[5, 6]]),), (None,), ([],)):
+        with pytest.raises(WhetTypeError, match="expected prompt, chosen and rejected, or a list of rows"):
+            make().train_step(*batch)
     with pytest.raises(WhetValueError, match="DPOConfig: 'exo_pair' needs label_smoothing"):
         make(loss_type="exo_pair")
     with pytest.raises(WhetValueError, match="ref_model is the model itself"):

@@ -44,7 +44,7 @@ def literal(name, c, r, chosen, n_c, n_r, beta, s):
         "sppo_hard": lambda: (c - 1 / (2 * beta)) ** 2 + (r + 1 / (2 * beta)) ** 2,
         "apo_zero": lambda: 1 - sigmoid(beta * c) + sigmoid(beta * r),
         "apo_down": lambda: sigmoid(beta * c) + 1 - sigmoid(beta * d),
-        "sft": lambda: -chosen,
+        "sft": lambda: -chosen * len(chosen) / n_c.sum(),  # its mean over pairs is the sum over tokens' number
     }[name]()
 
 
@@ -77,7 +77,7 @@ def test_values_by_hand():
     assert value("sppo_hard") == pytest.approx(1.0)  # (2 - 1)^2 + (-1 + 1)^2
     assert value("apo_zero") == pytest.approx(1 - 0.7310585786300049 + 0.3775406687981454)
     assert value("apo_down") == pytest.approx(0.7310585786300049 + 1 - 0.8175744761936437)
-    assert value("sft") == 1.0
+    assert value("sft") == 0.5  # of two tokens
     q = 0.8175744761936437
     assert value("exo_pair", 0.1) == pytest.approx(q * math.log(q / 0.9) + (1 - q) * math.log((1 - q) / 0.1))
 
@@ -113,10 +113,23 @@ def test_micro_batches_add_up_to_the_whole(name, smoothing):
     b, options = batch(), {"loss_type": name, "label_smoothing": smoothing}
     whole, whole_metrics = dpo_loss(**b, **options)
     slices = [{name: values[i : i + 2] for name, values in b.items()} for i in range(0, 7, 2)]
-    parts = [dpo_loss(**part, **options, n_pairs=7) for part in slices]
+    parts = [dpo_loss(**part, **options, n_pairs=7, n_tokens=28) for part in slices]
     assert sum(loss.item() for loss, _ in parts) == pytest.approx(whole.item(), rel=1e-12)
     summed = {name: sum(metrics[name] for _, metrics in parts) for name in whole_metrics}
     assert summed == pytest.approx(whole_metrics, rel=1e-12)
+
+
+def test_sft_is_the_mean_over_the_chosen_tokens_of_the_batch():
+    chosen, rest = torch.tensor([-3.0, -1.0]), torch.tensor([-9.0, -9.0])
+    by_lengths, _ = dpo_loss(chosen, rest, None, None, loss_type="sft", chosen_lengths=torch.tensor([6, 2]))
+    assert by_lengths.item() == 0.5  # (3 + 1) / 8; the mean over pairs of means would be (1/2 + 1/2) / 2
+    assert dpo_loss(chosen, rest, None, None, loss_type="sft", n_tokens=16)[0].item() == 0.25
+    nothing = dpo_loss(torch.zeros(1), rest[:1], None, None, loss_type="sft", chosen_lengths=torch.tensor([0]))
+    assert nothing[0].item() == 0.0
+    with pytest.raises(
+        WhetValueError, match=r"dpo_loss: 'sft' averages over tokens\. Pass chosen_lengths, or n_tokens"
+    ):
+        dpo_loss(chosen, rest, None, None, loss_type="sft")
 
 
 def test_metrics_by_hand():

@@ -18,8 +18,10 @@ from tiny import (
     weights,
     with_lora,
 )
+from torch.utils.data import DataLoader
 
 from whet.algorithms.grpo import GRPO, grpo_loss
+from whet.algorithms.online import read_prompts
 from whet.config import GRPOConfig
 from whet.errors import NonFiniteError, RewardError, WhetTypeError, WhetValueError
 from whet.rewards import RewardFunctions
@@ -322,6 +324,135 @@ def test_each_step_samples_anew_and_the_engine_follows_the_weights():
         grpo.train_step(PROMPTS)
     assert len({asked[2].seed for asked in engine.asked}) == 3
     assert engine.policy_version == 3
+
+
+CHATS = [[{"role": "user", "content": "ab"}], [{"role": "user", "content": "h"}]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "columns"),
+    [
+        (["ab", "h"], {}),
+        (("ab", "h"), {}),
+        ([{"prompt": "ab", "n": 1}, {"prompt": "h"}], {"n": [1, None]}),
+        ({"prompt": ["ab", "h"], "n": torch.tensor([1, 2])}, {"n": [1, 2]}),
+        ([{"input_ids": [0, 4, 5], "attention_mask": [0, 1, 1]}, {"input_ids": [11]}], {}),
+        ({"input_ids": [[4, 5], [11]], "n": [1, 2]}, {"n": [1, 2]}),
+        ([("ab",), ("h",)], {}),
+        ([[4, 5], [11]], {}),
+        (
+            [{"prompt": CHATS[0], "chat_template_kwargs": {}}, {"prompt": CHATS[1]}],
+            {"chat_template_kwargs": [{}, None]},
+        ),
+        (CHATS, {}),
+    ],
+    ids=repr,
+)
+def test_every_form_of_a_batch_of_prompts(batch, columns):
+    tokenizer = letters_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    prompts = read_prompts(batch, tokenizer, "Test")
+    assert prompts.ids == [[4, 5], [11]] and prompts.columns == columns
+    chats = isinstance(prompts.shown[0], list)
+    assert prompts.shown == (CHATS if chats else ["ab", "h"])
+    assert read_prompts("ab", tokenizer, "Test").ids == read_prompts(CHATS[0], tokenizer, "Test").ids == [[4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "message"),
+    [
+        ([], WhetValueError, "Test: the batch holds no prompts"),
+        ("", WhetValueError, "Test: the batch holds no prompts"),
+        (None, WhetTypeError, "x is None, expected token ids"),
+        (5, WhetTypeError, "x is 5, expected token ids"),
+        (torch.tensor(5), WhetValueError, "row 0 has 0 axes"),
+        (torch.ones(2, 2), WhetTypeError, "row 0 holds float64 values, expected integer token ids"),
+        ([1.5, 2.5], WhetTypeError, "a field holds 1.5, expected one text"),
+        ([None, "a"], WhetTypeError, "a field holds None|there is no tokenizer|no 'prompt'"),
+        (["a", 5], WhetTypeError, "there is no tokenizer"),
+        ([{"prompt": []}], WhetValueError, "the prompt is empty"),
+        ({"input_ids": [[4], [5]], "n": [1]}, WhetValueError, "Test: n has 1 values, and there are 2 prompts"),
+        (
+            {"prompt": ["a", "b"], "n": [1]},
+            WhetTypeError,
+            r"a field holds \['a', 'b'\], expected one text, .*one value per row",
+        ),
+        ({"question": ["a"]}, WhetValueError, "no 'prompt'; it has 'question'"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_batch_of_prompts_is_named(batch, error, message):
+    with pytest.raises((WhetTypeError, WhetValueError), match=message) as caught:
+        read_prompts(batch, None, "Test")
+    assert caught.type is error or batch == [None, "a"]
+
+
+class Counting:
+    """An engine's: what it was asked, and another one's answers."""
+
+    def __init__(self, engine):
+        self.engine, self.asked, self.policy_version = engine, [], 0
+
+    def sync(self, model):
+        self.policy_version += 1
+        self.engine.sync(model)
+
+    def generate(self, prompt_ids, n, sampling):
+        self.asked.append((len(prompt_ids), n, sampling.temperature))
+        return self.engine.generate(prompt_ids, n, sampling)
+
+
+@pytest.mark.parametrize("make_model", [TinyModel, tiny_llama])
+def test_evaluation_is_the_mean_reward_of_one_completion_each_and_trains_nothing(make_model):
+    prompts = torch.tensor([[5, 6], [7, 8], [9, 5], [5, 5], [6, 4]])
+    settings = {"engine": "auto", "batch_size": 2, "max_new_tokens": 6}
+    evaluated, plain = make(make_model(), **settings), make(make_model(), **settings)
+    scores = []
+
+    def recording(completions):
+        scores.extend(fours(completions))
+        return fours(completions)
+
+    state = torch.get_rng_state()
+    found = evaluated.evaluate(prompts, reward_fn=recording)
+    assert isinstance(found, float) and found == pytest.approx(sum(scores) / 5) and len(scores) == 5
+    assert evaluated.evaluate(prompts) == found == evaluated.evaluate(p for p in prompts)
+    assert evaluated.evaluate(DataLoader(prompts, batch_size=2)) == found
+    assert evaluated.evaluate(prompts, temperature=0) == evaluated.evaluate(prompts, temperature=0)
+    counters = (evaluated.step, evaluated.position, evaluated.num_tokens, evaluated.n_updates)
+    assert counters == (0, 0, 0, 0) and evaluated.last_completions == [] and not evaluated.optimizer.state
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same_weights(evaluated.model, make_model())
+    for _ in range(3):
+        plain.train(prompts, steps=1)
+        evaluated.train(prompts, steps=1)
+        evaluated.evaluate(prompts)
+    assert_same_weights(evaluated.model, plain.model)
+
+
+def test_how_evaluation_asks_the_engine():
+    engine = Counting(make(engine="auto").engine)
+    grpo = make(engine=engine, batch_size=2, temperature=0.7)
+    grpo.evaluate([[5], [6], [7]])
+    grpo.evaluate([5, 6], temperature=0)
+    assert engine.asked == [(2, 1, 0.7), (1, 1, 0.7), (1, 1, 0)] and engine.policy_version == 2
+
+
+def test_metrics_of_an_evaluation():
+    def half(completions):
+        return [0.5 if (c == 4).any() else None for c in completions]
+
+    grpo = make(reward_fn=[fours, half], engine=ScriptedEngine([[[4, 4]], [[4]], [[5]]]))
+    found = grpo.evaluation_metrics([[5], [6], [7]])
+    assert found == {"mean_reward": 4 / 3, "rewards/fours/mean": 1.0, "rewards/half/mean": 0.5}
+    unscored = make(reward_fn=lambda completions: [None], engine=ScriptedEngine([[[4, 4]]]))
+    assert math.isnan(unscored.evaluate([[5]]))
+    with pytest.raises(WhetValueError, match=r"GRPO\.evaluate: the dataset is empty"):
+        grpo.evaluate([])
+    with pytest.raises(WhetTypeError, match=r"GRPO\.evaluate: dataset is None, expected a sequence or iterable"):
+        grpo.evaluate(None)
+    with pytest.raises(WhetValueError, match="temperature is -1"):
+        grpo.evaluate([[5]], temperature=-1)
 
 
 def test_without_beta_there_is_no_reference():

@@ -91,6 +91,20 @@ def test_it_learns(make_model):
     assert sum(history[-5:]) / 5 > 3 * (sum(history[:3]) / 3) and sum(history[-5:]) / 5 > 1.0
 
 
+def test_evaluation_is_the_mean_reward():
+    def fours(completions):
+        return [float((c == 4).sum()) for c in completions]
+
+    groups = [[[4, 4]], [[4]], [[5]]]
+    assert make(reward_fn=fours, engine=ScriptedEngine(groups)).evaluate(PROMPTS) == 1.0
+    judged = make(preference_fn=longer, engine=ScriptedEngine(groups))
+    assert judged.evaluate(PROMPTS, reward_fn=fours) == 1.0
+    with pytest.raises(
+        WhetTypeError, match=r"OnlineDPO\.evaluate: there is no reward function, but a preference_fn\. Pass"
+    ):
+        judged.evaluate(PROMPTS)
+
+
 def test_bad_arguments_and_oracles_are_named():
     with pytest.raises(WhetTypeError, match="pass either preference_fn or reward_fn"):
         make()

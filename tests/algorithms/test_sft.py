@@ -65,7 +65,16 @@ def test_all_forms_of_a_batch_are_one():
         "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]),
     }
     rows = [{"prompt": p, "completion": c} for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
-    batches = [(PROMPTS, COMPLETIONS), (left, padded), (rows,), ([torch.tensor(p) for p in PROMPTS], COMPLETIONS)]
+    pairs = list(zip(PROMPTS, COMPLETIONS, strict=True))
+    columns = {"prompt": PROMPTS, "completion": COMPLETIONS}
+    batches = [
+        (PROMPTS, COMPLETIONS),
+        (left, padded),
+        (rows,),
+        (pairs,),
+        (columns,),
+        ([torch.tensor(p) for p in PROMPTS], COMPLETIONS),
+    ]
     models = []
     for batch in batches:
         sft = make()
@@ -88,6 +97,29 @@ def test_rows_of_text():
     by_ids = make()
     by_ids.train_step([[5, 6], [7]], [[4, 8, EOS], [4, 5, EOS]])
     assert_same_weights(sft.model, by_ids.model)
+    texts, by_ids = make(tokenizer=letters_tokenizer()), make()
+    texts.train_step(["dab"])
+    texts.train_step(["bc", "d"], ["ae", "h"])
+    by_ids.train_step([[7]], [[4, 5, EOS]])
+    by_ids.train_step([[5, 6], [7]], [[4, 8, EOS], [11, EOS]])
+    assert_same_weights(texts.model, by_ids.model)
+
+
+@pytest.mark.parametrize("loss_on", ["completion", "all"])
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_evaluation_is_the_loss_of_all_rows_and_trains_nothing(loss_on, batch_size):
+    rows = [{"prompt": p, "completion": c} for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    rows += [{"text": [4, 5, 6, 7]}]
+    sft = make(TinyModel(dropout=0.5), loss_on=loss_on, batch_size=batch_size)
+    state = torch.get_rng_state()
+    found = sft.evaluate(rows)
+    assert sft.evaluate(iter(rows)) == sft.evaluation_metrics(rows)["loss"] == found
+    assert torch.equal(torch.get_rng_state(), state) and sft.step == sft.num_tokens == 0
+    assert_same_weights(sft.model, TinyModel())
+    stepped = make(loss_on=loss_on).train_step(rows)
+    assert found == pytest.approx(stepped["loss"], rel=1e-9)
+    with pytest.raises(WhetValueError, match="no completion of the dataset has a token that counts"):
+        sft.evaluate([{"prompt": [5], "completion": []}])
 
 
 def test_bare_rows_of_a_dataset_count_whole():

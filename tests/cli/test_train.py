@@ -1,11 +1,13 @@
 """``whet train`` as a user has it: real commands on a tiny model, what they leave, and what they answer to mistakes."""
 
+import gc
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from whet.algorithms import DPO
 from whet.cli import main
 from whet.cli.settings import read_toml
+from whet.cli.train import add_reference_logprobs
+from whet.config import DPOConfig
 from whet.rewards import load_function
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +114,28 @@ def test_precomputed_reference_changes_no_bit_and_resumes(files):
     assert live["eval/loss"] == pytest.approx(known["eval/loss"], rel=1e-4) and live["step"] == known["step"] == 6
     first, second = (load_file(files.folder / name / "model" / "model.safetensors") for name in ("live", "known"))
     torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-4)
+
+
+def test_what_computes_the_reference_is_gone_before_the_run(tiny_model, monkeypatch):
+    """It holds a bfloat16 copy of all weights; a run of a large model would pay for it to its end."""
+    made = []
+
+    class Watched(DPO):
+        def __init__(self, *arguments, **settings):
+            super().__init__(*arguments, **settings)
+            made.extend(map(weakref.ref, (self, self.acceleration)))
+
+    monkeypatch.setattr("whet.cli.train.DPO", Watched)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    rows = [{"prompt": [5], "chosen": [6], "rejected": [7]}]
+    arguments = {"config": DPOConfig(precompute_reference=True, compute="bfloat16", batch_size=1)}
+    gc.disable()  # what only the garbage collector finds stays for long
+    try:
+        found, none = add_reference_logprobs(model, arguments, rows, [])
+        assert len(made) == 2 and [reference() for reference in made] == [None, None]
+    finally:
+        gc.enable()
+    assert none == [] and found[0]["ref_chosen_logprobs"] < 0
 
 
 def test_grpo_reports_the_greedy_reward(files, tiny_model):
@@ -213,7 +240,7 @@ def test_required_settings(name, error_of):
         ({"data": "BROKEN"}, "broken.jsonl:2: not JSON"),
         ({"model": "./nosuch"}, "there is no folder './nosuch'"),
         ({"model": "EMPTY_FOLDER"}, "cannot be loaded"),
-        ({"batch_size": 100}, "n_rows is 8, batch_size 100"),
+        ({"batch_size": 100}, "the dataset has 8 rows, fewer than batch_size=100"),
         ({"steps": -1}, "steps is -1, expected an integer >= 0"),
         ({"output_dir": "EMPTY/x"}, "cannot be made"),
         ({"reward_weights": "1"}, None),

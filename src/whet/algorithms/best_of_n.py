@@ -14,7 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whet.algorithms.online import RewardFn, read_prompts, reward_functions, sample
+from whet.algorithms.online import (
+    Prompts,
+    RewardFn,
+    Rollout,
+    as_prompt_row,
+    read_prompts,
+    reward_functions,
+    sample,
+)
+from whet.batches import batches_in_order, check_count
 from whet.config import BestOfNConfig, EngineName
 from whet.errors import RewardError
 from whet.fields import make_config
@@ -88,17 +97,7 @@ class BestOfN:
             RewardError: a reward function failed, or scored none of a prompt's candidates.
         """
         config, batch = self.config, read_prompts(prompts, self.tokenizer, "BestOfN.generate")
-        self.engine.sync(self.model)
-        check_lengths(self.model, batch.ids, config.max_new_tokens, "BestOfN.generate")
-        sampling = config.sampling(stop_token_ids(self.model, self.tokenizer, config.stop_token_ids), config.seed)
-        rollout = sample(self.engine, batch, config.n, sampling, self.tokenizer)
-        scores = rollout.score(self.rewards).rewards.reshape(len(batch.ids), config.n)
-        unscored = np.isnan(scores).all(axis=1)
-        if unscored.any():
-            raise RewardError(
-                f"BestOfN.generate: no candidate for prompt {int(unscored.argmax())} was scored, so none is "
-                f"best. Score at least one."
-            )
+        rollout, scores = self._candidates(batch, config.seed, "BestOfN.generate")
         best = np.where(np.isnan(scores), -np.inf, scores).argmax(axis=1)
         candidates = [rollout.completions[i : i + config.n] for i in range(0, scores.size, config.n)]
         rows = [
@@ -111,6 +110,41 @@ class BestOfN:
         return BestOfNResult(
             sequences, torch.from_numpy(scores) if return_scores else None, candidates if return_all else None
         )
+
+    def evaluate(self, prompts: Any, *, batch_size: int = 8) -> float:
+        """The mean over prompts of the best reward among N completions, which is what ``generate`` chooses by.
+
+        Args:
+            prompts: as ``generate`` takes them; or any data set of them that ``GRPO.train`` takes, gone through once
+                in its order.
+            batch_size: prompts to sample for at a time, where they are not batched already.
+
+        Raises:
+            RewardError: as ``generate``.
+        """
+        where, best = "BestOfN.evaluate", []
+        batch_size = check_count(where, "batch_size", batch_size, least=1)
+        for i, (batch,) in enumerate(batches_in_order(prompts, batch_size, ("prompt",), as_prompt_row, where)):
+            seed = int(np.random.SeedSequence([self.config.seed % 2**64, i]).generate_state(1)[0])
+            _, scores = self._candidates(read_prompts(batch, self.tokenizer, where), seed, where)
+            best += np.nanmax(scores, axis=1).tolist()
+        return sum(best) / len(best)
+
+    def _candidates(self, prompts: Prompts, seed: int, where: str) -> tuple[Rollout, np.ndarray]:
+        """N completions per prompt, and their rewards (B, N), of every prompt one at least."""
+        self.engine.sync(self.model)
+        check_lengths(self.model, prompts.ids, self.config.max_new_tokens, where)
+        stop_ids = stop_token_ids(self.model, self.tokenizer, self.config.stop_token_ids)
+        sampling = self.config.sampling(stop_ids, seed)
+        rollout = sample(self.engine, prompts, self.config.n, sampling, self.tokenizer)
+        scores = rollout.score(self.rewards).rewards.reshape(len(prompts.ids), self.config.n)
+        unscored = np.isnan(scores).all(axis=1)
+        if unscored.any():
+            raise RewardError(
+                f"{where}: no candidate for prompt {int(unscored.argmax())} was scored, so none is best. Score at "
+                f"least one."
+            )
+        return rollout, scores
 
     def _pad_token_id(self) -> int:
         if self.config.pad_token_id is not None:

@@ -12,8 +12,9 @@ completions answer the same prompt; prompt tokens never count.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,13 +22,13 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from whet.algorithms.masked import check_float_tensor, check_shapes, sampler_gap
-from whet.batches import check_row_counts, is_batch, is_rows
-from whet.config import DPOConfig, DPOLossType, check_dpo_options
+from whet.batches import as_rows, check_row_counts, columns_as_rows, is_batch, is_sequence
+from whet.config import DPOConfig, DPOLossType, PreferenceConfig, check_dpo_options
 from whet.data import token_rows, tokenize_preference
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
 from whet.phases import phase
-from whet.reference_cache import ReferenceCache
+from whet.reference_cache import ReferenceCache, Sums, row_digest
 from whet.trainer import Trainer, has_adapters
 
 _PER_TOKEN = ("ipo", "sigmoid_norm")
@@ -42,12 +43,33 @@ class Pairs(NamedTuple):
     rejected_ids: list[list[int]]
     reference: tuple[Tensor, Tensor] | None = None
 
+    def select(self, rows: Sequence[int]) -> Pairs:
+        """Some of the pairs."""
+        ids = ([side[i] for i in rows] for side in self[:3])
+        reference = None if self.reference is None else tuple(sums[list(rows)] for sums in self.reference)
+        return Pairs(*ids, reference)  # pyright: ignore[reportArgumentType]
+
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        """Tokens of each chosen and each rejected completion, (B,)."""
+        return torch.tensor(list(map(len, self.chosen_ids))), torch.tensor(list(map(len, self.rejected_ids)))
+
 
 class DPO(Trainer):
-    """Direct Preference Optimization. The arguments are those of ``Trainer``."""
+    """Direct Preference Optimization. The arguments are those of ``Trainer``.
+
+    Pairs without a difference, whose chosen completion is the rejected one token by token, teach no preference: they
+    are left out (not for the loss ``sft``, which reads the chosen one alone), counted in ``frac_ties``, and told once.
+    """
 
     config_class = DPOConfig
     row_fields = ("prompt", "chosen", "rejected")
+
+    _told_ties = False
+
+    @cached_property
+    def _sums(self) -> dict[str, Sums]:
+        """The reference's sums of the rows that were precomputed, by ``row_digest``."""
+        return {}
 
     def uses_reference(self) -> bool:
         """Whether a reference model stands by; precomputed log-probs need none."""
@@ -57,59 +79,103 @@ class DPO(Trainer):
         """One update on a batch of pairs.
 
         Args:
-            prompt: B prompts as ``whet.data.token_rows`` takes token ids, a (B, P) tensor for one; or, alone,
-                a list of rows: dicts that ``whet.data.tokenize_preference`` reads, with
-                ``ref_chosen_logprobs`` and ``ref_rejected_logprobs`` (sums) if they are precomputed.
+            prompt: B prompts, texts or as ``whet.data.token_rows`` takes token ids, a (B, P) tensor for one; or, alone,
+                a list of rows: dicts that ``whet.data.tokenize_preference`` reads, or tuples of prompt, chosen and
+                rejected, or a dict of their columns; with ``ref_chosen_logprobs`` and ``ref_rejected_logprobs``
+                (sums) if they are precomputed.
             chosen: B completions without their prompts, likewise.
             rejected: B completions, likewise.
 
         Returns:
-            Metrics: ``loss``, those of ``dpo_loss``, ``entropy`` (mean per completion token), and those of
-            every step.
+            Metrics: ``loss``, those of ``dpo_loss``, ``entropy`` (mean per completion token), ``frac_ties`` (share of
+            pairs without a difference), and those of every step. Of a batch with nothing else, loss and gradient norm
+            are 0, and there is no update.
 
         Raises:
+            WhetTypeError: none of these.
             WhetValueError: rows that do not match, or ``precompute_reference`` without reference log-probs.
         """
-        return self.take_step(lambda: update_on_pairs(self, self._pairs(prompt, chosen, rejected)))
+        return self.take_step(lambda: self._learn(self._pairs(prompt, chosen, rejected)))
 
-    def train(self, dataset: Any, steps: int | None = None) -> dict[str, float]:
-        """As ``Trainer.train``; with ``precompute_reference`` the reference's log-probs come first."""
+    def train(self, dataset: Any, steps: int | None = None, *, n_epochs: int | None = None) -> dict[str, float]:
+        """As ``Trainer.train``; with ``precompute_reference`` the reference's log-probs come first.
+
+        They are kept, also in checkpoints, so that the next epoch, or the next run, over the same rows needs none.
+        """
         if self.config.precompute_reference and self.config.has_reference():
             dataset = self.add_reference_logprobs(dataset)
-        return super().train(dataset, steps)
+        return super().train(dataset, steps, n_epochs=n_epochs)
+
+    def evaluation_metrics(self, dataset: Any) -> dict[str, float]:
+        """``loss``, ``rewards/accuracies`` and ``rewards/margins`` of ``dpo_loss`` over all pairs with a difference.
+
+        Raises:
+            WhetValueError: there is no such pair, or ``precompute_reference`` without reference log-probs.
+        """
+        totals = {"loss": 0.0, "rewards/accuracies": 0.0, "rewards/margins": 0.0}
+        n_pairs = n_tokens = 0
+        for batch in self.in_order(dataset):
+            pairs = self._with_difference(self._pairs(*batch))
+            if not pairs.prompt_ids:
+                continue
+            sums = _pair_sums(pairs, partial(self.logprobs, self.model))
+            loss, metrics = pair_losses(self.config, pairs, sums, known_reference(self, pairs), n_pairs=1, n_tokens=1)
+            for name, value in {**metrics, "loss": loss.item()}.items():
+                if name in totals:
+                    totals[name] += value
+            n_pairs += len(pairs.prompt_ids)
+            n_tokens += sum(map(len, pairs.chosen_ids))
+        if not n_pairs:
+            raise WhetValueError("DPO: no pair of the dataset has a difference between chosen and rejected.")
+        per_token = {"loss"} if self.config.loss_type == "sft" else set()
+        return {name: total / (n_tokens if name in per_token else n_pairs) for name, total in totals.items()}
 
     def add_reference_logprobs(self, rows: Any) -> list[Mapping[str, Any]]:
         """The rows with ``ref_chosen_logprobs`` and ``ref_rejected_logprobs``, summed over the completion.
 
         Of ``ref_model``, or of the policy, if it has not been trained yet. Rows that have them keep them, and those
-        that ``reference_cache`` knows are not computed again.
+        that this trainer, the one whose checkpoint it was loaded from, or ``reference_cache`` knows are not computed
+        again.
 
         Raises:
             WhetTypeError: not a sequence of rows.
-            WhetValueError: there is no reference: the policy has been trained, and none was passed.
+            WhetValueError: rows are new and there is no reference: the policy has been trained, and none was passed.
         """
-        if not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__") or any(map(is_batch, rows)):
+        if not is_sequence(rows):
+            raise WhetTypeError(
+                f"DPO: precompute_reference needs a sequence of rows, got a {type(rows).__name__}. Pass list(dataset)."
+            )
+        items = [rows[i] for i in range(len(rows))]
+        if any(is_batch(item, self.row_fields) for item in items):
             raise WhetTypeError("DPO: precompute_reference needs a sequence of rows, not of ready batches.")
-        done = [self.as_row(row) for row in rows]
-        missing = [i for i, row in enumerate(done) if any(row.get(name) is None for name in _REFERENCE)]
+        done = [self.as_row(item) for item in items]
+        missing = [i for i, row in enumerate(done) if _given_sums(row) is None]
         if not missing:
             return done
-        pairs = self._pairs([done[i] for i in missing], None, None)
-        ids = list(zip(pairs.prompt_ids, pairs.chosen_ids, pairs.rejected_ids, strict=True))
+        pairs = self._tokenized([done[i] for i in missing])
+        keys = [row_digest(ids) for ids in zip(*pairs[:3], strict=True)]
+        self._compute_sums(pairs, keys)
+        for i, key in zip(missing, keys, strict=True):
+            done[i] = {**done[i], **dict(zip(_REFERENCE, self._sums[key], strict=True))}
+        return done
+
+    def _compute_sums(self, pairs: Pairs, keys: list[str]) -> None:
+        """Fill ``_sums`` for the pairs of these keys."""
+        unknown = {key: i for i, key in enumerate(keys) if key not in self._sums}
+        if not unknown:
+            return
         cache = self._reference_cache() if self.config.reference_cache else None
-        known = {j: sums for j, row in enumerate(ids) if cache and (sums := cache[row])}
-        unknown = [j for j in range(len(ids)) if j not in known]
+        if cache:
+            ids = list(zip(*pairs[:3], strict=True))
+            self._sums |= {key: sums for key, i in unknown.items() if (sums := cache[ids[i]])}
+            unknown = {key: i for key, i in unknown.items() if key not in self._sums}
         for start in range(0, len(unknown), self.config.batch_size):
-            part = unknown[start : start + self.config.batch_size]
-            sides = map(list, zip(*(ids[j] for j in part), strict=True))
-            chosen, rejected = self._reference_sums(Pairs(*sides))  # pyright: ignore[reportArgumentType]
+            part = dict(list(unknown.items())[start : start + self.config.batch_size])
+            chosen, rejected = self._reference_sums(pairs.select(list(part.values())))
             new = dict(zip(part, zip(chosen.tolist(), rejected.tolist(), strict=True), strict=True))
             if cache:
-                cache.add((ids[j], sums) for j, sums in new.items())
-            known |= new
-        for j, i in enumerate(missing):
-            done[i] = {**done[i], **dict(zip(_REFERENCE, known[j], strict=True))}
-        return done
+                cache.add((ids[i], new[key]) for key, i in part.items())
+            self._sums |= new
 
     def _reference_cache(self) -> ReferenceCache:
         arithmetic = "torch" if self.acceleration is None else str(self.acceleration.dtype).removeprefix("torch.")
@@ -122,29 +188,100 @@ class DPO(Trainer):
             return reference_sums(self, pairs)
         if self.n_updates:
             raise WhetValueError(
-                "DPO: precompute_reference is set, the policy has been trained already, and there is no "
-                "ref_model. Pass ref_model, or the rows that add_reference_logprobs returned before."
+                "DPO: precompute_reference is set, the policy has been trained already, there is no ref_model, and "
+                "some rows are new. Pass ref_model, or the rows that add_reference_logprobs returned before."
             )
         return _pair_sums(pairs, partial(self.logprobs, self.model))
 
-    def _pairs(self, prompt: Any, chosen: Any, rejected: Any) -> Pairs:
-        if chosen is not None and rejected is not None:
-            rows = token_rows(prompt), self.completion_rows(chosen), self.completion_rows(rejected)
-            check_row_counts("DPO", self.row_fields, rows)
-            return Pairs(*rows)
-        if not is_rows(prompt):
-            raise WhetTypeError("DPO: expected prompt, chosen and rejected, or a list of rows (dicts).")
-        ids = zip(*(tokenize_preference(row, self.tokenizer) for row in prompt), strict=True)
-        pairs = Pairs(*map(list, ids))  # pyright: ignore[reportArgumentType]
-        if any(row.get(name) is None for row in prompt for name in _REFERENCE):
+    def own_tensors(self) -> dict[str, Tensor]:
+        """The reference's sums of the rows seen: digests (N, 16) uint8, and chosen and rejected (N, 2) float64."""
+        if not self._sums:
+            return {}
+        rows = torch.tensor([list(bytes.fromhex(key)) for key in self._sums], dtype=torch.uint8)
+        return {"rows": rows, "sums": torch.tensor(list(self._sums.values()), dtype=torch.float64)}
+
+    def load_own_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what ``own_tensors`` returned."""
+        if tensors:
+            rows, sums = tensors["rows"].tolist(), tensors["sums"].tolist()
+            self._sums = {bytes(key).hex(): (c, r) for key, (c, r) in zip(rows, sums, strict=True)}
+
+    def _learn(self, pairs: Pairs) -> dict[str, float]:
+        kept = self._with_difference(pairs)
+        n_pairs, n_left_out = len(pairs.prompt_ids), len(pairs.prompt_ids) - len(kept.prompt_ids)
+        if n_left_out and not self._told_ties:
+            self._told_ties = True
+            warnings.warn(
+                f"DPO: in {n_left_out} of the {n_pairs} pairs of this batch chosen and rejected are the same tokens. "
+                f"Such pairs are left out; frac_ties tells their share of every batch.",
+                stacklevel=5,
+            )
+        return {**update_on_pairs(self, kept), "frac_ties": n_left_out / n_pairs}
+
+    def _with_difference(self, pairs: Pairs) -> Pairs:
+        if self.config.loss_type == "sft":
             return pairs
-        known = [torch.tensor([float(row[name]) for row in prompt]) for name in _REFERENCE]
-        return pairs._replace(reference=(known[0], known[1]))
+        both = zip(pairs.chosen_ids, pairs.rejected_ids, strict=True)
+        different = [i for i, (chosen, rejected) in enumerate(both) if chosen != rejected]
+        return pairs if len(different) == len(pairs.prompt_ids) else pairs.select(different)
+
+    def _pairs(self, prompt: Any, chosen: Any = None, rejected: Any = None) -> Pairs:
+        """The pairs of a batch, with the reference's sums if all of them are known."""
+        columns = (prompt, chosen, rejected)
+        if chosen is not None and rejected is not None:
+            rows = columns_as_rows(self.row_fields, columns, "DPO")
+        elif chosen is not None or rejected is not None or (rows := as_rows(prompt, self.as_row)) is None:
+            raise WhetTypeError(
+                f"DPO: the batch is {prompt!r:.60}, expected prompt, chosen and rejected, or a list of rows (dicts)."
+            )
+        if rows is None:
+            ids = token_rows(prompt), self.completion_rows(chosen), self.completion_rows(rejected)
+            check_row_counts("DPO", self.row_fields, ids)
+            pairs, rows = Pairs(*ids), [{}] * len(ids[0])
+        else:
+            pairs = self._tokenized(rows)
+        if not self.config.has_reference():
+            return pairs
+        known = [_given_sums(row) for row in rows]
+        if self._sums:
+            keys = (row_digest(ids) for ids in zip(*pairs[:3], strict=True))
+            known = [self._sums.get(key) if sums is None else sums for sums, key in zip(known, keys, strict=True)]
+        if None in known:
+            return pairs
+        sums = torch.tensor(known, dtype=torch.float64)
+        return pairs._replace(reference=(sums[:, 0], sums[:, 1]))
+
+    def _tokenized(self, rows: Sequence[Mapping[str, Any]]) -> Pairs:
+        ids = zip(*(tokenize_preference(row, self.tokenizer) for row in rows), strict=True)
+        return Pairs(*map(list, ids))  # pyright: ignore[reportArgumentType]
+
+
+def _given_sums(row: Mapping[str, Any]) -> Sums | None:
+    """The reference's sums that stand in a row itself."""
+    chosen, rejected = (row.get(name) for name in _REFERENCE)
+    return None if chosen is None or rejected is None else (float(chosen), float(rejected))
 
 
 def reference_sums(trainer: Trainer, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """The reference's log-probs of chosen and rejected completions, (B,) each."""
     return _pair_sums(pairs, trainer.reference_logprobs)
+
+
+def known_reference(trainer: Trainer, pairs: Pairs) -> tuple[Tensor, Tensor] | None:
+    """The reference's sums for a trainer whose config is a ``PreferenceConfig``: those of the pairs, or computed.
+
+    None: the loss does not look at the reference.
+    """
+    if not trainer.config.has_reference():
+        return None
+    if pairs.reference is not None:
+        return pairs.reference
+    if not trainer.uses_reference():
+        raise WhetValueError(
+            "DPO: precompute_reference is set, but these pairs have no reference log-probs. Call train, or "
+            "pass the rows that add_reference_logprobs returns."
+        )
+    return reference_sums(trainer, pairs)
 
 
 def _pair_sums(pairs: Pairs, logprobs: Callable[[Any, Any], Tensor]) -> tuple[Tensor, Tensor]:
@@ -153,51 +290,56 @@ def _pair_sums(pairs: Pairs, logprobs: Callable[[Any, Any], Tensor]) -> tuple[Te
     return chosen, rejected
 
 
+def pair_losses(
+    config: PreferenceConfig,
+    pairs: Pairs,
+    policy: tuple[Tensor, Tensor],
+    reference: tuple[Tensor, Tensor] | None,
+    *,
+    n_pairs: int,
+    n_tokens: int,
+) -> tuple[Tensor, dict[str, float]]:
+    """``dpo_loss`` of pairs, with the settings of ``config``, from the sums of policy and reference."""
+    lengths = [counts.to(policy[0].device) for counts in pairs.lengths()]
+    return dpo_loss(
+        *policy,
+        *(reference or (None, None)),
+        loss_type=config.loss_type,
+        beta=config.beta,
+        label_smoothing=config.label_smoothing,
+        chosen_lengths=lengths[0],
+        rejected_lengths=lengths[1],
+        n_pairs=n_pairs,
+        n_tokens=n_tokens,
+    )
+
+
 def update_on_pairs(trainer: Trainer, pairs: Pairs, sampler: tuple[Tensor, Tensor] | None = None) -> dict[str, float]:
-    """One update of a trainer whose config is a ``PreferenceConfig``, and its metrics.
+    """One update of a trainer whose config is a ``PreferenceConfig``, and its metrics; of no pairs, none.
 
     With ``sampler``, the log-probs of chosen and rejected tokens as the engine recorded them, (B, T) each, how far they
     are from the policy's: ``sampler/log_ratio``, the mean of |difference| over tokens, and its ``_max``.
     """
-    config, reference = trainer.config, pairs.reference
-    if not config.has_reference():
-        reference = None
-    elif reference is None and not trainer.uses_reference():
-        raise WhetValueError(
-            "DPO: precompute_reference is set, but these pairs have no reference log-probs. Call train, or "
-            "pass the rows that add_reference_logprobs returns."
-        )
-    elif reference is None:
-        reference = reference_sums(trainer, pairs)
-    n_pairs = len(pairs.prompt_ids)
-    n_completion = sum(map(len, pairs.chosen_ids)) + sum(map(len, pairs.rejected_ids))
+    if not pairs.prompt_ids:
+        return {"loss": 0.0, "grad_norm": 0.0, "num_tokens": 0}
+    reference = known_reference(trainer, pairs)
+    n_pairs, n_chosen = len(pairs.prompt_ids), sum(map(len, pairs.chosen_ids))
+    n_completion = n_chosen + sum(map(len, pairs.rejected_ids))
     worst: list[float] = []
 
     def loss_of(part: list[int]) -> tuple[Tensor, dict[str, float]]:
-        prompts, chosen_ids, rejected_ids = ([side[i] for i in part] for side in pairs[:3])
+        some = pairs.select(part)
         with phase("forward"):
             logprobs, entropy, mask = completion_logprobs(
                 trainer.model,
-                prompts * 2,
-                chosen_ids + rejected_ids,
+                some.prompt_ids * 2,
+                some.chosen_ids + some.rejected_ids,
                 return_entropy=True,
             )
         with phase("loss"):
-            chosen, rejected = logprobs.sum(1).split(len(prompts))
-            chosen_lengths, rejected_lengths = mask.sum(1).split(len(prompts))
-            ref_chosen, ref_rejected = (side[part] for side in reference) if reference else (None, None)
-            loss, metrics = dpo_loss(
-                chosen,
-                rejected,
-                ref_chosen,
-                ref_rejected,
-                loss_type=config.loss_type,
-                beta=config.beta,
-                label_smoothing=config.label_smoothing,
-                chosen_lengths=chosen_lengths,
-                rejected_lengths=rejected_lengths,
-                n_pairs=n_pairs,
-            )
+            policy = logprobs.sum(1).split(len(part))
+            sums = None if reference is None else (reference[0][part], reference[1][part])
+            loss, metrics = pair_losses(trainer.config, some, policy, sums, n_pairs=n_pairs, n_tokens=n_chosen)
         if sampler is not None:
             recorded = torch.cat([side[part, : mask.shape[1]] for side in sampler]).to(mask.device)
             total, largest = sampler_gap(logprobs, recorded, mask)
@@ -223,8 +365,9 @@ def dpo_loss(
     chosen_lengths: Tensor | None = None,
     rejected_lengths: Tensor | None = None,
     n_pairs: float | None = None,
+    n_tokens: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss of the DPO family, averaged over pairs.
+    """The loss of the DPO family, averaged over pairs; sft over the tokens of the chosen completions.
 
     With c and r the log-ratios of chosen and rejected, d = c - r, d' = c / chosen_lengths - r /
     rejected_lengths, s the label smoothing and sig the sigmoid::
@@ -240,7 +383,7 @@ def dpo_loss(
         sppo_hard     (c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2
         apo_zero      1 - sig(beta c) + sig(beta r)
         apo_down      sig(beta c) + 1 - sig(beta d)
-        sft           -chosen_logprobs
+        sft           -chosen_logprobs, summed and divided by n_tokens
 
     Args:
         chosen_logprobs: (B,) float, summed over the completion, differentiable. The loss has its dtype.
@@ -252,10 +395,12 @@ def dpo_loss(
         beta: strength of the pull towards the reference.
         label_smoothing: probability that a label is wrong, for sigmoid, sigmoid_norm, robust and
             exo_pair (which needs one above 0).
-        chosen_lengths: (B,), tokens of each completion; for ipo and sigmoid_norm.
-        rejected_lengths: (B,).
+        chosen_lengths: (B,), tokens of each completion; for ipo, sigmoid_norm and sft.
+        rejected_lengths: (B,); for ipo and sigmoid_norm.
         n_pairs: pairs of the whole batch, so that the losses and the metrics of micro-batches add up;
             None: B.
+        n_tokens: for sft, tokens of the chosen completions of the whole batch, likewise; None: the sum of
+            chosen_lengths.
 
     Returns:
         The scalar loss, and metrics as floats, means over the pairs: ``rewards/{chosen,rejected}`` (beta c
@@ -274,6 +419,8 @@ def dpo_loss(
     check_dpo_options("dpo_loss", loss_type, beta, label_smoothing)
     if loss_type in _PER_TOKEN and (chosen_lengths is None or rejected_lengths is None):
         raise WhetValueError(f"dpo_loss: {loss_type!r} averages over tokens. Pass chosen_lengths and rejected_lengths.")
+    if loss_type == "sft" and chosen_lengths is None and n_tokens is None:
+        raise WhetValueError("dpo_loss: 'sft' averages over tokens. Pass chosen_lengths, or n_tokens.")
     check_float_tensor("dpo_loss", "chosen_logprobs", chosen_logprobs, n_axes=1)
     optional = {"ref_chosen_logprobs": ref_chosen_logprobs, "ref_rejected_logprobs": ref_rejected_logprobs}
     optional |= {"chosen_lengths": chosen_lengths, "rejected_lengths": rejected_lengths}
@@ -293,11 +440,12 @@ def dpo_loss(
     if loss_type in _PER_TOKEN:
         chosen, rejected = cast(Tensor, chosen_lengths), cast(Tensor, rejected_lengths)
         per_token = c / chosen.clamp(min=1) - r / rejected.clamp(min=1)
-        pair_loss = _pair_loss(loss_type, c, r, per_token, beta, label_smoothing)
+        loss = _pair_loss(loss_type, c, r, per_token, beta, label_smoothing).sum() / n_pairs
     elif loss_type == "sft":
-        pair_loss = -chosen_logprobs
+        n_tokens = float(cast(Tensor, chosen_lengths).sum() if n_tokens is None else n_tokens)
+        loss = -chosen_logprobs.sum() / max(1.0, n_tokens)
     else:
-        pair_loss = _pair_loss(loss_type, c, r, d, beta, label_smoothing)
+        loss = _pair_loss(loss_type, c, r, d, beta, label_smoothing).sum() / n_pairs
     metrics = {
         "rewards/chosen": beta * c,
         "rewards/rejected": beta * r,
@@ -307,7 +455,7 @@ def dpo_loss(
         "logps/rejected": rejected_logprobs,
     }
     means = torch.stack([values.detach().sum() / n_pairs for values in metrics.values()])
-    return pair_loss.sum() / n_pairs, dict(zip(metrics, means.tolist(), strict=True))
+    return loss, dict(zip(metrics, means.tolist(), strict=True))
 
 
 def _pair_loss(loss_type: str, c: Tensor, r: Tensor, d: Tensor, beta: float, smoothing: float) -> Tensor:

@@ -7,17 +7,20 @@ without prompt and without padding.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whet.batches import is_rows
+from whet.batches import as_rows
 from whet.config import EngineName, RolloutConfig
-from whet.data import token_rows, tokenize_prompt
+from whet.data import is_messages, token_rows, tokenize_prompt
 from whet.errors import WhetTypeError, WhetValueError
 from whet.fields import check_used
 from whet.phases import phase
@@ -41,31 +44,40 @@ class Prompts(NamedTuple):
 
 
 def read_prompts(batch: Any, tokenizer: Any, where: str) -> Prompts:
-    """Prompts from texts, from rows (dicts with ``prompt`` as text, messages or ids), or from token ids.
+    """Prompts from texts, chats, rows (dicts with ``prompt`` as text, messages or ids), columns, or token ids.
 
     Token ids come in any form that ``token_rows`` takes. Other fields of rows and of a mapping with
     ``input_ids`` are columns.
     """
-    if hasattr(batch, "__len__") and len(batch) == 0:
+    if hasattr(batch, "__len__") and getattr(batch, "ndim", 1) and len(batch) == 0:
         raise WhetValueError(f"{where}: the batch holds no prompts. Pass at least one.")
-    batch = [batch] if isinstance(batch, str) else batch
-    if isinstance(batch, (list, tuple)) and any(isinstance(prompt, str) for prompt in batch):
-        batch = [{"prompt": prompt} for prompt in batch]
-    columns: dict[str, list[Any]] = {}
-    if is_rows(batch):
-        ids = [tokenize_prompt(row, tokenizer) for row in batch]
-        given = [row["prompt"] for row in batch]
-        names = dict.fromkeys(name for row in batch for name in row if name != "prompt")
-        columns = {name: [row.get(name) for row in batch] for name in names}
-    else:
+    rows = as_rows(batch, as_prompt_row)
+    if rows is None:
         ids = given = token_rows(batch)
-        if isinstance(batch, Mapping):
-            columns = {name: list(v) for name, v in batch.items() if name not in _TOKENIZER_FIELDS}
+        values = dict(batch) if isinstance(batch, Mapping) else {}
+    else:
+        ids = [tokenize_prompt(row, tokenizer) for row in rows]
+        given = [row.get("prompt") for row in rows]
+        values = {name: [row.get(name) for row in rows] for name in dict.fromkeys(itertools.chain(*rows))}
+        values.pop("prompt", None)
+    if rows is None or ("input_ids" in values and given[0] is None):
+        values = {name: column for name, column in values.items() if name not in _TOKENIZER_FIELDS}
+    columns = {name: list(column) for name, column in values.items()}
+    for name, column in columns.items():
+        if len(column) != len(ids):
+            raise WhetValueError(f"{where}: {name} has {len(column)} values, and there are {len(ids)} prompts.")
     shown = [
-        prompt if isinstance(prompt, str) or is_rows(prompt) else as_shown(row, tokenizer)
+        prompt if isinstance(prompt, str) or is_messages(prompt) else as_shown(row, tokenizer)
         for prompt, row in zip(given, ids, strict=True)
     ]
     return Prompts(ids, shown, columns)
+
+
+def as_prompt_row(item: Any) -> Mapping[str, Any]:
+    """A row as it is; a bare prompt, or a tuple that holds one alone, as a row."""
+    if isinstance(item, tuple) and len(item) == 1 and not isinstance(item[0], Integral):
+        [item] = item
+    return item if isinstance(item, Mapping) else {"prompt": item}
 
 
 def as_shown(token_ids: Sequence[int], tokenizer: Any) -> Any:
@@ -193,6 +205,7 @@ class OnlineTrainer(Trainer):
     """
 
     row_fields = ("prompt",)
+    rewards: RewardFunctions | None
 
     def __init__(
         self,
@@ -214,7 +227,56 @@ class OnlineTrainer(Trainer):
         self.last_completions: list[dict[str, Any]] = []
 
     def as_row(self, item: Any) -> Mapping[str, Any]:
-        return item if isinstance(item, Mapping) else {"prompt": item}
+        """An item of a dataset as a dict; a bare prompt is a row too."""
+        return as_prompt_row(item)
+
+    def evaluate(self, prompts: Any, *, reward_fn: RewardFn | None = None, temperature: float | None = None) -> float:
+        """The mean reward of one completion per prompt, sampled from the policy as it is.
+
+        Nothing is trained: weights, optimizer, counters and random states are as they were. The engine takes over the
+        weights (``policy_version`` goes up), as it does in every step. The same weights give the same completions.
+
+        Args:
+            prompts: as ``train`` takes them, gone through once in their order; or a single batch.
+            reward_fn: scores in place of the trainer's own.
+            temperature: of sampling; 0: always the most probable token; None: the trainer's.
+
+        Returns:
+            The mean over the prompts that were scored; NaN if none was.
+
+        Raises:
+            RewardError: a reward function failed.
+            WhetTypeError: there is no reward function, as in OnlineDPO with a preference_fn.
+        """
+        return self._measured(
+            lambda: self.evaluation_metrics(prompts, reward_fn=reward_fn, temperature=temperature)["mean_reward"]
+        )
+
+    def evaluation_metrics(
+        self, dataset: Any, *, reward_fn: RewardFn | None = None, temperature: float | None = None
+    ) -> dict[str, float]:
+        """``mean_reward`` as ``evaluate`` gives it, and of several reward functions each one's mean."""
+        where = f"{type(self).__name__}.evaluate"
+        functions = self.rewards if reward_fn is None else reward_functions(self.config, reward_fn)
+        if functions is None:
+            raise WhetTypeError(f"{where}: there is no reward function, but a preference_fn. Pass reward_fn.")
+        self.engine.sync(self.model)
+        scored = [
+            self._sample_and_score(i, prompts, functions, temperature, where)
+            for i, (prompts,) in enumerate(self.in_order(dataset))
+        ]
+        return mean_rewards(scored)
+
+    def _sample_and_score(
+        self, i: int, batch: Any, functions: RewardFunctions, temperature: float | None, where: str
+    ) -> RewardBatch:
+        """The rewards of one completion per prompt of batch ``i``."""
+        seed = int(np.random.SeedSequence([self.config.seed % 2**64, i]).generate_state(1)[0])
+        sampling = self.config.sampling(stop_token_ids(self.model, self.tokenizer), seed)
+        if temperature is not None:
+            sampling = dataclasses.replace(sampling, temperature=temperature)
+        prompts = read_prompts(batch, self.tokenizer, where)
+        return sample(self.engine, prompts, 1, sampling, self.tokenizer).score(functions)
 
     def sample(self, prompt_batch: Any, n: int) -> Rollout:
         """``n`` completions per prompt from the policy as it is, the same ones for one (seed, step)."""
@@ -236,6 +298,14 @@ def reward_metrics(rewards: RewardBatch) -> dict[str, float]:
         metrics[f"rewards/{name}/mean"] = nan_mean(scores)
         metrics[f"rewards/{name}/std"] = nan_mean((scores - nan_mean(scores)) ** 2) ** 0.5
     return metrics
+
+
+def mean_rewards(scored: Sequence[RewardBatch]) -> dict[str, float]:
+    """``mean_reward`` over all batches, and of several functions each one's mean as ``rewards/NAME/mean``."""
+    mean = nan_mean(np.concatenate([batch.rewards for batch in scored]))
+    names = scored[0].by_name
+    by_name = {f"rewards/{n}/mean": nan_mean(np.concatenate([batch.by_name[n] for batch in scored])) for n in names}
+    return {"mean_reward": mean, **(by_name if len(by_name) > 1 else {})}
 
 
 def nan_mean(values: np.ndarray) -> float:

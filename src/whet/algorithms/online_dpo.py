@@ -89,14 +89,12 @@ class OnlineDPO(OnlineTrainer):
         decided = [(2 * i, winner) for i, winner in enumerate(winners) if winner is not None]
         chosen = [None if winner is None else winner == side for winner in winners for side in (0, 1)]
         self.last_completions = completion_table(self.step + 1, rollout, scored, {"chosen": chosen})
-        metrics = {"loss": 0.0, "grad_norm": 0.0}
-        if decided:
-            pairs = Pairs(
-                prompt_ids=[rollout.prompt_ids[i] for i, _ in decided],
-                chosen_ids=[ids[i + winner] for i, winner in decided],
-                rejected_ids=[ids[i + 1 - winner] for i, winner in decided],
-            )
-            metrics = update_on_pairs(self, pairs, self._sampler_logprobs(rollout, decided))
+        pairs = Pairs(
+            prompt_ids=[rollout.prompt_ids[i] for i, _ in decided],
+            chosen_ids=[ids[i + winner] for i, winner in decided],
+            rejected_ids=[ids[i + 1 - winner] for i, winner in decided],
+        )
+        metrics = update_on_pairs(self, pairs, self._sampler_logprobs(rollout, decided))
         metrics["frac_ties"] = 1 - len(decided) / len(winners)
         return {**metrics, **(reward_metrics(scored) if scored else {}), **rollout.metrics()}
 
@@ -104,7 +102,7 @@ class OnlineDPO(OnlineTrainer):
         self, rollout: Rollout, decided: list[tuple[int, int]]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Those of chosen and rejected tokens, where they are of the distribution that the loss looks at."""
-        if not self.config.samples_plainly():
+        if not decided or not self.config.samples_plainly():
             return None
         both = [i + winner for i, winner in decided] + [i + 1 - winner for i, winner in decided]
         recorded = rollout.sampler_logprobs(both)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from whet.algorithms.masked import check_float_tensor, check_shapes, masked
-from whet.batches import check_row_counts, is_rows
+from whet.batches import as_rows, check_row_counts, columns_as_rows
 from whet.config import SFTConfig
 from whet.data import token_rows, tokenize_completion
 from whet.errors import WhetValueError
@@ -32,8 +32,9 @@ class SFT(Trainer):
         """One update on a batch.
 
         Args:
-            prompt: B prompts as ``whet.data.token_rows`` takes token ids; or, alone, a list of rows (dicts
-                that ``whet.data.tokenize_completion`` reads), or token ids that all count but the first.
+            prompt: B prompts, texts or as ``whet.data.token_rows`` takes token ids; or, alone, a list of rows (dicts
+                that ``whet.data.tokenize_completion`` reads, texts, or tuples of prompt and completion), a dict of
+                their columns, or token ids that all count but the first.
             completion: B completions, likewise.
 
         Returns:
@@ -41,6 +42,7 @@ class SFT(Trainer):
             those of every step.
 
         Raises:
+            WhetTypeError: none of these.
             WhetValueError: rows that do not match, or no token that counts.
         """
         return self.take_step(lambda: self._learn(prompt, completion))
@@ -49,11 +51,19 @@ class SFT(Trainer):
         """An item of a dataset as a dict; a bare text or row of token ids counts whole."""
         return item if isinstance(item, Mapping) else super().as_row(item) if _is_pair(item) else {"text": item}
 
+    def evaluation_metrics(self, dataset: Any) -> dict[str, float]:
+        """``loss``: mean negative log-likelihood, in nats, of the tokens that count in all rows."""
+        total, n_tokens = 0.0, 0
+        for batch in self.in_order(dataset):
+            prompt_ids, completion_ids = self._token_ids(*batch)
+            total -= self.logprobs(self.model, prompt_ids, completion_ids).sum().item()
+            n_tokens += sum(map(len, completion_ids))
+        if n_tokens == 0:
+            raise WhetValueError("SFT: no completion of the dataset has a token that counts.")
+        return {"loss": total / n_tokens}
+
     def _learn(self, prompt: Any, completion: Any) -> dict[str, float]:
         prompt_ids, completion_ids = self._token_ids(prompt, completion)
-        if self.config.loss_on == "all":
-            completion_ids = [p[1:] + c for p, c in zip(prompt_ids, completion_ids, strict=True)]
-            prompt_ids = [p[:1] for p in prompt_ids]
         n_tokens = sum(map(len, completion_ids))
         if n_tokens == 0:
             raise WhetValueError("SFT: no completion of the batch has a token to learn from.")
@@ -68,16 +78,25 @@ class SFT(Trainer):
         metrics = self.update(list(zip(prompt_ids, completion_ids, strict=True)), loss_of)
         return {**metrics, "num_tokens": n_tokens + sum(map(len, prompt_ids))}
 
-    def _token_ids(self, prompt: Any, completion: Any) -> tuple[list[list[int]], list[list[int]]]:
-        if completion is not None:
-            rows = token_rows(prompt), self.completion_rows(completion)
-            check_row_counts("SFT", self.row_fields, rows)
-            return rows
-        if is_rows(prompt):
-            pairs = [tokenize_completion(row, self.tokenizer) for row in prompt]
-            return [ids for ids, _ in pairs], [ids for _, ids in pairs]
-        rows = self.completion_rows(prompt)
-        return [row[:1] for row in rows], [row[1:] for row in rows]
+    def _token_ids(self, prompt: Any, completion: Any = None) -> tuple[list[list[int]], list[list[int]]]:
+        """Prompts and completions of a batch, the tokens that count in the completions."""
+        if completion is None:
+            rows = as_rows(prompt, self.as_row)
+        else:
+            rows = columns_as_rows(self.row_fields, (prompt, completion), "SFT")
+        if completion is not None and rows is None:
+            prompt_ids, completion_ids = token_rows(prompt), self.completion_rows(completion)
+            check_row_counts("SFT", self.row_fields, (prompt_ids, completion_ids))
+        elif rows is not None:
+            pairs = [tokenize_completion(row, self.tokenizer) for row in rows]
+            prompt_ids, completion_ids = [ids for ids, _ in pairs], [ids for _, ids in pairs]
+        else:
+            ids = self.completion_rows(prompt)
+            prompt_ids, completion_ids = [row[:1] for row in ids], [row[1:] for row in ids]
+        if self.config.loss_on == "all":
+            completion_ids = [p[1:] + c for p, c in zip(prompt_ids, completion_ids, strict=True)]
+            prompt_ids = [p[:1] for p in prompt_ids]
+        return prompt_ids, completion_ids
 
 
 def _is_pair(item: Any) -> bool:

@@ -16,8 +16,7 @@ import contextlib
 import dataclasses
 import os
 import signal
-from collections.abc import Callable, MutableMapping
-from functools import partial
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,8 @@ from whet.algorithms.sft import SFT
 from whet.callbacks import CheckpointCallback, CompletionsCallback, EvaluationCallback
 from whet.checkpoint import latest_checkpoint, step_folder
 from whet.cli.card import model_card
-from whet.cli.evaluation import Rows, dpo_metrics, reward_metrics, sft_metrics
 from whet.cli.models import add_lora, describe_size, load_model
-from whet.cli.runs import DPORun, OnlineRunConfig
+from whet.cli.runs import OnlineRunConfig
 from whet.cli.settings import read_toml, write_toml
 from whet.data import read_rows
 from whet.errors import WhetValueError
@@ -70,8 +68,7 @@ def main(method: str, run: Any) -> int:
     _say(f"{ALGORITHMS[method].__name__} of {run.model}: {describe_size(model)}")
     arguments = {"config": _algorithm_config(method, run), "tokenizer": tokenizer, **_judges(run, rewards)}
     if getattr(run, "precompute_reference", False):
-        reference = DPO(model, **arguments)
-        rows, held_out = (reference.add_reference_logprobs(part) if part else [] for part in (rows, held_out))
+        rows, held_out = add_reference_logprobs(model, arguments, rows, held_out)
 
     evaluation = EvaluationCallback(_evaluation(run, held_out, rewards), run.eval_every)
     checkpoints = StoppableCheckpoints(folder / "checkpoints", run.checkpoint_every, run.keep_checkpoints)
@@ -144,11 +141,19 @@ def _judges(run: Any, rewards: RewardFunctions | None) -> dict[str, Any]:
     return {} if rewards is None else {"reward_fn": rewards}
 
 
-def _evaluation(run: Any, rows: Rows, rewards: RewardFunctions | None) -> Callable[[Any], dict[str, float]]:
+def add_reference_logprobs(model: Any, arguments: Mapping[str, Any], *parts: list[Any]) -> list[list[Any]]:
+    """The rows with the reference's log-probs, before anything is trained.
+
+    What computes them, with a bfloat16 copy of all weights, is gone on return, before the run makes its own.
+    """
+    reference = DPO(model, **arguments)
+    return [reference.add_reference_logprobs(part) if part else [] for part in parts]
+
+
+def _evaluation(run: Any, rows: list[Any], rewards: RewardFunctions | None) -> Callable[[Any], dict[str, float]]:
     """What measures a trainer on held-out rows."""
-    if rewards is not None:
-        return partial(reward_metrics, rows=rows, functions=rewards, temperature=run.eval_temperature)
-    return partial(dpo_metrics if isinstance(run, DPORun) else sft_metrics, rows=rows)
+    options = {} if rewards is None else {"reward_fn": rewards, "temperature": run.eval_temperature}
+    return lambda trainer: trainer.evaluation_metrics(rows, **options)
 
 
 def _loggers(method: str, run: Any, folder: Path) -> list[Logger]:
