@@ -152,12 +152,10 @@ def test_two_texts_in_a_list_may_be_either_and_are_refused():
         ([[5, 6], [7]], None),
         ([5, 6], None),
         (MATRIX, None),
-        ([], None),
-        (None, None),
     ],
 )
 def test_rows_of_a_batch(batch, expected):
-    assert as_rows(batch, row) == expected
+    assert as_rows(batch, row, "Test") == expected
 
 
 def test_columns_of_text_make_rows():
@@ -378,6 +376,8 @@ def test_a_table_is_named():
         def __getitem__(self, name):
             raise KeyError(name)
 
+    with pytest.raises(WhetTypeError, match=r"Test: dataset\[0\] of the Frame"):
+        batches_in_order(Frame(), 2, FIELDS, row, "Test")
     with pytest.raises(WhetTypeError, match=r"dataset\[0\] of the Frame raised KeyError\(0\).*df.to_dict\('records'\)"):
         stream(Frame())
 

@@ -60,7 +60,7 @@ def batch_stream(
     """
     _check_dataset("train", dataset)
     if is_sequence(dataset):
-        n, first = len(dataset), _first(dataset)
+        n, first = len(dataset), _first("train", dataset)
         size = 1 if is_batch(first, fields) else batch_size
         if n < size:
             raise WhetValueError(
@@ -95,7 +95,11 @@ def batches_in_order(
     if isinstance(dataset, (str, Mapping)) or ids or is_messages(dataset):
         dataset = [dataset]
     _check_dataset(where, dataset)
-    items = (dataset[i] for i in range(len(dataset))) if is_sequence(dataset) else _passes(dataset, 0)(0)
+    if is_sequence(dataset):
+        _first(where, dataset)
+        items: Iterable[Any] = (dataset[i] for i in range(len(dataset)))
+    else:
+        items = _passes(dataset, 0)(0)
     batches = _one_pass(items, batch_size, fields, as_row)
     first = next(batches, None)
     if first is None:
@@ -123,8 +127,22 @@ def is_batch(item: Any, fields: tuple[str, ...]) -> bool:
     return getattr(item, "ndim", 0) >= 2
 
 
-def as_rows(batch: Any, as_row: AsRow) -> list[Mapping[str, Any]] | None:
-    """The rows that a batch is made of, or a single row; None for token ids, as ``whet.data.token_rows`` takes them."""
+def as_rows(batch: Any, as_row: AsRow, where: str) -> list[Mapping[str, Any]] | None:
+    """The rows that a batch is made of, or a single row; None for token ids, as ``whet.data.token_rows`` takes them.
+
+    Raises:
+        WhetTypeError: the batch is no mapping, list, text or array; ``where`` is the caller's name.
+        WhetValueError: it is empty.
+    """
+    if _holds_objects(batch):
+        batch = batch.tolist()
+    if not (isinstance(batch, (str, Mapping)) or _is_list(batch) or hasattr(batch, "ndim")):
+        raise WhetTypeError(
+            f"{where}: the batch is {batch!r:.60}, expected a list of rows (dicts), a dict of columns, or token ids in "
+            f"a tensor or lists. Of an iterator, pass list(batch)."
+        )
+    if _length(batch) == 0:
+        raise WhetValueError(f"{where}: the batch is empty. Pass at least one row.")
     if isinstance(batch, Mapping):
         if _is_column(batch.get("input_ids")):
             return None
@@ -191,19 +209,25 @@ def _is_list(value: Any) -> bool:
 def _is_ids(value: Any) -> bool:
     """One row of token ids: a 1-D array, or a flat list of integers."""
     if hasattr(value, "ndim"):
-        return value.ndim == 1
+        return value.ndim == 1 and not _holds_objects(value)
     return _is_list(value) and all(isinstance(v, Integral) or getattr(v, "ndim", 1) == 0 for v in value[:1])
 
 
 def _is_column(value: Any) -> bool:
     """The values that a field has in several rows: texts, chats, or rows of token ids."""
     if hasattr(value, "ndim"):
-        return value.ndim == 2
+        return value.ndim == 2 or _holds_objects(value)
     return _is_list(value) and any(isinstance(v, str) or _is_ids(v) or is_messages(v) for v in value[:1])
 
 
+def _holds_objects(value: Any) -> bool:
+    """A 1-D array of texts or other objects, such as NumPy makes of a column."""
+    return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "OUT"
+
+
 def _holds_text(column: Any) -> bool:
-    values = column[:1] if _is_list(column) and not is_messages(column) else [column]
+    several = (_is_list(column) or _holds_objects(column)) and not is_messages(column)
+    values = column[:1] if several else [column]
     return any(isinstance(value, str) or is_messages(value) for value in values)
 
 
@@ -252,12 +276,12 @@ def _check_dataset(where: str, dataset: Any) -> None:
         raise WhetValueError(f"{where}: the dataset is empty.")
 
 
-def _first(dataset: Any) -> Any:
+def _first(where: str, dataset: Any) -> Any:
     try:
         return dataset[0]
     except (KeyError, TypeError) as error:
         raise WhetTypeError(
-            f"train: dataset[0] of the {type(dataset).__name__} raised {error!r}, expected its first row. Pass a "
+            f"{where}: dataset[0] of the {type(dataset).__name__} raised {error!r}, expected its first row. Pass a "
             f"sequence of rows; of a pandas DataFrame, df.to_dict('records')."
         ) from error
 
@@ -274,7 +298,7 @@ def _one_pass(
             if _is_fields(batch, fields) and is_batch(batch, fields):
                 yield tuple(batch)
             else:
-                rows = as_rows(batch, as_row)
+                rows = as_rows(batch, as_row, "train")
                 yield (batch,) if rows is None else (rows,)
     while rows := list(itertools.islice(items, batch_size)):
         for row in rows:

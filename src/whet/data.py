@@ -182,7 +182,7 @@ def tokenize_prompt(row: Mapping[str, Any], tokenizer: Any) -> list[int]:
         WhetTypeError: the prompt is none of the three forms, or text comes without a tokenizer.
     """
     encoder = _Encoder("tokenize_prompt", row, tokenizer)
-    ids = encoder.prompt(row["input_ids"] if encoder.is_tokenized() else encoder.field("prompt"))
+    ids = encoder.given(row["input_ids"]) if encoder.is_tokenized() else encoder.prompt(encoder.field("prompt"))
     if not ids:
         raise encoder.error("the prompt is empty. Give it a token to continue from, such as BOS.")
     return ids
@@ -287,7 +287,8 @@ def is_messages(value: Any) -> bool:
 
 
 def _names(row: Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, row)) or "nothing"
+    """What a row has, for errors; None is nothing."""
+    return ", ".join(repr(name) for name, value in row.items() if value is not None) or "nothing"
 
 
 class _Encoder:

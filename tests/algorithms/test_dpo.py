@@ -369,9 +369,13 @@ def test_rows_of_text():
 def test_bad_batches_are_named():
     with pytest.raises(WhetValueError, match="prompt 3, chosen 4, rejected 2"):
         make().train_step(PROMPTS, [*CHOSEN, [4]], REJECTED[:2])
-    for batch in ((PROMPTS, CHOSEN), (PROMPTS,), (torch.tensor([[5, 6]]),), (None,), ([],)):
+    for batch in ((PROMPTS, CHOSEN), (PROMPTS,), (torch.tensor([[5, 6]]),)):
         with pytest.raises(WhetTypeError, match="expected prompt, chosen and rejected, or a list of rows"):
             make().train_step(*batch)
+    with pytest.raises(WhetTypeError, match="DPO: the batch is None, expected a list of rows"):
+        make().train_step(None)
+    with pytest.raises(WhetValueError, match="DPO: the batch is empty"):
+        make().train_step([])
     with pytest.raises(WhetValueError, match="DPOConfig: 'exo_pair' needs label_smoothing"):
         make(loss_type="exo_pair")
     with pytest.raises(WhetValueError, match="ref_model is the model itself"):

@@ -45,9 +45,9 @@ class Pairs(NamedTuple):
 
     def select(self, rows: Sequence[int]) -> Pairs:
         """Some of the pairs."""
-        ids = ([side[i] for i in rows] for side in self[:3])
-        reference = None if self.reference is None else tuple(sums[list(rows)] for sums in self.reference)
-        return Pairs(*ids, reference)  # pyright: ignore[reportArgumentType]
+        prompts, chosen, rejected = ([side[i] for i in rows] for side in self[:3])
+        sums = self.reference
+        return Pairs(prompts, chosen, rejected, sums and (sums[0][list(rows)], sums[1][list(rows)]))
 
     def lengths(self) -> tuple[Tensor, Tensor]:
         """Tokens of each chosen and each rejected completion, (B,)."""
@@ -230,7 +230,7 @@ class DPO(Trainer):
         columns = (prompt, chosen, rejected)
         if chosen is not None and rejected is not None:
             rows = columns_as_rows(self.row_fields, columns, "DPO")
-        elif chosen is not None or rejected is not None or (rows := as_rows(prompt, self.as_row)) is None:
+        elif chosen is not None or rejected is not None or (rows := as_rows(prompt, self.as_row, "DPO")) is None:
             raise WhetTypeError(
                 f"DPO: the batch is {prompt!r:.60}, expected prompt, chosen and rejected, or a list of rows (dicts)."
             )
@@ -337,9 +337,11 @@ def update_on_pairs(trainer: Trainer, pairs: Pairs, sampler: tuple[Tensor, Tenso
                 return_entropy=True,
             )
         with phase("loss"):
-            policy = logprobs.sum(1).split(len(part))
-            sums = None if reference is None else (reference[0][part], reference[1][part])
-            loss, metrics = pair_losses(trainer.config, some, policy, sums, n_pairs=n_pairs, n_tokens=n_chosen)
+            chosen, rejected = logprobs.sum(1).split(len(part))
+            sums = reference and (reference[0][part], reference[1][part])
+            loss, metrics = pair_losses(
+                trainer.config, some, (chosen, rejected), sums, n_pairs=n_pairs, n_tokens=n_chosen
+            )
         if sampler is not None:
             recorded = torch.cat([side[part, : mask.shape[1]] for side in sampler]).to(mask.device)
             total, largest = sampler_gap(logprobs, recorded, mask)

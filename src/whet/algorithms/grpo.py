@@ -48,6 +48,7 @@ from whet.errors import WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
 from whet.ops import compute_batch_group_advantages
 from whet.phases import phase
+from whet.rewards import RewardFunctions
 
 _LOSS_SETTINGS = (
     "loss_type", "level", "epsilon", "epsilon_high", "delta", "beta", "kl_estimator", "kl_bias_correction",
@@ -65,6 +66,7 @@ class GRPO(OnlineTrainer):
     """
 
     config_class = GRPOConfig
+    rewards: RewardFunctions
 
     def __init__(
         self,

@@ -49,9 +49,7 @@ def read_prompts(batch: Any, tokenizer: Any, where: str) -> Prompts:
     Token ids come in any form that ``token_rows`` takes. Other fields of rows and of a mapping with
     ``input_ids`` are columns.
     """
-    if hasattr(batch, "__len__") and getattr(batch, "ndim", 1) and len(batch) == 0:
-        raise WhetValueError(f"{where}: the batch holds no prompts. Pass at least one.")
-    rows = as_rows(batch, as_prompt_row)
+    rows = as_rows(batch, as_prompt_row, where)
     if rows is None:
         ids = given = token_rows(batch)
         values = dict(batch) if isinstance(batch, Mapping) else {}

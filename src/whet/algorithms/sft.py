@@ -81,7 +81,7 @@ class SFT(Trainer):
     def _token_ids(self, prompt: Any, completion: Any = None) -> tuple[list[list[int]], list[list[int]]]:
         """Prompts and completions of a batch, the tokens that count in the completions."""
         if completion is None:
-            rows = as_rows(prompt, self.as_row)
+            rows = as_rows(prompt, self.as_row, "SFT")
         else:
             rows = columns_as_rows(self.row_fields, (prompt, completion), "SFT")
         if completion is not None and rows is None:
