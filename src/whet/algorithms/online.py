@@ -255,35 +255,30 @@ class OnlineTrainer(Trainer):
     ) -> dict[str, float]:
         """``mean_reward`` as ``evaluate`` gives it, and of several reward functions each one's mean."""
         where = f"{type(self).__name__}.evaluate"
-        functions = self.rewards if reward_fn is None else reward_functions(self.config, reward_fn)
+        functions = self.rewards if reward_fn is None else reward_fn
         if functions is None:
             raise WhetTypeError(f"{where}: there is no reward function, but a preference_fn. Pass reward_fn.")
+        if not isinstance(functions, RewardFunctions):
+            functions = reward_functions(self.config, functions)
         self.engine.sync(self.model)
-        scored = [
-            self._sample_and_score(i, prompts, functions, temperature, where)
-            for i, (prompts,) in enumerate(self.in_order(dataset))
-        ]
-        return mean_rewards(scored)
-
-    def _sample_and_score(
-        self, i: int, batch: Any, functions: RewardFunctions, temperature: float | None, where: str
-    ) -> RewardBatch:
-        """The rewards of one completion per prompt of batch ``i``."""
-        seed = int(np.random.SeedSequence([self.config.seed % 2**64, i]).generate_state(1)[0])
-        sampling = self.config.sampling(stop_token_ids(self.model, self.tokenizer), seed)
-        if temperature is not None:
-            sampling = dataclasses.replace(sampling, temperature=temperature)
-        prompts = read_prompts(batch, self.tokenizer, where)
-        return sample(self.engine, prompts, 1, sampling, self.tokenizer).score(functions)
+        batches = enumerate(self.in_order(dataset))
+        return mean_rewards([self._sample(batch, 1, i, where, temperature).score(functions) for i, (batch,) in batches])
 
     def sample(self, prompt_batch: Any, n: int) -> Rollout:
         """``n`` completions per prompt from the policy as it is, the same ones for one (seed, step)."""
-        prompts = read_prompts(prompt_batch, self.tokenizer, type(self).__name__)
         with phase("sync"):
             self.engine.sync(self.model)
-        seed = int(np.random.SeedSequence([self.config.seed % 2**64, self.step]).generate_state(1)[0])
-        check_lengths(self.model, prompts.ids, self.config.max_new_tokens, type(self).__name__)
-        return sample(self.engine, prompts, n, self.config.sampling(self.stop_token_ids(), seed), self.tokenizer)
+        return self._sample(prompt_batch, n, self.step, type(self).__name__)
+
+    def _sample(self, batch: Any, n: int, key: int, where: str, temperature: float | None = None) -> Rollout:
+        """``n`` completions per prompt, the same ones for one (seed, key) and the engine's weights."""
+        prompts = read_prompts(batch, self.tokenizer, where)
+        check_lengths(self.model, prompts.ids, self.config.max_new_tokens, where)
+        seed = int(np.random.SeedSequence([self.config.seed % 2**64, key]).generate_state(1)[0])
+        sampling = self.config.sampling(self.stop_token_ids(), seed)
+        if temperature is not None:
+            sampling = dataclasses.replace(sampling, temperature=temperature)
+        return sample(self.engine, prompts, n, sampling, self.tokenizer)
 
 
 def reward_metrics(rewards: RewardBatch) -> dict[str, float]:
