@@ -118,6 +118,9 @@ def test_missing_files_and_dataset_names(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match=r"'owner/name'.*pip install 'whet\[datasets\]'"):
         read_rows("owner/name")
+    for path in (None, 5, ["a.jsonl"]):
+        with pytest.raises(WhetTypeError, match=r"read_rows: path is .*, expected a file, or the name of a dataset"):
+            read_rows(path)
 
 
 # --- token_rows -----------------------------------------------------------------------------------
@@ -221,6 +224,7 @@ def test_an_empty_prompt_is_bos_or_an_error() -> None:
         ({"question": "a", "x": 1}, words(), WhetValueError, "no 'prompt'; it has 'question', 'x'"),
         ({"prompt": None}, words(), WhetValueError, "no 'prompt'"),
         ({"prompt": "a"}, None, WhetTypeError, "holds text, and there is no tokenizer"),
+        ({"prompt": "a"}, "gpt2", WhetTypeError, "tokenizer is 'gpt2', expected one such as AutoTokenizer"),
         ({"prompt": said("user=a")}, letters(), WhetValueError, "has no chat_template"),
         ({"prompt": said("tool=a")}, words(), WhetValueError, "chat template refuses .*no tools"),
         ({"prompt": 3.5}, words(), WhetTypeError, r"a field holds 3\.5, expected one text, chat messages"),
@@ -475,11 +479,25 @@ def test_every_order_is_as_likely_as_any_other() -> None:
     assert ((counts - 400) ** 2 / 400).sum() < 39.3
 
 
-@pytest.mark.parametrize("args", [(3, 4, 0), (0, 1, 0), (3, 0, 0), (3, 1, 0, -1)])
-def test_bad_batches_are_refused_at_once(args: tuple[int, ...]) -> None:
-    message = f"n_rows is {args[0]}, batch_size {args[1]} and start_batch"
-    with pytest.raises(WhetValueError, match=message):
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((3, 4, 0), r"n_rows is 3, fewer than batch_size 4\. Use a smaller batch or more rows"),
+        ((0, 1, 0), "n_rows is 0, fewer than batch_size 1"),
+        ((3, 0, 0), "batch_size is 0, expected an integer >= 1"),
+        ((3, 1, 0, -1), "start_batch is -1, expected an integer >= 0"),
+        ((3.5, 1, 0), r"n_rows is 3\.5, expected an integer"),
+        ((3, "1", 0), "batch_size is '1', expected an integer"),
+        ((3, 1, None), "seed is None, expected an integer"),
+    ],
+)
+def test_bad_batches_are_refused_at_once(args: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(WhetValueError, match=f"shuffled_batches: {message}"):
         shuffled_batches(*args)
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    assert take(2, np.int64(10), np.int32(3), np.int64(-1)) == take(2, 10, 3, -1)
 
 
 def test_importing_data_and_rewards_does_not_import_torch() -> None:

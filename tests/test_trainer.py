@@ -396,11 +396,11 @@ def test_epochs():
     ("arguments", "error", "message"),
     [
         ({"steps": 2, "n_epochs": 1}, WhetTypeError, r"train: steps is 2 and n_epochs 1\. Pass one of them"),
-        ({"steps": 2.0}, WhetTypeError, r"steps is 2\.0, expected an integer >= 0"),
-        ({"steps": "2"}, WhetTypeError, "steps is '2', expected an integer"),
+        ({"steps": 2.0}, WhetValueError, r"steps is 2\.0, expected an integer >= 0"),
+        ({"steps": "2"}, WhetValueError, "steps is '2', expected an integer"),
         ({"steps": -1}, WhetValueError, "steps is -1, expected an integer >= 0"),
         ({"n_epochs": 0}, WhetValueError, "n_epochs is 0, expected an integer >= 1"),
-        ({"n_epochs": torch.tensor(1.5)}, WhetTypeError, r"n_epochs is tensor\(1\.5000\), expected an integer >= 1"),
+        ({"n_epochs": torch.tensor(1.5)}, WhetValueError, r"n_epochs is tensor\(1\.5000\), expected an integer >= 1"),
     ],
 )
 def test_bad_steps_and_epochs_are_named(arguments, error, message):
@@ -696,6 +696,22 @@ def test_constructor_arguments_are_checked():
     with pytest.raises(WhetTypeError, match="config is a SFTConfig, expected a DPOConfig"):
         DPO(Net(), config=SFTConfig())
     assert sft(config=SFTConfig(weight_decay=0.1), learning_rate=0.5).config.weight_decay == 0.1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"logger": "wandb"}, "SFT: logger is 'wandb', expected an object with the method log, or several"),
+        ({"logger": [Ledger(), print]}, "SFT: logger is <built-in function print>, expected"),
+        (
+            {"callbacks": len},
+            "SFT: callbacks is <built-in function len>, expected an object with the method on_step_end",
+        ),
+    ],
+)
+def test_loggers_and_callbacks_that_are_none_are_named(arguments, message):
+    with pytest.raises(WhetTypeError, match=message):
+        sft(**arguments)
 
 
 def test_modes_come_back_one_by_one():

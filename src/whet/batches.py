@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -188,17 +187,6 @@ def check_row_counts(where: str, names: Sequence[str], columns: Sequence[Sequenc
         raise WhetValueError(f"{where}: rows of the batch: {found}. Pass as many of each, at least one.")
 
 
-def check_count(where: str, name: str, value: Any, least: int) -> int:
-    """An integer of any kind as an int; refuse what is none, and one below ``least``."""
-    try:
-        count = operator.index(value)
-    except TypeError as error:
-        raise WhetTypeError(f"{where}: {name} is {value!r:.60}, expected an integer >= {least}.") from error
-    if count < least:
-        raise WhetValueError(f"{where}: {name} is {count}, expected an integer >= {least}.")
-    return count
-
-
 # --- what an item is ------------------------------------------------------------------------------------
 
 
@@ -336,7 +324,7 @@ def _passes(dataset: Any, seed: int) -> Callable[[int], Iterable[Any]]:
         return lambda epoch: _at_epoch(dataset, epoch, dataset)
     generator = torch.Generator()
     loader = _keyed_loader(dataset, generator)
-    key = [seed % 2**64, _own_seed(dataset) % 2**64]
+    key = [int(seed) % 2**64, _own_seed(dataset) % 2**64]
 
     def one_pass(epoch: int) -> Iterable[Any]:
         generator.manual_seed(int(np.random.SeedSequence([*key, epoch]).generate_state(1)[0]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
+from whet.fields import check_integer
 
 FIELDS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
 """The fields of a row that become token ids; the others are columns of the data set's own."""
@@ -33,8 +35,11 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         WhetValueError: no such file, a file that is not what its ending says (with ``file:line`` for
             JSON Lines), or one without rows.
+        WhetTypeError: path is no path.
         MissingExtraError: Parquet without pyarrow, or a dataset's name without ``datasets``.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise WhetTypeError(f"read_rows: path is {path!r:.60}, expected a file, or the name of a dataset.")
     file = Path(path)
     if file.suffix in (".jsonl", ".json", ".parquet"):
         if not file.is_file():
@@ -88,7 +93,12 @@ def _read_dataset(name: str) -> list[dict[str, Any]]:
     except ImportError as error:
         what = f"read_rows: there is no file {name!r}, and reading it as a dataset's name"
         raise MissingExtraError(what, "datasets", "datasets") from error
-    return [dict(row) for row in datasets.load_dataset(name, split="train")]
+    try:
+        return [dict(row) for row in datasets.load_dataset(name, split="train")]
+    except Exception as error:  # of many kinds: connections, names, splits, formats
+        raise WhetValueError(
+            f"read_rows: there is no file {name!r}, and as a dataset's name it failed: {type(error).__name__}: {error}"
+        ) from error
 
 
 def token_rows(x: Any, attention_mask: Any = None) -> list[list[int]]:
@@ -260,12 +270,17 @@ def shuffled_batches(n_rows: int, batch_size: int, seed: int, start_batch: int =
     the rows that are left over at its end wait for the next epoch's order.
 
     Raises:
-        WhetValueError: fewer rows than a batch holds, batch_size below 1, or start_batch below 0.
+        WhetValueError: fewer rows than a batch holds, batch_size below 1, start_batch below 0, or no integers.
     """
-    if batch_size < 1 or n_rows < batch_size or start_batch < 0:
+    where = "shuffled_batches"
+    n_rows, batch_size = check_integer(where, "n_rows", n_rows, 0), check_integer(where, "batch_size", batch_size, 1)
+    seed, start_batch = (
+        check_integer(where, "seed", seed, -(2**64)),
+        check_integer(where, "start_batch", start_batch, 0),
+    )
+    if n_rows < batch_size:
         raise WhetValueError(
-            f"shuffled_batches: n_rows is {n_rows}, batch_size {batch_size} and start_batch {start_batch}; "
-            f"expected 1 <= batch_size <= n_rows and start_batch >= 0. Use a smaller batch or more rows."
+            f"{where}: n_rows is {n_rows}, fewer than batch_size {batch_size}. Use a smaller batch or more rows."
         )
     return _batches(n_rows, batch_size, seed, start_batch)
 
@@ -376,6 +391,10 @@ class _Encoder:
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise self.type_error("the row holds text, and there is no tokenizer. Pass one, or token ids.")
+        if not callable(tokenizer):
+            raise self.type_error(
+                f"tokenizer is {tokenizer!r:.60}, expected one such as AutoTokenizer.from_pretrained makes."
+            )
         ids = tokenizer(text)["input_ids"]
         plain = tokenizer(text, add_special_tokens=False)["input_ids"]
         if not plain:

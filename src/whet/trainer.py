@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from whet.batches import as_row, batch_stream, batches_in_order, check_count
+from whet.batches import as_row, batch_stream, batches_in_order
 from whet.callbacks import Callback
 from whet.checkpoint import (
     build_module,
@@ -40,7 +40,7 @@ from whet.checkpoint import (
 from whet.config import TrainerConfig, learning_rate_at
 from whet.data import token_rows
 from whet.errors import CheckpointError, NonFiniteError, WhetTypeError, WhetValueError
-from whet.fields import make_config
+from whet.fields import check_integer, make_config
 from whet.logging import Logger
 from whet.nn.accelerate import Acceleration, acceleration_of
 from whet.nn.causal_lm import completion_logprobs
@@ -110,8 +110,8 @@ class Trainer(ABC):
         self.config: Any = make_config(self.config_class, config, settings)
         self.model = model
         self.tokenizer = tokenizer
-        self.loggers: list[Any] = _as_list(logger)
-        self.callbacks: list[Any] = _as_list(callbacks)
+        self.loggers: list[Any] = _as_list(where, "logger", logger, "log")
+        self.callbacks: list[Any] = _as_list(where, "callbacks", callbacks, "on_step_end")
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise WhetValueError(f"{where}: no parameter of model requires grad. Unfreeze some.")
@@ -350,14 +350,14 @@ class Trainer(ABC):
             The metrics of the last step; empty if none was taken.
 
         Raises:
-            WhetTypeError: dataset is none of these, both steps and n_epochs, or one of them is no integer.
-            WhetValueError: an empty dataset, fewer rows than ``batch_size``, negative steps, no epochs, or no steps
-                for a dataset without a length.
+            WhetTypeError: dataset is none of these, or both steps and n_epochs.
+            WhetValueError: an empty dataset, fewer rows than ``batch_size``, steps that are no integer >= 0, n_epochs
+                that is none >= 1, or no steps for a dataset without a length.
         """
         if steps is not None and n_epochs is not None:
             raise WhetTypeError(f"train: steps is {steps} and n_epochs {n_epochs}. Pass one of them.")
-        steps = None if steps is None else check_count("train", "steps", steps, least=0)
-        n_epochs = None if n_epochs is None else check_count("train", "n_epochs", n_epochs, least=1)
+        steps = check_integer("train", "steps", steps, 0, optional=True)
+        n_epochs = check_integer("train", "n_epochs", n_epochs, 1, optional=True)
         batches, epoch_length = batch_stream(
             dataset, self.config.batch_size, self.config.seed, self.position, self.row_fields, self.as_row
         )
@@ -602,7 +602,13 @@ def has_adapters(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
 
 
-def _as_list(several: Any) -> list[Any]:
-    if several is None:
-        return []
-    return list(several) if isinstance(several, (list, tuple)) else [several]
+def _as_list(where: str, name: str, several: Any, method: str) -> list[Any]:
+    """None, one or several as a list; refuse what lacks the method that each has."""
+    members = [] if several is None else list(several) if isinstance(several, (list, tuple)) else [several]
+    for member in members:
+        if not callable(getattr(member, method, None)):
+            raise WhetTypeError(
+                f"{where}: {name} is {member!r:.60}, expected an object with the method {method}, or several. "
+                f"whet.logging and whet.callbacks have some."
+            )
+    return members

@@ -131,6 +131,9 @@ def test_precomputed_reference_is_the_reference(make_model):
     assert rows[1]["ref_chosen_logprobs"] == pytest.approx(
         token_logprobs(make_model(), PROMPTS[1], CHOSEN[1]).sum().item(), rel=1e-5
     )
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    columns |= {name: torch.tensor(columns[name], dtype=torch.float64) for name in rows[0] if name.startswith("ref_")}
+    assert precomputed.evaluate(columns) == precomputed.evaluate(rows)
     for _ in range(3):
         assert precomputed.train_step(rows)["loss"] == pytest.approx(live.train_step(ROWS)["loss"], rel=1e-5)
     again = make(make_model(), precompute_reference=True, batch_size=2)
@@ -265,6 +268,13 @@ def test_the_reference_is_computed_once(monkeypatch):
     assert sorted(asked) == sorted(PROMPTS)
 
 
+@pytest.mark.parametrize("value", ["x", math.nan, [1.0]])
+def test_bad_sums_of_a_row_are_named(value):
+    row = {**ROWS[0], "ref_chosen_logprobs": -1.0, "ref_rejected_logprobs": value}
+    with pytest.raises(WhetValueError, match=r"DPO: ref_rejected_logprobs of a row is .*, expected a finite number"):
+        make(precompute_reference=True).train_step([row])
+
+
 def test_pairs_without_a_difference_are_left_out_counted_and_told():
     same = [{"prompt": [5], "chosen": [4, EOS], "rejected": [4, EOS]}, {"chosen": [5, 4], "rejected": [5, 4]}]
     for settings in ({}, {"precompute_reference": True}, {"ref_model": TinyModel(seed=1)}):
@@ -310,7 +320,8 @@ def test_the_loss_sft_is_that_of_sft_on_the_chosen(micro_batch_size):
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 def test_evaluation_is_the_loss_of_all_pairs_and_trains_nothing(loss_type, batch_size):
     ref_model = TinyModel(seed=1)
-    dpo = make(ref_model=ref_model, loss_type=loss_type, beta=0.5, batch_size=batch_size)
+    beta = {} if loss_type == "sft" else {"beta": 0.5}
+    dpo = make(ref_model=ref_model, loss_type=loss_type, batch_size=batch_size, **beta)
     state = torch.get_rng_state()
     same = {"prompt": [5], "chosen": [4], "rejected": [4]}
     found = dpo.evaluation_metrics([*ROWS, same] if loss_type != "sft" else ROWS)

@@ -132,6 +132,15 @@ def test_sft_is_the_mean_over_the_chosen_tokens_of_the_batch():
         dpo_loss(chosen, rest, None, None, loss_type="sft")
 
 
+@pytest.mark.parametrize("count", [-1, math.nan, "3", [3]])
+def test_counts_that_are_none_are_named(count):
+    x = torch.tensor([-3.0, -1.0])
+    with pytest.raises(WhetValueError, match=r"dpo_loss: n_pairs is .*, expected a finite number >= 0"):
+        dpo_loss(x, x, None, None, n_pairs=count)
+    with pytest.raises(WhetValueError, match=r"dpo_loss: n_tokens is .*, expected a finite number >= 0"):
+        dpo_loss(x, x, None, None, loss_type="sft", n_tokens=count)
+
+
 def test_metrics_by_hand():
     _, metrics = dpo_loss(
         torch.tensor([-1.0, -4.0]), torch.tensor([-4.0, -1.0]), torch.tensor([-3.0, -3.0]),

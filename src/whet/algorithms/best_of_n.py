@@ -23,10 +23,10 @@ from whet.algorithms.online import (
     reward_functions,
     sample,
 )
-from whet.batches import batches_in_order, check_count
+from whet.batches import batches_in_order
 from whet.config import BestOfNConfig, EngineName
 from whet.errors import RewardError
-from whet.fields import make_config
+from whet.fields import check_integer, make_config
 from whet.rollout.choose import check_lengths, make_engine
 from whet.rollout.protocol import RolloutEngine
 from whet.sampling import Completion
@@ -123,7 +123,7 @@ class BestOfN:
             RewardError: as ``generate``.
         """
         where, best = "BestOfN.evaluate", []
-        batch_size = check_count(where, "batch_size", batch_size, least=1)
+        batch_size = check_integer(where, "batch_size", batch_size, 1)
         for i, (batch,) in enumerate(batches_in_order(prompts, batch_size, ("prompt",), as_prompt_row, where)):
             seed = int(np.random.SeedSequence([self.config.seed % 2**64, i]).generate_state(1)[0])
             _, scores = self._candidates(read_prompts(batch, self.tokenizer, where), seed, where)

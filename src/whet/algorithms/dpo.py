@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from whet.algorithms.masked import check_float_tensor, check_shapes, sampler_gap
+from whet.algorithms.masked import check_float_tensor, check_shapes, denominator, sampler_gap
 from whet.batches import as_rows, check_row_counts, columns_as_rows, is_batch, is_sequence
 from whet.config import DPOConfig, DPOLossType, PreferenceConfig, check_dpo_options
 from whet.data import token_rows, tokenize_preference
 from whet.errors import WhetTypeError, WhetValueError
+from whet.fields import is_number
 from whet.nn.causal_lm import completion_logprobs
 from whet.phases import phase
 from whet.reference_cache import ReferenceCache, Sums, row_digest
@@ -258,8 +259,16 @@ class DPO(Trainer):
 
 def _given_sums(row: Mapping[str, Any]) -> Sums | None:
     """The reference's sums that stand in a row itself."""
-    chosen, rejected = (row.get(name) for name in _REFERENCE)
-    return None if chosen is None or rejected is None else (float(chosen), float(rejected))
+    sums = []
+    for name in _REFERENCE:
+        value = row.get(name)
+        if value is None:
+            return None
+        number = value.item() if getattr(value, "ndim", None) == 0 else value
+        if not is_number(number):
+            raise WhetValueError(f"DPO: {name} of a row is {value!r:.60}, expected a finite number.")
+        sums.append(float(number))
+    return sums[0], sums[1]
 
 
 def reference_sums(trainer: Trainer, pairs: Pairs) -> tuple[Tensor, Tensor]:
@@ -437,15 +446,15 @@ def dpo_loss(
     elif ref_chosen_logprobs is not None or ref_rejected_logprobs is not None:
         raise WhetValueError("dpo_loss: only one of the two ref_*_logprobs is None. Pass both, or neither.")
 
-    n_pairs = float(len(c) if n_pairs is None else n_pairs)
+    n_pairs = denominator("dpo_loss", "n_pairs", len(c) if n_pairs is None else n_pairs)
     d = c - r
     if loss_type in _PER_TOKEN:
         chosen, rejected = cast(Tensor, chosen_lengths), cast(Tensor, rejected_lengths)
         per_token = c / chosen.clamp(min=1) - r / rejected.clamp(min=1)
         loss = _pair_loss(loss_type, c, r, per_token, beta, label_smoothing).sum() / n_pairs
     elif loss_type == "sft":
-        n_tokens = float(cast(Tensor, chosen_lengths).sum() if n_tokens is None else n_tokens)
-        loss = -chosen_logprobs.sum() / max(1.0, n_tokens)
+        n_tokens = cast(Tensor, chosen_lengths).sum().item() if n_tokens is None else n_tokens
+        loss = -chosen_logprobs.sum() / denominator("dpo_loss", "n_tokens", n_tokens)
     else:
         loss = _pair_loss(loss_type, c, r, d, beta, label_smoothing).sum() / n_pairs
     metrics = {

@@ -22,6 +22,7 @@ from whet.algorithms.masked import (
     check_float_tensor,
     check_shapes,
     count_rows,
+    denominator,
     importance_weights,
     masked,
     sampler_gap,
@@ -308,8 +309,8 @@ def grpo_loss(
     weights = torch.ones_like(old)
     if sampler_logprobs is not None:
         weights, mask = importance_weights(old, sampler_logprobs, mask, correction=sampler_correction, cap=sampler_cap)
-    n_tokens = max(float(mask.sum() if n_tokens is None else n_tokens), 1.0)
-    n_rows = max(float(count_rows(completion_mask, mask) if n_rows is None else n_rows), 1.0)
+    n_tokens = denominator("grpo_loss", "n_tokens", mask.sum() if n_tokens is None else n_tokens)
+    n_rows = denominator("grpo_loss", "n_rows", count_rows(completion_mask, mask) if n_rows is None else n_rows)
 
     def total(values: Tensor) -> Tensor:
         return masked(values.detach().to(logprobs), mask).sum()

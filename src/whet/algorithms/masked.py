@@ -13,7 +13,7 @@ from torch import Tensor
 
 from whet.config import KLEstimator, SamplerCorrection
 from whet.errors import WhetTypeError, WhetValueError
-from whet.fields import check_choice
+from whet.fields import check_choice, is_number
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
@@ -86,6 +86,18 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> 
 def count_rows(completion_mask: Tensor, kept_mask: Tensor) -> int:
     """Rows of a batch, without those of which an importance correction kept nothing."""
     return int((kept_mask.any(1) | ~completion_mask.any(1)).sum())
+
+
+def denominator(where: str, name: str, value: Any) -> float:
+    """A count of the whole batch that sums are divided by, at least 1; a tensor may hold it.
+
+    Raises:
+        WhetValueError: it is no finite number >= 0.
+    """
+    count = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if not (is_number(count) and count >= 0):
+        raise WhetValueError(f"{where}: {name} is {value!r:.60}, expected a finite number >= 0.")
+    return max(float(count), 1.0)
 
 
 def check_float_tensor(where: str, name: str, value: Any, n_axes: int) -> None:

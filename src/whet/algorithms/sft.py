@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from whet.algorithms.masked import check_float_tensor, check_shapes, masked
+from whet.algorithms.masked import check_float_tensor, check_shapes, denominator, masked
 from whet.batches import as_rows, check_row_counts, columns_as_rows
 from whet.config import SFTConfig
 from whet.data import token_rows, tokenize_completion
@@ -121,10 +121,10 @@ def sft_loss(
 
     Raises:
         WhetTypeError: an argument that is no tensor of the right kind.
-        WhetValueError: shapes that disagree.
+        WhetValueError: shapes that disagree, or n_tokens that is no number >= 0.
     """
     check_float_tensor("sft_loss", "logprobs", logprobs, n_axes=2)
     check_shapes("sft_loss", "logprobs", logprobs, {"completion_mask": completion_mask})
-    n_tokens = max(float(completion_mask.sum() if n_tokens is None else n_tokens), 1.0)
+    n_tokens = denominator("sft_loss", "n_tokens", completion_mask.sum() if n_tokens is None else n_tokens)
     probability = masked(logprobs.detach().exp(), completion_mask).sum() / n_tokens
     return -masked(logprobs, completion_mask).sum() / n_tokens, {"token_probability": probability.item()}
