@@ -150,6 +150,18 @@ def test_grpo(model, ref_model, tmp_path, capsys):
     assert GRPO.from_checkpoint(tmp_path / "grpo_checkpoint.pt", reward_fn=reward_fn).step == 3
 
 
+def test_epochs_and_evaluation(model, ref_model):
+    """Not in the guide, but in rlox's class: train(prompts, n_epochs) and evaluate(prompts)."""
+    from whet.algorithms.grpo import GRPO
+
+    prompts = torch.randint(VOCAB, (6, 4))
+    grpo = GRPO(model, ref_model, reward_fn, group_size=4, max_new_tokens=8, learning_rate=1e-2, batch_size=6)
+    before = grpo.evaluate(prompts)
+    assert isinstance(before, float) and 0 <= before <= 1 and before == grpo.evaluate(prompts)
+    metrics = grpo.train(prompts, n_epochs=3)
+    assert grpo.step == 3 and 0 <= metrics["mean_reward"] <= 1
+
+
 def test_online_dpo(model, ref_model):
     from whet.algorithms.online_dpo import OnlineDPO
 

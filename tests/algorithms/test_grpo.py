@@ -360,6 +360,22 @@ def test_every_form_of_a_batch_of_prompts(batch, columns):
     assert read_prompts("ab", tokenizer, "Test").ids == read_prompts(CHATS[0], tokenizer, "Test").ids == [[4, 5]]
 
 
+def test_tools_reach_the_chat_template_and_the_reward_functions():
+    def reward(completions, tools):
+        assert tools == [["a"]] * 3 + [None] * 3
+        return fours(completions)
+
+    tokenizer = letters_tokenizer()
+    tokenizer.chat_template = "{{ (tools or []) | join }}{% for m in messages %}{{ m.content }}{% endfor %}{{ end }}"
+    rows = [
+        {"prompt": CHATS[0], "tools": ["a"], "chat_template_kwargs": {"end": "c"}},
+        {"prompt": CHATS[1], "tools": None, "chat_template_kwargs": None},
+    ]
+    grpo = make(tokenizer=tokenizer, reward_fn=reward)
+    grpo.train_step(rows)
+    assert grpo.engine.asked[0][0] == [[4, 4, 5, 6], [11]]
+
+
 @pytest.mark.parametrize(
     ("batch", "error", "message"),
     [
