@@ -388,10 +388,10 @@ class _Encoder:
 
     def _encoded(self, text: str) -> list[int]:
         """Ids of ``text`` with what the tokenizer puts before it, once, and without what it puts after it."""
-        tokenizer = self._tokenizer
+        tokenizer: Any = self._tokenizer
         if tokenizer is None:
             raise self.type_error("the row holds text, and there is no tokenizer. Pass one, or token ids.")
-        if not callable(tokenizer):
+        if not hasattr(tokenizer, "__call__"):  # noqa: B004
             raise self.type_error(
                 f"tokenizer is {tokenizer!r:.60}, expected one such as AutoTokenizer.from_pretrained makes."
             )

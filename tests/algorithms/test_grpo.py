@@ -361,19 +361,23 @@ def test_every_form_of_a_batch_of_prompts(batch, columns):
 
 
 def test_tools_reach_the_chat_template_and_the_reward_functions():
+    seen = []
+
     def reward(completions, tools):
-        assert tools == [["a"]] * 3 + [None] * 3
-        return fours(completions)
+        seen.extend(tools)
+        return [0.0] * len(completions)
 
     tokenizer = letters_tokenizer()
-    tokenizer.chat_template = "{{ (tools or []) | join }}{% for m in messages %}{{ m.content }}{% endfor %}{{ end }}"
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.name }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}{{ end }}"
+    )
     rows = [
-        {"prompt": CHATS[0], "tools": ["a"], "chat_template_kwargs": {"end": "c"}},
+        {"prompt": CHATS[0], "tools": [{"name": "a"}], "chat_template_kwargs": {"end": "c"}},
         {"prompt": CHATS[1], "tools": None, "chat_template_kwargs": None},
     ]
     grpo = make(tokenizer=tokenizer, reward_fn=reward)
     grpo.train_step(rows)
-    assert grpo.engine.asked[0][0] == [[4, 4, 5, 6], [11]]
+    assert grpo.engine.asked[0][0] == [[4, 4, 5, 6], [11]] and seen == [[{"name": "a"}]] * 3 + [None] * 3
 
 
 @pytest.mark.parametrize(
@@ -404,7 +408,7 @@ def test_tools_reach_the_chat_template_and_the_reward_functions():
         ),
         ({"question": ["a"]}, WhetValueError, "no 'prompt'; it has 'question'"),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_batch_of_prompts_is_named(batch, error, message):
     with pytest.raises(error, match=message):
