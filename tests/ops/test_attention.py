@@ -331,3 +331,11 @@ CACHE = zeros(2, 9, 2, 32)
 def test_decode_errors_say_the_mend(q, k, lengths, options, message):
     with pytest.raises(whet.WhetError, match=message):
         whet.decode_attention(q, k, k, lengths, **options)
+
+
+def test_a_window_beyond_any_length_is_none():
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((9, 2, 32), dtype=np.float32) for _ in range(3))
+    right = whet.attention(q, k, v)
+    for window in (9, 2**62, 2**63, 2**70):
+        np.testing.assert_array_equal(whet.attention(q, k, v, window=window), right)

@@ -1,5 +1,7 @@
 """Products against float64, on ragged sizes, odd strides, NumPy and torch; and the same bits however they are cut."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -257,3 +259,53 @@ def test_products_of_a_size_that_threads_share():
 def test_what_does_not_fit_is_explained(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "bfloat16"])
+def test_out_may_be_an_input(kind):
+    """Whole, or shifted by a row: as NumPy's matmul, which reads before it writes."""
+    rng = np.random.default_rng(3)
+
+    def fresh(*shape):
+        values = rng.integers(-3, 4, shape).astype(np.float32)  # every sum is exact
+        tensor = torch.from_numpy(values)
+        return values if kind == "numpy" else tensor.bfloat16() if kind == "bfloat16" else tensor
+
+    n = 80
+    a, b, x = fresh(n, n), fresh(n, n), fresh(n)
+    packed = whet.pack_weight(fresh(n, n), "float32" if kind != "bfloat16" else "bfloat16")
+    for call, inputs in (
+        (lambda out, a, b: whet.gemm(a, b, out=out), (a, b)),
+        (lambda out, a, b: whet.gemm(a, b, transpose_b=True, alpha=0.5, out=out), (b, a)),
+        (lambda out, x, a: whet.gemv(a, x, out=out), (x, a)),
+        (lambda out, x: whet.linear(x, packed, out=out), (a,)),
+    ):
+        for own in range(len(inputs)):
+            right = call(None, *inputs)
+            memory = np.zeros(2 * n * n, np.float32) if kind == "numpy" else torch.zeros(2 * n * n, dtype=a.dtype)
+            for shift in (0, 1, n):
+                here = list(inputs)
+                size = math.prod(here[own].shape)
+                view = memory[:size].reshape(here[own].shape)
+                view[...] = here[own]
+                here[own] = view
+                out = memory[shift : shift + math.prod(right.shape)].reshape(right.shape)
+                assert call(out, *here) is out
+                np.testing.assert_array_equal(
+                    np.asarray(out.float() if kind != "numpy" else out),
+                    np.asarray(right.float() if kind != "numpy" else right),
+                )
+
+
+def test_a_bias_may_be_where_the_result_goes():
+    x, weight = np.eye(20, dtype=np.float32), np.ones((20, 20), np.float32)
+    out = np.zeros((20, 20), np.float32)
+    out[7] = np.arange(20)
+    right = 1 + np.arange(20, dtype=np.float32)[None].repeat(20, 0)
+    np.testing.assert_array_equal(whet.linear(x, whet.pack_weight(weight), out[7], out=out), right)
+
+
+@pytest.mark.parametrize("shape", [(2**33, 2**31), (2**62, 8), (0, 8), (8, -1)])
+def test_weights_of_no_size_or_beyond_memory_are_refused(shape):
+    with pytest.raises(WhetValueError, match=r"PackedWeight: .*expected at (most 2\^46 numbers|least 1)"):
+        whet.PackedWeight("float32", shape)

@@ -367,3 +367,15 @@ def test_bad_states_change_nothing():
         with pytest.raises(whet.errors.CheckpointError, match=message):
             adapter.load_state_dict({**state, **change})
     np.testing.assert_array_equal(adapter.A, before)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 7, 40])
+def test_rows_of_y_may_lie_on_those_of_x(shift):
+    """Shifted, they are copied first; in place they are read row by row."""
+    rng = np.random.default_rng(1)
+    a, b = (rng.integers(-2, 3, (2, 40)).astype(np.float32) for _ in range(2))
+    memory = rng.integers(-2, 3, 200 * 40 + 40).astype(np.float32)
+    x, y = memory[: 200 * 40].reshape(200, 40), memory[shift : shift + 200 * 40].reshape(200, 40)
+    right = y + 2 * (x @ a.T) @ b
+    assert whet.lora_forward(x, y, a, b, 2.0) is y
+    np.testing.assert_array_equal(y, right)

@@ -12,6 +12,7 @@
 
 #include "arrays.h"
 #include "kernels/dispatch.h"
+#include "row_arrays.h"
 #include "runtime/thread_pool.h"
 
 namespace nb = nanobind;
@@ -131,6 +132,10 @@ bool forward(nb::handle x_object, nb::handle y_object, nb::handle a_object, nb::
         static_cast<size_t>(b.shape[1]) != y.columns) {
         return false;
     }
+    // A row of x is read before its row of y is written, but not before those of other rows.
+    const size_t x_item = x.is_bf16() ? 2 : 4, y_item = y.is_bf16() ? 2 : 4;
+    if (overlap(x.array, x_item, y.array, y_item) && !(x_item == y_item && same_place(x.array, y.array))) return false;
+    if (overlap(a, sizeof(float), y.array, y_item) || overlap(b, sizeof(float), y.array, y_item)) return false;
     const auto rank = static_cast<size_t>(a.shape[0]);
     for_each(tasks_of(x.rows, kRowsPerTask), work_of(x, y, rank), [&](size_t task) {
         const size_t begin = task * kRowsPerTask, count = std::min(kRowsPerTask, x.rows - begin);

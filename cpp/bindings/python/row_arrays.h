@@ -56,10 +56,10 @@ inline bool equal_shapes(const Array& a, const Array& b) {
     return a.ndim == b.ndim && std::equal(a.shape, a.shape + a.ndim, b.shape);
 }
 
-// Whether a and b, from view_strided and of one item size, share memory.
-inline bool overlap(const Array& a, const Array& b, size_t item_size) {
+// Whether a and b, from view_strided and of these item sizes, share memory.
+inline bool overlap(const Array& a, size_t a_item, const Array& b, size_t b_item) {
     if (a.data == nullptr || b.data == nullptr || a.size() == 0 || b.size() == 0) return false;
-    const auto span = [&](const Array& array, const char*& begin, const char*& end) {
+    const auto span = [](const Array& array, size_t item_size, const char*& begin, const char*& end) {
         begin = end = array.as<const char>();
         for (int axis = 0; axis < array.ndim; ++axis) {
             const Py_ssize_t reach = (array.shape[axis] - 1) * array.stride[axis] * static_cast<Py_ssize_t>(item_size);
@@ -68,10 +68,11 @@ inline bool overlap(const Array& a, const Array& b, size_t item_size) {
         end += item_size;
     };
     const char *a_begin, *a_end, *b_begin, *b_end;
-    span(a, a_begin, a_end);
-    span(b, b_begin, b_end);
+    span(a, a_item, a_begin, a_end);
+    span(b, b_item, b_begin, b_end);
     return a_begin < b_end && b_begin < a_end;
 }
+inline bool overlap(const Array& a, const Array& b, size_t item_size) { return overlap(a, item_size, b, item_size); }
 
 // Whether a and b are the same elements in the same places.
 inline bool same_place(const Array& a, const Array& b) {

@@ -71,6 +71,7 @@ def lora_forward(x: Any, y: Any, a: Any, b: Any, scale: float) -> Any:
         a, b = checked_factors(name, a, b)
         rows = checked_rows(name, "x", x, "a", a.shape[1])
         check_target(name, "y", y, (*np.shape(x)[:-1], b.shape[1]))
+        rows, a, b = inputs.apart(y, rows, a, b)
         written(y, b.shape[1], lambda flat: _core.lora_forward(rows, flat, a, b, float(scale)))
     return y
 
