@@ -44,7 +44,7 @@ comma := ,
 CLANG := $(firstword $(foreach name,clang++-19 clang++,$(shell command -v $(name))))
 cpp-test-release: options =
 cpp-test-clang: options = -DWHET_PYTHON=OFF -DCMAKE_CXX_COMPILER=$(or $(CLANG),$(error Clang is missing: \
-  apt-get install clang-19, or clang where there is no 19))
+  apt-get install clang-19))
 cpp-test-%: options = -DWHET_PYTHON=OFF -DWHET_SANITIZE=$*
 cpp-test-%: dir = build/$(subst $(comma),-,$*)
 cpp-test-%: $(VENV)/.installed-dev
