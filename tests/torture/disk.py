@@ -1,0 +1,176 @@
+"""A disk that is full: at every page that a checkpoint writes, at every file, and in the middle of a run.
+
+The disk is a tmpfs of this process's own, in which a filler leaves so many pages, or so many files, free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.torture.common import N_STEPS, Tally, Workshop, finished, forked, require, require_same, scaled, workshop
+
+_PAGE = os.sysconf("SC_PAGESIZE")
+_N_FILES = 1000
+_NEWNS, _NEWUSER, _PRIVATE, _DETACH = 0x20000, 0x10000000, 0x44000, 2  # sched.h, sys/mount.h
+
+
+class Disk:
+    """A small file system."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.fillers = folder / "fillers"
+        self.fillers.mkdir()
+
+    @property
+    def free_pages(self) -> int:
+        found = os.statvfs(self.folder)
+        return found.f_bavail * found.f_frsize // _PAGE
+
+    @property
+    def free_files(self) -> int:
+        return os.statvfs(self.folder).f_favail
+
+    def leave(self, pages: int | None = None, files: int | None = None) -> None:
+        """Fill all but so many pages, or files."""
+        self.clear()
+        if pages is not None:
+            with (self.fillers / "pages").open("wb") as filler:
+                os.posix_fallocate(filler.fileno(), 0, max(1, (self.free_pages - pages) * _PAGE))
+        if files is not None:
+            for i in range(self.free_files - files):
+                (self.fillers / str(i)).touch()
+
+    def clear(self) -> None:
+        """Space is back."""
+        for path in self.fillers.iterdir():
+            path.unlink()
+
+
+@contextlib.contextmanager
+def small_disk(size_bytes: int) -> Iterator[Disk]:
+    """A tmpfs that no other process sees; it needs no root where the kernel lets users have namespaces."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(name: str, *arguments: Any) -> None:
+        if getattr(libc, name)(*arguments):
+            raise OSError(ctypes.get_errno(), f"{name}: a tmpfs of its own needs root, or user namespaces")
+
+    user = os.getuid()
+    call("unshare", _NEWNS if user == 0 else _NEWNS | _NEWUSER)
+    if user:
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+    call("mount", b"none", b"/", None, _PRIVATE, None)
+    with tempfile.TemporaryDirectory(prefix="whet-torture-disk-") as name:
+        options = f"size={size_bytes},nr_inodes={_N_FILES}".encode()
+        call("mount", b"tmpfs", name.encode(), b"tmpfs", 0, options)
+        try:
+            yield Disk(Path(name))
+        finally:
+            call("umount2", name.encode(), _DETACH)
+
+
+def torture(scale: float) -> Iterator[Tally]:
+    with small_disk(8 << 20) as disk, workshop() as shop:
+        yield _of_a_checkpoint(disk, shop, scale)
+        yield _of_a_run(disk, shop, scale)
+
+
+def _of_a_checkpoint(disk: Disk, shop: Workshop, scale: float) -> Tally:
+    """Saves into what is left of the disk, from nothing to enough."""
+    from whet.algorithms.sft import SFT
+    from whet.checkpoint import latest_checkpoint, load_checkpoint
+    from whet.cli.models import load_model
+    from whet.data import read_rows
+
+    tally = Tally("disk full: pages and files of a checkpoint")
+    model, tokenizer = load_model(str(shop.model), "float32")
+    trainer = SFT(model, tokenizer=tokenizer, batch_size=4)
+    trainer.train(read_rows(str(shop.rows)), steps=1)
+    folder = disk.folder / "checkpoints"
+    trainer.save(folder / "step-000001")
+    earlier = load_checkpoint(folder / "step-000001")
+    used = disk.free_pages
+    trainer.save(folder / "step-000002")
+    needed = used - disk.free_pages
+    shutil.rmtree(folder / "step-000002")
+    limits = [{"pages": n} for n in range(0, needed + 1, max(1, round(1 / scale)))] + [{"files": n} for n in range(7)]
+    for name in ("step-000002", "step-000001"):  # beside the earlier one, and in its place
+        for limit in limits:
+            with tally.case(f"{name}, left {limit}"):
+                disk.leave(**limit)
+                with contextlib.suppress(OSError):
+                    trainer.save(folder / name)
+                    if limit.get("pages", needed) < needed:
+                        raise AssertionError("a checkpoint is said to be saved for which there is no room")
+                if name == "step-000001" or not (folder / name).exists():
+                    require(latest_checkpoint(folder) == folder / "step-000001", "the earlier checkpoint is gone")
+                    _require_equal(load_checkpoint(folder / "step-000001"), earlier)
+                disk.clear()
+                trainer.save(folder / name)
+                require(latest_checkpoint(folder) == folder / name, "no checkpoint is saved once there is space again")
+                _require_equal(load_checkpoint(folder / name), earlier)
+                require({p.name for p in folder.iterdir()} == {"step-000001", name}, "something is left behind")
+                shutil.rmtree(folder / "step-000002", ignore_errors=True)
+    shutil.rmtree(folder)
+    tally.note = f"{needed} pages"
+    return tally
+
+
+def _require_equal(found: Any, expected: Any) -> None:
+    tensors, state = found
+    require(
+        all(tensor.equal(expected[0][g][name]) for g, group in tensors.items() for name, tensor in group.items()),
+        "weights differ",
+    )
+    require(state["counters"] == expected[1]["counters"], "the state differs")
+
+
+def _of_a_run(disk: Disk, shop: Workshop, scale: float) -> Tally:
+    """Runs whose disk becomes full when they begin to save a step, and go on when it is not."""
+    tally = Tally("disk full: train, and the same command")
+    expected: dict[str, str] = {}
+    with tally.case("undisturbed"):
+        expected = finished(shop, "grpo")
+    tally.cases = 0
+    limits = [{"pages": n} for n in (0, 1, 2, 5, 12, 20, 30, 45)] + [{"files": n} for n in (0, 1, 2, 3, 4)]
+    for limit in limits[: scaled(len(limits), scale) if expected else 0]:
+        for step in (1, 4):
+            with tally.case(f"at step {step}, left {limit}"):
+                folder = disk.folder / "run"
+                shutil.rmtree(folder, ignore_errors=True)
+                command = shop.command("grpo", folder)
+                end = forked(command, lambda step=step, limit=limit: _fill_at(disk, step, limit))
+                if end.status == 0:
+                    require_same(folder, expected)
+                    raise AssertionError("the disk was not full")
+                require("No space left" in end.text, f"status {end.status}: {end.text}")
+                checkpoints = sorted(p.name for p in (folder / "checkpoints").glob("step-*"))
+                require(checkpoints == ["step-000002"] if step == 4 else not checkpoints, f"there are {checkpoints}")
+                disk.clear()
+                again = forked(command)
+                require(again.status == 0, f"the same command failed: {again.text}")
+                require_same(folder, expected)
+    tally.note = f"{N_STEPS} steps"
+    return tally
+
+
+def _fill_at(disk: Disk, step: int, limit: dict[str, int]) -> None:
+    """The disk is full from where this process has taken a step."""
+    from whet.trainer import Trainer
+
+    log: Any = Trainer.log
+
+    def filling(trainer: Any, metrics: Any) -> None:
+        if trainer.step == step and not any(disk.fillers.iterdir()):
+            disk.leave(**limit)
+        log(trainer, metrics)
+
+    Trainer.log = filling
