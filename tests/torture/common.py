@@ -7,6 +7,7 @@ seconds; ``started`` starts one as a shell would, where it is the process itself
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -146,9 +147,9 @@ def forked(argv: list[str], before: Callable[[], None] = lambda: None, timeout_s
         pid = os.fork()
         if pid == 0:
             _be_whet(argv, before, output.fileno())
+        _adopt_orphans()
         status = _waited(pid, timeout_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+        _require_no_orphans()
         output.seek(0)
         return Ended(status, output.read().decode(errors="replace"))
 
@@ -184,6 +185,27 @@ def _waited(pid: int, timeout_s: float) -> int:
             os.waitpid(pid, 0)
             raise TimeoutError(f"the command did not end in {timeout_s:.0f} s")
         time.sleep(0.005)
+
+
+def _adopt_orphans() -> None:
+    """Processes whose parent dies become this one's children."""
+    set_child_subreaper = 36  # linux/prctl.h
+    ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
+
+
+def _require_no_orphans() -> None:
+    """What a command started is gone, or goes within seconds."""
+    deadline_s = time.monotonic() + 10.0
+    with contextlib.suppress(ChildProcessError):  # there are none
+        while time.monotonic() < deadline_s:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.005)
+        left = [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:80] for pid in left]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        require(not left, f"processes are left behind: {commands}")
 
 
 def started(argv: list[str], **options: Any) -> subprocess.Popen[str]:

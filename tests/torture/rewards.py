@@ -1,0 +1,83 @@
+"""Reward functions that hang, fork, raise, exit, crash, print, start threads or return nonsense: runs end as documented.
+
+A function that scores must not disturb the run, whatever else it does: the weights are those of one that does nothing
+else. One that fails ends the run with a line that names it ("raise"), or is left out or scored 0, warned of and counted
+("skip", "zero"); and no process is left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+
+from tests.torture import functions
+from tests.torture.common import Tally, Workshop, forked, require, results, scaled, workshop
+
+_STEPS = 3
+_SCORE = ("forks", "starts_threads", "prints_a_megabyte", "changes_the_process")
+_FAIL = {
+    "hangs": "it did not return within timeout_s=1.0",
+    "computes_for_hours": "it did not return within timeout_s=1.0",
+    "raises": "it raised ZeroDivisionError: the function's own fault",
+    "recurses": "it raised RecursionError",
+    "exits": "it raised SystemExit",
+    "ends_the_process": "its process died with exit code 3",
+    "crashes": "its process died with exit code -11",
+    "takes_all_memory": "it raised MemoryError",
+    "returns_nan": "it gave nan, which is no finite number",
+    "returns_too_much": "which is no finite number",
+    "returns_too_few": "it returned 1 scores for",
+    "returns_text": "it gave '1.0', which is no finite number",
+    "returns_nothing": "it returned NoneType",
+    "returns_itself": "it returned function",
+}
+_ONLY_IN_A_CHILD = ("hangs", "computes_for_hours", "ends_the_process", "crashes")
+
+
+def torture(scale: float) -> Iterator[Tally]:
+    tally = Tally("reward functions")
+    with workshop() as shop:
+        weights = ""
+        with tally.case("share"):
+            weights = _run(shop, "share", "raise", 60.0)[1]["model/model.safetensors"]
+        for name in _SCORE if weights else ():
+            with tally.case(name):
+                text, found = _run(shop, name, "raise", 60.0)
+                require(found["model/model.safetensors"] == weights, "it changed the weights")
+                if name == "prints_a_megabyte":
+                    require(text.count("x") >= 6 << 20, "what it prints is lost")
+        for name in list(_FAIL)[: scaled(len(_FAIL), scale)]:
+            for policy in ("raise", "skip", "zero"):
+                for timeout_s in (1.0, None):
+                    if timeout_s is None and name in _ONLY_IN_A_CHILD:
+                        continue
+                    with tally.case(f"{name}, {policy}, timeout_s={timeout_s}"):
+                        _failing(shop, name, policy, timeout_s)
+    yield tally
+
+
+def _run(shop: Workshop, name: str, policy: str, timeout_s: float | None, status: int = 0) -> tuple[str, dict[str, str]]:
+    folder = shop.folder / "rewarded"
+    shutil.rmtree(folder, ignore_errors=True)
+    reward = f"{functions.__file__}:{name}"
+    settings = {"steps": _STEPS, "reward": reward, "reward_policy": policy, "eval_data": ""}
+    settings |= {} if timeout_s is None else {"reward_timeout_s": timeout_s}
+    end = forked(shop.command("grpo", folder, **settings) + (["--reward-timeout-s=None"] if timeout_s is None else []))
+    require(end.status == status, f"status {end.status}, not {status}: {end.text}")
+    return end.text, results(folder)
+
+
+def _failing(shop: Workshop, name: str, policy: str, timeout_s: float | None) -> None:
+    text, _ = _run(shop, name, policy, timeout_s, status=2 if policy == "raise" else 0)
+    named = f"RewardFunctions: {name} failed on "
+    lines = [line for line in text.splitlines() if named in line]
+    require(len(lines) == 1 and _FAIL[name] in lines[0], f"{len(lines)} lines tell of it: {text}")
+    if policy == "raise":
+        require("Traceback" not in text, f"a traceback: {text}")
+        return
+    rows = [json.loads(line) for line in (shop.folder / "rewarded" / "metrics.jsonl").read_text().splitlines()]
+    require([row["step"] for row in rows] == [1, 2, 3], "steps are missing")
+    require(all(row["reward_errors"] == 16 for row in rows), f"counted {[row['reward_errors'] for row in rows]}")
+    expected = "NaN" if policy == "skip" else 0
+    require(all(row["mean_reward"] == expected for row in rows), f"rewards {[row['mean_reward'] for row in rows]}")
