@@ -124,6 +124,13 @@ def test_peft_folders_that_cannot_be_read(tmp_path):
         ("{", "is not JSON"),
         ("[]", "holds a list"),
         ('{"peft_type": "IA3"}', "peft_type is 'IA3'"),
+        ('{"peft_type": "LORA", "lora_alpha": "16"}', "the alpha of .* is '16', expected a finite number"),
+        ('{"peft_type": "LORA", "lora_alpha": NaN}', "the alpha of .* is nan, expected a finite number"),
+        ('{"peft_type": "LORA", "alpha_pattern": 3}', "alpha_pattern is 3, expected regular expressions"),
+        (
+            '{"peft_type": "LORA", "alpha_pattern": {"(": 3}}',
+            "alpha_pattern is {'\\(': 3}, expected regular expressions",
+        ),
     ):
         config.write_text(damaged)
         with pytest.raises(CheckpointError, match=message):

@@ -302,6 +302,7 @@ def fingerprint(file: Path) -> dict:
         ({"files": {"model.pt": {"size_bytes": 1, "sha256": ""}}}, r"names 'model\.pt', expected state\.json"),
         ({"files": {"state.json": 3}}, r"names 'state\.json'"),
         ({"files": 3}, "lists no files"),
+        ({"aliases": math.nan}, "was altered"),
         ({"aliases": {"model": {"x": ["model", "nothing"]}}}, "malformed"),
         ({"aliases": {"model": 3}}, "malformed"),
     ],

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from whet.algorithms import DPO, GRPO, SFT, BestOfN, OnlineDPO
 from whet.callbacks import Callback, CheckpointCallback, EvaluationCallback
-from whet.checkpoint import latest_checkpoint
+from whet.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from whet.config import SFTConfig, learning_rate_at
 from whet.data import shuffled_batches
 from whet.errors import CheckpointError, NonFiniteError, WhetTypeError, WhetValueError
@@ -659,6 +659,34 @@ def test_only_the_trained_part_is_saved(tmp_path):
         SFT.from_checkpoint(tmp_path / "c")
     with pytest.raises(CheckpointError, match="the trained parameters of the checkpoint and of model differ in"):
         SFT.from_checkpoint(tmp_path / "c", model=llama())
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("counters", {}, "KeyError: 'step'"),
+        ("counters", {name: 0.5 for name in ("step", "position")}, "TypeError: 'float' object"),
+        ("callbacks", 0.5, "TypeError"),
+        ("ref_model", 3, "TypeError: 'int' object is not subscriptable"),
+        ("config", {"depth": 1}, "TypeError: .*unexpected keyword argument 'depth'"),
+        ("optimizer", torch.zeros(2), "the optimizer's exp_avg of head.bias has shape \\(2,\\)"),
+        ("optimizer", None, "KeyError: 'body'"),
+    ],
+)
+def test_a_checkpoint_that_no_trainer_saved_is_malformed(part, value, message, tmp_path):
+    trainer = sft()
+    trainer.train_step(ROWS[:3])
+    trainer.save(tmp_path / "c")
+    tensors, state = load_checkpoint(tmp_path / "c")
+    if part != "optimizer":
+        state[part] = value
+    elif value is None:
+        tensors["optimizer"]["body.step"] = torch.zeros(1)
+    else:
+        tensors["optimizer"]["head.bias.exp_avg"] = value
+    save_checkpoint(tmp_path / "c", tensors, state)
+    with pytest.raises(CheckpointError, match=f"c is malformed: .*{message}"):
+        SFT.from_checkpoint(tmp_path / "c")
 
 
 def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path):

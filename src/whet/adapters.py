@@ -131,7 +131,7 @@ def read_peft(source: Any, adapter_name: str | None = None) -> dict[str, tuple[n
             shapes = ", ".join(f"lora_{letter} {value.shape}" for letter, value in pair.items())
             raise CheckpointError(f"{where}: {module} has {shapes}, expected (r, in) and (out, r).")
         rank = len(pair["A"])
-        alpha = float(_of_pattern(config.get("alpha_pattern") or {}, module, config.get("lora_alpha", 8)))
+        alpha = _alpha(where, config, module)
         scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         adapters[module] = (pair["A"], pair["B"], scaling)
     return adapters
@@ -211,12 +211,19 @@ def _check_plain(where: str, config: Mapping[str, Any]) -> None:
         )
 
 
-def _of_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The first entry whose name, a regular expression, is the module or its end: PEFT's rule."""
-    for name, value in pattern.items():
-        if re.match(rf"(.*\.)?({name})$", module):
-            return value
-    return default
+def _alpha(where: str, config: Mapping[str, Any], module: str) -> float:
+    """The first entry of alpha_pattern whose name, a regular expression, is the module or its end (PEFT's rule), or
+    lora_alpha."""
+    pattern, alpha = config.get("alpha_pattern") or {}, config.get("lora_alpha", 8)
+    try:
+        alpha = next((value for name, value in pattern.items() if re.match(rf"(.*\.)?({name})$", module)), alpha)
+    except (AttributeError, re.error) as error:
+        raise CheckpointError(
+            f"{where}: alpha_pattern is {pattern!r:.60}, expected regular expressions with a number each: {error}."
+        ) from None
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        raise CheckpointError(f"{where}: the alpha of {module} is {alpha!r:.60}, expected a finite number.")
+    return float(alpha)
 
 
 def _of_model(model: Any, adapter_name: str | None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

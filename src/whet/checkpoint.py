@@ -279,7 +279,11 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             f"{FORMAT_VERSION}. Load it with the Whet that saved it."
         )
     content = {key: value for key, value in manifest.items() if key != "sha256"}
-    if manifest.get("sha256") != _digest(content) or text != _dump(manifest):
+    try:
+        altered = manifest.get("sha256") != _digest(content) or text != _dump(manifest)
+    except ValueError:  # NaN, which no manifest holds
+        altered = True
+    if altered:
         raise CheckpointError(f"load_checkpoint: {file} was altered: its SHA-256 is another.")
     files = content.get("files")
     if not isinstance(files, dict) or not isinstance(content.get("aliases"), dict):

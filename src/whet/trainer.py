@@ -15,11 +15,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import operator
 import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -39,7 +40,7 @@ from whet.checkpoint import (
 )
 from whet.config import TrainerConfig, learning_rate_at
 from whet.data import token_rows
-from whet.errors import CheckpointError, NonFiniteError, WhetTypeError, WhetValueError
+from whet.errors import CheckpointError, NonFiniteError, WhetError, WhetTypeError, WhetValueError
 from whet.fields import check_integer, make_config
 from whet.logging import Logger
 from whet.nn.accelerate import Acceleration, acceleration_of
@@ -493,23 +494,25 @@ class Trainer(ABC):
             raise CheckpointError(
                 f"{cls.__name__}.from_checkpoint: {path} was saved by {state.get('algorithm')}. Load it so."
             )
-        if model is None and not state["whole_model"]:
+        if model is None and not state.get("whole_model"):
             raise CheckpointError(
                 f"{cls.__name__}.from_checkpoint: {path} holds only the trained part of its model. Pass "
                 f"model=, made as it was before training."
             )
-        model = build_module(state["model"]) if model is None else model
-        if state["whole_model"]:
-            load_module_tensors(model, tensors["model"])
-        if state["ref_model"] is not None:
-            if ref_model is None and state["ref_model"]["undescribed"]:
-                ref_model = copy.deepcopy(model)
-            elif ref_model is None:
-                ref_model = build_module(state["ref_model"]).to(module_device(model))
-            load_module_tensors(ref_model.requires_grad_(False), tensors["ref_model"])
-        arguments.setdefault("config", cls.config_class(**state["config"]))
+        with _malformed_told(path):
+            model = build_module(state["model"]) if model is None else model
+            if state["whole_model"]:
+                load_module_tensors(model, tensors["model"])
+            if state["ref_model"] is not None:
+                if ref_model is None and state["ref_model"]["undescribed"]:
+                    ref_model = copy.deepcopy(model)
+                elif ref_model is None:
+                    ref_model = build_module(state["ref_model"]).to(module_device(model))
+                load_module_tensors(ref_model.requires_grad_(False), tensors["ref_model"])
+            arguments.setdefault("config", cls.config_class(**state["config"]))
         trainer = cls(model, ref_model, **arguments)
-        trainer._restore(tensors, state)
+        with _malformed_told(path):
+            trainer._restore(tensors, state)
         return trainer
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -555,10 +558,12 @@ class Trainer(ABC):
         for name, value in tensors["optimizer"].items():
             name, key = name.rsplit(".", 1)
             parameter = self.trainable[name]
+            if value.numel() != 1 if key == "step" else value.shape != parameter.shape:
+                raise ValueError(f"the optimizer's {key} of {name} has shape {tuple(value.shape)}")
             self.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
         self.load_own_tensors(tensors.get("own", {}))
-        for name, value in state["counters"].items():
-            setattr(self, name, value)
+        for name in _COUNTERS:
+            setattr(self, name, operator.index(state["counters"][name]))
         for callback, (name, callback_state) in zip(self.callbacks, state["callbacks"], strict=False):
             if type(callback).__name__ == name:
                 callback.load_state_dict(callback_state)
@@ -566,6 +571,17 @@ class Trainer(ABC):
             if hasattr(logger, "truncate_after"):
                 logger.truncate_after(self.step)
         restore_rng(state["rng"])
+
+
+@contextmanager
+def _malformed_told(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Have what a checkpoint lacks, or holds in place of what ``save`` wrote, told as its fault."""
+    try:
+        yield
+    except WhetError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"from_checkpoint: {path} is malformed: {type(error).__name__}: {error}.") from error
 
 
 def stop_token_ids(model: nn.Module, tokenizer: Any, chosen: Sequence[int] = ()) -> list[int]:

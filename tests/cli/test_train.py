@@ -279,6 +279,23 @@ def test_weights_that_do_not_fit_are_refused(files, tiny_model, error_of):
     assert "its weights lack model.layers.2." in error_of("train", "sft", *files("run", model=folder))
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("config.json", {"intermediate_size": "x"}),
+        ("tokenizer_config.json", {"pad_token": 3}),
+        ("tokenizer_config.json", {"model_max_length": "long"}),
+        ("tokenizer.json", {"model": None}),
+    ],
+)
+def test_a_damaged_model_folder_is_told_in_a_line(name, changes, files, tiny_model, error_of):
+    folder = files.folder / "damaged"
+    shutil.copytree(tiny_model, folder)
+    (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **changes}))
+    error = error_of("train", "sft", *files("run", model=folder))
+    assert error.startswith("whet: load_model: ") and "cannot be loaded: " in error
+
+
 def test_failing_reward_names_function_sample_and_line(files, error_of):
     (files.folder / "bad.py").write_text("def half(completions):\n    return [1 / 0 for _ in completions]\n")
     online = {**files.online, "reward": f"{files.folder / 'bad.py'}:half"}

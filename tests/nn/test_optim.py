@@ -132,3 +132,12 @@ def test_copies_are_written_in_the_same_pass():
         AdamW(model.parameters(), lr=0.1, acceleration=acceleration).step()
         assert torch.equal(made, weight.detach().bfloat16())
         assert acceleration.copy(weight) is made
+
+
+def test_a_state_of_another_shape_is_refused_and_no_memory_beyond_it_touched():
+    module = torch.nn.Linear(64, 64)
+    optimizer = AdamW(module.parameters())
+    step(module, optimizer, torch.randn(3, 64))
+    optimizer.state[module.weight]["exp_avg"] = torch.zeros(2)
+    with pytest.raises(RuntimeError, match="size"):
+        step(module, optimizer, torch.randn(3, 64))

@@ -141,6 +141,7 @@ def test_what_the_dict_says_of_the_plain_settings():
     ("settings", "message"),
     [
         ({"scaling": {"rope_type": "ntk"}}, "rope_type 'ntk', expected one of 'default', 'linear'"),
+        ({"scaling": {"rope_type": []}}, "rope_type \\[\\], expected one of 'default', 'linear'"),
         ({"scaling": {"factor": 2.0}}, "rope_type None"),
         ({"scaling": "linear"}, "scaling is a str, expected a dict"),
         ({"scaling": {"rope_type": "linear"}}, "scaling has no 'factor', which linear needs. Pass how many times"),

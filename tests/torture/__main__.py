@@ -1,7 +1,7 @@
 """Runs the kinds of torture, two at a time, and prints the table; see docs/reliability.md.
 
-    make torture
-    python -m tests.torture --scale 0.1 kills disk
+make torture
+python -m tests.torture --scale 0.1 kills disk
 """
 
 from __future__ import annotations

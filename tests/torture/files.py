@@ -97,7 +97,7 @@ def _load_adapters(folder: Path) -> None:
 def _load_checkpoint(folder: Path) -> None:
     from whet.algorithms.sft import SFT
 
-    SFT.from_checkpoint(folder)
+    SFT.from_checkpoint(folder).train_step([[1, 2], [1, 3]], [[3, 4], [5]])
 
 
 def _load_forged(folder: Path) -> None:

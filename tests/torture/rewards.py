@@ -57,7 +57,9 @@ def torture(scale: float) -> Iterator[Tally]:
     yield tally
 
 
-def _run(shop: Workshop, name: str, policy: str, timeout_s: float | None, status: int = 0) -> tuple[str, dict[str, str]]:
+def _run(
+    shop: Workshop, name: str, policy: str, timeout_s: float | None, status: int = 0
+) -> tuple[str, dict[str, str]]:
     folder = shop.folder / "rewarded"
     shutil.rmtree(folder, ignore_errors=True)
     reward = f"{functions.__file__}:{name}"

@@ -41,7 +41,9 @@ def load_model(name: str, dtype: str) -> tuple[nn.Module, Any]:
         print(f"{name!r} is no folder here: asking the Hugging Face hub for it", file=sys.stderr)
     try:
         model, tokenizer = _load(source, dtype)
-    except (OSError, ValueError, KeyError) as error:
+    except MissingExtraError:
+        raise
+    except Exception as error:  # these libraries raise whatever the damage makes them trip over
         raise WhetValueError(
             f"load_model: {name!r} cannot be loaded: {error} Pass a folder that save_pretrained wrote (model and "
             f"tokenizer, as safetensors), or, where there is a network, a name on the hub."
@@ -61,6 +63,7 @@ def _load(source: str, dtype: str) -> tuple[Any, Any]:
     if found["missing_keys"]:
         raise ValueError(f"its weights lack {', '.join(sorted(found['missing_keys'])[:3])}.")
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    tokenizer("")  # settings that make no sense to it fail here, not in the first batch
     if base != source:
         model = _peft().PeftModel.from_pretrained(model, source).merge_and_unload().requires_grad_(True)
     return model, tokenizer

@@ -60,6 +60,8 @@ class AdamW(torch.optim.AdamW):
         parts = (p, grad, state["exp_avg"], state["exp_avg_sq"])
         if any(x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous() for x in parts):
             return False
+        if any(x.shape != p.shape for x in parts):
+            return False  # torch tells of it; the kernel would read and write past their end
         state["step"] += 1
         copy = None if self.acceleration is None else self.acceleration.copy_of(p)
         beta1, beta2 = group["betas"]

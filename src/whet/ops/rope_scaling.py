@@ -95,7 +95,7 @@ class _Settings:
 
     def kind(self) -> str:
         kind = self.given.get("rope_type", self.given.get("type", "default" if not self.given else None))
-        if kind not in _KINDS:
+        if not isinstance(kind, str) or kind not in _KINDS:
             raise WhetValueError(
                 f"get_rope: scaling has rope_type {kind!r}, expected one of {', '.join(map(repr, _KINDS))}."
             )
