@@ -56,11 +56,16 @@ def run_kind(kind: str, scale: float) -> list[Tally]:
         into = Path(folder) / "tallies.jsonl"
         command = [sys.executable, "-m", "tests.torture", kind, f"--scale={scale}", f"--into={into}"]
         status = subprocess.run(command, cwd=ROOT, env=environment).returncode
-        tallies = [Tally(**json.loads(line)) for line in into.read_text().splitlines()] if into.exists() else []
+        tallies = read_tallies(into)
     if status:
         tallies.append(Tally(kind, 1, [f"the process that runs it ended with status {status}"]))
     print(f"{kind} is over", flush=True)
     return tallies
+
+
+def read_tallies(file: Path) -> list[Tally]:
+    """The rows that ``run_here`` wrote as far as it came."""
+    return [Tally(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def print_table(tallies: list[Tally], seconds: float) -> None:

@@ -105,7 +105,7 @@ public:
         : model_(config_of(config), max_batch + chunk, bf16_cache), scheduler_(model_, {kv_bytes, max_batch, chunk}) {
         for (nb::handle slot : slots) {
             const auto one = nb::cast<nb::tuple>(slot);
-            const auto name = nb::cast<std::string>(one[0]);
+            const std::string name = nb::cast<const char*>(one[0]);
             const auto n = nb::cast<size_t>(one[2]);
             if (one[1].is_none()) {
                 model_.weights().add_vector(name, n);
@@ -116,8 +116,9 @@ public:
         }
     }
 
+    // Names come as const char*: nanobind ends the process where a std::string of its own finds no memory.
     // Rows of a matrix at an address; strides in elements, in bytes where they are the format's own.
-    void load(const std::string& slot, size_t first, size_t n, size_t k, uintptr_t address, int source,
+    void load(const char* slot, size_t first, size_t n, size_t k, uintptr_t address, int source,
               ptrdiff_t row_stride, ptrdiff_t column_stride) {
         const Turn turn(lock_);
         PackedWeight& to = model_.weights().matrix(slot);
@@ -128,7 +129,7 @@ public:
                      column_stride);
     }
 
-    void load_vector(const std::string& slot, size_t first, nb::handle values) {
+    void load_vector(const char* slot, size_t first, nb::handle values) {
         const Turn turn(lock_);
         Array a;
         std::vector<float>& to = model_.weights().vector(slot);

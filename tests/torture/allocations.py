@@ -1,0 +1,201 @@
+"""Every allocation of the extension module fails, once and from then on: a MemoryError, and an engine as good as new.
+
+The C++ test of the same (cpp/tests/allocation_test.cpp) looks for leaks too; here the bindings and whet.engine take part.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import resource
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.torture.common import ROOT, Tally, make_model, require, scaled
+
+_SHIM = "WHET_TORTURE_SHIM"
+_PROMPTS = [list(range(2, 14)) * 11, [5, 6, 7], list(range(2, 14)) * 11 + [3]]
+
+
+def torture(scale: float) -> Iterator[Tally]:
+    if _SHIM in os.environ:
+        yield from _with_shim(scale)
+        return
+    with tempfile.TemporaryDirectory(prefix="whet-torture-") as name:
+        shim, into = Path(name) / "shim.so", Path(name) / "tallies.jsonl"
+        source = Path(__file__).with_name("failing_allocations.cpp")
+        compiler = os.environ.get("CXX", "c++")
+        subprocess.run([compiler, "-std=c++20", "-O1", "-shared", "-fPIC", source, "-o", shim], check=True)
+        environment = {**os.environ, "LD_PRELOAD": str(shim), _SHIM: str(shim)}
+        command = [sys.executable, "-m", "tests.torture", "allocations", f"--scale={scale}", f"--into={into}"]
+        status = subprocess.run(command, cwd=ROOT, env=environment).returncode
+        from tests.torture.__main__ import read_tallies
+
+        yield from read_tallies(into)
+    require(status == 0, f"the process with the shim ended with status {status}")
+
+
+def _with_shim(scale: float) -> Iterator[Tally]:
+    with tempfile.TemporaryDirectory(prefix="whet-torture-") as name:
+        folder = make_model(Path(name), max_position_embeddings=256)
+        for what, operation in _operations(folder):
+            tally = Tally(f"allocations that fail: {what}")
+            _fail_each(tally, operation, scaled(1, 1 / scale))
+            yield tally
+
+
+# --- what is tried --------------------------------------------------------------------------------------
+
+Operation = Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]
+"""Makes what is tried, and what has to give the same answer each time after it."""
+
+
+def _operations(folder: Path) -> list[tuple[str, Operation]]:
+    """What is tried, by name."""
+    import torch
+
+    import whet
+    from whet.cli.models import load_model
+
+    torch.set_num_threads(1)
+    sampling = whet.SamplingParams(max_new_tokens=70, repetition_penalty=1.1, top_p=0.9, seed=1)
+    model, _ = load_model(str(folder), "float32")
+    rng = np.random.default_rng(0)
+    adapter = {
+        f"model.layers.{i}.self_attn.q_proj": (rng.normal(size=(2, 32)), rng.normal(size=(32, 2)), 0.5) for i in (0, 1)
+    }
+
+    def engine(weights: str = "int8") -> whet.Engine:
+        return whet.Engine.from_pretrained(folder, weights=weights, kv_bytes=1 << 20, max_batch=6, prefill_chunk=32)
+
+    def answers(one: whet.Engine) -> Any:
+        said = [[(c.token_ids, c.logprobs) for c in group] for group in one.generate(_PROMPTS, 2, sampling)]
+        scores = [row.tobytes() for row in one.logprobs(_PROMPTS, start=2)]
+        require(one.memory["kv_used_bytes"] == 0, "pages are not given back")
+        return said, scores, one.logits([1, 2, 3]).tobytes()
+
+    def of_engine(act: Callable[[whet.Engine], Any]) -> Operation:
+        def make() -> tuple[Callable[[], Any], Callable[[], Any]]:
+            one = engine()
+            return lambda: act(one), lambda: answers(one)
+
+        return make
+
+    def streamed(one: whet.Engine) -> None:
+        with one.stream(_PROMPTS[1], sampling) as stream:
+            next(stream)
+
+    def with_adapter(one: whet.Engine) -> None:
+        number = one.add_adapter(adapter)
+        try:
+            one.generate([[1, 2, 3]], 1, whet.SamplingParams(max_new_tokens=3), adapter=number)
+        finally:
+            one.remove_adapter(number)
+
+    def synced() -> tuple[Callable[[], Any], Callable[[], Any]]:
+        one = whet.Engine.from_model(model, weights="int8", kv_bytes=1 << 20)
+        return lambda: one.sync(model), lambda: (one.sync(model), answers(one))[1]
+
+    return [
+        ("making an engine", lambda: (lambda: engine().close(), lambda: answers(engine()))),
+        ("generate", of_engine(lambda one: one.generate(_PROMPTS, 2, sampling))),
+        ("logprobs", of_engine(lambda one: one.logprobs(_PROMPTS, start=2, return_entropy=True))),
+        ("logits", of_engine(lambda one: one.logits(_PROMPTS[1]))),
+        ("stream", of_engine(streamed)),
+        ("adapters", of_engine(with_adapter)),
+        ("sync", synced),
+        ("kernels", lambda: (_kernels, _kernels)),
+    ]
+
+
+def _kernels() -> list[bytes]:
+    """One call of each family of kernels, in a pool that is new."""
+    import whet
+
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(33, 256)).astype(np.float32), rng.normal(size=(300, 256)).astype(np.float32)
+    q, k, v = (rng.normal(size=(40, heads, 32)).astype(np.float32) for heads in (4, 2, 2))
+    whet.set_num_threads(1)
+    whet.set_num_threads(2)
+    results = [
+        whet.gemm(x, w, transpose_b=True),
+        whet.gemv(w, x[0]),
+        *(whet.linear(x, whet.pack_weight(w, format)) for format in ("float32", "bfloat16", "int8", "q8_0", "q4_k")),
+        whet.rms_norm(x, w[0]),
+        whet.softmax(x),
+        whet.silu(x),
+        whet.attention(q, k, v),
+        whet.decode_attention(q[-1:], k[None], v[None], np.array([40])),
+        whet.compute_batch_token_kl(x, x - 1),
+        whet.compute_batch_group_advantages(x),
+        whet.compute_token_logprobs(x, np.arange(33)),
+        whet.MicroLoRA(256, 8, rank=2).forward(x, np.zeros((33, 8), np.float32)),
+    ]
+    return [np.asarray(result).tobytes() for result in results]
+
+
+# --- the failures ---------------------------------------------------------------------------------------
+
+
+def _fail_each(tally: Tally, operation: Operation, every: int) -> None:
+    """Each allocation, or every so manieth, in child processes: the next one goes on where the last one died."""
+    for lasting in (False, True):
+        reached = mmap.mmap(-1, 24)  # the allocation, 1 at the end, cases
+        n, over = 1, False
+        while not over:
+            with tally.case(f"from allocation {n}{' on, all of them' if lasting else ''}"):
+                reached[:24] = struct.pack("3q", n, 0, 0)
+                pid = os.fork()
+                if pid == 0:
+                    _be_worker(operation, n, every, lasting, reached)
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                n, over, cases = struct.unpack("3q", reached[:24])
+                tally.cases += cases - 1
+                require(over, f"allocation {n}: the process ended with status {status}; see above")
+            n += every
+            over = over or len(tally.failures) > 20
+
+
+def _be_worker(operation: Operation, n: int, every: int, lasting: bool, reached: mmap.mmap) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    cases = 0
+    shim = ctypes.CDLL(os.environ[_SHIM])
+    shim.arm.argtypes, shim.disarm.restype = [ctypes.c_long, ctypes.c_bool], ctypes.c_long
+    try:
+        expected = operation()[1]()
+        refused = 1
+        while refused:
+            reached[:24] = struct.pack("3q", n, 0, cases)
+            act, answer = operation()
+            refused = _refused(act, shim, n, lasting)
+            require(refused >= 0, "the shim does not find the extension module")
+            require(answer() == expected, f"after allocation {n} the answers are others")
+            n, cases = n + every, cases + 1
+        reached[:24] = struct.pack("3q", n, 1, cases)
+        os._exit(0)
+    except BaseException as error:
+        print(f"allocation {n}, lasting {lasting}: {type(error).__name__}: {error}", flush=True)
+    finally:
+        os._exit(1)
+
+
+def _refused(act: Callable[[], Any], shim: ctypes.CDLL, n: int, lasting: bool) -> int:
+    """How many allocations were refused to it."""
+    shim.arm(n, lasting)
+    try:
+        act()
+    except MemoryError:
+        pass
+    except RuntimeError as error:  # the system's word where it gives no thread
+        require("emory" in str(error) or "thread" in str(error) or "Resource" in str(error), f"told as {error!r}")
+    finally:
+        refused = shim.disarm()
+    return refused
