@@ -665,7 +665,7 @@ def test_only_the_trained_part_is_saved(tmp_path):
     ("part", "value", "message"),
     [
         ("counters", {}, "KeyError: 'step'"),
-        ("counters", {name: 0.5 for name in ("step", "position")}, "TypeError: 'float' object"),
+        ("counters", dict.fromkeys(("step", "position"), 0.5), "TypeError: 'float' object"),
         ("callbacks", 0.5, "TypeError"),
         ("ref_model", 3, "TypeError: 'int' object is not subscriptable"),
         ("config", {"depth": 1}, "TypeError: .*unexpected keyword argument 'depth'"),

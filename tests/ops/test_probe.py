@@ -143,3 +143,24 @@ def test_bad_durations_are_named(rate):
 def test_bad_dtypes_are_named(bad):
     with pytest.raises(whet.WhetValueError, match="expected one of float32, float64, bfloat16, int8, as a string"):
         probe.fma_rate(bad)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
+def test_a_page_is_as_large_as_the_tokens_it_holds(dtype, size):
+    pages = probe.kv_pages(3, 2, 32, dtype)
+    assert pages.take_and_release() == pages.take_and_release() == 64 * 3 * 2 * 32 * 2 * size
+    assert probe.malloc_and_free(12345, True) == probe.malloc_and_free(12345, False) == 12345
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 1, 1, "float32"), "kv_pages: n_layers is 0, expected at least 1"),
+        ((1, 1.5, 1, "float32"), "kv_pages: n_kv_heads is 1.5, expected an integer"),
+        ((1, 1, 1 << 17, "float32"), "a size is 131072, expected at most 65536"),
+        ((1, 1, 1, "int8"), "dtype is 'int8', expected 'float32' or 'bfloat16'"),
+    ],
+)
+def test_pages_of_no_size_are_refused(arguments, message):
+    with pytest.raises(whet.WhetError, match=message):
+        probe.kv_pages(*arguments)

@@ -1,1 +1,1 @@
-"""``make torture``: what is promised of a run and of the core whatever happens to them; docs/reliability.md says what."""
+"""``make torture``: what holds of a run and of the core, whatever happens to them; docs/reliability.md says what."""

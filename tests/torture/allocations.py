@@ -1,6 +1,6 @@
 """Every allocation of the extension module fails, once and from then on: a MemoryError, and an engine as good as new.
 
-The C++ test of the same (cpp/tests/allocation_test.cpp) looks for leaks too; here the bindings and whet.engine take part.
+The C++ test of the same (cpp/tests/allocation_test.cpp) looks for leaks too; here bindings and whet.engine take part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from tests.torture.common import ROOT, Tally, make_model, require, scaled
 
 _SHIM = "WHET_TORTURE_SHIM"

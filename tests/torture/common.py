@@ -1,4 +1,4 @@
-"""What every kind of torture shares: a tally of cases, a small model with its data, and ``whet`` in a process of its own.
+"""What every kind of torture shares: a tally of cases, a small model with its data, ``whet`` in a process of its own.
 
 A command is forked from a process that has imported everything, so that its start costs milliseconds instead of
 seconds; ``started`` starts one as a shell would, where it is the process itself that is tried.

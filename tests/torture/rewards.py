@@ -1,4 +1,4 @@
-"""Reward functions that hang, fork, raise, exit, crash, print, start threads or return nonsense: runs end as documented.
+"""Reward functions that hang, fork, raise, exit, crash, print or return nonsense: runs end as documented.
 
 A function that scores must not disturb the run, whatever else it does: the weights are those of one that does nothing
 else. One that fails ends the run with a line that names it ("raise"), or is left out or scored 0, warned of and counted

@@ -118,8 +118,8 @@ public:
 
     // Names come as const char*: nanobind ends the process where a std::string of its own finds no memory.
     // Rows of a matrix at an address; strides in elements, in bytes where they are the format's own.
-    void load(const char* slot, size_t first, size_t n, size_t k, uintptr_t address, int source,
-              ptrdiff_t row_stride, ptrdiff_t column_stride) {
+    void load(const char* slot, size_t first, size_t n, size_t k, uintptr_t address, int source, ptrdiff_t row_stride,
+              ptrdiff_t column_stride) {
         const Turn turn(lock_);
         PackedWeight& to = model_.weights().matrix(slot);
         const size_t width = static_cast<Source>(source) == Source::kPacked ? row_bytes(to.format(), to.k()) : to.k();

@@ -1,4 +1,5 @@
-// Bindings of the probes: how fast this machine's threads read, copy and scale memory, and multiply and add.
+// Bindings of the probes: how fast this machine's threads read, copy and scale memory, and multiply and add; and what
+// it costs to take memory and give it back.
 //
 // All threads start together and work for a batch of a millisecond or more; a batch takes as long as from the first
 // start to the last end. Batches follow one another until the time asked for is over, and the fastest one counts: a
@@ -12,6 +13,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <new>
 #include <string>
@@ -21,6 +23,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "engine/kv_cache.h"
 #include "kernels/dispatch.h"
 #include "runtime/thread_pool.h"
 
@@ -196,9 +199,53 @@ void evict(size_t n_bytes) {
     run_together(parts->n_threads, [&](size_t i) { read(*parts, i, 1); });
 }
 
+// ---------------------------------------------------------------- pages and other memory
+
+// A KV cache as an engine has it, of a few pages.
+class KvPages {
+public:
+    KvPages(size_t n_layers, size_t n_kv_heads, size_t head_dim, bool bf16)
+        : cache_(config_of(n_layers, n_kv_heads, head_dim), bf16, bytes_of(n_layers, n_kv_heads, head_dim, bf16)) {}
+
+    // Takes a page of zeros and gives it back, as a sequence of one page does.
+    size_t take_and_release() {
+        cache_.release(cache_.take());
+        return cache_.page_bytes();
+    }
+
+private:
+    static constexpr size_t kPages = 8;
+
+    static ModelConfig config_of(size_t n_layers, size_t n_kv_heads, size_t head_dim) {
+        ModelConfig config;
+        config.n_layers = n_layers, config.n_kv_heads = n_kv_heads, config.head_dim = head_dim;
+        return config;
+    }
+    static size_t bytes_of(size_t n_layers, size_t n_kv_heads, size_t head_dim, bool bf16) {
+        return kPages * KvCache::page_bytes(config_of(n_layers, n_kv_heads, head_dim), bf16);
+    }
+
+    KvCache cache_;
+};
+
+// malloc and free of the C library; between them zeros, where they are asked for.
+size_t malloc_and_free(size_t n_bytes, bool zeroed) {
+    void* memory = std::malloc(n_bytes);
+    if (memory == nullptr) throw std::bad_alloc();
+    __asm__ __volatile__("" : "+r"(memory) : : "memory");  // or the compiler makes calloc of it, or leaves it out
+    if (zeroed) std::memset(memory, 0, n_bytes);
+    __asm__ __volatile__("" : : "r"(memory) : "memory");
+    std::free(memory);
+    return n_bytes;
+}
+
 }  // namespace
 
 void bind_probe(nb::module_& m) {
+    nb::class_<KvPages>(m, "KvPages")
+        .def(nb::init<size_t, size_t, size_t, bool>())
+        .def("take_and_release", &KvPages::take_and_release);
+    m.def("malloc_and_free", &malloc_and_free);
     m.def("read_rate", &read_rate);
     m.def("copy_rate", &copy_rate);
     m.def("scale_rate", &scale_rate);

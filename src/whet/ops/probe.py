@@ -1,4 +1,4 @@
-"""What this machine can do at best: the ceilings that every other figure is held against.
+"""What this machine can do at best: the ceilings that every other figure is held against; and what memory costs.
 
 The rates of loops that only load, copy, scale, or multiply and add, on the kernels' instruction set (``whet.isa()``)
 and threads (``whet.get_num_threads()``). Each is the fastest of several timed batches, at least 3, after one that is
@@ -84,6 +84,38 @@ def evict(n_bytes: int) -> None:
         MemoryError: the system does not give so much memory.
     """
     _core.evict(_size("evict", n_bytes))
+
+
+def kv_pages(n_layers: int, n_kv_heads: int, head_dim: int, dtype: str) -> Any:
+    """A KV cache as an engine of these sizes has it, of 8 pages of 64 tokens, in "float32" or "bfloat16".
+
+    Its ``take_and_release()`` takes a page, which holds zeros, gives it back, and returns the page's bytes. It is the
+    same page each time: the one given back last is the first to be taken again.
+
+    Raises:
+        WhetValueError: a size is below 1, or dtype is neither of these.
+        WhetTypeError: a size is no integer.
+        MemoryError: the system does not give so much memory.
+    """
+    given = {"n_layers": n_layers, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
+    sizes = [inputs.positive_size("kv_pages", name, size) for name, size in given.items()]
+    if dtype not in ("float32", "bfloat16"):
+        raise WhetValueError(f"kv_pages: dtype is {dtype!r}, expected 'float32' or 'bfloat16'.")
+    if max(sizes) > 1 << 16:
+        raise WhetValueError(f"kv_pages: a size is {max(sizes)}, expected at most 65536.")
+    return _core.KvPages(*sizes, dtype == "bfloat16")
+
+
+def malloc_and_free(n_bytes: int, zeroed: bool) -> int:
+    """``malloc`` and ``free`` of the C library, once; between them, where ``zeroed``, n_bytes of zeros are written.
+
+    Returns:
+        n_bytes.
+
+    Raises:
+        WhetValueError, WhetTypeError, MemoryError: as ``read_rate``.
+    """
+    return _core.malloc_and_free(_size("malloc_and_free", n_bytes), bool(zeroed))
 
 
 def _size(function: str, n_bytes: Any) -> int:

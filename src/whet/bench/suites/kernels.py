@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from whet.bench.case import BenchOptions, Suite, Table
-from whet.bench.kernels import attention, linear, lora, norm, rope
+from whet.bench.kernels import attention, linear, lora, memory, norm, rope
 
 
 def tables(options: BenchOptions) -> list[Table]:
     """The tables of all families."""
-    return [table for family in (norm, rope, attention, linear, lora) for table in family.tables(options)]
+    return [table for family in (norm, rope, attention, memory, linear, lora) for table in family.tables(options)]
 
 
 SUITE = Suite(
