@@ -1,6 +1,7 @@
 # make demo    post-train a small model from nothing, in under 5 minutes
 # make test    the whole Python test suite
 # make fuzz    a minute of hostile bytes for each kind of model file
+# make torture kills, full disks, damaged files, memory that is refused: docs/reliability.md, under 20 minutes
 # make check   what continuous integration runs: tests, linters, C++ by two compilers and under sanitizers, set-ups
 PYTHON ?= python3
 VENV   := .venv
@@ -8,7 +9,7 @@ BUILD  := build/release
 BIN    := $(VENV)/bin
 NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.txt tools/set_up.py
 
-.PHONY: demo test fuzz lint cpp-test wheel-test setup-test check format clean
+.PHONY: demo test fuzz torture lint cpp-test wheel-test setup-test check format clean
 .NOTPARALLEL:  # two extras must not be installed into one environment at once; each recipe uses all cores
 
 # One stamp per extra: `make demo` on a fresh machine installs no test tools. All of them, and the C++ tests, share one
@@ -58,6 +59,10 @@ fuzz: $(VENV)/.installed-fuzz
 	for kind in safetensors config gguf; do \
 	  $(BIN)/python tests/fuzz/fuzz_files.py $$kind -max_total_time=60 || exit 1; \
 	done
+
+# Not in check. `make torture ONLY="--scale 0.1 kills disk"` is some of it, and less of that.
+torture: $(VENV)/.installed-test
+	$(BIN)/python -m tests.torture $(ONLY)
 
 # The wheel in an empty environment, with no compiler to be found and nothing but NumPy beside it; built without git,
 # CMake and Ninja.
