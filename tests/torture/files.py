@@ -102,12 +102,13 @@ def _load_checkpoint(folder: Path) -> None:
 
 def _load_forged(folder: Path) -> None:
     """The manifest tells the sizes and digests of what is there, as a forger's would."""
-    from whet.checkpoint import _digest, _dump, _fingerprint
-
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest.pop("sha256")
-    manifest["files"] = {name: _fingerprint(folder / name) for name in manifest["files"]}
-    (folder / "manifest.json").write_text(_dump({**manifest, "sha256": _digest(manifest)}))
+    for name in manifest["files"]:
+        content = (folder / name).read_bytes()
+        manifest["files"][name] = {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest["sha256"] = hashlib.sha256((json.dumps(manifest, indent=1) + "\n").encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     _load_checkpoint(folder)
 
 
