@@ -116,7 +116,7 @@ public:
         }
     }
 
-    // Names come as const char*: nanobind ends the process where a std::string of its own finds no memory.
+    // Names come as const char*: nanobind ends the process where it makes a std::string of one and finds no memory.
     // Rows of a matrix at an address; strides in elements, in bytes where they are the format's own.
     void load(const char* slot, size_t first, size_t n, size_t k, uintptr_t address, int source, ptrdiff_t row_stride,
               ptrdiff_t column_stride) {
