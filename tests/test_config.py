@@ -114,6 +114,7 @@ def test_values_out_of_range_are_named(config_class, settings, message):
         (DPOConfig, {"precompute_reference": True, "loss_type": "sft"}, "the loss looks at no reference"),
         (DPOConfig, {"reference_cache": "x"}, "it keeps what precompute_reference computes"),
         (GRPOConfig, {"rollout_weights": "int8", "engine": "torch"}, "engine is 'torch', which samples from the model"),
+        (GRPOConfig, {"kv_bytes": 1 << 30, "engine": "torch"}, "engine is 'torch', which samples from the model"),
         (GRPOConfig, {"epsilon": 0.1, "loss_type": "sapo"}, "'sapo' does not clip the ratio at 1 - epsilon"),
         (GRPOConfig, {"epsilon": 0.1, "loss_type": "cispo", "epsilon_high": 5.0}, "'cispo' does not clip the ratio"),
         (GRPOConfig, {"epsilon_high": 0.3, "loss_type": "sapo"}, "'sapo' has no such bound"),

@@ -192,6 +192,9 @@ class RolloutConfig:
     """What samples: the native engine, or the model through torch; auto: native where it runs the model."""
     rollout_weights: RolloutWeights = "auto"
     """Format of the native engine's matrices; auto: bf16 or float32, as the policy multiplies them."""
+    kv_bytes: int = 0
+    """Memory of the native engine for keys and values, asked of the system as it is used; 0: 1 GiB, or what the longest
+    sequence takes that comes, if that is more. A sequence that needs more than is set is an error."""
     reward_weights: list[float] = field(default_factory=list)
     """One weight per reward function; empty: 1 each."""
     reward_policy: Literal["raise", "skip", "zero"] = "raise"
@@ -207,7 +210,13 @@ class RolloutConfig:
         check_range(self, "reward_weights", all(map(math.isfinite, self.reward_weights)), "finite numbers")
         timeout_s = self.reward_timeout_s
         check_range(self, "reward_timeout_s", timeout_s is None or 0 < timeout_s < math.inf, "seconds > 0, or None")
-        check_used(self, ["rollout_weights"], self.engine != "torch", "engine is 'torch', which samples from the model")
+        check_range(self, "kv_bytes", self.kv_bytes >= 0, "an integer >= 0")
+        check_used(
+            self,
+            ["rollout_weights", "kv_bytes"],
+            self.engine != "torch",
+            "engine is 'torch', which samples from the model",
+        )
         self.sampling((), self.seed)
 
     def samples_plainly(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 
 import peft
 import pytest
@@ -15,7 +16,7 @@ from whet.algorithms.grpo import GRPO
 from whet.engine import Engine
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
-from whet.rollout.choose import check_lengths, make_engine
+from whet.rollout.choose import check_lengths, make_engine, with_room
 from whet.rollout.torch_engine import TorchEngine
 from whet.sampling import SamplingParams
 
@@ -160,6 +161,51 @@ def test_a_module_of_ones_own_is_torchs_without_a_word():
         assert isinstance(make_engine("auto", OwnModule()), TorchEngine)
     with pytest.raises(WhetTypeError, match="model is a OwnModule, expected a Hugging Face model"):
         make_engine("native", OwnModule())
+
+
+def test_memory_for_keys_and_values():
+    model = tiny_llama()
+    page = make_engine("native", model).memory["kv_page_bytes"]
+    small = make_engine("native", model, kv_bytes=2 * page)
+    assert small.memory["kv_bytes"] == 2 * page
+    make = partial(make_engine, "native", model, "auto", "GRPO")
+    small.policy_version = 3
+    assert with_room(small, make, [[4] * 50, [4]], 13) is small
+    assert with_room(small, None, [[4] * 50, [4]], 900) is small
+    torch_engine = TorchEngine(model)
+    assert with_room(torch_engine, make, [[4] * 50], 900) is torch_engine
+    larger = with_room(small, make, [[4] * 50, [4]], 900)
+    assert larger.policy_version == 3 and larger.memory["kv_bytes"] == 3 * page  # the model ends at 64 tokens
+    assert [len(c.token_ids) for [c] in larger.generate([[4] * 50, [4]], 1, SamplingParams(max_new_tokens=900))] == [
+        14,
+        63,
+    ]
+    with pytest.raises(WhetValueError, match="GRPO: kv_bytes is 99 and has no effect: the engine is made already"):
+        make_engine(small, model, where="GRPO", kv_bytes=99)
+
+
+def long_llama():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "max_position_embeddings": 512}))
+
+
+def test_a_long_sequence_does_not_end_a_run():
+    model, settings = long_llama(), {"reward_fn": lambda completions: [float(len(c)) for c in completions]}
+    settings |= {"engine": "native", "max_new_tokens": 8}
+    trainer = GRPO(model, group_size=2, compute="float32", **settings)
+    page = trainer.engine.memory["kv_page_bytes"]
+    trainer.engine = make_engine("native", model, kv_bytes=2 * page)  # as 1 GiB is of a large model
+    trainer.train_step([[4, 5]])
+    trainer.train_step([[4] * 300])
+    assert trainer.engine.memory["kv_bytes"] == 6 * page and trainer.engine.policy_version == 2
+    best = BestOfN(model, n=2, **settings)
+    best.engine = make_engine("native", model, kv_bytes=2 * page)
+    assert best.generate([[4] * 300]).shape[1] <= 308
+    fixed = GRPO(model, group_size=2, compute="float32", kv_bytes=2 * page, **settings)
+    with pytest.raises(
+        WhetValueError, match=r"300 . 8 tokens need .* bytes of KV cache, and kv_bytes is .*Raise kv_bytes"
+    ):
+        fixed.train_step([[4] * 300])
 
 
 @pytest.mark.parametrize("engine", ["vllm", None, 3])

@@ -8,6 +8,7 @@ first counts.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from whet.batches import batches_in_order
 from whet.config import BestOfNConfig, EngineName
 from whet.errors import RewardError
 from whet.fields import check_integer, make_config
-from whet.rollout.choose import check_lengths, make_engine
+from whet.rollout.choose import check_lengths, make_engine, with_room
 from whet.rollout.protocol import RolloutEngine
 from whet.sampling import Completion
 from whet.trainer import stop_token_ids
@@ -76,7 +77,9 @@ class BestOfN:
         self.model = model
         self.tokenizer = tokenizer
         chosen = self.config.engine if engine is None else engine
-        self.engine = make_engine(chosen, model, self.config.rollout_weights, "BestOfN")
+        make = partial(make_engine, chosen, model, self.config.rollout_weights, "BestOfN")
+        self.engine = make(self.config.kv_bytes)
+        self._make_engine = make if isinstance(chosen, str) and not self.config.kv_bytes else None
 
     def generate(
         self, prompts: Any, *, return_scores: bool = False, return_all: bool = False
@@ -134,6 +137,7 @@ class BestOfN:
         """N completions per prompt, and their rewards (B, N), of every prompt one at least."""
         self.engine.sync(self.model)
         check_lengths(self.model, prompts.ids, self.config.max_new_tokens, where)
+        self.engine = with_room(self.engine, self._make_engine, prompts.ids, self.config.max_new_tokens)
         stop_ids = stop_token_ids(self.model, self.tokenizer, self.config.stop_token_ids)
         sampling = self.config.sampling(stop_ids, seed)
         rollout = sample(self.engine, prompts, self.config.n, sampling, self.tokenizer)

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from whet.errors import WhetTypeError, WhetValueError
 from whet.fields import check_used
 from whet.phases import phase
 from whet.rewards import RewardBatch, RewardFunctions
-from whet.rollout.choose import check_lengths, make_engine
+from whet.rollout.choose import check_lengths, make_engine, with_room
 from whet.rollout.protocol import RolloutEngine
 from whet.sampling import Completion, SamplingParams
 from whet.trainer import Trainer
@@ -221,7 +222,9 @@ class OnlineTrainer(Trainer):
         weights = config.rollout_weights
         if weights == "auto" and self.acceleration is not None and self.acceleration.dtype == torch.bfloat16:
             weights = "bf16"  # the policy multiplies these, and so does its sampler
-        self.engine = make_engine(chosen, model, weights, type(self).__name__)
+        make = partial(make_engine, chosen, model, weights, type(self).__name__)
+        self.engine = make(config.kv_bytes)
+        self._make_engine = make if isinstance(chosen, str) and not config.kv_bytes else None
         self.last_completions: list[dict[str, Any]] = []
 
     def as_row(self, item: Any) -> Mapping[str, Any]:
@@ -274,6 +277,7 @@ class OnlineTrainer(Trainer):
         """``n`` completions per prompt, the same ones for one (seed, key) and the engine's weights."""
         prompts = read_prompts(batch, self.tokenizer, where)
         check_lengths(self.model, prompts.ids, self.config.max_new_tokens, where)
+        self.engine = with_room(self.engine, self._make_engine, prompts.ids, self.config.max_new_tokens)
         seed = int(np.random.SeedSequence([self.config.seed % 2**64, key]).generate_state(1)[0])
         sampling = self.config.sampling(self.stop_token_ids(), seed)
         if temperature is not None:

@@ -44,11 +44,12 @@ def best_completions(
     """A dict per row, in order; ``batch_size`` prompts are sampled for at a time, each batch from its own seed."""
     settings = {field.name: getattr(run, field.name) for field in dataclasses.fields(BestOfNConfig)}
     rewards = reward_functions(run, functions)
-    engine = make_engine(run.engine, model, run.rollout_weights, "whet best-of-n")
+    settings["engine"] = make_engine(run.engine, model, run.rollout_weights, "whet best-of-n", run.kv_bytes)
+    settings["kv_bytes"] = 0  # the engine has them
     for start in range(0, len(rows), run.batch_size):
         batch = rows[start : start + run.batch_size]
         settings["seed"] = int(np.random.SeedSequence([run.seed % 2**64, start]).generate_state(1)[0])
-        best_of_n = BestOfN(model, rewards, tokenizer=tokenizer, **{**settings, "engine": engine})
+        best_of_n = BestOfN(model, rewards, tokenizer=tokenizer, **settings)
         result: Any = best_of_n.generate(batch, return_scores=True, return_all=True)
         for row, scores, candidates in zip(batch, result.scores.numpy(), result.candidates, strict=True):
             texts = [as_shown(candidate.token_ids, tokenizer) for candidate in candidates]

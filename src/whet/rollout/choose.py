@@ -6,8 +6,8 @@ Knows nothing about algorithms: they ask by name, or bring an engine of their ow
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import get_args
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -20,9 +20,15 @@ from whet.nn.modules import inner_module, module_device
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.torch_engine import TorchEngine
 
+_PAGE_TOKENS = 64  # kPageTokens of the core
+
 
 def make_engine(
-    engine: RolloutEngine | EngineName, model: nn.Module, weights: RolloutWeights = "auto", where: str = "make_engine"
+    engine: RolloutEngine | EngineName,
+    model: nn.Module,
+    weights: RolloutWeights = "auto",
+    where: str = "make_engine",
+    kv_bytes: int = 0,
 ) -> RolloutEngine:
     """The engine given, or one of that name over ``model``.
 
@@ -34,9 +40,10 @@ def make_engine(
             that what is sampled from is the policy and no rounding of it. So are rotary frequencies: where they depend
             on the length (longrope), its longest sequence is the longest one of the short factors.
         where: who asks, for messages.
+        kv_bytes: memory of the native engine for keys and values; 0: its default.
 
     Raises:
-        WhetValueError: "native", and the native engine does not run the model.
+        WhetValueError: "native", and the native engine does not run the model; kv_bytes beside an engine that is made.
         WhetTypeError: no engine, and no name of one; "native", and it is no Hugging Face model.
     """
     names = get_args(EngineName)
@@ -45,12 +52,14 @@ def make_engine(
             f"{where}: engine is {engine!r}, expected {', '.join(map(repr, names))} or a RolloutEngine."
         )
     if not isinstance(engine, str):
+        if kv_bytes:
+            raise WhetValueError(f"{where}: kv_bytes is {kv_bytes} and has no effect: the engine is made already.")
         return engine
     if engine == "native":
-        return _native(model, weights)
+        return _native(model, weights, kv_bytes)
     if engine == "auto" and hasattr(model, "config") and module_device(model).type == "cpu":
         try:
-            return _native(model, weights)
+            return _native(model, weights, kv_bytes)
         except WhetTypeError:
             pass  # a module of the user's own, which torch alone can run
         except WhetValueError as error:
@@ -62,10 +71,12 @@ def make_engine(
     return TorchEngine(model)
 
 
-def _native(model: nn.Module, weights: RolloutWeights) -> Engine:
+def _native(model: nn.Module, weights: RolloutWeights, kv_bytes: int) -> Engine:
     if weights == "auto":
         weights = "bf16" if next(model.parameters()).dtype == torch.bfloat16 else "float32"
-    options = {"weights": weights, "max_position": short_position(getattr(inner_module(model), "config", None))}
+    max_position = short_position(getattr(inner_module(model), "config", None))
+    options: dict[str, Any] = {"weights": weights, "max_position": max_position}
+    options |= {"kv_bytes": kv_bytes} if kv_bytes else {}
     try:
         return Engine.from_model(model, **options)
     except WhetValueError:
@@ -73,6 +84,29 @@ def _native(model: nn.Module, weights: RolloutWeights) -> Engine:
             raise
         # Adapters of the embedding or the head cannot be computed beside them.
         return Engine.from_model(model, merge_adapters=True, **options)
+
+
+def with_room(
+    engine: RolloutEngine,
+    make: Callable[[int], RolloutEngine] | None,
+    prompt_ids: Sequence[Sequence[int]],
+    max_new_tokens: int,
+) -> RolloutEngine:
+    """The engine, or the one that ``make(kv_bytes)`` makes with memory for the longest of these sequences.
+
+    Keys and values of other sequences wait for memory; one that needs more than there is would be an error. None for
+    ``make`` keeps the engine whatever comes.
+    """
+    if make is None or not isinstance(engine, Engine):
+        return engine
+    longest = min(max(map(len, prompt_ids), default=0) + max_new_tokens, engine.config.max_position)
+    # The prompt's last page is its own and, copied, each completion's first.
+    needed = (longest // _PAGE_TOKENS + 2) * engine.memory["kv_page_bytes"]
+    if needed <= engine.memory["kv_bytes"]:
+        return engine
+    larger = make(needed)
+    larger.policy_version = engine.policy_version
+    return larger
 
 
 def check_lengths(model: nn.Module, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int, where: str) -> None:
