@@ -742,6 +742,24 @@ def test_loggers_and_callbacks_that_are_none_are_named(arguments, message):
         sft(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [(SFT, {}), (GRPO, {"reward_fn": ones}), (DPO, {"reference_free": True}), (DPO, {"loss_type": "sft"}),
+     (OnlineDPO, {"reward_fn": ones, "reference_free": True})],
+)  # fmt: skip
+def test_a_reference_that_nothing_looks_at_is_refused(algorithm, settings):
+    with pytest.raises(WhetValueError, match=f"{algorithm.__name__}: ref_model has no effect: with these settings the"):
+        algorithm(Net(), Net(), **settings)
+
+
+def test_a_run_that_is_loaded_may_leave_its_reference_behind(tmp_path):
+    GRPO(Net(), Net(), reward_fn=ones, beta=0.1, kl_estimator="k1").save(tmp_path / "c")
+    kept = GRPO.from_checkpoint(tmp_path / "c", reward_fn=ones)
+    assert kept.ref_model is not None and kept.config.beta == 0.1
+    plain = GRPO.from_checkpoint(tmp_path / "c", reward_fn=ones, beta=0.0, kl_estimator="k3")
+    assert plain.ref_model is None and plain.config.beta == 0.0
+
+
 def test_modes_come_back_one_by_one():
     model = Net()
     model.dropout.eval()

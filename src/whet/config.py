@@ -101,6 +101,10 @@ class TrainerConfig:
         check_used(self, packed, not self.micro_batch_size, "micro_batch_size says what a pass takes")
         check_used(self, packed, self.compute != "torch", "compute is 'torch', which takes micro_batch_size rows")
 
+    def has_reference(self) -> bool:
+        """Whether the loss looks at a reference."""
+        return False
+
 
 def learning_rate_at(step: int, config: TrainerConfig, horizon: int) -> float:
     """The learning rate of the step that follows ``step`` finished ones, in a schedule of ``horizon`` steps.
@@ -291,6 +295,10 @@ class GRPOConfig(OnlineConfig):
     """Leave groups whose rewards are all equal out of the update, instead of counting them."""
     mask_truncated_completions: bool = False
     """Leave completions that max_new_tokens ended out of the update."""
+
+    def has_reference(self) -> bool:
+        """Whether the loss has a KL term."""
+        return self.beta != 0
 
     def correction(self) -> SamplerCorrection | None:
         """``sampler_correction`` with "auto" decided; None: off."""

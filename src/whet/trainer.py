@@ -109,6 +109,10 @@ class Trainer(ABC):
         if ref_model is model:
             raise WhetValueError(f"{where}: ref_model is the model itself. Pass a frozen copy, or None.")
         self.config: Any = make_config(self.config_class, config, settings)
+        if ref_model is not None and not self.config.has_reference():
+            raise WhetValueError(
+                f"{where}: ref_model has no effect: with these settings the loss looks at no reference. Leave it out."
+            )
         self.model = model
         self.tokenizer = tokenizer
         self.loggers: list[Any] = _as_list(where, "logger", logger, "log")
@@ -140,8 +144,8 @@ class Trainer(ABC):
         self._skipped_in_a_row = self._horizon = self._drawn = 0
 
     def uses_reference(self) -> bool:
-        """Whether the algorithm, so configured, compares the policy with a reference."""
-        return False
+        """Whether a reference stands by for the loss."""
+        return self.config.has_reference()
 
     # --- one step ---------------------------------------------------------------------------------------
 
@@ -499,17 +503,22 @@ class Trainer(ABC):
                 f"{cls.__name__}.from_checkpoint: {path} holds only the trained part of its model. Pass "
                 f"model=, made as it was before training."
             )
+        # What was saved may ask for what the settings given here no longer do, such as a reference.
+        with _malformed_told(path):
+            changed = {n: v for n, v in arguments.items() if n in state["config"] and n != "engine"}
+            saved = cls.config_class(**state["config"])
+        config = arguments.setdefault("config", make_config(cls.config_class, saved, changed))
         with _malformed_told(path):
             model = build_module(state["model"]) if model is None else model
             if state["whole_model"]:
                 load_module_tensors(model, tensors["model"])
-            if state["ref_model"] is not None:
-                if ref_model is None and state["ref_model"]["undescribed"]:
+            undescribed = state["ref_model"] is not None and state["ref_model"]["undescribed"]
+            if state["ref_model"] is not None and config.has_reference():
+                if ref_model is None and undescribed:
                     ref_model = copy.deepcopy(model)
                 elif ref_model is None:
                     ref_model = build_module(state["ref_model"]).to(module_device(model))
                 load_module_tensors(ref_model.requires_grad_(False), tensors["ref_model"])
-            arguments.setdefault("config", cls.config_class(**state["config"]))
         trainer = cls(model, ref_model, **arguments)
         with _malformed_told(path):
             trainer._restore(tensors, state)

@@ -62,8 +62,8 @@ def test_accumulated_micro_batches_trace_the_same_curve(loss_type):
     runs = []
     for micro_batch_size in (0, 1):
         dpo = make(
-            ref_model=TinyModel(seed=1), loss_type=loss_type, label_smoothing=smoothing,
-            beta=0.1 if loss_type == "sft" else 0.3, micro_batch_size=micro_batch_size,
+            loss_type=loss_type, label_smoothing=smoothing, micro_batch_size=micro_batch_size,
+            **({} if loss_type == "sft" else {"ref_model": TinyModel(seed=1), "beta": 0.3}),
         )  # fmt: skip
         history = [dpo.train_step(ROWS) for _ in range(3)]
         runs.append((history, weights(dpo.model)))
@@ -319,9 +319,8 @@ def test_the_loss_sft_is_that_of_sft_on_the_chosen(micro_batch_size):
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "sft"])
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 def test_evaluation_is_the_loss_of_all_pairs_and_trains_nothing(loss_type, batch_size):
-    ref_model = TinyModel(seed=1)
-    beta = {} if loss_type == "sft" else {"beta": 0.5}
-    dpo = make(ref_model=ref_model, loss_type=loss_type, batch_size=batch_size, **beta)
+    reference = {} if loss_type == "sft" else {"ref_model": TinyModel(seed=1), "beta": 0.5}
+    dpo = make(loss_type=loss_type, batch_size=batch_size, **reference)
     state = torch.get_rng_state()
     same = {"prompt": [5], "chosen": [4], "rejected": [4]}
     found = dpo.evaluation_metrics([*ROWS, same] if loss_type != "sft" else ROWS)

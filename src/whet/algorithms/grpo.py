@@ -85,10 +85,6 @@ class GRPO(OnlineTrainer):
         super().__init__(model, ref_model, **arguments)
         self.rewards = reward_functions(self.config, reward_fn)
 
-    def uses_reference(self) -> bool:
-        """Whether the loss has a KL term."""
-        return self.config.beta != 0
-
     def train_step(self, prompt_batch: Any) -> dict[str, float]:
         """Sample completions for a batch of prompts, score them, and update the policy on them.
 

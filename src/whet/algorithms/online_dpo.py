@@ -58,10 +58,6 @@ class OnlineDPO(OnlineTrainer):
         self.preference_fn = preference_fn
         self.rewards = None if reward_fn is None else reward_functions(self.config, reward_fn)
 
-    def uses_reference(self) -> bool:
-        """Whether the loss looks at the reference."""
-        return self.config.has_reference()
-
     def train_step(self, prompt_batch: Any) -> dict[str, float]:
         """Sample two completions per prompt, have them compared, and update the policy on the pairs.
 
