@@ -129,6 +129,8 @@ class Trainer(ABC):
         # Policy and reference are compared: both on the kernels, or neither.
         both = self.ref_model is not None and self.acceleration is not None
         self._ref_acceleration = self._acceleration(cast(nn.Module, self.ref_model)) if both else None
+        if both and self._ref_acceleration is None:
+            self.acceleration = None
         # Decay is of matrices; vectors are norms and biases, which it would pull away from what they normalise to.
         matrices = [p for p in self.trainable.values() if p.ndim > 1]
         vectors = [p for p in self.trainable.values() if p.ndim <= 1]

@@ -85,6 +85,12 @@ def test_settings_without_effect_are_refused(method, settings, expected, files, 
     assert expected in error_of("train", method, *files("run", **settings))
 
 
+def test_a_logger_is_named_once(files, tmp_path, error_of):
+    path = tmp_path / "run.toml"
+    path.write_text('loggers = ["csv", "csv"]\n')
+    assert "loggers is ['csv', 'csv'], expected each of them once" in error_of("train", "sft", path, *files("run"))
+
+
 def test_toml_round_trip(tmp_path):
     settings = {
         "text": 'quote " slash \\ line\n tab\t del\x7f é 🎈', "empty": "", "yes": True, "n": -3, "small": 1e-30,

@@ -62,6 +62,7 @@ class RunConfig:
             check_range(self, name, getattr(self, name) >= 0, "an integer >= 0")
         for name in ("lora_alpha", "eval_every", "checkpoint_every", "keep_checkpoints"):
             check_range(self, name, getattr(self, name) >= 1, "an integer >= 1")
+        check_range(self, "loggers", len(set(self.loggers)) == len(self.loggers), "each of them once")
         check_used(self, ["lora_alpha", "lora_layers"], self.lora_rank > 0, "lora_rank is 0, and there are no adapters")
         check_used(self, ["eval_every"], bool(self.eval_data), "there is no eval_data")
         check_used(self, ["wandb_project"], "wandb" in self.loggers, "'wandb' is not among loggers")
