@@ -613,7 +613,7 @@ def stop_token_ids(model: nn.Module, tokenizer: Any, chosen: Sequence[int] = ())
         ids, name, fix = list(chosen), "stop_token_ids", "Pass tokens that it has."
     elif of_tokenizer is not None and of_tokenizer not in ids:
         ids, name, fix = [of_tokenizer], "the tokenizer's eos_token_id", "Pass the model's own, or stop_token_ids."
-    table = inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
+    table: Any = inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
     n_tokens = len(table.weight) if hasattr(table, "weight") else math.inf
     for token in ids:
         if not 0 <= token < n_tokens:
