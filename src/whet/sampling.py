@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from whet.errors import WhetTypeError
 from whet.fields import check_range, check_types
@@ -43,7 +43,7 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        stops = self.stop_token_ids
+        stops: Any = self.stop_token_ids
         if not isinstance(stops, Iterable) or isinstance(stops, (str, bytes)):
             raise WhetTypeError(f"SamplingParams: stop_token_ids is {stops!r}, expected a list of token ids.")
         object.__setattr__(self, "stop_token_ids", tuple(stops.tolist() if hasattr(stops, "tolist") else stops))
