@@ -1,177 +1,82 @@
-"""How much memory a language model takes: parameters, weights in each format, KV cache and workspace.
+"""How much memory a language model takes, on the native engine and in training.
 
-Pure arithmetic on a model's shape; nothing is loaded. Counted to the byte: every parameter, the scales of quantised
-formats, the KV cache of the heads that really have one (GQA) up to the sliding window. The workspace is an estimate.
-Not counted: the Python process, libraries, file caches, gradients and optimiser.
-
-The table of RuvLLM 2.0's document (2 bytes per parameter, half a byte for INT4) leaves out scales, KV cache and
-workspace.
+Nothing is loaded, and nothing is a rule of thumb: matrices are counted in the panels that the core packs them in, in
+the formats that the engine chooses; pages of keys and values and the workspace are those of a core without weights.
+Not counted: the Python process, its libraries, file caches, and in training the activations.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
+import inspect
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from whet.engine.families import FAMILIES, layer_windows
+import whet
+from whet import _core
+from whet.engine.architecture import ModelConfig
+from whet.engine.engine import Engine
+from whet.engine.families import model_config
+from whet.engine.files import map_file, parse_json
+from whet.engine.folder import read_config
+from whet.engine.formats import choose_formats, core_format, kv_format
+from whet.engine.gguf import open_gguf
+from whet.engine.pieces import Source
 from whet.errors import WhetValueError
+from whet.ops.quant import CORE_FORMATS
 
-FORMATS = ("float32", "bfloat16", "float16", "int8", "q8_0", "q4_0", "q4_k")
-FLOATS = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Weights in a block, and its bytes with scales, as GGUF lays them out.
-_BLOCKS = {"q8_0": (32, 34), "q4_0": (32, 18), "q4_k": (256, 144)}
-PASS_TOKENS = 512
-"""Tokens that go through the model at a time while a prompt is read."""
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a decoder with gated MLPs and RMS norms: Llama and its relatives.
-
-    Attributes:
-        tied: the head shares the embeddings' matrix.
-        qkv_bias, out_bias, mlp_bias: whether these layers have biases.
-        qk_norm: whether queries and keys have a norm of head_dim weights each.
-        window: how many tokens back a windowed layer looks; None: all.
-        n_windowed: layers with that window.
-    """
-
-    vocab_size: int
-    hidden_dim: int
-    ffn_dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    tied: bool = False
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    window: int | None = None
-    n_windowed: int = 0
-
-    def matrices(self) -> list[tuple[int, int]]:
-        """(rows, columns) = (outputs, inputs) of every weight matrix of one layer."""
-        d, q, kv = self.hidden_dim, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        return [(q, d), (kv, d), (kv, d), (d, q), (self.ffn_dim, d), (self.ffn_dim, d), (d, self.ffn_dim)]
-
-    def n_vector(self) -> int:
-        """Weights of all norms and biases, which stay float32."""
-        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        per_layer = 2 * self.hidden_dim
-        per_layer += (q + 2 * kv) * self.qkv_bias + self.hidden_dim * self.out_bias
-        per_layer += (2 * self.ffn_dim + self.hidden_dim) * self.mlp_bias + 2 * self.head_dim * self.qk_norm
-        return self.n_layers * per_layer + self.hidden_dim
-
-    def n_embedding(self) -> int:
-        """Weights of the embeddings and, unless tied, of the head."""
-        return self.vocab_size * self.hidden_dim * (1 if self.tied else 2)
-
-    def n_parameters(self) -> int:
-        """Every parameter, a shared one once."""
-        return self.n_layers * sum(n * k for n, k in self.matrices()) + self.n_embedding() + self.n_vector()
+PAGE_TOKENS = 64
+"""Tokens of a page, the unit in which the engine allocates keys and values."""
+_PANEL_ROWS = 16
+_ENGINE = {name: parameter.default for name, parameter in inspect.signature(Engine).parameters.items()}
 
 
-PRESETS = {
-    "llama-2-7b": ModelShape(32000, 4096, 11008, 32, 32, 32, 128),
-    "llama-2-13b": ModelShape(32000, 5120, 13824, 40, 40, 40, 128),
-    "llama-3-8b": ModelShape(128256, 4096, 14336, 32, 32, 8, 128),
-    "mistral-7b": ModelShape(32000, 4096, 14336, 32, 32, 8, 128, window=4096, n_windowed=32),
-    "smollm-135m": ModelShape(49152, 576, 1536, 30, 9, 3, 64, tied=True),
-    "smollm-360m": ModelShape(49152, 960, 2560, 32, 15, 5, 64, tied=True),
-    "smollm-1.7b": ModelShape(49152, 2048, 8192, 24, 32, 32, 64, tied=True),
-    "qwen2-0.5b": ModelShape(151936, 896, 4864, 24, 14, 2, 64, tied=True, qkv_bias=True),
-    "qwen2-1.5b": ModelShape(151936, 1536, 8960, 28, 12, 2, 128, tied=True, qkv_bias=True),
-    "qwen2-7b": ModelShape(152064, 3584, 18944, 28, 28, 4, 128, qkv_bias=True),
-}
-
-# Hugging Face's model_type, and what its layers have that the config does not say.
-_FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True},
-    "phi3": {},
-    "gemma": {"tied": True},
-}
-
-
-def load_shape(model: str) -> ModelShape:
-    """The shape of a preset, of a config.json, or of the folder that holds one.
-
-    Raises:
-        WhetValueError: there is no such preset or file, or it describes a model of another kind.
-    """
-    if model in PRESETS:
-        return PRESETS[model]
-    path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        close = difflib.get_close_matches(model.lower(), PRESETS, n=1)
-        hint = f"Did you mean {close[0]}?" if close else f"The presets are {', '.join(PRESETS)}."
-        raise WhetValueError(f"estimate: {model!r} is no preset, and {path} is no file. {hint}")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError(f"it holds a {type(config).__name__}")
-    except ValueError as error:
-        raise WhetValueError(f"estimate: {path} is no config: {error}.") from None
-    return shape_of_config(config, str(path))
-
-
-def shape_of_config(config: Mapping[str, Any], where: str = "config") -> ModelShape:
-    """The shape that a Hugging Face config (the keys of config.json) describes.
-
-    Raises:
-        WhetValueError: an unknown model_type, or a size that is missing or below 1.
-    """
-    family = config.get("model_type")
-    if family not in _FAMILIES:
-        raise WhetValueError(f"estimate: {where} has model_type {family!r}, expected {', '.join(_FAMILIES)}.")
-
-    def size(key: str, default: int | None = None) -> int:
-        value = config.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise WhetValueError(f"estimate: {where}: {key} is {value!r}, expected an integer of at least 1.")
-        return value
-
-    n_layers, n_heads, hidden_dim = size("num_hidden_layers"), size("num_attention_heads"), size("hidden_size")
-    bias = bool(config.get("attention_bias")) and family in ("llama", "qwen3", "gemma")
-    windows = layer_windows(config, f"estimate: {where}") if family in FAMILIES else (0,)
-    shape: dict[str, Any] = {
-        "vocab_size": size("vocab_size"),
-        "hidden_dim": hidden_dim,
-        "ffn_dim": size("intermediate_size"),
-        "n_layers": n_layers,
-        "n_heads": n_heads,
-        "n_kv_heads": size("num_key_value_heads", n_heads),
-        "head_dim": size("head_dim", hidden_dim // n_heads),
-        "tied": bool(config.get("tie_word_embeddings")),
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "mlp_bias": bool(config.get("mlp_bias")) and family == "llama",
-        "window": max(windows) or None,
-        "n_windowed": sum(window > 0 for window in windows),
+def _llama(vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 4096,
+        **more,
     }
-    return ModelShape(**{**shape, **_FAMILIES[family]})
+
+
+_SMOLLM = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
+_QWEN2 = {"model_type": "qwen2", "max_position_embeddings": 32768}
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama-2-7b": _llama(32000, 4096, 11008, 32, 32, 32),
+    "llama-2-13b": _llama(32000, 5120, 13824, 40, 40, 40),
+    "llama-3-8b": _llama(128256, 4096, 14336, 32, 32, 8, max_position_embeddings=8192),
+    "mistral-7b": _llama(
+        32000, 4096, 14336, 32, 32, 8, model_type="mistral", max_position_embeddings=32768, sliding_window=4096
+    ),
+    "smollm-135m": _llama(49152, 576, 1536, 30, 9, 3, **_SMOLLM),
+    "smollm-360m": _llama(49152, 960, 2560, 32, 15, 5, **_SMOLLM),
+    "smollm-1.7b": _llama(49152, 2048, 8192, 24, 32, 32, **_SMOLLM),
+    "qwen2-0.5b": _llama(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True, **_QWEN2),
+    "qwen2-1.5b": _llama(151936, 1536, 8960, 28, 12, 2, tie_word_embeddings=True, **_QWEN2),
+    "qwen2-7b": _llama(152064, 3584, 18944, 28, 28, 4, **_QWEN2),
+}
+"""Name -> what the model's config.json says of its sizes."""
 
 
 class Estimate(NamedTuple):
-    """Bytes.
+    """Bytes of a model on the engine.
 
     Attributes:
         n_parameters: every parameter, a shared one once.
-        linear: the weight matrices of all layers, scales counted.
-        embeddings: embeddings and head.
+        linear: the weight matrices of all layers, scales and padding counted.
+        embeddings: embeddings, learned positions and head.
         norms: norms and biases, float32.
-        kv_cache: keys and values of every sequence.
-        workspace: activations of one pass, float32.
+        kv_cache: the pages that the sequences come to need; what ``kv_bytes`` has to be for all of them at a time.
+        workspace: activations of a pass, logits of a tile of rows, and the sampler's memory.
     """
 
     n_parameters: int
@@ -194,76 +99,155 @@ class Estimate(NamedTuple):
         return 8 * self.weights / self.n_parameters
 
 
-def matrix_bytes(rows: int, columns: int, format: str) -> int:
-    """Bytes of a weight matrix (outputs, inputs), scales counted.
+class TrainingEstimate(NamedTuple):
+    """Bytes of a model whose every weight is trained in float32 with AdamW.
 
-    int8 has a float32 scale per row. q8_0, q4_0 and q4_k have GGUF's blocks (8.5, 4.5 and 4.5 bits per weight). Rows
-    that the 256 of q4_k do not divide are counted as q4_0, and those that 32 do not divide as int8.
+    Attributes:
+        weights: the master weights.
+        gradients: of all weights.
+        moments: AdamW's two.
+        copies: the bfloat16 weights that are multiplied, where products are bfloat16: those of all layers, and the
+            head twice, as rows for the backward pass and in panels for the forward one.
     """
-    if format in FLOATS:
-        return rows * columns * FLOATS[format]
-    if format == "q4_k" and columns % 256:
-        format = "q4_0"
-    if format == "int8" or columns % 32:
-        return rows * (columns + 4)
-    weights, size = _BLOCKS[format]
-    return rows * columns // weights * size
+
+    weights: int
+    gradients: int
+    moments: int
+    copies: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+    @property
+    def reference(self) -> int:
+        """A frozen reference beside the model."""
+        return self.weights + self.copies
 
 
-def embeddings_format(weights: str) -> str:
-    """The format of embeddings and head where none is given: that of the weights if it is a float, else bfloat16."""
-    return weights if weights in FLOATS else "bfloat16"
+def load_source(model: str) -> Source:
+    """A preset, a config.json, the folder that holds one, or a .gguf file; of the first three without weights.
+
+    Raises:
+        WhetValueError: there is no such preset or file, or it describes a model that the engine does not run.
+    """
+    if model in PRESETS:
+        return source_of_config(PRESETS[model], model)
+    path, where = Path(model), f"estimate: {model}"
+    if path.is_dir():
+        return source_of_config(read_config(path, where), where)
+    if not path.is_file():
+        close = difflib.get_close_matches(model.lower(), PRESETS, n=1)
+        hint = f"Did you mean {close[0]}?" if close else f"The presets are {', '.join(PRESETS)}."
+        raise WhetValueError(f"estimate: {model!r} is no preset, and there is no such file or folder. {hint}")
+    if path.suffix == ".gguf":
+        return open_gguf(path)
+    return source_of_config(parse_json(map_file(path, where).tobytes(), where), where)
+
+
+def source_of_config(config: Mapping[str, Any], where: str = "config") -> Source:
+    """The model that a Hugging Face config (the keys of config.json) describes, without its weights.
+
+    Raises:
+        WhetValueError: a model_type, an option or a size that the engine does not run.
+    """
+    return Source(model_config(config, where=where), lambda: iter(()), {})
 
 
 def estimate(
-    shape: ModelShape,
-    weights: str = "bfloat16",
-    context: int = 4096,
+    source: Source,
+    weights: str | None = "bf16",
+    context: int | None = None,
     batch: int = 1,
     embeddings: str | None = None,
-    kv_cache: str = "bfloat16",
 ) -> Estimate:
-    """The memory that inference takes.
-
-    Workspace, float32, for the tokens of one pass (512 of a prompt, or one per sequence, whichever is more): per token
-    the residual, its norm and the attention's output projection (hidden each), queries and attention (heads x
-    head_dim each), keys and values (KV heads x head_dim each), and the MLP's gate and up (ffn each); and one row of
-    logits (vocabulary) per sequence.
+    """The memory that the engine takes to decode a batch of sequences.
 
     Args:
-        shape: of the model.
-        weights: format of the layers' matrices, one of FORMATS.
-        context: tokens of each sequence, prompt and completion together.
-        batch: sequences at once.
-        embeddings: format of embeddings and head; that of the weights if that is a float, else bfloat16.
-        kv_cache: float32, bfloat16 or float16.
+        source: the model, from ``load_source`` or another.
+        weights: as ``Engine`` takes it. None: as a GGUF file stores them.
+        context: tokens of each sequence, prompt and completion together; None: 4,096, or all positions of the model
+            where those are fewer.
+        batch: sequences at a time; the engine's ``max_batch`` where that is more than its default.
+        embeddings: format of embeddings and head; None: the engine's choice.
 
     Raises:
-        WhetValueError: an unknown format, or a context or batch below 1.
+        WhetValueError: an unknown format, a context or batch below 1, or a context beyond the model's positions.
     """
-    embeddings = embeddings or embeddings_format(weights)
-    for name, format, known in (
-        ("weights", weights, FORMATS),
-        ("embeddings", embeddings, FORMATS),
-        ("kv_cache", kv_cache, tuple(FLOATS)),
-    ):
-        if format not in known:
-            raise WhetValueError(f"estimate: {name} is {format!r}, expected one of {', '.join(known)}.")
+    config = source.config
+    context = min(4096, config.max_position) if context is None else context
     for name, value in (("context", context), ("batch", batch)):
-        if value < 1:
-            raise WhetValueError(f"estimate: {name} is {value}, expected at least 1.")
-    heads = shape.n_heads * shape.head_dim
-    kv = shape.n_kv_heads * shape.head_dim
-    per_token = 3 * shape.hidden_dim + 2 * heads + 2 * kv + 2 * shape.ffn_dim
-    n_tokens = max(batch, min(PASS_TOKENS, batch * context))
-    kept = shape.n_layers * context
-    if shape.window is not None:
-        kept -= shape.n_windowed * max(0, context - shape.window)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise WhetValueError(f"estimate: {name} is {value!r}, expected an integer of at least 1.")
+    if context > config.max_position:
+        raise WhetValueError(
+            f"estimate: context is {context}, and the model's last position is {config.max_position}. Ask for fewer "
+            f"tokens."
+        )
+    if embeddings is not None:
+        core_format(embeddings, "embeddings", "estimate")
+    formats = choose_formats(source, weights, embeddings, embeddings, "estimate")
+    outer = {"embedding", "positions", "head"}
+    sizes = {slot: slot_bytes(shape, formats.get(slot)) for slot, shape in config.slots().items()}
+    matrices = {slot: size for slot, size in sizes.items() if slot in formats}
+    kv = kv_format(formats)
+    # The prompt's last page, where it is not full, is copied for the sequence that goes on from it. The last token is
+    # drawn and not computed.
+    n_pages = math.ceil((context - 1) / PAGE_TOKENS) + 1
     return Estimate(
-        n_parameters=shape.n_parameters(),
-        linear=shape.n_layers * sum(matrix_bytes(n, k, weights) for n, k in shape.matrices()),
-        embeddings=(1 if shape.tied else 2) * matrix_bytes(shape.vocab_size, shape.hidden_dim, embeddings),
-        norms=4 * shape.n_vector(),
-        kv_cache=2 * kv * kept * batch * FLOATS[kv_cache],
-        workspace=4 * (n_tokens * per_token + batch * shape.vocab_size),
+        n_parameters=config.n_parameters,
+        linear=sum(size for slot, size in matrices.items() if slot not in outer),
+        embeddings=sum(size for slot, size in matrices.items() if slot in outer),
+        norms=sum(sizes.values()) - sum(matrices.values()),
+        kv_cache=batch * n_pages * page_bytes(config, kv),
+        workspace=_workspace_bytes(config, batch, kv) + _sampler_bytes(config.vocab_size),
     )
+
+
+def training(config: ModelConfig) -> TrainingEstimate:
+    """The memory that training takes beside activations: every weight trained, float32, AdamW."""
+    slots = config.slots()
+    head = slots["embedding"]
+    layers = [shape for slot, shape in slots.items() if slot.startswith("layers.") and len(shape) == 2]
+    weights = 4 * config.n_parameters
+    copies = 2 * sum(map(math.prod, [*layers, head])) + slot_bytes(head, "bfloat16")
+    return TrainingEstimate(weights, weights, 2 * weights, copies)
+
+
+def slot_bytes(shape: tuple[int, ...], format: str | None) -> int:
+    """Bytes that the engine takes for a matrix (outputs, inputs) in a format of the core's, or for a float32 vector."""
+    if format is None:
+        return 4 * shape[0]
+    return math.ceil(shape[0] / _PANEL_ROWS) * _panel_bytes(format, shape[1])
+
+
+def page_bytes(config: ModelConfig, format: str) -> int:
+    """Bytes of a page of keys and values, of all layers and in "float32" or "bfloat16"."""
+    return _core_memory(config, _ENGINE["max_batch"], format)["kv_page_bytes"]
+
+
+@lru_cache
+def _panel_bytes(format: str, k: int) -> int:
+    return _core.PackedWeight(CORE_FORMATS[format], _PANEL_ROWS, k).size_bytes
+
+
+@lru_cache
+def _core_memory(config: ModelConfig, max_batch: int, format: str) -> dict[str, int]:
+    """What a core says of its memory before it has weights or a page."""
+    options = (max_batch, _ENGINE["prefill_chunk"], format == "bfloat16")
+    try:
+        return _core.Engine(vars(config), [], 1, *options).memory()
+    except ValueError as error:
+        raise WhetValueError(f"estimate: the engine does not run this model: {error}.") from None
+
+
+def _workspace_bytes(config: ModelConfig, batch: int, format: str) -> int:
+    """For the engine's default of max_batch, or a greater batch: each of its rows takes as much as any other."""
+    few = _ENGINE["max_batch"]
+    small, large = (_core_memory(config, n, format)["workspace_bytes"] for n in (few, 2 * few))
+    return small + (large - small) * max(0, batch - few) // few
+
+
+def _sampler_bytes(vocab_size: int) -> int:
+    """What the sampler allocates at its first step: 24 bytes for each word, a 64th more in sums, for each thread."""
+    return whet.get_num_threads() * (24 * vocab_size * 65 // 64 + (1 << 14))

@@ -6,50 +6,65 @@ import pytest
 
 from whet.cli import main
 from whet.cli.estimate import memory_bytes
-from whet.estimate import PRESETS, estimate
+from whet.estimate import estimate, load_source, training
 
 
 def test_table(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "120")
     assert main(["estimate", "llama-2-7b", "--weights", "q4_k", "--context", "4096", "--batch", "8"]) == 0
     out = capsys.readouterr().out
     assert "llama-2-7b: 6,738,415,616 parameters, 8 x 4,096 tokens" in out
-    # Layers: 6,476,005,376 weights x 4.5 / 8; KV cache: 32 layers x 4096 x 2 x 2 bytes x 32,768 tokens.
+    # Layers: 6,476,005,376 weights x 4.5 / 8; embeddings: 2 x 131,072,000 x 8.5 / 8; norms: 266,240 x 4.
     row = next(line for line in out.splitlines() if line.startswith("│ q4_k"))
-    assert "3.64 GB" in row and "KV cache 17.18 GB (bfloat16)" in out
-    verdict = "fits" if memory_bytes() >= 21_450_000_000 else "does not fit"
-    assert f"21.45 GB in all and {verdict} into" in " ".join(out.split())
+    assert "3.64 GB" in row and "278.53 MB" in row and "3.92 GB" in row
+    # Keys and values: 32 layers x 4096 x 2 x 2 bytes x 8 x 65 pages of 64.
+    assert "Keys and values 17.45 GB (bfloat16)" in out
+    whole = estimate(load_source("llama-2-7b"), "q4_k", 4096, 8).total
+    verdict = "fits" if memory_bytes() >= whole else "does not fit"
+    assert f"q4_k takes 21.46 GB in all and {verdict} into" in " ".join(out.split())
+    # Weights 26.95, gradients 26.95, moments 53.91; copies: 2 bytes of all layers, and of the head twice.
+    assert "weights 26.95 GB, gradients 26.95 GB, AdamW's moments 53.91 GB" in " ".join(out.split())
+    assert training(load_source("llama-2-7b").config).copies == 2 * (6_476_005_376 + 2 * 131_072_000)
 
 
 def test_json(capsys):
-    argv = [
-        "estimate",
-        "smollm-135m",
-        "--weights",
-        "int8",
-        "--embeddings",
-        "float32",
-        "--kv-cache",
-        "float32",
-        "--json",
-    ]
-    assert main(argv) == 0
+    assert main(["estimate", "smollm-135m", "--weights", "int8", "--embeddings", "float32", "--json"]) == 0
     got = json.loads(capsys.readouterr().out)
-    right = estimate(PRESETS["smollm-135m"], "int8", embeddings="float32", kv_cache="float32")
+    right = estimate(load_source("smollm-135m"), "int8", embeddings="float32")
     assert got["total_bytes"] == right.total and got["weights_bytes"] == right.weights
     assert got["kv_cache_bytes"] == right.kv_cache and got["fits"] == (right.total <= got["memory_bytes"])
     assert (got["weights"], got["embeddings"], got["context"], got["batch"]) == ("int8", "float32", 4096, 1)
     assert main(["estimate", "smollm-135m", "--weights", "q4_k", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["embeddings"] == "bfloat16"
+    got = json.loads(capsys.readouterr().out)
+    assert (got["embeddings"], got["kv_cache"]) == ("q8_0", "bfloat16")
+    trained = training(load_source("smollm-135m").config)
+    assert got["training_bytes"]["total"] == trained.total and got["training_bytes"]["copies"] == trained.copies
+
+
+def test_a_folder_has_the_answers_of_info(tiny_model, capsys):
+    assert main(["info", str(tiny_model), "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    for weights, n_bytes in info["weights_bytes"].items():
+        assert main(["estimate", str(tiny_model), "--weights", weights, "--json"]) == 0
+        got = json.loads(capsys.readouterr().out)
+        assert got["weights_bytes"] == n_bytes and got["context"] == 512
+        kv = {"float32": "float32"}.get(weights, "bf16")
+        assert got["kv_cache_bytes"] == 9 * 64 * info["kv_bytes_per_token"][kv]
 
 
 def test_mistakes(capsys):
-    assert main(["estimate", "qwen2-0.6b"]) == 2
-    assert "whet: estimate: 'qwen2-0.6b' is no preset" in capsys.readouterr().err
-    assert main(["estimate", "llama-2-7b", "--context", "0"]) == 2
-    assert "context is 0, expected at least 1" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as exit_:
-        main(["estimate", "llama-2-7b", "--weights", "q9"])
+    for arguments, error in (
+        (["qwen2-0.6b"], "whet: estimate: 'qwen2-0.6b' is no preset"),
+        (["llama-2-7b", "--context", "0"], "context is 0, expected an integer of at least 1"),
+        (["llama-2-7b", "--context", "4097"], "context is 4097, and the model's last position is 4096"),
+        (["llama-2-7b", "--batch", "-1"], "batch is -1, expected an integer of at least 1"),
+        (["llama-2-7b", "--weights", "q9"], "weights is 'q9', expected one of float32, bfloat16"),
+        (["llama-2-7b", "--embeddings", "float16"], "embeddings is 'float16', expected one of float32, bfloat16"),
+    ):
+        assert main(["estimate", *arguments]) == 2
+        assert error in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit_:  # keys and values follow the weights
+        main(["estimate", "llama-2-7b", "--kv-cache", "float32"])
     assert exit_.value.code == 2
     with pytest.raises(SystemExit) as exit_:
         main(["estimate", "--help"])

@@ -7,34 +7,33 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from whet.estimate import FORMATS, PASS_TOKENS, Estimate, embeddings_format, estimate, load_shape
+from whet.engine.formats import FORMATS, choose_formats, core_format, kv_format
+from whet.engine.pieces import Source
+from whet.estimate import Estimate, TrainingEstimate, estimate, load_source, training
 
-Format = Literal["float32", "bfloat16", "float16", "int8", "q8_0", "q4_0", "q4_k"]
-Float = Literal["float32", "bfloat16", "float16"]
+_FORMAT = tyro.conf.arg(metavar="{" + ",".join(FORMATS) + "}")
 
 
 @dataclasses.dataclass(frozen=True)
 class EstimateConfig:
-    """How much memory a model takes: weights with their scales, KV cache, workspace."""
+    """How much memory a model takes: weights with their scales, keys and values, workspace, and training."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """A preset such as llama-2-7b, a config.json, or the folder that holds one."""
-    weights: Format = "bfloat16"
+    """A preset such as llama-2-7b, a config.json, the folder that holds one, or a .gguf file."""
+    weights: Annotated[str, _FORMAT] = "bf16"
     """Format of the layers' matrices."""
-    context: int = 4096
-    """Tokens of each sequence, prompt and completion together."""
+    context: int | None = None
+    """Tokens of each sequence, prompt and completion together; none: 4096, or as many as the model has positions."""
     batch: int = 1
     """Sequences at once."""
-    embeddings: Format | None = None
-    """Format of embeddings and head; that of the weights if that is a float, else bfloat16."""
-    kv_cache: Float = "bfloat16"
-    """Format of the KV cache."""
+    embeddings: Annotated[str | None, _FORMAT] = None
+    """Format of embeddings and head; none: that of the weights, but q8_0 with 4 bits."""
     json: bool = False
     """Print JSON, in bytes, in place of the table."""
 
@@ -42,27 +41,24 @@ class EstimateConfig:
 def main(argv: Sequence[str]) -> int:
     """Prints the estimate; the exit status is 0."""
     asked = tyro.cli(EstimateConfig, args=argv, prog="whet estimate")
-    shape = load_shape(asked.model)
-    all_formats = {
-        name: estimate(shape, name, asked.context, asked.batch, asked.embeddings, asked.kv_cache) for name in FORMATS
-    }
-    memory = memory_bytes()
+    source = load_source(asked.model)
+    if asked.context is None:
+        asked = dataclasses.replace(asked, context=min(4096, source.config.max_position))
+    chosen = _estimate(source, asked, asked.weights)
+    formats = choose_formats(source, asked.weights, asked.embeddings, asked.embeddings, "estimate")
+    memory, trained = memory_bytes(), training(source.config)
     if asked.json:
-        print(json.dumps(_as_dict(asked, all_formats[asked.weights], memory), indent=2))
+        print(json.dumps(_as_dict(asked, formats, chosen, trained, memory), indent=2))
         return 0
     console = Console()
-    console.print(_table(asked, all_formats))
-    chosen = all_formats[asked.weights]
+    console.print(_table(asked, source))
     console.print(
-        f"KV cache {in_bytes(chosen.kv_cache)} ({asked.kv_cache}), workspace {in_bytes(chosen.workspace)}, norms and "
-        f"biases {in_bytes(chosen.norms)} (float32). {asked.weights} takes {in_bytes(chosen.total)} in all and "
-        f"{'fits' if chosen.total <= memory else 'does not fit'} into this machine's {in_bytes(memory)}."
+        f"Keys and values {in_bytes(chosen.kv_cache)} ({kv_format(formats)}), workspace {in_bytes(chosen.workspace)}, "
+        f"norms and biases {in_bytes(chosen.norms)} (float32). {asked.weights} takes {in_bytes(chosen.total)} in all "
+        f"and {'fits' if chosen.total <= memory else 'does not fit'} into this machine's {in_bytes(memory)}."
     )
-    console.print(
-        "GB are 10^9 bytes, and bits per weight count scales, embeddings and norms. The workspace is an estimate: "
-        f"float32 activations of {PASS_TOKENS} tokens at a time, or one per sequence if that is more, and the logits.",
-        style="dim",
-    )
+    console.print(_training(trained))
+    console.print("GB are 10^9 bytes, and bits per weight count scales, embeddings and norms.", style="dim")
     return 0
 
 
@@ -74,24 +70,42 @@ def memory_bytes() -> int:
     return min(memory, int(text)) if text.isdigit() else memory
 
 
-def _table(asked: EstimateConfig, all_formats: dict[str, Estimate]) -> Table:
-    n_parameters = all_formats[asked.weights].n_parameters
-    title = f"{asked.model}: {n_parameters:,} parameters, {asked.batch} x {asked.context:,} tokens"
+def _estimate(source: Source, asked: EstimateConfig, weights: str) -> Estimate:
+    return estimate(source, weights, asked.context, asked.batch, asked.embeddings)
+
+
+def _table(asked: EstimateConfig, source: Source) -> Table:
+    title = f"{asked.model}: {source.config.n_parameters:,} parameters, {asked.batch} x {asked.context:,} tokens"
     table = Table(title=title, title_justify="left")
     table.add_column("Format")
     for name in ("Bits/weight", "Layers", "Embeddings", "All weights", "In all"):
         table.add_column(name, justify="right")
-    for name, e in all_formats.items():
+    chosen = core_format(asked.weights, "weights", "estimate")
+    for name in FORMATS:
+        e = _estimate(source, asked, name)
         sizes = map(in_bytes, (e.linear, e.embeddings, e.weights, e.total))
-        table.add_row(name, f"{e.bits_per_weight:.2f}", *sizes, style="bold" if name == asked.weights else "")
+        style = "bold" if core_format(name, "weights", "estimate") == chosen else ""
+        table.add_row(name, f"{e.bits_per_weight:.2f}", *sizes, style=style)
     return table
 
 
-def _as_dict(asked: EstimateConfig, chosen: Estimate, memory: int) -> dict[str, object]:
+def _training(trained: TrainingEstimate) -> str:
+    return (
+        f"Training of all weights takes {in_bytes(trained.total)} and the activations: weights "
+        f"{in_bytes(trained.weights)}, gradients {in_bytes(trained.gradients)}, AdamW's moments "
+        f"{in_bytes(trained.moments)} (float32), and {in_bytes(trained.copies)} of copies where products are bfloat16. "
+        f"A reference model adds {in_bytes(trained.reference)}."
+    )
+
+
+def _as_dict(
+    asked: EstimateConfig, formats: dict[str, str], chosen: Estimate, trained: TrainingEstimate, memory: int
+) -> dict[str, object]:
     settings = {key: value for key, value in dataclasses.asdict(asked).items() if key != "json"}
-    settings["embeddings"] = asked.embeddings or embeddings_format(asked.weights)
     return {
         **settings,
+        "embeddings": formats["embedding"],
+        "kv_cache": kv_format(formats),
         "n_parameters": chosen.n_parameters,
         "bits_per_weight": chosen.bits_per_weight,
         "layers_bytes": chosen.linear,
@@ -101,6 +115,7 @@ def _as_dict(asked: EstimateConfig, chosen: Estimate, memory: int) -> dict[str, 
         "kv_cache_bytes": chosen.kv_cache,
         "workspace_bytes": chosen.workspace,
         "total_bytes": chosen.total,
+        "training_bytes": {**trained._asdict(), "total": trained.total, "reference": trained.reference},
         "memory_bytes": memory,
         "fits": chosen.total <= memory,
     }

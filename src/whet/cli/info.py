@@ -15,14 +15,11 @@ from rich.table import Table
 import whet
 from whet.cli.estimate import in_bytes, memory_bytes
 from whet.engine.folder import open_folder, read_config
-from whet.engine.formats import choose_formats
+from whet.engine.formats import FORMATS
 from whet.engine.gguf import open_gguf
 from whet.engine.gguf_file import read_gguf
-from whet.engine.pieces import Source
 from whet.errors import WhetValueError
-from whet.ops.quant import row_layout
-
-_FORMATS = ("float32", "bf16", "int8", "q8_0", "int4", "q4_k")
+from whet.estimate import PAGE_TOKENS, estimate, page_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,29 +63,20 @@ def describe(model: str) -> dict[str, Any]:
     except WhetValueError as error:
         return {**found, "supported": False, "reason": str(error)}
     config = source.config
-    values = 2 * config.n_layers * config.n_kv_heads * config.head_dim
     shape = {name: value for name, value in vars(config).items() if name != "inv_freq"}
-    weights = {name: weights_bytes(source, name) for name in _FORMATS}
+    weights = {name: estimate(source, name).weights for name in FORMATS}
     if path.is_file():
-        weights["as stored"] = weights_bytes(source, None)
+        weights["as stored"] = estimate(source, None).weights
+    kv_formats = {"float32": "float32", "bf16": "bfloat16"}
     return {
         **found,
         "supported": True,
         "n_parameters": config.n_parameters,
         "config": shape,
         "weights_bytes": weights,
-        "kv_bytes_per_token": {"float32": 4 * values, "bf16": 2 * values},
+        "kv_bytes_per_token": {name: page_bytes(config, core) // PAGE_TOKENS for name, core in kv_formats.items()},
         "memory_bytes": memory_bytes(),
     }
-
-
-def weights_bytes(source: Source, weights: str | None) -> int:
-    """Bytes of all weights as the engine keeps them: matrices with their scales, norms and biases in float32."""
-    formats = choose_formats(source, weights, None, None, "whet info")
-    total = 0
-    for slot, shape in source.config.slots().items():
-        total += shape[0] * (row_layout(formats[slot], shape[1]) if len(shape) == 2 else 4)
-    return total
 
 
 def _architecture(path: Path) -> Any:

@@ -20,7 +20,7 @@ from whet import _core
 from whet.engine.adapters import adapter_parts
 from whet.engine.architecture import ModelConfig, Piece
 from whet.engine.folder import open_folder
-from whet.engine.formats import choose_formats
+from whet.engine.formats import choose_formats, kv_format
 from whet.engine.gguf import open_gguf
 from whet.engine.live import describe_module
 from whet.engine.loading import checked, fingerprint, load
@@ -82,7 +82,7 @@ class Engine:
             (slot, CORE_FORMATS.get(self.formats.get(slot, "")), shape[0], shape[-1])
             for slot, shape in source.config.slots().items()
         ]
-        bf16_cache = self.formats["layers.0.o"] != "float32"
+        bf16_cache = kv_format(self.formats) == "bfloat16"
         options = (kv_bytes, max_batch, prefill_chunk, bf16_cache)
         self._calls = Calls(_core.Engine(vars(source.config), slots, *options))
         self._base: Any = None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from whet.engine.pieces import Source
 from whet.errors import WhetValueError
 from whet.ops.quant import CORE_FORMATS
 
 _ALIASES = {"bf16": "bfloat16", "int4": "q4_0"}
+FORMATS = tuple({core: name for name, core in _ALIASES.items()}.get(core, core) for core in CORE_FORMATS)
+"""What ``weights`` may be, by the names that documents use."""
 _BLOCKS = {"q8_0": 32, "q4_0": 32, "q4_k": 256}
 _NEXT = {"q4_k": "q4_0", "q4_0": "int8", "q8_0": "int8"}
 
@@ -20,11 +24,11 @@ def choose_formats(
         WhetValueError: a format that there is not.
     """
     stored = _stored_formats(source) if weights is None else {}
-    base = _known(weights or "bf16", "weights", where)
+    base = core_format(weights or "bf16", "weights", where)
     outer = "q8_0" if base in ("q4_0", "q4_k") else base
     own = {
-        "embedding": _known(embedding, "embedding", where) if embedding else None,
-        "head": _known(head, "head", where) if head else None,
+        "embedding": core_format(embedding, "embedding", where) if embedding else None,
+        "head": core_format(head, "head", where) if head else None,
         "positions": "float32",
     }
     if source.config.tied_head:
@@ -37,7 +41,17 @@ def choose_formats(
     return formats
 
 
-def _known(name: str, argument: str, where: str) -> str:
+def kv_format(formats: Mapping[str, str]) -> str:
+    """The format of keys and values: float32 with float32 weights, else bfloat16."""
+    return "float32" if formats["layers.0.o"] == "float32" else "bfloat16"
+
+
+def core_format(name: str, argument: str, where: str) -> str:
+    """The core's name of a format.
+
+    Raises:
+        WhetValueError: there is no such format.
+    """
     format = _ALIASES.get(name, name)
     if format not in CORE_FORMATS:
         known = ", ".join([*CORE_FORMATS, *_ALIASES])
