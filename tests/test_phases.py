@@ -9,74 +9,77 @@ import timeit
 
 import pytest
 
+from clock import TICK_S, Clock
 from timed import timed
 from whet.phases import phase, record
 
 
-def wait(seconds):
-    """Sleep, and tell how long it really took."""
-    started = time.perf_counter()
-    time.sleep(seconds)
-    return time.perf_counter() - started
+@pytest.fixture
+def wait(monkeypatch):
+    """Waits on the clock that phases are timed by."""
+    clock = Clock()
+    monkeypatch.setattr("whet.phases.time", clock)
+    return clock.sleep
 
 
-def near(*waits):
-    return pytest.approx(sum(waits), abs=8e-3)
+def near(seconds):
+    """That, and the ticks of a clock that is read some times."""
+    return pytest.approx(seconds, abs=8 * TICK_S)
 
 
-@timed
-def test_a_phase_counts_what_is_not_in_the_phase_inside_it():
-    started = time.perf_counter()
+def test_a_phase_counts_what_is_not_in_the_phase_inside_it(wait):
     with record() as seconds:
-        outside = wait(0.02)
+        wait(0.25)
         with phase("loss"):
-            before = wait(0.02)
+            wait(1)
             with phase("kl"):
-                inside = wait(0.03)
-            after = wait(0.02)
-    total = time.perf_counter() - started
-    assert seconds == {"other": near(outside), "loss": near(before, after), "kl": near(inside)}
-    assert sum(seconds.values()) == pytest.approx(total, abs=8e-3)
+                wait(2)
+            wait(4)
+    assert seconds == {"other": near(0.25), "loss": near(5), "kl": near(2)}
+    assert sum(seconds.values()) == 7.25 + 5 * TICK_S  # whole: read at both ends of each phase and of the record
 
 
-@timed
-def test_a_name_adds_up_wherever_it_comes():
-    waits = []
+def test_a_name_adds_up_wherever_it_comes(wait):
     with record() as seconds:
         for _ in range(2):
             with phase("loss"):
-                waits.append(wait(0.02))
+                wait(1)
         with phase("kl"), phase("loss"), phase("loss"):
-            waits.append(wait(0.02))
-    assert seconds["loss"] == near(*waits)
-    assert seconds["kl"] < 8e-3
+            wait(2)
+    assert seconds["loss"] == near(4)
+    assert seconds["kl"] == near(0)
 
 
-@timed
-def test_an_exception_is_recorded_and_goes_on():
+def test_an_exception_is_recorded_and_goes_on(wait):
     with pytest.raises(ZeroDivisionError), record() as seconds:
         with pytest.raises(KeyError), phase("loss"), phase("kl"):
-            inner = wait(0.02)
+            wait(1)
             raise KeyError
         with phase("loss"):
-            outer = wait(0.02)
+            wait(2)
             raise ZeroDivisionError
-    assert (seconds["kl"], seconds["loss"]) == (near(inner), near(outer))
+    assert (seconds["kl"], seconds["loss"]) == (near(1), near(2))
     with phase("loss"):
-        wait(0.001)
-    assert seconds["loss"] == near(outer)
+        wait(4)
+    assert seconds["loss"] == near(2)
 
 
-@timed
-def test_a_record_in_a_record_is_its_own_and_counts_in_the_phase_around_it():
+def test_a_record_in_a_record_is_its_own_and_counts_in_the_phase_around_it(wait):
     with record() as outer, phase("reward"):
         with record() as inner, phase("loss"):
-            first = wait(0.02)
+            wait(1)
         with phase("kl"):
-            second = wait(0.03)
-    assert inner.keys() == {"other", "loss"} and inner["loss"] == near(first)
-    assert outer["reward"] == near(first) and outer["kl"] == near(second)
+            wait(2)
+    assert inner.keys() == {"other", "loss"} and inner["loss"] == near(1)
+    assert outer["reward"] == near(1) and outer["kl"] == near(2)
     assert "loss" not in outer
+
+
+def test_the_seconds_are_those_of_the_clock_on_the_wall():
+    started = time.perf_counter()
+    with record() as seconds, phase("loss"):
+        time.sleep(0.01)
+    assert 0.01 <= seconds["loss"] <= time.perf_counter() - started
 
 
 @pytest.mark.parametrize("copies_context", [False, True])
@@ -100,7 +103,7 @@ def test_threads_record_side_by_side():
 
     def work(name):
         with record() as seconds, phase(name):
-            wait(0.02)
+            time.sleep(0.01)
         found[name] = seconds
 
     threads = [threading.Thread(target=work, args=(name,)) for name in ("a", "b")]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from tiny import EOS, ScriptedEngine, TinyModel, token_logprobs
 
-from timed import timed
+from clock import Clock
 from whet.algorithms import DPO, GRPO, SFT, OnlineDPO
 from whet.logging import main_figures
 
@@ -16,17 +14,23 @@ PROMPTS = [[5, 6], [7]]
 GROUPS = [[[4, 4, EOS], [8, EOS]], [[4, EOS], [EOS]]]
 UPDATE = {"forward", "loss", "backward", "optimizer", "other"}
 SAMPLE = {"sync", "generation"}
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def planted_clock(monkeypatch):
+    monkeypatch.setattr("whet.phases.time", CLOCK)
 
 
 class SlowEngine(ScriptedEngine):
     """Takes 20 ms to sync and 30 ms to sample."""
 
     def sync(self, model):
-        time.sleep(0.02)
+        CLOCK.sleep(0.02)
         super().sync(model)
 
     def generate(self, prompt_ids, n, sampling):
-        time.sleep(0.03)
+        CLOCK.sleep(0.03)
         return super().generate(prompt_ids, n, sampling)
 
 
@@ -48,7 +52,6 @@ def online(algorithm, **settings):
     return algorithm(TinyModel(), **settings)
 
 
-@timed
 def test_grpo_has_every_phase():
     grpo = online(GRPO, reward_fn=fours, group_size=2, beta=0.1, micro_batch_size=1, num_iterations=2)
     metrics = grpo.train_step(PROMPTS)
@@ -78,10 +81,9 @@ def test_old_logprobs_are_logprobs_too():
     assert metrics["sampler/weight"] == pytest.approx(1, abs=1e-5)
 
 
-@timed
 def test_the_reward_function_takes_the_time_it_takes():
     def slow(completions):
-        time.sleep(0.03)
+        CLOCK.sleep(0.03)
         return fours(completions)
 
     found = parts(online(GRPO, reward_fn=slow, group_size=2).train_step(PROMPTS))
@@ -105,7 +107,6 @@ def test_dpo_and_sft():
     assert parts(SFT(TinyModel()).train_step(PROMPTS, [[4, EOS], [9]])).keys() == UPDATE
 
 
-@timed
 def test_the_backward_pass_is_counted_as_such():
     class SlowBackward(torch.autograd.Function):
         @staticmethod
@@ -114,12 +115,12 @@ def test_the_backward_pass_is_counted_as_such():
 
         @staticmethod
         def backward(ctx, grad):
-            time.sleep(0.03)
+            CLOCK.sleep(0.03)
             return grad
 
     class Slow(TinyModel):
         def forward(self, input_ids):
-            time.sleep(0.02)
+            CLOCK.sleep(0.02)
             return SlowBackward.apply(super().forward(input_ids))
 
     found = parts(SFT(Slow()).train_step(PROMPTS, [[4, EOS], [9]]))

@@ -1,0 +1,17 @@
+"""A clock for code that measures itself: it goes on where something waits on it, and a tick when it is read."""
+
+TICK_S = 2**-20
+
+
+class Clock:
+    """Stands in for the module ``time``."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def perf_counter(self) -> float:
+        self._now_s += TICK_S
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        self._now_s += seconds
