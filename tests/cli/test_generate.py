@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -285,7 +286,7 @@ def test_ctrl_c_ends_it_cleanly(tmp_path, tiny_model):
     assert out.endswith(b"\n") and err.decode().strip() == "whet: interrupted"
 
 
-def test_the_example_runs(tiny_model):
-    run = subprocess.run([sys.executable, "examples/generate.py", str(tiny_model), "x"], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert float(run.stdout.split()[0]) < 0
+def test_the_example_runs(tiny_model, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["generate.py", str(tiny_model), "x"])
+    runpy.run_path("examples/generate.py", run_name="__main__")
+    assert float(capsys.readouterr().out.split()[0]) < 0
