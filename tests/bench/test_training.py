@@ -16,6 +16,8 @@ from whet.bench.training import native, workload
 from whet.bench.training.contender import Contender
 from whet.bench.training.workload import DPOShape, GRPOShape, dpo_error, grpo_error, grpo_written_out
 
+from .unruly import broken, waiting
+
 torch.set_num_threads(1)
 
 GRPO = GRPOShape(grpo.TINY, n_prompts=2, group_size=4, prompt_length=9, completion_length=12, seed=3)
@@ -95,15 +97,6 @@ def test_geometric_lengths():
     assert GRPOShape().stop_ids == [] and GRPOShape().n_tokens == 32 * 256
 
 
-def broken(session, how):
-    if how == "before":
-        raise ImportError("no such thing", name="trl")
-    session.begin()
-    if how == "raises":
-        raise ValueError("the step is broken")
-    os._exit(3)
-
-
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [
@@ -116,15 +109,6 @@ def test_a_trainer_that_breaks_is_an_error(how, error, message):
     with pytest.raises(error, match=message) as caught:
         Contender(broken, how)()
     assert how != "before" or caught.value.name == "trl"
-
-
-def waiting(session, last_word):
-    try:
-        session.begin()
-        session.end(os.getpid(), {})
-        session.begin()
-    finally:
-        last_word.write_text("left")
 
 
 def test_the_process_ends_with_the_contender_and_by_itself(tmp_path):
