@@ -245,6 +245,8 @@ def test_errors_say_the_fix(tmp_path):
         (lambda: source_of_config({"model_type": "llama"}), "config: num_hidden_layers is None, expected an integer"),
         (lambda: source_of_config({**LLAMA, "num_hidden_layers": 10**12}), "num_hidden_layers is 1000000000000, exp"),
         (lambda: estimate(source, "q5_1"), "estimate: weights is 'q5_1', expected one of float32, bfloat16"),
+        (lambda: estimate(source, ""), "estimate: weights is '', expected one of float32, bfloat16"),
+        (lambda: Engine(source, head=""), "Engine: head is '', expected one of float32, bfloat16"),
         (lambda: estimate(source, "float16"), "estimate: weights is 'float16', expected one of float32, bfloat16"),
         (lambda: estimate(source, embeddings="fp8"), "estimate: embeddings is 'fp8', expected one of float32"),
         (lambda: estimate(source, context=0), "estimate: context is 0, expected an integer of at least 1"),

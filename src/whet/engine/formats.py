@@ -6,12 +6,11 @@ from collections.abc import Mapping
 
 from whet.engine.pieces import Source
 from whet.errors import WhetValueError
-from whet.ops.quant import CORE_FORMATS
+from whet.ops.quant import BLOCK_LENGTHS, CORE_FORMATS
 
 _ALIASES = {"bf16": "bfloat16", "int4": "q4_0"}
 FORMATS = tuple({core: name for name, core in _ALIASES.items()}.get(core, core) for core in CORE_FORMATS)
 """What ``weights`` may be, by the names that documents use."""
-_BLOCKS = {"q8_0": 32, "q4_0": 32, "q4_k": 256}
 _NEXT = {"q4_k": "q4_0", "q4_0": "int8", "q8_0": "int8"}
 
 
@@ -24,11 +23,11 @@ def choose_formats(
         WhetValueError: a format that there is not.
     """
     stored = _stored_formats(source) if weights is None else {}
-    base = core_format(weights or "bf16", "weights", where)
+    base = core_format("bf16" if weights is None else weights, "weights", where)
     outer = "q8_0" if base in ("q4_0", "q4_k") else base
     own = {
-        "embedding": core_format(embedding, "embedding", where) if embedding else None,
-        "head": core_format(head, "head", where) if head else None,
+        "embedding": core_format(embedding, "embedding", where) if embedding is not None else None,
+        "head": core_format(head, "head", where) if head is not None else None,
         "positions": "float32",
     }
     if source.config.tied_head:
@@ -61,7 +60,7 @@ def core_format(name: str, argument: str, where: str) -> str:
 
 def _fitting(format: str, k: int) -> str:
     """The format, or the next one whose blocks divide rows of k."""
-    while k % _BLOCKS.get(format, 1):
+    while k % BLOCK_LENGTHS.get(format, 1):
         format = _NEXT[format]
     return format
 
@@ -71,4 +70,4 @@ def _stored_formats(source: Source) -> dict[str, str]:
     found: dict[str, set[str]] = {}
     for piece in source.pieces():
         found.setdefault(piece.slot, set()).add(piece.format)
-    return {slot: one for slot, (one, *more) in found.items() if not more and one in _BLOCKS}
+    return {slot: one for slot, (one, *more) in found.items() if not more and one in BLOCK_LENGTHS}
