@@ -80,8 +80,9 @@ def test_providers_start_from_the_same_weights(inputs):
     assert all(map(torch.equal, before, inputs.policy.parameters()))
 
 
-def test_a_group_without_spread_has_no_advantages():
-    inputs = StepInputs(replace(SHAPE, group_size=1), np.random.default_rng(0))
+def test_a_group_without_spread_has_no_advantages(monkeypatch):
+    monkeypatch.setattr("whet.bench.suites.impact.even_tokens", lambda completions: [0.5] * len(completions))
+    inputs = StepInputs(SHAPE, np.random.default_rng(0))
     step = whet_step(inputs)().value
     assert step_error(step, inputs) < 1e-4
     assert written_out(step.completion_ids, inputs).figures["loss"] == pytest.approx(
