@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from whet.errors import CheckpointError, MissingExtraError, WhetTypeError, WhetValueError
+from whet.files import replace_bytes
 from whet.ops.micro_lora import MicroLoRA
 
 _FORMAT = "whet-micro-lora-1"
@@ -174,7 +175,7 @@ def to_peft(path: str | os.PathLike[str], adapters: Mapping[str, MicroLoRA], bas
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     _write_tensors("to_peft", folder / "adapter_model.safetensors", tensors, {"format": "pt"})
-    _replace(folder / "adapter_config.json", (json.dumps(config, indent=2) + "\n").encode())
+    replace_bytes(folder / "adapter_config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 
 # --- PEFT's configuration ---------------------------------------------------------------------------------
@@ -281,16 +282,7 @@ def _write_tensors(function: str, path: Path, tensors: dict[str, np.ndarray], me
     data = _safetensors(function).numpy.save(tensors, metadata)
     if not path.parent.is_dir():
         raise WhetValueError(f"{function}: there is no folder {path.parent}. Make it before.")
-    _replace(path, data)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.writing")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    replace_bytes(path, data)
 
 
 def _read_tensors(where: str, path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:

@@ -11,6 +11,7 @@ What a trainer puts in, and when, is not decided here. How modules are rebuilt: 
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import os
@@ -18,7 +19,8 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from whet.errors import CheckpointError, MissingExtraError, WhetTypeError, WhetV
 try:
     import torch
     from safetensors import SafetensorError
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file, save
     from torch import Tensor
 except ImportError as error:
     raise MissingExtraError("whet.checkpoint", error.name or "torch", "train") from error
@@ -41,6 +43,7 @@ from whet.description import (
     module_tensors,
     same_memory_key,
 )
+from whet.files import fingerprint, previous_of, remove_abandoned, replace_folder, temporary_beside, told_if_full
 from whet.jsonable import decode, encode
 
 __all__ = [
@@ -57,6 +60,10 @@ __all__ = [
     "step_folder",
 ]
 
+_SAVING = "saving"
+_BLOCK_BYTES = 1 << 20
+"""Written and hashed at a time: what the processor's cache still holds when the system copies it."""
+
 FORMAT = "whet-checkpoint"
 FORMAT_VERSION = 1
 
@@ -71,11 +78,13 @@ def save_checkpoint(
     """Writes a checkpoint at ``path``, in place of the one there if there is one.
 
     At every moment either the old checkpoint or the new one loads from ``path``, through a kill, a full
-    disk or a power cut: the new one is written to ``.NAME.saving`` and forced to disk, the old one renamed to
-    ``.NAME.previous`` (where ``load_checkpoint`` finds it), the new one renamed to NAME, the old one removed.
+    disk or a power cut: the new one is written to ``.NAME.TOKEN.saving``, a folder of this save alone, and forced to
+    disk, the old one renamed to ``.NAME.previous`` (where ``load_checkpoint`` finds it), the new one renamed to NAME,
+    the old one removed.
 
     Args:
-        path: the folder to become the checkpoint; its parents are made. One process at a time.
+        path: the folder to become the checkpoint; its parents are made. Of several processes that save to it at
+            once, the last to finish is the one that stays.
         tensors: groups of named tensors, on any device; each group becomes ``GROUP.safetensors``. A tensor
             that stands under several names, in whatever groups, is stored once and comes back as one.
             Views that overlap otherwise are stored as separate tensors.
@@ -84,35 +93,26 @@ def save_checkpoint(
     Raises:
         CheckpointError: something that is not a checkpoint is at ``path``; it is left alone.
         WhetTypeError, WhetValueError: a tensor, value or group name that cannot be stored.
-        OSError: the disk is full or may not be written; what was at ``path`` is left alone.
+        DiskFullError: the disk is full; what was at ``path`` is left alone.
+        OSError: the disk may not be written; what was at ``path`` is left alone.
     """
     path = Path(os.path.realpath(path))
-    temporary, previous = _sibling(path, "saving"), _sibling(path, "previous")
-    occupied = _check_replaceable(path)
+    _check_replaceable(path)
     stored, aliases = _without_aliases(tensors)
     state_text = json.dumps(encode(dict(state), "save_checkpoint: state"), allow_nan=False)
+    size_bytes = sum(tensor.nbytes for members in stored.values() for tensor in members.values()) + len(state_text)
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        for group, members in stored.items():
-            _write_tensors(temporary / f"{group}.safetensors", members)
-        _write_text(temporary / "state.json", state_text)
-        files = {file.name: _fingerprint(file) for file in sorted(temporary.iterdir())}
+    with (
+        told_if_full(path, size_bytes, "go on from the newest checkpoint"),
+        temporary_beside(path, _SAVING, folder=True) as temporary,
+    ):
+        files = _write_tensors(temporary, stored)
+        files["state.json"] = _write_text(temporary / "state.json", state_text)
         manifest = {"format": FORMAT, "version": FORMAT_VERSION, "files": files, "aliases": aliases}
         manifest["sha256"] = _digest(manifest)
         _write_text(temporary / "manifest.json", _dump(manifest))
-        _force_to_disk(temporary)
-        if occupied:
-            shutil.rmtree(previous, ignore_errors=True)  # left by a kill after the last rename: not needed
-            os.replace(path, previous)
-        os.replace(temporary, path)
-        _force_to_disk(path.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    shutil.rmtree(previous, ignore_errors=True)
+        replace_folder(temporary, path)
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
@@ -170,25 +170,21 @@ def step_folder(folder: str | os.PathLike[str], step: int) -> Path:
 def prune_checkpoints(folder: str | os.PathLike[str], newest: Path, keep: int) -> None:
     """Removes checkpoints of steps before ``newest`` until ``keep``, ``newest`` included, are left.
 
-    Also removes what killed saves and prunes left behind. Checkpoints of later steps, and folders that are
-    no checkpoints, are not touched.
+    Also removes what killed saves and prunes left behind. Checkpoints of later steps, folders that are no checkpoints,
+    and what another process is saving are not touched.
     """
     folder = Path(folder)
     older = [p for p in _step_paths(folder) if _step_of(p) < _step_of(newest) and _is_checkpoint(p)]
     for path in older[: max(0, len(older) - (keep - 1))]:
-        os.replace(path, _sibling(path, "saving"))  # so that no half-removed checkpoint ever stands there
-    for leftover in folder.glob(".step-*.saving"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        with temporary_beside(path, _SAVING, folder=True) as removed:
+            os.replace(path, removed)  # so that no half-removed checkpoint ever stands there
+    remove_abandoned(folder, f".step-*.{_SAVING}")
     for previous in folder.glob(".step-*.previous"):
         if (folder / previous.name[1:].removesuffix(".previous")).exists():
             shutil.rmtree(previous, ignore_errors=True)
 
 
 # --- the folder -----------------------------------------------------------------------------------------
-
-
-def _sibling(path: Path, purpose: str) -> Path:
-    return path.with_name(f".{path.name}.{purpose}")
 
 
 def _resolve(path: Path) -> Path:
@@ -201,7 +197,7 @@ def _resolve(path: Path) -> Path:
             f"load_checkpoint: {path} is a file, expected a folder that Whet saved. Pickles (.pt and .bin "
             f"of torch.save) are refused, since loading one can run code: save the model again with Whet."
         )
-    previous = _sibling(path, "previous")
+    previous = previous_of(path)
     if previous.is_dir():
         return previous
     raise CheckpointError(f"load_checkpoint: there is no checkpoint at {path}.")
@@ -226,16 +222,14 @@ def _is_checkpoint(path: Path) -> bool:
         return False
 
 
-def _check_replaceable(path: Path) -> bool:
-    """Whether there is a checkpoint at ``path`` to replace. Raises if anything else would be lost."""
+def _check_replaceable(path: Path) -> None:
+    """Refuse to replace anything but a checkpoint or an empty folder."""
     if not path.exists():
-        return False
+        return
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else {path.name}
-    if not names:
-        return False
     foreign = sorted(name for name in names if name != "manifest.json" and not _FILE_NAME.fullmatch(name))
-    if _is_checkpoint(path) and not foreign:
-        return True
+    if not names or (_is_checkpoint(path) and not foreign):
+        return
     what = f"also holds {foreign[0]}" if _is_checkpoint(path) else "is not a Whet checkpoint"
     raise CheckpointError(
         f"save_checkpoint: {path} {what}; replacing it would lose that. Move it away, or save elsewhere."
@@ -250,7 +244,7 @@ def _verified_manifest(folder: Path) -> dict[str, Any]:
         fault = "is not part of the checkpoint: remove it" if name in present else "is missing"
         raise CheckpointError(f"load_checkpoint: {folder / name} {fault}.")
     for name, expected in manifest["files"].items():
-        found = _fingerprint(folder / name)
+        found = fingerprint(folder / name)
         if found["size_bytes"] != expected["size_bytes"]:
             raise CheckpointError(
                 f"load_checkpoint: {folder / name} has {found['size_bytes']} bytes, expected "
@@ -338,36 +332,63 @@ def _check_storable(tensor: Any, where: str) -> None:
         raise WhetTypeError(f"save_checkpoint: {where} is {what}, expected a dense tensor that holds values.")
 
 
-def _write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+def _write_tensors(folder: Path, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Any]]:
+    """Write a file per group, all at once, and return their fingerprints by name."""
+    layouts = {group: _layout(group, members) for group, members in groups.items()}
+    with ThreadPoolExecutor() as pool:  # writing and hashing leave the interpreter to the others
+        files = {
+            f"{group}.safetensors": pool.submit(_write, folder / f"{group}.safetensors", chunks)
+            for group, chunks in layouts.items()
+        }
+        return {name: written.result() for name, written in sorted(files.items())}
+
+
+def _layout(group: str, tensors: Mapping[str, Tensor]) -> list[Any]:
+    """The bytes of a safetensors file: header, then the tensors, widest dtype first, so that each is aligned.
+
+    Not by the library's ``save_file``, since the digest is taken on the way to the disk: reading a checkpoint again to
+    hash it costs as much as writing it.
+    """
+    header: dict[str, Any] = {}
+    chunks: list[Any] = []
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        start, end = end, end + tensor.nbytes
+        dtype = _safetensors_dtype(tensor.dtype, f"{group}.safetensors")
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        chunks.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little") + text, *chunks]
+
+
+@functools.cache
+def _safetensors_dtype(dtype: torch.dtype, file: str) -> str:
     try:
-        save_file(tensors, file)
-    except SafetensorError as error:
-        raise OSError(f"save_checkpoint: {file.name} could not be written: {error}") from error
+        empty = save({"x": torch.empty(0, dtype=dtype)})
     except KeyError as error:
-        what = f"{file.name} cannot hold {error.args[0]}: safetensors has no such dtype"
+        what = f"{file} cannot hold {dtype}: safetensors has no such dtype"
         raise WhetTypeError(f"save_checkpoint: {what}. Convert the tensor.") from error
-    _force_to_disk(file)
+    return json.loads(empty[8 : 8 + int.from_bytes(empty[:8], "little")])["x"]["dtype"]
 
 
-def _write_text(file: Path, text: str) -> None:
-    file.write_text(text, encoding="utf-8")
-    _force_to_disk(file)
+def _write_text(file: Path, text: str) -> dict[str, Any]:
+    return _write(file, [text.encode()])
 
 
-def _force_to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _fingerprint(file: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-        return {"size_bytes": stream.tell(), "sha256": digest.hexdigest()}
+def _write(file: Path, chunks: Sequence[Any]) -> dict[str, Any]:
+    """Write a file, force it to disk, and return its fingerprint."""
+    digest, size_bytes = hashlib.sha256(), 0
+    with file.open("xb", buffering=0) as stream:
+        for chunk in chunks:
+            for start in range(0, len(chunk), _BLOCK_BYTES):
+                block = memoryview(chunk)[start : start + _BLOCK_BYTES]
+                digest.update(block)
+                while block:  # a disk that is almost full takes a part
+                    block = block[stream.write(block) :]
+            size_bytes += len(chunk)
+        os.fsync(stream.fileno())
+    return {"size_bytes": size_bytes, "sha256": digest.hexdigest()}
 
 
 def _dump(content: Any) -> str:

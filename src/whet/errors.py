@@ -36,3 +36,17 @@ class CheckpointError(WhetValueError):
 
 class NonFiniteError(WhetError, ArithmeticError):
     """Loss or gradients stayed NaN or infinite for too many steps in a row."""
+
+
+class FolderInUseError(WhetValueError):
+    """Another process has locked the folder of a run, or of its checkpoints."""
+
+
+class DiskFullError(WhetError, OSError):
+    """A file was not written for lack of space; what was there before is whole."""
+
+    def __init__(self, error_number: int, message: str) -> None:
+        super().__init__(error_number, message)
+
+    def __str__(self) -> str:
+        return str(self.strerror)

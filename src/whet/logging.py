@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
 from whet.fields import check_integer, is_number
+from whet.files import drop_torn_line, replace_text, told_if_full
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -268,25 +269,9 @@ def _standard_json(value: Any, name: str) -> Any:
     return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
-def drop_torn_line(path: Path) -> None:
-    """Removes what follows the last line end: a row that a killed process did not finish."""
-    if (data := path.read_bytes()) and not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes a whole text file so that a reader, or a kill, sees the old text or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.writing")
-    with temporary.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 def _append_text(path: Path, text: str) -> None:
     # Opened for every row: nothing is left unwritten by a kill, shared with a fork, or left to close.
-    with path.open("a", encoding="utf-8", newline="") as file:
+    with told_if_full(path, len(text)), path.open("a", encoding="utf-8", newline="") as file:
         file.write(text)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.errors import WhetValueError
-from whet.logging import drop_torn_line
+from whet.files import drop_torn_line
 from whet.nn.modules import inner_module
 
 _ORIGINS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")

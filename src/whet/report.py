@@ -15,7 +15,7 @@ from typing import Any
 
 from whet import __version__
 from whet.errors import WhetValueError
-from whet.logging import replace_text
+from whet.files import replace_text
 from whet.page import Point, ends, headline_row, line_chart, page, pairs_table, safe, table, versions, window
 
 try:

@@ -21,7 +21,7 @@ from whet.bench.plots import draw, part_medians
 from whet.bench.reading import duration, measured, rows_of, significant
 from whet.bench.stats import Ratio, summary
 from whet.errors import MissingExtraError
-from whet.logging import replace_text
+from whet.files import replace_text
 from whet.page import Cell, page
 
 if TYPE_CHECKING:

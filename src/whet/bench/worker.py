@@ -20,7 +20,7 @@ from whet.bench.case import BenchOptions, Case, Provider, Suite, Table
 from whet.bench.harness import QUICK, CaseResult, Effort, run_case
 from whet.bench.report import rich_table
 from whet.bench.suites import load_suite
-from whet.logging import replace_text
+from whet.files import replace_text
 
 
 def chosen(suite: Suite, options: BenchOptions) -> Iterator[tuple[Table, list[Case], list[Provider]]]:

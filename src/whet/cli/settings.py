@@ -15,7 +15,7 @@ import tyro
 
 from whet.errors import WhetError, WhetValueError
 from whet.fields import make_config
-from whet.logging import replace_text
+from whet.files import replace_text
 
 try:
     import tomllib  # pyright: ignore[reportMissingImports]

@@ -1,0 +1,314 @@
+"""Files that survive kills and second processes: atomic writes, torn lines, digests, and locks on folders.
+
+A file or folder is replaced whole: its next content is written beside it, forced to disk, and renamed into its place.
+What is being written is locked by its writer, and so what a killed process left is told from what another writes now.
+
+Locks are ``flock``: the kernel releases them with the process, however it ends. They belong to the open file, which a
+forked child shares, so every forked child closes the descriptors of its parent's locks at once.
+
+Needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet.errors import DiskFullError, FolderInUseError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_LOCK_FILE = ".lock"
+_FULL = {
+    errno.ENOSPC: ("the disk is full", "Free space there"),
+    errno.EDQUOT: ("this user's quota of the disk is used up", "Free space there, or have the quota raised"),
+    errno.EFBIG: ("this process may write no file so large", "Raise the limit (ulimit -f)"),
+}
+"""Errors that space would mend: (what is wrong, the fix)."""
+
+
+# --- atomic writes --------------------------------------------------------------------------------------
+
+
+def replace_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a whole text file so that a reader, or a kill, sees the old text or the new, never a part.
+
+    Raises:
+        DiskFullError: the disk is full; what was at ``path`` is left alone.
+    """
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """``replace_text`` of bytes."""
+    path = Path(path)
+    with told_if_full(path, len(data)), temporary_beside(path, "writing") as temporary:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def temporary_beside(path: Path, purpose: str, folder: bool = False) -> Iterator[Path]:
+    """An empty hidden file, or folder, in which to write the next content of ``path`` and rename it there.
+
+    ``.NAME.TOKEN.PURPOSE`` is of this writer alone, and locked until the context ends; what is not renamed by then is
+    removed. So is what killed writers of the same path and purpose left behind.
+    """
+    remove_abandoned(path.parent, f".{glob.escape(path.name)}.*{purpose}")
+    temporary, descriptor = _make_locked(path, purpose, folder)
+    try:
+        yield temporary
+    finally:
+        if folder:
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+        _close(descriptor)
+
+
+def remove_abandoned(folder: Path, pattern: str) -> None:
+    """Remove the files and folders of ``temporary_beside`` in ``folder`` whose writers have died."""
+    for path in folder.glob(pattern):
+        with contextlib.suppress(OSError):  # gone already, another's, or on a file system that cannot tell
+            descriptor = _open(path)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
+            finally:
+                _close(descriptor)
+
+
+def _make_locked(path: Path, purpose: str, folder: bool) -> tuple[Path, int]:
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{purpose}")
+        if folder:
+            temporary.mkdir()
+        else:
+            temporary.touch(exist_ok=False)
+        with contextlib.suppress(FileNotFoundError):  # removed before it was locked
+            descriptor = _open(temporary)
+            with contextlib.suppress(OSError):  # without locks nobody removes it either
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_at(descriptor, temporary):
+                return temporary, descriptor
+            _close(descriptor)
+
+
+def replace_folder(temporary: Path, path: Path) -> None:
+    """Rename a folder of ``temporary_beside``, forced to disk, into its place, whatever folder is there.
+
+    That one is renamed to ``previous_of(path)`` before and removed afterwards: at every moment the old or the new one
+    stands at one of the two places. Several processes that replace one folder take turns.
+    """
+    force_to_disk(temporary)
+    previous = previous_of(path)
+    descriptor = _open(path.parent)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if path.exists():
+            shutil.rmtree(previous, ignore_errors=True)  # left by a kill after the last rename: not needed
+            os.replace(path, previous)
+        os.replace(temporary, path)
+        os.fsync(descriptor)
+        shutil.rmtree(previous, ignore_errors=True)
+    finally:
+        _close(descriptor)
+
+
+def previous_of(path: Path) -> Path:
+    """Where ``replace_folder`` keeps what was at ``path`` until the new folder stands there."""
+    return path.with_name(f".{path.name}.previous")
+
+
+@contextlib.contextmanager
+def told_if_full(path: Path, size_bytes: int, then: str = "try again") -> Iterator[None]:
+    """Turn the system's "no space left" into an error that says where, how much was needed, and what to do.
+
+    Raises:
+        DiskFullError: in place of an OSError that more space would mend.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL or isinstance(error, DiskFullError):
+            raise
+        what, fix = _FULL[error.errno]
+        sizes = f"{size_bytes:,} bytes needed, {shutil.disk_usage(path.parent).free:,} free"
+        message = f"{path} was not written: {what} ({sizes}). What was there before is whole. {fix}, then {then}."
+        raise DiskFullError(error.errno, message) from error
+
+
+def drop_torn_line(path: Path) -> None:
+    """Remove what follows the last line end: a row that a killed process did not finish."""
+    if (data := path.read_bytes()) and not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def force_to_disk(path: Path) -> None:
+    """Have the system write a file, or a folder's entries, before going on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """``size_bytes`` and ``sha256`` of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+        return {"size_bytes": stream.tell(), "sha256": digest.hexdigest()}
+
+
+# --- locks ----------------------------------------------------------------------------------------------
+
+
+class FolderLock:
+    """A folder for this process alone, from ``acquire`` to ``release`` or to the end of the process, however it ends.
+
+    Several locks of one process share a folder. On a file system without locks a warning says that nothing keeps a
+    second process out.
+
+    Args:
+        folder: made when the lock is acquired.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._key: Path | None = None
+
+    def acquire(self) -> None:
+        """Take the folder, if this lock does not hold it already.
+
+        Raises:
+            FolderInUseError: another process has it; the message says which.
+            OSError: the folder cannot be made, or not be written to.
+        """
+        if self._key is not None and self._key in _locked:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        key = self.folder.resolve()
+        if key not in _locked:
+            _locked[key] = [_lock(key / _LOCK_FILE), 0]
+        _locked[key][1] += 1
+        self._key = key
+
+    def release(self) -> None:
+        """Give the folder back, if this lock holds it."""
+        key, self._key = self._key, None
+        if key is None or key not in _locked:  # never acquired, or by the process that this one was forked from
+            return
+        _locked[key][1] -= 1
+        if not _locked[key][1]:
+            descriptor, _ = _locked.pop(key)
+            if _is_at(descriptor, key / _LOCK_FILE):  # and no other's: the folder may have been removed and made anew
+                (key / _LOCK_FILE).unlink()
+            _close(descriptor)
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+def _lock(file: Path) -> int:
+    """The descriptor of a lock file that this process now holds, be it one that a killed process left."""
+    while True:
+        descriptor = _open(file, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 4096, 0).decode(errors="replace") or "another process"
+            _close(descriptor)
+            raise FolderInUseError(
+                f"{file.parent} is in use by {holder}. Two runs in one folder would overwrite each other: wait for "
+                f"that one or end it, or choose another folder."
+            ) from None
+        except OSError as error:
+            warnings.warn(
+                f"FolderLock: the file system of {file.parent} has no locks ({error.strerror}), so nothing keeps a "
+                f"second run out of this folder.",
+                stacklevel=4,
+            )
+        if _is_at(descriptor, file):  # and not one that its holder has just removed
+            with contextlib.suppress(OSError):  # a full disk: the lock holds, and only its holder's name is not known
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, _holder().encode(), 0)
+            return descriptor
+        _close(descriptor)
+
+
+def _holder() -> str:
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]) if sys.argv else ""
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    return f"process {os.getpid()} on {socket.gethostname()} since {since} ({json.dumps(command)[1:-1]:.300})"
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    return False
+
+
+# --- descriptors ----------------------------------------------------------------------------------------
+
+_locked: dict[Path, list[int]] = {}
+"""The folders of this process's locks: [descriptor, number of FolderLocks]."""
+_descriptors: set[int] = set()
+
+
+def _open(path: Path, flags: int = os.O_RDONLY) -> int:
+    descriptor = os.open(path, flags, 0o666)
+    keep_from_children(descriptor)
+    return descriptor
+
+
+def keep_from_children(descriptor: int) -> None:
+    """Have forked children close a descriptor, as those that execute a program do anyway."""
+    _descriptors.add(descriptor)
+
+
+def release_to_children(descriptor: int) -> None:
+    """Undo ``keep_from_children``, before the descriptor is closed and its number goes to another file."""
+    _descriptors.discard(descriptor)
+
+
+def _close(descriptor: int) -> None:
+    release_to_children(descriptor)
+    os.close(descriptor)
+
+
+def _close_all() -> None:
+    _locked.clear()
+    while _descriptors:
+        with contextlib.suppress(OSError):
+            os.close(_descriptors.pop())
+
+
+os.register_at_fork(after_in_child=_close_all)
