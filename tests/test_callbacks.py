@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from whet.callbacks import (
     EvaluationCallback,
 )
 from whet.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from whet.errors import WhetTypeError, WhetValueError
+from whet.errors import FolderInUseError, WhetTypeError, WhetValueError
 
 
 class CountingTrainer:
@@ -38,17 +40,21 @@ class CountingTrainer:
         save_checkpoint(path, {"model": {"total": torch.tensor(self.total)}}, {"step": self.step})
 
     def train(self, steps: int, metric=lambda step: {}) -> CountingTrainer:
-        for callback in self.callbacks:
-            callback.on_train_begin(self, steps)
-        while self.step < steps and not self.should_stop:
-            self.step += 1
-            self.total += random.random()
-            self.last_completions = [{"prompt": f"p{i}", "completion": "x", "reward": i} for i in range(2)]
-            metrics = {"loss": self.total, **metric(self.step)}
+        try:
             for callback in self.callbacks:
-                callback.on_step_end(self, metrics)
-        for callback in self.callbacks:
-            callback.on_train_end(self)
+                callback.on_train_begin(self, steps)
+            while self.step < steps and not self.should_stop:
+                self.step += 1
+                self.total += random.random()
+                self.last_completions = [{"prompt": f"p{i}", "completion": "x", "reward": i} for i in range(2)]
+                metrics = {"loss": self.total, **metric(self.step)}
+                for callback in self.callbacks:
+                    callback.on_step_end(self, metrics)
+            for callback in self.callbacks:
+                callback.on_train_end(self)
+        finally:
+            for callback in self.callbacks:
+                callback.on_train_exit(self)
         return self
 
 
@@ -167,6 +173,44 @@ def test_old_checkpoints_outlive_a_save_that_fails(tmp_path):
     with pytest.raises(OSError, match="No space"):
         FailingTrainer([CheckpointCallback(tmp_path, every=1, keep=1)]).train(5)
     assert latest_checkpoint(tmp_path) == tmp_path / "step-000003"
+
+
+HOLDER = """
+import sys
+from whet.callbacks import CheckpointCallback
+CheckpointCallback(sys.argv[1], every=1).on_train_begin(type("Trainer", (), {"step": 0}), 1)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_folder_is_of_one_process_while_it_trains(tmp_path):
+    callback = CheckpointCallback(tmp_path, every=1)
+    CountingTrainer([callback]).train(1)
+    with pytest.raises(ZeroDivisionError):
+        CountingTrainer([callback]).train(1, lambda step: 1 / 0)
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"  # whatever ended them, the runs here have given it back
+        trainer = CountingTrainer([callback], step=1)
+        with pytest.raises(FolderInUseError, match=rf"is in use by process {other.pid} .*choose another folder"):
+            trainer.train(2)
+        assert trainer.step == 1
+        other.kill()
+    assert trainer.train(2).step == 2
+
+
+def test_an_evaluation_that_is_interrupted_leaves_the_random_states(tmp_path):
+    def evaluate(trainer):
+        random.random()
+        raise KeyboardInterrupt
+
+    random.seed(3)
+    expected = random.random()
+    random.seed(3)
+    with pytest.raises(KeyboardInterrupt):
+        CountingTrainer([EvaluationCallback(evaluate, every=1)]).train(1)
+    assert random.random() == expected
 
 
 def test_a_run_that_takes_no_step_saves_nothing(tmp_path):

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 from whet.checkpoint import capture_rng, prune_checkpoints, restore_rng, step_folder
 from whet.errors import WhetTypeError, WhetValueError
 from whet.fields import check_integer, is_number
+from whet.files import FolderLock
 from whet.logging import JSONLLogger, as_number
 
 
@@ -55,6 +56,9 @@ class Callback:
 
     def on_train_end(self, trainer: Trainer) -> None:
         """After the last step, whether the run was stopped early or not."""
+
+    def on_train_exit(self, trainer: Trainer) -> None:
+        """However the run ends, by an exception too: give back what ``on_train_begin`` took."""
 
     def state_dict(self) -> dict[str, Any]:
         """What to keep in a checkpoint."""
@@ -105,8 +109,10 @@ class EvaluationCallback(Callback):
 
     def _run(self, trainer: Trainer) -> dict[str, float]:
         random_state = capture_rng()
-        result = self.evaluate(trainer)
-        restore_rng(random_state)
+        try:
+            result = self.evaluate(trainer)
+        finally:  # after Ctrl-C too: the run may go on
+            restore_rng(random_state)
         if not isinstance(result, Mapping):
             raise WhetTypeError(
                 f"EvaluationCallback: evaluate returned {result!r}, expected a dict of numbers by name."
@@ -211,6 +217,8 @@ class CheckpointCallback(Callback):
     An older checkpoint is removed only after the new one is complete. Put it last among the callbacks: what
     those after it do in the same step is not in the checkpoint.
 
+    While a run goes on, its process holds the folder alone (``whet.files.FolderLock``).
+
     Args:
         folder: made if it is not there; ``latest_checkpoint(folder)`` finds what to resume from.
         every: steps between checkpoints.
@@ -218,15 +226,18 @@ class CheckpointCallback(Callback):
 
     Raises:
         WhetValueError: every or keep is no integer above 0.
+        FolderInUseError: when a run begins, and another process has one in this folder.
     """
 
     def __init__(self, folder: str | os.PathLike[str], every: int, keep: int = 2) -> None:
         self.folder = Path(folder)
+        self._lock = FolderLock(folder)
         self.every = check_integer("CheckpointCallback", "every", every, 1)
         self.keep = check_integer("CheckpointCallback", "keep", keep, 1)
         self._saved_step = 0
 
     def on_train_begin(self, trainer: Trainer, total_steps: int) -> None:
+        self._lock.acquire()
         self._saved_step = trainer.step
 
     def on_step_end(self, trainer: Trainer, metrics: MutableMapping[str, float]) -> None:
@@ -236,6 +247,9 @@ class CheckpointCallback(Callback):
     def on_train_end(self, trainer: Trainer) -> None:
         if trainer.step != self._saved_step:
             self._save(trainer)
+
+    def on_train_exit(self, trainer: Trainer) -> None:
+        self._lock.release()
 
     def _save(self, trainer: Trainer) -> None:
         path = step_folder(self.folder, trainer.step)

@@ -380,20 +380,22 @@ class Trainer(ABC):
         for logger in self.loggers:
             if getattr(logger, "total_steps", 0) is None:
                 logger.total_steps = last_step
-        for callback in self.callbacks:
-            callback.on_train_begin(self, last_step)
         metrics: dict[str, float] = {}
         try:
+            for callback in self.callbacks:
+                callback.on_train_begin(self, last_step)
             while self.step < last_step and not self.should_stop:
                 arguments = next(batches, None)
                 if arguments is None:
                     break
                 self._drawn = 1
                 metrics = self.train_step(*arguments)
+            for callback in self.callbacks:
+                callback.on_train_end(self)
         finally:
             self._drawn = 0
-        for callback in self.callbacks:
-            callback.on_train_end(self)
+            for callback in self.callbacks:
+                callback.on_train_exit(self)
         return metrics
 
     def evaluate(self, dataset: Any) -> float:
