@@ -7,6 +7,7 @@ import gc
 import math
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -299,9 +300,48 @@ def test_a_function_that_hangs_is_killed_with_what_it_started(tmp_path: Path) ->
     child, grandchild = map(int, pids.read_text().split())
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
-    # Its parent being dead, the sleeper is reaped by whoever adopted it: it may be a zombie for a moment.
-    stat = Path(f"/proc/{grandchild}/stat")
-    assert not stat.exists() or stat.read_text().split(")")[1].split()[0] in "ZX"
+    assert ends(grandchild)
+
+
+def ends(pid: int) -> bool:
+    """Whether a process, of anybody's, has ended or soon does."""
+    try:
+        watch = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    ended, _, _ = select.select([watch], [], [], 30)
+    os.close(watch)
+    return bool(ended)
+
+
+HANGING = """
+import os, subprocess, sys, threading
+from whet.rewards import RewardFunctions
+
+def hangs(completions):
+    sleeper = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
+    os.write(1, f"{os.getpid()} {sleeper.pid}\\n".encode())
+    if sys.argv[1] == "main":
+        sleeper.wait()
+    while True:
+        pass
+
+def score():
+    RewardFunctions(hangs, timeout_s=600)(prompts=[""], completions=["a"], completion_ids=[[1]], columns={})
+
+thread = threading.Thread(target=score)
+score() if sys.argv[1] == "main" else thread.start()
+"""
+
+
+@pytest.mark.parametrize("thread", ["main", "other"])
+def test_children_and_what_they_started_die_with_a_killed_trainer(thread: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", HANGING, thread], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        pids = [int(pid) for pid in trainer.stdout.readline().split()]
+        assert len(pids) == 2
+        trainer.kill()
+        assert all(map(ends, pids))
 
 
 def test_a_hang_leaves_the_other_functions_scores() -> None:

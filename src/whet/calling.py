@@ -1,18 +1,20 @@
 """Calls a user's functions and brings back what they returned or raised: here, or in killable processes.
 
 Does not know what the functions are for; ``whet.rewards`` does. Between a child process and its parent
-only JSON travels.
+only JSON travels. No child outlives its parent, not even one that is killed: see ``_Guard``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import inspect
 import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,6 +22,8 @@ import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+
+from whet.files import keep_from_children, release_to_children
 
 
 class CallTimeout(Exception):
@@ -97,6 +101,7 @@ def call_in_children(calls: Sequence[Callable[[], Any]], to_json: Callable[[Any]
     """
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(_Child(call, to_json, timeout_s)) for call in calls]
+        stack.enter_context(_Guard([child.process.pid for child in children]))
         return [child.outcome() for child in children]
 
 
@@ -106,7 +111,7 @@ class _Child:
     def __init__(self, call: Callable[[], Any], to_json: Callable[[Any], Any], timeout_s: float) -> None:
         context = multiprocessing.get_context("fork")
         self.receiver, sender = context.Pipe(duplex=False)
-        self.process = context.Process(target=_child_main, args=(call, to_json, sender))
+        self.process = context.Process(target=_child_main, args=(call, to_json, sender, os.getpid()))
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s
         with warnings.catch_warnings():
@@ -139,8 +144,48 @@ class _Child:
         return RaisedInChild(message["summary"], "\n" + message["traceback"])
 
 
-def _child_main(call: Callable[[], Any], to_json: Callable[[Any], Any], sender: Any) -> None:
+class _Guard:
+    """Kills process groups when this process dies, of whatever: a shell that waits for the end of a pipe.
+
+    The system can kill a child with its parent (``_die_with``), but not what the child has started in its turn.
+    """
+
+    def __init__(self, groups: Sequence[int | None]) -> None:
+        script = f"read -r line; kill -KILL {' '.join(f'-{group}' for group in groups)}"
+        nothing = subprocess.DEVNULL
+        # A session of its own: Ctrl-C at the terminal, or a kill of the whole group, is not for the guard.
+        self._shell = subprocess.Popen(
+            ["/bin/sh", "-c", script], stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, start_new_session=True
+        )
+        assert self._shell.stdin is not None
+        self._pipe = self._shell.stdin
+        keep_from_children(self._pipe.fileno())
+
+    def __enter__(self) -> _Guard:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._shell.kill()
+        self._shell.wait()
+        release_to_children(self._pipe.fileno())
+        self._pipe.close()
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: a fork may find the loader's lock taken
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with(parent: int) -> None:
+    """Have Linux kill this process when ``parent``, which started it, dies; at once if it is dead already."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _child_main(call: Callable[[], Any], to_json: Callable[[Any], Any], sender: Any, parent: int) -> None:
     os.setsid()
+    _die_with(parent)
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)  # the parent's worker threads do not exist here
