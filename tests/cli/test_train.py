@@ -357,23 +357,166 @@ def test_killed_before_the_first_checkpoint_starts_anew(files):
     assert steps == [0, 1, 2, 3, 4, 5, 6, 6]  # evaluated before the first step and after the last
 
 
-def test_ctrl_c_writes_a_checkpoint_and_the_same_command_continues(files, capsys):
-    settings = with_killer(files, call=3) | {"checkpoint_every": 100, "lr_schedule": "linear"}
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_writes_a_checkpoint_and_the_same_command_continues(name, status, files, capsys):
+    settings = with_killer(files, call=3, signal=name) | {"checkpoint_every": 100, "lr_schedule": "linear"}
     argv = ["train", "online-dpo", *(f for f in files("run", **settings) if "group" not in f)]
-    assert main(argv) == 130
+    assert main(argv) == status
     out = capsys.readouterr().out
     assert f"{files.folder / 'run' / 'checkpoints' / 'step-000003'} is written; the same command continues" in out
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert main(argv) == 0
     assert main([*argv, f"--output-dir={files.folder / 'whole'}"]) == 0
     assert_same_run(files.folder / "run", files.folder / "whole")
 
 
-def test_second_ctrl_c_stops_at_once(files, capsys):
-    assert main(["train", "grpo", *files("run", **with_killer(files, times=2))]) == 130
+@pytest.mark.parametrize(("name", "status", "said"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
+def test_a_second_signal_stops_at_once(name, status, said, files, capsys):
+    assert main(["train", "grpo", *files("run", **with_killer(files, times=2, signal=name))]) == status
     assert [step for step, _ in gradients(files.folder / "run")] == [1, 2, 3]
     assert [path.name for path in (files.folder / "run" / "checkpoints").iterdir()] == ["step-000002"]
-    assert "interrupted" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
+
+
+def test_a_signal_in_the_last_step_leaves_the_rest_to_the_same_command(files, capsys):
+    argv = ["train", "grpo", *files("run", **with_killer(files, call=6, signal="SIGTERM"))]
+    assert main(argv) == 143 and not (files.folder / "run" / "model").exists()
+    assert main(argv) == 0 and (files.folder / "run" / "model").exists()
+
+
+POOL = """
+import multiprocessing, time
+
+def share(completions):
+    with multiprocessing.get_context("fork").Pool(2) as pool:  # which ends with SIGTERM for its workers
+        pool.map(abs, range(4))
+        pool.apply_async(time.sleep, [600])
+    return [float(len(text)) for text in completions]
+"""
+
+
+def test_workers_that_a_reward_function_forks_die_of_the_signals_that_a_run_survives(files, capfd):
+    (files.folder / "pool.py").write_text(POOL)
+    settings = {**files.online, "reward": f"{files.folder / 'pool.py'}:share", "steps": 1, "group_size": 2}
+    assert main(["train", "grpo", *files("run", **settings)]) == 0
+    assert "stopping after this step" not in capfd.readouterr().err
+
+
+HANGING = """
+import os, time
+from pathlib import Path
+
+def share(completions, answer):
+    if not Path({mark!r}).exists():
+        Path({mark!r}).write_text(str(os.getpid()))
+        os.write(1, b"hanging\\n")
+        time.sleep(600)
+    return [text.count(right) + sum(map(ord, text)) % 97 / 97 for text, right in zip(completions, answer)]
+"""
+
+
+@pytest.mark.parametrize("timeout_s", [0, 600])
+def test_a_folder_is_of_one_process_until_it_is_killed_in_the_middle_of_a_reward(timeout_s, files, error_of, capsys):
+    (files.folder / "hanging.py").write_text(HANGING.format(mark=str(files.folder / "mark")))
+    reward = {
+        "reward": f"{files.folder / 'hanging.py'}:share",
+        **({"reward_timeout_s": timeout_s} if timeout_s else {}),
+    }
+    argv = ["train", "grpo", *files("run", **{**files.online, **reward, "steps": 1, "group_size": 2})]
+    command = [sys.executable, "-c", "import sys; from whet.cli import main; sys.exit(main())", *argv]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        assert any("hanging" in line for line in first.stdout)
+        error = error_of(*argv)
+        assert f"is in use by process {first.pid} on {os.uname().nodename} since " in error
+        assert "(-c train grpo --model=" in error
+        child = int((files.folder / "mark").read_text())
+        assert (child == first.pid) == (not timeout_s)
+        first.kill()
+        first.wait()
+    assert main(argv) == 0  # at once, whatever becomes of the child
+
+
+# --- what it reads --------------------------------------------------------------------------------------
+
+
+def test_data_that_has_changed_under_a_run_is_refused(files, error_of):
+    data = files.folder / "rows.jsonl"
+    assert main(["train", "sft", *files("run", steps=2)]) == 0
+    before = data.read_text()
+    for text in (before + before.splitlines()[0] + "\n", before.replace("aaa", "aab"), before.replace("\n", "\n\n", 1)):
+        data.write_text(text)
+        error = error_of("train", "sft", *files("run", steps=4))
+        assert f"{data} (data) has changed: {len(before):,} bytes then, {len(text):,} now" in error
+        assert "Put the old file back, or choose another output_dir." in error
+    data.write_text(before)
+    assert main(["train", "sft", *files("run", steps=4)]) == 0
+    shutil.rmtree(files.folder / "run" / "checkpoints")  # a run that begins anew may take any data
+    data.write_text(before + before)
+    assert main(["train", "sft", *files("run", steps=4)]) == 0
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_base_model_that_has_changed_under_a_run(rank, files, tiny_model, error_of):
+    model = shutil.copytree(tiny_model, files.folder / "model")
+    settings = {"model": model, "lora_rank": rank}
+    assert main(["train", "sft", *files("run", steps=1, **settings)]) == 0
+    (model / "README.md").write_text("a note")
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[:-4] + bytes(4))
+    if rank:
+        assert "model.safetensors (model) has changed" in error_of("train", "sft", *files("run", steps=2, **settings))
+        (model / "model.safetensors").write_bytes(weights)
+    else:  # the checkpoint holds all weights
+        assert main(["train", "sft", *files("run", steps=2, **settings)]) == 0
+    tokenizer = model / "tokenizer_config.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<pad>", "<eos>"))
+    assert "tokenizer_config.json (model) has changed" in error_of("train", "sft", *files("run", steps=3, **settings))
+
+
+def test_rewards_and_held_out_rows_may_change_and_it_is_said(files, capsys):
+    held_out = files.folder / "held_out.jsonl"
+    held_out.write_text((files.folder / "rows.jsonl").read_text())
+    settings = {**files.online, "group_size": 2, "eval_data": held_out}
+    assert main(["train", "grpo", *files("run", steps=1, **settings)]) == 0
+    for file in (held_out, files.folder / "letters.py"):
+        file.write_text(file.read_text() + "\n")
+    capsys.readouterr()
+    assert main(["train", "grpo", *files("run", steps=2, **settings)]) == 0
+    out = capsys.readouterr().out
+    assert f"{held_out} (eval_data) has changed" in out and "letters.py (reward) has changed" in out
+    assert main(["train", "grpo", *files("run", steps=3, **settings)]) == 0
+    assert "has changed" not in capsys.readouterr().out
+
+
+# --- a full disk ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "steps", "what"),
+    [(60_000, 4, "checkpoints/step-000004 was not written"), (60_000, 2, "model was not written")],
+)
+def test_a_full_disk_is_one_line_and_the_same_command_continues(limit, steps, what, files):
+    settings = {"learning_rate": 1e-2, "checkpoint_every": 2}
+    run = files.folder / "run"
+    argv = ["train", "sft", *files("run", **settings, steps=2)]
+    assert main(argv) == 0
+    before = {path: path.read_bytes() for path in run.rglob("*.safetensors")}
+    argv = ["train", "sft", *files("run", **settings, steps=steps)]
+    limited = f"import resource as r; r.setrlimit(r.RLIMIT_FSIZE, ({limit}, -1))"  # larger files fail as on a full disk
+    command = [sys.executable, "-c", f"{limited}\nimport sys; from whet.cli import main; sys.exit(main())", *argv]
+    failed = subprocess.run(command, capture_output=True, text=True)
+    (error,) = failed.stderr.strip().splitlines()
+    assert failed.returncode == 2 and what in error and "bytes needed" in error
+    assert error.endswith("The same command continues the run.")
+    assert {path: path.read_bytes() for path in run.rglob("*.safetensors")} == before
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000002"]
+    assert main(argv) == 0
+    assert main(["train", "sft", *files("whole", **settings, steps=steps)]) == 0
+    assert same_weights(run, files.folder / "whole")
+
+
+# --- damage ---------------------------------------------------------------------------------------------
 
 
 def test_damaged_checkpoint_is_skipped_and_said(files, capsys):

@@ -1,8 +1,8 @@
 """The command line: finds the command, and turns what a user can mend into one line and an exit status.
 
-0 is success, 1 a benchmark that found Whet wrong or slower, 2 a mistake in what was asked for, 130 Ctrl-C, 141 a reader
-that went away; anything unexpected keeps its traceback. This file needs the standard library alone: each command
-imports what it needs, and only when it is called.
+0 is success, 1 a benchmark that found Whet wrong or slower, 2 a mistake in what was asked for, 130 Ctrl-C, 143 SIGTERM
+after the step it came in, 141 a reader that went away; anything unexpected keeps its traceback. This file needs the
+standard library alone: each command imports what it needs, and only when it is called.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -86,9 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except WhetError as error:
             print(f"whet: {' '.join(str(error).split())}{_line_of_reward(error)}", file=sys.stderr)
             return 2
-        except KeyboardInterrupt:
-            print("whet: interrupted", file=sys.stderr)
-            return 130
+        except KeyboardInterrupt as interrupt:
+            signal_number = getattr(interrupt, "signal_number", signal.SIGINT)
+            print("whet: interrupted" if signal_number == signal.SIGINT else "whet: terminated", file=sys.stderr)
+            return 128 + signal_number
         except BrokenPipeError:  # whoever read standard output, such as head, has gone
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
@@ -152,15 +154,16 @@ def _train(argv: list[str]) -> int:
     method, where = argv[0], f"whet train {argv[0]}"
     _check_choice("method", method, ["sft", "dpo", "grpo", "online-dpo"])
     _check_installed(where, "tyro", "rich")
-    from whet.cli.runs import RUNS
+    from whet.cli.runs import RUNS, lock_folder
     from whet.cli.settings import parse
 
     run = parse(RUNS[method], argv[1:], where, TRAIN_DESCRIPTION)
     run.check(where)
     _check_installed(where, *_MODEL_PACKAGES, "matplotlib")
-    from whet.cli import train
+    with lock_folder(run.output_dir):  # before the seconds that it takes to import torch
+        from whet.cli import train
 
-    return train.main(method, run)
+        return train.main(method, run)
 
 
 _MODEL_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2")

@@ -14,7 +14,7 @@ from torch import nn
 
 from whet.errors import MissingExtraError, WhetValueError
 
-_ADAPTERS = "adapter_config.json"
+ADAPTERS = "adapter_config.json"
 
 
 def load_model(name: str, dtype: str) -> tuple[nn.Module, Any]:
@@ -52,7 +52,7 @@ def load_model(name: str, dtype: str) -> tuple[nn.Module, Any]:
 
 
 def _load(source: str, dtype: str) -> tuple[Any, Any]:
-    adapters = Path(source) / _ADAPTERS
+    adapters = Path(source) / ADAPTERS
     base = source
     if adapters.is_file():
         base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
@@ -76,7 +76,7 @@ def add_lora(model: nn.Module, name: str, rank: int, alpha: int, layers: list[st
         WhetValueError: the model, called ``name``, came from a folder of adapters, or has no such layers.
         MissingExtraError: peft is not installed.
     """
-    if (Path(name) / _ADAPTERS).is_file():
+    if (Path(name) / ADAPTERS).is_file():
         raise WhetValueError(
             f"add_lora: {name!r} holds adapters, and adapters upon adapters cannot be saved. Pass lora_rank=0 to "
             f"train the model with these merged in."

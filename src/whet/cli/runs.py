@@ -13,6 +13,7 @@ from typing import Any, Literal
 from whet.config import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
 from whet.errors import MissingExtraError, WhetValueError
 from whet.fields import check_range, check_used
+from whet.files import FolderLock
 
 
 @dataclass(kw_only=True)
@@ -160,6 +161,21 @@ class BestOfNRun(BestOfNConfig, _BestOfNInputs):
         check_range(self, "batch_size", self.batch_size >= 1, "an integer >= 1")
         if bool(self.prompts) == bool(self.prompt):
             raise WhetValueError(f"{where}: expected one of --prompts (a file) and --prompt (a text).")
+
+
+def lock_folder(output_dir: str) -> FolderLock:
+    """The folder of a run, made and locked until it ends; to be used as a context.
+
+    Raises:
+        WhetValueError: it cannot be made.
+        FolderInUseError: another process has a run in it.
+    """
+    lock = FolderLock(output_dir)
+    try:
+        lock.acquire()
+    except OSError as error:
+        raise WhetValueError(f"output_dir {output_dir!r} cannot be made: {error}.") from error
+    return lock
 
 
 def check_given(where: str, config: Any, *names: str) -> None:

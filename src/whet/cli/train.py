@@ -1,6 +1,7 @@
 """``whet train``: reads what a run needs, trains, and leaves in its folder all that came of it.
 
     config.toml      the settings, resolved: ``whet train METHOD config.toml`` repeats the run
+    inputs.json      sizes and digests of the files that it read
     metrics.jsonl    a line per step; completions.jsonl: what was sampled
     checkpoints/     step-000100, ...: the same command continues from the newest whole one, to the bit
     model/           weights, tokenizer, chat template, generation config; of a LoRA run the adapters
@@ -14,13 +15,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
+import re
 import signal
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import transformers
+from safetensors import SafetensorError
 
 from whet.algorithms.dpo import DPO
 from whet.algorithms.grpo import GRPO
@@ -30,12 +34,14 @@ from whet.algorithms.sft import SFT
 from whet.callbacks import CheckpointCallback, CompletionsCallback, EvaluationCallback
 from whet.checkpoint import latest_checkpoint, step_folder
 from whet.cli.card import model_card
+from whet.cli.inputs import check_inputs, read_inputs, write_inputs
 from whet.cli.models import add_lora, describe_size, load_model
 from whet.cli.runs import OnlineRunConfig
 from whet.cli.settings import read_toml, write_toml
 from whet.data import read_rows
-from whet.errors import WhetValueError
-from whet.logging import CSVLogger, JSONLLogger, Logger, ProgressLogger, TensorBoardLogger, WandbLogger, replace_text
+from whet.errors import DiskFullError, WhetValueError
+from whet.files import force_to_disk, replace_text, temporary_beside, told_if_full
+from whet.logging import CSVLogger, JSONLLogger, Logger, ProgressLogger, TensorBoardLogger, WandbLogger
 from whet.report import write_report
 from whet.rewards import RewardFunctions, load_function
 from whet.trainer import Trainer
@@ -53,12 +59,25 @@ _FREE = (
 
 
 def main(method: str, run: Any) -> int:
-    """Train as ``run``, one of the settings in ``runs``, says: from the start, or from the newest checkpoint."""
-    folder = _make_folder(run.output_dir)
+    """Train as ``run``, one of the settings in ``runs``, says: from the start, or from the newest checkpoint.
+
+    The folder is locked by the caller.
+    """
+    try:
+        return _train(method, run)
+    except DiskFullError as error:
+        raise DiskFullError(error.errno or errno.ENOSPC, f"{error} The same command continues the run.") from error
+
+
+def _train(method: str, run: Any) -> int:
+    folder = Path(run.output_dir)
     checkpoint = _checkpoint_to_resume(run, folder)
     rewards = _rewards(run)
     rows = read_rows(run.data)
     held_out = read_rows(run.eval_data) if run.eval_data else []
+    inputs = read_inputs(run)
+    for note in check_inputs(folder / "inputs.json", inputs) if checkpoint else []:
+        _say(note)
     run.steps = run.steps or max(1, len(rows) // run.batch_size)
 
     transformers.set_seed(run.seed % 2**32)  # NumPy's generator takes no more bits
@@ -81,6 +100,7 @@ def main(method: str, run: Any) -> int:
         arguments["logger"] = [stack.enter_context(logger) for logger in _loggers(method, run, folder)]
         trainer = _make_trainer(ALGORITHMS[method], checkpoint, model, run.steps, arguments)
         write_toml(folder / "config.toml", dataclasses.asdict(run))
+        write_inputs(folder / "inputs.json", inputs)
         stack.enter_context(checkpoints)
         trainer.train(rows, run.steps - trainer.step)
     _finish(trainer, run, folder, len(rows), evaluation.history)
@@ -89,15 +109,6 @@ def main(method: str, run: Any) -> int:
 
 def _say(text: str) -> None:
     print(text, flush=True)
-
-
-def _make_folder(output_dir: str) -> Path:
-    folder = Path(output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WhetValueError(f"output_dir {output_dir!r} cannot be made: {error}.") from error
-    return folder
 
 
 def _checkpoint_to_resume(run: Any, folder: Path) -> Path | None:
@@ -183,42 +194,83 @@ def _make_trainer(
     return trainer
 
 
-class StoppableCheckpoints(CheckpointCallback):
-    """Checkpoints as ever; and, within its context, Ctrl-C ends the run after the step that is being taken.
+class Stopped(KeyboardInterrupt):
+    """A run ended by a signal."""
 
-    A second Ctrl-C ends it at once, without a checkpoint.
+    def __init__(self, signal_number: int) -> None:
+        super().__init__()
+        self.signal_number = signal_number
+
+
+class StoppableCheckpoints(CheckpointCallback):
+    """Checkpoints as ever; and, within its context, Ctrl-C or SIGTERM ends the run after the step that is being taken.
+
+    A second one ends it at once, without a checkpoint.
 
     Raises:
-        KeyboardInterrupt: when the checkpoint is complete.
+        Stopped: when the checkpoint is complete.
     """
 
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
     def __enter__(self) -> None:
-        self.stopping = False
-        self._before = signal.signal(signal.SIGINT, self._stop)
+        self._stopping: int | None = None
+        self._process = os.getpid()
+        self._before = {number: signal.signal(number, self._stop) for number in self._SIGNALS}
 
     def __exit__(self, *exception: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        self._handle_as_before()
 
-    def _stop(self, *_: object) -> None:
-        if self.stopping:
-            raise KeyboardInterrupt
-        self.stopping = True
-        # Not print: the signal may have come in the middle of one.
-        os.write(2, b"\nstopping after this step, with a checkpoint; Ctrl-C again stops at once\n")
+    def _handle_as_before(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, _: object) -> None:
+        if os.getpid() != self._process:  # a fork that a reward function made, a pool of workers perhaps
+            self._handle_as_before()
+            os.kill(os.getpid(), number)
+        elif self._stopping is None:
+            self._stopping = number
+            # Not print: the signal may have come in the middle of one.
+            os.write(2, b"\nstopping after this step, with a checkpoint; the same signal again stops at once\n")
+        else:
+            raise Stopped(number)
 
     def on_step_end(self, trainer: Any, metrics: MutableMapping[str, float]) -> None:
         super().on_step_end(trainer, metrics)
-        if self.stopping:
-            self.on_train_end(trainer)
+        self._end_if_asked(trainer)
+
+    def on_train_end(self, trainer: Any) -> None:
+        super().on_train_end(trainer)
+        self._end_if_asked(trainer)
+
+    def _end_if_asked(self, trainer: Any) -> None:
+        if self._stopping is not None:
+            super().on_train_end(trainer)
             _say(f"{step_folder(self.folder, trainer.step)} is written; the same command continues from there")
-            raise KeyboardInterrupt
+            raise Stopped(self._stopping)
+
+
+def _save_model(trainer: Trainer, folder: Path) -> None:
+    """Write model and tokenizer, first beside their folder: a full disk leaves whole what is in it."""
+    size_bytes = sum(parameter.nbytes for parameter in trainer.model.parameters())
+    with told_if_full(folder, size_bytes), temporary_beside(folder, "saving", folder=True) as temporary:
+        try:
+            trainer.save_pretrained(temporary)
+        except SafetensorError as error:
+            number = re.search(r"os error (\d+)", str(error))
+            raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
+        folder.mkdir(exist_ok=True)
+        for file in temporary.iterdir():
+            force_to_disk(file)
+            os.replace(file, folder / file.name)
 
 
 def _finish(trainer: Trainer, run: Any, folder: Path, n_rows: int, evaluations: list[dict[str, float]]) -> None:
     """Leave model, card and report, and say so."""
     name = type(trainer).__name__
-    trainer.save_pretrained(folder / "model")
     card = model_card(name, run, n_rows, trainer.num_tokens, evaluations)
+    _save_model(trainer, folder / "model")
     for path in (folder / "README.md", folder / "model" / "README.md"):
         replace_text(path, card)
     summary = f"{name} of {run.model} on {run.data}, {run.steps:,} steps"

@@ -1,0 +1,75 @@
+"""What a run reads, remembered in its folder as sizes and digests, so that a continued run notices what has changed.
+
+A run is refused if what changed would make it another run: its data, or what of its base model is not in its
+checkpoints. Of held-out rows, rewards and judges, which a run may change on its way, it is only said.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from whet.cli.models import ADAPTERS
+from whet.errors import WhetValueError
+from whet.files import fingerprint, replace_text
+
+_FREE = ("eval_data", "reward", "preference")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
+
+Inputs = dict[str, dict[str, dict[str, Any]]]
+"""Per setting the files that it names, by their paths: their fingerprints."""
+
+
+def read_inputs(run: Any) -> Inputs:
+    """The fingerprints of the files that a run's settings name. What is on the hub has none."""
+    return {setting: {str(path): fingerprint(path) for path in paths} for setting, paths in _files(run) if paths}
+
+
+def _files(run: Any) -> Iterator[tuple[str, list[Path]]]:
+    for setting in ("data", "eval_data"):
+        yield setting, _existing([getattr(run, setting)])
+    for setting in ("reward", "preference"):
+        specs = getattr(run, setting, "")
+        yield setting, _existing([spec.rpartition(":")[0] for spec in ([specs] if isinstance(specs, str) else specs)])
+    yield "model", [path for path in sorted(Path(run.model).glob("*")) if path.is_file() and _matters(path, run)]
+
+
+def _existing(names: list[str]) -> list[Path]:
+    return [Path(name) for name in names if name and Path(name).is_file()]
+
+
+def _matters(path: Path, run: Any) -> bool:
+    """Whether a file of the base model is part of the run: weights are where its checkpoints hold adapters alone."""
+    if path.suffix in _WEIGHTS:
+        return run.lora_rank > 0
+    return path.suffix != ".md" and not path.name.startswith(".") and path.name != ADAPTERS
+
+
+def check_inputs(file: Path, now: Inputs) -> list[str]:
+    """What has changed since ``file`` was written by ``write_inputs`` and may change, in words.
+
+    Raises:
+        WhetValueError: something has changed that makes it another run.
+    """
+    before: Inputs = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    notes = []
+    for setting, files in now.items():
+        for path, new in files.items():
+            old = before.get(setting, {}).get(path, new)
+            if old == new:
+                continue
+            what = f"{path} ({setting}) has changed: {old['size_bytes']:,} bytes then, {new['size_bytes']:,} now"
+            if setting not in _FREE:
+                raise WhetValueError(
+                    f"{file.parent} holds a run that began with another file: {what}, with another SHA-256. Put the "
+                    f"old file back, or choose another output_dir."
+                )
+            notes.append(what)
+    return notes
+
+
+def write_inputs(file: Path, inputs: Inputs) -> None:
+    """Remember the inputs of the steps that follow."""
+    replace_text(file, json.dumps(inputs, indent=1) + "\n")
