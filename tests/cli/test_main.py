@@ -1,12 +1,13 @@
 """The dispatcher: help, unknown names, missing packages, exit statuses."""
 
+import gc
 import os
 import subprocess
 import sys
 
 import pytest
 
-from whet.cli import main
+from whet.cli import main, without_collection
 
 METHODS = ("sft", "dpo", "grpo", "online-dpo")
 
@@ -14,6 +15,37 @@ METHODS = ("sft", "dpo", "grpo", "online-dpo")
 def test_cli_imports_with_the_standard_library_alone():
     code = "import sys, whet.cli; print([m for m in ('tyro', 'rich', 'torch', 'tomli') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "code", ["import whet", "from whet.cli import main; main(['--help'])", "from whet.cli import main; main(['train'])"]
+)
+def test_import_and_help_are_quick_since_they_need_numpy_alone(code):
+    code = f"import sys; before = set(sys.modules); {code}; print(*set(sys.modules) - before)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    modules = done.stdout.splitlines()[-1].split()
+    assert {name.split(".")[0] for name in modules} <= sys.stdlib_module_names | {"whet", "numpy"}
+    assert not {"asyncio", "ctypes.util", "multiprocessing", "unittest"} & set(modules)
+    assert sum(name.startswith("whet.") for name in modules) < 40  # the primitives, and no engine, trainer or bench
+
+
+def test_a_run_without_adapters_does_not_import_peft(files):
+    code = "import sys; from whet.cli import main; assert main() == 0; print('peft' in sys.modules)"
+    command = [sys.executable, "-c", code, "train", "sft", *files("run", steps=1)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def test_garbage_is_looked_for_again_after_the_imports(files, error_of):
+    assert gc.isenabled()
+    assert "cannot be loaded" in error_of("train", "sft", *files("run", model="tests")) and gc.isenabled()
+    gc.disable()
+    try:
+        with without_collection():
+            assert not gc.isenabled()
+        assert not gc.isenabled()  # as it was
+    finally:
+        gc.enable()
 
 
 def test_help_without_torch():

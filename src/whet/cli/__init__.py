@@ -7,14 +7,18 @@ standard library alone: each command imports what it needs, and only when it is 
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import difflib
+import gc
+import importlib
 import importlib.util
 import os
 import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from whet import __version__
@@ -71,6 +75,9 @@ Samples n completions per prompt and gives the best as a line of JSON.
 A flag stands above the same setting in CONFIG.toml, if there is one."""
 
 
+atexit.register(gc.freeze)  # or the interpreter looks through all of torch for garbage, twice, before it ends: a second
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (None: that of the process) and return its exit status.
 
@@ -113,23 +120,15 @@ def _run(argv: list[str]) -> int:
         return _train(rest)
     if command == "bench":
         _check_installed("whet bench", "tyro", "rich", "matplotlib", "threadpoolctl", extra="bench")
-        from whet.cli import bench
-
-        return bench.main(rest)
+        return _command("bench").main(rest)
     _check_installed(f"whet {command}", "tyro", "rich")
     if command == "estimate":
-        from whet.cli import estimate
-
-        return estimate.main(rest)
+        return _command("estimate").main(rest)
     if command == "info":
-        from whet.cli import info
-
-        return info.main(rest)
+        return _command("info").main(rest)
     if command == "generate":
         _check_installed(f"whet {command}", "transformers", "tokenizers", "jinja2")
-        from whet.cli import generate
-
-        return generate.main(rest)
+        return _command("generate").main(rest)
     if command == "best-of-n":
         from whet.cli.runs import BestOfNRun
         from whet.cli.settings import parse
@@ -137,13 +136,11 @@ def _run(argv: list[str]) -> int:
         run = parse(BestOfNRun, rest, f"whet {command}", BEST_OF_N_DESCRIPTION)
         run.check(f"whet {command}")
         _check_installed(f"whet {command}", *_MODEL_PACKAGES)
-        from whet.cli import best_of_n
-
-        return best_of_n.main(run)
+        return _command("best_of_n").main(run)
     _check_installed("whet demo", *_MODEL_PACKAGES, "matplotlib")
-    from whet.cli import demo
     from whet.cli.settings import parse
 
+    demo = _command("demo")
     return demo.main(parse(demo.DemoConfig, rest, "whet demo", "A small model learns to add: SFT, then GRPO."))
 
 
@@ -161,9 +158,24 @@ def _train(argv: list[str]) -> int:
     run.check(where)
     _check_installed(where, *_MODEL_PACKAGES, "matplotlib")
     with lock_folder(run.output_dir):  # before the seconds that it takes to import torch
-        from whet.cli import train
+        return _command("train").main(method, run)
 
-        return train.main(method, run)
+
+def _command(name: str) -> Any:
+    with without_collection():
+        return importlib.import_module(f"whet.cli.{name}")
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """For imports: of torch and transformers a quarter of the time goes into looking for garbage, and there is none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 _MODEL_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2")

@@ -22,6 +22,7 @@ from whet.algorithms.grpo import GRPO
 from whet.algorithms.sft import SFT
 from whet.callbacks import Callback, CheckpointCallback, CompletionsCallback, EarlyStoppingCallback, EvaluationCallback
 from whet.cli.arithmetic import Row, exact_match, make_model, make_problems, make_tokenizer
+from whet.cli.runs import lock_folder
 from whet.cli.settings import write_toml
 from whet.config import Compute, EngineName, GRPOConfig, RolloutWeights, SFTConfig
 from whet.fields import check_range, check_types, check_used
@@ -162,11 +163,15 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 def main(config: DemoConfig) -> int:
     """Run the demo; 0 if GRPO reached its accuracy, else 1."""
+    with lock_folder(config.output_dir):
+        return _run(config)
+
+
+def _run(config: DemoConfig) -> int:
     started_s = time.perf_counter()
     console, folder = Console(), Path(config.output_dir)
     disable_progress_bar()
-    if folder.exists():
-        remove_earlier_run(folder)
+    remove_earlier_run(folder)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, config.seed)
     rows, held_out_rows = make_problems(config.seed, config.n_held_out)

@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 
+from whet.cli import without_collection
 from whet.errors import MissingExtraError, WhetValueError
 
 ADAPTERS = "adapter_config.json"
@@ -40,7 +41,8 @@ def load_model(name: str, dtype: str) -> tuple[nn.Module, Any]:
     else:
         print(f"{name!r} is no folder here: asking the Hugging Face hub for it", file=sys.stderr)
     try:
-        model, tokenizer = _load(source, dtype)
+        with without_collection():  # transformers imports the model's module now
+            model, tokenizer = _load(source, dtype)
     except MissingExtraError:
         raise
     except Exception as error:  # these libraries raise whatever the damage makes them trip over

@@ -17,13 +17,15 @@ import contextlib
 import dataclasses
 import errno
 import os
+import random
 import re
 import signal
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-import transformers
+import numpy as np
+import torch
 from safetensors import SafetensorError
 
 from whet.algorithms.dpo import DPO
@@ -80,7 +82,7 @@ def _train(method: str, run: Any) -> int:
         _say(note)
     run.steps = run.steps or max(1, len(rows) // run.batch_size)
 
-    transformers.set_seed(run.seed % 2**32)  # NumPy's generator takes no more bits
+    _set_seed(run.seed % 2**32)  # NumPy's generator takes no more bits
     model, tokenizer = load_model(run.model, run.dtype)
     if run.lora_rank:
         model = add_lora(model, run.model, run.lora_rank, run.lora_alpha, run.lora_layers)
@@ -105,6 +107,13 @@ def _train(method: str, run: Any) -> int:
         trainer.train(rows, run.steps - trainer.step)
     _finish(trainer, run, folder, len(rows), evaluation.history)
     return 0
+
+
+def _set_seed(seed: int) -> None:
+    """Seed every global generator. (``transformers.set_seed`` would import peft and all that it needs: a second.)"""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
 
 
 def _say(text: str) -> None:
