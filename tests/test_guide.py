@@ -155,7 +155,8 @@ def test_epochs_and_evaluation(model, ref_model):
     from whet.algorithms.grpo import GRPO
 
     prompts = torch.randint(VOCAB, (6, 4))
-    grpo = GRPO(model, ref_model, reward_fn, group_size=4, max_new_tokens=8, learning_rate=1e-2, batch_size=6)
+    settings = {"group_size": 4, "max_new_tokens": 8, "learning_rate": 1e-2, "batch_size": 6, "beta": 0.1}
+    grpo = GRPO(model, ref_model, reward_fn, **settings)
     before = grpo.evaluate(prompts)
     assert isinstance(before, float) and 0 <= before <= 1 and before == grpo.evaluate(prompts)
     metrics = grpo.train(prompts, n_epochs=3)

@@ -46,7 +46,7 @@ class SamplingParams:
         stops: Any = self.stop_token_ids
         if not isinstance(stops, Iterable) or isinstance(stops, (str, bytes)):
             raise WhetTypeError(f"SamplingParams: stop_token_ids is {stops!r}, expected a list of token ids.")
-        object.__setattr__(self, "stop_token_ids", tuple(stops.tolist() if hasattr(stops, "tolist") else stops))
+        object.__setattr__(self, "stop_token_ids", tuple(getattr(stops, "tolist", lambda: stops)()))
         check_types(self)
 
         def check(name: str, ok: bool, expected: str) -> None:

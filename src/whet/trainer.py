@@ -111,7 +111,8 @@ class Trainer(ABC):
         self.config: Any = make_config(self.config_class, config, settings)
         if ref_model is not None and not self.config.has_reference():
             raise WhetValueError(
-                f"{where}: ref_model has no effect: with these settings the loss looks at no reference. Leave it out."
+                f"{where}: ref_model has no effect: with these settings the loss looks at no reference. Leave it out, "
+                f"or set beta."
             )
         self.model = model
         self.tokenizer = tokenizer

@@ -305,7 +305,7 @@ def test_a_bias_may_be_where_the_result_goes():
     np.testing.assert_array_equal(whet.linear(x, whet.pack_weight(weight), out[7], out=out), right)
 
 
-@pytest.mark.parametrize("shape", [(2**33, 2**31), (2**62, 8), (0, 8), (8, -1)])
+@pytest.mark.parametrize("shape", [(2**33, 2**31), (2**62, 8), (0, 2**62), (8, -1)])
 def test_weights_of_no_size_or_beyond_memory_are_refused(shape):
-    with pytest.raises(WhetValueError, match=r"PackedWeight: .*expected at (most 2\^46 numbers|least 1)"):
+    with pytest.raises(WhetValueError, match=r"PackedWeight: .*expected sizes >= 0 and at most 2\^46 numbers"):
         whet.PackedWeight("float32", shape)

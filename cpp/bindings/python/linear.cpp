@@ -61,8 +61,9 @@ nb::object linear_call(const PackedObject& packed, nb::handle x_object, nb::hand
         x.shape[x.ndim - 1] != static_cast<Py_ssize_t>(w.k())) {
         return nb::borrow(Py_NotImplemented);
     }
-    if (!bias_object.is_none() && (!view(bias_object.ptr(), bias) || bias.dtype != DType::kFloat32 || bias.ndim != 1 ||
-                                   bias.shape[0] != static_cast<Py_ssize_t>(w.n()))) {
+    if (!bias_object.is_none() &&
+        (!view_strided(bias_object.ptr(), bias) || bias.dtype != DType::kFloat32 || bias.ndim != 1 ||
+         bias.shape[0] != static_cast<Py_ssize_t>(w.n()) || (bias.shape[0] > 1 && bias.stride[0] != 1))) {
         return nb::borrow(Py_NotImplemented);
     }
     const bool bf16 = x.dtype == DType::kBFloat16;
@@ -123,8 +124,8 @@ nb::object gemm_call(nb::handle a_object, nb::handle b_object, nb::handle out_ob
 nb::object gemv_call(nb::handle a_object, nb::handle x_object, nb::handle out_object, bool transpose, double alpha,
                      double beta) {
     Array a, x, y;
-    if (!view_strided(a_object.ptr(), a) || !is_matrix_dtype(a) || a.ndim != 2 || !view(x_object.ptr(), x) ||
-        x.ndim != 1 || x.dtype != a.dtype) {
+    if (!view_strided(a_object.ptr(), a) || !is_matrix_dtype(a) || a.ndim != 2 || !view_strided(x_object.ptr(), x) ||
+        x.ndim != 1 || x.dtype != a.dtype || (x.shape[0] > 1 && x.stride[0] != 1)) {
         return nb::borrow(Py_NotImplemented);
     }
     const int rows = transpose ? 1 : 0;

@@ -413,9 +413,14 @@ class Engine:
                 f"{where}: {name} has {len(prompt)} tokens, which leaves no room to generate: the model's position "
                 f"limit is {self.config.max_position}. Shorten or drop the prompt."
             )
-        # A stop token outside the vocabulary is never drawn.
-        stops = np.array([t for t in s.stop_token_ids if 0 <= t < self.config.vocab_size], np.int32)
-        filters = (s.temperature, min(s.top_k, self.config.vocab_size), s.top_p, s.min_p, s.repetition_penalty)
+        vocab_size = self.config.vocab_size
+        if never_drawn := [t for t in s.stop_token_ids if not 0 <= t < vocab_size]:
+            raise WhetValueError(
+                f"{where}: stop_token_ids holds {never_drawn[0]}, outside 0 ... {vocab_size - 1}, which is never "
+                f"drawn. Pass those of the model's own tokenizer."
+            )
+        stops = np.array(s.stop_token_ids, np.int32)
+        filters = (s.temperature, min(s.top_k, vocab_size), s.top_p, s.min_p, s.repetition_penalty)
         keys = (s.seed % 2**64, index, 0, adapter)
         hint = "Raise kv_bytes or lower max_new_tokens."
         sampled = (prompt, n, s.max_new_tokens, stops, *keys, *filters, model_logprobs)

@@ -34,7 +34,7 @@ class Calls:
 
     Attributes:
         core: None once closed.
-        numbers: of sessions and adapters.
+        numbers, adapter_numbers: of the next session and adapter.
         adapters: those that ``add_adapter`` gives out.
         own_adapter: the model's own; 0: none.
         torn: whether the weights are half those before and half those after a ``sync``.
@@ -42,7 +42,7 @@ class Calls:
 
     def __init__(self, core: Any) -> None:
         self.core: Any = core
-        self.numbers = itertools.count(1)
+        self.numbers, self.adapter_numbers = itertools.count(1), itertools.count(1)
         self.adapters: set[int] = set()
         self.own_adapter = 0
         self.torn = False
@@ -195,7 +195,7 @@ class NewAdapter:
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self.number = next(calls.numbers)
+        self.number = next(calls.adapter_numbers)
 
     def __enter__(self) -> NewAdapter:
         return self

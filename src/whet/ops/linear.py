@@ -123,10 +123,10 @@ class PackedWeight:
 
     def __init__(self, format: str, shape: tuple[int, int]) -> None:
         where = "PackedWeight"
-        n, k = (inputs.positive_size(where, name, size) for name, size in zip(("N", "K"), shape, strict=True))
+        n, k = (operator.index(size) for size in shape)
         _check_any_format(where, format, k)
-        if n * k > _MAX_NUMBERS:
-            raise WhetValueError(f"{where}: shape is {(n, k)}, expected at most 2^46 numbers.")
+        if min(n, k) < 0 or max(n, k, n * k) > _MAX_NUMBERS:
+            raise WhetValueError(f"{where}: shape is {(n, k)}, expected sizes >= 0 and at most 2^46 numbers.")
         self.format, self.shape = format, (n, k)
         self._core = _core.PackedWeight(CORE_FORMATS[format], n, k)
         self.size_bytes: int = self._core.size_bytes

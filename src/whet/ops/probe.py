@@ -103,7 +103,8 @@ def kv_pages(n_layers: int, n_kv_heads: int, head_dim: int, dtype: str) -> Any:
         raise WhetValueError(f"kv_pages: dtype is {dtype!r}, expected 'float32' or 'bfloat16'.")
     if max(sizes) > 1 << 16:
         raise WhetValueError(f"kv_pages: a size is {max(sizes)}, expected at most 65536.")
-    return _core.KvPages(*sizes, dtype == "bfloat16")
+    n_layers, n_kv_heads, head_dim = sizes
+    return _core.KvPages(n_layers, n_kv_heads, head_dim, dtype == "bfloat16")
 
 
 def malloc_and_free(n_bytes: int, zeroed: bool) -> int:
