@@ -1,55 +1,67 @@
 // y = x bf16(w)^T for a few rows of x over float32 weights as they lie in memory, each rounded to bfloat16 where it is
-// loaded: what a product with a bfloat16 copy of w gives, without a copy that could be out of date. x holds bfloat16
-// values as float32, so products are exact; sums are float32.
+// loaded: what a product with a bfloat16 copy of w gives, without a copy that could be out of date. Products are exact
+// and sums float32, in the order of dot_bf16.
 //
-// By rows (w is (n, k)), lane l sums the products of the columns l mod 16 in order, and the 16 sums are added as a
-// tree; by columns (w is (k, n)) each y sums over k in order.
+// By rows (w is (n, k)), lane l sums the pairs of columns l mod 16 in order, and the 16 sums are added as a tree; by
+// columns (w is (k, n)) each y sums over the pairs of k in order.
 
 namespace rounded {
 
-constexpr int kInputs = 4;  // rows of x that one pass over a weight serves; with 2 rows of w, 8 sums stay in registers
+constexpr int kInputs = 4;  // rows of x that one pass over w serves
 
-template <int n_rows, int n_inputs>
-WHET_INLINE void dot_rows(const float* w, size_t ldw, size_t k, const float* x, size_t ldx, float* y, size_t ldy) {
-    f32x16 sum[n_rows][n_inputs];
-    for (auto& of_row : sum) {
-        for (f32x16& one : of_row) one = f32x16(0.0f);
-    }
-    const auto add = [&](size_t at, int count) WHET_INLINE_LAMBDA {
-        f32x16 weights[n_rows];
-        for (int r = 0; r < n_rows; ++r) weights[r] = round_bf16(rows::read(w + r * ldw + at, count));
-        for (int i = 0; i < n_inputs; ++i) {
-            const f32x16 input = rows::read(x + i * ldx + at, count);
-            for (int r = 0; r < n_rows; ++r) sum[r][i] = fma(weights[r], input, sum[r][i]);
-        }
-    };
-    size_t at = 0;
-    for (; at + 16 <= k; at += 16) add(at, 16);
-    if (at < k) add(at, static_cast<int>(k - at));
-    for (int i = 0; i < n_inputs; ++i) {
-        for (int r = 0; r < n_rows; ++r) y[i * ldy + r] = add_lanes(sum[r][i]);
-    }
+WHET_INLINE u16x32 read_weights(const float* w, size_t count) {
+    if (count >= 32) return join_bf16(load(w), load(w + 16));
+    float lanes[32] = {};
+    __builtin_memcpy(lanes, w, count * sizeof(float));
+    return join_bf16(load(lanes), load(lanes + 16));
+}
+
+WHET_INLINE u16x32 read_inputs(const uint16_t* x, size_t count) {
+    if (count >= 32) return load(x);
+    uint16_t lanes[32] = {};
+    __builtin_memcpy(lanes, x, count * sizeof(uint16_t));
+    return load(lanes);
 }
 
 template <int n_inputs>
-WHET_INLINE void by_rows(const float* w, size_t ldw, size_t n, size_t k, const float* x, size_t ldx, float* y,
-                         size_t ldy) {
-    size_t row = 0;
-    for (; row + 2 <= n; row += 2) dot_rows<2, n_inputs>(w + row * ldw, ldw, k, x, ldx, y + row, ldy);
-    if (row < n) dot_rows<1, n_inputs>(w + row * ldw, ldw, k, x, ldx, y + row, ldy);
+WHET_INLINE void dot_row(const float* w, size_t k, const uint16_t* x, size_t ldx, float* y, size_t ldy) {
+    f32x16 sum[n_inputs];
+    for (f32x16& one : sum) one = f32x16(0.0f);
+    const auto add = [&](size_t at, size_t count) WHET_INLINE_LAMBDA {
+        const u16x32 weights = read_weights(w + at, count);
+        for (int i = 0; i < n_inputs; ++i) sum[i] = dot_bf16(sum[i], weights, read_inputs(x + i * ldx + at, count));
+    };
+    size_t at = 0;
+    for (; at + 32 <= k; at += 32) add(at, 32);
+    if (at < k) add(at, k - at);
+    for (int i = 0; i < n_inputs; ++i) y[i * ldy] = add_lanes(sum[i]);
 }
 
+// A row at a time: one stream from memory is faster than several side by side.
+template <int n_inputs>
+WHET_INLINE void by_rows(const float* w, size_t ldw, size_t n, size_t k, const uint16_t* x, size_t ldx, float* y,
+                         size_t ldy) {
+    for (size_t row = 0; row < n; ++row) dot_row<n_inputs>(w + row * ldw, k, x, ldx, y + row, ldy);
+}
+
+// Columns [0, 16 n_vectors) of y, or the first `count` of 16.
 template <int n_vectors, int n_inputs>
-WHET_INLINE void add_columns(const float* w, size_t ldw, size_t k, const float* x, size_t ldx, float* y, size_t ldy,
+WHET_INLINE void add_columns(const float* w, size_t ldw, size_t k, const uint16_t* x, size_t ldx, float* y, size_t ldy,
                              int count) {
     f32x16 sum[n_vectors][n_inputs];
     for (auto& of_vector : sum) {
         for (f32x16& one : of_vector) one = f32x16(0.0f);
     }
-    for (size_t j = 0; j < k; ++j) {
+    for (size_t j = 0; j < k; j += 2) {
+        const bool paired = j + 1 < k;
         for (int v = 0; v < n_vectors; ++v) {
-            const f32x16 weights = round_bf16(rows::read(w + j * ldw + 16 * v, count));
-            for (int i = 0; i < n_inputs; ++i) sum[v][i] = fma(weights, f32x16(x[i * ldx + j]), sum[v][i]);
+            const float* at = w + j * ldw + 16 * v;
+            const u16x32 weights = zip_bf16(rows::read(at, count), paired ? rows::read(at + ldw, count) : f32x16(0.0f));
+            for (int i = 0; i < n_inputs; ++i) {
+                const uint16_t* pair = x + i * ldx + j;
+                const uint32_t bits = pair[0] | (paired ? static_cast<uint32_t>(pair[1]) << 16 : 0);
+                sum[v][i] = dot_bf16(sum[v][i], weights, bit_cast<u16x32>(f32x16(bit_cast<float>(bits))));
+            }
         }
     }
     for (int v = 0; v < n_vectors; ++v) {
@@ -58,7 +70,7 @@ WHET_INLINE void add_columns(const float* w, size_t ldw, size_t k, const float* 
 }
 
 template <int n_inputs>
-WHET_INLINE void by_columns(const float* w, size_t ldw, size_t n, size_t k, const float* x, size_t ldx, float* y,
+WHET_INLINE void by_columns(const float* w, size_t ldw, size_t n, size_t k, const uint16_t* x, size_t ldx, float* y,
                             size_t ldy) {
     size_t at = 0;
     for (; at + 64 <= n; at += 64) add_columns<4, n_inputs>(w + at, ldw, k, x, ldx, y + at, ldy, 16);
@@ -69,8 +81,8 @@ WHET_INLINE void by_columns(const float* w, size_t ldw, size_t n, size_t k, cons
 
 }  // namespace rounded
 
-void rounded_linear_rows(const float* w, size_t ldw, size_t n, size_t k, const float* x, size_t ldx, size_t m, float* y,
-                         size_t ldy) {
+void rounded_linear_rows(const float* w, size_t ldw, size_t n, size_t k, const uint16_t* x, size_t ldx, size_t m,
+                         float* y, size_t ldy) {
     size_t i = 0;
     for (; i + rounded::kInputs <= m; i += rounded::kInputs) {
         rounded::by_rows<rounded::kInputs>(w, ldw, n, k, x + i * ldx, ldx, y + i * ldy, ldy);
@@ -78,7 +90,7 @@ void rounded_linear_rows(const float* w, size_t ldw, size_t n, size_t k, const f
     for (; i < m; ++i) rounded::by_rows<1>(w, ldw, n, k, x + i * ldx, ldx, y + i * ldy, ldy);
 }
 
-void rounded_linear_columns(const float* w, size_t ldw, size_t n, size_t k, const float* x, size_t ldx, size_t m,
+void rounded_linear_columns(const float* w, size_t ldw, size_t n, size_t k, const uint16_t* x, size_t ldx, size_t m,
                             float* y, size_t ldy) {
     size_t i = 0;
     for (; i + rounded::kInputs <= m; i += rounded::kInputs) {

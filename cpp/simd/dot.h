@@ -55,13 +55,6 @@ WHET_INLINE NativeU32 rounded_bf16(f32x16::Native x) {
     return x == x ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000;
 }
 
-// The same as a float.
-WHET_INLINE f32x16 round_bf16(f32x16 v) {
-    f32x16 out;
-    WHET_EACH_PART(p) out.part[p] = (f32x16::Native)(rounded_bf16(v.part[p]) & 0xffff0000u);
-    return out;
-}
-
 #if defined(__AVX512BF16__)
 // Whether a lane is subnormal: the instructions that round to bfloat16 would make a zero of it.
 WHET_INLINE bool any_subnormal(__m512 x) { return __builtin_expect(_mm512_fpclass_ps_mask(x, 0x20) != 0, 0); }
@@ -123,6 +116,25 @@ WHET_INLINE u16x32 zip_bf16(f32x16 even, f32x16 odd) {
     WHET_EACH_PART(p) {
         const NativeU32 word = (rounded_bf16(even.part[p]) >> 16) | (rounded_bf16(odd.part[p]) & 0xffff0000u);
         out.part[p] = (NativeU16)word;
+    }
+    return out;
+}
+
+// 32 bfloat16 numbers in their order: those of `low` rounded, then those of `high`.
+WHET_INLINE u16x32 join_bf16(f32x16 low, f32x16 high) {
+    u16x32 out;
+#if defined(__AVX512BF16__)
+    if (!any_subnormal(low.part[0]) && !any_subnormal(high.part[0])) {
+        out.part[0] = (NativeU16)_mm512_cvtne2ps_pbh(high.part[0], low.part[0]);
+        return out;
+    }
+#endif
+    WHET_EACH_PART(p) {
+        const int first = 2 * p % kParts;
+        const f32x16& from = 2 * p < kParts ? low : high;
+        const HalfU16 halves[2] = {narrow_bf16(kParts == 1 ? low.part[0] : from.part[first]),
+                                   narrow_bf16(kParts == 1 ? high.part[0] : from.part[first + 1])};
+        __builtin_memcpy(&out.part[p], halves, sizeof out.part[p]);
     }
     return out;
 }

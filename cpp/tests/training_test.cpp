@@ -76,6 +76,7 @@ void test_refresh(size_t n) {
 
 void test_rounded_linear(size_t m, size_t n, size_t k) {
     const std::vector<float> x = narrow_normal(m * k, 1), w = normal(n * k, 2), rounded = widened(narrowed(w));
+    const std::vector<uint16_t> inputs = narrowed(x);
     std::vector<float> columns(n * k), y(m * n);
     std::vector<double> right(m * n);
     for (size_t r = 0; r < n; ++r) {
@@ -86,9 +87,9 @@ void test_rounded_linear(size_t m, size_t n, size_t k) {
             for (size_t j = 0; j < k; ++j) right[i * n + r] += double(x[i * k + j]) * rounded[r * k + j];
         }
     }
-    kernels().rounded_linear_rows(w.data(), k, n, k, x.data(), k, m, y.data(), n);
+    kernels().rounded_linear_rows(w.data(), k, n, k, inputs.data(), k, m, y.data(), n);
     expect_close("rounded_linear_rows", m * 10000 + n, y, right, 1e-6);
-    kernels().rounded_linear_columns(columns.data(), n, n, k, x.data(), k, m, y.data(), n);
+    kernels().rounded_linear_columns(columns.data(), n, n, k, inputs.data(), k, m, y.data(), n);
     expect_close("rounded_linear_columns", m * 10000 + n, y, right, 1e-6);
 }
 

@@ -82,15 +82,14 @@ bool refresh_bf16(uintptr_t weight, size_t n, uintptr_t copy) {
 // (k, n) by columns. A bias at 0 is none.
 void rounded_linear(bool by_columns, uintptr_t weight, size_t n, size_t k, uintptr_t x, size_t m, uintptr_t bias,
                     uintptr_t out) {
-    constexpr size_t kColumns = 64;  // of out, for a task
+    // Of out, for a task: many, so that memory is read in long runs, and few enough to end together.
+    const size_t columns = std::clamp<size_t>(n / 8 / 64 * 64, 64, 1024);
     const auto kernel = by_columns ? kernels().rounded_linear_columns : kernels().rounded_linear_rows;
-    std::vector<float> inputs(m * k);
-    kernels().f32_from_bf16(at<uint16_t>(x), inputs.size(), inputs.data());
-    split(n, kColumns, work_of(n * k), [&](size_t begin, size_t end) {
+    split(n, columns, work_of(n * k), [&](size_t begin, size_t end) {
         const size_t count = end - begin;
         const float* from = at<float>(weight) + begin * (by_columns ? 1 : k);
         std::vector<float> sums(m * count);
-        kernel(from, by_columns ? n : k, count, k, inputs.data(), k, m, sums.data(), count);
+        kernel(from, by_columns ? n : k, count, k, at<uint16_t>(x), k, m, sums.data(), count);
         for (size_t i = 0; i < m; ++i) {
             float* row = sums.data() + i * count;
             for (size_t j = 0; bias != 0 && j < count; ++j) row[j] += at<float>(bias)[begin + j];

@@ -203,13 +203,13 @@ class Acceleration:
         Of a few rows, as in generation, the product takes the time of reading the weight once: a copy would have to be
         compared with the weight first, which reads both.
         """
+        weight = module.weight
         return (
-            self.dtype == torch.bfloat16
-            and not torch.is_grad_enabled()
-            and not self._packed
-            and x.numel() <= _FEW_ROWS * x.shape[-1]
-            and module.weight.dtype == torch.float32
-            and module.weight.is_contiguous()
+            x.numel() <= _FEW_ROWS * x.shape[-1]
+            and self.dtype == torch.bfloat16
+            and not (self._packed or torch.is_grad_enabled())
+            and weight.dtype == torch.float32
+            and weight.is_contiguous()
         )
 
     def _forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
@@ -301,13 +301,13 @@ def _embedding(acceleration: Acceleration, module: Any, input: Tensor) -> Tensor
 
 def _linear(acceleration: Acceleration, module: Any, x: Tensor) -> Tensor:
     if acceleration.rounds_on_the_way(x, module):
-        return functions.rounded_linear(x, module.weight.detach(), module.bias, by_columns=False)
+        return functions.rounded_linear(x, module.weight, module.bias, by_columns=False)
     return functions.linear(x, module.weight, module.bias, acceleration.copy(module.weight), acceleration.in_place)
 
 
 def _conv1d(acceleration: Acceleration, module: Any, x: Tensor) -> Tensor:
     if acceleration.rounds_on_the_way(x, module):
-        return functions.rounded_linear(x, module.weight.detach(), module.bias, by_columns=True)
+        return functions.rounded_linear(x, module.weight, module.bias, by_columns=True)
     return functions.linear(x, module.weight.t(), module.bias, acceleration.copy(module.weight).t())
 
 

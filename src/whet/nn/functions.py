@@ -81,14 +81,14 @@ def rounded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, by_columns: b
         bias: (N,) or None.
         by_columns: how the weight lies.
     """
-    rows = x.detach().reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
-    n = weight.shape[1 if by_columns else 0]
-    out = torch.empty((len(rows), n), dtype=torch.bfloat16)
-    bias = None if bias is None else bias.detach().float().contiguous()
-    _core.rounded_linear(
-        by_columns, _address(weight, torch.float32), n, rows.shape[1], _address(rows, torch.bfloat16), len(rows),
-        0 if bias is None else _address(bias, torch.float32), _address(out, torch.bfloat16),
-    )  # fmt: skip
+    k, n = weight.shape if by_columns else weight.shape[::-1]
+    rows = x.reshape(-1, k).to(torch.bfloat16).contiguous()
+    m = rows.shape[0]
+    out = torch.empty((m, n), dtype=torch.bfloat16)
+    added = None if bias is None else bias.float().contiguous()
+    bias_at = 0 if added is None else added.data_ptr()
+    weight_at = _address(weight, torch.float32)
+    _core.rounded_linear(by_columns, weight_at, n, k, rows.data_ptr(), m, bias_at, out.data_ptr())
     return out.view(*x.shape[:-1], n)
 
 
