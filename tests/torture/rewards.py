@@ -63,7 +63,7 @@ def _run(
     folder = shop.folder / "rewarded"
     shutil.rmtree(folder, ignore_errors=True)
     reward = f"{functions.__file__}:{name}"
-    settings = {"steps": _STEPS, "reward": reward, "reward_policy": policy, "eval_data": ""}
+    settings = {"steps": _STEPS, "reward": reward, "reward_policy": policy, "eval_data": "", "eval_every": 100}
     settings |= {} if timeout_s is None else {"reward_timeout_s": timeout_s}
     end = forked(shop.command("grpo", folder, **settings) + (["--reward-timeout-s=None"] if timeout_s is None else []))
     require(end.status == status, f"status {end.status}, not {status}: {end.text}")
