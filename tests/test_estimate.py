@@ -8,10 +8,9 @@ import pytest
 
 import whet
 from whet import Engine, SamplingParams
-from whet.engine.formats import FORMATS, choose_formats
+from whet.engine.formats import FORMATS, PAGE_TOKENS, choose_formats
 from whet.engine.pieces import Piece, Source
 from whet.estimate import (
-    PAGE_TOKENS,
     PRESETS,
     estimate,
     load_source,

@@ -22,14 +22,12 @@ from whet.engine.engine import Engine
 from whet.engine.families import model_config
 from whet.engine.files import map_file, parse_json
 from whet.engine.folder import read_config
-from whet.engine.formats import choose_formats, core_format, kv_format
+from whet.engine.formats import PAGE_TOKENS, choose_formats, core_format, kv_format
 from whet.engine.gguf import open_gguf
 from whet.engine.pieces import Source
 from whet.errors import WhetValueError
 from whet.ops.quant import CORE_FORMATS
 
-PAGE_TOKENS = 64
-"""Tokens of a page, the unit in which the engine allocates keys and values."""
 _PANEL_ROWS = 16
 _ENGINE = {name: parameter.default for name, parameter in inspect.signature(Engine).parameters.items()}
 

@@ -15,11 +15,11 @@ from rich.table import Table
 import whet
 from whet.cli.estimate import in_bytes, memory_bytes
 from whet.engine.folder import open_folder, read_config
-from whet.engine.formats import FORMATS
+from whet.engine.formats import FORMATS, PAGE_TOKENS
 from whet.engine.gguf import open_gguf
 from whet.engine.gguf_file import read_gguf
 from whet.errors import WhetValueError
-from whet.estimate import PAGE_TOKENS, estimate, page_bytes
+from whet.estimate import estimate, page_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from whet.engine.folder import open_folder
 from whet.engine.formats import choose_formats, kv_format
 from whet.engine.gguf import open_gguf
 from whet.engine.live import describe_module
-from whet.engine.loading import checked, fingerprint, load
+from whet.engine.loading import checked, checksums, load
 from whet.engine.pieces import Source
 from whet.engine.session import Calls, NewAdapter, Session, TokenStream, run_to_its_end
 from whet.errors import WhetTypeError, WhetValueError
@@ -346,7 +346,7 @@ class Engine:
         """The weights in place of those before, once all has been checked that can be wrong with them."""
         calls = self._calls
         core = calls.use(where)
-        base = fingerprint(pieces) if source.adapters else None
+        base = checksums(pieces) if source.adapters else None
         is_packed = base is not None and base == self._base and not calls.torn
         with (new := NewAdapter(calls)), new:
             if source.adapters:

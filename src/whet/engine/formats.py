@@ -9,6 +9,8 @@ from whet.errors import WhetValueError
 from whet.ops.quant import BLOCK_LENGTHS, CORE_FORMATS
 
 _ALIASES = {"bf16": "bfloat16", "int4": "q4_0"}
+PAGE_TOKENS = 64
+"""Tokens of a page of the KV cache: the core's kPageTokens."""
 FORMATS = tuple({core: name for name, core in _ALIASES.items()}.get(core, core) for core in CORE_FORMATS)
 """What ``weights`` may be, by the names that documents use."""
 _NEXT = {"q4_k": "q4_0", "q4_0": "int8", "q8_0": "int8"}

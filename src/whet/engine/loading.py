@@ -54,7 +54,7 @@ def load(core: Any, pieces: Iterable[Piece], formats: Mapping[str, str]) -> None
         let_go(tensor)  # the packed weights and the file's are not in memory both
 
 
-def fingerprint(pieces: Iterable[Piece]) -> list[tuple[Any, ...]]:
+def checksums(pieces: Iterable[Piece]) -> list[tuple[Any, ...]]:
     """What tells whether pieces are those of another time: their places, and a 64-bit checksum of all their bytes."""
     prints = []
     for slot, first_row, tensor, format in pieces:

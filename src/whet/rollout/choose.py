@@ -15,12 +15,11 @@ from torch import nn
 from whet.config import EngineName, RolloutWeights
 from whet.engine import Engine
 from whet.engine.families import short_position
+from whet.engine.formats import PAGE_TOKENS
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn.modules import inner_module, module_device
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.torch_engine import TorchEngine
-
-_PAGE_TOKENS = 64  # kPageTokens of the core
 
 
 def make_engine(
@@ -101,7 +100,7 @@ def with_room(
         return engine
     longest = min(max(map(len, prompt_ids), default=0) + max_new_tokens, engine.config.max_position)
     # The prompt's last page is its own and, copied, each completion's first.
-    needed = (longest // _PAGE_TOKENS + 2) * engine.memory["kv_page_bytes"]
+    needed = (longest // PAGE_TOKENS + 2) * engine.memory["kv_page_bytes"]
     if needed <= engine.memory["kv_bytes"]:
         return engine
     larger = make(needed)
