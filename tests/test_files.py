@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from whet.files import (
     replace_text,
     temporary_beside,
     told_if_full,
+    write_new,
 )
 
 
@@ -227,3 +231,26 @@ def test_the_module_needs_the_standard_library_alone():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     packages = {name.split(".")[0] for name in eval(done.stdout)}
     assert packages <= set(sys.stdlib_module_names) | {"whet"}
+
+
+@pytest.mark.parametrize("folder", ["disk", "memory"])
+@pytest.mark.parametrize("size", [0, 1, 511, 4096, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, (9 << 20) + 13])
+def test_files_written_past_the_cache_are_those_of_the_chunks(tmp_path, folder, size):
+    data = random.Random(size).randbytes(size)
+    cuts = sorted([0, size, *(random.Random(size + 1).randrange(size + 1) for _ in range(5))])
+    chunks = [data[a:b] for a, b in itertools.pairwise(cuts)]
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if folder == "memory" else tmp_path) as where:
+        path = Path(where) / "file"
+        print_of_it = write_new(path, chunks)
+        assert path.read_bytes() == data
+        assert print_of_it == fingerprint(path)
+        with pytest.raises(FileExistsError):
+            write_new(path, chunks)
+
+
+def test_a_file_that_takes_no_direct_writes_is_written_through_the_cache(tmp_path, monkeypatch):
+    """As one on a file system whose sectors are wider than the page: its writes end with EINVAL."""
+    monkeypatch.setattr("whet.files._BLOCK_BYTES", 1000)
+    data = bytes(range(256)) * 100
+    assert write_new(tmp_path / "file", [data]) == fingerprint(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == data

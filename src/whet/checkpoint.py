@@ -19,7 +19,7 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,15 @@ from whet.description import (
     module_tensors,
     same_memory_key,
 )
-from whet.files import fingerprint, previous_of, remove_abandoned, replace_folder, temporary_beside, told_if_full
+from whet.files import (
+    fingerprint,
+    previous_of,
+    remove_abandoned,
+    replace_folder,
+    temporary_beside,
+    told_if_full,
+    write_new,
+)
 from whet.jsonable import decode, encode
 
 __all__ = [
@@ -61,8 +69,6 @@ __all__ = [
 ]
 
 _SAVING = "saving"
-_BLOCK_BYTES = 1 << 20
-"""Written and hashed at a time: what the processor's cache still holds when the system copies it."""
 
 FORMAT = "whet-checkpoint"
 FORMAT_VERSION = 1
@@ -337,7 +343,7 @@ def _write_tensors(folder: Path, groups: Mapping[str, Mapping[str, Tensor]]) -> 
     layouts = {group: _layout(group, members) for group, members in groups.items()}
     with ThreadPoolExecutor() as pool:  # writing and hashing leave the interpreter to the others
         files = {
-            f"{group}.safetensors": pool.submit(_write, folder / f"{group}.safetensors", chunks)
+            f"{group}.safetensors": pool.submit(write_new, folder / f"{group}.safetensors", chunks)
             for group, chunks in layouts.items()
         }
         return {name: written.result() for name, written in sorted(files.items())}
@@ -373,22 +379,7 @@ def _safetensors_dtype(dtype: torch.dtype, file: str) -> str:
 
 
 def _write_text(file: Path, text: str) -> dict[str, Any]:
-    return _write(file, [text.encode()])
-
-
-def _write(file: Path, chunks: Sequence[Any]) -> dict[str, Any]:
-    """Write a file, force it to disk, and return its fingerprint."""
-    digest, size_bytes = hashlib.sha256(), 0
-    with file.open("xb", buffering=0) as stream:
-        for chunk in chunks:
-            for start in range(0, len(chunk), _BLOCK_BYTES):
-                block = memoryview(chunk)[start : start + _BLOCK_BYTES]
-                digest.update(block)
-                while block:  # a disk that is almost full takes a part
-                    block = block[stream.write(block) :]
-            size_bytes += len(chunk)
-        os.fsync(stream.fileno())
-    return {"size_bytes": size_bytes, "sha256": digest.hexdigest()}
+    return write_new(file, [text.encode()])
 
 
 def _dump(content: Any) -> str:

@@ -17,6 +17,7 @@ import fcntl
 import glob
 import hashlib
 import json
+import mmap
 import os
 import secrets
 import shutil
@@ -24,16 +25,19 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.errors import DiskFullError, FolderInUseError
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Buffer, Self
 
 _LOCK_FILE = ".lock"
+_BLOCK_BYTES = 4 << 20
+"""Written and hashed at a time."""
 _FULL = {
     errno.ENOSPC: ("the disk is full", "Free space there"),
     errno.EDQUOT: ("this user's quota of the disk is used up", "Free space there, or have the quota raised"),
@@ -173,6 +177,60 @@ def force_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_new(path: Path, chunks: Iterable[Buffer]) -> dict[str, Any]:
+    """Write a file that is not there yet, force it to disk, and return what ``fingerprint`` will say of it.
+
+    Whole blocks go past the system's page cache, where the file system lets them (``O_DIRECT``): what was just written
+    is not read again soon, and would take as much memory there as the file is long, from what is.
+    """
+    digest, size_bytes = hashlib.sha256(), 0
+    with path.open("xb", buffering=0) as stream, mmap.mmap(-1, _BLOCK_BYTES) as block:  # aligned to a page
+        _write_past_cache(stream, True)
+        for filled in _blocks(chunks, block):
+            with memoryview(block)[:filled] as rest:
+                if filled < len(block):  # the end of the file is no whole number of sectors
+                    _write_past_cache(stream, False)
+                digest.update(rest)
+                size_bytes += filled
+                written = 0
+                while written < filled:  # a disk that is almost full takes a part
+                    try:
+                        written += stream.write(rest[written:])
+                    except OSError as error:
+                        if error.errno != errno.EINVAL or not _write_past_cache(stream, False):
+                            raise
+        os.fsync(stream.fileno())
+    return {"size_bytes": size_bytes, "sha256": digest.hexdigest()}
+
+
+def _blocks(chunks: Iterable[Buffer], block: mmap.mmap) -> Iterator[int]:
+    """Copy chunks of any lengths into ``block``, one after the other; yields how much it holds each time it is full."""
+    filled = 0
+    for chunk in chunks:
+        rest = memoryview(chunk).cast("B")
+        while rest:
+            taken = min(len(rest), len(block) - filled)
+            block[filled : filled + taken] = rest[:taken]
+            filled, rest = filled + taken, rest[taken:]
+            if filled == len(block):
+                yield filled
+                filled = 0
+    if filled:
+        yield filled
+
+
+def _write_past_cache(stream: FileIO, wanted: bool) -> bool:
+    """Have writes go past the page cache, or through it; returns whether that is a change."""
+    flag = getattr(os, "O_DIRECT", 0)  # not on every system
+    flags = fcntl.fcntl(stream, fcntl.F_GETFL)
+    changed = (flags | flag if wanted else flags & ~flag) ^ flags
+    try:
+        fcntl.fcntl(stream, fcntl.F_SETFL, flags ^ changed)
+    except OSError:  # not on this file system
+        return False
+    return bool(changed)
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

@@ -168,12 +168,16 @@ def _command(name: str) -> Any:
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """For imports: of torch and transformers a quarter of the time goes into looking for garbage, and there is none."""
+    """For imports: of torch and transformers a quarter of the time goes into looking for garbage, and there is none.
+
+    What they made stays, and is not looked through later either.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         if enabled:
             gc.enable()
 
