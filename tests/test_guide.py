@@ -242,8 +242,9 @@ def test_custom_training_loop():
 
 
 def test_monitoring(model, ref_model, capsys, monkeypatch):
+    from whet.logging import ConsoleLogger, WandbLogger  # the name in the guide
+
     from whet.algorithms.dpo import DPO
-    from whet.logging import ConsoleLogger, WandbLogger
 
     logger = ConsoleLogger(log_interval=100)
     dpo = DPO(model=model, ref_model=ref_model, logger=logger)

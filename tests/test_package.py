@@ -8,9 +8,9 @@ import threading
 
 import numpy as np
 import pytest
+from tests.isas import printed_by_isa, run_tests, usable_isas
 
 import whet
-from isas import printed_by_isa, run_tests, usable_isas
 
 ISAS = ["scalar", "avx2", "avx512", "avx512bf16", "neon"]
 

@@ -8,9 +8,9 @@ import time
 import timeit
 
 import pytest
+from tests.clock import TICK_S, Clock
+from tests.timed import timed
 
-from clock import TICK_S, Clock
-from timed import timed
 from whet.phases import phase, record
 
 

@@ -8,13 +8,22 @@ from typing import get_args
 
 import pytest
 import torch
-from tiny import EOS, TinyModel, assert_same_weights, letters_tokenizer, tiny_llama, token_logprobs, weights, with_lora
+from tests.algorithms.tiny import (
+    EOS,
+    TinyModel,
+    assert_same_weights,
+    letters_tokenizer,
+    tiny_llama,
+    token_logprobs,
+    weights,
+    with_lora,
+)
 
 from whet.algorithms.dpo import DPO
 from whet.algorithms.sft import SFT
 from whet.config import DPOLossType
 from whet.errors import WhetTypeError, WhetValueError
-from whet.reference_cache import model_digest
+from whet.training.reference_cache import model_digest
 
 PROMPTS = [[5, 6], [7], [8, 9, 10]]
 CHOSEN = [[4, 8, EOS], [9], [6, EOS]]

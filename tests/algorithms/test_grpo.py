@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny import (
+from tests.algorithms.tiny import (
     EOS,
     ScriptedEngine,
     TinyModel,
@@ -21,10 +21,10 @@ from tiny import (
 from torch.utils.data import DataLoader
 
 from whet.algorithms.grpo import GRPO, grpo_loss
-from whet.algorithms.online import read_prompts
 from whet.config import GRPOConfig
 from whet.errors import NonFiniteError, RewardError, WhetTypeError, WhetValueError
-from whet.rewards import RewardFunctions
+from whet.rewards.functions import RewardFunctions
+from whet.rollout.rollout import read_prompts
 
 PROMPTS = [[5, 6], [7]]
 GROUPS = [[[4, 4, EOS], [8, EOS], [9, 4, 9, 9]], [[4, EOS], [EOS], [10, 11, 4]]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from whet.algorithms.grpo import grpo_loss
-from whet.algorithms.masked import count_rows, importance_weights, masked
+from whet.algorithms.loss_terms import count_rows, importance_weights, masked
 from whet.config import GRPOLossType, SamplerCorrection
 from whet.errors import WhetTypeError, WhetValueError
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import EOS, ScriptedEngine, TinyModel, assert_same_weights, letters_tokenizer, tiny_llama, with_lora
+from tests.algorithms.tiny import (
+    EOS,
+    ScriptedEngine,
+    TinyModel,
+    assert_same_weights,
+    letters_tokenizer,
+    tiny_llama,
+    with_lora,
+)
 
 from whet.algorithms.dpo import DPO
 from whet.algorithms.online_dpo import OnlineDPO

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import EOS, TinyModel, assert_same_weights, letters_tokenizer, tiny_llama, token_logprobs, weights, with_lora
+from tests.algorithms.tiny import (
+    EOS,
+    TinyModel,
+    assert_same_weights,
+    letters_tokenizer,
+    tiny_llama,
+    token_logprobs,
+    weights,
+    with_lora,
+)
 
 from whet.algorithms.sft import SFT
 from whet.errors import WhetTypeError, WhetValueError

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import EOS, ScriptedEngine, TinyModel, token_logprobs
+from tests.algorithms.tiny import EOS, ScriptedEngine, TinyModel, token_logprobs
+from tests.clock import Clock
 
-from clock import Clock
 from whet.algorithms import DPO, GRPO, SFT, OnlineDPO
-from whet.logging import main_figures
+from whet.training.loggers import main_figures
 
 PROMPTS = [[5, 6], [7]]
 GROUPS = [[[4, 4, EOS], [8, EOS]], [[4, EOS], [EOS]]]

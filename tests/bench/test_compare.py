@@ -7,11 +7,10 @@ import json
 import numpy as np
 import pytest
 from rich.console import Console
+from tests.bench.results import a_case, a_row, a_table, full_results, make_results, save
 
 from whet.bench.compare import THRESHOLD, as_table, compare, load_results
 from whet.errors import WhetValueError
-
-from .results import a_case, a_row, a_table, full_results, make_results, save
 
 PEERS = ("rlox", "rlox (loop)", "NumPy", "torch float32")
 

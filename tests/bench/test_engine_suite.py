@@ -8,9 +8,16 @@ import pytest
 import torch
 
 from whet.bench import BenchOptions, Timed
-from whet.bench.engine import hf, llama_cpp, native
-from whet.bench.engine.models import LLAMA_135M, QWEN2_500M, ModelFiles, ModelShape, gguf_name, gguf_types
-from whet.bench.engine.workload import Workload, files_of, greedy_sample, loaded, random_workload, sample_error
+from whet.bench.contenders.engine import hf, llama_cpp, native
+from whet.bench.contenders.engine.models import LLAMA_135M, QWEN2_500M, ModelFiles, ModelShape, gguf_name, gguf_types
+from whet.bench.contenders.engine.workload import (
+    Workload,
+    files_of,
+    greedy_sample,
+    loaded,
+    random_workload,
+    sample_error,
+)
 from whet.bench.harness import Effort, run_case
 from whet.bench.suites.engine import FLOAT32, TOLERANCE, decode_case, decode_table, tables, weight_bytes
 

@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 import pytest
+from tests.timed import timed
 
-from timed import timed
 from whet.bench import Case, NotMeasured, Provider, Table, Timed
 from whet.bench.case import relative_error
 from whet.bench.harness import Effort, run_case

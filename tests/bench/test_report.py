@@ -12,8 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
+from tests.bench.results import (
+    a_case,
+    a_row,
+    a_table,
+    full_results,
+    make_results,
+    parts_table,
+    sized_table,
+    statuses_table,
+)
+from tests.report.parsed_page import EVIL, Page
 
-from parsed_page import EVIL, Page
 from whet.bench.plots import parts_figure, ratio_figure, size_figure, threads_figure
 from whet.bench.reading import (
     case_label,
@@ -30,9 +40,7 @@ from whet.bench.reading import (
 from whet.bench.report import rich_table, write_report
 from whet.bench.stats import Ratio
 from whet.errors import MissingExtraError
-from whet.page import LIGHT_COLORS
-
-from .results import a_case, a_row, a_table, full_results, make_results, parts_table, sized_table, statuses_table
+from whet.report.page import LIGHT_COLORS
 
 
 @pytest.fixture(scope="module")

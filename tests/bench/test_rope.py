@@ -6,8 +6,8 @@ import tyro
 
 import whet
 from whet.bench import BenchOptions, NotMeasured
-from whet.bench.kernels import rope as kernel_tables
-from whet.bench.kernels.rope import RopeInputs, rope_case, torch_compiled, torch_scale, turned
+from whet.bench.contenders.kernels import rope as kernel_tables
+from whet.bench.contenders.kernels.rope import RopeInputs, rope_case, torch_compiled, torch_scale, turned
 from whet.bench.suites.rope import SUITE, RopeOptions
 from whet.errors import WhetError
 

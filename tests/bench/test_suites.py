@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from whet.bench import BenchOptions, NotMeasured
-from whet.bench.packings import (
+from whet.bench.contenders.packing import (
     MAX_LENGTH,
     best_fit_decreasing,
     first_fit_decreasing,

@@ -7,16 +7,15 @@ import time
 
 import pytest
 import torch
+from tests.bench.unruly import broken, waiting
 
 from whet.bench import BenchOptions
 from whet.bench.case import Timed
+from whet.bench.contenders.training import native, workload
+from whet.bench.contenders.training.contender import Contender
+from whet.bench.contenders.training.workload import DPOShape, GRPOShape, dpo_error, grpo_error, grpo_written_out
 from whet.bench.machine import cpu_seconds
 from whet.bench.suites import dpo, grpo, load_suite
-from whet.bench.training import native, workload
-from whet.bench.training.contender import Contender
-from whet.bench.training.workload import DPOShape, GRPOShape, dpo_error, grpo_error, grpo_written_out
-
-from .unruly import broken, waiting
 
 torch.set_num_threads(1)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from whet.cli import main
-from whet.data import read_rows
+from whet.data.rows import read_rows
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "examples/best_of_n.toml"

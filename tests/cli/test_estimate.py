@@ -6,7 +6,7 @@ import pytest
 
 from whet.cli import main
 from whet.cli.estimate import memory_bytes
-from whet.estimate import estimate, load_source, training
+from whet.models.sizes import estimate, load_source, training
 
 
 def test_table(capsys, monkeypatch):

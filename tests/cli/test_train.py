@@ -20,7 +20,7 @@ from whet.cli import main
 from whet.cli.settings import read_toml
 from whet.cli.train import add_reference_logprobs
 from whet.config import DPOConfig
-from whet.rewards import load_function
+from whet.rewards.functions import load_function
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

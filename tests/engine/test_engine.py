@@ -12,6 +12,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from tests.engine.tiny_models import CASES, VOCAB, logits_of, tiny_model, token_ids
 
 import whet
 from whet.engine import Engine, EngineBusyError
@@ -19,8 +20,6 @@ from whet.errors import WhetTypeError, WhetValueError
 from whet.ops.micro_lora import MicroLoRA
 from whet.rollout.torch_engine import TorchEngine
 from whet.sampling import SamplingParams
-
-from .tiny_models import CASES, VOCAB, logits_of, tiny_model, token_ids
 
 PLAIN = SamplingParams(max_new_tokens=12)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)

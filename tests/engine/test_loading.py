@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from whet import _core
-from whet.engine.architecture import Piece
 from whet.engine.loading import load
+from whet.models.architecture import Piece
 from whet.ops.quant import CORE_FORMATS, quantize
 
 N, K = 83, 256

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.isas import printed_by_isa
 
-from isas import printed_by_isa
 from whet import _core
 from whet.rollout.torch_engine import Sampler, token_uniforms
 from whet.sampling import SamplingParams

@@ -20,13 +20,12 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from tests.engine.tiny_models import VOCAB, tiny_model
 
 import whet.engine
 from whet.engine import Engine, EngineBusyError
 from whet.errors import WhetError, WhetValueError
 from whet.sampling import SamplingParams
-
-from .tiny_models import VOCAB, tiny_model
 
 SHARED = np.random.default_rng(7).integers(3, VOCAB, 150).tolist()
 PROMPTS = [[*SHARED, 5, 6], SHARED[:70] + [9] * 8, [*SHARED, 7], [3, 4]]

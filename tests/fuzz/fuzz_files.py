@@ -19,7 +19,7 @@ from pathlib import Path
 import atheris
 
 import whet
-from whet.engine import files, folder, gguf, gguf_file  # noqa: F401  (here before they are instrumented)
+from whet.models.sources import folder, gguf, gguf_container, mapped  # noqa: F401  (here before they are instrumented)
 
 WORK = Path(tempfile.mkdtemp(prefix="whet-fuzz-"))
 CONFIG = {

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.isas import printed_by_isa
 
 import whet
-from isas import printed_by_isa
 from whet.ops.attention import naive_attention, naive_decode_attention
 
 LENGTHS = [0, 1, 2, 15, 16, 17, 63, 64, 65, 130]

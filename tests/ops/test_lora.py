@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.isas import printed_by_isa
 
 import whet
-from isas import printed_by_isa
 from whet.ops.lora import naive_lora_forward, naive_lora_gradients
 from whet.ops.micro_lora import naive_lora_batch
 

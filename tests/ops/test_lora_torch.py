@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_lora import adapter_of, arrays, close, wide
+from tests.ops.test_lora import adapter_of, arrays, close, wide
 
 import whet
 from whet.ops.lora import naive_lora_forward, naive_lora_gradients

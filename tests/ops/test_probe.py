@@ -8,9 +8,9 @@ import time
 
 import numpy as np
 import pytest
+from tests.timed import timed
 
 import whet
-from timed import timed
 from whet.ops import probe
 
 SHORT = 0.002

@@ -86,9 +86,9 @@ def torture(scale: float) -> Iterator[Tally]:
 def _of_a_checkpoint(disk: Disk, shop: Workshop, scale: float) -> Tally:
     """Saves into what is left of the disk, from nothing to enough."""
     from whet.algorithms.sft import SFT
-    from whet.checkpoint import latest_checkpoint, load_checkpoint
+    from whet.checkpoint.folder import latest_checkpoint, load_checkpoint
     from whet.cli.models import load_model
-    from whet.data import read_rows
+    from whet.data.rows import read_rows
 
     tally = Tally("disk full: pages and files of a checkpoint")
     model, tokenizer = load_model(str(shop.model), "float32")
@@ -165,7 +165,7 @@ def _of_a_run(disk: Disk, shop: Workshop, scale: float) -> Tally:
 
 def _fill_at(disk: Disk, step: int, limit: dict[str, int]) -> None:
     """The disk is full from where this process has taken a step."""
-    from whet.trainer import Trainer
+    from whet.training.trainer import Trainer
 
     log: Any = Trainer.log
 

@@ -89,7 +89,7 @@ def _add_adapter(folder: Path) -> None:
 
 
 def _load_adapters(folder: Path) -> None:
-    from whet.adapters import load_adapters
+    from whet.models.adapter_files import load_adapters
 
     load_adapters(folder / "adapters.safetensors")
 
@@ -159,7 +159,7 @@ def _make_peft(folder: Path) -> None:
 
 def _make_adapters(folder: Path) -> None:
     from whet import MicroLoRA
-    from whet.adapters import save_adapters
+    from whet.models.adapter_files import save_adapters
 
     save_adapters(folder / "adapters.safetensors", {"a.b": MicroLoRA(8, 4), "c": MicroLoRA(6, 6)})
 
@@ -167,7 +167,7 @@ def _make_adapters(folder: Path) -> None:
 def _make_checkpoint(folder: Path) -> None:
     from whet.algorithms.sft import SFT
     from whet.cli.models import load_model
-    from whet.data import read_rows
+    from whet.data.rows import read_rows
 
     with tempfile.TemporaryDirectory() as name:
         model, tokenizer = load_model(str(make_model(Path(name) / "model")), "float32")

@@ -42,9 +42,9 @@ class Lines:
         """From here on, in this process."""
         self.pid = os.getpid()
         from whet import phases
-        from whet.callbacks import Callback
         from whet.cli import train
-        from whet.trainer import Trainer
+        from whet.training.callbacks import Callback
+        from whet.training.trainer import Trainer
 
         record: Any = phases._Record
         of_record = record.phase

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from whet.algorithms.masked import check_float_tensor, check_shapes, denominator, sampler_gap
-from whet.batches import as_rows, check_row_counts, columns_as_rows, is_batch, is_sequence
+from whet.algorithms.loss_terms import check_float_tensor, check_shapes, denominator, sampler_gap
 from whet.config import DPOConfig, DPOLossType, PreferenceConfig, check_dpo_options
-from whet.data import token_rows, tokenize_preference
+from whet.data.batches import as_rows, check_row_counts, columns_as_rows, is_batch, is_sequence
+from whet.data.rows import token_rows, tokenize_preference
 from whet.errors import WhetTypeError, WhetValueError
 from whet.fields import is_number
 from whet.nn.causal_lm import completion_logprobs
 from whet.phases import phase
-from whet.reference_cache import ReferenceCache, Sums, row_digest
-from whet.trainer import Trainer, has_adapters
+from whet.training.reference_cache import ReferenceCache, Sums, row_digest
+from whet.training.trainer import Trainer, has_adapters
 
 _PER_TOKEN = ("ipo", "sigmoid_norm")
 _REFERENCE = ("ref_chosen_logprobs", "ref_rejected_logprobs")

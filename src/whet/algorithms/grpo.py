@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whet.algorithms.masked import (
+from whet.algorithms.loss_terms import (
     check_float_tensor,
     check_shapes,
     count_rows,
@@ -28,15 +28,7 @@ from whet.algorithms.masked import (
     sampler_gap,
     token_kl,
 )
-from whet.algorithms.online import (
-    OnlineTrainer,
-    RewardFn,
-    Rollout,
-    completion_table,
-    group_std,
-    reward_functions,
-    reward_metrics,
-)
+from whet.algorithms.online import OnlineTrainer
 from whet.config import (
     GRPOConfig,
     GRPOLossType,
@@ -49,7 +41,9 @@ from whet.errors import WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
 from whet.ops import compute_batch_group_advantages
 from whet.phases import phase
-from whet.rewards import RewardFunctions
+from whet.rewards.functions import RewardFn, RewardFunctions, reward_functions
+from whet.rewards.metrics import group_std, reward_metrics
+from whet.rollout.rollout import Rollout, completion_table
 
 _LOSS_SETTINGS = (
     "loss_type", "level", "epsilon", "epsilon_high", "delta", "beta", "kl_estimator", "kl_bias_correction",

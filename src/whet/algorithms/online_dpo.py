@@ -15,19 +15,14 @@ from typing import Any
 import torch
 
 from whet.algorithms.dpo import Pairs, update_on_pairs
-from whet.algorithms.online import (
-    OnlineTrainer,
-    RewardFn,
-    Rollout,
-    completion_table,
-    reward_functions,
-    reward_metrics,
-)
+from whet.algorithms.online import OnlineTrainer
 from whet.config import OnlineDPOConfig
 from whet.errors import WhetTypeError
 from whet.fields import check_used
 from whet.phases import phase
-from whet.rewards import RewardBatch, call_preference
+from whet.rewards.functions import RewardBatch, RewardFn, call_preference, reward_functions
+from whet.rewards.metrics import reward_metrics
+from whet.rollout.rollout import Rollout, completion_table
 
 
 class OnlineDPO(OnlineTrainer):

@@ -1,6 +1,6 @@
 """A document as a list of blocks, written as HTML and as GitHub's Markdown: the same content in both.
 
-The HTML parts are ``whet.page``'s. It knows no benchmark.
+The HTML parts are ``whet.report.page``'s. It knows no benchmark.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from whet.page import Cell, headline_row, pairs_table, printable, safe, table
+from whet.report.page import Cell, headline_row, pairs_table, printable, safe, table
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table, as ``whet.page.table`` takes it."""
+    """A table, as ``whet.report.page.table`` takes it."""
 
     headers: Sequence[str]
     kinds: Sequence[str]

@@ -20,7 +20,7 @@ from typing import Any
 
 import whet
 from whet.ops import probe
-from whet.page import processor
+from whet.report.page import processor
 
 Ceilings = Mapping[str, Mapping[str, float]]
 """``read``, ``copy`` and ``scale``: cache level -> bytes per second; ``flops``: dtype -> operations per second."""

@@ -15,7 +15,7 @@ from whet.bench.document import Chart
 from whet.bench.reading import case_label, duration, measured, ratio, rows_of, significant, subject_of
 from whet.bench.stats import Ratio, summary
 from whet.errors import MissingExtraError
-from whet.page import CHART_STYLE, LIGHT_COLORS, SERIES, SVG_COLORS, inline_svg, printable
+from whet.report.page import CHART_STYLE, LIGHT_COLORS, SERIES, SVG_COLORS, inline_svg, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

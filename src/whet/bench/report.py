@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from whet.bench import reading
-from whet.bench.csv import rows_as_csv
+from whet.bench.csv_files import rows_as_csv
 from whet.bench.document import Block, Figures, Grid, Heading, Pairs, Text, body_html, markdown
 from whet.bench.plots import draw, part_medians
 from whet.bench.reading import duration, measured, rows_of, significant
 from whet.bench.stats import Ratio, summary
 from whet.errors import MissingExtraError
 from whet.files import replace_text
-from whet.page import Cell, page
+from whet.report.page import Cell, page
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from whet.algorithms.best_of_n import BestOfN
-from whet.algorithms.online import as_shown, reward_functions
 from whet.cli.models import describe_size, load_model
 from whet.cli.runs import BestOfNRun
 from whet.config import BestOfNConfig
-from whet.data import read_rows
+from whet.data.rows import read_rows
 from whet.errors import WhetValueError
-from whet.rewards import load_function
+from whet.rewards.functions import load_function, reward_functions
 from whet.rollout.choose import make_engine
+from whet.rollout.rollout import as_shown
 
 
 def main(run: BestOfNRun) -> int:

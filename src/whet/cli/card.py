@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from whet import __version__
-from whet.page import versions
+from whet.report.page import versions
 
 _METHODS = {
     "SFT": "supervised fine-tuning",

@@ -20,17 +20,23 @@ from transformers.utils.logging import disable_progress_bar
 
 from whet.algorithms.grpo import GRPO
 from whet.algorithms.sft import SFT
-from whet.callbacks import Callback, CheckpointCallback, CompletionsCallback, EarlyStoppingCallback, EvaluationCallback
 from whet.cli.arithmetic import Row, exact_match, make_model, make_problems, make_tokenizer
 from whet.cli.runs import lock_folder
 from whet.cli.settings import write_toml
 from whet.config import Compute, EngineName, GRPOConfig, RolloutWeights, SFTConfig
 from whet.fields import check_range, check_types, check_used
-from whet.logging import JSONLLogger, ProgressLogger
-from whet.report import write_report
+from whet.report.run import write_report
 from whet.rollout.choose import make_engine
 from whet.rollout.protocol import RolloutEngine
 from whet.sampling import SamplingParams
+from whet.training.callbacks import (
+    Callback,
+    CheckpointCallback,
+    CompletionsCallback,
+    EarlyStoppingCallback,
+    EvaluationCallback,
+)
+from whet.training.loggers import JSONLLogger, ProgressLogger
 
 _LONGEST_ANSWER = 5
 """Tokens: three digits, the end, and one in which to go wrong."""

@@ -13,9 +13,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from whet.engine.formats import FORMATS, choose_formats, core_format, kv_format
-from whet.engine.pieces import Source
-from whet.estimate import Estimate, TrainingEstimate, estimate, load_source, training
+from whet.models.formats import FORMATS, choose_formats, core_format, kv_format
+from whet.models.sizes import Estimate, TrainingEstimate, estimate, load_source, training
+from whet.models.slots import Source
 
 _FORMAT = tyro.conf.arg(metavar="{" + ",".join(FORMATS) + "}")
 

@@ -15,13 +15,13 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from whet.data import tokenize_prompt
+from whet.data.rows import tokenize_prompt
 from whet.engine import Engine
-from whet.engine.files import map_file, parse_json
-from whet.engine.folder import open_folder
-from whet.engine.gguf import open_gguf
 from whet.errors import WhetError, WhetValueError
 from whet.fields import check_range, check_used
+from whet.models.sources.folder import open_folder
+from whet.models.sources.gguf import open_gguf
+from whet.models.sources.mapped import map_file, parse_json
 from whet.sampling import SamplingParams
 
 Weights = Literal["float32", "bf16", "int8", "int4", "q8_0", "q4_k"]

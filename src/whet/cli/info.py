@@ -14,12 +14,12 @@ from rich.table import Table
 
 import whet
 from whet.cli.estimate import in_bytes, memory_bytes
-from whet.engine.folder import open_folder, read_config
-from whet.engine.formats import FORMATS, PAGE_TOKENS
-from whet.engine.gguf import open_gguf
-from whet.engine.gguf_file import read_gguf
 from whet.errors import WhetValueError
-from whet.estimate import estimate, page_bytes
+from whet.models.formats import FORMATS, PAGE_TOKENS
+from whet.models.sizes import estimate, page_bytes
+from whet.models.sources.folder import open_folder, read_config
+from whet.models.sources.gguf import open_gguf
+from whet.models.sources.gguf_container import read_gguf
 
 
 @dataclasses.dataclass(frozen=True)

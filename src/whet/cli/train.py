@@ -30,23 +30,22 @@ from safetensors import SafetensorError
 
 from whet.algorithms.dpo import DPO
 from whet.algorithms.grpo import GRPO
-from whet.algorithms.online import reward_functions
 from whet.algorithms.online_dpo import OnlineDPO
 from whet.algorithms.sft import SFT
-from whet.callbacks import CheckpointCallback, CompletionsCallback, EvaluationCallback
-from whet.checkpoint import latest_checkpoint, step_folder
+from whet.checkpoint.folder import latest_checkpoint, step_folder
 from whet.cli.card import model_card
 from whet.cli.inputs import check_inputs, read_inputs, write_inputs
 from whet.cli.models import add_lora, describe_size, load_model
 from whet.cli.runs import OnlineRunConfig
 from whet.cli.settings import read_toml, write_toml
-from whet.data import read_rows
+from whet.data.rows import read_rows
 from whet.errors import DiskFullError, WhetValueError
 from whet.files import force_to_disk, replace_text, temporary_beside, told_if_full
-from whet.logging import CSVLogger, JSONLLogger, Logger, ProgressLogger, TensorBoardLogger, WandbLogger
-from whet.report import write_report
-from whet.rewards import RewardFunctions, load_function
-from whet.trainer import Trainer
+from whet.report.run import write_report
+from whet.rewards.functions import RewardFunctions, load_function, reward_functions
+from whet.training.callbacks import CheckpointCallback, CompletionsCallback, EvaluationCallback
+from whet.training.loggers import CSVLogger, JSONLLogger, Logger, ProgressLogger, TensorBoardLogger, WandbLogger
+from whet.training.trainer import Trainer
 
 ALGORITHMS: dict[str, type[Trainer]] = {"sft": SFT, "dpo": DPO, "grpo": GRPO, "online-dpo": OnlineDPO}
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from whet.engine.architecture import ModelConfig
 from whet.engine.engine import Engine
 from whet.engine.session import EngineBusyError, Token, TokenStream
+from whet.models.architecture import ModelConfig
 
 __all__ = ["Engine", "EngineBusyError", "ModelConfig", "Token", "TokenStream"]

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from whet.engine.architecture import ModelConfig
-from whet.engine.live import describe_module
-from whet.engine.pieces import LoRA, Place, place_lora
 from whet.errors import WhetTypeError, WhetValueError
+from whet.models.architecture import ModelConfig
+from whet.models.slots import LoRA, Place, place_lora
+from whet.models.sources.live import describe_module
 from whet.ops.micro_lora import MicroLoRA
 
 _TARGETS = {"qkv": 0, "o": 1, "gate_up": 2, "up": 2, "down": 3}
@@ -38,7 +38,7 @@ def _lora(targets: Mapping[str, Place], config: ModelConfig, adapter: Any, where
             raise WhetValueError(f"{where}: the model has no active LoRA adapter.")
         return source.adapters
     if isinstance(adapter, (str, os.PathLike)):
-        from whet.adapters import read_peft
+        from whet.models.adapter_files import read_peft
 
         adapter = read_peft(adapter)
     if not isinstance(adapter, Mapping) or not adapter:

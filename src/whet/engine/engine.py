@@ -3,7 +3,7 @@
 Prompts are computed once for all their samples; finished rows leave and waiting ones enter. What a completion says
 depends on (seed, prompt, sample) and the weights alone, to the bit: not on the batch, its order, the threads, or the
 memory for keys and values. It is a ``whet.rollout.RolloutEngine``. The forward pass is cpp/engine/transformer.cpp, its
-definition ``whet.engine.reference``.
+definition ``whet.models.reference``.
 
 Does not decode text, and does not train.
 """
@@ -18,15 +18,16 @@ import numpy as np
 
 from whet import _core
 from whet.engine.adapters import adapter_parts
-from whet.engine.architecture import ModelConfig, Piece
-from whet.engine.folder import open_folder
-from whet.engine.formats import choose_formats, kv_format
-from whet.engine.gguf import open_gguf
-from whet.engine.live import describe_module
 from whet.engine.loading import checked, checksums, load
-from whet.engine.pieces import Source
 from whet.engine.session import Calls, NewAdapter, Session, TokenStream, run_to_its_end
 from whet.errors import WhetTypeError, WhetValueError
+from whet.models.architecture import ModelConfig, Piece
+from whet.models.formats import choose_formats, kv_format
+from whet.models.sizes import MAX_BATCH, PREFILL_CHUNK
+from whet.models.slots import Source
+from whet.models.sources.folder import open_folder
+from whet.models.sources.gguf import open_gguf
+from whet.models.sources.live import describe_module
 from whet.ops.quant import CORE_FORMATS
 from whet.sampling import Completion, SamplingParams
 
@@ -67,8 +68,8 @@ class Engine:
         embedding: str | None = None,
         head: str | None = None,
         kv_bytes: int = 1 << 30,
-        max_batch: int = 64,
-        prefill_chunk: int = 256,
+        max_batch: int = MAX_BATCH,
+        prefill_chunk: int = PREFILL_CHUNK,
         where: str = "Engine",
     ) -> None:
         for name, value in (("kv_bytes", kv_bytes), ("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from whet import _core
-from whet.engine.architecture import Piece
-from whet.engine.files import let_go
-from whet.engine.pieces import Source
-from whet.engine.reference import piece_values
 from whet.errors import WhetValueError
+from whet.models.architecture import Piece
+from whet.models.reference import piece_values
+from whet.models.slots import Source
+from whet.models.sources.mapped import let_go
 
 _SOURCES = {"float32": 0, "bfloat16": 1, "float16": 2}
 _PACKED = 3

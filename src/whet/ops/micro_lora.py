@@ -1,7 +1,7 @@
 """MicroLoRA: a low-rank adapter that learns while a model runs, and batches in which every row has its own.
 
 Forward, gradients and merging as in ``whet.ops.lora``; steps of SGD and AdamW; elastic weight consolidation (EWC), so
-that a new task does not undo an older one. Files and PEFT are in ``whet.adapters``.
+that a new task does not undo an older one. Files and PEFT are in ``whet.models.adapter_files``.
 
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685; Kirkpatrick et al. 2017,
 "Overcoming catastrophic forgetting in neural networks", equation 3.

@@ -14,9 +14,9 @@ from torch import nn
 
 from whet.config import EngineName, RolloutWeights
 from whet.engine import Engine
-from whet.engine.families import short_position
-from whet.engine.formats import PAGE_TOKENS
 from whet.errors import WhetTypeError, WhetValueError
+from whet.models.families import short_position
+from whet.models.formats import PAGE_TOKENS
 from whet.nn.modules import inner_module, module_device
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.torch_engine import TorchEngine

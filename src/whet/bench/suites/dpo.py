@@ -9,9 +9,9 @@ from __future__ import annotations
 from functools import partial
 
 from whet.bench.case import BenchOptions, Suite, Table
+from whet.bench.contenders.training import native, trl
+from whet.bench.contenders.training.workload import DPOShape, dpo_error
 from whet.bench.suites.grpo import TINY, TOLERANCE, provider, step_case, step_table, trl_provider
-from whet.bench.training import native, trl
-from whet.bench.training.workload import DPOShape, dpo_error
 
 NOTE = (
     "Random weights of the true shape, float32 masters, AdamW; the reference is a model of its own, a little way off, "

@@ -17,9 +17,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from whet.bench.case import BenchOptions, Call, Case, Provider, Suite, Table
-from whet.bench.engine import hf, llama_cpp, native
-from whet.bench.engine.models import LLAMA_135M, QWEN2_500M, ModelShape
-from whet.bench.engine.workload import Workload, random_workload, sample_error
+from whet.bench.contenders.engine import hf, llama_cpp, native
+from whet.bench.contenders.engine.models import LLAMA_135M, QWEN2_500M, ModelShape
+from whet.bench.contenders.engine.workload import Workload, random_workload, sample_error
 
 PROMPT_LENGTH = 64
 N_STEPS = 16

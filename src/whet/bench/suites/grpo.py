@@ -1,7 +1,8 @@
 """A GRPO step beside TRL's GRPOTrainer: the same model, prompts, settings and number of tokens, split into its parts.
 
 Every contender has a process of its own and trains a model of a true shape with random weights. Its first step is
-held against the same step written out by hand (``whet.bench.training.workload``); the steps after it are timed.
+held against the same step written out by hand (``whet.bench.contenders.training.workload``); the steps after it are
+timed.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from whet.bench.case import BenchOptions, Call, Case, Provider, Suite, Table
-from whet.bench.engine.models import QWEN2_500M, ModelShape
-from whet.bench.training import native, trl
-from whet.bench.training.contender import Contender
-from whet.bench.training.workload import GRPOShape, grpo_error
+from whet.bench.contenders.engine.models import QWEN2_500M, ModelShape
+from whet.bench.contenders.training import native, trl
+from whet.bench.contenders.training.contender import Contender
+from whet.bench.contenders.training.workload import GRPOShape, grpo_error
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
 """Of loss, gradient norm and what moved, by the dtype of the products."""

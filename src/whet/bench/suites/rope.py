@@ -14,7 +14,7 @@ import numpy as np
 
 import whet
 from whet.bench.case import BenchOptions, Call, Case, NotMeasured, Provider, Suite, Table
-from whet.bench.kernels.rope import (
+from whet.bench.contenders.kernels.rope import (
     Dtype,
     RopeInputs,
     Turned,

@@ -19,7 +19,7 @@ import numpy as np
 
 import whet
 from whet.bench.case import BenchOptions, Call, Case, Provider, Suite, Table
-from whet.bench.packings import packing_table
+from whet.bench.contenders.packing import packing_table
 from whet.bench.suites import llm_ops
 from whet.bench.suites.llm_ops import Groups, Logprobs, flat_error
 from whet.ops.advantages import naive_gae, naive_group_advantages

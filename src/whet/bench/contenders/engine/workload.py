@@ -1,0 +1,133 @@
+"""What the contenders are asked to do, and how an answer is judged.
+
+An answer is one completion, the first, with the log-probs that the contender itself gave its tokens. It is judged by
+the log-probs that Hugging Face's model gives these tokens in float32, in one pass over the whole sequence: a cache, a
+batch or a position gone wrong shows.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from whet.bench.contenders.engine.models import ModelFiles, ModelShape
+
+_ON_SHELF = 4
+_shelf: dict[Any, Any] = {}
+
+
+@functools.lru_cache(1)
+def files_of(shape: ModelShape) -> ModelFiles:
+    """The model of a shape, made once; asking for another shape lets go of it, and of all that was loaded from it."""
+    while _shelf:
+        _drop(next(iter(_shelf)))
+    return ModelFiles(shape)
+
+
+def loaded(key: Any, load: Callable[[], Any]) -> Any:
+    """What ``load`` returns, kept under ``key`` until four others have been used since."""
+    if key in _shelf:
+        _shelf[key] = _shelf.pop(key)
+    else:
+        while len(_shelf) >= _ON_SHELF:
+            _drop(next(iter(_shelf)))
+        _shelf[key] = load()
+    return _shelf[key]
+
+
+def _drop(key: Any) -> None:
+    close = getattr(_shelf.pop(key), "close", None)
+    if close:
+        close()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts of one length, ``n_samples`` completions of each, ``n_steps`` steps after a completion's first token."""
+
+    files: ModelFiles
+    prompts: Sequence[Sequence[int]]
+    n_samples: int = 1
+    n_steps: int = 32
+    _calls: Any = field(default_factory=itertools.count)
+
+    @property
+    def model(self) -> Any:
+        """By which answers are judged."""
+        return self.files.model
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of each completion."""
+        return 1 + self.n_steps
+
+    @property
+    def n_rows(self) -> int:
+        """Completions in all."""
+        return len(self.prompts) * self.n_samples
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of each prompt."""
+        return len(self.prompts[0])
+
+    def fresh(self) -> list[list[int]]:
+        """Prompts of the same sizes that nobody has seen, so that no cache of prefixes can know them."""
+        shift, vocab_size = 1 + next(self._calls), self.files.shape.vocab_size
+        return [[(token + shift) % vocab_size for token in prompt] for prompt in self.prompts]
+
+
+def random_workload(
+    rng: np.random.Generator, shape: ModelShape, n_prompts: int, length: int, n_samples: int = 1, n_steps: int = 32
+) -> Workload:
+    """A workload of random tokens."""
+    prompts = rng.integers(shape.vocab_size, size=(n_prompts, length)).tolist()
+    return Workload(files_of(shape), prompts, n_samples, n_steps)
+
+
+class Sample(NamedTuple):
+    """A completion, and the log-prob of each of its tokens under the model as it was run."""
+
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+def greedy_sample(prompt_ids: Sequence[int], logits: Sequence[np.ndarray]) -> Sample:
+    """The completion of the tokens at which these logits, (V,) for each, are highest."""
+    rows = np.asarray(logits, np.float64)
+    tokens = rows.argmax(axis=1)
+    top = rows.max(axis=1, keepdims=True)
+    logprobs = -np.log(np.exp(rows - top).sum(axis=1))
+    return Sample(prompt_ids, tokens.tolist(), logprobs.tolist())
+
+
+def sample_error(answer: Sample | float, expected: Any) -> float:
+    """How far a sample's log-probs are off, relative to how much log-probs differ from token to token.
+
+    The root mean square of the differences over the standard deviation of the model's log-probs over the vocabulary:
+    above 1 for a model that has nothing to do with it. Infinite for a sample of another length. A number is taken for
+    the error itself.
+
+    Args:
+        answer: what a contender returned.
+        expected: has ``model``, a Hugging Face model, and ``n_tokens``, the length that a completion should have.
+    """
+    import torch
+
+    if not isinstance(answer, Sample):
+        return answer
+    if len(answer.token_ids) != expected.n_tokens or len(answer.logprobs) != expected.n_tokens:
+        return float("inf")
+    ids = torch.tensor([[*answer.prompt_ids, *answer.token_ids]])
+    with torch.inference_mode():
+        logits = expected.model(ids, logits_to_keep=expected.n_tokens + 1).logits[0, :-1]
+    every = logits.double().log_softmax(-1)
+    right = every.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0].numpy()
+    differences = np.asarray(answer.logprobs, np.float64) - right
+    return float(np.sqrt(np.mean(differences**2)) / every.std(dim=1).mean().item())

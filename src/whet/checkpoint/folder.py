@@ -1,0 +1,442 @@
+"""Checkpoints: folders of safetensors and JSON that load whole or not at all.
+
+A checkpoint is a folder with one safetensors file per group of tensors, ``state.json``, and ``manifest.json``
+with the size and SHA-256 of each. It is written beside its place, forced to disk, and renamed into it, so
+that a process killed at any moment leaves a checkpoint that loads. Nothing is pickled, neither here nor
+when loading, so a checkpoint from a stranger can run no code.
+
+What a trainer puts in, and when, is not decided here. How modules are rebuilt: ``whet.checkpoint.modules``.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from whet.errors import CheckpointError, MissingExtraError, WhetTypeError, WhetValueError
+
+try:
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file, save
+    from torch import Tensor
+except ImportError as error:
+    raise MissingExtraError("whet.checkpoint", error.name or "torch", "train") from error
+
+from whet.checkpoint.jsonable import decode, encode
+from whet.checkpoint.modules import same_memory_key
+from whet.files import (
+    fingerprint,
+    previous_of,
+    remove_abandoned,
+    replace_folder,
+    temporary_beside,
+    told_if_full,
+    write_new,
+)
+
+__all__ = [
+    "capture_rng",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "prune_checkpoints",
+    "restore_rng",
+    "save_checkpoint",
+    "step_folder",
+]
+
+_SAVING = "saving"
+
+FORMAT = "whet-checkpoint"
+FORMAT_VERSION = 1
+
+_GROUP = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+_FILE_NAME = re.compile(rf"{_GROUP}\.safetensors|state\.json")
+_STEP_NAME = re.compile(r"(?P<hidden>\.)?(?P<name>step-(?P<step>\d{6,}))(?(hidden)\.previous)")
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str], tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
+) -> None:
+    """Writes a checkpoint at ``path``, in place of the one there if there is one.
+
+    At every moment either the old checkpoint or the new one loads from ``path``, through a kill, a full
+    disk or a power cut: the new one is written to ``.NAME.TOKEN.saving``, a folder of this save alone, and forced to
+    disk, the old one renamed to ``.NAME.previous`` (where ``load_checkpoint`` finds it), the new one renamed to NAME,
+    the old one removed.
+
+    Args:
+        path: the folder to become the checkpoint; its parents are made. Of several processes that save to it at
+            once, the last to finish is the one that stays.
+        tensors: groups of named tensors, on any device; each group becomes ``GROUP.safetensors``. A tensor
+            that stands under several names, in whatever groups, is stored once and comes back as one.
+            Views that overlap otherwise are stored as separate tensors.
+        state: plain values as ``whet.checkpoint.jsonable.encode`` takes them, NaN and infinities included.
+
+    Raises:
+        CheckpointError: something that is not a checkpoint is at ``path``; it is left alone.
+        WhetTypeError, WhetValueError: a tensor, value or group name that cannot be stored.
+        DiskFullError: the disk is full; what was at ``path`` is left alone.
+        OSError: the disk may not be written; what was at ``path`` is left alone.
+    """
+    path = Path(os.path.realpath(path))
+    _check_replaceable(path)
+    stored, aliases = _without_aliases(tensors)
+    state_text = json.dumps(encode(dict(state), "save_checkpoint: state"), allow_nan=False)
+    size_bytes = sum(tensor.nbytes for members in stored.values() for tensor in members.values()) + len(state_text)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        told_if_full(path, size_bytes, "go on from the newest checkpoint"),
+        temporary_beside(path, _SAVING, folder=True) as temporary,
+    ):
+        files = _write_tensors(temporary, stored)
+        files["state.json"] = _write_text(temporary / "state.json", state_text)
+        manifest = {"format": FORMAT, "version": FORMAT_VERSION, "files": files, "aliases": aliases}
+        manifest["sha256"] = _digest(manifest)
+        _write_text(temporary / "manifest.json", _dump(manifest))
+        replace_folder(temporary, path)
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """The (tensors, state) that ``save_checkpoint`` was given, on the CPU.
+
+    Every size and hash is verified before anything is used. Hashes tell damage, not malice: a stranger
+    can write a checkpoint of his own that verifies, but none that runs code.
+
+    Raises:
+        CheckpointError: no checkpoint is there, or a file of it is missing, truncated, altered, too many or
+            of a format not known here. The message names the file.
+    """
+    folder = _resolve(Path(path))
+    manifest = _verified_manifest(folder)
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name in manifest["files"]:
+        if name.endswith(".safetensors"):
+            try:
+                # load_file maps the file; a copy does not change when the file does.
+                loaded = {key: tensor.clone() for key, tensor in load_file(folder / name).items()}
+            except (SafetensorError, OSError, ValueError) as error:
+                raise CheckpointError(f"load_checkpoint: {folder / name} cannot be read: {error}.") from error
+            tensors[name.removesuffix(".safetensors")] = loaded
+    try:
+        for group, members in manifest["aliases"].items():
+            for name, (source_group, source) in members.items():
+                tensors[group][name] = tensors[source_group][source]
+        state = decode(json.loads((folder / "state.json").read_text(encoding="utf-8")))
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"load_checkpoint: {folder} is malformed: {error!r}.") from error
+    return tensors, state
+
+
+def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint of the highest step in ``folder`` that is whole, or None if there is none.
+
+    Looks at folders named as ``step_folder`` names them. One that does not verify is skipped with a warning
+    that says why.
+    """
+    folder = Path(folder)
+    for path in reversed(_step_paths(folder)):
+        try:
+            _verified_manifest(_resolve(path))
+            return path
+        except CheckpointError as error:
+            warnings.warn(f"latest_checkpoint: {path.name} is skipped: {error}", stacklevel=2)
+    return None
+
+
+def step_folder(folder: str | os.PathLike[str], step: int) -> Path:
+    """Where the checkpoint of a step stands: ``folder/step-000100``."""
+    return Path(folder) / f"step-{step:06d}"
+
+
+def prune_checkpoints(folder: str | os.PathLike[str], newest: Path, keep: int) -> None:
+    """Removes checkpoints of steps before ``newest`` until ``keep``, ``newest`` included, are left.
+
+    Also removes what killed saves and prunes left behind. Checkpoints of later steps, folders that are no checkpoints,
+    and what another process is saving are not touched.
+    """
+    folder = Path(folder)
+    older = [p for p in _step_paths(folder) if _step_of(p) < _step_of(newest) and _is_checkpoint(p)]
+    for path in older[: max(0, len(older) - (keep - 1))]:
+        with temporary_beside(path, _SAVING, folder=True) as removed:
+            os.replace(path, removed)  # so that no half-removed checkpoint ever stands there
+    remove_abandoned(folder, f".step-*.{_SAVING}")
+    for previous in folder.glob(".step-*.previous"):
+        if (folder / previous.name[1:].removesuffix(".previous")).exists():
+            shutil.rmtree(previous, ignore_errors=True)
+
+
+# --- the folder -----------------------------------------------------------------------------------------
+
+
+def _resolve(path: Path) -> Path:
+    """The folder that holds the checkpoint of ``path``: itself, or what a killed save set aside."""
+    path = Path(os.path.realpath(path))
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(
+            f"load_checkpoint: {path} is a file, expected a folder that Whet saved. Pickles (.pt and .bin "
+            f"of torch.save) are refused, since loading one can run code: save the model again with Whet."
+        )
+    previous = previous_of(path)
+    if previous.is_dir():
+        return previous
+    raise CheckpointError(f"load_checkpoint: there is no checkpoint at {path}.")
+
+
+def _step_paths(folder: Path) -> list[Path]:
+    """``folder/step-N`` by rising N, those included that only a killed save's sibling is left of."""
+    if not folder.is_dir():
+        return []
+    names = [match["name"] for entry in folder.iterdir() if (match := _STEP_NAME.fullmatch(entry.name))]
+    return sorted((folder / name for name in set(names)), key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        return json.loads((path / "manifest.json").read_bytes())["format"] == FORMAT
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _check_replaceable(path: Path) -> None:
+    """Refuse to replace anything but a checkpoint or an empty folder."""
+    if not path.exists():
+        return
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else {path.name}
+    foreign = sorted(name for name in names if name != "manifest.json" and not _FILE_NAME.fullmatch(name))
+    if not names or (_is_checkpoint(path) and not foreign):
+        return
+    what = f"also holds {foreign[0]}" if _is_checkpoint(path) else "is not a Whet checkpoint"
+    raise CheckpointError(
+        f"save_checkpoint: {path} {what}; replacing it would lose that. Move it away, or save elsewhere."
+    )
+
+
+def _verified_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder in which every file is there, whole, unaltered and accounted for."""
+    manifest = _read_manifest(folder)
+    present = {entry.name for entry in folder.iterdir()} - {"manifest.json"}
+    for name in sorted(present.symmetric_difference(manifest["files"])):
+        fault = "is not part of the checkpoint: remove it" if name in present else "is missing"
+        raise CheckpointError(f"load_checkpoint: {folder / name} {fault}.")
+    for name, expected in manifest["files"].items():
+        found = fingerprint(folder / name)
+        if found["size_bytes"] != expected["size_bytes"]:
+            raise CheckpointError(
+                f"load_checkpoint: {folder / name} has {found['size_bytes']} bytes, expected "
+                f"{expected['size_bytes']}: it is truncated, or not the file that was saved."
+            )
+        if found != expected:
+            raise CheckpointError(f"load_checkpoint: {folder / name} was altered: its SHA-256 is another.")
+    return manifest
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    file = folder / "manifest.json"
+    try:
+        text = file.read_text(encoding="utf-8")
+        manifest = json.loads(text)
+    except FileNotFoundError:
+        hint = ". Pass one of the checkpoints in this folder" if _step_paths(folder) else ""
+        raise CheckpointError(f"load_checkpoint: {file} is missing{hint}.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"load_checkpoint: {file} is not JSON: {error}.") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"load_checkpoint: {file} is not the manifest of a Whet checkpoint.")
+    if manifest.get("version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"load_checkpoint: {file} is of format version {manifest.get('version')!r}; this Whet reads "
+            f"{FORMAT_VERSION}. Load it with the Whet that saved it."
+        )
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    try:
+        altered = manifest.get("sha256") != _digest(content) or text != _dump(manifest)
+    except ValueError:  # NaN, which no manifest holds
+        altered = True
+    if altered:
+        raise CheckpointError(f"load_checkpoint: {file} was altered: its SHA-256 is another.")
+    files = content.get("files")
+    if not isinstance(files, dict) or not isinstance(content.get("aliases"), dict):
+        raise CheckpointError(f"load_checkpoint: {file} lists no files.")
+    for name, entry in files.items():
+        if not _FILE_NAME.fullmatch(name) or not isinstance(entry, dict) or "size_bytes" not in entry:
+            raise CheckpointError(
+                f"load_checkpoint: {file} names {name!r}, expected state.json and GROUP.safetensors alone, "
+                f"with their sizes."
+            )
+    return content
+
+
+# --- files ----------------------------------------------------------------------------------------------
+
+
+def _without_aliases(
+    tensors: Mapping[str, Mapping[str, Tensor]],
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, list[str]]]]:
+    """CPU tensors that share no memory, and ``aliases[group][name]``: where a shared one is stored."""
+    stored: dict[str, dict[str, Tensor]] = {}
+    aliases: dict[str, dict[str, list[str]]] = {}
+    first: dict[tuple, list[str]] = {}
+    storages: set[int] = set()
+    for group, members in tensors.items():
+        if not re.fullmatch(_GROUP, group):
+            raise WhetValueError(
+                f"save_checkpoint: the group {group!r} is no file name. Use letters, digits, '_', '.', '-'."
+            )
+        stored[group] = {}
+        for name, tensor in members.items():
+            _check_storable(tensor, f"{group}[{name!r}]")
+            key = same_memory_key(tensor)
+            if tensor.numel() and key in first:
+                aliases.setdefault(group, {})[name] = first[key]
+                continue
+            first[key] = [group, name]
+            plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            if plain.untyped_storage().data_ptr() in storages:
+                plain = plain.clone()
+            storages.add(plain.untyped_storage().data_ptr())
+            stored[group][name] = plain
+    return stored, aliases
+
+
+def _check_storable(tensor: Any, where: str) -> None:
+    if not isinstance(tensor, Tensor):
+        what = type(tensor).__name__
+        raise WhetTypeError(f"save_checkpoint: {where} is a {what}, expected a torch.Tensor.")
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        what = f"{tensor.layout} on {tensor.device}"
+        raise WhetTypeError(f"save_checkpoint: {where} is {what}, expected a dense tensor that holds values.")
+
+
+def _write_tensors(folder: Path, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Any]]:
+    """Write a file per group, all at once, and return their fingerprints by name."""
+    layouts = {group: _layout(group, members) for group, members in groups.items()}
+    with ThreadPoolExecutor() as pool:  # writing and hashing leave the interpreter to the others
+        files = {
+            f"{group}.safetensors": pool.submit(write_new, folder / f"{group}.safetensors", chunks)
+            for group, chunks in layouts.items()
+        }
+        return {name: written.result() for name, written in sorted(files.items())}
+
+
+def _layout(group: str, tensors: Mapping[str, Tensor]) -> list[Any]:
+    """The bytes of a safetensors file: header, then the tensors, widest dtype first, so that each is aligned.
+
+    Not by the library's ``save_file``, since the digest is taken on the way to the disk: reading a checkpoint again to
+    hash it costs as much as writing it.
+    """
+    header: dict[str, Any] = {}
+    chunks: list[Any] = []
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        start, end = end, end + tensor.nbytes
+        dtype = _safetensors_dtype(tensor.dtype, f"{group}.safetensors")
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        chunks.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little") + text, *chunks]
+
+
+@functools.cache
+def _safetensors_dtype(dtype: torch.dtype, file: str) -> str:
+    try:
+        empty = save({"x": torch.empty(0, dtype=dtype)})
+    except KeyError as error:
+        what = f"{file} cannot hold {dtype}: safetensors has no such dtype"
+        raise WhetTypeError(f"save_checkpoint: {what}. Convert the tensor.") from error
+    return json.loads(empty[8 : 8 + int.from_bytes(empty[:8], "little")])["x"]["dtype"]
+
+
+def _write_text(file: Path, text: str) -> dict[str, Any]:
+    return write_new(file, [text.encode()])
+
+
+def _dump(content: Any) -> str:
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(_dump(content).encode()).hexdigest()
+
+
+# --- random state ---------------------------------------------------------------------------------------
+
+
+def capture_rng() -> dict[str, Any]:
+    """The states of Python's ``random``, NumPy's global generator and torch's (CPU, and each CUDA device).
+
+    JSON throughout. Generators that were made explicitly (``np.random.default_rng``) are their owner's.
+    """
+    version, internal, gauss = random.getstate()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": [version, _pack(np.array(internal, np.uint32)), gauss],
+        "numpy": _pack_arrays(np.random.get_state(legacy=False)),  # noqa: NPY002
+        "torch": _pack(torch.get_rng_state().numpy()),
+        "cuda": [_pack(state.numpy()) for state in cuda],
+    }
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Sets every generator as ``capture_rng`` found it. Devices that are not here are left out.
+
+    Raises:
+        CheckpointError: the state is not what ``capture_rng`` returned.
+    """
+    try:
+        version, internal, gauss = state["python"]
+        python_state = (version, tuple(_unpack(internal).tolist()), gauss)
+        numpy_state = _unpack_arrays(state["numpy"])
+        torch_state = torch.from_numpy(_unpack(state["torch"]))
+        cuda_states = [torch.from_numpy(_unpack(s)) for s in state["cuda"]]
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        torch.set_rng_state(torch_state)
+        if torch.cuda.is_available():
+            for device, device_state in enumerate(cuda_states[: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(device_state, device)
+    except (KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"restore_rng: the random state cannot be restored: {error!r}.") from error
+
+
+def _pack(array: np.ndarray) -> dict[str, str]:
+    return {"dtype": array.dtype.name, "base64": base64.b64encode(array.tobytes()).decode()}
+
+
+def _unpack(packed: Mapping[str, str]) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(packed["base64"]), packed["dtype"]).copy()
+
+
+def _pack_arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _pack_arrays(item) for key, item in value.items()}
+    return _pack(value) if isinstance(value, np.ndarray) else value
+
+
+def _unpack_arrays(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {"dtype", "base64"}:
+        return _unpack(value)
+    return {key: _unpack_arrays(item) for key, item in value.items()}

@@ -1,0 +1,384 @@
+"""From a data set to the arguments of one training step after another.
+
+One rule, ``is_batch``, says what an item of a data set is:
+
+    row     a mapping of fields; a tuple of them in the algorithm's order; a text; chat messages; a flat list or
+            1-D array of token ids
+    batch   a list of rows; a mapping whose fields are columns of one length; (B, T) arrays of token ids: bare,
+            under ``input_ids``, or a tuple of them, as the arguments of ``train_step``
+
+Only the fields that algorithms read decide: another column may hold an array of any shape. Rows of a sequence are
+batched in shuffled order, those of an iterable in its own. Does not tokenise or pad.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from whet.data.rows import FIELDS, is_messages, shuffled_batches
+from whet.errors import WhetTypeError, WhetValueError
+
+AsRow = Callable[[Any], Mapping[str, Any]]
+
+
+def batch_stream(
+    dataset: Any, batch_size: int, seed: int, start: int, fields: tuple[str, ...], as_row: AsRow
+) -> tuple[Iterator[tuple[Any, ...]], int | None]:
+    """The arguments of ``train_step`` for batch ``start`` and those that follow, without end.
+
+    Args:
+        dataset: rows or batches (``is_batch``; the first item speaks for all), in one of these forms:
+
+            - a sequence, or anything with ``__len__`` and ``__getitem__``: its epochs are shuffled, keyed by
+              (seed, epoch); rows that are left over at the end of one wait for the next one's order.
+            - an iterable: taken in its own order, again and again; the last batch of rows in a pass may be smaller.
+              If it has ``set_epoch``, that is called before each pass.
+            - torch's ``DataLoader``: likewise, but torch's samplers draw from a generator keyed by (seed, epoch) and
+              the seed of the loader's own; torch's default collate stacks tensors alone and leaves rows as they are.
+            - an iterator: goes on where it stands, and ends.
+        batch_size: rows per batch.
+        seed: keys the order.
+        start: batches to leave out; an iterator leaves out none.
+        fields: what a tuple holds, in this order.
+        as_row: makes a dict of a row.
+
+    Returns:
+        The stream, and batches per epoch, or None where that is not known.
+
+    Raises:
+        WhetTypeError: dataset is none of these.
+        WhetValueError: it is empty, or a sequence of fewer rows than batch_size.
+    """
+    _check_dataset("train", dataset)
+    if is_sequence(dataset):
+        n, first = len(dataset), _first("train", dataset)
+        size = 1 if is_batch(first, fields) else batch_size
+        if n < size:
+            raise WhetValueError(
+                f"train: the dataset has {n} rows, fewer than batch_size={size}. Pass more rows, or a trainer with "
+                f"batch_size={n}."
+            )
+        order = shuffled_batches(n, size, seed, start)
+        items = ([dataset[i] for i in indices] for indices in order)
+        return (batch for part in items for batch in _one_pass(part, size, fields, as_row)), n // size
+    if isinstance(dataset, Iterator):
+        return _one_pass(dataset, batch_size, fields, as_row), None
+    passes = _passes(dataset, seed)
+    per_epoch = _batches_per_pass(dataset, passes, batch_size, fields)
+    return _repeat(lambda epoch: _one_pass(passes(epoch), batch_size, fields, as_row), start, per_epoch), per_epoch
+
+
+def batches_in_order(
+    dataset: Any, batch_size: int, fields: tuple[str, ...], as_row: AsRow, where: str
+) -> Iterator[tuple[Any, ...]]:
+    """The arguments of ``train_step`` for one pass over a dataset, in its order; the last batch may be smaller.
+
+    Args:
+        dataset: as ``batch_stream`` takes it; or a single batch or row.
+        batch_size, fields, as_row: as in ``batch_stream``.
+        where: the caller's name, for errors.
+
+    Raises:
+        WhetTypeError: dataset is none of these.
+        WhetValueError: it is empty.
+    """
+    ids = _is_list(dataset) and len(dataset) > 0 and _is_ids(dataset)
+    if isinstance(dataset, (str, Mapping)) or ids or is_messages(dataset):
+        dataset = [dataset]
+    _check_dataset(where, dataset)
+    if is_sequence(dataset):
+        _first(where, dataset)
+        items: Iterable[Any] = (dataset[i] for i in range(len(dataset)))
+    else:
+        items = _passes(dataset, 0)(0)
+    batches = _one_pass(items, batch_size, fields, as_row)
+    first = next(batches, None)
+    if first is None:
+        raise WhetValueError(f"{where}: the dataset is empty.")
+    return itertools.chain([first], batches)
+
+
+def is_batch(item: Any, fields: tuple[str, ...]) -> bool:
+    """Whether an item of a data set is a batch, and not a row: the rule at the top of this file.
+
+    Raises:
+        WhetTypeError: a list of as many texts as ``fields``, which may be meant as either.
+    """
+    if isinstance(item, Mapping):
+        return _is_column(item.get("input_ids")) or _holds_columns(item)
+    if _is_fields(item, fields):
+        return all(map(_is_column, item))
+    if _is_list(item):
+        if len(item) == len(fields) > 1 and all(isinstance(member, str) for member in item):
+            raise WhetTypeError(
+                f"train: {item!r:.60} may be a row of ({', '.join(fields)}) or a batch of texts. Pass a tuple or a "
+                f"dict for the one, a list of dicts for the other."
+            )
+        return not (_is_ids(item) or is_messages(item))
+    return getattr(item, "ndim", 0) >= 2
+
+
+def as_rows(batch: Any, as_row: AsRow, where: str) -> list[Mapping[str, Any]] | None:
+    """The rows that a batch is made of, or a single row; None for token ids, as ``whet.data.token_rows`` takes them.
+
+    Raises:
+        WhetTypeError: the batch is no mapping, list, text or array; ``where`` is the caller's name.
+        WhetValueError: it is empty.
+    """
+    if _holds_objects(batch):
+        batch = batch.tolist()
+    if not (isinstance(batch, (str, Mapping)) or _is_list(batch) or hasattr(batch, "ndim")):
+        raise WhetTypeError(
+            f"{where}: the batch is {batch!r:.60}, expected a list of rows (dicts), a dict of columns, or token ids in "
+            f"a tensor or lists. Of an iterator, pass list(batch)."
+        )
+    if _length(batch) == 0:
+        raise WhetValueError(f"{where}: the batch is empty. Pass at least one row.")
+    if isinstance(batch, Mapping):
+        if _is_column(batch.get("input_ids")):
+            return None
+        if not _holds_columns(batch):
+            return [batch]
+        return [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+    if isinstance(batch, str) or is_messages(batch):
+        return [as_row(batch)]
+    if not _is_list(batch) or _is_ids(batch) or all(map(_is_ids, batch)):
+        return None
+    return [as_row(item) for item in batch]
+
+
+def columns_as_rows(fields: tuple[str, ...], columns: Sequence[Any], where: str) -> list[Mapping[str, Any]] | None:
+    """The rows that columns of texts or chats make, one per field; None for columns of token ids."""
+    if not any(_holds_text(column) for column in columns):
+        return None
+    lists = [[column] if isinstance(column, str) or is_messages(column) else column for column in columns]
+    check_row_counts(where, fields, lists)
+    return [dict(zip(fields, row, strict=True)) for row in zip(*lists, strict=True)]
+
+
+def as_row(item: Any, fields: tuple[str, ...], where: str) -> Mapping[str, Any]:
+    """A dict as it is, or a tuple of ``fields`` as a dict; ``where`` is the algorithm's name, for errors."""
+    if isinstance(item, Mapping):
+        return item
+    if isinstance(item, tuple) and len(item) == len(fields):
+        return dict(zip(fields, item, strict=True))
+    raise WhetTypeError(f"{where}: a row is {item!r:.60}, expected a dict or a tuple of ({', '.join(fields)}).")
+
+
+def is_sequence(dataset: Any) -> bool:
+    """Whether a data set can be asked for any of its items, such as a list, a tensor or torch's map-style Dataset."""
+    indexed = hasattr(dataset, "__getitem__") and _length(dataset) is not None
+    return indexed and not isinstance(dataset, (str, bytes, Mapping, IterableDataset))
+
+
+def check_row_counts(where: str, names: Sequence[str], columns: Sequence[Sequence[Any]]) -> None:
+    """Refuse columns of a batch that are empty or not all of one length."""
+    counts = [len(column) for column in columns]
+    if len(set(counts)) > 1 or counts[0] == 0:
+        found = ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True))
+        raise WhetValueError(f"{where}: rows of the batch: {found}. Pass as many of each, at least one.")
+
+
+# --- what an item is ------------------------------------------------------------------------------------
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def _is_ids(value: Any) -> bool:
+    """One row of token ids: a 1-D array, or a flat list of integers."""
+    if hasattr(value, "ndim"):
+        return value.ndim == 1 and not _holds_objects(value)
+    return _is_list(value) and all(isinstance(v, Integral) or getattr(v, "ndim", 1) == 0 for v in value[:1])
+
+
+def _is_column(value: Any) -> bool:
+    """The values that a field has in several rows: texts, chats, or rows of token ids."""
+    if hasattr(value, "ndim"):
+        return value.ndim == 2 or _holds_objects(value)
+    return _is_list(value) and any(isinstance(v, str) or _is_ids(v) or is_messages(v) for v in value[:1])
+
+
+def _holds_objects(value: Any) -> bool:
+    """A 1-D array of texts or other objects, such as NumPy makes of a column."""
+    return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "OUT"
+
+
+def _holds_text(column: Any) -> bool:
+    several = (_is_list(column) or _holds_objects(column)) and not is_messages(column)
+    values = column[:1] if several else [column]
+    return any(isinstance(value, str) or is_messages(value) for value in values)
+
+
+def _holds_columns(item: Mapping[str, Any]) -> bool:
+    read = [item[name] for name in FIELDS if item.get(name) is not None]
+    lengths = {_length(value) for value in item.values()} if read and all(map(_is_column, read)) else set()
+    return len(lengths) == 1 and None not in lengths
+
+
+def _length(value: Any) -> int | None:
+    """How many items it holds; None for what holds none, or does not know, as loaders of a stream."""
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
+        return None
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _is_fields(item: Any, fields: tuple[str, ...]) -> bool:
+    """One value per field, of a row or a batch: a tuple; or a list of (B, T) arrays, as loaders of tuples make it."""
+    if not _is_list(item) or len(item) != len(fields) or _is_ids(item):
+        return False
+    if isinstance(item, tuple):
+        return not any(isinstance(member, Mapping) for member in item)
+    return all(getattr(member, "ndim", 0) == 2 for member in item)
+
+
+# --- passes over a data set -----------------------------------------------------------------------------
+
+
+def _check_dataset(where: str, dataset: Any) -> None:
+    """Refuse what is no data set, and an empty one."""
+    if isinstance(dataset, Mapping):
+        raise WhetTypeError(
+            f"{where}: dataset is a mapping with the keys {', '.join(map(repr, list(dataset)[:5]))}, expected rows or "
+            f"batches. Pass one of its values if it holds splits, a list of dicts if it holds columns, or [batch]."
+        )
+    items = hasattr(dataset, "__iter__") and getattr(dataset, "ndim", 1) > 0
+    if isinstance(dataset, (str, bytes)) or not (is_sequence(dataset) or items):
+        raise WhetTypeError(
+            f"{where}: dataset is {dataset!r:.60}, expected a sequence or iterable of rows or batches (with "
+            f"__len__ and __getitem__, or __iter__). whet.data.rows.read_rows reads a file."
+        )
+    if _length(dataset) == 0:
+        raise WhetValueError(f"{where}: the dataset is empty.")
+
+
+def _first(where: str, dataset: Any) -> Any:
+    try:
+        return dataset[0]
+    except (KeyError, TypeError) as error:
+        raise WhetTypeError(
+            f"{where}: dataset[0] of the {type(dataset).__name__} raised {error!r}, expected its first row. Pass a "
+            f"sequence of rows; of a pandas DataFrame, df.to_dict('records')."
+        ) from error
+
+
+def _one_pass(
+    items: Iterable[Any], batch_size: int, fields: tuple[str, ...], as_row: AsRow
+) -> Iterator[tuple[Any, ...]]:
+    """The arguments of ``train_step``: batches as they are, rows by the ``batch_size``."""
+    items = iter(items)
+    first = list(itertools.islice(items, 1))
+    items = itertools.chain(first, items)
+    if first and is_batch(first[0], fields):
+        for batch in items:
+            if _is_fields(batch, fields) and is_batch(batch, fields):
+                yield tuple(batch)
+            else:
+                rows = as_rows(batch, as_row, "train")
+                yield (batch,) if rows is None else (rows,)
+    while rows := list(itertools.islice(items, batch_size)):
+        for row in rows:
+            if is_batch(row, fields):
+                raise WhetTypeError(f"train: {row!r:.60} is a batch, but the dataset began with a row. Pass one kind.")
+        yield ([as_row(row) for row in rows],)
+
+
+def _batches_per_pass(
+    dataset: Any, passes: Callable[[int], Iterable[Any]], batch_size: int, fields: tuple[str, ...]
+) -> int | None:
+    n = _length(dataset)
+    if n is None or (isinstance(dataset, DataLoader) and dataset.batch_sampler is not None):
+        return n
+    holds_batches = any(is_batch(item, fields) for item in itertools.islice(passes(0), 1))
+    return n if holds_batches else -(-n // batch_size)
+
+
+def _repeat(one_pass: Callable[[int], Iterator[Any]], start: int, per_epoch: int | None) -> Iterator[Any]:
+    """The batches of pass after pass, from batch ``start`` on."""
+    first, skipped = divmod(start, per_epoch) if per_epoch else (0, start)
+    for epoch in itertools.count(first):
+        n = 0
+        for n, batch in enumerate(one_pass(epoch), start=1):
+            if n > skipped:
+                yield batch
+        if n == 0:
+            raise WhetValueError("train: the dataset is empty.")
+        skipped = max(0, skipped - n)
+
+
+def _passes(dataset: Any, seed: int) -> Callable[[int], Iterable[Any]]:
+    """Pass ``epoch`` over an iterable, in the order that (seed, epoch) tells as far as it has a say in that."""
+    if not isinstance(dataset, DataLoader):
+        return lambda epoch: _at_epoch(dataset, epoch, dataset)
+    generator = torch.Generator()
+    loader = _keyed_loader(dataset, generator)
+    key = [int(seed) % 2**64, _own_seed(dataset) % 2**64]
+
+    def one_pass(epoch: int) -> Iterable[Any]:
+        generator.manual_seed(int(np.random.SeedSequence([*key, epoch]).generate_state(1)[0]))
+        return _at_epoch(loader, epoch, loader.dataset, loader.sampler, loader.batch_sampler)
+
+    return one_pass
+
+
+def _at_epoch(dataset: Any, epoch: int, *parts: Any) -> Any:
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+    return dataset
+
+
+def _keyed_loader(loader: DataLoader, generator: torch.Generator) -> DataLoader:
+    """The loader with another generator for torch's samplers, and with rows as they are; the original keeps its own.
+
+    A resumed run makes a new loader, whose generator, or torch's, stands elsewhere.
+    """
+    keyed = copy.copy(loader)
+    # DataLoader refuses to have its sampler assigned.
+    vars(keyed).update(
+        generator=generator,
+        sampler=_keyed_sampler(loader.sampler, generator),
+        batch_sampler=_keyed_sampler(loader.batch_sampler, generator),
+        collate_fn=_stack_tensors if loader.collate_fn is default_collate else loader.collate_fn,
+        _iterator=None,
+    )
+    return keyed
+
+
+def _keyed_sampler(sampler: Any, generator: torch.Generator) -> Any:
+    """A copy that draws from ``generator``, itself or through the sampler that it wraps; others as they are."""
+    wrapped = getattr(sampler, "sampler", None)
+    keyed = None if wrapped is None else _keyed_sampler(wrapped, generator)
+    if not hasattr(sampler, "generator") and keyed is wrapped:
+        return sampler
+    sampler = copy.copy(sampler)
+    if hasattr(sampler, "generator"):
+        sampler.generator = generator
+    if keyed is not wrapped:
+        sampler.sampler = keyed
+    return sampler
+
+
+def _own_seed(loader: DataLoader) -> int:
+    """The seed of the generator that was given to a loader or to its sampler; 0 without one."""
+    holders = (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    generators = (getattr(holder, "generator", None) for holder in holders)
+    return next((generator.initial_seed() for generator in generators if generator is not None), 0)
+
+
+def _stack_tensors(items: list[Any]) -> Any:
+    """torch's default collate for tensors and tuples of them; rows stay rows, whose lists it would transpose."""
+    members = [member for item in items for member in (item if isinstance(item, tuple) else (item,))]
+    return default_collate(items) if all(hasattr(member, "ndim") for member in members) else items

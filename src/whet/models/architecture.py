@@ -1,0 +1,181 @@
+"""A decoder-only transformer as data: sizes and switches in place of code per model.
+
+    x = embedding[tokens] (+ positions)
+    per layer   x = x + attention(norm1(x));  x = x + mlp(norm2(x))
+      parallel  x = x + attention(norm1(x)) + mlp(norm2(x))           shared_norm: mlp reads norm1(x)
+    logits = head(final_norm(x))
+
+``whet.models.reference`` is the definition in NumPy. Knows neither Hugging Face's names nor GGUF's (``families``,
+``gguf``), and holds no weights: ``slots`` says which ones a model has, by the names the engine's core uses.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from whet.errors import WhetValueError
+
+NORMS = ("rms", "layer")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+# Far above any model, and low enough that no size of a hostile file makes a loop or a table without end.
+LARGEST = {"n_layers": 1 << 12, "n_heads": 1 << 16, "n_kv_heads": 1 << 16, "head_dim": 1 << 14}
+LARGEST_SIZE = (1 << 31) - 1
+_SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "ffn_dim", "vocab_size", "max_position")
+
+
+class Piece(NamedTuple):
+    """Some rows of one weight, as they lie in the source.
+
+    Attributes:
+        slot: name of the weight, one of ``ModelConfig.slots``.
+        first_row: where in the slot these rows begin.
+        tensor: NumPy or torch, not copied, any strides. (rows, k) numbers, or (rows,) of a norm or bias; of a quantised
+            format (rows, bytes per row) uint8.
+        format: "float32", "float16", "float64"; "bfloat16" (of NumPy: uint16, the bits); "q8_0" or "q4_k" (GGUF's
+            blocks).
+    """
+
+    slot: str
+    first_row: int
+    tensor: Any
+    format: str
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What a model computes.
+
+    Attributes:
+        max_position: tokens of the longest sequence; what rotary frequencies are resolved for.
+        norm: "rms" or "layer".
+        rotary_dim: elements of a head that are turned; 0: no rotary embedding.
+        is_neox: the pairing: i with i + rotary_dim / 2, else 2i with 2i + 1.
+        inv_freq: rotary_dim / 2 radians per position, scaling done.
+        attention_factor: multiplies cosines and sines.
+        learned_positions: rows of the table of positions; 0: none.
+        parallel_residual, shared_norm: see above.
+        qk_norm: RMS norm over head_dim of every query and key head, before they are turned.
+        activation: "silu", "gelu" or "gelu_tanh".
+        gated: the MLP is down(act(gate x) * up x), else down(act(up x)).
+        windows: per layer; 0: all keys before, w: a query sees itself and the w - 1 keys before it.
+        attention_scale: multiplies query . key.
+        tied_head: the head is the embedding.
+        qkv_bias, o_bias, mlp_bias, head_bias: which matrices have biases. Layer norms always have.
+
+    Raises:
+        WhetValueError: a value that no model can have.
+    """
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden_dim: int
+    ffn_dim: int
+    vocab_size: int
+    max_position: int
+    norm: str
+    norm_eps: float
+    windows: tuple[int, ...]
+    attention_scale: float
+    rotary_dim: int = 0
+    is_neox: bool = True
+    inv_freq: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+    learned_positions: int = 0
+    parallel_residual: bool = False
+    shared_norm: bool = False
+    qk_norm: bool = False
+    activation: str = "silu"
+    gated: bool = True
+    tied_head: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            _check_integer(name, getattr(self, name), 1, LARGEST.get(name, LARGEST_SIZE))
+        _check_integer("learned_positions", self.learned_positions, 0, LARGEST_SIZE)
+        if self.n_heads % self.n_kv_heads:
+            raise _wrong("n_heads", self.n_heads, f"a multiple of n_kv_heads={self.n_kv_heads}")
+        for name, known in (("norm", NORMS), ("activation", ACTIVATIONS)):
+            if getattr(self, name) not in known:
+                raise _wrong(name, getattr(self, name), f"one of {', '.join(known)}")
+        _check_number("norm_eps", self.norm_eps, at_least=0.0)
+        _check_number("attention_scale", self.attention_scale)
+        if len(self.windows) != self.n_layers:
+            raise _wrong("windows", f"{len(self.windows)} numbers", f"one for each of n_layers={self.n_layers}")
+        for window in self.windows:
+            _check_integer("windows", window, 0, LARGEST_SIZE)
+        if 0 < self.learned_positions < self.max_position:
+            raise _wrong("max_position", self.max_position, f"at most learned_positions={self.learned_positions}")
+        if self.shared_norm and not self.parallel_residual:
+            raise _wrong("shared_norm", True, "False where parallel_residual is")
+        self._check_rotary()
+
+    def _check_rotary(self) -> None:
+        _check_integer("rotary_dim", self.rotary_dim, 0, self.head_dim)
+        if self.rotary_dim % 2:
+            raise _wrong("rotary_dim", self.rotary_dim, "an even number: elements are turned in pairs")
+        if len(self.inv_freq) != self.rotary_dim // 2:
+            raise _wrong("inv_freq", f"{len(self.inv_freq)} numbers", f"{self.rotary_dim // 2}, one for each pair")
+        for frequency in self.inv_freq:
+            _check_number("inv_freq", frequency)
+        _check_number("attention_factor", self.attention_factor)
+
+    def slots(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every weight: matrices (outputs, inputs), norms and biases (n,)."""
+        hidden, q = self.hidden_dim, self.n_heads * self.head_dim
+        n_qkv = q + 2 * self.n_kv_heads * self.head_dim
+        found: dict[str, tuple[int, ...]] = {"embedding": (self.vocab_size, hidden)}
+        if self.learned_positions:
+            found["positions"] = (self.learned_positions, hidden)
+        norms = ["norm1"] if self.shared_norm else ["norm1", "norm2"]
+        parts = ("weight", "bias") if self.norm == "layer" else ("weight",)
+        up, n_up = ("gate_up", 2 * self.ffn_dim) if self.gated else ("up", self.ffn_dim)
+        matrices = (
+            ("qkv", n_qkv, hidden, self.qkv_bias),
+            ("o", hidden, q, self.o_bias),
+            (up, n_up, hidden, self.mlp_bias),
+            ("down", hidden, self.ffn_dim, self.mlp_bias),
+        )
+        for i in range(self.n_layers):
+            layer = f"layers.{i}."
+            found |= {f"{layer}{norm}.{part}": (hidden,) for norm in norms for part in parts}
+            if self.qk_norm:
+                found |= {f"{layer}{which}_norm.weight": (self.head_dim,) for which in "qk"}
+            for name, rows, columns, biased in matrices:
+                found[layer + name] = (rows, columns)
+                if biased:
+                    found[f"{layer}{name}.bias"] = (rows,)
+        found |= {f"final_norm.{part}": (hidden,) for part in parts}
+        if not self.tied_head:
+            found["head"] = (self.vocab_size, hidden)
+        if self.head_bias:
+            found["head.bias"] = (self.vocab_size,)
+        return found
+
+    @property
+    def n_parameters(self) -> int:
+        """Every weight, a shared one once."""
+        return sum(math.prod(shape) for shape in self.slots().values())
+
+
+def _wrong(name: str, got: Any, expected: str) -> WhetValueError:
+    return WhetValueError(f"ModelConfig: {name} is {got!r:.80}, expected {expected}.".replace("'", ""))
+
+
+def _check_integer(name: str, value: Any, lowest: int, highest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
+        raise _wrong(name, value, f"an integer from {lowest} to {highest}")
+
+
+def _check_number(name: str, value: Any, at_least: float = -math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf or value < at_least:
+        limit = "" if at_least == -math.inf else f" of at least {at_least:g}"
+        raise _wrong(name, value, f"a finite number{limit}")

@@ -1,0 +1,108 @@
+"""The transformer's definition: slow and obvious, in NumPy, in the precision of its weights.
+
+One sequence, no cache, every logit. For tests: what the engine and every family is checked against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from whet.models.architecture import ModelConfig, Piece
+from whet.ops.activations import naive_gelu, naive_silu, naive_softmax
+from whet.ops.norm import naive_layer_norm, naive_rms_norm
+from whet.ops.quant import Quantized, bf16_values
+from whet.ops.rope import naive_cos_sin_cache, naive_rope
+
+_BLOCKS = {"q8_0": (32, 34), "q4_k": (256, 144)}
+
+
+def naive_forward(config: ModelConfig, weights: Mapping[str, np.ndarray], token_ids: Any) -> np.ndarray:
+    """Logits (T, V) of one sequence of T tokens.
+
+    Args:
+        config: what is computed.
+        weights: slot -> float32 or float64 array, as ``naive_weights`` gives them.
+        token_ids: (T,) integers.
+    """
+    tokens = np.asarray(token_ids)
+    x = weights["embedding"][tokens]
+    if config.learned_positions:
+        x = x + weights["positions"][: len(tokens)]
+    for i in range(config.n_layers):
+        layer = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
+        normed = _norm(config, layer, "norm1", x)
+        attended = _attention(config, layer, normed, config.windows[i])
+        if config.parallel_residual:
+            x = x + attended + _mlp(config, layer, normed if config.shared_norm else _norm(config, layer, "norm2", x))
+        else:
+            x = x + attended
+            x = x + _mlp(config, layer, _norm(config, layer, "norm2", x))
+    head = weights["embedding"] if config.tied_head else weights["head"]
+    return _norm(config, weights, "final_norm", x) @ head.T + weights.get("head.bias", x.dtype.type(0))
+
+
+def naive_weights(config: ModelConfig, pieces: Iterable[Piece], dtype: Any = np.float64) -> dict[str, np.ndarray]:
+    """Slot -> array of all weights, put together from pieces; what no piece fills is NaN."""
+    weights = {slot: np.full(shape, np.nan, dtype) for slot, shape in config.slots().items()}
+    for piece in pieces:
+        rows = piece_values(piece)
+        weights[piece.slot][piece.first_row : piece.first_row + len(rows)] = rows
+    return weights
+
+
+def piece_values(piece: Piece) -> np.ndarray:
+    """The numbers of a piece, float32 (float64 for float64)."""
+    if hasattr(piece.tensor, "detach"):
+        tensor = piece.tensor.detach()
+        return (tensor if piece.format == "float64" else tensor.float()).numpy()
+    if piece.format == "bfloat16":
+        return bf16_values(piece.tensor)
+    if piece.format in _BLOCKS:
+        n_weights, n_bytes = _BLOCKS[piece.format]
+        n, row_bytes = piece.tensor.shape
+        data = np.ascontiguousarray(piece.tensor)
+        return Quantized(piece.format, (n, row_bytes // n_bytes * n_weights), data).dequantize()
+    return np.asarray(piece.tensor, np.float64 if piece.format == "float64" else np.float32)
+
+
+def _norm(config: ModelConfig, weights: Mapping[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
+    if config.norm == "rms":
+        return naive_rms_norm(x, weights[f"{name}.weight"], config.norm_eps)
+    return naive_layer_norm(x, weights[f"{name}.weight"], weights[f"{name}.bias"], config.norm_eps)
+
+
+def _linear(weights: Mapping[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
+    return x @ weights[name].T + weights.get(f"{name}.bias", x.dtype.type(0))
+
+
+def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray, window: int) -> np.ndarray:
+    """softmax(scale q k^T) v per head, each query over itself and the keys before it, up to the window."""
+    n, dim, group = len(x), config.head_dim, config.n_heads // config.n_kv_heads
+    ends = np.cumsum([config.n_heads, config.n_kv_heads])
+    q, k, v = np.split(_linear(layer, "qkv", x).reshape(n, -1, dim), ends, axis=1)
+    if config.qk_norm:
+        q = naive_rms_norm(q, layer["q_norm.weight"], config.norm_eps)
+        k = naive_rms_norm(k, layer["k_norm.weight"], config.norm_eps)
+    positions = np.arange(n)
+    if config.rotary_dim:
+        table = naive_cos_sin_cache(np.array(config.inv_freq), n, config.attention_factor)
+        q, k = (naive_rope(positions, part, dim, table, config.is_neox) for part in (q, k))
+    back = positions[:, None] - positions
+    seen = (back >= 0) & ((back < window) | (window == 0))
+    out = np.empty_like(q)
+    for head in range(config.n_heads):
+        scores = config.attention_scale * (q[:, head] @ k[:, head // group].T)
+        out[:, head] = naive_softmax(np.where(seen, scores, -np.inf).astype(x.dtype)) @ v[:, head // group]
+    return _linear(layer, "o", out.reshape(n, -1))
+
+
+def _mlp(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    gate, up = np.split(_linear(layer, "gate_up", x), 2, axis=-1) if config.gated else (_linear(layer, "up", x), None)
+    if config.activation == "silu":
+        inner = naive_silu(gate)
+    else:
+        inner = naive_gelu(gate, "tanh" if config.activation == "gelu_tanh" else "none")
+    return _linear(layer, "down", inner if up is None else inner * up)

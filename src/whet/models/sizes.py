@@ -1,0 +1,251 @@
+"""How much memory a language model takes, on the native engine and in training.
+
+Nothing is loaded, and nothing is a rule of thumb: matrices are counted in the panels that the core packs them in, in
+the formats that the engine chooses; pages of keys and values and the workspace are those of a core without weights.
+Not counted: the Python process, its libraries, file caches, and in training the activations.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from whet import _core
+from whet.errors import WhetValueError
+from whet.models.architecture import ModelConfig
+from whet.models.families import model_config
+from whet.models.formats import PAGE_TOKENS, choose_formats, core_format, kv_format
+from whet.models.slots import Source
+from whet.models.sources.folder import read_config
+from whet.models.sources.gguf import open_gguf
+from whet.models.sources.mapped import map_file, parse_json
+from whet.ops.quant import CORE_FORMATS
+
+_PANEL_ROWS = 16
+MAX_BATCH = 64
+"""The engine's default: completions that are computed at a time."""
+PREFILL_CHUNK = 256
+"""The engine's default: tokens of prompts that a step takes beside them."""
+
+
+def _llama(vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 4096,
+        **more,
+    }
+
+
+_SMOLLM = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
+_QWEN2 = {"model_type": "qwen2", "max_position_embeddings": 32768}
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama-2-7b": _llama(32000, 4096, 11008, 32, 32, 32),
+    "llama-2-13b": _llama(32000, 5120, 13824, 40, 40, 40),
+    "llama-3-8b": _llama(128256, 4096, 14336, 32, 32, 8, max_position_embeddings=8192),
+    "mistral-7b": _llama(
+        32000, 4096, 14336, 32, 32, 8, model_type="mistral", max_position_embeddings=32768, sliding_window=4096
+    ),
+    "smollm-135m": _llama(49152, 576, 1536, 30, 9, 3, **_SMOLLM),
+    "smollm-360m": _llama(49152, 960, 2560, 32, 15, 5, **_SMOLLM),
+    "smollm-1.7b": _llama(49152, 2048, 8192, 24, 32, 32, **_SMOLLM),
+    "qwen2-0.5b": _llama(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True, **_QWEN2),
+    "qwen2-1.5b": _llama(151936, 1536, 8960, 28, 12, 2, tie_word_embeddings=True, **_QWEN2),
+    "qwen2-7b": _llama(152064, 3584, 18944, 28, 28, 4, **_QWEN2),
+}
+"""Name -> what the model's config.json says of its sizes."""
+
+
+class Estimate(NamedTuple):
+    """Bytes of a model on the engine.
+
+    Attributes:
+        n_parameters: every parameter, a shared one once.
+        linear: the weight matrices of all layers, scales and padding counted.
+        embeddings: embeddings, learned positions and head.
+        norms: norms and biases, float32.
+        kv_cache: the pages that the sequences come to need; what ``kv_bytes`` has to be for all of them at a time.
+        workspace: activations of a pass, logits of a tile of rows, and the sampler's memory.
+    """
+
+    n_parameters: int
+    linear: int
+    embeddings: int
+    norms: int
+    kv_cache: int
+    workspace: int
+
+    @property
+    def weights(self) -> int:
+        return self.linear + self.embeddings + self.norms
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.workspace
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.weights / self.n_parameters
+
+
+class TrainingEstimate(NamedTuple):
+    """Bytes of a model whose every weight is trained in float32 with AdamW.
+
+    Attributes:
+        weights: the master weights.
+        gradients: of all weights.
+        moments: AdamW's two.
+        copies: the bfloat16 weights that are multiplied, where products are bfloat16: those of all layers, and the
+            head twice, as rows for the backward pass and in panels for the forward one.
+    """
+
+    weights: int
+    gradients: int
+    moments: int
+    copies: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+    @property
+    def reference(self) -> int:
+        """A frozen reference beside the model."""
+        return self.weights + self.copies
+
+
+def load_source(model: str) -> Source:
+    """A preset, a config.json, the folder that holds one, or a .gguf file; of the first three without weights.
+
+    Raises:
+        WhetValueError: there is no such preset or file, or it describes a model that the engine does not run.
+    """
+    if model in PRESETS:
+        return source_of_config(PRESETS[model], model)
+    path, where = Path(model), f"estimate: {model}"
+    if path.is_dir():
+        return source_of_config(read_config(path, where), where)
+    if not path.is_file():
+        close = difflib.get_close_matches(model.lower(), PRESETS, n=1)
+        hint = f"Did you mean {close[0]}?" if close else f"The presets are {', '.join(PRESETS)}."
+        raise WhetValueError(f"estimate: {model!r} is no preset, and there is no such file or folder. {hint}")
+    if path.suffix == ".gguf":
+        return open_gguf(path)
+    return source_of_config(parse_json(map_file(path, where).tobytes(), where), where)
+
+
+def source_of_config(config: Mapping[str, Any], where: str = "config") -> Source:
+    """The model that a Hugging Face config (the keys of config.json) describes, without its weights.
+
+    Raises:
+        WhetValueError: a model_type, an option or a size that the engine does not run.
+    """
+    return Source(model_config(config, where=where), lambda: iter(()), {})
+
+
+def estimate(
+    source: Source,
+    weights: str | None = "bf16",
+    context: int | None = None,
+    batch: int = 1,
+    embeddings: str | None = None,
+) -> Estimate:
+    """The memory that the engine takes to decode a batch of sequences.
+
+    Args:
+        source: the model, from ``load_source`` or another.
+        weights: as ``Engine`` takes it. None: as a GGUF file stores them.
+        context: tokens of each sequence, prompt and completion together; None: 4,096, or all positions of the model
+            where those are fewer.
+        batch: sequences at a time; the engine's ``max_batch`` where that is more than its default.
+        embeddings: format of embeddings and head; None: the engine's choice.
+
+    Raises:
+        WhetValueError: an unknown format, a context or batch below 1, or a context beyond the model's positions.
+    """
+    config = source.config
+    context = min(4096, config.max_position) if context is None else context
+    for name, value in (("context", context), ("batch", batch)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise WhetValueError(f"estimate: {name} is {value!r}, expected an integer of at least 1.")
+    if context > config.max_position:
+        raise WhetValueError(
+            f"estimate: context is {context}, and the model's last position is {config.max_position}. Ask for fewer "
+            f"tokens."
+        )
+    if embeddings is not None:
+        core_format(embeddings, "embeddings", "estimate")
+    formats = choose_formats(source, weights, embeddings, embeddings, "estimate")
+    outer = {"embedding", "positions", "head"}
+    sizes = {slot: slot_bytes(shape, formats.get(slot)) for slot, shape in config.slots().items()}
+    matrices = {slot: size for slot, size in sizes.items() if slot in formats}
+    kv = kv_format(formats)
+    # The prompt's last page, where it is not full, is copied for the sequence that goes on from it. The last token is
+    # drawn and not computed.
+    n_pages = math.ceil((context - 1) / PAGE_TOKENS) + 1
+    return Estimate(
+        n_parameters=config.n_parameters,
+        linear=sum(size for slot, size in matrices.items() if slot not in outer),
+        embeddings=sum(size for slot, size in matrices.items() if slot in outer),
+        norms=sum(sizes.values()) - sum(matrices.values()),
+        kv_cache=batch * n_pages * page_bytes(config, kv),
+        workspace=_workspace_bytes(config, batch, kv) + _sampler_bytes(config.vocab_size),
+    )
+
+
+def training(config: ModelConfig) -> TrainingEstimate:
+    """The memory that training takes beside activations: every weight trained, float32, AdamW."""
+    slots = config.slots()
+    head = slots["embedding"]
+    layers = [shape for slot, shape in slots.items() if slot.startswith("layers.") and len(shape) == 2]
+    weights = 4 * config.n_parameters
+    copies = 2 * sum(map(math.prod, [*layers, head])) + slot_bytes(head, "bfloat16")
+    return TrainingEstimate(weights, weights, 2 * weights, copies)
+
+
+def slot_bytes(shape: tuple[int, ...], format: str | None) -> int:
+    """Bytes that the engine takes for a matrix (outputs, inputs) in a format of the core's, or for a float32 vector."""
+    if format is None:
+        return 4 * shape[0]
+    return math.ceil(shape[0] / _PANEL_ROWS) * _panel_bytes(format, shape[1])
+
+
+def page_bytes(config: ModelConfig, format: str) -> int:
+    """Bytes of a page of keys and values, of all layers and in "float32" or "bfloat16"."""
+    return _core_memory(config, MAX_BATCH, format)["kv_page_bytes"]
+
+
+@lru_cache
+def _panel_bytes(format: str, k: int) -> int:
+    return _core.PackedWeight(CORE_FORMATS[format], _PANEL_ROWS, k).size_bytes
+
+
+@lru_cache
+def _core_memory(config: ModelConfig, max_batch: int, format: str) -> dict[str, int]:
+    """What a core says of its memory before it has weights or a page."""
+    options = (max_batch, PREFILL_CHUNK, format == "bfloat16")
+    try:
+        return _core.Engine(vars(config), [], 1, *options).memory()
+    except ValueError as error:
+        raise WhetValueError(f"estimate: the engine does not run this model: {error}.") from None
+
+
+def _workspace_bytes(config: ModelConfig, batch: int, format: str) -> int:
+    """For the engine's default of max_batch, or a greater batch: each of its rows takes as much as any other."""
+    few = MAX_BATCH
+    small, large = (_core_memory(config, n, format)["workspace_bytes"] for n in (few, 2 * few))
+    return small + (large - small) * max(0, batch - few) // few
+
+
+def _sampler_bytes(vocab_size: int) -> int:
+    """What the sampler allocates at its first step: 24 bytes for each word, a 64th more in sums, for each thread."""
+    return _core.num_threads() * (24 * vocab_size * 65 // 64 + (1 << 14))

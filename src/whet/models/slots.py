@@ -1,0 +1,188 @@
+"""Where a source's tensors go: a table of modules, walked into pieces of the engine's slots.
+
+A source (a live module, a folder, a GGUF file) names its tensors by a table of ``Module`` rows and hands them out one
+by one; here they are checked against the config's slots and cut into views. Nothing is copied or converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from whet.errors import WhetValueError
+from whet.models.architecture import ModelConfig, Piece
+
+PARTS = ("q", "k", "v", "gate", "up")
+FLOAT_FORMATS = ("float32", "bfloat16", "float16", "float64")
+
+
+class Stored(NamedTuple):
+    """A tensor as a source keeps it: ``Piece.tensor``, ``Piece.format``, and the shape in numbers, not bytes."""
+
+    tensor: Any
+    format: str
+    shape: tuple[int, ...]
+
+
+def whole(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
+    """The rows as they are."""
+    yield 0, rows
+
+
+def by_head(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
+    """GPT-NeoX's query_key_value: per head its q, k and v; to all q, then all k, then all v."""
+    dim, n_heads = config.head_dim, config.n_heads
+    for head in range(n_heads):
+        for part in range(3):
+            first = (3 * head + part) * dim
+            yield (part * n_heads + head) * dim, rows[first : first + dim]
+
+
+def paired(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
+    """llama.cpp's order of Llama's q and k: row 2i + p of a head was row i + p head_dim / 2."""
+    dim = config.head_dim
+    for first in range(0, rows.shape[0], dim):
+        for parity in range(2):
+            yield first + parity * (dim // 2), rows[first + parity : first + dim : 2]
+
+
+Cut = Callable[[ModelConfig, Any], Iterator[tuple[int, Any]]]
+
+
+@dataclass(frozen=True)
+class Module:
+    """A layer of the source with .weight and perhaps .bias; ``{i}`` in the names is the layer's number.
+
+    Attributes:
+        names: what it is called; the first that is there counts.
+        slot: which weight it is, or a part of.
+        part: one of PARTS, its rows of the slot; "": all.
+        cut: how its rows lie in the slot's.
+        transposed: the source keeps (inputs, outputs).
+    """
+
+    names: tuple[str, ...]
+    slot: str
+    part: str = ""
+    cut: Cut = whole
+    transposed: bool = False
+
+
+class Place(NamedTuple):
+    """Where one module of one layer goes: ``shape`` (outputs, inputs) of its weight; its first row in the slot."""
+
+    names: tuple[str, ...]
+    weight: str
+    bias: str | None
+    first_row: int
+    shape: tuple[int, ...]
+    module: Module
+
+
+class LoRA(NamedTuple):
+    """An adapter of some rows of a slot: W[first_row : first_row + n] += scaling b a, with a (r, k) and b (n, r)."""
+
+    slot: str
+    first_row: int
+    a: Any
+    b: Any
+    scaling: float
+
+
+class Source(NamedTuple):
+    """A model and its weights.
+
+    Attributes:
+        config: what it computes.
+        pieces: each call walks the weights anew; together the pieces fill every slot once.
+        targets: where each module of the Hugging Face model goes, by its name there; for ``place_lora``.
+        adapters: LoRA adapters that are no part of the pieces.
+        short_position: see ``families.short_position``; the config's frequencies are resolved for its max_position.
+    """
+
+    config: ModelConfig
+    pieces: Callable[[], Iterator[Piece]]
+    targets: dict[str, Place]
+    adapters: tuple[LoRA, ...] = ()
+    short_position: int | None = None
+
+
+def places(config: ModelConfig, modules: Sequence[Module]) -> Iterator[Place]:
+    """Every module of every layer that the config has."""
+    slots = config.slots()
+    for module in modules:
+        for i in range(config.n_layers if "{i}" in module.slot else 1):
+            slot = module.slot.replace("{i}", str(i))
+            # A tied head has no weight of its own, but it may have a bias or an adapter.
+            weight = slot if slot in slots or slot == "head" else f"{slot}.weight"
+            if weight not in slots and slot != "head":
+                continue
+            bias = f"{slot}.bias" if f"{slot}.bias" in slots else None
+            names = tuple(name.replace("{i}", str(i)) for name in module.names)
+            rows, *rest = slots.get(weight, slots["embedding"])
+            first, count = _part(config, module.part) if module.part else (0, rows)
+            yield Place(names, weight, bias, first, (count, *rest), module)
+
+
+def walk(
+    config: ModelConfig, modules: Sequence[Module], get_tensor: Callable[[Sequence[str], str], Stored], where: str
+) -> Iterator[Piece]:
+    """The pieces of a model.
+
+    Args:
+        get_tensor: (names, "weight" or "bias") -> the tensor of the first of these modules that is there; raises
+            WhetValueError if none is.
+        where: begins the errors.
+
+    Raises:
+        WhetValueError: a tensor's shape or format is not the config's.
+    """
+    slots = config.slots()
+    for place in places(config, modules):
+        for suffix, slot in (("weight", place.weight), ("bias", place.bias)):
+            if slot is None or slot not in slots:
+                continue
+            shape = place.shape if suffix == "weight" else place.shape[:1]
+            stored = get_tensor(place.names, suffix)
+            transposed = place.module.transposed and len(shape) == 2
+            expected = shape[::-1] if transposed else shape
+            label = f"{where}: {place.names[0]}.{suffix}"
+            if tuple(stored.shape) != expected:
+                raise WhetValueError(
+                    f"{label} has shape {tuple(stored.shape)}, expected {expected}. The config is another model's, or "
+                    f"the file is damaged."
+                )
+            if len(shape) == 1 and stored.format not in FLOAT_FORMATS:
+                raise WhetValueError(
+                    f"{label} is {stored.format}, expected floats: norms and biases are not quantised."
+                )
+            rows = stored.tensor.T if transposed else stored.tensor
+            for first, view in place.module.cut(config, rows):
+                yield Piece(slot, place.first_row + first, view, stored.format)
+
+
+def place_lora(config: ModelConfig, place: Place, a: Any, b: Any, scaling: float, where: str) -> LoRA:
+    """A module's adapter W += scaling b a as one of its slot; b's rows are reordered where the weight's are.
+
+    Raises:
+        WhetValueError: the shapes are not those of the module, or it is no matrix.
+    """
+    if len(place.shape) != 2 or a.ndim != 2 or b.ndim != 2 or (b.shape[0], a.shape[1]) != place.shape:
+        raise WhetValueError(
+            f"{where}: the adapter of {place.names[0]} has shapes {tuple(a.shape)} and {tuple(b.shape)}, expected "
+            f"(r, k) and (n, r) for a module of shape (n, k) = {place.shape}."
+        )
+    if a.shape[0] != b.shape[1]:
+        raise WhetValueError(f"{where}: the adapter of {place.names[0]} has ranks {a.shape[0]} and {b.shape[1]}.")
+    if place.module.cut is not whole:
+        rows = b.clone() if hasattr(b, "clone") else b.copy()
+        for first, view in place.module.cut(config, b):
+            rows[first : first + len(view)] = view
+        b = rows
+    return LoRA(place.weight, place.first_row, a, b, scaling)
+
+
+def _part(config: ModelConfig, part: str) -> tuple[int, int]:
+    q, kv, ffn = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim, config.ffn_dim
+    return {"q": (0, q), "k": (q, kv), "v": (q + kv, kv), "gate": (0, ffn), "up": (ffn, ffn)}[part]

@@ -1,0 +1,259 @@
+"""A Hugging Face folder as a source: config.json, and model.safetensors or its shards, mapped into memory.
+
+The safetensors format is read here and not by its library, which knows no bfloat16 without torch; as strict as it is.
+Nothing of the folder is run: pickles are refused, and so is everything that has no plain reading.
+
+Source of the format: https://github.com/huggingface/safetensors (README, "Format").
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from whet.errors import WhetValueError
+from whet.models.architecture import Piece
+from whet.models.families import Family, family_of, model_config, module_targets, short_position
+from whet.models.slots import Source, Stored, walk
+from whet.models.sources.mapped import map_file, parse_json, view
+
+_FORMATS = {
+    "F32": ("float32", "<f4"),
+    "F16": ("float16", "<f2"),
+    "BF16": ("bfloat16", "<u2"),
+    "F64": ("float64", "<f8"),
+}
+_DTYPE_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+_MOST_HEADER_BYTES = 100_000_000
+_LONGEST_NAME = 1 << 10
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# Masks and frequencies that old checkpoints carry along; what they say follows from the config.
+_BUFFERS = re.compile(r"(^|\.)((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)$")
+
+
+class Entry(NamedTuple):
+    """A tensor of a file: its dtype as safetensors writes it, its shape, and where it begins in the file."""
+
+    file: str
+    data: np.ndarray
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+def open_folder(path: str | os.PathLike[str], *, max_position: int | None = None) -> Source:
+    """The model of a Hugging Face folder.
+
+    Args:
+        path: the folder, with config.json and model.safetensors, or shards and model.safetensors.index.json.
+        max_position: see ``model_config``.
+
+    Returns:
+        ``Source(config, pieces, targets)``. The pieces are read-only views of the mapped files, which must not be
+        changed while they are used; bfloat16 comes as uint16. A head that equals the embedding, in a model whose config
+        ties them, is tied.
+
+    Raises:
+        WhetValueError: an unsupported model, a missing, damaged or contradictory file, a tensor that is missing, of
+            another shape or of another dtype than floats, or one that the model does not have.
+    """
+    folder, where = Path(path), f'open_folder("{path}")'
+    if not folder.is_dir():
+        raise WhetValueError(f"{where}: there is no such folder. Models are not downloaded; pass the path of one.")
+    config = read_config(folder, where)
+    family = family_of(config, where)
+    tensors = _Tensors(_entries(folder, where), family, where)
+    described = model_config(config, max_position=max_position, where=where, tied_head=tensors.tied_head(config))
+
+    def pieces() -> Iterator[Piece]:
+        return walk(described, family.modules, tensors.get, where)
+
+    for _ in pieces():
+        pass
+    tensors.check_all_used(config["model_type"])
+    targets = module_targets(config["model_type"], described)
+    return Source(described, pieces, targets, short_position=short_position(config, where))
+
+
+def read_config(folder: Path, where: str) -> dict[str, Any]:
+    """config.json of a folder.
+
+    Raises:
+        WhetValueError: there is none, or it is not JSON.
+    """
+    path = folder / "config.json"
+    if not path.is_file() and (folder / "adapter_config.json").is_file():
+        raise WhetValueError(
+            f"{where}: this is an adapter. Open the model it was trained on, and add the adapter to it."
+        )
+    return parse_json(map_file(path, where).tobytes(), f"{where}: config.json")
+
+
+def read_safetensors(path: Path, where: str) -> dict[str, Entry]:
+    """Name -> tensor of a .safetensors file; see ``parse_safetensors``."""
+    return parse_safetensors(map_file(path, where), f"{where}: {path.name}")
+
+
+def parse_safetensors(data: np.ndarray, label: str) -> dict[str, Entry]:
+    """Name -> tensor of a file's bytes, (n,) uint8; those of the tensors are not looked at.
+
+    Raises:
+        WhetValueError: the file is not exactly what the format allows.
+    """
+    length = int(data[:8].view("<u8")[0]) if len(data) >= 8 else -1
+    if not 2 <= length <= min(_MOST_HEADER_BYTES, len(data) - 8):
+        said = f"a header of {length} bytes" if length >= 0 else "no header"
+        raise WhetValueError(
+            f"{label} has {len(data)} bytes and {said}; it is cut short, or no safetensors file. Copy or download it "
+            f"again."
+        )
+    text = data[8 : 8 + length].tobytes()
+    if not text.startswith(b"{"):
+        raise WhetValueError(f"{label}: the header does not begin with '{{'. This is no safetensors file.")
+    header = parse_json(text, f"{label}: the header")
+    header.pop("__metadata__", None)
+    n_bytes = len(data) - 8 - length
+    entries = {name: _entry(label, name, given, data, 8 + length, n_bytes) for name, given in header.items()}
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, _size(item[1]))):
+        if entry.offset - 8 - length != end:
+            raise WhetValueError(
+                f"{label}: {name} begins at byte {entry.offset - 8 - length}, expected {end}: tensors overlap or leave "
+                f"a gap. Save the file again."
+            )
+        end += _size(entry)
+    if end != n_bytes:
+        raise WhetValueError(f"{label} has {n_bytes} bytes of tensors, and its header tells of {end}.")
+    return entries
+
+
+def _entry(label: str, name: str, given: Any, data: np.ndarray, start: int, n_bytes: int) -> Entry:
+    if not name.isprintable() or len(name) > _LONGEST_NAME:
+        raise WhetValueError(f"{label}: a tensor is called {name!r:.80}, expected plain text. The file is damaged.")
+    if not isinstance(given, dict) or given.keys() != {"dtype", "shape", "data_offsets"}:
+        raise WhetValueError(f"{label}: {name} is {given!r:.80}, expected dtype, shape and data_offsets.")
+    dtype, shape, offsets = given["dtype"], given["shape"], given["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
+        raise WhetValueError(f"{label}: {name} has dtype {dtype!r:.40}; this engine reads {', '.join(_FORMATS)}.")
+    if not _sizes(shape) or math.prod(size or 1 for size in shape) > 1 << 60:
+        raise WhetValueError(
+            f"{label}: {name} has shape {shape!r:.80}, expected sizes of at least 0 that do not overflow."
+        )
+    if not _sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= n_bytes:
+        raise WhetValueError(f"{label}: {name} has data_offsets {offsets!r:.80}, expected two within {n_bytes} bytes.")
+    if math.prod(shape) * _DTYPE_BYTES[dtype] != offsets[1] - offsets[0]:
+        raise WhetValueError(
+            f"{label}: {name} has {offsets[1] - offsets[0]} bytes, and {dtype} of shape {tuple(shape)!r:.80} has "
+            f"{math.prod(shape) * _DTYPE_BYTES[dtype]}."
+        )
+    return Entry(label, data, dtype, tuple(shape), start + offsets[0])
+
+
+def _sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values
+    )
+
+
+def _size(entry: Entry) -> int:
+    return math.prod(entry.shape) * _DTYPE_BYTES[entry.dtype]
+
+
+def _entries(folder: Path, where: str) -> dict[str, Entry]:
+    """Name -> tensor over all files of the folder."""
+    if (folder / _SINGLE).is_file():
+        return read_safetensors(folder / _SINGLE, where)
+    if (folder / _INDEX).is_file():
+        return _sharded(folder, where)
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
+    if pickles:
+        raise WhetValueError(
+            f"{where}: {pickles[0]} is a pickle, which can run any code; it was not opened. If you trust it, load it "
+            f"in transformers and call save_pretrained(..., safe_serialization=True)."
+        )
+    raise WhetValueError(f"{where}: there is neither {_SINGLE} nor {_INDEX}.")
+
+
+def _sharded(folder: Path, where: str) -> dict[str, Entry]:
+    label = f"{where}: {_INDEX}"
+    files = parse_json(map_file(folder / _INDEX, where).tobytes(), label).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise WhetValueError(f"{label} has weight_map {files!r:.80}, expected tensor names and their files.")
+    for name, file in files.items():
+        if not isinstance(file, str) or not re.fullmatch(r"[\w][\w.-]*\.safetensors", file, re.ASCII):
+            raise WhetValueError(f"{label}: {name} is in {file!r:.80}, expected the name of a .safetensors file there.")
+    entries: dict[str, Entry] = {}
+    for file in sorted(set(files.values())):
+        for name, entry in read_safetensors(folder / file, where).items():
+            if files.get(name) != file:
+                said = f"is in {files[name]}" if name in files else "is in no file"
+                raise WhetValueError(f"{where}: {file} holds {name}, which {said} by {_INDEX}.")
+            entries[name] = entry
+    absent = sorted(files.keys() - entries.keys())
+    if absent:
+        raise WhetValueError(f"{where}: {files[absent[0]]} does not hold {absent[0]}, as {_INDEX} says it does.")
+    return entries
+
+
+class _Tensors:
+    """The folder's tensors under the names of the family's modules."""
+
+    def __init__(self, entries: Mapping[str, Entry], family: Family, where: str) -> None:
+        self.entries, self.family, self.where, self.used = entries, family, where, set()
+        # A checkpoint of the model without its head has names without the prefix.
+        self.prefix = "" if any(name.startswith(family.prefix) for name in entries) else family.prefix
+
+    def find(self, names: Sequence[str], suffix: str) -> str | None:
+        for name in names:
+            found = f"{name.removeprefix(self.prefix)}.{suffix}"
+            if found in self.entries:
+                return found
+        return None
+
+    def get(self, names: Sequence[str], suffix: str) -> Stored:
+        name = self.find(names, suffix)
+        if name is None:
+            raise WhetValueError(
+                f"{self.where}: there is no tensor {names[0]}.{suffix}, which the config asks for. The folder is "
+                f"incomplete, or config.json is another model's."
+            )
+        self.used.add(name)
+        entry = self.entries[name]
+        if entry.dtype not in _FORMATS:
+            raise WhetValueError(f"{entry.file}: {name} is {entry.dtype}; this engine reads {', '.join(_FORMATS)}.")
+        format, dtype = _FORMATS[entry.dtype]
+        return Stored(view(entry.data, entry.offset, dtype, entry.shape), format, entry.shape)
+
+    def tied_head(self, config: Mapping[str, Any]) -> bool | None:
+        """False if the config ties a head that the files have apart; None: what the config says."""
+        embedding, head = (next(m for m in self.family.modules if m.slot == slot) for slot in ("embedding", "head"))
+        own = self.find(head.names, "weight")
+        tied = config.get("tie_word_embeddings", self.family.defaults.get("tie_word_embeddings"))
+        if own is None or tied is not True:
+            return None
+        table, output = self.get(embedding.names, "weight"), self.get(head.names, "weight")
+        return table.shape == output.shape and np.array_equal(_bits(table.tensor), _bits(output.tensor))
+
+    def check_all_used(self, model_type: str) -> None:
+        for name in sorted(self.entries.keys() - self.used):
+            if not _BUFFERS.search(name):
+                raise WhetValueError(
+                    f"{self.entries[name].file}: a {model_type} with this config has no {name}. config.json is another "
+                    f"model's, or the engine does not know this kind."
+                )
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """The bit patterns: NaN equals itself, and -0 is not 0."""
+    return array.view(f"<u{array.itemsize}")

@@ -1,0 +1,223 @@
+"""A live Hugging Face module as a source: its config, and views of its parameters as they are now.
+
+Nothing is copied, and nothing imports transformers or PEFT: modules are told by what they have. LoRA adapters of PEFT
+are found apart, or merged into the pieces on the fly. The module is not changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from whet.errors import WhetTypeError, WhetValueError
+from whet.models.architecture import ModelConfig, Piece
+from whet.models.families import Family, family_of, model_config, module_targets, short_position
+from whet.models.slots import FLOAT_FORMATS, LoRA, Source, Stored, place_lora, walk
+
+_WHERE = "describe_module"
+
+
+def describe_module(model: Any, *, merged: bool = False, max_position: int | None = None) -> Source:
+    """A module's config and weights; of a model in PEFT, torch.compile or both, those of the model inside.
+
+    Call it again after anything that may replace parameters (``.to``, resizing, tying, a new adapter); values that an
+    optimizer changes in place are seen without.
+
+    Args:
+        model: a Hugging Face causal language model of one of the families, on the CPU.
+        merged: pieces of W + scaling B A (float32, made when they are asked for) where LoRA adapters are active, and no
+            adapters; else pieces of W, and the adapters.
+        max_position: see ``model_config``.
+
+    Returns:
+        A ``Source``, whole. The vocabulary is as large as the embedding is; the head is tied where it has the
+        embedding's memory, whatever the config says; rotary frequencies are as rounded as the module's own, which
+        ``model.bfloat16()`` rounds too (and loading in bfloat16 does not).
+
+    Raises:
+        WhetValueError: a model, an option or an adapter that the engine does not run, or rotary frequencies that are
+            not those of the config.
+        WhetTypeError: it is no Hugging Face model.
+    """
+    inner = _unwrapped(model)
+    config: Any = getattr(inner, "config", None)
+    if not hasattr(config, "to_dict") or not hasattr(inner, "named_modules"):
+        raise WhetTypeError(f"{_WHERE}: model is a {type(model).__name__}, expected a Hugging Face model (nn.Module).")
+    options: Mapping[str, Any] = config.to_dict()
+    family = family_of(options, _WHERE)
+    module = _Live(inner)
+    described = model_config(options, max_position=max_position, where=_WHERE, **module.head(family, merged))
+    as_built = model_config(options, max_position=1, where=_WHERE, **module.head(family, merged))
+    described = replace(described, inv_freq=module.frequencies(described.inv_freq, as_built.inv_freq))
+
+    def pieces() -> Iterator[Piece]:
+        return walk(described, family.modules, partial(module.tensor, merged=merged), _WHERE)
+
+    targets = module_targets(options["model_type"], described)
+    module.check(described, family)
+    adapters = () if merged else tuple(module.adapters(described, options["model_type"]))
+    return Source(described, pieces, targets, adapters, short_position(options, _WHERE))
+
+
+def _unwrapped(model: Any) -> Any:
+    """The Hugging Face model inside torch.compile and PEFT."""
+    inner = getattr(model, "_orig_mod", model)
+    if getattr(getattr(inner, "active_peft_config", None), "is_prompt_learning", False):
+        raise WhetValueError(f"{_WHERE}: the model has learned prompts; of PEFT the engine runs LoRA.")
+    get_base_model = getattr(inner, "get_base_model", None)
+    inner = get_base_model() if callable(get_base_model) else inner
+    return getattr(inner, "_orig_mod", inner)
+
+
+class _Live:
+    """Looks up modules by name, inside PEFT's wrappers of layers."""
+
+    def __init__(self, model: Any) -> None:
+        self.modules = dict(model.named_modules())
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def layer(self, names: Sequence[str]) -> tuple[Any, list[tuple[Any, str]]]:
+        """The plain layer, and what is active of LoRA around it: (PEFT's layer, adapter name)."""
+        found = next((self.modules[name] for name in names if name in self.modules), None)
+        if found is None:
+            raise WhetValueError(
+                f"{_WHERE}: the model has no {names[0]}. Pass the causal language model, head included."
+            )
+        saved = getattr(found, "modules_to_save", None)
+        if saved is not None and hasattr(found, "original_module"):
+            active = _only_adapter(found, names[0])
+            return (found.original_module if active is None or active not in saved else saved[active]), []
+        if not hasattr(found, "base_layer"):
+            return found, []
+        if not hasattr(found, "lora_A") or hasattr(found, "parameter_name"):
+            raise WhetValueError(f"{_WHERE}: {names[0]} has a {type(found).__name__}; of PEFT the engine runs LoRA.")
+        active = [name for name in found.active_adapters if name in found.scaling]
+        if found.disable_adapters and found.merged:
+            raise WhetValueError(f"{_WHERE}: {names[0]} has a merged adapter that is disabled. Unmerge it first.")
+        if found.disable_adapters or found.merged:
+            return found.base_layer, []
+        for name in active:
+            if getattr(found, "lora_variant", {}).get(name) or getattr(found, "lora_bias", {}).get(name):
+                raise WhetValueError(
+                    f"{_WHERE}: adapter {name!r} of {names[0]} is more than W + scaling B A (DoRA, a bias ...). "
+                    f"Merge it with PEFT's merge_and_unload()."
+                )
+        return found.base_layer, [(found, name) for name in active]
+
+    def tensor(self, names: Sequence[str], suffix: str, merged: bool = False) -> Stored:
+        layer, lora = self.layer(names)
+        weight = getattr(layer, suffix, None)
+        label = f"{_WHERE}: {names[0]}.{suffix}"
+        if weight is None or not hasattr(weight, "detach"):
+            raise WhetValueError(f"{label} is missing from the {type(layer).__name__} there; is the module quantised?")
+        weight = weight.detach()
+        format = str(weight.dtype).removeprefix("torch.")
+        if format not in FLOAT_FORMATS:
+            raise WhetValueError(
+                f"{label} is {format}, expected {', '.join(FLOAT_FORMATS)}. Load the model without quantisation; the "
+                f"engine quantises by weights=."
+            )
+        if weight.device.type != "cpu":
+            raise WhetValueError(f"{label} is on {weight.device}; the engine runs on the CPU. Pass model.cpu().")
+        if merged and suffix == "weight" and lora:
+            weight = weight if format == "float64" else weight.float()
+            for wrapper, name in lora:
+                weight = weight + _delta(wrapper, name).to(weight.dtype)
+            format = str(weight.dtype).removeprefix("torch.")
+        return Stored(weight, format, tuple(weight.shape))
+
+    def head(self, family: Family, merged: bool) -> dict[str, Any]:
+        """vocab_size of the embedding, and whether the head has its memory and stays it."""
+        embedding, head = (next(m for m in family.modules if m.slot == slot) for slot in ("embedding", "head"))
+        (table, table_lora), (output, output_lora) = self.layer(embedding.names), self.layer(head.names)
+        if not hasattr(table, "weight") or not hasattr(output, "weight"):
+            raise WhetValueError(f"{_WHERE}: {embedding.names[0]} or {head.names[0]} has no weight.")
+        same = table.weight.data_ptr() == output.weight.data_ptr() and table.weight.shape == output.weight.shape
+        same = same and table.weight.stride() == output.weight.stride() and table.weight.numel() > 0
+        changed = table_lora or (merged and output_lora)
+        return {"vocab_size": int(table.weight.shape[0]), "tied_head": bool(same and not changed)}
+
+    def frequencies(self, exact: tuple[float, ...], as_built: tuple[float, ...]) -> tuple[float, ...]:
+        """The module's own rotary frequencies where they are the exact ones rounded, else the exact ones.
+
+        Args:
+            exact: the config's, for the longest sequence.
+            as_built: the config's for a short one, which a module begins with; after a long text it holds others, and
+                those it began with beside them.
+        """
+        for name, module in self.modules.items():
+            buffers: list[Any] = [getattr(module, buffer, None) for buffer in ("inv_freq", "original_inv_freq")]
+            own = [tuple(b.double().tolist()) for b in buffers if hasattr(b, "tolist") and b.device.type == "cpu"]
+            if not name.endswith("rotary_emb") or not own:
+                continue
+            for found in own:
+                if _close(found, exact):
+                    return exact if _same_float32(found, exact) else found
+            if not any(_close(found, as_built) for found in own):
+                raise WhetValueError(
+                    f"{_WHERE}: {name}.inv_freq is {own[0]!r:.60}, and the config says {as_built!r:.60}. Make the "
+                    f"model from its config as it is now; the engine takes rotary frequencies from there."
+                )
+        return exact
+
+    def check(self, config: ModelConfig, family: Family) -> None:
+        """Every tensor has the config's shape, and no parameter is left out."""
+        seen: set[int] = set()
+
+        def tensor(names: Sequence[str], suffix: str) -> Stored:
+            stored = self.tensor(names, suffix)
+            seen.add(stored.tensor.data_ptr())
+            return stored
+
+        for _ in walk(config, family.modules, tensor, _WHERE):
+            pass
+        for name, parameter in self.parameters.items():
+            wrapped = ".lora_" in name or ".original_module." in name or ".modules_to_save." in name
+            if parameter.data_ptr() not in seen and not wrapped:
+                raise WhetValueError(f"{_WHERE}: the engine knows no {name}; this is no plain model of its family.")
+
+    def adapters(self, config: ModelConfig, model_type: str) -> Iterator[LoRA]:
+        for name, place in module_targets(model_type, config).items():
+            if name not in self.modules:
+                continue
+            for wrapper, adapter in self.layer([name])[1]:
+                if adapter not in wrapper.lora_A:
+                    raise WhetValueError(
+                        f"{_WHERE}: adapter {adapter!r} of {name} changes the embedding. Pass merged=True, or merge it "
+                        f"with PEFT's merge_and_unload()."
+                    )
+                a, b = wrapper.lora_A[adapter].weight.detach(), wrapper.lora_B[adapter].weight.detach()
+                yield place_lora(config, place, a, b, float(wrapper.scaling[adapter]), _WHERE)
+
+
+def _close(found: tuple[float, ...], exact: tuple[float, ...]) -> bool:
+    """Whether they may be these, rounded to any format."""
+    # A bfloat16 is within 2^-8 of what it rounds; float16 has steps of 2^-24 near zero.
+    pairs = zip(found, exact, strict=False)
+    return len(found) == len(exact) and all(abs(a - b) <= 2**-8 * abs(b) + 2**-24 for a, b in pairs)
+
+
+def _same_float32(found: tuple[float, ...], exact: tuple[float, ...]) -> bool:
+    """Whether they differ by no more than powers computed in float32 do."""
+    return all(abs(a - b) <= 2**-19 * abs(b) for a, b in zip(found, exact, strict=True))
+
+
+def _only_adapter(wrapper: Any, name: str) -> str | None:
+    active = [] if wrapper.disable_adapters else list(wrapper.active_adapters)
+    if len(active) > 1:
+        raise WhetValueError(f"{_WHERE}: {name} has {len(active)} active copies ({', '.join(active)}). Activate one.")
+    return active[0] if active else None
+
+
+def _delta(wrapper: Any, name: str) -> Any:
+    """scaling B A, as the wrapped weight lies."""
+    if name in wrapper.lora_A:
+        a, b = wrapper.lora_A[name].weight.detach(), wrapper.lora_B[name].weight.detach()
+    else:
+        a, b = wrapper.lora_embedding_A[name].detach(), wrapper.lora_embedding_B[name].detach()
+    a, b = (x if str(x.dtype) == "torch.float64" else x.float() for x in (a, b))
+    delta = wrapper.scaling[name] * (b @ a)
+    flipped = name not in wrapper.lora_A or getattr(wrapper, "fan_in_fan_out", False)
+    return delta.T if flipped else delta

@@ -1,0 +1,208 @@
+"""A training run as one HTML page.
+
+``write_report`` makes it from what the run left in its folder; the parts of a page are ``whet.report.page``'s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from whet import __version__
+from whet.errors import WhetValueError
+from whet.files import replace_text
+from whet.report.page import Point, ends, headline_row, line_chart, page, pairs_table, safe, table, versions, window
+
+try:
+    import tomllib  # pyright: ignore[reportMissingImports]
+except ImportError:
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+
+_CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Reward", ("mean_reward", "reward")),
+    ("Accuracy", ("eval/accuracy", "accuracy", "rewards/accuracies")),
+    ("KL to the reference", ("mean_kl", "kl")),
+    ("Entropy", ("entropy",)),
+    ("Completion length (tokens)", ("completions/mean_length",)),
+    ("Loss", ("loss",)),
+)
+"""The charts of a run: title, and the names that the metric goes by. Other evaluations follow them."""
+
+
+def write_report(
+    run_dir: str | os.PathLike[str],
+    *,
+    title: str,
+    summary: str = "",
+    headline: Mapping[str, str] | None = None,
+    samples_before: Sequence[Mapping[str, Any]] = (),
+    samples_after: Sequence[Mapping[str, Any]] = (),
+) -> Path:
+    """Writes ``run_dir/report.html`` from what a run left there.
+
+    Read are ``metrics.jsonl`` (as ``JSONLLogger`` writes it), and where they are there ``config.toml`` or
+    ``config.json`` and ``completions.jsonl`` (of which the first and the last step are shown).
+
+    Args:
+        run_dir: the run's folder.
+        title: the page's heading.
+        summary: a sentence under it.
+        headline: a few large figures, label -> text, "held-out accuracy" -> "34.5% → 91.0%". None: the
+            first and last value of evaluations and reward.
+        samples_before: rows with prompt, completion and reward from before the run.
+        samples_after: the same from after it; rows with the same prompt are shown side by side.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        WhetValueError: metrics.jsonl is missing or holds no metrics, or a file is not what its name says.
+        MissingExtraError: matplotlib is not installed.
+    """
+    folder = Path(run_dir)
+    curves = _curves(_read_rows(folder / "metrics.jsonl"))
+    if not curves:
+        raise WhetValueError(
+            f"write_report: {folder / 'metrics.jsonl'} holds no metrics. Log the run with JSONLLogger there."
+        )
+    figures = _headline(curves) if headline is None else headline
+    body = [
+        f'<p class="muted">{safe(summary)}</p>' if summary else "",
+        headline_row(figures) if figures else "",
+    ]
+    note = "Thin lines are single steps; thick lines, and the figures beside the titles, are moving means."
+    noisy = any(window(points) > 1 for points in curves.values())
+    body += [
+        "<h2>Curves</h2>",
+        f'<p class="note">{note}</p>' if noisy else "",
+        f'<div class="charts">{"".join(_charts(curves))}</div>',
+    ]
+    if samples_before or samples_after:
+        body += ["<h2>Samples before and after</h2>", _before_and_after(samples_before, samples_after)]
+    if (folder / "completions.jsonl").exists():
+        body.append(_training_samples(_read_rows(folder / "completions.jsonl")))
+    if config := _read_config(folder):
+        body += ["<h2>Configuration</h2>", _configuration(config)]
+    body += ["<h2>Versions</h2>", pairs_table(versions())]
+    body.append(f"<footer>Written by Whet {__version__} on {time.strftime('%Y-%m-%d %H:%M')}.</footer>")
+    path = folder / "report.html"
+    replace_text(path, page(title, "\n".join(part for part in body if part)))
+    return path
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        raise WhetValueError(f"write_report: {path} is missing. Pass the folder of a run logged with JSONLLogger.")
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            rows.append({"step": int(row["step"]), **row})
+        except (ValueError, KeyError, TypeError) as error:
+            raise WhetValueError(f"write_report: {path}:{number} is not a JSON object with a step.") from error
+    return rows
+
+
+def _curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
+    """Metric -> (step, value) by rising step; of a step logged twice the later value."""
+    curves: dict[str, dict[float, float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name != "step" and value is not None:
+                curves.setdefault(name, {})[row["step"]] = float(value)  # "NaN" too
+    return {name: sorted(points.items()) for name, points in curves.items()}
+
+
+def _charts(curves: Mapping[str, list[Point]]) -> list[str]:
+    charts = []
+    known = {name for _, names in _CHARTS for name in names}
+    others = tuple((name, (name,)) for name in curves if name.startswith("eval/") and name not in known)
+    for title, names in _CHARTS + others:
+        found = next((name for name in names if name in curves), None)
+        if found is not None:
+            charts.append(line_chart(title, {found: curves[found]}, percent=_is_share(found)))
+    return charts
+
+
+def _is_share(name: str) -> bool:
+    return "accura" in name
+
+
+def _headline(curves: Mapping[str, list[Point]]) -> dict[str, str]:
+    names = [name for name in curves if name.startswith("eval/")]
+    names += [name for name in ("mean_reward", "reward") if name in curves][:1]
+    figures = {
+        name.removeprefix("eval/").removeprefix("mean_"): ends(curves[name], _is_share(name)) for name in names[:4]
+    }
+    return figures | {"steps": f"{max(points[-1][0] for points in curves.values()):,.0f}"}
+
+
+_LONGEST_SAMPLE = 1500
+
+
+def _cut(text: Any) -> str:
+    text = str(text)
+    more = len(text) - _LONGEST_SAMPLE
+    return text if more <= 0 else f"{text[:_LONGEST_SAMPLE]} … ({more:,} more characters)"
+
+
+def _reward(row: Mapping[str, Any]) -> str:
+    reward = row.get("reward")
+    return "–" if reward is None else f"{reward:.3g}" if isinstance(reward, float) else str(reward)
+
+
+def _before_and_after(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:
+    """One row per prompt and sample, with an empty place where one side has no such sample."""
+    nothing = {"completion": "–"}
+    rows = []
+    for prompt in dict.fromkeys(str(row["prompt"]) for row in (*before, *after)):
+        sides = [[row for row in side if str(row["prompt"]) == prompt] for side in (before, after)]
+        for old, new in zip_longest(*sides, fillvalue=nothing):
+            rows.append([_cut(prompt), _cut(old["completion"]), _reward(old), _cut(new["completion"]), _reward(new)])
+    headers = ["Prompt", "Before", "Reward", "After", "Reward"]
+    return table(headers, rows, ["text", "text", "number", "text", "number"])
+
+
+def _training_samples(rows: Sequence[Mapping[str, Any]], most: int = 8) -> str:
+    """The first completions of the first step and of the last."""
+    parts = []
+    steps = sorted({row["step"] for row in rows})
+    for step in dict.fromkeys((*steps[:1], *steps[-1:])):
+        shown = [row for row in rows if row["step"] == step][:most]
+        cells = [[_cut(row.get("prompt", "")), _cut(row.get("completion", "")), _reward(row)] for row in shown]
+        samples = table(["Prompt", "Completion", "Reward"], cells, ["text", "text", "number"])
+        parts.append(f"<div><h2>Completions of step {step:,}</h2>{samples}</div>")
+    return f'<div class="columns">{"".join(parts)}</div>'
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The run's configuration; empty if it left none."""
+    for name, parse in (("config.toml", tomllib.loads), ("config.json", json.loads)):
+        if (folder / name).exists():
+            try:
+                return dict(parse((folder / name).read_text(encoding="utf-8")))
+            except (ValueError, TypeError) as error:
+                raise WhetValueError(f"write_report: {folder / name} cannot be read: {error}.") from error
+    return {}
+
+
+def _configuration(config: Mapping[str, Any]) -> str:
+    """A table for the settings at the top, and one for each section."""
+    top = {name: value for name, value in config.items() if not isinstance(value, dict)}
+    sections = {name: value for name, value in config.items() if isinstance(value, dict)}
+    tables = [pairs_table(dict(_flat(top)))] if top else []
+    tables += [f"<h3>{safe(name)}</h3>{pairs_table(dict(_flat(section)))}" for name, section in sections.items()]
+    return f'<div class="flow">{"".join(tables)}</div>'
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, default=str)

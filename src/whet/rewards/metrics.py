@@ -1,0 +1,43 @@
+"""Means and deviations of rewards, of those that were scored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from whet.rewards.functions import RewardBatch
+
+
+def reward_metrics(rewards: RewardBatch) -> dict[str, float]:
+    """Mean reward, and mean and std of each function's scores, over what was scored; NaN where nothing was.
+
+    ``reward_errors`` counts the scores that a policy replaced.
+    """
+    metrics = {"mean_reward": nan_mean(rewards.rewards), "reward_errors": float(rewards.n_errors)}
+    for name, scores in rewards.by_name.items():
+        metrics[f"rewards/{name}/mean"] = nan_mean(scores)
+        metrics[f"rewards/{name}/std"] = nan_mean((scores - nan_mean(scores)) ** 2) ** 0.5
+    return metrics
+
+
+def mean_rewards(scored: Sequence[RewardBatch]) -> dict[str, float]:
+    """``mean_reward`` over all batches, and of several functions each one's mean as ``rewards/NAME/mean``."""
+    mean = nan_mean(np.concatenate([batch.rewards for batch in scored]))
+    names = scored[0].by_name
+    by_name = {f"rewards/{n}/mean": nan_mean(np.concatenate([batch.by_name[n] for batch in scored])) for n in names}
+    return {"mean_reward": mean, **(by_name if len(by_name) > 1 else {})}
+
+
+def nan_mean(values: np.ndarray) -> float:
+    """Mean of the values that are not NaN; NaN if there is none."""
+    scored = values[~np.isnan(values)]
+    return float(scored.mean()) if scored.size else float("nan")
+
+
+def group_std(rewards: np.ndarray) -> np.ndarray:
+    """Population standard deviation of each row, of what is scored; 0 for a row with nothing scored."""
+    scored = ~np.isnan(rewards)
+    n = np.maximum(scored.sum(axis=1), 1)
+    mean = np.where(scored, rewards, 0.0).sum(axis=1) / n
+    return np.sqrt(np.where(scored, (rewards - mean[:, None]) ** 2, 0.0).sum(axis=1) / n)

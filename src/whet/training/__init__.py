@@ -1,0 +1,1 @@
+"""The trainer that every algorithm extends (``trainer``), its ``callbacks`` and its ``loggers``."""

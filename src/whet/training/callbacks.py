@@ -1,0 +1,286 @@
+"""What happens beside the steps of a training run: evaluation, early stopping, checkpoints, kept completions.
+
+A callback sees the trainer before the first step, after every step and after the last. It does not know which
+algorithm runs; what it needs of the trainer is the ``Trainer`` protocol below.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from whet.checkpoint.folder import capture_rng, prune_checkpoints, restore_rng, step_folder
+from whet.errors import WhetTypeError, WhetValueError
+from whet.fields import check_integer, is_number
+from whet.files import FolderLock
+from whet.training.loggers import JSONLLogger, as_number
+
+
+class Trainer(Protocol):
+    """What callbacks ask of a trainer."""
+
+    step: int
+    """How many steps are done; 0 before the first, k in a run that resumes after step k."""
+
+    should_stop: bool
+    """Set by a callback to end the run after this step."""
+
+    last_completions: Sequence[Mapping[str, Any]]
+    """The completions of the last step, one row each: prompt, completion, reward, ..."""
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Pass metrics to every logger, at the current step."""
+        ...
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a checkpoint."""
+        ...
+
+
+class Callback:
+    """Does nothing; subclasses override what they need.
+
+    A callback whose later conduct depends on what it has seen returns that from ``state_dict``, as plain
+    values, so that a checkpoint can keep it and a resumed run goes on as if it had never stopped.
+    """
+
+    def on_train_begin(self, trainer: Trainer, total_steps: int) -> None:
+        """Before the first step of a run that ends with step ``total_steps``, resumed or not."""
+
+    def on_step_end(self, trainer: Trainer, metrics: MutableMapping[str, float]) -> None:
+        """After each step. What is put into ``metrics`` is seen by the callbacks that come after."""
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """After the last step, whether the run was stopped early or not."""
+
+    def on_train_exit(self, trainer: Trainer) -> None:
+        """However the run ends, by an exception too: give back what ``on_train_begin`` took."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to keep in a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned."""
+
+
+class EvaluationCallback(Callback):
+    """Evaluates the model every so many steps, and after the last.
+
+    The results are logged as ``eval/NAME`` and passed on in the step's metrics. Random states are set back
+    after each evaluation, so that a run is the same with and without it.
+
+    Args:
+        evaluate: called with the trainer; returns name -> number.
+        every: steps between evaluations.
+        at_start: evaluate before the first step too (not in a resumed run).
+
+    Attributes:
+        history: the results so far, ``{"step": 100, "accuracy": 0.41}`` each.
+
+    Raises:
+        WhetValueError: every is no integer above 0.
+        WhetTypeError: evaluate cannot be called, or returned something else than numbers by name.
+    """
+
+    def __init__(self, evaluate: Callable[[Any], Mapping[str, float]], every: int, at_start: bool = True) -> None:
+        if not callable(evaluate):
+            raise WhetTypeError(f"EvaluationCallback: evaluate is {evaluate!r:.60}, expected a callable.")
+        self.evaluate = evaluate
+        self.every = check_integer("EvaluationCallback", "every", every, 1)
+        self.at_start = at_start
+        self.history: list[dict[str, float]] = []
+
+    def on_train_begin(self, trainer: Trainer, total_steps: int) -> None:
+        if self.at_start and trainer.step == 0:
+            self._run(trainer)
+
+    def on_step_end(self, trainer: Trainer, metrics: MutableMapping[str, float]) -> None:
+        if trainer.step % self.every == 0:
+            metrics.update(self._run(trainer))
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        if not self.history or self.history[-1]["step"] != trainer.step:
+            self._run(trainer)
+
+    def _run(self, trainer: Trainer) -> dict[str, float]:
+        random_state = capture_rng()
+        try:
+            result = self.evaluate(trainer)
+        finally:  # after Ctrl-C too: the run may go on
+            restore_rng(random_state)
+        if not isinstance(result, Mapping):
+            raise WhetTypeError(
+                f"EvaluationCallback: evaluate returned {result!r}, expected a dict of numbers by name."
+            )
+        numbers = {str(name): as_number(value, str(name)) for name, value in result.items()}
+        self.history.append({"step": trainer.step, **numbers})
+        logged = {f"eval/{name}": number for name, number in numbers.items()}
+        trainer.log(logged)
+        return logged
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self.history}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.history = [dict(row) for row in state["history"]]
+
+
+class EarlyStoppingCallback(Callback):
+    """Stops the run once a metric has reached its target, or no longer gets better.
+
+    Looks at the metrics of each step, among them those of an ``EvaluationCallback`` that stands before it. A
+    step without the metric says nothing; NaN is no improvement.
+
+    Args:
+        metric: its name, "eval/accuracy" or "mean_reward" for instance.
+        patience: stop after so many values in a row that are not better than the best.
+        mode: whether better is "max" or "min".
+        min_delta: better means by more than this.
+        target: stop as soon as the metric is at least this good; None: no target.
+
+    Attributes:
+        reason: why the run was stopped, in words; None while it was not.
+
+    Raises:
+        WhetValueError: patience is no integer above 0, min_delta or target no finite number, min_delta negative, or
+            mode neither "max" nor "min".
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        patience: int,
+        mode: Literal["max", "min"] = "max",
+        min_delta: float = 0.0,
+        target: float | None = None,
+    ) -> None:
+        if mode not in ("max", "min"):
+            raise WhetValueError(f"EarlyStoppingCallback: mode is {mode!r}, expected 'max' or 'min'.")
+        if not (is_number(min_delta) and min_delta >= 0):
+            raise WhetValueError(f"EarlyStoppingCallback: min_delta is {min_delta!r}, expected a finite number >= 0.")
+        if target is not None and not is_number(target):
+            raise WhetValueError(f"EarlyStoppingCallback: target is {target!r}, expected a finite number, or None.")
+        self.metric = metric
+        self.patience = check_integer("EarlyStoppingCallback", "patience", patience, 1)
+        self.min_delta = min_delta
+        self.target = target
+        self.reason: str | None = None
+        self._sign = 1.0 if mode == "max" else -1.0
+        self._best = -math.inf  # of sign * metric
+        self._n_worse = 0
+        self._n_seen = 0
+        self._names: set[str] = set()
+
+    def on_step_end(self, trainer: Trainer, metrics: MutableMapping[str, float]) -> None:
+        if self.metric not in metrics:
+            self._names.update(metrics)
+            return
+        self._n_seen += 1
+        value = self._sign * float(metrics[self.metric])
+        if value > self._best + self.min_delta:
+            self._best, self._n_worse = value, 0
+        else:
+            self._n_worse += 1
+        if self.target is not None and value >= self._sign * self.target:
+            self._stop(trainer, f"{self.metric} reached {metrics[self.metric]:.4g} (target {self.target:.4g})")
+        elif self._n_worse >= self.patience:
+            best = self._sign * self._best
+            self._stop(trainer, f"{self.metric} was not better than {best:.4g} {self._n_worse} times in a row")
+
+    def _stop(self, trainer: Trainer, reason: str) -> None:
+        self.reason = f"{reason} at step {trainer.step}"
+        trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        if not self._n_seen and self._names:
+            warnings.warn(
+                f"EarlyStoppingCallback: no step had the metric {self.metric!r}, so nothing could stop the "
+                f"run. Steps had {', '.join(sorted(self._names))}.",
+                stacklevel=2,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "n_worse": self._n_worse, "n_seen": self._n_seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._best, self._n_worse, self._n_seen = state["best"], state["n_worse"], state["n_seen"]
+
+
+class CheckpointCallback(Callback):
+    """Saves ``folder/step-000100`` every so many steps and after the last, and keeps the newest few.
+
+    An older checkpoint is removed only after the new one is complete. Put it last among the callbacks: what
+    those after it do in the same step is not in the checkpoint.
+
+    While a run goes on, its process holds the folder alone (``whet.files.FolderLock``).
+
+    Args:
+        folder: made if it is not there; ``latest_checkpoint(folder)`` finds what to resume from.
+        every: steps between checkpoints.
+        keep: how many to keep.
+
+    Raises:
+        WhetValueError: every or keep is no integer above 0.
+        FolderInUseError: when a run begins, and another process has one in this folder.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], every: int, keep: int = 2) -> None:
+        self.folder = Path(folder)
+        self._lock = FolderLock(folder)
+        self.every = check_integer("CheckpointCallback", "every", every, 1)
+        self.keep = check_integer("CheckpointCallback", "keep", keep, 1)
+        self._saved_step = 0
+
+    def on_train_begin(self, trainer: Trainer, total_steps: int) -> None:
+        self._lock.acquire()
+        self._saved_step = trainer.step
+
+    def on_step_end(self, trainer: Trainer, metrics: MutableMapping[str, float]) -> None:
+        if trainer.step % self.every == 0:
+            self._save(trainer)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        if trainer.step != self._saved_step:
+            self._save(trainer)
+
+    def on_train_exit(self, trainer: Trainer) -> None:
+        self._lock.release()
+
+    def _save(self, trainer: Trainer) -> None:
+        path = step_folder(self.folder, trainer.step)
+        trainer.save(path)
+        self._saved_step = trainer.step
+        prune_checkpoints(self.folder, newest=path, keep=self.keep)
+
+
+class CompletionsCallback(Callback):
+    """Appends every completion of every step to a JSONL file, its step with it.
+
+    At the start of a run, rows of steps after the one it starts from are removed: it writes them anew.
+
+    Args:
+        path: the file, ``completions.jsonl`` for instance.
+
+    Raises:
+        WhetTypeError: the trainer samples no completions.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._rows = JSONLLogger(path)
+
+    def on_train_begin(self, trainer: Trainer, total_steps: int) -> None:
+        if not hasattr(trainer, "last_completions"):
+            raise WhetTypeError(
+                f"CompletionsCallback: {type(trainer).__name__} has no last_completions: it samples none. "
+                f"Leave the callback out."
+            )
+        self._rows.truncate_after(trainer.step)
+
+    def on_step_end(self, trainer: Trainer, metrics: MutableMapping[str, float]) -> None:
+        for row in trainer.last_completions:
+            self._rows.write({"step": trainer.step, **row})

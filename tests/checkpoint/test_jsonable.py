@@ -1,0 +1,85 @@
+"""Plain values survive JSON: types, NaN, odd keys; anything else is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whet.checkpoint.jsonable import decode, encode
+from whet.errors import CheckpointError, WhetTypeError
+
+
+def round_trip(value):
+    return decode(json.loads(json.dumps(encode(value, "value"), allow_nan=False)))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        0,
+        -(2**70),
+        1e-320,
+        -0.0,
+        math.inf,
+        -math.inf,
+        "ü\ud800\0",
+        [1, (2, [3.5, ()])],
+        {"a": {"b": (1,)}},
+        {1: "a", (2, "x"): None},
+        {"$": "float", "value": "nan"},
+        torch.bfloat16,
+        torch.Size([2, 0]),
+        torch.device("cuda:1"),
+    ],
+)
+def test_values_come_back_with_their_types(value):
+    back = round_trip(value)
+    assert back == value
+    assert repr(back) == repr(value)  # tells -0.0 from 0.0, True from 1, tuple from list
+    assert type(back) is type(value)
+
+
+def test_nan_comes_back():
+    assert math.isnan(round_trip({"best": math.nan})["best"])
+
+
+def test_numpy_scalars_become_numbers():
+    back = round_trip([np.float32(0.5), np.int64(3), np.bool_(True), np.float64("inf")])
+    assert repr(back) == "[0.5, 3, True, inf]"
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: (
+        st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers() | st.just("$"), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(plain)
+def test_any_plain_value_comes_back(value):
+    assert repr(round_trip(value)) == repr(value)
+
+
+def test_what_cannot_be_stored_is_named():
+    with pytest.raises(WhetTypeError, match=r"state\['optimizer'\]\[1\] is of type torch.Tensor.*tensor group"):
+        encode({"optimizer": [0, torch.zeros(1)]}, "state")
+    with pytest.raises(WhetTypeError, match=r"builtins\.set"):
+        encode({1}, "state")
+    with pytest.raises(WhetTypeError, match=r"numpy\.longdouble"):
+        encode(np.longdouble(1), "state")
+
+
+@pytest.mark.parametrize("text", ['{"$": "lambda", "value": 1}', '{"$": "dtype", "value": "load"}'])
+def test_unknown_tags_and_names_are_refused(text):
+    with pytest.raises(CheckpointError):
+        decode(json.loads(text))

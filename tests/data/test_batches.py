@@ -1,0 +1,397 @@
+"""What an item of a data set is, the stream of batches of every kind of data set, and where it starts."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+
+from whet.data.batches import (
+    as_row,
+    as_rows,
+    batch_stream,
+    batches_in_order,
+    check_row_counts,
+    columns_as_rows,
+    is_batch,
+)
+from whet.errors import WhetTypeError, WhetValueError
+
+FIELDS = ("prompt", "completion")
+ROWS = [{"prompt": f"{i}+2=", "completion": f"{i + 2}", "grid": np.zeros((5, 5))} for i in range(8)]
+CHAT = [{"role": "user", "content": "hi"}]
+MATRIX = torch.zeros(2, 3, dtype=torch.int64)
+
+
+def row(item):
+    return as_row(item, FIELDS, "Test") if not isinstance(item, str) else {"text": item}
+
+
+def stream(dataset, batch_size=2, start=0, seed=0):
+    return batch_stream(dataset, batch_size, seed, start, FIELDS, row)
+
+
+def taken(dataset, n=None, **settings):
+    """The prompts of the first n batches of rows."""
+    batches, _ = stream(dataset, **settings)
+    return [[r["prompt"] for r in rows] for (rows,) in islice(batches, n)]
+
+
+class Listed(Dataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, i):
+        if not 0 <= i < len(self.items):
+            raise KeyError(i)  # torch asks for no IndexError
+        return self.items[i]
+
+
+class Streamed(IterableDataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+class Sized(Streamed):
+    def __len__(self):
+        return len(self.items)
+
+
+# --- the rule -------------------------------------------------------------------------------------------
+
+ITEMS_THAT_ARE_ROWS = [
+    {"prompt": "abcd", "completion": "efgh"},
+    {"prompt": "abcd", "grid": np.zeros((4, 4))},
+    {"prompt": [5, 6], "completion": [7, 8]},
+    {"prompt": torch.tensor([5, 6]), "completion": torch.tensor([7, 8])},
+    {"prompt": CHAT, "completion": CHAT, "tools": [{"name": "f"}]},
+    {"messages": CHAT * 2},
+    {"prompt": ["a", "b"], "answer": "xy"},
+    {"prompt": ["a", "b"], "answer": [1, 2, 3]},
+    {"prompt": MATRIX[:1], "answer": 3},
+    {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]},
+    {"input_ids": MATRIX[0]},
+    {"question": ["a", "b"]},
+    ("a", "b"),
+    ([5, 6], [7]),
+    (MATRIX[0], MATRIX[0]),
+    (CHAT, CHAT),
+    "text",
+    CHAT,
+    [5, 6, 7],
+    (5, 6),
+    [np.int64(5), torch.tensor(6)],
+    MATRIX[0],
+    np.arange(3),
+    [],
+]
+
+ITEMS_THAT_ARE_BATCHES = [
+    [{"prompt": "a"}, {"prompt": "b"}],
+    ({"prompt": "a"}, {"prompt": "b"}),
+    {"prompt": ["a", "b"], "completion": ("c", "d"), "grid": np.zeros((2, 5, 5))},
+    {"prompt": [[5, 6], [7]], "answer": torch.tensor([1, 2])},
+    {"prompt": [CHAT, CHAT], "completion": ["a", "b"]},
+    {"prompt": MATRIX, "completion": MATRIX},
+    {"input_ids": MATRIX, "attention_mask": MATRIX},
+    {"input_ids": [[1, 2], [3]]},
+    UserDict(input_ids=MATRIX),
+    ["a", "b", "c"],
+    [("a", "b"), ("c", "d")],
+    [([5], [6]), ([7], [8])],
+    [[5, 6], [7]],
+    [CHAT, CHAT],
+    [MATRIX[0], MATRIX[1]],
+    (MATRIX, MATRIX),
+    [MATRIX, MATRIX],
+    ([[5], [6]], [[7], [8]]),
+    (["a", "b"], ["c", "d"]),
+    MATRIX,
+    MATRIX.numpy(),
+]
+
+
+@pytest.mark.parametrize("item", ITEMS_THAT_ARE_ROWS, ids=repr)
+def test_rows_are_rows(item):
+    assert not is_batch(item, FIELDS)
+
+
+@pytest.mark.parametrize("item", ITEMS_THAT_ARE_BATCHES, ids=repr)
+def test_batches_are_batches(item):
+    assert is_batch(item, FIELDS)
+
+
+def test_two_texts_in_a_list_may_be_either_and_are_refused():
+    with pytest.raises(
+        WhetTypeError, match=r"may be a row of \(prompt, completion\) or a batch of texts\. Pass a tuple"
+    ):
+        is_batch(["a", "b"], FIELDS)
+    assert is_batch(["a", "b"], ("prompt",))
+    assert is_batch(("a", "b"), ("prompt",)) and not is_batch(("a",), ("prompt",))
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"prompt": "a"}, [{"prompt": "a"}]),
+        ({"prompt": ["a", "b"], "n": torch.tensor([1, 2])}, [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]),
+        ([("a", "b")], [{"prompt": "a", "completion": "b"}]),
+        (["x", "y"], [{"text": "x"}, {"text": "y"}]),
+        ("x", [{"text": "x"}]),
+        ({"input_ids": MATRIX}, None),
+        ([[5, 6], [7]], None),
+        ([5, 6], None),
+        (MATRIX, None),
+    ],
+)
+def test_rows_of_a_batch(batch, expected):
+    assert as_rows(batch, row, "Test") == expected
+
+
+def test_columns_of_text_make_rows():
+    assert columns_as_rows(FIELDS, (["a"], ["b"]), "Test") == [{"prompt": "a", "completion": "b"}]
+    assert columns_as_rows(FIELDS, ("a", CHAT), "Test") == [{"prompt": "a", "completion": CHAT}]
+    assert columns_as_rows(FIELDS, ([[5]], MATRIX), "Test") is None
+    with pytest.raises(WhetValueError, match="Test: rows of the batch: prompt 1, completion 2"):
+        columns_as_rows(FIELDS, (["a"], ["b", "c"]), "Test")
+
+
+def test_tuples_are_rows_with_the_fields_in_order():
+    batches, _ = stream([([1], [2])] * 4)
+    assert next(batches) == ([{"prompt": [1], "completion": [2]}] * 2,)
+    with pytest.raises(
+        WhetTypeError, match=r"Test: a row is \(1, 2, 3\), expected a dict or a tuple of \(prompt, comp"
+    ):
+        as_row((1, 2, 3), FIELDS, "Test")
+
+
+# --- every kind of data set -----------------------------------------------------------------------------
+
+
+def test_a_sequence_can_start_anywhere():
+    rows = [{"prompt": str(i)} for i in range(7)]
+    batches, per_epoch = stream(rows)
+    whole = list(islice(batches, 12))
+    assert per_epoch == 3
+    for start in range(12):
+        assert list(islice(stream(rows, start=start)[0], 12 - start)) == whole[start:]
+    assert all(len(batch) == 1 and len(batch[0]) == 2 for batch in whole)
+
+
+def test_batches_that_are_ready_keep_their_form():
+    assert next(stream([MATRIX])[0]) == (MATRIX,)
+    assert next(stream([(MATRIX, MATRIX)])[0]) == (MATRIX, MATRIX)
+    assert next(stream(iter([[MATRIX, MATRIX]]))[0]) == (MATRIX, MATRIX)
+    encoded = {"input_ids": MATRIX, "attention_mask": MATRIX}
+    assert next(stream([encoded])[0]) == (encoded,)
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    assert next(stream(iter([rows]))[0]) == (rows,)
+    assert next(stream([rows])[0]) == (rows,)  # in a sequence as in an iterator
+    assert next(stream(iter([{"prompt": ["a", "b"], "n": [1, 2]}]))[0]) == (
+        [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}],
+    )
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [ROWS, tuple(ROWS), Listed(ROWS), torch.arange(32).reshape(8, 4), np.arange(32).reshape(8, 4)],
+    ids=lambda dataset: type(dataset).__name__,
+)
+def test_sequences_of_rows_are_shuffled(dataset):
+    seen = []
+    as_seen = lambda item: seen.append(item) or {"prompt": item}  # noqa: E731
+    batches, per_epoch = batch_stream(dataset, 3, 0, 0, FIELDS, as_seen)
+    assert per_epoch == 2 and [len(rows) for (rows,) in islice(batches, 4)] == [3] * 4
+    keys = [str(item["prompt"]) if isinstance(item, dict) else str(item) for item in seen]
+    assert len(set(keys[:6])) == 6 and len(set(keys[6:])) == 6 and keys[:6] != keys[6:]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "per_epoch"),
+    [
+        (Streamed(ROWS), None),
+        (Sized(ROWS), 3),
+        (dict(enumerate(ROWS)).values(), 3),
+        (DataLoader(Listed(ROWS), batch_size=3), 3),
+        (DataLoader(Listed(ROWS), batch_size=3, collate_fn=list), 3),
+        (DataLoader(Listed(ROWS), batch_size=None), 3),
+        (DataLoader(Streamed(ROWS), batch_size=3), None),
+        (DataLoader(Streamed(ROWS), batch_size=None), None),
+        (DataLoader(Listed(ROWS), batch_size=3, num_workers=1), 3),
+    ],
+    ids=["stream", "sized", "values", "default collate", "own collate", "unbatched", "of a stream", "items", "worker"],
+)
+def test_iterables_of_rows_are_batched_in_their_order(dataset, per_epoch):
+    batches, length = stream(dataset, batch_size=3)
+    assert length == per_epoch
+    batches = [rows for (rows,) in islice(batches, 4)]
+    assert [[r["prompt"] for r in rows] for rows in batches] == [
+        ["0+2=", "1+2=", "2+2="], ["3+2=", "4+2=", "5+2="], ["6+2=", "7+2="], ["0+2=", "1+2=", "2+2="],
+    ]  # fmt: skip
+    assert batches[0][0]["grid"].shape == (5, 5)
+
+
+def test_an_iterator_of_rows_is_batched_and_ends():
+    assert taken(iter(ROWS), batch_size=5) == [[r["prompt"] for r in part] for part in (ROWS[:5], ROWS[5:])]
+    assert taken((r for r in ROWS), batch_size=8, start=7) == [[r["prompt"] for r in ROWS]]  # it left out nothing
+    assert taken(zip("abc", "def", strict=True)) == [["a", "b"], ["c"]]
+
+
+def test_iterables_start_over_and_iterators_end():
+    class Loader:
+        def __iter__(self):
+            return iter([[[1]], [[2]], [[3]]])
+
+    batches, per_epoch = stream(Loader(), start=2)
+    assert per_epoch is None
+    assert list(islice(batches, 4)) == [([[3]],), ([[1]],), ([[2]],), ([[3]],)]
+    assert list(stream(iter([[[1]], [[2]]]), start=5)[0]) == [([[1]],), ([[2]],)]
+
+
+def test_a_default_collate_leaves_rows_alone_and_stacks_tensors():
+    """torch's own would transpose the lists of a row: messages, token ids, tuples of texts."""
+    chats = [{"prompt": [{"role": "user", "content": str(i)}], "completion": [5, 6, i]} for i in range(4)]
+    [first, _] = islice(stream(DataLoader(Listed(chats), batch_size=2))[0], 2)
+    assert first == (chats[:2],)
+    pairs = DataLoader([("a", "b"), ("c", "d")], batch_size=2)
+    assert taken(pairs, 1) == [["a", "c"]]
+    tensors = DataLoader(TensorDataset(torch.arange(8).reshape(4, 2), torch.arange(4).reshape(4, 1)), batch_size=2)
+    prompts, completions = next(stream(tensors)[0])
+    assert prompts.tolist() == [[0, 1], [2, 3]] and completions.tolist() == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        lambda: DataLoader(Listed(ROWS), batch_size=2, shuffle=True),
+        lambda: DataLoader(Listed(ROWS), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        lambda: DataLoader(Listed(ROWS), batch_sampler=BatchSampler(RandomSampler(ROWS), 2, drop_last=False)),
+        lambda: DataLoader(Listed(ROWS), batch_size=2, sampler=RandomSampler(ROWS, replacement=True, num_samples=8)),
+    ],
+    ids=["shuffle", "own generator", "batch sampler", "replacement"],
+)
+def test_a_shuffling_loader_has_one_order_wherever_it_starts(loader):
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    whole = taken(loader(), 12)
+    assert torch.equal(torch.get_rng_state(), before)  # dropout draws from that
+    assert whole[:4] != whole[4:8]  # another order in every epoch
+    given = loader()
+    for start in range(9):
+        torch.manual_seed(100 + start)  # a new process
+        assert taken(loader(), 3, start=start) == whole[start : start + 3]
+        assert taken(given, 3, start=start) == whole[start : start + 3]  # nor does using it change anything
+    assert taken(loader(), 12, seed=1) != whole
+
+
+def test_a_loaders_own_seed_counts():
+    orders = [
+        taken(DataLoader(Listed(ROWS), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(s)), 4)
+        for s in (1, 2, 1)
+    ]
+    assert orders[0] == orders[2] != orders[1]
+
+
+def test_set_epoch_is_called_before_each_pass():
+    class Ordered(Streamed):
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            return (self.items[(i + self.epoch) % 8] for i in range(8))
+
+    for dataset in (Ordered(ROWS), DataLoader(Ordered(ROWS), batch_size=2)):
+        whole = taken(dataset, 8)
+        assert whole[0][0] == "0+2=" and whole[4][0] == "1+2="
+        assert taken(dataset, 3, start=5) == whole[5:]
+
+
+def test_one_pass_in_order():
+    def prompts(dataset):
+        batches = batches_in_order(dataset, 3, FIELDS, row, "Test")
+        return [[r["prompt"] for r in rows] for (rows,) in batches]
+
+    expected = [[r["prompt"] for r in ROWS[i : i + 3]] for i in (0, 3, 6)]
+    for dataset in (ROWS, Listed(ROWS), iter(ROWS), Streamed(ROWS), DataLoader(Listed(ROWS), batch_size=3)):
+        assert prompts(dataset) == expected
+    assert prompts({"prompt": ["a", "b"], "n": [1, 2]}) == [["a", "b"]]
+    assert prompts({"prompt": "a"}) == [["a"]]
+    with pytest.raises(WhetValueError, match="Test: the dataset is empty"):
+        prompts(iter([]))
+
+
+# --- errors ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dataset", "error", "message"),
+    [
+        ([], WhetValueError, "train: the dataset is empty"),
+        (torch.zeros(0, 3), WhetValueError, "the dataset is empty"),
+        (
+            ROWS[:1],
+            WhetValueError,
+            r"the dataset has 1 rows, fewer than batch_size=2\. Pass more rows, or a trainer with",
+        ),
+        (
+            "rows.jsonl",
+            WhetTypeError,
+            r"dataset is 'rows.jsonl', expected a sequence or iterable.*read_rows reads a file",
+        ),
+        (5, WhetTypeError, "dataset is 5, expected"),
+        (None, WhetTypeError, "dataset is None, expected"),
+        (torch.tensor(5), WhetTypeError, r"dataset is tensor\(5\), expected"),
+        (
+            {"prompt": ["a", "b"]},
+            WhetTypeError,
+            r"a mapping with the keys 'prompt'.*a list of dicts if it holds columns",
+        ),
+        (Dataset(), WhetTypeError, "expected a sequence or iterable of rows or batches"),
+        (Listed([]), WhetValueError, "the dataset is empty"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_data_set_is_named(dataset, error, message):
+    with pytest.raises(error, match=message):
+        stream(dataset)
+
+
+def test_a_table_is_named():
+    class Frame:
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, name):
+            raise KeyError(name)
+
+    with pytest.raises(WhetTypeError, match=r"Test: dataset\[0\] of the Frame"):
+        batches_in_order(Frame(), 2, FIELDS, row, "Test")
+    with pytest.raises(WhetTypeError, match=r"dataset\[0\] of the Frame raised KeyError\(0\).*df.to_dict\('records'\)"):
+        stream(Frame())
+
+
+def test_a_batch_among_rows_is_named():
+    batches, _ = stream(iter([{"prompt": "a"}, {"prompt": "b"}, [{"prompt": "c"}]]))
+    next(batches)
+    with pytest.raises(WhetTypeError, match="is a batch, but the dataset began with a row"):
+        list(stream(iter([{"prompt": "a"}, [{"prompt": "c"}]]))[0])
+
+
+def test_row_counts_must_agree():
+    check_row_counts("Test", ("a", "b"), ([1], [2]))
+    with pytest.raises(WhetValueError, match=r"Test: rows of the batch: a 1, b 2\. Pass as many of each"):
+        check_row_counts("Test", ("a", "b"), ([1], [2, 3]))
+    with pytest.raises(WhetValueError, match="a 0, b 0"):
+        check_row_counts("Test", ("a", "b"), ([], []))

@@ -1,0 +1,506 @@
+"""Reading rows, token rows of every shape, tokenising with real tokenizers, and the order of batches."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BatchEncoding, PreTrainedTokenizerFast
+
+from whet.data.rows import (
+    read_rows,
+    shuffled_batches,
+    token_rows,
+    tokenize_completion,
+    tokenize_preference,
+    tokenize_prompt,
+)
+from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
+
+BOS, EOS, UNK, A, B, C, USER, ASSISTANT = range(8)
+WORDS = ["<s>", "</s>", "<unk>", "a", "b", "c", "user:", "assistant:"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %} </s>{% endif %} {% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def words(template: str | None = "<s> $A", **special: Any) -> PreTrainedTokenizerFast:
+    """One token per word; ``template`` says what the tokenizer adds around a text."""
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if template is not None:
+        core.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=[("<s>", BOS), ("</s>", EOS)]
+        )
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"} | special
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **special)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """Letters a, b, c, and ab merged into one token; no BOS."""
+    core = Tokenizer(models.BPE({"</s>": 0, "a": 1, "b": 2, "c": 3, "ab": 4}, [("a", "b")]))
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+
+
+def said(*turns: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in (turn.split("=") for turn in turns)]
+
+
+# --- read_rows ------------------------------------------------------------------------------------
+
+ROWS = [
+    {"prompt": "1+1=", "answer": 2, "note": None},
+    {"prompt": "schöne\u2028Grüße", "answer": 3, "note": "x"},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS)),
+        ("a.jsonl", "\ufeff\r\n" + "\r\n\r\n".join(json.dumps(row) for row in ROWS) + "\r\n"),
+        ("a.json", json.dumps(ROWS, indent=2)),
+        ("a.json", "\n".join(json.dumps(row) for row in ROWS)),
+    ],
+)
+def test_json_files(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_bytes(content.encode())
+    assert read_rows(tmp_path / name) == ROWS
+    assert read_rows(str(tmp_path / name)) == ROWS
+
+
+def test_parquet_files(tmp_path: Path) -> None:
+    rows = [{**row, "chat": said("user=a", "assistant=b"), "ids": [1, 2]} for row in ROWS]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert read_rows(tmp_path / "a.parquet") == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"a": 1}\n\n{"a": \n', r"a\.jsonl:3: not JSON in UTF-8: Expecting value"),
+        ("a.jsonl", b'{"a": 1}\n["a"]\n', r"a\.jsonl:2: \['a'\] is no JSON object"),
+        ("a.jsonl", b'{"a": "\xff"}\n', r"a\.jsonl:1: not JSON in UTF-8: .*0xff"),
+        ("a.jsonl", b"[" * 100_000, "not JSON"),
+        ("a.json", b'[{"a": 1}, 2]', r"a\.json: row 1: 2 is no JSON object"),
+        ("a.json", b'[{"a": 1}', r"a\.json: not JSON"),
+        ("a.jsonl", b"\n \n", "holds no rows"),
+        ("a.json", b"[]", "holds no rows"),
+        ("a.parquet", b"PAR1 nothing", r"a\.parquet: not Parquet"),
+        ("a.csv", b"a,b\n", r"does not end in \.jsonl, \.json or \.parquet"),
+    ],
+)
+def test_bad_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(WhetValueError, match=message):
+        read_rows(tmp_path / name)
+
+
+def test_missing_files_and_dataset_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WhetValueError, match="there is no file"):
+        read_rows(tmp_path / "nothing.jsonl")
+    with pytest.raises(WhetValueError, match="does not end in"):
+        read_rows(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtraError, match=r"'owner/name'.*pip install 'whet\[datasets\]'"):
+        read_rows("owner/name")
+    for path in (None, 5, ["a.jsonl"]):
+        with pytest.raises(WhetTypeError, match=r"read_rows: path is .*, expected a file, or the name of a dataset"):
+            read_rows(path)
+
+
+# --- token_rows -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [
+        (torch.tensor([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        (torch.tensor([5, 6], dtype=torch.int32), [[5, 6]]),
+        (np.array([[1, 2]], dtype=np.uint8), [[1, 2]]),
+        ([torch.tensor([1]), np.array([2, 3]), [4], ()], [[1], [2, 3], [4], []]),
+        ((7, 8), [[7, 8]]),
+        ([torch.tensor(7), np.int64(8)], [[7, 8]]),
+        ([], [[]]),
+        (torch.zeros(2, 0, dtype=torch.int64), [[], []]),
+        ({"input_ids": [[1, 2], [3]]}, [[1, 2], [3]]),
+        (BatchEncoding({"input_ids": [[0, 2]], "attention_mask": [[0, 1]]}), [[2]]),
+    ],
+)
+def test_rows_of_every_shape(x: Any, expected: list[list[int]]) -> None:
+    rows = token_rows(x)
+    assert rows == expected and all(type(token) is int for row in rows for token in row)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_padding_on_either_side_is_stripped(dtype: torch.dtype) -> None:
+    x = torch.tensor([[-100, 0, 5], [6, 0, -1], [7, 8, 9], [0, 0, 0]])
+    mask = torch.tensor([[0, 1, 1], [1, 1, 0], [1, 1, 1], [0, 0, 0]]).to(dtype)
+    expected = [[0, 5], [6, 0], [7, 8, 9], []]
+    assert token_rows(x, mask) == expected
+    assert token_rows({"input_ids": x, "attention_mask": mask}) == expected
+    assert token_rows(x[0], mask[0]) == [[0, 5]]
+    assert token_rows([[1, 2], [3]], [[0, 1], [1]]) == [[2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("x", "mask", "error", "message"),
+    [
+        (
+            torch.ones(1, 4).long(),
+            torch.tensor([[1, 0, 0, 1]]),
+            WhetValueError,
+            "row 0 has a hole at position 1",
+        ),
+        ([[1, 2], [3]], [[1, 1]], WhetValueError, "attention_mask has 1 rows and x has 2"),
+        ([[1, 2], [3]], [[1, 1], [1, 1]], WhetValueError, "row 1 has 1 tokens and its attention_mask 2"),
+        ([[1], [-100, 2]], None, WhetValueError, r"row 1 holds -100.*attention_mask"),
+        ([[1.0, 2.0]], None, WhetTypeError, "row 0 holds float64 values"),
+        (torch.ones(2, 2), None, WhetTypeError, "row 0 holds float64 values"),
+        (torch.ones(2, dtype=torch.bool), None, WhetTypeError, "row 0 holds bool values"),
+        (["a", "b"], None, WhetTypeError, "expected integer token ids"),
+        ("ab", None, WhetTypeError, "x is 'ab', expected token ids"),
+        (None, None, WhetTypeError, "x is None"),
+        (3, None, WhetTypeError, "x is 3"),
+        (torch.ones(1, 2, 3).long(), None, WhetValueError, "row 0 has 3 axes"),
+        (torch.tensor(3), None, WhetValueError, "row 0 has 0 axes"),
+        ([[[1]]], None, WhetValueError, "row 0 has 2 axes"),
+        ({"ids": [1]}, None, WhetValueError, r"keys \['ids'\], expected input_ids"),
+    ],
+)
+def test_bad_token_rows(x: Any, mask: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        token_rows(x, mask)
+
+
+# --- tokenize_prompt ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [(None, [A, B]), ("<s> $A", [BOS, A, B]), ("<s> $A </s>", [BOS, A, B]), ("$A </s>", [A, B])],
+)
+def test_prompt_text_gets_bos_as_the_tokenizer_adds_it_and_no_eos(template: str | None, expected: list[int]) -> None:
+    tokenizer = words(template)
+    assert tokenize_prompt({"prompt": "a b"}, tokenizer) == expected
+    with_bos = [BOS, *expected[-2:]]  # written out in the text: still once
+    assert tokenize_prompt({"prompt": "<s> a b"}, tokenizer) == with_bos
+
+
+def test_prompt_messages_open_the_assistants_turn() -> None:
+    assert tokenize_prompt({"prompt": said("user=a")}, words()) == [USER, A, ASSISTANT]
+    opened = tokenize_prompt({"prompt": said("user=a", "assistant=b")}, words())
+    assert opened == [USER, A, ASSISTANT, B]  # its turn is left open: no EOS, no second opening
+
+
+@pytest.mark.parametrize("prompt", [[4, 5], (4, 5), np.array([4, 5]), torch.tensor([[4, 5]])])
+def test_prompt_ids_pass_through_without_a_tokenizer(prompt: Any) -> None:
+    assert tokenize_prompt({"prompt": prompt}, None) == [4, 5]
+
+
+def test_an_empty_prompt_is_bos_or_an_error() -> None:
+    assert tokenize_prompt({"prompt": ""}, words("<s> $A </s>")) == [BOS]
+    with pytest.raises(WhetValueError, match="the prompt is empty"):
+        tokenize_prompt({"prompt": ""}, words("$A </s>"))
+
+
+@pytest.mark.parametrize(
+    ("row", "tokenizer", "error", "message"),
+    [
+        ({"question": "a", "x": 1}, words(), WhetValueError, "no 'prompt'; it has 'question', 'x'"),
+        ({"prompt": None}, words(), WhetValueError, "no 'prompt'"),
+        ({"prompt": "a"}, None, WhetTypeError, "holds text, and there is no tokenizer"),
+        ({"prompt": "a"}, "gpt2", WhetTypeError, "tokenizer is 'gpt2', expected one such as AutoTokenizer"),
+        ({"prompt": said("user=a")}, letters(), WhetValueError, "has no chat_template"),
+        ({"prompt": said("tool=a")}, words(), WhetValueError, "chat template refuses .*no tools"),
+        ({"prompt": 3.5}, words(), WhetTypeError, r"a field holds 3\.5, expected one text, chat messages"),
+        ({"prompt": ["a", "b"]}, words(), WhetTypeError, r"a field holds \['a', 'b'\], expected one text"),
+        ({"prompt": [{"from": "human"}]}, words(), WhetTypeError, r"expected .* chat messages \(dicts with role and"),
+        ("a b", words(), WhetTypeError, "tokenize_prompt: the row is 'a b', expected a dict"),
+        ({"prompt": [[1], [2]]}, words(), WhetTypeError, "holds 2 rows"),
+    ],
+)
+def test_bad_prompts(row: dict[str, Any], tokenizer: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        tokenize_prompt(row, tokenizer)
+
+
+# --- tokenize_completion --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "a b", "completion": " c"}, ([BOS, A, B], [C, EOS])),
+        ({"prompt": "a b", "completion": " c </s>"}, ([BOS, A, B], [C, EOS])),
+        ({"prompt": "a", "completion": ""}, ([BOS, A], [EOS])),
+        ({"prompt": "", "completion": "a"}, ([BOS], [A, EOS])),
+        ({"text": "a b c"}, ([BOS], [A, B, C, EOS])),
+        ({"text": [A, B, C]}, ([A], [B, C])),
+        ({"prompt": [A, B], "completion": torch.tensor([C])}, ([A, B], [C])),
+        ({"prompt": [A], "completion": []}, ([A], [])),
+        ({"prompt": [], "completion": [A, B]}, ([A], [B])),
+        ({"prompt": said("user=a"), "completion": said("assistant=b")}, ([USER, A, ASSISTANT], [B, EOS])),
+        ({"prompt": said("user=a"), "completion": "b"}, ([USER, A, ASSISTANT], [B, EOS])),
+        ({"messages": said("user=a", "assistant=b c")}, ([USER, A, ASSISTANT], [B, C, EOS])),
+    ],
+)
+@pytest.mark.parametrize("template", ["<s> $A", "<s> $A </s>"])
+def test_completions(row: dict[str, Any], expected: Any, template: str) -> None:
+    assert tokenize_completion(row, words(template)) == expected
+
+
+def test_text_without_bos_has_its_first_token_as_context() -> None:
+    assert tokenize_completion({"text": "abc"}, letters()) == ([4], [3, 0])
+
+
+def test_a_token_across_the_border_belongs_to_the_completion() -> None:
+    assert tokenize_completion({"prompt": "ca", "completion": "bc"}, letters()) == ([3], [4, 3, 0])
+    assert tokenize_completion({"prompt": "ca", "completion": "c"}, letters()) == ([3, 1], [3, 0])
+
+
+@pytest.mark.parametrize(
+    ("row", "tokenizer", "error", "message"),
+    [
+        ({"a": 1}, words(), WhetValueError, "has 'a', expected 'prompt' and 'completion', or 'messages', or"),
+        ({"completion": "a"}, words(), WhetValueError, "no 'prompt'"),
+        ({"messages": said("user=a")}, words(), WhetValueError, "expected two chat messages or more"),
+        ({"prompt": "a", "completion": said("assistant=b")}, words(), WhetTypeError, "both as text"),
+        ({"prompt": "a", "completion": [B]}, words(), WhetTypeError, "the prompt is 'a' and what follows it"),
+        ({"prompt": [], "completion": []}, words(), WhetValueError, "both empty"),
+        ({"text": "a"}, words(eos_token=None), WhetValueError, "no EOS token"),
+        ({"text": "a"}, None, WhetTypeError, "no tokenizer"),
+    ],
+)
+def test_bad_completions(row: dict[str, Any], tokenizer: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        tokenize_completion(row, tokenizer)
+
+
+# --- tokenize_preference --------------------------------------------------------------------------
+
+CHAT = ([USER, A, ASSISTANT], [B, EOS], [C, EOS])
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "a", "chosen": " b", "rejected": " c c"}, ([BOS, A], [B, EOS], [C, C, EOS])),
+        ({"prompt": "a", "chosen": " b", "rejected": " b c"}, ([BOS, A], [B, EOS], [B, C, EOS])),
+        ({"prompt": None, "chosen": "a b", "rejected": "a c"}, ([BOS, A], [B, EOS], [C, EOS])),
+        ({"chosen": "a", "rejected": "b"}, ([BOS], [A, EOS], [B, EOS])),
+        ({"prompt": "", "chosen": "a", "rejected": "b"}, ([BOS], [A, EOS], [B, EOS])),
+        ({"prompt": said("user=a"), "chosen": said("assistant=b"), "rejected": said("assistant=c")}, CHAT),
+        ({"prompt": said("user=a"), "chosen": "b", "rejected": "c"}, CHAT),
+        ({"chosen": said("user=a", "assistant=b"), "rejected": said("user=a", "assistant=c")}, CHAT),
+        ({"prompt": [A], "chosen": [B, B], "rejected": [B]}, ([A], [B, B], [B])),
+        ({"chosen": [A, B, B], "rejected": [A, C]}, ([A], [B, B], [C])),
+        ({"prompt": [], "chosen": [A, B], "rejected": [A, C]}, ([A], [B], [C])),
+    ],
+)
+def test_preferences(row: dict[str, Any], expected: Any) -> None:
+    assert tokenize_preference(row, words()) == expected
+
+
+def test_the_prompt_is_the_shortest_common_prefix() -> None:
+    # "ca" + "b" makes c ab, "ca" + "c" makes c a c: both sides share only the first token.
+    row = {"prompt": "ca", "chosen": "b", "rejected": "c"}
+    assert tokenize_preference(row, letters()) == ([3], [4, 0], [1, 3, 0])
+
+
+@pytest.mark.parametrize(
+    ("row", "error", "message"),
+    [
+        ({"prompt": "a", "chosen": "b"}, WhetValueError, "no 'rejected'; it has 'prompt', 'chosen'"),
+        ({"chosen": "a", "rejected": "c"}, WhetValueError, "share no first token.*Give the row a prompt"),
+        ({"prompt": "a", "chosen": [1], "rejected": [2]}, WhetTypeError, "both as token ids"),
+    ],
+)
+def test_bad_preferences(row: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        tokenize_preference(row, letters())
+
+
+def test_a_pair_without_a_difference() -> None:
+    assert tokenize_preference({"prompt": "a", "chosen": " b", "rejected": " b"}, words()) == (
+        [BOS, A],
+        [B, EOS],
+        [B, EOS],
+    )
+    assert tokenize_preference({"chosen": "a b", "rejected": "a b"}, words()) == ([BOS, A, B, EOS], [], [])
+
+
+# --- what a row tells the chat template -----------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": "b"}}]
+WITH_TOOLS = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{{ (mood or '') + ' ' }}" + TEMPLATE
+ASKED, ANSWERED = said("user=a"), said("assistant=c")
+READERS = [
+    (tokenize_prompt, {"prompt": ASKED}),
+    (tokenize_completion, {"prompt": ASKED, "completion": ANSWERED}),
+    (tokenize_completion, {"messages": ASKED + ANSWERED}),
+    (tokenize_preference, {"prompt": ASKED, "chosen": ANSWERED, "rejected": said("assistant=a")}),
+    (tokenize_preference, {"chosen": ASKED + ANSWERED, "rejected": ASKED + said("assistant=a")}),
+]
+
+
+def chatty(template: str = WITH_TOOLS) -> PreTrainedTokenizerFast:
+    tokenizer = words()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize(("read", "row"), READERS)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_tools_and_options_reach_the_chat_template(read: Any, row: dict[str, Any], as_json: bool) -> None:
+    plain = read(row, chatty())
+    more = {"tools": TOOLS, "chat_template_kwargs": {"mood": "c"}}
+    given = {name: json.dumps(value) if as_json else value for name, value in more.items()}
+    ids, *completions = [plain] if read is tokenize_prompt else plain
+    got = read({**row, **given}, chatty())
+    assert (got if read is tokenize_prompt else got[0]) == [B, C, *ids]
+    assert read is tokenize_prompt or list(got[1:]) == completions
+    for nothing in (None, [], "", "null"):
+        assert read({**row, "tools": nothing}, chatty()) == plain
+    assert read({**row, "tools": TOOLS}, chatty())[-1] == plain[-1]
+    assert read({**row, "chat_template_kwargs": None}, words()) == read(row, words())
+
+
+def test_tools_beside_plain_text_are_a_column() -> None:
+    assert tokenize_prompt({"prompt": "a", "tools": 3}, words()) == [BOS, A]
+
+
+@pytest.mark.parametrize(
+    ("more", "tokenizer", "error", "message"),
+    [
+        ({"tools": TOOLS}, words(), WhetValueError, "the tokenizer's chat template leaves them out"),
+        (
+            {"tools": "{"},
+            chatty(),
+            WhetValueError,
+            r"tools is '\{', expected a list of tools, perhaps as JSON: Expecting",
+        ),
+        ({"tools": "{}"}, chatty(), WhetTypeError, r"tools is \{\}, expected a list of tools"),
+        ({"tools": 5}, chatty(), WhetTypeError, "tools is 5, expected a list of tools"),
+        ({"chat_template_kwargs": [1]}, chatty(), WhetTypeError, r"chat_template_kwargs is \[1\], expected a dict"),
+        ({"chat_template_kwargs": {"tokenize": False}}, chatty(), WhetValueError, "sets tokenize, which the task sets"),
+    ],
+)
+@pytest.mark.parametrize(("read", "row"), READERS[:2])
+def test_bad_options_of_the_chat_template(
+    read: Any, row: dict[str, Any], more: dict[str, Any], tokenizer: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        read({**row, **more}, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("read", "row"),
+    [
+        (tokenize_completion, {"messages": [*ASKED, *ANSWERED, *ASKED]}),
+        (tokenize_completion, {"prompt": ASKED, "completion": [*ANSWERED, *ASKED]}),
+        (tokenize_preference, {"prompt": ASKED, "chosen": ANSWERED, "rejected": ASKED}),
+        (tokenize_preference, {"chosen": ASKED, "rejected": ASKED + ANSWERED}),
+        (tokenize_completion, {"text": ASKED}),
+    ],
+)
+def test_what_is_learnt_is_the_assistants(read: Any, row: dict[str, Any]) -> None:
+    with pytest.raises(
+        WhetValueError, match=r"the last message has the role 'user', .*End with an 'assistant' message: lea"
+    ):
+        read(row, words())
+
+
+def test_messages_that_a_loader_took_apart_are_named() -> None:
+    collated = [{"role": ["user", "user"], "content": ["a", "b"]}]
+    with pytest.raises(
+        WhetTypeError, match=r"a message has the role \['user', 'user'\].*collated, pass collate_fn=list"
+    ):
+        tokenize_prompt({"prompt": collated}, words())
+
+
+def test_rows_that_a_tokenizer_made() -> None:
+    row = {"input_ids": [0, A, B], "attention_mask": [0, 1, 1], "answer": 3}
+    assert tokenize_prompt(row, None) == [A, B]
+    assert tokenize_completion(row, None) == ([A], [B])
+    assert tokenize_prompt({**row, "prompt": [C]}, None) == [C]
+    assert tokenize_prompt({"input_ids": torch.tensor([A, B])}, None) == [A, B]
+
+
+# --- shuffled_batches -----------------------------------------------------------------------------
+
+
+def take(n: int, *args: int) -> list[list[int]]:
+    return list(itertools.islice(shuffled_batches(*args), n))
+
+
+def test_each_epoch_shows_a_row_at_most_once_and_the_ragged_end_waits() -> None:
+    batches = take(9, 10, 3, 0)
+    epochs = [list(itertools.chain(*batches[start : start + 3])) for start in (0, 3, 6)]
+    for epoch in epochs:
+        assert len(epoch) == len(set(epoch)) == 9 and set(epoch) <= set(range(10))
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert set().union(*epochs) == set(range(10))
+    assert all(type(index) is int for index in epochs[0])
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 3, 5, 6, 100, 3 * 10**12 + 1])
+def test_resumes_anywhere(start: int) -> None:
+    assert take(5, 10, 3, 7, start)[1:] == take(4, 10, 3, 7, start + 1)
+    if start <= 100:
+        assert take(start + 4, 10, 3, 7)[start:] == take(4, 10, 3, 7, start)
+
+
+def test_the_order_follows_the_seed() -> None:
+    assert take(3, 100, 10, 1) == take(3, 100, 10, 1) != take(3, 100, 10, 2)
+    assert take(1, 100, 10, -1) != take(1, 100, 10, 1)
+
+
+def test_every_order_is_as_likely_as_any_other() -> None:
+    counts = np.zeros((5, 5))
+    for seed in range(2000):
+        [order] = take(1, 5, 5, seed)
+        counts[np.arange(5), order] += 1
+    # Pearson's statistic with 16 degrees of freedom; the 0.999 quantile is 39.3.
+    assert ((counts - 400) ** 2 / 400).sum() < 39.3
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((3, 4, 0), r"n_rows is 3, fewer than batch_size 4\. Use a smaller batch or more rows"),
+        ((0, 1, 0), "n_rows is 0, fewer than batch_size 1"),
+        ((3, 0, 0), "batch_size is 0, expected an integer >= 1"),
+        ((3, 1, 0, -1), "start_batch is -1, expected an integer >= 0"),
+        ((3.5, 1, 0), r"n_rows is 3\.5, expected an integer"),
+        ((3, "1", 0), "batch_size is '1', expected an integer"),
+        ((3, 1, None), "seed is None, expected an integer"),
+    ],
+)
+def test_bad_batches_are_refused_at_once(args: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(WhetValueError, match=f"shuffled_batches: {message}"):
+        shuffled_batches(*args)
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    assert take(2, np.int64(10), np.int32(3), np.int64(-1)) == take(2, 10, 3, -1)
+
+
+def test_importing_data_and_rewards_does_not_import_torch() -> None:
+    heavy = {"torch", "transformers", "pyarrow"}
+    code = f"import sys, whet.data.rows, whet.rewards.functions; assert not {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

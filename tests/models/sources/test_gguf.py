@@ -1,0 +1,493 @@
+"""GGUF files, written by the gguf package: the same logits, and an error for every way a file can be wrong."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.engine.tiny_models import logits_of, rope, tiny_model, token_ids
+
+import whet
+from whet.errors import WhetValueError
+from whet.models.reference import naive_forward, naive_weights
+from whet.models.sources.gguf import open_gguf
+from whet.models.sources.gguf_container import parse_gguf, read_gguf
+from whet.models.sources.live import describe_module
+
+F32, F16, BF16, Q8_0, Q4_K = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_K"))
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "gpt_neox": "gptneox"}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "gpt_neox.embed_in": "token_embd",
+    "gpt_neox.final_layer_norm": "output_norm",
+    "attention.query_key_value": "attn_qkv",
+    "attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+    "ln_1": "attn_norm",
+    "ln_2": "ffn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    module, suffix = name.rsplit(".", 1)
+    for layers in ("model.layers.", "gpt_neox.layers.", "transformer.h."):
+        if module.startswith(layers):
+            i, rest = module.removeprefix(layers).split(".", 1)
+            return f"blk.{i}.{NAMES[rest]}.{suffix}"
+    return f"{NAMES[module]}.{suffix}"
+
+
+def as_llama_cpp(config: Any, name: str, array: np.ndarray) -> np.ndarray:
+    """The order in which llama.cpp's converter writes a tensor."""
+    n_heads = config.num_attention_heads
+    if config.model_type in ("llama", "mistral") and (".q_proj." in name or ".k_proj." in name):
+        heads = n_heads if ".q_proj." in name else config.num_key_value_heads
+        rest = array.shape[1:]
+        return array.reshape(heads, 2, -1, *rest).swapaxes(1, 2).reshape(array.shape)
+    if ".query_key_value." in name:
+        rest = array.shape[1:]
+        return array.reshape(n_heads, 3, -1, *rest).swapaxes(0, 1).reshape(array.shape)
+    if config.model_type == "gpt2" and name.rsplit(".", 2)[-2] in ("c_attn", "c_proj", "c_fc") and array.ndim == 2:
+        return array.T
+    return array
+
+
+def write(model: Any, path: Path, kinds: Any = F32, *, change: Any = None, extra: Any = None) -> Path:
+    """A model as a GGUF file. ``kinds``: a type, or name -> type; ``change``: of the writer; ``extra``: tensors."""
+    config = model.config
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    ffn_dim = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    writer.add_feed_forward_length(ffn_dim)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.layer_norm_epsilon)
+    settings = getattr(config, "rope_parameters", None)
+    if settings:
+        writer.add_rope_freq_base(settings["rope_theta"])
+        writer.add_rope_dimension_count(int(head_dim * settings.get("partial_rotary_factor", 1.0)))
+    if config.model_type in ("mistral", "phi3") and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "gpt_neox":
+        writer.add_parallel_residual(config.use_parallel_residual)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "bc", "é"])
+    writer.add_array("tokenizer.ggml.scores", [0.0, 1.0, 2.0])
+    writer.add_bool("tokenizer.ggml.add_bos_token", True)
+    if change:
+        change(writer)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        kind = kinds(name) if callable(kinds) else kinds
+        array = np.ascontiguousarray(as_llama_cpp(config, name, tensor.float().numpy()))
+        add(writer, gguf_name(name), array, kind if array.ndim == 2 else F32)
+    for name, array in (extra or {}).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: gguf.GGMLQuantizationType) -> None:
+    if kind == F32:
+        writer.add_tensor(name, array)
+    elif kind == F16:
+        writer.add_tensor(name, array.astype(np.float16))
+    elif kind == Q4_K:  # The package reads Q4_K and does not write it.
+        writer.add_tensor(name, whet.quantize(array, "q4_k").data, raw_shape=None, raw_dtype=kind)
+    else:
+        writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+
+
+def logits(source, ids):
+    weights = naive_weights(source.config, source.pieces(), np.float32)
+    return naive_forward(source.config, weights, ids[0].numpy())
+
+
+CASES = ("llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neox-serial", "gpt2",
+         "gpt2-untied-unscaled", "phi3")  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case, tmp_path):
+    model, ids = tiny_model(case, **({"scale_attn_weights": True} if "unscaled" in case else {})), token_ids()
+    source = open_gguf(write(model, tmp_path / "model.gguf"))
+    np.testing.assert_allclose(logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
+    live = describe_module(model)
+    ours, theirs = naive_weights(source.config, source.pieces()), naive_weights(live.config, live.pieces())
+    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[slot], theirs[slot]) for slot in ours)
+    assert source.targets.keys() == live.targets.keys()
+    assert source.config.windows == live.config.windows
+    for piece in source.pieces():
+        assert not piece.tensor.flags.owndata and not piece.tensor.flags.writeable
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("kind", [F16, BF16, Q8_0, Q4_K], ids=lambda kind: kind.name)
+def test_every_type(case, kind, tmp_path):
+    """Rows of 256, which Q4_K needs; against the gguf package's own reading of the file, to the bit."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256}
+    model = tiny_model(case, **sizes)
+    path = write(model, tmp_path / "model.gguf", kind)
+    source = open_gguf(path)
+    format = kind.name.lower().replace("f16", "float16").replace("bfloat16", "bfloat16")
+    assert {piece.format for piece in source.pieces()} == {"float32", format}
+    by_name = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for name in model.state_dict():
+        tensor = by_name[gguf_name(name)]
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        model.get_parameter(name).data = torch.tensor(undone(model.config, name, values))
+    live = describe_module(model)
+    ours, theirs = (naive_weights(s.config, s.pieces(), np.float32) for s in (source, live))
+    for slot in theirs:
+        np.testing.assert_array_equal(ours[slot], theirs[slot], err_msg=slot)
+    ids = token_ids(8)
+    np.testing.assert_allclose(logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-3)
+
+
+def undone(config: Any, name: str, array: np.ndarray) -> np.ndarray:
+    """The inverse of ``as_llama_cpp``, found by sending row numbers through it."""
+    order = as_llama_cpp(config, name, np.arange(array.shape[0])[:, None])[:, 0]
+    return array[np.argsort(order)]
+
+
+def test_mixed_types(tmp_path):
+    """As in practice: norms in F32, the embedding in another type than the layers."""
+    model, ids = tiny_model("qwen2"), token_ids()
+    path = write(
+        model, tmp_path / "model.gguf", lambda name: F16 if "embed" in name else Q8_0 if "mlp.up" in name else F32
+    )
+    source = open_gguf(path)
+    formats = {piece.slot: piece.format for piece in source.pieces() if piece.first_row == 40 or "embed" in piece.slot}
+    assert formats["embedding"] == "float16" and formats["layers.0.gate_up"] == "q8_0"
+    np.testing.assert_allclose(logits(source, ids), logits_of(model, ids), rtol=0, atol=0.2)
+
+
+def test_llama3_scaling_is_a_tensor_of_divisors(tmp_path):
+    model, ids = tiny_model("llama-llama3"), token_ids()
+    exact = describe_module(model).config
+    plain = 500.0 ** (-np.arange(4) / 4)
+    path = write(
+        model, tmp_path / "model.gguf", extra={"rope_freqs.weight": (plain / exact.inv_freq).astype(np.float32)}
+    )
+    source = open_gguf(path)
+    np.testing.assert_allclose(source.config.inv_freq, exact.inv_freq, rtol=1e-6)
+    np.testing.assert_allclose(logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["llama-linear", "llama-yarn"])
+def test_scaling_in_the_metadata(case, tmp_path):
+    model, ids = tiny_model(case), token_ids()
+    settings = model.config.rope_parameters
+
+    def change(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(settings["rope_type"]))
+        writer.add_rope_scaling_factor(settings["factor"])
+        writer.add_rope_scaling_orig_ctx_len(settings.get("original_max_position_embeddings", 64))
+
+    source = open_gguf(write(model, tmp_path / "model.gguf", change=change))
+    np.testing.assert_allclose(logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [12, 24])
+def test_longrope(n, tmp_path):
+    model, ids = tiny_model("phi3-longrope"), token_ids(n)
+    settings = model.config.rope_parameters
+    extra = {
+        f"rope_factors_{kind}.weight": np.array(settings[f"{kind}_factor"], np.float32) for kind in ("long", "short")
+    }
+
+    def change(writer):
+        writer.add_rope_scaling_orig_ctx_len(16)
+        writer.add_rope_scaling_attn_factors(describe_module(model).config.attention_factor)
+
+    path = write(model, tmp_path / "model.gguf", change=change, extra=extra)
+    source = open_gguf(path, max_position=n)
+    np.testing.assert_allclose(logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
+
+
+def test_a_file_whose_heads_rotate_in_part_is_refused_where_the_family_does_not(tmp_path):
+    model = tiny_model("qwen2")
+    model.config.rope_parameters["partial_rotary_factor"] = 0.5
+    path = write(model, tmp_path / "model.gguf")
+    with pytest.raises(WhetValueError, match=r"qwen2\.rope\.dimension_count is 4, expected the whole head, 8"):
+        open_gguf(path)
+
+
+# --- llama.cpp reads the same files the same way -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-llama3", "qwen2", "qwen3", "gpt2", "phi3"])
+def test_logits_are_those_of_llama_cpp(case, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    options = {"sliding_window": None} if case == "phi3" else {}
+    model, ids = tiny_model(case, **options), token_ids(16)
+
+    def change(writer):
+        writer.add_tokenizer_model("no_vocab")
+        writer.add_vocab_size(model.config.vocab_size)
+
+    extra = {}
+    if case == "llama-llama3":
+        plain = 500.0 ** (-np.arange(4) / 4)
+        extra["rope_freqs.weight"] = (plain / describe_module(model).config.inv_freq).astype(np.float32)
+    path = write(model, tmp_path / "model.gguf", change=change, extra=extra)
+    llama = llama_cpp.Llama(str(path), n_ctx=64, logits_all=True, verbose=False, n_threads=1)
+    llama.eval(ids[0].tolist())
+    expected = np.array(llama.scores[:16], np.float32)
+    llama.close()
+    np.testing.assert_allclose(logits(open_gguf(path), ids), expected, rtol=0, atol=0.05)
+
+
+# --- files that are wrong ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> bytes:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 5}
+    model = tiny_model("llama", num_attention_heads=2, num_key_value_heads=1, **sizes)
+    return write(model, tmp_path_factory.mktemp("gguf") / "model.gguf").read_bytes()
+
+
+def opened(data: bytes, tmp_path: Path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(data)
+    return open_gguf(path)
+
+
+def test_cut_short_at_every_byte(small, tmp_path):
+    path = tmp_path / "whole.gguf"
+    path.write_bytes(small)
+    end = max(int(tensor.data_offset + tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors)
+    data = np.frombuffer(small, np.uint8)
+    for n in range(end):
+        with pytest.raises(WhetValueError, match=r"^here: .*(cut short|begin with GGUF)"):
+            parse_gguf(data[:n], "here")
+    opened(small[:end], tmp_path)
+    with pytest.raises(WhetValueError, match=r'^open_gguf\(".*model.gguf"\): .*cut short'):
+        opened(small[: end - 1], tmp_path)
+    with pytest.raises(WhetValueError, match=r"model\.gguf is empty"):
+        opened(b"", tmp_path)
+
+
+def header(n_tensors=0, n_keys=0, version=3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, n_tensors, n_keys)
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def key(name: bytes, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+ARCHITECTURE = key(b"general.architecture", 8, text(b"llama"))
+
+
+def tensor(name: bytes, shape=(32,), kind=0, offset=0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"GGML" + bytes(100), "does not begin with GGUF"),
+        (header(version=1), "GGUF version 1; this engine reads 2 and 3: convert it"),
+        (header(version=3 << 24), "GGUF version 50331648; this engine reads 2 and 3: it is big-endian"),
+        (header(n_tensors=2**63), "number of tensors is 9223372036854775808, more than the 8 bytes left"),
+        (header(n_keys=2**64 - 1), "number of keys is 18446744073709551615, more than"),
+        (header(n_keys=1) + struct.pack("<Q", 2**63) + bytes(9), r"within a key \(9223372036854775808 bytes"),
+        (header(n_keys=1) + key(b"", 8, text(b"x")), "a key is '', expected plain text"),
+        (header(n_keys=1) + key(b"a\x1b[0m", 8, text(b"x")), r"a key is 'a\\x1b\[0m', expected plain text"),
+        (header(n_keys=1) + key(b"\xff", 8, text(b"x")), "a key is not UTF-8"),
+        (header(n_keys=1) + key(b"k" * 2000, 8, text(b"x")), "a key is 'kkk.*expected plain text"),
+        (header(n_keys=1) + key(b"k", 13, bytes(8)), "k has type 13, which GGUF does not have"),
+        (header(n_keys=1) + key(b"k", 7, b"\x02" + bytes(8)), "k is 2, expected 0 or 1"),
+        (header(n_keys=1) + key(b"k", 9, struct.pack("<IQ", 4, 2**62)), "length of k is 4611686018427387904, more"),
+        (header(n_keys=1) + key(b"k", 9, struct.pack("<IQ", 8, 2**62)), "length of k is 4611686018427387904, more"),
+        (
+            header(n_keys=1) + key(b"k", 9, struct.pack("<IQ", 9, 1) + bytes(12)),
+            "k is an array of type 9, expected num",
+        ),
+        (header(n_keys=1) + key(b"k", 9, struct.pack("<IQQ", 8, 1, 99)), r"within k \(99 bytes"),
+        (header(n_keys=2) + 2 * ARCHITECTURE, "the key general.architecture is there twice"),
+        (header(n_keys=1) + key(b"general.alignment", 4, struct.pack("<I", 0)), "general.alignment is 0, expected"),
+        (header(n_keys=1) + key(b"general.alignment", 4, struct.pack("<I", 12)), "general.alignment is 12, expected"),
+        (header(n_keys=1) + key(b"general.alignment", 8, text(b"32")), "general.alignment is '32', expected"),
+        (header(2) + 2 * tensor(b"t") + bytes(200), "the tensor t is there twice"),
+        (header(1) + tensor(b"t", shape=()) + bytes(200), "t has 0 axes, expected 1 to 4"),
+        (header(1) + tensor(b"t", shape=(1,) * 5) + bytes(200), "t has 5 axes, expected 1 to 4"),
+        (header(1) + text(b"t") + struct.pack("<I", 2**32 - 1) + bytes(200), "t has 4294967295 axes"),
+        (header(1) + tensor(b"t", shape=(2**63, 2**63)) + bytes(200), "t of shape .* ends at byte .* cut short"),
+        (header(1) + tensor(b"t", shape=(2**62, 4)) + bytes(200), "t of shape .* ends at byte"),
+        (header(1) + tensor(b"t", shape=(0, 2**63)) + bytes(200), "t of shape .* ends at byte"),
+        (header(1) + tensor(b"t", offset=2**64 - 32) + bytes(200), "t of shape .* ends at byte"),
+        (header(1) + tensor(b"t", offset=4) + bytes(200), "t begins at byte 4 of the data, expected a multiple of 32"),
+        (
+            header(2) + tensor(b"a") + tensor(b"b", offset=96) + bytes(300),
+            "b begins at byte 96 of the data, expected a",
+        ),
+        (
+            header(1) + tensor(b"blk.3.attn_k.weight", kind=7) + bytes(99),
+            r"blk\.3\.attn_k\.weight is Q5_1; this engine",
+        ),
+        (header(1) + tensor(b"t", kind=14) + bytes(99), "t is Q6_K; this engine reads F32, F16, BF16, Q8_0 and Q4_K"),
+        (header(1) + tensor(b"t", kind=4) + bytes(99), "t is of type 4; this engine reads"),
+        (
+            header(1) + tensor(b"t", shape=(33,), kind=8) + bytes(99),
+            "t has rows of 33, which blocks of 32 do not divide",
+        ),
+        (header() + bytes(32), "general.architecture is None; this engine reads llama, qwen2"),
+        (header(n_keys=1) + key(b"general.architecture", 8, text(b"mamba")), "general.architecture is 'mamba'"),
+        (header(n_keys=1) + key(b"general.architecture", 4, bytes(4)), "general.architecture is 0"),
+        (header(n_keys=2) + ARCHITECTURE + key(b"split.count", 2, b"\x03\x00"), "one part of a model. Join the parts"),
+        (
+            header(n_keys=2) + ARCHITECTURE + key(b"llama.expert_count", 4, bytes(4)),
+            "not know the option llama.expert_c",
+        ),
+        (header(n_keys=1) + ARCHITECTURE, "llama.block_count is None, expected an integer of at least 1"),
+    ],
+)
+def test_hostile_files(data, message, tmp_path):
+    with pytest.raises(WhetValueError, match=rf'^open_gguf\(".*model.gguf"\): .*{message}'):
+        opened(data, tmp_path)
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(WhetValueError, match=r"nothing\.gguf is no file"):
+        open_gguf(tmp_path / "nothing.gguf")
+    with pytest.raises(WhetValueError, match="is no file"):
+        open_gguf(tmp_path)
+
+
+SIZES = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv",
+         "context_length", "attention.key_length")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [0, 2**32 - 1])
+def test_sizes_that_cannot_be(small, tmp_path, name, value):
+    at = small.index(text(f"llama.{name}".encode())) + 8 + len(f"llama.{name}") + 4
+    changed = small[:at] + struct.pack("<I", value) + small[at + 4 :]
+    if name == "context_length" and value:
+        value, changed = 0, small[:at] + bytes(4) + small[at + 4 :]
+    with pytest.raises(WhetValueError, match=r'^open_gguf\(".*model.gguf"\): '):
+        opened(changed, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "extra", "message"),
+    [
+        (None, {"blk.0.ffn_up.bias": np.ones(40, np.float32)}, "has no blk.0.ffn_up.bias; the engine does not know it"),
+        (
+            None,
+            {"rope_freqs.weight": np.ones(3, np.float32)},
+            "rope_freqs.weight is .* expected 4 finite numbers above 0",
+        ),
+        (None, {"rope_freqs.weight": np.zeros(4, np.float32)}, "expected 4 finite numbers above 0"),
+        (None, {"rope_factors_long.weight": np.ones(4, np.float32)}, "rope_factors_long are 1-D F32 tensors"),
+        (lambda w: w.add_float32("llama.logit_scale", 2.0), None, "does not know the option llama.logit_scale"),
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), None, "rope.scaling.type is 'longrope'"),
+        (lambda w: w.add_float32("llama.rope.scaling.attn_factor", float("nan")), None, "attn_factor is nan, expected"),
+    ],
+)
+def test_models_that_are_more_than_their_architecture(change, extra, message, tmp_path):
+    path = write(tiny_model("llama"), tmp_path / "model.gguf", change=change, extra=extra)
+    with pytest.raises(WhetValueError, match=rf"^open_gguf.*{message}"):
+        open_gguf(path)
+
+
+def test_sizes_by_layer(tmp_path):
+    """Some files give a size for each layer; it has to be the same."""
+    model = tiny_model("llama")
+    path = write(model, tmp_path / "same.gguf", change=lambda w: None)
+    data = path.read_bytes()
+    assert open_gguf(path).config.n_kv_heads == 2
+    old = key(b"llama.attention.head_count_kv", 4, struct.pack("<I", 2))
+    for sizes, message in (
+        ((2, 2), None),
+        ((2, 4), r"head_count_kv is \[2, 4\], expected an integer of at least 1, the"),
+    ):
+        new = key(b"llama.attention.head_count_kv", 9, struct.pack("<IQII", 4, 2, *sizes))
+        # One key more, as long as keeps the data on a multiple of 32.
+        filler = key(b"x", 8, text(b" " * (-(len(new) - len(old) + len(key(b"x", 8, text(b"")))) % 32)))
+        changed = data.replace(old, new + filler)
+        changed = changed[:16] + struct.pack("<Q", struct.unpack("<Q", data[16:24])[0] + 1) + changed[24:]
+        path.write_bytes(changed)
+        if message is None:
+            assert open_gguf(path).config.n_kv_heads == 2
+        else:
+            with pytest.raises(WhetValueError, match=message):
+                open_gguf(path)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(at=st.integers(0, 1500), byte=st.integers(0, 255))
+def test_any_byte_of_the_head_changed(small, tmp_path, at, byte):
+    """Opens or raises, and nothing else."""
+    data = bytearray(small)
+    data[at] = byte
+    try:
+        source = opened(bytes(data), tmp_path)
+    except WhetValueError:
+        return
+    assert all(piece.tensor.nbytes >= 0 for piece in source.pieces())
+
+
+def test_metadata_and_tensors_are_those_of_the_package(tmp_path):
+    model = tiny_model("llama-yarn", **rope("default"))
+    path = write(model, tmp_path / "model.gguf", F16)
+    ours, theirs = read_gguf(path, "here"), gguf.GGUFReader(path)
+    assert ours.tensors.keys() == {tensor.name for tensor in theirs.tensors}
+    for tensor in theirs.tensors:
+        stored = ours.tensors[tensor.name]
+        np.testing.assert_array_equal(stored.tensor, tensor.data)
+        assert stored.shape == tuple(tensor.shape[::-1].tolist())
+    for name, field in theirs.fields.items():
+        if not name.startswith("GGUF."):
+            value = field.contents()
+            assert ours.metadata[name] == (
+                len(value) if isinstance(value, list) and isinstance(value[0], str) else value
+            )

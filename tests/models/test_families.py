@@ -1,0 +1,465 @@
+"""Every family against transformers: live modules, through pieces and the NumPy definition, to every logit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import subprocess
+import sys
+from types import MethodType
+
+import numpy as np
+import peft
+import pytest
+import torch
+from tests.engine.tiny_models import CASES, VOCAB, logits_of, rope, tiny_config, tiny_model, token_ids
+from torch import nn
+
+from whet.errors import WhetTypeError, WhetValueError
+from whet.models.architecture import ModelConfig
+from whet.models.families import FAMILIES, model_config, short_position
+from whet.models.reference import naive_forward, naive_weights
+from whet.models.slots import place_lora
+from whet.models.sources.live import describe_module
+
+KV = {"num_key_value_heads": 2}
+
+
+def native_logits(source, ids, dtype=np.float32):
+    weights = naive_weights(source.config, source.pieces(), dtype)
+    return naive_forward(source.config, weights, ids[0].numpy())
+
+
+def in_float64(model, config: ModelConfig):
+    """The model in float64 throughout; transformers' norms and rotary tables otherwise compute in float32."""
+    model = copy.deepcopy(model).double()
+
+    def rms_norm(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    def rotary(self, x, position_ids):
+        angles = position_ids[..., None].double() * torch.tensor(config.inv_freq, dtype=torch.float64)
+        angles = torch.cat((angles, angles), dim=-1)
+        return config.attention_factor * angles.cos(), config.attention_factor * angles.sin()
+
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = MethodType(rms_norm, module)
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            module.forward = MethodType(rotary, module)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case):
+    model, ids = tiny_model(case), token_ids()
+    source = describe_module(model)
+    expected = logits_of(model, ids)
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(native_logits(source, ids), expected, rtol=0, atol=1e-4)
+    assert source.config.n_parameters == model.num_parameters()
+    assert model_config(model.config) == source.config == model_config(json.loads(model.config.to_json_string()))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("gptj") and case != "gpt2-reordered"])
+def test_logits_in_float64(case):
+    # GPT-J and the reordered GPT-2 compute attention in float32 whatever the weights.
+    model, ids = tiny_model(case), token_ids()
+    model = in_float64(model, describe_module(model).config)
+    logits = native_logits(describe_module(model), ids, np.float64)
+    np.testing.assert_allclose(logits, logits_of(model, ids), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pieces_fill_every_slot_once(case):
+    source = describe_module(tiny_model(case))
+    rows = {slot: np.zeros(shape[0], int) for slot, shape in source.config.slots().items()}
+    for piece in source.pieces():
+        rows[piece.slot][piece.first_row : piece.first_row + len(piece.tensor)] += 1
+        assert tuple(piece.tensor.shape[1:]) == source.config.slots()[piece.slot][1:]
+    assert all((count == 1).all() for count in rows.values())
+
+
+@pytest.mark.parametrize("case", ["llama-dynamic", "llama-longrope", "phi3-longrope"])
+def test_scalings_that_depend_on_the_length_are_resolved_for_it(case):
+    for n in (12, 80):
+        ids = token_ids(n)
+        model = tiny_model(case)
+        source = describe_module(model, max_position=n)
+        assert source.config.max_position == n
+        np.testing.assert_allclose(native_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
+
+
+LONGROPE = {
+    "original_max_position_embeddings": 16,
+    **rope("longrope", short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 4.0, 8.0, 16.0]),
+}
+
+
+def test_where_longropes_factors_change():
+    config = tiny_config("phi3", **LONGROPE)
+    assert short_position(config) == short_position(config.to_dict()) == 16
+    assert describe_module(tiny_model("phi3", **LONGROPE)).short_position == 16
+    assert short_position(tiny_config("phi3", **{**LONGROPE, "max_position_embeddings": 16})) is None
+    alike = {**LONGROPE["rope_parameters"], "short_factor": [2.0, 4.0, 8.0, 16.0]}
+    assert short_position(tiny_config("phi3", **{**LONGROPE, "rope_parameters": alike})) is None
+    others = [case for case in CASES if not case.endswith("longrope")]
+    assert [short_position(tiny_config(case)) for case in others] == [None] * len(others)
+    assert short_position(None) is short_position({"model_type": "opt"}) is None
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_part_of_a_head_rotates_where_transformers_reads_of_it_alone(case):
+    model, ids = tiny_model(case, partial_rotary_factor=0.5), token_ids()
+    assert model.config.rope_parameters["partial_rotary_factor"] == 0.5
+    np.testing.assert_allclose(native_logits(describe_module(model), ids), logits_of(model, ids), rtol=0, atol=1e-4)
+    scaled = tiny_config(case, **rope("linear", factor=2.0, partial_rotary_factor=0.5)).to_dict()
+    with pytest.raises(WhetValueError, match=f"partial_rotary_factor is 0.5 with rope_type 'linear', and a {case} rot"):
+        model_config(scaled)
+
+
+def test_a_module_that_rotates_by_other_frequencies_than_its_config_is_refused():
+    model = tiny_model("llama")
+    model.config.rope_parameters["rope_theta"] = 500.0
+    with pytest.raises(
+        WhetValueError, match=r"model\.rotary_emb\.inv_freq is .*, and the config says .*Make the model"
+    ):
+        describe_module(model)
+    shorter = tiny_model("llama")
+    shorter.model.rotary_emb.inv_freq = shorter.model.rotary_emb.original_inv_freq = torch.ones(2)
+    with pytest.raises(WhetValueError, match=r"model\.rotary_emb\.inv_freq is \(1\.0, 1\.0\), and the config says"):
+        describe_module(shorter)
+
+
+@pytest.mark.parametrize("case", ["llama-dynamic", "llama-longrope", "phi3-longrope"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_text_before_does_not_change_what_is_described(case, dtype):
+    fresh, used = (tiny_model(case).to(dtype) for _ in range(2))
+    with torch.no_grad():
+        used(token_ids(80))
+    for max_position in (None, 12, 80):
+        expected = describe_module(fresh, max_position=max_position).config
+        found = describe_module(used, max_position=max_position).config
+        np.testing.assert_allclose(found.inv_freq, expected.inv_freq, rtol=2**-8)
+
+
+def test_what_a_config_says():
+    config = model_config(tiny_config("qwen3-biases-windows"))
+    assert (config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim) == (2, 4, 2, 8)
+    assert config.windows == (4, 0) and config.qk_norm and config.qkv_bias and config.o_bias and not config.mlp_bias
+    assert config.attention_scale == pytest.approx(8**-0.5) and config.rotary_dim == 8 and len(config.inv_freq) == 4
+    slots = config.slots()
+    assert slots["layers.1.qkv"] == (4 * 8 + 2 * 2 * 8, 32) and slots["layers.0.gate_up"] == (80, 32)
+    assert slots["layers.0.q_norm.weight"] == (8,) and slots["head"] == (VOCAB, 32)
+    neox = model_config(tiny_config("gpt_neox"))
+    assert neox.parallel_residual and not neox.gated and neox.rotary_dim == 2 and neox.activation == "gelu"
+    gptj = model_config(tiny_config("gptj"))
+    assert gptj.shared_norm and not gptj.is_neox and gptj.head_bias and gptj.activation == "gelu_tanh"
+    assert "layers.0.norm2.weight" not in gptj.slots() and "layers.0.norm1.bias" in gptj.slots()
+    gpt2 = model_config(tiny_config("gpt2"))
+    assert gpt2.learned_positions == gpt2.max_position == 64 and gpt2.tied_head and gpt2.rotary_dim == 0
+
+
+def test_old_configs():
+    """As model repositories hold them: rope in several places, options left out."""
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_hidden_layers": 2}
+    sizes |= {"vocab_size": 48, "max_position_embeddings": 8192}
+    llama = {
+        **sizes,
+        "model_type": "llama",
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 1024,
+            "rope_type": "llama3",
+        },
+    }
+    config = model_config(llama)
+    assert config.n_kv_heads == 4 and config.norm_eps == 1e-6 and not config.tied_head
+    # Pairs 0 to 3 of 8 turn with 500000^(-i/4); the last, 1.9e-5, is far below 1 / 1024 and is divided by 8.
+    assert config.inv_freq[0] == 1.0 and config.inv_freq[3] == pytest.approx(500000**-0.75 / 8, rel=1e-12)
+    neox = model_config({**sizes, "model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 100})
+    assert neox.inv_freq == (1.0, pytest.approx(0.1))
+    phi3 = {**sizes, "model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0] * 4}}
+    phi3["rope_scaling"]["long_factor"] = [2.0, 2.0, 2.0, 2.0]
+    config = model_config({**phi3, "original_max_position_embeddings": 4096})
+    assert config.inv_freq[0] == 0.5 and config.attention_factor == pytest.approx((1 + 1 / 12) ** 0.5)
+    assert model_config({**phi3, "original_max_position_embeddings": 8192}).inv_freq[0] == 1.0
+    mistral = model_config({**sizes, "model_type": "mistral", "num_attention_heads": 16})
+    assert mistral.n_kv_heads == 8 and mistral.windows == (4096, 4096)
+    assert model_config({**sizes, "model_type": "mistral", "sliding_window": None, **KV}).windows == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mixtral"}, "model_type is 'mixtral'; the engine runs gpt2, gpt_neox, gptj, llama, mistral"),
+        ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu', expected one of silu"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, expected an integer from 1"),
+        ({"num_attention_heads": True}, "num_attention_heads is True, expected an integer"),
+        ({"num_attention_heads": 3}, "hidden_size is 32, expected a multiple of num_attention_heads=3"),
+        ({"num_key_value_heads": 3}, "n_heads is 4, expected a multiple of n_kv_heads=3"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000, expected an integer from 1 to 4096"),
+        ({"hidden_size": 2**63}, "hidden_size is 9223372036854775808, expected"),
+        ({"hidden_size": "32"}, "hidden_size is '32', expected an integer"),
+        ({"vocab_size": None}, "vocab_size is None, expected"),
+        ({"head_dim": 7}, "rotary embedding: rotary_dim is 7, expected an even number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, expected a finite number"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*expected a finite number"),
+        ({"rms_norm_eps": -1.0}, "norm_eps is -1.0, expected a finite number of at least 0"),
+        ({"attention_bias": 1}, "attention_bias is 1, expected true or false"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is .* Load the model in float32"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder is True, which the engine does not run for llama"),
+        ({"num_local_experts": 8}, "num_local_experts is 8"),
+        (rope("spiral"), "rope_type 'spiral', expected one of 'default', 'linear'"),
+        (rope("linear"), "has no 'factor', which linear needs"),
+        (rope("linear", factor=10**400), "rotary embedding: "),
+        (rope("default", mrope_section=[1]), "has 'mrope_section', which default does not know"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "expected one object of settings"),
+        ({"rope_parameters": [1]}, "expected one object of settings"),
+    ],
+)
+def test_an_unsupported_config_is_named(change, message):
+    given = {**json.loads(tiny_config("llama").to_json_string()), **change}
+    if "head_dim" not in change:
+        del given["head_dim"]
+    with pytest.raises(WhetValueError, match=f"^here: .*{message}"):
+        model_config(given, where="here")
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
+        ("gptj", {"rotary_dim": None}, "rotary_dim is None, expected an even number"),
+        ("gptj", {"rotary_dim": 5}, "rotary_dim is 5"),
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0, expected an integer of at least 1, or null"),
+        ("qwen2-windows", {"layer_types": ["full_attention"]}, "layer_types is .*, expected 2 of full_attention"),
+        ("qwen2-windows", {"layer_types": ["linear_attention"] * 2}, "layer_types is .*linear_attention"),
+        ("qwen2-windows", {"layer_types": None, "max_window_layers": -1}, "max_window_layers is -1"),
+    ],
+)
+def test_an_unsupported_option_of_a_family_is_named(case, change, message):
+    with pytest.raises(WhetValueError, match=message):
+        model_config({**tiny_config(case).to_dict(), **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_heads": 0}, "n_heads is 0, expected an integer from 1"),
+        ({"n_kv_heads": 3}, "n_heads is 4, expected a multiple of n_kv_heads=3"),
+        ({"norm": "batch"}, "norm is batch, expected one of rms, layer"),
+        ({"activation": "relu"}, "activation is relu"),
+        ({"norm_eps": float("inf")}, "norm_eps is inf, expected a finite number"),
+        ({"windows": (0,)}, "windows is 1 numbers, expected one for each of n_layers=2"),
+        ({"windows": (0, -1)}, "windows is -1"),
+        ({"rotary_dim": 7}, "rotary_dim is 7, expected an even number"),
+        ({"rotary_dim": 10}, "rotary_dim is 10, expected an integer from 0 to 8"),
+        ({"inv_freq": (1.0,)}, "inv_freq is 1 numbers, expected 4"),
+        ({"inv_freq": (1.0, 1.0, 1.0, float("nan"))}, "inv_freq is nan"),
+        ({"shared_norm": True}, "shared_norm is True, expected False"),
+        ({"learned_positions": 10}, "max_position is 64, expected at most learned_positions=10"),
+        ({"attention_scale": None}, "attention_scale is None"),
+    ],
+)
+def test_a_config_that_cannot_be(change, message):
+    with pytest.raises(WhetValueError, match=f"ModelConfig: {message}"):
+        dataclasses.replace(model_config(tiny_config("llama")), **change)
+
+
+# --- live modules ---------------------------------------------------------------------------------------------------
+
+
+def test_pieces_are_views():
+    for case in ("llama", "gpt_neox", "gpt2", "phi3"):
+        model = tiny_model(case)
+        storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        assert {p.tensor.untyped_storage().data_ptr() for p in describe_module(model).pieces()} <= storages
+
+
+def test_values_changed_in_place_are_seen():
+    model, ids = tiny_model("llama"), token_ids()
+    source = describe_module(model)
+    model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
+    np.testing.assert_allclose(native_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
+
+
+def test_bfloat16_and_resized_embeddings():
+    model, ids = tiny_model("qwen2").bfloat16(), token_ids()
+    model.resize_token_embeddings(VOCAB + 5)
+    source = describe_module(model)
+    assert source.config.vocab_size == VOCAB + 5
+    assert {piece.format for piece in source.pieces()} == {"bfloat16"}
+    expected = logits_of(model.float(), ids)
+    np.testing.assert_allclose(native_logits(source, ids), expected, rtol=0, atol=1e-4)
+
+
+def test_rotary_frequencies_are_as_rounded_as_the_modules():
+    assert describe_module(tiny_model("llama")).config == model_config(tiny_config("llama"))
+    rounded = describe_module(tiny_model("llama").bfloat16()).config.inv_freq
+    assert rounded == tuple(torch.tensor(model_config(tiny_config("llama")).inv_freq).bfloat16().double().tolist())
+    # After a long text transformers holds other frequencies; those are not rounding.
+    model = tiny_model("llama-longrope", max_position_embeddings=16)
+    logits_of(model, token_ids(40))
+    assert describe_module(model).config == model_config(model.config)
+
+
+def test_the_head_is_tied_where_it_has_the_embeddings_memory():
+    model = tiny_model("qwen2")
+    assert describe_module(model).config.tied_head
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
+    assert not describe_module(model).config.tied_head
+    untied = tiny_model("llama")
+    untied.lm_head.weight = untied.model.embed_tokens.weight
+    assert describe_module(untied).config.tied_head
+
+
+def test_a_compiled_model():
+    model, ids = tiny_model("llama"), token_ids()
+    source = describe_module(torch.compile(model))
+    np.testing.assert_allclose(native_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
+
+
+def with_lora(case, targets, **options):
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, init_lora_weights=False, **options)
+    model = peft.get_peft_model(tiny_model(case), config).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.mul_(3)
+    return model
+
+
+LORA_CASES = {
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"],
+    "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    "gpt2": ["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"],
+    "gptj": ["q_proj", "out_proj", "fc_in"],
+    "phi3": ["qkv_proj", "gate_up_proj"],
+}
+
+
+@pytest.mark.parametrize("case", LORA_CASES)
+def test_lora_apart_and_merged(case):
+    model, ids = with_lora(case, LORA_CASES[case], fan_in_fan_out=case == "gpt2"), token_ids()
+    expected, plain = logits_of(model, ids), logits_of(tiny_model(case), ids)
+    assert np.abs(expected - plain).max() > 0.1
+    merged = describe_module(model, merged=True)
+    assert not merged.adapters
+    np.testing.assert_allclose(native_logits(merged, ids), expected, rtol=0, atol=1e-4)
+    apart = describe_module(model)
+    np.testing.assert_allclose(native_logits(apart, ids), plain, rtol=0, atol=1e-4)
+    weights = naive_weights(apart.config, apart.pieces(), np.float32)
+    for lora in apart.adapters:
+        rows = slice(lora.first_row, lora.first_row + len(lora.b))
+        weights[lora.slot][rows] += lora.scaling * (lora.b @ lora.a).numpy()
+    logits = naive_forward(apart.config, weights, ids[0].numpy())
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+
+
+def test_lora_on_tied_embedding_and_head():
+    for targets in (["embed_tokens"], ["lm_head"]):
+        model, ids = with_lora("qwen2", targets), token_ids()
+        merged = describe_module(model, merged=True)
+        assert not merged.config.tied_head
+        np.testing.assert_allclose(native_logits(merged, ids), logits_of(model, ids), rtol=0, atol=1e-4)
+    (lora,) = describe_module(model).adapters
+    assert (lora.slot, lora.first_row) == ("head", 0)
+    with pytest.raises(WhetValueError, match=r"changes the embedding\. Pass merged=True"):
+        describe_module(with_lora("qwen2", ["embed_tokens"]))
+
+
+def test_which_adapters_are_active():
+    model, ids = with_lora("llama", ["q_proj"]), token_ids()
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
+    assert {lora.slot for lora in describe_module(model).adapters} == {"layers.0.qkv", "layers.1.qkv"}
+    assert {lora.first_row for lora in describe_module(model).adapters} == {0}
+    model.set_adapter("other")
+    assert {lora.first_row for lora in describe_module(model).adapters} == {48}
+    with model.disable_adapter():
+        assert describe_module(model).adapters == ()
+        expected = logits_of(model, ids)
+        np.testing.assert_allclose(native_logits(describe_module(model, merged=True), ids), expected, rtol=0, atol=1e-4)
+    expected = logits_of(model, ids)
+    model.merge_adapter()
+    source = describe_module(model)
+    assert source.adapters == ()
+    np.testing.assert_allclose(native_logits(source, ids), expected, rtol=0, atol=1e-4)
+
+
+def test_modules_that_peft_trains_whole():
+    model, ids = with_lora("llama", ["q_proj"], modules_to_save=["lm_head"]), token_ids()
+    model.base_model.model.lm_head.modules_to_save["default"].weight.data.mul_(1.5)
+    merged = describe_module(model, merged=True)
+    np.testing.assert_allclose(native_logits(merged, ids), logits_of(model, ids), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (peft.LoraConfig(target_modules=["q_proj"], use_dora=True), "is more than W \\+ scaling B A"),
+        (peft.LoraConfig(target_modules=["q_proj"], lora_bias=True), "is more than W \\+ scaling B A"),
+        (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "of PEFT the engine runs LoRA"),
+        (peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"), "learned prompts"),
+    ],
+)
+def test_other_adapters_are_named(config, message):
+    with pytest.raises(WhetValueError, match=message):
+        describe_module(peft.get_peft_model(tiny_model("llama"), config))
+
+
+def test_adapters_are_placed_by_name():
+    source = describe_module(tiny_model("gpt_neox"))
+    place = source.targets["gpt_neox.layers.1.attention.query_key_value"]
+    a, b = np.ones((2, 32), np.float32), np.arange(96 * 2, dtype=np.float32).reshape(96, 2)
+    lora = place_lora(source.config, place, a, b, 2.0, "here")
+    assert (lora.slot, lora.first_row, lora.scaling) == ("layers.1.qkv", 0, 2.0)
+    # Head 1's keys, rows 24 + 8 to 24 + 15 of the module, are rows 32 + 8 to 32 + 15 of the slot.
+    np.testing.assert_array_equal(lora.b[40:48], b[32:40])
+    with pytest.raises(WhetValueError, match=r"here: the adapter of gpt_neox\.layers\.1\.\S* has shapes"):
+        place_lora(source.config, place, a, b[1:], 1.0, "here")
+    with pytest.raises(WhetValueError, match="has ranks 2 and 1"):
+        place_lora(source.config, place, a, b[:, :1], 1.0, "here")
+
+
+def test_what_is_no_plain_model_is_named():
+    model = tiny_model("llama")
+    with pytest.raises(WhetTypeError, match="model is a Linear, expected a Hugging Face model"):
+        describe_module(nn.Linear(2, 2))
+    with pytest.raises(WhetValueError, match=r"the model has no model\.embed_tokens\. Pass the causal language model"):
+        describe_module(model.model)
+    with pytest.raises(WhetValueError, match="weight is on meta; the engine runs on the CPU"):
+        describe_module(copy.deepcopy(model).to("meta"))
+    wider = tiny_model("llama")
+    wider.model.layers[1].mlp.up_proj = nn.Linear(32, 44, bias=False)
+    with pytest.raises(WhetValueError, match=r"layers.1.mlp.up_proj.weight has shape \(44, 32\), expected \(40, 32\)"):
+        describe_module(wider)
+    biased = tiny_model("llama")
+    biased.model.layers[0].mlp.up_proj.bias = nn.Parameter(torch.ones(40))
+    with pytest.raises(WhetValueError, match=r"the engine knows no model.layers.0.mlp.up_proj.bias"):
+        describe_module(biased)
+    quantised = tiny_model("llama")
+    weight = quantised.model.layers[0].mlp.up_proj.weight
+    quantised.model.layers[0].mlp.up_proj.weight = nn.Parameter(weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(WhetValueError, match=r"up_proj\.weight is int8, expected float32"):
+        describe_module(quantised)
+
+
+def test_reading_a_config_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys; from whet.models import families, reference; from whet.models.sources import live;"
+        "given = {'model_type': 'gpt2', 'n_embd': 8, 'n_head': 2, 'n_layer': 1, 'vocab_size': 9};"
+        "config = families.model_config(given);"
+        "assert config.slots()['layers.0.qkv'] == (24, 8);"
+        "assert not {'torch', 'transformers', 'peft'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_family_is_tried():
+    assert {model_type for model_type, _ in CASES.values()} == set(FAMILIES)

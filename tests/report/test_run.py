@@ -1,0 +1,123 @@
+"""The report is one self-contained, well-formed, escaped page that shows what the run left."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from tests.report.parsed_page import EVIL, Page
+
+from whet.errors import WhetValueError
+from whet.report.run import write_report
+from whet.training.loggers import JSONLLogger
+
+
+def make_run(folder, n_steps=60):
+    metrics = JSONLLogger(folder / "metrics.jsonl")
+    metrics.log({"eval/accuracy": 0.25, "eval/pass@4": 0.5}, 0)
+    for step in range(1, n_steps + 1):
+        metrics.log({"mean_reward": step / 100, "loss": math.nan if step == 7 else 1 / step, EVIL: 1.0}, step)
+    metrics.log({"eval/accuracy": 0.875, "eval/pass@4": 1.0}, n_steps)
+    completions = JSONLLogger(folder / "completions.jsonl")
+    for step in (1, 30, n_steps):
+        for sample in range(20):
+            completions.write({"step": step, "prompt": f"p{step}", "completion": f"c{step}.{sample}", "reward": 0.5})
+    (folder / "config.toml").write_text('seed = 3\n[model]\nname = "<b>tiny</b>"\nids = [1, 2]\n')
+
+
+@pytest.fixture
+def run(tmp_path):
+    make_run(tmp_path)
+    return tmp_path
+
+
+def test_the_report_shows_the_run(run):
+    before = [{"prompt": "1+1=", "completion": "3", "reward": 0.0}, {"prompt": "only before", "completion": "z"}]
+    after = [{"prompt": "1+1=", "completion": "2", "reward": 1.0}, {"prompt": EVIL, "completion": EVIL}]
+    path = write_report(run, title=EVIL, summary=EVIL, samples_before=before, samples_after=after)
+    assert path == run / "report.html"
+    html = path.read_text(encoding="utf-8")
+    shown = Page(html)
+    assert shown.text.count(EVIL) == 5  # <title>, <h1>, summary, prompt, completion
+    for text in ("25.0% → 87.5%", "Reward", "Accuracy", "Loss", "eval/pass@4", "only before", "c1.7", "c60.0"):
+        assert text in shown.text
+    for text in ("c1.8", "c30.0", "Entropy", "KL to the reference"):
+        assert text not in shown.text
+    assert [name in shown.text for name in ("<b>tiny</b>", "[1, 2]", "seed", "torch")] == [True] * 4
+    rows = re.findall(r"<tr>(.*?)</tr>", html)
+    cells = [re.findall(r'<td class="\w*">(.*?)</td>', row) for row in rows]
+    assert ["1+1=", "3", "0", "2", "1"] in cells
+    assert ["only before", "z", "–", "–", "–"] in cells
+
+
+def test_the_report_loads_and_runs_nothing(run):
+    shown = Page(write_report(run, title="t", samples_after=[{"prompt": EVIL, "completion": EVIL}]).read_text())
+    assert not {"script", "link", "img", "iframe", "object", "image"} & set(shown.tags)
+    for name, value in shown.attributes:
+        assert not name.startswith("on")
+        assert "//" not in value and not value.startswith("javascript:")
+        assert name != "src" and (name != "href" or value.startswith("#"))
+    html = (run / "report.html").read_text()
+    assert "@import" not in html
+    assert all(target.startswith("#") for target in re.findall(r"url\((.*?)\)", html))
+
+
+def test_the_same_run_gives_the_same_page(run):
+    strip = re.compile(r"<footer>.*</footer>")
+    pages = [strip.sub("", write_report(run, title="t").read_text()) for _ in range(2)]
+    assert pages[0] == pages[1]
+    ids = re.findall(r' id="([^"]+)"', pages[0])
+    drawn = [i for i in ids if re.match(r"[mp][0-9a-f]{10}", i)]
+    assert len(drawn) > 4 and len(drawn) == len(set(drawn))  # markers and clips of one chart are not another's
+
+
+def test_charts_use_the_colours_of_the_page(run):
+    html = write_report(run, title="t").read_text()
+    svgs = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
+    assert len(svgs) == 4
+    assert all("var(--accent)" in svg and "var(--muted)" in svg for svg in svgs)
+    assert not any(re.search(r"#[0-9a-f]{6}\b", svg) for svg in svgs)
+    assert "prefers-color-scheme: dark" in html
+    for name in re.findall(r"var\((--\w+)\)", html):
+        assert html.count(f"{name}:") == 2  # defined for light and for dark
+
+
+def test_a_run_of_one_step_and_nothing_else_has_a_report(tmp_path):
+    JSONLLogger(tmp_path / "metrics.jsonl").log({"loss": 0.5}, 1)
+    shown = Page(write_report(tmp_path, title="t").read_text())
+    assert "0.500 → 0.500" in shown.text and "Configuration" not in shown.text
+
+
+def test_long_samples_are_cut(tmp_path):
+    JSONLLogger(tmp_path / "metrics.jsonl").log({"loss": 0.5}, 1)
+    samples = [{"prompt": "p", "completion": "x" * 4000, "reward": None}]
+    text = Page(write_report(tmp_path, title="t", samples_after=samples).read_text()).text
+    assert "x" * 1500 + " … (2,500 more characters)" in text and "x" * 1501 not in text
+
+
+def test_config_json_is_read_and_headline_is_shown(tmp_path):
+    JSONLLogger(tmp_path / "metrics.jsonl").log({"loss": 0.5}, 1)
+    (tmp_path / "config.json").write_text('{"a": {"b": {"c": null}, "d": "x"}}')
+    html = write_report(tmp_path, title="t", headline={"held-out accuracy": "34.5% → 91.0%"}).read_text()
+    assert re.search(r"<h3>a</h3>.*<th>b.c</th><td>null</td>.*<th>d</th><td>x</td>", html, flags=re.DOTALL)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(WhetValueError, match=r"config\.json cannot be read"):
+        write_report(tmp_path, title="t")
+    assert "<dt>held-out accuracy</dt><dd>34.5% → 91.0%</dd>" in html
+
+
+def test_what_is_missing_or_spoilt_is_named(run):
+    (run / "config.toml").write_text("= 3")
+    with pytest.raises(WhetValueError, match=r"config\.toml cannot be read"):
+        write_report(run, title="t")
+    (run / "completions.jsonl").write_text("{}\n")
+    with pytest.raises(WhetValueError, match=r"completions\.jsonl:1 is not a JSON object with a step"):
+        write_report(run, title="t")
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(WhetValueError, match=r"metrics\.jsonl holds no metrics\. Log the run with JSONLLogger"):
+        write_report(run, title="t")
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(WhetValueError, match=r"metrics\.jsonl is missing"):
+        write_report(run, title="t")
+    assert not (run / "report.html").exists()

@@ -1,0 +1,803 @@
+"""The trainer: optimizer steps, schedules, skipped steps, the loop over data, and resuming to the bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from whet.algorithms import DPO, GRPO, SFT, BestOfN, OnlineDPO
+from whet.checkpoint.folder import latest_checkpoint, load_checkpoint, save_checkpoint
+from whet.config import SFTConfig, learning_rate_at
+from whet.data.rows import shuffled_batches
+from whet.errors import CheckpointError, NonFiniteError, WhetTypeError, WhetValueError
+from whet.nn.causal_lm import completion_logprobs
+from whet.nn.modules import module_mode
+from whet.training.callbacks import Callback, CheckpointCallback, EvaluationCallback
+from whet.training.loggers import CSVLogger
+from whet.training.trainer import stop_token_ids
+
+torch.set_num_threads(1)  # the models are too small for more
+
+VOCAB = 12
+ROWS = [{"prompt": [4 + i % 5, 5], "completion": [6 + i % 6, 4 + i % 3, 2]} for i in range(10)]
+PAIRS = [{"prompt": [4 + i % 5], "chosen": [6 + i % 6, 2], "rejected": [5, 4 + i % 7, 2]} for i in range(10)]
+PROMPTS = [{"prompt": [4 + i % 5, 5][: 1 + i % 2]} for i in range(10)]
+
+
+class Net(nn.Module):
+    """A causal net: forward(input_ids) -> logits."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(VOCAB, 8)
+            self.mixer = nn.GRU(8, 8, batch_first=True)
+            self.head = nn.Linear(8, VOCAB)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.dropout(self.mixer(self.embedding(input_ids))[0]))
+
+
+class Sampling(Net):
+    """With a generate of its own, which draws from torch's generator."""
+
+    def generate(self, input_ids: Tensor, max_new_tokens: int) -> Tensor:
+        for _ in range(max_new_tokens):
+            input_ids = torch.cat([input_ids, torch.multinomial(self(input_ids)[:, -1].softmax(-1), 1)], 1)
+        return input_ids
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+                num_attention_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
+            )
+        )  # fmt: skip
+
+
+def lora():
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.2))
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def assert_same(a: nn.Module, b: nn.Module) -> None:
+    theirs = weights(b)
+    assert all(torch.equal(value, theirs[name]) for name, value in weights(a).items())
+
+
+def ones(completions):
+    return [float((c == 4).sum() + 0.1 * c[0]) for c in completions]
+
+
+def sft(model=None, **settings) -> SFT:
+    return SFT(model if model is not None else Net(), **{"learning_rate": 0.01, "batch_size": 3} | settings)
+
+
+# --- the update -----------------------------------------------------------------------------------------
+
+
+def test_the_schedule_by_hand():
+    linear = SFTConfig(learning_rate=1.0, lr_schedule="linear", warmup_steps=2)
+    rates = [learning_rate_at(step, linear, 6) for step in range(8)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
+    cosine = SFTConfig(learning_rate=2.0, lr_schedule="cosine")
+    assert [learning_rate_at(s, cosine, 4) for s in range(5)] == pytest.approx(
+        [2, 1 + math.sqrt(0.5), 1, 1 - math.sqrt(0.5), 0]
+    )
+    constant = SFTConfig(learning_rate=3.0, warmup_steps=3)
+    assert [learning_rate_at(step, constant, 0) for step in range(5)] == pytest.approx([1, 2, 3, 3, 3])
+
+
+def test_the_rate_of_the_schedule_is_the_one_used():
+    trainer = sft(lr_schedule="linear", warmup_steps=1, learning_rate=0.4)
+    seen = []
+
+    class Watch(Callback):
+        def on_step_end(self, trainer, metrics):
+            seen.append((metrics["learning_rate"], trainer.optimizer.param_groups[0]["lr"]))
+
+    trainer.callbacks.append(Watch())
+    trainer.train(ROWS, steps=5)
+    assert [rate for rate, _ in seen] == pytest.approx([0.4, 0.4, 0.3, 0.2, 0.1])
+    assert all(reported == used for reported, used in seen)
+
+
+def test_a_decaying_schedule_needs_an_end():
+    with pytest.raises(WhetValueError, match="lr_schedule is 'cosine', whose length is not known"):
+        sft(lr_schedule="cosine").train_step(ROWS[:2])
+    assert sft(lr_schedule="cosine", schedule_steps=4).train_step(ROWS[:2])["learning_rate"] == 0.01
+
+
+@pytest.mark.parametrize("make_model", [Net, llama])
+@pytest.mark.parametrize("compute", ["auto", "torch"])
+def test_weight_decay_is_of_what_transformers_decays(make_model, compute):
+    runs = [sft(make_model(), weight_decay=decay, compute=compute) for decay in (0.0, 0.5)]
+    for trainer in runs:
+        trainer.train_step(ROWS[:2])
+    before, after = (dict(trainer.model.named_parameters()) for trainer in runs)
+    decayed = {name for name, parameter in after.items() if not torch.equal(parameter, before[name])}
+    expected = set(transformers.Trainer.get_decay_parameter_names(cast(Any, None), runs[0].model)) & set(after)
+    assert decayed == expected and expected and expected != set(after)
+
+
+def test_gradients_are_clipped_to_the_norm():
+    """With betas 0 and a large epsilon, AdamW's step is lr * gradient / epsilon: it shows the gradient."""
+    model = Net()
+    trainer = sft(model, adam_beta1=0.0, adam_beta2=0.0, adam_epsilon=1e6, learning_rate=1e6, max_grad_norm=0.01)
+    before = weights(model)
+    metrics = trainer.train_step(ROWS[:3])
+    step = torch.cat([(before[name] - value).ravel() for name, value in weights(model).items()])
+    assert metrics["grad_norm"] > 0.05  # as it was before clipping
+    assert step.norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", [SFT, DPO])
+def test_one_batch_of_eight_is_eight_of_one_accumulated(algorithm):
+    rows = (ROWS if algorithm is SFT else PAIRS)[:8]
+    runs = []
+    for micro_batch_size in (0, 1, 3):
+        trainer = algorithm(Net().double(), learning_rate=0.01, micro_batch_size=micro_batch_size)
+        losses = [trainer.train_step(rows)["loss"] for _ in range(4)]
+        runs.append((losses, weights(trainer.model)))
+    for losses, values in runs[1:]:
+        assert losses == pytest.approx(runs[0][0], rel=1e-10)
+        for name, value in values.items():
+            torch.testing.assert_close(value, runs[0][1][name], rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_is_skipped(where, bad):
+    class Poisoned(Net):
+        poison = False
+
+        def forward(self, input_ids):
+            logits = super().forward(input_ids)
+            if self.poison and where == "loss":
+                return logits + bad
+            if self.poison:
+                logits.register_hook(lambda gradient: gradient * bad)
+            return logits
+
+    model, clean = Poisoned(), Net()
+    trainer, reference = sft(model), sft(clean)
+    trainer.train_step(ROWS[:3])
+    reference.train_step(ROWS[:3])
+    model.poison = True
+    metrics = trainer.train_step(ROWS[3:6])
+    assert metrics["skipped_steps"] == 1 and trainer.step == 2 and trainer.n_updates == 1
+    assert_same(model, clean)
+    model.poison = False
+    trainer.train_step(ROWS[6:9])
+    reference.train_step(ROWS[6:9])
+    assert_same(model, clean)  # moments untouched as well
+
+
+def test_too_many_skipped_steps_in_a_row_are_an_error():
+    model = Net()
+    trainer = sft(model, max_skipped_steps=3)
+    good = weights(model)
+    for _ in range(2):
+        with torch.no_grad():
+            model.head.bias.fill_(math.nan)
+        trainer.train_step(ROWS[:3])
+        trainer.train_step(ROWS[:3])
+        with torch.no_grad():
+            model.head.bias.copy_(good["head.bias"])
+        trainer.train_step(ROWS[:3])  # a good one: the count starts again
+    with torch.no_grad():
+        model.head.bias.fill_(math.nan)
+    trainer.train_step(ROWS[:3])
+    trainer.train_step(ROWS[:3])
+    with pytest.raises(NonFiniteError, match=r"SFT: 3 updates in a row had a loss or gradient that is not finite"):
+        trainer.train_step(ROWS[:3])
+    assert trainer.skipped_steps == 7
+
+
+def test_only_what_requires_grad_is_trained():
+    model = Net()
+    model.embedding.requires_grad_(False)
+    before = weights(model)
+    sft(model).train_step(ROWS[:3])
+    after = weights(model)
+    assert torch.equal(before["embedding.weight"], after["embedding.weight"])
+    assert not torch.equal(before["head.weight"], after["head.weight"])
+    with pytest.raises(WhetValueError, match="no parameter of model requires grad"):
+        sft(Net().requires_grad_(False))
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    for make in (Net, llama):
+        alone, trainer = make(), sft(make(), compute="float32" if make is llama else "auto")
+        with torch.no_grad():
+            logprobs = [completion_logprobs(alone, [r["prompt"]], [r["completion"]]).logprobs for r in ROWS[:4]]
+            together = trainer.logprobs(
+                trainer.model, [r["prompt"] for r in ROWS[:4]], [r["completion"] for r in ROWS[:4]]
+            )
+        torch.testing.assert_close(together, torch.cat(logprobs), rtol=1e-5, atol=1e-6)
+
+
+# --- the loop -------------------------------------------------------------------------------------------
+
+
+def prompts_of(trainer, dataset, *calls):
+    """The batches that ``train`` hands to ``train_step``, as their prompts."""
+    seen = []
+    step = trainer.train_step
+
+    def recording(*batch):
+        seen.append(batch)
+        return step(*batch)
+
+    trainer.train_step = recording
+    for steps in calls:
+        trainer.train(dataset, steps=steps)
+    return seen
+
+
+def test_rows_come_in_an_order_that_seed_and_epoch_tell():
+    runs = [prompts_of(sft(seed=seed), ROWS, *calls) for seed, calls in ((0, [9]), (0, [2, 4, 3]), (1, [9]))]
+    assert runs[0] == runs[1] != runs[2]
+    epoch = [id(row) for batch in runs[0][:3] for row in batch[0]]
+    assert len(epoch) == len(set(epoch)) == 9  # no row twice
+    assert runs[0][:3] != runs[0][3:6]
+
+
+def test_without_steps_the_epoch_is_finished():
+    trainer = sft()
+    trainer.train(ROWS, steps=4)
+    trainer.train(ROWS)
+    assert trainer.step == trainer.position == 6
+
+
+def test_ready_batches_in_sequences_and_iterables():
+    batches = [(torch.full((2, 1), 4 + i), torch.full((2, 2), 5 + i)) for i in range(4)]
+    first_tokens = lambda seen: [batch[0][0, 0].item() - 4 for batch in seen]  # noqa: E731
+    shuffled = first_tokens(prompts_of(sft(), batches, 4, 4))
+    assert sorted(shuffled[:4]) == sorted(shuffled[4:]) == [0, 1, 2, 3]
+
+    class Loader:
+        def __iter__(self):
+            return iter(batches)
+
+        def __len__(self):
+            return 4
+
+    assert first_tokens(prompts_of(sft(), Loader(), 3, 3)) == [0, 1, 2, 3, 0, 1]
+    assert first_tokens(prompts_of(sft(), Loader(), None, None)) == [0, 1, 2, 3] * 2
+    assert first_tokens(prompts_of(sft(), iter(batches), 3, 3)) == [0, 1, 2, 3]  # an iterator ends
+    columns = [{"prompt": a, "completion": b} for a, b in batches]
+    rows = prompts_of(sft(), columns, 1)[0][0]
+    assert len(rows) == 2 and set(rows[0]) == {"prompt", "completion"}
+
+
+class Items(torch.utils.data.Dataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, i):
+        return self.items[i]
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+def hugging_face(rows):
+    return pytest.importorskip("datasets").Dataset.from_list(
+        [{name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in r.items()} for r in rows]
+    )
+
+
+DATA_SETS = {
+    "generator": lambda rows: (row for row in rows),
+    "iterable dataset": Streamed,
+    "loader, default collate": lambda rows: torch.utils.data.DataLoader(Items(rows), batch_size=3),
+    "loader, own collate": lambda rows: torch.utils.data.DataLoader(Items(rows), batch_size=3, collate_fn=list),
+    "loader of single rows": lambda rows: torch.utils.data.DataLoader(Items(rows), batch_size=None),
+    "columns": lambda rows: iter(
+        {name: [row[name] for row in rows[i : i + 3]] for name in rows[0]} for i in range(0, len(rows), 3)
+    ),
+    "hugging face, iterable": lambda rows: hugging_face(rows).to_iterable_dataset(),
+    "hugging face, columns": lambda rows: hugging_face(rows).iter(batch_size=3),
+}
+ALGORITHMS = {
+    SFT: (ROWS, {}),
+    DPO: (PAIRS, {}),
+    GRPO: (PROMPTS, {"reward_fn": lambda completions, grid: ones(completions), "group_size": 2, "max_new_tokens": 3}),
+    OnlineDPO: (PROMPTS, {"reward_fn": lambda completions, grid: ones(completions), "max_new_tokens": 3}),
+}
+
+
+@pytest.mark.parametrize("kind", DATA_SETS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_rows_are_rows_in_every_iterable(algorithm, kind):
+    rows, settings = ALGORITHMS[algorithm]
+    rows = [{**row, "grid": np.full((5, 5), i)} for i, row in enumerate(rows)]
+    trainer, expected = (algorithm(Net(), learning_rate=0.01, batch_size=3, **settings) for _ in range(2))
+    trainer.train(DATA_SETS[kind](rows), steps=4)
+    for start in (0, 3, 6, 9):
+        expected.train_step(rows[start : start + 3])
+    assert trainer.step == 4 and trainer.num_tokens == expected.num_tokens
+    assert_same(trainer.model, expected.model)
+
+
+@pytest.mark.parametrize("kind", [Items, hugging_face, tuple, list])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_rows_are_rows_in_every_sequence(algorithm, kind):
+    rows, settings = ALGORITHMS[algorithm]
+    rows = [{**row, "grid": np.full((5, 5), i)} for i, row in enumerate(rows)]
+    trainer, expected = (algorithm(Net(), learning_rate=0.01, batch_size=3, **settings) for _ in range(2))
+    trainer.train(kind(rows), n_epochs=2)
+    for batch in itertools.islice(shuffled_batches(10, 3, 0), 6):
+        expected.train_step([rows[i] for i in batch])
+    assert trainer.step == 6
+    assert_same(trainer.model, expected.model)
+
+
+def test_a_shuffled_loader_is_resumed_to_the_bit(tmp_path):
+    def run(steps, trainer=None):
+        trainer = trainer or sft(Net(dropout=0.3))
+        trainer.train(torch.utils.data.DataLoader(Items(ROWS), batch_size=2, shuffle=True), steps=steps)
+        return trainer
+
+    torch.manual_seed(7)
+    whole = run(8)
+    torch.manual_seed(7)
+    run(3).save(tmp_path / "c")
+    torch.manual_seed(99)
+    assert_same(run(5, SFT.from_checkpoint(tmp_path / "c")).model, whole.model)
+
+
+def test_epochs():
+    trainer = sft()
+    trainer.train(ROWS, n_epochs=np.int64(2))
+    assert trainer.step == 6
+    trainer.train(ROWS, steps=np.int32(1))
+    trainer.train(ROWS, n_epochs=2)  # the one begun, and another
+    assert trainer.step == trainer.position == 12
+    trainer.train(Streamed(ROWS), steps=0)
+    assert trainer.step == 12
+    prompts = torch.tensor([[4, 5], [5, 5], [6, 5]])
+    grpo = GRPO(Net(), reward_fn=ones, group_size=2, max_new_tokens=2, batch_size=3)
+    assert grpo.train(prompts, n_epochs=3)["num_tokens"] > 0 and grpo.step == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"steps": 2, "n_epochs": 1}, WhetTypeError, r"train: steps is 2 and n_epochs 1\. Pass one of them"),
+        ({"steps": 2.0}, WhetValueError, r"steps is 2\.0, expected an integer >= 0"),
+        ({"steps": "2"}, WhetValueError, "steps is '2', expected an integer"),
+        ({"steps": -1}, WhetValueError, "steps is -1, expected an integer >= 0"),
+        ({"n_epochs": 0}, WhetValueError, "n_epochs is 0, expected an integer >= 1"),
+        ({"n_epochs": torch.tensor(1.5)}, WhetValueError, r"n_epochs is tensor\(1\.5000\), expected an integer >= 1"),
+    ],
+)
+def test_bad_steps_and_epochs_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        sft().train(ROWS, **arguments)
+    with pytest.raises(WhetValueError, match=r"no length, so that the end of an epoch is not known\. Pass steps"):
+        sft().train(iter(ROWS), n_epochs=1)
+
+
+def test_a_data_loader_of_rows():
+    loader = torch.utils.data.DataLoader(ROWS, batch_size=5, collate_fn=list)
+    trainer = sft()
+    trainer.train(loader)
+    assert trainer.step == 2
+
+
+def test_bad_datasets_are_named():
+    with pytest.raises(WhetValueError, match="the dataset is empty"):
+        sft().train([])
+    with pytest.raises(WhetValueError, match=r"the dataset has no length, .*Pass steps"):
+        sft().train(iter(ROWS))
+    with pytest.raises(WhetTypeError, match="dataset is 5, expected a sequence or iterable of rows"):
+        sft().train(5, steps=1)
+    with pytest.raises(WhetValueError, match="the dataset has 2 rows, fewer than batch_size=3"):
+        sft().train(ROWS[:2], steps=1)
+    with pytest.raises(WhetValueError, match="steps is -1"):
+        sft().train(ROWS, steps=-1)
+    with pytest.raises(WhetTypeError, match="DPO: a row is 5, expected a dict or a tuple of"):
+        DPO(Net(), batch_size=1).train([5], steps=1)
+
+    class Nothing:
+        def __iter__(self):
+            return iter(())
+
+    with pytest.raises(WhetValueError, match="the dataset is empty"):
+        sft().train(Nothing(), steps=1)
+
+
+class Diary(Callback):
+    def __init__(self, stop_at=None):
+        self.entries = []
+        self.stop_at = stop_at
+
+    def on_train_begin(self, trainer, total_steps):
+        self.entries.append(("begin", trainer.step, total_steps))
+
+    def on_step_end(self, trainer, metrics):
+        self.entries.append(("step", trainer.step))
+        trainer.should_stop = trainer.step == self.stop_at
+
+    def on_train_end(self, trainer):
+        self.entries.append(("end", trainer.step))
+
+
+class Ledger:
+    total_steps = None
+
+    def __init__(self):
+        self.rows = []
+
+    def log(self, metrics, step):
+        self.rows.append((step, dict(metrics)))
+
+    def close(self):
+        pass
+
+
+def test_loggers_and_callbacks_are_called():
+    diary, ledgers = Diary(), [Ledger(), Ledger()]
+    trainer = sft(logger=ledgers, callbacks=diary)
+    trainer.train_step(ROWS[:2])
+    metrics = trainer.train(ROWS, steps=2)
+    assert diary.entries == [("step", 1), ("begin", 1, 3), ("step", 2), ("step", 3), ("end", 3)]
+    assert [step for step, _ in ledgers[0].rows] == [1, 2, 3] and ledgers[0].total_steps == 3
+    assert trainer.position == 2  # a step of one's own takes nothing from the dataset
+    assert ledgers[0].rows == ledgers[1].rows and ledgers[0].rows[-1][1] == metrics
+    assert metrics["num_tokens"] == 8 * 5  # cumulative
+    trainer.log({"eval/accuracy": 0.5})
+    assert ledgers[1].rows[-1] == (3, {"eval/accuracy": 0.5})
+
+
+def test_should_stop_ends_the_run_and_the_next_goes_on():
+    diary = Diary(stop_at=2)
+    trainer = sft(callbacks=[diary])
+    trainer.train(ROWS, steps=5)
+    assert trainer.step == 2 and diary.entries[-1] == ("end", 2)
+    trainer.train(ROWS, steps=1)
+    assert trainer.step == 3
+
+
+def test_evaluation_reaches_the_metrics():
+    evaluation = EvaluationCallback(lambda trainer: {"accuracy": trainer.step / 4}, every=2)
+    ledger = Ledger()
+    metrics = sft(callbacks=[evaluation], logger=ledger).train(ROWS, steps=4)
+    assert metrics["eval/accuracy"] == 1.0
+    assert [step for step, row in ledger.rows if "eval/accuracy" in row] == [0, 2, 4]
+
+
+def test_an_interrupt_leaves_a_trainer_that_goes_on_as_if_nothing_had_been():
+    interrupt = True
+
+    def reward(completions):
+        nonlocal interrupt
+        if interrupt and trainer.step == 2:
+            interrupt = False
+            raise KeyboardInterrupt
+        return ones(completions)
+
+    settings = {"batch_size": 3, "group_size": 2, "max_new_tokens": 3, "learning_rate": 0.01}
+    trainer = GRPO(Net(), reward_fn=reward, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(PROMPTS, steps=4)
+    assert trainer.step == trainer.position == 2
+    trainer.train(PROMPTS, steps=2)
+    whole = GRPO(Net(), reward_fn=ones, **settings)
+    whole.train(PROMPTS, steps=4)
+    assert_same(trainer.model, whole.model)
+
+
+def test_a_failed_step_takes_nothing_from_the_dataset():
+    trainer = sft()
+    with pytest.raises(WhetTypeError, match="there is no tokenizer"):
+        trainer.train([{"text": "a"}] * 3, steps=1)
+    trainer.train_step(ROWS[:3])
+    assert trainer.position == 0
+
+
+def test_reference_and_policy_are_compared_without_dropout():
+    model = Net(dropout=0.5)
+    trainer = DPO(model, learning_rate=0.01)
+    assert trainer.train_step(PAIRS[:3])["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert model.training and trainer.ref_model.training  # as they were
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------
+
+RESUMED = {
+    "sft": (SFT, ROWS, {}),
+    "dpo": (DPO, PAIRS, {"loss_type": "ipo"}),
+    "dpo-free": (DPO, PAIRS, {"reference_free": True}),
+    "grpo": (GRPO, PROMPTS, {"reward_fn": ones, "beta": 0.1, "num_iterations": 2, "group_size": 3}),
+    "grpo-free": (GRPO, PROMPTS, {"reward_fn": ones, "group_size": 3}),
+    "online-dpo": (OnlineDPO, PROMPTS, {"reward_fn": ones}),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("make", [lambda: Net(dropout=0.3), lambda: Sampling(dropout=0.3), llama, lora])
+def test_a_resumed_run_is_the_same_to_the_bit(name, make, tmp_path):
+    algorithm, dataset, own = RESUMED[name]
+    settings = {"learning_rate": 0.01, "batch_size": 3, "warmup_steps": 2, "lr_schedule": "cosine"}
+    settings |= {"schedule_steps": 8, "micro_batch_size": 2, "training_mode": algorithm is SFT} | own
+    if algorithm in (GRPO, OnlineDPO):
+        settings["max_new_tokens"] = 4
+
+    def seed_all():
+        torch.manual_seed(7)
+        random.seed(7)
+        np.random.seed(7)  # noqa: NPY002
+
+    seed_all()
+    whole = algorithm(make(), **settings)
+    whole.train(dataset, steps=7)
+
+    seed_all()
+    first = algorithm(make(), **settings)
+    first.train(dataset, steps=4)
+    first.save(tmp_path / "checkpoint")
+    torch.manual_seed(99)  # a new process has other random states
+    given = {"model": make()} if make is lora else {}
+    callables = {"reward_fn": ones} if "reward_fn" in own else {}
+    resumed = algorithm.from_checkpoint(tmp_path / "checkpoint", **given, **callables)
+    assert resumed.step == resumed.position == 4 and resumed.config == first.config
+    metrics = resumed.train(dataset, steps=3)
+    assert_same(whole.model, resumed.model)
+    assert resumed.num_tokens == whole.num_tokens == metrics["num_tokens"]
+    assert metrics["learning_rate"] == whole.optimizer.param_groups[0]["lr"]
+    for parameter, mine in zip(whole.trainable.values(), resumed.trainable.values(), strict=True):
+        theirs, ours = whole.optimizer.state[parameter], resumed.optimizer.state[mine]
+        assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
+
+
+def test_a_schedule_goes_on_where_it_was_stopped(tmp_path):
+    whole, stopped = (sft(lr_schedule="linear", callbacks=[Diary(stop_at)]) for stop_at in (None, 4))
+    whole.train(ROWS, steps=8)
+    stopped.train(ROWS, steps=8)
+    stopped.save(tmp_path / "c")
+    resumed = SFT.from_checkpoint(tmp_path / "c")
+    rates = [resumed.train(ROWS, steps=steps)["learning_rate"] for steps in (1, 3)]
+    assert rates == pytest.approx([0.005, 0.00125])
+    assert_same(resumed.model, whole.model)
+
+
+def test_the_reference_comes_back_from_the_checkpoint(tmp_path):
+    ref_model = Net()
+    with torch.no_grad():
+        ref_model.head.bias += torch.arange(VOCAB)
+    trainer = DPO(Net(), ref_model, learning_rate=0.01)
+    trainer.train_step(PAIRS[:3])
+    trainer.save(tmp_path / "c")
+    for arguments in ({}, {"model": Net()}, {"model": Net(), "ref_model": Net()}):
+        loaded = DPO.from_checkpoint(tmp_path / "c", **arguments)
+        assert_same(loaded.ref_model, ref_model)
+        assert not any(p.requires_grad for p in loaded.ref_model.parameters())
+    assert loaded.train_step(PAIRS[:3])["loss"] == trainer.train_step(PAIRS[:3])["loss"]
+
+
+def test_classes_that_no_description_finds_are_passed(tmp_path):
+    class Local(Net):
+        pass
+
+    trainer = DPO(Local(), learning_rate=0.01)
+    trainer.train_step(PAIRS[:3])
+    trainer.save(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="pass it as model="):
+        DPO.from_checkpoint(tmp_path / "c")
+    loaded = DPO.from_checkpoint(tmp_path / "c", model=Local())
+    assert_same(loaded.ref_model, Local())
+    assert loaded.train_step(PAIRS[:3])["loss"] == trainer.train_step(PAIRS[:3])["loss"]
+
+
+def test_settings_can_be_changed_on_resuming(tmp_path):
+    trainer = sft()
+    trainer.save(tmp_path / "c")
+    assert SFT.from_checkpoint(tmp_path / "c", learning_rate=0.5).train_step(ROWS[:3])["learning_rate"] == 0.5
+
+
+def test_resumed_through_callbacks_and_loggers(tmp_path):
+    def make_callbacks():
+        evaluation = EvaluationCallback(lambda trainer: {"x": trainer.step}, every=2)
+        return [evaluation, CheckpointCallback(tmp_path / "run", every=2)]
+
+    logger = CSVLogger(tmp_path / "log.csv")
+    trainer = sft(callbacks=make_callbacks(), logger=logger)
+    trainer.train(ROWS, steps=5)
+    trainer.train_step(ROWS[:3])
+    path = latest_checkpoint(tmp_path / "run")
+    assert path is not None and path.name == "step-000006"
+    callbacks = make_callbacks()
+    resumed = SFT.from_checkpoint(tmp_path / "run" / "step-000005", callbacks=callbacks, logger=logger)
+    assert resumed.step == 5 and [row["x"] for row in callbacks[0].history] == [0, 2, 4, 5]
+    rows = (tmp_path / "log.csv").read_text().splitlines()[1:]
+    assert max(int(row.split(",")[0]) for row in rows) == 5  # what came after step 5 is gone
+    resumed.train(ROWS, steps=1)
+    assert [row["x"] for row in callbacks[0].history] == [0, 2, 4, 5, 6]
+
+
+def test_only_the_trained_part_is_saved(tmp_path):
+    from safetensors.torch import load_file
+
+    trainer = SFT(lora(), learning_rate=0.01)
+    trainer.train_step(ROWS[:3])
+    trainer.save(tmp_path / "c")
+    assert all("lora" in name for name in load_file(tmp_path / "c" / "model.safetensors"))
+    with pytest.raises(CheckpointError, match="holds only the trained part of its model"):
+        SFT.from_checkpoint(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="the trained parameters of the checkpoint and of model differ in"):
+        SFT.from_checkpoint(tmp_path / "c", model=llama())
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("counters", {}, "KeyError: 'step'"),
+        ("counters", dict.fromkeys(("step", "position"), 0.5), "TypeError: 'float' object"),
+        ("callbacks", 0.5, "TypeError"),
+        ("ref_model", 3, "TypeError: 'int' object is not subscriptable"),
+        ("config", {"depth": 1}, "TypeError: .*unexpected keyword argument 'depth'"),
+        ("optimizer", torch.zeros(2), "the optimizer's exp_avg of head.bias has shape \\(2,\\)"),
+        ("optimizer", None, "KeyError: 'body'"),
+    ],
+)
+def test_a_checkpoint_that_no_trainer_saved_is_malformed(part, value, message, tmp_path):
+    trainer = sft()
+    trainer.train_step(ROWS[:3])
+    trainer.save(tmp_path / "c")
+    tensors, state = load_checkpoint(tmp_path / "c")
+    if part != "optimizer":
+        state[part] = value
+    elif value is None:
+        tensors["optimizer"]["body.step"] = torch.zeros(1)
+    else:
+        tensors["optimizer"]["head.bias.exp_avg"] = value
+    save_checkpoint(tmp_path / "c", tensors, state)
+    with pytest.raises(CheckpointError, match=f"c is malformed: .*{message}"):
+        SFT.from_checkpoint(tmp_path / "c")
+
+
+def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path):
+    sft().save(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="was saved by SFT"):
+        DPO.from_checkpoint(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        SFT.from_checkpoint(tmp_path / "nothing")
+
+
+def test_save_pretrained(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    trainer = sft(llama())
+    trainer.train_step(ROWS[:3])
+    trainer.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(torch.tensor([[4, 5]])).logits, trainer.model.eval()(torch.tensor([[4, 5]])).logits)
+    with pytest.raises(WhetTypeError, match="Net is no Hugging Face model"):
+        sft().save_pretrained(tmp_path)
+
+
+# --- small parts ----------------------------------------------------------------------------------------
+
+
+def test_constructor_arguments_are_checked():
+    with pytest.raises(WhetTypeError, match=r"SFT: model is function, expected an nn.Module"):
+        SFT(ones)
+    with pytest.raises(WhetTypeError, match=r"no setting 'lerning_rate'\. Did you mean learning_rate\?"):
+        sft(lerning_rate=1.0)
+    with pytest.raises(WhetTypeError, match="learning_rate is '1e-4', expected float"):
+        sft(learning_rate="1e-4")
+    with pytest.raises(WhetValueError, match="learning_rate is -1, expected a finite number >= 0"):
+        sft(learning_rate=-1)
+    with pytest.raises(WhetTypeError, match="config is a SFTConfig, expected a DPOConfig"):
+        DPO(Net(), config=SFTConfig())
+    assert sft(config=SFTConfig(weight_decay=0.1), learning_rate=0.5).config.weight_decay == 0.1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"logger": "wandb"}, "SFT: logger is 'wandb', expected an object with the method log, or several"),
+        ({"logger": [Ledger(), print]}, "SFT: logger is <built-in function print>, expected"),
+        (
+            {"callbacks": len},
+            "SFT: callbacks is <built-in function len>, expected an object with the method on_step_end",
+        ),
+    ],
+)
+def test_loggers_and_callbacks_that_are_none_are_named(arguments, message):
+    with pytest.raises(WhetTypeError, match=message):
+        sft(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [(SFT, {}), (GRPO, {"reward_fn": ones}), (DPO, {"reference_free": True}), (DPO, {"loss_type": "sft"}),
+     (OnlineDPO, {"reward_fn": ones, "reference_free": True})],
+)  # fmt: skip
+def test_a_reference_that_nothing_looks_at_is_refused(algorithm, settings):
+    with pytest.raises(WhetValueError, match=f"{algorithm.__name__}: ref_model has no effect: with these settings the"):
+        algorithm(Net(), Net(), **settings)
+
+
+def test_a_run_that_is_loaded_may_leave_its_reference_behind(tmp_path):
+    GRPO(Net(), Net(), reward_fn=ones, beta=0.1, kl_estimator="k1").save(tmp_path / "c")
+    kept = GRPO.from_checkpoint(tmp_path / "c", reward_fn=ones)
+    assert kept.ref_model is not None and kept.config.beta == 0.1
+    plain = GRPO.from_checkpoint(tmp_path / "c", reward_fn=ones, beta=0.0, kl_estimator="k3")
+    assert plain.ref_model is None and plain.config.beta == 0.0
+
+
+def test_modes_come_back_one_by_one():
+    model = Net()
+    model.dropout.eval()
+    with module_mode(model, training=False):
+        assert not any(member.training for member in model.modules())
+    assert model.training and model.mixer.training and not model.dropout.training
+
+
+def test_stop_tokens_of_model_and_tokenizer():
+    class Tokenizer:
+        eos_token_id = 9
+
+    model = llama()
+    assert stop_token_ids(model, None) == [2]
+    assert stop_token_ids(model, Tokenizer()) == [9]
+    model.generation_config.eos_token_id = [2, 9]
+    assert stop_token_ids(model, Tokenizer()) == [2, 9]
+    assert stop_token_ids(Net(), None) == [] and stop_token_ids(Net(), Tokenizer()) == [9]
+    assert stop_token_ids(model, Tokenizer(), [5, 6]) == stop_token_ids(Net(), None, (5, 6)) == [5, 6]
+
+
+def test_stop_tokens_that_the_model_does_not_have_are_refused():
+    class Tokenizer:
+        eos_token_id = 500
+
+        def decode(self, ids, skip_special_tokens):
+            return str(ids)
+
+    model = llama()
+    n_tokens = model.config.vocab_size
+    outside = f"is 500, outside the model's vocabulary of {n_tokens} tokens: no completion would end with it."
+    with pytest.raises(WhetValueError, match=f"the tokenizer's eos_token_id {outside}"):
+        GRPO(model, reward_fn=ones, tokenizer=Tokenizer(), max_new_tokens=2).train_step([[4, 5]])
+    with pytest.raises(WhetValueError, match=f"stop_token_ids: stop_token_ids {outside}"):
+        BestOfN(model, reward_fn=ones, stop_token_ids=[2, 500], max_new_tokens=2).generate([[4, 5]])
+    model.generation_config.eos_token_id = [2, 500]
+    with pytest.raises(WhetValueError, match=f"the model's eos_token_id {outside} Set it in its generation_config"):
+        stop_token_ids(model, None)
+    assert stop_token_ids(model, None, [n_tokens - 1]) == [n_tokens - 1]
+    model.resize_token_embeddings(501)
+    assert stop_token_ids(model, None) == [2, 500]
