@@ -2,12 +2,13 @@
 // loaded: what a product with a bfloat16 copy of w gives, without a copy that could be out of date. Products are exact
 // and sums float32, in the order of dot_bf16.
 //
-// By rows (w is (n, k)), lane l sums the pairs of columns l mod 16 in order, and the 16 sums are added as a tree; by
-// columns (w is (k, n)) each y sums over the pairs of k in order.
+// By rows (w is (n, k)), lane l sums the pairs of columns l mod 16 in order, and the 16 sums are added as a tree, those
+// of 16 results at a time: for a k of some hundreds that costs as much as the products. By columns (w is (k, n)) each y
+// sums over the pairs of k in order.
 
 namespace rounded {
 
-constexpr int kInputs = 4;  // rows of x that one pass over w serves
+constexpr size_t kAhead = 4096;  // weights from the one that is multiplied to the one that is fetched into the cache
 
 WHET_INLINE u16x32 read_weights(const float* w, size_t count) {
     if (count >= 32) return join_bf16(load(w), load(w + 16));
@@ -23,25 +24,63 @@ WHET_INLINE u16x32 read_inputs(const uint16_t* x, size_t count) {
     return load(lanes);
 }
 
-template <int n_inputs>
-WHET_INLINE void dot_row(const float* w, size_t k, const uint16_t* x, size_t ldx, float* y, size_t ldy) {
-    f32x16 sum[n_inputs];
-    for (f32x16& one : sum) one = f32x16(0.0f);
+// sums[r n_inputs + i]: lane by lane the sums of row r of w and row i of x.
+template <int n_rows, int n_inputs>
+WHET_INLINE void dot_rows(const float* w, size_t ldw, size_t k, const uint16_t* x, size_t ldx, f32x16* sums) {
+    f32x16 sum[n_rows * n_inputs];
+#pragma GCC unroll 16
+    for (f32x16& of_pair : sum) of_pair = f32x16(0.0f);
     const auto add = [&](size_t at, size_t count) WHET_INLINE_LAMBDA {
-        const u16x32 weights = read_weights(w + at, count);
-        for (int i = 0; i < n_inputs; ++i) sum[i] = dot_bf16(sum[i], weights, read_inputs(x + i * ldx + at, count));
+        u16x32 weights[n_rows];
+#pragma GCC unroll 2
+        for (int r = 0; r < n_rows; ++r) {
+            const float* from = w + r * ldw + at;
+            __builtin_prefetch(from + kAhead);
+            __builtin_prefetch(from + kAhead + 16);
+            weights[r] = read_weights(from, count);
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < n_inputs; ++i) {
+            const u16x32 inputs = read_inputs(x + i * ldx + at, count);
+#pragma GCC unroll 2
+            for (int r = 0; r < n_rows; ++r) {
+                sum[r * n_inputs + i] = dot_bf16(sum[r * n_inputs + i], weights[r], inputs);
+            }
+        }
     };
     size_t at = 0;
     for (; at + 32 <= k; at += 32) add(at, 32);
     if (at < k) add(at, k - at);
-    for (int i = 0; i < n_inputs; ++i) y[i * ldy] = add_lanes(sum[i]);
+#pragma GCC unroll 16
+    for (int j = 0; j < n_rows * n_inputs; ++j) sums[j] = sum[j];
 }
 
-// A row at a time: one stream from memory is faster than several side by side.
+// 16 results: of 16 / n_inputs rows of w, or the first n of them. With 8 inputs their loads cost more than the
+// products, and two rows of w share them; with fewer, one stream from memory is faster than two.
 template <int n_inputs>
-WHET_INLINE void by_rows(const float* w, size_t ldw, size_t n, size_t k, const uint16_t* x, size_t ldx, float* y,
-                         size_t ldy) {
-    for (size_t row = 0; row < n; ++row) dot_row<n_inputs>(w + row * ldw, k, x, ldx, y + row, ldy);
+WHET_INLINE void dot_tile(const float* w, size_t ldw, size_t n, size_t k, const uint16_t* x, size_t ldx, float* y,
+                          size_t ldy) {
+    f32x16 sums[16];
+    for (f32x16& of_pair : sums) of_pair = f32x16(0.0f);
+    if (n_inputs == 8 && n == 2) {
+        dot_rows<2, n_inputs>(w, ldw, k, x, ldx, sums);
+    } else {
+        for (size_t r = 0; r < n; ++r) dot_rows<1, n_inputs>(w + r * ldw, ldw, k, x, ldx, sums + r * n_inputs);
+    }
+    float results[16];
+    store(results, sum_each(sums));
+    for (size_t r = 0; r < n; ++r) {
+        for (int i = 0; i < n_inputs; ++i) y[i * ldy + r] = results[r * n_inputs + i];
+    }
+}
+
+template <int n_inputs>
+WHET_INLINE void dot_tiles(const float* w, size_t ldw, size_t n, size_t k, const uint16_t* x, size_t ldx, float* y,
+                           size_t ldy) {
+    constexpr size_t kRows = 16 / n_inputs;
+    for (size_t r = 0; r < n; r += kRows) {
+        dot_tile<n_inputs>(w + r * ldw, ldw, r + kRows < n ? kRows : n - r, k, x, ldx, y + r, ldy);
+    }
 }
 
 // Columns [0, 16 n_vectors) of y, or the first `count` of 16.
@@ -69,32 +108,34 @@ WHET_INLINE void add_columns(const float* w, size_t ldw, size_t k, const uint16_
     }
 }
 
-template <int n_inputs>
-WHET_INLINE void by_columns(const float* w, size_t ldw, size_t n, size_t k, const uint16_t* x, size_t ldx, float* y,
-                            size_t ldy) {
-    size_t at = 0;
-    for (; at + 64 <= n; at += 64) add_columns<4, n_inputs>(w + at, ldw, k, x, ldx, y + at, ldy, 16);
-    rows::each(at, n, [&](size_t i, int count) WHET_INLINE_LAMBDA {
-        add_columns<1, n_inputs>(w + i, ldw, k, x, ldx, y + i, ldy, count);
-    });
+template <int n_vectors>
+WHET_INLINE void all_inputs_by_columns(const float* w, size_t ldw, size_t k, const uint16_t* x, size_t ldx, size_t m,
+                                       float* y, size_t ldy, int count) {
+    size_t i = 0;
+    for (; i + 4 <= m; i += 4) add_columns<n_vectors, 4>(w, ldw, k, x + i * ldx, ldx, y + i * ldy, ldy, count);
+    for (; i < m; ++i) add_columns<n_vectors, 1>(w, ldw, k, x + i * ldx, ldx, y + i * ldy, ldy, count);
 }
 
 }  // namespace rounded
 
 void rounded_linear_rows(const float* w, size_t ldw, size_t n, size_t k, const uint16_t* x, size_t ldx, size_t m,
                          float* y, size_t ldy) {
-    size_t i = 0;
-    for (; i + rounded::kInputs <= m; i += rounded::kInputs) {
-        rounded::by_rows<rounded::kInputs>(w, ldw, n, k, x + i * ldx, ldx, y + i * ldy, ldy);
+    for (size_t row = 0; row < n; row += 16) {  // which every row of x meets before the next are read from memory
+        const size_t count = row + 16 < n ? 16 : n - row;
+        const float* some = w + row * ldw;
+        size_t i = 0;
+        for (; i + 8 <= m; i += 8) rounded::dot_tiles<8>(some, ldw, count, k, x + i * ldx, ldx, y + i * ldy + row, ldy);
+        for (; i + 4 <= m; i += 4) rounded::dot_tiles<4>(some, ldw, count, k, x + i * ldx, ldx, y + i * ldy + row, ldy);
+        for (; i + 2 <= m; i += 2) rounded::dot_tiles<2>(some, ldw, count, k, x + i * ldx, ldx, y + i * ldy + row, ldy);
+        for (; i < m; ++i) rounded::dot_tiles<1>(some, ldw, count, k, x + i * ldx, ldx, y + i * ldy + row, ldy);
     }
-    for (; i < m; ++i) rounded::by_rows<1>(w, ldw, n, k, x + i * ldx, ldx, y + i * ldy, ldy);
 }
 
 void rounded_linear_columns(const float* w, size_t ldw, size_t n, size_t k, const uint16_t* x, size_t ldx, size_t m,
                             float* y, size_t ldy) {
-    size_t i = 0;
-    for (; i + rounded::kInputs <= m; i += rounded::kInputs) {
-        rounded::by_columns<rounded::kInputs>(w, ldw, n, k, x + i * ldx, ldx, y + i * ldy, ldy);
-    }
-    for (; i < m; ++i) rounded::by_columns<1>(w, ldw, n, k, x + i * ldx, ldx, y + i * ldy, ldy);
+    size_t at = 0;
+    for (; at + 64 <= n; at += 64) rounded::all_inputs_by_columns<4>(w + at, ldw, k, x, ldx, m, y + at, ldy, 16);
+    rows::each(at, n, [&](size_t i, int count) WHET_INLINE_LAMBDA {
+        rounded::all_inputs_by_columns<1>(w + i, ldw, k, x, ldx, m, y + i, ldy, count);
+    });
 }

@@ -28,7 +28,7 @@ from whet.nn.threads import openmp_fork
 ComputeDtype = Literal["auto", "bfloat16", "float32"]
 
 _NAME = "whet"
-_FEW_ROWS = 16
+_FEW_ROWS = 32
 """Up to so many rows it is faster to read the float32 weight alone than to compare a copy with it first."""
 _FAMILIES = ("gpt2", "gpt_neox", "gptj", "llama", "mistral", "phi3", "qwen2", "qwen3")
 _accelerated: weakref.WeakKeyDictionary[nn.Module, Acceleration] = weakref.WeakKeyDictionary()
