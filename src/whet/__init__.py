@@ -1,6 +1,6 @@
 """Whet post-trains language models on the machine you have, and runs what comes out.
 
-The primitives and the engine stand at top level and need NumPy alone. Algorithms are imported from their own modules
+The primitives and the engine are at top level and need only NumPy. Algorithms are imported from their own modules
 (``from whet.algorithms.grpo import GRPO``) and need the ``train`` extra.
 """
 
@@ -29,7 +29,7 @@ def isa() -> str:
 
 
 def build_info() -> dict[str, str]:
-    """How the native core was built.
+    """Build settings of the native core.
 
     ``compiler`` and its version, ``build_type`` ("Release" is optimised), ``instruction_sets`` that it holds and
     ``usable_instruction_sets`` that this processor runs; both in words with a blank between, the preferred one first.

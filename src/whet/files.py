@@ -6,7 +6,7 @@ What is being written is locked by its writer, and so what a killed process left
 Locks are ``flock``: the kernel releases them with the process, however it ends. They belong to the open file, which a
 forked child shares, so every forked child closes the descriptors of its parent's locks at once.
 
-Needs the standard library alone.
+Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def replace_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 def temporary_beside(path: Path, purpose: str, folder: bool = False) -> Iterator[Path]:
     """An empty hidden file, or folder, in which to write the next content of ``path`` and rename it there.
 
-    ``.NAME.TOKEN.PURPOSE`` is of this writer alone, and locked until the context ends; what is not renamed by then is
+    ``.NAME.TOKEN.PURPOSE`` belongs to this writer, and is locked until the context ends; what is not renamed by then is
     removed. So is what killed writers of the same path and purpose left behind.
     """
     remove_abandoned(path.parent, f".{glob.escape(path.name)}.*{purpose}")
@@ -142,7 +142,7 @@ def replace_folder(temporary: Path, path: Path) -> None:
 
 
 def previous_of(path: Path) -> Path:
-    """Where ``replace_folder`` keeps what was at ``path`` until the new folder stands there."""
+    """The path at which ``replace_folder`` keeps the old folder until the new one is in place."""
     return path.with_name(f".{path.name}.previous")
 
 
@@ -246,7 +246,7 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 class FolderLock:
-    """A folder for this process alone, from ``acquire`` to ``release`` or to the end of the process, however it ends.
+    """Exclusive use of a folder by this process, from ``acquire`` to ``release`` or to the end of the process.
 
     Several locks of one process share a folder. On a file system without locks a warning says that nothing keeps a
     second process out.

@@ -1,4 +1,4 @@
-"""Where a step's wall-clock time goes: named phases, each without the phases inside it.
+"""Wall-clock time of a step by named phases, each without the phases inside it.
 
     with record() as seconds:
         with phase("loss"):

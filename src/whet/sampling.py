@@ -1,4 +1,4 @@
-"""How to sample, and what a sampled completion is: the vocabulary shared by engines and algorithms."""
+"""Sampling settings and sampled completions, as engines and algorithms share them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SamplingParams:
             sequence (Keskar et al. 2019); 1 changes nothing.
         max_new_tokens: longest completion, the stop token included.
         stop_token_ids: a completion ends with, and includes, the first of these.
-        seed: completions depend on (seed, prompt index, sample index, position) alone; from 0 to 2^64 - 1.
+        seed: completions depend only on (seed, prompt index, sample index, position); from 0 to 2^64 - 1.
 
     Raises:
         WhetTypeError: a value of another type than its field; integers and floats of NumPy do.

@@ -2,7 +2,7 @@
 
 0 is success, 1 a benchmark that found Whet wrong or slower, 2 a mistake in what was asked for, 130 Ctrl-C, 143 SIGTERM
 after the step it came in, 141 a reader that went away; anything unexpected keeps its traceback. This file needs the
-standard library alone: each command imports what it needs, and only when it is called.
+standard library only: each command imports what it needs, and only when it is called.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _check_choice(kind: str, name: str, choices: Sequence[str]) -> None:
 
 
 def _line_of_reward(error: WhetError) -> str:
-    """Where in the user's own function a RewardError began."""
+    """File and line of the user's function that raised a RewardError."""
     if not isinstance(error, RewardError) or error.__cause__ is None:
         return ""
     frames = traceback.extract_tb(error.__cause__.__traceback__)

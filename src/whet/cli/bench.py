@@ -71,7 +71,7 @@ def _broken(results: dict[str, Any]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Compare:
-    """What changed from one run to another, and whether it is noise; exits with 1 on a regression."""
+    """Compare two runs: changes and their significance; exits with 1 on a regression."""
 
     before: tyro.conf.Positional[Path]
     """results.json, or its folder, of the run before the change."""

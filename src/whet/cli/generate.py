@@ -36,7 +36,7 @@ class GenerateConfig:
     prompt: str
     """The text."""
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
-    """How many continuations. One is shown as it comes, several when all are done."""
+    """Number of continuations. One is streamed, several are shown when all are done."""
     max_new_tokens: int = 256
     """Longest continuation in tokens."""
     temperature: float = 1.0

@@ -1,4 +1,4 @@
-"""What a run reads, remembered in its folder as sizes and digests, so that a continued run notices what has changed.
+"""The inputs of a run, kept in its folder as sizes and digests, so that a continued run notices a change.
 
 A run is refused if what changed would make it another run: its data, or what of its base model is not in its
 checkpoints. Of held-out rows, rewards and judges, which a run may change on its way, it is only said.
@@ -41,14 +41,14 @@ def _existing(names: list[str]) -> list[Path]:
 
 
 def _matters(path: Path, run: Any) -> bool:
-    """Whether a file of the base model is part of the run: weights are where its checkpoints hold adapters alone."""
+    """Whether a file of the base model is part of the run: weights are where its checkpoints hold only adapters."""
     if path.suffix in _WEIGHTS:
         return run.lora_rank > 0
     return path.suffix != ".md" and not path.name.startswith(".") and path.name != ADAPTERS
 
 
 def check_inputs(file: Path, now: Inputs) -> list[str]:
-    """What has changed since ``file`` was written by ``write_inputs`` and may change, in words.
+    """The changes since ``write_inputs`` wrote ``file`` that are allowed, in words.
 
     Raises:
         WhetValueError: something has changed that makes it another run.

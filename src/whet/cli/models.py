@@ -92,7 +92,7 @@ def add_lora(model: nn.Module, name: str, rank: int, alpha: int, layers: list[st
 
 
 def describe_size(model: nn.Module) -> str:
-    """How many parameters, how many of them are trained, their dtype and where they are, in words."""
+    """Number of parameters, of trained ones, their dtype and device, in words."""
     parameters = list(model.parameters())
     total = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)

@@ -1,4 +1,4 @@
-"""What can be set on the command line: for each command one flat dataclass, the algorithm's config and the run's.
+"""The settings of the commands: for each one flat dataclass, the algorithm's config and the run's.
 
 The fields' own words are the flags' help. Does not import torch, so that --help is quick.
 """
@@ -43,11 +43,11 @@ class RunConfig:
     checkpoint_every: int = 100
     """Steps between checkpoints; there is one after the last step in any case."""
     keep_checkpoints: int = 2
-    """How many checkpoints to keep, the newest ones."""
+    """Number of checkpoints to keep, the newest ones."""
     resume: bool = True
     """Continue from the newest whole checkpoint in output_dir; if not, a folder that holds a run is refused."""
     loggers: list[Literal["csv", "tensorboard", "wandb"]] = field(default_factory=list)
-    """Where metrics go beside the progress bar and metrics.jsonl."""
+    """Loggers beside the progress bar and metrics.jsonl."""
     wandb_project: str = "whet"
     """The project's name at Weights & Biases."""
 

@@ -154,7 +154,7 @@ def _rewards(run: Any) -> RewardFunctions | None:
 
 
 def _judges(run: Any, rewards: RewardFunctions | None) -> dict[str, Any]:
-    """What the constructor of an algorithm that samples is given to judge completions with."""
+    """Constructor arguments that score completions, for an algorithm that samples."""
     if getattr(run, "preference", ""):
         return {"preference_fn": load_function(run.preference)}
     return {} if rewards is None else {"reward_fn": rewards}
@@ -170,7 +170,7 @@ def add_reference_logprobs(model: Any, arguments: Mapping[str, Any], *parts: lis
 
 
 def _evaluation(run: Any, rows: list[Any], rewards: RewardFunctions | None) -> Callable[[Any], dict[str, float]]:
-    """What measures a trainer on held-out rows."""
+    """The function that evaluates a trainer on held-out rows."""
     options = {} if rewards is None else {"reward_fn": rewards, "temperature": run.eval_temperature}
     return lambda trainer: trainer.evaluation_metrics(rows, **options)
 

@@ -1,7 +1,7 @@
 """The engine: a transformer that samples batches natively, on weights that a trainer changes between its calls.
 
 Prompts are computed once for all their samples; finished rows leave and waiting ones enter. What a completion says
-depends on (seed, prompt, sample) and the weights alone, to the bit: not on the batch, its order, the threads, or the
+depends only on (seed, prompt, sample) and the weights, to the bit: not on the batch, its order, the threads, or the
 memory for keys and values. It is a ``whet.rollout.RolloutEngine``. The forward pass is cpp/engine/transformer.cpp, its
 definition ``whet.models.reference``.
 
@@ -98,7 +98,7 @@ class Engine:
 
         Args:
             model: Llama, Mistral, Qwen2, Qwen3, GPT-NeoX, GPT-2, GPT-J or Phi-3, perhaps in PEFT's LoRA.
-            merge_adapters: pack W + scaling B A; else adapters are computed beside W, and ``sync`` takes them alone
+            merge_adapters: pack W + scaling B A; else adapters are computed beside W, and ``sync`` updates only them
                 where nothing else has changed.
             max_position: see the class; ``sync`` keeps it.
             options: see the class.
@@ -271,7 +271,7 @@ class Engine:
 
         Shapes and finiteness are checked before the first weight changes; an interrupt that falls between two weights
         is raised when all are replaced. Where the model's LoRA adapters are kept apart and its other weights are, by a
-        64-bit checksum of all their bytes, those that the engine has, the adapters alone are taken.
+        64-bit checksum of all their bytes, those that the engine has, only the adapters are copied.
 
         Raises:
             EngineBusyError: a completion is under way.
@@ -279,7 +279,7 @@ class Engine:
         """
         where = "Engine.sync"
         with (session := Session(self._calls, where)), session:
-            session.begin(alone=True)
+            session.begin(exclusive=True)
             source = describe_module(model, merged=self._merged, max_position=self.config.max_position)
             if source.config != self.config:
                 raise WhetValueError(f"{where}: {_difference(self.config, source.config)}. Make a new engine for it.")
@@ -311,7 +311,7 @@ class Engine:
         """
         where = "Engine.remove_adapter"
         with (session := Session(self._calls, where)), session:
-            session.begin(alone=True)
+            session.begin(exclusive=True)
             self._check_adapter(adapter, where)
 
             def forget() -> None:

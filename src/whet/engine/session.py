@@ -66,23 +66,23 @@ class Calls:
                 self._dropped.remove(reference)
         return core
 
-    def begin(self, session: Session, where: str, alone: bool) -> None:
-        """Wait until no session stands in the way that is alone.
+    def begin(self, session: Session, where: str, exclusive: bool) -> None:
+        """Wait until no exclusive session is under way.
 
         Raises:
             WhetValueError: the engine is closed.
             WhetError: the weights are torn, and the session is for requests.
-            EngineBusyError: the session is to be alone, and others are under way.
+            EngineBusyError: the session is to be exclusive, and others are under way.
         """
         self._sessions[session.number] = weakref.KeyedRef(session, self._dropped.append, session.number)
-        while n_others := self.use(where).begin_session(session.number, alone):
-            if alone:
+        while n_others := self.use(where).begin_session(session.number, exclusive):
+            if exclusive:
                 raise EngineBusyError(
                     f"{where}: {n_others} calls are under way, and their tokens have to come from one version of the "
                     f"weights. Finish or close them first."
                 )
             time.sleep(_TURN_S)
-        if self.torn and not alone:
+        if self.torn and not exclusive:
             raise WhetError(
                 f"{where}: a sync was stopped among the weights, which are neither those before nor those after. Call "
                 f"sync again, or make a new engine."
@@ -113,9 +113,9 @@ class Session:
         self._calls, self._where = calls, where
         self.number = next(calls.numbers)
 
-    def begin(self, *, alone: bool = False) -> None:
-        """From here on the weights stay as they are, until ``end``; or, ``alone``, this call may change them."""
-        self._calls.begin(self, self._where, alone)
+    def begin(self, *, exclusive: bool = False) -> None:
+        """Hold the weights fixed until ``end``; an ``exclusive`` session may change them."""
+        self._calls.begin(self, self._where, exclusive)
 
     def end(self) -> None:
         """Idempotent."""
@@ -148,7 +148,7 @@ class Session:
             self._check_logits(job)
 
     def completion(self, job: int, sample: int, policy_version: int) -> Completion:
-        """What became of a sample."""
+        """The outcome of a sample."""
         tokens, logprobs, finish = self._core().sample(job, sample, 0)
         return Completion(tokens.tolist(), logprobs.tolist(), finish, policy_version)
 

@@ -29,7 +29,7 @@ ComputeDtype = Literal["auto", "bfloat16", "float32"]
 
 _NAME = "whet"
 _FEW_ROWS = 32
-"""Up to so many rows it is faster to read the float32 weight alone than to compare a copy with it first."""
+"""Up to so many rows it is faster to read only the float32 weight than to compare a copy with it first."""
 _FAMILIES = ("gpt2", "gpt_neox", "gptj", "llama", "mistral", "phi3", "qwen2", "qwen3")
 _accelerated: weakref.WeakKeyDictionary[nn.Module, Acceleration] = weakref.WeakKeyDictionary()
 
@@ -59,7 +59,7 @@ def accelerate(model: nn.Module, dtype: ComputeDtype = "auto") -> Acceleration:
 
 
 def acceleration_of(model: nn.Module) -> Acceleration | None:
-    """What is in this model now; None: its own functions."""
+    """The acceleration installed in this model; None: it runs its own functions."""
     return _accelerated.get(inner_module(model))
 
 
@@ -213,7 +213,7 @@ class Acceleration:
         )
 
     def _forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
-        """What takes the place of a module's forward."""
+        """The function that replaces a module's forward."""
         kind = type(module).__name__
         if type(module) is nn.Linear:
             return partial(_linear, self, module)
@@ -333,7 +333,7 @@ def _refuse_dropout(dropout: float) -> None:
 
 
 def _mask_of(batch: PackedBatch) -> Tensor:
-    """What takes a batch to every attention: models pass a mask of four axes on as it is (and make none of N x N)."""
+    """A mask that carries the batch to every attention: models pass one of four axes on unchanged."""
     mask = torch.full((1, 1, 1, 1), torch.nan)  # whatever other attention adds it to will show
     mask.whet_batch = batch  # pyright: ignore[reportAttributeAccessIssue]
     return mask

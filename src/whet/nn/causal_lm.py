@@ -31,7 +31,7 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 class CompletionLogprobs(NamedTuple):
-    """What a model thinks of a batch of completions. C is the longest completion's length.
+    """Log-probs of a batch of completions under a model. C is the longest completion's length.
 
     Attributes:
         logprobs: (B, C) float32 (float64 for float64 logits), differentiable in the model; 0 where

@@ -66,7 +66,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, copy: Tensor, in_plac
         bias: (N,) or None.
         copy: (N, K): weight itself, or its rounded copy.
         in_place: add the gradient to ``weight.grad`` where it is computed, and give autograd none: one pass less, for
-            a loop that calls ``backward`` and looks at ``.grad`` alone. Where the weight is no leaf, or has hooks that
+            a loop that calls ``backward`` and looks only at ``.grad``. Where the weight is no leaf, or has hooks that
             want to see its gradient, autograd gets it.
     """
     return _Linear.apply(x, weight, bias, copy, in_place)  # pyright: ignore[reportReturnType]
@@ -93,7 +93,7 @@ def rounded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, by_columns: b
 
 
 def _address(x: Tensor, *dtypes: torch.dtype) -> int:
-    """Where a kernel finds the elements of x, one after the other: of these dtypes and no others."""
+    """Address of the elements of x, which must be contiguous, on the CPU and of one of these dtypes."""
     if x.dtype not in dtypes or x.device.type != "cpu" or not x.is_contiguous():
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise WhetTypeError(

@@ -10,7 +10,7 @@ from torch import nn
 
 
 def module_device(model: nn.Module) -> torch.device:
-    """Where the model's parameters live; the CPU for a model without any."""
+    """Device of the model's parameters; the CPU for a model without any."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 

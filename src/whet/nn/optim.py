@@ -75,7 +75,7 @@ class AdamW(torch.optim.AdamW):
         return True
 
     def _torch_step(self, others: list[Tensor], grad_scale: float) -> None:
-        """torch's own step, of these parameters alone."""
+        """torch's own step, of only these parameters."""
         chosen = set(map(id, others))
         grads = [(p, p.grad) for group in self.param_groups for p in group["params"]]
         try:

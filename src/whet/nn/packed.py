@@ -93,7 +93,7 @@ def pack_batch(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Seq
 
 
 def token_batches(rows: Sequence[Sequence[Sequence[int]]], max_tokens: int) -> list[list[int]]:
-    """Rows in micro-batches of at most ``max_tokens`` tokens of ``pack_batch``; a longer row stands alone.
+    """Rows in micro-batches of at most ``max_tokens`` tokens of ``pack_batch``; a longer row is one by itself.
 
     Args:
         rows: each a prompt and its completions (one, or a pair). Those of one prompt stay together where they fit.

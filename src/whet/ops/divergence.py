@@ -78,7 +78,7 @@ def compute_token_kl_schulman(log_probs_policy: Any, log_probs_ref: Any, mask: A
 
 
 def compute_token_kl_f32(log_probs_policy: Any, log_probs_ref: Any, mask: Any = None) -> float:
-    """``compute_token_kl`` that takes float32 alone."""
+    """``compute_token_kl`` for float32 only."""
     result = _core.token_kl(log_probs_policy, log_probs_ref, mask, False, True)
     if result is NotImplemented:
         return _single("compute_token_kl_f32", log_probs_policy, log_probs_ref, mask, False, ("float32",))
@@ -86,7 +86,7 @@ def compute_token_kl_f32(log_probs_policy: Any, log_probs_ref: Any, mask: Any = 
 
 
 def compute_token_kl_schulman_f32(log_probs_policy: Any, log_probs_ref: Any, mask: Any = None) -> float:
-    """``compute_token_kl_schulman`` that takes float32 alone."""
+    """``compute_token_kl_schulman`` for float32 only."""
     result = _core.token_kl(log_probs_policy, log_probs_ref, mask, True, True)
     if result is NotImplemented:
         return _single("compute_token_kl_schulman_f32", log_probs_policy, log_probs_ref, mask, True, ("float32",))
@@ -132,7 +132,7 @@ def compute_batch_token_kl_schulman(
 def compute_batch_token_kl_f32(
     log_probs_policy: Any, log_probs_ref: Any, seq_len: int | None = None, mask: Any = None
 ) -> Any:
-    """``compute_batch_token_kl`` that takes float32 alone."""
+    """``compute_batch_token_kl`` for float32 only."""
     result = _core.batch_token_kl(log_probs_policy, log_probs_ref, seq_len, mask, False, True)
     if result is NotImplemented:
         name = "compute_batch_token_kl_f32"
@@ -143,7 +143,7 @@ def compute_batch_token_kl_f32(
 def compute_batch_token_kl_schulman_f32(
     log_probs_policy: Any, log_probs_ref: Any, seq_len: int | None = None, mask: Any = None
 ) -> Any:
-    """``compute_batch_token_kl_schulman`` that takes float32 alone."""
+    """``compute_batch_token_kl_schulman`` for float32 only."""
     result = _core.batch_token_kl(log_probs_policy, log_probs_ref, seq_len, mask, True, True)
     if result is NotImplemented:
         name = "compute_batch_token_kl_schulman_f32"

@@ -1,4 +1,4 @@
-"""What the fast path of a primitive does not take: converted here if that is safe, explained if not.
+"""Slow path of the primitives: converts what the fast path refuses where that is safe, and raises where it is not.
 
 The native functions answer ``NotImplemented`` to anything but contiguous float arrays that agree. The
 functions here then turn views, subclasses, lists and odd strides into plain arrays (a copy, made only where

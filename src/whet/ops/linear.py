@@ -17,7 +17,7 @@ from whet.ops import inputs
 from whet.ops.quant import CORE_FORMATS, FORMATS, Quantized, check_finite, check_format, row_layout
 
 _SOURCES = {"float32": 0, "bfloat16": 1, "float16": 2}
-"""What rows may be packed from; in the order of the core's Source, and then the packed format itself."""
+"""Dtypes that rows are packed from, in the order of the core's Source, then the packed format itself."""
 _MAX_NUMBERS = 1 << 46
 """More than any memory, and few enough to count their bytes."""
 

@@ -302,7 +302,7 @@ class MicroLoRA:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` of an adapter of the same sizes gave. All of it or, after an error, nothing.
 
-        ``lora_A`` and ``lora_B`` alone will do: everything else then starts anew.
+        ``lora_A`` and ``lora_B`` suffice: everything else then starts anew.
 
         Raises:
             CheckpointError: an unknown or missing key, another shape or dtype, or a number that is none.

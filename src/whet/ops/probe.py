@@ -1,4 +1,4 @@
-"""What this machine can do at best: the ceilings that every other figure is held against; and what memory costs.
+"""Ceilings of this machine (bandwidths, multiply-adds), to compare other figures with, and the cost of allocation.
 
 The rates of loops that only load, copy, scale, or multiply and add, on the kernels' instruction set (``whet.isa()``)
 and threads (``whet.get_num_threads()``). Each is the fastest of several timed batches, at least 3, after one that is
@@ -60,7 +60,7 @@ def fma_rate(dtype: str, seconds: float = 0.05) -> float:
 
     ``sums[c] += a * b`` for independent vectors of sums. "float32" and "float64" are fused multiply-adds of that dtype.
     "bfloat16" sums products of pairs in float32 (4 operations a lane), "int8" products of four, unsigned times signed,
-    in int32 (8 a lane). These two have instructions of their own on "avx512bf16" alone; on any other instruction set
+    in int32 (8 a lane). These two have instructions of their own only on "avx512bf16"; on any other instruction set
     the figure is that of the emulation which the kernels use there.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Frequencies of rotary embeddings, as models scale them for long contexts. Float64, NumPy alone.
+"""Frequencies of rotary embeddings, as models scale them for long contexts. Float64, NumPy only.
 
 Takes Hugging Face's ``rope_scaling`` (later ``rope_parameters``) as it stands in a config.json, and gives what its
 ``ROPE_INIT_FUNCTIONS`` give, which compute in float32. With d = rotary_dim, theta_i = base^(-2i / d), s = factor and L
