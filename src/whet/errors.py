@@ -1,7 +1,7 @@
 """Every error that Whet raises on purpose.
 
 Each is a ``WhetError`` and also the builtin that fits, so callers catch either. A message names the
-function, the argument, what came, what was expected, and the mend.
+function, the argument, what came, what was expected, and the fix.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ _FULL = {
     errno.EDQUOT: ("this user's quota of the disk is used up", "Free space there, or have the quota raised"),
     errno.EFBIG: ("this process may write no file so large", "Raise the limit (ulimit -f)"),
 }
-"""Errors that space would mend: (what is wrong, the fix)."""
+"""Errors that more space fixes: (what is wrong, the fix)."""
 
 
 # --- atomic writes --------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def told_if_full(path: Path, size_bytes: int, then: str = "try again") -> Iterat
     """Turn the system's "no space left" into an error that says where, how much was needed, and what to do.
 
     Raises:
-        DiskFullError: in place of an OSError that more space would mend.
+        DiskFullError: in place of an OSError that more space fixes.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The command line: finds the command, and turns what a user can mend into one line and an exit status.
+"""The command line: finds the command, and turns errors that a user can fix into one line and an exit status.
 
 0 is success, 1 a benchmark that found Whet wrong or slower, 2 a mistake in what was asked for, 130 Ctrl-C, 143 SIGTERM
 after the step it came in, 141 a reader that went away; anything unexpected keeps its traceback. This file needs the

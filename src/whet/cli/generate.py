@@ -213,6 +213,6 @@ def stop_ids(model: str, tokenizer: Any, vocab_size: int) -> list[int]:
         if not 0 <= token < vocab_size:
             raise WhetValueError(
                 f"whet generate: EOS is token {token} by the tokenizer or {name}, outside the model's vocabulary of "
-                f"{vocab_size} tokens. Pass --tokenizer with the model's own, or mend {name}."
+                f"{vocab_size} tokens. Pass --tokenizer with the model's own, or fix {name}."
             )
     return stops

@@ -25,7 +25,7 @@ def is_tensor(x: Any) -> bool:
 
 
 def plain(function: str, name: str, x: Any, dtypes: tuple[str, ...] = FLOATS) -> Any:
-    """x as a contiguous NumPy array or torch CPU tensor of one of the dtypes, else an error that says the mend."""
+    """x as a contiguous NumPy array or torch CPU tensor of one of the dtypes, else an error that says the fix."""
     where = f"{function}: {name}"
     if is_tensor(x):
         if x.requires_grad:

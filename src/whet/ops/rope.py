@@ -288,13 +288,13 @@ def _check_heads(function: str, name: str, x: Any, leading: tuple[int, ...], hea
         raise WhetValueError(f"{where} is expanded: elements share memory. Pass a contiguous copy.")
 
 
-def _check_rows(function: str, positions: np.ndarray, lowest: int, highest: int, what: str, mend: str) -> None:
+def _check_rows(function: str, positions: np.ndarray, lowest: int, highest: int, what: str, fix: str) -> None:
     outside = np.argwhere((positions < lowest) | (positions > highest))
     if len(outside):
         at = tuple(outside[0].tolist())
         raise WhetValueError(
             f"{function}: positions[{', '.join(map(str, at))}] is {positions[at]}, outside {what}. "
-            f"{mend}, or leave out what is padding."
+            f"{fix}, or leave out what is padding."
         )
 
 
