@@ -40,19 +40,19 @@ KvCache::KvCache(const ModelConfig& config, bool bf16, size_t budget_bytes)
     for (size_t i = n_pages(); i > 0; --i) free_.push_back(static_cast<int32_t>(i - 1));
 }
 
-int32_t KvCache::take() {
+int32_t KvCache::allocate() {
     const int32_t page = free_.back();
     free_.pop_back();
-    // Weights of nothing meet what lies beyond a sequence's end: it has to be finite.
+    // Masked keys get weight 0, but 0 * inf and 0 * NaN are NaN.
     std::memset(memory_.data() + static_cast<size_t>(page) * page_bytes_, 0, page_bytes_);
-    pages_[static_cast<size_t>(page)] = {.holders = 1, .serial = ++serial_};
+    pages_[static_cast<size_t>(page)] = {.ref_count = 1, .serial = ++serial_};
     return page;
 }
 
-void KvCache::release(int32_t page) {
+void KvCache::unref(int32_t page) {
     Page& p = pages_[static_cast<size_t>(page)];
-    if (--p.holders > 0) return;
-    if (p.entered) {
+    if (--p.ref_count > 0) return;
+    if (p.indexed) {
         const auto [begin, end] = entries_.equal_range(p.hash);
         const auto at = std::find_if(begin, end, [&](const auto& entry) { return entry.second.page == page; });
         if (at != end) entries_.erase(at);
@@ -65,11 +65,11 @@ int32_t KvCache::copy(int32_t page) {
     free_.pop_back();
     std::memcpy(memory_.data() + static_cast<size_t>(own) * page_bytes_,
                 memory_.data() + static_cast<size_t>(page) * page_bytes_, page_bytes_);
-    pages_[static_cast<size_t>(own)] = {.holders = 1, .serial = ++serial_};
+    pages_[static_cast<size_t>(own)] = {.ref_count = 1, .serial = ++serial_};
     return own;
 }
 
-int32_t KvCache::find(int32_t before, uint64_t key, const int32_t* tokens) const {
+int32_t KvCache::find_prefix(int32_t before, uint64_t key, const int32_t* tokens) const {
     const uint64_t serial = serial_of(before);
     const auto [begin, end] = entries_.equal_range(hash_of(serial, key, tokens));
     for (auto at = begin; at != end; ++at) {
@@ -80,14 +80,14 @@ int32_t KvCache::find(int32_t before, uint64_t key, const int32_t* tokens) const
     return kNone;
 }
 
-void KvCache::enter(int32_t page, int32_t before, uint64_t key, const int32_t* tokens) {
+void KvCache::insert_prefix(int32_t page, int32_t before, uint64_t key, const int32_t* tokens) {
     Page& p = pages_[static_cast<size_t>(page)];
     const uint64_t serial = serial_of(before);
     p.hash = hash_of(serial, key, tokens);
     try {
         entries_.emplace(p.hash, Entry{page, serial, key, std::vector<int32_t>(tokens, tokens + kPageTokens)});
-        p.entered = true;
-    } catch (const std::bad_alloc&) {  // found by nobody, and no less right
+        p.indexed = true;
+    } catch (const std::bad_alloc&) {  // a page that is not indexed is only not shared
     }
 }
 

@@ -1,9 +1,9 @@
-// Keys and values of sequences in pages of 64 tokens, over all layers: counted, shared, and found again by their
+// Keys and values of sequences in pages of 64 tokens, over all layers: reference-counted, shared, and indexed by their
 // tokens.
 //
-// A page has as many holders as sequences use it; the last one to release it frees it. A page that is full of a
-// prompt's tokens can be entered under them and the page before it, and whoever begins with the same tokens finds it.
-// Pages are of one size, so memory does not fragment; it is asked of the system when a page is first used.
+// A page counts the sequences that reference it and is freed with the last reference. A full page of a prompt is
+// indexed by its tokens and the page before it, so that a sequence that begins with the same tokens finds it (prefix
+// caching). Pages have one size, so memory does not fragment; it is committed when a page is first used.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -28,26 +28,26 @@ public:
     size_t page_bytes() const { return page_bytes_; }
     bool bf16() const { return bf16_; }
     uint8_t* data() const { return memory_.data(); }
-    // Where a page has the keys of a KV head of a layer.
+    // Offset in a page of the keys of a KV head of a layer.
     size_t offset(size_t layer, size_t head) const { return (layer * n_kv_heads_ + head) * head_bytes_; }
 
-    int32_t take();  // a page of zeros with one holder; there must be a free one
-    void hold(int32_t page) { ++pages_[static_cast<size_t>(page)].holders; }
-    void release(int32_t page);
+    int32_t allocate();  // a page of zeros with one reference; there must be a free one
+    void ref(int32_t page) { ++pages_[static_cast<size_t>(page)].ref_count; }
+    void unref(int32_t page);
     int32_t copy(int32_t page);  // a page of its own with the same contents
-    int32_t holders(int32_t page) const { return pages_[static_cast<size_t>(page)].holders; }
+    int32_t ref_count(int32_t page) const { return pages_[static_cast<size_t>(page)].ref_count; }
 
     // The page that holds these 64 tokens after page `before` (kNone: from the start) under `key` (an adapter's
     // number), or kNone.
-    int32_t find(int32_t before, uint64_t key, const int32_t* tokens) const;
-    void enter(int32_t page, int32_t before, uint64_t key, const int32_t* tokens);
+    int32_t find_prefix(int32_t before, uint64_t key, const int32_t* tokens) const;
+    void insert_prefix(int32_t page, int32_t before, uint64_t key, const int32_t* tokens);
 
 private:
     struct Page {
-        int32_t holders = 0;
-        uint64_t serial = 0;  // of its present use: pages that follow it are entered under this number
+        int32_t ref_count = 0;
+        uint64_t serial = 0;  // of its present allocation: pages that follow it are indexed by this number
         uint64_t hash = 0;
-        bool entered = false;
+        bool indexed = false;
     };
     struct Entry {
         int32_t page;

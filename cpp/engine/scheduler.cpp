@@ -96,28 +96,28 @@ bool Scheduler::admit(Job& job) {
     std::vector<int32_t>& pages = job.pages;
     pages.clear();
     while (shared < known / kPage) {
-        before = cache_.find(before, request.adapter, request.tokens.data() + shared * kPage);
+        before = cache_.find_prefix(before, request.adapter, request.tokens.data() + shared * kPage);
         if (before == KvCache::kNone) break;
         pages.push_back(before);
         ++shared;
     }
     const size_t tail = tail_pages(request);
-    if (cache_.n_free() < promised_ + n_pages - shared + tail) {
+    if (cache_.n_free() < reserved_ + n_pages - shared + tail) {
         pages.clear();  // none of them is held
         return false;
     }
-    for (int32_t page : pages) cache_.hold(page);
+    for (int32_t page : pages) cache_.ref(page);
     while (pages.size() < n_pages) {
         const size_t at = pages.size();
-        pages.push_back(cache_.take());
+        pages.push_back(cache_.allocate());
         if ((at + 1) * kPage <= n_tokens) {
-            cache_.enter(pages[at], at == 0 ? KvCache::kNone : pages[at - 1], request.adapter,
-                         request.tokens.data() + at * kPage);
+            cache_.insert_prefix(pages[at], at == 0 ? KvCache::kNone : pages[at - 1], request.adapter,
+                                 request.tokens.data() + at * kPage);
         }
     }
     job.computed = shared * kPage;
-    promised_ += tail;
-    job.first_promised = true;
+    reserved_ += tail;
+    job.first_reserved = true;
     return true;
 }
 
@@ -127,7 +127,7 @@ void Scheduler::start_samples() {
         const Request& request = job.request;
         const size_t tail = tail_pages(request);
         while (job.started < request.n && running_.size() < limits_.max_batch) {
-            if (!job.first_promised && cache_.n_free() < promised_ + tail) break;
+            if (!job.first_reserved && cache_.n_free() < reserved_ + tail) break;
             // All its memory first, then what changes: a step that is refused some has changed nothing.
             Running one{&job, job.started, {}, {}, tail, true};
             one.pages.reserve(ceil_div(request.tokens.size() + request.max_new_tokens, kPage));
@@ -139,9 +139,9 @@ void Scheduler::start_samples() {
             sample.tokens.reserve(request.max_new_tokens);
             sample.logprobs.reserve(request.max_new_tokens);
             const size_t full = request.tokens.size() / kPage;
-            for (size_t p = 0; p < full; ++p) one.pages.push_back(job.pages[p]), cache_.hold(job.pages[p]);
-            if (!job.first_promised) promised_ += tail;
-            job.first_promised = false;
+            for (size_t p = 0; p < full; ++p) one.pages.push_back(job.pages[p]), cache_.ref(job.pages[p]);
+            if (!job.first_reserved) reserved_ += tail;
+            job.first_reserved = false;
             ++job.started;
             running_.push_back(std::move(one));
         }
@@ -168,8 +168,8 @@ void Scheduler::add_decode_rows() {
         if (position / kPage == one.pages.size()) {
             // The prompt's last page, where it is not full, is the sample's own from here on.
             const bool prompts = position == job.request.tokens.size() && position % kPage != 0;
-            one.pages.push_back(prompts ? cache_.copy(job.pages.back()) : cache_.take());
-            --one.promised, --promised_;
+            one.pages.push_back(prompts ? cache_.copy(job.pages.back()) : cache_.allocate());
+            --one.reserved, --reserved_;
         }
         rows_.push_back({sample.tokens.back(), static_cast<int32_t>(position), one.pages.data(), adapter_of(job)});
     }
@@ -312,17 +312,17 @@ void Scheduler::take_drawn() {
 void Scheduler::end(Running& one, Finish finish) {
     Job& job = *one.job;
     job.samples[one.sample].finish = finish;
-    for (int32_t page : one.pages) cache_.release(page);
-    promised_ -= one.promised;
+    for (int32_t page : one.pages) cache_.unref(page);
+    reserved_ -= one.reserved;
     one.job = nullptr;
     if (++job.ended == job.request.n) leave_prompt(job);
 }
 
 void Scheduler::leave_prompt(Job& job) {
-    for (int32_t page : job.pages) cache_.release(page);
+    for (int32_t page : job.pages) cache_.unref(page);
     job.pages.clear();
-    if (job.first_promised) promised_ -= tail_pages(job.request);
-    job.first_promised = false;
+    if (job.first_reserved) reserved_ -= tail_pages(job.request);
+    job.first_reserved = false;
     job.done = true;
 }
 

@@ -2,8 +2,8 @@
 //
 // A step computes one token of every running sample and the next tokens of the prompts that wait, then draws. A prompt
 // is computed once for all its samples, and what it has in common with another in pages of 64 tokens, once for both.
-// Samples that end leave, and others enter: one is let in only when the pages that it may come to need are certain, so
-// nothing has to be thrown out again; the samples of prompts that are in go before new prompts. Tokens are drawn from
+// Samples leave as they end, and others are admitted: admission reserves the pages of a sample's worst case, so there
+// is no preemption; samples of admitted prompts go before new prompts. Tokens are drawn from
 // uniforms of (seed, prompt, sample, position): what a sample says depends on neither the others nor the order.
 #pragma once
 #include <cstdint>
@@ -55,7 +55,7 @@ struct Job {
     std::vector<float> hidden;  // after the last token of the prompt
     size_t computed = 0;        // tokens of the prompt that are in the cache
     size_t started = 0, ended = 0;
-    bool first_promised = false;
+    bool first_reserved = false;
 };
 
 struct Limits {
@@ -91,7 +91,7 @@ private:
         size_t sample;
         std::vector<int32_t> pages;
         std::vector<uint64_t> seen;  // tokens of the sequence, a bit each; empty without a repetition penalty
-        size_t promised;             // pages that it may still take
+        size_t reserved;             // pages that it may still allocate
         bool fresh;                  // its first token comes from the prompt's last hidden state
     };
     enum class Kind : uint8_t { kDraw, kScore };
@@ -111,7 +111,7 @@ private:
     std::deque<Job*> waiting_;
     std::vector<Job*> prefilling_, pending_;  // pending_: prompts in the cache with samples still to start
     std::vector<Running> running_;
-    size_t promised_ = 0;
+    size_t reserved_ = 0;
     std::vector<Row> rows_;
     std::vector<size_t> counts_;  // rows that each prompt of prefilling_ has got
     std::vector<HeadRow> head_rows_;

@@ -65,7 +65,7 @@ void Transformer::reserve_adapters(size_t rank) {
 const float* Transformer::forward(const Row* rows, size_t n, KvCache& cache) {
     group(rows, n);
     embed(rows, n);
-    const float* delta = nullptr;  // what the sum along the layers still lacks
+    const float* delta = nullptr;  // sublayer output not yet added to the residual stream
     for (size_t i = 0; i < config_.n_layers; ++i) {
         const LayerWeights& w = weights_.layers[i];
         add_and_norm(w.norm1, delta, n);
@@ -168,7 +168,7 @@ void Transformer::attention(const Row* rows, size_t n, size_t layer, KvCache& ca
     adapt(rows, n, layer, Target::kO, attended_, config_.n_heads * config_.head_dim, delta_, config_.hidden_dim);
 }
 
-// A row's queries and keys normed and turned; keys and values to their page, queries to where attend() finds them.
+// A row's queries and keys normed and rotated; keys and values to their page, queries to where attend() finds them.
 void Transformer::place(const Row& row, size_t i, size_t layer, KvCache& cache) {
     const LayerWeights& w = weights_.layers[layer];
     const Kernels& k = kernels();

@@ -1,9 +1,9 @@
 // Rotary position embedding (Su et al., 2021, equation 34), in place on the heads of one token.
 //
-// Each pair (a, b) of a head turns by the angle of its token and its place: (a cos - b sin, a sin + b cos). NeoX pairs
-// element i with i + rotary_dim / 2, GPT-J element 2i with 2i + 1; `inverse` turns back. Elements from rotary_dim on
-// stay as they are. float32 arithmetic, one rounding to nearest even on a bfloat16 store.
-// cos_sin holds rotary_dim / 2 cosines and then as many sines. The caller splits tokens over threads.
+// Each pair (a, b) of a head is rotated by the angle of its token and its place: (a cos - b sin, a sin + b cos). NeoX
+// pairs element i with i + rotary_dim / 2, GPT-J element 2i with 2i + 1; `inverse` rotates back. Elements from
+// rotary_dim on stay as they are. float32 arithmetic, one rounding to nearest even on a bfloat16 store. cos_sin holds
+// rotary_dim / 2 cosines and then as many sines. The caller splits tokens over threads.
 
 namespace rope {
 
@@ -28,7 +28,7 @@ struct NeoxF32 {
 };
 
 struct NeoxBf16 {
-    static constexpr bool kBy32 = true;  // see turn_by_32
+    static constexpr bool kBy32 = true;  // see rotate_by_32
 
     WHET_INLINE static F32Pairs get(const uint16_t* x, size_t half, size_t at) {
         return {load_bf16(x + at), load_bf16(x + half + at)};
@@ -91,14 +91,14 @@ struct GptjBf16 {
     }
 };
 
-WHET_INLINE F32Pairs turned(F32Pairs v, f32x16 cos, f32x16 sin) {
+WHET_INLINE F32Pairs rotate(F32Pairs v, f32x16 cos, f32x16 sin) {
     return {fma(-v.odd, sin, v.even * cos), fma(v.even, sin, v.odd * cos)};
 }
 
 // The pairs [at, at + 16 n) of all heads: their cosines and sines stay in registers.
 template <class Pairs, int n, class T>
-WHET_INLINE void turn_block(T* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t half, size_t at,
-                            f32x16 sign) {
+WHET_INLINE void rotate_block(T* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t half, size_t at,
+                              f32x16 sign) {
     constexpr size_t kStep = f32x16::kLanes;
     f32x16 cos[n], sin[n];
 #pragma GCC unroll 4
@@ -109,7 +109,7 @@ WHET_INLINE void turn_block(T* x, size_t n_heads, ptrdiff_t head_stride, const f
     for (size_t head = 0; head < n_heads; ++head, x += head_stride) {
 #pragma GCC unroll 4
         for (size_t i = 0; i < n; ++i) {
-            Pairs::put(x, half, at + i * kStep, turned(Pairs::get(x, half, at + i * kStep), cos[i], sin[i]));
+            Pairs::put(x, half, at + i * kStep, rotate(Pairs::get(x, half, at + i * kStep), cos[i], sin[i]));
         }
     }
 }
@@ -117,8 +117,8 @@ WHET_INLINE void turn_block(T* x, size_t n_heads, ptrdiff_t head_stride, const f
 // The same for [at, at + 32 n) of NeoX pairs in bfloat16: to take the even and the odd lanes of 32 numbers apart and
 // put them together again is cheaper than to widen and narrow them 16 at a time.
 template <int n>
-WHET_INLINE void turn_by_32(uint16_t* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t half,
-                            size_t at, f32x16 sign) {
+WHET_INLINE void rotate_by_32(uint16_t* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t half,
+                              size_t at, f32x16 sign) {
     constexpr size_t kStep = u16x32::kLanes, kLanes = f32x16::kLanes;
     F32Pairs cos[n], sin[n];
 #pragma GCC unroll 2
@@ -132,8 +132,8 @@ WHET_INLINE void turn_by_32(uint16_t* x, size_t n_heads, ptrdiff_t head_stride, 
         for (size_t i = 0; i < n; ++i) {
             uint16_t *first = x + at + i * kStep, *second = first + half;
             const u16x32 a = load(first), b = load(second);
-            const F32Pairs even = turned({even_bf16(a), even_bf16(b)}, cos[i].even, sin[i].even);
-            const F32Pairs odd = turned({odd_bf16(a), odd_bf16(b)}, cos[i].odd, sin[i].odd);
+            const F32Pairs even = rotate({even_bf16(a), even_bf16(b)}, cos[i].even, sin[i].even);
+            const F32Pairs odd = rotate({odd_bf16(a), odd_bf16(b)}, cos[i].odd, sin[i].odd);
             store(first, zip_bf16(even.even, odd.even));
             store(second, zip_bf16(even.odd, odd.odd));
         }
@@ -142,41 +142,41 @@ WHET_INLINE void turn_by_32(uint16_t* x, size_t n_heads, ptrdiff_t head_stride, 
 
 // The last n < 16 pairs of all heads, from `at` on.
 template <class Pairs, class T>
-WHET_INLINE void turn_last(T* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t half, size_t at,
-                           f32x16 sign) {
+WHET_INLINE void rotate_tail(T* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t half, size_t at,
+                             f32x16 sign) {
     const auto n = static_cast<int>(half - at);
     const f32x16 cos = load_first(cos_sin + at, n, 0.0f), sin = sign * load_first(cos_sin + half + at, n, 0.0f);
     for (size_t head = 0; head < n_heads; ++head, x += head_stride) {
-        Pairs::put_first(x, half, at, turned(Pairs::get_first(x, half, at, n), cos, sin), n);
+        Pairs::put_first(x, half, at, rotate(Pairs::get_first(x, half, at, n), cos, sin), n);
     }
 }
 
 template <class Pairs, class T>
-WHET_INLINE void turn_heads(T* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t rotary_dim,
-                            bool inverse) {
+WHET_INLINE void rotate_heads(T* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t rotary_dim,
+                              bool inverse) {
     constexpr size_t kStep = f32x16::kLanes;
     const f32x16 sign(inverse ? -1.0f : 1.0f);
     const size_t half = rotary_dim / 2;
     size_t at = 0;
     if constexpr (Pairs::kBy32) {
         for (; at + 4 * kStep <= half; at += 4 * kStep) {
-            turn_by_32<2>(x, n_heads, head_stride, cos_sin, half, at, sign);
+            rotate_by_32<2>(x, n_heads, head_stride, cos_sin, half, at, sign);
         }
         for (; at + 2 * kStep <= half; at += 2 * kStep) {
-            turn_by_32<1>(x, n_heads, head_stride, cos_sin, half, at, sign);
+            rotate_by_32<1>(x, n_heads, head_stride, cos_sin, half, at, sign);
         }
     } else {
         for (; at + 4 * kStep <= half; at += 4 * kStep) {
-            turn_block<Pairs, 4>(x, n_heads, head_stride, cos_sin, half, at, sign);
+            rotate_block<Pairs, 4>(x, n_heads, head_stride, cos_sin, half, at, sign);
         }
         for (; at + 2 * kStep <= half; at += 2 * kStep) {
-            turn_block<Pairs, 2>(x, n_heads, head_stride, cos_sin, half, at, sign);
+            rotate_block<Pairs, 2>(x, n_heads, head_stride, cos_sin, half, at, sign);
         }
     }
     for (; at + kStep <= half; at += kStep) {
-        turn_block<Pairs, 1>(x, n_heads, head_stride, cos_sin, half, at, sign);
+        rotate_block<Pairs, 1>(x, n_heads, head_stride, cos_sin, half, at, sign);
     }
-    if (at < half) turn_last<Pairs>(x, n_heads, head_stride, cos_sin, half, at, sign);
+    if (at < half) rotate_tail<Pairs>(x, n_heads, head_stride, cos_sin, half, at, sign);
 }
 
 // Taylor coefficients of sin(r) / r and cos(r) in r^2. For |r| <= pi / 4 the first term left out is below 1e-10.
@@ -202,19 +202,19 @@ WHET_INLINE void sin_cos(f64x8 angle, f64x8& sin, f64x8& cos) {
 
 void rope_neox_f32(float* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t rotary_dim,
                    bool inverse) {
-    rope::turn_heads<rope::NeoxF32>(x, n_heads, head_stride, cos_sin, rotary_dim, inverse);
+    rope::rotate_heads<rope::NeoxF32>(x, n_heads, head_stride, cos_sin, rotary_dim, inverse);
 }
 void rope_neox_bf16(uint16_t* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t rotary_dim,
                     bool inverse) {
-    rope::turn_heads<rope::NeoxBf16>(x, n_heads, head_stride, cos_sin, rotary_dim, inverse);
+    rope::rotate_heads<rope::NeoxBf16>(x, n_heads, head_stride, cos_sin, rotary_dim, inverse);
 }
 void rope_gptj_f32(float* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t rotary_dim,
                    bool inverse) {
-    rope::turn_heads<rope::GptjF32>(x, n_heads, head_stride, cos_sin, rotary_dim, inverse);
+    rope::rotate_heads<rope::GptjF32>(x, n_heads, head_stride, cos_sin, rotary_dim, inverse);
 }
 void rope_gptj_bf16(uint16_t* x, size_t n_heads, ptrdiff_t head_stride, const float* cos_sin, size_t rotary_dim,
                     bool inverse) {
-    rope::turn_heads<rope::GptjBf16>(x, n_heads, head_stride, cos_sin, rotary_dim, inverse);
+    rope::rotate_heads<rope::GptjBf16>(x, n_heads, head_stride, cos_sin, rotary_dim, inverse);
 }
 
 // scale cos(position inv_freq[i]) in cos_sin[i] and scale sin(...) in cos_sin[n + i], for i in [0, n). In float64, with

@@ -209,7 +209,7 @@ public:
 
     // Takes a page of zeros and gives it back, as a sequence of one page does.
     size_t take_and_release() {
-        cache_.release(cache_.take());
+        cache_.unref(cache_.allocate());
         return cache_.page_bytes();
     }
 

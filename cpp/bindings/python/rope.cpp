@@ -75,7 +75,7 @@ struct Heads {
         count = static_cast<size_t>(flat ? array.shape[last] / head_size : array.shape[leading]);
         stride = flat ? head_size : array.stride[leading];
         if (array.size() == 0) return true;
-        // Elements that share memory would be turned more than once.
+        // Elements that share memory would be rotated more than once.
         for (int i = 0; i < last; ++i) {
             if (array.shape[i] > 1 && array.stride[i] == 0) return false;
         }

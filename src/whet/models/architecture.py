@@ -51,13 +51,13 @@ class ModelConfig:
     Attributes:
         max_position: tokens of the longest sequence; what rotary frequencies are resolved for.
         norm: "rms" or "layer".
-        rotary_dim: elements of a head that are turned; 0: no rotary embedding.
+        rotary_dim: elements of a head that are rotated; 0: no rotary embedding.
         is_neox: the pairing: i with i + rotary_dim / 2, else 2i with 2i + 1.
         inv_freq: rotary_dim / 2 radians per position, scaling done.
         attention_factor: multiplies cosines and sines.
         learned_positions: rows of the table of positions; 0: none.
         parallel_residual, shared_norm: see above.
-        qk_norm: RMS norm over head_dim of every query and key head, before they are turned.
+        qk_norm: RMS norm over head_dim of every query and key head, before they are rotated.
         activation: "silu", "gelu" or "gelu_tanh".
         gated: the MLP is down(act(gate x) * up x), else down(act(up x)).
         windows: per layer; 0: all keys before, w: a query sees itself and the w - 1 keys before it.
@@ -121,7 +121,7 @@ class ModelConfig:
     def _check_rotary(self) -> None:
         _check_integer("rotary_dim", self.rotary_dim, 0, self.head_dim)
         if self.rotary_dim % 2:
-            raise _wrong("rotary_dim", self.rotary_dim, "an even number: elements are turned in pairs")
+            raise _wrong("rotary_dim", self.rotary_dim, "an even number: elements are rotated in pairs")
         if len(self.inv_freq) != self.rotary_dim // 2:
             raise _wrong("inv_freq", f"{len(self.inv_freq)} numbers", f"{self.rotary_dim // 2}, one for each pair")
         for frequency in self.inv_freq:

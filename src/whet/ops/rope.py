@@ -15,7 +15,7 @@ from whet.ops import inputs
 from whet.ops.rope_scaling import rope_frequencies
 
 FARTHEST = 2**31
-"""Positions up to here, either way, can be turned without a table."""
+"""Positions up to here, either way, can be rotated without a table."""
 
 
 def naive_cos_sin_cache(inv_freq: np.ndarray, max_position: int, attention_factor: float = 1.0) -> np.ndarray:
@@ -71,7 +71,7 @@ def apply_rope(
         head_size: elements of a head.
         cos_sin_cache: (max_position, rotary_dim) float32: rotary_dim / 2 cosines, then as many sines.
         is_neox: the pairing, NeoX or GPT-J.
-        inverse: turn back, by the negative angle. It is the gradient's way too; with a table that is scaled by an
+        inverse: rotate back, by the negative angle. It is the gradient's way too; with a table that is scaled by an
             attention factor m, there and back multiplies by m^2.
 
     Raises:
@@ -131,7 +131,7 @@ class RotaryEmbedding:
 
     Attributes:
         head_size: elements of a head.
-        rotary_dim: elements of a head that are turned.
+        rotary_dim: elements of a head that are rotated.
         max_position: rows of the table.
         is_neox_style: the pairing, see ``apply_rope``.
         inv_freq: (rotary_dim / 2,) float64, radians per position.
@@ -169,14 +169,14 @@ class RotaryEmbedding:
         _core.rope_table(self.inv_freq, self.attention_factor, self.cos_sin_cache)
 
     def forward(self, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
-        """Turns query and key in place, see ``apply_rope``, and returns them."""
+        """Rotate query and key in place, see ``apply_rope``, and returns them."""
         apply_rope(positions, query, key, self.head_size, self.cos_sin_cache, self.is_neox_style)
         return query, key
 
     __call__ = forward
 
     def inverse(self, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
-        """Turns query and key back in place, see ``apply_rope``, and returns them. The gradient of ``forward``."""
+        """Rotate query and key back in place, see ``apply_rope``, and returns them. The gradient of ``forward``."""
         apply_rope(positions, query, key, self.head_size, self.cos_sin_cache, self.is_neox_style, inverse=True)
         return query, key
 
@@ -254,7 +254,7 @@ def _checked(
 
 
 def _check_heads(function: str, name: str, x: Any, leading: tuple[int, ...], head_size: int) -> None:
-    """Raises unless x can be turned where it lies."""
+    """Raises unless x can be rotated in place."""
     where, is_tensor = f"{function}: {name}", inputs.is_tensor(x)
     if not is_tensor and type(x) not in (np.ndarray,):
         raise WhetTypeError(
