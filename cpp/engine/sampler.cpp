@@ -158,7 +158,7 @@ uint32_t order_of(float z) {
     return bits >> 31 ? ~bits : bits | 0x80000000;
 }
 
-// Where the best items end: those with a smaller key, and the first n_equal with this one.
+// The end of the best items: those with a smaller key, and the first n_equal with this one.
 struct Edge {
     uint32_t key;
     size_t n_equal;

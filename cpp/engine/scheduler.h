@@ -1,4 +1,4 @@
-// What runs next: prompts and their samples over one transformer and one cache, a step at a time.
+// Continuous batching: prompts and their samples over one transformer and one cache, a step at a time.
 //
 // A step computes one token of every running sample and the next tokens of the prompts that wait, then draws. A prompt
 // is computed once for all its samples, and what it has in common with another in pages of 64 tokens, once for both.

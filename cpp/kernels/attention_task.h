@@ -1,4 +1,4 @@
-// What one task of the attention kernels works on. Strides are in elements; the last axis is contiguous.
+// One task of the attention kernels. Strides are in elements; the last axis is contiguous.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

@@ -135,7 +135,7 @@ WHET_INLINE void put_key(const void* words, int64_t n, int64_t slot, float* keys
 void cached_attention_f32(const CachedTask& task) { cached::attend<attention::Float32>(task); }
 void cached_attention_bf16(const CachedTask& task) { cached::attend<attention::BFloat16>(task); }
 
-// What a row's state is before its first page, and its output (head_dim) after the last.
+// Initial state of a row before its first page; its output (head_dim) after the last.
 void cached_begin(float* state, int64_t rows, int64_t head_dim) {
     const int64_t columns = cached::columns_of(head_dim);
     for (int64_t row = 0; row < rows; ++row, state += columns + 16) {

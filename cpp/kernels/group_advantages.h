@@ -52,7 +52,7 @@ struct Counts {
     }
 };
 
-// What the rewards of a segment of lanes amount to; every lane of the segment holds the same.
+// Sums of the rewards of a segment of lanes, the same in every lane of it.
 struct GroupMoments {
     f64x8 mean_high, mean_low, deviation;
 

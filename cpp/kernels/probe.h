@@ -1,4 +1,4 @@
-// What the machine can do at best: bytes through its caches and memory, multiplications and additions in registers.
+// Ceilings of the machine: bytes through its caches and memory, multiplications and additions in registers.
 //
 // These kernels compute nothing of use; their rates are the ceilings that the others are held against. The caller
 // splits memory over threads and keeps the time.

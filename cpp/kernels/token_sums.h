@@ -1,4 +1,4 @@
-// What is known of a row of logits whose parts come one after another; see token_logprobs.h.
+// Running sums over a row of logits whose parts come one after another; see token_logprobs.h.
 #pragma once
 
 namespace whet {

@@ -59,7 +59,7 @@ WHET_INLINE f32x16 exp2_fast(f32x16 x) {
     return fma(polynomial(fraction, kExp2), fraction, f32x16(1.0f)) * n.exp2<0>();
 }
 
-// What a running maximum starts from: finite, so that a chunk of -inf gives weights of nothing and not NaN.
+// Initial value of a running maximum: finite, so that a chunk of -inf gives weights of nothing and not NaN.
 constexpr float kNothing = -0x1.fffffep+127f;
 
 // exp(x) - 1 - x, within 2 ULP also where the three cancel: near 0 it is x^2 / 2.

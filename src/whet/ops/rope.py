@@ -169,14 +169,14 @@ class RotaryEmbedding:
         _core.rope_table(self.inv_freq, self.attention_factor, self.cos_sin_cache)
 
     def forward(self, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
-        """Rotate query and key in place, see ``apply_rope``, and returns them."""
+        """Rotate query and key in place, see ``apply_rope``, and return them."""
         apply_rope(positions, query, key, self.head_size, self.cos_sin_cache, self.is_neox_style)
         return query, key
 
     __call__ = forward
 
     def inverse(self, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
-        """Rotate query and key back in place, see ``apply_rope``, and returns them. The gradient of ``forward``."""
+        """Rotate query and key back in place, see ``apply_rope``, and return them. The gradient of ``forward``."""
         apply_rope(positions, query, key, self.head_size, self.cos_sin_cache, self.is_neox_style, inverse=True)
         return query, key
 
