@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from whet.bench import reading
-from whet.bench.reading import is_ours, measured
+from whet.bench import formatting
+from whet.bench.results import is_ours, measured, rows_of, why_not
 from whet.bench.stats import Ratio, paired_ratio, summary, unpaired_ratio
 from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
 
@@ -94,7 +94,7 @@ class Comparison:
             if counts:
                 lines.append(f"{whose}: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.most_common()))
         for change in self.regressions:
-            how = f"{reading.interval(change.ratio)} the time" if change.ratio else change.why
+            how = f"{formatting.interval(change.ratio)} the time" if change.ratio else change.why
             lines.append(f"regression: {change.name}: {how}")
         if not self.regressions:
             lines.append(f"no regression beyond {self.threshold:.0%}")
@@ -107,7 +107,7 @@ class Comparison:
                 f"{_LEAST_CONTROLS} are needed. Changes are judged as they are."
             )
         line = (
-            f"drift of the machine: {self.n_controls} rows of unchanged peers took {reading.interval(self.drift)} "
+            f"drift of the machine: {self.n_controls} rows of unchanged peers took {formatting.interval(self.drift)} "
             "the time"
         )
         if _beyond(self.drift.median, self.threshold):
@@ -209,7 +209,7 @@ def as_table(comparison: Comparison) -> RichTable:
     for change in comparison.changes:
         style = "red" if change in comparison.regressions else "green" if change.verdict == "faster" else ""
         style = style or ("dim" if change.verdict == "same" else "")
-        ratio = reading.interval(change.ratio) if change.ratio else ""
+        ratio = formatting.interval(change.ratio) if change.ratio else ""
         verdict = f"{change.verdict}: {change.why}" if change.why else change.verdict
         cells = (change.table, change.case, change.provider, str(change.threads), ratio, verdict)
         shown.add_row(*(Text(cell, style=style) for cell in cells))
@@ -224,7 +224,7 @@ _Key = tuple[str, str, str, int, str]
 
 def _rows(results: Mapping[str, Any]) -> Iterator[tuple[_Key, dict[str, Any]]]:
     for table in results["tables"]:
-        for case, row in reading.rows_of(table):
+        for case, row in rows_of(table):
             key = (table["title"], case["name"], row["provider"], case["threads"], case["cache"])
             yield key, {**row, "ours": is_ours(row, case)}
 
@@ -243,7 +243,7 @@ def _change(
         verdict = "gone" if new["status"] == "absent" else "broken"
     elif measured(new):
         verdict = "appeared"
-    why = "" if new is None or measured(new) else reading.why_not(new)
+    why = "" if new is None or measured(new) else why_not(new)
     ours = any(row["ours"] for row in (old, new) if row is not None)
     return Change(table, case, provider, threads, ours, ratio, verdict, why)
 
@@ -305,6 +305,6 @@ def _check(results: Mapping[str, Any]) -> None:
         raise WhetTypeError(f"suite is {results['suite']!r}, expected a name")
     for key, row in _rows(results):
         hash(key)
-        reading.why_not(row)
+        why_not(row)
         if measured(row) and not all(sample > 0 for sample in row["samples_s"]):
             raise WhetValueError(f"{' / '.join(map(str, key[:3]))} has samples that are no times")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from whet.bench.document import Chart
-from whet.bench.reading import case_label, duration, measured, ratio, rows_of, significant, subject_of
+from whet.bench.formatting import duration, significant
+from whet.bench.results import case_label, measured, part_medians, rows_of, subject_of, subject_ratio
 from whet.bench.stats import Ratio, summary
 from whet.errors import MissingExtraError
 from whet.report.page import CHART_STYLE, LIGHT_COLORS, SERIES, SVG_COLORS, inline_svg, printable
@@ -30,12 +30,21 @@ _MARKERS = "osD^v<>PX"
 """One more than there are colours: providers that share a colour have different markers."""
 
 
+class Chart(NamedTuple):
+    """A plot: its caption, the SVG for a page, and the name of its PNG."""
+
+    title: str
+    note: str
+    svg: str
+    png: str
+
+
 def draw(table: Table, threads: int, folder: Path, slug: str) -> Iterator[Chart]:
-    """The plots of a table for which there is something to show; writes ``folder/SLUG-KIND.png`` of each.
+    """Draw the plots of a table for which there is something to show; write ``folder/SLUG-KIND.png`` of each.
 
     Args:
         table: as results.json has it.
-        threads: of the run; cases on fewer are for the plot over threads alone.
+        threads: of the run; cases on fewer are only for the plot over threads.
         folder: where the PNGs go.
         slug: the beginning of their names.
 
@@ -67,7 +76,7 @@ def ratio_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
     """A bar per peer from 1 to how many times as fast the subject is, in a group per case."""
     groups = []
     for case in _full_cases(table, threads):
-        bars = [(row["provider"], against) for row in case["rows"] if (against := ratio(row, case)) is not None]
+        bars = [(row["provider"], against) for row in case["rows"] if (against := subject_ratio(row, case)) is not None]
         if bars:
             groups.append((_label(case_label(case, threads), 28), bars))
     if not groups:
@@ -207,11 +216,6 @@ _PLOTS: tuple[tuple[str, str, str, Callable[[Table, int, Colors], Any]], ...] = 
     ("parts", "Where the time goes", "medians of the parts", parts_figure),
 )
 """Kind, title, note, and what draws it."""
-
-
-def part_medians(row: Mapping[str, Any]) -> dict[str, float]:
-    """Part -> median seconds, in the order in which the row has them."""
-    return {name: summary(samples).median for name, samples in row["parts"].items() if samples}
 
 
 # --- what they share ------------------------------------------------------------------------------------
