@@ -95,16 +95,16 @@ def test_prompts_have_their_lengths():
     tokenizer = workload.grpo_tokenizer(GRPO)
     first, second = ([tokenizer(text)["input_ids"] for text in GRPO.prompts(step)] for step in (0, 1))
     assert [len(row) for row in first] == [9, 9] and first != second
-    assert tokenizer.eos_token_id == GRPO.model.vocab_size
+    assert tokenizer.eos_token_id == GRPO.model.config.vocab_size
     pairs, tokenizer = PAIRS.pairs(), workload.dpo_tokenizer(PAIRS)
     ids = tokenizer(pairs[0]["chosen"] + tokenizer.eos_token)["input_ids"]
-    assert len(ids) == 12 and ids[-1] == tokenizer.eos_token_id < PAIRS.model.vocab_size
+    assert len(ids) == 12 and ids[-1] == tokenizer.eos_token_id < PAIRS.model.config.vocab_size
 
 
 def test_geometric_lengths():
     shape = GRPOShape(mean_length=64, completion_length=10_000)
     assert shape.n_tokens == pytest.approx(shape.n_completions * (128 + 64), rel=1e-3)
-    assert len(shape.stop_ids) == round(shape.model.vocab_size / 64)
+    assert len(shape.stop_ids) == round(shape.model.config.vocab_size / 64)
     assert GRPOShape().stop_ids == [] and GRPOShape().n_tokens == 32 * 256
 
 

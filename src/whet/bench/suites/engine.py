@@ -90,7 +90,7 @@ _RATES: dict[Width, Literal["float32", "bfloat16", "int8"]] = {
 
 def weight_bytes(shape: ModelShape, width: Width) -> float:
     """Bytes of the matrices in the narrowest format of a width; the 4-bit ones hold the head in 6.5 bits."""
-    head = shape.vocab_size * shape.hidden_dim
+    head = shape.config.vocab_size * shape.config.hidden_dim
     bits = {"float32": (32, 32), "bf16": (16, 16), "8 bits": (8, 8), "4 bits": (4.5, 6.5)}[width]
     return (bits[0] * (shape.n_weights - head) + bits[1] * head) / 8
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from whet.bench.case import BenchOptions, Call, Case, Provider, Suite, Table
-from whet.bench.contenders.engine.models import QWEN2_500M, ModelShape
+from whet.bench.contenders.engine.models import LLAMA_135M, QWEN2_500M
 from whet.bench.contenders.training import native, trl
 from whet.bench.contenders.training.contender import Contender
 from whet.bench.contenders.training.workload import GRPO_BETA, GRPOShape, grpo_error
@@ -28,7 +28,15 @@ _NOTE = (
 )
 NOTE = _NOTE.format(kl="no KL term")
 KL_NOTE = _NOTE.format(kl=f"a KL term (beta = {GRPO_BETA}) whose reference is a model of its own")
-TINY = ModelShape("tiny Llama", "llama", 64, 2, 4, 2, 160, 512)
+TINY = LLAMA_135M.resized(
+    "tiny Llama",
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=160,
+    vocab_size=512,
+)
 
 
 KL_STEP = GRPOShape(beta=GRPO_BETA)

@@ -78,7 +78,7 @@ class Workload:
 
     def fresh(self) -> list[list[int]]:
         """Prompts of the same sizes that nobody has seen, so that no cache of prefixes can know them."""
-        shift, vocab_size = 1 + next(self._calls), self.files.shape.vocab_size
+        shift, vocab_size = 1 + next(self._calls), self.files.shape.config.vocab_size
         return [[(token + shift) % vocab_size for token in prompt] for prompt in self.prompts]
 
 
@@ -86,7 +86,7 @@ def random_workload(
     rng: np.random.Generator, shape: ModelShape, n_prompts: int, length: int, n_samples: int = 1, n_steps: int = 32
 ) -> Workload:
     """A workload of random tokens."""
-    prompts = rng.integers(shape.vocab_size, size=(n_prompts, length)).tolist()
+    prompts = rng.integers(shape.config.vocab_size, size=(n_prompts, length)).tolist()
     return Workload(files_of(shape), prompts, n_samples, n_steps)
 
 

@@ -60,8 +60,8 @@ class GRPOShape:
     @property
     def stop_ids(self) -> list[int]:
         """Tokens that end a completion. Random weights make all tokens about as probable, lengths about geometric."""
-        n = round(self.model.vocab_size / self.mean_length) if self.mean_length else 0
-        return list(range(self.model.vocab_size - 1 - n, self.model.vocab_size - 1))
+        n = round(self.model.config.vocab_size / self.mean_length) if self.mean_length else 0
+        return list(range(self.model.config.vocab_size - 1 - n, self.model.config.vocab_size - 1))
 
     @property
     def n_tokens(self) -> float:
@@ -156,12 +156,12 @@ def byte_tokenizer(vocab_size: int, eos_id: int | None) -> Any:
 
 def grpo_tokenizer(shape: GRPOShape) -> Any:
     """Of the prompts; its EOS is never sampled."""
-    return byte_tokenizer(shape.model.vocab_size, None)
+    return byte_tokenizer(shape.model.config.vocab_size, None)
 
 
 def dpo_tokenizer(shape: DPOShape) -> Any:
     """Of the pairs; its EOS is the last token but one of the vocabulary."""
-    return byte_tokenizer(shape.model.vocab_size, shape.model.vocab_size - 2)
+    return byte_tokenizer(shape.model.config.vocab_size, shape.model.config.vocab_size - 2)
 
 
 def policy_of(shape: ModelShape) -> Any:
