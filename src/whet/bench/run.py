@@ -17,7 +17,7 @@ import whet
 from whet.bench import machine
 from whet.bench.case import BenchOptions, Suite
 from whet.bench.report import write_report
-from whet.bench.worker import chosen
+from whet.bench.worker import choose
 from whet.errors import WhetError, WhetValueError
 
 
@@ -84,7 +84,7 @@ def _check(suite: Suite, options: BenchOptions) -> int:
             f"Pass 1 to {available}: threads that share a processor measure the scheduler."
         )
     tables = suite.tables(options)
-    if not list(chosen(suite, options)):
+    if not list(choose(suite, options)):
         names = [f"{table.title} / {case.name}" for table in tables for case in table.cases]
         raise WhetValueError(f"{where}: no row contains {options.only!r}. There are: {'; '.join(names)}.")
     providers = sorted({provider.name for table in tables for provider in table.providers})
@@ -96,7 +96,7 @@ def _check(suite: Suite, options: BenchOptions) -> int:
 
 def _thread_counts(suite: Suite, options: BenchOptions, threads: int) -> list[int]:
     """All threads first, then 1, 2, 4 ... for the cases that are measured on fewer, unless it has to be quick."""
-    scaling = any(case.thread_scaling for _, cases, _ in chosen(suite, options) for case in cases)
+    scaling = any(case.thread_scaling for _, cases, _ in choose(suite, options) for case in cases)
     fewer = [1 << k for k in range(threads.bit_length()) if 1 << k < threads]
     return [threads, *(fewer if scaling and not options.quick else [])]
 
