@@ -14,7 +14,7 @@ from whet.bench.contenders.engine.workload import (
     Workload,
     files_of,
     greedy_sample,
-    loaded,
+    load_once,
     random_workload,
     sample_error,
 )
@@ -98,9 +98,9 @@ def test_the_shelf_keeps_four_and_closes_the_others():
 
     files_of(SHAPES["llama"])
     for name in "abcda":
-        loaded(name, lambda name=name: Engine(name))
+        load_once(name, lambda name=name: Engine(name))
     assert made == list("abcd") and closed == []
-    loaded("e", lambda: Engine("e"))
+    load_once("e", lambda: Engine("e"))
     assert closed == ["b"]
     files_of(replace(SHAPES["llama"], name="another"))
     assert sorted(closed) == list("abcde")

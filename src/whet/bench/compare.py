@@ -1,7 +1,7 @@
-"""What changed between two runs of a suite, and whether it is noise.
+"""The changes between two runs of a suite, and which of them are noise.
 
 A row's samples show how one process scatters, not how the same program differs from one start to the next: where its
-memory lies, what clock the processor keeps, who else uses the machine. So an interval alone is not believed. A change
+memory lies, what clock the processor keeps, who else uses the machine. So an interval is not enough. A change
 has to be larger than a threshold, with its whole interval; and where peers whose version did not change were measured
 in both runs, they tell how far the machine itself drifted, and with that taken out the change has to be as large.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from whet.bench import formatting
-from whet.bench.results import is_ours, measured, rows_of, why_not
+from whet.bench.results import is_measured, is_ours, rows_of, why_not
 from whet.bench.stats import Ratio, paired_ratio, summary, unpaired_ratio
 from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
 
@@ -64,7 +64,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``compare`` found.
+    """The result of ``compare``.
 
     Attributes:
         changes: every row of either run, in the order of the later one.
@@ -150,7 +150,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], threshold: floa
         key
         for key in new
         if key in old and not new[key]["ours"] and _is_named_after(key[2], packages)
-        and measured(old[key]) and measured(new[key])
+        and is_measured(old[key]) and is_measured(new[key])
     }  # fmt: skip
     drift = None
     if len(controls) >= _LEAST_CONTROLS:
@@ -236,14 +236,14 @@ def _change(
     ratio, verdict = None, "same"
     if old is None or new is None:
         verdict = "appeared" if old is None else "gone"
-    elif measured(old) and measured(new):
+    elif is_measured(old) and is_measured(new):
         ratio = unpaired_ratio(new["samples_s"], old["samples_s"])
         verdict = _judge(ratio, threshold, drift)
-    elif measured(old):
+    elif is_measured(old):
         verdict = "gone" if new["status"] == "absent" else "broken"
-    elif measured(new):
+    elif is_measured(new):
         verdict = "appeared"
-    why = "" if new is None or measured(new) else why_not(new)
+    why = "" if new is None or is_measured(new) else why_not(new)
     ours = any(row["ours"] for row in (old, new) if row is not None)
     return Change(table, case, provider, threads, ours, ratio, verdict, why)
 
@@ -306,5 +306,5 @@ def _check(results: Mapping[str, Any]) -> None:
     for key, row in _rows(results):
         hash(key)
         why_not(row)
-        if measured(row) and not all(sample > 0 for sample in row["samples_s"]):
+        if is_measured(row) and not all(sample > 0 for sample in row["samples_s"]):
             raise WhetValueError(f"{' / '.join(map(str, key[:3]))} has samples that are no times")

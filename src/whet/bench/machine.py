@@ -45,7 +45,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def used_threads(asked: int) -> dict[str, Any]:
-    """What each library says that it uses, and the processors that all of them share."""
+    """The number of threads that each library reports, and the processors that all of them share."""
     used: dict[str, Any] = {"asked": asked, "cpus": cpus(), "whet": whet.get_num_threads()}
     if torch := sys.modules.get("torch"):
         used["torch"] = torch.get_num_threads()
@@ -117,7 +117,7 @@ def load_average() -> list[float]:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[dict[str, float]]:
+def watch_others() -> Iterator[dict[str, float]]:
     """Yields a dict that afterwards holds ``cpus``: how many processors other processes kept busy; empty if unknown."""
     found: dict[str, float] = {}
     before, started_s = _others_busy_s(), time.perf_counter()

@@ -21,7 +21,7 @@ from whet.bench.plots import draw
 from whet.bench.results import (
     case_label,
     geometric_mean,
-    measured,
+    is_measured,
     part_medians,
     peer_ratios,
     rows_as_csv,
@@ -238,8 +238,8 @@ def _published_cell(case: Json, row: Json) -> str:
 
 
 def _cell(column: _Column, case: Json, row: Json) -> str | Cell:
-    """What a column shows of a row: of one without a time its status, in place of the median, and what is published."""
-    if measured(row) or column.header == _PUBLISHED:
+    """A column's cell of a row; a row without a time has its status in place of the median, and the published time."""
+    if is_measured(row) or column.header == _PUBLISHED:
         return column.cell(case, row)
     return _status(row) if column.header == "median" else ""
 
@@ -272,7 +272,7 @@ def _reasons(table: Json, threads: int) -> Iterator[Cell]:
     """Why rows have no time, a reason once; with the cases that it is for, unless it is for all."""
     found: dict[Cell, list[str]] = {}
     for case, row in rows_of(table):
-        if not measured(row):
+        if not is_measured(row):
             reason = Cell(f"{row['provider']}: {why_not(row)}", _status(row).tone)
             found.setdefault(reason, []).append(case_label(case, threads))
     for reason, labels in found.items():
@@ -281,7 +281,7 @@ def _reasons(table: Json, threads: int) -> Iterator[Cell]:
 
 
 def _notes(table: Json, threads: int) -> list[str]:
-    """What is particular about providers and cases, and published figures that this suite has no row of."""
+    """Particulars of providers and cases, and published figures that this suite has no row of."""
     notes = {f"{row['provider']}: {row['note']}": None for _, row in rows_of(table) if row["note"]}
     for case in table["cases"]:
         label = case_label(case, threads)

@@ -24,7 +24,7 @@ CSV_COLUMNS = (
 )  # fmt: skip
 
 
-def measured(row: Mapping[str, Any]) -> bool:
+def is_measured(row: Mapping[str, Any]) -> bool:
     """Whether the row has a time to be shown."""
     return row["status"] == "measured" and bool(row["samples_s"])
 
@@ -37,7 +37,7 @@ def is_ours(row: Mapping[str, Any], case: Mapping[str, Any]) -> bool:
 def subject_ratio(row: Mapping[str, Any], case: Mapping[str, Any]) -> Ratio | None:
     """How many times as long as the subject the row took; None for the subject, and where one has no time."""
     subject = case["rows"][0]
-    if row is subject or not (measured(row) and measured(subject)):
+    if row is subject or not (is_measured(row) and is_measured(subject)):
         return None
     return _paired_ratio(tuple(row["samples_s"]), tuple(subject["samples_s"]))
 
@@ -117,9 +117,9 @@ def rows_as_csv(results: Mapping[str, Any]) -> str:
 
 
 def _times(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(summary(row["samples_s"])) if measured(row) else ("", "", "", "")
+    return tuple(summary(row["samples_s"])) if is_measured(row) else ("", "", "", "")
 
 
 def _rates(row: Mapping[str, Any]) -> list[Any]:
     names = ("bandwidth", "flops", "items_per_s", "share", "bound")
-    return [row[name] if measured(row) else "" for name in names]
+    return [row[name] if is_measured(row) else "" for name in names]

@@ -65,7 +65,7 @@ def run_suite(suite: Suite, options: BenchOptions, command: str) -> tuple[dict[s
         "load": {"before": load_before, "after": machine.load_average()},
         "threads": found[threads]["threads"],
         "ceilings": {str(n): part["ceilings"] for n, part in found.items()},
-        "tables": _merged([found[n]["tables"] for n in found]),
+        "tables": _merge([found[n]["tables"] for n in found]),
     }
     path = write_report(results, folder)
     if interrupted:
@@ -102,7 +102,7 @@ def _thread_counts(suite: Suite, options: BenchOptions, threads: int) -> list[in
 
 
 def _measure(suite: Suite, options: BenchOptions, threads: int, scaling: bool) -> tuple[int, dict[str, Any]]:
-    """What a worker with so many threads found, all of it if its status is 0, and nothing if it got nowhere."""
+    """The findings of a worker with so many threads: all of them if its status is 0, none if it got nowhere."""
     if scaling:
         print(f"again on {threads} thread{'s' if threads > 1 else ''}", flush=True)
     pinned = machine.cpus()[:threads]
@@ -135,7 +135,7 @@ def _measure(suite: Suite, options: BenchOptions, threads: int, scaling: bool) -
     return status, found
 
 
-def _merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _merge(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """One list of tables; the cases of further parts, measured on fewer threads, follow those of the first."""
     tables = {table["title"]: table for table in parts[0]}
     for table in (table for part in parts[1:] for table in part):

@@ -38,7 +38,7 @@ def choose(suite: Suite, options: BenchOptions) -> Iterator[tuple[Table, list[Ca
 
 
 class Findings:
-    """What has been measured, saved to a file after every case.
+    """The results so far, saved to a file after every case.
 
     Args:
         path: of the JSON file.

@@ -331,7 +331,7 @@ def inline_svg(figure: Any, title: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What ran and on what: Whet, Python, the packages a run depends on, the system and the processor."""
+    """The versions of Whet, Python and the packages a run depends on, the system and the processor."""
     found = {"whet": __version__, "python": platform.python_version()}
     for package in ("torch", "transformers", "peft", "safetensors", "numpy"):
         try:

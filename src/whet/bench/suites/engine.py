@@ -1,7 +1,7 @@
 """The engine beside llama.cpp and transformers: decode, prefill, groups, sync, load and memory.
 
 Every contender runs the same model, of a true shape with random weights, and answers for it: the log-probs it gave
-its own first completion are held against those of transformers in float32. A decode is the steps from the first token
+its own first completion are compared with those of transformers in float32. A decode is the steps from the first token
 of all rows to the last; the prompt, and the first token after it, are not in its time. llama.cpp and transformers are
 read off at these two moments, and so is Whet where there is one row; where there are several it is the time of a
 generation less that of one that stops after the first token.

@@ -136,7 +136,7 @@ def tables(options: BenchOptions) -> list[Table]:
         step_table("A GRPO step by prompts", by_prompts, [WHET], "tokens of prompts and completions"),
         step_table("A GRPO step by group size", by_group, [WHET], "completions per prompt"),
         step_table(f"A GRPO step, {QWEN2_500M.name}", [qwen], [WHET]),
-        *(step_table(f"TRL's settings: {one.name}", [group], [WHET, one]) for one in TRL_SETTINGS),
+        *(step_table(f"TRL's settings: {peer.name}", [group], [WHET, peer]) for peer in TRL_SETTINGS),
     ]
 
 

@@ -1,5 +1,5 @@
-"""What faster primitives bring to a GRPO step: the shares of group advantages and token KL in the step of the suite
-``grpo``, with a KL term."""
+"""The gain of faster primitives in a whole GRPO step: the shares of group advantages and token KL in the step of the
+suite ``grpo``, with a KL term."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The rows of rlox's "LLM Post-Training Operations" benchmark: group advantages, and the exact token KL.
 
-In the document's form, which calls once per group or sequence, and in one call for all of them. All providers work in
-float64 on the same values. The document's medians stand beside the rows; its machine is another one, and not named.
-Speed in float32, k3, and what a training step needs beyond these two are in the suite "trl".
+In the form of rlox's benchmark page, which calls once per group or sequence, and in one call for all of them. All
+providers work in float64 on the same values. The page's medians are given beside the rows; its machine is another one,
+and not named. Speed in float32, k3, and what a training step needs beyond these two are in the suite "trl".
 """
 
 # The peers are an extra; where one is not installed it is not measured.
@@ -303,9 +303,20 @@ def tables(options: BenchOptions) -> list[Table]:
         Provider("torch", torch_kl),
     ]
     return [
-        group_table("one call per group", loop, PUBLISHED_GROUPS, "The document's form: a Python loop over groups."),
-        group_table("one call", batch, {}, "All groups at once, which the document does not measure."),
-        kl_table("Token KL, one sequence", 1, single_kl, PUBLISHED_KL, "The document's form: a number comes back."),
+        group_table(
+            "one call per group",
+            loop,
+            PUBLISHED_GROUPS,
+            "The form of rlox's page: a Python loop over groups.",
+        ),
+        group_table("one call", batch, {}, "All groups at once, which rlox's page does not measure."),
+        kl_table(
+            "Token KL, one sequence",
+            1,
+            single_kl,
+            PUBLISHED_KL,
+            "The form of rlox's page: a number comes back.",
+        ),
         kl_table("Token KL, 32 sequences", 32, batch_kl, {}, "One call for all; (loop) calls once per sequence."),
     ]
 

@@ -199,7 +199,7 @@ def quantize_gguf(source: Path, path: Path, kind: str) -> None:
 
 
 def gguf_types(path: Path) -> str:
-    """What the matrices of a file hold, in words: "121 of q4_K, 90 of q5_0"."""
+    """The types of a file's matrices, in words: "121 of q4_K, 90 of q5_0"."""
     from gguf import GGUFReader
 
     kinds = Counter(tensor.tensor_type.name for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1)

@@ -1,4 +1,4 @@
-"""What the contenders are asked to do, and how an answer is judged.
+"""The task of the contenders, and how an answer is judged.
 
 An answer is one completion, the first, with the log-probs that the contender itself gave its tokens. It is judged by
 the log-probs that Hugging Face's model gives these tokens in float32, in one pass over the whole sequence: a cache, a
@@ -29,8 +29,8 @@ def files_of(shape: ModelShape) -> ModelFiles:
     return ModelFiles(shape)
 
 
-def loaded(key: Any, load: Callable[[], Any]) -> Any:
-    """What ``load`` returns, kept under ``key`` until four others have been used since."""
+def load_once(key: Any, load: Callable[[], Any]) -> Any:
+    """The result of ``load``, kept under ``key`` until four others have been used since."""
     if key in _shelf:
         _shelf[key] = _shelf.pop(key)
     else:

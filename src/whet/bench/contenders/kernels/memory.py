@@ -40,7 +40,7 @@ def tables(options: BenchOptions) -> list[Table]:
         Provider("whet", _whet, note="from the cache's free pages; zeroed"),
         Provider("malloc, zeroed", partial(_malloc, True), note="malloc, memset, free: the same work"),
         Provider("torch.zeros", partial(_torch, "zeros"), note="made and dropped"),
-        Provider("malloc", partial(_malloc, False), note="nothing is written: the system has given addresses alone"),
+        Provider("malloc", partial(_malloc, False), note="nothing is written: the system has only given addresses"),
         Provider("torch.empty", partial(_torch, "empty"), note="likewise"),
     ]
     note = (

@@ -29,7 +29,7 @@ OURS: dict[str, Any] = {
     "disable_tqdm": True,
     "dataloader_pin_memory": False,
 }
-"""What every contender is told, and that nothing be written or shown."""
+"""The settings that every contender has, and that nothing be written or shown."""
 
 
 def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What contenders are asked to train, and how their first step is judged.
+"""The task of the contenders, and how their first step is judged.
 
 A step is written out by hand: plain torch in float32, one row at a time, on the completions that the contender sampled
 itself. Loss, norm of the gradient, and how far a matrix moved have to be those of that step; and the tokens have to be
@@ -196,7 +196,7 @@ def even_tokens(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list
 
 
 class Answer(NamedTuple):
-    """What a contender says of a step.
+    """A contender's account of a step.
 
     Attributes:
         loss: of the step.
