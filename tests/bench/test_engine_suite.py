@@ -9,12 +9,12 @@ import torch
 
 from whet.bench import BenchOptions, Timed
 from whet.bench.contenders.engine import hf, llama_cpp, native
-from whet.bench.contenders.engine.models import LLAMA_135M, QWEN2_500M, ModelFiles, ModelShape, gguf_name, gguf_types
+from whet.bench.contenders.engine.models import LLAMA_135M, QWEN2_500M, ModelFiles, gguf_types
 from whet.bench.contenders.engine.workload import (
     Workload,
     files_of,
     greedy_sample,
-    loaded,
+    load_once,
     random_workload,
     sample_error,
 )
@@ -26,9 +26,16 @@ torch.set_num_threads(1)
 needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="a peer, not installed")
 needs_engine = pytest.mark.skipif(importlib.util.find_spec("whet.engine") is None, reason="no engine in this build")
 
+SMALL = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 256,
+}
 SHAPES = {
-    "llama": ModelShape("small Llama", "llama", 64, 2, 4, 2, 256, 320, max_position=256),
-    "qwen2": ModelShape("small Qwen2", "qwen2", 256, 2, 4, 2, 512, 320, max_position=256),
+    "llama": LLAMA_135M.resized("small Llama", hidden_size=64, intermediate_size=256, **SMALL),
+    "qwen2": QWEN2_500M.resized("small Qwen2", hidden_size=256, intermediate_size=512, **SMALL),
 }
 
 
@@ -55,7 +62,8 @@ def test_the_shapes_count_their_weights():
 
 
 def test_flops_of_a_forward_pass_by_hand():
-    shape = ModelShape("one layer", "llama", 4, 1, 2, 1, 8, 10)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape = LLAMA_135M.resized("one layer", hidden_size=4, intermediate_size=8, vocab_size=10, **sizes)
     # q 4x4, k 2x4, v 2x4, o 4x4, three matrices of 4x8; attention over 5 keys: 2 heads of 2, scores and values.
     layer = 16 + 8 + 8 + 16 + 3 * 32 + 2 * 4 * 5
     assert shape.forward_flops(3, 1, 5) == 2 * (3 * layer + 40)
@@ -67,13 +75,6 @@ def test_weights_are_bfloat16_numbers_and_no_norm_is_one(workload):
         assert parameter.std() > 0, name
     again = ModelFiles(workload.files.shape).model
     assert all(map(torch.equal, again.parameters(), workload.model.parameters()))
-
-
-def test_names_in_a_gguf_file():
-    assert gguf_name("model.layers.13.mlp.up_proj.weight") == "blk.13.ffn_up.weight"
-    assert gguf_name("model.layers.2.self_attn.q_proj.bias") == "blk.2.attn_q.bias"
-    assert gguf_name("model.embed_tokens.weight") == "token_embd.weight"
-    assert gguf_name("model.norm.weight") == "output_norm.weight"
 
 
 def test_files_go_with_the_model():
@@ -97,9 +98,9 @@ def test_the_shelf_keeps_four_and_closes_the_others():
 
     files_of(SHAPES["llama"])
     for name in "abcda":
-        loaded(name, lambda name=name: Engine(name))
+        load_once(name, lambda name=name: Engine(name))
     assert made == list("abcd") and closed == []
-    loaded("e", lambda: Engine("e"))
+    load_once("e", lambda: Engine("e"))
     assert closed == ["b"]
     files_of(replace(SHAPES["llama"], name="another"))
     assert sorted(closed) == list("abcde")
@@ -196,7 +197,7 @@ def test_what_the_quantizer_did_is_told(workload):
     llama_cpp.llama_model(workload, "q4_K_M")
     types = gguf_types(workload.files.gguf("q4_K_M"))
     # Rows of 64 are no whole blocks of 256, rows of 256 and 512 are.
-    assert ("Q4_K" in types) and (("Q5_0" in types) == (workload.files.shape.hidden_dim == 64))
+    assert ("Q4_K" in types) and (("Q5_0" in types) == (workload.files.shape.config.hidden_dim == 64))
     assert gguf_types(workload.files.gguf("bf16")) == "15 of BF16"
 
 
@@ -207,8 +208,11 @@ def test_llama_cpp_from_its_file(workload):
 
 
 def test_a_contender_on_another_model_is_not_timed():
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+
     def wrong(workload):
-        other = Workload(ModelFiles(replace(SHAPES["llama"], rope_theta=100.0)), workload.prompts, 1, workload.n_steps)
+        other = ModelFiles(SHAPES["llama"].resized("other", rope_parameters=rope))
+        other = Workload(other, workload.prompts, 1, workload.n_steps)
         return hf.hf_decode("float32")(other)
 
     table = decode_table(SHAPES["llama"], "float32", FLOAT32, (2,))
@@ -249,6 +253,15 @@ def test_whet_answers_right(workload, weights, width):
     assert sample_error(native.whet_group(weights)(group)(), group) < TOLERANCE[width]
     assert sample_error(native.whet_load(weights)(workload)().value, workload) < TOLERANCE[width]
     assert sample_error(native.whet_lifetime(weights)(workload)(), workload) < TOLERANCE[width]
+
+
+@needs_engine
+def test_the_gguf_file_is_the_model(workload):
+    from whet.engine import Engine
+
+    with Engine.from_gguf(workload.files.gguf("bf16"), weights="float32") as engine:
+        sample = native.generate(engine, workload.prompts, workload.n_tokens)
+    assert sample_error(sample, workload) < TOLERANCE["float32"]
 
 
 @needs_engine

@@ -11,7 +11,7 @@ from tests.timed import timed
 from whet.bench import Case, NotMeasured, Provider, Table, Timed
 from whet.bench.case import relative_error
 from whet.bench.harness import Effort, run_case
-from whet.bench.machine import cpu_seconds, fastest_possible, highest, peak_bytes, watched
+from whet.bench.machine import cpu_seconds, fastest_possible, highest, peak_bytes, watch_others
 from whet.bench.stats import paired_ratio
 
 BRIEF = Effort(rounds=9, case_s=20.0)
@@ -205,12 +205,12 @@ def test_cold_calls_are_slower_than_warm_ones():
 @timed
 def test_other_processes_are_noticed():
     code = "import time\nend = time.monotonic() + 30\nwhile time.monotonic() < end: pass"
-    with watched() as idle:
+    with watch_others() as idle:
         time.sleep(0.5)
     busy = subprocess.Popen([sys.executable, "-c", code])
     try:
         time.sleep(0.2)
-        with watched() as others:
+        with watch_others() as others:
             spin(0.5)()
     finally:
         busy.kill()

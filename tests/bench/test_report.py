@@ -24,19 +24,8 @@ from tests.bench.results import (
 )
 from tests.report.parsed_page import EVIL, Page
 
+from whet.bench.formatting import duration, items_rate, rate, share, significant, size, times
 from whet.bench.plots import parts_figure, ratio_figure, size_figure, threads_figure
-from whet.bench.reading import (
-    case_label,
-    duration,
-    geometric_mean,
-    items_rate,
-    peer_ratios,
-    rate,
-    share,
-    significant,
-    size,
-    times,
-)
 from whet.bench.report import rich_table, write_report
 from whet.bench.stats import Ratio
 from whet.errors import MissingExtraError
@@ -71,11 +60,11 @@ def test_every_status_shows_with_its_reason(folder):
 
 def test_a_loss_is_a_number_below_one_in_red(folder):
     html = (folder / "report.html").read_text(encoding="utf-8")
-    losses = re.findall(r'<td class="number bad">(0\.\d+)× \[0\.\d+, 0\.\d+\] \*\*\*</td>', html)
+    losses = re.findall(r"<strong>(0\.\d+)× \[0\.\d+, 0\.\d+\] \*\*\*</strong></td>", html)
     assert len(losses) == 6  # whet float32 three times, torch at 256 x 16: warm, cold, and on one thread
-    wins = re.findall(r'<td class="number">(\d+\.\d+)× \[\d+\.\d+, \d+\.\d+\] \*\*\*</td>', html)
+    wins = re.findall(r'<td style="text-align:right">(\d+\.\d+)× \[\d+\.\d+, \d+\.\d+\] \*\*\*</td>', html)
     assert len(wins) == 10 and all(float(win) > 1 for win in wins)
-    even = re.findall(r'<td class="number muted">(\d\.\d+)× \[0\.\d+, 1\.\d+\]</td>', html)
+    even = re.findall(r"<em>(\d\.\d+)× \[0\.\d+, 1\.\d+\]</em></td>", html)
     assert len(even) == 2
     assert len(re.findall(r"\*\*0\.\d+× ", (folder / "report.md").read_text())) == 6
 
@@ -85,31 +74,38 @@ def test_the_rows_give_their_figures(folder):
     first = grid_cells(markdown, "rlox")[0]
     assert first[3].count("µs") == 1 and "–" in first[3] and first[4] == "31"
     assert first[6:] == ["2.30 GB/s", "60.0 M", "6% of L2 bandwidth", "2.2e-16", "1.0", "6.60 µs"]
-    assert "document (other machine)" in markdown and "also gives TRL 90.0 µs" in markdown
+    assert "published (other machine)" in markdown and "also published, from another machine: TRL 90.0 µs" in markdown
     assert "completions/s" in markdown and "Allocation: inside: the result is a new array." in markdown
     assert "whet float32: computes in float32" in markdown and "256 x 16 cold: inputs come from memory" in markdown
     assert "256 x 16, 1 thread" in markdown and "3 MiB" in markdown
 
 
-def test_the_headline_counts_wins_and_losses_of_warm_rows_on_all_threads():
-    shown = {"fast": 4.0, "even": 1.0, "slow": 0.5}
+def headlines(folder, tables):
+    """Peer -> its large figure, and its rows won, lost and even."""
+    write_report(make_results(tables), folder)
+    found = re.findall(r"^- \*\*(.*)×\*\* against (.*): (.*)$", (folder / "report.md").read_text(), flags=re.MULTILINE)
+    return {peer: (float(ratio), score) for ratio, peer, score in found}
+
+
+def test_the_headline_counts_wins_and_losses_of_warm_rows_on_all_threads(tmp_path):
     rng = np.random.default_rng(0)
 
-    def case(name, **fields):
-        return a_case(name, [a_row("whet", rng, 1.0), *(a_row(p, rng, k) for p, k in shown.items())], **fields)
+    def case(name, fast, **fields):
+        ratios = {"fast": fast, "even": 1.0, "slow": 0.5}
+        return a_case(name, [a_row("whet", rng, 1.0), *(a_row(p, rng, k) for p, k in ratios.items())], **fields)
 
-    table = a_table("t", [case("a"), case("b"), case("c cold", cache="cold"), case("a", threads=1)])
-    ratios = peer_ratios([table], 2)
-    assert {peer: len(found) for peer, found in ratios.items()} == {"fast": 2, "even": 2, "slow": 2}
-    assert geometric_mean([Ratio(2.0, 1, 3), Ratio(8.0, 7, 9)]) == pytest.approx(4.0)  # sqrt(2 * 8)
-    assert geometric_mean(ratios["slow"]) == pytest.approx(0.5, rel=0.03)
+    cases = [case("a", 2.0), case("b", 8.0), case("c cold", 99.0, cache="cold"), case("a", 99.0, threads=1)]
+    found = headlines(tmp_path, [a_table("t", cases)])
+    assert found["fast"] == (pytest.approx(4.0, rel=0.03), "2 won, 0 lost")  # sqrt(2 * 8)
+    assert found["slow"] == (pytest.approx(0.5, rel=0.03), "0 won, 2 lost")
+    assert found["even"] == (pytest.approx(1.0, rel=0.03), "0 won, 0 lost, 2 even")
 
 
-def test_whets_other_rows_are_no_peers_and_an_unmeasured_subject_gives_no_ratio():
+def test_whets_other_rows_are_no_peers_and_an_unmeasured_subject_gives_no_ratio(tmp_path):
     rng = np.random.default_rng(0)
-    assert set(peer_ratios([sized_table(rng)], 2)) == {"rlox", "NumPy", "torch"}
+    assert set(headlines(tmp_path, [sized_table(rng)])) == {"rlox", "NumPy", "torch"}
     case = a_case("one", [a_row("whet", status="failed", why="x"), a_row("rlox", rng, 1.0)])
-    assert peer_ratios([a_table("t", [case])], 2) == {}
+    assert headlines(tmp_path, [a_table("t", [case])]) == {}
 
 
 def test_page_and_markdown_load_and_run_nothing(folder):
@@ -131,7 +127,9 @@ def test_hostile_names_are_escaped(tmp_path):
     table["size_label"] = table["item"] = evil
     results = make_results([table, table], title=evil, summary=evil, command=evil, commit=evil)
     html = write_report(results, tmp_path).read_text(encoding="utf-8")
-    assert not {"script", "img"} & set(Page(html).tags)
+    shown = Page(html)
+    assert not {"script", "img", "a"} & set(shown.tags)
+    assert shown.text.count(EVIL) > 12 and "\\ y" in shown.text
     markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "<script" not in markdown and "\x1b" not in markdown + html
     widths = [len(re.findall(r"(?<!\\)\|", line)) for line in markdown.splitlines() if line.startswith("| ")]
@@ -162,15 +160,16 @@ def test_plots_are_pictures_and_named_after_their_tables(folder):
         assert len(content) > 10_000
 
 
-def test_nothing_is_drawn_of_nothing():
+@pytest.mark.parametrize(
+    ("n_cases", "kinds"),
+    [(0, set()), (2, {"ratio"}), (3, {"ratio", "size"}), (5, {"ratio", "size", "threads"})],
+)
+def test_nothing_is_drawn_of_nothing(tmp_path, n_cases, kinds):
     rng = np.random.default_rng(0)
-    for figure in (ratio_figure, size_figure, threads_figure, parts_figure):
-        assert figure(statuses_table(rng), 2, LIGHT_COLORS) is None
-    sized, parts = sized_table(rng), parts_table(rng)
-    assert size_figure(parts, 2, LIGHT_COLORS) is None and parts_figure(sized, 2, LIGHT_COLORS) is None
-    sized["cases"] = sized["cases"][:2]
-    assert size_figure(sized, 2, LIGHT_COLORS) is None and threads_figure(sized, 2, LIGHT_COLORS) is None
-    assert ratio_figure(sized, 2, LIGHT_COLORS) is not None
+    sized = sized_table(rng, title="sized")
+    sized["cases"] = sized["cases"][:n_cases]
+    write_report(make_results([statuses_table(rng, title="statuses"), sized]), tmp_path)
+    assert {path.name for path in tmp_path.glob("*.png")} == {f"sized-{kind}.png" for kind in kinds}
 
 
 def test_plots_draw_the_figures_of_the_rows():
@@ -238,7 +237,7 @@ def test_what_weakens_the_figures_is_said(tmp_path, fields, warning):
     calm = {"load": {"before": [1.0, 1, 1], "after": []}}
     for given, expected in ((fields, True), (calm, False)):
         html = write_report(make_results([], **given), tmp_path).read_text(encoding="utf-8")
-        assert (f'<p class="bad">{warning}' in html) == expected
+        assert (f"<p><strong>{warning}" in html) == expected
 
 
 def test_machine_method_and_ceilings_are_told(folder):
@@ -278,15 +277,25 @@ def test_figures_in_words():
     row |= {"bound": "memory bandwidth", "share": 0.314}
     assert (rate(row), share(row)) == ("2.00 GB/s", "31% of memory bandwidth")
     assert (rate(a_row("x")), share(a_row("x")), items_rate(a_row("x"))) == ("", "", "")
-    assert case_label(a_case("8", [], cache="cold", threads=1), 2) == "8, cold, 1 thread"
-    assert case_label(a_case("8 cold", [], cache="cold"), 2) == "8 cold"
+
+
+def test_a_case_tells_what_sets_it_apart(tmp_path):
+    rows = [a_row("whet", np.random.default_rng(0), 1.0)]
+    cases = [a_case("8", rows, cache="cold", threads=1), a_case("8 cold", rows, cache="cold"), a_case("8", rows)]
+    write_report(make_results([a_table("t", cases)]), tmp_path)
+    labels = [row[0] for row in grid_cells((tmp_path / "report.md").read_text(), "whet")]
+    assert labels[:3] == ["8, cold, 1 thread", "8 cold", "8"]
 
 
 def test_a_missing_package_is_one_clear_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "rich.table", None)
     with pytest.raises(MissingExtraError, match=r"write_report needs matplotlib\. Install it with: pip install 'whet"):
         write_report(full_results(), tmp_path)
     assert Path(tmp_path / "results.json").exists()  # what was measured is kept
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "markdown_it", None)
+    with pytest.raises(MissingExtraError, match=r"markdown_page needs markdown-it-py\. Install it with: pip install"):
+        write_report(full_results(), tmp_path)
+    monkeypatch.setitem(sys.modules, "rich.table", None)
     with pytest.raises(MissingExtraError, match=r"rich_table needs rich\. Install it with: pip install 'whet"):
         rich_table(full_results()["tables"][0])

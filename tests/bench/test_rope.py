@@ -7,7 +7,7 @@ import tyro
 import whet
 from whet.bench import BenchOptions, NotMeasured
 from whet.bench.contenders.kernels import rope as kernel_tables
-from whet.bench.contenders.kernels.rope import RopeInputs, rope_case, torch_compiled, torch_scale, turned
+from whet.bench.contenders.kernels.rope import RopeInputs, rope_case, rotate_exactly, torch_compiled, torch_scale
 from whet.bench.suites.rope import SUITE, RopeOptions
 from whet.errors import WhetError
 
@@ -84,7 +84,7 @@ def test_every_provider_is_right_and_a_wrong_one_would_show(is_neox_style, dtype
             continue  # compiling takes longer than all tests of this file
         tolerance = case.tolerance if provider.tolerance is None else provider.tolerance
         if provider.name in ("FlashInfer", "vLLM"):
-            with pytest.raises(NotMeasured, match="CUDA devices alone, and this run is on cpu"):
+            with pytest.raises(NotMeasured, match="only on CUDA devices, and this run is on cpu"):
                 provider.prepare(inputs)
             continue
         answer = provider.prepare(inputs)()
@@ -93,7 +93,7 @@ def test_every_provider_is_right_and_a_wrong_one_would_show(is_neox_style, dtype
 
 
 def test_the_reference_by_hand():
-    # One head of four elements at one position p: the pairs (0, 2), (1, 3) turn by p and p / 100.
+    # One head of four elements at one position p: the pairs (0, 2), (1, 3) rotate by p and p / 100.
     rope = whet.get_rope(4)
     inputs = RopeInputs(np.random.default_rng(0), (1, 1, 1, 0, 4), rope, "float32")
     (a, b, c, d), p = (inputs.values.astype(float), int(inputs.positions[0, 0]))
@@ -102,7 +102,7 @@ def test_the_reference_by_hand():
         a * np.cos(first) - c * np.sin(first), b * np.cos(second) - d * np.sin(second),
         a * np.sin(first) + c * np.cos(first), b * np.sin(second) + d * np.cos(second),
     ]  # fmt: skip
-    np.testing.assert_allclose(turned(inputs), expected, rtol=1e-9)
+    np.testing.assert_allclose(rotate_exactly(inputs), expected, rtol=1e-9)
 
 
 def test_large_inputs_are_looked_at_in_places():

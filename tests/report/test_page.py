@@ -10,7 +10,7 @@ import pytest
 from tests.report.parsed_page import EVIL, Page
 
 from whet.errors import MissingExtraError, WhetValueError
-from whet.report.page import Cell, headline_row, line_chart, page, pairs_table, table, versions
+from whet.report.page import headline_row, line_chart, markdown_page, page, pairs_table, table, versions
 
 
 def test_long_curves_give_means_and_short_ones_values():
@@ -62,9 +62,35 @@ def test_versions_name_what_ran():
     assert {"whet", "numpy", "system", "processor"} <= set(found)
 
 
-def test_cells_span_columns_and_rows_have_to_fill_the_table():
-    html = table(["a", "b", "c"], [["x", Cell("<why>", "muted", 2)], [1, Cell(2, "bad"), 3]], ["", "number", ""])
-    assert '<td class="">x</td><td class="muted" colspan="2">&lt;why&gt;</td>' in html
-    assert '<td class="">1</td><td class="number bad">2</td><td class="">3</td>' in html
-    with pytest.raises(WhetValueError, match=r"table: a row fills 2 columns, and there are 3: \['x', 'y'\]"):
+def test_rows_have_to_fill_the_table():
+    html = table(["a", "b"], [["x", "<y>"]], ["", "number"])
+    assert '<td class="">x</td><td class="number">&lt;y&gt;</td>' in html
+    with pytest.raises(ValueError, match="argument 2 is longer"):
         table(["a", "b", "c"], [["x", "y"]], ["", "", ""])
+
+
+def test_a_page_of_markdown():
+    text = """
+*quiet* **bad**
+
+- **5.3×** against a: 1 won
+
+| case | t |
+| --- | ---: |
+| a \\| b | 1 |
+
+![A chart \\[1\\] (note)](a.png)
+![Another](b.png)
+
+<b>no tag</b> <javascript:alert(1)> [link](javascript:alert(1))
+"""
+    charts = {"a.png": "<svg>A</svg>", "b.png": "<svg>B</svg>"}
+    html = markdown_page("T & t", text, charts)
+    shown = Page(html)
+    assert shown.tags.count("h1") == 1 and "T & t" in shown.text
+    assert "<em>quiet</em> <strong>bad</strong>" in html and "<li><strong>5.3×</strong> against a: 1 won</li>" in html
+    assert '<td>a | b</td>\n<td style="text-align:right">1</td>' in html
+    assert '<div class="charts"><figure><figcaption>A chart [1] (note)</figcaption><svg>A</svg></figure>' in html
+    assert "<figcaption>Another</figcaption><svg>B</svg></figure></div>" in html
+    assert "b" not in shown.tags and "<b>no tag</b>" in shown.text
+    assert not any(name == "href" and "javascript" in value for name, value in shown.attributes)

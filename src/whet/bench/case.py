@@ -1,6 +1,6 @@
-"""What a benchmark is made of: a suite of tables, a table of cases, and the providers that answer each case.
+"""The parts of a benchmark: a suite of tables, a table of cases, and the providers that answer each case.
 
-A suite is one short module in ``suites/`` with a ``SUITE``; nothing else has to know of it.
+A suite is one short module in ``suites/`` with a ``SUITE``; it is registered nowhere else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 Call = Callable[[], Any]
-"""What is timed: takes nothing, returns the answer."""
+"""The function that is timed: takes nothing, returns the answer."""
 
 
 class NotMeasured(Exception):
@@ -58,7 +58,7 @@ class Case:
         n_items: how many items (``Table.item``, tokens for one) the case handles; shown per second.
         size: place on the x axis of the scaling plot; None: not in the plot.
         thread_scaling: measured again on fewer threads, for the plot over threads.
-        published: provider -> seconds that a document gives for this row, on whatever machine it used.
+        published: provider -> seconds that a publication gives for this row, on whatever machine it used.
         note: shown beside the row.
     """
 
@@ -97,7 +97,7 @@ class Table:
     Attributes:
         title: unique in its suite.
         cases: by rising size.
-        providers: the first is the one whose speed the ratios tell, Whet as a rule.
+        providers: the first is the subject of the ratios, Whet as a rule.
         allocation: what of allocation is inside the timing: "inside: the result is a new array".
         note: what a reader must know, in a sentence or two.
         item: what ``Case.n_items`` counts: "tokens".
@@ -119,14 +119,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Timed:
-    """What a call returns that also timed its own parts.
+    """The return value of a call that also timed its own parts.
 
     Attributes:
         value: its answer.
         parts: the seconds of each part.
         counted: the part that is the call's sample, where the rest is not what is measured; "": the whole call.
         note: what the provider chose for this case, shown under the table.
-        peak_bytes: peak memory of the call, where the provider alone can tell.
+        peak_bytes: peak memory of the call, where only the provider can measure it.
     """
 
     value: Any
@@ -156,7 +156,7 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class Suite:
-    """What ``whet bench NAME`` runs.
+    """The tables of ``whet bench NAME``.
 
     Attributes:
         name: as on the command line.

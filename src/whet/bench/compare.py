@@ -1,9 +1,9 @@
-"""What changed between two runs of a suite, and whether it is noise.
+"""The changes between two runs of a suite, and which of them are noise.
 
 A row's samples show how one process scatters, not how the same program differs from one start to the next: where its
-memory lies, what clock the processor keeps, who else uses the machine. So an interval alone is not believed. A change
+memory lies, what clock the processor keeps, who else uses the machine. So an interval is not enough. A change
 has to be larger than a threshold, with its whole interval; and where peers whose version did not change were measured
-in both runs, they tell how far the machine itself drifted, and with that taken out the change has to be as large.
+in both runs, they show how far the machine itself drifted, and corrected for that the change has to be as large.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from whet.bench import reading
-from whet.bench.reading import is_ours, measured
+from whet.bench import formatting
+from whet.bench.results import is_measured, is_ours, rows_of, why_not
 from whet.bench.stats import Ratio, paired_ratio, summary, unpaired_ratio
 from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
 
@@ -64,7 +64,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``compare`` found.
+    """The result of ``compare``.
 
     Attributes:
         changes: every row of either run, in the order of the later one.
@@ -94,7 +94,7 @@ class Comparison:
             if counts:
                 lines.append(f"{whose}: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.most_common()))
         for change in self.regressions:
-            how = f"{reading.interval(change.ratio)} the time" if change.ratio else change.why
+            how = f"{formatting.interval(change.ratio)} the time" if change.ratio else change.why
             lines.append(f"regression: {change.name}: {how}")
         if not self.regressions:
             lines.append(f"no regression beyond {self.threshold:.0%}")
@@ -107,7 +107,7 @@ class Comparison:
                 f"{_LEAST_CONTROLS} are needed. Changes are judged as they are."
             )
         line = (
-            f"drift of the machine: {self.n_controls} rows of unchanged peers took {reading.interval(self.drift)} "
+            f"drift of the machine: {self.n_controls} rows of unchanged peers took {formatting.interval(self.drift)} "
             "the time"
         )
         if _beyond(self.drift.median, self.threshold):
@@ -129,7 +129,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], threshold: floa
         same    otherwise
 
     So a machine that became slower makes no regression, and one that became faster does not hide a whole one: the row
-    is then "noise", which asks for another run. A control is judged as it is, since it tells the drift itself.
+    is then "noise", which asks for another run. A control is judged as it is, since it measures the drift itself.
 
     Args:
         before: what ``load_results`` read from the run before the change.
@@ -150,7 +150,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], threshold: floa
         key
         for key in new
         if key in old and not new[key]["ours"] and _is_named_after(key[2], packages)
-        and measured(old[key]) and measured(new[key])
+        and is_measured(old[key]) and is_measured(new[key])
     }  # fmt: skip
     drift = None
     if len(controls) >= _LEAST_CONTROLS:
@@ -209,7 +209,7 @@ def as_table(comparison: Comparison) -> RichTable:
     for change in comparison.changes:
         style = "red" if change in comparison.regressions else "green" if change.verdict == "faster" else ""
         style = style or ("dim" if change.verdict == "same" else "")
-        ratio = reading.interval(change.ratio) if change.ratio else ""
+        ratio = formatting.interval(change.ratio) if change.ratio else ""
         verdict = f"{change.verdict}: {change.why}" if change.why else change.verdict
         cells = (change.table, change.case, change.provider, str(change.threads), ratio, verdict)
         shown.add_row(*(Text(cell, style=style) for cell in cells))
@@ -224,7 +224,7 @@ _Key = tuple[str, str, str, int, str]
 
 def _rows(results: Mapping[str, Any]) -> Iterator[tuple[_Key, dict[str, Any]]]:
     for table in results["tables"]:
-        for case, row in reading.rows_of(table):
+        for case, row in rows_of(table):
             key = (table["title"], case["name"], row["provider"], case["threads"], case["cache"])
             yield key, {**row, "ours": is_ours(row, case)}
 
@@ -236,14 +236,14 @@ def _change(
     ratio, verdict = None, "same"
     if old is None or new is None:
         verdict = "appeared" if old is None else "gone"
-    elif measured(old) and measured(new):
+    elif is_measured(old) and is_measured(new):
         ratio = unpaired_ratio(new["samples_s"], old["samples_s"])
         verdict = _judge(ratio, threshold, drift)
-    elif measured(old):
+    elif is_measured(old):
         verdict = "gone" if new["status"] == "absent" else "broken"
-    elif measured(new):
+    elif is_measured(new):
         verdict = "appeared"
-    why = "" if new is None or measured(new) else reading.why_not(new)
+    why = "" if new is None or is_measured(new) else why_not(new)
     ours = any(row["ours"] for row in (old, new) if row is not None)
     return Change(table, case, provider, threads, ours, ratio, verdict, why)
 
@@ -271,7 +271,7 @@ def _letters(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-# --- what stands around it ------------------------------------------------------------------------------
+# --- warnings and checks --------------------------------------------------------------------------------
 
 
 def _warnings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -305,6 +305,6 @@ def _check(results: Mapping[str, Any]) -> None:
         raise WhetTypeError(f"suite is {results['suite']!r}, expected a name")
     for key, row in _rows(results):
         hash(key)
-        reading.why_not(row)
-        if measured(row) and not all(sample > 0 for sample in row["samples_s"]):
+        why_not(row)
+        if is_measured(row) and not all(sample > 0 for sample in row["samples_s"]):
             raise WhetValueError(f"{' / '.join(map(str, key[:3]))} has samples that are no times")

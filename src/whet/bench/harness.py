@@ -55,7 +55,7 @@ QUICK = Effort(rounds=9, case_s=2.0)
 
 @dataclass
 class Row:
-    """What is known of one provider in one case; ``samples_s`` are seconds per call, one per round."""
+    """The findings of one provider in one case; ``samples_s`` are seconds per call, one per round."""
 
     provider: str
     status: str = "measured"
@@ -120,15 +120,15 @@ def run_case(
     """Check ``providers`` on a case and time those that are right.
 
     Args:
-        on_round: told how much of the case is done, from 0 to 1.
+        on_round: called with the share of the case that is done, from 0 to 1.
     """
     rng = np.random.default_rng([seed, zlib.crc32(f"{table.title}/{case.name}".encode())])
     rows = [Row(provider.name, note=provider.note) for provider in providers]
-    calls = _checked_calls(table, case, providers, rows, case.inputs(rng))
+    calls = _check_calls(table, case, providers, rows, case.inputs(rng))
     gc.collect()
     gc.disable()
     try:
-        with machine.watched() as others:
+        with machine.watch_others() as others:
             _time(calls, rows, case.cache == "cold", effort, random.Random(seed), on_round)
     finally:
         gc.enable()
@@ -146,7 +146,7 @@ class _Checked(NamedTuple):
     has_parts: bool
 
 
-def _checked_calls(
+def _check_calls(
     table: Table, case: Case, providers: Sequence[Provider], rows: Sequence[Row], inputs: Any
 ) -> list[_Checked | None]:
     """The calls that may be timed; the rows of the others say why not."""
@@ -163,7 +163,7 @@ def _checked_calls(
         row.tolerance = case.tolerance if provider.tolerance is None else provider.tolerance
         call = None
         try:
-            call = _checked(table, provider, row, inputs, reference_of)
+            call = _check_answer(table, provider, row, inputs, reference_of)
         except NotMeasured as reason:
             row.status, row.why = "absent", str(reason)
         except ImportError as error:
@@ -174,7 +174,7 @@ def _checked_calls(
     return calls
 
 
-def _checked(
+def _check_answer(
     table: Table, provider: Provider, row: Row, inputs: Any, reference_of: Callable[[Provider], Any]
 ) -> _Checked | None:
     call = provider.prepare(inputs)
@@ -256,7 +256,7 @@ class _Turn:
 
     def __init__(self, call: Call, first_s: float, has_parts: bool, row: Row, cold: bool) -> None:
         self.call, self.call_s, self.has_parts, self.row, self.cold, self.cpus = call, first_s, has_parts, row, cold, []
-        # A trainer's second step still takes new memory: its optimizer's moments stand where the first one's was.
+        # A trainer's second step still allocates: its optimizer's moments occupy the memory that the first one freed.
         if has_parts or first_s <= _VERY_SLOW_S:
             started = time.perf_counter()
             call()

@@ -45,7 +45,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def used_threads(asked: int) -> dict[str, Any]:
-    """What each library says that it uses, and the processors that all of them share."""
+    """The number of threads that each library reports, and the processors that all of them share."""
     used: dict[str, Any] = {"asked": asked, "cpus": cpus(), "whet": whet.get_num_threads()}
     if torch := sys.modules.get("torch"):
         used["torch"] = torch.get_num_threads()
@@ -69,7 +69,7 @@ def describe() -> dict[str, Any]:
 
 
 def caches() -> dict[str, int]:
-    """Bytes of the data caches: L1 and L2 of one core, L3 in all. Empty where the system does not tell."""
+    """Bytes of the data caches: L1 and L2 of one core, L3 in all. Empty where the system does not report them."""
     sizes = {}
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         if (index / "type").read_text().strip() != "Instruction":
@@ -117,7 +117,7 @@ def load_average() -> list[float]:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[dict[str, float]]:
+def watch_others() -> Iterator[dict[str, float]]:
     """Yields a dict that afterwards holds ``cpus``: how many processors other processes kept busy; empty if unknown."""
     found: dict[str, float] = {}
     before, started_s = _others_busy_s(), time.perf_counter()
@@ -192,7 +192,7 @@ def fastest_possible(case: Any, ceilings: Ceilings, threads: int) -> tuple[float
 
 
 def peak_bytes(call: Any) -> int | None:
-    """How far the process's memory rises above where it stood while ``call`` runs; None where Linux does not tell.
+    """How far the process's memory rises while ``call`` runs; None where Linux does not report it.
 
     Memory that an allocator kept from before and hands out again does not show.
     """

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from whet.bench.document import Chart
-from whet.bench.reading import case_label, duration, measured, ratio, rows_of, significant, subject_of
+from whet.bench.formatting import duration, significant
+from whet.bench.results import case_label, is_measured, part_medians, rows_of, subject_of, subject_ratio
 from whet.bench.stats import Ratio, summary
 from whet.errors import MissingExtraError
 from whet.report.page import CHART_STYLE, LIGHT_COLORS, SERIES, SVG_COLORS, inline_svg, printable
@@ -30,12 +30,21 @@ _MARKERS = "osD^v<>PX"
 """One more than there are colours: providers that share a colour have different markers."""
 
 
+class Chart(NamedTuple):
+    """A plot: its caption, the SVG for a page, and the name of its PNG."""
+
+    title: str
+    note: str
+    svg: str
+    png: str
+
+
 def draw(table: Table, threads: int, folder: Path, slug: str) -> Iterator[Chart]:
-    """The plots of a table for which there is something to show; writes ``folder/SLUG-KIND.png`` of each.
+    """Draw the plots of a table for which there is something to show; write ``folder/SLUG-KIND.png`` of each.
 
     Args:
         table: as results.json has it.
-        threads: of the run; cases on fewer are for the plot over threads alone.
+        threads: of the run; cases on fewer are only for the plot over threads.
         folder: where the PNGs go.
         slug: the beginning of their names.
 
@@ -67,7 +76,7 @@ def ratio_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
     """A bar per peer from 1 to how many times as fast the subject is, in a group per case."""
     groups = []
     for case in _full_cases(table, threads):
-        bars = [(row["provider"], against) for row in case["rows"] if (against := ratio(row, case)) is not None]
+        bars = [(row["provider"], against) for row in case["rows"] if (against := subject_ratio(row, case)) is not None]
         if bars:
             groups.append((_label(case_label(case, threads), 28), bars))
     if not groups:
@@ -83,8 +92,8 @@ def ratio_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
             _ratio_bar(axes, y, against, colors[series[provider][0]], colors)
             y += 1
         y += 0.6
-    everything = [one for _, bars in groups for _, one in bars]
-    low, high = min(1.0, *(one.low for one in everything)), max(1.0, *(one.high for one in everything))
+    ratios = [against for _, bars in groups for _, against in bars]
+    low, high = min(1.0, *(r.low for r in ratios)), max(1.0, *(r.high for r in ratios))
     # Room for the figures at the ends of the bars: a sixth of the width on each side that has bars.
     sides = (low < 1) + (high > 1)
     room = math.exp(max(math.log(high / low), 0.05) * 0.17 / (1 - 0.17 * sides))
@@ -96,7 +105,7 @@ def ratio_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
     axes.tick_params(axis="y", colors=colors["ink"])
     axes.set_xlabel(f"{_label(subject_of(table))} is … times as fast", color=colors["muted"])
     drawn = {provider for _, bars in groups for provider, _ in bars}
-    _legend(figure, {name: one for name, one in series.items() if name in drawn}, colors, "bar")
+    _legend(figure, {name: style for name, style in series.items() if name in drawn}, colors, "bar")
     return figure
 
 
@@ -105,7 +114,7 @@ def size_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
     lines: dict[str, list[tuple[float, Any]]] = {}
     for case in _full_cases(table, threads):
         if case["size"] and case["cache"] == "warm":
-            for row in filter(measured, case["rows"]):
+            for row in filter(is_measured, case["rows"]):
                 lines.setdefault(row["provider"], []).append((case["size"], summary(row["samples_s"])))
     sizes = sorted({size for points in lines.values() for size, _ in points})
     if len(sizes) < 3:
@@ -116,10 +125,10 @@ def size_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
     for provider, points in reversed(lines.items()):  # the subject last, on top
         points.sort(key=lambda point: point[0])
         color, marker = colors[series[provider][0]], series[provider][1]
-        xs, times = [size for size, _ in points], [one for _, one in points]
+        xs, times = [size for size, _ in points], [time for _, time in points]
         axes.fill_between(xs, [t.p20 for t in times], [t.p80 for t in times], color=color, alpha=0.2, linewidth=0)
         axes.plot(xs, [t.median for t in times], color=color, linewidth=2, marker=marker, markersize=4.5)
-    seconds = [value for points in lines.values() for _, one in points for value in (one.p20, one.p80)]
+    seconds = [value for points in lines.values() for _, time in points for value in (time.p20, time.p80)]
     _log_axis(axes.xaxis, sizes[0] / 1.1, sizes[-1] * 1.1, _count, _apart(sizes))
     _log_axis(axes.yaxis, min(seconds) / 1.2, max(seconds) * 1.2, _short_duration)
     _set_style(axes, colors, grid="y")
@@ -133,7 +142,7 @@ def threads_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
     """Speed-up over the fewest threads, a panel per case and a line per provider; dashed: as many times as threads."""
     panels: dict[str, dict[str, dict[int, float]]] = {}
     for case, row in rows_of(table):
-        if measured(row):
+        if is_measured(row):
             lines = panels.setdefault(case["name"], {})
             lines.setdefault(row["provider"], {})[case["threads"]] = summary(row["samples_s"]).median
     panels = {name: kept for name, lines in panels.items() if (kept := {p: x for p, x in lines.items() if len(x) > 1})}
@@ -165,11 +174,11 @@ def threads_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
 
 
 def parts_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
-    """Where the time of a call goes: a bar per row with parts, in shares of the whole, the smallest parts in one."""
+    """The time of a call by its parts: a bar per row with parts, in shares of the whole, the smallest parts in one."""
     bars = [
         (f"{case_label(case, threads)} · {row['provider']}", summary(row["samples_s"]).median, part_medians(row))
         for case, row in rows_of(table)
-        if measured(row) and row["parts"]
+        if is_measured(row) and row["parts"]
     ]
     if not bars:
         return None
@@ -207,11 +216,6 @@ _PLOTS: tuple[tuple[str, str, str, Callable[[Table, int, Colors], Any]], ...] = 
     ("parts", "Where the time goes", "medians of the parts", parts_figure),
 )
 """Kind, title, note, and what draws it."""
-
-
-def part_medians(row: Mapping[str, Any]) -> dict[str, float]:
-    """Part -> median seconds, in the order in which the row has them."""
-    return {name: summary(samples).median for name, samples in row["parts"].items() if samples}
 
 
 # --- what they share ------------------------------------------------------------------------------------
@@ -334,7 +338,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def _apart(values: Sequence[float]) -> list[float]:
-    """Those of the rising values that stand at least a tenth of the whole logarithmic range apart, from the end."""
+    """The rising values, thinned from the end to be at least a tenth of the logarithmic range apart."""
     least = math.log(values[-1] / values[0]) / 10
     kept = [values[-1]]
     for value in reversed(values[:-1]):

@@ -1,7 +1,7 @@
 """A benchmark's results for a reader: results.json, report.md, a self-contained report.html, and plots as PNGs.
 
-Page and Markdown are written from one list of blocks, so they say the same. Nothing is left out: losses, and rows that
-were not measured, failed, answered wrongly or were refused, stand where the others stand, with the reason.
+The report is written in Markdown, and the page is made from that. Nothing is left out: losses, and rows that were not
+measured, failed, answered wrongly or were refused, are in their places, with the reason below the table.
 """
 
 from __future__ import annotations
@@ -14,15 +14,26 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from whet.bench import reading
-from whet.bench.csv_files import rows_as_csv
-from whet.bench.document import Block, Figures, Grid, Heading, Pairs, Text, body_html, markdown
-from whet.bench.plots import draw, part_medians
-from whet.bench.reading import duration, measured, rows_of, significant
+from whet.bench import formatting
+from whet.bench.formatting import duration, significant
+from whet.bench.markdown import Cell, escape, markdown_table, span
+from whet.bench.plots import draw
+from whet.bench.results import (
+    case_label,
+    geometric_mean,
+    is_measured,
+    part_medians,
+    peer_ratios,
+    rows_as_csv,
+    rows_of,
+    subject_of,
+    subject_ratio,
+    why_not,
+)
 from whet.bench.stats import Ratio, summary
 from whet.errors import MissingExtraError
 from whet.files import replace_text
-from whet.report.page import Cell, page
+from whet.report.page import markdown_page
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -32,8 +43,8 @@ Json = Mapping[str, Any]
 _METHOD = (
     "Correctness comes first. Every provider answers every case once before any clock runs, and its answer is "
     "compared with a reference in float64 or wider; one whose error exceeds its tolerance is shown as wrong and not "
-    "timed. Some providers define the same thing differently; each is held to its own definition, never to a loose "
-    "tolerance.",
+    "timed. Some providers define the same thing differently; each is compared with its own definition, never by a "
+    "loose tolerance.",
     "In every round each provider has one turn, in random order, on the same pinned processors and with the same "
     "number of threads. A turn starts with calls that are not counted, until threads of the provider before it have "
     "come to rest; then calls are timed in batches long enough for the clock, and the median batch is the turn's one "
@@ -53,37 +64,38 @@ _METHOD = (
 
 
 def write_report(results: Json, folder: str | os.PathLike[str]) -> Path:
-    """Writes results.json, rows.csv, report.md, report.html and the plots into ``folder``, made if it is missing.
+    """Write results.json, rows.csv, report.md, report.html and the plots into ``folder``, made if it is missing.
 
     report.html is one file without scripts that loads nothing. report.md shows the PNGs beside it.
 
     Args:
-        results: what ``whet bench`` found, as results.json holds it.
+        results: what ``run_suite`` returns and results.json has.
         folder: the report's folder.
 
     Returns:
         The path of report.html.
 
     Raises:
-        MissingExtraError: matplotlib is not installed.
+        MissingExtraError: matplotlib or markdown-it-py is not installed.
     """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    replace_text(target / "results.json", json.dumps(_standard(results)) + "\n")
+    replace_text(target / "results.json", json.dumps(_as_json(results)) + "\n")
     replace_text(target / "rows.csv", rows_as_csv(results))
-    blocks = list(_blocks(results, target))
-    replace_text(target / "report.md", markdown(results["title"], blocks))
+    charts: dict[str, str] = {}
+    text = "\n\n".join(_paragraphs(results, target, charts)) + "\n"
+    replace_text(target / "report.md", f"# {escape(results['title'])}\n\n{text}")
     path = target / "report.html"
-    replace_text(path, page(results["title"], body_html(blocks)))
+    replace_text(path, markdown_page(results["title"], text, charts))
     return path
 
 
-def _standard(value: Any) -> Any:
-    """With "Infinity" and "NaN" in place of what JSON has no number for, as in the run logs."""
+def _as_json(value: Any) -> Any:
+    """The value with "Infinity" and "NaN" in place of what JSON has no number for, as in the run logs."""
     if isinstance(value, Mapping):
-        return {key: _standard(one) for key, one in value.items()}
+        return {key: _as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_standard(one) for one in value]
+        return [_as_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
@@ -92,45 +104,50 @@ def _standard(value: Any) -> Any:
 # --- the whole ------------------------------------------------------------------------------------------
 
 
-def _blocks(results: Json, folder: Path) -> Iterator[Block]:
+def _paragraphs(results: Json, folder: Path, svgs: dict[str, str]) -> Iterator[str]:
+    """The report below its title, in Markdown; puts the SVG of every plot into ``svgs``, by the name of its PNG."""
     threads = results["threads"]["asked"]
     yield from _top(results)
     slugs: set[str] = set()
     for table in results["tables"]:
         yield from _table_section(table, threads)
-        yield from draw(table, threads, folder, _slug(table["title"], slugs))
-    yield Heading("Verification")
-    yield Text("The largest error of every provider in every table, beside what its tolerance allows there.", "muted")
+        charts = list(draw(table, threads, folder, _slug(table["title"], slugs)))
+        svgs.update({chart.png: chart.svg for chart in charts})
+        if charts:
+            yield "\n".join(f"![{escape(chart.title)} ({escape(chart.note)})]({chart.png})" for chart in charts)
+    yield "## Verification"
+    yield span("The largest error of every provider in every table, beside what its tolerance allows there.", "muted")
     headers = ["table", "provider", "largest error", "allowed", "in case", "cases checked"]
-    rows = [row for table in results["tables"] for row in _verification(table, threads)]
-    yield Grid(headers, ["", "", "number", "number", "", "number"], rows)
-    yield Heading("Method")
-    yield from (Text(paragraph) for paragraph in _METHOD)
+    body = [row for table in results["tables"] for row in _verification(table, threads)]
+    yield markdown_table(headers, [False, False, True, True, False, True], body)
+    yield "## Method"
+    yield from map(escape, _METHOD)
     yield from _machine_section(results)
 
 
-def _top(results: Json) -> Iterator[Block]:
+def _top(results: Json) -> Iterator[str]:
     threads, machine = results["threads"]["asked"], results["machine"]
-    yield Text(results["summary"], "muted")
+    yield span(results["summary"], "muted")
     facts = [
         machine["processor"],
         f"{threads} thread{'s' if threads != 1 else ''}",
         results["written"].replace("T", " ").replace("+00:00", " UTC"),
         f"commit {results['commit']}" if results["commit"] else f"Whet {results['versions'].get('whet', '')}",
-        f"took {significant(results['elapsed_s'])}\u00a0s",
+        f"took {significant(results['elapsed_s'])} s",
     ]
-    yield Text(" · ".join(facts), "muted")
+    yield span(" · ".join(facts), "muted")
     if results.get("interrupted"):
-        yield Text("The run was interrupted: what follows is what had been measured by then.", "bad")
+        yield span("The run was interrupted: what follows is what had been measured by then.", "bad")
     if results["quick"]:
-        yield Text("A quick run: few rounds, so the intervals are wide, and some cases are left out.", "bad")
-    yield from (Text(warning, "bad") for warning in _load_warnings(results))
-    figures = {}
-    for peer, ratios in reading.peer_ratios(results["tables"], threads).items():
-        figures[f"against {peer}: {_score(ratios)}"] = f"{significant(reading.geometric_mean(ratios))}×"
+        yield span("A quick run: few rounds, so the intervals are wide, and some cases are left out.", "bad")
+    yield from (span(warning, "bad") for warning in _load_warnings(results))
+    figures = [
+        f"- **{significant(geometric_mean(ratios))}×** against {escape(peer)}: {_score(ratios)}"
+        for peer, ratios in peer_ratios(results["tables"], threads).items()
+    ]
     if figures:
-        yield Figures(figures)
-        yield Text(
+        yield "\n".join(figures)
+        yield span(
             "How many times as fast as each peer: the geometric mean over the warm rows. A row counts as won or lost "
             "where its 95% interval leaves out 1.",
             "muted",
@@ -138,7 +155,7 @@ def _top(results: Json) -> Iterator[Block]:
 
 
 def _score(ratios: list[Ratio]) -> str:
-    won, lost = sum(one.low > 1 for one in ratios), sum(one.high < 1 for one in ratios)
+    won, lost = sum(ratio.low > 1 for ratio in ratios), sum(ratio.high < 1 for ratio in ratios)
     even = len(ratios) - won - lost
     return f"{won} won, {lost} lost" + (f", {even} even" if even else "")
 
@@ -154,7 +171,7 @@ def _load_warnings(results: Json) -> Iterator[str]:
             "ratios of single-threaded rows fair, but times, rates and shares of the ceilings may be off."
         )
     others = [case.get("others_cpus") or 0.0 for table in results["tables"] for case in table["cases"]]
-    disturbed = sum(one > _NOTICEABLE_CPUS for one in others)
+    disturbed = sum(n_cpus > _NOTICEABLE_CPUS for n_cpus in others)
     if disturbed:
         yield (
             f"Other processes kept up to {max(others):.1f} processors busy in {disturbed} of {len(others)} cases. "
@@ -178,37 +195,41 @@ def _slug(title: str, taken: set[str]) -> str:
 
 class _Column(NamedTuple):
     header: str
-    kind: str
-    cell: Callable[[Json, Json], Any]
-    """(case, row) -> what it shows; "" for nothing."""
+    cell: Callable[[Json, Json], str | Cell]
+    """(case, measured row) -> what it shows; "" for nothing."""
+
+
+_PUBLISHED = "published (other machine)"
 
 
 def _columns(table: Json) -> list[_Column]:
-    """What is told of a measured row; a column that is empty for every row is left out."""
-    subject = reading.subject_of(table)
+    """The columns of a table's rows but case and provider, all numeric; one that is empty for every row is left out."""
     columns = [
-        _Column("median", "number", lambda case, row: duration(summary(row["samples_s"]).median)),
-        _Column("p20–p80", "number", lambda case, row: duration(*summary(row["samples_s"])[1:3])),
-        _Column("n", "number", lambda case, row: str(len(row["samples_s"]))),
-        _Column(f"{subject} is k× as fast", "number", _ratio_cell),
-        _Column("rate", "number", lambda case, row: reading.rate(row)),
-        _Column(f"{table['item'] or 'items'}/s", "number", lambda case, row: reading.items_rate(row)),
-        _Column("of the ceiling", "number", lambda case, row: reading.share(row)),
-        _Column("max error", "number", lambda case, row: reading.error(row["error"])),
-        _Column("CPUs", "number", lambda case, row: "" if row["cpus"] is None else f"{row['cpus']:.1f}"),
-        _Column("peak memory", "number", lambda case, row: _peak(row)),
-        _Column("document (other machine)", "number", _published_cell),
+        _Column("median", lambda case, row: duration(summary(row["samples_s"]).median)),
+        _Column("p20–p80", lambda case, row: duration(*summary(row["samples_s"])[1:3])),
+        _Column("n", lambda case, row: str(len(row["samples_s"]))),
+        _Column(f"{subject_of(table)} is k× as fast", _ratio_cell),
+        _Column("rate", lambda case, row: formatting.rate(row)),
+        _Column(f"{table['item'] or 'items'}/s", lambda case, row: formatting.items_rate(row)),
+        _Column("of the ceiling", lambda case, row: formatting.share(row)),
+        _Column("max error", lambda case, row: formatting.error(row["error"])),
+        _Column("CPUs", lambda case, row: "" if row["cpus"] is None else f"{row['cpus']:.1f}"),
+        _Column("peak memory", _peak_cell),
+        _Column(_PUBLISHED, _published_cell),
     ]
-    timed = [(case, row) for case, row in rows_of(table) if measured(row)]
     always = columns[:4]
-    return [column for column in columns if column in always or any(column.cell(*pair) for pair in timed)]
+    return [column for column in columns if column in always or any(_cell(column, *pair) for pair in rows_of(table))]
 
 
-def _ratio_cell(case: Json, row: Json) -> Cell:
-    against = reading.ratio(row, case)
+def _ratio_cell(case: Json, row: Json) -> str | Cell:
+    against = subject_ratio(row, case)
     if against is None:
-        return Cell("")
-    return Cell(reading.times(against), "bad" if against.high < 1 else "" if against.stars else "muted")
+        return ""
+    return Cell(formatting.times(against), "bad" if against.high < 1 else "" if against.stars else "muted")
+
+
+def _peak_cell(case: Json, row: Json) -> str:
+    return "" if row["peak_bytes"] is None else formatting.size(row["peak_bytes"])
 
 
 def _published_cell(case: Json, row: Json) -> str:
@@ -216,52 +237,54 @@ def _published_cell(case: Json, row: Json) -> str:
     return "" if seconds is None else duration(seconds)
 
 
-def _peak(row: Json) -> str:
-    return "" if row["peak_bytes"] is None else reading.size(row["peak_bytes"])
+def _cell(column: _Column, case: Json, row: Json) -> str | Cell:
+    """A column's cell of a row; a row without a time has its status in place of the median, and the published time."""
+    if is_measured(row) or column.header == _PUBLISHED:
+        return column.cell(case, row)
+    return _status(row) if column.header == "median" else ""
 
 
-def _table_section(table: Json, threads: int) -> Iterator[Block]:
-    yield Heading(table["title"])
+def _status(row: Json) -> Cell:
+    """Why there is no time, in a word: muted for a provider that is absent, which is no fault."""
+    return Cell(row["status"], "muted" if row["status"] == "absent" else "bad")
+
+
+def _table_section(table: Json, threads: int) -> Iterator[str]:
+    yield f"## {escape(table['title'])}"
     if table["note"]:
-        yield Text(table["note"])
+        yield escape(table["note"])
     if table["allocation"]:
-        yield Text(f"Allocation: {table['allocation']}.".replace("..", "."), "muted")
+        yield span(f"Allocation: {table['allocation']}.".replace("..", "."), "muted")
     columns = _columns(table)
-    rows = []
-    for case in table["cases"]:
-        for row in case["rows"]:
-            label = reading.case_label(case, threads) if row is case["rows"][0] else ""
-            rows.append([label, row["provider"], *_cells(case, row, columns)])
-    yield Grid(
-        ["case", "provider", *(column.header for column in columns)],
-        ["", "", *(column.kind for column in columns)],
-        rows,
-    )
-    yield from (Text(note, "muted") for note in _notes(table, threads))
+    body = []
+    for case, row in rows_of(table):
+        label = case_label(case, threads) if row is case["rows"][0] else ""
+        body.append([label, row["provider"], *(_cell(column, case, row) for column in columns)])
+    headers = ["case", "provider", *(column.header for column in columns)]
+    yield markdown_table(headers, [False, False, *[True] * len(columns)], body)
+    yield from (span(reason, tone) for reason, tone in _reasons(table, threads))
+    yield from (span(note, "muted") for note in _notes(table, threads))
     if any(row["parts"] for _, row in rows_of(table)):
-        yield _parts_grid(table, threads)
+        yield _parts_table(table, threads)
 
 
-def _cells(case: Json, row: Json, columns: list[_Column]) -> list[Any]:
-    if measured(row):
-        return [column.cell(case, row) for column in columns]
-    why = reading.why_not(row)
-    published = _published_cell(case, row)
-    if published:
-        why += f" (the document, on another machine: {published})"
-    return [Cell(why, _css(row), len(columns))]
-
-
-def _css(row: Json) -> str:
-    """How the reason of a row without a time is set: what was not there is no fault."""
-    return "muted" if row["status"] == "absent" else "bad"
+def _reasons(table: Json, threads: int) -> Iterator[Cell]:
+    """Why rows have no time, a reason once; with the cases that it is for, unless it is for all."""
+    found: dict[Cell, list[str]] = {}
+    for case, row in rows_of(table):
+        if not is_measured(row):
+            reason = Cell(f"{row['provider']}: {why_not(row)}", _status(row).tone)
+            found.setdefault(reason, []).append(case_label(case, threads))
+    for reason, labels in found.items():
+        cases = f"{', '.join(labels)}: " if len(labels) < len(table["cases"]) else ""
+        yield Cell(cases + reason.text, reason.tone)
 
 
 def _notes(table: Json, threads: int) -> list[str]:
-    """What is particular about providers and cases, and figures of the document for what this suite has no row of."""
+    """Particulars of providers and cases, and published figures that this suite has no row of."""
     notes = {f"{row['provider']}: {row['note']}": None for _, row in rows_of(table) if row["note"]}
     for case in table["cases"]:
-        label = reading.case_label(case, threads)
+        label = case_label(case, threads)
         if case["note"]:
             notes[f"{label}: {case['note']}"] = None
         if (case.get("others_cpus") or 0.0) > _NOTICEABLE_CPUS:
@@ -269,20 +292,20 @@ def _notes(table: Json, threads: int) -> list[str]:
         others = set(case["published"]) - {row["provider"] for row in case["rows"]}
         if others:
             given = ", ".join(f"{name} {duration(case['published'][name])}" for name in sorted(others))
-            notes[f"{label}: the document, on another machine, also gives {given}"] = None
+            notes[f"{label}: also published, from another machine: {given}"] = None
     return list(notes)
 
 
-def _parts_grid(table: Json, threads: int) -> Grid:
+def _parts_table(table: Json, threads: int) -> str:
     """A row per part, a column per row of the table that has parts."""
     columns = {
-        f"{reading.case_label(case, threads)} · {row['provider']}": part_medians(row)
+        f"{case_label(case, threads)} · {row['provider']}": part_medians(row)
         for case, row in rows_of(table)
         if row["parts"]
     }
     names = dict.fromkeys(name for parts in columns.values() for name in parts)
-    rows = [[name, *(_part(parts, name) for parts in columns.values())] for name in names]
-    return Grid(["part", *columns], ["", *["number"] * len(columns)], rows)
+    body = [[name, *(_part(parts, name) for parts in columns.values())] for name in names]
+    return markdown_table(["part", *columns], [False, *[True] * len(columns)], body)
 
 
 def _part(parts: Mapping[str, float], name: str) -> str:
@@ -295,20 +318,19 @@ def _percent(share: float) -> str:
 
 
 def _verification(table: Json, threads: int) -> Iterator[list[Any]]:
-    """Per provider the case in which its error came nearest to what was allowed, or went furthest beyond."""
+    """Per provider the case in which its error came nearest to what was allowed, or exceeded it most."""
     title = table["title"]
     for provider in dict.fromkeys(row["provider"] for _, row in rows_of(table)):
-        mine = [(case, row) for case, row in rows_of(table) if row["provider"] == provider]
-        checked = [(case, row) for case, row in mine if row["error"] is not None]
+        own = [(case, row) for case, row in rows_of(table) if row["provider"] == provider]
+        checked = [(case, row) for case, row in own if row["error"] is not None]
         if checked:
             case, row = max(checked, key=lambda pair: _excess(pair[1]))
             passed = float(row["error"]) <= float(row["tolerance"])
-            error = Cell(reading.error(row["error"]), "" if passed else "bad")
-            label = reading.case_label(case, threads)
-            yield [title, provider, error, reading.error(row["tolerance"]), label, str(len(checked))]
+            error = Cell(formatting.error(row["error"]), "" if passed else "bad")
+            label = case_label(case, threads)
+            yield [title, provider, error, formatting.error(row["tolerance"]), label, str(len(checked))]
         else:
-            row = mine[0][1]
-            yield [title, provider, Cell(reading.why_not(row), _css(row), 4)]
+            yield [title, provider, _status(own[0][1]), "", "", "0"]
         title = ""
 
 
@@ -320,16 +342,16 @@ def _excess(row: Json) -> float:
 # --- the machine ----------------------------------------------------------------------------------------
 
 
-def _machine_section(results: Json) -> Iterator[Block]:
+def _machine_section(results: Json) -> Iterator[str]:
     machine, load = results["machine"], results["load"]
-    caches = ", ".join(f"{level} {reading.size(n)}" for level, n in machine["caches"].items())
-    yield Heading("Machine")
-    yield Pairs(
+    caches = ", ".join(f"{level} {formatting.size(n)}" for level, n in machine["caches"].items())
+    yield "## Machine"
+    yield _pairs_table(
         {
             "processor": machine["processor"],
             "processors used": machine["cpus"],
-            "caches": caches + (" (L1 and L2 of one core, L3 in all)" if caches else "not told by the system"),
-            "memory": reading.size(machine["memory_bytes"]) if machine["memory_bytes"] else "not told by the system",
+            "caches": caches + (" (L1 and L2 of one core, L3 in all)" if caches else "not reported"),
+            "memory": formatting.size(machine["memory_bytes"]) if machine["memory_bytes"] else "not reported",
             "system": machine["system"],
             "load before": _loads(load["before"]),
             "load after": _loads(load["after"]),
@@ -337,14 +359,18 @@ def _machine_section(results: Json) -> Iterator[Block]:
             "command": results["command"],
         }
     )
-    yield Heading("Ceilings measured in this run")
+    yield "## Ceilings measured in this run"
     yield _ceilings(results["ceilings"])
-    yield Heading("Threads, as each library tells")
-    yield Pairs({name: _plain(value) for name, value in results["threads"].items()})
-    yield Heading("Versions")
-    yield Pairs(results["versions"])
-    yield Heading("Build")
-    yield Pairs({name: _plain(value) for name, value in results["build"].items()})
+    yield "## Threads, as each library reports them"
+    yield _pairs_table({name: _plain(value) for name, value in results["threads"].items()})
+    yield "## Versions"
+    yield _pairs_table(results["versions"])
+    yield "## Build"
+    yield _pairs_table({name: _plain(value) for name, value in results["build"].items()})
+
+
+def _pairs_table(pairs: Mapping[str, Any]) -> str:
+    return markdown_table(["", ""], [False, False], list(pairs.items()))
 
 
 def _plain(value: Any) -> str:
@@ -352,22 +378,22 @@ def _plain(value: Any) -> str:
 
 
 def _loads(load: list[float]) -> str:
-    return " ".join(f"{one:g}" for one in load) + " (1, 5, 15 minutes)" if load else "not told by the system"
+    return " ".join(f"{average:g}" for average in load) + " (1, 5, 15 minutes)" if load else "not reported"
 
 
-def _ceilings(ceilings: Mapping[str, Json]) -> Grid:
+def _ceilings(ceilings: Mapping[str, Json]) -> str:
     """A row per ceiling, a column per number of threads."""
     counts = sorted(ceilings, key=int)
-    rows: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, str]] = {}
     for count in counts:
         for kind, rates in ceilings[count].items():
             unit = "GFLOP/s" if kind == "flops" else "GB/s"
-            for where, value in rates.items():
-                name = f"{where} multiply-add" if kind == "flops" else f"{kind}, {where}"
-                rows.setdefault(name, {})[count] = f"{significant(value / 1e9)} {unit}"
-    headers = ["", *(f"{count} thread{'s' if count != '1' else ''}" for count in counts)]
-    body = [[name, *(figures.get(count, "") for count in counts)] for name, figures in rows.items()]
-    return Grid(headers, ["", *["number"] * len(counts)], body)
+            for level, value in rates.items():
+                name = f"{level} multiply-add" if kind == "flops" else f"{kind}, {level}"
+                found.setdefault(name, {})[count] = f"{significant(value / 1e9)} {unit}"
+    headers = ["ceiling", *(f"{count} thread{'s' if count != '1' else ''}" for count in counts)]
+    body = [[name, *(figures.get(count, "") for count in counts)] for name, figures in found.items()]
+    return markdown_table(headers, [False, *[True] * len(counts)], body)
 
 
 # --- the terminal ---------------------------------------------------------------------------------------
@@ -375,7 +401,7 @@ def _ceilings(ceilings: Mapping[str, Json]) -> Grid:
 
 def _terminal_columns(table: Json) -> list[_Column]:
     """The columns that fit into a terminal, shorter."""
-    short = {"of the ceiling": "ceiling", "document (other machine)": "document"}
+    short = {"of the ceiling": "ceiling", _PUBLISHED: "published"}
     left_out = {"p20–p80", "n", "max error", "CPUs"}
     columns = [column for column in _columns(table) if column.header not in left_out]
     if any(column.header == "rate" for column in columns):
@@ -398,23 +424,19 @@ def rich_table(table: Json) -> RichTable:
     styles = {"bad": "red", "muted": "dim"}
     threads = max((case["threads"] for case in table["cases"]), default=1)
     columns = _terminal_columns(table)
-    reasons = dict.fromkeys(
-        f"{row['provider']}: {reading.why_not(row)}" for _, row in rows_of(table) if not measured(row)
-    )
+    reasons = [reason.text for reason in _reasons(table, threads)]
     shown = RichTable(
         title=RichText(table["title"]), title_justify="left", box=None, pad_edge=False,
         caption=RichText("\n".join(reasons)), caption_justify="left",
     )  # fmt: skip
-    for header, kind in (("case", ""), ("provider", ""), *((column.header, column.kind) for column in columns)):
-        justify, whole = ("right" if kind == "number" else "left"), header not in ("case", "provider", "ceiling")
-        shown.add_column(RichText(header), justify=justify, no_wrap=whole)
-    for case in table["cases"]:
-        for row in case["rows"]:
-            label = reading.case_label(case, threads) if row is case["rows"][0] else ""
-            cells = _cells(case, row, columns) if measured(row) else [Cell(row["status"], _css(row))]
-            cells = [cell if isinstance(cell, Cell) else Cell(cell) for cell in cells]
-            texts = [
-                RichText(str(cell.text).replace(" bandwidth", ""), style=styles.get(cell.css, "")) for cell in cells
-            ]
-            shown.add_row(RichText(label), RichText(row["provider"]), *texts)
+    for header in ("case", "provider"):
+        shown.add_column(header)
+    for column in columns:
+        shown.add_column(RichText(column.header), justify="right", no_wrap=column.header != "ceiling")
+    for case, row in rows_of(table):
+        label = case_label(case, threads) if row is case["rows"][0] else ""
+        cells = [_cell(column, case, row) for column in columns]
+        cells = [cell if isinstance(cell, Cell) else Cell(cell) for cell in cells]
+        texts = [RichText(cell.text.replace(" bandwidth", ""), style=styles.get(cell.tone, "")) for cell in cells]
+        shown.add_row(RichText(label), RichText(row["provider"]), *texts)
     return shown

@@ -17,7 +17,7 @@ import whet
 from whet.bench import machine
 from whet.bench.case import BenchOptions, Suite
 from whet.bench.report import write_report
-from whet.bench.worker import chosen
+from whet.bench.worker import choose
 from whet.errors import WhetError, WhetValueError
 
 
@@ -65,7 +65,7 @@ def run_suite(suite: Suite, options: BenchOptions, command: str) -> tuple[dict[s
         "load": {"before": load_before, "after": machine.load_average()},
         "threads": found[threads]["threads"],
         "ceilings": {str(n): part["ceilings"] for n, part in found.items()},
-        "tables": _merged([found[n]["tables"] for n in found]),
+        "tables": _merge([found[n]["tables"] for n in found]),
     }
     path = write_report(results, folder)
     if interrupted:
@@ -84,7 +84,7 @@ def _check(suite: Suite, options: BenchOptions) -> int:
             f"Pass 1 to {available}: threads that share a processor measure the scheduler."
         )
     tables = suite.tables(options)
-    if not list(chosen(suite, options)):
+    if not list(choose(suite, options)):
         names = [f"{table.title} / {case.name}" for table in tables for case in table.cases]
         raise WhetValueError(f"{where}: no row contains {options.only!r}. There are: {'; '.join(names)}.")
     providers = sorted({provider.name for table in tables for provider in table.providers})
@@ -96,13 +96,13 @@ def _check(suite: Suite, options: BenchOptions) -> int:
 
 def _thread_counts(suite: Suite, options: BenchOptions, threads: int) -> list[int]:
     """All threads first, then 1, 2, 4 ... for the cases that are measured on fewer, unless it has to be quick."""
-    scaling = any(case.thread_scaling for _, cases, _ in chosen(suite, options) for case in cases)
+    scaling = any(case.thread_scaling for _, cases, _ in choose(suite, options) for case in cases)
     fewer = [1 << k for k in range(threads.bit_length()) if 1 << k < threads]
     return [threads, *(fewer if scaling and not options.quick else [])]
 
 
 def _measure(suite: Suite, options: BenchOptions, threads: int, scaling: bool) -> tuple[int, dict[str, Any]]:
-    """What a worker with so many threads found, all of it if its status is 0, and nothing if it got nowhere."""
+    """The findings of a worker with so many threads: all of them if its status is 0, none if it got nowhere."""
     if scaling:
         print(f"again on {threads} thread{'s' if threads > 1 else ''}", flush=True)
     pinned = machine.cpus()[:threads]
@@ -135,7 +135,7 @@ def _measure(suite: Suite, options: BenchOptions, threads: int, scaling: bool) -
     return status, found
 
 
-def _merged(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _merge(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """One list of tables; the cases of further parts, measured on fewer threads, follow those of the first."""
     tables = {table["title"]: table for table in parts[0]}
     for table in (table for part in parts[1:] for table in part):

@@ -1,4 +1,4 @@
-"""What samples of time say: medians, spreads, and whether one contender is faster than another.
+"""Statistics of samples of time: medians, spreads, and whether one contender is faster than another.
 
 Intervals are percentile bootstraps (Efron 1979), seeded: the same samples always give the same interval.
 """
@@ -47,18 +47,18 @@ def paired_ratio(others: Sequence[float], ours: Sequence[float]) -> Ratio:
     Sample i of both comes from round i, so that what slowed a whole round down cancels.
     """
     ratios = np.asarray(others, float) / np.asarray(ours, float)
-    medians = np.median(_resampled(ratios), axis=1)
+    medians = np.median(_resample(ratios), axis=1)
     return Ratio(float(np.median(ratios)), *_interval(medians))
 
 
 def unpaired_ratio(after: Sequence[float], before: Sequence[float]) -> Ratio:
-    """Median of ``after`` / median of ``before``, from two runs that know nothing of each other."""
-    medians = np.median(_resampled(np.asarray(after, float)), axis=1)
-    medians /= np.median(_resampled(np.asarray(before, float), seed=1), axis=1)
+    """Median of ``after`` / median of ``before``, from two runs without common rounds."""
+    medians = np.median(_resample(np.asarray(after, float)), axis=1)
+    medians /= np.median(_resample(np.asarray(before, float), seed=1), axis=1)
     return Ratio(float(np.median(after) / np.median(before)), *_interval(medians))
 
 
-def _resampled(values: np.ndarray, seed: int = 0) -> np.ndarray:
+def _resample(values: np.ndarray, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     return values[rng.integers(0, len(values), (_RESAMPLES, len(values)))]
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from whet.bench import machine
 from whet.bench.case import BenchOptions, Case, Provider, Suite, Table
 from whet.bench.harness import QUICK, CaseResult, Effort, run_case
+from whet.bench.machine import Ceilings
 from whet.bench.report import rich_table
 from whet.bench.suites import load_suite
 from whet.files import replace_text
 
 
-def chosen(suite: Suite, options: BenchOptions) -> Iterator[tuple[Table, list[Case], list[Provider]]]:
+def choose(suite: Suite, options: BenchOptions) -> Iterator[tuple[Table, list[Case], list[Provider]]]:
     """The tables with those of their cases and providers that the options ask for."""
     peers = tuple(peer.lower() for peer in options.peers)
     for table in suite.tables(options):
@@ -34,14 +37,52 @@ def chosen(suite: Suite, options: BenchOptions) -> Iterator[tuple[Table, list[Ca
             yield table, cases, providers
 
 
-def main(order: dict[str, Any]) -> None:
-    """Measure a suite, or only its thread-scaling cases, and leave the findings in ``order["out"]``."""
-    suite = load_suite(order["suite"])
-    options = suite.options(**{**order["options"], "peers": tuple(order["options"]["peers"])})
-    threads, effort, console = order["threads"], QUICK if options.quick else Effort(), Console()
-    work = list(chosen(suite, options))
-    if order["scaling"]:
-        work = [(table, [c for c in cases if c.thread_scaling], providers) for table, cases, providers in work]
+class Findings:
+    """The results so far, saved to a file after every case.
+
+    Args:
+        path: of the JSON file.
+        threads: asked for.
+        ceilings: of the machine, by which results are rated.
+    """
+
+    def __init__(self, path: Path, threads: int, ceilings: Ceilings) -> None:
+        self._path, self._threads, self._ceilings = path, threads, ceilings
+        self._results: list[tuple[Table, list[CaseResult]]] = []
+
+    def add(self, table: Table, result: CaseResult) -> None:
+        """Rate and save a case of the last table, or of a new one."""
+        result.rate(self._ceilings)
+        if not self._results or self._results[-1][0] is not table:
+            self._results.append((table, []))
+        self._results[-1][1].append(result)
+        self._save()
+
+    def raise_ceilings(self, ceilings: Ceilings) -> None:
+        """Rate all cases anew by the higher of these ceilings and those before."""
+        self._ceilings = machine.highest(self._ceilings, ceilings)
+        for _, results in self._results:
+            for result in results:
+                result.rate(self._ceilings)
+        self._save()
+
+    def tables(self) -> list[dict[str, Any]]:
+        """As results.json has them."""
+        names = ("title", "allocation", "note", "item", "size_label")
+        return [
+            {**{name: getattr(table, name) for name in names}, "cases": [result.as_dict() for result in results]}
+            for table, results in self._results
+        ]
+
+    def _save(self) -> None:
+        threads = machine.used_threads(self._threads)
+        found = {"ceilings": self._ceilings, "threads": threads, "tables": self.tables()}
+        replace_text(self._path, json.dumps(found))
+
+
+@contextmanager
+def show_progress(console: Console, n_cases: int) -> Iterator[Callable[[str], Callable[[float], None]]]:
+    """Show a bar; yields ``begin(name)``, which starts a case and returns a function to call with its share done."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -49,46 +90,34 @@ def main(order: dict[str, Any]) -> None:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("ceilings of the machine", total=sum(len(cases) for _, cases, _ in work))
-        ceilings = machine.measure_ceilings(options.quick)
-        findings: list[tuple[Table, list[CaseResult]]] = []
+        task, n_begun = progress.add_task("ceilings of the machine", total=n_cases), count()
 
-        def save() -> dict[str, Any]:
-            found = {
-                "ceilings": ceilings,
-                "threads": machine.used_threads(threads),
-                "tables": [_as_dict(table, results) for table, results in findings],
-            }
-            replace_text(Path(order["out"]), json.dumps(found))
-            return found
+        def begin(name: str) -> Callable[[float], None]:
+            n_done = next(n_begun)
+            progress.update(task, description=name[:60], completed=n_done)
+            return lambda share: progress.update(task, completed=n_done + share)
 
-        done = 0
+        yield begin
+
+
+def main(order: dict[str, Any]) -> None:
+    """Measure a suite, or only its thread-scaling cases, and leave the findings in ``order["out"]``."""
+    suite = load_suite(order["suite"])
+    options = suite.options(**{**order["options"], "peers": tuple(order["options"]["peers"])})
+    threads, effort, console = order["threads"], QUICK if options.quick else Effort(), Console()
+    work = list(choose(suite, options))
+    if order["scaling"]:
+        work = [(table, [case for case in cases if case.thread_scaling], providers) for table, cases, providers in work]
+    with show_progress(console, sum(len(cases) for _, cases, _ in work)) as begin:
+        findings = Findings(Path(order["out"]), threads, machine.measure_ceilings(options.quick))
         for table, cases, providers in work:
-            findings.append((table, []))
             for case in cases:
-                progress.update(task, description=f"{table.title} / {case.name}"[:60], completed=done)
-
-                def on_round(share: float, done: int = done) -> None:
-                    progress.update(task, completed=done + share)
-
-                result = run_case(table, case, providers, threads, effort, options.seed, on_round)
-                result.rate(ceilings)
-                findings[-1][1].append(result)
-                save()
-                done += 1
+                on_round = begin(f"{table.title} / {case.name}")
+                findings.add(table, run_case(table, case, providers, threads, effort, options.seed, on_round))
             if cases and not order["scaling"]:
-                console.print(rich_table(_as_dict(*findings[-1])))
+                console.print(rich_table(findings.tables()[-1]))
         # The machine may have been slower at the start: the better of the two judges.
-        ceilings = machine.highest(ceilings, machine.measure_ceilings(options.quick))
-        for _, results in findings:
-            for result in results:
-                result.rate(ceilings)
-        save()
-
-
-def _as_dict(table: Table, results: list[CaseResult]) -> dict[str, Any]:
-    shown = {name: getattr(table, name) for name in ("title", "allocation", "note", "item", "size_label")}
-    return {**shown, "cases": [result.as_dict() for result in results]}
+        findings.raise_ceilings(machine.measure_ceilings(options.quick))
 
 
 if __name__ == "__main__":

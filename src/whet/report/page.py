@@ -1,8 +1,8 @@
 """The parts of a HTML page: no scripts, nothing loaded from elsewhere, light and dark.
 
 ``page`` sets the house's style around a body; ``headline_row``, ``table``, ``pairs_table`` and ``line_chart`` are parts
-of a body, and ``inline_svg`` makes one of any matplotlib figure drawn in ``SVG_COLORS``. Every text from outside is
-escaped. It knows neither runs nor benchmarks.
+of a body, and ``inline_svg`` makes one of any matplotlib figure drawn in ``SVG_COLORS``. ``markdown_page`` renders a
+whole page from Markdown. Every text from outside is escaped. It knows neither runs nor benchmarks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from whet import __version__
 from whet.errors import MissingExtraError, WhetValueError
@@ -75,12 +75,13 @@ h1 { margin: 0; font-size: 1.7rem; line-height: 1.25; font-weight: 600; letter-s
 h2 { margin: 3rem 0 1rem; font-size: 1.05rem; font-weight: 600; }
 h3 { margin: 0 0 0.3rem; font-size: 0.92rem; font-weight: 600; break-after: avoid; }
 p { margin: 0.4rem 0; max-width: 46rem; }
-.muted, .note, footer { color: var(--muted); }
-.bad { color: var(--bad); }
-.headline { display: flex; flex-wrap: wrap; gap: 1rem 3rem; margin: 2rem 0 0; padding: 1.2rem 0;
+.muted, .note, footer, em { color: var(--muted); font-style: normal; }
+strong { color: var(--bad); font-weight: inherit; }
+.headline, ul { display: flex; flex-wrap: wrap; gap: 1rem 3rem; margin: 2rem 0 0; padding: 1.2rem 0; list-style: none;
   border: solid var(--line); border-width: 1px 0; }
-.headline dt { color: var(--muted); font-size: 0.85rem; }
-.headline dd { margin: 0; font-size: 1.6rem; line-height: 1.3; font-variant-numeric: tabular-nums; }
+.headline dt, li { color: var(--muted); font-size: 0.85rem; }
+.headline dd, li strong { display: block; margin: 0; color: var(--ink); font-size: 1.6rem; line-height: 1.3;
+  font-variant-numeric: tabular-nums; }
 .charts, .columns { display: grid; gap: 2rem 2.5rem;
   grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr)); }
 .columns { row-gap: 0; }
@@ -107,8 +108,10 @@ body:has(.dense) { max-width: 84rem; }
 .dense { margin: 0.8rem 0; }
 .dense + .charts, p + .charts { margin-top: 1.8rem; }
 .dense thead th { white-space: normal; vertical-align: bottom; }
-.dense td:nth-child(-n+2) { white-space: nowrap; }
-.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.dense th:empty { padding: 0; border: 0; }
+.dense td:nth-child(-n+2):not(:last-child) { white-space: nowrap; }
+.dense :has(th:empty) + tbody td:first-child { color: var(--muted); width: 1%; }
+.number, [style="text-align:right"] { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 0.85rem;
   font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 footer { margin-top: 3rem; font-size: 0.85rem; }
@@ -126,47 +129,63 @@ def page(title: str, body_html: str) -> str:
     )
 
 
+def markdown_page(title: str, text: str, charts: Mapping[str, str]) -> str:
+    """A whole HTML document of a text in GitHub's Markdown, below its title.
+
+    Emphasis is muted, strong text is bad news, and a list is a row of large figures, the strong text of its items. HTML
+    in the text is shown and not obeyed.
+
+    Args:
+        title: plain text.
+        text: CommonMark with tables.
+        charts: address of a picture in the text -> the SVG that replaces it.
+
+    Raises:
+        MissingExtraError: markdown-it-py is not installed.
+    """
+    try:
+        from markdown_it import MarkdownIt
+    except ImportError as error:
+        raise MissingExtraError("markdown_page", "markdown-it-py", "bench") from error
+
+    def render_chart(renderer: Any, tokens: Any, i: int, options: Any, env: Any) -> str:
+        caption = renderer.renderInlineAsText(tokens[i].children, options, env)
+        return f"<figure><figcaption>{safe(caption)}</figcaption>{charts[tokens[i].attrs['src']]}</figure>"
+
+    markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
+    markdown.add_render_rule("image", render_chart)
+    markdown.add_render_rule("table_open", lambda *_: '<div class="wide dense"><table>\n')
+    markdown.add_render_rule("table_close", lambda *_: "</table></div>\n")
+    tokens = markdown.parse(text)
+    for before, inline, after in zip(tokens, tokens[1:], tokens[2:], strict=False):
+        if any(child.type == "image" for child in inline.children or ()):  # a paragraph cannot contain figures
+            before.tag = after.tag = "div"
+            before.attrSet("class", "charts")
+    return page(title, markdown.renderer.render(tokens, markdown.options, {}))
+
+
 def headline_row(figures: Mapping[str, str]) -> str:
     """A few large figures side by side: label -> text."""
     items = "".join(f"<div><dt>{safe(label)}</dt><dd>{safe(text)}</dd></div>" for label, text in figures.items())
     return f'<dl class="headline">{items}</dl>'
 
 
-class Cell(NamedTuple):
-    """A table's cell with a class of its own ("bad", "muted"), over one column or several."""
-
-    text: Any
-    css: str = ""
-    span: int = 1
-
-
 def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], kinds: Sequence[str]) -> str:
     """A table. ``kinds`` says how each column is set: "" plainly, "number" to the right, "text" verbatim.
 
-    A cell is a ``Cell``, or anything to be shown as it is.
+    Raises:
+        ValueError: a row has more or fewer cells than there are columns.
     """
     head = "".join(
-        f'<th class="{_number_class(kind)}">{safe(name)}</th>' for name, kind in zip(headers, kinds, strict=True)
+        f'<th class="{"number" if kind == "number" else ""}">{safe(name)}</th>'
+        for name, kind in zip(headers, kinds, strict=True)
     )
-    body = "".join(f"<tr>{_cells(row, kinds)}</tr>\n" for row in rows)
+    cells = (
+        "".join(f'<td class="{kind}">{safe(value)}</td>' for value, kind in zip(row, kinds, strict=True))
+        for row in rows
+    )
+    body = "".join(f"<tr>{row}</tr>\n" for row in cells)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
-
-
-def _number_class(kind: str) -> str:
-    return kind if kind == "number" else ""
-
-
-def _cells(row: Sequence[Any], kinds: Sequence[str]) -> str:
-    html, column = "", 0
-    for value in row:
-        cell = value if isinstance(value, Cell) else Cell(value)
-        kind = kinds[column] if cell.span == 1 else ""
-        span = f' colspan="{cell.span}"' if cell.span > 1 else ""
-        html += f'<td class="{f"{kind} {cell.css}".strip()}"{span}>{safe(cell.text)}</td>'
-        column += cell.span
-    if column != len(kinds):
-        raise WhetValueError(f"table: a row fills {column} columns, and there are {len(kinds)}: {row!r}.")
-    return html
 
 
 def pairs_table(pairs: Mapping[str, Any]) -> str:
@@ -312,7 +331,7 @@ def inline_svg(figure: Any, title: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What ran and on what: Whet, Python, the packages a run depends on, the system and the processor."""
+    """The versions of Whet, Python and the packages a run depends on, the system and the processor."""
     found = {"whet": __version__, "python": platform.python_version()}
     for package in ("torch", "transformers", "peft", "safetensors", "numpy"):
         try:

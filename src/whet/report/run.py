@@ -145,7 +145,7 @@ def _headline(curves: Mapping[str, list[Point]]) -> dict[str, str]:
 _LONGEST_SAMPLE = 1500
 
 
-def _cut(text: Any) -> str:
+def _shorten(text: Any) -> str:
     text = str(text)
     more = len(text) - _LONGEST_SAMPLE
     return text if more <= 0 else f"{text[:_LONGEST_SAMPLE]} … ({more:,} more characters)"
@@ -163,7 +163,9 @@ def _before_and_after(before: Sequence[Mapping[str, Any]], after: Sequence[Mappi
     for prompt in dict.fromkeys(str(row["prompt"]) for row in (*before, *after)):
         sides = [[row for row in side if str(row["prompt"]) == prompt] for side in (before, after)]
         for old, new in zip_longest(*sides, fillvalue=nothing):
-            rows.append([_cut(prompt), _cut(old["completion"]), _reward(old), _cut(new["completion"]), _reward(new)])
+            rows.append(
+                [_shorten(prompt), _shorten(old["completion"]), _reward(old), _shorten(new["completion"]), _reward(new)]
+            )
     headers = ["Prompt", "Before", "Reward", "After", "Reward"]
     return table(headers, rows, ["text", "text", "number", "text", "number"])
 
@@ -174,7 +176,7 @@ def _training_samples(rows: Sequence[Mapping[str, Any]], most: int = 8) -> str:
     steps = sorted({row["step"] for row in rows})
     for step in dict.fromkeys((*steps[:1], *steps[-1:])):
         shown = [row for row in rows if row["step"] == step][:most]
-        cells = [[_cut(row.get("prompt", "")), _cut(row.get("completion", "")), _reward(row)] for row in shown]
+        cells = [[_shorten(row.get("prompt", "")), _shorten(row.get("completion", "")), _reward(row)] for row in shown]
         samples = table(["Prompt", "Completion", "Reward"], cells, ["text", "text", "number"])
         parts.append(f"<div><h2>Completions of step {step:,}</h2>{samples}</div>")
     return f'<div class="columns">{"".join(parts)}</div>'

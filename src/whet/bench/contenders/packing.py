@@ -19,11 +19,11 @@ from whet.bench.case import Call, Case, NotMeasured, Provider, Table
 from whet.ops.packing import naive_pack_sequences
 
 MAX_LENGTH = 2048
-"""Tokens that a bin holds."""
+"""Capacity of a bin in tokens."""
 
 
 class Packing(NamedTuple):
-    """What is asked of an answer.
+    """The right answer, as far as it is determined.
 
     Attributes:
         lengths: (n,) tokens per sequence.
@@ -89,8 +89,8 @@ def packing_error(answer: Any, right: Packing) -> float:
     Infinite where a sequence is missing or there twice, or a bin holds more than MAX_LENGTH.
     """
     bins = bins_of_indices(answer)
-    members = np.array([i for one in bins for i in one], np.int64)
-    bin_of = np.repeat(np.arange(len(bins)), [len(one) for one in bins])
+    members = np.array([i for bin_members in bins for i in bin_members], np.int64)
+    bin_of = np.repeat(np.arange(len(bins)), [len(bin_members) for bin_members in bins])
     if not np.array_equal(np.sort(members), np.arange(len(right.lengths))):
         return float("inf")
     if np.bincount(bin_of, weights=right.lengths[members]).max() > MAX_LENGTH:
@@ -102,7 +102,7 @@ def packing_error(answer: Any, right: Packing) -> float:
 def bins_of_indices(answer: Any) -> list[Any]:
     """Indices by bin: the answer itself, or what rlox and TRL packed, if each sequence begins with its index."""
     if isinstance(answer, list):
-        return [one["input_ids"][one["sequence_starts"]] if isinstance(one, dict) else one for one in answer]
+        return [row["input_ids"][row["sequence_starts"]] if isinstance(row, dict) else row for row in answer]
     tokens = answer["input_ids"].combine_chunks().flatten().to_numpy()
     lengths = answer["seq_lengths"].to_pylist()
     ends = np.cumsum([length for row in lengths for length in row])
@@ -180,7 +180,7 @@ def packing_table(quick: bool) -> Table:
         ],
         allocation="inside: the bins",
         note=f"Lengths are geometric with mean 512, cut at {MAX_LENGTH}, the length of a bin. Whet and rlox pack "
-        "first-fit decreasing. The two peers do more than find the bins; neither can be asked for the bins alone.",
+        "first-fit decreasing. The two peers do more than find the bins; neither can be asked for only the bins.",
         item="sequences",
         size_label="sequences",
         error=packing_error,

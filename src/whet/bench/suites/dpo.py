@@ -1,6 +1,6 @@
 """A DPO step beside TRL's DPOTrainer: the same model, reference, pairs and settings, split into its parts.
 
-As ``whet bench grpo`` does it: every contender in a process of its own, and its first step held against the same step
+As ``whet bench grpo`` does it: every contender in a process of its own, and its first step compared with the same step
 written out by hand.
 """
 
@@ -37,7 +37,7 @@ def tables(options: BenchOptions) -> list[Table]:
     # Two trainers a table, as three do not fit into 24 GiB.
     return [
         table("A DPO step", cases, [WHET, TRL]),
-        *(table(f"TRL's settings: {one.name}", cases, [WHET, one]) for one in TRL_SETTINGS),
+        *(table(f"TRL's settings: {peer.name}", cases, [WHET, peer]) for peer in TRL_SETTINGS),
         table("A DPO step beside TRL in float32", cases, [WHET, TRL_FLOAT32]),
         table("A DPO step in float32", cases, [WHET, WHET_FLOAT32]),
         table("A DPO step by pairs", pairs, [WHET], "pairs"),

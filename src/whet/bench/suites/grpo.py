@@ -1,7 +1,7 @@
 """A GRPO step beside TRL's GRPOTrainer: the same model, prompts, settings and number of tokens, split into its parts.
 
 Every contender has a process of its own and trains a model of a true shape with random weights. Its first step is
-held against the same step written out by hand (``whet.bench.contenders.training.workload``); the steps after it are
+compared with the same step written out by hand (``whet.bench.contenders.training.workload``); the steps after it are
 timed.
 """
 
@@ -12,21 +12,35 @@ from dataclasses import replace
 from typing import Any
 
 from whet.bench.case import BenchOptions, Call, Case, Provider, Suite, Table
-from whet.bench.contenders.engine.models import QWEN2_500M, ModelShape
+from whet.bench.contenders.engine.models import LLAMA_135M, QWEN2_500M
 from whet.bench.contenders.training import native, trl
 from whet.bench.contenders.training.contender import Contender
-from whet.bench.contenders.training.workload import GRPOShape, grpo_error
+from whet.bench.contenders.training.workload import GRPO_BETA, GRPOShape, grpo_error
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
 """Of loss, gradient norm and what moved, by the dtype of the products."""
 
-NOTE = (
-    "Random weights of the true shape, float32 masters, AdamW, no KL term; a reward that costs nothing; prompts that "
-    "nobody has seen. Completions have all their tokens; those of about 64 end by chance, at 256 at the latest. Peak "
-    "memory is that of the contender's process less its libraries, its weights and AdamW's moments (12 bytes a "
-    "parameter): gradients, activations, and whatever copies it makes."
+_NOTE = (
+    "Random weights of the true shape, float32 masters, AdamW, {kl}; a reward that costs nothing; prompts that nobody "
+    "has seen. Completions have all their tokens; those of about 64 end by chance, at 256 at the latest. Peak memory "
+    "is that of the contender's process less its libraries, its weights and AdamW's moments (12 bytes a parameter): "
+    "gradients, activations, and whatever copies it makes."
 )
-TINY = ModelShape("tiny Llama", "llama", 64, 2, 4, 2, 160, 512)
+NOTE = _NOTE.format(kl="no KL term")
+KL_NOTE = _NOTE.format(kl=f"a KL term (beta = {GRPO_BETA}) whose reference is a model of its own")
+TINY = LLAMA_135M.resized(
+    "tiny Llama",
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=160,
+    vocab_size=512,
+)
+
+
+KL_STEP = GRPOShape(beta=GRPO_BETA)
+QUICK_STEP = GRPOShape(TINY, n_prompts=2, group_size=4, prompt_length=16, completion_length=16)
 
 
 def provider(name: str, serve: Callable[..., None], tolerance: float, **settings: Any) -> Provider:
@@ -99,12 +113,12 @@ def step_table(
 def tables(options: BenchOptions) -> list[Table]:
     """All of it; a step of a tiny model if it has to be quick."""
     if options.quick:
-        shape = GRPOShape(TINY, n_prompts=2, group_size=4, prompt_length=16, completion_length=16)
-        return [step_table("A GRPO step", [step_case("2 x 4, 16 + 16", shape)], [WHET, TRL])]
+        return [step_table("A GRPO step", [step_case("2 x 4, 16 + 16", QUICK_STEP)], [WHET, TRL])]
     shape, long = GRPOShape(), GRPOShape(prompt_length=512, completion_length=64)
     usual = step_case("4 x 8, 128 + 128", shape)
     by_prompts = [step_case(f"{n} x 8, 128 + 128", replace(shape, n_prompts=n), n * 256 * 8) for n in (2, 4, 8)]
     by_group = [step_case(f"2 x {n}, 512 + 64", replace(long, n_prompts=2, group_size=n), n) for n in (4, 8, 16)]
+    with_kl = step_case("4 x 8, 128 + 128", KL_STEP)
     lengths = [
         step_case("4 x 8, 128 + about 64", replace(shape, completion_length=256, mean_length=64)),
         step_case("4 x 8, 512 + 64", long),
@@ -115,13 +129,14 @@ def tables(options: BenchOptions) -> list[Table]:
     return [
         step_table("A GRPO step", [usual], [WHET, TRL_AT_ONCE]),
         step_table("A GRPO step beside TRL's best", [usual], [WHET, TRL]),
+        step_table("A GRPO step with a KL term", [with_kl], [WHET, TRL], note=KL_NOTE),
         step_table("A GRPO step by lengths", lengths, [WHET, TRL]),
         step_table("A GRPO step beside TRL in float32", [usual], [WHET, TRL_FLOAT32]),
         step_table("A GRPO step in float32", [usual], [WHET, WHET_FLOAT32]),
         step_table("A GRPO step by prompts", by_prompts, [WHET], "tokens of prompts and completions"),
         step_table("A GRPO step by group size", by_group, [WHET], "completions per prompt"),
         step_table(f"A GRPO step, {QWEN2_500M.name}", [qwen], [WHET]),
-        *(step_table(f"TRL's settings: {one.name}", [group], [WHET, one]) for one in TRL_SETTINGS),
+        *(step_table(f"TRL's settings: {peer.name}", [group], [WHET, peer]) for peer in TRL_SETTINGS),
     ]
 
 

@@ -1,8 +1,8 @@
 """The rows of rlox's "LLM Post-Training Operations" benchmark: group advantages, and the exact token KL.
 
-In the document's form, which calls once per group or sequence, and in one call for all of them. All providers work in
-float64 on the same values. The document's medians stand beside the rows; its machine is another one, and not named.
-Speed in float32, k3, and what a training step needs beyond these two are in the suite "trl".
+In the form of rlox's benchmark page, which calls once per group or sequence, and in one call for all of them. All
+providers work in float64 on the same values. The page's medians are given beside the rows; its machine is another one,
+and not named. Speed in float32, k3, and what a training step needs beyond these two are in the suite "trl".
 """
 
 # The peers are an extra; where one is not installed it is not measured.
@@ -50,7 +50,7 @@ class Groups(NamedTuple):
 
 
 def random_groups(rng: np.random.Generator, n_prompts: int, group_size: int) -> Groups:
-    """Normal rewards that float32 holds exactly, so that every dtype gets the same values."""
+    """Normal rewards that float32 represents exactly, so that every dtype gets the same values."""
     rewards = rng.standard_normal(n_prompts * group_size, np.float32).astype(np.float64)
     return Groups(rewards, group_size)
 
@@ -136,7 +136,7 @@ PUBLISHED_GROUPS = {
     (64, 8): {"rlox": 8.6e-6, "NumPy": 309.9e-6, "torch": 320.3e-6},
     (256, 16): {"rlox": 36.1e-6, "NumPy": 1243.3e-6, "torch": 1261.6e-6},
 }
-SAMPLE_DEVIATION = "torch's std() is the sample deviation, and its answers are held to that definition."
+SAMPLE_DEVIATION = "torch's std() is the sample deviation, and its answers are compared with that definition."
 
 
 def group_table(form: str, providers: Sequence[Provider], published: Mapping[Any, Any], note: str) -> Table:
@@ -165,7 +165,7 @@ class Logprobs(NamedTuple):
 
 
 def random_logprobs(rng: np.random.Generator, batch: int, length: int) -> Logprobs:
-    """p = -Exp(1), q = p + N(0, 1/4), rounded so that float32 holds both exactly."""
+    """p = -Exp(1), q = p + N(0, 1/4), rounded so that float32 represents both exactly."""
     policy = -rng.standard_exponential((batch, length), np.float32)
     ref = policy + rng.standard_normal((batch, length), np.float32) / 2
     return Logprobs(policy.astype(np.float64), ref.astype(np.float64))
@@ -303,9 +303,20 @@ def tables(options: BenchOptions) -> list[Table]:
         Provider("torch", torch_kl),
     ]
     return [
-        group_table("one call per group", loop, PUBLISHED_GROUPS, "The document's form: a Python loop over groups."),
-        group_table("one call", batch, {}, "All groups at once, which the document does not measure."),
-        kl_table("Token KL, one sequence", 1, single_kl, PUBLISHED_KL, "The document's form: a number comes back."),
+        group_table(
+            "one call per group",
+            loop,
+            PUBLISHED_GROUPS,
+            "The form of rlox's page: a Python loop over groups.",
+        ),
+        group_table("one call", batch, {}, "All groups at once, which rlox's page does not measure."),
+        kl_table(
+            "Token KL, one sequence",
+            1,
+            single_kl,
+            PUBLISHED_KL,
+            "The form of rlox's page: a number comes back.",
+        ),
         kl_table("Token KL, 32 sequences", 32, batch_kl, {}, "One call for all; (loop) calls once per sequence."),
     ]
 

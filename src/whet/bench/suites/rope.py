@@ -1,6 +1,6 @@
 """vLLM's RoPE benchmark: the grid and the flags of its script, with all of the flags honoured and no copy timed.
 
-What the document about that script gets wrong stands in docs/benchmarks.md. The script runs batch 1, 4, 16, 64 with 64
+docs/benchmarks.md has the errata of the page about that script. The script runs batch 1, 4, 16, 64 with 64
 to 512 tokens of 32 and 48 heads, whatever its flags say; here a flag that is given takes the place of that axis.
 """
 
@@ -17,7 +17,7 @@ from whet.bench.case import BenchOptions, Call, Case, NotMeasured, Provider, Sui
 from whet.bench.contenders.kernels.rope import (
     Dtype,
     RopeInputs,
-    Turned,
+    Rotated,
     rope_case,
     torch_compiled,
     torch_rope,
@@ -29,7 +29,7 @@ from whet.errors import WhetValueError
 
 @dataclass(frozen=True)
 class RopeOptions(BenchOptions):
-    """Settings of the RoPE benchmark; what is 0 takes the document's grid."""
+    """Settings of the RoPE benchmark; what is 0 takes the script's grid."""
 
     is_neox_style: bool = True
     """The pairing: NeoX (i with i + rotary_dim / 2; Llama, Mistral, Qwen) or GPT-J (2i with 2i + 1)."""
@@ -40,11 +40,11 @@ class RopeOptions(BenchOptions):
     num_heads: int = 0
     """Heads of the query; 0: 32 and 48."""
     num_kv_heads: int = 0
-    """Heads of the key; 0: as many as the query has, as in the document."""
+    """Heads of the key; 0: as many as the query has, as in the script."""
     head_size: int = 128
     """Elements of a head."""
     rotary_dim: int = 32
-    """Elements of a head that are turned. A Llama turns all of them."""
+    """Elements of a head that are rotated. A Llama rotates all of them."""
     dtype: Literal["bfloat16", "float"] = "bfloat16"
     """Of query and key. The table of cosines and sines is float32 for every provider."""
     device: str = "cpu"
@@ -69,34 +69,34 @@ def transformers_rope(inputs: RopeInputs) -> Call:
     query, key = inputs.tensors
     if inputs.rope.is_neox_style:
         wide_cos, wide_sin = (part.repeat(1, 1, 2) for part in (cos, sin))
-        return inputs.finish(lambda: Turned(inputs, neox(query, key, wide_cos, wide_sin, unsqueeze_dim=2)))
+        return inputs.finish(lambda: Rotated(inputs, neox(query, key, wide_cos, wide_sin, unsqueeze_dim=2)))
     n = inputs.rope.rotary_dim
 
-    def turn(x: Any) -> Any:
+    def rotate(x: Any) -> Any:
         import torch
 
         return torch.cat((gptj(x[..., :n], sin, cos), x[..., n:]), -1)
 
-    return inputs.finish(lambda: Turned(inputs, [turn(query), turn(key)]))
+    return inputs.finish(lambda: Rotated(inputs, [rotate(query), rotate(key)]))
 
 
 def _on_cuda(prepare: Callable[[RopeInputs], Callable[[Any, Any, Any], Any]]) -> Callable[[RopeInputs], Call]:
-    """A provider whose kernel runs on CUDA devices alone: takes flat positions, query and key, and writes in place."""
+    """A provider whose kernel runs only on CUDA devices: takes flat positions, query and key, and writes in place."""
 
-    def prepared(inputs: RopeInputs) -> Call:
+    def prepare_on_cuda(inputs: RopeInputs) -> Call:
         if not inputs.device.startswith("cuda"):
-            raise NotMeasured(f"runs on CUDA devices alone, and this run is on {inputs.device}")
+            raise NotMeasured(f"runs only on CUDA devices, and this run is on {inputs.device}")
         kernel, pair = prepare(inputs), inputs.pair()
-        kept, positions = Turned(inputs, pair), inputs.torch_positions.flatten()
+        kept, positions = Rotated(inputs, pair), inputs.torch_positions.flatten()
         query, key = (x.view(len(positions), -1) for x in pair)
 
-        def call() -> Turned:
+        def call() -> Rotated:
             kernel(positions, query, key)
             return kept
 
         return inputs.finish(call)
 
-    return prepared
+    return prepare_on_cuda
 
 
 @_on_cuda
@@ -111,7 +111,7 @@ def flashinfer_rope(inputs: RopeInputs) -> Callable[[Any, Any, Any], Any]:
 def vllm_rope(inputs: RopeInputs) -> Callable[[Any, Any, Any], Any]:
     from vllm._custom_ops import rotary_embedding as kernel  # pyright: ignore
 
-    table, rope = inputs.table(inputs.dtype), inputs.rope  # it takes the table in the query's dtype alone
+    table, rope = inputs.table(inputs.dtype), inputs.rope  # it takes the table only in the query's dtype
     return lambda positions, q, k: kernel(positions, q, k, rope.head_size, table, rope.is_neox_style)
 
 
@@ -133,7 +133,7 @@ def providers(dtype: Dtype) -> list[Provider]:
 # --- the tables -----------------------------------------------------------------------------------------
 
 _BATCHES, _LENGTHS, _HEADS = (1, 4, 16, 64), (64, 128, 256, 512), (32, 48)
-# (batch, tokens, heads), and NeoX or not -> provider -> seconds, as the document has them.
+# (batch, tokens, heads), and NeoX or not -> provider -> seconds, as the page about the script has them.
 _PUBLISHED = {
     (16, 512, 32, True): {"torch": 123.4e-6, "FlashInfer": 42.7e-6, "vLLM": 38.9e-6},
     (16, 512, 32, False): {"torch": 125.8e-6, "FlashInfer": 43.2e-6, "vLLM": 39.5e-6},
@@ -205,8 +205,8 @@ def _table(options: RopeOptions, phase: str, cases: list[Case]) -> Table:
         cases,
         providers(dtype),
         allocation="none where a provider writes in place; results and temporaries inside for the others",
-        note=f"Batch x tokens; heads of {options.head_size}, of which {options.rotary_dim} elements are turned; "
-        "positions at random below 8192. Bytes are those that are turned, read and written, and the table's rows.",
+        note=f"Batch x tokens; heads of {options.head_size}, of which {options.rotary_dim} elements are rotated; "
+        "positions at random below 8192. Bytes are those that are rotated, read and written, and the table's rows.",
         item="tokens",
         size_label="tokens",
     )

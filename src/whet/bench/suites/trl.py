@@ -1,7 +1,7 @@
-"""What the code around an RL step does with TRL 1.16, rlox and Whet: advantages, k3, token log-probs, packing, GAE.
+"""The code around an RL step in TRL 1.16, rlox and Whet: advantages, k3, token log-probs, packing, GAE.
 
 All rows of rlox's "rlox vs TRL-style Operations" and of its guide's table, in float32 and in float64, then what they
-leave out. Log-probs and packing are TRL's own functions. Its advantages and its KL stand inside GRPOTrainer and are
+leave out. Log-probs and packing are TRL's own functions. Its advantages and its KL are lines of GRPOTrainer,
 written out here from their formulas; its PPO, and GAE with it, is gone from 1.16. Nothing here runs a model.
 """
 
@@ -35,7 +35,7 @@ Float = Literal["float32", "float64"]
 
 
 def published(dtype: Float, medians: Mapping[str, float]) -> dict[str, float]:
-    """Those of a row of the document that are of this dtype: it runs TRL in float32, and the others in float64."""
+    """The medians of rlox's benchmark page in this dtype: it runs TRL in float32, and the others in float64."""
     return {name: median_s for name, median_s in medians.items() if (name == "TRL") == (dtype == "float32")}
 
 
@@ -108,7 +108,7 @@ def groups_table(dtype: Float) -> Table:
         note = GUIDE_GROUPS.get(shape, "") if dtype == "float64" else ""
         return replace(base, inputs=inputs, tolerance=tolerance, thread_scaling=largest, note=note)
 
-    form = Provider("TRL", trl_groups, trl_definition, note="the formula in torch, as the document has it")
+    form = Provider("TRL", trl_groups, trl_definition, note="the formula in torch, as rlox's benchmark page has it")
     nan_form = Provider(
         "TRL 1.16", trl_groups_nan, trl_definition, note="with nanmean and its own nanstd, as 1.16 has it"
     )
@@ -127,8 +127,8 @@ def groups_table(dtype: Float) -> Table:
             Provider("NumPy", llm_ops.numpy_groups),
         ],
         allocation="inside: results are new arrays",
-        note="TRL divides by the sample deviation + 1e-4, the others by the population deviation; each is held to its "
-        "own definition. The document runs rlox in float64 and TRL in float32; rlox has no float32 form.",
+        note="TRL divides by the sample deviation + 1e-4, the others by the population deviation; each is compared "
+        "with its own definition. rlox's benchmark page runs rlox in float64 and TRL in float32; rlox has no float32 form.",
         item="completions",
         size_label="completions",
         error=flat_error,
@@ -238,7 +238,7 @@ def k3_table(dtype: Float, batch: int) -> Table:
             Provider("NumPy", numpy_k3),
         ],
         allocation="inside: results, and temporaries where a provider makes them",
-        note="The document runs rlox in float64, once per sequence, and TRL in float32; the guide both in float32.",
+        note="rlox's page runs rlox in float64, once per sequence, and TRL in float32; its guide both in float32.",
         item="tokens",
         size_label="tokens per sequence",
         error=flat_error,
@@ -249,7 +249,7 @@ def k3_table(dtype: Float, batch: int) -> Table:
 
 
 class Logits:
-    """Logits (N, V) that the dtype holds exactly, token ids (N,), and whether the entropy is asked for too."""
+    """Logits (N, V) that the dtype represents exactly, token ids (N,), and whether the entropy is asked for too."""
 
     def __init__(self, rng: np.random.Generator, shape: tuple[int, int], dtype: str, entropy: bool) -> None:
         self.dtype, self.entropy = dtype, entropy
@@ -397,7 +397,7 @@ def loop_over_time(rewards: Any, values: Any, alive: Any, last_values: Any) -> l
 def numpy_gae(x: Trajectories) -> Call:
     rewards, values, alive, last_values = x.rewards, x.values, 1.0 - x.dones, x.last_values
 
-    def one() -> tuple[np.ndarray, np.ndarray]:
+    def single() -> tuple[np.ndarray, np.ndarray]:
         floats = loop_over_time(rewards[0].tolist(), values[0].tolist(), alive[0].tolist(), float(last_values[0]))
         advantages = np.array(floats[::-1])
         return advantages, advantages + values[0]
@@ -406,7 +406,7 @@ def numpy_gae(x: Trajectories) -> Call:
         advantages = np.stack(loop_over_time(rewards.T, values.T, alive.T, last_values)[::-1], axis=1)
         return advantages, advantages + values
 
-    return one if len(rewards) == 1 else batch
+    return single if len(rewards) == 1 else batch
 
 
 def torch_gae(x: Trajectories) -> Call:

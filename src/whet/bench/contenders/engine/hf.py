@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.bench.case import Call, Timed
-from whet.bench.contenders.engine.workload import Sample, Workload, greedy_sample, loaded
+from whet.bench.contenders.engine.workload import Sample, Workload, greedy_sample, load_once
 
 
 class _Watch:
@@ -33,7 +33,7 @@ def hf_model(workload: Workload, dtype: str) -> Any:
     if dtype == "float32":
         return workload.model
     key = (workload.files.shape, "transformers", dtype)
-    return loaded(key, lambda: copy.deepcopy(workload.model).to(getattr(torch, dtype)))
+    return load_once(key, lambda: copy.deepcopy(workload.model).to(getattr(torch, dtype)))
 
 
 def generate(

@@ -22,14 +22,14 @@ import numpy as np
 import whet
 from whet.bench.case import Call, Timed
 from whet.bench.contenders.engine.models import gguf_types, quiet_llama_cpp
-from whet.bench.contenders.engine.workload import Sample, Workload, greedy_sample, loaded
+from whet.bench.contenders.engine.workload import Sample, Workload, greedy_sample, load_once
 
 _CELLS = 256
 """Contexts are made in steps of so many tokens."""
 
 
 class Settings(NamedTuple):
-    """Of a context: what ``quickest`` chooses between."""
+    """Of a context: what ``choose_quickest`` chooses between."""
 
     flash: bool
     unified: bool
@@ -114,7 +114,7 @@ class Context:
             llama_cpp.llama_memory_seq_rm(self.memory, row, position, -1)
 
     def generate(self, first: np.ndarray, position: int, n_steps: int) -> list[np.ndarray]:
-        """``n_steps`` greedy steps of all rows, whose tokens ``first`` stand at ``position``.
+        """``n_steps`` greedy steps of all rows, whose tokens ``first`` are at ``position``.
 
         Returns:
             The logits of row 0 after each step.
@@ -166,7 +166,7 @@ def every_setting(n_rows: int) -> list[Settings]:
     return [Settings(*pair) for pair in itertools.product((True, False), (True,) if n_rows == 1 else (True, False))]
 
 
-def quickest(contexts: Callable[[Settings], Context], n_rows: int, piece: Callable[[Context], float]) -> Context:
+def choose_quickest(contexts: Callable[[Settings], Context], n_rows: int, piece: Callable[[Context], float]) -> Context:
     """The context in which ``piece`` of the work takes the least seconds."""
     took = {}
     for settings in every_setting(n_rows):
@@ -181,7 +181,7 @@ def quickest(contexts: Callable[[Settings], Context], n_rows: int, piece: Callab
 
 def llama_model(x: Workload, kind: str) -> LlamaCpp:
     """The workload's model from its GGUF file of a kind."""
-    return loaded((x.files.shape, "llama.cpp", kind), lambda: LlamaCpp(x.files.gguf(kind)))
+    return load_once((x.files.shape, "llama.cpp", kind), lambda: LlamaCpp(x.files.gguf(kind)))
 
 
 def _note(x: Workload, kind: str, context: Context) -> str:
@@ -202,7 +202,7 @@ def _decode_context(x: Workload, kind: str) -> Context:
             took.append(time.perf_counter() - started)
         return min(took)
 
-    return quickest(lambda settings: Context(model, x.n_rows, n_tokens, settings), x.n_rows, steps)
+    return choose_quickest(lambda settings: Context(model, x.n_rows, n_tokens, settings), x.n_rows, steps)
 
 
 def llama_decode(kind: str) -> Callable[[Workload], Call]:
@@ -239,7 +239,7 @@ def llama_prefill(kind: str) -> Callable[[Workload], Call]:
                 took.append(time.perf_counter() - started)
             return min(took)
 
-        context = quickest(lambda settings: Context(model, x.n_rows, x.prompt_length, settings), x.n_rows, piece)
+        context = choose_quickest(lambda settings: Context(model, x.n_rows, x.prompt_length, settings), x.n_rows, piece)
         note = _note(x, kind, context)
 
         def call() -> Timed:
@@ -285,13 +285,13 @@ def _complete(model: LlamaCpp, x: Workload) -> Sample:
 
 def llama_load(x: Workload) -> Call:
     """Load the bfloat16 file, without mapping it; that it can generate is seen outside the time."""
-    path, one = x.files.gguf("bf16"), replace(x, prompts=x.prompts[:1])
+    path, first = x.files.gguf("bf16"), replace(x, prompts=x.prompts[:1])
 
     def call() -> Timed:
         started = time.perf_counter()
         model = LlamaCpp(path, mmap=False)
         load_s = time.perf_counter() - started
-        sample = _complete(model, one)
+        sample = _complete(model, first)
         model.close()
         return Timed(sample, {"load": load_s}, "load")
 

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Models with random weights of true shapes, as every contender takes them: in memory, as a folder, as GGUF files.
+"""Models with random weights of true shapes, in memory, as a folder and as GGUF files.
 
 Weights are drawn from a normal distribution of deviation 0.02 and rounded to bfloat16 once, so that float32 and
 bfloat16 are the same model to the bit, and what narrower formats lose is theirs. The GGUF file in bfloat16 is written
@@ -9,16 +9,22 @@ by the ``gguf`` package; every other type is made from it by llama.cpp's own qua
 from __future__ import annotations
 
 import ctypes
+import math
 import shutil
 import tempfile
 import weakref
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
+
+from whet.models.architecture import ModelConfig
+from whet.models.families import model_config
+from whet.models.sizes import PRESETS
 
 DEVIATION = 0.02
 SEED = 20_240
@@ -28,43 +34,50 @@ _FTYPES = {"f16": 1, "q4_0": 2, "q8_0": 7, "q4_K_M": 15}
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only model with tied embeddings, gated SiLU and RMS norms."""
+    """Sizes of a decoder-only model.
+
+    Attributes:
+        name: as titles have it.
+        hf_config: what config.json says of the sizes, its keys as ``whet.models.sizes.PRESETS`` has them.
+    """
 
     name: str
-    family: Literal["llama", "qwen2"]
-    hidden_dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    ffn_dim: int
-    vocab_size: int
-    max_position: int = 8192
-    rope_theta: float = 10_000.0
+    hf_config: Mapping[str, Any] = field(hash=False)
 
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.hidden_dim // self.n_heads
+    def resized(self, name: str, **sizes: Any) -> ModelShape:
+        """The same kind of model with other values of config.json."""
+        return ModelShape(name, {**self.hf_config, **sizes})
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        return model_config(self.hf_config)
 
     @property
     def n_weights(self) -> int:
         """Weights of the matrices that a decode step reads, the tied embedding once: as the head."""
-        qkv_and_out = (2 * self.n_heads + 2 * self.n_kv_heads) * self.head_dim * self.hidden_dim
-        return self.n_layers * (qkv_and_out + 3 * self.hidden_dim * self.ffn_dim) + self.vocab_size * self.hidden_dim
+        return sum(math.prod(shape) for shape in self.config.slots().values() if len(shape) == 2)
 
     def kv_bytes(self, n_tokens: int) -> int:
         """Bytes of keys and values of so many tokens, two bytes a number."""
-        return 2 * 2 * self.n_layers * self.n_kv_heads * self.head_dim * n_tokens
+        return 2 * 2 * self.config.n_layers * self.config.n_kv_heads * self.config.head_dim * n_tokens
 
     def forward_flops(self, n_tokens: int, n_logits: int, context: float) -> float:
         """Operations of running ``n_tokens`` that see ``context`` keys on average, ``n_logits`` of them to the end."""
-        head = self.vocab_size * self.hidden_dim
-        attention = 2 * self.n_layers * self.n_heads * self.head_dim * context
+        config = self.config
+        head = config.vocab_size * config.hidden_dim
+        attention = 2 * config.n_layers * config.n_heads * config.head_dim * context
         return 2 * (n_tokens * (self.n_weights - head + attention) + n_logits * head)
 
 
-LLAMA_135M = ModelShape("135 M Llama", "llama", 576, 30, 9, 3, 1536, 49_152)
-QWEN2_500M = ModelShape("0.5 B Qwen2", "qwen2", 896, 24, 14, 2, 4864, 151_936, rope_theta=1_000_000.0)
+LLAMA_135M = ModelShape("135 M Llama", PRESETS["smollm-135m"])
+QWEN2_500M = ModelShape(
+    "0.5 B Qwen2",
+    {
+        **PRESETS["qwen2-0.5b"],
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    },
+)
 
 
 def random_model(shape: ModelShape) -> Any:
@@ -74,31 +87,19 @@ def random_model(shape: ModelShape) -> Any:
         ImportError: torch or transformers is missing.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    make_config, make_model = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    }[shape.family]
-    config = make_config(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_dim,
-        intermediate_size=shape.ffn_dim,
-        num_hidden_layers=shape.n_layers,
-        num_attention_heads=shape.n_heads,
-        num_key_value_heads=shape.n_kv_heads,
-        max_position_embeddings=shape.max_position,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+    config = AutoConfig.for_model(
+        **shape.hf_config,
         rms_norm_eps=1e-5,
         initializer_range=DEVIATION,
-        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
     )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(SEED)
-        model = make_model(config).eval()
+        model = AutoModelForCausalLM.from_config(config).eval()
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms are made of ones and biases of zeros, and would hide being forgotten
                 parameter.add_(torch.randn_like(parameter), alpha=DEVIATION)
@@ -145,62 +146,41 @@ class ModelFiles:
 def write_gguf(model: Any, shape: ModelShape, path: Path) -> None:
     """Write a model of ``random_model``: matrices in bfloat16, norms and biases in float32, no tokenizer.
 
-    llama.cpp turns neighbouring elements in the family "llama", where Hugging Face turns the two halves of a head: the
-    rows of q and k are put in its order.
+    llama.cpp rotates neighbouring elements in the family "llama", where Hugging Face rotates the two halves of a head:
+    the rows of q and k are put in its order.
     """
-    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
     from gguf.quants import quantize
 
-    writer = GGUFWriter(path, shape.family)
-    writer.add_context_length(shape.max_position)
-    writer.add_embedding_length(shape.hidden_dim)
-    writer.add_block_count(shape.n_layers)
-    writer.add_feed_forward_length(shape.ffn_dim)
-    writer.add_head_count(shape.n_heads)
-    writer.add_head_count_kv(shape.n_kv_heads)
+    config, model_type = shape.config, shape.hf_config["model_type"]
+    names = get_tensor_name_map(MODEL_ARCH[model_type.upper()], config.n_layers)
+    writer = GGUFWriter(path, model_type)
+    writer.add_context_length(config.max_position)
+    writer.add_embedding_length(config.hidden_dim)
+    writer.add_block_count(config.n_layers)
+    writer.add_feed_forward_length(config.ffn_dim)
+    writer.add_head_count(config.n_heads)
+    writer.add_head_count_kv(config.n_kv_heads)
     writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(shape.rope_theta)
-    writer.add_vocab_size(shape.vocab_size)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(model.config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
-    for name, parameter in model.named_parameters():
-        values = parameter.detach().numpy()
-        if shape.family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            values = values.reshape(-1, 2, shape.head_dim // 2, shape.hidden_dim).swapaxes(1, 2).reshape(values.shape)
+    for hf_name, parameter in model.named_parameters():
+        module, _, part = hf_name.rpartition(".")
+        name, values = f"{names[module]}.{part}", parameter.detach().numpy()
+        if model_type == "llama" and hf_name.endswith(("q_proj.weight", "k_proj.weight")):
+            pairs = values.reshape(-1, 2, config.head_dim // 2, config.hidden_dim)
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
         if values.ndim == 1:
-            writer.add_tensor(gguf_name(name), values)
+            writer.add_tensor(name, values)
         else:
             kind = GGMLQuantizationType.BF16
-            writer.add_tensor(gguf_name(name), quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+            writer.add_tensor(name, quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-_GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def gguf_name(name: str) -> str:
-    """ "model.layers.3.mlp.up_proj.weight" -> "blk.3.ffn_up.weight"."""
-    stem, _, kind = name.rpartition(".")
-    layer = ""
-    if stem.startswith("model.layers."):
-        _, _, index, stem = stem.split(".", 3)
-        layer = f"blk.{index}."
-    return f"{layer}{_GGUF_NAMES[stem]}.{kind}"
 
 
 def quantize_gguf(source: Path, path: Path, kind: str) -> None:
@@ -219,7 +199,7 @@ def quantize_gguf(source: Path, path: Path, kind: str) -> None:
 
 
 def gguf_types(path: Path) -> str:
-    """What the matrices of a file hold, in words: "121 of q4_K, 90 of q5_0"."""
+    """The types of a file's matrices, in words: "121 of q4_K, 90 of q5_0"."""
     from gguf import GGUFReader
 
     kinds = Counter(tensor.tensor_type.name for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whet.bench.case import Call, Timed
-from whet.bench.contenders.engine.workload import Sample, Workload, loaded
+from whet.bench.contenders.engine.workload import Sample, Workload, load_once
 from whet.sampling import SamplingParams
 
 
@@ -22,7 +22,7 @@ def engine_of(x: Workload, weights: str) -> Any:
     from whet.engine import Engine
 
     key = (x.files.shape, "whet", weights)
-    return loaded(key, lambda: Engine.from_model(x.files.model, weights=weights))
+    return load_once(key, lambda: Engine.from_model(x.files.model, weights=weights))
 
 
 def generate(engine: Any, prompts: Sequence[Sequence[int]], n_tokens: int, n_samples: int = 1) -> Sample:

@@ -1,4 +1,4 @@
-"""What the contenders are asked to do, and how an answer is judged.
+"""The task of the contenders, and how an answer is judged.
 
 An answer is one completion, the first, with the log-probs that the contender itself gave its tokens. It is judged by
 the log-probs that Hugging Face's model gives these tokens in float32, in one pass over the whole sequence: a cache, a
@@ -23,14 +23,14 @@ _shelf: dict[Any, Any] = {}
 
 @functools.lru_cache(1)
 def files_of(shape: ModelShape) -> ModelFiles:
-    """The model of a shape, made once; asking for another shape lets go of it, and of all that was loaded from it."""
+    """The model of a shape, made once; asking for another shape frees it and all that was loaded from it."""
     while _shelf:
         _drop(next(iter(_shelf)))
     return ModelFiles(shape)
 
 
-def loaded(key: Any, load: Callable[[], Any]) -> Any:
-    """What ``load`` returns, kept under ``key`` until four others have been used since."""
+def load_once(key: Any, load: Callable[[], Any]) -> Any:
+    """The result of ``load``, kept under ``key`` until four others have been used since."""
     if key in _shelf:
         _shelf[key] = _shelf.pop(key)
     else:
@@ -77,8 +77,8 @@ class Workload:
         return len(self.prompts[0])
 
     def fresh(self) -> list[list[int]]:
-        """Prompts of the same sizes that nobody has seen, so that no cache of prefixes can know them."""
-        shift, vocab_size = 1 + next(self._calls), self.files.shape.vocab_size
+        """Prompts of the same sizes with other first tokens, so that no prefix cache has them."""
+        shift, vocab_size = 1 + next(self._calls), self.files.shape.config.vocab_size
         return [[(token + shift) % vocab_size for token in prompt] for prompt in self.prompts]
 
 
@@ -86,7 +86,7 @@ def random_workload(
     rng: np.random.Generator, shape: ModelShape, n_prompts: int, length: int, n_samples: int = 1, n_steps: int = 32
 ) -> Workload:
     """A workload of random tokens."""
-    prompts = rng.integers(shape.vocab_size, size=(n_prompts, length)).tolist()
+    prompts = rng.integers(shape.config.vocab_size, size=(n_prompts, length)).tolist()
     return Workload(files_of(shape), prompts, n_samples, n_steps)
 
 

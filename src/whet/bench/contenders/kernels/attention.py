@@ -46,7 +46,7 @@ class Shape:
 
 
 class Inputs:
-    """q (B, T, H, D), or (B, H, D) for decode, and K, V (B, T, H_kv, D) as float32 that the dtype holds exactly."""
+    """q (B, T, H, D), or (B, H, D) for decode, and K, V (B, T, H_kv, D) exact in the dtype."""
 
     def __init__(self, shape: Shape, rng: np.random.Generator) -> None:
         self.shape = shape
@@ -177,10 +177,10 @@ def _decode(dtype: str, tokens: tuple[int, ...]) -> Table:
     )
 
 
-_MISLABELLED = "1 query, 1 head, head_dim 64; in the document a flash bench under another name"
+_MISLABELLED = "1 query, 1 head, head_dim 64; in RuvLLM's document a flash bench under another name"
 _FLASH = "1 query, 1 head, head_dim 128: a step of decoding"
 _BANDWIDTH = "no bandwidth test: the flash row's attention over as many keys as the label has KB"
-_GQA = "in the document K and V are copied for each head inside the timing"
+_GQA = "in RuvLLM's document K and V are copied for each head inside the timing"
 
 # (name, shape, published seconds, what the row really is)
 _DOCUMENT = [
@@ -212,8 +212,8 @@ def _document(quick: bool) -> Table:
         [Provider("whet", _whet), Provider("torch", _torch), Provider("NumPy", _numpy)],
         allocation=_ALLOCATION,
         note=(
-            "Float32, one query, warm cache; the call from Python is inside the timing, the document's are calls from "
-            'Rust. The document\'s "840 us for 256 tokens" is GQA with 32 query and 4 KV heads at 512 keys.'
+            "Float32, one query, warm cache; the call from Python is inside the timing, RuvLLM's are calls from "
+            'Rust. RuvLLM\'s "840 us for 256 tokens" is GQA with 32 query and 4 KV heads at 512 keys.'
         ),
         item="tokens",
         size_label="keys",
@@ -222,7 +222,7 @@ def _document(quick: bool) -> Table:
 
 
 def tables(options: BenchOptions) -> list[Table]:
-    """Prefill and decode in both dtypes at the sizes of the floors, and the document's rows."""
+    """Prefill and decode in both dtypes at the sizes of the floors, and the rows of RuvLLM's document."""
     prefill = (256, 1024) if options.quick else (256, 512, 1024, 2048)
     decode = (512,) if options.quick else (512, 1024, 2048, 4096)
     return [

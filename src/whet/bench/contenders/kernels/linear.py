@@ -14,7 +14,7 @@ from whet.ops.quant import FORMATS, bf16_bits, bf16_values
 # RuvLLM 2.0's document: an Apple M4 Pro, float32.
 _RUVLLM_GEMM = {128: 216.89e-6, 256: 1.76e-3, 512: 16.71e-3}
 _RUVLLM_GEMV = {256: 3.12e-6, 512: 13.83e-6, 1024: 58.09e-6, 2048: 263.76e-6, 4096: 1.36e-3}
-_ONE_THREAD = "the document's figure is of one thread"
+_ONE_THREAD = "RuvLLM's figure is of one thread"
 _INSIDE = "inside: the result is a new array"
 _FLOAT32_ERROR, _BFLOAT16_ERROR = 2e-5, 0.03  # of a typical element; bfloat16 rounds the largest at 2^-9
 
@@ -30,14 +30,14 @@ class Product(NamedTuple):
 def _normal(m: int, n: int, k: int, dtype: str) -> Callable[[np.random.Generator], Product]:
     def make(rng: np.random.Generator) -> Product:
         x, w = (rng.standard_normal(shape, np.float32) for shape in ((m, k), (n, k)))
-        # Numbers that bfloat16 holds exactly: every provider starts from the same.
+        # Numbers that bfloat16 represents exactly: every provider starts from the same.
         return Product(x, w) if dtype == "float32" else Product(bf16_values(bf16_bits(x)), bf16_values(bf16_bits(w)))
 
     return make
 
 
 def _for_linear(m: int, n: int, k: int, format: str) -> Callable[[np.random.Generator], Product]:
-    """Inputs that int8 in blocks of 32 holds exactly, and the weight as the format holds it."""
+    """Inputs that int8 in blocks of 32 represents exactly, and the weight as the format stores it."""
 
     def make(rng: np.random.Generator) -> Product:
         x = rng.integers(-127, 128, (m, k)).astype(np.float32)
@@ -156,7 +156,7 @@ def _gemv(dtype: str, shapes: list[tuple[int, int]]) -> Table:
             size=n * k * width,
             thread_scaling=(n, k) == (4096, 4096),
             published={"RuvLLM": _RUVLLM_GEMV[n]} if dtype == "float32" and n == k and n in _RUVLLM_GEMV else {},
-            note=(_ONE_THREAD if n < 4096 else "the document's 35.9 GFLOP/s are 24.7 at its own time")
+            note=(_ONE_THREAD if n < 4096 else "RuvLLM's 35.9 GFLOP/s are 24.7 at its own time")
             if dtype == "float32" and n == k
             else "",
         )
@@ -228,7 +228,7 @@ def _linear(m: int, formats: list[str], shapes: list[tuple[int, int]]) -> Table:
 
 
 def tables(options: BenchOptions) -> list[Table]:
-    """The products, small ones alone where it has to be quick."""
+    """The products, only small ones where it has to be quick."""
     large = [(4096, 4096), (11008, 4096)]
     formats = ["float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_k"]
     if options.quick:

@@ -29,7 +29,7 @@ _SIMD = {
     (4096, 2): 2.61e-6,
 }
 _GRADIENT = {768: 2.6e-6, 2048: 6.5e-6, 4096: 21.9e-6}
-_ZERO_B = "The document's B was all zero."
+_ZERO_B = "RuvLLM's B was all zero."
 
 
 class Inputs(NamedTuple):
@@ -118,7 +118,7 @@ def _forward(sizes: list[int], ranks: list[int], n_rows: int = 1) -> Table:
         cases,
         [Provider("whet", _whet_forward), Provider("torch", _torch_forward), Provider("NumPy", _numpy_forward)],
         allocation="none for Whet: y is written in place; torch and NumPy make their intermediate arrays inside",
-        note="y += s (x A) B, float32, call from Python included. The document's figures are of compiled Rust alone.",
+        note="y += s (x A) B, float32, call from Python included. RuvLLM's figures are of compiled Rust only.",
         item="rows",
     )
 
@@ -266,7 +266,7 @@ def _batch(n: int, rank: int, rows: list[int], n_adapters: int = 4) -> Table:
 
 
 def tables(options: BenchOptions) -> list[Table]:
-    """The document's rows, and what it has none of: many rows, and many adapters."""
+    """The rows of RuvLLM's document, and what it has none of: many rows, and many adapters."""
     sizes = [768, 4096] if options.quick else [768, 2048, 4096]
     return [
         _forward(sizes, [1, 2] if options.quick else [1, 2, 8]),

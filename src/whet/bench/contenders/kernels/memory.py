@@ -40,12 +40,12 @@ def tables(options: BenchOptions) -> list[Table]:
         Provider("whet", _whet, note="from the cache's free pages; zeroed"),
         Provider("malloc, zeroed", partial(_malloc, True), note="malloc, memset, free: the same work"),
         Provider("torch.zeros", partial(_torch, "zeros"), note="made and dropped"),
-        Provider("malloc", partial(_malloc, False), note="nothing is written: the system has given addresses alone"),
+        Provider("malloc", partial(_malloc, False), note="nothing is written: the system has only given addresses"),
         Provider("torch.empty", partial(_torch, "empty"), note="likewise"),
     ]
     note = (
         "64 tokens of keys and values of all layers in bfloat16, on one thread; a page is zeroed when taken, and is "
-        "the one given back last. RuvLLM's document tells of its pool that an inference makes 3 allocations in "
+        "the one given back last. RuvLLM's document says of its pool that an inference makes 3 allocations in "
         "place of 847, without a bench; in Whet a decoded token makes none (cpp/tests/allocation_test.cpp)."
     )
     title = "Memory pool: a page of the KV cache, taken and given back"

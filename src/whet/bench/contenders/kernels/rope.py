@@ -1,6 +1,6 @@
-"""Tables of the rotary position embedding: RuvLLM's rows, and turning in place beside scaling in place.
+"""Tables of the rotary position embedding: RuvLLM's rows, and rotating in place beside scaling in place.
 
-Also the inputs, references and providers that ``whet bench rope`` is made of. A call turns what it turned before: that
+Also the inputs, references and providers of ``whet bench rope``. A call rotates the result of the call before: that
 keeps norms, and no copy is inside the timing.
 """
 
@@ -46,7 +46,7 @@ class RopeInputs:
         self.positions = rng.integers(rope.max_position, size=(batch, tokens))
         self.values = rng.standard_normal(min(_BASE_ELEMENTS, max(map(_count, self.shapes))), np.float32)
         if dtype == "bfloat16":
-            self.values.view(np.uint32)[...] &= 0xFFFF0000  # numbers that bfloat16 holds exactly
+            self.values.view(np.uint32)[...] &= 0xFFFF0000  # numbers that bfloat16 represents exactly
         chosen = np.linspace(0, batch * tokens - 1, min(_SAMPLED, batch * tokens)).astype(int)
         self.sample = np.unravel_index(chosen, (batch, tokens))
 
@@ -60,11 +60,11 @@ class RopeInputs:
         import torch
 
         dtype = getattr(torch, self.dtype)
-        return [torch.from_numpy(one).to(dtype).to(self.device) for one in self.arrays()]
+        return [torch.from_numpy(array).to(dtype).to(self.device) for array in self.arrays()]
 
     def pair(self) -> list[Any]:
         """New tensors."""
-        return [one.clone() for one in self.tensors]
+        return [tensor.clone() for tensor in self.tensors]
 
     @cached_property
     def torch_positions(self) -> Any:
@@ -99,15 +99,15 @@ def _count(shape: tuple[int, ...]) -> int:
 # --- what is right --------------------------------------------------------------------------------------
 
 
-def turned(inputs: RopeInputs) -> np.ndarray:
-    """The sampled tokens' heads, query and key one after the other and flat, in float64: complex numbers turned."""
+def rotate_exactly(inputs: RopeInputs) -> np.ndarray:
+    """The sampled tokens' heads, query and key one after the other and flat, in float64: complex numbers rotated."""
     rope, found = inputs.rope, []
-    turn = np.exp(1j * inputs.positions[inputs.sample][:, None, None] * rope.inv_freq)
+    rotation = np.exp(1j * inputs.positions[inputs.sample][:, None, None] * rope.inv_freq)
     half = rope.rotary_dim // 2
     for x in _sampled(inputs, inputs.arrays()):
         rotary = x[..., : 2 * half]
         a, b = (rotary[..., :half], rotary[..., half:]) if rope.is_neox_style else (rotary[..., ::2], rotary[..., 1::2])
-        z = (a + 1j * b) * turn
+        z = (a + 1j * b) * rotation
         both = [z.real, z.imag]
         out = np.concatenate(both, -1) if rope.is_neox_style else np.stack(both, -1).reshape(rotary.shape)
         found.append(np.concatenate([out, x[..., 2 * half :]], -1).ravel())
@@ -115,17 +115,17 @@ def turned(inputs: RopeInputs) -> np.ndarray:
 
 
 def _sampled(inputs: RopeInputs, answers: Any) -> list[np.ndarray]:
-    return [np.asarray(_to_numpy(one[inputs.sample]), np.float64) for one in answers]
+    return [np.asarray(_to_numpy(answer[inputs.sample]), np.float64) for answer in answers]
 
 
 def _to_numpy(x: Any) -> np.ndarray:
     return x if isinstance(x, np.ndarray) else x.float().cpu().numpy()
 
 
-class Turned(tuple[Any, ...]):
-    """What a provider turned, query and key as (B, T, heads, D), and the inputs that say which tokens are looked at."""
+class Rotated(tuple[Any, ...]):
+    """A provider's answer, query and key as (B, T, heads, D), with the inputs that say which tokens are looked at."""
 
-    def __new__(cls, inputs: RopeInputs, answers: Any) -> Turned:
+    def __new__(cls, inputs: RopeInputs, answers: Any) -> Rotated:
         self = super().__new__(cls, answers)
         self.inputs = inputs
         return self
@@ -152,9 +152,9 @@ def whet_rope_torch(inputs: RopeInputs) -> Call:
 
 
 def _whet_call(inputs: RopeInputs, positions: Any, answers: Any, rope: whet.RotaryEmbedding) -> Call:
-    kept, pair = Turned(inputs, answers), (*answers, None)[:2]
+    kept, pair = Rotated(inputs, answers), (*answers, None)[:2]
 
-    def call() -> Turned:
+    def call() -> Rotated:
         rope.forward(positions, *pair)
         return kept
 
@@ -163,9 +163,9 @@ def _whet_call(inputs: RopeInputs, positions: Any, answers: Any, rope: whet.Rota
 
 def whet_freqs(inputs: RopeInputs) -> Call:
     rope, (query,) = inputs.rope, inputs.arrays()
-    size, kept = rope.head_size, Turned(inputs, [query])
+    size, kept = rope.head_size, Rotated(inputs, [query])
 
-    def call() -> Turned:
+    def call() -> Rotated:
         whet.apply_rope_freqs(inputs.positions, query, None, size, rope.inv_freq, rope.is_neox_style)
         return kept
 
@@ -195,7 +195,7 @@ def _torch_formula(inputs: RopeInputs) -> Callable[[], list[Any]]:
 
 def torch_rope(inputs: RopeInputs) -> Call:
     run = _torch_formula(inputs)
-    return inputs.finish(lambda: Turned(inputs, run()))
+    return inputs.finish(lambda: Rotated(inputs, run()))
 
 
 def torch_compiled(inputs: RopeInputs) -> Call:
@@ -207,15 +207,15 @@ def torch_compiled(inputs: RopeInputs) -> Call:
         run()
     except Exception as error:  # no C++ compiler, or none that torch takes
         raise NotMeasured(f"torch.compile failed: {str(error).strip().splitlines()[0]}") from None
-    return inputs.finish(lambda: Turned(inputs, run()))
+    return inputs.finish(lambda: Rotated(inputs, run()))
 
 
 def numpy_rope(inputs: RopeInputs) -> Call:
     rope, arrays = inputs.rope, inputs.arrays()
 
-    def call() -> Turned:
+    def call() -> Rotated:
         args = rope.head_size, rope.cos_sin_cache, rope.is_neox_style
-        return Turned(inputs, [naive_rope(inputs.positions, x, *args) for x in arrays])
+        return Rotated(inputs, [naive_rope(inputs.positions, x, *args) for x in arrays])
 
     return call
 
@@ -228,7 +228,7 @@ _RUVLLM = {
     (128, 1): 288.80e-9, (128, 8): 1.33e-6, (128, 32): 5.21e-6, (128, 128): 24.28e-6,
 }  # fmt: skip
 _RUVLLM_TABLES = {(64, 1): 22.76e-9, (128, 8): 135.25e-9, (128, 32): 1.33e-6}
-_ESTIMATE = "The document's figure is marked as an estimate."
+_ESTIMATE = "RuvLLM's document marks its figure as an estimate."
 
 
 def rope_case(name: str, shape: tuple[int, int, int, int, int], rope: whet.RotaryEmbedding, dtype: Dtype) -> Case:
@@ -239,7 +239,7 @@ def rope_case(name: str, shape: tuple[int, int, int, int, int], rope: whet.Rotar
     return Case(
         name,
         inputs=lambda rng: RopeInputs(rng, shape, rope, dtype),
-        reference=turned,
+        reference=rotate_exactly,
         tolerance=TOLERANCE[dtype],
         n_bytes=batch * tokens * per_token,
         n_items=batch * tokens,
@@ -278,10 +278,10 @@ def torch_computed(inputs: RopeInputs) -> Call:
     rope, positions, tensors = inputs.rope, inputs.torch_positions, inputs.tensors
     inv_freq = torch.from_numpy(rope.inv_freq)
 
-    def call() -> Turned:
+    def call() -> Rotated:
         angles = (positions[..., None] * inv_freq).unsqueeze(-2)
         cos, sin = angles.cos().float(), angles.sin().float()
-        return Turned(inputs, [formula(cos, sin, x, rope.rotary_dim, rope.is_neox_style) for x in tensors])
+        return Rotated(inputs, [formula(cos, sin, x, rope.rotary_dim, rope.is_neox_style) for x in tensors])
 
     return call
 
@@ -289,13 +289,13 @@ def torch_computed(inputs: RopeInputs) -> Call:
 def numpy_computed(inputs: RopeInputs) -> Call:
     rope, (x,) = inputs.rope, inputs.arrays()
 
-    def call() -> Turned:
+    def call() -> Rotated:
         angles = (inputs.positions[..., None] * rope.inv_freq)[..., None, :]
         cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         out = np.empty_like(x)
         a, b = x[..., ::2], x[..., 1::2]
         out[..., ::2], out[..., 1::2] = a * cos - b * sin, a * sin + b * cos
-        return Turned(inputs, [out])
+        return Rotated(inputs, [out])
 
     return call
 
@@ -305,9 +305,9 @@ def numpy_computed(inputs: RopeInputs) -> Call:
 
 def torch_scale(inputs: RopeInputs) -> Call:
     pair = inputs.pair()
-    kept = Turned(inputs, pair)
+    kept = Rotated(inputs, pair)
 
-    def call() -> Turned:
+    def call() -> Rotated:
         for x in pair:
             x.mul_(1.0)
         return kept
@@ -333,7 +333,7 @@ def _in_place_table(dtype: Dtype, is_neox: bool, quick: bool) -> Table:
             Provider("torch", torch_rope),
         ],
         allocation="none, but for torch: results and temporaries inside",
-        note="Heads of 128, all of it turned, positions at random from a table of 8192; 4096 tokens of 32 heads are "
+        note="Heads of 128, all of it rotated, positions at random from a table of 8192; 4096 tokens of 32 heads are "
         "131,072 x 128 elements.",
         item="tokens",
     )
@@ -352,7 +352,7 @@ def tables(options: BenchOptions) -> list[Table]:
         _ruvllm_table(
             _RUVLLM_TABLES,
             "RoPE with tables",
-            "The same with a table of 4096 positions. Two of the document's three figures are estimates.",
+            "The same with a table of 4096 positions. Two of the three figures in RuvLLM's document are estimates.",
             with_table=True,
         ),
         *(_in_place_table(dtype, neox, options.quick) for dtype in ("float32", "bfloat16") for neox in (True, False)),

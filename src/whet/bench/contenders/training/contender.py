@@ -78,7 +78,7 @@ def _run(serve: Callable[..., None], connection: Connection, arguments: tuple[An
 
 
 class Session:
-    """What a trainer has of the process that measures it: told when to begin a step, it says when it has ended."""
+    """A trainer's connection to the process that measures it: told when to begin a step, it says when it has ended."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -9,8 +9,6 @@ from whet.bench.contenders.training import workload
 from whet.bench.contenders.training.contender import Session
 from whet.bench.contenders.training.workload import Answer, DPOShape, GRPOShape, Watch
 
-_PARTS = ("generation", "logprobs", "forward", "backward", "optimizer", "sync")
-
 
 def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> None:
     """GRPO steps, each on its own prompts."""
@@ -20,7 +18,9 @@ def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> 
     policy = session.build(workload.policy_of, shape.model)
     trainer = GRPO(
         policy,
+        workload.grpo_reference(policy) if shape.beta else None,
         reward_fn=workload.even_tokens,
+        beta=shape.beta,
         group_size=shape.group_size,
         max_new_tokens=shape.completion_length,
         stop_token_ids=shape.stop_ids,
@@ -46,7 +46,7 @@ def serve_dpo(session: Session, shape: DPOShape, settings: dict[str, Any]) -> No
     policy = session.build(workload.policy_of, shape.model)
     trainer = DPO(
         policy,
-        workload.reference_of(policy),
+        workload.dpo_reference(policy),
         tokenizer=tokenizer,
         beta=workload.DPO_BETA,
         **workload.OPTIMIZER,
@@ -64,4 +64,5 @@ def _answer(metrics: dict[str, float], watch: Watch, completion_ids: Any = ()) -
 
 
 def _parts(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: metrics[f"time/{name}_s"] for name in _PARTS if f"time/{name}_s" in metrics}
+    seconds = {name[5:-2]: part_s for name, part_s in metrics.items() if name.startswith("time/")}
+    return {name: part_s for name, part_s in seconds.items() if name != "other"}

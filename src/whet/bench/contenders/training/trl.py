@@ -29,7 +29,7 @@ OURS: dict[str, Any] = {
     "disable_tqdm": True,
     "dataloader_pin_memory": False,
 }
-"""What every contender is told, and that nothing be written or shown."""
+"""The settings that every contender has, and that nothing be written or shown."""
 
 
 def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> None:
@@ -42,12 +42,15 @@ def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> 
         policy = session.build(workload.policy_of, shape.model)
         if shape.mean_length:
             policy.generation_config.eos_token_id = shape.stop_ids
+        if shape.beta:  # TRL loads the reference from where the policy's config says that it came from
+            policy.config._name_or_path = f"{folder}/reference"
+            workload.grpo_reference(policy).save_pretrained(policy.config._name_or_path)
         config = GRPOConfig(
             output_dir=folder,
             num_generations=shape.group_size,
             max_completion_length=shape.completion_length,
             shuffle_dataset=False,
-            beta=0.0,
+            beta=shape.beta,
             temperature=1.0,
             top_p=1.0,
             top_k=0,
@@ -84,7 +87,7 @@ def serve_dpo(session: Session, shape: DPOShape, settings: dict[str, Any]) -> No
         config = DPOConfig(output_dir=folder, beta=workload.DPO_BETA, **_batches(shape.n_pairs, settings), **OURS)
         trainer = DPOTrainer(
             model=policy,
-            ref_model=workload.reference_of(policy),
+            ref_model=workload.dpo_reference(policy),
             args=config,
             train_dataset=Dataset.from_list(shape.pairs()),
             processing_class=tokenizer,
@@ -104,6 +107,7 @@ def _quiet() -> Iterator[str]:
     import transformers
 
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     datasets.utils.disable_progress_bars()
     with tempfile.TemporaryDirectory(prefix="whet-bench-") as folder:
         yield folder

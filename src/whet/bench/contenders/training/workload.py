@@ -1,4 +1,4 @@
-"""What contenders are asked to train, and how their first step is judged.
+"""The task of the contenders, and how their first step is judged.
 
 A step is written out by hand: plain torch in float32, one row at a time, on the completions that the contender sampled
 itself. Loss, norm of the gradient, and how far a matrix moved have to be those of that step; and the tokens have to be
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from whet.bench.contenders.engine.models import LLAMA_135M, ModelShape, random_model
+from whet.bench.contenders.engine.models import DEVIATION, LLAMA_135M, ModelShape, random_model
 
 LEARNING_RATE = 1e-6
 ADAM_EPSILON = 1e-8
@@ -23,8 +23,12 @@ MAX_GRAD_NORM = 1.0
 OPTIMIZER = {"learning_rate": LEARNING_RATE, "adam_epsilon": ADAM_EPSILON, "max_grad_norm": MAX_GRAD_NORM}
 """As both libraries name them."""
 ADVANTAGE_EPS = 1e-4
+GRPO_BETA = 0.04
+"""Of the steps with a KL term."""
+_GRPO_REFERENCE_NOISE = DEVIATION
+"""As large as the weights: a KL far above the rounding of float32."""
 DPO_BETA = 0.1
-_REFERENCE_NOISE = 2e-3
+_DPO_REFERENCE_NOISE = 2e-3
 _MOVED = "model.layers.0.self_attn.k_proj.weight"
 _LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
@@ -34,7 +38,8 @@ class GRPOShape:
     """Sizes of a GRPO step, in prompts, completions and tokens.
 
     Attributes:
-        mean_length: completions end by chance, after so many tokens on average; 0: at completion_length alone.
+        mean_length: completions end by chance, after so many tokens on average; 0: only at completion_length.
+        beta: weight of the KL to a reference; 0: there is no reference.
         seed: of the prompts.
     """
 
@@ -44,6 +49,7 @@ class GRPOShape:
     prompt_length: int = 128
     completion_length: int = 128
     mean_length: int = 0
+    beta: float = 0.0
     seed: int = 0
 
     @property
@@ -54,8 +60,8 @@ class GRPOShape:
     @property
     def stop_ids(self) -> list[int]:
         """Tokens that end a completion. Random weights make all tokens about as probable, lengths about geometric."""
-        n = round(self.model.vocab_size / self.mean_length) if self.mean_length else 0
-        return list(range(self.model.vocab_size - 1 - n, self.model.vocab_size - 1))
+        n = round(self.model.config.vocab_size / self.mean_length) if self.mean_length else 0
+        return list(range(self.model.config.vocab_size - 1 - n, self.model.config.vocab_size - 1))
 
     @property
     def n_tokens(self) -> float:
@@ -64,12 +70,15 @@ class GRPOShape:
 
     @property
     def n_flops(self) -> float:
-        """Operations of a step that computes every token once: sampling, forward, and the backward's two products."""
+        """Operations of a step that computes every token once.
+
+        Sampling, forward and the backward's two products; with a KL term, the reference's forward too.
+        """
         prompt, completion = self.prompt_length, self._completion_length
         n_completion = self.n_completions * completion
         n_tokens = self.n_prompts * prompt + n_completion
         context = (self.n_prompts * prompt**2 / 2 + n_completion * (prompt + completion / 2)) / n_tokens
-        return 4 * self.model.forward_flops(round(n_tokens), round(n_completion), context)
+        return (5 if self.beta else 4) * self.model.forward_flops(round(n_tokens), round(n_completion), context)
 
     @property
     def _completion_length(self) -> float:
@@ -147,12 +156,12 @@ def byte_tokenizer(vocab_size: int, eos_id: int | None) -> Any:
 
 def grpo_tokenizer(shape: GRPOShape) -> Any:
     """Of the prompts; its EOS is never sampled."""
-    return byte_tokenizer(shape.model.vocab_size, None)
+    return byte_tokenizer(shape.model.config.vocab_size, None)
 
 
 def dpo_tokenizer(shape: DPOShape) -> Any:
     """Of the pairs; its EOS is the last token but one of the vocabulary."""
-    return byte_tokenizer(shape.model.vocab_size, shape.model.vocab_size - 2)
+    return byte_tokenizer(shape.model.config.vocab_size, shape.model.config.vocab_size - 2)
 
 
 def policy_of(shape: ModelShape) -> Any:
@@ -160,14 +169,24 @@ def policy_of(shape: ModelShape) -> Any:
     return random_model(shape).requires_grad_(True)
 
 
-def reference_of(policy: Any) -> Any:
-    """A frozen copy, a little way off, so that no log-ratio is zero."""
+def grpo_reference(policy: Any) -> Any:
+    """The reference of a GRPO step with a KL term."""
+    return _noisy_copy(policy, _GRPO_REFERENCE_NOISE)
+
+
+def dpo_reference(policy: Any) -> Any:
+    """The reference of a DPO step."""
+    return _noisy_copy(policy, _DPO_REFERENCE_NOISE)
+
+
+def _noisy_copy(policy: Any, deviation: float) -> Any:
+    """A frozen copy with noise on its weights, so that no log-ratio is zero."""
     import torch
 
     model = copy.deepcopy(policy).requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
-        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=_REFERENCE_NOISE)
+        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=deviation)
     return model
 
 
@@ -177,7 +196,7 @@ def even_tokens(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list
 
 
 class Answer(NamedTuple):
-    """What a contender says of a step.
+    """A contender's account of a step.
 
     Attributes:
         loss: of the step.
@@ -219,17 +238,19 @@ class Expected(NamedTuple):
 
     Attributes:
         loss: of the step.
-        policy: a model that holds its gradient.
+        policy: a model with its gradient.
         surprise: how many standard errors the log-probs of the sampled tokens are off their expectation.
+        loss_scale: what an error of the loss is relative to.
     """
 
     loss: float
     policy: Any
     surprise: float = 0.0
+    loss_scale: float = 1.0
 
 
 def grpo_error(answer: Answer, shape: GRPOShape) -> float:
-    """How far a first step is off (``_error``); infinite where completions have other lengths than they were told, or
+    """How far a first step is off (``_error``); infinite where completions have other lengths than asked for, or
     are no samples of the policy: six standard errors off."""
     lengths = {len(row) for row in answer.completion_ids}
     if len(answer.completion_ids) != shape.n_completions or not all(1 <= n <= shape.completion_length for n in lengths):
@@ -244,25 +265,32 @@ def grpo_written_out(completions: Sequence[Sequence[int]], shape: GRPOShape) -> 
     """A first step on these completions.
 
     On the policy that sampled, every ratio rho is 1 and nothing is clipped. With the tokens of all completions in the
-    denominator (dapo)::
+    denominator (dapo), and KL by k3 with the ratio as its factor::
 
-        loss = mean over tokens of -rho A,    A = (r - mean) / (sample deviation of the group + 1e-4)
+        loss = mean over tokens of -rho A + beta rho (exp(d) - d - 1)
+        A = (r - mean) / (sample deviation of the group + 1e-4),    d = log ref - log pi
 
     Of a sampled token, log pi has the expectation -H and the variance sum_v p_v log^2 p_v - H^2.
     """
     import torch
 
     policy, tokenizer = policy_of(shape.model), grpo_tokenizer(shape)
+    reference = grpo_reference(policy) if shape.beta else None
     prompts = [tokenizer(text)["input_ids"] for text in shape.prompts(0)]
     rewards = np.array(even_tokens(completions)).reshape(shape.n_prompts, -1)
     centred = rewards - rewards.mean(1, keepdims=True)
     advantages = (centred / (rewards.std(1, ddof=1, keepdims=True) + ADVANTAGE_EPS)).ravel()
     n_tokens = sum(map(len, completions))
-    loss = excess = variance = 0.0
+    loss = kl_loss = excess = variance = 0.0
     for i, completion in enumerate(completions):
         row = [*prompts[i // shape.group_size], *completion]
         logprobs, own = _token_logprobs(policy, row, len(completion))
-        row_loss = -((own - own.detach()).exp() * advantages[i]).sum() / n_tokens
+        ratio, penalty = (own - own.detach()).exp(), 0.0
+        if reference is not None:
+            difference = _token_logprobs(reference, row, len(completion))[1].detach() - own
+            penalty = shape.beta * (difference.exp() - difference - 1)
+            kl_loss += penalty.detach().sum().item() / n_tokens
+        row_loss = (ratio * (penalty - advantages[i])).sum() / n_tokens
         row_loss.backward()
         loss += row_loss.item()
         with torch.no_grad():
@@ -270,7 +298,8 @@ def grpo_written_out(completions: Sequence[Sequence[int]], shape: GRPOShape) -> 
             entropy = -(p * logprobs).sum(1)
             excess += (own + entropy).sum().item()
             variance += ((p * logprobs.square()).sum(1) - entropy.square()).sum().item()
-    return Expected(loss, policy, excess / math.sqrt(variance))
+    # Where completions have one length, advantages add up to nothing, and the loss is the KL term.
+    return Expected(loss, policy, excess / math.sqrt(variance), kl_loss or 1.0)
 
 
 def dpo_error(answer: Answer, shape: DPOShape) -> float:
@@ -281,7 +310,7 @@ def dpo_error(answer: Answer, shape: DPOShape) -> float:
     import torch
 
     policy, tokenizer = policy_of(shape.model), dpo_tokenizer(shape)
-    reference = reference_of(policy)
+    reference = dpo_reference(policy)
     loss = 0.0
     for pair in shape.pairs():
         prompt, eos = tokenizer(pair["prompt"])["input_ids"], [tokenizer.eos_token_id]
@@ -300,8 +329,8 @@ def dpo_error(answer: Answer, shape: DPOShape) -> float:
 def _error(answer: Answer, right: Expected) -> float:
     """The largest error of an answer.
 
-    Of the loss absolute, as it may be zero; relative of the norm of the gradient, and of how far a matrix moved, which
-    by AdamW's first update is learning_rate g / (|g| + epsilon) of the clipped gradient g.
+    Of the loss in units of ``loss_scale``, as it may be zero; relative of the norm of the gradient, and of how far a
+    matrix moved, which by AdamW's first update is learning_rate g / (|g| + epsilon) of the clipped gradient g.
     """
     import torch
 
@@ -309,7 +338,8 @@ def _error(answer: Answer, right: Expected) -> float:
     norm = torch.stack(norms).norm().item()
     gradient = right.policy.get_parameter(_MOVED).grad.double() * min(1.0, MAX_GRAD_NORM / norm)
     moved = (LEARNING_RATE * gradient / (gradient.abs() + ADAM_EPSILON)).norm().item()
-    errors = (abs(answer.loss - right.loss), abs(answer.grad_norm / norm - 1), abs(answer.moved / moved - 1))
+    loss_error = abs(answer.loss - right.loss) / right.loss_scale
+    errors = (loss_error, abs(answer.grad_norm / norm - 1), abs(answer.moved / moved - 1))
     return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 

@@ -6,7 +6,7 @@ import io
 import numpy as np
 from tests.bench.results import a_case, a_row, a_table, make_results
 
-from whet.bench.csv_files import COLUMNS, rows_as_csv
+from whet.bench.results import CSV_COLUMNS, rows_as_csv
 
 
 def test_rows():
@@ -16,7 +16,7 @@ def test_rows():
     absent = a_row("vLLM", status="absent", why='needs CUDA, not "cpu"') | {"error": None}
     results = make_results([a_table("RoPE, prefill", [a_case("1 x 64, 32 heads", [fast, absent])])], suite="rope")
     rows = list(csv.DictReader(io.StringIO(rows_as_csv(results))))
-    assert len(rows) == 2 and tuple(rows[0]) == COLUMNS
+    assert len(rows) == 2 and tuple(rows[0]) == CSV_COLUMNS
     first, second = rows
     assert (first["suite"], first["table"], first["case"]) == ("rope", "RoPE, prefill", "1 x 64, 32 heads")
     assert (first["threads"], first["cache"], first["provider"], first["n"]) == ("2", "warm", "whet", "5")

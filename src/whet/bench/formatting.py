@@ -1,0 +1,76 @@
+"""Figures as text, the same in the report, the plots and the terminal: durations, sizes, ratios, rates and errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from whet.bench.stats import Ratio
+
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+
+
+def significant(value: float) -> str:
+    """Three significant digits, and every digit before the point: "0.0123", "4.00", "12,346"."""
+    if not value or not math.isfinite(value):
+        return f"{value:g}"
+    places = 2 - math.floor(math.log10(abs(float(f"{value:.2e}"))))
+    return f"{value:,.{max(0, places)}f}" if places < 7 else f"{value:.3g}"
+
+
+def duration(seconds: float, *more: float) -> str:
+    """Seconds in the unit that fits the first, ends of a range with a dash: "2.20 µs", "2.10–2.30 µs"."""
+    rounded = float(f"{seconds:.2e}")
+    scale, unit = next((pair for pair in _UNITS if rounded >= pair[0]), _UNITS[-1])
+    return "–".join(significant(value / scale) for value in (seconds, *more)) + f" {unit}"
+
+
+def size(n_bytes: float) -> str:
+    """Bytes in the unit that fits: "32 KiB", "1.50 GiB"."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if n_bytes >= 1 << power:
+            whole = n_bytes / (1 << power)
+            return f"{whole:.0f} {unit}" if whole == int(whole) else f"{significant(whole)} {unit}"
+    return f"{n_bytes:.0f} bytes"
+
+
+def interval(value: Ratio) -> str:
+    """A ratio with its interval: "5.31× [5.20, 5.40]"."""
+    return f"{significant(value.median)}× [{significant(value.low)}, {significant(value.high)}]"
+
+
+def times(value: Ratio) -> str:
+    """A ratio with its interval and stars: "5.31× [5.20, 5.40] ***"."""
+    return f"{interval(value)} {value.stars}".strip()
+
+
+def rate(row: Mapping[str, Any]) -> str:
+    """GFLOP/s where arithmetic bounds the row or nothing is moved, GB/s else; empty where neither is known."""
+    if row["flops"] and ("FMA" in row["bound"] or not row["bandwidth"]):
+        return f"{significant(row['flops'] / 1e9)} GFLOP/s"
+    return f"{significant(row['bandwidth'] / 1e9)} GB/s" if row["bandwidth"] else ""
+
+
+def items_rate(row: Mapping[str, Any]) -> str:
+    """Items per second: "1.20 M"; empty where they are not counted."""
+    value = row["items_per_s"]
+    if not value:
+        return ""
+    for scale, sign in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= scale:
+            return significant(value / scale) + sign
+    return significant(value)
+
+
+def share(row: Mapping[str, Any]) -> str:
+    """The row's share of the machine's ceiling, and what that is: "31% of L2 bandwidth"."""
+    if row["share"] is None:
+        return ""
+    percent = 100 * row["share"]
+    return f"{percent:.0f}% of {row['bound']}" if percent >= 1 else f"{percent:.1g}% of {row['bound']}"
+
+
+def error(value: Any) -> str:
+    """An error or a tolerance: "1.1e-16"; "0" for a perfect answer, "–" where there was none."""
+    return "–" if value is None else f"{float(value):.2g}"
