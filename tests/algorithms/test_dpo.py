@@ -271,10 +271,10 @@ def test_the_reference_is_computed_once(monkeypatch):
     dpo = make(precompute_reference=True, ref_model=TinyModel(seed=1), batch_size=2)
     asked = []
     compute = DPO._reference_sums
-    monkeypatch.setattr(DPO, "_reference_sums", lambda self, pairs: asked.extend(pairs[0]) or compute(self, pairs))
+    monkeypatch.setattr(DPO, "_reference_sums", lambda self, rows: asked.extend(rows) or compute(self, rows))
     dpo.train([*ROWS, ROWS[0]], n_epochs=2)
     dpo.train(ROWS)
-    assert sorted(asked) == sorted(PROMPTS)
+    assert sorted(prompt for prompt, _, _ in asked) == sorted(PROMPTS)
 
 
 @pytest.mark.parametrize("value", ["x", math.nan, [1.0]])

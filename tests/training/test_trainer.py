@@ -520,6 +520,37 @@ def test_an_interrupt_leaves_a_trainer_that_goes_on_as_if_nothing_had_been():
     assert_same(trainer.model, whole.model)
 
 
+def test_an_interrupt_between_two_updates_of_a_step_repeats_none():
+    class Interrupted(Net):
+        n_left = None
+
+        def forward(self, input_ids):
+            if self.training and self.n_left is not None:
+                if self.n_left == 0:
+                    self.n_left = None
+                    raise KeyboardInterrupt
+                self.n_left -= 1
+            return super().forward(input_ids)
+
+    settings = {"reward_fn": ones, "batch_size": 3, "group_size": 2, "max_new_tokens": 3, "num_iterations": 3}
+    settings |= {"learning_rate": 0.01, "training_mode": True}
+    trainer, whole = GRPO(Interrupted(), **settings), GRPO(Net(), **settings)
+    trainer.train(PROMPTS, steps=1)
+    trainer.model.n_left = 2  # in the third update
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(PROMPTS, steps=2)
+    assert trainer.step == 1 and trainer.n_updates == 3 + 2
+    trainer.train(PROMPTS, steps=2)
+    metrics = whole.train(PROMPTS, steps=3)
+    assert trainer.n_updates == whole.n_updates == 9 and trainer.num_tokens == metrics["num_tokens"]
+    assert_same(trainer.model, whole.model)
+    trainer.model.n_left = 1
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(PROMPTS, steps=1)
+    trainer.train_step([{"prompt": [7, 7, 7]}])  # other prompts are another step
+    assert trainer.n_updates == 9 + 1 + 3 and {tuple(r["prompt"]) for r in trainer.last_completions} == {(7, 7, 7)}
+
+
 def test_a_failed_step_takes_nothing_from_the_dataset():
     trainer = sft()
     with pytest.raises(WhetTypeError, match="there is no tokenizer"):

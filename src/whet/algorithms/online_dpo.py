@@ -23,6 +23,7 @@ from whet.phases import phase
 from whet.rewards.functions import RewardBatch, RewardFn, call_preference, reward_functions
 from whet.rewards.metrics import reward_metrics
 from whet.rollout.rollout import Rollout, completion_table
+from whet.training.trainer import training_step
 
 
 class OnlineDPO(OnlineTrainer):
@@ -53,6 +54,7 @@ class OnlineDPO(OnlineTrainer):
         self.preference_fn = preference_fn
         self.rewards = None if reward_fn is None else reward_functions(self.config, reward_fn)
 
+    @training_step
     def train_step(self, prompt_batch: Any) -> dict[str, float]:
         """Sample two completions per prompt, have them compared, and update the policy on the pairs.
 
@@ -68,9 +70,7 @@ class OnlineDPO(OnlineTrainer):
         Raises:
             RewardError: preference_fn or a reward function failed.
         """
-        return self.take_step(lambda: self._learn(self.sample(prompt_batch, 2)))
-
-    def _learn(self, rollout: Rollout) -> dict[str, float]:
+        rollout = self.sample(prompt_batch, 2)
         scored = None if self.rewards is None else rollout.score(self.rewards)
         ids = rollout.completion_ids
         winners = [
@@ -84,8 +84,9 @@ class OnlineDPO(OnlineTrainer):
             prompt_ids=[rollout.prompt_ids[i] for i, _ in decided],
             chosen_ids=[ids[i + winner] for i, winner in decided],
             rejected_ids=[ids[i + 1 - winner] for i, winner in decided],
+            sampler_logprobs=self._sampler_logprobs(rollout, decided),
         )
-        metrics = update_on_pairs(self, pairs, self._sampler_logprobs(rollout, decided))
+        metrics = update_on_pairs(self, pairs)
         metrics["frac_ties"] = 1 - len(decided) / len(winners)
         return {**metrics, **(reward_metrics(scored) if scored else {}), **rollout.metrics()}
 

@@ -19,7 +19,7 @@ from whet.data.rows import token_rows, tokenize_completion
 from whet.errors import WhetValueError
 from whet.nn.causal_lm import completion_logprobs
 from whet.phases import phase
-from whet.training.trainer import Trainer
+from whet.training.trainer import Trainer, training_step
 
 
 class SFT(Trainer):
@@ -28,6 +28,7 @@ class SFT(Trainer):
     config_class = SFTConfig
     row_fields = ("prompt", "completion")
 
+    @training_step
     def train_step(self, prompt: Any, completion: Any = None) -> dict[str, float]:
         """One update on a batch.
 
@@ -45,7 +46,20 @@ class SFT(Trainer):
             WhetTypeError: none of these.
             WhetValueError: rows that do not match, or no token that counts.
         """
-        return self.take_step(lambda: self._learn(prompt, completion))
+        prompt_ids, completion_ids = self._token_ids(prompt, completion)
+        n_tokens = sum(map(len, completion_ids))
+        if n_tokens == 0:
+            raise WhetValueError("SFT: no completion of the batch has a token to learn from.")
+        with self.update() as update:
+            for part in self.micro_batches(list(zip(prompt_ids, completion_ids, strict=True))):
+                with phase("forward"):
+                    logprobs, _, mask = completion_logprobs(
+                        self.model, [prompt_ids[i] for i in part], [completion_ids[i] for i in part]
+                    )
+                with phase("loss"):
+                    loss, metrics = sft_loss(logprobs, mask, n_tokens=n_tokens)
+                update.add(loss, metrics)
+        return {**update.metrics, "num_tokens": n_tokens + sum(map(len, prompt_ids))}
 
     def as_row(self, item: Any) -> Any:
         """An item of a dataset as a dict; a bare text or row of token ids counts whole."""
@@ -61,22 +75,6 @@ class SFT(Trainer):
         if n_tokens == 0:
             raise WhetValueError("SFT: no completion of the dataset has a token that counts.")
         return {"loss": total / n_tokens}
-
-    def _learn(self, prompt: Any, completion: Any) -> dict[str, float]:
-        prompt_ids, completion_ids = self._token_ids(prompt, completion)
-        n_tokens = sum(map(len, completion_ids))
-        if n_tokens == 0:
-            raise WhetValueError("SFT: no completion of the batch has a token to learn from.")
-
-        def loss_of(part: list[int]) -> tuple[Tensor, dict[str, float]]:
-            prompts, completions = [prompt_ids[i] for i in part], [completion_ids[i] for i in part]
-            with phase("forward"):
-                logprobs, _, mask = completion_logprobs(self.model, prompts, completions)
-            with phase("loss"):
-                return sft_loss(logprobs, mask, n_tokens=n_tokens)
-
-        metrics = self.update(list(zip(prompt_ids, completion_ids, strict=True)), loss_of)
-        return {**metrics, "num_tokens": n_tokens + sum(map(len, prompt_ids))}
 
     def _token_ids(self, prompt: Any, completion: Any = None) -> tuple[list[list[int]], list[list[int]]]:
         """Prompts and completions of a batch, the tokens that count in the completions."""

@@ -12,28 +12,24 @@ the same order again.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
+import functools
 import math
-import operator
 import os
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from whet.checkpoint.folder import capture_rng, load_checkpoint, restore_rng, save_checkpoint
-from whet.checkpoint.modules import build_module, describe_module, load_module_tensors, module_tensors
+from whet.checkpoint.folder import capture_rng, restore_rng
 from whet.config import TrainerConfig, learning_rate_at
 from whet.data.batches import as_row, batch_stream, batches_in_order
 from whet.data.rows import token_rows
-from whet.errors import CheckpointError, NonFiniteError, WhetError, WhetTypeError, WhetValueError
+from whet.errors import NonFiniteError, WhetTypeError, WhetValueError
 from whet.fields import check_integer, make_config
-from whet.nn.accelerate import Acceleration, acceleration_of
+from whet.nn.accelerate import acceleration_of, choose_accelerations
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.modules import inner_module, module_device, module_mode
 from whet.nn.optim import AdamW
@@ -41,18 +37,77 @@ from whet.nn.packed import token_batches
 from whet.phases import phase, record
 from whet.training.callbacks import Callback
 from whet.training.loggers import Logger
+from whet.training.reference import Reference
+from whet.training.state import load_trainer, save_trainer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Step = TypeVar("Step", bound=Callable[..., dict[str, float]])
 
-_COUNTERS = (
-    "step", "position", "num_tokens", "skipped_steps", "n_updates", "_skipped_in_a_row", "_horizon",
-)  # fmt: skip
+
+def training_step(compute: Step) -> Step:
+    """Make ``train_step`` of a method that computes one step: count, time and log it, and call the callbacks.
+
+    Args:
+        compute: returns the metrics of the step, ``num_tokens`` (of this step alone) among them.
+
+    Returns:
+        A method that returns these metrics, and those of every step: ``learning_rate``, ``skipped_steps``,
+        ``num_tokens`` (of all steps), ``step_time_s``, ``tokens_per_s``, and the parts of ``step_time_s`` that
+        occurred: ``time/generation_s``, ``time/reward_s``, ``time/advantages_s``, ``time/logprobs_s`` (those
+        without gradient: old and reference), ``time/forward_s`` (with gradient), ``time/loss_s`` without
+        ``time/kl_s``, ``time/backward_s``, ``time/optimizer_s`` (zeroing, clipping, update), ``time/sync_s``
+        (weights to the engine), and ``time/other_s``. On a GPU see ``whet.phases``.
+    """
+
+    @functools.wraps(compute)
+    def train_step(self: Trainer, *batch: Any, **fields: Any) -> dict[str, float]:
+        learning_rate = self.learning_rate
+        with record() as seconds:
+            metrics = compute(self, *batch, **fields)
+        elapsed_s = sum(seconds.values())
+        n_tokens = metrics["num_tokens"]
+        self.num_tokens += int(n_tokens)
+        metrics |= {
+            "learning_rate": learning_rate,
+            "skipped_steps": self.skipped_steps,
+            "num_tokens": self.num_tokens,
+            "step_time_s": elapsed_s,
+            "tokens_per_s": n_tokens / elapsed_s,
+            **{f"time/{name}_s": part_s for name, part_s in seconds.items()},
+        }
+        self.step += 1
+        self.position += self._drawn
+        self._drawn = 0
+        self.log(metrics)
+        for callback in self.callbacks:
+            callback.on_step_end(self, metrics)
+        return metrics
+
+    return cast(Step, train_step)
+
+
+class Update:
+    """The sums of one optimizer update over its micro-batches.
+
+    Attributes:
+        metrics: ``loss`` and the other metrics; after the update also ``grad_norm``, as it was before clipping.
+    """
+
+    def __init__(self) -> None:
+        self.metrics = {"loss": 0.0}
+
+    def add(self, loss: Tensor, metrics: Mapping[str, float]) -> None:
+        """Add the gradient of a micro-batch's loss, and its metrics."""
+        with phase("backward"):
+            loss.backward()
+        for name, value in {"loss": loss.item(), **metrics}.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
 
 
 class Trainer(ABC):
-    """The base of the training algorithms; each adds ``train_step``.
+    """The base of the training algorithms; each adds ``train_step``, made by ``training_step``.
 
     Args:
         model: ``forward(input_ids (B, T)) -> logits (B, T, V)``, Hugging Face and PEFT models included. Its
@@ -113,17 +168,12 @@ class Trainer(ABC):
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise WhetValueError(f"{where}: no parameter of model requires grad. Unfreeze some.")
-        self.ref_model = ref_model
-        if ref_model is None and self.uses_reference() and not has_adapters(model):
-            self.ref_model = copy.deepcopy(model).requires_grad_(False)
-        self.acceleration = self._acceleration(model)
+        self.reference = Reference(model, ref_model, copied=self.uses_reference())
+        models = [model] if self.ref_model is None else [model, self.ref_model]
+        self.accelerations = choose_accelerations(models, self.config.compute, self.config.training_mode, where)
+        self.acceleration = self.accelerations.get(model)
         if self.acceleration is not None:
             self.acceleration.in_place = True
-        # Policy and reference are compared: both on the kernels, or neither.
-        both = self.ref_model is not None and self.acceleration is not None
-        self._ref_acceleration = self._acceleration(cast(nn.Module, self.ref_model)) if both else None
-        if both and self._ref_acceleration is None:
-            self.acceleration = None
         # Decay is of matrices; vectors are norms and biases, which it would pull away from what they normalise to.
         matrices = [p for p in self.trainable.values() if p.ndim > 1]
         vectors = [p for p in self.trainable.values() if p.ndim <= 1]
@@ -138,47 +188,16 @@ class Trainer(ABC):
         self.should_stop = False
         self._skipped_in_a_row = self._horizon = self._drawn = 0
 
+    @property
+    def ref_model(self) -> nn.Module | None:
+        """The reference, where it is a module of its own."""
+        return self.reference.model
+
     def uses_reference(self) -> bool:
-        """Whether a reference stands by for the loss."""
+        """Whether the reference computes log-probs in every step."""
         return self.config.has_reference()
 
     # --- one step ---------------------------------------------------------------------------------------
-
-    def take_step(self, compute: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """One turn of the loop: ``compute`` does the work, and this counts, times, logs and calls back.
-
-        Args:
-            compute: returns the metrics of the step, ``num_tokens`` (of this step alone) among them.
-
-        Returns:
-            These metrics, and those of every step: ``learning_rate``, ``skipped_steps``, ``num_tokens`` (of all
-            steps), ``step_time_s``, ``tokens_per_s``, and how ``step_time_s`` is made up, of the parts that
-            occurred: ``time/generation_s``, ``time/reward_s``, ``time/advantages_s``, ``time/logprobs_s`` (those
-            without gradient: old and reference), ``time/forward_s`` (with gradient), ``time/loss_s`` without
-            ``time/kl_s``, ``time/backward_s``, ``time/optimizer_s`` (zeroing, clipping, update), ``time/sync_s``
-            (weights to the engine), and ``time/other_s``. On a GPU see ``whet.phases``.
-        """
-        learning_rate = self.learning_rate
-        with record() as seconds:
-            metrics = compute()
-        elapsed_s = sum(seconds.values())
-        n_tokens = metrics["num_tokens"]
-        self.num_tokens += int(n_tokens)
-        metrics |= {
-            "learning_rate": learning_rate,
-            "skipped_steps": self.skipped_steps,
-            "num_tokens": self.num_tokens,
-            "step_time_s": elapsed_s,
-            "tokens_per_s": n_tokens / elapsed_s,
-            **{f"time/{name}_s": part_s for name, part_s in seconds.items()},
-        }
-        self.step += 1
-        self.position += self._drawn
-        self._drawn = 0
-        self.log(metrics)
-        for callback in self.callbacks:
-            callback.on_step_end(self, metrics)
-        return metrics
 
     @property
     def learning_rate(self) -> float:
@@ -196,29 +215,6 @@ class Trainer(ABC):
         for logger in self.loggers:
             logger.log(metrics, self.step)
 
-    def _acceleration(self, model: nn.Module) -> Acceleration | None:
-        """Whet's kernels for a model, as ``compute`` says; None: torch's."""
-        compute, where = self.config.compute, type(self).__name__
-        if compute == "torch":
-            return None
-        if compute != "auto":
-            return Acceleration(model, compute)
-        config = getattr(inner_module(model), "config", None)
-        dropout = any(getattr(config, name, 0) for name in ("attention_dropout", "attn_pdrop"))
-        if config is None or module_device(model).type != "cpu" or (self.config.training_mode and dropout):
-            return None
-        try:
-            return Acceleration(model)
-        except WhetTypeError:
-            return None  # a module of the user's own, which torch alone can run
-        except WhetValueError as error:
-            warnings.warn(
-                f"{where}: torch computes the step, which is slower, as Whet's kernels do not fit this model ({error}) "
-                f"compute='torch' says so without a warning.",
-                stacklevel=4,
-            )
-            return None
-
     def micro_batches(self, rows: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
         """The rows, each a prompt and its completions, in micro-batches: their indices, ascending.
 
@@ -230,42 +226,30 @@ class Trainer(ABC):
         size = size or len(rows)
         return [list(range(start, min(start + size, len(rows)))) for start in range(0, len(rows), size)]
 
-    def update(
-        self,
-        rows: Sequence[Sequence[Sequence[int]]],
-        loss_of: Callable[[list[int]], tuple[Tensor, Mapping[str, float]]],
-    ) -> dict[str, float]:
-        """One optimizer update from the sum of the micro-batches' losses.
+    @contextmanager
+    def update(self) -> Iterator[Update]:
+        """One optimizer update: ``add`` the micro-batches' losses to what this gives, within its context.
 
-        Args:
-            rows: of the batch, each a prompt and its completions.
-            loss_of: (loss, metrics) of some of the rows, by their indices; both add up over micro-batches.
-
-        Returns:
-            The sums, with ``loss`` and ``grad_norm`` (before clipping). If one of these is not finite, the
-            update is skipped and counted, and neither parameters nor optimizer have changed.
+        If the sum of the losses or the gradient norm is not finite, the update is skipped and counted, and neither
+        parameters nor optimizer have changed.
 
         Raises:
             NonFiniteError: ``max_skipped_steps`` updates in a row were skipped.
         """
-        totals = {"loss": 0.0}
-        # Their memory stays: pages that come anew from the system cost more than the zeros.
+        update = Update()
+        # The gradients' memory is kept: page faults for new memory cost more than writing zeros.
         with phase("optimizer"):
             self.optimizer.zero_grad(set_to_none=False)
         with module_mode(self.model, self.config.training_mode), self.acceleration or nullcontext():
-            for part in self.micro_batches(rows):
-                loss, metrics = loss_of(part)
-                with phase("backward"):
-                    loss.backward()
-                for name, value in {"loss": loss.item(), **metrics}.items():
-                    totals[name] = totals.get(name, 0.0) + value
+            yield update
         with phase("optimizer"):
             grads = [p.grad for p in self.trainable.values() if p.grad is not None]
-            totals["grad_norm"] = norm = nn.utils.get_total_norm(grads).item()
-            if math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"]):
+            loss = update.metrics["loss"]
+            norm = update.metrics["grad_norm"] = nn.utils.get_total_norm(grads).item()
+            if math.isfinite(loss) and math.isfinite(norm):
                 for group in self.optimizer.param_groups:
                     group["lr"] = self.learning_rate
-                # As clip_grad_norm_ scales gradients, on their way through the update.
+                # Clipped as by clip_grad_norm_, but within the optimizer's one pass over the gradients.
                 limit = self.config.max_grad_norm or math.inf
                 self.optimizer.step(grad_scale=min(1.0, limit / (norm + 1e-6)))
                 self.n_updates += 1
@@ -276,10 +260,9 @@ class Trainer(ABC):
         if self._skipped_in_a_row >= self.config.max_skipped_steps:
             raise NonFiniteError(
                 f"{type(self).__name__}: {self._skipped_in_a_row} updates in a row had a loss or gradient "
-                f"that is not finite (last: loss {totals['loss']}, gradient norm {totals['grad_norm']}, at step "
-                f"{self.step}). Lower the learning rate, or check the weights and the data for NaN."
+                f"that is not finite (last: loss {loss}, gradient norm {norm}, at step {self.step}). Lower the "
+                f"learning rate, or check the weights and the data for NaN."
             )
-        return totals
 
     @torch.no_grad()
     def logprobs(
@@ -290,7 +273,7 @@ class Trainer(ABC):
         temperature: float = 1.0,
     ) -> Tensor:
         """(B, C) log-probs of completion tokens, ``model`` in eval mode; 0 past each completion's end."""
-        acceleration = self._ref_acceleration if model is self.ref_model else self.acceleration
+        acceleration = self.accelerations.get(model)
         rows = list(zip(prompt_ids, completion_ids, strict=True))
         out = torch.zeros(len(rows), max(map(len, completion_ids), default=0), device=module_device(model))
         with phase("logprobs"), module_mode(model, training=False), acceleration or nullcontext():
@@ -307,11 +290,9 @@ class Trainer(ABC):
         completion_ids: Sequence[Sequence[int]],
         temperature: float = 1.0,
     ) -> Tensor:
-        """``logprobs`` under the reference: ``ref_model``, or the policy with its adapters off."""
-        if self.ref_model is not None:
-            return self.logprobs(self.ref_model, prompt_ids, completion_ids, temperature)
-        with cast(Any, self.model).disable_adapter():
-            return self.logprobs(self.model, prompt_ids, completion_ids, temperature)
+        """``logprobs`` of the reference: ``ref_model``, or the policy with its adapters off."""
+        with self.reference.as_module() as model:
+            return self.logprobs(model, prompt_ids, completion_ids, temperature)
 
     def completion_rows(self, completions: Any) -> list[list[int]]:
         """Completions as rows of token ids, none of them past its end.
@@ -443,26 +424,7 @@ class Trainer(ABC):
         Raises:
             CheckpointError: something that is not a checkpoint is at ``path``.
         """
-        tensors = {"model": self._model_tensors(), "optimizer": {}}
-        for name, parameter in self.trainable.items():
-            for key, value in self.optimizer.state[parameter].items():
-                tensors["optimizer"][f"{name}.{key}"] = value
-        if own := self.own_tensors():
-            tensors["own"] = own
-        state = {
-            "algorithm": type(self).__name__,
-            "config": dataclasses.asdict(self.config),
-            "counters": {name: getattr(self, name) for name in _COUNTERS},
-            "callbacks": [[type(c).__name__, c.state_dict()] for c in self.callbacks],
-            "rng": capture_rng(),
-            "whole_model": self._all_trainable(),
-            "model": describe_module(self.model),
-            "ref_model": None,
-        }
-        if self.ref_model is not None and self.uses_reference():
-            tensors["ref_model"] = module_tensors(self.ref_model)
-            state["ref_model"] = describe_module(self.ref_model)
-        save_checkpoint(path, tensors, state)
+        save_trainer(self, path)
 
     @classmethod
     def from_checkpoint(
@@ -490,36 +452,7 @@ class Trainer(ABC):
             CheckpointError: no checkpoint, a damaged one, one of another algorithm, or a model that does
                 not fit it.
         """
-        tensors, state = load_checkpoint(path)
-        if state.get("algorithm") != cls.__name__:
-            raise CheckpointError(
-                f"{cls.__name__}.from_checkpoint: {path} was saved by {state.get('algorithm')}. Load it so."
-            )
-        if model is None and not state.get("whole_model"):
-            raise CheckpointError(
-                f"{cls.__name__}.from_checkpoint: {path} holds only the trained part of its model. Pass "
-                f"model=, made as it was before training."
-            )
-        # What was saved may ask for what the settings given here no longer do, such as a reference.
-        with _malformed_told(path):
-            changed = {n: v for n, v in arguments.items() if n in state["config"] and n != "engine"}
-            saved = cls.config_class(**state["config"])
-        config = arguments.setdefault("config", make_config(cls.config_class, saved, changed))
-        with _malformed_told(path):
-            model = build_module(state["model"]) if model is None else model
-            if state["whole_model"]:
-                load_module_tensors(model, tensors["model"])
-            undescribed = state["ref_model"] is not None and state["ref_model"]["undescribed"]
-            if state["ref_model"] is not None and config.has_reference():
-                if ref_model is None and undescribed:
-                    ref_model = copy.deepcopy(model)
-                elif ref_model is None:
-                    ref_model = build_module(state["ref_model"]).to(module_device(model))
-                load_module_tensors(ref_model.requires_grad_(False), tensors["ref_model"])
-        trainer = cls(model, ref_model, **arguments)
-        with _malformed_told(path):
-            trainer._restore(tensors, state)
-        return trainer
+        return load_trainer(cls, path, model, ref_model, arguments)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the model and the tokenizer, if any, as Hugging Face's ``from_pretrained`` reads them.
@@ -542,52 +475,6 @@ class Trainer(ABC):
 
     def load_own_tensors(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Take over what ``own_tensors`` returned."""
-
-    def _all_trainable(self) -> bool:
-        return all(parameter.requires_grad for parameter in self.model.parameters())
-
-    def _model_tensors(self) -> dict[str, Tensor]:
-        return module_tensors(self.model) if self._all_trainable() else dict(self.trainable)
-
-    def _restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-        if not state["whole_model"]:
-            saved, own = ({n: t.shape for n, t in part.items()} for part in (tensors["model"], self.trainable))
-            if saved != own:
-                different = sorted(n for n in {*saved, *own} if saved.get(n) != own.get(n))[:5]
-                raise CheckpointError(
-                    f"{type(self).__name__}.from_checkpoint: the trained parameters of the checkpoint and of "
-                    f"model differ in {', '.join(different)}. Pass a model with the same adapters."
-                )
-            with torch.no_grad():
-                for name, parameter in self.trainable.items():
-                    parameter.copy_(tensors["model"][name])
-        for name, value in tensors["optimizer"].items():
-            name, key = name.rsplit(".", 1)
-            parameter = self.trainable[name]
-            if value.numel() != 1 if key == "step" else value.shape != parameter.shape:
-                raise ValueError(f"the optimizer's {key} of {name} has shape {tuple(value.shape)}")
-            self.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
-        self.load_own_tensors(tensors.get("own", {}))
-        for name in _COUNTERS:
-            setattr(self, name, operator.index(state["counters"][name]))
-        for callback, (name, callback_state) in zip(self.callbacks, state["callbacks"], strict=False):
-            if type(callback).__name__ == name:
-                callback.load_state_dict(callback_state)
-        for logger in self.loggers:
-            if hasattr(logger, "truncate_after"):
-                logger.truncate_after(self.step)
-        restore_rng(state["rng"])
-
-
-@contextmanager
-def _malformed_told(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Have what a checkpoint lacks, or holds in place of what ``save`` wrote, told as its fault."""
-    try:
-        yield
-    except WhetError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"from_checkpoint: {path} is malformed: {type(error).__name__}: {error}.") from error
 
 
 def stop_token_ids(model: nn.Module, tokenizer: Any, chosen: Sequence[int] = ()) -> list[int]:
@@ -617,11 +504,6 @@ def stop_token_ids(model: nn.Module, tokenizer: Any, chosen: Sequence[int] = ())
                 f"completion would end with it. {fix}"
             )
     return ids
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """Whether it is a PEFT model, whose base, with the adapters off, serves as the reference."""
-    return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
 
 
 def _as_list(where: str, name: str, several: Any, method: str) -> list[Any]:
