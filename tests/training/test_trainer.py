@@ -559,6 +559,28 @@ def test_a_failed_step_takes_nothing_from_the_dataset():
     assert trainer.position == 0
 
 
+@pytest.mark.parametrize("failed", [0, 2])
+def test_an_iterator_loses_no_batch_of_a_failed_step(failed):
+    class Failing(Net):
+        n_left = failed
+
+        def forward(self, input_ids):
+            self.n_left -= 1
+            if self.n_left == -1:
+                raise KeyboardInterrupt
+            return super().forward(input_ids)
+
+    trainer, whole, rows = sft(Failing()), sft(), iter(ROWS)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(rows, steps=3)
+    assert trainer.step == failed
+    trainer.train(ROWS, steps=0)  # another data set has no part in it
+    trainer.train(rows, steps=5)
+    whole.train(iter(ROWS), steps=5)
+    assert trainer.step == whole.step == 4
+    assert_same(trainer.model, whole.model)
+
+
 def test_reference_and_policy_are_compared_without_dropout():
     model = Net(dropout=0.5)
     trainer = DPO(model, learning_rate=0.01)

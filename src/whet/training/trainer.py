@@ -13,6 +13,7 @@ the same order again.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 from abc import ABC, abstractmethod
@@ -187,6 +188,8 @@ class Trainer(ABC):
         self.step = self.position = self.num_tokens = self.skipped_steps = self.n_updates = 0
         self.should_stop = False
         self._skipped_in_a_row = self._horizon = self._drawn = 0
+        # An iterator cannot give the batch of a failed step again: it and the batch, for the next call of train.
+        self._failed: tuple[Any, tuple[Any, ...]] = None, ()
 
     @property
     def ref_model(self) -> nn.Module | None:
@@ -323,7 +326,8 @@ class Trainer(ABC):
                 what order). Rows are taken ``batch_size`` at a time. An iterable cannot be shuffled: it is taken in
                 its own order, and again from the start at its end.
             steps: how many more steps to take. The run continues where the last one stopped, also in a trainer loaded
-                from a checkpoint; an iterator (which cannot start again) where it stands, and no further than it goes.
+                from a checkpoint; an iterator (which cannot start again) where it stands, after the batch of a step
+                that failed or was interrupted, if there is one.
             n_epochs: in place of steps: how many more passes over the dataset; one that is begun counts as the first.
                 Without either: to the end of the epoch, which is n_epochs=1.
 
@@ -342,6 +346,9 @@ class Trainer(ABC):
         batches, epoch_length = batch_stream(
             dataset, self.config.batch_size, self.config.seed, self.position, self.row_fields, self.as_row
         )
+        failed_dataset, failed_batch = self._failed
+        if failed_dataset is dataset:
+            batches = itertools.chain([failed_batch], batches)
         if steps is None:
             if epoch_length is None:
                 raise WhetValueError(
@@ -363,7 +370,10 @@ class Trainer(ABC):
                 if arguments is None:
                     break
                 self._drawn = 1
+                if isinstance(dataset, Iterator):
+                    self._failed = dataset, arguments
                 metrics = self.train_step(*arguments)
+                self._failed = None, ()
             for callback in self.callbacks:
                 callback.on_train_end(self)
         finally:
@@ -407,7 +417,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def train_step(self, *batch: Any) -> dict[str, float]:
-        """One step on one batch; each algorithm says what a batch is, ``take_step`` which metrics every step has."""
+        """One step on one batch, which each algorithm defines; ``training_step`` lists the metrics of every step."""
 
     def as_row(self, item: Any) -> Mapping[str, Any]:
         """An item of a dataset, or of a list of rows, as a dict."""
