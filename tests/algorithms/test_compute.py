@@ -8,8 +8,8 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from tests.algorithms.tiny import TinyModel
 from tests.engine.tiny_models import foreign_model, tiny_model
+from tests.tiny import TinyModel
 
 from whet import WhetTypeError, WhetValueError
 from whet.algorithms import DPO, GRPO, SFT

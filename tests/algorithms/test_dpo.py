@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
-from tests.algorithms.tiny import (
+from tests.tiny import (
     EOS,
     TinyModel,
     assert_same_weights,
