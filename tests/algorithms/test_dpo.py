@@ -229,7 +229,7 @@ def test_a_damaged_line_of_a_reference_cache_is_named(tmp_path):
         lines = whole.splitlines()
         lines[1] = damage
         file.write_text("\n".join(lines) + "\n")
-        with pytest.raises(WhetValueError, match=r"line 2 of .*expected a row's name and two numbers. Delete the line"):
+        with pytest.raises(WhetValueError, match=r"line 2 of .*expected a row's digest and two numbers. Delete the"):
             make(**settings).add_reference_logprobs(ROWS)
 
 

@@ -33,7 +33,7 @@ from whet.training.reference import ReferenceSums, TokenRow
 from whet.training.reference_cache import Sums
 from whet.training.trainer import Trainer, training_step
 
-_PER_TOKEN = ("ipo", "sigmoid_norm")
+_LENGTH_NORMALISED = ("ipo", "sigmoid_norm")
 _REFERENCE = ("ref_chosen_logprobs", "ref_rejected_logprobs")
 
 
@@ -76,14 +76,14 @@ class Pairs(NamedTuple):
 class DPO(Trainer):
     """Direct Preference Optimization. The arguments are those of ``Trainer``.
 
-    Pairs without a difference, whose chosen completion is the rejected one token by token, teach no preference: they
-    are left out (not for the loss ``sft``, which reads the chosen one alone), counted in ``frac_ties``, and told once.
+    Ties, pairs whose chosen and rejected completions are the same tokens, carry no preference: they are left out (not
+    for the loss ``sft``, which uses the chosen completion only), counted in ``frac_ties``, and warned of once.
     """
 
     config_class = DPOConfig
     row_fields = ("prompt", "chosen", "rejected")
 
-    _told_ties = False
+    _warned_of_ties = False
 
     @cached_property
     def _sums(self) -> ReferenceSums:
@@ -91,7 +91,7 @@ class DPO(Trainer):
         return ReferenceSums()
 
     def uses_reference(self) -> bool:
-        """Whether a reference model stands by; precomputed log-probs need none."""
+        """Whether the reference computes log-probs in every step; precomputed ones need none."""
         return self.config.has_reference() and not self.config.precompute_reference
 
     @training_step
@@ -108,44 +108,44 @@ class DPO(Trainer):
 
         Returns:
             Metrics: ``loss``, those of ``dpo_loss``, ``entropy`` (mean per completion token), ``frac_ties`` (share of
-            pairs without a difference), and those of every step. Of a batch with nothing else, loss and gradient norm
-            are 0, and there is no update.
+            ties among the pairs), and those of every step. A batch of ties only has loss and gradient norm 0, and makes
+            no update.
 
         Raises:
-            WhetTypeError: none of these.
+            WhetTypeError: the batch has none of these forms.
             WhetValueError: rows that do not match, or ``precompute_reference`` without reference log-probs.
         """
         pairs = self._pairs(prompt, chosen, rejected)
-        kept = self._with_difference(pairs)
+        kept = self._without_ties(pairs)
         n_pairs, n_left_out = len(pairs.prompt_ids), len(pairs.prompt_ids) - len(kept.prompt_ids)
-        if n_left_out and not self._told_ties:
-            self._told_ties = True
+        if n_left_out and not self._warned_of_ties:
+            self._warned_of_ties = True
             warnings.warn(
                 f"DPO: in {n_left_out} of the {n_pairs} pairs of this batch chosen and rejected are the same tokens. "
-                f"Such pairs are left out; frac_ties tells their share of every batch.",
+                f"Such pairs are left out; frac_ties is their share of every batch.",
                 stacklevel=3,
             )
         return {**update_on_pairs(self, kept), "frac_ties": n_left_out / n_pairs}
 
     def train(self, dataset: Any, steps: int | None = None, *, n_epochs: int | None = None) -> dict[str, float]:
-        """As ``Trainer.train``; with ``precompute_reference`` the reference's log-probs come first.
+        """Run ``Trainer.train``; with ``precompute_reference``, compute the reference's log-probs before.
 
-        They are kept, also in checkpoints, so that the next epoch, or the next run, over the same rows needs none.
+        They are kept, also in checkpoints, for later epochs and runs over the same rows.
         """
         if self.config.precompute_reference and self.config.has_reference():
             dataset = self.add_reference_logprobs(dataset)
         return super().train(dataset, steps, n_epochs=n_epochs)
 
     def evaluation_metrics(self, dataset: Any) -> dict[str, float]:
-        """``loss``, ``rewards/accuracies`` and ``rewards/margins`` of ``dpo_loss`` over all pairs with a difference.
+        """``loss``, ``rewards/accuracies`` and ``rewards/margins`` of ``dpo_loss`` over all pairs but ties.
 
         Raises:
-            WhetValueError: there is no such pair, or ``precompute_reference`` without reference log-probs.
+            WhetValueError: all pairs are ties, or ``precompute_reference`` without reference log-probs.
         """
         totals = {"loss": 0.0, "rewards/accuracies": 0.0, "rewards/margins": 0.0}
         n_pairs = n_tokens = 0
         for batch in self.in_order(dataset):
-            pairs = self._with_difference(self._pairs(*batch))
+            pairs = self._without_ties(self._pairs(*batch))
             if not pairs.prompt_ids:
                 continue
             sums = _pair_sums(pairs, self, self.model)
@@ -162,15 +162,14 @@ class DPO(Trainer):
         return {name: total / (n_tokens if name in per_token else n_pairs) for name, total in totals.items()}
 
     def add_reference_logprobs(self, rows: Any) -> list[Mapping[str, Any]]:
-        """The rows with ``ref_chosen_logprobs`` and ``ref_rejected_logprobs``, summed over the completion.
+        """Add ``ref_chosen_logprobs`` and ``ref_rejected_logprobs``, summed over the completion, to the rows.
 
-        Of ``ref_model``, or of the policy, if it has not been trained yet. Rows that have them keep them, and those
-        that this trainer, the one whose checkpoint it was loaded from, or ``reference_cache`` knows are not computed
-        again.
+        They are those of ``ref_model``, or of the policy if it has not been trained yet. Nothing is computed again for
+        rows that have them, or that this trainer, its checkpoint or ``reference_cache`` knows.
 
         Raises:
             WhetTypeError: not a sequence of rows.
-            WhetValueError: rows are new and there is no reference: the policy has been trained, and none was passed.
+            WhetValueError: some rows are not known and there is no reference: the policy has been trained already.
         """
         if not is_sequence(rows):
             raise WhetTypeError(
@@ -180,7 +179,7 @@ class DPO(Trainer):
         if any(is_batch(item, self.row_fields) for item in items):
             raise WhetTypeError("DPO: precompute_reference needs a sequence of rows, not of ready batches.")
         done = [self.as_row(item) for item in items]
-        missing = [i for i, row in enumerate(done) if _given_sums(row) is None]
+        missing = [i for i, row in enumerate(done) if _read_sums(row) is None]
         if not missing:
             return done
         token_rows = self._tokenized([done[i] for i in missing]).rows()
@@ -208,7 +207,7 @@ class DPO(Trainer):
         """Restore what ``own_tensors`` returned."""
         self._sums.load_tensors(tensors)
 
-    def _with_difference(self, pairs: Pairs) -> Pairs:
+    def _without_ties(self, pairs: Pairs) -> Pairs:
         if self.config.loss_type == "sft":
             return pairs
         both = zip(pairs.chosen_ids, pairs.rejected_ids, strict=True)
@@ -216,7 +215,7 @@ class DPO(Trainer):
         return pairs if len(different) == len(pairs.prompt_ids) else pairs.select(different)
 
     def _pairs(self, prompt: Any, chosen: Any = None, rejected: Any = None) -> Pairs:
-        """The pairs of a batch, with the reference's sums if all of them are known."""
+        """The pairs of a batch, with the reference's sums if they are known for all."""
         columns = (prompt, chosen, rejected)
         if chosen is not None and rejected is not None:
             rows = columns_as_rows(self.row_fields, columns, "DPO")
@@ -232,7 +231,7 @@ class DPO(Trainer):
             pairs = self._tokenized(rows)
         if not self.config.has_reference():
             return pairs
-        known = [_given_sums(row) or self._sums.get(ids) for row, ids in zip(rows, pairs.rows(), strict=True)]
+        known = [_read_sums(row) or self._sums.get(ids) for row, ids in zip(rows, pairs.rows(), strict=True)]
         if None in known:
             return pairs
         sums = torch.tensor(known, dtype=torch.float64)
@@ -242,8 +241,8 @@ class DPO(Trainer):
         return Pairs.of_rows(tokenize_preference(row, self.tokenizer) for row in rows)
 
 
-def _given_sums(row: Mapping[str, Any]) -> Sums | None:
-    """The reference's sums that stand in a row itself."""
+def _read_sums(row: Mapping[str, Any]) -> Sums | None:
+    """The reference's sums in the fields of a row; None: it has none."""
     sums = []
     for name in _REFERENCE:
         value = row.get(name)
@@ -265,7 +264,7 @@ def reference_sums(trainer: Trainer, pairs: Pairs) -> tuple[Tensor, Tensor]:
 def with_reference(trainer: Trainer, pairs: Pairs) -> Pairs:
     """The pairs with the reference's sums, for a trainer whose config is a ``PreferenceConfig``.
 
-    Without them where the loss does not look at the reference.
+    Unchanged where the loss does not use the reference.
     """
     if not trainer.config.has_reference() or pairs.reference is not None:
         return pairs
@@ -302,7 +301,7 @@ def pair_losses(
 
 
 def update_on_pairs(trainer: Trainer, pairs: Pairs) -> dict[str, float]:
-    """One update of a trainer whose config is a ``PreferenceConfig``, and its metrics; of no pairs, none.
+    """One update of a trainer whose config is a ``PreferenceConfig``, and its metrics; no update for no pairs.
 
     Of pairs with ``sampler_logprobs`` also ``sampler/log_ratio``, the mean over tokens of their absolute difference
     from the policy's log-probs, and ``sampler/log_ratio_max``.
@@ -374,7 +373,7 @@ def dpo_loss(
             the reference gave every completion the same probability.
         ref_rejected_logprobs: (B,).
         loss_type: see above.
-        beta: strength of the pull towards the reference.
+        beta: strength of the KL regularisation towards the reference.
         label_smoothing: probability that a label is wrong, for sigmoid, sigmoid_norm, robust and
             exo_pair (which needs one above 0).
         chosen_lengths: (B,), tokens of each completion; for ipo, sigmoid_norm and sft.
@@ -390,7 +389,7 @@ def dpo_loss(
         ``logps/{chosen,rejected}``.
 
     Raises:
-        WhetTypeError: an argument that is no tensor of the right kind.
+        WhetTypeError: an argument is no tensor, or of the wrong dtype or number of axes.
         WhetValueError: shapes that disagree, no pairs, an unknown loss_type, a setting out of range,
             one reference without the other, or missing lengths.
 
@@ -399,7 +398,7 @@ def dpo_loss(
         ignores label_smoothing.
     """
     check_dpo_options("dpo_loss", loss_type, beta, label_smoothing)
-    if loss_type in _PER_TOKEN and (chosen_lengths is None or rejected_lengths is None):
+    if loss_type in _LENGTH_NORMALISED and (chosen_lengths is None or rejected_lengths is None):
         raise WhetValueError(f"dpo_loss: {loss_type!r} averages over tokens. Pass chosen_lengths and rejected_lengths.")
     if loss_type == "sft" and chosen_lengths is None and n_tokens is None:
         raise WhetValueError("dpo_loss: 'sft' averages over tokens. Pass chosen_lengths, or n_tokens.")
@@ -419,7 +418,7 @@ def dpo_loss(
 
     n_pairs = denominator("dpo_loss", "n_pairs", len(c) if n_pairs is None else n_pairs)
     d = c - r
-    if loss_type in _PER_TOKEN:
+    if loss_type in _LENGTH_NORMALISED:
         chosen, rejected = cast(Tensor, chosen_lengths), cast(Tensor, rejected_lengths)
         per_token = c / chosen.clamp(min=1) - r / rejected.clamp(min=1)
         loss = _pair_loss(loss_type, c, r, per_token, beta, label_smoothing).sum() / n_pairs

@@ -1,4 +1,4 @@
-"""Group Relative Policy Optimization: sample G completions per prompt, push the better ones up.
+"""Group Relative Policy Optimization: sample G completions per prompt, reinforce those above the group's mean.
 
 Per token t of completion i, with its group-relative advantage A_i and the probability ratio
 rho = exp(log pi - log pi_old) (Shao et al. 2024, eq. 3):
@@ -336,9 +336,9 @@ def grpo_loss(
 
     KL estimates KL(policy || reference) from the policy's own samples (Schulman 2020), with d = ref -
     policy: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1. ``kl_bias_correction`` multiplies k3 by rho, which
-    makes its gradient that of the KL; that of k2 is so already, that of k1 is zero in the mean.
+    makes its gradient that of the KL; k2's already is, and k1's is zero in expectation.
 
-    A masked position counts nothing, in value and gradient, whatever it holds. The losses of
+    A masked position contributes nothing to value and gradient, even if it is NaN. The losses of
     micro-batches add up to that of the whole batch if each is given the whole batch's ``n_tokens`` and
     ``n_rows``, and so do the metrics. (bnpo is dapo with the tokens of one update as n_tokens.)
 
@@ -353,15 +353,15 @@ def grpo_loss(
             importance correction.
         loss_type: see above.
         level: whether rho is per token or per sequence.
-        epsilon: how far below 1 the ratio may fall before it is clipped.
-        epsilon_high: how far above 1; None: as ``epsilon``. In cispo it caps rho itself (usually at 5).
+        epsilon: the ratio is clipped below at 1 - epsilon.
+        epsilon_high: and above at 1 + epsilon_high; None: ``epsilon``. In cispo the cap of rho itself (usually 5).
         delta: cap of rho where A < 0 (two-sided clipping); None: no cap.
         beta: weight of the KL term.
         kl_estimator, kl_bias_correction: see above.
         sapo_tau_positive, sapo_tau_negative: tau where A > 0, and elsewhere.
-        sampler_correction, sampler_cap: how w is made, see ``importance_weights``.
+        sampler_correction, sampler_cap: how w is computed, see ``importance_weights``.
         n_tokens, n_rows: of the whole batch; None: of this one. Tokens that a "mask" correction rejects,
-            and rows of which it leaves nothing, are not counted.
+            and rows that it rejects whole, are not counted.
         max_completion_length: dr_grpo's constant, in tokens; None: T, the width of this batch.
 
     Returns:
@@ -370,8 +370,8 @@ def grpo_loss(
         ``sampler/{log_ratio,weight}`` (means of |old - sampler| and w).
 
     Raises:
-        WhetTypeError: an argument that is no tensor of the right kind.
-        WhetValueError: shapes that disagree, an unknown name, a setting out of range, beta != 0 without
+        WhetTypeError: an argument is no tensor, or of the wrong dtype or number of axes.
+        WhetValueError: shapes differ, an unknown name, a setting out of range, beta != 0 without
             a reference.
 
     Source: as in TRL 1.16 (grpo: Shao et al. 2024, dr_grpo: Liu et al. 2025, dapo: Yu et al. 2025, GSPO:

@@ -2,7 +2,7 @@
 
     l = -log pi(y_t | x, y_<t), averaged over the completion tokens of the batch
 
-Prompt tokens do not count unless a row has no prompt of its own.
+Prompt tokens do not count, unless a row has no prompt.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SFT(Trainer):
             those of every step.
 
         Raises:
-            WhetTypeError: none of these.
+            WhetTypeError: the batch has none of these forms.
             WhetValueError: rows that do not match, or no token that counts.
         """
         prompt_ids, completion_ids = self._token_ids(prompt, completion)
@@ -106,7 +106,7 @@ def sft_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """Mean negative log-likelihood, ``-sum logprobs m / n_tokens``, in nats.
 
-    A masked position counts nothing, in value and gradient, whatever it holds.
+    A masked position contributes nothing to value and gradient, even if it is NaN.
 
     Args:
         logprobs: (B, T) float, of the tokens, differentiable. The loss has its dtype.
@@ -118,7 +118,7 @@ def sft_loss(
         The scalar loss, and as metric ``token_probability``, the mean probability of the tokens.
 
     Raises:
-        WhetTypeError: an argument that is no tensor of the right kind.
+        WhetTypeError: an argument is no tensor, or of the wrong dtype or number of axes.
         WhetValueError: shapes that disagree, or n_tokens that is no number >= 0.
     """
     check_float_tensor("sft_loss", "logprobs", logprobs, n_axes=2)

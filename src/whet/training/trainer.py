@@ -1,13 +1,12 @@
 """What the training algorithms share: the optimizer step, the loop over a dataset, logging, checkpoints.
 
-One optimizer update adds up the gradients of micro-batches, clips them and takes an AdamW step
+One optimizer update adds up the gradients of micro-batches, clips them and makes an AdamW step
 (Loshchilov & Hutter 2019), or skips it where the loss or a gradient is not finite. Knows no algorithm:
-each of them computes its own loss, and holds what belongs to it.
+each of them computes its own loss.
 
-A run is a function of (initial weights, data, config): a trainer that is saved after step k and loaded
-again takes the steps after k with the same bits as one that never stopped. That asks of the data that its order is one:
-sequences and torch's DataLoader are shuffled as (seed, epoch) tell; an iterable, or a sampler of one's own, has to give
-the same order again.
+A run is a function of (initial weights, data, config): a trainer that is saved after step k and loaded again continues
+bit for bit as one that never stopped. The order of the data must be reproducible for that: sequences and torch's
+DataLoader are shuffled by (seed, epoch); an iterable, or a custom sampler, has to give the same order again.
 """
 
 from __future__ import annotations
@@ -119,20 +118,20 @@ class Trainer(ABC):
         tokenizer: for rows of text; needs to be callable and have ``decode``, as Hugging Face's do.
         logger: one logger or several.
         callbacks: one callback or several, called in this order.
-        **settings: fields of the config, in place of those of ``config``.
+        **settings: fields of the config; they override those of ``config``.
 
     Attributes:
-        step: steps taken.
-        position: batches that ``train`` has taken from its dataset.
+        step: steps done.
+        position: batches of its dataset that ``train`` has consumed.
         num_tokens: tokens of prompts and completions seen.
         skipped_steps: updates skipped because the loss or a gradient was not finite.
-        n_updates: updates taken.
+        n_updates: optimizer updates done.
         should_stop: set by a callback to end ``train`` after the step.
     """
 
     config_class: ClassVar[type[TrainerConfig]] = TrainerConfig
     row_fields: ClassVar[tuple[str, ...]] = ()
-    """What a row of the dataset holds, in the order of ``train_step``'s arguments."""
+    """The fields of a row of the dataset, in the order of ``train_step``'s arguments."""
 
     def __init__(
         self,
@@ -151,15 +150,15 @@ class Trainer(ABC):
                 raise WhetTypeError(f"{where}: {name} is {type(module).__name__}, expected an nn.Module.")
             if module is not None and acceleration_of(module) is not None:
                 raise WhetValueError(
-                    f"{where}: {name} is accelerated already. A trainer does that itself for each step, as compute "
-                    "says: call remove() on what accelerate() returned."
+                    f"{where}: {name} is accelerated already. A trainer accelerates its model itself for each "
+                    "step, as compute says: call remove() on what accelerate() returned."
                 )
         if ref_model is model:
             raise WhetValueError(f"{where}: ref_model is the model itself. Pass a frozen copy, or None.")
         self.config: Any = make_config(self.config_class, config, settings)
         if ref_model is not None and not self.config.has_reference():
             raise WhetValueError(
-                f"{where}: ref_model has no effect: with these settings the loss looks at no reference. Leave it out, "
+                f"{where}: ref_model has no effect: with these settings the loss uses no reference. Leave it out, "
                 f"or set beta."
             )
         self.model = model
@@ -175,7 +174,7 @@ class Trainer(ABC):
         self.acceleration = self.accelerations.get(model)
         if self.acceleration is not None:
             self.acceleration.in_place = True
-        # Decay is of matrices; vectors are norms and biases, which it would pull away from what they normalise to.
+        # Only matrices decay: vectors are norm weights, whose neutral value is not 0, and biases.
         matrices = [p for p in self.trainable.values() if p.ndim > 1]
         vectors = [p for p in self.trainable.values() if p.ndim <= 1]
         self.optimizer = AdamW(
@@ -214,7 +213,7 @@ class Trainer(ABC):
         return learning_rate_at(self.step, self.config, horizon)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Pass metrics to every logger, at the current step."""
+        """Log metrics at the current step."""
         for logger in self.loggers:
             logger.log(metrics, self.step)
 
@@ -298,10 +297,10 @@ class Trainer(ABC):
             return self.logprobs(model, prompt_ids, completion_ids, temperature)
 
     def completion_rows(self, completions: Any) -> list[list[int]]:
-        """Completions as rows of token ids, none of them past its end.
+        """Completions as rows of token ids, each cut at its end.
 
-        A (B, T) tensor or array without an attention mask cannot tell its padding from its tokens, so
-        a row of it ends with its first stop token.
+        A (B, T) tensor or array without an attention mask does not distinguish padding from tokens, so
+        each of its rows ends with the first stop token.
         """
         rows = token_rows(completions)
         if getattr(completions, "ndim", 0) != 2:
@@ -317,27 +316,27 @@ class Trainer(ABC):
     # --- the loop ---------------------------------------------------------------------------------------
 
     def train(self, dataset: Any, steps: int | None = None, *, n_epochs: int | None = None) -> dict[str, float]:
-        """Take ``train_step`` over a dataset.
+        """Run ``train_step`` over a dataset.
 
         Args:
-            dataset: rows: dicts (of text, chat messages or token ids, with whatever other columns), or bare values
+            dataset: rows: dicts (of text, chat messages or token ids, with any other columns), or bare values
                 and tuples in the order of ``train_step``'s arguments; or ready batches, as ``train_step`` takes them.
                 In a sequence, an iterable, a ``DataLoader`` or an iterator (``whet.data.batches.batch_stream`` says in
                 what order). Rows are taken ``batch_size`` at a time. An iterable cannot be shuffled: it is taken in
                 its own order, and again from the start at its end.
-            steps: how many more steps to take. The run continues where the last one stopped, also in a trainer loaded
+            steps: how many more steps to run. The run continues where the last one stopped, also in a trainer loaded
                 from a checkpoint; an iterator (which cannot start again) where it stands, after the batch of a step
                 that failed or was interrupted, if there is one.
             n_epochs: in place of steps: how many more passes over the dataset; one that is begun counts as the first.
                 Without either: to the end of the epoch, which is n_epochs=1.
 
         Returns:
-            The metrics of the last step; empty if none was taken.
+            The metrics of the last step; empty if there was none.
 
         Raises:
             WhetTypeError: dataset is none of these, or both steps and n_epochs.
             WhetValueError: an empty dataset, fewer rows than ``batch_size``, steps that are no integer >= 0, n_epochs
-                that is none >= 1, or no steps for a dataset without a length.
+                that is no integer >= 1, or no steps for a dataset without a length.
         """
         if steps is not None and n_epochs is not None:
             raise WhetTypeError(f"train: steps is {steps} and n_epochs {n_epochs}. Pass one of them.")
@@ -383,12 +382,12 @@ class Trainer(ABC):
         return metrics
 
     def evaluate(self, dataset: Any) -> float:
-        """What the algorithm trains for, as the policy is now: the mean loss over a dataset, in eval mode.
+        """The mean loss of the current policy over a dataset, in eval mode.
 
         Nothing is trained: weights, optimizer, counters and random states are as they were.
 
         Args:
-            dataset: as ``train`` takes it, gone through once in its order; or a single batch.
+            dataset: as for ``train``, read once in its order; or a single batch.
 
         Returns:
             ``loss`` of ``evaluation_metrics``.
@@ -399,7 +398,7 @@ class Trainer(ABC):
         return self._measured(lambda: self.evaluation_metrics(dataset)["loss"])
 
     def evaluation_metrics(self, dataset: Any) -> dict[str, float]:
-        """What ``evaluate`` measures over a dataset, by name; each algorithm says what."""
+        """The metrics of an evaluation over a dataset, by name; each algorithm defines them."""
         raise WhetTypeError(f"{type(self).__name__}: it has no evaluation. Define evaluation_metrics(dataset).")
 
     def in_order(self, dataset: Any) -> Iterator[tuple[Any, ...]]:
@@ -408,7 +407,7 @@ class Trainer(ABC):
         return batches_in_order(dataset, self.config.batch_size, self.row_fields, self.as_row, where)
 
     def _measured(self, measure: Callable[[], float]) -> float:
-        """A measurement, after which random states are as they were."""
+        """Measure, and restore the random states."""
         state = capture_rng()
         try:
             return measure()
@@ -446,21 +445,21 @@ class Trainer(ABC):
         env_id: Any = None,
         **arguments: Any,
     ) -> Self:
-        """The trainer that ``save`` wrote down; its next step is the one that would have come next.
+        """Load the trainer that ``save`` wrote; its next step is the one that would have come next.
 
         Args:
             path: the checkpoint folder.
             model: a model of the same class and configuration, whose weights are replaced; None: it is
                 built from the checkpoint (not possible for PEFT models and others of which only a part
-                was trained, nor for modules that no description holds).
+                was trained, nor for modules that cannot be described).
             ref_model: likewise the reference.
-            env_id: not used.
+            env_id: ignored; for compatibility with rlox.
             **arguments: of the constructor, such as ``reward_fn``, ``tokenizer``, ``logger`` and
-                ``callbacks``; settings among them take the place of those saved.
+                ``callbacks``; settings among them override those saved.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, one of another algorithm, or a model that does
-                not fit it.
+                not match it.
         """
         return load_trainer(cls, path, model, ref_model, arguments)
 
@@ -480,11 +479,11 @@ class Trainer(ABC):
                 cast(Any, part).save_pretrained(folder)
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps for an algorithm beside model and optimizer."""
+        """Tensors that a checkpoint keeps for an algorithm beside model and optimizer."""
         return {}
 
     def load_own_tensors(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Take over what ``own_tensors`` returned."""
+        """Restore what ``own_tensors`` returned."""
 
 
 def stop_token_ids(model: nn.Module, tokenizer: Any, chosen: Sequence[int] = ()) -> list[int]:
