@@ -1,8 +1,8 @@
 """The settings of every algorithm: flat dataclasses that a TOML table, flags or keyword arguments fill.
 
-Each field says what it does, in its unit. A value of another type or out of range is refused when the config
-is made, and so is one that has no effect beside the others; a field at its default never is. Reads no files, and
-does not import torch.
+Each field documents its effect and unit. A value of another type or out of range raises when the config is made, and so
+does one that has no effect beside the others; a field at its default never does. Reads no files, and does not import
+torch.
 """
 
 from __future__ import annotations
@@ -42,43 +42,43 @@ class TrainerConfig:
     """
 
     learning_rate: float = 1e-6
-    """Step size at the top of the schedule."""
+    """Learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows the warm-up: this rate for good, or a decay to zero at the end of the schedule."""
+    """After the warm-up: constant, or decay to zero at the end of the schedule."""
     warmup_steps: int = 0
-    """Steps over which the rate rises linearly to its top."""
+    """Steps over which the rate rises linearly to learning_rate."""
     schedule_steps: int = 0
     """Length of the schedule in steps; 0: to the last step of the longest ``train`` call so far."""
     batch_size: int = 8
     """Rows of the dataset per step, in ``train``."""
     micro_batch_size: int = 0
-    """Rows per forward and backward pass; 0: as max_tokens_per_step says. Less memory, the same gradient."""
+    """Rows per forward and backward pass; 0: see max_tokens_per_step. Fewer need less memory; the same gradient."""
     max_tokens_per_step: int = 1536
-    """Tokens per forward and backward pass where Whet's kernels compute it and micro_batch_size is 0; 0: all at once.
-    The same gradient."""
+    """Tokens per forward and backward pass on Whet's kernels if micro_batch_size is 0; 0: all at once. The same
+    gradient."""
     compute: Compute = "auto"
-    """What computes the step: Whet's kernels (whet.nn.accelerate), with products in bfloat16 or float32, or torch.
+    """Backend of the step: Whet's kernels (whet.nn.accelerate), with products in bfloat16 or float32, or torch.
 
     auto: the kernels for a Hugging Face model of the supported families with float32 weights on the CPU, in bfloat16
-    where the processor has it; else torch."""
+    if the processor supports it; else torch."""
     adam_beta1: float = 0.9
-    """Decay of the gradient's running mean."""
+    """Decay rate of AdamW's first moment."""
     adam_beta2: float = 0.999
-    """Decay of the squared gradient's running mean."""
+    """Decay rate of AdamW's second moment."""
     adam_epsilon: float = 1e-8
-    """Added to the root of the squared gradient's running mean."""
+    """Added to the root of AdamW's second moment."""
     weight_decay: float = 0.0
-    """Decoupled weight decay, per unit of learning rate, of matrices; norms and biases have none."""
+    """Decoupled weight decay, per unit of learning rate, of matrices; none of norms and biases."""
     max_grad_norm: float = 1.0
-    """Longer gradients are scaled down to this norm; 0: never."""
+    """Gradient norm above which gradients are clipped; 0: no clipping."""
     max_skipped_steps: int = 10
-    """So many updates in a row whose loss or gradient is not finite, and so skipped, are an error."""
+    """Abort after this many consecutive updates that were skipped because loss or gradient was not finite."""
     training_mode: bool = False
-    """Update in training mode, which turns dropout and gradient checkpointing on."""
+    """Update in training mode, with dropout and gradient checkpointing."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end a completion; empty: the EOS of tokenizer or model."""
     seed: int = 0
-    """Keys the order of the data and the sampling; from 0 to 2^64 - 1."""
+    """Seed of the order of the data and of the sampling; from 0 to 2^64 - 1."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -102,7 +102,7 @@ class TrainerConfig:
         check_used(self, packed, self.compute != "torch", "compute is 'torch', which takes micro_batch_size rows")
 
     def has_reference(self) -> bool:
-        """Whether the loss looks at a reference."""
+        """Whether the loss uses a reference."""
         return False
 
 
@@ -128,9 +128,9 @@ class SFTConfig(TrainerConfig):
     """Settings of SFT."""
 
     learning_rate: float = 2e-5
-    """Step size at the top of the schedule."""
+    """Learning rate after the warm-up."""
     training_mode: bool = True
-    """Update in training mode, which turns dropout and gradient checkpointing on."""
+    """Update in training mode, with dropout and gradient checkpointing."""
     loss_on: Literal["completion", "all"] = "completion"
     """Which tokens count: those of the completion, or all but the first of the row."""
 
@@ -140,21 +140,21 @@ class PreferenceConfig:
     """Settings of a loss on preference pairs."""
 
     beta: float = 0.1
-    """Strength of the pull towards the reference."""
+    """Strength of the KL regularisation towards the reference."""
     loss_type: DPOLossType = "sigmoid"
     """The function of the log-ratios, see ``dpo_loss``."""
     label_smoothing: float = 0.0
     """Probability that a label is wrong."""
     reference_free: bool = False
-    """Leave the reference out, as if it gave every completion the same probability."""
+    """Drop the reference, as if it gave every completion the same probability."""
 
     def __post_init__(self) -> None:
         check_types(self)
         check_dpo_options(type(self).__name__, self.loss_type, self.beta, self.label_smoothing)
-        check_used(self, ["beta"], self.loss_type != "sft", "'sft' looks at the chosen completion alone")
+        check_used(self, ["beta"], self.loss_type != "sft", "'sft' uses the chosen completion only")
 
     def has_reference(self) -> bool:
-        """Whether the loss looks at the reference."""
+        """Whether the loss uses the reference."""
         return not self.reference_free and self.loss_type != "sft"
 
 
@@ -163,15 +163,15 @@ class DPOConfig(PreferenceConfig, TrainerConfig):
     """Settings of DPO. ``batch_size`` counts pairs."""
 
     precompute_reference: bool = False
-    """Compute the reference's log-probs once, before ``train``, and keep no copy of the model for them."""
+    """Compute the reference's log-probs once, before ``train``, instead of keeping a copy of the model for them."""
     reference_cache: str = ""
-    """Folder that keeps precomputed log-probs, by weights and rows, for the next run; empty: they are not kept."""
+    """Folder that caches precomputed log-probs, by weights and rows, for later runs; empty: no cache."""
 
     def __post_init__(self) -> None:
         TrainerConfig.__post_init__(self)
         PreferenceConfig.__post_init__(self)
-        check_used(self, ["precompute_reference"], self.has_reference(), "the loss looks at no reference")
-        check_used(self, ["reference_cache"], self.precompute_reference, "it keeps what precompute_reference computes")
+        check_used(self, ["precompute_reference"], self.has_reference(), "the loss uses no reference")
+        check_used(self, ["reference_cache"], self.precompute_reference, "it caches what precompute_reference computes")
 
 
 @dataclass(kw_only=True)
@@ -179,34 +179,34 @@ class RolloutConfig:
     """Settings of sampling and of rewards."""
 
     max_new_tokens: int = 128
-    """Longest completion in tokens, the stop token included."""
+    """Maximum length of a completion in tokens, including the stop token."""
     temperature: float = 1.0
     """Divides the logits before sampling; above 0."""
     top_k: int = 0
     """Sample from the k most probable tokens; 0: from all."""
     top_p: float = 1.0
-    """Sample from the most probable tokens that together have this mass; 1: from all."""
+    """Sample from the most probable tokens with this cumulative probability; 1: from all."""
     min_p: float = 0.0
     """Drop tokens less probable than this share of the most probable one; 0: none."""
     repetition_penalty: float = 1.0
-    """Makes tokens that are there already less probable; 1: does not."""
+    """Penalty on the logits of tokens that occurred already; 1: none."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end a completion; empty: the EOS of tokenizer or model."""
     engine: EngineName = "auto"
-    """What samples: the native engine, or the model through torch; auto: native where it runs the model."""
+    """Engine that samples: native, or the model through torch; auto: native if it supports the model."""
     rollout_weights: RolloutWeights = "auto"
-    """Format of the native engine's matrices; auto: bf16 or float32, as the policy multiplies them."""
+    """Weight format of the native engine; auto: bf16 or float32, as in the policy's matrix products."""
     kv_bytes: int = 0
-    """Memory of the native engine for keys and values, asked of the system as it is used; 0: 1 GiB, or what the longest
-    sequence takes that comes, if that is more. A sequence that needs more than is set is an error."""
+    """KV cache of the native engine in bytes, committed lazily; 0: 1 GiB, or more if the longest sequence needs it. A
+    sequence that needs more than a given size is an error."""
     reward_weights: list[float] = field(default_factory=list)
     """One weight per reward function; empty: 1 each."""
     reward_policy: Literal["raise", "skip", "zero"] = "raise"
-    """What a failing reward function does: end the run, leave the sample unscored, or score it 0."""
+    """On failure of a reward function: end the run, leave the sample unscored, or score it 0."""
     reward_timeout_s: float | None = None
-    """Seconds that one call of a reward function may take; None: no limit."""
+    """Time limit of one call of a reward function in seconds; None: no limit."""
     seed: int = 0
-    """Keys the sampling; from 0 to 2^64 - 1."""
+    """Seed of the sampling; from 0 to 2^64 - 1."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -224,13 +224,13 @@ class RolloutConfig:
         self.sampling((), self.seed)
 
     def samples_plainly(self) -> bool:
-        """Whether tokens are drawn from the model's own distribution: temperature 1, nothing filtered."""
+        """Whether tokens are sampled from the model's own distribution: temperature 1, no filters."""
         plain = SamplingParams()
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         return all(getattr(self, name) == getattr(plain, name) for name in names)
 
     def sampling(self, stop_ids: Sequence[int], seed: int) -> SamplingParams:
-        """As the engine wants them; ``stop_ids`` are the model's, for where the config names none."""
+        """The sampling settings for an engine; ``stop_ids`` are the model's, used if the config has none."""
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -257,7 +257,7 @@ class GRPOConfig(OnlineConfig):
     """Settings of GRPO. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
 
     group_size: int = 8
-    """Completions per prompt, at least 2: an advantage is a difference within them."""
+    """Completions per prompt, at least 2: advantages are relative to the group."""
     num_iterations: int = 1
     """Updates per batch of completions."""
     loss_type: GRPOLossType = "dapo"
@@ -265,15 +265,15 @@ class GRPOConfig(OnlineConfig):
     level: RatioLevel = "token"
     """Whether the probability ratio is per token or per sequence (GSPO)."""
     epsilon: float = 0.2
-    """How far below 1 the ratio may fall before it is clipped."""
+    """The ratio is clipped below at 1 - epsilon."""
     epsilon_high: float | None = None
-    """How far above 1; None: as epsilon. In cispo the cap of the ratio itself, which has to be given."""
+    """And above at 1 + epsilon_high; None: epsilon. In cispo the cap of the ratio itself, which is required."""
     delta: float | None = None
     """Cap of the ratio where the advantage is negative; None: no cap."""
     beta: float = 0.0
-    """Weight of the KL term; 0: none, and no reference model. ``kl_coef`` is another name for it."""
+    """Weight of the KL term; 0: none, and no reference model. Alias: ``kl_coef``."""
     kl_estimator: KLEstimator = "k3"
-    """The estimator of the KL."""
+    """KL estimator: k1, k2 or k3 (Schulman 2020)."""
     kl_bias_correction: bool = True
     """Multiply k3 by the ratio, which makes its gradient that of the KL."""
     sapo_tau_positive: float = 1.0
@@ -281,20 +281,20 @@ class GRPOConfig(OnlineConfig):
     sapo_tau_negative: float = 1.05
     """sapo's temperature for the others."""
     sampler_correction: Literal["auto", "off"] | SamplerCorrection = "auto"
-    """How to weigh completions of an engine whose log-probs differ from the policy's; auto: token_truncate where
-    rollout_weights asks for bf16 or fewer bits, else off."""
+    """Importance correction for an engine whose log-probs differ from the policy's; auto: token_truncate if
+    rollout_weights is bf16 or narrower, else off."""
     sampler_cap: float = 3.0
-    """The largest of these weights."""
+    """Cap of the importance weights."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Whose standard deviation divides the advantages."""
+    """Scope of the standard deviation that divides the advantages."""
     advantage_ddof: int = 0
     """0: population standard deviation; 1: sample."""
     advantage_eps: float | None = None
     """Added to the standard deviation (TRL: 1e-4, with ddof 1); None: nothing, but zeros below 1e-8."""
     drop_zero_spread: bool = False
-    """Leave groups whose rewards are all equal out of the update, instead of counting them."""
+    """Drop groups whose rewards are all equal from the update, instead of counting them."""
     mask_truncated_completions: bool = False
-    """Leave completions that max_new_tokens ended out of the update."""
+    """Drop completions that max_new_tokens ended from the update."""
 
     def has_reference(self) -> bool:
         """Whether the loss has a KL term."""
@@ -342,9 +342,7 @@ class GRPOConfig(OnlineConfig):
         taus = ["sapo_tau_positive", "sapo_tau_negative"]
         check_used(self, taus, loss_type == "sapo", f"{loss_type!r} has no temperature")
         check_used(self, ["kl_estimator"], self.beta != 0, "beta is 0, and there is no KL term")
-        check_used(
-            self, ["sampler_cap"], self.correction() is not None, "sampler_correction is off, and nothing is weighed"
-        )
+        check_used(self, ["sampler_cap"], self.correction() is not None, "sampler_correction is off")
         spread = ["advantage_ddof", "advantage_eps"]
         check_used(self, spread, self.scale_rewards != "none", "scale_rewards is 'none', and nothing divides")
 
@@ -365,7 +363,7 @@ class BestOfNConfig(RolloutConfig):
     n: int = 8
     """Candidates per prompt."""
     pad_token_id: int | None = None
-    """Fills the right of shorter rows; None: the tokenizer's padding token, or 0."""
+    """Right padding of shorter rows; None: the tokenizer's padding token, or 0."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -382,10 +380,10 @@ def check_grpo_options(
     epsilon_high: float | None,
     delta: float | None,
 ) -> None:
-    """Refuse options that ``grpo_loss`` cannot use; ``where`` is who asks.
+    """Raise for options that ``grpo_loss`` cannot use; ``where`` is the caller's name.
 
     Raises:
-        WhetValueError: an unknown name, a number out of range, or a bound that the loss has no use for.
+        WhetValueError: an unknown name, a number out of range, or a bound that the loss does not have.
     """
     check_choice(where, "loss_type", loss_type, GRPOLossType)
     check_choice(where, "level", level, RatioLevel)
@@ -403,10 +401,10 @@ def check_grpo_options(
 
 
 def check_dpo_options(where: str, loss_type: str, beta: float, label_smoothing: float) -> None:
-    """Refuse options that ``dpo_loss`` cannot use; ``where`` is who asks.
+    """Raise for options that ``dpo_loss`` cannot use; ``where`` is the caller's name.
 
     Raises:
-        WhetValueError: an unknown loss_type, a number out of range, or a smoothing that it has no use for.
+        WhetValueError: an unknown loss_type, a number out of range, or label smoothing that the loss does not have.
     """
     check_choice(where, "loss_type", loss_type, DPOLossType)
     if not (beta > 0 and math.isfinite(beta)):

@@ -1,7 +1,7 @@
 """Config dataclasses: made from keyword arguments or a table of a file, and their fields checked.
 
-A field holds what TOML can: a number, a string, a boolean, a list of them, or None for one left out. Knows
-no field by name: the configs are in ``whet.config`` and beside what they configure.
+The types of fields are those of TOML: a number, a string, a boolean, or a list of them; None stands for a missing
+value. Knows no field by name: the configs are in ``whet.config`` and beside what they configure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Config = TypeVar("Config")
 
 
 def make_config(config_class: type[Config], config: Config | None, settings: Mapping[str, Any]) -> Config:
-    """A config of ``config_class``: ``config``, or the defaults, with ``settings`` in place of its fields.
+    """A config of ``config_class``: ``config``, or the defaults, with the fields in ``settings`` replaced.
 
     Raises:
         WhetTypeError: config is of another class, a setting is no field (the message suggests the
@@ -43,28 +43,28 @@ def make_config(config_class: type[Config], config: Config | None, settings: Map
 
 
 def check_types(config: Any) -> None:
-    """Refuse a value that is not of its field's type, and NaN; an int does for a float, and a tuple for a list.
+    """Raise for a value of another type than its field's, and for NaN. An int is a float, and a tuple a list.
 
-    Numbers of NumPy and others become Python's own, which JSON, TOML and native code take.
+    Numbers of NumPy and others are converted to Python's, for JSON, TOML and native code.
 
     Raises:
         WhetTypeError: naming the field, its type and the value.
-        WhetValueError: a text that is not among a field's choices, or NaN.
+        WhetValueError: a string that is not among a field's choices, or NaN.
     """
     hints = typing.get_type_hints(type(config))
     for name in (f.name for f in dataclasses.fields(config)):
         value = getattr(config, name)
-        if not _fits(value, hints[name]):
+        if not _is_of_type(value, hints[name]):
             error = WhetValueError if isinstance(value, str) and _choices(hints[name]) else WhetTypeError
-            raise error(f"{type(config).__name__}: {name} is {value!r}, expected {_words(hints[name])}.")
-        plain = [_plain(item) for item in value] if isinstance(value, (list, tuple)) else [_plain(value)]
+            raise error(f"{type(config).__name__}: {name} is {value!r}, expected {_describe_type(hints[name])}.")
+        plain = [_as_python(item) for item in value] if isinstance(value, (list, tuple)) else [_as_python(value)]
         if any(item != item for item in plain):
             raise WhetValueError(f"{type(config).__name__}: {name} is {value!r}, expected a number other than NaN.")
         object.__setattr__(config, name, type(value)(plain) if isinstance(value, (list, tuple)) else plain[0])
 
 
 def check_range(config: Any, name: str, ok: bool, expected: str) -> None:
-    """Refuse the field ``name`` of ``config`` unless ``ok``.
+    """Raise for the field ``name`` of ``config`` unless ``ok``.
 
     Raises:
         WhetValueError: naming the field, its value and what was expected.
@@ -75,10 +75,10 @@ def check_range(config: Any, name: str, ok: bool, expected: str) -> None:
 
 
 def check_used(config: Any, names: Sequence[str], used: bool, why: str) -> None:
-    """Refuse fields of ``config`` that are not at their defaults, unless they are ``used``.
+    """Raise for fields of ``config`` that are not at their defaults, unless they are ``used``.
 
     Raises:
-        WhetValueError: naming the field, its value, ``why`` it has no effect and what would mend it.
+        WhetValueError: naming the field, its value, ``why`` it has no effect, and the default.
     """
     defaults = {f.name: f for f in dataclasses.fields(config)}
     for name in () if used else names:
@@ -90,10 +90,10 @@ def check_used(config: Any, names: Sequence[str], used: bool, why: str) -> None:
 
 
 def check_integer(where: str, name: str, value: Any, least: int, *, optional: bool = False) -> Any:
-    """``value`` as an int of at least ``least``; with ``optional``, None too. ``where`` is who asks.
+    """``value`` as an int of at least ``least``; with ``optional``, None too. ``where`` is the caller's name.
 
     Raises:
-        WhetValueError: it is anything else.
+        WhetValueError: it is not.
     """
     if value is None and optional:
         return None
@@ -109,7 +109,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_choice(where: str, name: str, value: Any, choices: Any) -> None:
-    """Refuse a ``value`` that is not among the ``choices`` of a Literal type."""
+    """Raise for a ``value`` that is not among the ``choices`` of a Literal type."""
     if value not in typing.get_args(choices):
         raise WhetValueError(f"{where}: {name} is {value!r}, expected one of {', '.join(typing.get_args(choices))}.")
 
@@ -118,21 +118,21 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _plain(value: Any) -> Any:
-    """A number as Python's own; anything else as it is."""
+def _as_python(value: Any) -> Any:
+    """A number as Python's int or float; anything else unchanged."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _is_of_type(value: Any, hint: Any) -> bool:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return any(type(value) is type(choice) and value == choice for choice in arguments)
     if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, member) for member in arguments)
+        return any(_is_of_type(value, member) for member in arguments)
     if origin in (list, Sequence):
-        return isinstance(value, (list, tuple)) and all(_fits(item, arguments[0]) for item in value)
+        return isinstance(value, (list, tuple)) and all(_is_of_type(item, arguments[0]) for item in value)
     if hint in (int, float):
         return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
     return isinstance(value, hint)
@@ -145,12 +145,12 @@ def _choices(hint: Any) -> tuple[Any, ...]:
     return tuple(choice for member in typing.get_args(hint) for choice in _choices(member))
 
 
-def _words(hint: Any) -> str:
+def _describe_type(hint: Any) -> str:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if _choices(hint):
         return "one of " + ", ".join(map(repr, _choices(hint)))
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(map(_words, arguments))
+        return " or ".join(map(_describe_type, arguments))
     if origin in (list, Sequence):
-        return f"a list of {_words(arguments[0])} values"
+        return f"a list of {_describe_type(arguments[0])} values"
     return "None" if hint is type(None) else hint.__name__

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.algorithms.tiny import EOS, ScriptedEngine, TinyModel, letters_tokenizer, tiny_llama
+from tests.tiny import EOS, ScriptedEngine, TinyModel, letters_tokenizer, tiny_llama
 
 from whet.algorithms.best_of_n import BestOfN
 from whet.errors import RewardError, WhetTypeError, WhetValueError

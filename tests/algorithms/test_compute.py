@@ -8,8 +8,8 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from tests.algorithms.tiny import TinyModel
 from tests.engine.tiny_models import foreign_model, tiny_model
+from tests.tiny import TinyModel
 
 from whet import WhetTypeError, WhetValueError
 from whet.algorithms import DPO, GRPO, SFT
@@ -76,10 +76,10 @@ def test_auto_takes_the_kernels_where_they_fit():
 def test_policy_and_reference_are_both_on_the_kernels_or_neither():
     policy, rounded = (tiny_model("llama").requires_grad_(True) for _ in range(2))
     both = DPO(policy, rounded)
-    assert both.acceleration is not None and both._ref_acceleration is not None
+    assert both.acceleration is not None and list(both.accelerations) == [policy, rounded]
     with pytest.warns(UserWarning, match="torch computes the step.*the weights are bfloat16"):
         neither = DPO(policy, rounded.bfloat16())
-    assert neither.acceleration is None and neither._ref_acceleration is None
+    assert neither.acceleration is None and not neither.accelerations
     neither.train_step([[1, 2]], [[3, 4]], [[5]])
 
 

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
-from tests.algorithms.tiny import (
+from tests.tiny import (
     EOS,
     TinyModel,
     assert_same_weights,
@@ -229,7 +229,7 @@ def test_a_damaged_line_of_a_reference_cache_is_named(tmp_path):
         lines = whole.splitlines()
         lines[1] = damage
         file.write_text("\n".join(lines) + "\n")
-        with pytest.raises(WhetValueError, match=r"line 2 of .*expected a row's name and two numbers. Delete the line"):
+        with pytest.raises(WhetValueError, match=r"line 2 of .*expected a row's digest and two numbers. Delete the"):
             make(**settings).add_reference_logprobs(ROWS)
 
 
@@ -271,10 +271,10 @@ def test_the_reference_is_computed_once(monkeypatch):
     dpo = make(precompute_reference=True, ref_model=TinyModel(seed=1), batch_size=2)
     asked = []
     compute = DPO._reference_sums
-    monkeypatch.setattr(DPO, "_reference_sums", lambda self, pairs: asked.extend(pairs[0]) or compute(self, pairs))
+    monkeypatch.setattr(DPO, "_reference_sums", lambda self, rows: asked.extend(rows) or compute(self, rows))
     dpo.train([*ROWS, ROWS[0]], n_epochs=2)
     dpo.train(ROWS)
-    assert sorted(asked) == sorted(PROMPTS)
+    assert sorted(prompt for prompt, _, _ in asked) == sorted(PROMPTS)
 
 
 @pytest.mark.parametrize("value", ["x", math.nan, [1.0]])

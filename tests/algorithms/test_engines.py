@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from tests.algorithms.tiny import EOS, TinyModel, assert_same_weights, tiny_llama, with_lora
+from tests.tiny import EOS, TinyModel, assert_same_weights, tiny_llama, with_lora
 
 from whet.algorithms.best_of_n import BestOfN
 from whet.algorithms.grpo import GRPO

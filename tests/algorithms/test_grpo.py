@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.algorithms.tiny import (
+from tests.tiny import (
     EOS,
     ScriptedEngine,
     TinyModel,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.algorithms.tiny import (
+from tests.tiny import (
     EOS,
     ScriptedEngine,
     TinyModel,

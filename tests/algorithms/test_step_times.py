@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.algorithms.tiny import EOS, ScriptedEngine, TinyModel, token_logprobs
 from tests.clock import Clock
+from tests.tiny import EOS, ScriptedEngine, TinyModel, token_logprobs
 
 from whet.algorithms import DPO, GRPO, SFT, OnlineDPO
 from whet.training.loggers import main_figures

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tests.tiny import tiny_llama
 from torch import nn
 from torch.nn import functional
 
@@ -252,11 +253,8 @@ class ValueHead(nn.Module):
 
 
 def small_llama(**options):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, **options
-    )
-    return transformers.LlamaForCausalLM(config)
+    pytest.importorskip("transformers")
+    return tiny_llama(vocab_size=32, num_key_value_heads=2, **options)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -26,8 +26,9 @@ CHAT_TEMPLATE = (
 def tiny_model(tmp_path_factory):
     """The folder: 2 layers, hidden 32, every byte a token, a chat template."""
     import torch
+    from tests.tiny import tiny_llama
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", *alphabet])}
@@ -37,21 +38,19 @@ def tiny_model(tmp_path_factory):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")
     tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(0)
-    config = LlamaConfig(
+    model = tiny_llama(
         vocab_size=len(vocab),
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
         eos_token_id=1,
-        pad_token_id=0,
         bos_token_id=None,
         tie_word_embeddings=True,
     )
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -12,21 +12,12 @@ from whet.models.adapter_files import from_peft, load_adapters, save_adapters, t
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 
-LLAMA = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
-
 
 def base_model():
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tests.tiny import tiny_llama
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**LLAMA)).eval()
+    return tiny_llama(vocab_size=40, intermediate_size=24).eval()
 
 
 def peft_model(**settings):

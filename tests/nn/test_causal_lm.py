@@ -8,8 +8,9 @@ from typing import Any
 import peft
 import pytest
 import torch
+from tests.tiny import tiny_llama
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn import causal_lm
@@ -35,20 +36,9 @@ def thirds() -> Bigram:
     return Bigram(torch.tensor([[1.0, 2, 5], [1, 1, 2], [3, 1, 4]]).log())
 
 
-def tiny_llama(**options: Any) -> LlamaForCausalLM:
+def small_llama(**options: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        **options,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama(vocab_size=32, initializer_range=0.3, **options).eval()
 
 
 def by_definition(model: nn.Module, prompt: list[int], completion: list[int], t: float) -> torch.Tensor:
@@ -82,7 +72,7 @@ def test_temperature_by_hand() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equals_the_definition_row_by_row(temperature: float, dtype: torch.dtype) -> None:
-    model = tiny_llama().to(dtype)
+    model = small_llama().to(dtype)
     out = completion_logprobs(model, PROMPTS, COMPLETIONS, temperature=temperature, return_entropy=True)
     assert out.logprobs.dtype == dtype and out.entropy is not None
     tolerance = 1e-12 if dtype == torch.float64 else 2e-6
@@ -98,7 +88,7 @@ def test_equals_the_definition_row_by_row(temperature: float, dtype: torch.dtype
 
 
 def test_a_row_depends_on_neither_its_neighbours_nor_its_padding() -> None:
-    model = tiny_llama()
+    model = small_llama()
     together = completion_logprobs(model, PROMPTS, COMPLETIONS)
     for i in range(2):
         alone = completion_logprobs(model, PROMPTS[i : i + 1], COMPLETIONS[i : i + 1])
@@ -106,7 +96,7 @@ def test_a_row_depends_on_neither_its_neighbours_nor_its_padding() -> None:
 
 
 def test_gradient_equals_autograd_of_the_definition() -> None:
-    model = tiny_llama().double()
+    model = small_llama().double()
     weights = torch.tensor([[0.3, -1.2, 0.0, 0.0], [2.0, 0.5, -0.1, 1.0], [0.0] * 4], dtype=torch.float64)
     (completion_logprobs(model, PROMPTS, COMPLETIONS, temperature=0.7).logprobs * weights).sum().backward()
     ours = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -168,7 +158,7 @@ def test_nan_logits_give_nan_in_their_own_row_only() -> None:
 
 
 def test_only_empty_completions_still_differentiate() -> None:
-    model = tiny_llama()
+    model = small_llama()
     out = completion_logprobs(model, [[1, 2], [3]], [[], []], return_entropy=True)
     assert out.logprobs.shape == out.mask.shape == (2, 0)
     out.logprobs.sum().backward()
@@ -176,7 +166,7 @@ def test_only_empty_completions_still_differentiate() -> None:
 
 
 def test_the_vocabulary_is_not_projected_on_prompt_positions() -> None:
-    model = tiny_llama()
+    model = small_llama()
     positions = []
     model.lm_head.register_forward_hook(lambda module, args, output: positions.append(output.shape[1]))
     completion_logprobs(model, [[1] * 20, [2] * 18], [[3, 4, 5], [6, 7]])
@@ -197,7 +187,7 @@ def test_forward_gets_the_options_it_names() -> None:
 
 
 def test_mode_is_left_alone_and_used() -> None:
-    model = tiny_llama(attention_dropout=0.5)
+    model = small_llama(attention_dropout=0.5)
     steady = completion_logprobs(model, PROMPTS, COMPLETIONS).logprobs
     assert not model.training
     model.train()
@@ -206,7 +196,7 @@ def test_mode_is_left_alone_and_used() -> None:
 
 
 def test_peft_and_compiled_wrappers_speak_for_the_model_inside() -> None:
-    model = tiny_llama()
+    model = small_llama()
     plain = completion_logprobs(model, PROMPTS, COMPLETIONS).logprobs
     positions = []
     model.lm_head.register_forward_hook(lambda module, args, output: positions.append(output.shape[1]))

@@ -259,7 +259,7 @@ def test_hugging_faces_trainer_learns_what_it_learns_on_torch(dtype, tmp_path):
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_trls_trainer_learns_what_it_learns_on_torch(dtype, tmp_path):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    from tests.algorithms.tiny import letters_tokenizer
+    from tests.tiny import letters_tokenizer
 
     def train(model: Any) -> None:
         arguments = trl.SFTConfig(

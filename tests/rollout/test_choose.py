@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
+from tests.tiny import LLAMA, tiny_llama, with_lora
 
 from whet.algorithms.best_of_n import BestOfN
 from whet.algorithms.grpo import GRPO
@@ -20,24 +21,9 @@ from whet.rollout.choose import check_lengths, make_engine, with_room
 from whet.rollout.torch_engine import TorchEngine
 from whet.sampling import SamplingParams
 
-SIZES = {
-    "vocab_size": 12, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
-
-
-def tiny_llama():
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-
 
 def gemma():
-    return transformers.GemmaForCausalLM(transformers.GemmaConfig(**SIZES, head_dim=8))
-
-
-def with_lora(model):
-    lora = peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj", "lm_head"], task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, lora)
+    return transformers.GemmaForCausalLM(transformers.GemmaConfig(**LLAMA, head_dim=8))
 
 
 class OwnModule(torch.nn.Module):
@@ -97,7 +83,7 @@ def phi3(**change):
     settings = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **factors}}
     settings |= {"original_max_position_embeddings": 16, "eos_token_id": 2, "initializer_range": 0.3}
     torch.manual_seed(0)
-    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES, **settings)).eval()
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**{**LLAMA, **settings})).eval()
 
 
 @pytest.mark.parametrize("make_model", [phi3, lambda: with_lora_of_phi3(phi3())])
@@ -186,7 +172,7 @@ def test_memory_for_keys_and_values():
 
 def long_llama():
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "max_position_embeddings": 512}))
+    return tiny_llama(max_position_embeddings=512)
 
 
 def test_a_long_sequence_does_not_end_a_run():

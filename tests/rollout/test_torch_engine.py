@@ -10,8 +10,9 @@ import numpy as np
 import peft
 import pytest
 import torch
+from tests.tiny import tiny_llama
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
@@ -22,20 +23,9 @@ from whet.sampling import Completion, SamplingParams
 PROBS = [0.30, 0.05, 0.20, 0.25, 0.12, 0.08]
 
 
-def tiny_llama(seed: int = 0, **options: Any) -> LlamaForCausalLM:
+def small_llama(seed: int = 0, **options: Any) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        initializer_range=0.3,
-        **options,
-    )
-    return LlamaForCausalLM(config)
+    return tiny_llama(seed, vocab_size=16, max_position_embeddings=32, initializer_range=0.3, **options)
 
 
 class Wrapped(nn.Module):
@@ -153,7 +143,7 @@ def test_repetition_penalty_by_hand() -> None:
 
 @pytest.mark.parametrize("wrap", [lambda m: m, Wrapped])
 def test_repetition_penalty_sees_the_prompt_and_the_completion(wrap: Any) -> None:
-    model = tiny_llama().eval()
+    model = small_llama().eval()
     sampling = SamplingParams(repetition_penalty=3.0, temperature=0.0, max_new_tokens=6)
     sequence = [3, 9, 0, 1, 2, 7, 8, 5]
     [[completion], _] = TorchEngine(wrap(model)).generate([sequence, [1] * 10], 1, sampling)
@@ -183,7 +173,7 @@ def test_uniforms_depend_on_their_key_alone() -> None:
 
 @pytest.mark.parametrize("wrap", [lambda m: m, Wrapped])
 def test_logprobs_equal_completion_logprobs_of_the_same_tokens(wrap: Any) -> None:
-    model = wrap(tiny_llama()).eval()
+    model = wrap(small_llama()).eval()
     prompts = [[1, 2, 3, 4, 5], [6], [7, 8]]
     sampling = SamplingParams(temperature=0.7, max_new_tokens=12, seed=1, stop_token_ids=(0, 15))
     groups = TorchEngine(model).generate(prompts, 3, sampling)
@@ -195,7 +185,7 @@ def test_logprobs_equal_completion_logprobs_of_the_same_tokens(wrap: Any) -> Non
 
 @pytest.mark.parametrize("wrap", [lambda m: m, Wrapped])
 def test_greedy_reports_the_distribution_at_temperature_one(wrap: Any) -> None:
-    model = wrap(tiny_llama()).eval()
+    model = wrap(small_llama()).eval()
     sampling = SamplingParams(temperature=0, top_k=2, top_p=0.3, max_new_tokens=6)
     groups = TorchEngine(model).generate([[1, 2], [3]], 2, sampling)
     assert groups[0][0].token_ids == groups[0][1].token_ids
@@ -206,7 +196,7 @@ def test_greedy_reports_the_distribution_at_temperature_one(wrap: Any) -> None:
 
 @pytest.mark.parametrize("wrap", [lambda m: m, Wrapped])
 def test_samples_do_not_depend_on_batch_order_size_or_padding(wrap: Any) -> None:
-    model = wrap(tiny_llama())
+    model = wrap(small_llama())
     prompts = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10], [11, 12, 13]]
     sampling = SamplingParams(max_new_tokens=10, seed=5, stop_token_ids=(0,))
     together = TorchEngine(model).generate(prompts, 4, sampling)
@@ -223,7 +213,7 @@ def test_samples_do_not_depend_on_batch_order_size_or_padding(wrap: Any) -> None
 
 
 def test_cached_and_recomputed_roads_agree() -> None:
-    model = tiny_llama()
+    model = small_llama()
     prompts = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10]]
     sampling = SamplingParams(max_new_tokens=10, seed=5, top_p=0.9, stop_token_ids=(0, 3))
     cached = TorchEngine(model, pad_token_id=15).generate(prompts, 4, sampling)
@@ -234,7 +224,7 @@ def test_cached_and_recomputed_roads_agree() -> None:
 
 def test_the_rows_of_a_group_start_with_tokens_of_their_own() -> None:
     # Known bug elsewhere: the first sampled token broadcast to the whole group.
-    [group] = TorchEngine(tiny_llama()).generate([[1, 2]], 64, SamplingParams(max_new_tokens=1))
+    [group] = TorchEngine(small_llama()).generate([[1, 2]], 64, SamplingParams(max_new_tokens=1))
     assert len({completion.token_ids[0] for completion in group}) > 4
 
 
@@ -258,7 +248,7 @@ def test_counting_by_hand_with_ragged_prompts() -> None:
     assert [group[0].finish_reason for group in groups] == ["stop", "stop", "stop", "length"]
 
 
-@pytest.mark.parametrize("model", [Constant([0.0, 1.0]), tiny_llama()])
+@pytest.mark.parametrize("model", [Constant([0.0, 1.0]), small_llama()])
 def test_all_rows_stop_at_once(model: nn.Module) -> None:
     everything = SamplingParams(max_new_tokens=9, stop_token_ids=range(16))
     groups = TorchEngine(model).generate([[1], [0, 1]], 3, everything)
@@ -275,7 +265,7 @@ def test_finished_rows_leave_the_batch() -> None:
 
 
 def test_the_models_generation_config_has_no_say_and_stays() -> None:
-    model = tiny_llama()
+    model = small_llama()
     sampling = SamplingParams(max_new_tokens=8, seed=2)
     expected = flat(TorchEngine(model).generate([[1, 2], [3]], 3, sampling))
     config = model.generation_config
@@ -289,7 +279,7 @@ def test_the_models_generation_config_has_no_say_and_stays() -> None:
 
 
 def test_a_peft_model_samples_from_its_adapters() -> None:
-    base = tiny_llama()
+    base = small_llama()
     sampling = SamplingParams(max_new_tokens=8, seed=2)
     plain = flat(TorchEngine(base).generate([[1, 2], [3]], 3, sampling))
     adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
@@ -306,7 +296,7 @@ def test_a_peft_model_samples_from_its_adapters() -> None:
     torch.testing.assert_close(ours, scored, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("model", [tiny_llama(attention_dropout=0.9), Wrapped(tiny_llama()), OwnGenerate()])
+@pytest.mark.parametrize("model", [small_llama(attention_dropout=0.9), Wrapped(small_llama()), OwnGenerate()])
 def test_runs_in_eval_mode_without_gradients_and_restores_every_mode(model: nn.Module) -> None:
     model.train()
     frozen = next(iter(model.children()), None)
@@ -328,7 +318,7 @@ def test_modes_come_back_after_an_error() -> None:
 
 
 def test_sync_takes_the_live_module_and_counts() -> None:
-    first, second = tiny_llama(0), tiny_llama(1)
+    first, second = small_llama(0), small_llama(1)
     sampling = SamplingParams(max_new_tokens=6)
     engine: RolloutEngine = TorchEngine(first)
     [[before]] = engine.generate([[1]], 1, sampling)
@@ -341,7 +331,7 @@ def test_sync_takes_the_live_module_and_counts() -> None:
     assert engine.generate([[1]], 1, sampling)[0][0].logprobs != after.logprobs
 
 
-@pytest.mark.parametrize("model", [tiny_llama(), Constant(PROBS)])
+@pytest.mark.parametrize("model", [small_llama(), Constant(PROBS)])
 def test_one_sample_and_no_prompts(model: nn.Module) -> None:
     assert [len(group) for group in TorchEngine(model).generate([[1], [2]], 1, SamplingParams())] == [1, 1]
     assert TorchEngine(model).generate([], 4, SamplingParams()) == []
@@ -449,7 +439,7 @@ def test_logits_that_are_no_distribution_are_named(bad: float, settings: dict[st
 
 
 def test_nan_weights_of_a_hugging_face_model_are_named_and_its_config_comes_back() -> None:
-    model = tiny_llama()
+    model = small_llama()
     config = model.generation_config
     with torch.no_grad():
         model.lm_head.weight[3] = math.nan

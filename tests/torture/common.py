@@ -68,19 +68,18 @@ def scaled(n: int, scale: float) -> int:
 def make_model(folder: Path, **settings: Any) -> Path:
     """A Llama of 30,000 random parameters in a vocabulary of digits, saved with its tokenizer."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tests.tiny import tiny_llama
 
     from whet.cli.arithmetic import make_tokenizer
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     tokenizer = make_tokenizer()
     sizes = {
-        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None,
+        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
     }  # fmt: skip
-    LlamaForCausalLM(LlamaConfig(**{**sizes, **settings})).save_pretrained(folder)
+    tiny_llama(**{**sizes, **settings}).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

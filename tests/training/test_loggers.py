@@ -79,7 +79,7 @@ def test_jsonl_resumes_where_the_checkpoint_is(tmp_path):
 def test_jsonl_that_is_not_ours_is_left_alone(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"loss": 2}\n')
-    with pytest.raises(WhetValueError, match=r"truncate_after: .*m\.jsonl:2 is not a JSON object with a step"):
+    with pytest.raises(WhetValueError, match=r"truncate_after: .*m\.jsonl:2 is no JSON object with a step"):
         JSONLLogger(path).truncate_after(1)
     assert path.read_text() == '{"step": 1}\n{"loss": 2}\n'
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from tests.tiny import VOCAB, TinyModel, assert_same_weights, tiny_llama, weights
+from torch import Tensor
 
 from whet.algorithms import DPO, GRPO, SFT, BestOfN, OnlineDPO
 from whet.checkpoint.folder import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -24,28 +25,16 @@ from whet.training.callbacks import Callback, CheckpointCallback, EvaluationCall
 from whet.training.loggers import CSVLogger
 from whet.training.trainer import stop_token_ids
 
-torch.set_num_threads(1)  # the models are too small for more
-
-VOCAB = 12
 ROWS = [{"prompt": [4 + i % 5, 5], "completion": [6 + i % 6, 4 + i % 3, 2]} for i in range(10)]
 PAIRS = [{"prompt": [4 + i % 5], "chosen": [6 + i % 6, 2], "rejected": [5, 4 + i % 7, 2]} for i in range(10)]
 PROMPTS = [{"prompt": [4 + i % 5, 5][: 1 + i % 2]} for i in range(10)]
 
 
-class Net(nn.Module):
-    """A causal net: forward(input_ids) -> logits."""
+class Net(TinyModel):
+    """In float32."""
 
     def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.embedding = nn.Embedding(VOCAB, 8)
-            self.mixer = nn.GRU(8, 8, batch_first=True)
-            self.head = nn.Linear(8, VOCAB)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.head(self.dropout(self.mixer(self.embedding(input_ids))[0]))
+        super().__init__(dropout=dropout, dtype=torch.float32)
 
 
 class Sampling(Net):
@@ -58,16 +47,7 @@ class Sampling(Net):
 
 
 def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-                num_attention_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
-            )
-        )  # fmt: skip
+    return tiny_llama(num_key_value_heads=2, tie_word_embeddings=True)
 
 
 def lora():
@@ -76,15 +56,6 @@ def lora():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.2))
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.named_parameters()}
-
-
-def assert_same(a: nn.Module, b: nn.Module) -> None:
-    theirs = weights(b)
-    assert all(torch.equal(value, theirs[name]) for name, value in weights(a).items())
 
 
 def ones(completions):
@@ -188,11 +159,11 @@ def test_a_step_that_is_not_finite_is_skipped(where, bad):
     model.poison = True
     metrics = trainer.train_step(ROWS[3:6])
     assert metrics["skipped_steps"] == 1 and trainer.step == 2 and trainer.n_updates == 1
-    assert_same(model, clean)
+    assert_same_weights(model, clean)
     model.poison = False
     trainer.train_step(ROWS[6:9])
     reference.train_step(ROWS[6:9])
-    assert_same(model, clean)  # moments untouched as well
+    assert_same_weights(model, clean)  # moments untouched as well
 
 
 def test_too_many_skipped_steps_in_a_row_are_an_error():
@@ -348,7 +319,7 @@ def test_rows_are_rows_in_every_iterable(algorithm, kind):
     for start in (0, 3, 6, 9):
         expected.train_step(rows[start : start + 3])
     assert trainer.step == 4 and trainer.num_tokens == expected.num_tokens
-    assert_same(trainer.model, expected.model)
+    assert_same_weights(trainer.model, expected.model)
 
 
 @pytest.mark.parametrize("kind", [Items, hugging_face, tuple, list])
@@ -361,7 +332,7 @@ def test_rows_are_rows_in_every_sequence(algorithm, kind):
     for batch in itertools.islice(shuffled_batches(10, 3, 0), 6):
         expected.train_step([rows[i] for i in batch])
     assert trainer.step == 6
-    assert_same(trainer.model, expected.model)
+    assert_same_weights(trainer.model, expected.model)
 
 
 def test_a_shuffled_loader_is_resumed_to_the_bit(tmp_path):
@@ -375,7 +346,7 @@ def test_a_shuffled_loader_is_resumed_to_the_bit(tmp_path):
     torch.manual_seed(7)
     run(3).save(tmp_path / "c")
     torch.manual_seed(99)
-    assert_same(run(5, SFT.from_checkpoint(tmp_path / "c")).model, whole.model)
+    assert_same_weights(run(5, SFT.from_checkpoint(tmp_path / "c")).model, whole.model)
 
 
 def test_epochs():
@@ -517,7 +488,38 @@ def test_an_interrupt_leaves_a_trainer_that_goes_on_as_if_nothing_had_been():
     trainer.train(PROMPTS, steps=2)
     whole = GRPO(Net(), reward_fn=ones, **settings)
     whole.train(PROMPTS, steps=4)
-    assert_same(trainer.model, whole.model)
+    assert_same_weights(trainer.model, whole.model)
+
+
+def test_an_interrupt_between_two_updates_of_a_step_repeats_none():
+    class Interrupted(Net):
+        n_left = None
+
+        def forward(self, input_ids):
+            if self.training and self.n_left is not None:
+                if self.n_left == 0:
+                    self.n_left = None
+                    raise KeyboardInterrupt
+                self.n_left -= 1
+            return super().forward(input_ids)
+
+    settings = {"reward_fn": ones, "batch_size": 3, "group_size": 2, "max_new_tokens": 3, "num_iterations": 3}
+    settings |= {"learning_rate": 0.01, "training_mode": True}
+    trainer, whole = GRPO(Interrupted(), **settings), GRPO(Net(), **settings)
+    trainer.train(PROMPTS, steps=1)
+    trainer.model.n_left = 2  # in the third update
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(PROMPTS, steps=2)
+    assert trainer.step == 1 and trainer.n_updates == 3 + 2
+    trainer.train(PROMPTS, steps=2)
+    metrics = whole.train(PROMPTS, steps=3)
+    assert trainer.n_updates == whole.n_updates == 9 and trainer.num_tokens == metrics["num_tokens"]
+    assert_same_weights(trainer.model, whole.model)
+    trainer.model.n_left = 1
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(PROMPTS, steps=1)
+    trainer.train_step([{"prompt": [7, 7, 7]}])  # other prompts are another step
+    assert trainer.n_updates == 9 + 1 + 3 and {tuple(r["prompt"]) for r in trainer.last_completions} == {(7, 7, 7)}
 
 
 def test_a_failed_step_takes_nothing_from_the_dataset():
@@ -526,6 +528,28 @@ def test_a_failed_step_takes_nothing_from_the_dataset():
         trainer.train([{"text": "a"}] * 3, steps=1)
     trainer.train_step(ROWS[:3])
     assert trainer.position == 0
+
+
+@pytest.mark.parametrize("failed", [0, 2])
+def test_an_iterator_loses_no_batch_of_a_failed_step(failed):
+    class Failing(Net):
+        n_left = failed
+
+        def forward(self, input_ids):
+            self.n_left -= 1
+            if self.n_left == -1:
+                raise KeyboardInterrupt
+            return super().forward(input_ids)
+
+    trainer, whole, rows = sft(Failing()), sft(), iter(ROWS)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(rows, steps=3)
+    assert trainer.step == failed
+    trainer.train(ROWS, steps=0)  # another data set has no part in it
+    trainer.train(rows, steps=5)
+    whole.train(iter(ROWS), steps=5)
+    assert trainer.step == whole.step == 4
+    assert_same_weights(trainer.model, whole.model)
 
 
 def test_reference_and_policy_are_compared_without_dropout():
@@ -575,7 +599,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(name, make, tmp_path):
     resumed = algorithm.from_checkpoint(tmp_path / "checkpoint", **given, **callables)
     assert resumed.step == resumed.position == 4 and resumed.config == first.config
     metrics = resumed.train(dataset, steps=3)
-    assert_same(whole.model, resumed.model)
+    assert_same_weights(whole.model, resumed.model)
     assert resumed.num_tokens == whole.num_tokens == metrics["num_tokens"]
     assert metrics["learning_rate"] == whole.optimizer.param_groups[0]["lr"]
     for parameter, mine in zip(whole.trainable.values(), resumed.trainable.values(), strict=True):
@@ -591,7 +615,7 @@ def test_a_schedule_goes_on_where_it_was_stopped(tmp_path):
     resumed = SFT.from_checkpoint(tmp_path / "c")
     rates = [resumed.train(ROWS, steps=steps)["learning_rate"] for steps in (1, 3)]
     assert rates == pytest.approx([0.005, 0.00125])
-    assert_same(resumed.model, whole.model)
+    assert_same_weights(resumed.model, whole.model)
 
 
 def test_the_reference_comes_back_from_the_checkpoint(tmp_path):
@@ -603,7 +627,7 @@ def test_the_reference_comes_back_from_the_checkpoint(tmp_path):
     trainer.save(tmp_path / "c")
     for arguments in ({}, {"model": Net()}, {"model": Net(), "ref_model": Net()}):
         loaded = DPO.from_checkpoint(tmp_path / "c", **arguments)
-        assert_same(loaded.ref_model, ref_model)
+        assert_same_weights(loaded.ref_model, ref_model)
         assert not any(p.requires_grad for p in loaded.ref_model.parameters())
     assert loaded.train_step(PAIRS[:3])["loss"] == trainer.train_step(PAIRS[:3])["loss"]
 
@@ -618,7 +642,7 @@ def test_classes_that_no_description_finds_are_passed(tmp_path):
     with pytest.raises(CheckpointError, match="pass it as model="):
         DPO.from_checkpoint(tmp_path / "c")
     loaded = DPO.from_checkpoint(tmp_path / "c", model=Local())
-    assert_same(loaded.ref_model, Local())
+    assert_same_weights(loaded.ref_model, Local())
     assert loaded.train_step(PAIRS[:3])["loss"] == trainer.train_step(PAIRS[:3])["loss"]
 
 

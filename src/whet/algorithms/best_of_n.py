@@ -28,7 +28,7 @@ from whet.training.trainer import stop_token_ids
 
 
 class BestOfNResult(NamedTuple):
-    """What ``BestOfN.generate`` returns on request.
+    """The result of ``BestOfN.generate`` with scores or candidates.
 
     Attributes:
         sequences: (B, P+T) int64, each prompt with its best completion, padded on the right.
@@ -49,7 +49,7 @@ class BestOfN:
         reward_fn: one reward function, several, or ``RewardFunctions``.
         config: settings; None: the defaults.
         tokenizer: for prompts of text, and so that reward functions see text.
-        engine: samples the candidates; "auto", "native", "torch" or None stand for the setting of that name.
+        engine: samples the candidates; "auto", "native" or "torch" set ``config.engine``; None: as that says.
         **settings: fields of ``BestOfNConfig``, such as ``n`` and ``max_new_tokens``.
     """
 
@@ -108,11 +108,10 @@ class BestOfN:
         )
 
     def evaluate(self, prompts: Any, *, batch_size: int = 8) -> float:
-        """The mean over prompts of the best reward among N completions, which is what ``generate`` chooses by.
+        """The mean over prompts of the best reward among N completions, by which ``generate`` chooses.
 
         Args:
-            prompts: as ``generate`` takes them; or any data set of them that ``GRPO.train`` takes, gone through once
-                in its order.
+            prompts: as for ``generate``; or any data set of them as for ``GRPO.train``, read once in its order.
             batch_size: prompts to sample for at a time, where they are not batched already.
 
         Raises:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from whet.algorithms.loss_terms import check_float_tensor, check_shapes, denominator, sampler_gap
@@ -29,26 +29,44 @@ from whet.errors import WhetTypeError, WhetValueError
 from whet.fields import is_number
 from whet.nn.causal_lm import completion_logprobs
 from whet.phases import phase
-from whet.training.reference_cache import ReferenceCache, Sums, row_digest
-from whet.training.trainer import Trainer, has_adapters
+from whet.training.reference import ReferenceSums, TokenRow
+from whet.training.reference_cache import Sums
+from whet.training.trainer import Trainer, training_step
 
-_PER_TOKEN = ("ipo", "sigmoid_norm")
+_LENGTH_NORMALISED = ("ipo", "sigmoid_norm")
 _REFERENCE = ("ref_chosen_logprobs", "ref_rejected_logprobs")
 
 
 class Pairs(NamedTuple):
-    """B preference pairs: rows of token ids, and the reference's sums (B,) where they are known."""
+    """B preference pairs. A pair of tensors is of the chosen and of the rejected completions.
+
+    Attributes:
+        prompt_ids, chosen_ids, rejected_ids: B rows of token ids each.
+        reference: the reference's log-probs, summed over the tokens, (B,) each; None: not known.
+        sampler_logprobs: of tokens, as an engine recorded them, (B, T) each; None: it did not.
+    """
 
     prompt_ids: list[list[int]]
     chosen_ids: list[list[int]]
     rejected_ids: list[list[int]]
     reference: tuple[Tensor, Tensor] | None = None
+    sampler_logprobs: tuple[Tensor, Tensor] | None = None
 
-    def select(self, rows: Sequence[int]) -> Pairs:
+    @classmethod
+    def of_rows(cls, rows: Iterable[TokenRow]) -> Pairs:
+        """Pairs of prompt, chosen and rejected token ids."""
+        prompts, chosen, rejected = map(list, zip(*rows, strict=True))
+        return cls(prompts, chosen, rejected)
+
+    def rows(self) -> list[TokenRow]:
+        """Prompt, chosen and rejected token ids of each pair."""
+        return list(zip(self.prompt_ids, self.chosen_ids, self.rejected_ids, strict=True))
+
+    def select(self, indices: list[int]) -> Pairs:
         """Some of the pairs."""
-        prompts, chosen, rejected = ([side[i] for i in rows] for side in self[:3])
-        sums = self.reference
-        return Pairs(prompts, chosen, rejected, sums and (sums[0][list(rows)], sums[1][list(rows)]))
+        prompts, chosen, rejected = ([side[i] for i in indices] for side in self[:3])
+        reference, sampler_logprobs = (both and (both[0][indices], both[1][indices]) for both in self[3:])
+        return Pairs(prompts, chosen, rejected, reference, sampler_logprobs)
 
     def lengths(self) -> tuple[Tensor, Tensor]:
         """Tokens of each chosen and each rejected completion, (B,)."""
@@ -58,24 +76,25 @@ class Pairs(NamedTuple):
 class DPO(Trainer):
     """Direct Preference Optimization. The arguments are those of ``Trainer``.
 
-    Pairs without a difference, whose chosen completion is the rejected one token by token, teach no preference: they
-    are left out (not for the loss ``sft``, which reads the chosen one alone), counted in ``frac_ties``, and told once.
+    Ties, pairs whose chosen and rejected completions are the same tokens, carry no preference: they are left out (not
+    for the loss ``sft``, which uses the chosen completion only), counted in ``frac_ties``, and warned of once.
     """
 
     config_class = DPOConfig
     row_fields = ("prompt", "chosen", "rejected")
 
-    _told_ties = False
+    _warned_of_ties = False
 
     @cached_property
-    def _sums(self) -> dict[str, Sums]:
-        """The reference's sums of the rows that were precomputed, by ``row_digest``."""
-        return {}
+    def _sums(self) -> ReferenceSums:
+        """The reference's sums of the rows that were precomputed."""
+        return ReferenceSums()
 
     def uses_reference(self) -> bool:
-        """Whether a reference model stands by; precomputed log-probs need none."""
+        """Whether the reference computes log-probs in every step; precomputed ones need none."""
         return self.config.has_reference() and not self.config.precompute_reference
 
+    @training_step
     def train_step(self, prompt: Any, chosen: Any = None, rejected: Any = None) -> dict[str, float]:
         """One update on a batch of pairs.
 
@@ -89,38 +108,49 @@ class DPO(Trainer):
 
         Returns:
             Metrics: ``loss``, those of ``dpo_loss``, ``entropy`` (mean per completion token), ``frac_ties`` (share of
-            pairs without a difference), and those of every step. Of a batch with nothing else, loss and gradient norm
-            are 0, and there is no update.
+            ties among the pairs), and those of every step. A batch of ties only has loss and gradient norm 0, and makes
+            no update.
 
         Raises:
-            WhetTypeError: none of these.
+            WhetTypeError: the batch has none of these forms.
             WhetValueError: rows that do not match, or ``precompute_reference`` without reference log-probs.
         """
-        return self.take_step(lambda: self._learn(self._pairs(prompt, chosen, rejected)))
+        pairs = self._pairs(prompt, chosen, rejected)
+        kept = self._without_ties(pairs)
+        n_pairs, n_left_out = len(pairs.prompt_ids), len(pairs.prompt_ids) - len(kept.prompt_ids)
+        if n_left_out and not self._warned_of_ties:
+            self._warned_of_ties = True
+            warnings.warn(
+                f"DPO: in {n_left_out} of the {n_pairs} pairs of this batch chosen and rejected are the same tokens. "
+                f"Such pairs are left out; frac_ties is their share of every batch.",
+                stacklevel=3,
+            )
+        return {**update_on_pairs(self, kept), "frac_ties": n_left_out / n_pairs}
 
     def train(self, dataset: Any, steps: int | None = None, *, n_epochs: int | None = None) -> dict[str, float]:
-        """As ``Trainer.train``; with ``precompute_reference`` the reference's log-probs come first.
+        """Run ``Trainer.train``; with ``precompute_reference``, compute the reference's log-probs before.
 
-        They are kept, also in checkpoints, so that the next epoch, or the next run, over the same rows needs none.
+        They are kept, also in checkpoints, for later epochs and runs over the same rows.
         """
         if self.config.precompute_reference and self.config.has_reference():
             dataset = self.add_reference_logprobs(dataset)
         return super().train(dataset, steps, n_epochs=n_epochs)
 
     def evaluation_metrics(self, dataset: Any) -> dict[str, float]:
-        """``loss``, ``rewards/accuracies`` and ``rewards/margins`` of ``dpo_loss`` over all pairs with a difference.
+        """``loss``, ``rewards/accuracies`` and ``rewards/margins`` of ``dpo_loss`` over all pairs but ties.
 
         Raises:
-            WhetValueError: there is no such pair, or ``precompute_reference`` without reference log-probs.
+            WhetValueError: all pairs are ties, or ``precompute_reference`` without reference log-probs.
         """
         totals = {"loss": 0.0, "rewards/accuracies": 0.0, "rewards/margins": 0.0}
         n_pairs = n_tokens = 0
         for batch in self.in_order(dataset):
-            pairs = self._with_difference(self._pairs(*batch))
+            pairs = self._without_ties(self._pairs(*batch))
             if not pairs.prompt_ids:
                 continue
-            sums = _pair_sums(pairs, partial(self.logprobs, self.model))
-            loss, metrics = pair_losses(self.config, pairs, sums, known_reference(self, pairs), n_pairs=1, n_tokens=1)
+            sums = _pair_sums(pairs, self, self.model)
+            pairs = with_reference(self, pairs)
+            loss, metrics = pair_losses(self.config, pairs, sums, n_pairs=1, n_tokens=1)
             for name, value in {**metrics, "loss": loss.item()}.items():
                 if name in totals:
                     totals[name] += value
@@ -132,15 +162,14 @@ class DPO(Trainer):
         return {name: total / (n_tokens if name in per_token else n_pairs) for name, total in totals.items()}
 
     def add_reference_logprobs(self, rows: Any) -> list[Mapping[str, Any]]:
-        """The rows with ``ref_chosen_logprobs`` and ``ref_rejected_logprobs``, summed over the completion.
+        """Add ``ref_chosen_logprobs`` and ``ref_rejected_logprobs``, summed over the completion, to the rows.
 
-        Of ``ref_model``, or of the policy, if it has not been trained yet. Rows that have them keep them, and those
-        that this trainer, the one whose checkpoint it was loaded from, or ``reference_cache`` knows are not computed
-        again.
+        They are those of ``ref_model``, or of the policy if it has not been trained yet. Nothing is computed again for
+        rows that have them, or that this trainer, its checkpoint or ``reference_cache`` knows.
 
         Raises:
             WhetTypeError: not a sequence of rows.
-            WhetValueError: rows are new and there is no reference: the policy has been trained, and none was passed.
+            WhetValueError: some rows are not known and there is no reference: the policy has been trained already.
         """
         if not is_sequence(rows):
             raise WhetTypeError(
@@ -150,76 +179,35 @@ class DPO(Trainer):
         if any(is_batch(item, self.row_fields) for item in items):
             raise WhetTypeError("DPO: precompute_reference needs a sequence of rows, not of ready batches.")
         done = [self.as_row(item) for item in items]
-        missing = [i for i, row in enumerate(done) if _given_sums(row) is None]
+        missing = [i for i, row in enumerate(done) if _read_sums(row) is None]
         if not missing:
             return done
-        pairs = self._tokenized([done[i] for i in missing])
-        keys = [row_digest(ids) for ids in zip(*pairs[:3], strict=True)]
-        self._compute_sums(pairs, keys)
-        for i, key in zip(missing, keys, strict=True):
-            done[i] = {**done[i], **dict(zip(_REFERENCE, self._sums[key], strict=True))}
+        token_rows = self._tokenized([done[i] for i in missing]).rows()
+        cache, arithmetic = self.config.reference_cache, self.acceleration.dtype if self.acceleration else "torch"
+        open_cache = partial(self.reference.open_cache, cache, str(arithmetic).removeprefix("torch."))
+        known = self._sums.add(token_rows, self._reference_sums, self.config.batch_size, open_cache if cache else None)
+        for i, sums in zip(missing, known, strict=True):
+            done[i] = {**done[i], **dict(zip(_REFERENCE, sums, strict=True))}
         return done
 
-    def _compute_sums(self, pairs: Pairs, keys: list[str]) -> None:
-        """Fill ``_sums`` for the pairs of these keys."""
-        unknown = {key: i for i, key in enumerate(keys) if key not in self._sums}
-        if not unknown:
-            return
-        cache = self._reference_cache() if self.config.reference_cache else None
-        if cache:
-            ids = list(zip(*pairs[:3], strict=True))
-            self._sums |= {key: sums for key, i in unknown.items() if (sums := cache[ids[i]])}
-            unknown = {key: i for key, i in unknown.items() if key not in self._sums}
-        for start in range(0, len(unknown), self.config.batch_size):
-            part = dict(list(unknown.items())[start : start + self.config.batch_size])
-            chosen, rejected = self._reference_sums(pairs.select(list(part.values())))
-            new = dict(zip(part, zip(chosen.tolist(), rejected.tolist(), strict=True), strict=True))
-            if cache:
-                cache.add((ids[i], new[key]) for key, i in part.items())
-            self._sums |= new
-
-    def _reference_cache(self) -> ReferenceCache:
-        arithmetic = "torch" if self.acceleration is None else str(self.acceleration.dtype).removeprefix("torch.")
-        if self.ref_model is not None:
-            return ReferenceCache(self.config.reference_cache, self.ref_model, arithmetic)
-        return ReferenceCache(self.config.reference_cache, self.model, arithmetic, has_adapters(self.model))
-
-    def _reference_sums(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        if self.ref_model is not None or has_adapters(self.model):
-            return reference_sums(self, pairs)
-        if self.n_updates:
+    def _reference_sums(self, rows: list[TokenRow]) -> list[Sums]:
+        if self.reference.is_policy() and self.n_updates:
             raise WhetValueError(
                 "DPO: precompute_reference is set, the policy has been trained already, there is no ref_model, and "
                 "some rows are new. Pass ref_model, or the rows that add_reference_logprobs returned before."
             )
-        return _pair_sums(pairs, partial(self.logprobs, self.model))
+        chosen, rejected = reference_sums(self, Pairs.of_rows(rows))
+        return list(zip(chosen.tolist(), rejected.tolist(), strict=True))
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """The reference's sums of the rows seen: digests (N, 16) uint8, and chosen and rejected (N, 2) float64."""
-        if not self._sums:
-            return {}
-        rows = torch.tensor([list(bytes.fromhex(key)) for key in self._sums], dtype=torch.uint8)
-        return {"rows": rows, "sums": torch.tensor(list(self._sums.values()), dtype=torch.float64)}
+        """The reference's sums of the rows seen, see ``ReferenceSums.tensors``."""
+        return self._sums.tensors()
 
     def load_own_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what ``own_tensors`` returned."""
-        if tensors:
-            rows, sums = tensors["rows"].tolist(), tensors["sums"].tolist()
-            self._sums = {bytes(key).hex(): (c, r) for key, (c, r) in zip(rows, sums, strict=True)}
+        """Restore what ``own_tensors`` returned."""
+        self._sums.load_tensors(tensors)
 
-    def _learn(self, pairs: Pairs) -> dict[str, float]:
-        kept = self._with_difference(pairs)
-        n_pairs, n_left_out = len(pairs.prompt_ids), len(pairs.prompt_ids) - len(kept.prompt_ids)
-        if n_left_out and not self._told_ties:
-            self._told_ties = True
-            warnings.warn(
-                f"DPO: in {n_left_out} of the {n_pairs} pairs of this batch chosen and rejected are the same tokens. "
-                f"Such pairs are left out; frac_ties tells their share of every batch.",
-                stacklevel=5,
-            )
-        return {**update_on_pairs(self, kept), "frac_ties": n_left_out / n_pairs}
-
-    def _with_difference(self, pairs: Pairs) -> Pairs:
+    def _without_ties(self, pairs: Pairs) -> Pairs:
         if self.config.loss_type == "sft":
             return pairs
         both = zip(pairs.chosen_ids, pairs.rejected_ids, strict=True)
@@ -227,7 +215,7 @@ class DPO(Trainer):
         return pairs if len(different) == len(pairs.prompt_ids) else pairs.select(different)
 
     def _pairs(self, prompt: Any, chosen: Any = None, rejected: Any = None) -> Pairs:
-        """The pairs of a batch, with the reference's sums if all of them are known."""
+        """The pairs of a batch, with the reference's sums if they are known for all."""
         columns = (prompt, chosen, rejected)
         if chosen is not None and rejected is not None:
             rows = columns_as_rows(self.row_fields, columns, "DPO")
@@ -243,22 +231,18 @@ class DPO(Trainer):
             pairs = self._tokenized(rows)
         if not self.config.has_reference():
             return pairs
-        known = [_given_sums(row) for row in rows]
-        if self._sums:
-            keys = (row_digest(ids) for ids in zip(*pairs[:3], strict=True))
-            known = [self._sums.get(key) if sums is None else sums for sums, key in zip(known, keys, strict=True)]
+        known = [_read_sums(row) or self._sums.get(ids) for row, ids in zip(rows, pairs.rows(), strict=True)]
         if None in known:
             return pairs
         sums = torch.tensor(known, dtype=torch.float64)
         return pairs._replace(reference=(sums[:, 0], sums[:, 1]))
 
     def _tokenized(self, rows: Sequence[Mapping[str, Any]]) -> Pairs:
-        ids = zip(*(tokenize_preference(row, self.tokenizer) for row in rows), strict=True)
-        return Pairs(*map(list, ids))  # pyright: ignore[reportArgumentType]
+        return Pairs.of_rows(tokenize_preference(row, self.tokenizer) for row in rows)
 
 
-def _given_sums(row: Mapping[str, Any]) -> Sums | None:
-    """The reference's sums that stand in a row itself."""
+def _read_sums(row: Mapping[str, Any]) -> Sums | None:
+    """The reference's sums in the fields of a row; None: it has none."""
     sums = []
     for name in _REFERENCE:
         value = row.get(name)
@@ -273,95 +257,81 @@ def _given_sums(row: Mapping[str, Any]) -> Sums | None:
 
 def reference_sums(trainer: Trainer, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """The reference's log-probs of chosen and rejected completions, (B,) each."""
-    return _pair_sums(pairs, trainer.reference_logprobs)
+    with trainer.reference.as_module() as model:
+        return _pair_sums(pairs, trainer, model)
 
 
-def known_reference(trainer: Trainer, pairs: Pairs) -> tuple[Tensor, Tensor] | None:
-    """The reference's sums for a trainer whose config is a ``PreferenceConfig``: those of the pairs, or computed.
+def with_reference(trainer: Trainer, pairs: Pairs) -> Pairs:
+    """The pairs with the reference's sums, for a trainer whose config is a ``PreferenceConfig``.
 
-    None: the loss does not look at the reference.
+    Unchanged where the loss does not use the reference.
     """
-    if not trainer.config.has_reference():
-        return None
-    if pairs.reference is not None:
-        return pairs.reference
+    if not trainer.config.has_reference() or pairs.reference is not None:
+        return pairs
     if not trainer.uses_reference():
         raise WhetValueError(
             "DPO: precompute_reference is set, but these pairs have no reference log-probs. Call train, or "
             "pass the rows that add_reference_logprobs returns."
         )
-    return reference_sums(trainer, pairs)
+    return pairs._replace(reference=reference_sums(trainer, pairs))
 
 
-def _pair_sums(pairs: Pairs, logprobs: Callable[[Any, Any], Tensor]) -> tuple[Tensor, Tensor]:
-    both = logprobs(pairs.prompt_ids * 2, pairs.chosen_ids + pairs.rejected_ids).sum(1)
+def _pair_sums(pairs: Pairs, trainer: Trainer, model: nn.Module) -> tuple[Tensor, Tensor]:
+    both = trainer.logprobs(model, pairs.prompt_ids * 2, pairs.chosen_ids + pairs.rejected_ids).sum(1)
     chosen, rejected = both.split(len(pairs.prompt_ids))
     return chosen, rejected
 
 
 def pair_losses(
-    config: PreferenceConfig,
-    pairs: Pairs,
-    policy: tuple[Tensor, Tensor],
-    reference: tuple[Tensor, Tensor] | None,
-    *,
-    n_pairs: int,
-    n_tokens: int,
+    config: PreferenceConfig, pairs: Pairs, policy: tuple[Tensor, Tensor], *, n_pairs: int, n_tokens: int
 ) -> tuple[Tensor, dict[str, float]]:
-    """``dpo_loss`` of pairs, with the settings of ``config``, from the sums of policy and reference."""
-    lengths = [counts.to(policy[0].device) for counts in pairs.lengths()]
+    """``dpo_loss`` of pairs, with the settings of ``config``, from the policy's sums."""
+    chosen_lengths, rejected_lengths = (counts.to(policy[0].device) for counts in pairs.lengths())
     return dpo_loss(
         *policy,
-        *(reference or (None, None)),
+        *(pairs.reference or (None, None)),
         loss_type=config.loss_type,
         beta=config.beta,
         label_smoothing=config.label_smoothing,
-        chosen_lengths=lengths[0],
-        rejected_lengths=lengths[1],
+        chosen_lengths=chosen_lengths,
+        rejected_lengths=rejected_lengths,
         n_pairs=n_pairs,
         n_tokens=n_tokens,
     )
 
 
-def update_on_pairs(trainer: Trainer, pairs: Pairs, sampler: tuple[Tensor, Tensor] | None = None) -> dict[str, float]:
-    """One update of a trainer whose config is a ``PreferenceConfig``, and its metrics; of no pairs, none.
+def update_on_pairs(trainer: Trainer, pairs: Pairs) -> dict[str, float]:
+    """One update of a trainer whose config is a ``PreferenceConfig``, and its metrics; no update for no pairs.
 
-    With ``sampler``, the log-probs of chosen and rejected tokens as the engine recorded them, (B, T) each, how far they
-    are from the policy's: ``sampler/log_ratio``, the mean of |difference| over tokens, and its ``_max``.
+    Of pairs with ``sampler_logprobs`` also ``sampler/log_ratio``, the mean over tokens of their absolute difference
+    from the policy's log-probs, and ``sampler/log_ratio_max``.
     """
     if not pairs.prompt_ids:
         return {"loss": 0.0, "grad_norm": 0.0, "num_tokens": 0}
-    reference = known_reference(trainer, pairs)
+    pairs = with_reference(trainer, pairs)
     n_pairs, n_chosen = len(pairs.prompt_ids), sum(map(len, pairs.chosen_ids))
     n_completion = n_chosen + sum(map(len, pairs.rejected_ids))
-    worst: list[float] = []
-
-    def loss_of(part: list[int]) -> tuple[Tensor, dict[str, float]]:
-        some = pairs.select(part)
-        with phase("forward"):
-            logprobs, entropy, mask = completion_logprobs(
-                trainer.model,
-                some.prompt_ids * 2,
-                some.chosen_ids + some.rejected_ids,
-                return_entropy=True,
-            )
-        with phase("loss"):
-            chosen, rejected = logprobs.sum(1).split(len(part))
-            sums = reference and (reference[0][part], reference[1][part])
-            loss, metrics = pair_losses(
-                trainer.config, some, (chosen, rejected), sums, n_pairs=n_pairs, n_tokens=n_chosen
-            )
-        if sampler is not None:
-            recorded = torch.cat([side[part, : mask.shape[1]] for side in sampler]).to(mask.device)
-            total, largest = sampler_gap(logprobs, recorded, mask)
-            metrics["sampler/log_ratio"] = total / max(1, n_completion)
-            worst.append(largest)
-        return loss, {**metrics, "entropy": cast(Tensor, entropy).sum().item() / max(1, n_completion)}
-
-    metrics = trainer.update(list(zip(*pairs[:3], strict=True)), loss_of)
-    if worst:
-        metrics["sampler/log_ratio_max"] = max(worst)
-    return {**metrics, "num_tokens": n_completion + 2 * sum(map(len, pairs.prompt_ids))}
+    gaps: list[float] = []
+    with trainer.update() as update:
+        for part in map(pairs.select, trainer.micro_batches(pairs.rows())):
+            with phase("forward"):
+                logprobs, entropy, mask = completion_logprobs(
+                    trainer.model, part.prompt_ids * 2, part.chosen_ids + part.rejected_ids, return_entropy=True
+                )
+            with phase("loss"):
+                chosen, rejected = logprobs.sum(1).split(len(part.prompt_ids))
+                loss, metrics = pair_losses(
+                    trainer.config, part, (chosen, rejected), n_pairs=n_pairs, n_tokens=n_chosen
+                )
+            if part.sampler_logprobs is not None:
+                recorded = torch.cat([side[:, : mask.shape[1]] for side in part.sampler_logprobs]).to(mask.device)
+                gap, largest = sampler_gap(logprobs, recorded, mask)
+                metrics["sampler/log_ratio"] = gap / max(1, n_completion)
+                gaps.append(largest)
+            metrics["entropy"] = cast(Tensor, entropy).sum().item() / max(1, n_completion)
+            update.add(loss, metrics)
+    largest = {"sampler/log_ratio_max": max(gaps)} if gaps else {}
+    return {**update.metrics, **largest, "num_tokens": n_completion + 2 * sum(map(len, pairs.prompt_ids))}
 
 
 def dpo_loss(
@@ -403,7 +373,7 @@ def dpo_loss(
             the reference gave every completion the same probability.
         ref_rejected_logprobs: (B,).
         loss_type: see above.
-        beta: strength of the pull towards the reference.
+        beta: strength of the KL regularisation towards the reference.
         label_smoothing: probability that a label is wrong, for sigmoid, sigmoid_norm, robust and
             exo_pair (which needs one above 0).
         chosen_lengths: (B,), tokens of each completion; for ipo, sigmoid_norm and sft.
@@ -419,7 +389,7 @@ def dpo_loss(
         ``logps/{chosen,rejected}``.
 
     Raises:
-        WhetTypeError: an argument that is no tensor of the right kind.
+        WhetTypeError: an argument is no tensor, or of the wrong dtype or number of axes.
         WhetValueError: shapes that disagree, no pairs, an unknown loss_type, a setting out of range,
             one reference without the other, or missing lengths.
 
@@ -428,7 +398,7 @@ def dpo_loss(
         ignores label_smoothing.
     """
     check_dpo_options("dpo_loss", loss_type, beta, label_smoothing)
-    if loss_type in _PER_TOKEN and (chosen_lengths is None or rejected_lengths is None):
+    if loss_type in _LENGTH_NORMALISED and (chosen_lengths is None or rejected_lengths is None):
         raise WhetValueError(f"dpo_loss: {loss_type!r} averages over tokens. Pass chosen_lengths and rejected_lengths.")
     if loss_type == "sft" and chosen_lengths is None and n_tokens is None:
         raise WhetValueError("dpo_loss: 'sft' averages over tokens. Pass chosen_lengths, or n_tokens.")
@@ -448,7 +418,7 @@ def dpo_loss(
 
     n_pairs = denominator("dpo_loss", "n_pairs", len(c) if n_pairs is None else n_pairs)
     d = c - r
-    if loss_type in _PER_TOKEN:
+    if loss_type in _LENGTH_NORMALISED:
         chosen, rejected = cast(Tensor, chosen_lengths), cast(Tensor, rejected_lengths)
         per_token = c / chosen.clamp(min=1) - r / rejected.clamp(min=1)
         loss = _pair_loss(loss_type, c, r, per_token, beta, label_smoothing).sum() / n_pairs

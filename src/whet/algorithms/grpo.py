@@ -1,4 +1,4 @@
-"""Group Relative Policy Optimization: sample G completions per prompt, push the better ones up.
+"""Group Relative Policy Optimization: sample G completions per prompt, reinforce those above the group's mean.
 
 Per token t of completion i, with its group-relative advantage A_i and the probability ratio
 rho = exp(log pi - log pi_old) (Shao et al. 2024, eq. 3):
@@ -12,6 +12,9 @@ temperature.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -39,16 +42,13 @@ from whet.config import (
 )
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
+from whet.nn.modules import module_device
 from whet.ops import compute_batch_group_advantages
 from whet.phases import phase
 from whet.rewards.functions import RewardFn, RewardFunctions, reward_functions
 from whet.rewards.metrics import group_std, reward_metrics
-from whet.rollout.rollout import Rollout, completion_table
-
-_LOSS_SETTINGS = (
-    "loss_type", "level", "epsilon", "epsilon_high", "delta", "beta", "kl_estimator", "kl_bias_correction",
-    "sapo_tau_positive", "sapo_tau_negative", "sampler_cap",
-)  # fmt: skip
+from whet.rollout.rollout import Rollout, completion_table, read_prompts
+from whet.training.trainer import training_step
 
 
 class GRPO(OnlineTrainer):
@@ -78,7 +78,9 @@ class GRPO(OnlineTrainer):
             arguments["beta"] = kl_coef
         super().__init__(model, ref_model, **arguments)
         self.rewards = reward_functions(self.config, reward_fn)
+        self._begun: _Step | None = None
 
+    @training_step
     def train_step(self, prompt_batch: Any) -> dict[str, float]:
         """Sample completions for a batch of prompts, score them, and update the policy on them.
 
@@ -96,10 +98,26 @@ class GRPO(OnlineTrainer):
         Raises:
             RewardError: a reward function failed.
         """
-        return self.take_step(lambda: self._learn(self.sample(prompt_batch, self.config.group_size)))
+        self._begun = step = self._continued(prompt_batch) or self._begin(prompt_batch)
+        while step.n_tokens and len(step.updates) < self.config.num_iterations:
+            with self.update() as update:
+                for batch in step.batches:
+                    update.add(*self._loss(batch, step))
+            step.updates.append(update.metrics)
+        self._begun = None
+        return step.all_metrics()
 
-    def _learn(self, rollout: Rollout) -> dict[str, float]:
+    def _continued(self, prompt_batch: Any) -> _Step | None:
+        """The step on these prompts that an interrupt ended between two of its updates."""
+        begun = self._begun
+        if begun is None or not begun.updates or begun.number != self.step:
+            return None
+        return begun if read_prompts(prompt_batch, self.tokenizer, "GRPO").ids == begun.prompt_ids else None
+
+    def _begin(self, prompt_batch: Any) -> _Step:
+        """Sample completions and score them."""
         config, size = self.config, self.config.group_size
+        rollout = self.sample(prompt_batch, size)
         scored = rollout.score(self.rewards)
         with phase("advantages"):
             advantages = compute_batch_group_advantages(
@@ -117,87 +135,164 @@ class GRPO(OnlineTrainer):
             left_out |= rollout.truncated
         extra = {"advantage": advantages.tolist()}
         self.last_completions = completion_table(self.step + 1, rollout, scored, extra)
-        return {
-            **self._updates(rollout, advantages, np.flatnonzero(~left_out).tolist()),
-            **reward_metrics(scored),
-            "reward_std": float(spread.mean()),
-            "frac_reward_zero_std": float((spread < 1e-8).mean()),
-            **rollout.metrics(),
-        }
+        rows = np.flatnonzero(~left_out).tolist()
+        batches = self._micro_batches(rollout, advantages, rows) if rows else []
+        return _Step(
+            number=self.step,
+            prompt_ids=rollout.prompt_ids[::size],
+            batches=batches,
+            n_sampled=sum(len(ids) for batch in batches for ids in batch.completion_ids),
+            n_tokens=sum(int(batch.mask.sum()) for batch in batches),
+            n_rows=sum(batch.n_rows for batch in batches),
+            metrics={
+                **reward_metrics(scored),
+                "reward_std": float(spread.mean()),
+                "frac_reward_zero_std": float((spread < 1e-8).mean()),
+                **rollout.metrics(),
+            },
+        )
 
-    def _updates(self, rollout: Rollout, advantages: np.ndarray, rows: list[int]) -> dict[str, float]:
-        """``num_iterations`` updates on some rows of a rollout; the means of their metrics."""
+    def _micro_batches(self, rollout: Rollout, advantages: np.ndarray, rows: list[int]) -> list[_MicroBatch]:
+        """Some completions of a rollout, with all that is known before the first update on them."""
         config = self.config
-        if not rows:
-            return {"loss": 0.0, "grad_norm": 0.0}
         prompts = [rollout.prompt_ids[i] for i in rows]
         completions = [rollout.completions[i].token_ids for i in rows]
-        per_row, sampler = torch.from_numpy(advantages[rows]), rollout.sampler_logprobs(rows)
-        old = reference = None
+        reference = old = None
         if self.uses_reference():
             reference = self.reference_logprobs(prompts, completions, config.temperature)
-        n_tokens, n_rows = sum(map(len, completions)), len(rows)
-        n_sampled = max(1, n_tokens)
-        correction = config.correction()
-        if correction and sampler is None:
-            if config.sampler_correction != "auto":
-                raise WhetValueError(
-                    "GRPO: sampler_correction needs log-probs, and the engine tells none. Set it to 'off'."
-                )
-            correction = None
-        # What a mask rejects has to be known before the first micro-batch; dropout has no place in the weights.
+        sampler, correction = rollout.sampler_logprobs(rows), config.correction()
+        if correction and sampler is None and config.sampler_correction != "auto":
+            raise WhetValueError(
+                "GRPO: sampler_correction needs log-probs, and the engine records none. Set it to 'off'."
+            )
+        # The loss is divided by the number of tokens that a mask keeps; and dropout would be noise in the weights.
         if correction and sampler is not None and (correction.endswith("mask") or config.training_mode):
             old = self.logprobs(self.model, prompts, completions, config.temperature)
-            mask = torch.arange(old.shape[1]) < torch.tensor([[len(row)] for row in completions])
-            _, kept = importance_weights(old.cpu(), sampler, mask, correction=correction, cap=config.sampler_cap)
-            n_tokens, n_rows = int(kept.sum()), count_rows(mask, kept)
-        if not n_tokens:
-            return {"loss": 0.0, "grad_norm": 0.0}
-        settings = {name: getattr(config, name) for name in _LOSS_SETTINGS}
-        if correction:
-            settings["sampler_correction"] = correction
-        worst: list[float] = []
-        first: dict[int, Tensor] = {}
+        batches = []
+        for part in self.micro_batches(list(zip(prompts, completions, strict=True))):
+            lengths = torch.tensor([len(completions[i]) for i in part], device=module_device(self.model))
+            mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+            ref_logprobs, sampler_logprobs, old_logprobs = (
+                None if table is None else table[part, : mask.shape[1]].to(mask.device)
+                for table in (reference, sampler, old)
+            )
+            batch = _MicroBatch(
+                prompt_ids=[prompts[i] for i in part],
+                completion_ids=[completions[i] for i in part],
+                advantages=torch.from_numpy(advantages[[rows[i] for i in part]]),
+                mask=mask,
+                n_rows=len(part),
+                ref_logprobs=ref_logprobs,
+                sampler_logprobs=sampler_logprobs,
+            )
+            if old_logprobs is not None:
+                batch.set_old_logprobs(old_logprobs, config)
+            batches.append(batch)
+        return batches
 
-        def loss_of(part: list[int]) -> tuple[Tensor, dict[str, float]]:
-            with phase("forward"):
-                logprobs, entropy, mask = completion_logprobs(
-                    self.model,
-                    [prompts[i] for i in part],
-                    [completions[i] for i in part],
-                    temperature=config.temperature,
-                    return_entropy=True,
-                )
+    def _loss(self, batch: _MicroBatch, step: _Step) -> tuple[Tensor, dict[str, float]]:
+        """Loss and metrics of a micro-batch, as its share of the whole batch's."""
+        with phase("forward"):
+            logprobs, entropy, _ = completion_logprobs(
+                self.model,
+                batch.prompt_ids,
+                batch.completion_ids,
+                temperature=self.config.temperature,
+                return_entropy=True,
+            )
+        with phase("loss"):
+            if batch.old_logprobs is None:
+                # The first update starts from the policy that sampled.
+                batch.set_old_logprobs(logprobs.detach(), self.config)
+            loss, metrics = _masked_loss(
+                logprobs,
+                cast(Tensor, batch.old_logprobs),
+                batch.advantages,
+                batch.mask,
+                batch.weights,
+                batch.ref_logprobs,
+                self.config,
+                n_tokens=step.n_tokens,
+                n_rows=step.n_rows,
+                max_completion_length=self.config.max_new_tokens,
+            )
+        metrics["entropy"] = cast(Tensor, entropy).sum().item() / step.n_sampled
+        if batch.sampler_logprobs is not None:
+            metrics["sampler/log_ratio"] = batch.sampler_gap[0] / step.n_sampled
+        return loss, metrics
 
-            def cut(values: Tensor) -> Tensor:
-                return values[part, : mask.shape[1]].to(mask.device)
 
-            # The first update starts from the policy that sampled: its log-probs are the old ones.
-            before = first.setdefault(part[0], logprobs.detach()) if old is None else cut(old)
-            with phase("loss"):
-                loss, metrics = grpo_loss(
-                    logprobs,
-                    before,
-                    per_row[part],
-                    mask,
-                    ref_logprobs=None if reference is None else cut(reference),
-                    sampler_logprobs=cut(sampler) if correction and sampler is not None else None,
-                    n_tokens=n_tokens,
-                    n_rows=n_rows,
-                    max_completion_length=config.max_new_tokens,
-                    **settings,
-                )
-            metrics["entropy"] = cast(Tensor, entropy).sum().item() / n_sampled
-            if sampler is not None:
-                total, largest = sampler_gap(before, cut(sampler), mask)
-                metrics["sampler/log_ratio"] = total / n_sampled
-                worst.append(largest)
-            return loss, metrics
+@dataclass
+class _Step:
+    """One step, from its completions on.
 
-        pairs = list(zip(prompts, completions, strict=True))
-        history = [self.update(pairs, loss_of) for _ in range(config.num_iterations)]
-        means = {name: sum(h[name] for h in history) / len(history) for name in history[0]}
-        return {**means, **({"sampler/log_ratio_max": max(worst)} if worst else {})}
+    Attributes:
+        number: steps before it.
+        prompt_ids: of the batch.
+        batches: the completions that count, in micro-batches.
+        n_sampled, n_tokens: their tokens; without those that the sampler correction rejects.
+        n_rows: completions of which it leaves something.
+        metrics: of the completions.
+        updates: metrics of each update so far.
+    """
+
+    number: int
+    prompt_ids: list[list[int]]
+    batches: list[_MicroBatch]
+    n_sampled: int
+    n_tokens: int
+    n_rows: int
+    metrics: dict[str, float]
+    updates: list[dict[str, float]] = field(default_factory=list)
+
+    def all_metrics(self) -> dict[str, float]:
+        """The means over the updates, and the metrics of the completions."""
+        if not self.updates:
+            return {"loss": 0.0, "grad_norm": 0.0, **self.metrics}
+        means = {name: sum(update[name] for update in self.updates) / len(self.updates) for name in self.updates[0]}
+        if self.batches[0].sampler_logprobs is not None:
+            means["sampler/log_ratio_max"] = max(batch.sampler_gap[1] for batch in self.batches)
+        return {**means, **self.metrics}
+
+
+@dataclass
+class _MicroBatch:
+    """Completions that go through the model together, and what every update on them shares.
+
+    Attributes:
+        prompt_ids, completion_ids: b rows of token ids.
+        advantages: (b,) float64.
+        mask: (b, t) bool: tokens that count, which are those that the correction does not reject.
+        n_rows: completions that count.
+        ref_logprobs: (b, t); None: no KL term.
+        sampler_logprobs: (b, t), as the engine recorded them; None: it does not.
+        old_logprobs: (b, t), of the policy that sampled; None before the first update, whose own they are.
+        weights: (b, t), importance weights; None without a correction.
+        sampler_gap: sum and maximum of |old_logprobs - sampler_logprobs|.
+    """
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    advantages: Tensor
+    mask: Tensor
+    n_rows: int
+    ref_logprobs: Tensor | None
+    sampler_logprobs: Tensor | None
+    old_logprobs: Tensor | None = None
+    weights: Tensor | None = None
+    sampler_gap: tuple[float, float] = (0.0, 0.0)
+
+    def set_old_logprobs(self, logprobs: Tensor, config: GRPOConfig) -> None:
+        """Set the log-probs of the policy that sampled, and derive gap, importance weights and mask from them."""
+        self.old_logprobs = logprobs
+        if self.sampler_logprobs is None:
+            return
+        self.sampler_gap = sampler_gap(logprobs, self.sampler_logprobs, self.mask)
+        if correction := config.correction():
+            self.weights, kept = importance_weights(
+                logprobs, self.sampler_logprobs, self.mask, correction=correction, cap=config.sampler_cap
+            )
+            self.mask, self.n_rows = kept, count_rows(self.mask, kept)
 
 
 def grpo_loss(
@@ -241,9 +336,9 @@ def grpo_loss(
 
     KL estimates KL(policy || reference) from the policy's own samples (Schulman 2020), with d = ref -
     policy: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1. ``kl_bias_correction`` multiplies k3 by rho, which
-    makes its gradient that of the KL; that of k2 is so already, that of k1 is zero in the mean.
+    makes its gradient that of the KL; k2's already is, and k1's is zero in expectation.
 
-    A masked position counts nothing, in value and gradient, whatever it holds. The losses of
+    A masked position contributes nothing to value and gradient, even if it is NaN. The losses of
     micro-batches add up to that of the whole batch if each is given the whole batch's ``n_tokens`` and
     ``n_rows``, and so do the metrics. (bnpo is dapo with the tokens of one update as n_tokens.)
 
@@ -258,15 +353,15 @@ def grpo_loss(
             importance correction.
         loss_type: see above.
         level: whether rho is per token or per sequence.
-        epsilon: how far below 1 the ratio may fall before it is clipped.
-        epsilon_high: how far above 1; None: as ``epsilon``. In cispo it caps rho itself (usually at 5).
+        epsilon: the ratio is clipped below at 1 - epsilon.
+        epsilon_high: and above at 1 + epsilon_high; None: ``epsilon``. In cispo the cap of rho itself (usually 5).
         delta: cap of rho where A < 0 (two-sided clipping); None: no cap.
         beta: weight of the KL term.
         kl_estimator, kl_bias_correction: see above.
         sapo_tau_positive, sapo_tau_negative: tau where A > 0, and elsewhere.
-        sampler_correction, sampler_cap: how w is made, see ``importance_weights``.
+        sampler_correction, sampler_cap: how w is computed, see ``importance_weights``.
         n_tokens, n_rows: of the whole batch; None: of this one. Tokens that a "mask" correction rejects,
-            and rows of which it leaves nothing, are not counted.
+            and rows that it rejects whole, are not counted.
         max_completion_length: dr_grpo's constant, in tokens; None: T, the width of this batch.
 
     Returns:
@@ -275,8 +370,8 @@ def grpo_loss(
         ``sampler/{log_ratio,weight}`` (means of |old - sampler| and w).
 
     Raises:
-        WhetTypeError: an argument that is no tensor of the right kind.
-        WhetValueError: shapes that disagree, an unknown name, a setting out of range, beta != 0 without
+        WhetTypeError: an argument is no tensor, or of the wrong dtype or number of axes.
+        WhetValueError: shapes differ, an unknown name, a setting out of range, beta != 0 without
             a reference.
 
     Source: as in TRL 1.16 (grpo: Shao et al. 2024, dr_grpo: Liu et al. 2025, dapo: Yu et al. 2025, GSPO:
@@ -294,53 +389,108 @@ def grpo_loss(
     if beta != 0 and ref_logprobs is None:
         raise WhetValueError(f"grpo_loss: beta is {beta} but ref_logprobs is None. Pass it, or beta=0.")
 
-    mask = completion_mask
     old = (logprobs if old_logprobs is None else old_logprobs).detach().to(logprobs)
-    weights = torch.ones_like(old)
+    weights, mask = None, completion_mask
     if sampler_logprobs is not None:
         weights, mask = importance_weights(old, sampler_logprobs, mask, correction=sampler_correction, cap=sampler_cap)
     n_tokens = denominator("grpo_loss", "n_tokens", mask.sum() if n_tokens is None else n_tokens)
     n_rows = denominator("grpo_loss", "n_rows", count_rows(completion_mask, mask) if n_rows is None else n_rows)
+    settings = SimpleNamespace(
+        loss_type=loss_type, level=level, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta, beta=beta,
+        kl_estimator=kl_estimator, kl_bias_correction=kl_bias_correction,
+        sapo_tau_positive=sapo_tau_positive, sapo_tau_negative=sapo_tau_negative,
+    )  # fmt: skip
+    loss, metrics = _masked_loss(
+        logprobs,
+        old,
+        advantages,
+        mask,
+        weights,
+        ref_logprobs,
+        settings,
+        n_tokens=n_tokens,
+        n_rows=n_rows,
+        max_completion_length=max_completion_length,
+    )
+    if sampler_logprobs is not None:
+        gaps = masked((old - sampler_logprobs.to(old)).abs(), mask)
+        metrics["sampler/log_ratio"] = (gaps.sum() / n_tokens).item()
+    return loss, metrics
+
+
+def _masked_loss(
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    weights: Tensor | None,
+    ref_logprobs: Tensor | None,
+    settings: Any,
+    *,
+    n_tokens: float,
+    n_rows: float,
+    max_completion_length: int | None,
+) -> tuple[Tensor, dict[str, float]]:
+    """``grpo_loss`` of checked arguments: the tokens in ``mask``, and the importance weights (None: 1).
+
+    ``settings`` has the options of ``grpo_loss`` under the names that ``GRPOConfig`` has too.
+    """
+    logprobs, old = masked(logprobs, mask), masked(old.detach().to(logprobs), mask)
+    advantages = advantages.detach().to(logprobs)
+    advantages = advantages[:, None] if advantages.ndim == 1 else masked(advantages, mask)
+    log_ratio = logprobs - old
+    if settings.level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    ratio = log_ratio.exp()
+    epsilon, epsilon_high = settings.epsilon, settings.epsilon_high
+    epsilon_high = epsilon if epsilon_high is None else epsilon_high
+
+    if settings.loss_type == "sapo":
+        bounds = None
+        loss = _sapo_loss(ratio, advantages, settings.sapo_tau_positive, settings.sapo_tau_negative)
+    elif settings.loss_type == "cispo":
+        bounds = -math.inf, epsilon_high
+        loss = _cispo_loss(logprobs, ratio, advantages, epsilon_high)
+    else:
+        bounds = 1 - epsilon, 1 + epsilon_high
+        loss = _clipped_loss(ratio, advantages, bounds, settings.delta)
+    if weights is not None:
+        loss = loss * weights
 
     def total(values: Tensor) -> Tensor:
         return masked(values.detach().to(logprobs), mask).sum()
 
-    logprobs, old = masked(logprobs, mask), masked(old, mask)
-    advantages = advantages.detach().to(logprobs)
-    advantages = advantages[:, None] if per_row else masked(advantages, mask)
-    log_ratio = logprobs - old
-    if level == "sequence":
-        log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    ratio = log_ratio.exp()
-
     metrics: dict[str, Tensor] = {}
-    epsilon_high = epsilon if epsilon_high is None else epsilon_high
-    if loss_type == "sapo":
-        tau = torch.full_like(advantages, sapo_tau_negative).masked_fill(advantages > 0, sapo_tau_positive)
-        loss = -advantages * 4 * torch.sigmoid(tau * (ratio - 1)) / tau
-    else:
-        if loss_type == "cispo":
-            lower, upper = -torch.inf, epsilon_high
-            loss = -ratio.clamp(max=upper).detach() * advantages * logprobs
-        else:
-            lower, upper = 1 - epsilon, 1 + epsilon_high
-            two_sided = ratio if delta is None else ratio.clamp(max=delta)
-            loss = -torch.min(two_sided * advantages, ratio.clamp(lower, upper) * advantages)
-        low, high = (ratio < lower) & (advantages < 0), (ratio > upper) & (advantages > 0)
+    if bounds is not None:
+        low, high = (ratio < bounds[0]) & (advantages < 0), (ratio > bounds[1]) & (advantages > 0)
         for name, clipped in {"low": low, "high": high, "region": low | high}.items():
             metrics[f"clip_ratio/{name}"] = total(clipped) / n_tokens
-    loss = loss * weights
-    if sampler_logprobs is not None:
-        metrics["sampler/log_ratio"] = total((old - sampler_logprobs.to(old)).abs()) / n_tokens
+    if weights is not None:
         metrics["sampler/weight"] = total(weights) / n_tokens
     if ref_logprobs is not None:
         with phase("kl"):
-            kl = token_kl(logprobs, masked(ref_logprobs.detach().to(logprobs), mask), kl_estimator)
+            kl = token_kl(logprobs, masked(ref_logprobs.detach().to(logprobs), mask), settings.kl_estimator)
             metrics["kl"], metrics["mean_kl"] = total(kl) / n_tokens, total(kl) / n_rows
-            if beta != 0:
-                loss = loss + beta * (kl * ratio if kl_bias_correction and kl_estimator == "k3" else kl)
-    loss = _reduce(masked(loss, mask), mask, loss_type, n_tokens, n_rows, max_completion_length)
+            if settings.beta != 0:
+                corrected = settings.kl_bias_correction and settings.kl_estimator == "k3"
+                loss = loss + settings.beta * (kl * ratio if corrected else kl)
+    loss = _reduce(masked(loss, mask), mask, settings.loss_type, n_tokens, n_rows, max_completion_length)
     return loss, {name: value.item() for name, value in metrics.items()}
+
+
+def _clipped_loss(ratio: Tensor, advantages: Tensor, bounds: tuple[float, float], delta: float | None) -> Tensor:
+    """grpo, bnpo, dr_grpo, dapo and luspo, which differ in how tokens are summed."""
+    capped = ratio if delta is None else ratio.clamp(max=delta)
+    return -torch.min(capped * advantages, ratio.clamp(*bounds) * advantages)
+
+
+def _cispo_loss(logprobs: Tensor, ratio: Tensor, advantages: Tensor, cap: float) -> Tensor:
+    return -ratio.clamp(max=cap).detach() * advantages * logprobs
+
+
+def _sapo_loss(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> Tensor:
+    tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
+    return -advantages * 4 * torch.sigmoid(tau * (ratio - 1)) / tau
 
 
 def _reduce(

@@ -1,4 +1,4 @@
-"""What the losses share: masks that keep NaN out, KL estimators, importance weights, checks of tensors.
+"""Terms shared by the losses: NaN-safe masking, KL estimators, importance weights, checks of tensors.
 
 Pure functions of tensors. No model, no trainer, no loss.
 """
@@ -19,7 +19,7 @@ from whet.fields import check_choice, is_number
 def masked(values: Tensor, mask: Tensor) -> Tensor:
     """``values`` where ``mask`` is True and 0 elsewhere, in value and in gradient.
 
-    Selecting, unlike multiplying by the mask, keeps NaN and inf out.
+    Unlike multiplying by the mask, selecting does not propagate NaN and inf.
     """
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
@@ -32,15 +32,15 @@ def importance_weights(
     correction: SamplerCorrection = "sequence_mask",
     cap: float = 3.0,
 ) -> tuple[Tensor, Tensor]:
-    """Importance weights of tokens sampled by an engine whose probabilities differ from the policy's.
+    """Importance weights of tokens sampled by an engine whose log-probs differ from the policy's.
 
     ``w = exp(old_logprobs - sampler_logprobs)``, per token, or per sequence with the difference summed
     over its tokens. "truncate" gives min(w, cap) (Ionides 2008); "mask" rejects where w is above the
     cap, or NaN.
 
     Args:
-        old_logprobs: (B, T), the policy's as it was while sampling.
-        sampler_logprobs: (B, T), recorded while sampling.
+        old_logprobs: (B, T), of the policy at the time of sampling.
+        sampler_logprobs: (B, T), recorded by the sampler.
         completion_mask: (B, T) bool.
         correction: see above.
         cap: the largest weight.
@@ -65,7 +65,7 @@ def importance_weights(
 
 
 def sampler_gap(logprobs: Tensor, sampler_logprobs: Tensor, completion_mask: Tensor) -> tuple[float, float]:
-    """Sum and maximum of |logprobs - sampler_logprobs| over the mask: how far the sampler is from the policy."""
+    """Sum and maximum of |logprobs - sampler_logprobs| over the mask."""
     gap = masked(logprobs.detach() - sampler_logprobs.to(logprobs), completion_mask).abs()
     return gap.sum().item(), gap.max().item() if gap.numel() else 0.0
 
@@ -84,15 +84,15 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> 
 
 
 def count_rows(completion_mask: Tensor, kept_mask: Tensor) -> int:
-    """Rows of a batch, without those of which an importance correction kept nothing."""
+    """Rows of a batch, without those that an importance correction rejected whole."""
     return int((kept_mask.any(1) | ~completion_mask.any(1)).sum())
 
 
 def denominator(where: str, name: str, value: Any) -> float:
-    """A count of the whole batch that sums are divided by, at least 1; a tensor may hold it.
+    """The count that sums over a batch are divided by, at least 1; ``value`` may be a tensor of one element.
 
     Raises:
-        WhetValueError: it is no finite number >= 0.
+        WhetValueError: it is not a finite number >= 0.
     """
     count = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     if not (is_number(count) and count >= 0):
@@ -101,7 +101,7 @@ def denominator(where: str, name: str, value: Any) -> float:
 
 
 def check_float_tensor(where: str, name: str, value: Any, n_axes: int) -> None:
-    """Refuse anything but a floating-point tensor with ``n_axes`` axes."""
+    """Raise unless ``value`` is a floating-point tensor with ``n_axes`` axes."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim != n_axes:
         axes = "(B, T)" if n_axes == 2 else "(B,)"
         raise WhetTypeError(f"{where}: {name} is {_kind(value)}, expected a {axes} floating-point tensor.")
@@ -110,7 +110,7 @@ def check_float_tensor(where: str, name: str, value: Any, n_axes: int) -> None:
 def check_shapes(
     where: str, name: str, like: Tensor, others: Mapping[str, Any], optional: Mapping[str, Any] | None = None
 ) -> None:
-    """Refuse tensors of another shape than ``like``, and None unless optional. A ``*_mask`` must be bool."""
+    """Raise unless every tensor has the shape of ``like``, and every ``*_mask`` is bool; optional ones may be None."""
     given = {other: value for other, value in (optional or {}).items() if value is not None}
     for other, value in {**others, **given}.items():
         if not isinstance(value, Tensor):

@@ -26,7 +26,7 @@ class OnlineTrainer(Trainer):
     """The base of the training algorithms that sample.
 
     Args:
-        engine: samples the completions; "auto", "native", "torch" or None stand for the setting of that name.
+        engine: samples the completions; "auto", "native" or "torch" set ``config.engine``; None: as that says.
         **arguments: of ``Trainer``.
 
     Attributes:
@@ -51,7 +51,7 @@ class OnlineTrainer(Trainer):
         chosen = config.engine if engine is None else engine
         weights = config.rollout_weights
         if weights == "auto" and self.acceleration is not None and self.acceleration.dtype == torch.bfloat16:
-            weights = "bf16"  # the policy multiplies these, and so does its sampler
+            weights = "bf16"  # as the policy's matrix products use them
         make = partial(make_engine, chosen, model, weights, type(self).__name__)
         self.engine = make(config.kv_bytes)
         self._make_engine = make if isinstance(chosen, str) and not config.kv_bytes else None
@@ -64,12 +64,12 @@ class OnlineTrainer(Trainer):
     def evaluate(self, prompts: Any, *, reward_fn: RewardFn | None = None, temperature: float | None = None) -> float:
         """The mean reward of one completion per prompt, sampled from the policy as it is.
 
-        Nothing is trained: weights, optimizer, counters and random states are as they were. The engine takes over the
-        weights (``policy_version`` goes up), as it does in every step. The same weights give the same completions.
+        Nothing is trained: weights, optimizer, counters and random states do not change. The engine is synced with the
+        weights (``policy_version`` increases), as in every step. The same weights give the same completions.
 
         Args:
-            prompts: as ``train`` takes them, gone through once in their order; or a single batch.
-            reward_fn: scores in place of the trainer's own.
+            prompts: as for ``train``, read once in their order; or a single batch.
+            reward_fn: overrides the trainer's.
             temperature: of sampling; 0: always the most probable token; None: the trainer's.
 
         Returns:
@@ -86,7 +86,7 @@ class OnlineTrainer(Trainer):
     def evaluation_metrics(
         self, dataset: Any, *, reward_fn: RewardFn | None = None, temperature: float | None = None
     ) -> dict[str, float]:
-        """``mean_reward`` as ``evaluate`` gives it, and of several reward functions each one's mean."""
+        """``mean_reward`` as of ``evaluate``, and with several reward functions the mean of each."""
         where = f"{type(self).__name__}.evaluate"
         functions = self.rewards if reward_fn is None else reward_fn
         if functions is None:

@@ -1,9 +1,9 @@
-"""Online DPO: sample two completions per prompt, ask which is preferred, and take a DPO step on the pair.
+"""Online DPO: sample two completions per prompt, ask which is preferred, and make a DPO update on the pair.
 
     l = -log sigmoid(beta [(log pi - log ref)(y+) - (log pi - log ref)(y-)]),    y1, y2 ~ pi(. | x)
 
 (Guo et al. 2024, eq. 3; the other losses of the DPO family as well.) Assumes an oracle that compares
-two answers to one prompt, or reward functions whose higher score wins. Ties teach nothing and are
+two answers to one prompt, or reward functions whose higher score wins. Ties carry no preference and are
 left out.
 """
 
@@ -23,6 +23,7 @@ from whet.phases import phase
 from whet.rewards.functions import RewardBatch, RewardFn, call_preference, reward_functions
 from whet.rewards.metrics import reward_metrics
 from whet.rollout.rollout import Rollout, completion_table
+from whet.training.trainer import training_step
 
 
 class OnlineDPO(OnlineTrainer):
@@ -31,7 +32,7 @@ class OnlineDPO(OnlineTrainer):
     Args:
         model, ref_model, **arguments: of ``Trainer`` and ``OnlineTrainer``.
         preference_fn: gets a list of pairs of completions (text with a tokenizer, else 1-D tensors, without
-            prompts) and returns for each 0 if the first is preferred, 1 if the second, None for a tie.
+            prompts) and returns 0 for each pair whose first completion is preferred, 1 for the second, None for a tie.
         reward_fn: one reward function, several, or ``whet.rewards.RewardFunctions``, in its place.
     """
 
@@ -53,6 +54,7 @@ class OnlineDPO(OnlineTrainer):
         self.preference_fn = preference_fn
         self.rewards = None if reward_fn is None else reward_functions(self.config, reward_fn)
 
+    @training_step
     def train_step(self, prompt_batch: Any) -> dict[str, float]:
         """Sample two completions per prompt, have them compared, and update the policy on the pairs.
 
@@ -68,9 +70,7 @@ class OnlineDPO(OnlineTrainer):
         Raises:
             RewardError: preference_fn or a reward function failed.
         """
-        return self.take_step(lambda: self._learn(self.sample(prompt_batch, 2)))
-
-    def _learn(self, rollout: Rollout) -> dict[str, float]:
+        rollout = self.sample(prompt_batch, 2)
         scored = None if self.rewards is None else rollout.score(self.rewards)
         ids = rollout.completion_ids
         winners = [
@@ -84,15 +84,16 @@ class OnlineDPO(OnlineTrainer):
             prompt_ids=[rollout.prompt_ids[i] for i, _ in decided],
             chosen_ids=[ids[i + winner] for i, winner in decided],
             rejected_ids=[ids[i + 1 - winner] for i, winner in decided],
+            sampler_logprobs=self._sampler_logprobs(rollout, decided),
         )
-        metrics = update_on_pairs(self, pairs, self._sampler_logprobs(rollout, decided))
+        metrics = update_on_pairs(self, pairs)
         metrics["frac_ties"] = 1 - len(decided) / len(winners)
         return {**metrics, **(reward_metrics(scored) if scored else {}), **rollout.metrics()}
 
     def _sampler_logprobs(
         self, rollout: Rollout, decided: list[tuple[int, int]]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Those of chosen and rejected tokens, where they are of the distribution that the loss looks at."""
+        """Those of chosen and rejected tokens, if they were sampled from the distribution that the loss is about."""
         if not decided or not self.config.samples_plainly():
             return None
         both = [i + winner for i, winner in decided] + [i + 1 - winner for i, winner in decided]
@@ -100,7 +101,7 @@ class OnlineDPO(OnlineTrainer):
         return None if recorded is None else (recorded[: len(decided)], recorded[len(decided) :])
 
     def _winners(self, rollout: Rollout, scored: RewardBatch | None) -> Sequence[int | None]:
-        """Per pair the side that is preferred, or None; an unscored completion neither wins nor loses."""
+        """The preferred side of each pair, or None; a pair with an unscored completion is a tie."""
         if scored is None:
             pairs = list(zip(rollout.shown[::2], rollout.shown[1::2], strict=True))
             assert self.preference_fn is not None

@@ -2,7 +2,7 @@
 
     l = -log pi(y_t | x, y_<t), averaged over the completion tokens of the batch
 
-Prompt tokens do not count unless a row has no prompt of its own.
+Prompt tokens do not count, unless a row has no prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from whet.data.rows import token_rows, tokenize_completion
 from whet.errors import WhetValueError
 from whet.nn.causal_lm import completion_logprobs
 from whet.phases import phase
-from whet.training.trainer import Trainer
+from whet.training.trainer import Trainer, training_step
 
 
 class SFT(Trainer):
@@ -28,6 +28,7 @@ class SFT(Trainer):
     config_class = SFTConfig
     row_fields = ("prompt", "completion")
 
+    @training_step
     def train_step(self, prompt: Any, completion: Any = None) -> dict[str, float]:
         """One update on a batch.
 
@@ -42,10 +43,23 @@ class SFT(Trainer):
             those of every step.
 
         Raises:
-            WhetTypeError: none of these.
+            WhetTypeError: the batch has none of these forms.
             WhetValueError: rows that do not match, or no token that counts.
         """
-        return self.take_step(lambda: self._learn(prompt, completion))
+        prompt_ids, completion_ids = self._token_ids(prompt, completion)
+        n_tokens = sum(map(len, completion_ids))
+        if n_tokens == 0:
+            raise WhetValueError("SFT: no completion of the batch has a token to learn from.")
+        with self.update() as update:
+            for part in self.micro_batches(list(zip(prompt_ids, completion_ids, strict=True))):
+                with phase("forward"):
+                    logprobs, _, mask = completion_logprobs(
+                        self.model, [prompt_ids[i] for i in part], [completion_ids[i] for i in part]
+                    )
+                with phase("loss"):
+                    loss, metrics = sft_loss(logprobs, mask, n_tokens=n_tokens)
+                update.add(loss, metrics)
+        return {**update.metrics, "num_tokens": n_tokens + sum(map(len, prompt_ids))}
 
     def as_row(self, item: Any) -> Any:
         """An item of a dataset as a dict; a bare text or row of token ids counts whole."""
@@ -61,22 +75,6 @@ class SFT(Trainer):
         if n_tokens == 0:
             raise WhetValueError("SFT: no completion of the dataset has a token that counts.")
         return {"loss": total / n_tokens}
-
-    def _learn(self, prompt: Any, completion: Any) -> dict[str, float]:
-        prompt_ids, completion_ids = self._token_ids(prompt, completion)
-        n_tokens = sum(map(len, completion_ids))
-        if n_tokens == 0:
-            raise WhetValueError("SFT: no completion of the batch has a token to learn from.")
-
-        def loss_of(part: list[int]) -> tuple[Tensor, dict[str, float]]:
-            prompts, completions = [prompt_ids[i] for i in part], [completion_ids[i] for i in part]
-            with phase("forward"):
-                logprobs, _, mask = completion_logprobs(self.model, prompts, completions)
-            with phase("loss"):
-                return sft_loss(logprobs, mask, n_tokens=n_tokens)
-
-        metrics = self.update(list(zip(prompt_ids, completion_ids, strict=True)), loss_of)
-        return {**metrics, "num_tokens": n_tokens + sum(map(len, prompt_ids))}
 
     def _token_ids(self, prompt: Any, completion: Any = None) -> tuple[list[list[int]], list[list[int]]]:
         """Prompts and completions of a batch, the tokens that count in the completions."""
@@ -108,7 +106,7 @@ def sft_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """Mean negative log-likelihood, ``-sum logprobs m / n_tokens``, in nats.
 
-    A masked position counts nothing, in value and gradient, whatever it holds.
+    A masked position contributes nothing to value and gradient, even if it is NaN.
 
     Args:
         logprobs: (B, T) float, of the tokens, differentiable. The loss has its dtype.
@@ -120,7 +118,7 @@ def sft_loss(
         The scalar loss, and as metric ``token_probability``, the mean probability of the tokens.
 
     Raises:
-        WhetTypeError: an argument that is no tensor of the right kind.
+        WhetTypeError: an argument is no tensor, or of the wrong dtype or number of axes.
         WhetValueError: shapes that disagree, or n_tokens that is no number >= 0.
     """
     check_float_tensor("sft_loss", "logprobs", logprobs, n_axes=2)

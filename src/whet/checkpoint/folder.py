@@ -1,11 +1,11 @@
 """Checkpoints: folders of safetensors and JSON that load whole or not at all.
 
 A checkpoint is a folder with one safetensors file per group of tensors, ``state.json``, and ``manifest.json``
-with the size and SHA-256 of each. It is written beside its place, forced to disk, and renamed into it, so
+with the size and SHA-256 of each. It is written beside its final path, synced to disk, and renamed, so
 that a process killed at any moment leaves a checkpoint that loads. Nothing is pickled, neither here nor
-when loading, so a checkpoint from a stranger can run no code.
+when loading, so an untrusted checkpoint can run no code.
 
-What a trainer puts in, and when, is not decided here. How modules are rebuilt: ``whet.checkpoint.modules``.
+Does not know what a trainer saves, or when. Modules are rebuilt by ``whet.checkpoint.modules``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _STEP_NAME = re.compile(r"(?P<hidden>\.)?(?P<name>step-(?P<step>\d{6,}))(?(hidde
 def save_checkpoint(
     path: str | os.PathLike[str], tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
 ) -> None:
-    """Writes a checkpoint at ``path``, in place of the one there if there is one.
+    """Write a checkpoint at ``path``, replacing the one there, if any.
 
     At every moment either the old checkpoint or the new one loads from ``path``, through a kill, a full
     disk or a power cut: the new one is written to ``.NAME.TOKEN.saving``, a folder of this save alone, and forced to
@@ -127,7 +127,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, T
     for name in manifest["files"]:
         if name.endswith(".safetensors"):
             try:
-                # load_file maps the file; a copy does not change when the file does.
+                # load_file maps the file: copy, since the file may change.
                 loaded = {key: tensor.clone() for key, tensor in load_file(folder / name).items()}
             except (SafetensorError, OSError, ValueError) as error:
                 raise CheckpointError(f"load_checkpoint: {folder / name} cannot be read: {error}.") from error
@@ -159,12 +159,12 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def step_folder(folder: str | os.PathLike[str], step: int) -> Path:
-    """Where the checkpoint of a step stands: ``folder/step-000100``."""
+    """The path of the checkpoint of a step: ``folder/step-000100``."""
     return Path(folder) / f"step-{step:06d}"
 
 
 def prune_checkpoints(folder: str | os.PathLike[str], newest: Path, keep: int) -> None:
-    """Removes checkpoints of steps before ``newest`` until ``keep``, ``newest`` included, are left.
+    """Remove checkpoints of steps before ``newest`` until ``keep``, ``newest`` included, are left.
 
     Also removes what killed saves and prunes left behind. Checkpoints of later steps, folders that are no checkpoints,
     and what another process is saving are not touched.
@@ -173,7 +173,7 @@ def prune_checkpoints(folder: str | os.PathLike[str], newest: Path, keep: int) -
     older = [p for p in _step_paths(folder) if _step_of(p) < _step_of(newest) and _is_checkpoint(p)]
     for path in older[: max(0, len(older) - (keep - 1))]:
         with temporary_beside(path, _SAVING, folder=True) as removed:
-            os.replace(path, removed)  # so that no half-removed checkpoint ever stands there
+            os.replace(path, removed)  # so that no half-removed checkpoint is ever visible
     remove_abandoned(folder, f".step-*.{_SAVING}")
     for previous in folder.glob(".step-*.previous"):
         if (folder / previous.name[1:].removesuffix(".previous")).exists():
@@ -184,7 +184,7 @@ def prune_checkpoints(folder: str | os.PathLike[str], newest: Path, keep: int) -
 
 
 def _resolve(path: Path) -> Path:
-    """The folder that holds the checkpoint of ``path``: itself, or what a killed save set aside."""
+    """The folder of the checkpoint of ``path``: itself, or the previous one that a killed save renamed."""
     path = Path(os.path.realpath(path))
     if path.is_dir():
         return path
@@ -200,7 +200,7 @@ def _resolve(path: Path) -> Path:
 
 
 def _step_paths(folder: Path) -> list[Path]:
-    """``folder/step-N`` by rising N, those included that only a killed save's sibling is left of."""
+    """``folder/step-N`` by rising N, including those of which a killed save left the renamed folder only."""
     if not folder.is_dir():
         return []
     names = [match["name"] for entry in folder.iterdir() if (match := _STEP_NAME.fullmatch(entry.name))]
@@ -219,7 +219,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _check_replaceable(path: Path) -> None:
-    """Refuse to replace anything but a checkpoint or an empty folder."""
+    """Raise if ``path`` is anything but a checkpoint or an empty folder."""
     if not path.exists():
         return
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else {path.name}
@@ -331,7 +331,7 @@ def _check_storable(tensor: Any, where: str) -> None:
 def _write_tensors(folder: Path, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Any]]:
     """Write a file per group, all at once, and return their fingerprints by name."""
     layouts = {group: _layout(group, members) for group, members in groups.items()}
-    with ThreadPoolExecutor() as pool:  # writing and hashing leave the interpreter to the others
+    with ThreadPoolExecutor() as pool:  # writing and hashing release the GIL
         files = {
             f"{group}.safetensors": pool.submit(write_new, folder / f"{group}.safetensors", chunks)
             for group, chunks in layouts.items()
@@ -342,8 +342,8 @@ def _write_tensors(folder: Path, groups: Mapping[str, Mapping[str, Tensor]]) -> 
 def _layout(group: str, tensors: Mapping[str, Tensor]) -> list[Any]:
     """The bytes of a safetensors file: header, then the tensors, widest dtype first, so that each is aligned.
 
-    Not by the library's ``save_file``, since the digest is taken on the way to the disk: reading a checkpoint again to
-    hash it costs as much as writing it.
+    Not by the library's ``save_file``, since the digest is computed while writing: reading a checkpoint again to hash
+    it costs as much as writing it.
     """
     header: dict[str, Any] = {}
     chunks: list[Any] = []
@@ -384,9 +384,9 @@ def _digest(content: Any) -> str:
 
 
 def capture_rng() -> dict[str, Any]:
-    """The states of Python's ``random``, NumPy's global generator and torch's (CPU, and each CUDA device).
+    """Save the states of Python's ``random``, NumPy's global generator and torch's (CPU, and each CUDA device).
 
-    JSON throughout. Generators that were made explicitly (``np.random.default_rng``) are their owner's.
+    JSON throughout. Generators made explicitly (``np.random.default_rng``) are not among them.
     """
     version, internal, gauss = random.getstate()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -399,7 +399,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Sets every generator as ``capture_rng`` found it. Devices that are not here are left out.
+    """Set every generator to the state that ``capture_rng`` saved. Missing devices are ignored.
 
     Raises:
         CheckpointError: the state is not what ``capture_rng`` returned.

@@ -1,8 +1,8 @@
-"""Plain values as standard JSON, and back, without losing what JSON alone loses.
+"""Plain values as standard JSON, and back, without loss.
 
 JSON has no NaN, no infinity, no tuple, no dict key but strings, and no torch dtype. Values of these kinds are
-written as ``{"$": "tuple", "value": [1, 2]}`` and come back as they were. No objects of other classes and
-no code: reading such a file can run nothing.
+encoded as ``{"$": "tuple", "value": [1, 2]}``. No objects of other classes and
+no code: reading such a file runs nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def encode(value: Any, where: str, special: Callable[[Any, str], Any] | None = N
     """A value as what the json module writes as standard JSON; ``decode`` gives it back.
 
     Takes None, bool, int, float (NaN and infinities too), str, list, tuple, dict, torch.dtype, torch.Size,
-    torch.device and NumPy scalars (which come back as Python numbers).
+    torch.device and NumPy scalars (decoded as Python numbers).
 
     Args:
         value: what to encode.

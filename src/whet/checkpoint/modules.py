@@ -1,7 +1,7 @@
-"""Module trees as JSON, and back: what checkpoints keep in place of a pickled model.
+"""Module trees as JSON, and back, so that checkpoints need no pickled model.
 
-``describe_module`` writes down an ``nn.Module`` as the tree of objects that it is, so that ``build_module``
-can put it together again without calling its constructor, whose arguments nobody kept.
+``describe_module`` serialises an ``nn.Module`` as its tree of objects, so that ``build_module`` can rebuild it
+without calling its constructor, whose arguments are not known.
 
 Nothing here runs code from a description: classes are looked up among those already imported and must
 be modules or dataclasses, functions are looked up in torch by name, and no constructor runs.
@@ -31,20 +31,20 @@ from whet.errors import CheckpointError
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer by its dotted name, buffers outside ``state_dict`` included.
 
-    The tensors are detached and share the module's memory; a tied one stands under each of its names.
+    The tensors are detached and share the module's memory; a tied one is listed under each of its names.
     """
     return {name: tensor.detach() for name, tensor in _named_tensors(module)}
 
 
 def load_module_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copies values into a module's parameters and buffers, all of them or, if anything is off, none.
+    """Copy values into a module's parameters and buffers, all of them or, if anything differs, none.
 
     Args:
         module: keeps its own tensors, ties and devices; only their values change.
         tensors: as ``module_tensors`` of a module of the same build gave them, on any device.
 
     Raises:
-        CheckpointError: a name that is missing or too many, another shape or another dtype.
+        CheckpointError: a missing or unexpected name, another shape or another dtype.
     """
     own = dict(_named_tensors(module))
     where = f"load_module_tensors({type(module).__name__})"
@@ -85,7 +85,7 @@ def _some(names: list[str], most: int = 5) -> str:
 
 
 class _NotDescribedError(Exception):
-    """One attribute cannot be written down; the message says what it is."""
+    """An attribute cannot be serialised; the message names it."""
 
 
 def describe_module(module: nn.Module) -> dict[str, Any]:
@@ -101,13 +101,13 @@ def describe_module(module: nn.Module) -> dict[str, Any]:
         ``{"modules": [...], "tensors": [...], "undescribed": [...]}``, JSON throughout. ``modules[0]`` is
         the module itself; children, parameters and buffers are indices, so what is shared stays shared.
     """
-    scribe = _Scribe(module)
-    modules = [scribe.describe(path, member) for path, member in scribe.members]
-    return {"modules": modules, "tensors": scribe.tensors, "undescribed": scribe.undescribed}
+    describer = _Describer(module)
+    modules = [describer.describe(path, member) for path, member in describer.members]
+    return {"modules": modules, "tensors": describer.tensors, "undescribed": describer.undescribed}
 
 
-class _Scribe:
-    """Numbers the modules and tensors of a tree, and writes each module down in terms of the numbers."""
+class _Describer:
+    """Indexes the modules and tensors of a tree, and serialises each module in terms of the indices."""
 
     def __init__(self, root: nn.Module) -> None:
         self.members: list[tuple[str, nn.Module]] = []
@@ -124,7 +124,7 @@ class _Scribe:
         self._module_index[id(module)] = len(self.members)
         self.members.append((path, module))
         if _is_pretrained(module):
-            return  # its class builds what is below
+            return  # its class builds its children
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None and id(tensor) not in self._tensor_index:
                 self._tensor_index[id(tensor)] = len(self.tensors)
@@ -347,17 +347,17 @@ class _Builder:
         raise CheckpointError(f"build_module: a value is tagged {tag!r}, which this Whet does not know.")
 
     def _build_dataclass(self, name: str, fields: Mapping[str, Any]) -> Any:
-        cls = _imported(name)
+        cls = _import_class(name)
         if not dataclasses.is_dataclass(cls) or {f.name for f in dataclasses.fields(cls)} != set(fields):
             raise CheckpointError(f"build_module: {name} is no dataclass with the fields {sorted(fields)}.")
-        made = object.__new__(cls)
+        instance = object.__new__(cls)
         for field, value in fields.items():
-            object.__setattr__(made, field, decode(value, self._decode_special))
-        return made
+            object.__setattr__(instance, field, decode(value, self._decode_special))
+        return instance
 
 
 def _bare_module(name: str) -> nn.Module:
-    cls = _imported(name)
+    cls = _import_class(name)
     if not issubclass(cls, nn.Module):
         raise CheckpointError(f"build_module: {name} is not an nn.Module.")
     module = object.__new__(cls)
@@ -365,7 +365,7 @@ def _bare_module(name: str) -> nn.Module:
     return module
 
 
-def _imported(name: str) -> type:
+def _import_class(name: str) -> type:
     cls = _find_class(name, imports=True)
     if cls is None:
         raise CheckpointError(
@@ -401,18 +401,18 @@ def _build_config(entry: list[Any]) -> Any:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name, content, attention = entry
-    cls = _imported(name)
+    cls = _import_class(name)
     if not issubclass(cls, PretrainedConfig):
         raise CheckpointError(f"build_module: {name} is not a config class of transformers.")
     config = cls.from_dict(decode(content))
-    # Any other name makes transformers ask the hub for a kernel of that name, and run it.
+    # For any other name transformers would download a kernel of that name from the hub, and run it.
     known = ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
     if attention is not None and attention not in known:
         raise CheckpointError(
             f"build_module: the attention of {name} is {attention!r:.60}, expected one of {', '.join(known)}. If you "
             f"trust it, build the model yourself and pass it as model=."
         )
-    config._attn_implementation = attention  # to_dict leaves it out
+    config._attn_implementation = attention  # to_dict omits it
     return config
 
 
@@ -435,13 +435,13 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
 def _build_pretrained(entry: Mapping[str, Any]) -> nn.Module:
     from transformers import GenerationConfig, PreTrainedModel
 
-    cls = _imported(entry["class"])
+    cls = _import_class(entry["class"])
     if not issubclass(cls, PreTrainedModel):
         raise CheckpointError(f"build_module: {entry['class']} is not a model class of transformers.")
-    with torch.random.fork_rng(devices=[]):  # its initial weights are thrown away
+    with torch.random.fork_rng(devices=[]):  # its initial weights are discarded
         module = cls(_build_config(entry["config"]))
-    made, forms = _own_tensors(module), entry["tensors"]
-    shapes = {name: list(tensor.shape) for name, tensor in made.items()}
+    built, forms = _own_tensors(module), entry["tensors"]
+    shapes = {name: list(tensor.shape) for name, tensor in built.items()}
     different = [n for n in {**shapes, **forms} if shapes.get(n) != forms.get(n, {}).get("shape")]
     if different:
         raise CheckpointError(
@@ -449,7 +449,7 @@ def _build_pretrained(entry: Mapping[str, Any]) -> nn.Module:
             f"{len(different)} tensors ({_some(different)}), as one with adapters or quantised layers does. "
             f"Build the model yourself and pass it as model=."
         )
-    for name, tensor in made.items():
+    for name, tensor in built.items():
         tensor.data = tensor.data.to(dtype_named(forms[name]["dtype"]))
         tensor.requires_grad_(forms[name]["requires_grad"])
     if entry["generation_config"] is not None:

@@ -30,13 +30,13 @@ from whet.rollout.choose import make_engine
 from whet.rollout.protocol import RolloutEngine
 from whet.sampling import SamplingParams
 from whet.training.callbacks import (
-    Callback,
     CheckpointCallback,
     CompletionsCallback,
     EarlyStoppingCallback,
     EvaluationCallback,
 )
 from whet.training.loggers import JSONLLogger, ProgressLogger
+from whet.training.trainer import Trainer
 
 _LONGEST_ANSWER = 5
 """Tokens: three digits, the end, and one in which to go wrong."""
@@ -141,13 +141,74 @@ class HeldOut:
         ]
 
 
-def run_phase(trainer: Any, rows: Sequence[Row], steps: int, held_out: HeldOut, every: int, until: float) -> float:
-    """Train until the held-out accuracy is reached or the steps are used up; returns the accuracy."""
-    evaluation = EvaluationCallback(held_out, every)
+@dataclass
+class Phase:
+    """A phase of the demo: the trainer, and what came of it.
+
+    Attributes:
+        accuracy: held-out, at its end.
+        elapsed_s: of training.
+        samples: held-out problems with the answers at its end.
+    """
+
+    trainer: Trainer
+    accuracy: float
+    elapsed_s: float
+    samples: list[dict[str, Any]]
+
+    def duration(self) -> str:
+        return f"{self.elapsed_s:.0f} s, {self.trainer.step} steps"
+
+
+def run_phase(
+    trainer: Trainer, rows: Sequence[Row], steps: int, held_out: HeldOut, until: float, folder: Path, console: Console
+) -> Phase:
+    """Train until the held-out accuracy is reached or the steps are used up, and save the model in ``folder``."""
+    evaluation = EvaluationCallback(held_out, every=5)
     trainer.callbacks[:0] = [evaluation, EarlyStoppingCallback("eval/accuracy", patience=steps, target=until)]
+    started_s = time.perf_counter()
     with trainer.loggers[-1]:
         trainer.train(rows, steps=steps)
-    return evaluation.history[-1]["accuracy"]
+    elapsed_s = time.perf_counter() - started_s
+    trainer.save_pretrained(folder)
+    phase = Phase(trainer, evaluation.history[-1]["accuracy"], elapsed_s, held_out.samples(8))
+    print_samples(console, f"\nHeld-out problems after {type(trainer).__name__}", phase.samples)
+    return phase
+
+
+def sft_phase(
+    config: DemoConfig, model: Any, rows: Sequence[Row], held_out: HeldOut, folder: Path, console: Console
+) -> Phase:
+    """The warm-up."""
+    sft = SFT(
+        model,
+        config=sft_config(config),
+        tokenizer=held_out.tokenizer,
+        logger=[
+            JSONLLogger(folder / "sft" / "metrics.jsonl"),
+            ProgressLogger(config.sft_max_steps, description="SFT "),
+        ],
+    )
+    return run_phase(sft, rows, config.sft_max_steps, held_out, config.sft_until, folder / "sft" / "model", console)
+
+
+def grpo_phase(
+    config: DemoConfig, model: Any, rows: Sequence[Row], held_out: HeldOut, folder: Path, console: Console
+) -> Phase:
+    """Reinforcement learning on the same problems, by the reward exact match."""
+    grpo = GRPO(
+        model,
+        reward_fn=exact_match,
+        engine=held_out.engine,
+        config=grpo_config(config),
+        tokenizer=held_out.tokenizer,
+        logger=[JSONLLogger(folder / "metrics.jsonl"), ProgressLogger(config.grpo_max_steps, description="GRPO")],
+        callbacks=[
+            CompletionsCallback(folder / "completions.jsonl"),
+            CheckpointCallback(folder / "checkpoints", every=100, keep=1),
+        ],
+    )
+    return run_phase(grpo, rows, config.grpo_max_steps, held_out, config.grpo_until, folder / "model", console)
 
 
 def print_samples(console: Console, title: str, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -181,8 +242,7 @@ def _run(config: DemoConfig) -> int:
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, config.seed)
     rows, held_out_rows = make_problems(config.seed, config.n_held_out)
-    engine = make_engine(config.engine, model, config.rollout_weights, "whet demo")
-    held_out = HeldOut(held_out_rows, tokenizer, engine)
+    held_out = HeldOut(held_out_rows, tokenizer, make_engine(config.engine, model, config.rollout_weights, "whet demo"))
     write_rows(folder / "data" / "train.jsonl", rows)
     write_rows(folder / "data" / "held_out.jsonl", held_out_rows)
     settings = {"demo": asdict(config), "sft": asdict(sft_config(config)), "grpo": asdict(grpo_config(config))}
@@ -190,67 +250,38 @@ def _run(config: DemoConfig) -> int:
     n_parameters = sum(p.numel() for p in model.parameters())
     console.print(f"A Llama of {n_parameters:,} random parameters learns to add. Seed {config.seed}.\n")
 
-    sft = SFT(
-        model,
-        config=sft_config(config),
-        tokenizer=tokenizer,
-        logger=[
-            JSONLLogger(folder / "sft" / "metrics.jsonl"),
-            ProgressLogger(config.sft_max_steps, description="SFT "),
-        ],
-    )
-    phase_s = time.perf_counter()
-    before = run_phase(sft, rows, config.sft_max_steps, held_out, every=5, until=config.sft_until)
-    sft_s = time.perf_counter() - phase_s
-    sft.save_pretrained(folder / "sft" / "model")
-    samples_before = held_out.samples(8)
-    print_samples(console, "\nHeld-out problems after SFT", samples_before)
+    sft = sft_phase(config, model, rows, held_out, folder, console)
     console.print()
+    grpo = grpo_phase(config, model, rows, held_out, folder, console)
+    report(config, sft, grpo, n_parameters, folder)
+    total_s = time.perf_counter() - started_s
+    times = f"SFT {sft.elapsed_s:.0f} s, GRPO {grpo.elapsed_s:.0f} s, total {total_s:.0f} s"
+    print(f"held-out accuracy: {sft.accuracy:.1%} -> {grpo.accuracy:.1%} ({times})")
+    return 0 if grpo.accuracy >= config.grpo_until else 1
 
-    callbacks: list[Callback] = [
-        CompletionsCallback(folder / "completions.jsonl"),
-        CheckpointCallback(folder / "checkpoints", every=100, keep=1),
-    ]
-    grpo = GRPO(
-        model,
-        reward_fn=exact_match,
-        engine=engine,
-        config=grpo_config(config),
-        tokenizer=tokenizer,
-        logger=[JSONLLogger(folder / "metrics.jsonl"), ProgressLogger(config.grpo_max_steps, description="GRPO")],
-        callbacks=callbacks,
-    )
-    phase_s = time.perf_counter()
-    after = run_phase(grpo, rows, config.grpo_max_steps, held_out, every=5, until=config.grpo_until)
-    grpo_s = time.perf_counter() - phase_s
-    grpo.save_pretrained(folder / "model")
-    samples_after = held_out.samples(8)
-    print_samples(console, "\nHeld-out problems after GRPO", samples_after)
 
+def report(config: DemoConfig, sft: Phase, grpo: Phase, n_parameters: int, folder: Path) -> None:
+    """Write the report, and print where everything is and whether GRPO reached its accuracy."""
     write_report(
         folder,
         title="Whet demo: GRPO teaches a small model to add",
         summary=f"A Llama of {n_parameters:,} parameters, made from nothing, on sums of two numbers below 100; "
         f"exact match on {config.n_held_out} problems held out from all training.",
         headline={
-            "held-out accuracy": f"{before:.1%} → {after:.1%}",
-            "SFT": f"{sft_s:.0f} s, {sft.step} steps",
-            "GRPO": f"{grpo_s:.0f} s, {grpo.step} steps",
+            "held-out accuracy": f"{sft.accuracy:.1%} → {grpo.accuracy:.1%}",
+            "SFT": sft.duration(),
+            "GRPO": grpo.duration(),
         },
-        samples_before=samples_before,
-        samples_after=samples_after,
+        samples_before=sft.samples,
+        samples_after=grpo.samples,
     )
     print(f"\n{folder}/ holds report.html, model/, checkpoints/, metrics.jsonl, completions.jsonl and config.toml")
-    if after < config.grpo_until:
+    if grpo.accuracy < config.grpo_until:
         print(
             f"whet demo: {config.grpo_max_steps} steps of GRPO did not reach {config.grpo_until:.0%}. "
             "Raise --grpo-max-steps, or try another --seed.",
             file=sys.stderr,
         )
-    total_s = time.perf_counter() - started_s
-    times = f"SFT {sft_s:.0f} s, GRPO {grpo_s:.0f} s, total {total_s:.0f} s"
-    print(f"held-out accuracy: {before:.1%} -> {after:.1%} ({times})")
-    return 0 if after >= config.grpo_until else 1
 
 
 def remove_earlier_run(folder: Path) -> None:

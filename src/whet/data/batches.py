@@ -1,13 +1,13 @@
-"""From a data set to the arguments of one training step after another.
+"""Data sets as streams of batches: the arguments of successive training steps.
 
-One rule, ``is_batch``, says what an item of a data set is:
+One rule, ``is_batch``, classifies an item of a data set:
 
     row     a mapping of fields; a tuple of them in the algorithm's order; a text; chat messages; a flat list or
             1-D array of token ids
     batch   a list of rows; a mapping whose fields are columns of one length; (B, T) arrays of token ids: bare,
             under ``input_ids``, or a tuple of them, as the arguments of ``train_step``
 
-Only the fields that algorithms read decide: another column may hold an array of any shape. Rows of a sequence are
+Only the fields that algorithms read matter: other columns may be arrays of any shape. Rows of a sequence are
 batched in shuffled order, those of an iterable in its own. Does not tokenise or pad.
 """
 
@@ -32,26 +32,26 @@ AsRow = Callable[[Any], Mapping[str, Any]]
 def batch_stream(
     dataset: Any, batch_size: int, seed: int, start: int, fields: tuple[str, ...], as_row: AsRow
 ) -> tuple[Iterator[tuple[Any, ...]], int | None]:
-    """The arguments of ``train_step`` for batch ``start`` and those that follow, without end.
+    """The arguments of ``train_step`` from batch ``start`` on, endlessly.
 
     Args:
-        dataset: rows or batches (``is_batch``; the first item speaks for all), in one of these forms:
+        dataset: rows or batches (``is_batch``; the first item decides for all), in one of these forms:
 
             - a sequence, or anything with ``__len__`` and ``__getitem__``: its epochs are shuffled, keyed by
-              (seed, epoch); rows that are left over at the end of one wait for the next one's order.
-            - an iterable: taken in its own order, again and again; the last batch of rows in a pass may be smaller.
+              (seed, epoch); rows left over at the end of an epoch are dropped from it.
+            - an iterable: read in its own order, repeatedly; the last batch of rows in a pass may be smaller.
               If it has ``set_epoch``, that is called before each pass.
             - torch's ``DataLoader``: likewise, but torch's samplers draw from a generator keyed by (seed, epoch) and
               the seed of the loader's own; torch's default collate stacks tensors alone and leaves rows as they are.
-            - an iterator: goes on where it stands, and ends.
+            - an iterator: continued from its current item, until it ends.
         batch_size: rows per batch.
-        seed: keys the order.
-        start: batches to leave out; an iterator leaves out none.
-        fields: what a tuple holds, in this order.
-        as_row: makes a dict of a row.
+        seed: of the order.
+        start: batches to skip; of an iterator none.
+        fields: the fields of a tuple, in this order.
+        as_row: converts a row to a dict.
 
     Returns:
-        The stream, and batches per epoch, or None where that is not known.
+        The stream, and batches per epoch, or None if that is not known.
 
     Raises:
         WhetTypeError: dataset is none of these.
@@ -82,7 +82,7 @@ def batches_in_order(
     """The arguments of ``train_step`` for one pass over a dataset, in its order; the last batch may be smaller.
 
     Args:
-        dataset: as ``batch_stream`` takes it; or a single batch or row.
+        dataset: as for ``batch_stream``; or a single batch or row.
         batch_size, fields, as_row: as in ``batch_stream``.
         where: the caller's name, for errors.
 
@@ -110,10 +110,10 @@ def is_batch(item: Any, fields: tuple[str, ...]) -> bool:
     """Whether an item of a data set is a batch, and not a row: the rule at the top of this file.
 
     Raises:
-        WhetTypeError: a list of as many texts as ``fields``, which may be meant as either.
+        WhetTypeError: a list of as many texts as ``fields``, which is ambiguous.
     """
     if isinstance(item, Mapping):
-        return _is_column(item.get("input_ids")) or _holds_columns(item)
+        return _is_column(item.get("input_ids")) or _has_columns(item)
     if _is_fields(item, fields):
         return all(map(_is_column, item))
     if _is_list(item):
@@ -127,13 +127,13 @@ def is_batch(item: Any, fields: tuple[str, ...]) -> bool:
 
 
 def as_rows(batch: Any, as_row: AsRow, where: str) -> list[Mapping[str, Any]] | None:
-    """The rows that a batch is made of, or a single row; None for token ids, as ``whet.data.token_rows`` takes them.
+    """The rows of a batch, or a single row; None for token ids in a form for ``whet.data.token_rows``.
 
     Raises:
         WhetTypeError: the batch is no mapping, list, text or array; ``where`` is the caller's name.
         WhetValueError: it is empty.
     """
-    if _holds_objects(batch):
+    if _is_object_array(batch):
         batch = batch.tolist()
     if not (isinstance(batch, (str, Mapping)) or _is_list(batch) or hasattr(batch, "ndim")):
         raise WhetTypeError(
@@ -145,7 +145,7 @@ def as_rows(batch: Any, as_row: AsRow, where: str) -> list[Mapping[str, Any]] | 
     if isinstance(batch, Mapping):
         if _is_column(batch.get("input_ids")):
             return None
-        if not _holds_columns(batch):
+        if not _has_columns(batch):
             return [batch]
         return [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
     if isinstance(batch, str) or is_messages(batch):
@@ -156,8 +156,8 @@ def as_rows(batch: Any, as_row: AsRow, where: str) -> list[Mapping[str, Any]] | 
 
 
 def columns_as_rows(fields: tuple[str, ...], columns: Sequence[Any], where: str) -> list[Mapping[str, Any]] | None:
-    """The rows that columns of texts or chats make, one per field; None for columns of token ids."""
-    if not any(_holds_text(column) for column in columns):
+    """The rows of columns of texts or chats, one per field; None for columns of token ids."""
+    if not any(_has_text(column) for column in columns):
         return None
     lists = [[column] if isinstance(column, str) or is_messages(column) else column for column in columns]
     check_row_counts(where, fields, lists)
@@ -165,7 +165,7 @@ def columns_as_rows(fields: tuple[str, ...], columns: Sequence[Any], where: str)
 
 
 def as_row(item: Any, fields: tuple[str, ...], where: str) -> Mapping[str, Any]:
-    """A dict as it is, or a tuple of ``fields`` as a dict; ``where`` is the algorithm's name, for errors."""
+    """A dict unchanged, or a tuple of ``fields`` as a dict; ``where`` is the algorithm's name, for errors."""
     if isinstance(item, Mapping):
         return item
     if isinstance(item, tuple) and len(item) == len(fields):
@@ -174,20 +174,20 @@ def as_row(item: Any, fields: tuple[str, ...], where: str) -> Mapping[str, Any]:
 
 
 def is_sequence(dataset: Any) -> bool:
-    """Whether a data set can be asked for any of its items, such as a list, a tensor or torch's map-style Dataset."""
+    """Whether a data set has random access, such as a list, a tensor or torch's map-style Dataset."""
     indexed = hasattr(dataset, "__getitem__") and _length(dataset) is not None
     return indexed and not isinstance(dataset, (str, bytes, Mapping, IterableDataset))
 
 
 def check_row_counts(where: str, names: Sequence[str], columns: Sequence[Sequence[Any]]) -> None:
-    """Refuse columns of a batch that are empty or not all of one length."""
+    """Raise for columns of a batch that are empty or of different lengths."""
     counts = [len(column) for column in columns]
     if len(set(counts)) > 1 or counts[0] == 0:
         found = ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True))
         raise WhetValueError(f"{where}: rows of the batch: {found}. Pass as many of each, at least one.")
 
 
-# --- what an item is ------------------------------------------------------------------------------------
+# --- kinds of items ------------------------------------------------------------------------------------
 
 
 def _is_list(value: Any) -> bool:
@@ -195,38 +195,38 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_ids(value: Any) -> bool:
-    """One row of token ids: a 1-D array, or a flat list of integers."""
+    """Whether it is one row of token ids: a 1-D array, or a flat list of integers."""
     if hasattr(value, "ndim"):
-        return value.ndim == 1 and not _holds_objects(value)
+        return value.ndim == 1 and not _is_object_array(value)
     return _is_list(value) and all(isinstance(v, Integral) or getattr(v, "ndim", 1) == 0 for v in value[:1])
 
 
 def _is_column(value: Any) -> bool:
-    """The values that a field has in several rows: texts, chats, or rows of token ids."""
+    """Whether it is the values of a field in several rows: texts, chats, or rows of token ids."""
     if hasattr(value, "ndim"):
-        return value.ndim == 2 or _holds_objects(value)
+        return value.ndim == 2 or _is_object_array(value)
     return _is_list(value) and any(isinstance(v, str) or _is_ids(v) or is_messages(v) for v in value[:1])
 
 
-def _holds_objects(value: Any) -> bool:
-    """A 1-D array of texts or other objects, such as NumPy makes of a column."""
+def _is_object_array(value: Any) -> bool:
+    """Whether it is a 1-D array of texts or other objects, such as a NumPy column."""
     return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "OUT"
 
 
-def _holds_text(column: Any) -> bool:
-    several = (_is_list(column) or _holds_objects(column)) and not is_messages(column)
+def _has_text(column: Any) -> bool:
+    several = (_is_list(column) or _is_object_array(column)) and not is_messages(column)
     values = column[:1] if several else [column]
     return any(isinstance(value, str) or is_messages(value) for value in values)
 
 
-def _holds_columns(item: Mapping[str, Any]) -> bool:
+def _has_columns(item: Mapping[str, Any]) -> bool:
     read = [item[name] for name in FIELDS if item.get(name) is not None]
     lengths = {_length(value) for value in item.values()} if read and all(map(_is_column, read)) else set()
     return len(lengths) == 1 and None not in lengths
 
 
 def _length(value: Any) -> int | None:
-    """How many items it holds; None for what holds none, or does not know, as loaders of a stream."""
+    """The number of items; None if it is no container, or of unknown length, such as a loader of a stream."""
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
         return None
     try:
@@ -236,7 +236,7 @@ def _length(value: Any) -> int | None:
 
 
 def _is_fields(item: Any, fields: tuple[str, ...]) -> bool:
-    """One value per field, of a row or a batch: a tuple; or a list of (B, T) arrays, as loaders of tuples make it."""
+    """Whether it has one value per field of a row or batch: a tuple; or (B, T) arrays in a list, from a loader."""
     if not _is_list(item) or len(item) != len(fields) or _is_ids(item):
         return False
     if isinstance(item, tuple):
@@ -248,7 +248,7 @@ def _is_fields(item: Any, fields: tuple[str, ...]) -> bool:
 
 
 def _check_dataset(where: str, dataset: Any) -> None:
-    """Refuse what is no data set, and an empty one."""
+    """Raise for an empty data set, and for anything that is no data set."""
     if isinstance(dataset, Mapping):
         raise WhetTypeError(
             f"{where}: dataset is a mapping with the keys {', '.join(map(repr, list(dataset)[:5]))}, expected rows or "
@@ -277,7 +277,7 @@ def _first(where: str, dataset: Any) -> Any:
 def _one_pass(
     items: Iterable[Any], batch_size: int, fields: tuple[str, ...], as_row: AsRow
 ) -> Iterator[tuple[Any, ...]]:
-    """The arguments of ``train_step``: batches as they are, rows by the ``batch_size``."""
+    """The arguments of ``train_step``: ready batches unchanged, rows in batches of ``batch_size``."""
     items = iter(items)
     first = list(itertools.islice(items, 1))
     items = itertools.chain(first, items)
@@ -301,8 +301,8 @@ def _batches_per_pass(
     n = _length(dataset)
     if n is None or (isinstance(dataset, DataLoader) and dataset.batch_sampler is not None):
         return n
-    holds_batches = any(is_batch(item, fields) for item in itertools.islice(passes(0), 1))
-    return n if holds_batches else -(-n // batch_size)
+    has_batches = any(is_batch(item, fields) for item in itertools.islice(passes(0), 1))
+    return n if has_batches else -(-n // batch_size)
 
 
 def _repeat(one_pass: Callable[[int], Iterator[Any]], start: int, per_epoch: int | None) -> Iterator[Any]:
@@ -319,7 +319,7 @@ def _repeat(one_pass: Callable[[int], Iterator[Any]], start: int, per_epoch: int
 
 
 def _passes(dataset: Any, seed: int) -> Callable[[int], Iterable[Any]]:
-    """Pass ``epoch`` over an iterable, in the order that (seed, epoch) tells as far as it has a say in that."""
+    """Pass ``epoch`` over an iterable, in an order that (seed, epoch) determines where it is random."""
     if not isinstance(dataset, DataLoader):
         return lambda epoch: _at_epoch(dataset, epoch, dataset)
     generator = torch.Generator()
@@ -341,12 +341,12 @@ def _at_epoch(dataset: Any, epoch: int, *parts: Any) -> Any:
 
 
 def _keyed_loader(loader: DataLoader, generator: torch.Generator) -> DataLoader:
-    """The loader with another generator for torch's samplers, and with rows as they are; the original keeps its own.
+    """A copy of the loader with another generator for torch's samplers, and rows not collated.
 
-    A resumed run makes a new loader, whose generator, or torch's, stands elsewhere.
+    In a resumed run the state of the loader's generator, or of torch's, differs.
     """
     keyed = copy.copy(loader)
-    # DataLoader refuses to have its sampler assigned.
+    # DataLoader forbids assigning its sampler.
     vars(keyed).update(
         generator=generator,
         sampler=_keyed_sampler(loader.sampler, generator),
@@ -358,7 +358,7 @@ def _keyed_loader(loader: DataLoader, generator: torch.Generator) -> DataLoader:
 
 
 def _keyed_sampler(sampler: Any, generator: torch.Generator) -> Any:
-    """A copy that draws from ``generator``, itself or through the sampler that it wraps; others as they are."""
+    """A copy that draws from ``generator``, itself or through the sampler that it wraps; others unchanged."""
     wrapped = getattr(sampler, "sampler", None)
     keyed = None if wrapped is None else _keyed_sampler(wrapped, generator)
     if not hasattr(sampler, "generator") and keyed is wrapped:
@@ -379,6 +379,6 @@ def _own_seed(loader: DataLoader) -> int:
 
 
 def _stack_tensors(items: list[Any]) -> Any:
-    """torch's default collate for tensors and tuples of them; rows stay rows, whose lists it would transpose."""
+    """torch's default collate for tensors and tuples of them; rows are kept, as it would transpose their lists."""
     members = [member for item in items for member in (item if isinstance(item, tuple) else (item,))]
     return default_collate(items) if all(hasattr(member, "ndim") for member in members) else items

@@ -1,10 +1,10 @@
-"""From files and tensors to rows of token ids: reading, tokenising, and the order of batches.
+"""Rows of token ids from files and tensors: reading, tokenising, and the order of batches.
 
 A row is a dict as in a JSON Lines file. Its fields may be plain strings, chat messages (lists of
-``{"role": ..., "content": ...}``) or token ids; the last pass through as they are. Does not pad, does not
-truncate, and does not hold data sets: a row becomes token ids when a batch asks for it.
+``{"role": ..., "content": ...}``) or token ids; the last are not changed. Does not pad, does not
+truncate, and keeps no data sets: a row is tokenised when its batch is needed.
 
-Needs NumPy; ``datasets``, ``pyarrow`` and a tokenizer's own packages only where they are used.
+Needs NumPy; ``datasets``, ``pyarrow`` and a tokenizer's packages only where they are used.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
 from whet.fields import check_integer
 
 FIELDS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
-"""The fields of a row that become token ids; the others are columns of the data set's own."""
+"""The fields of a row that are tokenised; the others are columns of the data set."""
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a JSON Lines, JSON (a list of objects) or Parquet file, or of a Hugging Face dataset.
 
     Args:
-        path: a file ending in .jsonl, .json or .parquet; any other text that names no file is taken as
-            a dataset's name, and its train split is read (needs ``datasets``).
+        path: a file ending in .jsonl, .json or .parquet; any other string that names no file is
+            a dataset's name, whose train split is read (needs ``datasets``).
 
     Raises:
-        WhetValueError: no such file, a file that is not what its ending says (with ``file:line`` for
+        WhetValueError: no such file, a file not in the format of its ending (with ``file:line`` for
             JSON Lines), or one without rows.
         WhetTypeError: path is no path.
         MissingExtraError: Parquet without pyarrow, or a dataset's name without ``datasets``.
@@ -107,8 +107,8 @@ def token_rows(x: Any, attention_mask: Any = None) -> list[list[int]]:
     Args:
         x: a (B, T) or (T,) integer tensor or array; a sequence of 1-D tensors, arrays or lists; one
             flat list of ints; or a mapping with ``input_ids`` and perhaps ``attention_mask``.
-        attention_mask: of x's shape, nonzero where a token counts; the padding that it shows is
-            stripped from either side. None counts every token.
+        attention_mask: of x's shape, nonzero where a token counts; padding on either side is
+            stripped. None: every token counts.
 
     Raises:
         WhetTypeError: ids that are no integers.
@@ -178,7 +178,7 @@ def _unpadded(i: int, row: np.ndarray, mask: np.ndarray | None) -> list[int]:
 
 
 def tokenize_prompt(row: Mapping[str, Any], tokenizer: Any) -> list[int]:
-    """Token ids of ``row["prompt"]``, ready to be continued; or of ``input_ids``, without their padding.
+    """Token ids of ``row["prompt"]``, to be continued; or of ``input_ids``, without their padding.
 
     A string gets BOS if, and as, the tokenizer adds it, and no EOS. Messages go through the chat
     template, which opens the assistant's turn, or leaves it open if the last message is one.
@@ -187,8 +187,8 @@ def tokenize_prompt(row: Mapping[str, Any], tokenizer: Any) -> list[int]:
     ``chat_template_kwargs`` (a dict, or one as JSON) go to the chat template.
 
     Raises:
-        WhetValueError: no prompt or an empty one, no chat template, messages that the template refuses, or tools
-            that it leaves out.
+        WhetValueError: no prompt or an empty one, no chat template, messages that the template rejects, or tools
+            that it ignores.
         WhetTypeError: the prompt is none of the three forms, or text comes without a tokenizer.
     """
     encoder = _Encoder("tokenize_prompt", row, tokenizer)
@@ -205,7 +205,7 @@ def tokenize_completion(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[in
     ``text`` (a string or token ids) or ``input_ids``, whose first token (BOS, if the tokenizer adds it) is the prompt.
 
     Text of prompt and completion is tokenised together, and the prompt is what that shares with the
-    prompt alone, at least one token: a token across the border belongs to the completion. Plain text ends
+    prompt alone, at least one token: a token across the boundary belongs to the completion. Plain text ends
     with EOS; a chat template ends its turns itself.
 
     Raises:
@@ -236,9 +236,9 @@ def tokenize_completion(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[in
 def tokenize_preference(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
     """``(prompt_ids, chosen_ids, rejected_ids)`` of a preference pair.
 
-    ``chosen`` and ``rejected`` continue ``prompt``, or, without one, hold it as their common beginning.
-    The prompt is the longest run of tokens that all of them begin with. Text ends with EOS. Of a pair without a
-    difference the completions are equal, and without a prompt empty.
+    ``chosen`` and ``rejected`` continue ``prompt``, or, without one, start with it.
+    The prompt is their longest common prefix in tokens. Text ends with EOS. The completions of
+    a tie are equal, and without a prompt empty.
 
     Raises:
         WhetValueError: as ``tokenize_completion``, or chosen and rejected share no first token.
@@ -264,13 +264,13 @@ def tokenize_preference(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[in
 
 
 def shuffled_batches(n_rows: int, batch_size: int, seed: int, start_batch: int = 0) -> Iterator[list[int]]:
-    """Row indices of batch ``start_batch`` and all that follow, without end.
+    """Row indices of the batches from ``start_batch`` on, endlessly.
 
-    Epoch e is a permutation that depends on (seed, e) alone, cut into ``n_rows // batch_size`` batches;
-    the rows that are left over at its end wait for the next epoch's order.
+    Epoch e is a permutation that depends on (seed, e) only, cut into ``n_rows // batch_size`` batches;
+    the rows left over at its end are dropped from it.
 
     Raises:
-        WhetValueError: fewer rows than a batch holds, batch_size below 1, start_batch below 0, or no integers.
+        WhetValueError: fewer rows than batch_size, batch_size below 1, start_batch below 0, or no integers.
     """
     where = "shuffled_batches"
     n_rows, batch_size = check_integer(where, "n_rows", n_rows, 0), check_integer(where, "batch_size", batch_size, 1)
@@ -302,7 +302,7 @@ def is_messages(value: Any) -> bool:
 
 
 def _names(row: Mapping[str, Any]) -> str:
-    """What a row has, for errors; None is nothing."""
+    """The names of a row's fields that are not None, for errors."""
     return ", ".join(repr(name) for name, value in row.items() if value is not None) or "nothing"
 
 
@@ -311,7 +311,7 @@ class _Encoder:
 
     Args:
         where: the caller's name, for errors.
-        row: holds the fields, and what else the chat template is to see.
+        row: the fields, and further arguments of the chat template.
         tokenizer: for text and messages.
     """
 
@@ -336,7 +336,7 @@ class _Encoder:
         return self._row.get("input_ids") is not None and not any(self._row.get(n) is not None for n in FIELDS)
 
     def prompt(self, prompt: Any) -> list[int]:
-        """Something to be continued."""
+        """Token ids of a prompt, to be continued."""
         if isinstance(prompt, str):
             return self._encoded(prompt)
         if is_messages(prompt):
@@ -344,7 +344,7 @@ class _Encoder:
         return self.given(prompt)
 
     def whole(self, answer: Any) -> list[int]:
-        """Something that holds its own prompt, with its end."""
+        """Token ids of an answer that includes its prompt, with EOS."""
         if isinstance(answer, str):
             return self._with_eos(self._encoded(answer))
         if is_messages(answer):
@@ -387,7 +387,7 @@ class _Encoder:
         return rows[0]
 
     def _encoded(self, text: str) -> list[int]:
-        """Ids of ``text`` with what the tokenizer puts before it, once, and without what it puts after it."""
+        """Ids of ``text`` with the tokenizer's prefix tokens, once, and without its suffix tokens."""
         tokenizer: Any = self._tokenizer
         if tokenizer is None:
             raise self.type_error("the row holds text, and there is no tokenizer. Pass one, or token ids.")
@@ -448,9 +448,9 @@ class _Encoder:
     def _template_options(self, reserved: set[str]) -> dict[str, Any]:
         """The row's ``chat_template_kwargs``."""
         options = dict(self._from_json("chat_template_kwargs", Mapping, "a dict") or {})
-        if taken := reserved.intersection(options):
+        if clashing := reserved.intersection(options):
             raise self.error(
-                f"chat_template_kwargs sets {', '.join(sorted(taken))}, which the task sets. Leave it out."
+                f"chat_template_kwargs sets {', '.join(sorted(clashing))}, which the task sets. Leave it out."
             )
         return options
 
@@ -468,6 +468,6 @@ class _Encoder:
 
 
 def _common_prefix(*rows: Sequence[int]) -> int:
-    """How many first tokens all rows share."""
+    """Length of the longest common prefix."""
     alike = (len(set(column)) == 1 for column in zip(*rows, strict=False))
     return sum(1 for _ in itertools.takewhile(bool, alike))

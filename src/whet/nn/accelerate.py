@@ -9,8 +9,9 @@ runs batches packed, with shared prompts computed once, and projects the vocabul
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from whet import _core
+from whet.config import Compute
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn import functions
 from whet.nn.modules import inner_module, module_device
@@ -61,6 +63,55 @@ def accelerate(model: nn.Module, dtype: ComputeDtype = "auto") -> Acceleration:
 def acceleration_of(model: nn.Module) -> Acceleration | None:
     """The acceleration installed in this model; None: it runs its own functions."""
     return _accelerated.get(inner_module(model))
+
+
+def choose_accelerations(
+    models: Sequence[nn.Module], compute: Compute, training_mode: bool, where: str
+) -> dict[nn.Module, Acceleration]:
+    """The ``Acceleration`` of each of some models whose outputs are compared: of all of them, or of none.
+
+    Args:
+        models: a policy and its reference, or a policy.
+        compute: as in ``TrainerConfig``. "auto" tries Hugging Face models on the CPU whose attention has no dropout in
+            the mode they run in, and falls back to torch where the kernels do not fit.
+        training_mode: whether models are updated in training mode.
+        where: the caller's name, for the warning.
+
+    Returns:
+        By model; empty where torch computes.
+
+    Raises:
+        WhetTypeError, WhetValueError: the kernels do not fit a model, and ``compute`` is "bfloat16" or "float32".
+    """
+    accelerations: dict[nn.Module, Acceleration] = {}
+    for model in models:
+        acceleration = _choose_acceleration(model, compute, training_mode, where)
+        if acceleration is None:
+            return {}
+        accelerations[model] = acceleration
+    return accelerations
+
+
+def _choose_acceleration(model: nn.Module, compute: Compute, training_mode: bool, where: str) -> Acceleration | None:
+    if compute == "torch":
+        return None
+    if compute != "auto":
+        return Acceleration(model, compute)
+    config = getattr(inner_module(model), "config", None)
+    dropout = any(getattr(config, name, 0) for name in ("attention_dropout", "attn_pdrop"))
+    if config is None or module_device(model).type != "cpu" or (training_mode and dropout):
+        return None
+    try:
+        return Acceleration(model)
+    except WhetTypeError:
+        return None  # a module of the user's own, which torch alone can run
+    except WhetValueError as error:
+        warnings.warn(
+            f"{where}: torch computes the step, which is slower, as Whet's kernels do not fit this model ({error}) "
+            f"compute='torch' says so without a warning.",
+            stacklevel=5,
+        )
+        return None
 
 
 class Acceleration:

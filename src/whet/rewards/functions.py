@@ -1,11 +1,11 @@
-"""Reward and preference functions: called with what they ask for, checked, and totalled.
+"""Reward and preference functions: called with the arguments they declare, checked, and summed.
 
 A reward function gets, by name, what it declares of ``prompts``, ``completions``, ``completion_ids`` and
 the dataset's other columns, and returns one number per completion, or None for a completion that it
-does not score. It may be async. What goes wrong in it is an error that names the function and the
+does not score. It may be async. A failure is an error that names the function and the
 sample, or, by policy, a score left out or set to zero.
 
-Does not tokenise, does not normalise rewards, and holds no reward functions of its own.
+Does not tokenise, does not normalise rewards, and defines no reward functions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from whet.errors import RewardError, WhetTypeError, WhetValueError
 from whet.fields import check_used, is_number
 from whet.rewards.processes import CallTimeout, call_here, call_in_children, summary
 
-_OURS = ("prompts", "completions", "completion_ids")
+_BATCH_FIELDS = ("prompts", "completions", "completion_ids")
 
 
 @dataclass
@@ -54,8 +54,8 @@ class RewardFunctions:
     """Several reward functions as one, with weights, a policy for errors, and an optional timeout.
 
     A function is called once per batch with the arguments it declares by name: ``prompts``,
-    ``completions``, ``completion_ids``, any column; ``**kwargs`` gets all of them. A function whose one
-    required positional parameter has another name gets the completions in it. It returns a list,
+    ``completions``, ``completion_ids``, any column; ``**kwargs`` gets all of them. A function with one required
+    positional parameter of another name gets the completions in it. It returns a list,
     tuple, array or tensor of N numbers or Nones. Async functions run together, on an event loop that
     lives as long as the process, also where a loop is already running.
 
@@ -65,16 +65,16 @@ class RewardFunctions:
     Args:
         functions: one function or several; equal names get a suffix: ``score``, ``score_2``.
         weights: one finite number per function; None is 1 for each.
-        on_error: what an exception, a wrong length, a missed timeout, or a score that is no finite
-            number does: "raise" a RewardError, "skip" (the samples concerned are not scored by this
+        on_error: the effect of an exception, a wrong length, a timeout, or a score that is no finite
+            number: "raise" a RewardError, "skip" (the samples concerned are not scored by this
             function), or "zero" (they score 0). The last two warn once per function and are counted.
         timeout_s: seconds that one call may take. With it each call runs in a forked child process,
-            all functions at once, torch there on one thread; the child and what it started are killed
-            when the call is over, and what it changed in memory is gone. None calls in this process.
+            all functions at once, torch there on one thread; the child and the processes it
+            started are killed after the call, and its changes of memory are lost. None: called in this process.
 
     Raises:
         WhetTypeError: something in functions is not callable.
-        WhetValueError: no functions, or weights, on_error or timeout_s that make no sense.
+        WhetValueError: no functions, or weights, on_error or timeout_s out of range.
     """
 
     def __init__(
@@ -131,17 +131,17 @@ class RewardFunctions:
 
         Raises:
             RewardError: a function failed and ``on_error`` is "raise", or it requires an argument that
-                there is none for.
-            WhetValueError: no completions, lengths that disagree, or a column named like one of the
+                does not exist.
+            WhetValueError: no completions, lengths that differ, or a column named like one of the
                 three other arguments.
         """
-        taken = [name for name in columns if name in _OURS]
-        if taken:
+        reserved = [name for name in columns if name in _BATCH_FIELDS]
+        if reserved:
             raise WhetValueError(
-                f"RewardFunctions: columns has {taken[0]!r}, which functions know as the batch's own. "
+                f"RewardFunctions: columns has {reserved[0]!r}, which is an argument of its own. "
                 f"Rename that column of the dataset."
             )
-        data = dict(zip(_OURS, (prompts, completions, completion_ids), strict=True)) | dict(columns)
+        data = dict(zip(_BATCH_FIELDS, (prompts, completions, completion_ids), strict=True)) | dict(columns)
         n = len(completions)
         for name, values in data.items():
             if len(values) != n or n == 0:
@@ -175,8 +175,8 @@ class RewardFunctions:
                 what = f"it raised {summary(outcome)}, and on no smaller part of the batch"
                 problem = _Problem(list(range(len(scores))), what, outcome)
             if problem is not None:
-                mend = "Return a finite number or None per completion, or pass on_error='skip' or 'zero'."
-                raise RewardError(f"{problem.message(name, data)} {mend}") from problem.cause
+                fix = "Return a finite number or None per completion, or pass on_error='skip' or 'zero'."
+                raise RewardError(f"{problem.message(name, data)} {fix}") from problem.cause
             return 0
         found = list(problems)
         for problem in found:
@@ -184,7 +184,7 @@ class RewardFunctions:
         if found and name not in self._warned:
             self._warned.add(name)
             warnings.warn(
-                f"{found[0].message(name, data)} on_error={self.on_error!r} applies, here and from now on.",
+                f"{found[0].message(name, data)} on_error={self.on_error!r} applies; there is no further warning.",
                 stacklevel=3,
             )
         return sum(len(problem.indices) for problem in found)
@@ -197,7 +197,7 @@ class RewardFunctions:
         outcome: _Scored | BaseException,
         scores: np.ndarray,
     ) -> Iterator[_Problem]:
-        """Write the scores of the samples ``indices`` and yield what is wrong, halving after exceptions."""
+        """Write the scores of the samples ``indices`` and yield their failures, bisecting after exceptions."""
         if isinstance(outcome, _Scored) and outcome.whole is not None:
             yield _Problem(indices, outcome.whole, None)
         elif isinstance(outcome, _Scored):
@@ -216,10 +216,10 @@ class RewardFunctions:
                 yield from self._problems(name, data, half, again, scores)
 
     def _outcomes(self, names: list[str], data: Mapping[str, Sequence[Any]]) -> list[_Scored | BaseException]:
-        """Call the named functions on ``data``: what each returned, or why it did not."""
+        """Call the named functions on ``data``: the result of each, or its exception."""
         n = len(data["completions"])
-        calls = [_bound(name, self.functions[name], data) for name in names]
-        check = partial(_scored, n)
+        calls = [_bind_arguments(name, self.functions[name], data) for name in names]
+        check = partial(_check_scores, n)
         if self.timeout_s is None:
             return [r if isinstance(r, BaseException) else check(r) for r in call_here(calls)]
         results = call_in_children(calls, check, self.timeout_s)
@@ -230,11 +230,11 @@ RewardFn = Callable[..., Any] | Sequence[Callable[..., Any]] | RewardFunctions
 
 
 def reward_functions(config: RolloutConfig, reward_fn: RewardFn | None) -> RewardFunctions:
-    """The reward functions, called as the config says; ``RewardFunctions`` stay as they are.
+    """The reward functions, with the settings of the config; ``RewardFunctions`` are returned unchanged.
 
     Raises:
         WhetTypeError: there are none.
-        WhetValueError: ``RewardFunctions``, and the config says otherwise than they do.
+        WhetValueError: ``RewardFunctions`` whose settings contradict the config's.
     """
     if reward_fn is None:
         where = type(config).__name__.removesuffix("Config")
@@ -262,7 +262,7 @@ def call_preference(preference_fn: Callable[..., Any], pairs: Sequence[tuple[Any
     ``preference_fn`` takes the pairs and may be async.
 
     Raises:
-        RewardError: it raised, or returned something else than one 0, 1 or None per pair.
+        RewardError: it raised, or did not return 0, 1 or None for each pair.
     """
     [name] = _unique_names([preference_fn])
     [result] = call_here([partial(preference_fn, pairs)])
@@ -289,7 +289,7 @@ def load_function(spec: str) -> Callable[..., Any]:
 
     Raises:
         WhetValueError: the text has another form, the module or file cannot be imported, or it has
-            nothing callable of that name.
+            no callable of that name.
     """
     where, _, name = spec.rpartition(":")
     if not where or not name.isidentifier():
@@ -323,7 +323,7 @@ class _Problem(NamedTuple):
 
 
 class _Scored(NamedTuple):
-    """What a function returned: a score or None per sample, the faults (sample, what), or one of it all."""
+    """The result of a function: a score or None per sample; faults (sample, message); or one fault of the whole."""
 
     values: list[float | None]
     faults: list[tuple[int, str]]
@@ -337,21 +337,21 @@ def _as_list(result: Any) -> list[Any] | None:
     return list(result) if isinstance(result, (list, tuple)) else None
 
 
-def _scored(n: int, result: Any) -> _Scored:
-    """What a function returned for ``n`` samples, checked."""
+def _check_scores(n: int, result: Any) -> _Scored:
+    """Check the result of a function for ``n`` samples."""
     values = _as_list(result)
     if values is None:
         return _Scored([], [], f"it returned {type(result).__name__}, expected a list of {n} numbers")
     if len(values) != n:
         return _Scored([], [], f"it returned {len(values)} scores for {n} completions")
-    scores = [_score(value) for value in values]
+    scores = [_as_float(value) for value in values]
     bad = [i for i, score in enumerate(scores) if score is not None and not math.isfinite(score)]
     faults = [(i, f"it gave {values[i]!r:.60}, which is no finite number") for i in bad]
     return _Scored([None if i in set(bad) else score for i, score in enumerate(scores)], faults)
 
 
-def _score(value: Any) -> float | None:
-    """``value`` as a float; None stays None, and what is no number becomes NaN."""
+def _as_float(value: Any) -> float | None:
+    """``value`` as a float; None stays None, and anything that is no number becomes NaN."""
     if value is None:
         return None
     if isinstance(value, (str, bytes)) or getattr(value, "ndim", 0):
@@ -375,7 +375,7 @@ def _unique_names(functions: Sequence[Callable[..., Any]]) -> list[str]:
     return names
 
 
-def _bound(name: str, function: Callable[..., Any], data: Mapping[str, Sequence[Any]]) -> Callable[[], Any]:
+def _bind_arguments(name: str, function: Callable[..., Any], data: Mapping[str, Sequence[Any]]) -> Callable[[], Any]:
     """``function`` with the arguments it declares."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -399,7 +399,7 @@ def _bound(name: str, function: Callable[..., Any], data: Mapping[str, Sequence[
 
 
 def _import_file(path: Path) -> Any:
-    """The module in ``path``, imported under a name of its own."""
+    """Import the file ``path`` under a name of its own."""
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     spec = importlib.util.spec_from_file_location(f"whet_loaded_{path.stem}", path)

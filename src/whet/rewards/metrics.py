@@ -1,4 +1,4 @@
-"""Means and deviations of rewards, of those that were scored."""
+"""Means and standard deviations of rewards, over the samples that were scored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from whet.rewards.functions import RewardBatch
 
 
 def reward_metrics(rewards: RewardBatch) -> dict[str, float]:
-    """Mean reward, and mean and std of each function's scores, over what was scored; NaN where nothing was.
+    """Mean reward, and mean and std of each function's scores, over the scored samples; NaN if there is none.
 
     ``reward_errors`` counts the scores that a policy replaced.
     """
@@ -22,7 +22,7 @@ def reward_metrics(rewards: RewardBatch) -> dict[str, float]:
 
 
 def mean_rewards(scored: Sequence[RewardBatch]) -> dict[str, float]:
-    """``mean_reward`` over all batches, and of several functions each one's mean as ``rewards/NAME/mean``."""
+    """``mean_reward`` over all batches, and with several functions the mean of each, ``rewards/NAME/mean``."""
     mean = nan_mean(np.concatenate([batch.rewards for batch in scored]))
     names = scored[0].by_name
     by_name = {f"rewards/{n}/mean": nan_mean(np.concatenate([batch.by_name[n] for batch in scored])) for n in names}
@@ -36,7 +36,7 @@ def nan_mean(values: np.ndarray) -> float:
 
 
 def group_std(rewards: np.ndarray) -> np.ndarray:
-    """Population standard deviation of each row, of what is scored; 0 for a row with nothing scored."""
+    """Population standard deviation of each row, over its scored samples; 0 for a row without one."""
     scored = ~np.isnan(rewards)
     n = np.maximum(scored.sum(axis=1), 1)
     mean = np.where(scored, rewards, 0.0).sum(axis=1) / n

@@ -1,7 +1,7 @@
-"""Calls a user's functions and brings back what they returned or raised: here, or in killable processes.
+"""Call a user's functions and collect their results or exceptions: in this process, or in killable children.
 
-Does not know what the functions are for; ``whet.rewards`` does. Between a child process and its parent
-only JSON travels. No child outlives its parent, not even one that is killed: see ``_Guard``.
+Does not know what the functions compute; ``whet.rewards`` does. A child process sends its
+parent JSON only. No child outlives its parent, not even one that is killed: see ``_Guard``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from whet.files import keep_from_children, release_to_children
 
 
 class CallTimeout(Exception):
-    """A call in a child process was not over in time."""
+    """A call in a child process timed out."""
 
 
 class RaisedInChild(Exception):
@@ -46,8 +46,8 @@ def summary(error: BaseException) -> str:
 def call_here(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Results of the calls, or the exceptions they raised, in order.
 
-    Awaitable results are awaited together, on an event loop in a thread of its own: that works where a
-    loop is already running, and a client bound to the loop stays usable from one call to the next.
+    Awaitable results are awaited together, on an event loop in a thread of its own: this works where a
+    loop is already running, and a client bound to the loop stays usable across calls.
     """
     results: list[Any] = []
     for call in calls:
@@ -93,7 +93,7 @@ def call_in_children(calls: Sequence[Callable[[], Any]], to_json: Callable[[Any]
 
     Args:
         calls: functions without arguments.
-        to_json: applied to a result in the child; what it returns is sent as JSON.
+        to_json: applied to a result in the child; its result is sent as JSON.
         timeout_s: seconds, from the start of a call.
 
     Returns:
@@ -115,7 +115,7 @@ class _Child:
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s
         with warnings.catch_warnings():
-            # Python warns of forking beside threads, whose locks a child may wait for: the timeout ends that.
+            # Python warns of forking beside threads, whose locks stay locked in the child: the timeout ends a wait.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process.start()
         sender.close()
@@ -145,15 +145,15 @@ class _Child:
 
 
 class _Guard:
-    """Kills process groups when this process dies, of whatever: a shell that waits for the end of a pipe.
+    """Kills process groups when this process dies, for any reason: a shell that waits for the end of a pipe.
 
-    The system can kill a child with its parent (``_die_with``), but not what the child has started in its turn.
+    The system can kill a child with its parent (``_die_with``), but not the child's own children.
     """
 
     def __init__(self, groups: Sequence[int | None]) -> None:
         script = f"read -r line; kill -KILL {' '.join(f'-{group}' for group in groups)}"
         nothing = subprocess.DEVNULL
-        # A session of its own: Ctrl-C at the terminal, or a kill of the whole group, is not for the guard.
+        # A session of its own: Ctrl-C at the terminal, or a kill of the whole group, must not reach the guard.
         self._shell = subprocess.Popen(
             ["/bin/sh", "-c", script], stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, start_new_session=True
         )
@@ -171,12 +171,12 @@ class _Guard:
         self._pipe.close()
 
 
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: a fork may find the loader's lock taken
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: the loader's lock may be held at a fork
 _PR_SET_PDEATHSIG = 1
 
 
 def _die_with(parent: int) -> None:
-    """Have Linux kill this process when ``parent``, which started it, dies; at once if it is dead already."""
+    """Have Linux kill this process when ``parent``, which started it, dies; at once if that is dead already."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:

@@ -1,6 +1,6 @@
-"""Which engine samples: the native one where it runs the model, else torch.
+"""Choose the engine that samples: the native one if it supports the model, else torch.
 
-Knows nothing about algorithms: they ask by name, or bring an engine of their own.
+Knows nothing about algorithms, which pass a name or an engine.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ def make_engine(
     where: str = "make_engine",
     kv_bytes: int = 0,
 ) -> RolloutEngine:
-    """The engine given, or one of that name over ``model``.
+    """The given engine, or one of that name for ``model``.
 
     Args:
         engine: "native" (``whet.Engine``); "torch" (``TorchEngine``); "auto": native for a Hugging Face model on the
-            CPU, else torch. Where the native engine does not run such a model, a warning says what it lacks.
-        model: whose completions are wanted.
+            CPU, else torch. If the native engine does not support such a model, a warning says why.
+        model: to sample from.
         weights: format of the native engine's matrices; "auto": as the model has them, bfloat16 or else float32, so
             that what is sampled from is the policy and no rounding of it. So are rotary frequencies: where they depend
             on the length (longrope), its longest sequence is the longest one of the short factors.
-        where: who asks, for messages.
+        where: the caller's name, for messages.
         kv_bytes: memory of the native engine for keys and values; 0: its default.
 
     Raises:
-        WhetValueError: "native", and the native engine does not run the model; kv_bytes beside an engine that is made.
-        WhetTypeError: no engine, and no name of one; "native", and it is no Hugging Face model.
+        WhetValueError: "native", and the native engine does not support the model; kv_bytes beside a given engine.
+        WhetTypeError: neither an engine nor the name of one; "native", and it is no Hugging Face model.
     """
     names = get_args(EngineName)
     if not hasattr(engine, "generate") and (not isinstance(engine, str) or engine not in names):
@@ -60,7 +60,7 @@ def make_engine(
         try:
             return _native(model, weights, kv_bytes)
         except WhetTypeError:
-            pass  # a module of the user's own, which torch alone can run
+            pass  # a custom module, which only torch can run
         except WhetValueError as error:
             warnings.warn(
                 f"{where}: torch samples, which is slower, as the native engine does not run this model ({error}) "
@@ -91,15 +91,15 @@ def with_room(
     prompt_ids: Sequence[Sequence[int]],
     max_new_tokens: int,
 ) -> RolloutEngine:
-    """The engine, or the one that ``make(kv_bytes)`` makes with memory for the longest of these sequences.
+    """The engine, or one made by ``make(kv_bytes)`` if its KV cache is too small for the longest of these sequences.
 
-    Keys and values of other sequences wait for memory; one that needs more than there is would be an error. None for
-    ``make`` keeps the engine whatever comes.
+    Sequences wait for memory while others have it; one that needs more than the whole cache would be an error. ``make``
+    None: keep the engine.
     """
     if make is None or not isinstance(engine, Engine):
         return engine
     longest = min(max(map(len, prompt_ids), default=0) + max_new_tokens, engine.config.max_position)
-    # The prompt's last page is its own and, copied, each completion's first.
+    # The prompt's last page is shared copy-on-write: each completion copies it.
     needed = (longest // PAGE_TOKENS + 2) * engine.memory["kv_page_bytes"]
     if needed <= engine.memory["kv_bytes"]:
         return engine
@@ -109,10 +109,10 @@ def with_room(
 
 
 def check_lengths(model: nn.Module, prompt_ids: Sequence[Sequence[int]], max_new_tokens: int, where: str) -> None:
-    """Refuse completions that may run past the length at which the model's rotary frequencies change (longrope).
+    """Raise if completions may exceed the length at which the model's rotary frequencies change (longrope).
 
-    Such a one is drawn by the short factors and then by the long ones, and scored by the long ones alone: its log-probs
-    are not those it was drawn with, on any engine. Prompts that are all past that length have the long ones throughout.
+    Such a completion is sampled with the short factors and then with the long ones, and scored with the long ones only:
+    its log-probs are not those it was sampled with, on any engine. Prompts all beyond that length use the long ones.
 
     Raises:
         WhetValueError: naming the first such prompt.

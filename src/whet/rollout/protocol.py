@@ -1,4 +1,4 @@
-"""What an algorithm may ask of whatever samples its completions."""
+"""The interface between an algorithm and the engine that samples its completions."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from whet.sampling import Completion, SamplingParams
 
 
 class RolloutEngine(Protocol):
-    """Samples completions from the current policy. Algorithms know nothing else about sampling."""
+    """Samples completions from the current policy. Algorithms see sampling through this only."""
 
     policy_version: int
-    """How many times ``sync`` has been called; every completion carries the version it came from."""
+    """How many times ``sync`` has been called; every completion records the version that sampled it."""
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], n: int, sampling: SamplingParams) -> list[list[Completion]]:
         """Sample ``n`` completions for each prompt: ``result[prompt][sample]``.
@@ -22,5 +22,5 @@ class RolloutEngine(Protocol):
         ...
 
     def sync(self, model: Any) -> None:
-        """Take over the weights of ``model``, all of them or none."""
+        """Load the weights of ``model``, all of them or none."""
         ...

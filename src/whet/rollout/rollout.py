@@ -1,8 +1,7 @@
 """A batch of prompts, and the completions sampled for it.
 
-Sampling goes through the ``RolloutEngine`` protocol only. Functions that judge completions see text
-where there is a tokenizer (special tokens left out), and 1-D tensors of token ids where there is none,
-without prompt and without padding.
+Sampling goes through the ``RolloutEngine`` protocol only. Reward and preference functions get text
+if there is a tokenizer (without special tokens), and else 1-D tensors of token ids, without prompt and padding.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _TOKENIZER_FIELDS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 class Prompts(NamedTuple):
-    """A batch of prompts: token ids, the form that functions see, and the dataset's other columns."""
+    """A batch of prompts: token ids, the form that reward functions get, and the dataset's other columns."""
 
     ids: list[list[int]]
     shown: list[Any]
@@ -39,7 +38,7 @@ class Prompts(NamedTuple):
 def read_prompts(batch: Any, tokenizer: Any, where: str) -> Prompts:
     """Prompts from texts, chats, rows (dicts with ``prompt`` as text, messages or ids), columns, or token ids.
 
-    Token ids come in any form that ``token_rows`` takes. Other fields of rows and of a mapping with
+    Token ids may have any form that ``token_rows`` reads. Other fields of rows and of a mapping with
     ``input_ids`` are columns.
     """
     rows = as_rows(batch, as_prompt_row, where)
@@ -65,31 +64,31 @@ def read_prompts(batch: Any, tokenizer: Any, where: str) -> Prompts:
 
 
 def as_prompt_row(item: Any) -> Mapping[str, Any]:
-    """A row as it is; a bare prompt, or a tuple that holds one alone, as a row."""
+    """A row unchanged; a bare prompt, or a tuple of one, as a row."""
     if isinstance(item, tuple) and len(item) == 1 and not isinstance(item[0], Integral):
         [item] = item
     return item if isinstance(item, Mapping) else {"prompt": item}
 
 
 def as_shown(token_ids: Sequence[int], tokenizer: Any) -> Any:
-    """Token ids as functions see them: text, or without a tokenizer a 1-D tensor."""
+    """Token ids as reward functions get them: text, or without a tokenizer a 1-D tensor."""
     if tokenizer is None:
         return torch.tensor(token_ids, dtype=torch.int64)
     return tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 def as_plain(shown: Any) -> Any:
-    """What ``as_shown`` gave, as JSON can hold it."""
+    """The result of ``as_shown`` as a JSON value."""
     return shown.tolist() if isinstance(shown, torch.Tensor) else shown
 
 
 @dataclass
 class Rollout:
-    """N = prompts x n completions, those of one prompt side by side.
+    """N = prompts x n completions, grouped by prompt.
 
     Attributes:
         prompt_ids: N rows of token ids.
-        prompts: N prompts in the form that functions see.
+        prompts: N prompts in the form that reward functions get.
         completions: N completions.
         shown: the completions in that form.
         columns: the dataset's other columns, N values each.
@@ -107,7 +106,7 @@ class Rollout:
         return [completion.token_ids for completion in self.completions]
 
     def sampler_logprobs(self, rows: Sequence[int]) -> Tensor | None:
-        """(R, T) log-probs of some completions' tokens as the engine recorded them; None if it does not."""
+        """(R, T) log-probs of some completions' tokens as the engine recorded them; None if it records none."""
         recorded = [self.completions[i].logprobs for i in rows]
         known = [torch.tensor(row) for row in recorded if row is not None]
         return nn.utils.rnn.pad_sequence(known, batch_first=True) if len(known) == len(recorded) else None

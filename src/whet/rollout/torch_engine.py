@@ -1,17 +1,17 @@
-"""Rollouts from a live torch module: a Hugging Face model, a module with its own generate, any forward.
+"""Rollouts from a live torch module: a Hugging Face model, a module with its own generate, or any forward.
 
-Three roads, chosen by what the module offers:
+Three ways, chosen by the module's interface:
 
-- a Hugging Face causal model: its ``generate`` with the KV cache, prompts padded on the left; the
-  sampling is ours, not that of its generation config;
-- a module with ``generate(input_ids, max_new_tokens=...) -> (B, P + T)``: that method, as it is, in
-  groups of prompts of one length. It tells no log-probs and draws from torch's generator;
+- a Hugging Face causal model: its ``generate`` with the KV cache, prompts padded on the left;
+  sampling is done here, not by its generation config;
+- a module with ``generate(input_ids, max_new_tokens=...) -> (B, P + T)``: that method, on
+  groups of prompts of equal length. It gives no log-probs and draws from torch's generator;
 - any other module: ``forward(input_ids) -> logits`` on the whole sequence for every token.
 
-Tokens are drawn by inverse CDF from uniforms keyed by (seed, prompt, sample, position), so on the first
-and third road a completion does not depend on what else is in the batch, as far as the logits do not.
+Tokens are drawn by inverse CDF from uniforms keyed by (seed, prompt, sample, position), so in the first
+and third way a completion does not depend on the rest of the batch if the logits do not.
 
-Does not decode text, and does not share a prompt's computation between its samples.
+Does not decode text, and recomputes a prompt for each of its samples.
 
 Filters: top-k (Fan et al. 2018), top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024), repetition
 penalty (Keskar et al. 2019).
@@ -40,11 +40,11 @@ from whet.sampling import Completion, SamplingParams
 
 
 class Sampler:
-    """Draws one token per row from logits, as ``SamplingParams`` says.
+    """Draws one token per row from logits, by ``SamplingParams``.
 
-    The logits are taken in float32 and pass, in this order: repetition penalty, temperature, top-k,
-    top-p (over what top-k left), min-p. Among equal logits at a filter's edge the lower token ids stay.
-    Temperature 0 takes the most probable token, filters or not, and its log-probability is that under
+    The logits are converted to float32 and go through, in this order: repetition penalty, temperature, top-k,
+    top-p (over what top-k left), min-p. Ties at a filter's threshold are broken towards lower token ids.
+    Temperature 0 selects the most probable token, regardless of filters, and its log-probability is that under
     the unfiltered distribution at temperature 1.
     """
 
@@ -56,7 +56,7 @@ class Sampler:
 
         Args:
             logits: (R, V), any floating dtype.
-            uniforms: (R,) float64 in [0, 1): the draw takes the first token, in order of token id, at
+            uniforms: (R,) float64 in [0, 1): the first token, in order of token id, is drawn at
                 which the cumulative probability exceeds its uniform.
             seen: (R, V) bool, True for the tokens already in the sequence; needed by a repetition
                 penalty only.
@@ -92,11 +92,11 @@ class Sampler:
         kept = self._top(z)
         if s.min_p > 0:
             kept = kept & (z >= z.amax(dim=-1, keepdim=True) + math.log(s.min_p))
-        # NaN passes every filter, so that the draw shows it.
+        # NaN passes every filter, so that the log-prob is NaN.
         return z.masked_fill(~kept & ~z.isnan(), -torch.inf)
 
     def _top(self, z: Tensor) -> Tensor:
-        """(R, V) bool, what top-k and then top-p keep: in each row, the first so many in falling order."""
+        """(R, V) bool: the tokens that top-k and then top-p keep, a number of most probable ones in each row."""
         s = self.sampling
         width = min(s.top_k, z.shape[1]) if s.top_k else z.shape[1]
         if width == z.shape[1] and s.top_p == 1:
@@ -124,12 +124,11 @@ def token_uniforms(seed: int, prompt_index: int, sample_index: int, n: int) -> n
 
 
 class TorchEngine:
-    """A ``RolloutEngine`` over a live torch module: what ``generate`` samples is the module as it is now.
+    """A ``RolloutEngine`` over a live torch module: ``generate`` samples with the current weights.
 
     Args:
         model: see the top of this file.
-        pad_token_id: the id that fills the left of shorter prompts; masked, so any valid id does.
-            None is 0.
+        pad_token_id: left padding of shorter prompts; masked, so any valid id works. None: 0.
         max_batch: most rows decoded at a time; None decodes all of them together.
 
     Raises:
@@ -154,7 +153,7 @@ class TorchEngine:
 
         Runs without gradients and in eval mode; every submodule's mode is restored. Completions end
         with, and include, the first of ``sampling.stop_token_ids``, and with nothing else of the
-        model's own configuration. A completion for a prompt near the model's position limit is cut
+        model's own configuration. A completion for a prompt near the model's position limit is truncated
         there, with the finish reason "length".
 
         Args:
@@ -167,7 +166,7 @@ class TorchEngine:
             WhetTypeError: token ids that are no integers, or a model output that is no logits.
             WhetValueError: n below 1, an empty prompt, a prompt that leaves no room for a token within
                 the model's position limit, logits that hold NaN or infinity, or a setting that the
-                module's own ``generate`` cannot honour.
+                module's own ``generate`` does not support.
         """
         where = "TorchEngine.generate"
         n = check_integer(where, "n", n, 1)
@@ -176,7 +175,7 @@ class TorchEngine:
         rows = [_Row(prompt, budgets[i], i, sample) for i, prompt in enumerate(prompts) for sample in range(n)]
         with module_mode(self.model, training=False):
             if _is_hugging_face(self.model):
-                # One budget per call: a row kept in the batch after its end stays within the limit.
+                # One budget per call: a finished row that remains in the batch does not exceed the limit.
                 for batch in self._batches(rows, lambda row: row.budget):
                     self._decode_cached(batch, sampling)
             elif _has_own_generate(self.model):
@@ -216,7 +215,7 @@ class TorchEngine:
         input_ids, mask = padded_batch([row.prompt for row in rows], device=device, pad_id=self.pad_token_id, left=True)
         inner: Any = inner_module(self.model)
         own_config = inner.generation_config
-        # Whatever the passed config leaves open is filled in from the model's own, so that one must go.
+        # transformers fills unset fields of the given config from the model's own, so that has to be replaced.
         inner.generation_config = GenerationConfig()
         try:
             self.model.generate(  # pyright: ignore[reportCallIssue]
@@ -230,7 +229,7 @@ class TorchEngine:
             inner.generation_config = own_config
 
     def _decode_recomputing(self, rows: list[_Row], sampling: SamplingParams) -> None:
-        """The obvious loop: forward over the whole sequence, draw, append; finished rows leave."""
+        """The plain loop: forward over the whole sequence, draw, append; finished rows are removed."""
         decoding = _Decoding(rows, sampling)
         device = module_device(self.model)
         while decoding.live:
@@ -266,7 +265,7 @@ class TorchEngine:
 
 @dataclass
 class _Row:
-    """One completion in the making."""
+    """A completion that is being sampled."""
 
     prompt: list[int]
     budget: int
@@ -283,7 +282,7 @@ class _Row:
 
 
 class _Decoding:
-    """Rows that are decoded in step: draws their tokens, records them, and knows which still run."""
+    """Rows that are decoded in lockstep: draws and records their tokens, and tracks which are unfinished."""
 
     def __init__(self, rows: list[_Row], sampling: SamplingParams) -> None:
         self.rows = rows
@@ -298,7 +297,7 @@ class _Decoding:
         self.n_steps = 0
 
     def step(self, logits: Tensor) -> Tensor:
-        """Draw the next token of every live row from its logits (n_live, V); rows that end leave ``live``."""
+        """Draw the next token of every live row from its logits (n_live, V); finished rows leave ``live``."""
         live = self.live
         token_ids, logprobs = self.sampler.draw(logits, self.uniforms[live, self.n_steps], self._seen(logits))
         if self.seen is not None:
@@ -322,7 +321,7 @@ class _Decoding:
         return token_ids
 
     def _seen(self, logits: Tensor) -> Tensor | None:
-        """(n_live, V) bool, the tokens in each live row's sequence, if a repetition penalty asks for it."""
+        """(n_live, V) bool, the tokens in each live row's sequence; None without repetition penalty."""
         if self.sampler.sampling.repetition_penalty == 1:
             return None
         if self.seen is None:
@@ -333,7 +332,7 @@ class _Decoding:
 
 
 class _OnlyTheDrawnToken:
-    """Logits processor: leaves each live row the token that was drawn for it, and nothing else."""
+    """Logits processor: masks all but the token that was drawn for each live row."""
 
     def __init__(self, decoding: _Decoding) -> None:
         self.decoding = decoding
@@ -371,7 +370,7 @@ def _is_hugging_face(model: nn.Module) -> bool:
 
 
 def _has_own_generate(model: nn.Module) -> bool:
-    """Whether the module has a generate that takes, by name, how many tokens to make."""
+    """Whether the module has a generate with the parameter ``max_new_tokens``."""
     generate = getattr(model, "generate", None)
     return callable(generate) and "max_new_tokens" in inspect.signature(generate).parameters
 
@@ -386,7 +385,7 @@ def _own_settings(model: Any, sampling: SamplingParams) -> dict[str, Any]:
         value = getattr(sampling, name)
         at_default = value == getattr(neutral, name)
         if name in parameters:
-            # None is how such methods spell "off"; any other default of theirs is not what was asked for.
+            # Such methods use None for "off"; any other default of theirs is not the requested value.
             if not (at_default and parameters[name].default is None):
                 settings[name] = value
         elif not at_default:
@@ -400,7 +399,7 @@ def _own_settings(model: Any, sampling: SamplingParams) -> dict[str, Any]:
 
 
 def _position_limit(model: nn.Module) -> int | None:
-    """The longest sequence by ``max_position_embeddings``, of the module's config or its own."""
+    """``max_position_embeddings`` of the module's config, or of the module."""
     inner: Any = inner_module(model)
     config = getattr(inner, "config", inner)
     get_text_config = getattr(config, "get_text_config", None)
@@ -410,7 +409,7 @@ def _position_limit(model: nn.Module) -> int | None:
 
 @contextmanager
 def _torch_seed(seed: int) -> Iterator[None]:
-    """torch's generators seeded inside, and as they were afterwards."""
+    """Seed torch's generators, and restore them on exit."""
     with torch.random.fork_rng():
         torch.manual_seed(seed % 2**63)
         yield

@@ -1,7 +1,7 @@
-"""What happens beside the steps of a training run: evaluation, early stopping, checkpoints, kept completions.
+"""Callbacks of a training run: evaluation, early stopping, checkpoints, a record of the completions.
 
 A callback sees the trainer before the first step, after every step and after the last. It does not know which
-algorithm runs; what it needs of the trainer is the ``Trainer`` protocol below.
+algorithm runs; it sees the trainer through the ``Trainer`` protocol below.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from whet.training.loggers import JSONLLogger, as_number
 
 
 class Trainer(Protocol):
-    """What callbacks ask of a trainer."""
+    """The trainer as callbacks see it."""
 
     step: int
     """How many steps are done; 0 before the first, k in a run that resumes after step k."""
@@ -33,7 +33,7 @@ class Trainer(Protocol):
     """The completions of the last step, one row each: prompt, completion, reward, ..."""
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Pass metrics to every logger, at the current step."""
+        """Log metrics at the current step."""
         ...
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -44,35 +44,35 @@ class Trainer(Protocol):
 class Callback:
     """Does nothing; subclasses override what they need.
 
-    A callback whose later conduct depends on what it has seen returns that from ``state_dict``, as plain
-    values, so that a checkpoint can keep it and a resumed run goes on as if it had never stopped.
+    A callback with state returns it from ``state_dict``, as plain values, so that a checkpoint can keep it and a
+    resumed run goes on as if it had never stopped.
     """
 
     def on_train_begin(self, trainer: Trainer, total_steps: int) -> None:
-        """Before the first step of a run that ends with step ``total_steps``, resumed or not."""
+        """Called before the first step of a run that ends with step ``total_steps``, resumed or not."""
 
     def on_step_end(self, trainer: Trainer, metrics: MutableMapping[str, float]) -> None:
-        """After each step. What is put into ``metrics`` is seen by the callbacks that come after."""
+        """Called after each step. Metrics added here are seen by the callbacks that follow."""
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """After the last step, whether the run was stopped early or not."""
+        """Called after the last step, whether the run was stopped early or not."""
 
     def on_train_exit(self, trainer: Trainer) -> None:
-        """However the run ends, by an exception too: give back what ``on_train_begin`` took."""
+        """Called however the run ends, by an exception too: release what ``on_train_begin`` acquired."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What to keep in a checkpoint."""
+        """The state to keep in a checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned."""
 
 
 class EvaluationCallback(Callback):
     """Evaluates the model every so many steps, and after the last.
 
-    The results are logged as ``eval/NAME`` and passed on in the step's metrics. Random states are set back
-    after each evaluation, so that a run is the same with and without it.
+    The results are logged as ``eval/NAME`` and added to the step's metrics. Random states are restored after each
+    evaluation, so that a run is the same with and without it.
 
     Args:
         evaluate: called with the trainer; returns name -> number.
@@ -111,7 +111,7 @@ class EvaluationCallback(Callback):
         random_state = capture_rng()
         try:
             result = self.evaluate(trainer)
-        finally:  # after Ctrl-C too: the run may go on
+        finally:  # after Ctrl-C too: the run may continue
             restore_rng(random_state)
         if not isinstance(result, Mapping):
             raise WhetTypeError(
@@ -131,20 +131,20 @@ class EvaluationCallback(Callback):
 
 
 class EarlyStoppingCallback(Callback):
-    """Stops the run once a metric has reached its target, or no longer gets better.
+    """Stops the run once a metric has reached its target, or has stopped improving.
 
-    Looks at the metrics of each step, among them those of an ``EvaluationCallback`` that stands before it. A
-    step without the metric says nothing; NaN is no improvement.
+    Reads the metrics of each step, among them those of an ``EvaluationCallback`` before it in the list. A step
+    without the metric is ignored; NaN is no improvement.
 
     Args:
         metric: its name, "eval/accuracy" or "mean_reward" for instance.
-        patience: stop after so many values in a row that are not better than the best.
+        patience: stop after this many values in a row without improvement over the best.
         mode: whether better is "max" or "min".
-        min_delta: better means by more than this.
+        min_delta: smallest improvement that counts.
         target: stop as soon as the metric is at least this good; None: no target.
 
     Attributes:
-        reason: why the run was stopped, in words; None while it was not.
+        reason: why the run was stopped, as text; None if it was not.
 
     Raises:
         WhetValueError: patience is no integer above 0, min_delta or target no finite number, min_delta negative, or
@@ -214,13 +214,13 @@ class EarlyStoppingCallback(Callback):
 class CheckpointCallback(Callback):
     """Saves ``folder/step-000100`` every so many steps and after the last, and keeps the newest few.
 
-    An older checkpoint is removed only after the new one is complete. Put it last among the callbacks: what
-    those after it do in the same step is not in the checkpoint.
+    An older checkpoint is removed only after the new one is complete. Put it last among the callbacks: the
+    checkpoint does not contain what later callbacks do in the same step.
 
-    While a run goes on, its process holds the folder alone (``whet.files.FolderLock``).
+    During a run its process holds a lock on the folder (``whet.files.FolderLock``).
 
     Args:
-        folder: made if it is not there; ``latest_checkpoint(folder)`` finds what to resume from.
+        folder: created if missing; ``latest_checkpoint(folder)`` finds the checkpoint to resume from.
         every: steps between checkpoints.
         keep: how many to keep.
 
@@ -261,7 +261,7 @@ class CheckpointCallback(Callback):
 class CompletionsCallback(Callback):
     """Appends every completion of every step to a JSONL file, its step with it.
 
-    At the start of a run, rows of steps after the one it starts from are removed: it writes them anew.
+    A run that resumes at a step removes the rows of later steps and writes them again.
 
     Args:
         path: the file, ``completions.jsonl`` for instance.

@@ -1,6 +1,6 @@
-"""Where a run's numbers go: the console, a progress bar, JSONL, CSV, TensorBoard, Weights & Biases.
+"""Loggers of a run's metrics: the console, a progress bar, JSONL, CSV, TensorBoard, Weights & Biases.
 
-A logger takes the metrics of a step and writes them down. It does not choose or compute them. Importing this
+A logger records the metrics of a step. It does not choose or compute them. Importing this
 module imports none of torch, rich, tensorboard and wandb; each is imported by the logger that needs it.
 """
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class Logger(Protocol):
-    """What a trainer logs to: anything with ``log`` and ``close``.
+    """The interface that a trainer logs to: ``log`` and ``close``.
 
-    Loggers that can forget the steps after a given one, so that a resumed run does not write them twice,
+    Loggers that can remove the steps after a given one, so that a resumed run does not log them twice,
     also have ``truncate_after(step)``.
     """
 
@@ -38,7 +38,7 @@ class Logger(Protocol):
         ...
 
     def close(self) -> None:
-        """Write out what is pending. Closing twice is closing once."""
+        """Write what is pending. Idempotent."""
         ...
 
     def __enter__(self) -> Self:
@@ -61,11 +61,11 @@ _MAIN_METRICS: dict[str, tuple[str, ...]] = {
     "lr": ("learning_rate", "lr"),
     "tokens/s": ("tokens_per_second", "tokens_per_s", "tokens/s"),
 }
-"""What a line shows, in this order, and the names that metric goes by: the first that is there."""
+"""The labels of a line, in order, and the metric names of each: the first that is present is shown."""
 
 
 def main_figures(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The metrics a reader follows a run by, evaluations among them, as text; all if none is among them."""
+    """The main metrics and the evaluations, by label, as text; all metrics if there are none of these."""
     known = {
         label: next(metrics[name] for name in names if name in metrics)
         for label, names in _MAIN_METRICS.items()
@@ -127,16 +127,16 @@ class ConsoleLogger(Logger):
 class ProgressLogger(Logger):
     """A progress bar with the main metrics and the time that is left.
 
-    Where standard output is no terminal (a pipe, a file, a notebook) it prints a plain line now and then
+    Where standard output is no terminal (a pipe, a file, a notebook) it prints a plain line every ``interval_s``
     instead, without escape codes. The time left is the steps left times the mean time per step so far.
 
     Args:
         total_steps: the number of the last step; a trainer may set the attribute later. None: unknown.
-        description: what is going on, in front of the bar.
+        description: label in front of the bar.
         interval_s: seconds between plain lines, where there is no terminal.
 
     Raises:
-        WhetValueError: total_steps or interval_s is no such number.
+        WhetValueError: total_steps is no integer >= 0, or interval_s no number >= 0.
         MissingExtraError: on a terminal, if rich is not installed.
     """
 
@@ -182,8 +182,8 @@ class ProgressLogger(Logger):
         evaluation = next((name for name in self._figures if name.startswith("eval/")), "")
         names = [name for name in (*wanted, "tokens/s", evaluation) if name in self._figures]
         texts = [f"{name.removeprefix('eval/')} {self._figures[name]}" for name in names]
-        taken = len(self.description) + 2 * len(str(self.total_steps)) + len("  eta 0:00:00  ") + _MIN_BAR_WIDTH
-        while texts and taken + len("  ".join(texts)) > self._bar.console.width:
+        used = len(self.description) + 2 * len(str(self.total_steps)) + len("  eta 0:00:00  ") + _MIN_BAR_WIDTH
+        while texts and used + len("  ".join(texts)) > self._bar.console.width:
             texts.pop()
         text = "  ".join(texts)
         task = self._bar.task_ids[0]
@@ -230,7 +230,7 @@ def _make_bar(description: str) -> Any:
         TextColumn(" {task.fields[figures]} "),
         TextColumn("{task.fields[clock]}", style="dim"),
     )
-    # No refresh thread: a reward function may fork, and a fork must not find rich's lock taken.
+    # No refresh thread: a reward function may fork, and rich's lock must not be held at a fork.
     bar = Progress(*columns, auto_refresh=False)
     bar.add_task(description, total=None, figures="", clock="")
     bar.start()
@@ -270,18 +270,18 @@ def _standard_json(value: Any, name: str) -> Any:
 
 
 def _append_text(path: Path, text: str) -> None:
-    # Opened for every row: nothing is left unwritten by a kill, shared with a fork, or left to close.
+    # Opened for every row: nothing is buffered when the process is killed, shared with a fork, or left open.
     with told_if_full(path, len(text)), path.open("a", encoding="utf-8", newline="") as file:
         file.write(text)
 
 
 class JSONLLogger(Logger):
-    """One JSON object per line: ``{"step": 3, "loss": 0.69}``. Every line is on its way to disk at once.
+    """One JSON object per line: ``{"step": 3, "loss": 0.69}``. Every line is written at once.
 
     NaN and infinities, which JSON lacks, are written as "NaN", "Infinity" and "-Infinity".
 
     Args:
-        path: the file; its folder is made, and a line torn by a kill is removed.
+        path: the file; its folder is created, and an incomplete last line is removed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -301,7 +301,7 @@ class JSONLLogger(Logger):
         _append_text(self.path, text + "\n")
 
     def truncate_after(self, step: int) -> None:
-        """Remove the rows of later steps, as a run does that resumes at ``step``.
+        """Remove the rows of later steps, when a run resumes at ``step``.
 
         Raises:
             WhetValueError: a line is not an object with a "step"; the file is left as it is.
@@ -313,7 +313,7 @@ class JSONLLogger(Logger):
                     kept.append(line + "\n")
             except (ValueError, KeyError, TypeError) as error:
                 raise WhetValueError(
-                    f"truncate_after: {self.path}:{number} is not a JSON object with a step. Mend or remove that line."
+                    f"truncate_after: {self.path}:{number} is no JSON object with a step. Repair or remove the line."
                 ) from error
         replace_text(self.path, "".join(kept))
 
@@ -322,16 +322,16 @@ class JSONLLogger(Logger):
 
 
 class CSVLogger(Logger):
-    """A table with a column per metric and a "step" first. Every row is on its way to disk at once.
+    """A table with a column per metric and a "step" first. Every row is written at once.
 
-    A metric that was not there before gets a column of its own at the end: the file is then rewritten in one
-    piece, with empty cells above. A step that is logged twice gets two rows.
+    A new metric gets a column at the end: the file is then rewritten atomically, with empty cells above. A step that
+    is logged twice gets two rows.
 
     Args:
-        path: the file; its folder is made, and a row torn by a kill is removed.
+        path: the file; its folder is created, and an incomplete last row is removed.
 
     Raises:
-        WhetValueError: the file is there but does not begin with a "step" column.
+        WhetValueError: the file exists and does not begin with a "step" column.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -357,7 +357,7 @@ class CSVLogger(Logger):
         _append_text(self.path, _csv_text([[row.get(name, "") for name in self._columns]]))
 
     def truncate_after(self, step: int) -> None:
-        """Remove the rows of later steps, as a run does that resumes at ``step``."""
+        """Remove the rows of later steps, when a run resumes at ``step``."""
         self._rewrite(self._columns, [row for row in self._read()[1:] if int(row[0]) <= step])
 
     def _read(self) -> list[list[str]]:
@@ -386,7 +386,7 @@ class TensorBoardLogger(Logger):
     """Scalars for TensorBoard.
 
     Args:
-        log_dir: the folder that ``tensorboard --logdir`` is pointed at.
+        log_dir: the folder for ``tensorboard --logdir``.
 
     Raises:
         MissingExtraError: tensorboard is not installed.
@@ -407,7 +407,7 @@ class TensorBoardLogger(Logger):
         self._writer.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Have TensorBoard hide later steps, as a run does that resumes at ``step``."""
+        """Have TensorBoard hide later steps, when a run resumes at ``step``."""
         self._writer.close()
         self._writer = self._make_writer(self.log_dir, purge_step=step + 1)
 
@@ -420,7 +420,7 @@ class WandbLogger(Logger):
 
     Args:
         project: the project's name there.
-        **init: goes to ``wandb.init``: name, config, mode="offline", resume, ...
+        **init: passed to ``wandb.init``: name, config, mode="offline", resume, ...
 
     Raises:
         MissingExtraError: wandb is not installed.

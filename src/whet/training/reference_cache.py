@@ -1,9 +1,8 @@
 """Log-probs of a frozen reference on disk, for the next run over the same pairs.
 
-A file per model, named by the bits of its weights, by its settings and by what multiplied; a line per row, named by its
-token ids.
-So a value is found where the same arithmetic would give it again, and nowhere else. Rows are on disk as soon as they
-are added: a run that is killed has lost none of them.
+One file per model, keyed by a digest of its weights and settings and by the arithmetic; one line per row, keyed by a
+digest of its token ids. So a value is found only where the same arithmetic would compute it again. Rows are written as
+soon as they are added: a run that is killed loses none.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from whet.files import drop_torn_line
 from whet.nn.modules import inner_module
 
 _ORIGINS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Of a config: where it came from, and what is told of each tensor."""
+"""Fields of a config that do not change results: its origin, and dtypes, which are those of the tensors."""
 
 Sums = tuple[float, float]
-"""Of a pair: the log-probs of the chosen and of the rejected completion, summed over its tokens."""
+"""Log-probs of the chosen and of the rejected completion of a pair, each summed over its tokens."""
 
 
 class ReferenceCache:
     """The sums of one reference, by row.
 
     Args:
-        folder: made if it is not there.
+        folder: created if missing.
         reference: the model.
-        frozen_only: its frozen parameters are the reference: it is a policy with adapters.
+        frozen_only: only the frozen parameters identify the reference: the model is a policy with adapters.
         arithmetic: what computes the sums: "bfloat16", "float32" or "torch".
 
     Raises:
@@ -61,7 +60,7 @@ class ReferenceCache:
                 except (TypeError, ValueError):
                     raise WhetValueError(
                         f"reference_cache: line {number} of {str(self._path)!r} is {line[:60]!r}, expected a row's "
-                        "name and two numbers. Delete the line, or the file: what it lacks is computed again."
+                        "digest and two numbers. Delete the line, or the file: missing sums are computed again."
                     ) from None
 
     def __getitem__(self, row: Sequence[Sequence[int]]) -> Sums | None:
@@ -69,7 +68,7 @@ class ReferenceCache:
         return self._sums.get(row_digest(row))
 
     def add(self, rows: Iterable[tuple[Sequence[Sequence[int]], Sums]]) -> None:
-        """Keep the sums of rows."""
+        """Store the sums of rows."""
         new = {row_digest(row): sums for row, sums in rows}
         with self._path.open("a") as file:
             file.writelines(json.dumps([key, *sums]) + "\n" for key, sums in new.items())
@@ -79,8 +78,8 @@ class ReferenceCache:
 def model_digest(model: nn.Module, frozen_only: bool = False) -> str:
     """SHA-256 of a model's tensors, their names, and its settings: equal weights may compute other log-probs.
 
-    The settings are the config of a Hugging Face model, without what says where it came from, and the names, sizes and
-    constants that ``repr`` shows of any other module.
+    The settings are the config of a Hugging Face model, without its origin, or the ``repr`` of any other module, which
+    shows names, sizes and constants.
     """
     digest = hashlib.sha256(_settings(model).encode())
     for name, tensor in model.state_dict(keep_vars=True).items():

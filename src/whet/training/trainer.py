@@ -1,39 +1,35 @@
 """What the training algorithms share: the optimizer step, the loop over a dataset, logging, checkpoints.
 
-One optimizer update adds up the gradients of micro-batches, clips them and takes an AdamW step
+One optimizer update adds up the gradients of micro-batches, clips them and makes an AdamW step
 (Loshchilov & Hutter 2019), or skips it where the loss or a gradient is not finite. Knows no algorithm:
-each of them computes its own loss, and holds what belongs to it.
+each of them computes its own loss.
 
-A run is a function of (initial weights, data, config): a trainer that is saved after step k and loaded
-again takes the steps after k with the same bits as one that never stopped. That asks of the data that its order is one:
-sequences and torch's DataLoader are shuffled as (seed, epoch) tell; an iterable, or a sampler of one's own, has to give
-the same order again.
+A run is a function of (initial weights, data, config): a trainer that is saved after step k and loaded again continues
+bit for bit as one that never stopped. The order of the data must be reproducible for that: sequences and torch's
+DataLoader are shuffled by (seed, epoch); an iterable, or a custom sampler, has to give the same order again.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
+import functools
+import itertools
 import math
-import operator
 import os
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from whet.checkpoint.folder import capture_rng, load_checkpoint, restore_rng, save_checkpoint
-from whet.checkpoint.modules import build_module, describe_module, load_module_tensors, module_tensors
+from whet.checkpoint.folder import capture_rng, restore_rng
 from whet.config import TrainerConfig, learning_rate_at
 from whet.data.batches import as_row, batch_stream, batches_in_order
 from whet.data.rows import token_rows
-from whet.errors import CheckpointError, NonFiniteError, WhetError, WhetTypeError, WhetValueError
+from whet.errors import NonFiniteError, WhetTypeError, WhetValueError
 from whet.fields import check_integer, make_config
-from whet.nn.accelerate import Acceleration, acceleration_of
+from whet.nn.accelerate import acceleration_of, choose_accelerations
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.modules import inner_module, module_device, module_mode
 from whet.nn.optim import AdamW
@@ -41,126 +37,35 @@ from whet.nn.packed import token_batches
 from whet.phases import phase, record
 from whet.training.callbacks import Callback
 from whet.training.loggers import Logger
+from whet.training.reference import Reference
+from whet.training.state import load_trainer, save_trainer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-
-_COUNTERS = (
-    "step", "position", "num_tokens", "skipped_steps", "n_updates", "_skipped_in_a_row", "_horizon",
-)  # fmt: skip
+Step = TypeVar("Step", bound=Callable[..., dict[str, float]])
 
 
-class Trainer(ABC):
-    """The base of the training algorithms; each adds ``train_step``.
+def training_step(compute: Step) -> Step:
+    """Make ``train_step`` of a method that computes one step: count, time and log it, and call the callbacks.
 
     Args:
-        model: ``forward(input_ids (B, T)) -> logits (B, T, V)``, Hugging Face and PEFT models included. Its
-            parameters that require grad are trained, in place.
-        ref_model: the frozen reference, for the algorithms that compare with one. None: a frozen copy
-            of model as it is now; of a PEFT model, its base with the adapters off.
-        config: settings; None: the defaults.
-        tokenizer: for rows of text; needs to be callable and have ``decode``, as Hugging Face's do.
-        logger: one logger or several.
-        callbacks: one callback or several, called in this order.
-        **settings: fields of the config, in place of those of ``config``.
+        compute: returns the metrics of the step, ``num_tokens`` (of this step alone) among them.
 
-    Attributes:
-        step: steps taken.
-        position: batches that ``train`` has taken from its dataset.
-        num_tokens: tokens of prompts and completions seen.
-        skipped_steps: updates skipped because the loss or a gradient was not finite.
-        n_updates: updates taken.
-        should_stop: set by a callback to end ``train`` after the step.
+    Returns:
+        A method that returns these metrics, and those of every step: ``learning_rate``, ``skipped_steps``,
+        ``num_tokens`` (of all steps), ``step_time_s``, ``tokens_per_s``, and the parts of ``step_time_s`` that
+        occurred: ``time/generation_s``, ``time/reward_s``, ``time/advantages_s``, ``time/logprobs_s`` (those
+        without gradient: old and reference), ``time/forward_s`` (with gradient), ``time/loss_s`` without
+        ``time/kl_s``, ``time/backward_s``, ``time/optimizer_s`` (zeroing, clipping, update), ``time/sync_s``
+        (weights to the engine), and ``time/other_s``. On a GPU see ``whet.phases``.
     """
 
-    config_class: ClassVar[type[TrainerConfig]] = TrainerConfig
-    row_fields: ClassVar[tuple[str, ...]] = ()
-    """What a row of the dataset holds, in the order of ``train_step``'s arguments."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        ref_model: nn.Module | None = None,
-        *,
-        config: Any = None,
-        tokenizer: Any = None,
-        logger: Logger | Sequence[Logger] | None = None,
-        callbacks: Callback | Sequence[Callback] = (),
-        **settings: Any,
-    ) -> None:
-        where = type(self).__name__
-        for name, module in (("model", model), ("ref_model", ref_model)):
-            if not isinstance(module, nn.Module) and not (module is None and name == "ref_model"):
-                raise WhetTypeError(f"{where}: {name} is {type(module).__name__}, expected an nn.Module.")
-            if module is not None and acceleration_of(module) is not None:
-                raise WhetValueError(
-                    f"{where}: {name} is accelerated already. A trainer does that itself for each step, as compute "
-                    "says: call remove() on what accelerate() returned."
-                )
-        if ref_model is model:
-            raise WhetValueError(f"{where}: ref_model is the model itself. Pass a frozen copy, or None.")
-        self.config: Any = make_config(self.config_class, config, settings)
-        if ref_model is not None and not self.config.has_reference():
-            raise WhetValueError(
-                f"{where}: ref_model has no effect: with these settings the loss looks at no reference. Leave it out, "
-                f"or set beta."
-            )
-        self.model = model
-        self.tokenizer = tokenizer
-        self.loggers: list[Any] = _as_list(where, "logger", logger, "log")
-        self.callbacks: list[Any] = _as_list(where, "callbacks", callbacks, "on_step_end")
-        self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not self.trainable:
-            raise WhetValueError(f"{where}: no parameter of model requires grad. Unfreeze some.")
-        self.ref_model = ref_model
-        if ref_model is None and self.uses_reference() and not has_adapters(model):
-            self.ref_model = copy.deepcopy(model).requires_grad_(False)
-        self.acceleration = self._acceleration(model)
-        if self.acceleration is not None:
-            self.acceleration.in_place = True
-        # Policy and reference are compared: both on the kernels, or neither.
-        both = self.ref_model is not None and self.acceleration is not None
-        self._ref_acceleration = self._acceleration(cast(nn.Module, self.ref_model)) if both else None
-        if both and self._ref_acceleration is None:
-            self.acceleration = None
-        # Decay is of matrices; vectors are norms and biases, which it would pull away from what they normalise to.
-        matrices = [p for p in self.trainable.values() if p.ndim > 1]
-        vectors = [p for p in self.trainable.values() if p.ndim <= 1]
-        self.optimizer = AdamW(
-            [{"params": matrices, "weight_decay": self.config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            acceleration=self.acceleration,
-            lr=self.config.learning_rate,
-            betas=(self.config.adam_beta1, self.config.adam_beta2),
-            eps=self.config.adam_epsilon,
-        )
-        self.step = self.position = self.num_tokens = self.skipped_steps = self.n_updates = 0
-        self.should_stop = False
-        self._skipped_in_a_row = self._horizon = self._drawn = 0
-
-    def uses_reference(self) -> bool:
-        """Whether a reference stands by for the loss."""
-        return self.config.has_reference()
-
-    # --- one step ---------------------------------------------------------------------------------------
-
-    def take_step(self, compute: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """One turn of the loop: ``compute`` does the work, and this counts, times, logs and calls back.
-
-        Args:
-            compute: returns the metrics of the step, ``num_tokens`` (of this step alone) among them.
-
-        Returns:
-            These metrics, and those of every step: ``learning_rate``, ``skipped_steps``, ``num_tokens`` (of all
-            steps), ``step_time_s``, ``tokens_per_s``, and how ``step_time_s`` is made up, of the parts that
-            occurred: ``time/generation_s``, ``time/reward_s``, ``time/advantages_s``, ``time/logprobs_s`` (those
-            without gradient: old and reference), ``time/forward_s`` (with gradient), ``time/loss_s`` without
-            ``time/kl_s``, ``time/backward_s``, ``time/optimizer_s`` (zeroing, clipping, update), ``time/sync_s``
-            (weights to the engine), and ``time/other_s``. On a GPU see ``whet.phases``.
-        """
+    @functools.wraps(compute)
+    def train_step(self: Trainer, *batch: Any, **fields: Any) -> dict[str, float]:
         learning_rate = self.learning_rate
         with record() as seconds:
-            metrics = compute()
+            metrics = compute(self, *batch, **fields)
         elapsed_s = sum(seconds.values())
         n_tokens = metrics["num_tokens"]
         self.num_tokens += int(n_tokens)
@@ -180,6 +85,122 @@ class Trainer(ABC):
             callback.on_step_end(self, metrics)
         return metrics
 
+    return cast(Step, train_step)
+
+
+class Update:
+    """The sums of one optimizer update over its micro-batches.
+
+    Attributes:
+        metrics: ``loss`` and the other metrics; after the update also ``grad_norm``, as it was before clipping.
+    """
+
+    def __init__(self) -> None:
+        self.metrics = {"loss": 0.0}
+
+    def add(self, loss: Tensor, metrics: Mapping[str, float]) -> None:
+        """Add the gradient of a micro-batch's loss, and its metrics."""
+        with phase("backward"):
+            loss.backward()
+        for name, value in {"loss": loss.item(), **metrics}.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+
+class Trainer(ABC):
+    """The base of the training algorithms; each adds ``train_step``, made by ``training_step``.
+
+    Args:
+        model: ``forward(input_ids (B, T)) -> logits (B, T, V)``, Hugging Face and PEFT models included. Its
+            parameters that require grad are trained, in place.
+        ref_model: the frozen reference, for the algorithms that compare with one. None: a frozen copy
+            of model as it is now; of a PEFT model, its base with the adapters off.
+        config: settings; None: the defaults.
+        tokenizer: for rows of text; needs to be callable and have ``decode``, as Hugging Face's do.
+        logger: one logger or several.
+        callbacks: one callback or several, called in this order.
+        **settings: fields of the config; they override those of ``config``.
+
+    Attributes:
+        step: steps done.
+        position: batches of its dataset that ``train`` has consumed.
+        num_tokens: tokens of prompts and completions seen.
+        skipped_steps: updates skipped because the loss or a gradient was not finite.
+        n_updates: optimizer updates done.
+        should_stop: set by a callback to end ``train`` after the step.
+    """
+
+    config_class: ClassVar[type[TrainerConfig]] = TrainerConfig
+    row_fields: ClassVar[tuple[str, ...]] = ()
+    """The fields of a row of the dataset, in the order of ``train_step``'s arguments."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ref_model: nn.Module | None = None,
+        *,
+        config: Any = None,
+        tokenizer: Any = None,
+        logger: Logger | Sequence[Logger] | None = None,
+        callbacks: Callback | Sequence[Callback] = (),
+        **settings: Any,
+    ) -> None:
+        where = type(self).__name__
+        for name, module in (("model", model), ("ref_model", ref_model)):
+            if not isinstance(module, nn.Module) and not (module is None and name == "ref_model"):
+                raise WhetTypeError(f"{where}: {name} is {type(module).__name__}, expected an nn.Module.")
+            if module is not None and acceleration_of(module) is not None:
+                raise WhetValueError(
+                    f"{where}: {name} is accelerated already. A trainer accelerates its model itself for each "
+                    "step, as compute says: call remove() on what accelerate() returned."
+                )
+        if ref_model is model:
+            raise WhetValueError(f"{where}: ref_model is the model itself. Pass a frozen copy, or None.")
+        self.config: Any = make_config(self.config_class, config, settings)
+        if ref_model is not None and not self.config.has_reference():
+            raise WhetValueError(
+                f"{where}: ref_model has no effect: with these settings the loss uses no reference. Leave it out, "
+                f"or set beta."
+            )
+        self.model = model
+        self.tokenizer = tokenizer
+        self.loggers: list[Any] = _as_list(where, "logger", logger, "log")
+        self.callbacks: list[Any] = _as_list(where, "callbacks", callbacks, "on_step_end")
+        self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self.trainable:
+            raise WhetValueError(f"{where}: no parameter of model requires grad. Unfreeze some.")
+        self.reference = Reference(model, ref_model, copied=self.uses_reference())
+        models = [model] if self.ref_model is None else [model, self.ref_model]
+        self.accelerations = choose_accelerations(models, self.config.compute, self.config.training_mode, where)
+        self.acceleration = self.accelerations.get(model)
+        if self.acceleration is not None:
+            self.acceleration.in_place = True
+        # Only matrices decay: vectors are norm weights, whose neutral value is not 0, and biases.
+        matrices = [p for p in self.trainable.values() if p.ndim > 1]
+        vectors = [p for p in self.trainable.values() if p.ndim <= 1]
+        self.optimizer = AdamW(
+            [{"params": matrices, "weight_decay": self.config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            acceleration=self.acceleration,
+            lr=self.config.learning_rate,
+            betas=(self.config.adam_beta1, self.config.adam_beta2),
+            eps=self.config.adam_epsilon,
+        )
+        self.step = self.position = self.num_tokens = self.skipped_steps = self.n_updates = 0
+        self.should_stop = False
+        self._skipped_in_a_row = self._horizon = self._drawn = 0
+        # An iterator cannot give the batch of a failed step again: it and the batch, for the next call of train.
+        self._failed: tuple[Any, tuple[Any, ...]] = None, ()
+
+    @property
+    def ref_model(self) -> nn.Module | None:
+        """The reference, where it is a module of its own."""
+        return self.reference.model
+
+    def uses_reference(self) -> bool:
+        """Whether the reference computes log-probs in every step."""
+        return self.config.has_reference()
+
+    # --- one step ---------------------------------------------------------------------------------------
+
     @property
     def learning_rate(self) -> float:
         """The rate of the next update."""
@@ -192,32 +213,9 @@ class Trainer(ABC):
         return learning_rate_at(self.step, self.config, horizon)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Pass metrics to every logger, at the current step."""
+        """Log metrics at the current step."""
         for logger in self.loggers:
             logger.log(metrics, self.step)
-
-    def _acceleration(self, model: nn.Module) -> Acceleration | None:
-        """Whet's kernels for a model, as ``compute`` says; None: torch's."""
-        compute, where = self.config.compute, type(self).__name__
-        if compute == "torch":
-            return None
-        if compute != "auto":
-            return Acceleration(model, compute)
-        config = getattr(inner_module(model), "config", None)
-        dropout = any(getattr(config, name, 0) for name in ("attention_dropout", "attn_pdrop"))
-        if config is None or module_device(model).type != "cpu" or (self.config.training_mode and dropout):
-            return None
-        try:
-            return Acceleration(model)
-        except WhetTypeError:
-            return None  # a module of the user's own, which torch alone can run
-        except WhetValueError as error:
-            warnings.warn(
-                f"{where}: torch computes the step, which is slower, as Whet's kernels do not fit this model ({error}) "
-                f"compute='torch' says so without a warning.",
-                stacklevel=4,
-            )
-            return None
 
     def micro_batches(self, rows: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
         """The rows, each a prompt and its completions, in micro-batches: their indices, ascending.
@@ -230,42 +228,30 @@ class Trainer(ABC):
         size = size or len(rows)
         return [list(range(start, min(start + size, len(rows)))) for start in range(0, len(rows), size)]
 
-    def update(
-        self,
-        rows: Sequence[Sequence[Sequence[int]]],
-        loss_of: Callable[[list[int]], tuple[Tensor, Mapping[str, float]]],
-    ) -> dict[str, float]:
-        """One optimizer update from the sum of the micro-batches' losses.
+    @contextmanager
+    def update(self) -> Iterator[Update]:
+        """One optimizer update: ``add`` the micro-batches' losses to what this gives, within its context.
 
-        Args:
-            rows: of the batch, each a prompt and its completions.
-            loss_of: (loss, metrics) of some of the rows, by their indices; both add up over micro-batches.
-
-        Returns:
-            The sums, with ``loss`` and ``grad_norm`` (before clipping). If one of these is not finite, the
-            update is skipped and counted, and neither parameters nor optimizer have changed.
+        If the sum of the losses or the gradient norm is not finite, the update is skipped and counted, and neither
+        parameters nor optimizer have changed.
 
         Raises:
             NonFiniteError: ``max_skipped_steps`` updates in a row were skipped.
         """
-        totals = {"loss": 0.0}
-        # Their memory stays: pages that come anew from the system cost more than the zeros.
+        update = Update()
+        # The gradients' memory is kept: page faults for new memory cost more than writing zeros.
         with phase("optimizer"):
             self.optimizer.zero_grad(set_to_none=False)
         with module_mode(self.model, self.config.training_mode), self.acceleration or nullcontext():
-            for part in self.micro_batches(rows):
-                loss, metrics = loss_of(part)
-                with phase("backward"):
-                    loss.backward()
-                for name, value in {"loss": loss.item(), **metrics}.items():
-                    totals[name] = totals.get(name, 0.0) + value
+            yield update
         with phase("optimizer"):
             grads = [p.grad for p in self.trainable.values() if p.grad is not None]
-            totals["grad_norm"] = norm = nn.utils.get_total_norm(grads).item()
-            if math.isfinite(totals["loss"]) and math.isfinite(totals["grad_norm"]):
+            loss = update.metrics["loss"]
+            norm = update.metrics["grad_norm"] = nn.utils.get_total_norm(grads).item()
+            if math.isfinite(loss) and math.isfinite(norm):
                 for group in self.optimizer.param_groups:
                     group["lr"] = self.learning_rate
-                # As clip_grad_norm_ scales gradients, on their way through the update.
+                # Clipped as by clip_grad_norm_, but within the optimizer's one pass over the gradients.
                 limit = self.config.max_grad_norm or math.inf
                 self.optimizer.step(grad_scale=min(1.0, limit / (norm + 1e-6)))
                 self.n_updates += 1
@@ -276,10 +262,9 @@ class Trainer(ABC):
         if self._skipped_in_a_row >= self.config.max_skipped_steps:
             raise NonFiniteError(
                 f"{type(self).__name__}: {self._skipped_in_a_row} updates in a row had a loss or gradient "
-                f"that is not finite (last: loss {totals['loss']}, gradient norm {totals['grad_norm']}, at step "
-                f"{self.step}). Lower the learning rate, or check the weights and the data for NaN."
+                f"that is not finite (last: loss {loss}, gradient norm {norm}, at step {self.step}). Lower the "
+                f"learning rate, or check the weights and the data for NaN."
             )
-        return totals
 
     @torch.no_grad()
     def logprobs(
@@ -290,7 +275,7 @@ class Trainer(ABC):
         temperature: float = 1.0,
     ) -> Tensor:
         """(B, C) log-probs of completion tokens, ``model`` in eval mode; 0 past each completion's end."""
-        acceleration = self._ref_acceleration if model is self.ref_model else self.acceleration
+        acceleration = self.accelerations.get(model)
         rows = list(zip(prompt_ids, completion_ids, strict=True))
         out = torch.zeros(len(rows), max(map(len, completion_ids), default=0), device=module_device(model))
         with phase("logprobs"), module_mode(model, training=False), acceleration or nullcontext():
@@ -307,17 +292,15 @@ class Trainer(ABC):
         completion_ids: Sequence[Sequence[int]],
         temperature: float = 1.0,
     ) -> Tensor:
-        """``logprobs`` under the reference: ``ref_model``, or the policy with its adapters off."""
-        if self.ref_model is not None:
-            return self.logprobs(self.ref_model, prompt_ids, completion_ids, temperature)
-        with cast(Any, self.model).disable_adapter():
-            return self.logprobs(self.model, prompt_ids, completion_ids, temperature)
+        """``logprobs`` of the reference: ``ref_model``, or the policy with its adapters off."""
+        with self.reference.as_module() as model:
+            return self.logprobs(model, prompt_ids, completion_ids, temperature)
 
     def completion_rows(self, completions: Any) -> list[list[int]]:
-        """Completions as rows of token ids, none of them past its end.
+        """Completions as rows of token ids, each cut at its end.
 
-        A (B, T) tensor or array without an attention mask cannot tell its padding from its tokens, so
-        a row of it ends with its first stop token.
+        A (B, T) tensor or array without an attention mask does not distinguish padding from tokens, so
+        each of its rows ends with the first stop token.
         """
         rows = token_rows(completions)
         if getattr(completions, "ndim", 0) != 2:
@@ -333,26 +316,27 @@ class Trainer(ABC):
     # --- the loop ---------------------------------------------------------------------------------------
 
     def train(self, dataset: Any, steps: int | None = None, *, n_epochs: int | None = None) -> dict[str, float]:
-        """Take ``train_step`` over a dataset.
+        """Run ``train_step`` over a dataset.
 
         Args:
-            dataset: rows: dicts (of text, chat messages or token ids, with whatever other columns), or bare values
+            dataset: rows: dicts (of text, chat messages or token ids, with any other columns), or bare values
                 and tuples in the order of ``train_step``'s arguments; or ready batches, as ``train_step`` takes them.
                 In a sequence, an iterable, a ``DataLoader`` or an iterator (``whet.data.batches.batch_stream`` says in
                 what order). Rows are taken ``batch_size`` at a time. An iterable cannot be shuffled: it is taken in
                 its own order, and again from the start at its end.
-            steps: how many more steps to take. The run continues where the last one stopped, also in a trainer loaded
-                from a checkpoint; an iterator (which cannot start again) where it stands, and no further than it goes.
+            steps: how many more steps to run. The run continues where the last one stopped, also in a trainer loaded
+                from a checkpoint; an iterator (which cannot start again) where it stands, after the batch of a step
+                that failed or was interrupted, if there is one.
             n_epochs: in place of steps: how many more passes over the dataset; one that is begun counts as the first.
                 Without either: to the end of the epoch, which is n_epochs=1.
 
         Returns:
-            The metrics of the last step; empty if none was taken.
+            The metrics of the last step; empty if there was none.
 
         Raises:
             WhetTypeError: dataset is none of these, or both steps and n_epochs.
             WhetValueError: an empty dataset, fewer rows than ``batch_size``, steps that are no integer >= 0, n_epochs
-                that is none >= 1, or no steps for a dataset without a length.
+                that is no integer >= 1, or no steps for a dataset without a length.
         """
         if steps is not None and n_epochs is not None:
             raise WhetTypeError(f"train: steps is {steps} and n_epochs {n_epochs}. Pass one of them.")
@@ -361,6 +345,9 @@ class Trainer(ABC):
         batches, epoch_length = batch_stream(
             dataset, self.config.batch_size, self.config.seed, self.position, self.row_fields, self.as_row
         )
+        failed_dataset, failed_batch = self._failed
+        if failed_dataset is dataset:
+            batches = itertools.chain([failed_batch], batches)
         if steps is None:
             if epoch_length is None:
                 raise WhetValueError(
@@ -382,7 +369,10 @@ class Trainer(ABC):
                 if arguments is None:
                     break
                 self._drawn = 1
+                if isinstance(dataset, Iterator):
+                    self._failed = dataset, arguments
                 metrics = self.train_step(*arguments)
+                self._failed = None, ()
             for callback in self.callbacks:
                 callback.on_train_end(self)
         finally:
@@ -392,12 +382,12 @@ class Trainer(ABC):
         return metrics
 
     def evaluate(self, dataset: Any) -> float:
-        """What the algorithm trains for, as the policy is now: the mean loss over a dataset, in eval mode.
+        """The mean loss of the current policy over a dataset, in eval mode.
 
         Nothing is trained: weights, optimizer, counters and random states are as they were.
 
         Args:
-            dataset: as ``train`` takes it, gone through once in its order; or a single batch.
+            dataset: as for ``train``, read once in its order; or a single batch.
 
         Returns:
             ``loss`` of ``evaluation_metrics``.
@@ -408,7 +398,7 @@ class Trainer(ABC):
         return self._measured(lambda: self.evaluation_metrics(dataset)["loss"])
 
     def evaluation_metrics(self, dataset: Any) -> dict[str, float]:
-        """What ``evaluate`` measures over a dataset, by name; each algorithm says what."""
+        """The metrics of an evaluation over a dataset, by name; each algorithm defines them."""
         raise WhetTypeError(f"{type(self).__name__}: it has no evaluation. Define evaluation_metrics(dataset).")
 
     def in_order(self, dataset: Any) -> Iterator[tuple[Any, ...]]:
@@ -417,7 +407,7 @@ class Trainer(ABC):
         return batches_in_order(dataset, self.config.batch_size, self.row_fields, self.as_row, where)
 
     def _measured(self, measure: Callable[[], float]) -> float:
-        """A measurement, after which random states are as they were."""
+        """Measure, and restore the random states."""
         state = capture_rng()
         try:
             return measure()
@@ -426,7 +416,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def train_step(self, *batch: Any) -> dict[str, float]:
-        """One step on one batch; each algorithm says what a batch is, ``take_step`` which metrics every step has."""
+        """One step on one batch, which each algorithm defines; ``training_step`` lists the metrics of every step."""
 
     def as_row(self, item: Any) -> Mapping[str, Any]:
         """An item of a dataset, or of a list of rows, as a dict."""
@@ -443,26 +433,7 @@ class Trainer(ABC):
         Raises:
             CheckpointError: something that is not a checkpoint is at ``path``.
         """
-        tensors = {"model": self._model_tensors(), "optimizer": {}}
-        for name, parameter in self.trainable.items():
-            for key, value in self.optimizer.state[parameter].items():
-                tensors["optimizer"][f"{name}.{key}"] = value
-        if own := self.own_tensors():
-            tensors["own"] = own
-        state = {
-            "algorithm": type(self).__name__,
-            "config": dataclasses.asdict(self.config),
-            "counters": {name: getattr(self, name) for name in _COUNTERS},
-            "callbacks": [[type(c).__name__, c.state_dict()] for c in self.callbacks],
-            "rng": capture_rng(),
-            "whole_model": self._all_trainable(),
-            "model": describe_module(self.model),
-            "ref_model": None,
-        }
-        if self.ref_model is not None and self.uses_reference():
-            tensors["ref_model"] = module_tensors(self.ref_model)
-            state["ref_model"] = describe_module(self.ref_model)
-        save_checkpoint(path, tensors, state)
+        save_trainer(self, path)
 
     @classmethod
     def from_checkpoint(
@@ -474,52 +445,23 @@ class Trainer(ABC):
         env_id: Any = None,
         **arguments: Any,
     ) -> Self:
-        """The trainer that ``save`` wrote down; its next step is the one that would have come next.
+        """Load the trainer that ``save`` wrote; its next step is the one that would have come next.
 
         Args:
             path: the checkpoint folder.
             model: a model of the same class and configuration, whose weights are replaced; None: it is
                 built from the checkpoint (not possible for PEFT models and others of which only a part
-                was trained, nor for modules that no description holds).
+                was trained, nor for modules that cannot be described).
             ref_model: likewise the reference.
-            env_id: not used.
+            env_id: ignored; for compatibility with rlox.
             **arguments: of the constructor, such as ``reward_fn``, ``tokenizer``, ``logger`` and
-                ``callbacks``; settings among them take the place of those saved.
+                ``callbacks``; settings among them override those saved.
 
         Raises:
             CheckpointError: no checkpoint, a damaged one, one of another algorithm, or a model that does
-                not fit it.
+                not match it.
         """
-        tensors, state = load_checkpoint(path)
-        if state.get("algorithm") != cls.__name__:
-            raise CheckpointError(
-                f"{cls.__name__}.from_checkpoint: {path} was saved by {state.get('algorithm')}. Load it so."
-            )
-        if model is None and not state.get("whole_model"):
-            raise CheckpointError(
-                f"{cls.__name__}.from_checkpoint: {path} holds only the trained part of its model. Pass "
-                f"model=, made as it was before training."
-            )
-        # What was saved may ask for what the settings given here no longer do, such as a reference.
-        with _malformed_told(path):
-            changed = {n: v for n, v in arguments.items() if n in state["config"] and n != "engine"}
-            saved = cls.config_class(**state["config"])
-        config = arguments.setdefault("config", make_config(cls.config_class, saved, changed))
-        with _malformed_told(path):
-            model = build_module(state["model"]) if model is None else model
-            if state["whole_model"]:
-                load_module_tensors(model, tensors["model"])
-            undescribed = state["ref_model"] is not None and state["ref_model"]["undescribed"]
-            if state["ref_model"] is not None and config.has_reference():
-                if ref_model is None and undescribed:
-                    ref_model = copy.deepcopy(model)
-                elif ref_model is None:
-                    ref_model = build_module(state["ref_model"]).to(module_device(model))
-                load_module_tensors(ref_model.requires_grad_(False), tensors["ref_model"])
-        trainer = cls(model, ref_model, **arguments)
-        with _malformed_told(path):
-            trainer._restore(tensors, state)
-        return trainer
+        return load_trainer(cls, path, model, ref_model, arguments)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the model and the tokenizer, if any, as Hugging Face's ``from_pretrained`` reads them.
@@ -537,57 +479,11 @@ class Trainer(ABC):
                 cast(Any, part).save_pretrained(folder)
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps for an algorithm beside model and optimizer."""
+        """Tensors that a checkpoint keeps for an algorithm beside model and optimizer."""
         return {}
 
     def load_own_tensors(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Take over what ``own_tensors`` returned."""
-
-    def _all_trainable(self) -> bool:
-        return all(parameter.requires_grad for parameter in self.model.parameters())
-
-    def _model_tensors(self) -> dict[str, Tensor]:
-        return module_tensors(self.model) if self._all_trainable() else dict(self.trainable)
-
-    def _restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-        if not state["whole_model"]:
-            saved, own = ({n: t.shape for n, t in part.items()} for part in (tensors["model"], self.trainable))
-            if saved != own:
-                different = sorted(n for n in {*saved, *own} if saved.get(n) != own.get(n))[:5]
-                raise CheckpointError(
-                    f"{type(self).__name__}.from_checkpoint: the trained parameters of the checkpoint and of "
-                    f"model differ in {', '.join(different)}. Pass a model with the same adapters."
-                )
-            with torch.no_grad():
-                for name, parameter in self.trainable.items():
-                    parameter.copy_(tensors["model"][name])
-        for name, value in tensors["optimizer"].items():
-            name, key = name.rsplit(".", 1)
-            parameter = self.trainable[name]
-            if value.numel() != 1 if key == "step" else value.shape != parameter.shape:
-                raise ValueError(f"the optimizer's {key} of {name} has shape {tuple(value.shape)}")
-            self.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
-        self.load_own_tensors(tensors.get("own", {}))
-        for name in _COUNTERS:
-            setattr(self, name, operator.index(state["counters"][name]))
-        for callback, (name, callback_state) in zip(self.callbacks, state["callbacks"], strict=False):
-            if type(callback).__name__ == name:
-                callback.load_state_dict(callback_state)
-        for logger in self.loggers:
-            if hasattr(logger, "truncate_after"):
-                logger.truncate_after(self.step)
-        restore_rng(state["rng"])
-
-
-@contextmanager
-def _malformed_told(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Have what a checkpoint lacks, or holds in place of what ``save`` wrote, told as its fault."""
-    try:
-        yield
-    except WhetError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"from_checkpoint: {path} is malformed: {type(error).__name__}: {error}.") from error
+        """Restore what ``own_tensors`` returned."""
 
 
 def stop_token_ids(model: nn.Module, tokenizer: Any, chosen: Sequence[int] = ()) -> list[int]:
@@ -617,11 +513,6 @@ def stop_token_ids(model: nn.Module, tokenizer: Any, chosen: Sequence[int] = ())
                 f"completion would end with it. {fix}"
             )
     return ids
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """Whether it is a PEFT model, whose base, with the adapters off, serves as the reference."""
-    return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
 
 
 def _as_list(where: str, name: str, several: Any, method: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The small models, tokenizer and engine that the algorithms' tests run on."""
+"""Small models, a tokenizer and an engine for tests; models of every family are in ``tests.engine.tiny_models``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ EOS = 2
 
 
 class TinyModel(nn.Module):
-    """A causal net in float64: forward(input_ids) -> logits."""
+    """A causal net: forward(input_ids) -> logits."""
 
-    def __init__(self, seed: int = 0, dropout: float = 0.0) -> None:
+    def __init__(self, seed: int = 0, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -26,22 +26,25 @@ class TinyModel(nn.Module):
             self.mixer = nn.GRU(8, 8, batch_first=True)
             self.head = nn.Linear(8, VOCAB)
         self.dropout = nn.Dropout(dropout)
-        self.double()
+        self.to(dtype)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.head(self.dropout(self.mixer(self.embedding(input_ids))[0]))
 
 
-def tiny_llama(seed: int = 0) -> Any:
+LLAMA = {
+    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 64, "eos_token_id": EOS, "bos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def tiny_llama(seed: int = 0, **options: Any) -> Any:
+    """A random Llama of the sizes in LLAMA; options take their place. The generator's state stays as it was."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=64, eos_token_id=EOS, bos_token_id=1, pad_token_id=0,
-        )  # fmt: skip
-        return LlamaForCausalLM(config)
+        return LlamaForCausalLM(LlamaConfig(**{**LLAMA, **options}))
 
 
 def with_lora(model: Any, seed: int = 0) -> Any:

@@ -1,0 +1,138 @@
+"""Save a trainer as a checkpoint folder, and make it again, to the bit.
+
+The folder itself, its integrity and the generators' states are in ``whet.checkpoint``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import operator
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from whet.checkpoint.folder import capture_rng, load_checkpoint, restore_rng, save_checkpoint
+from whet.checkpoint.modules import build_module, describe_module, load_module_tensors, module_tensors
+from whet.errors import CheckpointError, WhetError
+from whet.fields import make_config
+from whet.nn.modules import module_device
+
+if TYPE_CHECKING:
+    from whet.training.trainer import Trainer
+
+AnyTrainer = TypeVar("AnyTrainer", bound="Trainer")
+
+_COUNTERS = (
+    "step", "position", "num_tokens", "skipped_steps", "n_updates", "_skipped_in_a_row", "_horizon",
+)  # fmt: skip
+
+
+def save_trainer(trainer: Trainer, path: str | os.PathLike[str]) -> None:
+    """``Trainer.save``."""
+    whole = all(parameter.requires_grad for parameter in trainer.model.parameters())
+    tensors = {"model": module_tensors(trainer.model) if whole else dict(trainer.trainable), "optimizer": {}}
+    for name, parameter in trainer.trainable.items():
+        for key, value in trainer.optimizer.state[parameter].items():
+            tensors["optimizer"][f"{name}.{key}"] = value
+    if own := trainer.own_tensors():
+        tensors["own"] = own
+    state = {
+        "algorithm": type(trainer).__name__,
+        "config": dataclasses.asdict(trainer.config),
+        "counters": {name: getattr(trainer, name) for name in _COUNTERS},
+        "callbacks": [[type(c).__name__, c.state_dict()] for c in trainer.callbacks],
+        "rng": capture_rng(),
+        "whole_model": whole,
+        "model": describe_module(trainer.model),
+        "ref_model": None,
+    }
+    if trainer.ref_model is not None and trainer.uses_reference():
+        tensors["ref_model"] = module_tensors(trainer.ref_model)
+        state["ref_model"] = describe_module(trainer.ref_model)
+    save_checkpoint(path, tensors, state)
+
+
+def load_trainer(
+    trainer_class: type[AnyTrainer],
+    path: str | os.PathLike[str],
+    model: nn.Module | None,
+    ref_model: nn.Module | None,
+    arguments: dict[str, Any],
+) -> AnyTrainer:
+    """``Trainer.from_checkpoint``."""
+    where = f"{trainer_class.__name__}.from_checkpoint"
+    tensors, state = load_checkpoint(path)
+    if state.get("algorithm") != trainer_class.__name__:
+        raise CheckpointError(f"{where}: {path} was saved by {state.get('algorithm')}. Load it so.")
+    if model is None and not state.get("whole_model"):
+        raise CheckpointError(
+            f"{where}: {path} holds only the trained part of its model. Pass model=, made as it was before training."
+        )
+    # The saved settings may need what the settings given here do not, such as a reference.
+    with _malformed_if_it_fails(path):
+        changed = {n: v for n, v in arguments.items() if n in state["config"] and n != "engine"}
+        saved = trainer_class.config_class(**state["config"])
+    config = arguments.setdefault("config", make_config(trainer_class.config_class, saved, changed))
+    with _malformed_if_it_fails(path):
+        model = build_module(state["model"]) if model is None else model
+        if state["whole_model"]:
+            load_module_tensors(model, tensors["model"])
+        undescribed = state["ref_model"] is not None and state["ref_model"]["undescribed"]
+        if state["ref_model"] is not None and config.has_reference():
+            if ref_model is None and undescribed:
+                ref_model = copy.deepcopy(model)
+            elif ref_model is None:
+                ref_model = build_module(state["ref_model"]).to(module_device(model))
+            load_module_tensors(ref_model.requires_grad_(False), tensors["ref_model"])
+    trainer = trainer_class(model, ref_model, **arguments)
+    with _malformed_if_it_fails(path):
+        _restore(trainer, tensors, state, where)
+    return trainer
+
+
+def _restore(
+    trainer: Trainer, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], where: str
+) -> None:
+    if not state["whole_model"]:
+        saved, own = ({n: t.shape for n, t in part.items()} for part in (tensors["model"], trainer.trainable))
+        if saved != own:
+            different = sorted(n for n in {*saved, *own} if saved.get(n) != own.get(n))[:5]
+            raise CheckpointError(
+                f"{where}: the trained parameters of the checkpoint and of model differ in {', '.join(different)}. "
+                f"Pass a model with the same adapters."
+            )
+        with torch.no_grad():
+            for name, parameter in trainer.trainable.items():
+                parameter.copy_(tensors["model"][name])
+    for name, value in tensors["optimizer"].items():
+        name, key = name.rsplit(".", 1)
+        parameter = trainer.trainable[name]
+        if value.numel() != 1 if key == "step" else value.shape != parameter.shape:
+            raise ValueError(f"the optimizer's {key} of {name} has shape {tuple(value.shape)}")
+        trainer.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+    trainer.load_own_tensors(tensors.get("own", {}))
+    for name in _COUNTERS:
+        setattr(trainer, name, operator.index(state["counters"][name]))
+    for callback, (name, callback_state) in zip(trainer.callbacks, state["callbacks"], strict=False):
+        if type(callback).__name__ == name:
+            callback.load_state_dict(callback_state)
+    for logger in trainer.loggers:
+        if hasattr(logger, "truncate_after"):
+            logger.truncate_after(trainer.step)
+    restore_rng(state["rng"])
+
+
+@contextmanager
+def _malformed_if_it_fails(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Report whatever a checkpoint lacks, or has in another form than ``save`` writes, as a malformed checkpoint."""
+    try:
+        yield
+    except WhetError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"from_checkpoint: {path} is malformed: {type(error).__name__}: {error}.") from error
