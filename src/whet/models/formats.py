@@ -67,7 +67,7 @@ TABLE = {
         Format("float64", "<f8"),
         Format("int8", "|u1"),
         Format("q8_0", "|u1", 8, "Q8_0"),
-        Format("q4_0", "|u1", alias="int4", outer="q8_0"),
+        Format("q4_0", "|u1", 2, "Q4_0", alias="int4", outer="q8_0"),
         Format("q4_k", "|u1", 12, "Q4_K", outer="q8_0", next="q4_0"),
     )
 }

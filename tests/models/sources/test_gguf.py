@@ -395,7 +395,7 @@ def tensor(name: bytes, shape=(32,), kind=0, offset=0) -> bytes:
         ),
         (
             header(1) + tensor(b"t", kind=14) + bytes(99),
-            "t is Q6_K; this engine reads F32, BF16, F16, Q8_0 and Q4_K",
+            "t is Q6_K; this engine reads F32, BF16, F16, Q8_0, Q4_0 and Q4_K",
         ),
         (header(1) + tensor(b"t", kind=4) + bytes(99), "t is of type 4; this engine reads"),
         (

@@ -32,7 +32,6 @@ _MOST_DIMS = 4
 
 _TYPES = {format.gguf_type: format for format in TABLE.values() if format.gguf_type is not None}
 _OTHER_TYPES = {
-    2: "Q4_0",
     3: "Q4_1",
     6: "Q5_0",
     7: "Q5_1",
