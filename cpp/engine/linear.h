@@ -1,7 +1,6 @@
-// The linear layer over packed weights, and products of plain matrices: rows and panels split over the pool.
+// The linear layer over packed weights: rows and panels split over the pool.
 #pragma once
 #include <cstddef>
-#include <cstdint>
 
 #include "engine/packed_weight.h"
 
@@ -10,14 +9,5 @@ namespace whet {
 // y (rows, n) = x (rows, k) w^T + bias. x is float32 or, where x_bf16, bfloat16; y is float32. ldx and ldy in elements.
 void linear(const PackedWeight& w, const void* x, bool x_bf16, size_t ldx, size_t rows, const float* bias, float* y,
             size_t ldy);
-
-// c (m, n) = alpha a (m, k) b (k, n) + beta c for float32 or bfloat16 (all three alike), summed in float32. Each
-// operand has a stride per row and per column, in elements. beta = 0 does not read c.
-void gemm(bool bf16, size_t m, size_t n, size_t k, float alpha, const void* a, ptrdiff_t a_row, ptrdiff_t a_column,
-          const void* b, ptrdiff_t b_row, ptrdiff_t b_column, float beta, void* c, ptrdiff_t ldc);
-
-// y (m) = alpha a (m, n) x (n) + beta y, with float32 x and y. One of a's strides is 1.
-void gemv(bool bf16, size_t m, size_t n, float alpha, const void* a, ptrdiff_t a_row, ptrdiff_t a_column,
-          const float* x, float beta, float* y);
 
 }  // namespace whet

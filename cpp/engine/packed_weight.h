@@ -1,31 +1,20 @@
-// A weight matrix packed for the linear kernels, in one of six formats.
+// A weight matrix packed for the linear kernels, in one of the formats.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/panel_task.h"
+#include "engine/formats.h"
 #include "runtime/zeroed.h"
 
 namespace whet {
 
-enum class WeightFormat { kFloat32, kBFloat16, kInt8, kQ8_0, kQ4_0, kQ4_K };
-
-constexpr size_t kQuantBlock = 32;  // inputs that share a scale of their quantised values
-
-// Bytes of one row of k weights in the format's own layout: plain numbers, or GGUF blocks; int8 with its scale after
-// it.
-size_t row_bytes(WeightFormat format, size_t k);
-
-// The k that a row must be a multiple of.
-size_t block_length(WeightFormat format);
-
-// (n, k) weights in panels of 16 outputs (kernels/linear.h), on 64-byte boundaries.
+// (n, k) weights in panels of 16 outputs (kernels/panel_layout.h), on 64-byte boundaries.
 class PackedWeight {
 public:
-    // Zeros, to be filled.
+    // Zeros, to be filled. Throws std::invalid_argument if the format's blocks do not divide k.
     PackedWeight(WeightFormat format, size_t n, size_t k);
 
-    WeightFormat format() const { return format_; }
+    const FormatTraits& format() const { return *format_; }
     size_t n() const { return n_; }
     size_t k() const { return k_; }
     size_t size_bytes() const { return panel_bytes_ * n_panels_; }
@@ -43,9 +32,11 @@ public:
     void unpack(void* rows, size_t row_stride) const;
 
 private:
-    WeightFormat format_;
+    const FormatTraits* format_;
     size_t n_, k_, steps_, n_panels_, panel_bytes_;
     Zeroed memory_;  // touched first by the threads that pack
+
+    void unpack_row(size_t i, uint8_t* row) const;
 };
 
 }  // namespace whet

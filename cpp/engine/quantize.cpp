@@ -1,7 +1,6 @@
 // What a block's numbers mean, and how they are chosen: small squared error rather than speed.
 //
-// Layouts of q8_0, q4_0 and q4_k: the GGUF format's block types of these names. The searches are our own; any choice of
-// scales makes a valid file.
+// The searches for scales are our own; any choice makes a valid GGUF file.
 #include "engine/quantize.h"
 
 #include <algorithm>
@@ -42,17 +41,6 @@ float f32_of(uint16_t half) {
     return float_of(bits_of(float_of(rest << 13) * 0x1p+112f) | sign);
 }
 
-void put_f16(uint8_t* to, float x) {
-    const uint16_t half = f16_of(x);
-    std::memcpy(to, &half, sizeof half);
-}
-
-float get_f16(const uint8_t* from) {
-    uint16_t half;
-    std::memcpy(&half, from, sizeof half);
-    return f32_of(half);
-}
-
 int nearest(float x, int low, int high) {
     return std::clamp(static_cast<int>(std::lrintf(std::clamp(x, -1e6f, 1e6f))), low, high);
 }
@@ -90,13 +78,6 @@ float q4_0_scale(const float* x) {
         if (error < least) least = error, best = d;
     }
     return best;
-}
-
-void quantize_q4_0(const float* x, uint8_t* block) {
-    const float d = q4_0_scale(x);
-    put_f16(block, d);
-    const auto q = [&](size_t i) { return static_cast<uint8_t>(d == 0.0f ? 8 : nearest(x[i] / d, -8, 7) + 8); };
-    for (size_t i = 0; i < 16; ++i) block[2 + i] = static_cast<uint8_t>(q(i) | q(i + 16) << 4);
 }
 
 // ---------------------------------------------------------------- q4_k: (d s) q - (dmin m), q in [0, 15]
@@ -170,7 +151,47 @@ Factors get_factors(const uint8_t* bytes) {
     return f;
 }
 
-void quantize_q4_k(const float* x, uint8_t* block) {
+}  // namespace
+
+// ---------------------------------------------------------------- rows and blocks
+
+void quantize_int8(const float* x, size_t k, uint8_t* row) {
+    const float scale = largest(x, k) / 127.0f;
+    to_int8(x, k, scale, reinterpret_cast<int8_t*>(row));
+    std::memcpy(row + k, &scale, sizeof scale);
+}
+
+void dequantize_int8(const uint8_t* row, size_t k, float* x) {
+    float scale;
+    std::memcpy(&scale, row + k, sizeof scale);
+    for (size_t i = 0; i < k; ++i) x[i] = scale * static_cast<float>(static_cast<int8_t>(row[i]));
+}
+
+void quantize(const float* x, BlockQ8_0& block) {
+    block.d = f16_of(largest(x, kQuantBlock) / 127.0f);
+    to_int8(x, kQuantBlock, f32_of(block.d), block.q);
+}
+
+void dequantize(const BlockQ8_0& block, float* x) {
+    const float d = f32_of(block.d);
+    for (size_t i = 0; i < kQuantBlock; ++i) x[i] = d * static_cast<float>(block.q[i]);
+}
+
+void quantize(const float* x, BlockQ4_0& block) {
+    const float d = q4_0_scale(x);
+    block.d = f16_of(d);
+    const auto q = [&](size_t i) { return static_cast<uint8_t>(d == 0.0f ? 8 : nearest(x[i] / d, -8, 7) + 8); };
+    for (size_t i = 0; i < 16; ++i) block.q[i] = static_cast<uint8_t>(q(i) | q(i + 16) << 4);
+}
+
+void dequantize(const BlockQ4_0& block, float* x) {
+    const float d = f32_of(block.d);
+    for (size_t i = 0; i < kQuantBlock; ++i) {
+        x[i] = d * static_cast<float>((block.q[i % 16] >> (i < 16 ? 0 : 4) & 15) - 8);
+    }
+}
+
+void quantize(const float* x, BlockQ4_K& block) {
     Line lines[8];
     float top_scale = 0.0f, top_lowest = 0.0f;
     for (size_t j = 0; j < 8; ++j) {
@@ -178,79 +199,29 @@ void quantize_q4_k(const float* x, uint8_t* block) {
         top_scale = std::max(top_scale, lines[j].scale);
         top_lowest = std::max(top_lowest, lines[j].lowest);
     }
-    put_f16(block, top_scale / 63.0f);
-    put_f16(block + 2, top_lowest / 63.0f);
-    const float d = get_f16(block), dmin = get_f16(block + 2);
+    block = {f16_of(top_scale / 63.0f), f16_of(top_lowest / 63.0f), {}, {}};
+    const float d = f32_of(block.d), dmin = f32_of(block.dmin);
     Factors f;
-    std::memset(block + 16, 0, 128);
     for (size_t j = 0; j < 8; ++j) {
         f.scale[j] = d > 0.0f ? nearest(lines[j].scale / d, 0, 63) : 0;
         f.lowest[j] = dmin > 0.0f ? nearest(lines[j].lowest / dmin, 0, 63) : 0;
         const float scale = d * static_cast<float>(f.scale[j]), lowest = dmin * static_cast<float>(f.lowest[j]);
         for (size_t i = 0; i < kQuantBlock; ++i) {
             const int q = scale > 0.0f ? nearest((x[kQuantBlock * j + i] + lowest) / scale, 0, 15) : 0;
-            block[16 + j / 2 * 32 + i] |= static_cast<uint8_t>(q << (j % 2 == 0 ? 0 : 4));
+            block.q[j / 2 * 32 + i] |= static_cast<uint8_t>(q << (j % 2 == 0 ? 0 : 4));
         }
     }
-    put_factors(f, block + 4);
+    put_factors(f, block.factors);
 }
 
-void dequantize_q4_k(const uint8_t* block, float* x) {
-    const float d = get_f16(block), dmin = get_f16(block + 2);
-    const Factors f = get_factors(block + 4);
+void dequantize(const BlockQ4_K& block, float* x) {
+    const float d = f32_of(block.d), dmin = f32_of(block.dmin);
+    const Factors f = get_factors(block.factors);
     for (size_t j = 0; j < 8; ++j) {
         const float scale = d * static_cast<float>(f.scale[j]), lowest = dmin * static_cast<float>(f.lowest[j]);
         for (size_t i = 0; i < kQuantBlock; ++i) {
-            const int q = block[16 + j / 2 * 32 + i] >> (j % 2 == 0 ? 0 : 4) & 15;
+            const int q = block.q[j / 2 * 32 + i] >> (j % 2 == 0 ? 0 : 4) & 15;
             x[kQuantBlock * j + i] = scale * static_cast<float>(q) - lowest;
-        }
-    }
-}
-
-}  // namespace
-
-void quantize_row(WeightFormat format, const float* x, size_t k, uint8_t* row) {
-    const size_t block = block_length(format), bytes = row_bytes(format, block);
-    if (format == WeightFormat::kInt8) {
-        const float scale = largest(x, k) / 127.0f;
-        to_int8(x, k, scale, reinterpret_cast<int8_t*>(row));
-        std::memcpy(row + k, &scale, sizeof scale);
-        return;
-    }
-    for (size_t b = 0; b < k / block; ++b) {
-        const float* from = x + b * block;
-        uint8_t* to = row + b * bytes;
-        if (format == WeightFormat::kQ8_0) {
-            put_f16(to, largest(from, block) / 127.0f);
-            to_int8(from, block, get_f16(to), reinterpret_cast<int8_t*>(to + 2));
-        } else if (format == WeightFormat::kQ4_0) {
-            quantize_q4_0(from, to);
-        } else {
-            quantize_q4_k(from, to);
-        }
-    }
-}
-
-void dequantize_row(WeightFormat format, const uint8_t* row, size_t k, float* x) {
-    const size_t block = block_length(format), bytes = row_bytes(format, block);
-    if (format == WeightFormat::kInt8) {
-        float scale;
-        std::memcpy(&scale, row + k, sizeof scale);
-        for (size_t i = 0; i < k; ++i) x[i] = scale * static_cast<float>(static_cast<int8_t>(row[i]));
-        return;
-    }
-    for (size_t b = 0; b < k / block; ++b) {
-        const uint8_t* from = row + b * bytes;
-        float* to = x + b * block;
-        if (format == WeightFormat::kQ4_K) {
-            dequantize_q4_k(from, to);
-            continue;
-        }
-        const float d = get_f16(from);
-        for (size_t i = 0; i < block; ++i) {
-            const bool is_q4 = format == WeightFormat::kQ4_0;
-            const int q = is_q4 ? (from[2 + i % 16] >> (i < 16 ? 0 : 4) & 15) - 8 : static_cast<int8_t>(from[2 + i]);
-            to[i] = d * static_cast<float>(q);
         }
     }
 }

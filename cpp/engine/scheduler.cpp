@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "kernels/dispatch.h"
+#include "runtime/ceil_div.h"
 #include "runtime/philox.h"
 #include "runtime/thread_pool.h"
 
@@ -14,8 +15,6 @@ namespace {
 
 constexpr size_t kPage = kPageTokens;
 constexpr size_t kHeadTile = 64;  // rows of logits at a time
-
-size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 

@@ -7,9 +7,18 @@
 
 namespace whet {
 
-// n elements in one of the thread's four slots, on a page boundary; what was there is lost if it has to grow.
-template <class T>
-T* scratch(size_t n, int slot) {
+// What a thread's memory is used for. Each use has its own: kRow serves within one call while the others are in use.
+enum class Scratch {
+    kInputs,  // a layer's inputs in the form that its kernel takes
+    kRow,     // one row on its way from one format to another
+    kPanels,  // gemm's b
+    kCopy,    // gemm's a, where it cannot be used as it lies
+    kSums,    // of gemm and gemv, before they are blended with c
+    kCount
+};
+
+// Bytes for this use, on a page boundary; what was there is lost if it has to grow.
+inline void* scratch_bytes(size_t bytes, Scratch use) {
     struct Free {
         void operator()(void* p) const { std::free(p); }
     };
@@ -17,14 +26,20 @@ T* scratch(size_t n, int slot) {
         std::unique_ptr<void, Free> memory;
         size_t bytes = 0;
     };
-    thread_local Block blocks[4];
-    Block& block = blocks[slot];
-    if (block.bytes < n * sizeof(T)) {
-        block.bytes = (n * sizeof(T) + 4095) / 4096 * 4096;
+    thread_local Block blocks[static_cast<size_t>(Scratch::kCount)];
+    Block& block = blocks[static_cast<size_t>(use)];
+    if (block.bytes < bytes) {
+        block.bytes = (bytes + 4095) / 4096 * 4096;
         block.memory.reset(std::aligned_alloc(4096, block.bytes));
         if (block.memory == nullptr) block.bytes = 0, throw std::bad_alloc();
     }
-    return static_cast<T*>(block.memory.get());
+    return block.memory.get();
+}
+
+// n elements.
+template <class T>
+T* scratch(size_t n, Scratch use) {
+    return static_cast<T*>(scratch_bytes(n * sizeof(T), use));
 }
 
 }  // namespace whet

@@ -12,17 +12,6 @@ namespace whet {
 namespace {
 
 constexpr double kLog2E = 1.4426950408889634;
-constexpr size_t kWorthThreads = 32768;  // elements that pass through a row-wise kernel
-
-// body(i) for n rows of `width` elements, over the pool where there is much to do.
-template <class F>
-void for_rows(size_t n, size_t width, F&& body) {
-    if (n * width < kWorthThreads) {
-        for (size_t i = 0; i < n; ++i) body(i);
-    } else {
-        parallel_for(n, body);
-    }
-}
 
 int64_t n_pages(const Row& row) { return row.position / kPageTokens + 1; }
 

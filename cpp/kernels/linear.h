@@ -122,12 +122,12 @@ WHET_INLINE void linear(Rows<T> in, const T* panels, size_t steps, const Outputs
     for (; panel < n_panels; ++panel) linear_panels<T, 1>(in, panels, steps, panel, panel + 1 < n_panels, out);
 }
 
-void linear_f32(const float* x, size_t ldx, size_t rows, const void* panels, size_t steps, size_t n, const float* bias,
-                float* y, size_t ldy) {
-    linear<float>({x, ldx, rows}, static_cast<const float*>(panels), steps, {y, ldy, n, bias});
+void linear_f32(const LinearTask& t) {
+    linear<float>({static_cast<const float*>(t.x), t.ldx, t.rows}, static_cast<const float*>(t.panels), t.steps,
+                  {t.y, t.ldy, t.n, t.bias});
 }
 
-void linear_bf16(const uint16_t* x, size_t ldx, size_t rows, const void* panels, size_t steps, size_t n,
-                 const float* bias, float* y, size_t ldy) {
-    linear<uint16_t>({x, ldx, rows}, static_cast<const uint16_t*>(panels), steps, {y, ldy, n, bias});
+void linear_bf16(const LinearTask& t) {
+    linear<uint16_t>({static_cast<const uint16_t*>(t.x), t.ldx, t.rows}, static_cast<const uint16_t*>(t.panels),
+                     t.steps, {t.y, t.ldy, t.n, t.bias});
 }

@@ -40,9 +40,6 @@ WHET_INLINE i32x16 sixteenth(i32x16 x) {
     return x;
 }
 
-// Panels begin on cache lines.
-constexpr size_t whole_lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
-
 // --- the formats. Scales, opened at a group of blocks: what the i-th of them is scaled by.
 
 struct HalfScales {  // a float16 per output and block
@@ -53,30 +50,23 @@ struct HalfScales {  // a float16 per output and block
     WHET_INLINE f32x16 scale(size_t i) const { return load_f16(scales + 16 * i); }
 };
 
-// Integers in bytes.
-struct BytePanel {
-    static constexpr size_t kBlockBytes = 512, kGroup = 1;
-    static constexpr bool kHalves = false, kOffset = true, kLowest = false;
-};
-
-struct Int8Panel : BytePanel {
-    static constexpr bool kBlockScales = false;
-    static constexpr size_t bytes(size_t blocks) { return blocks * kBlockBytes + 64; }
+struct Int8Panel {
+    static constexpr PanelLayout kLayout = kInt8Layout;
+    static constexpr bool kHalves = false, kOffset = true, kLowest = false, kBlockScales = false;
     struct Scales {
         WHET_INLINE void open(const uint8_t*, size_t) {}
     };
 };
 
-struct Q8Panel : BytePanel {
-    static constexpr bool kBlockScales = true;
-    static constexpr size_t bytes(size_t blocks) { return whole_lines(blocks * (kBlockBytes + 32)); }
+struct Q8Panel {
+    static constexpr PanelLayout kLayout = kQ8_0Layout;
+    static constexpr bool kHalves = false, kOffset = true, kLowest = false, kBlockScales = true;
     using Scales = HalfScales;
 };
 
 struct Q4Panel {
-    static constexpr size_t kBlockBytes = 256, kGroup = 1;
+    static constexpr PanelLayout kLayout = kQ4_0Layout;
     static constexpr bool kHalves = true, kOffset = true, kLowest = false, kBlockScales = true;
-    static constexpr size_t bytes(size_t blocks) { return whole_lines(blocks * (kBlockBytes + 32)); }
     using Scales = HalfScales;
 };
 
@@ -84,16 +74,14 @@ struct Q4Panel {
 // 0-3, 4-7 and 8-11 as a, b, c, the factors of the first four blocks are the low 6 bits of a and b, and those of the
 // others have their low 4 bits in the halves of c and their high 2 in the top of a and b.
 struct Q4KPanel {
-    static constexpr size_t kBlockBytes = 256, kGroup = 8;
+    static constexpr PanelLayout kLayout = kQ4_KLayout;
     static constexpr bool kHalves = true, kOffset = false, kLowest = true, kBlockScales = true;
-    static constexpr size_t kScaleBytes = 12 * 16 + 2 * 32;
-    static constexpr size_t bytes(size_t blocks) { return blocks * kBlockBytes + blocks / 8 * kScaleBytes; }
     struct Scales {
         f32x16 d, dmin;
         uint8_t factors[2][8 * 16];
 
         WHET_INLINE void open(const uint8_t* scales, size_t block) {
-            const uint8_t* bytes = scales + block / 8 * kScaleBytes;
+            const uint8_t* bytes = scales + block / kLayout.group * kLayout.group_bytes;
             const u8x64 a = load(bytes), b = load(bytes + 64), c = load(bytes + 128), six_bits(63), top_bits(0x30);
             store(factors[0], a & six_bits);
             store(factors[1], b & six_bits);
@@ -145,6 +133,76 @@ WHET_INLINE void add_dots(i32x16 (&dot)[n_rows][n_panels], const u8x64 (&weights
     }
 }
 
+// Vector v of a block of each panel.
+template <int n_panels>
+WHET_INLINE void load_weights(u8x64 (&weights)[n_panels], const uint8_t* block, size_t panel_bytes, int v) {
+#pragma GCC unroll 4
+    for (int p = 0; p < n_panels; ++p) weights[p] = load(block + p * panel_bytes + 64 * v);
+}
+
+// dot += the products of a block whose integers are bytes.
+template <int n_rows, int n_panels>
+WHET_INLINE void add_bytes(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride, const uint8_t* block,
+                           size_t panel_bytes) {
+    u8x64 weights[n_panels];
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; ++v) {
+        load_weights(weights, block, panel_bytes, v);
+        add_dots(dot, weights, q + 4 * v, stride);
+    }
+}
+
+// dot += those of a block whose integers are halves of bytes: the high halves are multiplied where they stand, and
+// their sum is divided by 16. The low halves have a sum of their own meanwhile, so that each vector is loaded once.
+template <int n_rows, int n_panels>
+WHET_INLINE void add_halves_apart(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride, const uint8_t* block,
+                                  size_t panel_bytes) {
+    i32x16 low[n_rows][n_panels];
+    set_zero(low);
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) {
+        u8x64 bytes[n_panels], weights[n_panels];
+        load_weights(bytes, block, panel_bytes, v);
+#pragma GCC unroll 4
+        for (int p = 0; p < n_panels; ++p) weights[p] = high_halves_in_place(bytes[p]);
+        add_dots(dot, weights, q + 16 + 4 * v, stride);
+#pragma GCC unroll 4
+        for (int p = 0; p < n_panels; ++p) weights[p] = low_halves(bytes[p]);
+        add_dots(low, weights, q + 4 * v, stride);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < n_rows; ++r) {
+#pragma GCC unroll 4
+        for (int p = 0; p < n_panels; ++p) dot[r][p] = sixteenth(dot[r][p]) + low[r][p];
+    }
+}
+
+// The same for many rows, whose sums fill the registers: the block is loaded twice.
+template <int n_rows, int n_panels>
+WHET_INLINE void add_halves_in_turn(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride,
+                                    const uint8_t* block, size_t panel_bytes) {
+    u8x64 weights[n_panels];
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) {
+        load_weights(weights, block, panel_bytes, v);
+#pragma GCC unroll 4
+        for (int p = 0; p < n_panels; ++p) weights[p] = high_halves_in_place(weights[p]);
+        add_dots(dot, weights, q + 16 + 4 * v, stride);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < n_rows; ++r) {
+#pragma GCC unroll 4
+        for (int p = 0; p < n_panels; ++p) dot[r][p] = sixteenth(dot[r][p]);
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) {
+        load_weights(weights, block, panel_bytes, v);
+#pragma GCC unroll 4
+        for (int p = 0; p < n_panels; ++p) weights[p] = low_halves(weights[p]);
+        add_dots(dot, weights, q + 4 * v, stride);
+    }
+}
+
 // The integer sums of one block.
 template <class Panel, int n_rows, int n_panels>
 WHET_INLINE void block_sums(i32x16 (&dot)[n_rows][n_panels], const QuantisedRows& in, size_t at, const uint8_t* block,
@@ -156,55 +214,12 @@ WHET_INLINE void block_sums(i32x16 (&dot)[n_rows][n_panels], const QuantisedRows
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) dot[r][p] = i32x16(Panel::kOffset ? in.offsets[at + r * in.blocks] : 0);
     }
-    u8x64 weights[n_panels];
     if constexpr (!Panel::kHalves) {
-#pragma GCC unroll 8
-        for (int v = 0; v < 8; ++v) {
-#pragma GCC unroll 4
-            for (int p = 0; p < n_panels; ++p) weights[p] = load(block + p * panel_bytes + 64 * v);
-            add_dots(dot, weights, q + 4 * v, stride);
-        }
+        add_bytes(dot, q, stride, block, panel_bytes);
     } else if constexpr (n_rows <= kRowsApart) {
-        i32x16 low[n_rows][n_panels];
-        set_zero(low);
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) {
-            u8x64 bytes[n_panels];
-#pragma GCC unroll 4
-            for (int p = 0; p < n_panels; ++p) {
-                bytes[p] = load(block + p * panel_bytes + 64 * v);
-                weights[p] = high_halves_in_place(bytes[p]);
-            }
-            add_dots(dot, weights, q + 16 + 4 * v, stride);
-#pragma GCC unroll 4
-            for (int p = 0; p < n_panels; ++p) weights[p] = low_halves(bytes[p]);
-            add_dots(low, weights, q + 4 * v, stride);
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < n_rows; ++r) {
-#pragma GCC unroll 4
-            for (int p = 0; p < n_panels; ++p) dot[r][p] = sixteenth(dot[r][p]) + low[r][p];
-        }
+        add_halves_apart(dot, q, stride, block, panel_bytes);
     } else {
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) {
-#pragma GCC unroll 4
-            for (int p = 0; p < n_panels; ++p) {
-                weights[p] = high_halves_in_place(load(block + p * panel_bytes + 64 * v));
-            }
-            add_dots(dot, weights, q + 16 + 4 * v, stride);
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < n_rows; ++r) {
-#pragma GCC unroll 4
-            for (int p = 0; p < n_panels; ++p) dot[r][p] = sixteenth(dot[r][p]);
-        }
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) {
-#pragma GCC unroll 4
-            for (int p = 0; p < n_panels; ++p) weights[p] = low_halves(load(block + p * panel_bytes + 64 * v));
-            add_dots(dot, weights, q + 4 * v, stride);
-        }
+        add_halves_in_turn(dot, q, stride, block, panel_bytes);
     }
 }
 
@@ -239,21 +254,22 @@ WHET_INLINE void add_group(f32x16 (&sum)[n_rows][n_panels], const f32x16 (&part)
 template <class Panel, int n_rows, int n_panels>
 __attribute__((noinline)) void quantised_tile(const QuantisedRows& in, size_t row, const uint8_t* panels, size_t panel,
                                               const Outputs& out) {
-    const size_t blocks = in.blocks, panel_bytes = Panel::bytes(blocks);
+    constexpr PanelLayout layout = Panel::kLayout;
+    const size_t blocks = in.blocks, panel_bytes = layout.bytes(blocks);
     const uint8_t* first = panels + panel * panel_bytes;
-    const uint8_t* first_scales = first + blocks * Panel::kBlockBytes;
+    const uint8_t* first_scales = first + blocks * layout.step_bytes;
     f32x16 sum[n_rows][n_panels];
     set_zero(sum);
-    for (size_t begin = 0; begin < blocks; begin += Panel::kGroup) {
+    for (size_t begin = 0; begin < blocks; begin += layout.group) {
         typename Panel::Scales scales[n_panels];
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) scales[p].open(first_scales + p * panel_bytes, begin);
         f32x16 part[n_rows][n_panels];
         set_zero(part);
-        for (size_t i = 0; i < Panel::kGroup; ++i) {
+        for (size_t i = 0; i < layout.group; ++i) {
             const size_t at = row * blocks + begin + i;
             i32x16 dot[n_rows][n_panels];
-            block_sums<Panel>(dot, in, at, first + (begin + i) * Panel::kBlockBytes, panel_bytes);
+            block_sums<Panel>(dot, in, at, first + (begin + i) * layout.step_bytes, panel_bytes);
 #pragma GCC unroll 4
             for (int r = 0; r < n_rows; ++r) {
                 const f32x16 x_scale(in.scales[at + r * blocks]);
@@ -307,10 +323,10 @@ WHET_INLINE void linear_quantised(const QuantisedRows& in, const void* panels, c
     for (; panel < n_panels; ++panel) quantised_panels<Panel, 1>(in, bytes, panel, out);
 }
 
-#define WHET_LINEAR(name, Panel)                                                                                 \
-    void linear_##name(const int8_t* q, const float* scales, const int32_t* offsets, size_t rows, size_t blocks, \
-                       const void* panels, size_t n, const float* bias, float* y, size_t ldy) {                  \
-        linear_quantised<Panel>({q, scales, offsets, rows, blocks}, panels, {y, ldy, n, bias});                  \
+#define WHET_LINEAR(name, Panel)                                                                       \
+    void linear_##name(const LinearTask& t) {                                                          \
+        const QuantisedRows in{static_cast<const int8_t*>(t.x), t.scales, t.offsets, t.rows, t.steps}; \
+        linear_quantised<Panel>(in, t.panels, {t.y, t.ldy, t.n, t.bias});                              \
     }
 WHET_LINEAR(int8, Int8Panel)
 WHET_LINEAR(q8_0, Q8Panel)

@@ -6,7 +6,7 @@
 
 namespace pack {
 
-constexpr size_t kTile = 32;  // inputs
+constexpr size_t kTile = kQuantBlock;  // inputs
 
 // Sixteen neighbours as float32.
 template <Source source>

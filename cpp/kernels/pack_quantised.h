@@ -203,7 +203,7 @@ WHET_INLINE void put_super_block(const PanelTask& task, size_t at, float* words,
             const f32x16 x = (load(tiles[j] + 16 * i) + lowest) / scale;
             return nearest(select(scale > zero, x, zero), 0.0f, 15.0f);
         };
-        put_int4(q, task, words + 64 * j);
+        put_int4(q, task, words + kQ4_KLayout.step_bytes / 4 * j);
     }
     factors.put_bytes(task, scales);
     put(reinterpret_cast<uint16_t*>(scales + 192), d.bits, task);
@@ -221,7 +221,7 @@ void pack_panel_int8(const PanelTask& task) {
     }
     const f32x16 scale = top / f32x16(127.0f);
     auto* words = static_cast<float*>(task.panel);
-    for (size_t at = 0; at < task.k; at += pack::kTile, words += 128) {
+    for (size_t at = 0; at < task.k; at += pack::kTile, words += kInt8Layout.step_bytes / 4) {
         pack::read_block(task, at, tile);
         pack::put_int8(tile, scale, task, words);
     }
@@ -229,9 +229,10 @@ void pack_panel_int8(const PanelTask& task) {
 }
 
 void pack_panel_q8_0(const PanelTask& task) {
+    constexpr size_t step = kQ8_0Layout.step_bytes / 4;
     auto* words = static_cast<float*>(task.panel);
-    auto* scales = reinterpret_cast<uint16_t*>(words + 4 * task.k);
-    for (size_t at = 0; at < task.k; at += pack::kTile, words += 128, scales += 16) {
+    auto* scales = reinterpret_cast<uint16_t*>(words + task.k / pack::kTile * step);
+    for (size_t at = 0; at < task.k; at += pack::kTile, words += step, scales += 16) {
         float tile[16 * pack::kTile];
         pack::read_block(task, at, tile);
         const pack::Halves d(pack::largest(tile, f32x16(0.0f)) / f32x16(127.0f));
@@ -241,9 +242,10 @@ void pack_panel_q8_0(const PanelTask& task) {
 }
 
 void pack_panel_q4_0(const PanelTask& task) {
+    constexpr size_t step = kQ4_0Layout.step_bytes / 4;
     auto* words = static_cast<float*>(task.panel);
-    auto* scales = reinterpret_cast<uint16_t*>(words + 2 * task.k);
-    for (size_t at = 0; at < task.k; at += pack::kTile, words += 64, scales += 16) {
+    auto* scales = reinterpret_cast<uint16_t*>(words + task.k / pack::kTile * step);
+    for (size_t at = 0; at < task.k; at += pack::kTile, words += step, scales += 16) {
         float tile[16 * pack::kTile];
         pack::read_block(task, at, tile);
         const f32x16 d = pack::q4_0_scale(tile);
@@ -257,9 +259,11 @@ void pack_panel_q4_0(const PanelTask& task) {
 }
 
 void pack_panel_q4_k(const PanelTask& task) {
+    constexpr PanelLayout layout = kQ4_KLayout;
+    constexpr size_t step = layout.step_bytes / 4, super_block = layout.group * pack::kTile;
     auto* words = static_cast<float*>(task.panel);
-    auto* scales = reinterpret_cast<uint8_t*>(words + 2 * task.k);
-    for (size_t at = 0; at < task.k; at += 256, words += 512, scales += 256) {
+    auto* scales = reinterpret_cast<uint8_t*>(words + task.k / pack::kTile * step);
+    for (size_t at = 0; at < task.k; at += super_block, words += layout.group * step, scales += layout.group_bytes) {
         pack::put_super_block(task, at, words, scales);
     }
 }

@@ -29,4 +29,21 @@ void parallel_for(size_t n_tasks, F& f) {
     parallel_for(n_tasks, [](void* context, size_t i) { (*static_cast<F*>(context))(i); }, &f);
 }
 
+// Whether so many nanoseconds of work on one core, roughly, are more than it costs to share them with other threads.
+constexpr bool is_worth_threads(double work_ns) { return work_ns >= 4000.0; }
+
+// The same where all tasks together are worth it, else on the calling thread.
+template <class F>
+void parallel_for(size_t n_tasks, double work_ns, F&& f) {
+    if (n_tasks > 1 && is_worth_threads(work_ns)) return parallel_for(n_tasks, f);
+    for (size_t i = 0; i < n_tasks; ++i) f(i);
+}
+
+// f(i) for n rows of `width` elements, each of which is read and written, or little more.
+template <class F>
+void for_rows(size_t n, size_t width, F&& f) {
+    constexpr double element_ns = 0.125;
+    parallel_for(n, element_ns * static_cast<double>(n * width), f);
+}
+
 }  // namespace whet

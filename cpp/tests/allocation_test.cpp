@@ -20,6 +20,7 @@
 
 #include <sys/mman.h>
 
+#include "engine/gemm.h"
 #include "kernels/dispatch.h"
 #include "runtime/packing.h"
 #include "runtime/thread_pool.h"

@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "engine/gemm.h"
 #include "engine/linear.h"
-#include "engine/quantize.h"
 #include "kernels/dispatch.h"
 #include "tests/normal.h"
 
@@ -28,7 +28,8 @@ void expect_near(const char* what, size_t m, size_t n, size_t k, double got, dou
 
 // A row of the weight in the format, and the float32 numbers that it holds.
 std::vector<uint8_t> rows_of(WeightFormat format, std::vector<float>& w, size_t n, size_t k) {
-    const size_t bytes = whet::row_bytes(format, k);
+    const whet::FormatTraits& f = whet::traits(format);
+    const size_t bytes = f.row_bytes(k);
     std::vector<uint8_t> rows(n * bytes);
     for (size_t j = 0; j < n; ++j) {
         uint8_t* row = rows.data() + j * bytes;
@@ -37,11 +38,10 @@ std::vector<uint8_t> rows_of(WeightFormat format, std::vector<float>& w, size_t 
             std::memcpy(row, values, bytes);
         } else if (format == WeightFormat::kBFloat16) {
             whet::kernels().bf16_from_f32(values, k, reinterpret_cast<uint16_t*>(row));
-            whet::kernels().f32_from_bf16(reinterpret_cast<uint16_t*>(row), k, values);
         } else {
-            whet::quantize_row(format, values, k, row);
-            whet::dequantize_row(format, row, k, values);
+            f.quantize_row(values, k, row);
         }
+        f.dequantize_row(row, k, values);
     }
     return rows;
 }
@@ -53,9 +53,10 @@ void test_linear(WeightFormat format, const char* name, size_t m, size_t n, size
         x[i] = i % k % 32 == 0 ? 127.0f : std::round(std::clamp(x[i], -3.0f, 3.0f) * 30.0f);
     const std::vector<uint8_t> rows = rows_of(format, w, n, k);
     whet::PackedWeight packed(format, n, k);
-    packed.pack_rows(0, n, rows.data(), whet::Source::kPacked, static_cast<ptrdiff_t>(whet::row_bytes(format, k)), 1);
+    packed.pack_rows(0, n, rows.data(), whet::Source::kPacked,
+                     static_cast<ptrdiff_t>(whet::traits(format).row_bytes(k)), 1);
     std::vector<uint8_t> back(rows.size());
-    packed.unpack(back.data(), whet::row_bytes(format, k));
+    packed.unpack(back.data(), whet::traits(format).row_bytes(k));
     if (back != rows) std::printf("%s: %zu x %zu does not come back from the panels\n", name, n, k), ++failures;
     std::vector<float> y(m * n);
     whet::linear(packed, x.data(), false, k, m, nullptr, y.data(), n);
@@ -92,7 +93,7 @@ float put_number(whet::Source source, float x, uint8_t* to) {
 // Rows [first, first + count) of numbers with the given strides, against the same rows in the format's own layout.
 void test_packing(WeightFormat format, const char* name, size_t n, size_t k, size_t first, size_t count,
                   whet::Source source, size_t row_stride, size_t column_stride) {
-    const size_t size = source == whet::Source::kFloat32 ? 4 : 2, bytes = whet::row_bytes(format, k);
+    const size_t size = source == whet::Source::kFloat32 ? 4 : 2, bytes = whet::traits(format).row_bytes(k);
     std::vector<float> values = normal(count * k, 6), before = normal(n * k, 7);
     std::vector<uint8_t> numbers(((count - 1) * row_stride + (k - 1) * column_stride + 1) * size);
     for (size_t i = 0; i < count; ++i) {
@@ -122,7 +123,7 @@ void test_packing(WeightFormat format, const char* name, size_t n, size_t k, siz
 }
 
 void test_packing_in_every_way(WeightFormat format, const char* name) {
-    const size_t block = whet::block_length(format), n = 37;
+    const size_t block = whet::traits(format).block_length, n = 37;
     for (const size_t k : {block, block == 1 ? 35 : 2 * block}) {
         for (const auto& [first, count] : {std::pair<size_t, size_t>{0, 37}, {16, 16}, {5, 3}, {9, 20}, {36, 1}}) {
             for (const auto source : {whet::Source::kFloat32, whet::Source::kBFloat16, whet::Source::kFloat16}) {
@@ -161,14 +162,10 @@ int main() {
         std::printf("%s\n", error.what());
         return 77;
     }
-    const struct {
-        WeightFormat format;
-        const char* name;
-    } formats[] = {{WeightFormat::kFloat32, "float32"}, {WeightFormat::kBFloat16, "bfloat16"},
-                   {WeightFormat::kInt8, "int8"},       {WeightFormat::kQ8_0, "q8_0"},
-                   {WeightFormat::kQ4_0, "q4_0"},       {WeightFormat::kQ4_K, "q4_k"}};
-    for (const auto& [format, name] : formats) {
-        const size_t block = whet::block_length(format);
+    for (size_t i = 0; i < whet::format_table().size(); ++i) {
+        const auto format = static_cast<WeightFormat>(i);
+        const char* name = whet::traits(format).name;
+        const size_t block = whet::traits(format).block_length;
         for (size_t m : {1, 3, 9}) {
             for (size_t n : {1, 17, 50}) {
                 for (size_t k : {size_t{1}, size_t{3}})

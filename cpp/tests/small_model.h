@@ -14,7 +14,7 @@ namespace whet {
 // Llama's kind, or with `other` GPT-J's and Mistral's: layer norms, pairs side by side, a serial sum no more, windows.
 inline ModelConfig config_of(bool other) {
     ModelConfig c;
-    c.n_layers = 2, c.n_heads = 6, c.n_kv_heads = 2, c.head_dim = 20, c.hidden_dim = 48, c.ffn_dim = 72;
+    c.n_layers = 2, c.n_heads = 6, c.n_kv_heads = 2, c.head_dim = 20, c.hidden_dim = 64, c.ffn_dim = 72;
     c.vocab_size = 97, c.max_position = 1024, c.norm_eps = 1e-5;
     c.rotary_dim = 12;
     for (size_t i = 0; i < 6; ++i) c.inv_freq.push_back(std::pow(1000.0, -static_cast<double>(i) / 6));
@@ -38,7 +38,7 @@ struct Model {
         const auto matrix = [&](const std::string& slot, WeightFormat f, size_t n, size_t k) {
             std::vector<float> x(n * k);
             for (float& one : x) one = normal(bits) / std::sqrt(static_cast<float>(k));
-            w.add_matrix(slot, f, n, k);
+            w.add_matrix(slot, k % traits(f).block_length == 0 ? f : WeightFormat::kInt8, n, k);
             w.matrix(slot).pack_rows(0, n, x.data(), Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
         };
         const auto vector = [&](const std::string& slot, size_t n, float value) {

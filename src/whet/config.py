@@ -14,6 +14,7 @@ from typing import Literal
 
 from whet.errors import WhetValueError
 from whet.fields import check_choice, check_range, check_types, check_used
+from whet.models.formats import Weights
 from whet.sampling import SamplingParams
 
 GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo"]
@@ -22,7 +23,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 Compute = Literal["auto", "bfloat16", "float32", "torch"]
 EngineName = Literal["auto", "native", "torch"]
-RolloutWeights = Literal["auto", "float32", "bf16", "int8", "int4", "q8_0", "q4_k"]
+RolloutWeights = Literal["auto", Weights]
 DPOLossType = Literal[
     "sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
     "apo_zero", "apo_down", "sft",

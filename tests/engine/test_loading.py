@@ -60,7 +60,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("format", ["float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_k"])
+@pytest.mark.parametrize("format", CORE_FORMATS)
 @pytest.mark.parametrize("source", SOURCES)
 def test_pieces_and_strides_do_not_matter(format, source):
     weight = np.random.default_rng(0).normal(size=(N, K)).astype(np.float32)

@@ -9,7 +9,7 @@ import torch
 import whet
 from whet import WhetTypeError, WhetValueError
 from whet.ops.linear import naive_gemm, naive_linear
-from whet.ops.quant import bf16_bits, bf16_values
+from whet.ops.quant import CORE_FORMATS, FORMATS, bf16_bits, bf16_values
 
 RAGGED = [
     (1, 1, 1),
@@ -135,7 +135,7 @@ def quantised_bound(x, w):
     return 0.5001 * steps @ np.abs(w).T + 1e-5 * (np.abs(x) @ np.abs(w).T)
 
 
-@pytest.mark.parametrize("format", ["int8", "q8_0", "q4_0", "q4_k"])
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize(("n", "k"), [(1, 256), (17, 512), (48, 256), (50, 768)])
 def test_linear_on_quantised_weights(m, n, k, format):
@@ -161,7 +161,7 @@ def test_int8_takes_any_number_of_inputs(k):
     assert np.all(np.abs(got - exact) <= quantised_bound(x, quantised.dequantize()))
 
 
-@pytest.mark.parametrize("format", ["float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_k"])
+@pytest.mark.parametrize("format", CORE_FORMATS)
 def test_a_row_is_the_same_alone_and_in_any_batch_on_any_threads(format):
     x, packed = normal(0, 67, 512), whet.pack_weight(normal(1, 300, 512), format)
     before = whet.get_num_threads()
@@ -178,7 +178,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch_on_any_threads(format):
         np.testing.assert_array_equal(whet.linear(x[rows], packed), results[0][rows])
 
 
-@pytest.mark.parametrize("format", ["float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_k"])
+@pytest.mark.parametrize("format", CORE_FORMATS)
 def test_packing_loses_nothing(format):
     w = normal(3, 37, 512)
     packed = whet.pack_weight(w, format)

@@ -122,7 +122,7 @@ public:
               ptrdiff_t column_stride) {
         const Turn turn(lock_);
         PackedWeight& to = model_.weights().matrix(slot);
-        const size_t width = static_cast<Source>(source) == Source::kPacked ? row_bytes(to.format(), to.k()) : to.k();
+        const size_t width = static_cast<Source>(source) == Source::kPacked ? to.format().row_bytes(to.k()) : to.k();
         if (first + n > to.n() || k != width) throw std::invalid_argument("rows of another shape");
         const nb::gil_scoped_release release;
         to.pack_rows(first, n, reinterpret_cast<const void*>(address), static_cast<Source>(source), row_stride,

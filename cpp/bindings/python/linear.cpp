@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "arrays.h"
+#include "engine/gemm.h"
 #include "engine/linear.h"
-#include "engine/quantize.h"
 #include "kernels/dispatch.h"
 #include "row_arrays.h"
 #include "runtime/thread_pool.h"
@@ -178,24 +178,31 @@ void bind_linear(nb::module_& m) {
                  self.weight.unpack(reinterpret_cast<void*>(rows), row_stride);
              })
         .def_prop_ro("size_bytes", [](const PackedObject& self) { return self.weight.size_bytes(); });
-    m.def("row_bytes", [](int format, size_t k) { return row_bytes(static_cast<WeightFormat>(format), k); });
+    m.def("weight_formats", [] {
+        nb::list rows;
+        for (const FormatTraits& f : format_table()) {
+            rows.append(
+                nb::make_tuple(f.name, f.block_length, f.block_bytes, f.row_scale_bytes, f.source == Source::kPacked));
+        }
+        return rows;
+    });
     m.def("quantize", [](int format, size_t n, size_t k, uintptr_t weight, uintptr_t rows) {
         const nb::gil_scoped_release release;
-        const size_t bytes = row_bytes(static_cast<WeightFormat>(format), k);
-        auto one = [&](size_t i) {
-            quantize_row(static_cast<WeightFormat>(format), reinterpret_cast<const float*>(weight) + i * k, k,
-                         reinterpret_cast<uint8_t*>(rows) + i * bytes);
+        const FormatTraits& f = traits(static_cast<WeightFormat>(format));
+        auto quantize_row = [&](size_t i) {
+            f.quantize_row(reinterpret_cast<const float*>(weight) + i * k, k,
+                           reinterpret_cast<uint8_t*>(rows) + i * f.row_bytes(k));
         };
-        parallel_for(n, one);
+        parallel_for(n, quantize_row);
     });
     m.def("dequantize", [](int format, size_t n, size_t k, uintptr_t rows, uintptr_t weight) {
         const nb::gil_scoped_release release;
-        const size_t bytes = row_bytes(static_cast<WeightFormat>(format), k);
-        auto one = [&](size_t i) {
-            dequantize_row(static_cast<WeightFormat>(format), reinterpret_cast<const uint8_t*>(rows) + i * bytes, k,
-                           reinterpret_cast<float*>(weight) + i * k);
+        const FormatTraits& f = traits(static_cast<WeightFormat>(format));
+        auto dequantize_row = [&](size_t i) {
+            f.dequantize_row(reinterpret_cast<const uint8_t*>(rows) + i * f.row_bytes(k), k,
+                             reinterpret_cast<float*>(weight) + i * k);
         };
-        parallel_for(n, one);
+        parallel_for(n, dequantize_row);
     });
     m.def("linear", &linear_call, nb::arg("packed"), nb::arg("x"), nb::arg("bias").none(), nb::arg("out").none());
     m.def("gemm", &gemm_call, nb::arg("a"), nb::arg("b"), nb::arg("out").none(), nb::arg("transpose_a"),

@@ -21,11 +21,10 @@ namespace whet {
 namespace {
 
 constexpr size_t kMaxRank = 8, kRowsPerTask = 4, kColumnsPerTask = 512;
-constexpr double kWorthThreads = 4000.0;  // nanoseconds on one core, roughly
 
 template <class F>
 void for_each(size_t n, double work, F&& body) {
-    if (n < 2 || work < kWorthThreads) {
+    if (n < 2 || !is_worth_threads(work)) {
         for (size_t i = 0; i < n; ++i) body(i);
         return;
     }

@@ -31,13 +31,10 @@ nb::object float_array(DType dtype, Py_ssize_t n, Py_ssize_t columns, bool as_to
     return nb::steal(array);
 }
 
-// Work is given in nanoseconds on one core, roughly; below this a second thread costs more than it saves.
-constexpr double kWorthThreads = 4000.0;
-
 // Runs body(i) for i in [0, n), over the pool and without the GIL where the work is worth it.
 template <class F>
 void for_each(size_t n, double work, F&& body) {
-    if (n < 2 || work < kWorthThreads) {
+    if (n < 2 || !is_worth_threads(work)) {
         for (size_t i = 0; i < n; ++i) body(i);
         return;
     }

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
@@ -19,12 +19,11 @@ from whet.data.rows import tokenize_prompt
 from whet.engine import Engine
 from whet.errors import WhetError, WhetValueError
 from whet.fields import check_range, check_used
+from whet.models.formats import Weights
 from whet.models.sources.folder import open_folder
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.mapped import map_file, parse_json
 from whet.sampling import SamplingParams
-
-Weights = Literal["float32", "bf16", "int8", "int4", "q8_0", "q4_k"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -131,10 +131,10 @@ class Engine:
         weights: str | None = None,
         **options: Any,
     ) -> Engine:
-        """From a GGUF file of F32, F16, BF16, Q8_0 and Q4_K tensors.
+        """From a GGUF file of F32, BF16, F16, Q8_0, Q4_0 and Q4_K tensors.
 
         Args:
-            weights: None keeps the file's Q8_0 and Q4_K as they are, to the bit, and takes its floats as bf16.
+            weights: None keeps the file's Q8_0, Q4_0 and Q4_K as they are, to the bit, and takes its floats as bf16.
 
         Raises:
             WhetValueError: the file holds no such model, or is damaged.

@@ -34,8 +34,8 @@ class Piece(NamedTuple):
         first_row: where in the slot these rows begin.
         tensor: NumPy or torch, not copied, any strides. (rows, k) numbers, or (rows,) of a norm or bias; of a quantised
             format (rows, bytes per row) uint8.
-        format: "float32", "float16", "float64"; "bfloat16" (of NumPy: uint16, the bits); "q8_0" or "q4_k" (GGUF's
-            blocks).
+        format: "float32", "float16", "float64"; "bfloat16" (of NumPy: uint16, the bits); "q8_0", "q4_0" or "q4_k"
+            (GGUF's blocks).
     """
 
     slot: str

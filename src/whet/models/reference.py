@@ -13,10 +13,8 @@ import numpy as np
 from whet.models.architecture import ModelConfig, Piece
 from whet.ops.activations import naive_gelu, naive_silu, naive_softmax
 from whet.ops.norm import naive_layer_norm, naive_rms_norm
-from whet.ops.quant import Quantized, bf16_values
+from whet.ops.quant import CORE_TABLE, FORMATS, Quantized, bf16_values
 from whet.ops.rope import naive_cos_sin_cache, naive_rope
-
-_BLOCKS = {"q8_0": (32, 34), "q4_k": (256, 144)}
 
 
 def naive_forward(config: ModelConfig, weights: Mapping[str, np.ndarray], token_ids: Any) -> np.ndarray:
@@ -60,11 +58,10 @@ def piece_values(piece: Piece) -> np.ndarray:
         return (tensor if piece.format == "float64" else tensor.float()).numpy()
     if piece.format == "bfloat16":
         return bf16_values(piece.tensor)
-    if piece.format in _BLOCKS:
-        n_weights, n_bytes = _BLOCKS[piece.format]
+    if piece.format in FORMATS:
         n, row_bytes = piece.tensor.shape
         data = np.ascontiguousarray(piece.tensor)
-        return Quantized(piece.format, (n, row_bytes // n_bytes * n_weights), data).dequantize()
+        return Quantized(piece.format, (n, CORE_TABLE[piece.format].row_length(row_bytes)), data).dequantize()
     return np.asarray(piece.tensor, np.float64 if piece.format == "float64" else np.float32)
 
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from whet.errors import WhetValueError
 from whet.models.architecture import ModelConfig, Piece
+from whet.models.formats import FLOAT_FORMATS
 
 PARTS = ("q", "k", "v", "gate", "up")
-FLOAT_FORMATS = ("float32", "bfloat16", "float16", "float64")
 
 
 class Stored(NamedTuple):

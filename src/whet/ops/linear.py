@@ -14,7 +14,7 @@ import numpy as np
 from whet import _core
 from whet.errors import WhetTypeError, WhetValueError
 from whet.ops import inputs
-from whet.ops.quant import CORE_FORMATS, FORMATS, Quantized, check_finite, check_format, row_layout
+from whet.ops.quant import CORE_FORMATS, CORE_TABLE, FORMATS, Quantized, check_finite, check_format
 
 _SOURCES = {"float32": 0, "bfloat16": 1, "float16": 2}
 """Dtypes that rows are packed from, in the order of the core's Source, then the packed format itself."""
@@ -188,7 +188,7 @@ class PackedWeight:
     def unpack(self) -> Any:
         """The numbers that were packed: a float32 array, uint16 bit patterns of bfloat16, or a ``Quantized``."""
         n, k = self.shape
-        rows = np.empty((n, row_layout(self.format, k)), np.uint8)
+        rows = np.empty((n, CORE_TABLE[self.format].row_bytes(k)), np.uint8)
         self._core.unpack(rows.ctypes.data, rows.strides[0])
         if self.format in ("float32", "bfloat16"):
             return rows.view(np.float32 if self.format == "float32" else np.uint16)

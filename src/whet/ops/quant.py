@@ -13,7 +13,7 @@ to such files. The products are in ``whet.ops.linear``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,14 +21,36 @@ from whet import _core
 from whet.errors import WhetTypeError, WhetValueError
 from whet.ops import inputs
 
-FORMATS = ("int8", "q8_0", "q4_0", "q4_k")
-BLOCK_LENGTHS = {"int8": 1, "q8_0": 32, "q4_0": 32, "q4_k": 256}
-CORE_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "q8_0": 3, "q4_0": 4, "q4_k": 5}
+
+class CoreFormat(NamedTuple):
+    """A row of the core's table of formats (cpp/engine/formats.h).
+
+    Attributes:
+        block_length: weights of a block; a row is a whole number of blocks.
+        block_bytes: bytes of a block.
+        row_scale_bytes: bytes after a row's blocks.
+        is_quantised: not plain numbers.
+    """
+
+    name: str
+    block_length: int
+    block_bytes: int
+    row_scale_bytes: int
+    is_quantised: bool
+
+    def row_bytes(self, k: int) -> int:
+        """Bytes of one row of k weights."""
+        return k // self.block_length * self.block_bytes + self.row_scale_bytes
+
+    def row_length(self, n_bytes: int) -> int:
+        """Weights of a row of so many bytes."""
+        return (n_bytes - self.row_scale_bytes) // self.block_bytes * self.block_length
 
 
-def row_layout(format: str, k: int) -> int:
-    """Bytes of one row of k weights."""
-    return _core.row_bytes(CORE_FORMATS[format], k)
+CORE_TABLE = {format.name: format for format in (CoreFormat(*row) for row in _core.weight_formats())}
+CORE_FORMATS = {name: i for i, name in enumerate(CORE_TABLE)}
+"""Name -> the core's number."""
+FORMATS = tuple(name for name, format in CORE_TABLE.items() if format.is_quantised)
 
 
 @dataclass(frozen=True)
@@ -53,7 +75,7 @@ class Quantized:
         check_format("Quantized", self.format, self.shape[1])
         if not isinstance(self.data, np.ndarray) or self.data.dtype != np.uint8:
             raise WhetTypeError(f"Quantized: data is {_kind(self.data)}, expected a uint8 array.")
-        expected = (self.shape[0], row_layout(self.format, self.shape[1]))
+        expected = (self.shape[0], CORE_TABLE[self.format].row_bytes(self.shape[1]))
         if self.data.shape != expected:
             raise WhetValueError(
                 f"Quantized: data has shape {self.data.shape}, expected {expected} for {self.shape} in {self.format}."
@@ -90,7 +112,7 @@ def quantize(weight: Any, format: str) -> Quantized:
     n, k = values.shape
     check_format("quantize", format, k)
     check_finite("quantize", values)
-    data = np.empty((n, row_layout(format, k)), np.uint8)
+    data = np.empty((n, CORE_TABLE[format].row_bytes(k)), np.uint8)
     _core.quantize(CORE_FORMATS[format], n, k, values.ctypes.data, data.ctypes.data)
     return Quantized(format, (n, k), data)
 
@@ -120,7 +142,7 @@ def check_format(where: str, format: str, k: int) -> None:
     """Raises unless it is a quantised format that takes rows of k."""
     if format not in FORMATS:
         raise WhetValueError(f"{where}: format is {format!r}, expected one of {', '.join(FORMATS)}.")
-    block = BLOCK_LENGTHS[format]
+    block = CORE_TABLE[format].block_length
     if k % block:
         raise WhetValueError(
             f"{where}: weight has rows of {k}, not a multiple of the {block} that {format} quantises together. "

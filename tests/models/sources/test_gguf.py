@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 from tests.engine.tiny_models import logits_of, rope, tiny_model, token_ids
 
 import whet
+from whet.engine import Engine
 from whet.errors import WhetValueError
+from whet.models.formats import TABLE
 from whet.models.reference import naive_forward, naive_weights
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.gguf_container import parse_gguf, read_gguf
 from whet.models.sources.live import describe_module
 
+QUANTISED = tuple(gguf.GGMLQuantizationType(f.gguf_type) for f in TABLE.values() if f.gguf_name and not f.is_float)
 F32, F16, BF16, Q8_0, Q4_K = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_K"))
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "gpt_neox": "gptneox"}
 NAMES = {
@@ -164,7 +167,7 @@ def test_logits_are_those_of_transformers(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt_neox"])
-@pytest.mark.parametrize("kind", [F16, BF16, Q8_0, Q4_K], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [F16, BF16, *QUANTISED], ids=lambda kind: kind.name)
 def test_every_type(case, kind, tmp_path):
     """Rows of 256, which Q4_K needs; against the gguf package's own reading of the file, to the bit."""
     sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256}
@@ -184,6 +187,23 @@ def test_every_type(case, kind, tmp_path):
         np.testing.assert_array_equal(ours[slot], theirs[slot], err_msg=slot)
     ids = token_ids(8)
     np.testing.assert_allclose(logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
+def test_an_engine_computes_with_the_blocks_of_the_file(kind, tmp_path):
+    """The definition's logits; in the file's own formats but for the inputs of products, which are int8."""
+    model = tiny_model("llama", num_hidden_layers=1, hidden_size=256, intermediate_size=256)
+    path, ids = write(model, tmp_path / "model.gguf", kind), token_ids(8)
+    expected = logits(open_gguf(path), ids)
+
+    def error(engine):
+        return np.linalg.norm(engine.logits(ids[0].tolist()) - expected) / np.linalg.norm(expected)
+
+    with Engine.from_gguf(path) as engine:
+        assert {f for slot, f in engine.formats.items() if slot != "positions"} == {kind.name.lower()}
+        assert error(engine) < 0.06
+    with Engine.from_gguf(path, weights="float32", embedding="float32", head="float32") as engine:
+        assert error(engine) < 1e-5
 
 
 def undone(config: Any, name: str, array: np.ndarray) -> np.ndarray:
@@ -373,7 +393,10 @@ def tensor(name: bytes, shape=(32,), kind=0, offset=0) -> bytes:
             header(1) + tensor(b"blk.3.attn_k.weight", kind=7) + bytes(99),
             r"blk\.3\.attn_k\.weight is Q5_1; this engine",
         ),
-        (header(1) + tensor(b"t", kind=14) + bytes(99), "t is Q6_K; this engine reads F32, F16, BF16, Q8_0 and Q4_K"),
+        (
+            header(1) + tensor(b"t", kind=14) + bytes(99),
+            "t is Q6_K; this engine reads F32, BF16, F16, Q8_0, Q4_0 and Q4_K",
+        ),
         (header(1) + tensor(b"t", kind=4) + bytes(99), "t is of type 4; this engine reads"),
         (
             header(1) + tensor(b"t", shape=(33,), kind=8) + bytes(99),

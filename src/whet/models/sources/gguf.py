@@ -108,7 +108,7 @@ def open_gguf(path: str | os.PathLike[str], *, max_position: int | None = None) 
     """The model of a GGUF file.
 
     Args:
-        path: of a single file, version 2 or 3, with tensors in F32, F16, BF16, Q8_0 and Q4_K.
+        path: of a single file, version 2 or 3, with tensors in F32, BF16, F16, Q8_0, Q4_0 and Q4_K.
         max_position: see ``model_config``.
 
     Returns:

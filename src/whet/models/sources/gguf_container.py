@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whet.errors import WhetValueError
+from whet.models.formats import TABLE, Format
 from whet.models.slots import Stored
 from whet.models.sources.mapped import map_file, view
 
@@ -29,24 +30,8 @@ _LONGEST_NAME = 1 << 10
 _MOST_DIMS = 4
 
 
-class _Type(NamedTuple):
-    """A format, its NumPy dtype, and how many numbers a block has in how many bytes."""
-
-    format: str
-    dtype: str
-    block: int
-    block_bytes: int
-
-
-_TYPES = {
-    0: _Type("float32", "<f4", 1, 4),
-    1: _Type("float16", "<f2", 1, 2),
-    8: _Type("q8_0", "|u1", 32, 34),
-    12: _Type("q4_k", "|u1", 256, 144),
-    30: _Type("bfloat16", "<u2", 1, 2),
-}
+_TYPES = {format.gguf_type: format for format in TABLE.values() if format.gguf_type is not None}
 _OTHER_TYPES = {
-    2: "Q4_0",
     3: "Q4_1",
     6: "Q5_0",
     7: "Q5_1",
@@ -123,7 +108,7 @@ def parse_gguf(data: np.ndarray, where: str) -> GGUFFile:
 
 
 class _Info(NamedTuple):
-    type: _Type
+    type: Format
     shape: tuple[int, ...]
     offset: int
     n_bytes: int
@@ -138,11 +123,14 @@ def _info(cursor: _Cursor, name: str, where: str) -> _Info:
     offset = cursor.number("<Q", f"the offset of {name}")
     if number not in _TYPES:
         said = _OTHER_TYPES.get(number, f"of type {number}")
-        raise WhetValueError(f"{where}: {name} is {said}; this engine reads F32, F16, BF16, Q8_0 and Q4_K.")
+        *known, last = (kind.gguf_name for kind in _TYPES.values())
+        raise WhetValueError(f"{where}: {name} is {said}; this engine reads {', '.join(known)} and {last}.")
     kind = _TYPES[number]
-    if shape[-1] % kind.block:
-        raise WhetValueError(f"{where}: {name} has rows of {shape[-1]}, which blocks of {kind.block} do not divide.")
-    return _Info(kind, shape, offset, math.prod(shape) // kind.block * kind.block_bytes)
+    if shape[-1] % kind.block_length:
+        raise WhetValueError(
+            f"{where}: {name} has rows of {shape[-1]}, which blocks of {kind.block_length} do not divide."
+        )
+    return _Info(kind, shape, offset, math.prod(shape) // kind.block_length * kind.block_bytes)
 
 
 def _tensors(data: np.ndarray, start: int, alignment: int, infos: dict[str, _Info], where: str) -> dict[str, Stored]:
@@ -161,9 +149,9 @@ def _tensors(data: np.ndarray, start: int, alignment: int, infos: dict[str, _Inf
             )
         *rows, k = info.shape
         kind = info.type
-        width = k if kind.block == 1 else k // kind.block * kind.block_bytes
+        width = k if kind.is_float else k // kind.block_length * kind.block_bytes
         array = view(data, start + info.offset, kind.dtype, (*rows, width))
-        found[name] = Stored(array, kind.format, info.shape)
+        found[name] = Stored(array, kind.name, info.shape)
     return found
 
 

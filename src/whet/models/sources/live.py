@@ -14,7 +14,8 @@ from typing import Any
 from whet.errors import WhetTypeError, WhetValueError
 from whet.models.architecture import ModelConfig, Piece
 from whet.models.families import Family, family_of, model_config, module_targets, short_position
-from whet.models.slots import FLOAT_FORMATS, LoRA, Source, Stored, place_lora, walk
+from whet.models.formats import FLOAT_FORMATS
+from whet.models.slots import LoRA, Source, Stored, place_lora, walk
 
 _WHERE = "describe_module"
 

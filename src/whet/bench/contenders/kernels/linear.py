@@ -9,7 +9,7 @@ import numpy as np
 
 import whet
 from whet.bench.case import BenchOptions, Call, Case, Provider, Table
-from whet.ops.quant import FORMATS, bf16_bits, bf16_values
+from whet.ops.quant import CORE_TABLE, FORMATS, bf16_bits, bf16_values
 
 # RuvLLM 2.0's document: an Apple M4 Pro, float32.
 _RUVLLM_GEMM = {128: 216.89e-6, 256: 1.76e-3, 512: 16.71e-3}
@@ -191,14 +191,13 @@ def _torch_linear(product: Product) -> Call:
 
 def _linear(m: int, formats: list[str], shapes: list[tuple[int, int]]) -> Table:
     flop_dtypes: dict[str, Any] = {"float32": "float32", "bfloat16": "bfloat16"}
-    bits = {"float32": 32, "bfloat16": 16, "int8": 8, "q8_0": 8.5, "q4_0": 4.5, "q4_k": 4.5}
     cases = [
         Case(
             f"{format} {n} x {k}",
             _for_linear(m, n, k, format),
             _exact,
             1e-4 if format in FORMATS else _FLOAT32_ERROR,
-            n_bytes=n * k * bits[format] / 8,
+            n_bytes=n * CORE_TABLE[format].row_bytes(k),
             n_flops=2 * m * n * k,
             flop_dtype=flop_dtypes.get(format, "int8"),
             n_items=m,
@@ -230,7 +229,6 @@ def _linear(m: int, formats: list[str], shapes: list[tuple[int, int]]) -> Table:
 def tables(options: BenchOptions) -> list[Table]:
     """The products, only small ones where it has to be quick."""
     large = [(4096, 4096), (11008, 4096)]
-    formats = ["float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_k"]
     if options.quick:
         return [
             _gemm("float32", [128, 256, 512]),
@@ -244,6 +242,6 @@ def tables(options: BenchOptions) -> list[Table]:
         _gemm("bfloat16", [512, 1024, 2048]),
         _gemv("float32", [(n, n) for n in _RUVLLM_GEMV] + large[1:]),
         _gemv("bfloat16", large),
-        _linear(1, formats, large),
+        _linear(1, list(CORE_TABLE), large),
         _linear(32, ["float32", "bfloat16", "int8", "q8_0", "q4_0"], [(1536, 576), (576, 1536), (4096, 4096)]),
     ]

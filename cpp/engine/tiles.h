@@ -1,0 +1,42 @@
+// How a product is cut into tasks for the thread pool.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+
+#include "kernels/panel_layout.h"
+#include "runtime/ceil_div.h"
+#include "runtime/thread_pool.h"
+
+namespace whet {
+
+constexpr double kMultiplyAddNs = 0.2;  // of a product that waits for its memory, roughly
+
+// body(first panel, panel count, first row, row count) for all panels and rows, over the pool where the work is worth
+// it.
+template <class F>
+void for_tiles(size_t n_panels, size_t rows, size_t k, F&& body) {
+    if (n_panels == 0 || rows == 0) return;
+    constexpr size_t kTilePanels = 3;     // of the widest tile (kernels/linear.h)
+    constexpr size_t kTaskRows = 256;     // rows of one task
+    constexpr size_t kFewRows = 8;        // below it a product waits for its weights
+    constexpr size_t kTaskWork = 150000;  // multiply-adds of one task at least
+    const size_t work = n_panels * kPanel * rows * k;
+    if (!is_worth_threads(kMultiplyAddNs * static_cast<double>(work))) return body(0, n_panels, 0, rows);
+    const size_t row_tasks = ceil_div(rows, kTaskRows), threads = static_cast<size_t>(num_threads());
+    // Whole tiles of panels: tasks that are worth a claim, and many enough that no thread waits long for the last one.
+    // Few rows are bound by memory, which is read fastest in long runs. With many, few enough panels to stay in the L2
+    // cache.
+    size_t panels = kTilePanels;
+    if (row_tasks == 1) {
+        const size_t per_thread = std::clamp<size_t>(work / kTaskWork / threads, 1, rows < kFewRows ? 1 : 16);
+        panels *= std::max<size_t>(1, n_panels / kTilePanels / (per_thread * threads));
+    }
+    const size_t panel_tasks = ceil_div(n_panels, panels);
+    auto task = [&](size_t i) {
+        const size_t panel = i / row_tasks * panels, row = i % row_tasks * kTaskRows;
+        body(panel, std::min(panels, n_panels - panel), row, std::min(kTaskRows, rows - row));
+    };
+    parallel_for(panel_tasks * row_tasks, task);
+}
+
+}  // namespace whet

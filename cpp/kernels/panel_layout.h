@@ -1,0 +1,31 @@
+// How packed weights lie in memory: panels of 16 outputs, which the kernels that pack and multiply share.
+//
+// A panel goes along its inputs in steps, each of whole cache lines: first the numbers of all steps, then the scales of
+// all groups of steps, then the scales of the outputs. kernels/linear.h and linear_quantised.h describe each format.
+#pragma once
+#include <stddef.h>
+
+namespace whet {
+
+constexpr size_t kPanel = 16;       // outputs of a panel
+constexpr size_t kQuantBlock = 32;  // inputs that are quantised together, and share a scale of their weights
+
+struct PanelLayout {
+    size_t step_inputs, step_bytes;
+    size_t group = 1, group_bytes = 0;  // steps that share scales, and the bytes of these
+    size_t output_bytes = 0;            // the outputs' own scales
+
+    // Panels begin on cache lines.
+    __attribute__((always_inline)) constexpr size_t bytes(size_t steps) const {
+        return (steps * step_bytes + steps / group * group_bytes + output_bytes + 63) / 64 * 64;
+    }
+};
+
+constexpr PanelLayout kFloat32Layout = {1, 4 * kPanel};
+constexpr PanelLayout kBFloat16Layout = {2, 4 * kPanel};
+constexpr PanelLayout kInt8Layout = {kQuantBlock, kQuantBlock * kPanel, 1, 0, 4 * kPanel};
+constexpr PanelLayout kQ8_0Layout = {kQuantBlock, kQuantBlock * kPanel, 1, 2 * kPanel};
+constexpr PanelLayout kQ4_0Layout = {kQuantBlock, kQuantBlock / 2 * kPanel, 1, 2 * kPanel};
+constexpr PanelLayout kQ4_KLayout = {kQuantBlock, kQuantBlock / 2 * kPanel, 8, (12 + 2 + 2) * kPanel};
+
+}  // namespace whet

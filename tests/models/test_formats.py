@@ -1,0 +1,44 @@
+"""The table of formats: against the core's, the gguf package's, and the lists that type checkers need written out."""
+
+from typing import get_args
+
+import gguf
+import pytest
+
+from whet.config import RolloutWeights
+from whet.models.formats import FORMATS, TABLE, Weights, core_format
+from whet.ops.quant import CORE_TABLE
+
+
+def test_the_core_has_the_formats_that_are_neither_halves_nor_doubles():
+    assert [name for name in TABLE if name not in ("float16", "float64")] == list(CORE_TABLE)
+    assert [core_format(name, "weights", "here") for name in FORMATS] == list(CORE_TABLE)
+
+
+@pytest.mark.parametrize("format", [f for f in TABLE.values() if f.gguf_type is not None], ids=lambda f: f.name)
+def test_types_and_blocks_are_those_of_the_gguf_package(format):
+    kind = gguf.GGMLQuantizationType(format.gguf_type)
+    assert format.gguf_name == kind.name
+    assert (format.block_length, format.block_bytes) == gguf.GGML_QUANT_SIZES[kind]
+
+
+@pytest.mark.parametrize("name", CORE_TABLE)
+def test_a_row_has_as_many_weights_as_its_bytes_hold(name):
+    row = CORE_TABLE[name]
+    for k in (row.block_length, 7 * row.block_length):
+        assert row.row_length(row.row_bytes(k)) == k
+    assert CORE_TABLE["int8"].row_bytes(100) == 104 and CORE_TABLE["bfloat16"].row_bytes(100) == 200
+
+
+def test_there_is_a_format_for_rows_of_any_length():
+    for format in TABLE.values():
+        lengths = [format.block_length]
+        while lengths[-1] > 1:
+            format = TABLE[format.next]
+            lengths.append(format.block_length)
+        assert lengths == sorted(lengths, reverse=True) and len(lengths) <= 3
+
+
+def test_written_lists_are_the_tables():
+    assert set(get_args(Weights)) == set(FORMATS) and len(get_args(Weights)) == len(FORMATS)
+    assert get_args(RolloutWeights) == ("auto", *get_args(Weights))
