@@ -8,6 +8,12 @@
 // it keep their digits.
 //
 // Groups of 2, 4 or 8 share a vector: lanes combine by butterflies within their own group.
+#pragma once
+#include "simd/math.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 WHET_INLINE f64x8 load_rewards(const double* x) { return load(x); }
 WHET_INLINE f64x8 load_rewards(const float* x) { return load_wide(x); }
@@ -176,3 +182,6 @@ double batch_deviation_f32(const float* rewards, size_t n, double ddof) {
 double batch_deviation_f64(const double* rewards, size_t n, double ddof) {
     return group_moments<8>(rewards, n, ddof, Counts(f64x8(static_cast<double>(n)), ddof)).deviation[0];
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

@@ -4,6 +4,14 @@
 //
 // By rows (w is (n, k)), lane l sums the pairs of columns l mod 16 in order, and the 16 sums are added as a tree; by
 // columns (w is (k, n)) each y sums over the pairs of k in order.
+#pragma once
+#include "kernels/gemv.h"
+#include "kernels/rows.h"
+#include "simd/dot.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 namespace rounded {
 
@@ -98,3 +106,6 @@ void rounded_linear_columns(const float* w, size_t ldw, size_t n, size_t k, cons
     }
     for (; i < m; ++i) rounded::by_columns<1>(w, ldw, n, k, x + i * ldx, ldx, y + i * ldy, ldy);
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA
