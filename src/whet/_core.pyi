@@ -131,51 +131,30 @@ class Engine:
     def memory(self) -> dict[str, int]: ...
 
 def checksum(address: int, rows: int, row_bytes: int, stride: int) -> int: ...
-def keep_memory() -> None: ...
-def refresh_bf16(weight: int, n: int, copy: int) -> bool: ...
-def rounded_linear(by_columns: bool, weight: int, n: int, k: int, x: int, m: int, bias: int, out: int) -> None: ...
-def rms_norm_to_bf16(x: int, weight: int, rows: int, n: int, eps: float, out: int, /) -> None: ...
-def rms_norm_backward(
-    x_bf16: bool,
-    grad_bf16: bool,
-    x: int,
-    weight: int,
-    grad: int,
-    rows: int,
-    n: int,
-    eps: float,
-    grad_x: int,
-    grad_weight: int,
-    /,
-) -> None: ...
-def swiglu_backward(bf16: bool, gate: int, up: int, grad: int, n: int, grad_gate: int, grad_up: int, /) -> None: ...
+def keep_freed_memory() -> None: ...
+
+# Of a training step. Arrays are contiguous tensors on the CPU, without gradient; their dtypes are checked.
+def refresh_bf16(weight: Any, copy: Any) -> bool: ...
+def rounded_linear(x: Any, weight: Any, *, by_columns: bool, bias: Any, out: Any) -> None: ...
+def rms_norm_to_bf16(x: Any, weight: Any, eps: float, out: Any) -> None: ...
+def rms_norm_backward(*, x: Any, weight: Any, grad: Any, eps: float, grad_x: Any, grad_weight: Any) -> None: ...
+def swiglu_backward(*, gate: Any, up: Any, grad: Any, grad_gate: Any, grad_up: Any) -> None: ...
 
 class TokenLogprobs:
-    def __init__(self, tokens: int, rows: int, temperature: float, with_entropy: bool, /) -> None: ...
-    def add(self, logits: int, first_row: int, rows: int, first: int, n: int, /) -> None: ...
-    def end(self, logprobs: int, lse: int, entropy: int, /) -> None: ...
+    def __init__(self, tokens: Any, temperature: float, with_entropy: bool) -> None: ...
+    def add(self, logits: Any, first_row: int, first_token: int) -> None: ...
+    def end(self, logprobs: Any, lse: Any, entropy: Any) -> None: ...
 
 def token_logprobs_backward(
-    out_bf16: bool,
-    logits: int,
-    rows: int,
-    n: int,
-    tokens: int,
-    first: int,
-    temperature: float,
-    lse: int,
-    logprobs: int,
-    grads: int,
-    out: int,
-    /,
+    *, logits: Any, tokens: Any, first_token: int, temperature: float, lse: Any, logprobs: Any, grads: Any, out: Any
 ) -> None: ...
 def adamw(
-    n: int,
-    p: int,
-    grad: int,
-    m: int,
-    v: int,
-    copy: int,
+    *,
+    p: Any,
+    grad: Any,
+    m: Any,
+    v: Any,
+    copy: Any,
     lr: float,
     beta1: float,
     beta2: float,
@@ -183,33 +162,24 @@ def adamw(
     weight_decay: float,
     t: float,
     grad_scale: float,
-    /,
 ) -> None: ...
 
 class TrainingAttention:
-    bf16: bool
-    n_tokens: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    n_sequences: int
-    q: int
-    k: int
-    v: int
-    out: int
-    lse: int
-    q_offsets: int
-    k_offsets: int
-    key_rows: int
-    q_token: int
-    q_head: int
-    k_token: int
-    k_head: int
-    v_token: int
-    v_head: int
-    window: int
-    scale: float
+    def __init__(
+        self,
+        *,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        q_offsets: Any,
+        k_offsets: Any,
+        key_rows: Any,
+        window: int | None,
+        scale: float,
+    ) -> None: ...
     def forward(self) -> None: ...
     def backward(
-        self, grad_out: int, grad_q: int, grad_k: int, grad_v: int, reader_offsets: int, readers: int, /
+        self, *, grad_out: Any, grad_q: Any, grad_k: Any, grad_v: Any, reader_offsets: Any, readers: Any
     ) -> None: ...

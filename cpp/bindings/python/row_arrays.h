@@ -7,7 +7,8 @@
 #include <cstddef>
 
 #include "arrays.h"
-#include "runtime/thread_pool.h"
+#include "gil.h"
+#include "runtime/split.h"
 
 namespace whet {
 
@@ -79,19 +80,11 @@ inline bool same_place(const Array& a, const Array& b) {
     return a.data == b.data && equal_shapes(a, b) && std::equal(a.stride, a.stride + a.ndim, b.stride);
 }
 
-// body(begin, end) for pieces of [0, count), each of `per_task` or fewer. `work`: nanoseconds on one core, roughly;
-// below kWorthThreads a second thread costs more than it saves, and giving up the GIL too.
+// parallel_split without the GIL.
 template <class F>
-void split(size_t count, size_t per_task, double work, F&& body) {
-    constexpr double kWorthThreads = 4000.0;
-    if (count == 0) return;
-    if (work < kWorthThreads) {
-        body(size_t{0}, count);
-        return;
-    }
-    const nanobind::gil_scoped_release release;
-    auto task = [&](size_t i) { body(i * per_task, std::min(count, (i + 1) * per_task)); };
-    parallel_for((count + per_task - 1) / per_task, task);
+void split(size_t count, size_t per_task, double work_ns, F&& body) {
+    const ReleaseGil release(work_ns);
+    parallel_split(count, per_task, work_ns, body);
 }
 
 }  // namespace whet

@@ -1,0 +1,33 @@
+// Work split over the pool in pieces whose size does not depend on the number of threads: the same bits on any number.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+
+#include "runtime/thread_pool.h"
+
+namespace whet {
+
+// Nanoseconds on one core, roughly, below which a second thread costs more than it saves.
+constexpr double kWorthThreadsNs = 4000.0;
+
+// body(begin, end) for pieces of [0, count), each of `per_task` or fewer; all at once where the work is small.
+template <class F>
+void parallel_split(size_t count, size_t per_task, double work_ns, F&& body) {
+    if (count == 0) return;
+    if (work_ns < kWorthThreadsNs) {
+        body(size_t{0}, count);
+        return;
+    }
+    auto task = [&](size_t i) { body(i * per_task, std::min(count, (i + 1) * per_task)); };
+    parallel_for((count + per_task - 1) / per_task, task);
+}
+
+// body(i) for i in [0, n).
+template <class F>
+void parallel_each(size_t n, double work_ns, F&& body) {
+    parallel_split(n, 1, work_ns, [&](size_t begin, size_t end) {
+        for (size_t i = begin; i < end; ++i) body(i);
+    });
+}
+
+}  // namespace whet
