@@ -14,10 +14,7 @@ constexpr double kWorthThreadsNs = 4000.0;
 template <class F>
 void parallel_split(size_t count, size_t per_task, double work_ns, F&& body) {
     if (count == 0) return;
-    if (work_ns < kWorthThreadsNs) {
-        body(size_t{0}, count);
-        return;
-    }
+    if (work_ns < kWorthThreadsNs || count <= per_task) return body(size_t{0}, count);
     auto task = [&](size_t i) { body(i * per_task, std::min(count, (i + 1) * per_task)); };
     parallel_for((count + per_task - 1) / per_task, task);
 }

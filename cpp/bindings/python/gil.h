@@ -1,4 +1,4 @@
-// The GIL, given up where the work is worth it.
+// Work over the pool, without the GIL where that is worth it.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -18,5 +18,17 @@ public:
 private:
     std::optional<nanobind::gil_scoped_release> release_;
 };
+
+// parallel_split and parallel_each without the GIL.
+template <class F>
+void split(size_t count, size_t per_task, double work_ns, F&& body) {
+    const ReleaseGil release(work_ns);
+    parallel_split(count, per_task, work_ns, body);
+}
+template <class F>
+void for_each(size_t n, double work_ns, F&& body) {
+    const ReleaseGil release(work_ns);
+    parallel_each(n, work_ns, body);
+}
 
 }  // namespace whet

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "arrays.h"
+#include "gil.h"
 #include "kernels/dispatch.h"
 #include "row_arrays.h"
-#include "runtime/thread_pool.h"
 
 namespace nb = nanobind;
 
@@ -21,17 +21,6 @@ namespace whet {
 namespace {
 
 constexpr size_t kMaxRank = 8, kRowsPerTask = 4, kColumnsPerTask = 512;
-constexpr double kWorthThreads = 4000.0;  // nanoseconds on one core, roughly
-
-template <class F>
-void for_each(size_t n, double work, F&& body) {
-    if (n < 2 || work < kWorthThreads) {
-        for (size_t i = 0; i < n; ++i) body(i);
-        return;
-    }
-    const nb::gil_scoped_release release;
-    parallel_for(n, body);
-}
 
 // Rows (..., columns) at one distance from each other.
 struct Rows {

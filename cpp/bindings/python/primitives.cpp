@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "arrays.h"
+#include "gil.h"
 #include "kernels/dispatch.h"
 #include "runtime/packing.h"
-#include "runtime/thread_pool.h"
 
 namespace nb = nanobind;
 
@@ -30,20 +30,6 @@ nb::object float_array(DType dtype, Py_ssize_t n, Py_ssize_t columns, bool as_to
     if (array != nullptr && as_torch) array = to_torch(array);
     if (array == nullptr) nb::raise_python_error();
     return nb::steal(array);
-}
-
-// Work is given in nanoseconds on one core, roughly; below this a second thread costs more than it saves.
-constexpr double kWorthThreads = 4000.0;
-
-// Runs body(i) for i in [0, n), over the pool and without the GIL where the work is worth it.
-template <class F>
-void for_each(size_t n, double work, F&& body) {
-    if (n < 2 || work < kWorthThreads) {
-        for (size_t i = 0; i < n; ++i) body(i);
-        return;
-    }
-    const nb::gil_scoped_release release;
-    parallel_for(n, body);
 }
 
 bool optional_size(nb::handle object, Py_ssize_t& size) {

@@ -8,7 +8,6 @@
 
 #include "arrays.h"
 #include "gil.h"
-#include "runtime/split.h"
 
 namespace whet {
 
@@ -78,13 +77,6 @@ inline bool overlap(const Array& a, const Array& b, size_t item_size) { return o
 // Whether a and b are the same elements in the same places.
 inline bool same_place(const Array& a, const Array& b) {
     return a.data == b.data && equal_shapes(a, b) && std::equal(a.stride, a.stride + a.ndim, b.stride);
-}
-
-// parallel_split without the GIL.
-template <class F>
-void split(size_t count, size_t per_task, double work_ns, F&& body) {
-    const ReleaseGil release(work_ns);
-    parallel_split(count, per_task, work_ns, body);
 }
 
 }  // namespace whet
