@@ -10,6 +10,14 @@
 //
 // Where 1 + f(x) would cancel, the small part is computed itself: all keep their relative precision for negative x.
 // -inf gives -0, inf gives inf, NaN gives NaN. out may be x, gate or up.
+#pragma once
+#include "kernels/rows.h"
+#include "simd/activation_math.h"
+#include "simd/math.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 // x / (1 + exp(-z)) for a z of x's sign.
 WHET_INLINE f32x16 times_sigmoid(f32x16 x, f32x16 z) {
@@ -82,3 +90,6 @@ void swiglu_backward_bf16(const uint16_t* gate, const uint16_t* up, const uint16
                           uint16_t* grad_up) {
     swiglu_backward_row(gate, up, grad, n, grad_gate, grad_up);
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

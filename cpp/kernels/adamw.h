@@ -6,6 +6,13 @@
 //
 // g is grad * grad_scale. `copy`, if it is not null, gets the new parameters rounded to bfloat16. All is float32, each
 // operation rounded once, in the order of torch.optim.AdamW.
+#pragma once
+#include "kernels/adamw_step.h"
+#include "kernels/rows.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 void adamw_f32(const AdamWStep& s, size_t n, float* p, const float* grad, float* m, float* v, uint16_t* copy) {
     const f32x16 keep(s.keep), beta2(s.beta2), toward(s.toward), square(s.square), root(s.root), eps(s.eps);
@@ -24,3 +31,6 @@ void adamw_f32(const AdamWStep& s, size_t n, float* p, const float* grad, float*
         if (copy != nullptr) rows::put(copy + at, new_p, count);
     });
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

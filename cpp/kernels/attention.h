@@ -10,9 +10,18 @@
 //
 // float32 is computed as float32. bfloat16 pairs are multiplied exactly and added in float32 (dot_bf16, with its rule
 // for subnormal numbers); the weights are rounded to bfloat16 before they meet V, their sum is not. A row that sees no
-// key, or scores of -inf alone, gives zeros; NaN and inf otherwise as the formula has them.
-//
-// A "word" is what one lane multiplies at a time: one float, or two bfloat16.
+// key, or scores of -inf alone, gives zeros; NaN and inf otherwise as the formula has them. "Words" are those of
+// attention_formats.h.
+#pragma once
+#include "kernels/attention_formats.h"
+#include "kernels/attention_task.h"
+#include "simd/dot.h"
+#include "simd/lanes.h"
+#include "simd/math.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 namespace attention {
 
@@ -22,69 +31,6 @@ constexpr int kPanels = 2;  // panels that a product works on at a time: 8 x 2 s
 constexpr ptrdiff_t kStep = kPanels * kPanel;
 constexpr float kNoWeight = -127.0f;  // exp2_fast(-127) is 0
 constexpr ptrdiff_t kWeightStride = kAttentionMaxBlock;
-
-// 16 words from memory, those after the first n zero; bits pass through floats unchanged.
-WHET_INLINE f32x16 load_words(const void* x, int n) {
-    if (n >= 16) return load(static_cast<const float*>(x));
-    float words[16] = {};
-    __builtin_memcpy(words, x, static_cast<size_t>(n) * sizeof(float));
-    return load(words);
-}
-
-struct Float32 {
-    using Element = float;
-    static constexpr int kPerWord = 1;
-
-    static WHET_INLINE f32x16 multiply_add(const float* a, f32x16 b, f32x16 sum) { return fma(f32x16(*a), b, sum); }
-    static WHET_INLINE f32x16 value_words(const float* first, const float*, int n) { return load_words(first, n); }
-    // NaN where a lane holds a number that is not finite, else 0.
-    static WHET_INLINE f32x16 infinities(f32x16 words) { return words - words; }
-    static WHET_INLINE f32x16 keep(f32x16 words, bool, bool) { return words; }
-    static WHET_INLINE void store_weights(float* out, int i, f32x16 weights) { store(out + 16 * i, weights); }
-    static WHET_INLINE void store_out(float* out, f32x16 v, int n) { n < 16 ? store_first(out, v, n) : store(out, v); }
-};
-
-struct BFloat16 {
-    using Element = uint16_t;
-    static constexpr int kPerWord = 2;
-
-    static WHET_INLINE f32x16 multiply_add(const float* a, f32x16 b, f32x16 sum) {
-        int32_t word;
-        __builtin_memcpy(&word, a, sizeof word);
-        return dot_bf16(sum, bit_cast<u16x32>(i32x16(word)), bit_cast<u16x32>(b));
-    }
-    // The same column of two values, as one word.
-    static WHET_INLINE f32x16 value_words(const uint16_t* first, const uint16_t* second, int n) {
-        uint16_t copies[2][16] = {};
-        if (n < 16) {
-            __builtin_memcpy(copies[0], first, static_cast<size_t>(n) * sizeof *first);
-            __builtin_memcpy(copies[1], second, static_cast<size_t>(n) * sizeof *second);
-            first = copies[0], second = copies[1];
-        }
-        f32x16 words;
-        const f32x16 low = load_bf16(first), high = load_bf16(second);
-        WHET_EACH_PART(p) words.part[p] = (f32x16::Native)((NativeU32)low.part[p] >> 16 | (NativeU32)high.part[p]);
-        return words;
-    }
-    static WHET_INLINE f32x16 infinities(f32x16 words) {
-        const f32x16 even = even_bf16(bit_cast<u16x32>(words)), odd = odd_bf16(bit_cast<u16x32>(words));
-        return (even - even) + (odd - odd);
-    }
-    // The word with zeros for the first or the second of its two, where that is not to be kept.
-    static WHET_INLINE f32x16 keep(f32x16 words, bool first, bool second) {
-        const uint32_t mask = (first ? 0xffffu : 0) | (second ? 0xffff0000u : 0);
-        WHET_EACH_PART(p) words.part[p] = (f32x16::Native)((NativeU32)words.part[p] & mask);
-        return words;
-    }
-    static WHET_INLINE void store_weights(float* out, int i, f32x16 weights) {
-        store_bf16(reinterpret_cast<uint16_t*>(out) + 16 * i, weights);
-    }
-    static WHET_INLINE void store_out(uint16_t* out, f32x16 v, int n) {
-        uint16_t rounded[16];
-        store_bf16(rounded, v);
-        __builtin_memcpy(out, rounded, static_cast<size_t>(n) * sizeof *out);
-    }
-};
 
 // sums[r][c] += sum over i of a[r * a_row + i * a_step] b[i * b_step + c * b_column ...], in the order of i.
 template <class Format, int rows, int columns>
@@ -105,11 +51,11 @@ WHET_INLINE void add_products(f32x16 (&sums)[rows][columns], const float* a, ptr
 }
 
 // Sizes of a task, and where its parts lie in the scratch memory (nowhere, while there is none).
-struct Layout {
+struct ForwardLayout {
     ptrdiff_t tiles, key_words, columns, n_floats = 0;
     float *queries, *outputs, *sums, *tops, *keys, *values, *weights;
 
-    WHET_INLINE Layout(const AttentionTask& t, int per_word) {
+    WHET_INLINE ForwardLayout(const AttentionTask& t, int per_word) {
         const ptrdiff_t rows = (t.n_queries * t.group + 15) / 16 * 16;
         tiles = (t.n_queries * t.group + kTileRows - 1) / kTileRows;
         key_words = t.head_dim / per_word;
@@ -184,7 +130,7 @@ WHET_INLINE void pack_panel(float* out, ptrdiff_t n_words, RowOf&& row_of) {
 
 // Query rows in panels of two tiles, and the state of the softmax before the first key.
 template <class Format>
-WHET_INLINE void pack_queries(const AttentionTask& t, const Layout& at) {
+WHET_INLINE void pack_queries(const AttentionTask& t, const ForwardLayout& at) {
     const ptrdiff_t rows = t.n_queries * t.group;
     for (ptrdiff_t panel = 0; panel < rows; panel += 16) {
         pack_panel<Format>(at.queries + panel * at.key_words, at.key_words, [&](int j) WHET_INLINE_LAMBDA {
@@ -199,7 +145,7 @@ WHET_INLINE void pack_queries(const AttentionTask& t, const Layout& at) {
 
 // Keys [begin, begin + n) as panels of 16, zeros after the last to an even number of panels.
 template <class Format>
-WHET_INLINE void pack_keys(const AttentionTask& t, const Layout& at, int64_t begin, ptrdiff_t n) {
+WHET_INLINE void pack_keys(const AttentionTask& t, const ForwardLayout& at, int64_t begin, ptrdiff_t n) {
     const auto* k = static_cast<const typename Format::Element*>(t.k);
     const ptrdiff_t end = (n + kStep - 1) / kStep * kStep;
     for (ptrdiff_t panel = 0; panel < end; panel += kPanel) {
@@ -211,7 +157,7 @@ WHET_INLINE void pack_keys(const AttentionTask& t, const Layout& at, int64_t beg
 
 // Values [begin, begin + n), a row of columns for each word of keys. Returns whether all are finite.
 template <class Format>
-WHET_INLINE bool pack_values(const AttentionTask& t, const Layout& at, int64_t begin, ptrdiff_t n) {
+WHET_INLINE bool pack_values(const AttentionTask& t, const ForwardLayout& at, int64_t begin, ptrdiff_t n) {
     using Element = typename Format::Element;
     static constexpr Element zeros[16] = {};
     f32x16 infinities(0.0f);
@@ -233,8 +179,8 @@ WHET_INLINE bool pack_values(const AttentionTask& t, const Layout& at, int64_t b
 // Base-2 scores of a tile against the panels that hold keys [begin, end) of the block that starts at key `block`: to
 // `weights`, -inf where a row does not see a key. Returns the greatest of each row, in lanes 0-7 and again in 8-15.
 template <class Format>
-WHET_INLINE f32x16 scores(const Layout& at, ptrdiff_t tile, const Visible& visible, int64_t block, ptrdiff_t begin,
-                          ptrdiff_t end, float scale) {
+WHET_INLINE f32x16 scores(const ForwardLayout& at, ptrdiff_t tile, const Visible& visible, int64_t block,
+                          ptrdiff_t begin, ptrdiff_t end, float scale) {
     const f32x16 scales(scale), unseen(-__builtin_inff());
     f32x16 tops[kTileRows];
     for (f32x16& top : tops) top = f32x16(kNothing);
@@ -263,7 +209,7 @@ WHET_INLINE f32x16 scores(const Layout& at, ptrdiff_t tile, const Visible& visib
 
 // Scores to weights 2^(score - top), and their sums lane by lane; what was summed before shrinks by `factors`.
 template <class Format>
-WHET_INLINE void weigh(const Layout& at, ptrdiff_t tile, const float* factors, ptrdiff_t begin, ptrdiff_t end) {
+WHET_INLINE void weigh(const ForwardLayout& at, ptrdiff_t tile, const float* factors, ptrdiff_t begin, ptrdiff_t end) {
     for (int r = 0; r < kTileRows; ++r) {
         float* row = at.weights + r * kWeightStride;
         float* total = at.sums + (tile * kTileRows + r) * 16;
@@ -284,8 +230,8 @@ WHET_INLINE void weigh(const Layout& at, ptrdiff_t tile, const float* factors, p
 
 // Output columns of a tile: shrunk by `factors`, plus weights times values over the block's keys [begin, end).
 template <class Format, int columns>
-WHET_INLINE void add_values(const Layout& at, ptrdiff_t tile, const float* factors, ptrdiff_t begin, ptrdiff_t end,
-                            ptrdiff_t column) {
+WHET_INLINE void add_values(const ForwardLayout& at, ptrdiff_t tile, const float* factors, ptrdiff_t begin,
+                            ptrdiff_t end, ptrdiff_t column) {
     float* out = at.outputs + tile * kTileRows * at.columns + column;
     f32x16 sums[kTileRows][columns];
 #pragma GCC unroll 8
@@ -305,7 +251,7 @@ WHET_INLINE void add_values(const Layout& at, ptrdiff_t tile, const float* facto
 
 // The same, row by row over the keys that the row sees: a weight of 0 does not hide a value that is not finite.
 template <class Format>
-WHET_INLINE void add_seen_values(const Layout& at, ptrdiff_t tile, const Visible& visible, const float* factors,
+WHET_INLINE void add_seen_values(const ForwardLayout& at, ptrdiff_t tile, const Visible& visible, const float* factors,
                                  int64_t block, ptrdiff_t begin, ptrdiff_t end) {
     for (int r = 0; r < kTileRows; ++r) {
         const int64_t from = visible.begin[r] - block < begin ? begin : visible.begin[r] - block;
@@ -326,7 +272,7 @@ WHET_INLINE void add_seen_values(const Layout& at, ptrdiff_t tile, const Visible
 
 // One tile against the packed block of n keys from key `block` on.
 template <class Format>
-WHET_INLINE void add_block(const AttentionTask& t, const Layout& at, ptrdiff_t tile, int64_t block, ptrdiff_t n,
+WHET_INLINE void add_block(const AttentionTask& t, const ForwardLayout& at, ptrdiff_t tile, int64_t block, ptrdiff_t n,
                            bool finite) {
     const Visible visible(t, tile);
     const ptrdiff_t begin = visible.first() > block ? visible.first() - block : 0;
@@ -349,7 +295,7 @@ WHET_INLINE void add_block(const AttentionTask& t, const Layout& at, ptrdiff_t t
 }
 
 template <class Format>
-WHET_INLINE void store_outputs(const AttentionTask& t, const Layout& at) {
+WHET_INLINE void store_outputs(const AttentionTask& t, const ForwardLayout& at) {
     for (ptrdiff_t row = 0; row < t.n_queries * t.group; ++row) {
         const float sum = sum_lanes(load(at.sums + row * 16));
         const f32x16 inverse(sum == 0.0f ? 0.0f : 1.0f / sum);
@@ -370,7 +316,7 @@ WHET_INLINE void store_outputs(const AttentionTask& t, const Layout& at) {
 
 template <class Format>
 WHET_INLINE void attend(const AttentionTask& t) {
-    const Layout at(t, Format::kPerWord);
+    const ForwardLayout at(t, Format::kPerWord);
     pack_queries<Format>(t, at);
     const int64_t first = Visible(t, 0).first() / t.block_size * t.block_size;
     const int64_t last = Visible(t, at.tiles - 1).last();
@@ -389,8 +335,11 @@ WHET_INLINE void attend(const AttentionTask& t) {
 size_t attention_scratch(const AttentionTask& task) {
     AttentionTask bare = task;
     bare.scratch = nullptr;
-    return static_cast<size_t>(attention::Layout(bare, 1).n_floats) * sizeof(float);
+    return static_cast<size_t>(attention::ForwardLayout(bare, 1).n_floats) * sizeof(float);
 }
 
 void attention_f32(const AttentionTask& task) { attention::attend<attention::Float32>(task); }
 void attention_bf16(const AttentionTask& task) { attention::attend<attention::BFloat16>(task); }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

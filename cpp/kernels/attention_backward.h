@@ -6,6 +6,16 @@
 // and values are packed once; up to 64 query rows at a time meet them in blocks of 64, and P and dS never leave the
 // caches. Products are those of attention.h: of bfloat16, with P and dS rounded to it, or of float32; sums are float32,
 // in an order that depends on the sequence alone.
+#pragma once
+#include "kernels/attention.h"
+#include "kernels/attention_task.h"
+#include "kernels/rows.h"
+#include "simd/dot.h"
+#include "simd/math.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 namespace attention_backward {
 
@@ -20,13 +30,13 @@ using attention::Visible;
 
 constexpr ptrdiff_t kRows = 64, kKeys = 64;  // of a block; rows are queries x heads
 
-struct Layout {
+struct BackwardLayout {
     ptrdiff_t key_words, columns, keys, n_floats = 0;
     float *key_panels, *value_panels, *key_rows, *grad_k, *grad_v;                      // of all keys
     float *query_panels, *grad_panels, *query_rows, *grad_rows, *lse, *delta, *grad_q;  // of a block of rows
     float *p_columns, *s_columns, *s_rows, *p;                                          // of a block of rows and keys
 
-    WHET_INLINE Layout(const AttentionBackwardTask& t, int per_word) {
+    WHET_INLINE BackwardLayout(const AttentionBackwardTask& t, int per_word) {
         key_words = t.head_dim / per_word;
         columns = (t.head_dim + 31) / 32 * 32;
         keys = (t.n_keys + kStep - 1) / kStep * kStep;
@@ -105,7 +115,7 @@ WHET_INLINE void store_columns(float* out, f32x16 (&even)[kPanels], f32x16 (&odd
 
 // P and dS of a tile of 8 rows against the keys [key, key + 32) of a block.
 template <class Format>
-__attribute__((noinline)) void tile_gradient(const AttentionBackwardTask& t, const Layout& at, ptrdiff_t tile,
+__attribute__((noinline)) void tile_gradient(const AttentionBackwardTask& t, const BackwardLayout& at, ptrdiff_t tile,
                                              const Visible& visible, int64_t block, ptrdiff_t key) {
     const f32x16 zero(0.0f), unseen(kNoWeight);
     const bool masked = !visible.all_see(block + key, block + key + kStep);
@@ -180,7 +190,7 @@ __attribute__((noinline)) void add_matrix(float* out, ptrdiff_t n_rows, ptrdiff_
 }
 
 template <class Format>
-WHET_INLINE void pack_all_keys(const AttentionBackwardTask& t, const Layout& at) {
+WHET_INLINE void pack_all_keys(const AttentionBackwardTask& t, const BackwardLayout& at) {
     using Element = typename Format::Element;
     const auto key = [&](ptrdiff_t j) WHET_INLINE_LAMBDA {
         return j < t.n_keys ? static_cast<const Element*>(t.k) + t.key_row(j) * t.k_token : nullptr;
@@ -196,7 +206,8 @@ WHET_INLINE void pack_all_keys(const AttentionBackwardTask& t, const Layout& at)
 
 // `count` rows from row `first` on, of queries and of dO, their lse, and delta = rowsum(dO O). 8 divides count.
 template <class Format>
-WHET_INLINE void pack_block(const AttentionBackwardTask& t, const Layout& at, ptrdiff_t first, ptrdiff_t count) {
+WHET_INLINE void pack_block(const AttentionBackwardTask& t, const BackwardLayout& at, ptrdiff_t first,
+                            ptrdiff_t count) {
     using Element = typename Format::Element;
     const ptrdiff_t n_rows = t.n_queries * t.group;
     const auto out_at = [&](ptrdiff_t row)
@@ -230,7 +241,7 @@ WHET_INLINE void pack_block(const AttentionBackwardTask& t, const Layout& at, pt
 template <class Format>
 WHET_INLINE void gradient(const AttentionBackwardTask& t) {
     using Element = typename Format::Element;
-    const Layout at(t, Format::kPerWord);
+    const BackwardLayout at(t, Format::kPerWord);
     const f32x16 factor(t.scale * 0x1.62e42fefa39efp-1f);
     const ptrdiff_t n_rows = t.n_queries * t.group;
     pack_all_keys<Format>(t, at);
@@ -279,7 +290,7 @@ WHET_INLINE void gradient(const AttentionBackwardTask& t) {
 size_t attention_backward_scratch(const AttentionBackwardTask& task) {
     AttentionBackwardTask bare = task;
     bare.scratch = nullptr;
-    return static_cast<size_t>(attention_backward::Layout(bare, 1).n_floats) * sizeof(float);
+    return static_cast<size_t>(attention_backward::BackwardLayout(bare, 1).n_floats) * sizeof(float);
 }
 
 void attention_backward_f32(const AttentionBackwardTask& task) {
@@ -288,3 +299,6 @@ void attention_backward_f32(const AttentionBackwardTask& task) {
 void attention_backward_bf16(const AttentionBackwardTask& task) {
     attention_backward::gradient<attention::BFloat16>(task);
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

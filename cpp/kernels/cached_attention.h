@@ -1,11 +1,22 @@
 // Attention over a cache that is kept in pages of 64 tokens, for decoding and for prompts alike.
 //
 // A page holds, for one KV head, the keys word by word, each for 64 tokens, and the values as a row of columns for each
-// token, or for each pair of bfloat16 ones (in the words of attention.h, whose products these are). Few rows read it
-// from its first byte to its last: memory then comes twice as fast as in any other order, and as with any prefetching.
-// Rows of queries that see the same pages take them together, each page once; then each goes on with its own. A row
-// meets its pages in order, and a page's sums run over dimensions and tokens in order: its answer depends on its own
-// keys alone, to the bit. What lies beyond a row's keys must be finite; it has no weight.
+// token, or for each pair of bfloat16 ones (in the words of attention_formats.h; the products are attention.h's). Few
+// rows read it from its first byte to its last: memory then comes twice as fast as in any other order, and as with any
+// prefetching. Rows of queries that see the same pages take them together, each page once; then each goes on with its
+// own. A row meets its pages in order, and a page's sums run over dimensions and tokens in order: its answer depends on
+// its own keys alone, to the bit. What lies beyond a row's keys must be finite; it has no weight.
+#pragma once
+#include "kernels/attention.h"
+#include "kernels/attention_task.h"
+#include "kernels/convert.h"
+#include "kernels/rows.h"
+#include "simd/lanes.h"
+#include "simd/math.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 namespace cached {
 
@@ -168,3 +179,6 @@ void cached_put_bf16(const float* key, const float* value, int64_t head_dim, int
                    slot / 2 * 2 * columns + slot % 2;
     for (int64_t i = 0; i < head_dim; ++i) values[2 * i] = rounded[i];
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

@@ -1,4 +1,10 @@
 // Between float32 and bfloat16, and c = alpha sums + beta c: what stands before and after a product.
+#pragma once
+#include "simd/dot.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 void bf16_from_f32(const float* x, size_t n, uint16_t* out) {
     size_t i = 0;
@@ -50,3 +56,6 @@ void blend_bf16(const float* sums, size_t n, float alpha, float beta, uint16_t* 
         __builtin_memcpy(c + i, lanes, sizeof(uint16_t) * count);
     }
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

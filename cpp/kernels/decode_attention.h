@@ -1,5 +1,8 @@
 // Attention of one query per sequence over its cache: bound by memory.
 //
+// A primitive for callers with a contiguous cache of their own (whet.decode_attention). The engine does not run it: its
+// cache is pages that sequences share, and cached_attention.h reads a shared page once for all of them.
+//
 // A task takes a run of keys in blocks: scores, a step of the online softmax, values. Keys and values are read where
 // they lie, a few keys at a time and these head by head, so that memory is read nearly in its order: then the processor
 // fetches ahead on its own, and software prefetches on top reach most of its bandwidth. A row of a KV head serves up to
@@ -10,46 +13,29 @@
 // runs have a fixed length, so that a result does not depend on threads or on the batch. bfloat16: products of queries
 // and keys by dot_bf16, weights float32, values widened exactly. Rows without keys, or with scores of -inf alone:
 // zeros.
+#pragma once
+#include "kernels/attention_formats.h"
+#include "kernels/attention_task.h"
+#include "simd/dot.h"
+#include "simd/lanes.h"
+#include "simd/math.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 namespace decode {
+
+using attention::BFloat16;
+using attention::Float32;
 
 constexpr int kBlock = 64;        // keys in a block
 constexpr int64_t kAhead = 8192;  // elements of keys or values that are fetched before they are needed
 constexpr float kOnes[4] = {1.0f, 1.0f, 1.0f, 1.0f};
 
-struct Float32 {
-    using Element = float;
-    using Words = f32x16;
-    static constexpr int kLanes = 16;  // elements that one vector of a dot product holds
-    static WHET_INLINE Words load_words(const float* x) { return load(x); }
-    static WHET_INLINE f32x16 multiply_add(Words a, Words b, f32x16 sum) { return fma(a, b, sum); }
-    static WHET_INLINE void load_values(const float* x, f32x16 (&v)[1]) { v[0] = load(x); }
-    static WHET_INLINE void store_out(float* out, const f32x16 (&v)[1], int n) {
-        n < 16 ? store_first(out, v[0], n) : store(out, v[0]);
-    }
-};
-
-struct BFloat16 {
-    using Element = uint16_t;
-    using Words = u16x32;
-    static constexpr int kLanes = 32;
-    static WHET_INLINE Words load_words(const uint16_t* x) { return load(x); }
-    static WHET_INLINE f32x16 multiply_add(Words a, Words b, f32x16 sum) { return dot_bf16(sum, a, b); }
-    // 32 columns, the even ones before the odd ones: an operation for each vector. Partial sums lie in this order.
-    static WHET_INLINE void load_values(const uint16_t* x, f32x16 (&v)[2]) {
-        const u16x32 words = load(x);
-        v[0] = even_bf16(words), v[1] = odd_bf16(words);
-    }
-    static WHET_INLINE void store_out(uint16_t* out, const f32x16 (&v)[2], int n) {
-        uint16_t rounded[32];
-        store(rounded, zip_bf16(v[0], v[1]));
-        __builtin_memcpy(out, rounded, static_cast<size_t>(n) * sizeof *out);
-    }
-};
-
 // Rows of elements in memory.
 template <class Element>
-struct Rows {
+struct StridedRows {
     const Element* data;
     ptrdiff_t stride;
     WHET_INLINE const Element* operator[](ptrdiff_t i) const { return data + i * stride; }
@@ -78,8 +64,8 @@ struct Ahead {
 
 // Base-2 scores of `rows` queries against n keys, to scores[r * kBlock + key]. rows x keys_at_once is at most 16.
 template <class Format, int rows>
-WHET_INLINE void scores(Rows<typename Format::Element> q, Rows<typename Format::Element> k, int n, int dim, float scale,
-                        float* out, Ahead<typename Format::Element>* ahead) {
+WHET_INLINE void scores(StridedRows<typename Format::Element> q, StridedRows<typename Format::Element> k, int n,
+                        int dim, float scale, float* out, Ahead<typename Format::Element>* ahead) {
     constexpr int keys = rows == 1 ? 16 : rows == 2 ? 8 : 4;
     for (int key = 0; key < n; key += keys) {
         const typename Format::Element* from[keys];
@@ -91,12 +77,12 @@ WHET_INLINE void scores(Rows<typename Format::Element> q, Rows<typename Format::
 #pragma GCC unroll 16
         for (int i = 0; i < 16; ++i) sums[i] = f32x16(0.0f);
         for (int d = 0; d < dim; d += Format::kLanes) {
-            typename Format::Words query[rows];
+            typename Format::Vector query[rows];
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; ++r) query[r] = Format::load_words(q[r] + d);
+            for (int r = 0; r < rows; ++r) query[r] = Format::load_vector(q[r] + d);
 #pragma GCC unroll 16
             for (int j = 0; j < keys; ++j) {
-                const typename Format::Words words = Format::load_words(from[j] + d);
+                const typename Format::Vector words = Format::load_vector(from[j] + d);
 #pragma GCC unroll 4
                 for (int r = 0; r < rows; ++r) {
                     sums[r * keys + j] = Format::multiply_add(query[r], words, sums[r * keys + j]);
@@ -135,7 +121,7 @@ WHET_INLINE float weigh(float* scores, int n, float* extra) {
 
 // Columns [column, column + 16 columns) of `rows` outputs: times their factors, plus weights times n values.
 template <class Format, int rows, int columns>
-WHET_INLINE void add_values(Rows<typename Format::Element> v, int n, const float* weights, const float* factors,
+WHET_INLINE void add_values(StridedRows<typename Format::Element> v, int n, const float* weights, const float* factors,
                             float* out, ptrdiff_t out_row, ptrdiff_t column, Ahead<typename Format::Element>* ahead) {
     constexpr int per_load = Format::kLanes / 16;
     f32x16 sums[rows][columns];
@@ -151,7 +137,7 @@ WHET_INLINE void add_values(Rows<typename Format::Element> v, int n, const float
 #pragma GCC unroll 4
         for (int c = 0; c < columns; c += per_load) {
             f32x16 loaded[per_load];
-            Format::load_values(row + 16 * c, loaded);
+            Format::load_columns(row + 16 * c, loaded);
 #pragma GCC unroll 2
             for (int i = 0; i < per_load; ++i) values[c + i] = loaded[i];
         }
@@ -171,8 +157,9 @@ WHET_INLINE void add_values(Rows<typename Format::Element> v, int n, const float
 
 // One block of n values for `rows` query heads.
 template <class Format, int rows>
-WHET_INLINE void add_block(Rows<typename Format::Element> v, int n, int dim, const float* weights, const float* factors,
-                           float* partial, ptrdiff_t partial_row, Ahead<typename Format::Element>* ahead) {
+WHET_INLINE void add_block(StridedRows<typename Format::Element> v, int n, int dim, const float* weights,
+                           const float* factors, float* partial, ptrdiff_t partial_row,
+                           Ahead<typename Format::Element>* ahead) {
     ptrdiff_t column = 0;
     for (; column + 64 <= dim; column += 64, ahead = nullptr) {
         add_values<Format, rows, 4>(v, n, weights, factors, partial, partial_row, column, ahead);
@@ -198,7 +185,8 @@ WHET_INLINE void each_tile(int64_t group, Body&& body) {
 
 // Rows of head_dim elements copied to rows of `dim`, zeros at the end.
 template <class Element>
-WHET_INLINE Rows<Element> padded(Rows<Element> x, ptrdiff_t n, ptrdiff_t head_dim, ptrdiff_t dim, Element* copy) {
+WHET_INLINE StridedRows<Element> padded(StridedRows<Element> x, ptrdiff_t n, ptrdiff_t head_dim, ptrdiff_t dim,
+                                        Element* copy) {
     for (ptrdiff_t i = 0; i < n; ++i) {
         __builtin_memcpy(copy + i * dim, x[i], static_cast<size_t>(head_dim) * sizeof(Element));
         for (ptrdiff_t d = head_dim; d < dim; ++d) copy[i * dim + d] = 0;
@@ -211,12 +199,12 @@ WHET_INLINE ptrdiff_t rounded_up(int64_t n, int to) { return static_cast<ptrdiff
 
 // Where the parts of a task lie in its scratch memory.
 template <class Element>
-struct Layout {
+struct DecodeLayout {
     ptrdiff_t dim, partial_row;
     float *weights, *factors;
     Element *queries, *copies;
 
-    WHET_INLINE Layout(const DecodeTask& t, int lanes) {
+    WHET_INLINE DecodeLayout(const DecodeTask& t, int lanes) {
         dim = rounded_up(t.head_dim, lanes);
         partial_row = rounded_up(t.head_dim, 32) + static_cast<ptrdiff_t>(kDecodePartialExtra);
         weights = static_cast<float*>(t.scratch);
@@ -238,7 +226,8 @@ WHET_INLINE Ahead<Element> ahead_of(const DecodeTask& t, const void* data, ptrdi
 
 // Keys [key, key + n) of all heads: scores, then weights.
 template <class Format>
-WHET_INLINE void weigh_block(const DecodeTask& t, const Layout<typename Format::Element>& at, int64_t key, int n) {
+WHET_INLINE void weigh_block(const DecodeTask& t, const DecodeLayout<typename Format::Element>& at, int64_t key,
+                             int n) {
     using Element = typename Format::Element;
     const Element* all_keys = static_cast<const Element*>(t.k) + key * t.k_token;
     auto ahead = ahead_of<Element>(t, t.k, t.k_token, t.k_head, key);
@@ -247,11 +236,11 @@ WHET_INLINE void weigh_block(const DecodeTask& t, const Layout<typename Format::
     for (int from = 0; from < n; from += step) {
         const int n_keys = n - from < step ? n - from : step;
         for (int64_t kv_head = 0; kv_head < t.kv_heads; ++kv_head) {
-            Rows<Element> k{all_keys + from * t.k_token + kv_head * t.k_head, t.k_token};
+            StridedRows<Element> k{all_keys + from * t.k_token + kv_head * t.k_head, t.k_token};
             if (at.dim != t.head_dim) k = padded(k, n_keys, t.head_dim, at.dim, at.copies);
             each_tile(t.group, [&](int64_t in_group, auto rows) WHET_INLINE_LAMBDA {
                 const int64_t head = kv_head * t.group + in_group;
-                const Rows<Element> q{at.queries + head * at.dim, at.dim};
+                const StridedRows<Element> q{at.queries + head * at.dim, at.dim};
                 scores<Format, decltype(rows)::value>(q, k, n_keys, static_cast<int>(at.dim), t.scale,
                                                       at.weights + head * kBlock + from,
                                                       in_group == 0 ? &ahead : nullptr);
@@ -266,7 +255,8 @@ WHET_INLINE void weigh_block(const DecodeTask& t, const Layout<typename Format::
 
 // The values to those weights.
 template <class Format>
-WHET_INLINE void add_weighed(const DecodeTask& t, const Layout<typename Format::Element>& at, int64_t key, int n) {
+WHET_INLINE void add_weighed(const DecodeTask& t, const DecodeLayout<typename Format::Element>& at, int64_t key,
+                             int n) {
     using Element = typename Format::Element;
     constexpr int step = 8;
     const Element* all_values = static_cast<const Element*>(t.v) + key * t.v_token;
@@ -274,7 +264,7 @@ WHET_INLINE void add_weighed(const DecodeTask& t, const Layout<typename Format::
     for (int from = 0; from < n; from += step) {
         const int n_keys = n - from < step ? n - from : step;
         for (int64_t kv_head = 0; kv_head < t.kv_heads; ++kv_head) {
-            Rows<Element> v{all_values + from * t.v_token + kv_head * t.v_head, t.v_token};
+            StridedRows<Element> v{all_values + from * t.v_token + kv_head * t.v_head, t.v_token};
             if (at.dim != t.head_dim) v = padded(v, n_keys, t.head_dim, at.dim, at.copies);
             each_tile(t.group, [&](int64_t in_group, auto rows) WHET_INLINE_LAMBDA {
                 const int64_t head = kv_head * t.group + in_group;
@@ -290,7 +280,7 @@ WHET_INLINE void add_weighed(const DecodeTask& t, const Layout<typename Format::
 template <class Format>
 WHET_INLINE void attend(const DecodeTask& t) {
     using Element = typename Format::Element;
-    const Layout<Element> at(t, Format::kLanes);
+    const DecodeLayout<Element> at(t, Format::kLanes);
     const int64_t heads = t.kv_heads * t.group;
     padded<Element>({static_cast<const Element*>(t.q), t.q_head}, heads, t.head_dim, at.dim, at.queries);
     for (int64_t head = 0; head < heads; ++head) {
@@ -327,7 +317,7 @@ WHET_INLINE void merge(const float* partials, ptrdiff_t n, ptrdiff_t stride, int
         }
         for (f32x16& sum : sums) sum = sum * inverse;
         const int64_t left = head_dim - c;
-        Format::store_out(out + c, sums, static_cast<int>(left < Format::kLanes ? left : Format::kLanes));
+        Format::store_columns(out + c, sums, static_cast<int>(left < Format::kLanes ? left : Format::kLanes));
     }
 }
 
@@ -351,3 +341,6 @@ void merge_decode_bf16(const float* partials, size_t n, size_t stride, size_t he
     decode::merge<decode::BFloat16>(partials, static_cast<ptrdiff_t>(n), static_cast<ptrdiff_t>(stride),
                                     static_cast<int64_t>(head_dim), out);
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

@@ -4,6 +4,11 @@
 //   A_t     = delta_t + gamma lambda (1 - done_t) A_{t+1},   returns_t = A_t + V_t
 //
 // V_T = last_value, A_T = 0. A recurrence: one fused multiply-add after another, in float64, backwards in time.
+#pragma once
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 template <class T>
 WHET_INLINE void gae(const T* rewards, const T* values, const uint8_t* dones, double last_value, size_t n, double gamma,
@@ -29,3 +34,6 @@ void gae_f64(const double* rewards, const double* values, const uint8_t* dones, 
              double gamma, double lambda, double* advantages, double* returns) {
     gae(rewards, values, dones, last_value, n, gamma, lambda, advantages, returns);
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

@@ -2,6 +2,11 @@
 //
 // By rows, lane l sums the products of the columns k = l mod 16 in order, and the 16 sums are added as a tree; by
 // columns each y sums over the rows in order. All in float32.
+#pragma once
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 WHET_INLINE f32x16 load_any(const float* x) { return load(x); }
 WHET_INLINE f32x16 load_any(const uint16_t* x) { return load_bf16(x); }
@@ -88,3 +93,6 @@ void gemv_columns_f32(const float* a, size_t lda, size_t k, size_t n, const floa
 void gemv_columns_bf16(const uint16_t* a, size_t lda, size_t k, size_t n, const float* x, float* y) {
     gemv_columns(a, lda, k, n, x, y);
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

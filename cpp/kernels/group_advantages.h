@@ -8,24 +8,25 @@
 // it keep their digits.
 //
 // Groups of 2, 4 or 8 share a vector: lanes combine by butterflies within their own group.
+#pragma once
+#include "simd/math.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 WHET_INLINE f64x8 load_rewards(const double* x) { return load(x); }
 WHET_INLINE f64x8 load_rewards(const float* x) { return load_wide(x); }
 WHET_INLINE void store_rewards(double* out, f64x8 v) { store(out, v); }
 WHET_INLINE void store_rewards(float* out, f64x8 v) { store_narrow(out, v); }
 
-template <class T>
-WHET_INLINE f64x8 load_first_rewards(const T* x, int n) {
-    double lanes[8];
-    for (int i = 0; i < 8; ++i) lanes[i] = i < n ? static_cast<double>(x[i]) : 0.0;
-    return load(lanes);
-}
-
-template <class T>
-WHET_INLINE void store_first_rewards(T* out, f64x8 v, int n) {
-    double lanes[8];
-    store(lanes, v);
-    for (int i = 0; i < n; ++i) out[i] = static_cast<T>(lanes[i]);
+WHET_INLINE f64x8 load_first_rewards(const double* x, int n) { return load_first(x, n, 0.0); }
+WHET_INLINE f64x8 load_first_rewards(const float* x, int n) { return widen(load_first(x, n, 0.0f)).low; }
+WHET_INLINE void store_first_rewards(double* out, f64x8 v, int n) { store_first(out, v, n); }
+WHET_INLINE void store_first_rewards(float* out, f64x8 v, int n) {
+    float lanes[8];
+    store_narrow(lanes, v);
+    __builtin_memcpy(out, lanes, static_cast<size_t>(n) * sizeof *out);
 }
 
 // visit(i, rewards i to i + 7, keep): keep(x) is x with 0 in the lanes beyond the last reward.
@@ -176,3 +177,6 @@ double batch_deviation_f32(const float* rewards, size_t n, double ddof) {
 double batch_deviation_f64(const double* rewards, size_t n, double ddof) {
     return group_moments<8>(rewards, n, ddof, Counts(f64x8(static_cast<double>(n)), ddof)).deviation[0];
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

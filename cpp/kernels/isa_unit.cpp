@@ -1,43 +1,19 @@
 // All kernels for one instruction set. Compiled once per set with its own flags and WHET_ISA its name.
 //
-// Everything stands in an anonymous namespace and nothing of the standard library comes in: a function that the
-// linker could merge with another unit's copy would run with the wrong instructions.
-#include <stddef.h>
-#include <stdint.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
-#include "kernels/dispatch.h"
-
-namespace whet {
-namespace WHET_ISA {
-namespace {
-// In the order of what needs what: a comment line keeps clang-format from sorting across it.
-#include "simd/vec.h"
-//
-#include "simd/math.h"
-//
-#include "simd/activation_math.h"
-#include "simd/dot.h"
-#include "simd/lanes.h"
-//
-#include "kernels/linear.h"
-#include "kernels/rows.h"
-//
-#include "kernels/attention.h"
-#include "kernels/convert.h"
-//
+// Every header puts all it has in an anonymous namespace and includes nothing of the C++ standard library: a function
+// that the linker could merge with another unit's copy would run with the wrong instructions.
 #include "kernels/activations.h"
 #include "kernels/adamw.h"
+#include "kernels/attention.h"
 #include "kernels/attention_backward.h"
 #include "kernels/cached_attention.h"
+#include "kernels/convert.h"
 #include "kernels/decode_attention.h"
+#include "kernels/dispatch.h"
 #include "kernels/gae.h"
 #include "kernels/gemv.h"
 #include "kernels/group_advantages.h"
+#include "kernels/linear.h"
 #include "kernels/linear_quantised.h"
 #include "kernels/lora.h"
 #include "kernels/norm.h"
@@ -46,14 +22,13 @@ namespace {
 #include "kernels/probe.h"
 #include "kernels/rope.h"
 #include "kernels/rounded_linear.h"
+#include "kernels/rows.h"
+#include "kernels/sampling.h"
 #include "kernels/softmax.h"
 #include "kernels/token_kl.h"
 #include "kernels/token_logprobs.h"
-//
-#include "simd/compress.h"
-//
-#include "kernels/sampling.h"
-}  // namespace
+
+namespace whet::WHET_ISA {
 
 #define WHET_STRING_OF(x) #x
 #define WHET_STRING(x) WHET_STRING_OF(x)
@@ -64,5 +39,5 @@ const Kernels table = {
 #include "kernels/kernels.def"
 #undef KERNEL
 };
-}  // namespace WHET_ISA
-}  // namespace whet
+
+}  // namespace whet::WHET_ISA

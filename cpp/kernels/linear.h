@@ -4,6 +4,12 @@
 // two of bfloat16 for each output. One row (decode) and many (a batch) stream the same memory. A tile of rows x panels
 // keeps its sums in registers; an output's sum runs over the steps in order, in one lane, whatever the tile, so a row's
 // results do not depend on the rows beside it. bfloat16 products are exact and summed in float32.
+#pragma once
+#include "simd/dot.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 #if defined(__AVX512F__)
 constexpr int kTileRows = 8, kTilePanels = 3;
@@ -22,7 +28,7 @@ WHET_INLINE f32x16 add_products(f32x16 sum, const uint16_t* x, u16x32 w) {
 }
 
 template <class T>
-struct Rows {  // `rows` times x[0 .. steps * sizes of a step), ld apart
+struct InputRows {  // `rows` times x[0 .. steps * sizes of a step), ld apart
     const T* x;
     size_t ld, rows;
 };
@@ -59,7 +65,7 @@ struct Ahead {
 };
 
 template <class T, int n_rows, int n_panels>
-__attribute__((noinline)) void linear_tile(Rows<T> in, size_t row, const T* panels, size_t steps, size_t panel,
+__attribute__((noinline)) void linear_tile(InputRows<T> in, size_t row, const T* panels, size_t steps, size_t panel,
                                            const Outputs& out, Ahead ahead) {
     constexpr int per_step = 4 / sizeof(T), lanes = 64 / sizeof(T);
     f32x16 sum[n_rows][n_panels];
@@ -91,7 +97,7 @@ __attribute__((noinline)) void linear_tile(Rows<T> in, size_t row, const T* pane
 
 // All rows against a few panels, which stay in the cache meanwhile; of what follows, `next` panels are fetched.
 template <class T, int n_panels>
-WHET_INLINE void linear_panels(Rows<T> in, const T* panels, size_t steps, size_t panel, size_t next,
+WHET_INLINE void linear_panels(InputRows<T> in, const T* panels, size_t steps, size_t panel, size_t next,
                                const Outputs& out) {
     const size_t n_tiles = in.rows / kTileRows + (in.rows % kTileRows != 0);
     Ahead ahead{reinterpret_cast<const char*>(panels) + (panel + n_panels) * steps * 64, next * steps / n_tiles};
@@ -112,7 +118,7 @@ WHET_INLINE void linear_panels(Rows<T> in, const T* panels, size_t steps, size_t
 }
 
 template <class T>
-WHET_INLINE void linear(Rows<T> in, const T* panels, size_t steps, const Outputs& out) {
+WHET_INLINE void linear(InputRows<T> in, const T* panels, size_t steps, const Outputs& out) {
     const size_t n_panels = (out.n + 15) / 16;
     size_t panel = 0;
     for (; panel + kTilePanels <= n_panels; panel += kTilePanels) {
@@ -131,3 +137,6 @@ void linear_bf16(const LinearTask& t) {
     linear<uint16_t>({static_cast<const uint16_t*>(t.x), t.ldx, t.rows}, static_cast<const uint16_t*>(t.panels),
                      t.steps, {t.y, t.ldy, t.n, t.bias});
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

@@ -16,6 +16,14 @@
 // Within a panel: first all blocks' integers, 4 inputs x 16 outputs to a vector (8 vectors a block, or 4 where a byte
 // holds the inputs of vector v in its low and of vector v + 4 in its high half), then all blocks' scales.
 // Source of q8_0, q4_0 and q4_k: the GGUF format's block types of these names; panels hold the same numbers.
+#pragma once
+#include "kernels/linear.h"
+#include "simd/dot.h"
+#include "simd/lanes.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 struct QuantisedRows {
     const int8_t* q;         // rows x 32 blocks
@@ -373,3 +381,6 @@ void quantize_row_f32(const float* x, size_t n, int8_t* q, float* scales, int32_
     for (size_t i = 0; i < n % 32; ++i) last[i] = x[32 * whole + i];
     quantize_blocks(last, 1, q + 32 * whole, scales + whole, offsets + whole);
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

@@ -8,7 +8,17 @@
 // those along a row by 16 lanes, the lanes added in float64; those along the rows by pieces of 32 rows. The delta is
 // complete before it meets y, and a bfloat16 y is rounded once. A row's numbers do not depend on its neighbours.
 //
+// Primitives for adapters beside a layer of the caller's (whet.MicroLoRA, whet.lora_*). The engine does not run them:
+// its adapters have any rank, and are products of packed weights (linear.h).
+//
 // Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1.
+#pragma once
+#include "simd/dot.h"
+#include "simd/math.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 constexpr size_t kLoraPiece = 512;  // columns whose part of A or B stays in the first-level cache for all rows
 constexpr size_t kLoraSumRows = 32;
@@ -240,3 +250,6 @@ void lora_outer_bf16(size_t rank, const float* hidden, const uint16_t* x, ptrdif
     WHET_LORA_RANKS(lora_outer, hidden, x, x_stride, rows, n, scale, grad, grad_stride)
 }
 #undef WHET_LORA_RANKS
+
+}  // namespace
+}  // namespace whet::WHET_ISA

@@ -9,6 +9,13 @@
 //
 //   rms_norm_backward   dx = r (g - x r^2 mean(g x)),  dweight += dy x r,   g = dy weight,  r = 1 / sqrt(mean(x^2) +
 //   eps)
+#pragma once
+#include "kernels/rows.h"
+#include "simd/lanes.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 namespace rows {
 
@@ -153,3 +160,6 @@ WHET_NORM_BACKWARD(f32, float, float)
 WHET_NORM_BACKWARD(f32_bf16, float, uint16_t)
 WHET_NORM_BACKWARD(bf16, uint16_t, uint16_t)
 #undef WHET_NORM_BACKWARD
+
+}  // namespace
+}  // namespace whet::WHET_ISA

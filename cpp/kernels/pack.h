@@ -3,6 +3,14 @@
 // All goes through tiles: some inputs of the 16 outputs, an input's in one vector. A weight that lies row by row
 // (Linear) is transposed in registers, 16 rows by 16 inputs; of one that lies column by column (Conv1D) a vector is 16
 // neighbours. Rounding to bfloat16 is that of convert.h; bfloat16 itself passes bit by bit.
+#pragma once
+#include "kernels/panel_task.h"
+#include "simd/dot.h"
+#include "simd/lanes.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 namespace pack {
 
@@ -129,3 +137,6 @@ void pack_panel_bf16(const PanelTask& task) {
         }
     }
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

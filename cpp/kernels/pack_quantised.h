@@ -3,6 +3,13 @@
 //
 // An output has a lane of its own, and goes through the operations of quantize.cpp in their order: the same numbers, to
 // the bit. They have to be finite.
+#pragma once
+#include "kernels/pack.h"
+#include "kernels/panel_task.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 namespace pack {
 
@@ -267,3 +274,6 @@ void pack_panel_q4_k(const PanelTask& task) {
         pack::put_super_block(task, at, words, scales);
     }
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

@@ -2,6 +2,13 @@
 //
 // These kernels compute nothing of use; their rates are the ceilings that the others are held against. The caller
 // splits memory over threads and keeps the time.
+#pragma once
+#include "kernels/dispatch.h"
+#include "simd/dot.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 namespace probe {
 
@@ -127,3 +134,6 @@ size_t probe_fma_int8(const uint8_t a[64], const int8_t b[64], int32_t* sums, si
     return probe::run_chains(a, b, sums, iterations,
                              [](i32x16 sum, u8x64 x, i8x64 y) WHET_INLINE_LAMBDA { return dot_int8(sum, x, y); });
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

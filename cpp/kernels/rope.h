@@ -4,6 +4,13 @@
 // pairs element i with i + rotary_dim / 2, GPT-J element 2i with 2i + 1; `inverse` rotates back. Elements from
 // rotary_dim on stay as they are. float32 arithmetic, one rounding to nearest even on a bfloat16 store. cos_sin holds
 // rotary_dim / 2 cosines and then as many sines. The caller splits tokens over threads.
+#pragma once
+#include "simd/dot.h"
+#include "simd/math.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 namespace rope {
 
@@ -238,3 +245,6 @@ void rope_cos_sin(double position, const double* inv_freq, size_t n, double scal
         __builtin_memcpy(cos_sin + n + at, last + kStep, count * sizeof(float));
     }
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

@@ -5,6 +5,14 @@
 // By rows (w is (n, k)), lane l sums the pairs of columns l mod 16 in order, and the 16 sums are added as a tree, those
 // of 16 results at a time: for a k of some hundreds that costs as much as the products. By columns (w is (k, n)) each y
 // sums over the pairs of k in order.
+#pragma once
+#include "kernels/rows.h"
+#include "simd/dot.h"
+#include "simd/lanes.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 namespace rounded {
 
@@ -139,3 +147,6 @@ void rounded_linear_columns(const float* w, size_t ldw, size_t n, size_t k, cons
         rounded::all_inputs_by_columns<1>(w + i, ldw, k, x, ldx, m, y + i, ldy, count);
     });
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

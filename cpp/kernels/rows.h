@@ -1,5 +1,12 @@
 // A row of float32 or bfloat16, read and written as vectors of float32; its sums. The kernels that work row by row
 // (norm.h, softmax.h, activations.h) stand on these.
+#pragma once
+#include "simd/dot.h"
+#include "simd/math.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 namespace rows {
 
@@ -89,3 +96,6 @@ WHET_INLINE void sum(size_t n, double (&total)[kSums], Add add) {
 }  // namespace rows
 
 void finish_rows() { finish_streaming(); }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

@@ -4,6 +4,16 @@
 //
 // A weight is within 3e-7 (1 + |log w|) relative, is 1 at the top, and 0 where it would be below 2^-126. Sums are
 // float32 over 8 vectors and float64 beyond. The token is chosen from these by engine/sampler.cpp.
+#pragma once
+#include "kernels/rows.h"
+#include "kernels/softmax.h"
+#include "simd/compress.h"
+#include "simd/lanes.h"
+#include "simd/math.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 namespace sampling {
 
@@ -112,3 +122,6 @@ size_t gather_f32(const float* x, size_t n, float cut, float* values, int32_t* i
     });
     return found;
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

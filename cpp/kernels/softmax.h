@@ -7,6 +7,14 @@
 // with it, and sums are float64. The two terms of a log are of one sign, as the sum is 1 or more: nothing cancels. Both
 // results are within 2 ULP or so of float64's, whatever the row's length and spread. A row that holds NaN or inf, or
 // nothing but -inf, gives NaN; a -inf in a proper row gives 0 and -inf. out may be x.
+#pragma once
+#include "kernels/rows.h"
+#include "simd/activation_math.h"
+#include "simd/math.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 namespace softmax_row {
 
@@ -82,3 +90,6 @@ void softmax_f32(const float* x, size_t n, float scale, float* out) { softmax(x,
 void softmax_bf16(const uint16_t* x, size_t n, float scale, uint16_t* out) { softmax(x, n, scale, out); }
 void log_softmax_f32(const float* x, size_t n, float scale, float* out) { log_softmax(x, n, scale, out); }
 void log_softmax_bf16(const uint16_t* x, size_t n, float scale, uint16_t* out) { log_softmax(x, n, scale, out); }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

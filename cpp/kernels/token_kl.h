@@ -6,6 +6,12 @@
 // A token of zero policy probability (p = -inf) adds nothing to the first: x log x -> 0. Masked tokens add nothing
 // whatever they hold. Each kernel adds its sum to total[0] and what rounding dropped from it to total[1].
 // float32 terms are summed by fours in float32, beyond that in float64.
+#pragma once
+#include "simd/math.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 template <class T, class Term>
 WHET_INLINE void sum_over_tokens(const T* p, const T* q, const uint8_t* mask, size_t n, double total[2], Term term) {
@@ -68,3 +74,6 @@ void token_kl_schulman_f32(const float* p, const float* q, const uint8_t* mask, 
 void token_kl_schulman_f64(const double* p, const double* q, const uint8_t* mask, size_t n, double total[2]) {
     token_kl_schulman(p, q, mask, n, total);
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

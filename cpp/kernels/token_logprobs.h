@@ -9,6 +9,15 @@
 // -log1p(S / exp(z_y)), which keeps its digits when it is close to 0.
 //
 // A NaN logit, an infinite one, or a row of -inf gives NaN; a -inf token in a proper row gives -inf.
+#pragma once
+#include "kernels/rows.h"
+#include "kernels/token_sums.h"
+#include "simd/dot.h"
+#include "simd/math.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 WHET_INLINE f32x16 load_logits(const float* x) { return load(x); }
 WHET_INLINE f32x16 load_logits(const uint16_t* x) { return load_bf16(x); }
@@ -166,3 +175,6 @@ void token_logprobs_backward_bf16(const float* logits, size_t n, size_t token, d
                                   float logprob, float grad, uint16_t* out) {
     token_logprobs_backward_row(logits, n, token, temperature, lse, logprob, grad, out);
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

@@ -1,5 +1,11 @@
 // exp of a sum of two floats, and the normal distribution's tail, on vectors of float32: what softmax and the
 // activations need beyond math.h to keep their digits where an exponent is large.
+#pragma once
+#include "simd/math.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 // exp(x + low), within 1 ULP, where `low` is what x lacks: an ULP of x or less. Out of exp's range, and where it is not
 // a number, low counts for nothing.
@@ -23,3 +29,6 @@ WHET_INLINE f32x16 normal_tail(f32x16 a) {
     const f32x16 t = f32x16(1.0f) / fma(a, f32x16(0.35f), f32x16(1.0f));
     return exp(square * half, fma(a, a, -square) * half) * (t * polynomial(t, kP));
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

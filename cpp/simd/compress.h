@@ -1,6 +1,9 @@
 // Lanes picked by a mask: the mask as bits, and the picked lanes stored side by side.
-//
-// Included after vec.h inside the namespace of one instruction set (see kernels/isa_unit.cpp): no STL.
+#pragma once
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 // Bit i is set where lane i of the mask is.
 WHET_INLINE uint32_t lane_bits(i32x16 mask) {
@@ -48,3 +51,6 @@ WHET_INLINE int store_picked(float* values, int32_t* ids, f32x16 v, int32_t firs
     return n;
 #endif
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

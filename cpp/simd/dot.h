@@ -3,8 +3,11 @@
 // The int8 product is exact, and the rounding is integer arithmetic: the same bits on every instruction set. The
 // bfloat16 product has an instruction of its own on avx512bf16 (vdpbf16ps); elsewhere two fma in its order give its
 // bits, but for subnormal numbers: see dot_bf16.
-//
-// Included after math.h inside the namespace of one instruction set (see kernels/isa_unit.cpp): no STL.
+#pragma once
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 using u16x32 = Vec<uint16_t>;
 using u8x64 = Vec<uint8_t>;
@@ -169,3 +172,6 @@ WHET_INLINE i32x16 dot_int8(i32x16 sum, u8x64 a, i8x64 b) {
 #endif
     return sum;
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

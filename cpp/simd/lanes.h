@@ -3,8 +3,11 @@
 // All are butterflies over pairs of vectors: log2(16) steps, each a two-source shuffle, in an order that does not
 // depend on the register width. Nothing here reads a lane as a number but for sum_each and max_each: bits pass
 // unchanged.
-//
-// Included after vec.h inside the namespace of one instruction set (see kernels/isa_unit.cpp): no STL.
+#pragma once
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 // Swaps bit `distance` of the lane with the choice of the vector: lane i of `a` with that bit set takes lane
 // i ^ distance of `b`, and the other way round.
@@ -104,3 +107,6 @@ WHET_INLINE float sum_lanes(f32x16 v) {
 WHET_INLINE f32x16 max_lanes(f32x16 v) {
     return fold_lanes<8>(v, [](f32x16 a, f32x16 b) WHET_INLINE_LAMBDA { return max(a, b); });
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

@@ -3,6 +3,11 @@
 // Both exponentials reduce x = n ln2 + t with |t| <= ln2 / 2 (Cody & Waite: ln2 in two parts, the first short
 // enough that n times it is exact) and share one polynomial q(t) = (exp(t) - 1 - t) / t^2, minimax in relative
 // error (Remez): 1.2e-7 in float32, 2.8e-18 in float64.
+#pragma once
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
 
 template <class T>
 struct ExpConstants;
@@ -137,3 +142,6 @@ struct ExactSum {
         total[1] += dropped;
     }
 };
+
+}  // namespace
+}  // namespace whet::WHET_ISA

@@ -5,8 +5,21 @@
 // scaling by a power of two, masked loads) are intrinsics, and stand here alone. Every operation is
 // correctly rounded or exact, and lanes combine in an order that does not depend on the register width:
 // all instruction sets give the same bits.
-//
-// Included inside the namespace of one instruction set (see kernels/isa_unit.cpp): no STL, no weak symbols.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#ifndef WHET_ISA  // in an editor
+#define WHET_ISA scalar
+#endif
+
+namespace whet::WHET_ISA {
+namespace {
 
 #if defined(__AVX512F__)
 constexpr int kNativeBytes = 64;
@@ -563,3 +576,6 @@ WHET_INLINE f32x16 to_f32(i32x16 x) {
     WHET_EACH_PART(p) y.part[p] = __builtin_convertvector(x.part[p], f32x16::Native);
     return y;
 }
+
+}  // namespace
+}  // namespace whet::WHET_ISA

@@ -5,20 +5,15 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
 
 #include "kernels/dispatch.h"
+#include "simd/dot.h"
+#include "simd/math.h"
+#include "simd/vec.h"
+
+using namespace whet::WHET_ISA;
 
 namespace {
-#include "simd/vec.h"
-//
-#include "simd/math.h"
-//
-#include "simd/dot.h"
 
 int failures = 0;
 

@@ -1,6 +1,6 @@
-// The kernels of a training step without Python, on heap buffers of exactly their size: what the sanitizers see while
-// they run, and numbers against plain loops in double. Exit code 77: the instruction set in WHET_ISA is not on this
-// machine.
+// A training step without Python, its kernels and the functions that split them over the pool, on heap buffers of
+// exactly their size: what the sanitizers see while they run, and numbers against plain loops in double. Exit code 77:
+// the instruction set in WHET_ISA is not on this machine.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -8,7 +8,11 @@
 #include <stdexcept>
 #include <vector>
 
+#include "engine/attention.h"
+#include "engine/training.h"
+#include "engine/training_attention.h"
 #include "kernels/dispatch.h"
+#include "runtime/thread_pool.h"
 #include "tests/normal.h"
 
 using whet::kernels;
@@ -292,6 +296,122 @@ float from_bf16(uint16_t x) {
     return y;
 }
 
+// ---------------------------------------------------------------- over the pool
+
+constexpr size_t kHeads = 4, kKvHeads = 2, kHeadDim = 32;
+
+struct Packed {
+    std::vector<int64_t> q_offsets, k_offsets, key_rows;
+    std::vector<float> q, k, v, grad;  // (tokens, heads, head_dim)
+};
+struct PackedResult {
+    std::vector<float> out, grad_q, grad_k, grad_v;
+};
+
+PackedResult forward_and_backward(const Packed& x) {
+    const size_t tokens = x.q.size() / (kHeads * kHeadDim);
+    PackedResult y{std::vector<float>(x.q.size()), std::vector<float>(x.q.size()), std::vector<float>(x.k.size()),
+                   std::vector<float>(x.k.size())};
+    std::vector<float> lse(tokens * kHeads);
+    std::vector<int64_t> reader_offsets(1, 0), readers;
+    for (size_t token = 0; token < tokens; ++token) {
+        for (size_t i = 0; i < x.key_rows.size(); ++i) {
+            if (x.key_rows[i] == static_cast<int64_t>(token)) readers.push_back(static_cast<int64_t>(i));
+        }
+        reader_offsets.push_back(static_cast<int64_t>(readers.size()));
+    }
+    whet::TrainingAttention a;
+    a.n_tokens = static_cast<int64_t>(tokens), a.n_heads = kHeads, a.n_kv_heads = kKvHeads, a.head_dim = kHeadDim;
+    a.n_sequences = static_cast<int64_t>(x.q_offsets.size()) - 1;
+    a.q_offsets = x.q_offsets.data(), a.k_offsets = x.k_offsets.data(), a.key_rows = x.key_rows.data();
+    a.window = whet::kNoWindow, a.scale = 0.2;
+    a.q = {x.q.data(), kHeads * kHeadDim, kHeadDim};
+    a.k = {x.k.data(), kKvHeads * kHeadDim, kHeadDim}, a.v = {x.v.data(), kKvHeads * kHeadDim, kHeadDim};
+    a.out = y.out.data(), a.lse = lse.data();
+    whet::attention_forward(a);
+    whet::attention_backward(a, {.out = x.grad.data(),
+                                 .q = y.grad_q.data(),
+                                 .k = y.grad_k.data(),
+                                 .v = y.grad_v.data(),
+                                 .reader_offsets = reader_offsets.data(),
+                                 .readers = readers.data()});
+    return y;
+}
+
+// A prompt that two completions share, laid once, against each sequence of its own: the same bits of the result, and
+// gradients of the prompt that are sums over its sequences.
+void test_shared_prompt(size_t n_prompt, size_t n_first, size_t n_second) {
+    const size_t tokens = n_prompt + n_first + n_second, q_row = kHeads * kHeadDim, k_row = kKvHeads * kHeadDim;
+    const size_t starts[] = {0, n_prompt, n_prompt + n_first, tokens};
+    Packed all{{0},
+               {0},
+               {},
+               normal(tokens * q_row, 1),
+               normal(tokens * k_row, 2),
+               normal(tokens * k_row, 3),
+               normal(tokens * q_row, 4)};
+    std::vector<float> right_out(tokens * q_row);
+    std::vector<double> right_q(tokens * q_row), right_k(tokens * k_row), right_v(tokens * k_row);
+    for (size_t s = 0; s < 3; ++s) {
+        std::vector<size_t> rows;  // the sequence's tokens: the prompt's, and its own
+        for (size_t token = 0; s > 0 && token < n_prompt; ++token) rows.push_back(token);
+        const size_t first = rows.size();
+        for (size_t token = starts[s]; token < starts[s + 1]; ++token) rows.push_back(token);
+        all.key_rows.insert(all.key_rows.end(), rows.begin(), rows.end());
+        all.q_offsets.push_back(static_cast<int64_t>(starts[s + 1]));
+        all.k_offsets.push_back(static_cast<int64_t>(all.key_rows.size()));
+        const auto n = static_cast<int64_t>(rows.size());
+        Packed own{{0, n}, {0, n}, {}, {}, {}, {}, std::vector<float>(rows.size() * q_row)};
+        for (size_t i = 0; i < rows.size(); ++i) {
+            own.key_rows.push_back(static_cast<int64_t>(i));
+            const auto take = [&](const std::vector<float>& from, size_t width, std::vector<float>& to) {
+                to.insert(to.end(), &from[rows[i] * width], &from[rows[i] * width] + width);
+            };
+            take(all.q, q_row, own.q), take(all.k, k_row, own.k), take(all.v, k_row, own.v);
+            for (size_t c = 0; i >= first && c < q_row; ++c) own.grad[i * q_row + c] = all.grad[rows[i] * q_row + c];
+        }
+        const PackedResult y = forward_and_backward(own);
+        for (size_t i = 0; i < rows.size(); ++i) {
+            for (size_t c = 0; i >= first && c < q_row; ++c) {
+                right_out[rows[i] * q_row + c] = y.out[i * q_row + c];
+                right_q[rows[i] * q_row + c] = y.grad_q[i * q_row + c];
+            }
+            for (size_t c = 0; c < k_row; ++c) {
+                right_k[rows[i] * k_row + c] += y.grad_k[i * k_row + c];
+                right_v[rows[i] * k_row + c] += y.grad_v[i * k_row + c];
+            }
+        }
+    }
+    whet::set_num_threads(1);
+    const PackedResult one = forward_and_backward(all);
+    whet::set_num_threads(3);
+    const PackedResult three = forward_and_backward(all);
+    if (one.out != right_out || one.out != three.out || one.grad_q != three.grad_q || one.grad_k != three.grad_k ||
+        one.grad_v != three.grad_v) {
+        std::printf("packed attention, %zu tokens: other bits\n", tokens), ++failures;
+    }
+    expect_close("packed attention, grad q", tokens, one.grad_q, right_q, 1e-5);
+    expect_close("packed attention, grad k", tokens, one.grad_k, right_k, 1e-5);
+    expect_close("packed attention, grad v", tokens, one.grad_v, right_v, 1e-5);
+}
+
+// The first steps of AdamW on a constant gradient are of the size of the learning rate, whatever beta1 and beta2.
+void test_bias_correction(size_t n) {
+    std::vector<float> p(n, 1.0f), m(n), v(n);
+    const std::vector<float> grad(n, -0.25f);
+    for (int t = 1; t <= 3; ++t) {
+        whet::adamw({.lr = 0.125,
+                     .beta1 = 0.9,
+                     .beta2 = 0.999,
+                     .eps = 0.0,
+                     .weight_decay = 0.0,
+                     .t = double(t),
+                     .grad_scale = 2.0},
+                    n, p.data(), grad.data(), m.data(), v.data(), nullptr);
+        expect_close("adamw, bias correction", n, p, std::vector<double>(n, 1.0 + 0.125 * t), 1e-6);
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -320,6 +440,9 @@ int main() {
         test_attention<uint16_t>("attention_bf16", shape, kernels().attention_bf16, kernels().attention_backward_bf16,
                                  2e-2, to_bf16, from_bf16);
     }
+    test_shared_prompt(1, 1, 2);
+    test_shared_prompt(70, 5, 90);
+    test_bias_correction(200000);
     std::printf("%s\n", failures == 0 ? "ok" : "failed");
     return failures == 0 ? 0 : 1;
 }

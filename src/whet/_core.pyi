@@ -1,6 +1,32 @@
 """The native core. Functions return NotImplemented where an argument is not the plain case (see whet.ops.inputs)."""
 
-from typing import Any
+import enum
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+class Scale(enum.Enum):
+    GROUP = ...
+    BATCH = ...
+    NONE = ...
+
+class Activation(enum.Enum):
+    SILU = ...
+    GELU = ...
+    GELU_TANH = ...
+
+class Source(enum.Enum):
+    FLOAT32 = ...
+    BFLOAT16 = ...
+    FLOAT16 = ...
+    PACKED = ...
+
+class Target(enum.Enum):
+    QKV = ...
+    O = ...
+    UP = ...
+    DOWN = ...
 
 def isa() -> str: ...
 def build_info() -> dict[str, str]: ...
@@ -20,7 +46,8 @@ def set_num_threads(n: int, /) -> None: ...
 def borrow_threads(fork: int, /) -> None: ...
 def token_kl(policy: Any, ref: Any, mask: Any, schulman: bool, float32_only: bool, /) -> Any: ...
 def batch_token_kl(policy: Any, ref: Any, seq_len: Any, mask: Any, schulman: bool, float32_only: bool, /) -> Any: ...
-def group_advantages(rewards: Any, group_size: Any, scale: int, ddof: float, eps: float, /) -> Any: ...
+def group_advantages(rewards: Any, group_size: Any, scale: Scale, ddof: float, eps: float, /) -> Any: ...
+def plain_group_advantages_first(function: _Function, /) -> _Function: ...
 def token_logprobs(logits: Any, token_ids: int, temperature: float, with_entropy: bool, /) -> Any: ...
 def gae(rewards: Any, values: Any, dones: Any, last_value: Any, gamma: float, lam: float, /) -> Any: ...
 def pack_sequences(lengths: int, n: int, max_length: int, /) -> list[list[int]]: ...
@@ -29,7 +56,7 @@ class PackedWeight:
     size_bytes: int
     def __init__(self, format: int, n: int, k: int, /) -> None: ...
     def pack_rows(
-        self, first: int, count: int, rows: int, source: int, row_stride: int, column_stride: int, /
+        self, first: int, count: int, *, rows: int, source: Source, row_stride: int, column_stride: int
     ) -> None: ...
     def row(self, i: int, out: int, /) -> None: ...
     def unpack(self, rows: int, row_stride: int, /) -> None: ...
@@ -47,7 +74,7 @@ def lora_batch(x: Any, y: Any, a: Any, b: Any, offsets: Any, scales: Any, index:
 def rms_norm(x: Any, weight: Any, eps: float, residual: Any, out: Any, /) -> Any: ...
 def layer_norm(x: Any, weight: Any, bias: Any, eps: float, residual: Any, out: Any, /) -> Any: ...
 def softmax(x: Any, scale: float, log: bool, out: Any, /) -> Any: ...
-def activation(x: Any, kind: int, out: Any, /) -> Any: ...
+def activation(x: Any, kind: Activation, out: Any, /) -> Any: ...
 def swiglu(gate: Any, up: Any, out: Any, /) -> Any: ...
 def kv_append(cache: Any, new: Any, positions: Any, /) -> Any: ...
 def kv_gather(cache: Any, rows: Any, lengths: Any, out: Any, /) -> Any: ...
@@ -74,6 +101,7 @@ def decode_attention(q: Any, k_cache: Any, v_cache: Any, lengths: Any, scale: An
 def draw_tokens(
     logits: Any,
     uniforms: Any,
+    *,
     temperature: float,
     top_k: int,
     top_p: float,
@@ -86,15 +114,25 @@ def token_uniforms(seed: int, prompt: int, sample: int, n: int) -> Any: ...
 
 class Engine:
     def __init__(
-        self, config: dict[str, Any], slots: Any, kv_bytes: int, max_batch: int, chunk: int, bf16_cache: bool
+        self, config: dict[str, Any], slots: Any, *, kv_bytes: int, max_batch: int, chunk: int, bf16_cache: bool
     ) -> None: ...
     def load(
-        self, slot: str, first: int, n: int, k: int, address: int, source: int, row_stride: int, column_stride: int
+        self,
+        slot: str,
+        *,
+        first: int,
+        n: int,
+        k: int,
+        address: int,
+        source: Source,
+        row_stride: int,
+        column_stride: int,
     ) -> None: ...
     def load_vector(self, slot: str, first: int, values: Any) -> None: ...
     def add_prompt(
         self,
         session: int,
+        *,
         tokens: Any,
         n: int,
         max_new_tokens: int,
@@ -113,6 +151,7 @@ class Engine:
     def add_score(
         self,
         session: int,
+        *,
         tokens: Any,
         score_from: int,
         temperature: float,
@@ -131,51 +170,30 @@ class Engine:
     def memory(self) -> dict[str, int]: ...
 
 def checksum(address: int, rows: int, row_bytes: int, stride: int) -> int: ...
-def keep_memory() -> None: ...
-def refresh_bf16(weight: int, n: int, copy: int) -> bool: ...
-def rounded_linear(by_columns: bool, weight: int, n: int, k: int, x: int, m: int, bias: int, out: int) -> None: ...
-def rms_norm_to_bf16(x: int, weight: int, rows: int, n: int, eps: float, out: int, /) -> None: ...
-def rms_norm_backward(
-    x_bf16: bool,
-    grad_bf16: bool,
-    x: int,
-    weight: int,
-    grad: int,
-    rows: int,
-    n: int,
-    eps: float,
-    grad_x: int,
-    grad_weight: int,
-    /,
-) -> None: ...
-def swiglu_backward(bf16: bool, gate: int, up: int, grad: int, n: int, grad_gate: int, grad_up: int, /) -> None: ...
+def keep_freed_memory() -> None: ...
+
+# Of a training step. Arrays are contiguous tensors on the CPU, without gradient; their dtypes are checked.
+def refresh_bf16(weight: Any, copy: Any) -> bool: ...
+def rounded_linear(x: Any, weight: Any, *, by_columns: bool, bias: Any, out: Any) -> None: ...
+def rms_norm_to_bf16(x: Any, weight: Any, eps: float, out: Any) -> None: ...
+def rms_norm_backward(*, x: Any, weight: Any, grad: Any, eps: float, grad_x: Any, grad_weight: Any) -> None: ...
+def swiglu_backward(*, gate: Any, up: Any, grad: Any, grad_gate: Any, grad_up: Any) -> None: ...
 
 class TokenLogprobs:
-    def __init__(self, tokens: int, rows: int, temperature: float, with_entropy: bool, /) -> None: ...
-    def add(self, logits: int, first_row: int, rows: int, first: int, n: int, /) -> None: ...
-    def end(self, logprobs: int, lse: int, entropy: int, /) -> None: ...
+    def __init__(self, tokens: Any, temperature: float, with_entropy: bool) -> None: ...
+    def add(self, logits: Any, first_row: int, first_token: int) -> None: ...
+    def end(self, logprobs: Any, lse: Any, entropy: Any) -> None: ...
 
 def token_logprobs_backward(
-    out_bf16: bool,
-    logits: int,
-    rows: int,
-    n: int,
-    tokens: int,
-    first: int,
-    temperature: float,
-    lse: int,
-    logprobs: int,
-    grads: int,
-    out: int,
-    /,
+    *, logits: Any, tokens: Any, first_token: int, temperature: float, lse: Any, logprobs: Any, grads: Any, out: Any
 ) -> None: ...
 def adamw(
-    n: int,
-    p: int,
-    grad: int,
-    m: int,
-    v: int,
-    copy: int,
+    *,
+    p: Any,
+    grad: Any,
+    m: Any,
+    v: Any,
+    copy: Any,
     lr: float,
     beta1: float,
     beta2: float,
@@ -183,33 +201,24 @@ def adamw(
     weight_decay: float,
     t: float,
     grad_scale: float,
-    /,
 ) -> None: ...
 
 class TrainingAttention:
-    bf16: bool
-    n_tokens: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    n_sequences: int
-    q: int
-    k: int
-    v: int
-    out: int
-    lse: int
-    q_offsets: int
-    k_offsets: int
-    key_rows: int
-    q_token: int
-    q_head: int
-    k_token: int
-    k_head: int
-    v_token: int
-    v_head: int
-    window: int
-    scale: float
+    def __init__(
+        self,
+        *,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        q_offsets: Any,
+        k_offsets: Any,
+        key_rows: Any,
+        window: int | None,
+        scale: float,
+    ) -> None: ...
     def forward(self) -> None: ...
     def backward(
-        self, grad_out: int, grad_q: int, grad_k: int, grad_v: int, reader_offsets: int, readers: int, /
+        self, *, grad_out: Any, grad_q: Any, grad_k: Any, grad_v: Any, reader_offsets: Any, readers: Any
     ) -> None: ...

@@ -26,7 +26,7 @@ def engine_with(format, n=N, k=K):
     shapes["layers.0.down"] = (k, 2)
     slots = [(s, CORE_FORMATS[format if s == "embedding" else "float32"], *shape) for s, shape in shapes.items()]
     norms = [(s, None, k, k) for s in ("layers.0.norm1.weight", "layers.0.norm2.weight", "final_norm.weight")]
-    core = _core.Engine(config, slots + norms, 1 << 20, 4, 16, False)
+    core = _core.Engine(config, slots + norms, kv_bytes=1 << 20, max_batch=4, chunk=16, bf16_cache=False)
     core.load_vector("final_norm.weight", 0, np.ones(k, np.float32))
     return core
 
@@ -36,7 +36,8 @@ def head_of(core, n=N, k=K):
     out = []
     for t in range(0, n, 9):
         core.begin_session(1, False)
-        job = core.add_score(1, np.array([t], np.int32), 1, 1.0, False, True, 0)
+        tokens = np.array([t], np.int32)
+        job = core.add_score(1, tokens=tokens, score_from=1, temperature=1.0, entropy=False, logits=True, adapter=0)
         while not core.step(job):
             pass
         out.append(core.scores(job)[2])

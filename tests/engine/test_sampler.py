@@ -255,8 +255,8 @@ def test_logits_that_are_not_proper_give_nan(settings: dict[str, Any], size: int
 
 def test_what_is_not_the_plain_case_is_not_implemented() -> None:
     x, u = np.zeros((2, 3), np.float32), np.zeros(2)
-    rest = (1.0, 0, 1.0, 0.0, 1.0)
-    assert _core.draw_tokens(x, u, *rest, None, False) is not NotImplemented
+    rest = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert _core.draw_tokens(x, u, **rest, seen=None, model_logprobs=False) is not NotImplemented
     seen = np.zeros((2, 3), bool)
     for bad in (
         (x.astype(np.float64), u, None),
@@ -267,7 +267,7 @@ def test_what_is_not_the_plain_case_is_not_implemented() -> None:
         (x, u, seen[:1]),
         (x, u, seen.astype(np.int32)),
     ):
-        assert _core.draw_tokens(bad[0], bad[1], *rest, bad[2], False) is NotImplemented
+        assert _core.draw_tokens(bad[0], bad[1], **rest, seen=bad[2], model_logprobs=False) is NotImplemented
 
 
 # ---------------------------------------------------------------- uniforms
@@ -332,7 +332,10 @@ for n_threads in (1, 3):
         for temperature in (0., 1., .6):
             for k, p, min_p in ((0, 1., 0.), (7, 1., 0.), (0, .9, 0.), (0, 1., .05), (40, .9, .05), (0, .6, .01)):
                 for penalty, model_logprobs in ((1., False), (1.2, True)):
-                    for out in _core.draw_tokens(x, u, temperature, k, p, min_p, penalty, seen, model_logprobs):
+                    for out in _core.draw_tokens(
+                        x, u, temperature=temperature, top_k=k, top_p=p, min_p=min_p, repetition_penalty=penalty,
+                        seen=seen, model_logprobs=model_logprobs,
+                    ):
                         h.update(out.tobytes())
     digests.add(h.hexdigest())
 print(*digests)

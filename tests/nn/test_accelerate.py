@@ -238,6 +238,13 @@ def test_what_does_not_fit_is_refused():
         completion_logprobs(model, [[48]], [[1]])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_converted_meanwhile_is_refused(dtype):
+    model = tiny_model("llama")
+    with accelerate(model, dtype), pytest.raises(WhetValueError, match=r"has become torch\.float64 on cpu.*remove\(\)"):
+        completion_logprobs(model.double(), [[1]], [[2, 3]])
+
+
 def test_attention_dropout_is_refused():
     model = trained("llama", attention_dropout=0.1).train()
     with accelerate(model), pytest.raises(WhetValueError, match=r"dropout is 0.1.*model\.eval\(\)"):
@@ -299,8 +306,8 @@ def mebibytes(name):
     line = next(x for x in Path("/proc/self/smaps_rollup").read_text().splitlines() if x.startswith(name))
     return int(line.split()[1]) >> 10
 
-_core.keep_memory()
-_core.keep_memory()  # by the next model
+_core.keep_freed_memory()
+_core.keep_freed_memory()  # by the next model
 before = mebibytes("Rss:")
 parts = [torch.ones(4 << 20) for _ in range(16)]  # 16 MiB each
 huge = mebibytes("AnonHugePages:")

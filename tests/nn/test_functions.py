@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from whet import _core
 from whet.nn import functions
 from whet.nn.optim import AdamW
 from whet.nn.packed import PackedBatch, pack_batch
@@ -173,3 +174,26 @@ def test_adamw():
         m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g.square()
         p = p * (1 - lr * decay) - lr * (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + eps)
     torch.testing.assert_close(parameter.detach().double(), p, rtol=0, atol=1e-6)
+
+
+def test_the_core_takes_no_tensor_that_it_would_have_to_convert():
+    """A result written to a converted copy would be lost; a float64 read as float32 would be nonsense."""
+    x, weight, copy = torch.ones(2, 8), torch.ones(8), torch.zeros(2, 8, dtype=torch.bfloat16)
+    assert _core.refresh_bf16(x, copy)
+    assert torch.equal(copy, x.bfloat16())
+    for wrong in (x.double(), torch.ones(2, 16)[:, ::2]):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            _core.refresh_bf16(wrong, copy)
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            _core.rms_norm_to_bf16(x, weight, 1e-5, wrong)
+    with pytest.raises(ValueError, match="different shapes"):
+        _core.refresh_bf16(x, copy[0])
+    with pytest.raises(ValueError, match="the readers do not fit"):
+        batch = pack_batch([[1, 2]], [[3, 4]])
+        q = torch.zeros(len(batch.input_ids), 1, 32)
+        task = _core.TrainingAttention(
+            q=q, k=q, v=q, out=q, lse=q[..., 0].contiguous(), q_offsets=batch.q_offsets, k_offsets=batch.k_offsets,
+            key_rows=batch.key_rows, window=None, scale=1.0,
+        )  # fmt: skip
+        readers = {"reader_offsets": batch.q_offsets, "readers": batch.readers}
+        task.backward(grad_out=q, grad_q=q, grad_k=q, grad_v=q, **readers)

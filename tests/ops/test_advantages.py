@@ -1,6 +1,8 @@
 """Group advantages and GAE: worked values, accuracy against exact arithmetic, unscored rewards, errors."""
 
+import inspect
 import math
+import pickle
 from fractions import Fraction
 
 import numpy as np
@@ -102,6 +104,28 @@ def test_one_group_of_a_million(dtype):
         expected.astype(np.float64),
         rtol=1e-6 if dtype == np.float32 else 1e-9,
     )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9, 16, 33])
+def test_one_group_is_a_batch_of_one_to_the_bit(size, dtype):
+    r = np.random.default_rng(size).normal(size=size).astype(dtype)
+    unscored = np.where(np.arange(size) % 3 == 1, np.nan, r).astype(dtype)
+    for rewards in (r, unscored, r[::-1]):
+        one, batch = whet.compute_group_advantages(rewards), whet.compute_batch_group_advantages(rewards[None])[0]
+        assert one.dtype == dtype
+        assert one.tobytes() == batch.tobytes() == whet.compute_group_advantages(rewards=rewards).tobytes()
+
+
+def test_one_groups_function_presents_itself_as_what_it_is():
+    function = whet.compute_group_advantages
+    assert str(inspect.signature(function)) == "(rewards, *, scale='group', ddof=0, eps=None)"
+    assert inspect.getdoc(function).startswith("Advantages of one group: ")
+    assert (function.__module__, function.__name__) == ("whet.ops.advantages", "compute_group_advantages")
+    assert pickle.loads(pickle.dumps(function)) is function
+    for call in (lambda: function(), lambda: function([1.0], 2), lambda: function([1.0], std=1)):
+        with pytest.raises(TypeError, match=r"compute_group_advantages\(\)"):
+            call()
 
 
 def test_infinite_reward_spoils_its_group_alone():

@@ -118,15 +118,14 @@ public:
 
     // Names come as const char*: nanobind ends the process where it makes a std::string of one and finds no memory.
     // Rows of a matrix at an address; strides in elements, in bytes where they are the format's own.
-    void load(const char* slot, size_t first, size_t n, size_t k, uintptr_t address, int source, ptrdiff_t row_stride,
-              ptrdiff_t column_stride) {
+    void load(const char* slot, size_t first, size_t n, size_t k, uintptr_t address, Source source,
+              ptrdiff_t row_stride, ptrdiff_t column_stride) {
         const Turn turn(lock_);
         PackedWeight& to = model_.weights().matrix(slot);
-        const size_t width = static_cast<Source>(source) == Source::kPacked ? to.format().row_bytes(to.k()) : to.k();
+        const size_t width = source == Source::kPacked ? to.format().row_bytes(to.k()) : to.k();
         if (first + n > to.n() || k != width) throw std::invalid_argument("rows of another shape");
         const nb::gil_scoped_release release;
-        to.pack_rows(first, n, reinterpret_cast<const void*>(address), static_cast<Source>(source), row_stride,
-                     column_stride);
+        to.pack_rows(first, n, reinterpret_cast<const void*>(address), source, row_stride, column_stride);
     }
 
     void load_vector(const char* slot, size_t first, nb::handle values) {
@@ -225,16 +224,16 @@ public:
         auto adapter = std::make_unique<Adapter>(model_.config().n_layers);
         for (nb::handle part : parts) {
             const auto one = nb::cast<nb::tuple>(part);
-            const auto layer = nb::cast<size_t>(one[0]), target = nb::cast<size_t>(one[1]);
+            const auto layer = nb::cast<size_t>(one[0]);
+            const auto target = nb::cast<Target>(one[1]);
             const auto first_row = nb::cast<size_t>(one[2]);
             LowRank low{first_row, packed(one[3]), packed(one[4])};
-            if (layer >= adapter->layers.size() || target >= kTargets || low.a->n() != low.b->k() ||
-                low.a->k() != inputs(static_cast<Target>(target)) ||
-                first_row + low.b->n() > outputs(static_cast<Target>(target))) {
+            if (layer >= adapter->layers.size() || low.a->n() != low.b->k() || low.a->k() != inputs(target) ||
+                first_row + low.b->n() > outputs(target)) {
                 throw std::invalid_argument("an adapter of other shapes than its matrix");
             }
             adapter->max_rank = std::max(adapter->max_rank, low.a->n());
-            adapter->layers[layer][target].push_back(std::move(low));
+            adapter->layers[layer][static_cast<size_t>(target)].push_back(std::move(low));
         }
         scheduler_.add_adapter(id, std::move(adapter));
     }
@@ -320,12 +319,24 @@ uint64_t checksum_of_rows(uintptr_t address, size_t rows, size_t row_bytes, ptrd
 
 void bind_engine(nb::module_& m) {
     m.def("checksum", &checksum_of_rows);
+    using nb::arg;
+    nb::enum_<Target>(m, "Target")
+        .value("QKV", Target::kQkv)
+        .value("O", Target::kO)
+        .value("UP", Target::kUp)
+        .value("DOWN", Target::kDown);
     nb::class_<EngineObject>(m, "Engine")
-        .def(nb::init<const nb::dict&, const nb::sequence&, size_t, size_t, size_t, bool>())
-        .def("load", &EngineObject::load)
+        .def(nb::init<const nb::dict&, const nb::sequence&, size_t, size_t, size_t, bool>(), arg("config"),
+             arg("slots"), nb::kw_only(), arg("kv_bytes"), arg("max_batch"), arg("chunk"), arg("bf16_cache"))
+        .def("load", &EngineObject::load, arg("slot"), nb::kw_only(), arg("first"), arg("n"), arg("k"), arg("address"),
+             arg("source"), arg("row_stride"), arg("column_stride"))
         .def("load_vector", &EngineObject::load_vector)
-        .def("add_prompt", &EngineObject::add_prompt)
-        .def("add_score", &EngineObject::add_score)
+        .def("add_prompt", &EngineObject::add_prompt, arg("session"), nb::kw_only(), arg("tokens"), arg("n"),
+             arg("max_new_tokens"), arg("stop_tokens"), arg("seed"), arg("prompt_index"), arg("first_sample"),
+             arg("adapter"), arg("temperature"), arg("top_k"), arg("top_p"), arg("min_p"), arg("repetition_penalty"),
+             arg("model_logprobs"))
+        .def("add_score", &EngineObject::add_score, arg("session"), nb::kw_only(), arg("tokens"), arg("score_from"),
+             arg("temperature"), arg("entropy"), arg("logits"), arg("adapter"))
         .def("add_adapter", &EngineObject::add_adapter)
         .def("remove_adapter", &EngineObject::remove_adapter)
         .def("step", &EngineObject::step)

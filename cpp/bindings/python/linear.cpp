@@ -45,11 +45,10 @@ struct PackedObject {
     PackedWeight weight;
 
     // Rows of numbers at an address with strides in elements, or in the format's own layout with strides in bytes.
-    void pack_rows(size_t first, size_t count, uintptr_t rows, int source, ptrdiff_t row_stride,
+    void pack_rows(size_t first, size_t count, uintptr_t rows, Source source, ptrdiff_t row_stride,
                    ptrdiff_t column_stride) {
         const nb::gil_scoped_release release;
-        weight.pack_rows(first, count, reinterpret_cast<const void*>(rows), static_cast<Source>(source), row_stride,
-                         column_stride);
+        weight.pack_rows(first, count, reinterpret_cast<const void*>(rows), source, row_stride, column_stride);
     }
 };
 
@@ -164,12 +163,18 @@ nb::object gemv_call(nb::handle a_object, nb::handle x_object, nb::handle out_ob
 }  // namespace
 
 void bind_linear(nb::module_& m) {
+    nb::enum_<Source>(m, "Source")
+        .value("FLOAT32", Source::kFloat32)
+        .value("BFLOAT16", Source::kBFloat16)
+        .value("FLOAT16", Source::kFloat16)
+        .value("PACKED", Source::kPacked);
     nb::class_<PackedObject>(m, "PackedWeight")
         .def("__init__",
              [](PackedObject* self, int format, size_t n, size_t k) {
                  new (self) PackedObject{PackedWeight(static_cast<WeightFormat>(format), n, k)};
              })
-        .def("pack_rows", &PackedObject::pack_rows)
+        .def("pack_rows", &PackedObject::pack_rows, nb::arg("first"), nb::arg("count"), nb::kw_only(), nb::arg("rows"),
+             nb::arg("source"), nb::arg("row_stride"), nb::arg("column_stride"))
         .def("row", [](const PackedObject& self, size_t i,
                        uintptr_t out) { self.weight.row(i, reinterpret_cast<float*>(out)); })
         .def("unpack",

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "arrays.h"
+#include "gil.h"
 #include "kernels/dispatch.h"
 #include "row_arrays.h"
-#include "runtime/thread_pool.h"
 
 namespace nb = nanobind;
 
@@ -21,16 +21,6 @@ namespace whet {
 namespace {
 
 constexpr size_t kMaxRank = 8, kRowsPerTask = 4, kColumnsPerTask = 512;
-
-template <class F>
-void for_each(size_t n, double work, F&& body) {
-    if (n < 2 || !is_worth_threads(work)) {
-        for (size_t i = 0; i < n; ++i) body(i);
-        return;
-    }
-    const nb::gil_scoped_release release;
-    parallel_for(n, body);
-}
 
 // Rows (..., columns) at one distance from each other.
 struct Rows {

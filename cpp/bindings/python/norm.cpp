@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "arrays.h"
+#include "engine/config.h"
 #include "kernels/dispatch.h"
 #include "row_arrays.h"
 
@@ -194,9 +195,7 @@ void each_piece(const Rows& rows, bool contiguous, bool streaming, F&& body) {
     });
 }
 
-enum class Activation { kSilu, kGelu, kGeluTanh };
-
-nb::object activation(nb::handle x_object, int kind, nb::handle out_object) {
+nb::object activation(nb::handle x_object, Activation kind, nb::handle out_object) {
     Array x, out;
     Rows x_rows, out_rows;
     nb::object result;
@@ -213,7 +212,7 @@ nb::object activation(nb::handle x_object, int kind, nb::handle out_object) {
     };
     const Kernels& k = kernels();
     const bool wide = x.dtype == DType::kFloat32;
-    switch (static_cast<Activation>(kind)) {
+    switch (kind) {
         case Activation::kSilu:
             wide ? run(k.silu_f32) : run(k.silu_bf16);
             break;
@@ -263,6 +262,10 @@ nb::object swiglu(nb::handle gate_object, nb::handle up_object, nb::handle out_o
 
 void bind_norm(nb::module_& m) {
     using nb::arg;
+    nb::enum_<Activation>(m, "Activation")
+        .value("SILU", Activation::kSilu)
+        .value("GELU", Activation::kGelu)
+        .value("GELU_TANH", Activation::kGeluTanh);
     m.def("rms_norm", &rms_norm, arg(), arg().none(), arg(), arg().none(), arg().none());
     m.def("layer_norm", &layer_norm, arg(), arg().none(), arg().none(), arg(), arg().none(), arg().none());
     m.def("softmax", &softmax, arg(), arg(), arg(), arg().none());

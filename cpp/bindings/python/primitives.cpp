@@ -10,12 +10,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <vector>
 
 #include "arrays.h"
+#include "gil.h"
 #include "kernels/dispatch.h"
 #include "runtime/packing.h"
-#include "runtime/thread_pool.h"
 
 namespace nb = nanobind;
 
@@ -29,17 +30,6 @@ nb::object float_array(DType dtype, Py_ssize_t n, Py_ssize_t columns, bool as_to
     if (array != nullptr && as_torch) array = to_torch(array);
     if (array == nullptr) nb::raise_python_error();
     return nb::steal(array);
-}
-
-// Runs body(i) for i in [0, n), over the pool and without the GIL where the work is worth it.
-template <class F>
-void for_each(size_t n, double work, F&& body) {
-    if (n < 2 || !is_worth_threads(work)) {
-        for (size_t i = 0; i < n; ++i) body(i);
-        return;
-    }
-    const nb::gil_scoped_release release;
-    parallel_for(n, body);
 }
 
 bool optional_size(nb::handle object, Py_ssize_t& size) {
@@ -184,16 +174,13 @@ void group_advantages_rows(Advantages advantages, Deviation deviation, const T* 
              });
 }
 
-// group_size True: the rewards are one group; False: their rows are groups.
-nb::object group_advantages(nb::handle rewards, nb::handle group_size, int scale, double ddof, double eps) {
+// group_size False: the rows of the rewards are groups.
+nb::object group_advantages(nb::handle rewards, nb::handle group_size, Scale scale, double ddof, double eps) {
     Array r;
     Py_ssize_t size = 0, rows = 1, columns = 0;
     if (!view(rewards.ptr(), r) || !r.is_float() || r.size() == 0) return not_implemented();
-    if (group_size.ptr() == Py_True) {
-        if (r.ndim != 1) return not_implemented();
-        columns = r.shape[0];
-    } else if ((group_size.ptr() != Py_False && !optional_size(group_size, size)) ||
-               !rows_and_columns(r, size, rows, columns)) {
+    if ((group_size.ptr() != Py_False && !optional_size(group_size, size)) ||
+        !rows_and_columns(r, size, rows, columns)) {
         return not_implemented();
     }
     void* data = nullptr;
@@ -201,13 +188,69 @@ nb::object group_advantages(nb::handle rewards, nb::handle group_size, int scale
     const Kernels& k = kernels();
     const auto n_groups = static_cast<size_t>(rows), per_group = static_cast<size_t>(columns);
     if (r.dtype == DType::kFloat32) {
-        group_advantages_rows(k.group_advantages_f32, k.batch_deviation_f32, r.as<float>(), n_groups, per_group,
-                              static_cast<Scale>(scale), ddof, eps, static_cast<float*>(data));
+        group_advantages_rows(k.group_advantages_f32, k.batch_deviation_f32, r.as<float>(), n_groups, per_group, scale,
+                              ddof, eps, static_cast<float*>(data));
     } else {
-        group_advantages_rows(k.group_advantages_f64, k.batch_deviation_f64, r.as<double>(), n_groups, per_group,
-                              static_cast<Scale>(scale), ddof, eps, static_cast<double*>(data));
+        group_advantages_rows(k.group_advantages_f64, k.batch_deviation_f64, r.as<double>(), n_groups, per_group, scale,
+                              ddof, eps, static_cast<double*>(data));
     }
     return out;
+}
+
+// The same for rewards (G,) and the default settings.
+PyObject* one_group_advantages(PyObject* rewards) noexcept {
+    Array r;
+    if (!view(rewards, r) || r.ndim != 1 || !r.is_float() || r.shape[0] == 0) Py_RETURN_NOTIMPLEMENTED;
+    void* data = nullptr;
+    PyObject* out = new_array(r.dtype, r.shape[0], -1, &data);
+    if (out != nullptr && r.is_torch) out = to_torch(out);
+    if (out == nullptr) return nullptr;
+    constexpr double kDdof = 0.0, kNoEps = -1.0, kNoBatchScale = __builtin_nan("");
+    const auto n = static_cast<size_t>(r.shape[0]);
+    try {
+        if (r.dtype == DType::kFloat32) {
+            kernels().group_advantages_f32(r.as<float>(), 1, n, kDdof, kNoEps, kNoBatchScale,
+                                           static_cast<float*>(data));
+        } else {
+            kernels().group_advantages_f64(r.as<double>(), 1, n, kDdof, kNoEps, kNoBatchScale,
+                                           static_cast<double*>(data));
+        }
+    } catch (const std::exception& error) {  // WHET_ISA names no instruction set
+        Py_DECREF(out);
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+        return nullptr;
+    }
+    return out;
+}
+
+// The Python function compute_group_advantages, and a C function of its name that answers the plain call, f(rewards),
+// itself and hands on every other: loops call it once a group, where a Python frame would take as long as the rest.
+PyObject* general_group_advantages = nullptr;
+
+PyObject* call_group_advantages(PyObject*, PyObject* const* args, Py_ssize_t n_args, PyObject* names) noexcept {
+    if (n_args == 1 && names == nullptr) {
+        PyObject* result = one_group_advantages(args[0]);
+        if (result != Py_NotImplemented) return result;
+        Py_DECREF(result);
+    }
+    return PyObject_Vectorcall(general_group_advantages, args, static_cast<size_t>(n_args), names);
+}
+
+nb::object plain_group_advantages_first(nb::object function) {
+    // As inspect.signature reads a C function's: name(parameters), a line of dashes, the docstring.
+    static const std::string name = nb::cast<std::string>(function.attr("__name__"));
+    static std::string doc = name + "(rewards, *";
+    for (auto [option, value] : nb::cast<nb::dict>(function.attr("__kwdefaults__"))) {
+        doc += ", " + nb::cast<std::string>(option) + "=" + nb::cast<std::string>(nb::repr(value));
+    }
+    doc += ")\n--\n\n" + nb::cast<std::string>(function.attr("__doc__"));
+    // By way of void(*)(), as CPython does it: GCC warns of the direct cast.
+    const auto call = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_group_advantages));
+    static PyMethodDef definition = {name.c_str(), call, METH_FASTCALL | METH_KEYWORDS, doc.c_str()};
+    general_group_advantages = nb::object(function).release().ptr();
+    const nb::object module_name = function.attr("__module__"), module = nb::module_::import_(module_name);
+    // Of its module, as pickle looks functions up.
+    return nb::steal(PyCFunction_NewEx(&definition, module.ptr(), module_name.ptr()));
 }
 
 // ---------------------------------------------------------------- log-probabilities
@@ -315,9 +358,14 @@ nb::object pack(uintptr_t lengths, int64_t n, int64_t max_length) {
 // What takes no None has no named arguments either: nanobind calls it in its quickest way.
 void bind_primitives(nb::module_& m) {
     using nb::arg;
+    nb::enum_<Scale>(m, "Scale")
+        .value("GROUP", Scale::kGroup)
+        .value("BATCH", Scale::kBatch)
+        .value("NONE", Scale::kNone);
     m.def("token_kl", &token_kl, arg(), arg(), arg().none(), arg(), arg());
     m.def("batch_token_kl", &batch_token_kl, arg(), arg(), arg().none(), arg().none(), arg(), arg());
     m.def("group_advantages", &group_advantages);
+    m.def("plain_group_advantages_first", &plain_group_advantages_first);
     m.def("token_logprobs", &token_logprobs);
     m.def("gae", &gae, arg(), arg(), arg(), arg().none(), arg(), arg());
     m.def("pack_sequences", &pack);

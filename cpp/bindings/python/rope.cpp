@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "arrays.h"
+#include "gil.h"
 #include "kernels/dispatch.h"
-#include "runtime/thread_pool.h"
 
 namespace nb = nanobind;
 
@@ -100,13 +100,7 @@ constexpr size_t kTaskElements = 32768;
 template <class Body>
 void for_tokens(size_t tokens, size_t elements_per_token, double work, Body&& body) {
     const size_t step = std::max<size_t>(1, kTaskElements / std::max<size_t>(1, elements_per_token));
-    if (tokens <= step || !is_worth_threads(work)) {
-        body(size_t{0}, tokens);
-        return;
-    }
-    const nb::gil_scoped_release release;
-    auto task = [&](size_t i) { body(i * step, std::min(tokens, (i + 1) * step)); };
-    parallel_for((tokens + step - 1) / step, task);
+    split(tokens, step, work, body);
 }
 
 struct Rope {

@@ -7,7 +7,7 @@
 #include <cstddef>
 
 #include "arrays.h"
-#include "runtime/thread_pool.h"
+#include "gil.h"
 
 namespace whet {
 
@@ -77,21 +77,6 @@ inline bool overlap(const Array& a, const Array& b, size_t item_size) { return o
 // Whether a and b are the same elements in the same places.
 inline bool same_place(const Array& a, const Array& b) {
     return a.data == b.data && equal_shapes(a, b) && std::equal(a.stride, a.stride + a.ndim, b.stride);
-}
-
-// body(begin, end) for pieces of [0, count), each of `per_task` or fewer. `work`: nanoseconds on one core, roughly;
-// below kWorthThreads a second thread costs more than it saves, and giving up the GIL too.
-template <class F>
-void split(size_t count, size_t per_task, double work, F&& body) {
-    constexpr double kWorthThreads = 4000.0;
-    if (count == 0) return;
-    if (work < kWorthThreads) {
-        body(size_t{0}, count);
-        return;
-    }
-    const nanobind::gil_scoped_release release;
-    auto task = [&](size_t i) { body(i * per_task, std::min(count, (i + 1) * per_task)); };
-    parallel_for((count + per_task - 1) / per_task, task);
 }
 
 }  // namespace whet

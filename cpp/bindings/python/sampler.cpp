@@ -94,8 +94,8 @@ nb::object token_uniforms(uint64_t seed, uint64_t prompt, uint64_t sample, size_
 }  // namespace
 
 void bind_sampler(nb::module_& m) {
-    m.def("draw_tokens", &draw_tokens, nb::arg("logits"), nb::arg("uniforms"), nb::arg("temperature"), nb::arg("top_k"),
-          nb::arg("top_p"), nb::arg("min_p"), nb::arg("repetition_penalty"), nb::arg("seen").none(),
+    m.def("draw_tokens", &draw_tokens, nb::arg("logits"), nb::arg("uniforms"), nb::kw_only(), nb::arg("temperature"),
+          nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"), nb::arg("repetition_penalty"), nb::arg("seen").none(),
           nb::arg("model_logprobs"));
     m.def("token_uniforms", &token_uniforms, nb::arg("seed"), nb::arg("prompt"), nb::arg("sample"), nb::arg("n"));
 }

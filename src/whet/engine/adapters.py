@@ -8,13 +8,20 @@ from typing import Any
 
 import numpy as np
 
+from whet import _core
 from whet.errors import WhetTypeError, WhetValueError
 from whet.models.architecture import ModelConfig
 from whet.models.slots import LoRA, Place, place_lora
 from whet.models.sources.live import describe_module
 from whet.ops.micro_lora import MicroLoRA
 
-_TARGETS = {"qkv": 0, "o": 1, "gate_up": 2, "up": 2, "down": 3}
+_TARGETS = {
+    "qkv": _core.Target.QKV,
+    "o": _core.Target.O,
+    "gate_up": _core.Target.UP,
+    "up": _core.Target.UP,
+    "down": _core.Target.DOWN,
+}
 
 
 def adapter_parts(targets: Mapping[str, Place], config: ModelConfig, adapter: Any, where: str) -> list[tuple[Any, ...]]:
@@ -60,7 +67,7 @@ def _of_module(targets: Mapping[str, Place], config: ModelConfig, name: str, val
     return place_lora(config, targets[name], a, b, float(scaling), where)
 
 
-def _part(lora: LoRA, where: str) -> tuple[int, int, int, np.ndarray, np.ndarray]:
+def _part(lora: LoRA, where: str) -> tuple[int, _core.Target, int, np.ndarray, np.ndarray]:
     _, layer, kind = lora.slot.split(".") if lora.slot.count(".") == 2 else ("", "", lora.slot)
     if kind not in _TARGETS:
         raise WhetValueError(f"{where}: an adapter of the {kind} cannot be kept apart. Merge it: merge_adapters=True.")

@@ -84,8 +84,11 @@ class Engine:
             for slot, shape in source.config.slots().items()
         ]
         bf16_cache = kv_format(self.formats) == "bfloat16"
-        options = (kv_bytes, max_batch, prefill_chunk, bf16_cache)
-        self._calls = Calls(_core.Engine(vars(source.config), slots, *options))
+        core = _core.Engine(
+            vars(source.config), slots, kv_bytes=kv_bytes, max_batch=max_batch, chunk=prefill_chunk,
+            bf16_cache=bf16_cache,
+        )  # fmt: skip
+        self._calls = Calls(core)
         self._base: Any = None
         self._targets = source.targets
         self._replace(pieces, source, where)
@@ -420,12 +423,25 @@ class Engine:
                 f"{where}: stop_token_ids holds {never_drawn[0]}, outside 0 ... {vocab_size - 1}, which is never "
                 f"drawn. Pass those of the model's own tokenizer."
             )
-        stops = np.array(s.stop_token_ids, np.int32)
-        filters = (s.temperature, min(s.top_k, vocab_size), s.top_p, s.min_p, s.repetition_penalty)
-        keys = (s.seed % 2**64, index, 0, adapter)
-        hint = "Raise kv_bytes or lower max_new_tokens."
-        sampled = (prompt, n, s.max_new_tokens, stops, *keys, *filters, model_logprobs)
-        return session.add("prompt", name, hint, *sampled)
+        return session.add(
+            "prompt",
+            name,
+            "Raise kv_bytes or lower max_new_tokens.",
+            tokens=prompt,
+            n=n,
+            max_new_tokens=s.max_new_tokens,
+            stop_tokens=np.array(s.stop_token_ids, np.int32),
+            seed=s.seed % 2**64,
+            prompt_index=index,
+            first_sample=0,
+            adapter=adapter,
+            temperature=s.temperature,
+            top_k=min(s.top_k, vocab_size),
+            top_p=s.top_p,
+            min_p=s.min_p,
+            repetition_penalty=s.repetition_penalty,
+            model_logprobs=model_logprobs,
+        )
 
     def _score(
         self,
@@ -442,7 +458,17 @@ class Engine:
             session.begin()
             adapters = self._adapter_ids(adapter, len(rows), where)
             jobs = [
-                session.add("score", f"row {i}", "Raise kv_bytes.", row, start, temperature, entropy, logits, one)
+                session.add(
+                    "score",
+                    f"row {i}",
+                    "Raise kv_bytes.",
+                    tokens=row,
+                    score_from=start,
+                    temperature=temperature,
+                    entropy=entropy,
+                    logits=logits,
+                    adapter=one,
+                )
                 for i, (row, start, one) in enumerate(zip(rows, starts, adapters, strict=True))
             ]
             session.run(jobs)

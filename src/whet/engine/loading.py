@@ -13,9 +13,7 @@ from whet.models.architecture import Piece
 from whet.models.reference import piece_values
 from whet.models.slots import Source
 from whet.models.sources.mapped import let_go
-
-_SOURCES = {"float32": 0, "bfloat16": 1, "float16": 2}
-_PACKED = 3
+from whet.ops.linear import SOURCES
 
 
 def checked(source: Source, where: str) -> list[Piece]:
@@ -45,12 +43,15 @@ def load(core: Any, pieces: Iterable[Piece], formats: Mapping[str, str]) -> None
             values = np.ascontiguousarray(piece_values(Piece(slot, first_row, tensor, format)), np.float32)
             core.load_vector(slot, first_row, values)
             continue
-        if format not in _SOURCES and format != formats[slot]:  # float64, or blocks of another format
+        if format not in SOURCES and format != formats[slot]:  # float64, or blocks of another format
             tensor = np.asarray(piece_values(Piece(slot, first_row, tensor, format)), np.float32)
             format = "float32"
-        source = _SOURCES.get(format, _PACKED)
-        address, strides = _memory(tensor)
-        core.load(slot, first_row, *tensor.shape, address, source, *strides)
+        address, (row_stride, column_stride) = _memory(tensor)
+        n, k = tensor.shape
+        core.load(
+            slot, first=first_row, n=n, k=k, address=address, source=SOURCES.get(format, _core.Source.PACKED),
+            row_stride=row_stride, column_stride=column_stride,
+        )  # fmt: skip
         let_go(tensor)  # the packed weights and the file's are not in memory both
 
 

@@ -127,14 +127,14 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def add(self, kind: str, name: str, hint: str, *request: Any) -> int:
+    def add(self, kind: str, name: str, hint: str, **request: Any) -> int:
         """The number of a new request: ``kind`` is "prompt" or "score"; ``name`` and ``hint`` explain a refusal.
 
         Raises:
             WhetValueError: it can never run, for lack of pages.
         """
         try:
-            return getattr(self._core(), f"add_{kind}")(self.number, *request)
+            return getattr(self._core(), f"add_{kind}")(self.number, **request)
         except ValueError as error:
             raise WhetValueError(f"{self._where}: {name}: {error}. {hint}") from None
         except IndexError:

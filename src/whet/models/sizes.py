@@ -232,9 +232,10 @@ def _panel_bytes(format: str, k: int) -> int:
 @lru_cache
 def _core_memory(config: ModelConfig, max_batch: int, format: str) -> dict[str, int]:
     """What a core says of its memory before it has weights or a page."""
-    options = (max_batch, PREFILL_CHUNK, format == "bfloat16")
+    bf16 = format == "bfloat16"
     try:
-        return _core.Engine(vars(config), [], 1, *options).memory()
+        core = _core.Engine(vars(config), [], kv_bytes=1, max_batch=max_batch, chunk=PREFILL_CHUNK, bf16_cache=bf16)
+        return core.memory()
     except ValueError as error:
         raise WhetValueError(f"estimate: the engine does not run this model: {error}.") from None
 

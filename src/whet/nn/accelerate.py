@@ -144,7 +144,7 @@ class Acceleration:
         self._packed = False
         self._replaced: list[tuple[nn.Module, str, Any]] = []
         _register()
-        _core.keep_memory()
+        _core.keep_freed_memory()
 
     def install(self) -> None:
         """Put the kernels in; all of them, or none where it is interrupted."""
@@ -230,11 +230,7 @@ class Acceleration:
         Raises:
             WhetValueError: the weight is not float32 on the CPU any more.
         """
-        if weight.dtype != torch.float32 or weight.device.type != "cpu":
-            raise WhetValueError(
-                f"accelerate: a weight of shape {tuple(weight.shape)} has become {weight.dtype} on {weight.device}, "
-                "expected float32 on the CPU. Call remove() before the model is converted, or convert it back."
-            )
+        _check_master(weight)
         if self.dtype == torch.float32:
             return weight.detach()
         made = self.copy_of(weight)
@@ -300,8 +296,17 @@ class _Copy:
         if not weight.is_contiguous():
             self.tensor.copy_(weight.detach())
             self.generation += 1
-        elif _core.refresh_bf16(weight.data_ptr(), weight.numel(), self.tensor.data_ptr()):
+        elif _core.refresh_bf16(weight.detach(), self.tensor):
             self.generation += 1
+
+
+def _check_master(weight: Tensor) -> None:
+    """Raise a WhetValueError where a weight is not float32 on the CPU any more."""
+    if weight.dtype != torch.float32 or weight.device.type != "cpu":
+        raise WhetValueError(
+            f"accelerate: a weight of shape {tuple(weight.shape)} has become {weight.dtype} on {weight.device}, "
+            "expected float32 on the CPU. Call remove() before the model is converted, or convert it back."
+        )
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
@@ -363,6 +368,7 @@ def _conv1d(acceleration: Acceleration, module: Any, x: Tensor) -> Tensor:
 
 
 def _rms_norm(acceleration: Acceleration, module: Any, hidden_states: Tensor) -> Tensor:
+    _check_master(module.weight)
     eps = getattr(module, "variance_epsilon", None) or module.eps
     return functions.rms_norm(hidden_states, module.weight, eps, acceleration.dtype)
 

@@ -17,13 +17,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from whet import _core
-from whet.errors import WhetTypeError
 from whet.nn.packed import PackedBatch
 from whet.ops.linear import PackedWeight, gemm
 from whet.ops.linear import linear as packed_linear
 from whet.ops.rope import apply_rope
 
-_WIDE_OR_NARROW = torch.float32, torch.bfloat16
 _TILE = 2048
 """Words of the vocabulary whose logits are computed at a time."""
 _ROWS = 512
@@ -82,25 +80,11 @@ def rounded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, by_columns: b
         by_columns: how the weight lies.
     """
     k, n = weight.shape if by_columns else weight.shape[::-1]
-    rows = x.reshape(-1, k).to(torch.bfloat16).contiguous()
-    m = rows.shape[0]
-    out = torch.empty((m, n), dtype=torch.bfloat16)
-    added = None if bias is None else bias.float().contiguous()
-    bias_at = 0 if added is None else added.data_ptr()
-    weight_at = _address(weight, torch.float32)
-    _core.rounded_linear(by_columns, weight_at, n, k, rows.data_ptr(), m, bias_at, out.data_ptr())
+    rows = x.detach().reshape(-1, k).to(torch.bfloat16).contiguous()
+    out = torch.empty((len(rows), n), dtype=torch.bfloat16)
+    added = None if bias is None else bias.detach().float().contiguous()
+    _core.rounded_linear(rows, weight.detach(), by_columns=by_columns, bias=added, out=out)
     return out.view(*x.shape[:-1], n)
-
-
-def _address(x: Tensor, *dtypes: torch.dtype) -> int:
-    """Address of the elements of x, which must be contiguous, on the CPU and of one of these dtypes."""
-    if x.dtype not in dtypes or x.device.type != "cpu" or not x.is_contiguous():
-        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise WhetTypeError(
-            f"whet.nn: a kernel got a tensor of {x.dtype} on {x.device} with strides {x.stride()} for shape "
-            f"{tuple(x.shape)}, expected contiguous {expected} on the CPU."
-        )
-    return x.data_ptr()
 
 
 def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -179,24 +163,17 @@ class _RMSNorm(torch.autograd.Function):
         if x.dtype == dtype:
             return _core.rms_norm(x.detach(), weight.detach(), eps, None, None)
         out = torch.empty_like(x, dtype=dtype)
-        n = x.shape[-1]
-        _core.rms_norm_to_bf16(
-            _address(x, torch.float32), _address(weight, torch.float32), x.numel() // n, n, eps,
-            _address(out, torch.bfloat16),
-        )  # fmt: skip
+        _core.rms_norm_to_bf16(x.detach(), weight.detach(), eps, out)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad, n = grads[0].contiguous(), x.shape[-1]
+        x, weight = (tensor.detach() for tensor in ctx.saved_tensors)
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
         _core.rms_norm_backward(
-            x.dtype == torch.bfloat16, grad.dtype == torch.bfloat16, _address(x, *_WIDE_OR_NARROW),
-            _address(weight, torch.float32), _address(grad, ctx.dtype), x.numel() // n, n, ctx.eps, grad_x.data_ptr(),
-            grad_weight.data_ptr(),
-        )  # fmt: skip
+            x=x, weight=weight, grad=grads[0].contiguous(), eps=ctx.eps, grad_x=grad_x, grad_weight=grad_weight
+        )
         return grad_x, grad_weight, None, None
 
 
@@ -216,12 +193,9 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        grad, grad_gate, grad_up = grads[0].contiguous(), torch.empty_like(gate), torch.empty_like(up)
-        _core.swiglu_backward(
-            gate.dtype == torch.bfloat16, _address(gate, *_WIDE_OR_NARROW), _address(up, gate.dtype),
-            _address(grad, gate.dtype), gate.numel(), grad_gate.data_ptr(), grad_up.data_ptr(),
-        )  # fmt: skip
+        gate, up = (tensor.detach() for tensor in ctx.saved_tensors)
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        _core.swiglu_backward(gate=gate, up=up, grad=grads[0].contiguous(), grad_gate=grad_gate, grad_up=grad_up)
         return grad_gate, grad_up
 
 
@@ -276,7 +250,7 @@ class _Attention(torch.autograd.Function):
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         out = torch.empty(q.shape, dtype=q.dtype)
         lse = torch.empty(q.shape[:2])
-        _described(q, k, v, out, lse, batch, scale, window).forward()
+        _make_attention_task(q, k, v, out, lse, batch, scale, window).forward()
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.settings = batch, scale, window
         return out
@@ -286,32 +260,21 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         batch: PackedBatch = ctx.settings[0]
-        grad = grads[0].contiguous()
-        into = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
-        _described(q, k, v, out, lse, *ctx.settings).backward(
-            _address(grad, q.dtype),
-            *(x.data_ptr() for x in into),
-            batch.reader_offsets.data_ptr(),
-            batch.readers.data_ptr(),
-        )
-        return *into, None, None, None
+        grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+        _make_attention_task(q, k, v, out, lse, *ctx.settings).backward(
+            grad_out=grads[0].contiguous(), grad_q=grad_q, grad_k=grad_k, grad_v=grad_v,
+            reader_offsets=batch.reader_offsets, readers=batch.readers,
+        )  # fmt: skip
+        return grad_q, grad_k, grad_v, None, None, None
 
 
-def _described(
+def _make_attention_task(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, batch: PackedBatch, scale: float, window: int | None
 ) -> Any:
-    task = _core.TrainingAttention()
-    task.bf16 = q.dtype == torch.bfloat16
-    task.n_tokens, task.n_heads, task.head_dim = q.shape
-    task.n_kv_heads, task.n_sequences = k.shape[1], len(batch.q_offsets) - 1
-    task.q, task.k, task.v, task.out, task.lse = (x.data_ptr() for x in (q, k, v, out, lse))
-    task.q_token, task.q_head = q.stride()[:2]
-    task.k_token, task.k_head = k.stride()[:2]
-    task.v_token, task.v_head = v.stride()[:2]
-    task.q_offsets, task.k_offsets = batch.q_offsets.data_ptr(), batch.k_offsets.data_ptr()
-    task.key_rows = batch.key_rows.data_ptr()
-    task.window, task.scale = window or 2**62, scale
-    return task
+    return _core.TrainingAttention(
+        q=q.detach(), k=k.detach(), v=v.detach(), out=out.detach(), lse=lse, q_offsets=batch.q_offsets,
+        k_offsets=batch.k_offsets, key_rows=batch.key_rows, window=window or None, scale=scale,
+    )  # fmt: skip
 
 
 class Head:
@@ -386,15 +349,15 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         wide, targets = hidden.detach().float().contiguous(), targets.contiguous()
         logprobs, lse, entropy = (torch.zeros(len(wide)) for _ in range(3))
-        rows = _core.TokenLogprobs(_address(targets, torch.int64), len(wide), temperature, with_entropy)
+        rows = _core.TokenLogprobs(targets, temperature, with_entropy)
         logits = torch.empty(_ROWS * _TILE)
         for i, (first, last) in enumerate(head.tiles):
             for start in range(0, len(wide), _ROWS):
                 part = wide[start : start + _ROWS]
                 z = logits[: len(part) * (last - first)].view(len(part), -1)
                 head.logits(part, i, z)
-                rows.add(z.data_ptr(), start, len(part), first, last - first)
-        rows.end(logprobs.data_ptr(), lse.data_ptr(), entropy.data_ptr())
+                rows.add(z, start, first)
+        rows.end(logprobs, lse, entropy)
         ctx.save_for_backward(hidden, targets, logprobs, lse)
         ctx.head, ctx.temperature = head, temperature
         ctx.mark_non_differentiable(entropy)
@@ -420,8 +383,8 @@ class _LinearLogprobs(torch.autograd.Function):
             z, grad_z = (x[: n * (last - first)].view(n, last - first) for x in (logits, narrow))
             head.logits(wide, i, z)
             _core.token_logprobs_backward(
-                dtype == torch.bfloat16, z.data_ptr(), n, last - first, targets.data_ptr(), first, ctx.temperature,
-                lse.data_ptr(), logprobs.data_ptr(), scale.data_ptr(), grad_z.data_ptr(),
+                logits=z, tokens=targets, first_token=first, temperature=ctx.temperature, lse=lse,
+                logprobs=logprobs.detach(), grads=scale, out=grad_z,
             )  # fmt: skip
             if needs_hidden:
                 _add_mm(grad_hidden, grad_z, head.copy[first:last])

@@ -65,10 +65,11 @@ class AdamW(torch.optim.AdamW):
         state["step"] += 1
         copy = None if self.acceleration is None else self.acceleration.copy_of(p)
         beta1, beta2 = group["betas"]
-        numbers = (float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], state["step"].item())
-        p_at, grad_at, m_at, v_at = (x.data_ptr() for x in parts)
-        copy_at = 0 if copy is None else copy.tensor.data_ptr()
-        _core.adamw(p.numel(), p_at, grad_at, m_at, v_at, copy_at, *numbers, grad_scale)
+        _core.adamw(
+            p=p.detach(), grad=grad.detach(), m=state["exp_avg"], v=state["exp_avg_sq"],
+            copy=None if copy is None else copy.tensor, lr=float(group["lr"]), beta1=beta1, beta2=beta2,
+            eps=group["eps"], weight_decay=group["weight_decay"], t=state["step"].item(), grad_scale=grad_scale,
+        )  # fmt: skip
         torch.autograd.graph.increment_version(p)
         if copy is not None:
             copy.generation += 1

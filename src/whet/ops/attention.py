@@ -174,6 +174,8 @@ def decode_attention(
 ) -> Any:
     """Attention of one query per sequence over the first ``lengths[b]`` keys of its cache: a step of decoding.
 
+    For a contiguous cache of the caller's; ``whet.Engine`` keeps pages that sequences share, and has its own kernel.
+
     Args:
         q: (B, H, D), float32 or bfloat16, NumPy or torch (CPU). D is a multiple of 8 from 32 to 256.
         k_cache: (B, T_max, H_kv, D) of the dtype of q; H is a multiple of H_kv. Any strides but for the last axis.

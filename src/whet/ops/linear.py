@@ -16,8 +16,12 @@ from whet.errors import WhetTypeError, WhetValueError
 from whet.ops import inputs
 from whet.ops.quant import CORE_FORMATS, CORE_TABLE, FORMATS, Quantized, check_finite, check_format
 
-_SOURCES = {"float32": 0, "bfloat16": 1, "float16": 2}
-"""Dtypes that rows are packed from, in the order of the core's Source, then the packed format itself."""
+SOURCES = {
+    "float32": _core.Source.FLOAT32,
+    "bfloat16": _core.Source.BFLOAT16,
+    "float16": _core.Source.FLOAT16,
+}
+"""Dtypes of numbers that the core packs."""
 _MAX_NUMBERS = 1 << 46
 """More than any memory, and few enough to count their bytes."""
 
@@ -168,17 +172,19 @@ class PackedWeight:
                     f"{where}: weight is quantized as {weight.format}, and format is {self.format!r}. "
                     f"Pass weight.dequantize() to change formats."
                 )
-            shape, rows, source = weight.shape, weight.data, len(_SOURCES)
+            shape, rows, source = weight.shape, weight.data, _core.Source.PACKED
         else:
             rows = _strided_matrix(where, "weight", weight)
-            shape, source = tuple(rows.shape), _SOURCES[_dtype_name(rows)]
+            shape, source = tuple(rows.shape), SOURCES[_dtype_name(rows)]
             if self.format in FORMATS:
                 check_finite(where, rows)
         first_row = operator.index(first_row)
         if shape[1] != k or first_row < 0 or first_row + shape[0] > n:
             raise WhetValueError(f"{where}: weight is {shape}, at row {first_row}; it has to fit into {self.shape}.")
-        address, strides = _memory(rows)
-        self._core.pack_rows(first_row, shape[0], address, source, *strides)
+        address, (row_stride, column_stride) = _memory(rows)
+        self._core.pack_rows(
+            first_row, shape[0], rows=address, source=source, row_stride=row_stride, column_stride=column_stride
+        )
 
     @property
     def bits_per_weight(self) -> float:
@@ -286,8 +292,8 @@ def _strided_matrix(function: str, name: str, x: Any) -> Any:
     else:
         as_it_is = type(x) is np.ndarray and x.dtype.isnative and x.flags.aligned
         as_it_is = as_it_is and all(stride % x.itemsize == 0 for stride in x.strides)
-    if not as_it_is or _dtype_name(x) not in _SOURCES:
-        x = inputs.plain(function, name, x, tuple(_SOURCES) if hasattr(x, "dtype") else ("float32",))
+    if not as_it_is or _dtype_name(x) not in SOURCES:
+        x = inputs.plain(function, name, x, tuple(SOURCES) if hasattr(x, "dtype") else ("float32",))
     if x.ndim != 2:
         raise WhetValueError(f"{function}: {name} has shape {tuple(x.shape)}, expected two axes.")
     return x

@@ -8,7 +8,8 @@ so that both passes read memory in order, and s = alpha / r:
     merge       W += s B^T A                                   W (out, in), as torch.nn.Linear stores it
 
 Sums are float32 in a fixed order: the same bits for any number of threads, rows or neighbours. Nothing here is
-differentiated through by torch. An adapter with its optimiser is ``whet.ops.micro_lora``.
+differentiated through by torch. An adapter with its optimiser is ``whet.ops.micro_lora``. ``whet.Engine`` has its own
+products for adapters, of any rank.
 
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685.
 """

@@ -1,0 +1,161 @@
+#include "engine/training.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+
+#include "kernels/dispatch.h"
+#include "runtime/split.h"
+
+namespace whet {
+namespace {
+
+constexpr size_t kTaskElements = 16384;
+
+// Nanoseconds on one core, roughly.
+double work_of(size_t elements) { return static_cast<double>(elements) * 0.3; }
+
+size_t rows_per_task(size_t n) { return std::max<size_t>(1, kTaskElements / std::max<size_t>(1, n)); }
+
+template <class T, class Grad, class Kernel>
+void rms_norm_backward_rows(Kernel kernel, const T* x, const float* weight, const Grad* grad, size_t rows, size_t n,
+                            double eps, T* grad_x, float* grad_weight) {
+    const size_t piece = std::max<size_t>(64, rows_per_task(n)), pieces = (rows + piece - 1) / piece;
+    std::vector<float> sums(pieces * n);
+    parallel_split(rows, piece, work_of(rows * n), [&](size_t begin, size_t end) {
+        for (size_t i = begin; i < end; ++i) {
+            kernel(x + i * n, weight, grad + i * n, n, eps, grad_x + i * n, sums.data() + begin / piece * n);
+        }
+    });
+    for (size_t i = 0; i < n; ++i) {
+        double sum = 0.0;
+        for (size_t p = 0; p < pieces; ++p) sum += sums[p * n + i];
+        grad_weight[i] = static_cast<float>(sum);
+    }
+}
+
+template <class T, class Kernel>
+void swiglu_backward_pieces(Kernel kernel, const T* gate, const T* up, const T* grad, size_t n, T* grad_gate,
+                            T* grad_up) {
+    parallel_split(n, kTaskElements, work_of(n), [&](size_t begin, size_t end) {
+        kernel(gate + begin, up + begin, grad + begin, end - begin, grad_gate + begin, grad_up + begin);
+    });
+}
+
+// The column of a token among [first, first + n); n or more where it is not there.
+size_t column_of(int64_t token, size_t first, size_t n) {
+    const auto id = static_cast<size_t>(token);
+    return id < first ? n : id - first;
+}
+
+template <class T, class Kernel>
+void token_logprobs_backward_rows(Kernel kernel, const TokenLogprobsTile& t, T* out) {
+    parallel_split(t.rows, rows_per_task(t.n), work_of(t.rows * t.n), [&](size_t begin, size_t end) {
+        for (size_t i = begin; i < end; ++i) {
+            kernel(t.logits + i * t.n, t.n, column_of(t.tokens[i], t.first, t.n), t.temperature, t.lse[i],
+                   t.logprobs[i], t.grads[i], out + i * t.n);
+        }
+    });
+}
+
+}  // namespace
+
+bool refresh_bf16(const float* weight, size_t n, uint16_t* copy) {
+    std::atomic<bool> changed{false};
+    parallel_split(n, 65536, work_of(n), [&](size_t begin, size_t end) {
+        if (kernels().refresh_bf16(weight + begin, end - begin, copy + begin)) {
+            changed.store(true, std::memory_order_relaxed);
+        }
+    });
+    return changed.load();
+}
+
+void rounded_linear(bool by_columns, const float* weight, size_t n, size_t k, const uint16_t* x, size_t m,
+                    const float* bias, uint16_t* out) {
+    // Columns of out for a task: many, so that memory is read in long runs, and few enough to end together.
+    const size_t columns = std::clamp<size_t>(n / 8 / 64 * 64, 64, 1024);
+    const auto kernel = by_columns ? kernels().rounded_linear_columns : kernels().rounded_linear_rows;
+    parallel_split(n, columns, work_of(n * k), [&](size_t begin, size_t end) {
+        const size_t count = end - begin;
+        std::vector<float> sums(m * count);
+        kernel(weight + begin * (by_columns ? 1 : k), by_columns ? n : k, count, k, x, k, m, sums.data(), count);
+        for (size_t i = 0; i < m; ++i) {
+            float* row = sums.data() + i * count;
+            for (size_t j = 0; bias != nullptr && j < count; ++j) row[j] += bias[begin + j];
+            kernels().bf16_from_f32(row, count, out + i * n + begin);
+        }
+    });
+}
+
+void rms_norm_to_bf16(const float* x, const float* weight, size_t rows, size_t n, double eps, uint16_t* out) {
+    parallel_split(rows, rows_per_task(n), work_of(rows * n), [&](size_t begin, size_t end) {
+        for (size_t i = begin; i < end; ++i) kernels().rms_norm_f32_bf16(x + i * n, weight, n, eps, out + i * n);
+    });
+}
+
+void rms_norm_backward(const float* x, const float* weight, const float* grad, size_t rows, size_t n, double eps,
+                       float* grad_x, float* grad_weight) {
+    rms_norm_backward_rows(kernels().rms_norm_backward_f32, x, weight, grad, rows, n, eps, grad_x, grad_weight);
+}
+void rms_norm_backward(const float* x, const float* weight, const uint16_t* grad, size_t rows, size_t n, double eps,
+                       float* grad_x, float* grad_weight) {
+    rms_norm_backward_rows(kernels().rms_norm_backward_f32_bf16, x, weight, grad, rows, n, eps, grad_x, grad_weight);
+}
+void rms_norm_backward(const uint16_t* x, const float* weight, const uint16_t* grad, size_t rows, size_t n, double eps,
+                       uint16_t* grad_x, float* grad_weight) {
+    rms_norm_backward_rows(kernels().rms_norm_backward_bf16, x, weight, grad, rows, n, eps, grad_x, grad_weight);
+}
+
+void swiglu_backward(const float* gate, const float* up, const float* grad, size_t n, float* grad_gate,
+                     float* grad_up) {
+    swiglu_backward_pieces(kernels().swiglu_backward_f32, gate, up, grad, n, grad_gate, grad_up);
+}
+void swiglu_backward(const uint16_t* gate, const uint16_t* up, const uint16_t* grad, size_t n, uint16_t* grad_gate,
+                     uint16_t* grad_up) {
+    swiglu_backward_pieces(kernels().swiglu_backward_bf16, gate, up, grad, n, grad_gate, grad_up);
+}
+
+TokenLogprobs::TokenLogprobs(const int64_t* tokens, size_t rows, double temperature, bool with_entropy)
+    : tokens_(tokens, tokens + rows), temperature_(temperature), with_entropy_(with_entropy), sums_(rows) {}
+
+void TokenLogprobs::add(const float* logits, size_t first_row, size_t rows, size_t first, size_t n) {
+    parallel_split(rows, rows_per_task(n), work_of(rows * n), [&](size_t begin, size_t end) {
+        for (size_t i = begin; i < end; ++i) {
+            const size_t row = first_row + i;
+            kernels().token_logprobs_add_f32(logits + i * n, n, column_of(tokens_[row], first, n), temperature_,
+                                             with_entropy_, &sums_[row]);
+        }
+    });
+}
+
+void TokenLogprobs::end(float* logprobs, float* lse, float* entropy) const {
+    for (size_t row = 0; row < sums_.size(); ++row) {
+        kernels().token_logprobs_end(sums_[row], temperature_, logprobs + row, lse + row,
+                                     with_entropy_ ? entropy + row : nullptr);
+    }
+}
+
+void token_logprobs_backward(const TokenLogprobsTile& tile, float* out) {
+    token_logprobs_backward_rows(kernels().token_logprobs_backward_f32, tile, out);
+}
+void token_logprobs_backward(const TokenLogprobsTile& tile, uint16_t* out) {
+    token_logprobs_backward_rows(kernels().token_logprobs_backward_bf16, tile, out);
+}
+
+void adamw(const AdamW& settings, size_t n, float* p, const float* grad, float* m, float* v, uint16_t* copy) {
+    const auto& [lr, beta1, beta2, eps, weight_decay, t, grad_scale] = settings;
+    const AdamWStep step{.keep = static_cast<float>(1.0 - lr * weight_decay),
+                         .beta2 = static_cast<float>(beta2),
+                         .toward = static_cast<float>(1.0 - beta1),
+                         .square = static_cast<float>(1.0 - beta2),
+                         .root = static_cast<float>(std::sqrt(1.0 - std::pow(beta2, t))),
+                         .eps = static_cast<float>(eps),
+                         .step = static_cast<float>(lr / (1.0 - std::pow(beta1, t))),
+                         .grad_scale = static_cast<float>(grad_scale)};
+    parallel_split(n, 65536, work_of(n), [&](size_t begin, size_t end) {
+        kernels().adamw_f32(step, end - begin, p + begin, grad + begin, m + begin, v + begin,
+                            copy == nullptr ? nullptr : copy + begin);
+    });
+}
+
+}  // namespace whet

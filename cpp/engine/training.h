@@ -1,0 +1,72 @@
+// The kernels of a training step over the pool, but for attention (training_attention.h).
+//
+// Arrays are contiguous; uint16_t is bfloat16. Sums are cut into pieces that do not depend on the number of threads:
+// the bits of a gradient are the same on any number of them.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kernels/token_sums.h"
+
+namespace whet {
+
+// Brings the bfloat16 copy of n weights up to date, and answers whether it was not.
+bool refresh_bf16(const float* weight, size_t n, uint16_t* copy);
+
+// out (m, n) = x (m, k) bf16(weight)^T + bias for a few rows; weight is (n, k), or (k, n) by columns. No bias: null.
+void rounded_linear(bool by_columns, const float* weight, size_t n, size_t k, const uint16_t* x, size_t m,
+                    const float* bias, uint16_t* out);
+
+void rms_norm_to_bf16(const float* x, const float* weight, size_t rows, size_t n, double eps, uint16_t* out);
+
+// Of x (rows, n) and weight (n,), from the gradient of the result.
+void rms_norm_backward(const float* x, const float* weight, const float* grad, size_t rows, size_t n, double eps,
+                       float* grad_x, float* grad_weight);
+void rms_norm_backward(const float* x, const float* weight, const uint16_t* grad, size_t rows, size_t n, double eps,
+                       float* grad_x, float* grad_weight);
+void rms_norm_backward(const uint16_t* x, const float* weight, const uint16_t* grad, size_t rows, size_t n, double eps,
+                       uint16_t* grad_x, float* grad_weight);
+
+void swiglu_backward(const float* gate, const float* up, const float* grad, size_t n, float* grad_gate, float* grad_up);
+void swiglu_backward(const uint16_t* gate, const uint16_t* up, const uint16_t* grad, size_t n, uint16_t* grad_gate,
+                     uint16_t* grad_up);
+
+// Log-probs of tokens whose logits come in tiles, [first, first + n) of the vocabulary for some rows at a time.
+class TokenLogprobs {
+public:
+    TokenLogprobs(const int64_t* tokens, size_t rows, double temperature, bool with_entropy);
+
+    size_t rows() const { return tokens_.size(); }
+    void add(const float* logits, size_t first_row, size_t rows, size_t first, size_t n);
+    // entropy: of rows(), not touched without with_entropy.
+    void end(float* logprobs, float* lse, float* entropy) const;
+
+private:
+    std::vector<int64_t> tokens_;
+    double temperature_;
+    bool with_entropy_;
+    std::vector<TokenSums> sums_;
+};
+
+// The gradient of a tile of logits (rows, n), from lse, logprobs and the gradients of these.
+struct TokenLogprobsTile {
+    const float* logits;
+    size_t rows, n;
+    const int64_t* tokens;
+    size_t first;  // token id of column 0
+    double temperature;
+    const float *lse, *logprobs, *grads;
+};
+void token_logprobs_backward(const TokenLogprobsTile& tile, float* out);
+void token_logprobs_backward(const TokenLogprobsTile& tile, uint16_t* out);
+
+// Loshchilov & Hutter 2019, as torch.optim.AdamW; t is the number of this step, from 1.
+struct AdamW {
+    double lr, beta1, beta2, eps, weight_decay, t;
+    double grad_scale;  // multiplies every gradient
+};
+// copy: gets the new parameters rounded to bfloat16; null: none.
+void adamw(const AdamW& settings, size_t n, float* p, const float* grad, float* m, float* v, uint16_t* copy);
+
+}  // namespace whet

@@ -1,0 +1,44 @@
+// Causal attention of a packed training batch, and its gradient, over the pool.
+//
+// Sequences lie end to end: queries [q_offsets[s], q_offsets[s + 1]) see the keys whose tokens are
+// key_rows[k_offsets[s] ... k_offsets[s + 1]), and are aligned with their end. A token that several sequences see, as
+// the last of a prompt with several completions, stands once.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace whet {
+
+// (tokens, heads, head_dim), strides in elements, the last axis contiguous.
+struct TokenHeads {
+    const void* data = nullptr;
+    ptrdiff_t token = 0, head = 0;
+};
+
+struct TrainingAttention {
+    bool bf16 = false;
+    int64_t n_tokens = 0, n_heads = 0, n_kv_heads = 0, head_dim = 0, n_sequences = 0;
+    const int64_t *q_offsets = nullptr, *k_offsets = nullptr;  // (n_sequences + 1,)
+    const int64_t* key_rows = nullptr;                         // (k_offsets[n_sequences],)
+    int64_t window = 0;                                        // keys seen, the query's own included
+    double scale = 0.0;
+    TokenHeads q, k, v;
+    void* out = nullptr;   // (n_tokens, n_heads, head_dim), contiguous
+    float* lse = nullptr;  // (n_tokens, n_heads)
+};
+
+// Gradients are contiguous. grad_k and grad_v of a token are the sums over readers[reader_offsets[token] ...), the
+// positions in key_rows where it stands, in their order: the same bits on any number of threads.
+struct TrainingAttentionGradients {
+    const void* out = nullptr;  // of the result
+    void *q = nullptr, *k = nullptr, *v = nullptr;
+    const int64_t *reader_offsets = nullptr, *readers = nullptr;
+};
+
+// Throws std::bad_alloc.
+void attention_forward(const TrainingAttention& a);
+
+// `out` and `lse` are those of the forward pass. Throws std::bad_alloc.
+void attention_backward(const TrainingAttention& a, const TrainingAttentionGradients& grads);
+
+}  // namespace whet

@@ -1,0 +1,19 @@
+// Work split over the pool in pieces whose size does not depend on the number of threads: the same bits on any number.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+
+#include "runtime/thread_pool.h"
+
+namespace whet {
+
+// body(begin, end) for pieces of [0, count), each of `per_task` or fewer; all at once where the work is small.
+template <class F>
+void parallel_split(size_t count, size_t per_task, double work_ns, F&& body) {
+    if (count == 0) return;
+    if (!is_worth_threads(work_ns) || count <= per_task) return body(size_t{0}, count);
+    auto task = [&](size_t i) { body(i * per_task, std::min(count, (i + 1) * per_task)); };
+    parallel_for((count + per_task - 1) / per_task, task);
+}
+
+}  // namespace whet
