@@ -10,12 +10,8 @@ import numpy as np
 from whet import _core
 from whet.errors import WhetValueError
 from whet.models.architecture import Piece
-from whet.models.reference import piece_values
 from whet.models.slots import Source
 from whet.models.sources.mapped import let_go
-
-_SOURCES = {"float32": 0, "bfloat16": 1, "float16": 2}
-_PACKED = 3
 
 
 def checked(source: Source, where: str) -> list[Piece]:
@@ -39,19 +35,15 @@ def checked(source: Source, where: str) -> list[Piece]:
 
 
 def load(core: Any, pieces: Iterable[Piece], formats: Mapping[str, str]) -> None:
-    """Packs pieces that ``checked`` has seen."""
+    """Packs pieces that ``checked`` has seen; what is not a matrix becomes float32."""
     for slot, first_row, tensor, format in pieces:
-        if slot not in formats:
-            values = np.ascontiguousarray(piece_values(Piece(slot, first_row, tensor, format)), np.float32)
-            core.load_vector(slot, first_row, values)
-            continue
-        if format not in _SOURCES and format != formats[slot]:  # float64, or blocks of another format
-            tensor = np.asarray(piece_values(Piece(slot, first_row, tensor, format)), np.float32)
-            format = "float32"
-        source = _SOURCES.get(format, _PACKED)
+        type = _core.StoredType[format]
         address, strides = _memory(tensor)
-        core.load(slot, first_row, *tensor.shape, address, source, *strides)
-        let_go(tensor)  # the packed weights and the file's are not in memory both
+        if slot in formats:
+            core.load(slot, first_row, *tensor.shape, address, type, *strides)
+            let_go(tensor)  # the packed weights and the file's are not in memory both
+        else:
+            core.load_vector(slot, first_row, len(tensor), address, type, *strides)
 
 
 def checksums(pieces: Iterable[Piece]) -> list[tuple[Any, ...]]:
