@@ -9,7 +9,7 @@ import torch
 
 from whet.bench import BenchOptions, Timed
 from whet.bench.contenders.engine import hf, llama_cpp, native
-from whet.bench.contenders.engine.models import LLAMA_135M, QWEN2_500M, ModelFiles, ModelShape, gguf_name, gguf_types
+from whet.bench.contenders.engine.models import LLAMA_135M, QWEN2_500M, ModelFiles, ModelShape, gguf_types
 from whet.bench.contenders.engine.workload import (
     Workload,
     files_of,
@@ -67,13 +67,6 @@ def test_weights_are_bfloat16_numbers_and_no_norm_is_one(workload):
         assert parameter.std() > 0, name
     again = ModelFiles(workload.files.shape).model
     assert all(map(torch.equal, again.parameters(), workload.model.parameters()))
-
-
-def test_names_in_a_gguf_file():
-    assert gguf_name("model.layers.13.mlp.up_proj.weight") == "blk.13.ffn_up.weight"
-    assert gguf_name("model.layers.2.self_attn.q_proj.bias") == "blk.2.attn_q.bias"
-    assert gguf_name("model.embed_tokens.weight") == "token_embd.weight"
-    assert gguf_name("model.norm.weight") == "output_norm.weight"
 
 
 def test_files_go_with_the_model():

@@ -17,7 +17,7 @@ from tests.engine.tiny_models import logits_of, rope, tiny_model, token_ids
 import whet
 from whet.errors import WhetValueError
 from whet.models.reference import naive_forward, naive_weights
-from whet.models.sources.gguf import open_gguf
+from whet.models.sources.gguf import open_gguf, tensor_name
 from whet.models.sources.gguf_container import parse_gguf, read_gguf
 from whet.models.sources.live import describe_module
 
@@ -161,6 +161,16 @@ def test_logits_are_those_of_transformers(case, tmp_path):
     assert source.config.windows == live.config.windows
     for piece in source.pieces():
         assert not piece.tensor.flags.owndata and not piece.tensor.flags.writeable
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names_of_tensors(case):
+    model = tiny_model(case)
+    for name in model.state_dict():
+        assert tensor_name(model.config.model_type, name) == gguf_name(name)
+    assert tensor_name("llama", "model.layers.13.mlp.up_proj.weight") == "blk.13.ffn_up.weight"
+    with pytest.raises(KeyError):
+        tensor_name("llama", "model.layers.1.mlp.router.weight")
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt_neox"])

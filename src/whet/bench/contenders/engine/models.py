@@ -20,6 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from whet.models.sources.gguf import tensor_name
+
 DEVIATION = 0.02
 SEED = 20_240
 _FTYPES = {"f16": 1, "q4_0": 2, "q8_0": 7, "q4_K_M": 15}
@@ -164,43 +166,18 @@ def write_gguf(model: Any, shape: ModelShape, path: Path) -> None:
     writer.add_vocab_size(shape.vocab_size)
     writer.add_tokenizer_model("none")
     for name, parameter in model.named_parameters():
-        values = parameter.detach().numpy()
+        values, gguf_name = parameter.detach().numpy(), tensor_name(shape.family, name)
         if shape.family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             values = values.reshape(-1, 2, shape.head_dim // 2, shape.hidden_dim).swapaxes(1, 2).reshape(values.shape)
         if values.ndim == 1:
-            writer.add_tensor(gguf_name(name), values)
+            writer.add_tensor(gguf_name, values)
         else:
             kind = GGMLQuantizationType.BF16
-            writer.add_tensor(gguf_name(name), quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+            writer.add_tensor(gguf_name, quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-_GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def gguf_name(name: str) -> str:
-    """ "model.layers.3.mlp.up_proj.weight" -> "blk.3.ffn_up.weight"."""
-    stem, _, kind = name.rpartition(".")
-    layer = ""
-    if stem.startswith("model.layers."):
-        _, _, index, stem = stem.split(".", 3)
-        layer = f"blk.{index}."
-    return f"{layer}{_GGUF_NAMES[stem]}.{kind}"
 
 
 def quantize_gguf(source: Path, path: Path, kind: str) -> None:
