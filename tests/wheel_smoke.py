@@ -6,6 +6,7 @@ import importlib.util
 import numpy as np
 
 import whet
+from whet.models.families import FAMILIES
 
 assert "site-packages" in whet.__file__, whet.__file__
 assert importlib.util.find_spec("torch") is None
@@ -22,6 +23,7 @@ assert whet.compute_batch_group_advantages(r, 4).shape == (8,)
 assert abs(whet.compute_token_logprobs(np.zeros((1, 4), np.float32), [0])[0] + np.log(4)) < 1e-6
 assert whet.compute_gae(r, r, r > 9, 0.0, 1.0, 1.0)[0].shape == (8,)
 assert whet.pack_sequences([3, 5, 4], 8) == [[1, 0], [2]]
+assert FAMILIES["llama"].gguf_modules[0].names == ("token_embd",)  # which a data file of the wheel says
 
 try:
     from whet.algorithms.grpo import GRPO  # noqa: F401

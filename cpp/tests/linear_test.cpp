@@ -11,6 +11,7 @@
 
 #include "engine/gemm.h"
 #include "engine/linear.h"
+#include "engine/stored_rows.h"
 #include "kernels/dispatch.h"
 #include "tests/normal.h"
 
@@ -153,6 +154,30 @@ void test_gemm(size_t m, size_t n, size_t k) {
     }
 }
 
+// Rows of every stored type into float32 and every format: as those of the float32 numbers that they are.
+void test_stored_rows(whet::StoredType type, WeightFormat blocks, size_t n, size_t k) {
+    std::vector<float> w = normal(n * k, 3), values(n * k);
+    std::vector<double> wide(w.begin(), w.end());
+    const bool is_float64 = type == whet::StoredType::kFloat64;
+    const std::vector<uint8_t> bytes = is_float64 ? std::vector<uint8_t>() : rows_of(blocks, w, n, k);
+    const bool in_bytes = whet::stored_width(type, k) != k;
+    const whet::StoredRows rows{type, is_float64 ? static_cast<const void*>(wide.data()) : bytes.data(),        n,
+                                k,    static_cast<ptrdiff_t>(in_bytes ? whet::traits(blocks).row_bytes(k) : k), 1};
+    unpack_rows(rows, values.data());
+    bool same = values == w;
+    for (const auto format : {WeightFormat::kFloat32, WeightFormat::kInt8, WeightFormat::kQ8_0, WeightFormat::kQ4_K}) {
+        whet::PackedWeight stored(format, n + 1, k), plain(format, n + 1, k);
+        pack_rows(rows, stored, 1);
+        if (in_bytes && format == blocks) {
+            plain.pack_rows(1, n, bytes.data(), whet::Source::kPacked, rows.row_stride, 1);
+        } else {
+            plain.pack_rows(1, n, w.data(), whet::Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
+        }
+        same = same && std::memcmp(stored.panel(0), plain.panel(0), plain.size_bytes()) == 0;
+    }
+    if (!same) std::printf("stored rows of type %d, %zu x %zu\n", static_cast<int>(type), n, k), ++failures;
+}
+
 }  // namespace
 
 int main() {
@@ -179,6 +204,15 @@ int main() {
         for (size_t n : {1, 16, 49}) {
             for (size_t k : {1, 17, 32}) test_gemm(m, n, k);
         }
+    }
+    for (size_t n : {1, 15, 300}) {
+        using whet::StoredType;
+        test_stored_rows(StoredType::kFloat32, WeightFormat::kFloat32, n, 256);
+        test_stored_rows(StoredType::kBFloat16, WeightFormat::kBFloat16, n, 256);
+        test_stored_rows(StoredType::kFloat64, WeightFormat::kFloat32, n, 256);
+        test_stored_rows(StoredType::kQ8_0, WeightFormat::kQ8_0, n, 512);
+        test_stored_rows(StoredType::kQ4_0, WeightFormat::kQ4_0, n, 256);
+        test_stored_rows(StoredType::kQ4_K, WeightFormat::kQ4_K, n, 512);
     }
     std::printf("%s\n", failures == 0 ? "ok" : "failed");
     return failures == 0 ? 0 : 1;

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from whet.cli import main
-from whet.cli.estimate import memory_bytes
-from whet.models.sizes import estimate, load_source, training
+from whet.models.sizes import estimate, load_source, machine_bytes, training
 
 
 def test_table(capsys, monkeypatch):
@@ -20,7 +19,7 @@ def test_table(capsys, monkeypatch):
     # Keys and values: 32 layers x 4096 x 2 x 2 bytes x 8 x 65 pages of 64.
     assert "Keys and values 17.45 GB (bfloat16)" in out
     whole = estimate(load_source("llama-2-7b"), "q4_k", 4096, 8).total
-    verdict = "fits" if memory_bytes() >= whole else "does not fit"
+    verdict = "fits" if machine_bytes() >= whole else "does not fit"
     assert f"q4_k takes 21.46 GB in all and {verdict} into" in " ".join(out.split())
     # Weights 26.95, gradients 26.95, moments 53.91; copies: 2 bytes of all layers, and of the head twice.
     assert "weights 26.95 GB, gradients 26.95 GB, AdamW's moments 53.91 GB" in " ".join(out.split())

@@ -27,7 +27,7 @@ def engine_with(format, n=N, k=K):
     slots = [(s, CORE_FORMATS[format if s == "embedding" else "float32"], *shape) for s, shape in shapes.items()]
     norms = [(s, None, k, k) for s in ("layers.0.norm1.weight", "layers.0.norm2.weight", "final_norm.weight")]
     core = _core.Engine(config, slots + norms, kv_bytes=1 << 20, max_batch=4, chunk=16, bf16_cache=False)
-    core.load_vector("final_norm.weight", 0, np.ones(k, np.float32))
+    load(core, [Piece("final_norm.weight", 0, np.ones(k, np.float32), "float32")], {})
     return core
 
 
@@ -91,6 +91,48 @@ def test_halves_are_widened_exactly(dtype, format, transposed):
     load(halves, [Piece("embedding", 0, given, name)], {"embedding": format})
     load(floats, [Piece("embedding", 0, weight.float(), "float32")], {"embedding": format})
     np.testing.assert_array_equal(head_of(halves), head_of(floats))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "int8", "q4_k"])
+def test_float64_is_rounded_to_float32_first(format, transposed):
+    wide = np.random.default_rng(0).normal(size=(600, K))
+    cores = [engine_with(format, 600) for _ in range(2)]
+    given = np.asfortranarray(wide) if transposed else wide
+    load(cores[0], [Piece("embedding", 0, given, "float64")], {"embedding": format})
+    load(cores[1], [Piece("embedding", 0, wide.astype(np.float32), "float32")], {"embedding": format})
+    np.testing.assert_array_equal(head_of(cores[0], 600), head_of(cores[1], 600))
+
+
+@pytest.mark.parametrize("stored", ["q8_0", "q4_0", "q4_k"])
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_k"])
+def test_blocks_become_any_format(stored, format):
+    """As their numbers do, and of their own format as they are; from every second row too, into any first row."""
+    blocks = quantize(np.random.default_rng(0).normal(size=(600, K)).astype(np.float32), stored)
+    values = blocks.dequantize() if stored != format else blocks.data
+    cores = [engine_with(format, 600) for _ in range(2)]
+    for first in (0, 1):
+        piece = Piece("embedding", 300 * first, blocks.data[first::2], stored)
+        load(cores[0], [piece], {"embedding": format})
+        plain = Piece("embedding", 300 * first, values[first::2], "float32" if stored != format else stored)
+        load(cores[1], [plain], {"embedding": format})
+    np.testing.assert_array_equal(head_of(cores[0], 600), head_of(cores[1], 600))
+
+
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("step", [1, 3])
+def test_vectors_of_every_float_type(format, step):
+    """The final norm's weight, seen through the products of normed rows."""
+    weight = torch.randn(K, generator=torch.Generator().manual_seed(1)).to(getattr(torch, format))
+    given = torch.repeat_interleave(weight, step)[::step]
+    cores = [engine_with("float32") for _ in range(2)]
+    rows = np.random.default_rng(0).normal(size=(N, K)).astype(np.float32)
+    for core, vector in zip(cores, ((given, format), (weight.float(), "float32")), strict=True):
+        load(core, [Piece("embedding", 0, rows, "float32")], {"embedding": "float32"})
+        load(core, [Piece("final_norm.weight", 0, *vector)], {})
+    np.testing.assert_array_equal(*map(head_of, cores))
+    first = rows[0] / np.sqrt((rows[0].astype(np.float64) ** 2).mean()) * weight.double().numpy()
+    np.testing.assert_allclose(head_of(cores[0])[0].ravel(), rows @ first, atol=1e-3)
 
 
 def test_rows_of_odd_length():

@@ -3,14 +3,18 @@
     make fuzz                                              # 60 s on each kind of file
     python tests/fuzz/fuzz_files.py gguf -max_total_time=60
 
-Coverage guides the bytes (atheris, libFuzzer), from the small whole files that this writes itself. Where the extension
-is built with -DWHET_SANITIZE=address and libasan is preloaded, its part is watched too.
+Coverage guides the bytes (atheris, libFuzzer), from the small whole files that this writes itself. atheris sees no
+coverage of the core's parsers: "containers" fuzzes them without Python, under sanitizers (needs Clang).
+Where the extension is built with -DWHET_SANITIZE=address and libasan is preloaded, its part is watched here too.
 """
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -120,7 +124,23 @@ TARGETS = {
     "gguf": (gguf_whole, gguf_seed),
 }
 
+
+def fuzz_containers(options: list[str]) -> int:
+    """Build ``fuzz_containers.cpp`` and the parsers, and run that on both kinds of file."""
+    root, corpus = Path(__file__).parents[2], WORK / "corpus"
+    compiler = os.environ.get("CXX") or shutil.which("clang++-19") or "clang++"
+    sources = [*(root / "cpp/files").glob("*.cpp"), Path(__file__).with_name("fuzz_containers.cpp")]
+    flags = ["-std=c++20", "-O1", "-g", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all"]
+    subprocess.run([compiler, *flags, f"-I{root / 'cpp'}", *sources, "-o", WORK / "fuzz"], check=True)
+    corpus.mkdir()
+    (corpus / "gguf").write_bytes(gguf_seed())
+    (corpus / "safetensors").write_bytes(safetensors_seed())
+    return subprocess.run([WORK / "fuzz", *options, corpus], cwd=WORK).returncode
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "containers":
+        sys.exit(fuzz_containers(sys.argv[2:]))
     atheris.instrument_all()  # modules of an editable installation escape instrument_imports
     target, seed = TARGETS[sys.argv.pop(1)]
     (WORK / "config.json").write_text(json.dumps(CONFIG))

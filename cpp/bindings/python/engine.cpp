@@ -13,6 +13,7 @@
 
 #include "arrays.h"
 #include "engine/scheduler.h"
+#include "engine/stored_rows.h"
 #include "row_arrays.h"
 #include "runtime/checksum.h"
 #include "runtime/turn_lock.h"
@@ -117,26 +118,23 @@ public:
     }
 
     // Names come as const char*: nanobind ends the process where it makes a std::string of one and finds no memory.
-    // Rows of a matrix at an address; strides in elements, in bytes where they are the format's own.
-    void load(const char* slot, size_t first, size_t n, size_t k, uintptr_t address, Source source,
+    // Rows of a matrix at an address; the strides of StoredRows.
+    void load(const char* slot, size_t first, size_t n, size_t width, uintptr_t address, StoredType type,
               ptrdiff_t row_stride, ptrdiff_t column_stride) {
         const Turn turn(lock_);
         PackedWeight& to = model_.weights().matrix(slot);
-        const size_t width = source == Source::kPacked ? to.format().row_bytes(to.k()) : to.k();
-        if (first + n > to.n() || k != width) throw std::invalid_argument("rows of another shape");
+        if (first + n > to.n() || width != stored_width(type, to.k())) {
+            throw std::invalid_argument("rows of another shape");
+        }
         const nb::gil_scoped_release release;
-        to.pack_rows(first, n, reinterpret_cast<const void*>(address), source, row_stride, column_stride);
+        pack_rows({type, reinterpret_cast<const void*>(address), n, to.k(), row_stride, column_stride}, to, first);
     }
 
-    void load_vector(const char* slot, size_t first, nb::handle values) {
+    void load_vector(const char* slot, size_t first, size_t n, uintptr_t address, StoredType type, ptrdiff_t stride) {
         const Turn turn(lock_);
-        Array a;
         std::vector<float>& to = model_.weights().vector(slot);
-        if (!view(values.ptr(), a) || a.dtype != DType::kFloat32 || a.ndim != 1 ||
-            first + static_cast<size_t>(a.size()) > to.size()) {
-            throw std::invalid_argument("values of another shape");
-        }
-        std::copy(a.as<float>(), a.as<float>() + a.size(), to.begin() + static_cast<ptrdiff_t>(first));
+        if (first + n > to.size()) throw std::invalid_argument("values of another shape");
+        unpack_rows({type, reinterpret_cast<const void*>(address), 1, n, 0, stride}, to.data() + first);
     }
 
     // A call that has requests from here on; `alone`: that has none, and changes the model. 0, or how many are under
@@ -325,12 +323,21 @@ void bind_engine(nb::module_& m) {
         .value("O", Target::kO)
         .value("UP", Target::kUp)
         .value("DOWN", Target::kDown);
+    nb::enum_<StoredType>(m, "StoredType")
+        .value("float32", StoredType::kFloat32)
+        .value("bfloat16", StoredType::kBFloat16)
+        .value("float16", StoredType::kFloat16)
+        .value("float64", StoredType::kFloat64)
+        .value("q8_0", StoredType::kQ8_0)
+        .value("q4_0", StoredType::kQ4_0)
+        .value("q4_k", StoredType::kQ4_K);
     nb::class_<EngineObject>(m, "Engine")
         .def(nb::init<const nb::dict&, const nb::sequence&, size_t, size_t, size_t, bool>(), arg("config"),
              arg("slots"), nb::kw_only(), arg("kv_bytes"), arg("max_batch"), arg("chunk"), arg("bf16_cache"))
-        .def("load", &EngineObject::load, arg("slot"), nb::kw_only(), arg("first"), arg("n"), arg("k"), arg("address"),
-             arg("source"), arg("row_stride"), arg("column_stride"))
-        .def("load_vector", &EngineObject::load_vector)
+        .def("load", &EngineObject::load, arg("slot"), nb::kw_only(), arg("first"), arg("n"), arg("width"),
+             arg("address"), arg("type"), arg("row_stride"), arg("column_stride"))
+        .def("load_vector", &EngineObject::load_vector, arg("slot"), nb::kw_only(), arg("first"), arg("n"),
+             arg("address"), arg("type"), arg("stride"))
         .def("add_prompt", &EngineObject::add_prompt, arg("session"), nb::kw_only(), arg("tokens"), arg("n"),
              arg("max_new_tokens"), arg("stop_tokens"), arg("seed"), arg("prompt_index"), arg("first_sample"),
              arg("adapter"), arg("temperature"), arg("top_k"), arg("top_p"), arg("min_p"), arg("repetition_penalty"),

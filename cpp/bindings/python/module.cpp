@@ -6,6 +6,7 @@
 #include "arrays.h"
 #include "attention.h"
 #include "engine.h"
+#include "files.h"
 #include "kernels/dispatch.h"
 #include "linear.h"
 #include "lora.h"
@@ -62,6 +63,7 @@ NB_MODULE(_core, m) {
     whet::bind_rope(m);
     whet::bind_attention(m);
     whet::bind_engine(m);
+    whet::bind_files(m);
     whet::bind_sampler(m);
     whet::bind_training(m);
 }

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from whet.models.formats import FORMATS, choose_formats, core_format, kv_format
-from whet.models.sizes import Estimate, TrainingEstimate, estimate, load_source, training
-from whet.models.slots import Source
+from whet.models.formats import FORMATS
+from whet.models.sizes import ModelMemory, TrainingEstimate, load_source, model_memory
 
 _FORMAT = tyro.conf.arg(metavar="{" + ",".join(FORMATS) + "}")
 
@@ -41,50 +38,33 @@ class EstimateConfig:
 def main(argv: Sequence[str]) -> int:
     """Prints the estimate; the exit status is 0."""
     asked = tyro.cli(EstimateConfig, args=argv, prog="whet estimate")
-    source = load_source(asked.model)
-    if asked.context is None:
-        asked = dataclasses.replace(asked, context=min(4096, source.config.max_position))
-    chosen = _estimate(source, asked, asked.weights)
-    formats = choose_formats(source, asked.weights, asked.embeddings, asked.embeddings, "estimate")
-    memory, trained = memory_bytes(), training(source.config)
+    memory = model_memory(load_source(asked.model), asked.context, asked.batch, asked.embeddings)
     if asked.json:
-        print(json.dumps(_as_dict(asked, formats, chosen, trained, memory), indent=2))
+        print(json.dumps(_as_dict(asked, memory), indent=2))
         return 0
+    chosen = memory.formats[memory.usual_name(asked.weights)]
     console = Console()
-    console.print(_table(asked, source))
+    console.print(_table(asked, memory))
     console.print(
-        f"Keys and values {in_bytes(chosen.kv_cache)} ({kv_format(formats)}), workspace {in_bytes(chosen.workspace)}, "
+        f"Keys and values {in_bytes(chosen.kv_cache)} ({chosen.kv_format}), workspace {in_bytes(chosen.workspace)}, "
         f"norms and biases {in_bytes(chosen.norms)} (float32). {asked.weights} takes {in_bytes(chosen.total)} in all "
-        f"and {'fits' if chosen.total <= memory else 'does not fit'} into this machine's {in_bytes(memory)}."
+        f"and {'fits' if chosen.total <= memory.machine else 'does not fit'} into this machine's "
+        f"{in_bytes(memory.machine)}."
     )
-    console.print(_training(trained))
+    console.print(_training(memory.training))
     console.print("GB are 10^9 bytes, and bits per weight count scales, embeddings and norms.", style="dim")
     return 0
 
 
-def memory_bytes() -> int:
-    """This machine's memory, or what its container may use of it."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else ""
-    return min(memory, int(text)) if text.isdigit() else memory
-
-
-def _estimate(source: Source, asked: EstimateConfig, weights: str) -> Estimate:
-    return estimate(source, weights, asked.context, asked.batch, asked.embeddings)
-
-
-def _table(asked: EstimateConfig, source: Source) -> Table:
-    title = f"{asked.model}: {source.config.n_parameters:,} parameters, {asked.batch} x {asked.context:,} tokens"
+def _table(asked: EstimateConfig, memory: ModelMemory) -> Table:
+    title = f"{asked.model}: {memory.config.n_parameters:,} parameters, {asked.batch} x {memory.context:,} tokens"
     table = Table(title=title, title_justify="left")
     table.add_column("Format")
     for name in ("Bits/weight", "Layers", "Embeddings", "All weights", "In all"):
         table.add_column(name, justify="right")
-    chosen = core_format(asked.weights, "weights", "estimate")
-    for name in FORMATS:
-        e = _estimate(source, asked, name)
+    for name, e in memory.formats.items():
         sizes = map(in_bytes, (e.linear, e.embeddings, e.weights, e.total))
-        style = "bold" if core_format(name, "weights", "estimate") == chosen else ""
+        style = "bold" if name == memory.usual_name(asked.weights) else ""
         table.add_row(name, f"{e.bits_per_weight:.2f}", *sizes, style=style)
     return table
 
@@ -98,14 +78,14 @@ def _training(trained: TrainingEstimate) -> str:
     )
 
 
-def _as_dict(
-    asked: EstimateConfig, formats: dict[str, str], chosen: Estimate, trained: TrainingEstimate, memory: int
-) -> dict[str, object]:
+def _as_dict(asked: EstimateConfig, memory: ModelMemory) -> dict[str, object]:
+    chosen, trained = memory.formats[memory.usual_name(asked.weights)], memory.training
     settings = {key: value for key, value in dataclasses.asdict(asked).items() if key != "json"}
     return {
         **settings,
-        "embeddings": formats["embedding"],
-        "kv_cache": kv_format(formats),
+        "context": memory.context,
+        "embeddings": chosen.embedding_format,
+        "kv_cache": chosen.kv_format,
         "n_parameters": chosen.n_parameters,
         "bits_per_weight": chosen.bits_per_weight,
         "layers_bytes": chosen.linear,
@@ -116,8 +96,8 @@ def _as_dict(
         "workspace_bytes": chosen.workspace,
         "total_bytes": chosen.total,
         "training_bytes": {**trained._asdict(), "total": trained.total, "reference": trained.reference},
-        "memory_bytes": memory,
-        "fits": chosen.total <= memory,
+        "memory_bytes": memory.machine,
+        "fits": chosen.total <= memory.machine,
     }
 
 

@@ -13,10 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 import whet
-from whet.cli.estimate import in_bytes, memory_bytes
+from whet.cli.estimate import in_bytes
 from whet.errors import WhetValueError
-from whet.models.formats import FORMATS, PAGE_TOKENS
-from whet.models.sizes import estimate, page_bytes
+from whet.models.sizes import model_memory
 from whet.models.sources.folder import open_folder, read_config
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.gguf_container import read_gguf
@@ -62,20 +61,19 @@ def describe(model: str) -> dict[str, Any]:
         source = open_gguf(path) if path.is_file() else open_folder(path)
     except WhetValueError as error:
         return {**found, "supported": False, "reason": str(error)}
-    config = source.config
-    shape = {name: value for name, value in vars(config).items() if name != "inv_freq"}
-    weights = {name: estimate(source, name).weights for name in FORMATS}
+    memory = model_memory(source)
+    weights = {name: e.weights for name, e in memory.formats.items()}
     if path.is_file():
-        weights["as stored"] = estimate(source, None).weights
-    kv_formats = {"float32": "float32", "bf16": "bfloat16"}
+        weights["as stored"] = memory.as_stored.weights
+    kv_bytes = memory.kv_bytes_per_token
     return {
         **found,
         "supported": True,
-        "n_parameters": config.n_parameters,
-        "config": shape,
+        "n_parameters": source.config.n_parameters,
+        "config": {name: value for name, value in vars(source.config).items() if name != "inv_freq"},
         "weights_bytes": weights,
-        "kv_bytes_per_token": {name: page_bytes(config, core) // PAGE_TOKENS for name, core in kv_formats.items()},
-        "memory_bytes": memory_bytes(),
+        "kv_bytes_per_token": {"float32": kv_bytes["float32"], "bf16": kv_bytes["bfloat16"]},
+        "memory_bytes": memory.machine,
     }
 
 

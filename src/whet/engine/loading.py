@@ -10,10 +10,8 @@ import numpy as np
 from whet import _core
 from whet.errors import WhetValueError
 from whet.models.architecture import Piece
-from whet.models.reference import piece_values
 from whet.models.slots import Source
 from whet.models.sources.mapped import let_go
-from whet.ops.linear import SOURCES
 
 
 def checked(source: Source, where: str) -> list[Piece]:
@@ -37,22 +35,21 @@ def checked(source: Source, where: str) -> list[Piece]:
 
 
 def load(core: Any, pieces: Iterable[Piece], formats: Mapping[str, str]) -> None:
-    """Packs pieces that ``checked`` has seen."""
+    """Packs pieces that ``checked`` has seen; what is not a matrix becomes float32."""
     for slot, first_row, tensor, format in pieces:
-        if slot not in formats:
-            values = np.ascontiguousarray(piece_values(Piece(slot, first_row, tensor, format)), np.float32)
-            core.load_vector(slot, first_row, values)
-            continue
-        if format not in SOURCES and format != formats[slot]:  # float64, or blocks of another format
-            tensor = np.asarray(piece_values(Piece(slot, first_row, tensor, format)), np.float32)
-            format = "float32"
-        address, (row_stride, column_stride) = _memory(tensor)
-        n, k = tensor.shape
-        core.load(
-            slot, first=first_row, n=n, k=k, address=address, source=SOURCES.get(format, _core.Source.PACKED),
-            row_stride=row_stride, column_stride=column_stride,
-        )  # fmt: skip
-        let_go(tensor)  # the packed weights and the file's are not in memory both
+        type = _core.StoredType[format]
+        address, strides = _memory(tensor)
+        if slot in formats:
+            n, width = tensor.shape
+            core.load(
+                slot, first=first_row, n=n, width=width, address=address, type=type, row_stride=strides[0],
+                column_stride=strides[1],
+            )  # fmt: skip
+            let_go(tensor)  # the packed weights and the file's are not in memory both
+        else:
+            core.load_vector(
+                slot, first=first_row, n=len(tensor), address=address, type=type, stride=strides[0]
+            )  # fmt: skip
 
 
 def checksums(pieces: Iterable[Piece]) -> list[tuple[Any, ...]]:

@@ -1,68 +1,44 @@
-"""Hugging Face's model families as tables: what their configs say, and where their modules' weights go.
+"""Hugging Face's model families: what their configs say, and where their modules' weights go.
 
 Reads a config (an object or the keys of config.json) into a ``ModelConfig``. Runs no code of a model, does not import
 transformers, and reads no weights. The options, their defaults and their meaning are those of transformers 5.
+
+What is data stands in families.json, which builds without Python embed:
+
+    activations  the config's name -> ``ModelConfig.activation``
+    plain        options of any family that change what is computed -> the values with which nothing changes
+    gguf         ``keys``: our names -> metadata keys behind "ARCHITECTURE."; ``ignored_keys`` change nothing here;
+                 ``rope_tensors``: numbers that llama.cpp keeps as tensors
+    families     model_type -> a ``Family``, by the names of its attributes; ``like``: another family, with which these
+                 ``keys``, ``settings`` and ``defaults`` are merged and of which all else is taken that is not given.
+                 ``modules``: "slot" or "slot:part" -> ``hf``, the module's name (``hf_also``: another that it may
+                 have), ``hf_layout``, how its rows lie in the slot's ("by_head", "transposed", or as they are), and
+                 ``gguf``, the tensor's name. "{i}": the layer's number.
+
+How sliding windows and rotary scaling follow from the options is code, below.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from whet.errors import WhetTypeError, WhetValueError
 from whet.models.architecture import LARGEST, LARGEST_SIZE, ModelConfig
-from whet.models.slots import PARTS, Module, Place, by_head, paired, places, whole
+from whet.models.slots import Cut, Module, Place, by_head, paired, places, whole
 from whet.ops.rope_scaling import rope_frequencies
 
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-}
-
-# Options of any family that change what is computed, and the values with which nothing changes.
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
-    "is_encoder_decoder": (None, False),
-    "add_cross_attention": (None, False),
-    "is_causal": (None, True),
-    "use_bidirectional_attention": (None, False),
-    "scale_attn_by_inverse_layer_idx": (None, False),
-    "use_mrope": (None, False),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
-    "pruned_heads": (None, {}),
-}
-_MENDS = {"quantization_config": " Load the model in float32, bfloat16 or float16; the engine quantises by weights=."}
-
-_KEYS = {
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "hidden_dim": "hidden_size",
-    "ffn_dim": "intermediate_size",
-    "max_position": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "activation": "hidden_act",
-}
-_GPT2_KEYS = {
-    "n_layers": "n_layer",
-    "n_heads": "n_head",
-    "hidden_dim": "n_embd",
-    "ffn_dim": "n_inner",
-    "max_position": "n_positions",
-    "norm_eps": "layer_norm_epsilon",
-    "activation": "activation_function",
-}
+_DATA: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text("utf-8"))
+_ACTIVATIONS: dict[str, str] = _DATA["activations"]
+_PLAIN: dict[str, list[Any]] = _DATA["plain"]
+_FIXES = {"quantization_config": " Load the model in float32, bfloat16 or float16; the engine quantises by weights=."}
+GGUF_NAMES: dict[str, Any] = _DATA["gguf"]
+"""Metadata keys and tensors that are the same in all architectures; see above."""
+_CUTS: dict[str | None, Cut] = {None: whole, "transposed": whole, "by_head": by_head}
 
 
 @dataclass(frozen=True)
@@ -70,211 +46,59 @@ class Family:
     """What is particular to a model_type.
 
     Attributes:
-        prefix: begins the names of the modules but the head's.
-        modules: where their weights go.
         keys: ``ModelConfig``'s name -> the config's.
-        defaults: what an option is that the config leaves out. (null is no number of kv heads, no window, and so on.)
         settings: ``ModelConfig`` fields; a string begun with "@" is the value of that option.
+        defaults: what an option is that the config leaves out. (null is no number of kv heads, no window, and so on.)
+        modules: where the weights of Hugging Face's modules go.
+        gguf: its ``architecture``, and whether the rows of q and k are ``interleaved`` there; None: GGUF has none.
+        gguf_modules: where the tensors of a GGUF file go.
         window: "none", "all" layers have sliding_window, or "some" by layer_types.
         rope: "neox" or "gptj", the pairing; "none".
-        partial: whether partial_rotary_factor says what part of a head rotates. transformers' other families rotate
-            whole heads, whatever it says.
+        partial_rotary: whether partial_rotary_factor says what part of a head rotates. transformers' other families
+            rotate whole heads, whatever it says.
     """
 
-    prefix: str
-    modules: tuple[Module, ...]
     keys: Mapping[str, str]
     settings: Mapping[str, Any]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any]
+    modules: tuple[Module, ...]
+    gguf: Mapping[str, Any] | None = None
+    gguf_modules: tuple[Module, ...] = ()
     window: str = "none"
     rope: str = "neox"
-    partial: bool = False
+    partial_rotary: bool = False
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the modules but the head's begin with."""
+        return self.modules[0].names[0].partition(".")[0] + "."
 
 
-_CUTS = {"by_head": by_head, "paired": paired}
+def _resolve(name: str) -> dict[str, Any]:
+    """A family's entry with what it takes from the one that it is like."""
+    entry = dict(_DATA["families"][name])
+    if "like" not in entry:
+        return entry
+    base = _resolve(entry.pop("like"))
+    merged = {field: {**base[field], **entry.get(field, {})} for field in ("keys", "settings", "defaults")}
+    return {**base, **entry, **merged}
 
 
-def module_table(prefix: str, layers: str, table: str) -> tuple[Module, ...]:
-    """Rows "module slot [part] [cut] [transposed]"; a module begun with "." is in a layer, as is its slot."""
-    rows = []
-    for line in filter(str.strip, table.splitlines()):
-        name, slot, *rest = line.split()
-        in_layer = name.startswith(".")
-        path = f"{prefix}{layers}.{{i}}{name}" if in_layer else f"{prefix}{name}"
-        rows.append(
-            Module(
-                names=tuple(name.split("|")) if slot == "head" else (path,),
-                slot=f"layers.{{i}}.{slot}" if in_layer else slot,
-                part=next((word for word in rest if word in PARTS), ""),
-                cut=next((_CUTS[word] for word in rest if word in _CUTS), whole),
-                transposed="transposed" in rest,
-            )
-        )
-    return tuple(rows)
+def _make_family(entry: dict[str, Any]) -> Family:
+    rows, gguf = entry.pop("modules"), entry["gguf"]
+    modules, gguf_modules = [], []
+    for target, row in rows.items():
+        slot, _, part = target.partition(":")
+        names = tuple(row[key] for key in ("hf", "hf_also") if key in row)
+        layout = row.get("hf_layout")
+        modules.append(Module(names, slot, part, _CUTS[layout], transposed=layout == "transposed"))
+        if gguf is not None:
+            interleaved = gguf.get("interleaved", False) and part in ("q", "k")
+            gguf_modules.append(Module((row["gguf"],), slot, part, paired if interleaved else whole))
+    return Family(**entry, modules=tuple(modules), gguf_modules=tuple(gguf_modules))
 
 
-_LLAMA_MODULES = """
-    embed_tokens embedding
-    .input_layernorm norm1
-    .self_attn.q_proj qkv q
-    .self_attn.k_proj qkv k
-    .self_attn.v_proj qkv v
-    .self_attn.q_norm q_norm
-    .self_attn.k_norm k_norm
-    .self_attn.o_proj o
-    .post_attention_layernorm norm2
-    .mlp.gate_proj gate_up gate
-    .mlp.up_proj gate_up up
-    .mlp.down_proj down
-    norm final_norm
-    lm_head head
-"""
-_PHI3_MODULES = """
-    embed_tokens embedding
-    .input_layernorm norm1
-    .self_attn.qkv_proj qkv
-    .self_attn.o_proj o
-    .post_attention_layernorm norm2
-    .mlp.gate_up_proj gate_up
-    .mlp.down_proj down
-    norm final_norm
-    lm_head head
-"""
-_GPT_NEOX_MODULES = """
-    embed_in embedding
-    .input_layernorm norm1
-    .attention.query_key_value qkv by_head
-    .attention.dense o
-    .post_attention_layernorm norm2
-    .mlp.dense_h_to_4h up
-    .mlp.dense_4h_to_h down
-    final_layer_norm final_norm
-    lm_head|embed_out head
-"""
-_GPT2_MODULES = """
-    wte embedding
-    wpe positions
-    .ln_1 norm1
-    .attn.c_attn qkv transposed
-    .attn.c_proj o transposed
-    .ln_2 norm2
-    .mlp.c_fc up transposed
-    .mlp.c_proj down transposed
-    ln_f final_norm
-    lm_head head
-"""
-_GPTJ_MODULES = """
-    wte embedding
-    .ln_1 norm1
-    .attn.q_proj qkv q
-    .attn.k_proj qkv k
-    .attn.v_proj qkv v
-    .attn.out_proj o
-    .mlp.fc_in up
-    .mlp.fc_out down
-    ln_f final_norm
-    lm_head head
-"""
-
-_LLAMA_DEFAULTS = {"norm_eps": 1e-6, "activation": "silu", "max_position": 2048}
-_QWEN_DEFAULTS = {
-    "norm_eps": 1e-6,
-    "activation": "silu",
-    "max_position": 32768,
-    "n_kv_heads": 32,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-_GPT2_DEFAULTS = {"norm_eps": 1e-5, "activation": "gelu_new"}
-_GPT2_SETTINGS = {"norm": "layer", "gated": False, "mlp_bias": True}
-_RMS = {"norm": "rms"}
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(
-        prefix="model.",
-        modules=module_table("model.", "layers", _LLAMA_MODULES),
-        keys=_KEYS,
-        settings={**_RMS, "qkv_bias": "@attention_bias", "o_bias": "@attention_bias", "mlp_bias": "@mlp_bias"},
-        defaults={**_LLAMA_DEFAULTS, "attention_bias": False, "mlp_bias": False},
-    ),
-    "mistral": Family(
-        prefix="model.",
-        modules=module_table("model.", "layers", _LLAMA_MODULES),
-        keys=_KEYS,
-        settings=_RMS,
-        defaults={**_LLAMA_DEFAULTS, "max_position": 131072, "n_kv_heads": 8, "sliding_window": 4096},
-        window="all",
-    ),
-    "qwen2": Family(
-        prefix="model.",
-        modules=module_table("model.", "layers", _LLAMA_MODULES),
-        keys=_KEYS,
-        settings={**_RMS, "qkv_bias": True},
-        defaults=_QWEN_DEFAULTS,
-        window="some",
-    ),
-    "qwen3": Family(
-        prefix="model.",
-        modules=module_table("model.", "layers", _LLAMA_MODULES),
-        keys=_KEYS,
-        settings={**_RMS, "qk_norm": True, "qkv_bias": "@attention_bias", "o_bias": "@attention_bias"},
-        defaults={**_QWEN_DEFAULTS, "head_dim": 128, "attention_bias": False},
-        window="some",
-    ),
-    "phi3": Family(
-        prefix="model.",
-        modules=module_table("model.", "layers", _PHI3_MODULES),
-        keys=_KEYS,
-        settings=_RMS,
-        defaults={
-            **_LLAMA_DEFAULTS,
-            "norm_eps": 1e-5,
-            "max_position": 4096,
-            "original_max_position_embeddings": 4096,
-        },
-        window="all",
-        partial=True,
-    ),
-    "gpt_neox": Family(
-        prefix="gpt_neox.",
-        modules=module_table("gpt_neox.", "layers", _GPT_NEOX_MODULES),
-        keys={
-            **{name: key for name, key in _KEYS.items() if name not in ("n_kv_heads", "head_dim")},
-            "norm_eps": "layer_norm_eps",
-        },
-        settings={
-            **_GPT2_SETTINGS,
-            "qkv_bias": "@attention_bias",
-            "o_bias": "@attention_bias",
-            "parallel_residual": "@use_parallel_residual",
-        },
-        defaults={
-            "norm_eps": 1e-5,
-            "activation": "gelu",
-            "max_position": 2048,
-            "attention_bias": True,
-            "use_parallel_residual": True,
-            "rotary_pct": 0.25,
-        },
-        partial=True,
-    ),
-    "gpt2": Family(
-        prefix="transformer.",
-        modules=module_table("transformer.", "h", _GPT2_MODULES),
-        keys=_GPT2_KEYS,
-        settings={**_GPT2_SETTINGS, "qkv_bias": True, "o_bias": True},
-        defaults={**_GPT2_DEFAULTS, "max_position": 1024, "tie_word_embeddings": True, "scale_attn_weights": True},
-        rope="none",
-    ),
-    "gptj": Family(
-        prefix="transformer.",
-        modules=module_table("transformer.", "h", _GPTJ_MODULES),
-        keys=_GPT2_KEYS,
-        settings={**_GPT2_SETTINGS, "head_bias": True, "parallel_residual": True, "shared_norm": True},
-        defaults={**_GPT2_DEFAULTS, "max_position": 2048, "rotary_dim": 64},
-        rope="gptj",
-    ),
-}
+FAMILIES: dict[str, Family] = {name: _make_family(_resolve(name)) for name in _DATA["families"]}
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
@@ -406,12 +230,12 @@ class _Options:
         )
 
     def refuse(self) -> None:
-        for name, plain in _REFUSED.items():
+        for name, plain in _PLAIN.items():
             if self.given.get(name) not in plain:
                 model_type = self.given["model_type"]
                 raise WhetValueError(
                     f"{self.where}: {name} is {self.given[name]!r:.60}, which the engine does not run for "
-                    f"{model_type}; expected {plain[-1]!r}.{_MENDS.get(name, '')}"
+                    f"{model_type}; expected {plain[-1]!r}.{_FIXES.get(name, '')}"
                 )
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -508,12 +332,12 @@ def _scaling(options: _Options, trained: int) -> dict[str, Any]:
         kind = scaling["rope_type"] = "longrope"
     for key, names in (
         ("rope_theta", ("rope_theta", "rotary_emb_base")),
-        ("partial_rotary_factor", ("partial_rotary_factor", "rotary_pct") if options.family.partial else ()),
+        ("partial_rotary_factor", ("partial_rotary_factor", "rotary_pct") if options.family.partial_rotary else ()),
     ):
         for value in (options.get(name) for name in names):
             if value is not None:
                 scaling.setdefault(key, value)
-    if not options.family.partial and kind != "proportional":
+    if not options.family.partial_rotary and kind != "proportional":
         partial = scaling.pop("partial_rotary_factor", 1.0)
         if partial != 1.0 and kind != "default":  # which transformers makes frequencies for, and then cannot apply
             raise WhetValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +19,7 @@ from whet import _core
 from whet.errors import WhetValueError
 from whet.models.architecture import ModelConfig
 from whet.models.families import model_config
-from whet.models.formats import PAGE_TOKENS, choose_formats, core_format, kv_format
+from whet.models.formats import FORMATS, PAGE_TOKENS, choose_formats, core_format, kv_format
 from whet.models.slots import Source
 from whet.models.sources.folder import read_config
 from whet.models.sources.gguf import open_gguf
@@ -75,6 +76,8 @@ class Estimate(NamedTuple):
         norms: norms and biases, float32.
         kv_cache: the pages that the sequences come to need; what ``kv_bytes`` has to be for all of them at a time.
         workspace: activations of a pass, logits of a tile of rows, and the sampler's memory.
+        embedding_format: the core's name of the embedding's format.
+        kv_format: of keys and values, "float32" or "bfloat16".
     """
 
     n_parameters: int
@@ -83,6 +86,8 @@ class Estimate(NamedTuple):
     norms: int
     kv_cache: int
     workspace: int
+    embedding_format: str
+    kv_format: str
 
     @property
     def weights(self) -> int:
@@ -121,6 +126,67 @@ class TrainingEstimate(NamedTuple):
     def reference(self) -> int:
         """A frozen reference beside the model."""
         return self.weights + self.copies
+
+
+class ModelMemory(NamedTuple):
+    """A model's memory in every format, and this machine's.
+
+    Attributes:
+        config: the model.
+        context: tokens of each sequence.
+        formats: ``weights`` by its usual name -> what the engine takes.
+        as_stored: what it takes with the formats of a GGUF file.
+        kv_bytes_per_token: format of keys and values -> bytes.
+        training: what training takes.
+        machine: memory of this machine, or what its container may use of it.
+    """
+
+    config: ModelConfig
+    context: int
+    formats: dict[str, Estimate]
+    as_stored: Estimate
+    kv_bytes_per_token: dict[str, int]
+    training: TrainingEstimate
+    machine: int
+
+    def usual_name(self, weights: str) -> str:
+        """The key in ``formats`` of a format by any of its names: "bf16" for "bfloat16".
+
+        Raises:
+            WhetValueError: there is no such format.
+        """
+        format = core_format(weights, "weights", "estimate")
+        return next(name for name in self.formats if core_format(name, "weights", "estimate") == format)
+
+
+def model_memory(
+    source: Source, context: int | None = None, batch: int = 1, embeddings: str | None = None
+) -> ModelMemory:
+    """Every estimate of a model; arguments and errors are those of ``estimate``."""
+    config = source.config
+    estimates = [estimate(source, weights, context, batch, embeddings) for weights in (*FORMATS, None)]
+    return ModelMemory(
+        config=config,
+        context=default_context(config) if context is None else context,
+        formats=dict(zip(FORMATS, estimates, strict=False)),
+        as_stored=estimates[-1],
+        kv_bytes_per_token={name: page_bytes(config, name) // PAGE_TOKENS for name in ("float32", "bfloat16")},
+        training=training(config),
+        machine=machine_bytes(),
+    )
+
+
+def default_context(config: ModelConfig) -> int:
+    """Tokens of a sequence that estimates are for: 4,096, or all positions of the model where those are fewer."""
+    return min(4096, config.max_position)
+
+
+def machine_bytes() -> int:
+    """This machine's memory, or what its container may use of it."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else ""
+    return min(memory, int(text)) if text.isdigit() else memory
 
 
 def load_source(model: str) -> Source:
@@ -164,8 +230,7 @@ def estimate(
     Args:
         source: the model, from ``load_source`` or another.
         weights: as ``Engine`` takes it. None: as a GGUF file stores them.
-        context: tokens of each sequence, prompt and completion together; None: 4,096, or all positions of the model
-            where those are fewer.
+        context: tokens of each sequence, prompt and completion together; None: ``default_context``.
         batch: sequences at a time; the engine's ``max_batch`` where that is more than its default.
         embeddings: format of embeddings and head; None: the engine's choice.
 
@@ -173,7 +238,7 @@ def estimate(
         WhetValueError: an unknown format, a context or batch below 1, or a context beyond the model's positions.
     """
     config = source.config
-    context = min(4096, config.max_position) if context is None else context
+    context = default_context(config) if context is None else context
     for name, value in (("context", context), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise WhetValueError(f"estimate: {name} is {value!r}, expected an integer of at least 1.")
@@ -199,6 +264,8 @@ def estimate(
         norms=sum(sizes.values()) - sum(matrices.values()),
         kv_cache=batch * n_pages * page_bytes(config, kv),
         workspace=_workspace_bytes(config, batch, kv) + _sampler_bytes(config.vocab_size),
+        embedding_format=formats["embedding"],
+        kv_format=kv,
     )
 
 

@@ -57,7 +57,7 @@ class Module:
     Attributes:
         names: what it is called; the first that is there counts.
         slot: which weight it is, or a part of.
-        part: one of PARTS, its rows of the slot; "": all.
+        part: "q", "k" or "v" of qkv, "gate" or "up" of gate_up: its rows of the slot; "": all.
         cut: how its rows lie in the slot's.
         transposed: the source keeps (inputs, outputs).
     """

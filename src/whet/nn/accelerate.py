@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from whet import _core
 from whet.config import Compute
 from whet.errors import WhetTypeError, WhetValueError
+from whet.models.families import FAMILIES
 from whet.nn import functions
 from whet.nn.modules import inner_module, module_device
 from whet.nn.packed import PackedBatch
@@ -32,7 +33,6 @@ ComputeDtype = Literal["auto", "bfloat16", "float32"]
 _NAME = "whet"
 _FEW_ROWS = 32
 """Up to so many rows it is faster to read only the float32 weight than to compare a copy with it first."""
-_FAMILIES = ("gpt2", "gpt_neox", "gptj", "llama", "mistral", "phi3", "qwen2", "qwen3")
 _accelerated: weakref.WeakKeyDictionary[nn.Module, Acceleration] = weakref.WeakKeyDictionary()
 
 
@@ -272,10 +272,9 @@ class Acceleration:
             return partial(_rms_norm, self, module)
         if kind.endswith("MLP") and _is_silu(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)):
             return partial(_swiglu_fused if hasattr(module, "gate_up_proj") else _swiglu, module)
-        if kind == "GPTJAttention":
-            return partial(_gptj_attention, module, module.forward)
         if kind.endswith("Attention") and hasattr(module, "q_proj"):
-            return partial(_attention, module, module.forward)
+            is_gptj = FAMILIES[self._model.config.model_type].rope == "gptj"
+            return partial(_gptj_attention if is_gptj else _attention, module, module.forward)
         return None
 
 
@@ -324,8 +323,8 @@ def _checked(inner: Any) -> tuple[nn.Module, Any]:
     family = getattr(config, "model_type", None)
     if family is None or not hasattr(inner, "get_output_embeddings"):
         raise WhetTypeError(f"accelerate: model is {type(inner).__name__}, expected a Hugging Face causal model.")
-    if family not in _FAMILIES:
-        raise WhetValueError(f"accelerate: model_type is {family!r}; the kernels fit {', '.join(_FAMILIES)}.")
+    if family not in FAMILIES:
+        raise WhetValueError(f"accelerate: model_type is {family!r}; the kernels fit {', '.join(sorted(FAMILIES))}.")
     head, decoder = inner.get_output_embeddings(), getattr(inner, inner.base_model_prefix, None)
     if type(head) is not nn.Linear or decoder is None or decoder is inner:
         raise WhetValueError(
@@ -422,7 +421,7 @@ def _attention(
     table = torch.cat((cos[0, :, :half], sin[0, :, :half]), 1).float()
     q, k = functions.rope(q, table), functions.rope(k, table)
     window = getattr(module, "sliding_window", None)
-    if module.config.model_type == "mistral":
+    if FAMILIES[module.config.model_type].window == "all":
         window = module.config.sliding_window
     out = functions.attention(q, k, v, batch, module.scaling, window)
     return module.o_proj(out.view(1, len(q), -1)), None

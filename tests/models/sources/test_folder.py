@@ -148,7 +148,7 @@ def test_cut_short_at_every_byte(tmp_path):
     data = path.read_bytes()
     assert set(read_safetensors(path, "here")) == {"a", "b"}
     for n in range(len(data)):
-        with pytest.raises(WhetValueError, match=r"^here(: | has ).*(again|safetensors file|and its header|within)"):
+        with pytest.raises(WhetValueError, match=r"^here: .*(again|safetensors file|and its header|within)"):
             parse_safetensors(np.frombuffer(data[:n], np.uint8), "here")
     path.write_bytes(data + b"\0")
     with pytest.raises(WhetValueError, match="has 33 bytes of tensors, and its header tells of 32"):
@@ -160,7 +160,8 @@ def test_header_lengths(folder, length):
     path = folder / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(struct.pack("<Q", length) + data[8:])
-    with pytest.raises(WhetValueError, match=f"model.safetensors has {len(data)} bytes and a header of {length} bytes"):
+    message = f"model.safetensors: the file has {len(data)} bytes and a header of {length} bytes"
+    with pytest.raises(WhetValueError, match=message):
         open_folder(folder)
 
 
@@ -193,8 +194,8 @@ def rename(header):
         (set_entry(shape=[2**62, 2**62, 0]), "expected sizes of at least 0 that do not overflow"),
         (set_entry(shape=[-40, -32]), r"has shape \[-40, -32\], expected sizes"),
         (set_entry(shape=[40.0, 32]), r"has shape \[40.0, 32\]"),
-        (set_entry(shape=[True, 1280]), r"has shape \[True, 1280\]"),
-        (set_entry(shape="40"), "has shape '40'"),
+        (set_entry(shape=[True, 1280]), r"has shape \[true, 1280\]"),
+        (set_entry(shape="40"), 'has shape "40"'),
         (set_entry(shape=[10**400]), "has shape"),
         (set_entry(shape=[40, 31]), r"has 5120 bytes, and F32 of shape \(40, 31\) has 4960"),
         (set_entry(shape=[32, 40]), rf"{NAME} has shape \(32, 40\), expected \(40, 32\)"),
@@ -207,7 +208,7 @@ def rename(header):
         (set_entry(data_offsets=[0, 10**9]), r"has data_offsets \[0, 1000000000\]"),
         (set_entry(data_offsets=[2**63, 2**63 + 5120]), "has data_offsets"),
         (set_entry(data_offsets=[0]), r"has data_offsets \[0\]"),
-        (set_entry(data_offsets=None), "has data_offsets None"),
+        (set_entry(data_offsets=None), "has data_offsets null"),
         (set_entry(extra=1), "expected dtype, shape and data_offsets"),
         (lambda header: header[NAME].pop("dtype") and None, "expected dtype, shape and data_offsets"),
         (lambda header: header.update({NAME: 5}), f"{NAME} is 5, expected dtype"),
@@ -219,7 +220,7 @@ def rename(header):
         (lambda header: " " + json.dumps(header), "does not begin with '{'"),
         (lambda header: "{" * 100_000, "header is no JSON to rely on"),
         (lambda header: '{"a":' + "[" * 100_000, "header is no JSON to rely on"),
-        (lambda header: '{"a": ' + "9" * 5000 + "}", "header is no JSON to rely on"),
+        (lambda header: '{"a": ' + "9" * 5000 + "}", "a is 9+..., expected dtype"),
         (lambda header: json.dumps(header) + "x", "header is no JSON to rely on"),
     ],
 )

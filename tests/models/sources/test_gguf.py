@@ -19,7 +19,7 @@ from whet.engine import Engine
 from whet.errors import WhetValueError
 from whet.models.formats import TABLE
 from whet.models.reference import naive_forward, naive_weights
-from whet.models.sources.gguf import open_gguf
+from whet.models.sources.gguf import open_gguf, tensor_name
 from whet.models.sources.gguf_container import parse_gguf, read_gguf
 from whet.models.sources.live import describe_module
 
@@ -164,6 +164,16 @@ def test_logits_are_those_of_transformers(case, tmp_path):
     assert source.config.windows == live.config.windows
     for piece in source.pieces():
         assert not piece.tensor.flags.owndata and not piece.tensor.flags.writeable
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names_of_tensors(case):
+    model = tiny_model(case)
+    for name in model.state_dict():
+        assert tensor_name(model.config.model_type, name) == gguf_name(name)
+    assert tensor_name("llama", "model.layers.13.mlp.up_proj.weight") == "blk.13.ffn_up.weight"
+    with pytest.raises(KeyError):
+        tensor_name("llama", "model.layers.1.mlp.router.weight")
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt_neox"])
@@ -368,9 +378,11 @@ def tensor(name: bytes, shape=(32,), kind=0, offset=0) -> bytes:
         (header(n_keys=1) + key(b"k", 9, struct.pack("<IQ", 4, 2**62)), "length of k is 4611686018427387904, more"),
         (header(n_keys=1) + key(b"k", 9, struct.pack("<IQ", 8, 2**62)), "length of k is 4611686018427387904, more"),
         (
-            header(n_keys=1) + key(b"k", 9, struct.pack("<IQ", 9, 1) + bytes(12)),
+            header(n_keys=1) + key(b"k", 9, 4 * struct.pack("<IQ", 9, 1) + bytes(12)),
             "k is an array of type 9, expected num",
         ),
+        (header(n_keys=1) + key(b"k", 9, struct.pack("<IQ", 13, 1) + bytes(12)), "k is an array of type 13, expected"),
+        (header(n_keys=1) + key(b"k", 9, struct.pack("<IQ", 7, 1) + b"\x02"), "k is 2, expected 0 or 1"),
         (header(n_keys=1) + key(b"k", 9, struct.pack("<IQQ", 8, 1, 99)), r"within k \(99 bytes"),
         (header(n_keys=2) + 2 * ARCHITECTURE, "the key general.architecture is there twice"),
         (header(n_keys=1) + key(b"general.alignment", 4, struct.pack("<I", 0)), "general.alignment is 0, expected"),
@@ -395,7 +407,7 @@ def tensor(name: bytes, shape=(32,), kind=0, offset=0) -> bytes:
         ),
         (
             header(1) + tensor(b"t", kind=14) + bytes(99),
-            "t is Q6_K; this engine reads F32, BF16, F16, Q8_0, Q4_0 and Q4_K",
+            "t is Q6_K; this engine reads F32, F16, Q4_0, Q8_0, Q4_K and BF16",
         ),
         (header(1) + tensor(b"t", kind=4) + bytes(99), "t is of type 4; this engine reads"),
         (
@@ -484,6 +496,22 @@ def test_sizes_by_layer(tmp_path):
         else:
             with pytest.raises(WhetValueError, match=message):
                 open_gguf(path)
+
+
+def test_values_of_every_type():
+    numbers = {0: ("B", 255), 1: ("b", -1), 2: ("H", 65535), 3: ("h", -2), 4: ("I", 2**32 - 1), 5: ("i", -3),
+               6: ("f", 0.5), 10: ("Q", 2**64 - 1), 11: ("q", -(2**63)), 12: ("d", 0.1), 7: ("?", True)}  # fmt: skip
+    keys, expected = b"", {}
+    for kind, (layout, value) in numbers.items():
+        keys += key(f"number.{kind}".encode(), kind, struct.pack(f"<{layout}", value))
+        keys += key(f"array.{kind}".encode(), 9, struct.pack(f"<IQ2{layout}", kind, 2, value, value))
+        expected |= {f"number.{kind}": value, f"array.{kind}": [value, value]}
+    keys += key(b"text", 8, text("é".encode())) + key(b"texts", 9, struct.pack("<IQ", 8, 2) + text(b"\xff") + text(b""))
+    inner = struct.pack("<IQB", 0, 1, 7) + struct.pack("<IQ", 8, 1) + text(b"x")
+    keys += key(b"nested", 9, struct.pack("<IQ", 9, 2) + inner)
+    expected |= {"text": "é", "texts": 2, "nested": [[7], 1]}
+    data = header(n_keys=len(expected)) + keys
+    assert parse_gguf(np.frombuffer(data + bytes(32), np.uint8), "here") == (expected, {})
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

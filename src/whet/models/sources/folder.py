@@ -1,14 +1,12 @@
 """A Hugging Face folder as a source: config.json, and model.safetensors or its shards, mapped into memory.
 
-The safetensors format is read here and not by its library, which knows no bfloat16 without torch; as strict as it is.
-Nothing of the folder is run: pickles are refused, and so is everything that has no plain reading.
-
-Source of the format: https://github.com/huggingface/safetensors (README, "Format").
+The safetensors format is read by the core (``cpp/files/safetensors.h``) and not by its library, which knows no bfloat16
+without torch; as strict as it is. Nothing of the folder is run: pickles are refused, and so is everything that has no
+plain reading.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from whet import _core
 from whet.errors import WhetValueError
 from whet.models.architecture import Piece
 from whet.models.families import Family, family_of, model_config, module_targets, short_position
 from whet.models.slots import Source, Stored, walk
-from whet.models.sources.mapped import map_file, parse_json, view
+from whet.models.sources.mapped import map_file, parse_container, parse_json, view
 
 _FORMATS = {
     "F32": ("float32", "<f4"),
@@ -29,14 +28,6 @@ _FORMATS = {
     "BF16": ("bfloat16", "<u2"),
     "F64": ("float64", "<f8"),
 }
-_DTYPE_BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
-    **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
-}
-_MOST_HEADER_BYTES = 100_000_000
-_LONGEST_NAME = 1 << 10
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Masks and frequencies that old checkpoints carry along; what they say follows from the config.
 _BUFFERS = re.compile(r"(^|\.)((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)$")
@@ -111,63 +102,10 @@ def parse_safetensors(data: np.ndarray, label: str) -> dict[str, Entry]:
     Raises:
         WhetValueError: the file is not exactly what the format allows.
     """
-    length = int(data[:8].view("<u8")[0]) if len(data) >= 8 else -1
-    if not 2 <= length <= min(_MOST_HEADER_BYTES, len(data) - 8):
-        said = f"a header of {length} bytes" if length >= 0 else "no header"
-        raise WhetValueError(
-            f"{label} has {len(data)} bytes and {said}; it is cut short, or no safetensors file. Copy or download it "
-            f"again."
-        )
-    text = data[8 : 8 + length].tobytes()
-    if not text.startswith(b"{"):
-        raise WhetValueError(f"{label}: the header does not begin with '{{'. This is no safetensors file.")
-    header = parse_json(text, f"{label}: the header")
-    header.pop("__metadata__", None)
-    n_bytes = len(data) - 8 - length
-    entries = {name: _entry(label, name, given, data, 8 + length, n_bytes) for name, given in header.items()}
-    end = 0
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, _size(item[1]))):
-        if entry.offset - 8 - length != end:
-            raise WhetValueError(
-                f"{label}: {name} begins at byte {entry.offset - 8 - length}, expected {end}: tensors overlap or leave "
-                f"a gap. Save the file again."
-            )
-        end += _size(entry)
-    if end != n_bytes:
-        raise WhetValueError(f"{label} has {n_bytes} bytes of tensors, and its header tells of {end}.")
-    return entries
-
-
-def _entry(label: str, name: str, given: Any, data: np.ndarray, start: int, n_bytes: int) -> Entry:
-    if not name.isprintable() or len(name) > _LONGEST_NAME:
-        raise WhetValueError(f"{label}: a tensor is called {name!r:.80}, expected plain text. The file is damaged.")
-    if not isinstance(given, dict) or given.keys() != {"dtype", "shape", "data_offsets"}:
-        raise WhetValueError(f"{label}: {name} is {given!r:.80}, expected dtype, shape and data_offsets.")
-    dtype, shape, offsets = given["dtype"], given["shape"], given["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
-        raise WhetValueError(f"{label}: {name} has dtype {dtype!r:.40}; this engine reads {', '.join(_FORMATS)}.")
-    if not _sizes(shape) or math.prod(size or 1 for size in shape) > 1 << 60:
-        raise WhetValueError(
-            f"{label}: {name} has shape {shape!r:.80}, expected sizes of at least 0 that do not overflow."
-        )
-    if not _sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= n_bytes:
-        raise WhetValueError(f"{label}: {name} has data_offsets {offsets!r:.80}, expected two within {n_bytes} bytes.")
-    if math.prod(shape) * _DTYPE_BYTES[dtype] != offsets[1] - offsets[0]:
-        raise WhetValueError(
-            f"{label}: {name} has {offsets[1] - offsets[0]} bytes, and {dtype} of shape {tuple(shape)!r:.80} has "
-            f"{math.prod(shape) * _DTYPE_BYTES[dtype]}."
-        )
-    return Entry(label, data, dtype, tuple(shape), start + offsets[0])
-
-
-def _sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(
-        isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values
-    )
-
-
-def _size(entry: Entry) -> int:
-    return math.prod(entry.shape) * _DTYPE_BYTES[entry.dtype]
+    return {
+        name: Entry(label, data, dtype, shape, offset)
+        for name, dtype, shape, offset, _ in parse_container(_core.parse_safetensors, data, label)
+    }
 
 
 def _entries(folder: Path, where: str) -> dict[str, Entry]:

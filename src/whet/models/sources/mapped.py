@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,18 @@ def map_file(path: Path, where: str) -> np.ndarray:
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     except OSError as error:
         raise WhetValueError(f"{where}: {path} cannot be read: {error.strerror}.") from None
+
+
+def parse_container(parse: Callable[[np.ndarray], Any], data: np.ndarray, where: str) -> Any:
+    """What one of the core's parsers of model files makes of a file's bytes.
+
+    Raises:
+        WhetValueError: the file is not exactly what its format allows.
+    """
+    try:
+        return parse(data)
+    except ValueError as error:
+        raise WhetValueError(f"{where}: {error}") from None
 
 
 def let_go(array: Any) -> None:

@@ -1,0 +1,123 @@
+// Bindings of the parsers of model files. A file comes as its bytes; errors are ValueErrors that do not name the file.
+#include "files.h"
+
+#include <cstring>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "arrays.h"
+#include "files/gguf.h"
+#include "files/safetensors.h"
+
+namespace nb = nanobind;
+
+namespace whet {
+namespace {
+
+std::span<const uint8_t> bytes_of(nb::handle object) {
+    Array a;
+    if (!view(object.ptr(), a) || a.dtype != DType::kUInt8 || a.ndim != 1) {
+        throw nb::type_error("not a contiguous uint8 array");
+    }
+    return {a.as<uint8_t>(), static_cast<size_t>(a.size())};
+}
+
+nb::object own(PyObject* object) {
+    if (object == nullptr) nb::raise_python_error();
+    return nb::steal(object);
+}
+
+nb::object text_of(std::string_view text) {
+    return own(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), nullptr));
+}
+
+// (name, type, shape, offset, size_bytes) of each.
+nb::list list_of(const std::vector<FileTensor>& tensors) {
+    nb::list list;
+    for (const FileTensor& tensor : tensors) {
+        nb::list shape;
+        for (const uint64_t size : tensor.shape) shape.append(size);
+        list.append(nb::make_tuple(text_of(tensor.name), text_of(tensor.type), nb::tuple(shape), tensor.offset,
+                                   tensor.size_bytes));
+    }
+    return list;
+}
+
+// One number, or the list of an array's.
+template <class T>
+nb::object numbers_of(const GgufValue& value) {
+    if (value.type != GgufType::kArray) return nb::cast(value.number<T>());
+    nb::object list = own(PyList_New(static_cast<Py_ssize_t>(value.count)));
+    for (uint64_t i = 0; i < value.count; ++i) {
+        T item;
+        std::memcpy(&item, value.bytes.data() + i * sizeof item, sizeof item);
+        PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i), nb::cast(item).release().ptr());
+    }
+    return list;
+}
+
+// Numbers, texts and lists of them; an array of strings is its length.
+nb::object object_of(const GgufValue& value) {
+    const bool is_array = value.type == GgufType::kArray;
+    switch (is_array ? value.item_type : value.type) {
+        case GgufType::kUint8:
+            return numbers_of<uint8_t>(value);
+        case GgufType::kInt8:
+            return numbers_of<int8_t>(value);
+        case GgufType::kUint16:
+            return numbers_of<uint16_t>(value);
+        case GgufType::kInt16:
+            return numbers_of<int16_t>(value);
+        case GgufType::kUint32:
+            return numbers_of<uint32_t>(value);
+        case GgufType::kInt32:
+            return numbers_of<int32_t>(value);
+        case GgufType::kUint64:
+            return numbers_of<uint64_t>(value);
+        case GgufType::kInt64:
+            return numbers_of<int64_t>(value);
+        case GgufType::kFloat32:
+            return numbers_of<float>(value);
+        case GgufType::kFloat64:
+            return numbers_of<double>(value);
+        case GgufType::kBool:
+            return numbers_of<bool>(value);
+        case GgufType::kString:
+            return is_array ? nb::cast(value.count) : text_of(value.text());
+        case GgufType::kArray:
+            break;
+    }
+    nb::list list;
+    for (const GgufValue& item : value.items()) list.append(object_of(item));
+    return list;
+}
+
+nb::tuple parse_gguf_file(nb::handle data) {
+    const std::span<const uint8_t> bytes = bytes_of(data);
+    const GgufFile file = [&] {
+        const nb::gil_scoped_release release;
+        return parse_gguf(bytes, bytes.size());
+    }();
+    nb::dict metadata;
+    for (const auto& [key, value] : file.metadata) metadata[text_of(key)] = object_of(value);
+    return nb::make_tuple(metadata, list_of(file.tensors));
+}
+
+nb::list parse_safetensors_file(nb::handle data) {
+    const std::span<const uint8_t> bytes = bytes_of(data);
+    const SafetensorsFile file = [&] {
+        const nb::gil_scoped_release release;
+        return parse_safetensors(bytes, bytes.size());
+    }();
+    return list_of(file.tensors);
+}
+
+}  // namespace
+
+void bind_files(nb::module_& m) {
+    m.def("parse_gguf", &parse_gguf_file);
+    m.def("parse_safetensors", &parse_safetensors_file);
+}
+
+}  // namespace whet

@@ -1,0 +1,6 @@
+#pragma once
+#include <nanobind/nanobind.h>
+
+namespace whet {
+void bind_files(nanobind::module_& m);
+}
