@@ -1,6 +1,6 @@
 """The parts of a benchmark: a suite of tables, a table of cases, and the providers that answer each case.
 
-A suite is one short module in ``suites/`` with a ``SUITE``; nothing else has to know of it.
+A suite is one short module in ``suites/`` with a ``SUITE``; it is registered nowhere else.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Table:
     Attributes:
         title: unique in its suite.
         cases: by rising size.
-        providers: the first is the one whose speed the ratios tell, Whet as a rule.
+        providers: the first is the subject of the ratios, Whet as a rule.
         allocation: what of allocation is inside the timing: "inside: the result is a new array".
         note: what a reader must know, in a sentence or two.
         item: what ``Case.n_items`` counts: "tokens".
@@ -126,7 +126,7 @@ class Timed:
         parts: the seconds of each part.
         counted: the part that is the call's sample, where the rest is not what is measured; "": the whole call.
         note: what the provider chose for this case, shown under the table.
-        peak_bytes: peak memory of the call, where only the provider can tell.
+        peak_bytes: peak memory of the call, where only the provider can measure it.
     """
 
     value: Any

@@ -3,7 +3,7 @@
 A row's samples show how one process scatters, not how the same program differs from one start to the next: where its
 memory lies, what clock the processor keeps, who else uses the machine. So an interval is not enough. A change
 has to be larger than a threshold, with its whole interval; and where peers whose version did not change were measured
-in both runs, they tell how far the machine itself drifted, and with that taken out the change has to be as large.
+in both runs, they show how far the machine itself drifted, and corrected for that the change has to be as large.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], threshold: floa
         same    otherwise
 
     So a machine that became slower makes no regression, and one that became faster does not hide a whole one: the row
-    is then "noise", which asks for another run. A control is judged as it is, since it tells the drift itself.
+    is then "noise", which asks for another run. A control is judged as it is, since it measures the drift itself.
 
     Args:
         before: what ``load_results`` read from the run before the change.
@@ -271,7 +271,7 @@ def _letters(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-# --- what stands around it ------------------------------------------------------------------------------
+# --- warnings and checks --------------------------------------------------------------------------------
 
 
 def _warnings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

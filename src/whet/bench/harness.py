@@ -120,7 +120,7 @@ def run_case(
     """Check ``providers`` on a case and time those that are right.
 
     Args:
-        on_round: told how much of the case is done, from 0 to 1.
+        on_round: called with the share of the case that is done, from 0 to 1.
     """
     rng = np.random.default_rng([seed, zlib.crc32(f"{table.title}/{case.name}".encode())])
     rows = [Row(provider.name, note=provider.note) for provider in providers]
@@ -256,7 +256,7 @@ class _Turn:
 
     def __init__(self, call: Call, first_s: float, has_parts: bool, row: Row, cold: bool) -> None:
         self.call, self.call_s, self.has_parts, self.row, self.cold, self.cpus = call, first_s, has_parts, row, cold, []
-        # A trainer's second step still takes new memory: its optimizer's moments stand where the first one's was.
+        # A trainer's second step still allocates: its optimizer's moments occupy the memory that the first one freed.
         if has_parts or first_s <= _VERY_SLOW_S:
             started = time.perf_counter()
             call()

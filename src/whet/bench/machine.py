@@ -69,7 +69,7 @@ def describe() -> dict[str, Any]:
 
 
 def caches() -> dict[str, int]:
-    """Bytes of the data caches: L1 and L2 of one core, L3 in all. Empty where the system does not tell."""
+    """Bytes of the data caches: L1 and L2 of one core, L3 in all. Empty where the system does not report them."""
     sizes = {}
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         if (index / "type").read_text().strip() != "Instruction":
@@ -192,7 +192,7 @@ def fastest_possible(case: Any, ceilings: Ceilings, threads: int) -> tuple[float
 
 
 def peak_bytes(call: Any) -> int | None:
-    """How far the process's memory rises above where it stood while ``call`` runs; None where Linux does not tell.
+    """How far the process's memory rises while ``call`` runs; None where Linux does not report it.
 
     Memory that an allocator kept from before and hands out again does not show.
     """

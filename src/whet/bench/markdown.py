@@ -1,4 +1,4 @@
-"""Text and tables in GitHub's Markdown. It knows no benchmark."""
+"""Text and tables in GitHub's Markdown."""
 
 from __future__ import annotations
 

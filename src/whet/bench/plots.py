@@ -338,7 +338,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def _apart(values: Sequence[float]) -> list[float]:
-    """Those of the rising values that stand at least a tenth of the whole logarithmic range apart, from the end."""
+    """The rising values, thinned from the end to be at least a tenth of the logarithmic range apart."""
     least = math.log(values[-1] / values[0]) / 10
     kept = [values[-1]]
     for value in reversed(values[:-1]):

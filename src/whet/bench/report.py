@@ -43,8 +43,8 @@ Json = Mapping[str, Any]
 _METHOD = (
     "Correctness comes first. Every provider answers every case once before any clock runs, and its answer is "
     "compared with a reference in float64 or wider; one whose error exceeds its tolerance is shown as wrong and not "
-    "timed. Some providers define the same thing differently; each is held to its own definition, never to a loose "
-    "tolerance.",
+    "timed. Some providers define the same thing differently; each is compared with its own definition, never by a "
+    "loose tolerance.",
     "In every round each provider has one turn, in random order, on the same pinned processors and with the same "
     "number of threads. A turn starts with calls that are not counted, until threads of the provider before it have "
     "come to rest; then calls are timed in batches long enough for the clock, and the median batch is the turn's one "
@@ -69,7 +69,7 @@ def write_report(results: Json, folder: str | os.PathLike[str]) -> Path:
     report.html is one file without scripts that loads nothing. report.md shows the PNGs beside it.
 
     Args:
-        results: what ``run_suite`` returns and results.json holds.
+        results: what ``run_suite`` returns and results.json has.
         folder: the report's folder.
 
     Returns:
@@ -350,8 +350,8 @@ def _machine_section(results: Json) -> Iterator[str]:
         {
             "processor": machine["processor"],
             "processors used": machine["cpus"],
-            "caches": caches + (" (L1 and L2 of one core, L3 in all)" if caches else "not told by the system"),
-            "memory": formatting.size(machine["memory_bytes"]) if machine["memory_bytes"] else "not told by the system",
+            "caches": caches + (" (L1 and L2 of one core, L3 in all)" if caches else "not reported"),
+            "memory": formatting.size(machine["memory_bytes"]) if machine["memory_bytes"] else "not reported",
             "system": machine["system"],
             "load before": _loads(load["before"]),
             "load after": _loads(load["after"]),
@@ -361,7 +361,7 @@ def _machine_section(results: Json) -> Iterator[str]:
     )
     yield "## Ceilings measured in this run"
     yield _ceilings(results["ceilings"])
-    yield "## Threads, as each library tells"
+    yield "## Threads, as each library reports them"
     yield _pairs_table({name: _plain(value) for name, value in results["threads"].items()})
     yield "## Versions"
     yield _pairs_table(results["versions"])
@@ -378,7 +378,7 @@ def _plain(value: Any) -> str:
 
 
 def _loads(load: list[float]) -> str:
-    return " ".join(f"{average:g}" for average in load) + " (1, 5, 15 minutes)" if load else "not told by the system"
+    return " ".join(f"{average:g}" for average in load) + " (1, 5, 15 minutes)" if load else "not reported"
 
 
 def _ceilings(ceilings: Mapping[str, Json]) -> str:

@@ -71,7 +71,7 @@ def rows_of(table: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str
 
 
 def subject_of(table: Mapping[str, Any]) -> str:
-    """The provider whose speed the table's ratios tell."""
+    """The provider whose speed the table's ratios are about."""
     return table["cases"][0]["rows"][0]["provider"] if table["cases"] else "whet"
 
 
@@ -101,7 +101,7 @@ def rows_as_csv(results: Mapping[str, Any]) -> str:
     A row that has no time keeps its line: ``status`` and ``why`` say what happened, and its figures are empty.
 
     Args:
-        results: what ``run_suite`` returns and results.json holds.
+        results: what ``run_suite`` returns and results.json has.
 
     Returns:
         A heading line (``CSV_COLUMNS``) and one line a row, each ended by a newline.

@@ -52,7 +52,7 @@ def paired_ratio(others: Sequence[float], ours: Sequence[float]) -> Ratio:
 
 
 def unpaired_ratio(after: Sequence[float], before: Sequence[float]) -> Ratio:
-    """Median of ``after`` / median of ``before``, from two runs that know nothing of each other."""
+    """Median of ``after`` / median of ``before``, from two runs without common rounds."""
     medians = np.median(_resample(np.asarray(after, float)), axis=1)
     medians /= np.median(_resample(np.asarray(before, float), seed=1), axis=1)
     return Ratio(float(np.median(after) / np.median(before)), *_interval(medians))

@@ -19,7 +19,7 @@ from whet.bench.case import Call, Case, NotMeasured, Provider, Table
 from whet.ops.packing import naive_pack_sequences
 
 MAX_LENGTH = 2048
-"""Tokens that a bin holds."""
+"""Capacity of a bin in tokens."""
 
 
 class Packing(NamedTuple):

@@ -24,12 +24,12 @@ from whet.bench.contenders.engine.workload import Workload, random_workload, sam
 PROMPT_LENGTH = 64
 N_STEPS = 16
 TOLERANCE = {"float32": 1e-3, "bf16": 0.05, "8 bits": 0.2, "4 bits": 0.6}
-"""Of log-probs, relative to their spread (``sample_error``), by what the weights are held in."""
+"""Of log-probs, relative to their deviation (``sample_error``), by the format of the weights."""
 
 NOTE = (
     "Random weights of the true shape, rounded to bfloat16; prompts of random tokens; no stop tokens. The error is "
     "that of the log-probs that a contender gave its own first completion, against transformers in float32, relative "
-    "to the spread of log-probs over the vocabulary: a model that has nothing to do with it has 1 or more."
+    "to the standard deviation of log-probs over the vocabulary: a model that has nothing to do with it has 1 or more."
 )
 DECODE_NOTE = (
     "The steps from the first token of every row to the last; the prompt's time is not in it. Whet samples at "
@@ -89,7 +89,7 @@ _RATES: dict[Width, Literal["float32", "bfloat16", "int8"]] = {
 
 
 def weight_bytes(shape: ModelShape, width: Width) -> float:
-    """Bytes of the matrices in the narrowest format of a width; the 4-bit ones hold the head in 6.5 bits."""
+    """Bytes of the matrices in the narrowest format of a width; in 4-bit formats the head has 6.5 bits."""
     head = shape.config.vocab_size * shape.config.hidden_dim
     bits = {"float32": (32, 32), "bf16": (16, 16), "8 bits": (8, 8), "4 bits": (4.5, 6.5)}[width]
     return (bits[0] * (shape.n_weights - head) + bits[1] * head) / 8
@@ -173,7 +173,7 @@ def prefill_table(shape: ModelShape, n_prompts: Sequence[int], length: int = 512
         [case(n) for n in n_prompts],
         contenders(*BF16, make=PREFILL),
         allocation="inside",
-        note=f"Prompts that nobody has seen, to the first token of each. {NOTE}",
+        note=f"Prompts that are in no cache, to the first token of each. {NOTE}",
         item="tokens",
         error=sample_error,
     )
@@ -205,7 +205,7 @@ def group_table(shape: ModelShape, n_steps: int = 63) -> Table:
         [case(length) for length in (64, 512)],
         contenders(*BF16, make=GROUP),
         allocation="inside",
-        note=f"A prompt that nobody has seen and {n_samples} completions of {1 + n_steps} tokens, the prompt's time "
+        note=f"A prompt that is in no cache and {n_samples} completions of {1 + n_steps} tokens, the prompt's time "
         "included. llama.cpp runs the prompt once and its rows share it, greedily; transformers runs it for every row, "
         f"and samples. {NOTE}",
         item="tokens",
@@ -278,7 +278,7 @@ def load_table(shape: ModelShape) -> Table:
 
 
 def memory_table(shape: ModelShape, n_rows: int = 32, n_steps: int = 63) -> Table:
-    """The peak of a life: load, generate, forget."""
+    """Peak memory from loading to freeing: load, generate, free."""
     matrices = {width: f"{weight_bytes(shape, width) / 1e6:.0f} MB in {width}" for width in ("bf16", "8 bits")}
     kv_mb = shape.kv_bytes(n_rows * (PROMPT_LENGTH + n_steps)) / 1e6
     case = Case(
@@ -299,7 +299,7 @@ def memory_table(shape: ModelShape, n_rows: int = 32, n_steps: int = 63) -> Tabl
             Provider("transformers bf16", hf.hf_lifetime),
         ],
         allocation="inside",
-        note="Load the files, generate, let go of everything: how far the memory of the process rose meanwhile.",
+        note="Load the files, generate, free everything: how far the memory of the process rose meanwhile.",
         item="tokens",
         peak_memory=True,
         error=sample_error,

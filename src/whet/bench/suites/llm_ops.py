@@ -50,7 +50,7 @@ class Groups(NamedTuple):
 
 
 def random_groups(rng: np.random.Generator, n_prompts: int, group_size: int) -> Groups:
-    """Normal rewards that float32 holds exactly, so that every dtype gets the same values."""
+    """Normal rewards that float32 represents exactly, so that every dtype gets the same values."""
     rewards = rng.standard_normal(n_prompts * group_size, np.float32).astype(np.float64)
     return Groups(rewards, group_size)
 
@@ -136,7 +136,7 @@ PUBLISHED_GROUPS = {
     (64, 8): {"rlox": 8.6e-6, "NumPy": 309.9e-6, "torch": 320.3e-6},
     (256, 16): {"rlox": 36.1e-6, "NumPy": 1243.3e-6, "torch": 1261.6e-6},
 }
-SAMPLE_DEVIATION = "torch's std() is the sample deviation, and its answers are held to that definition."
+SAMPLE_DEVIATION = "torch's std() is the sample deviation, and its answers are compared with that definition."
 
 
 def group_table(form: str, providers: Sequence[Provider], published: Mapping[Any, Any], note: str) -> Table:
@@ -165,7 +165,7 @@ class Logprobs(NamedTuple):
 
 
 def random_logprobs(rng: np.random.Generator, batch: int, length: int) -> Logprobs:
-    """p = -Exp(1), q = p + N(0, 1/4), rounded so that float32 holds both exactly."""
+    """p = -Exp(1), q = p + N(0, 1/4), rounded so that float32 represents both exactly."""
     policy = -rng.standard_exponential((batch, length), np.float32)
     ref = policy + rng.standard_normal((batch, length), np.float32) / 2
     return Logprobs(policy.astype(np.float64), ref.astype(np.float64))

@@ -1,7 +1,7 @@
 """The code around an RL step in TRL 1.16, rlox and Whet: advantages, k3, token log-probs, packing, GAE.
 
 All rows of rlox's "rlox vs TRL-style Operations" and of its guide's table, in float32 and in float64, then what they
-leave out. Log-probs and packing are TRL's own functions. Its advantages and its KL stand inside GRPOTrainer and are
+leave out. Log-probs and packing are TRL's own functions. Its advantages and its KL are lines of GRPOTrainer,
 written out here from their formulas; its PPO, and GAE with it, is gone from 1.16. Nothing here runs a model.
 """
 
@@ -127,8 +127,8 @@ def groups_table(dtype: Float) -> Table:
             Provider("NumPy", llm_ops.numpy_groups),
         ],
         allocation="inside: results are new arrays",
-        note="TRL divides by the sample deviation + 1e-4, the others by the population deviation; each is held to its "
-        "own definition. rlox's benchmark page runs rlox in float64 and TRL in float32; rlox has no float32 form.",
+        note="TRL divides by the sample deviation + 1e-4, the others by the population deviation; each is compared "
+        "with its own definition. rlox's page runs rlox in float64 and TRL in float32; rlox has no float32 form.",
         item="completions",
         size_label="completions",
         error=flat_error,
@@ -249,7 +249,7 @@ def k3_table(dtype: Float, batch: int) -> Table:
 
 
 class Logits:
-    """Logits (N, V) that the dtype holds exactly, token ids (N,), and whether the entropy is asked for too."""
+    """Logits (N, V) that the dtype represents exactly, token ids (N,), and whether the entropy is asked for too."""
 
     def __init__(self, rng: np.random.Generator, shape: tuple[int, int], dtype: str, entropy: bool) -> None:
         self.dtype, self.entropy = dtype, entropy

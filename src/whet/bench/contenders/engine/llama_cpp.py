@@ -114,7 +114,7 @@ class Context:
             llama_cpp.llama_memory_seq_rm(self.memory, row, position, -1)
 
     def generate(self, first: np.ndarray, position: int, n_steps: int) -> list[np.ndarray]:
-        """``n_steps`` greedy steps of all rows, whose tokens ``first`` stand at ``position``.
+        """``n_steps`` greedy steps of all rows, whose tokens ``first`` are at ``position``.
 
         Returns:
             The logits of row 0 after each step.

@@ -23,7 +23,7 @@ _shelf: dict[Any, Any] = {}
 
 @functools.lru_cache(1)
 def files_of(shape: ModelShape) -> ModelFiles:
-    """The model of a shape, made once; asking for another shape lets go of it, and of all that was loaded from it."""
+    """The model of a shape, made once; asking for another shape frees it and all that was loaded from it."""
     while _shelf:
         _drop(next(iter(_shelf)))
     return ModelFiles(shape)
@@ -77,7 +77,7 @@ class Workload:
         return len(self.prompts[0])
 
     def fresh(self) -> list[list[int]]:
-        """Prompts of the same sizes that nobody has seen, so that no cache of prefixes can know them."""
+        """Prompts of the same sizes with other first tokens, so that no prefix cache has them."""
         shift, vocab_size = 1 + next(self._calls), self.files.shape.config.vocab_size
         return [[(token + shift) % vocab_size for token in prompt] for prompt in self.prompts]
 

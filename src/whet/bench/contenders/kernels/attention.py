@@ -46,7 +46,7 @@ class Shape:
 
 
 class Inputs:
-    """q (B, T, H, D), or (B, H, D) for decode, and K, V (B, T, H_kv, D) as float32 that the dtype holds exactly."""
+    """q (B, T, H, D), or (B, H, D) for decode, and K, V (B, T, H_kv, D) exact in the dtype."""
 
     def __init__(self, shape: Shape, rng: np.random.Generator) -> None:
         self.shape = shape

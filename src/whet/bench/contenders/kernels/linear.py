@@ -30,14 +30,14 @@ class Product(NamedTuple):
 def _normal(m: int, n: int, k: int, dtype: str) -> Callable[[np.random.Generator], Product]:
     def make(rng: np.random.Generator) -> Product:
         x, w = (rng.standard_normal(shape, np.float32) for shape in ((m, k), (n, k)))
-        # Numbers that bfloat16 holds exactly: every provider starts from the same.
+        # Numbers that bfloat16 represents exactly: every provider starts from the same.
         return Product(x, w) if dtype == "float32" else Product(bf16_values(bf16_bits(x)), bf16_values(bf16_bits(w)))
 
     return make
 
 
 def _for_linear(m: int, n: int, k: int, format: str) -> Callable[[np.random.Generator], Product]:
-    """Inputs that int8 in blocks of 32 holds exactly, and the weight as the format holds it."""
+    """Inputs that int8 in blocks of 32 represents exactly, and the weight as the format stores it."""
 
     def make(rng: np.random.Generator) -> Product:
         x = rng.integers(-127, 128, (m, k)).astype(np.float32)

@@ -45,7 +45,7 @@ def tables(options: BenchOptions) -> list[Table]:
     ]
     note = (
         "64 tokens of keys and values of all layers in bfloat16, on one thread; a page is zeroed when taken, and is "
-        "the one given back last. RuvLLM's document tells of its pool that an inference makes 3 allocations in "
+        "the one given back last. RuvLLM's document says of its pool that an inference makes 3 allocations in "
         "place of 847, without a bench; in Whet a decoded token makes none (cpp/tests/allocation_test.cpp)."
     )
     title = "Memory pool: a page of the KV cache, taken and given back"

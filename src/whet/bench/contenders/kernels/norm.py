@@ -17,7 +17,7 @@ from whet.ops.norm import naive_layer_norm, naive_rms_norm
 # RuvLLM 2.0's document: an Apple M4 Pro, float32, one vector.
 _RUVLLM_RMS = {768: 143.65e-9, 1024: 179.06e-9, 2048: 342.72e-9, 4096: 620.40e-9, 8192: 1.19e-6}
 _RUVLLM_LAYER = {768: 192.06e-9, 1024: 252.64e-9, 2048: 489.09e-9, 4096: 938.30e-9}
-_WITH_COPY = "the timing of RuvLLM's document holds a copy of x"
+_WITH_COPY = "the timing of RuvLLM's document includes a copy of x"
 _NOT_AN_APPEND = "the row of RuvLLM's document is its attention over this many tokens, not an append"
 _RUVLLM_KV = {256: 6e-6, 512: 12e-6, 1024: 24e-6, 2048: 48e-6}
 

@@ -46,7 +46,7 @@ class RopeInputs:
         self.positions = rng.integers(rope.max_position, size=(batch, tokens))
         self.values = rng.standard_normal(min(_BASE_ELEMENTS, max(map(_count, self.shapes))), np.float32)
         if dtype == "bfloat16":
-            self.values.view(np.uint32)[...] &= 0xFFFF0000  # numbers that bfloat16 holds exactly
+            self.values.view(np.uint32)[...] &= 0xFFFF0000  # numbers that bfloat16 represents exactly
         chosen = np.linspace(0, batch * tokens - 1, min(_SAMPLED, batch * tokens)).astype(int)
         self.sample = np.unravel_index(chosen, (batch, tokens))
 

@@ -238,7 +238,7 @@ class Expected(NamedTuple):
 
     Attributes:
         loss: of the step.
-        policy: a model that holds its gradient.
+        policy: a model with its gradient.
         surprise: how many standard errors the log-probs of the sampled tokens are off their expectation.
         loss_scale: what an error of the loss is relative to.
     """
@@ -250,7 +250,7 @@ class Expected(NamedTuple):
 
 
 def grpo_error(answer: Answer, shape: GRPOShape) -> float:
-    """How far a first step is off (``_error``); infinite where completions have other lengths than they were told, or
+    """How far a first step is off (``_error``); infinite where completions have other lengths than asked for, or
     are no samples of the policy: six standard errors off."""
     lengths = {len(row) for row in answer.completion_ids}
     if len(answer.completion_ids) != shape.n_completions or not all(1 <= n <= shape.completion_length for n in lengths):
