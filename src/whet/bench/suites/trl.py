@@ -128,7 +128,7 @@ def groups_table(dtype: Float) -> Table:
         ],
         allocation="inside: results are new arrays",
         note="TRL divides by the sample deviation + 1e-4, the others by the population deviation; each is compared "
-        "with its own definition. rlox's benchmark page runs rlox in float64 and TRL in float32; rlox has no float32 form.",
+        "with its own definition. rlox's page runs rlox in float64 and TRL in float32; rlox has no float32 form.",
         item="completions",
         size_label="completions",
         error=flat_error,
