@@ -75,7 +75,7 @@ def test_help_of_a_method(method, capsys):
         main(["train", method, "--help"])
     out = capsys.readouterr().out
     assert exit_.value.code == 0 and f"usage: whet train {method} [CONFIG.toml]" in out
-    assert "--learning-rate FLOAT" in out and "Step size at the top of the schedule." in out
+    assert "--learning-rate FLOAT" in out and "Learning rate after the warm-up." in out
     assert max(map(len, out.splitlines())) <= 80
 
 

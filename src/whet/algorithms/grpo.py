@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -99,7 +99,7 @@ class GRPO(OnlineTrainer):
             RewardError: a reward function failed.
         """
         self._begun = step = self._continued(prompt_batch) or self._begin(prompt_batch)
-        while step.n_tokens and len(step.updates) < self.config.num_iterations:
+        while step.counts.n_tokens and len(step.updates) < self.config.num_iterations:
             with self.update() as update:
                 for batch in step.batches:
                     update.add(*self._loss(batch, step))
@@ -120,13 +120,8 @@ class GRPO(OnlineTrainer):
         rollout = self.sample(prompt_batch, size)
         scored = rollout.score(self.rewards)
         with phase("advantages"):
-            advantages = compute_batch_group_advantages(
-                scored.rewards,
-                size,
-                scale=config.scale_rewards,
-                ddof=config.advantage_ddof,
-                eps=config.advantage_eps,
-            )
+            options = {"scale": config.scale_rewards, "ddof": config.advantage_ddof, "eps": config.advantage_eps}
+            advantages = compute_batch_group_advantages(scored.rewards, size, **options)
         spread = group_std(scored.rewards.reshape(-1, size))
         left_out = np.zeros(len(advantages), dtype=bool)
         if config.drop_zero_spread:
@@ -142,8 +137,11 @@ class GRPO(OnlineTrainer):
             prompt_ids=rollout.prompt_ids[::size],
             batches=batches,
             n_sampled=sum(len(ids) for batch in batches for ids in batch.completion_ids),
-            n_tokens=sum(int(batch.mask.sum()) for batch in batches),
-            n_rows=sum(batch.n_rows for batch in batches),
+            counts=_Counts(
+                n_tokens=sum(int(batch.mask.sum()) for batch in batches),
+                n_rows=sum(batch.n_rows for batch in batches),
+                max_completion_length=config.max_new_tokens,
+            ),
             metrics={
                 **reward_metrics(scored),
                 "reward_std": float(spread.mean()),
@@ -192,29 +190,17 @@ class GRPO(OnlineTrainer):
 
     def _loss(self, batch: _MicroBatch, step: _Step) -> tuple[Tensor, dict[str, float]]:
         """Loss and metrics of a micro-batch, as its share of the whole batch's."""
+        config = self.config
         with phase("forward"):
             logprobs, entropy, _ = completion_logprobs(
-                self.model,
-                batch.prompt_ids,
-                batch.completion_ids,
-                temperature=self.config.temperature,
-                return_entropy=True,
+                self.model, batch.prompt_ids, batch.completion_ids, temperature=config.temperature, return_entropy=True
             )
         with phase("loss"):
-            if batch.old_logprobs is None:
-                # The first update starts from the policy that sampled.
-                batch.set_old_logprobs(logprobs.detach(), self.config)
+            if batch.old_logprobs is None:  # the first update starts from the policy that sampled
+                batch.set_old_logprobs(logprobs.detach(), config)
+            old = cast(Tensor, batch.old_logprobs)
             loss, metrics = _masked_loss(
-                logprobs,
-                cast(Tensor, batch.old_logprobs),
-                batch.advantages,
-                batch.mask,
-                batch.weights,
-                batch.ref_logprobs,
-                self.config,
-                n_tokens=step.n_tokens,
-                n_rows=step.n_rows,
-                max_completion_length=self.config.max_new_tokens,
+                logprobs, old, batch.advantages, batch.mask, batch.weights, batch.ref_logprobs, config, step.counts
             )
         metrics["entropy"] = cast(Tensor, entropy).sum().item() / step.n_sampled
         if batch.sampler_logprobs is not None:
@@ -230,8 +216,8 @@ class _Step:
         number: steps before it.
         prompt_ids: of the batch.
         batches: the completions that count, in micro-batches.
-        n_sampled, n_tokens: their tokens; without those that the sampler correction rejects.
-        n_rows: completions of which it leaves something.
+        n_sampled: their tokens.
+        counts: what their sums are divided by.
         metrics: of the completions.
         updates: metrics of each update so far.
     """
@@ -240,8 +226,7 @@ class _Step:
     prompt_ids: list[list[int]]
     batches: list[_MicroBatch]
     n_sampled: int
-    n_tokens: int
-    n_rows: int
+    counts: _Counts
     metrics: dict[str, float]
     updates: list[dict[str, float]] = field(default_factory=list)
 
@@ -253,6 +238,14 @@ class _Step:
         if self.batches[0].sampler_logprobs is not None:
             means["sampler/log_ratio_max"] = max(batch.sampler_gap[1] for batch in self.batches)
         return {**means, **self.metrics}
+
+
+class _Counts(NamedTuple):
+    """Of a whole batch: tokens and rows that count, without those that the correction rejects; dr_grpo's constant."""
+
+    n_tokens: float
+    n_rows: float
+    max_completion_length: int | None
 
 
 @dataclass
@@ -393,28 +386,20 @@ def grpo_loss(
     weights, mask = None, completion_mask
     if sampler_logprobs is not None:
         weights, mask = importance_weights(old, sampler_logprobs, mask, correction=sampler_correction, cap=sampler_cap)
-    n_tokens = denominator("grpo_loss", "n_tokens", mask.sum() if n_tokens is None else n_tokens)
-    n_rows = denominator("grpo_loss", "n_rows", count_rows(completion_mask, mask) if n_rows is None else n_rows)
+    counts = _Counts(
+        denominator("grpo_loss", "n_tokens", mask.sum() if n_tokens is None else n_tokens),
+        denominator("grpo_loss", "n_rows", count_rows(completion_mask, mask) if n_rows is None else n_rows),
+        max_completion_length,
+    )
     settings = SimpleNamespace(
         loss_type=loss_type, level=level, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta, beta=beta,
         kl_estimator=kl_estimator, kl_bias_correction=kl_bias_correction,
         sapo_tau_positive=sapo_tau_positive, sapo_tau_negative=sapo_tau_negative,
     )  # fmt: skip
-    loss, metrics = _masked_loss(
-        logprobs,
-        old,
-        advantages,
-        mask,
-        weights,
-        ref_logprobs,
-        settings,
-        n_tokens=n_tokens,
-        n_rows=n_rows,
-        max_completion_length=max_completion_length,
-    )
+    loss, metrics = _masked_loss(logprobs, old, advantages, mask, weights, ref_logprobs, settings, counts)
     if sampler_logprobs is not None:
         gaps = masked((old - sampler_logprobs.to(old)).abs(), mask)
-        metrics["sampler/log_ratio"] = (gaps.sum() / n_tokens).item()
+        metrics["sampler/log_ratio"] = (gaps.sum() / counts.n_tokens).item()
     return loss, metrics
 
 
@@ -426,10 +411,7 @@ def _masked_loss(
     weights: Tensor | None,
     ref_logprobs: Tensor | None,
     settings: Any,
-    *,
-    n_tokens: float,
-    n_rows: float,
-    max_completion_length: int | None,
+    counts: _Counts,
 ) -> tuple[Tensor, dict[str, float]]:
     """``grpo_loss`` of checked arguments: the tokens in ``mask``, and the importance weights (None: 1).
 
@@ -464,17 +446,17 @@ def _masked_loss(
     if bounds is not None:
         low, high = (ratio < bounds[0]) & (advantages < 0), (ratio > bounds[1]) & (advantages > 0)
         for name, clipped in {"low": low, "high": high, "region": low | high}.items():
-            metrics[f"clip_ratio/{name}"] = total(clipped) / n_tokens
+            metrics[f"clip_ratio/{name}"] = total(clipped) / counts.n_tokens
     if weights is not None:
-        metrics["sampler/weight"] = total(weights) / n_tokens
+        metrics["sampler/weight"] = total(weights) / counts.n_tokens
     if ref_logprobs is not None:
         with phase("kl"):
             kl = token_kl(logprobs, masked(ref_logprobs.detach().to(logprobs), mask), settings.kl_estimator)
-            metrics["kl"], metrics["mean_kl"] = total(kl) / n_tokens, total(kl) / n_rows
+            metrics["kl"], metrics["mean_kl"] = total(kl) / counts.n_tokens, total(kl) / counts.n_rows
             if settings.beta != 0:
                 corrected = settings.kl_bias_correction and settings.kl_estimator == "k3"
                 loss = loss + settings.beta * (kl * ratio if corrected else kl)
-    loss = _reduce(masked(loss, mask), mask, settings.loss_type, n_tokens, n_rows, max_completion_length)
+    loss = _reduce(masked(loss, mask), mask, settings.loss_type, counts)
     return loss, {name: value.item() for name, value in metrics.items()}
 
 
@@ -493,13 +475,11 @@ def _sapo_loss(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negat
     return -advantages * 4 * torch.sigmoid(tau * (ratio - 1)) / tau
 
 
-def _reduce(
-    loss: Tensor, mask: Tensor, loss_type: GRPOLossType, n_tokens: float, n_rows: float, length: int | None
-) -> Tensor:
+def _reduce(loss: Tensor, mask: Tensor, loss_type: GRPOLossType, counts: _Counts) -> Tensor:
     if loss_type in ("grpo", "sapo"):
-        return (loss.sum(1) / mask.sum(1).clamp(min=1)).sum() / n_rows
+        return (loss.sum(1) / mask.sum(1).clamp(min=1)).sum() / counts.n_rows
     if loss_type == "luspo":
-        return loss.sum() / n_rows
+        return loss.sum() / counts.n_rows
     if loss_type == "dr_grpo":
-        return loss.sum() / (n_rows * (length or mask.shape[1]))
-    return loss.sum() / n_tokens
+        return loss.sum() / (counts.n_rows * (counts.max_completion_length or mask.shape[1]))
+    return loss.sum() / counts.n_tokens
