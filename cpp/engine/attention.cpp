@@ -36,8 +36,8 @@ std::vector<QueryBlock> cut(const AttentionShape& shape, const std::vector<Atten
         const int64_t n = sequence.n_queries, n_blocks = (n + size - 1) / size;
         for (int64_t b = 0; b < n_blocks; ++b) blocks.push_back({&sequence, n * b / n_blocks, n * (b + 1) / n_blocks});
     }
-    std::stable_sort(blocks.begin(), blocks.end(),
-                     [](const QueryBlock& a, const QueryBlock& b) { return a.cost() < b.cost(); });
+    std::sort(blocks.begin(), blocks.end(),
+              [](const QueryBlock& a, const QueryBlock& b) { return a.cost() < b.cost(); });
     return blocks;
 }
 

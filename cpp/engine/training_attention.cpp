@@ -78,7 +78,7 @@ void attention_backward(const TrainingAttention& a, const TrainingAttentionGradi
     const double work = attention_work(shape, sequences);
     std::erase_if(sequences, [](const AttentionSequence& s) { return s.n_keys == 0; });
     // The pool takes the last task first: let it be the longest.
-    std::stable_sort(sequences.begin(), sequences.end(), [](const AttentionSequence& x, const AttentionSequence& y) {
+    std::sort(sequences.begin(), sequences.end(), [](const AttentionSequence& x, const AttentionSequence& y) {
         return x.n_queries * x.n_keys < y.n_queries * y.n_keys;
     });
     const int64_t n_rows = a.k_offsets[a.n_sequences], d = a.head_dim;
