@@ -9,8 +9,6 @@
 namespace whet {
 namespace {
 
-constexpr int kTaskScratch = 0, kCallScratch = 1;  // of the thread that runs a task, and of the caller's
-
 const char* at(const void* base, int64_t element, size_t item_size) {
     return static_cast<const char*>(base) + element * static_cast<int64_t>(item_size);
 }
@@ -36,8 +34,8 @@ std::vector<QueryBlock> cut(const AttentionShape& shape, const std::vector<Atten
         const int64_t n = sequence.n_queries, n_blocks = (n + size - 1) / size;
         for (int64_t b = 0; b < n_blocks; ++b) blocks.push_back({&sequence, n * b / n_blocks, n * (b + 1) / n_blocks});
     }
-    std::stable_sort(blocks.begin(), blocks.end(),
-                     [](const QueryBlock& a, const QueryBlock& b) { return a.cost() < b.cost(); });
+    std::sort(blocks.begin(), blocks.end(),
+              [](const QueryBlock& a, const QueryBlock& b) { return a.cost() < b.cost(); });
     return blocks;
 }
 
@@ -90,7 +88,7 @@ void attention(const AttentionShape& shape, const std::vector<AttentionSequence>
         const QueryBlock& block = blocks[i / kv_heads];
         AttentionTask task =
             make_attention_task(shape, *block.sequence, static_cast<int64_t>(i % kv_heads), block.begin, block.end);
-        task.scratch = scratch<char>(kernels().attention_scratch(task), kTaskScratch);
+        task.scratch = scratch<char>(kernels().attention_scratch(task), Scratch::kTask);
         kernel(task);
     });
 }
@@ -114,7 +112,7 @@ void decode_attention(const AttentionShape& shape, const std::vector<DecodeSeque
     const size_t size = shape.item_size(), heads = static_cast<size_t>(shape.n_heads);
     const auto head_dim = static_cast<size_t>(shape.head_dim);
     const size_t row = (head_dim + 31) / 32 * 32 + kDecodePartialExtra;
-    auto* const partials = scratch<float>(runs.size() * heads * row, kCallScratch);
+    auto* const partials = scratch<float>(runs.size() * heads * row, Scratch::kRuns);
     // Where the heads of a key are neighbours, one task reads them all: memory in its order.
     const bool together = shape.k_token > shape.k_head;
     const int64_t parts = together ? 1 : shape.n_kv_heads;
@@ -131,7 +129,7 @@ void decode_attention(const AttentionShape& shape, const std::vector<DecodeSeque
         task.kv_heads = shape.n_kv_heads / parts, task.group = shape.kv_group(), task.head_dim = shape.head_dim;
         task.begin = keys.begin, task.end = keys.end, task.scale = shape.scale;
         task.partial = partials + (i / static_cast<size_t>(parts) * heads + static_cast<size_t>(head)) * row;
-        task.scratch = scratch<char>(kernel.decode_scratch(task), kTaskScratch);
+        task.scratch = scratch<char>(kernel.decode_scratch(task), Scratch::kTask);
         run(task);
     });
     const double merging = static_cast<double>(runs.size() * heads * head_dim) * 0.05;

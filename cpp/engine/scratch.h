@@ -14,6 +14,8 @@ enum class Scratch {
     kPanels,  // gemm's b
     kCopy,    // gemm's a, where it cannot be used as it lies
     kSums,    // of gemm and gemv, before they are blended with c
+    kTask,    // one task of attention
+    kRuns,    // the partial results of decode attention, of the calling thread
     kCount
 };
 

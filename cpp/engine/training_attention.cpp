@@ -12,8 +12,6 @@
 namespace whet {
 namespace {
 
-constexpr int kTaskScratch = 0;
-
 AttentionShape shape_of(const TrainingAttention& a) {
     AttentionShape shape;
     shape.bf16 = a.bf16;
@@ -78,7 +76,7 @@ void attention_backward(const TrainingAttention& a, const TrainingAttentionGradi
     const double work = attention_work(shape, sequences);
     std::erase_if(sequences, [](const AttentionSequence& s) { return s.n_keys == 0; });
     // The pool takes the last task first: let it be the longest.
-    std::stable_sort(sequences.begin(), sequences.end(), [](const AttentionSequence& x, const AttentionSequence& y) {
+    std::sort(sequences.begin(), sequences.end(), [](const AttentionSequence& x, const AttentionSequence& y) {
         return x.n_queries * x.n_keys < y.n_queries * y.n_keys;
     });
     const int64_t n_rows = a.k_offsets[a.n_sequences], d = a.head_dim;
@@ -96,7 +94,7 @@ void attention_backward(const TrainingAttention& a, const TrainingAttentionGradi
         task.grad_q = static_cast<char*>(grads.q) + to_out;
         const int64_t first = (kv_head * n_rows + (sequence.key_rows - a.key_rows)) * d;
         task.grad_k = of_keys.get() + first, task.grad_v = of_values.get() + first;
-        task.scratch = scratch<char>(kernels().attention_backward_scratch(task), kTaskScratch);
+        task.scratch = scratch<char>(kernels().attention_backward_scratch(task), Scratch::kTask);
         kernel(task);
     });
     add_readers(a, grads, of_keys.get(), grads.k);
