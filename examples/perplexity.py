@@ -1,4 +1,4 @@
-"""What each format of weights costs: python examples/perplexity.py path/to/model rows.jsonl
+"""The perplexity of a model in each weight format: python examples/perplexity.py path/to/model rows.jsonl
 
 A row has a "prompt" and a "completion"; the perplexity is that of the completions with the end-of-text token.
 """

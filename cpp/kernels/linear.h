@@ -5,6 +5,7 @@
 // keeps its sums in registers; an output's sum runs over the steps in order, in one lane, whatever the tile, so a row's
 // results do not depend on the rows beside it. bfloat16 products are exact and summed in float32.
 #pragma once
+#include "kernels/panel_task.h"
 #include "simd/dot.h"
 #include "simd/vec.h"
 

@@ -1,4 +1,5 @@
-// Reductions that sampling needs over a row of logits x: weights relative to a top, their sums, maxima, and the logits above a cut.
+// Reductions that sampling needs over a row of logits x: weights relative to a maximum, their sums, maxima, and the
+// logits above a cut.
 //
 //   w_i = exp2((x_i - top) scale)     scale = log2(e) / temperature
 //

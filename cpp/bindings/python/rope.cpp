@@ -145,7 +145,8 @@ nb::object apply_rope(nb::handle positions, nb::handle query, nb::handle key, nb
     }
     const size_t tokens = rope.positions.tokens, each = rope.elements_per_token();
     const auto row = [&](Token token) { return table.as<float>() + rope.positions.at(token) * table.stride[0]; };
-    // The rows of the table lie anywhere in memory: the next one is asked for while a token with enough work is turned.
+    // The rows of the table lie anywhere in memory: the next one is asked for while a token with enough work is
+    // rotated.
     const bool worth_asking = each >= 1024;
     for_tokens(tokens, each, 0.1 * static_cast<double>(tokens * each), [&](size_t first, size_t last) {
         Token token = rope.positions.token(first);

@@ -47,7 +47,7 @@ class DemoConfig:
     """Settings of the demo."""
 
     output_dir: str = "runs/demo"
-    """Where everything is left."""
+    """Folder of the run."""
     seed: int = 0
     """Keys weights, problems, their order and the sampling: a seed gives the same run twice."""
     n_held_out: int = 400
@@ -61,11 +61,11 @@ class DemoConfig:
     grpo_max_steps: int = 450
     """Steps that end it otherwise."""
     engine: EngineName = "auto"
-    """What samples, for GRPO and for the held-out accuracy; auto: the native engine."""
+    """Engine that samples, for GRPO and for the held-out accuracy; auto: the native engine."""
     rollout_weights: RolloutWeights = "bf16"
     """Format of its matrices."""
     compute: Compute = "auto"
-    """What computes the updates, as in TrainerConfig; torch: without Whet's kernels."""
+    """Kernels of the updates, as in TrainerConfig; torch: without Whet's kernels."""
 
     def __post_init__(self) -> None:
         check_types(self)

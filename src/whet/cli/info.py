@@ -23,7 +23,7 @@ from whet.models.sources.gguf_container import read_gguf
 
 @dataclasses.dataclass(frozen=True)
 class InfoConfig:
-    """What a model is, what memory it takes on the native engine, and whether that runs it."""
+    """Describe a model: its architecture, its memory on the native engine, and whether that runs it."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """A folder that save_pretrained wrote, or a .gguf file."""

@@ -53,7 +53,7 @@ def load(core: Any, pieces: Iterable[Piece], formats: Mapping[str, str]) -> None
 
 
 def checksums(pieces: Iterable[Piece]) -> list[tuple[Any, ...]]:
-    """What tells whether pieces are those of another time: their places, and a 64-bit checksum of all their bytes."""
+    """Slot, row, shape, format and a 64-bit checksum of all bytes of each piece, to tell what has changed."""
     prints = []
     for slot, first_row, tensor, format in pieces:
         matrix = tensor if tensor.ndim == 2 else tensor[None]

@@ -1,4 +1,4 @@
-"""What a model is: architecture, families, weight formats, sizes, and the files that models are read from."""
+"""Models: architecture, families, weight formats, sizes, and the files that models are read from."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a model computes.
+    """The computation of a model, as sizes and switches.
 
     Attributes:
         max_position: tokens of the longest sequence; what rotary frequencies are resolved for.

@@ -43,7 +43,7 @@ _CUTS: dict[str | None, Cut] = {None: whole, "transposed": whole, "by_head": by_
 
 @dataclass(frozen=True)
 class Family:
-    """What is particular to a model_type.
+    """One model_type: what differs from Llama.
 
     Attributes:
         keys: ``ModelConfig``'s name -> the config's.
@@ -70,7 +70,7 @@ class Family:
 
     @property
     def prefix(self) -> str:
-        """What the names of the modules but the head's begin with."""
+        """Common prefix of the modules' names, except the head's."""
         return self.modules[0].names[0].partition(".")[0] + "."
 
 
@@ -145,7 +145,7 @@ def short_position(config: Any, where: str = "short_position") -> int | None:
 
 
 def module_targets(model_type: str, config: ModelConfig) -> dict[str, Place]:
-    """Where every module of the Hugging Face model goes, by its name there."""
+    """The place of every module of the Hugging Face model, by its name there."""
     return {name: place for place in places(config, FAMILIES[model_type].modules) for name in place.names}
 
 
@@ -157,7 +157,7 @@ def model_config(
     tied_head: bool | None = None,
     where: str = "model_config",
 ) -> ModelConfig:
-    """What a Hugging Face config describes.
+    """The ``ModelConfig`` that a Hugging Face config describes.
 
     Args:
         config: a transformers config, or the dict of a config.json.

@@ -75,7 +75,7 @@ if unknown := CORE_TABLE.keys() - TABLE.keys():
     raise ImportError(f"whet.models.formats: no row for the core's format {', '.join(unknown)}. Build the core again.")
 FLOAT_FORMATS = tuple(name for name, format in TABLE.items() if format.is_float)
 FORMATS = tuple(TABLE[name].alias or name for name in CORE_TABLE)
-"""What ``weights`` may be, by the names that documents use."""
+"""Values of ``weights``, by the names that documents use."""
 _ALIASES = {format.alias: name for name, format in TABLE.items() if format.alias}
 
 

@@ -298,7 +298,7 @@ def _panel_bytes(format: str, k: int) -> int:
 
 @lru_cache
 def _core_memory(config: ModelConfig, max_batch: int, format: str) -> dict[str, int]:
-    """What a core says of its memory before it has weights or a page."""
+    """Memory of a core without weights and pages."""
     bf16 = format == "bfloat16"
     try:
         core = _core.Engine(vars(config), [], kv_bytes=1, max_batch=max_batch, chunk=PREFILL_CHUNK, bf16_cache=bf16)
@@ -315,5 +315,5 @@ def _workspace_bytes(config: ModelConfig, batch: int, format: str) -> int:
 
 
 def _sampler_bytes(vocab_size: int) -> int:
-    """What the sampler allocates at its first step: 24 bytes for each word, a 64th more in sums, for each thread."""
+    """Bytes that the sampler allocates at its first step: 24 per thread and vocabulary entry, 1/64 more for sums."""
     return _core.num_threads() * (24 * vocab_size * 65 // 64 + (1 << 14))

@@ -1,4 +1,4 @@
-"""Where a source's tensors go: a table of modules, walked into pieces of the engine's slots.
+"""From a source's tensors to the engine's slots: a table of modules, cut into pieces.
 
 A source (a live module, a folder, a GGUF file) names its tensors by a table of ``Module`` rows and hands them out one
 by one; here they are checked against the config's slots and cut into views. Nothing is copied or converted.
@@ -70,7 +70,7 @@ class Module:
 
 
 class Place(NamedTuple):
-    """Where one module of one layer goes: ``shape`` (outputs, inputs) of its weight; its first row in the slot."""
+    """The place of one module of one layer: ``shape`` (outputs, inputs) of its weight; its first row in the slot."""
 
     names: tuple[str, ...]
     weight: str

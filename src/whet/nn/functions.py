@@ -23,7 +23,7 @@ from whet.ops.linear import linear as packed_linear
 from whet.ops.rope import apply_rope
 
 _TILE = 2048
-"""Words of the vocabulary whose logits are computed at a time."""
+"""Tile of the vocabulary: entries whose logits are computed at a time."""
 _ROWS = 512
 """Tokens whose logits are computed at a time in the forward: 4 MiB, which stay in the caches."""
 

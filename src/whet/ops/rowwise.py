@@ -1,7 +1,7 @@
 """Slow path of the row-wise functions (norm, activations, softmax): checks, copies, and writing back.
 
-The native functions take float32 or bfloat16 with rows side by side, in up to four axes. Here anything else is turned
-into two-dimensional contiguous arrays and its result put where it belongs, or refused with the reason. Nothing here
+The native functions take float32 or bfloat16 with rows side by side, in up to four axes. Here anything else becomes
+two-dimensional contiguous arrays and its result is put where it belongs, or it is refused with the reason. Nothing here
 runs on the fast path.
 """
 

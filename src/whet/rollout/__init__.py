@@ -1,4 +1,4 @@
-"""Where completions come from: one protocol, and the engines that follow it.
+"""Sources of completions: one protocol, and the engines that follow it.
 
 ``whet.rollout.torch_engine.TorchEngine`` samples from a live torch module; importing it imports torch.
 """

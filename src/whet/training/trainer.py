@@ -1,4 +1,4 @@
-"""What the training algorithms share: the optimizer step, the loop over a dataset, logging, checkpoints.
+"""The base of the training algorithms: the optimizer step, the loop over a dataset, logging, checkpoints.
 
 One optimizer update adds up the gradients of micro-batches, clips them and makes an AdamW step
 (Loshchilov & Hutter 2019), or skips it where the loss or a gradient is not finite. Knows no algorithm:

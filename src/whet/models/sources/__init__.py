@@ -1,1 +1,1 @@
-"""Where the weights of a model come from: a Hugging Face folder, a GGUF file, a live module."""
+"""Sources of a model's weights: a Hugging Face folder, a GGUF file, a live module."""

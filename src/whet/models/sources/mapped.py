@@ -34,7 +34,7 @@ def map_file(path: Path, where: str) -> np.ndarray:
 
 
 def parse_container(parse: Callable[[np.ndarray], Any], data: np.ndarray, where: str) -> Any:
-    """What one of the core's parsers of model files makes of a file's bytes.
+    """Parse a file's bytes with one of the core's parsers of model files.
 
     Raises:
         WhetValueError: the file is not exactly what its format allows.
