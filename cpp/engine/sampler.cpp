@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "kernels/dispatch.h"
+#include "runtime/ceil_div.h"
 
 namespace whet {
 namespace {
@@ -39,7 +40,7 @@ struct Scratch {
     size_t bytes = 0;
 
     Scratch(uintptr_t memory, size_t vocab_size) {
-        const size_t n_blocks = (vocab_size + kBlock - 1) / kBlock, n_spans = (vocab_size + kSpan - 1) / kSpan;
+        const size_t n_blocks = ceil_div(vocab_size, kBlock), n_spans = ceil_div(vocab_size, kSpan);
         const auto take = [&](auto*& array, size_t n) {
             array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(memory + bytes);
             bytes += n * sizeof *array;
@@ -76,7 +77,7 @@ struct Row {
 // The sum of a row's weights; scratch.sums are those of its blocks, all relative to the row's top.
 Row weighed(const float* logits, size_t size, float temperature, const Scratch& scratch) {
     Row row{logits, size, temperature};
-    const size_t n_blocks = (size + kBlock - 1) / kBlock;
+    const size_t n_blocks = ceil_div(size, kBlock);
     if (n_blocks == 0) return row;
     kernels().weigh_blocks_f32(logits, size, kBlock, row.scale(), scratch.sums, scratch.block_tops);
     row.top = scratch.block_tops[n_blocks - 1];
@@ -245,7 +246,7 @@ double weigh(Candidates& candidates, const Row& row) {
 void apply_top_k(Candidates& candidates, Row& row, size_t k, const Scratch& scratch) {
     row.top = kernels().lane_tops_f32(row.logits, row.size, scratch.lane_tops);
     if (!std::isfinite(row.top)) return;
-    gather(candidates, row, cut_for(k, scratch.lane_tops, (row.size + kSpan - 1) / kSpan * 16));
+    gather(candidates, row, cut_for(k, scratch.lane_tops, ceil_div(row.size, kSpan) * 16));
     if (candidates.n > k) keep_best(candidates, false, static_cast<double>(k), row.top, scratch);
     row.total = weigh(candidates, row);
 }

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "kernels/dispatch.h"
+#include "runtime/ceil_div.h"
 #include "runtime/split.h"
 
 namespace whet {
@@ -20,7 +21,7 @@ size_t rows_per_task(size_t n) { return std::max<size_t>(1, kTaskElements / std:
 template <class T, class Grad, class Kernel>
 void rms_norm_backward_rows(Kernel kernel, const T* x, const float* weight, const Grad* grad, size_t rows, size_t n,
                             double eps, T* grad_x, float* grad_weight) {
-    const size_t piece = std::max<size_t>(64, rows_per_task(n)), pieces = (rows + piece - 1) / piece;
+    const size_t piece = std::max<size_t>(64, rows_per_task(n)), pieces = ceil_div(rows, piece);
     std::vector<float> sums(pieces * n);
     parallel_split(rows, piece, work_of(rows * n), [&](size_t begin, size_t end) {
         for (size_t i = begin; i < end; ++i) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "runtime/ceil_div.h"
 #include "runtime/thread_pool.h"
 
 namespace whet {
@@ -13,7 +14,7 @@ void parallel_split(size_t count, size_t per_task, double work_ns, F&& body) {
     if (count == 0) return;
     if (!is_worth_threads(work_ns) || count <= per_task) return body(size_t{0}, count);
     auto task = [&](size_t i) { body(i * per_task, std::min(count, (i + 1) * per_task)); };
-    parallel_for((count + per_task - 1) / per_task, task);
+    parallel_for(ceil_div(count, per_task), task);
 }
 
 }  // namespace whet

@@ -14,6 +14,7 @@
 #include "gil.h"
 #include "kernels/dispatch.h"
 #include "row_arrays.h"
+#include "runtime/ceil_div.h"
 
 namespace nb = nanobind;
 
@@ -107,8 +108,6 @@ double work_of(const Rows& x, const Rows& y, size_t rank) {
     return static_cast<double>(x.rows * (x.columns + y.columns)) * 0.03 * static_cast<double>(rank + 1);
 }
 
-size_t tasks_of(size_t n, size_t per_task) { return (n + per_task - 1) / per_task; }
-
 // y += scale (x a^T) b. True if it was done.
 bool forward(nb::handle x_object, nb::handle y_object, nb::handle a_object, nb::handle b_object, double scale) {
     Rows x, y;
@@ -126,7 +125,7 @@ bool forward(nb::handle x_object, nb::handle y_object, nb::handle a_object, nb::
     if (overlap(x.array, x_item, y.array, y_item) && !(x_item == y_item && same_place(x.array, y.array))) return false;
     if (overlap(a, sizeof(float), y.array, y_item) || overlap(b, sizeof(float), y.array, y_item)) return false;
     const auto rank = static_cast<size_t>(a.shape[0]);
-    for_each(tasks_of(x.rows, kRowsPerTask), work_of(x, y, rank), [&](size_t task) {
+    for_each(ceil_div(x.rows, kRowsPerTask), work_of(x, y, rank), [&](size_t task) {
         const size_t begin = task * kRowsPerTask, count = std::min(kRowsPerTask, x.rows - begin);
         float hidden[kRowsPerTask * kMaxRank];
         down(x, begin, count, rank, a.as<float>(), hidden);
@@ -147,7 +146,7 @@ bool add_product(nb::handle hidden_object, nb::handle b_object, nb::handle y_obj
         return false;
     }
     const auto rank = static_cast<size_t>(b.shape[0]);
-    for_each(tasks_of(y.rows, kRowsPerTask), work_of(y, y, rank), [&](size_t task) {
+    for_each(ceil_div(y.rows, kRowsPerTask), work_of(y, y, rank), [&](size_t task) {
         const size_t begin = task * kRowsPerTask, count = std::min(kRowsPerTask, y.rows - begin);
         float rows[kRowsPerTask * kMaxRank];
         for (size_t i = 0; i < count * rank; ++i) {
@@ -180,12 +179,12 @@ bool accumulate(nb::handle x_object, nb::handle g_object, nb::handle a_object, n
     std::vector<float> many(rows <= kFew ? 0 : 2 * rows * rank);
     float* hidden_x = rows <= kFew ? few : many.data();
     float* hidden_g = hidden_x + rows * rank;
-    for_each(tasks_of(rows, kRowsPerTask), work, [&](size_t task) {
+    for_each(ceil_div(rows, kRowsPerTask), work, [&](size_t task) {
         const size_t begin = task * kRowsPerTask, count = std::min(kRowsPerTask, rows - begin);
         down(x, begin, count, rank, a.as<float>(), hidden_x + begin * rank);
         down(g, begin, count, rank, b.as<float>(), hidden_g + begin * rank);
     });
-    const size_t tasks_a = tasks_of(x.columns, kColumnsPerTask), tasks_b = tasks_of(g.columns, kColumnsPerTask);
+    const size_t tasks_a = ceil_div(x.columns, kColumnsPerTask), tasks_b = ceil_div(g.columns, kColumnsPerTask);
     for_each(tasks_a + tasks_b, work, [&](size_t task) {
         const bool is_a = task < tasks_a;
         const Rows& columns = is_a ? x : g;
@@ -228,7 +227,7 @@ bool batch(nb::handle x_object, nb::handle y_object, nb::handle a_object, nb::ha
     for (size_t i = 0; i < x.rows; ++i) {
         if (of_row[i] < -1 || of_row[i] >= n) return false;
     }
-    for_each(tasks_of(x.rows, kRowsPerTask), work_of(x, y, 4), [&](size_t task) {
+    for_each(ceil_div(x.rows, kRowsPerTask), work_of(x, y, 4), [&](size_t task) {
         const size_t end = std::min(x.rows, (task + 1) * kRowsPerTask);
         for (size_t begin = task * kRowsPerTask, next = begin; begin < end; begin = next) {
             // Neighbours with the same adapter go together; a row's bits are the same alone.

@@ -30,7 +30,7 @@ class Format(NamedTuple):
         name: that of pieces, and of the core.
         dtype: NumPy's, of the elements that a stored row has: numbers, the bits of bfloat16, bytes of blocks.
         gguf_type: GGUF's number of the type; None: GGUF files in it are not read.
-        gguf_name: GGUF's name of the type.
+        gguf_name: GGUF's name of the type; of floats also safetensors'.
         alias: its name in settings, where that is another.
         outer: the format of the embedding and the head of a model in this one; None: the same.
         next: the format of a matrix whose rows its blocks do not divide.
@@ -43,6 +43,11 @@ class Format(NamedTuple):
     alias: str | None = None
     outer: str | None = None
     next: str = "int8"
+
+    @property
+    def usual_name(self) -> str:
+        """The name in settings."""
+        return self.alias or self.name
 
     @property
     def is_float(self) -> bool:
@@ -64,7 +69,7 @@ TABLE = {
         Format("float32", "<f4", 0, "F32"),
         Format("bfloat16", "<u2", 30, "BF16", alias="bf16"),
         Format("float16", "<f2", 1, "F16"),
-        Format("float64", "<f8"),
+        Format("float64", "<f8", None, "F64"),
         Format("int8", "|u1"),
         Format("q8_0", "|u1", 8, "Q8_0"),
         Format("q4_0", "|u1", 2, "Q4_0", alias="int4", outer="q8_0"),
@@ -74,7 +79,7 @@ TABLE = {
 if unknown := CORE_TABLE.keys() - TABLE.keys():
     raise ImportError(f"whet.models.formats: no row for the core's format {', '.join(unknown)}. Build the core again.")
 FLOAT_FORMATS = tuple(name for name, format in TABLE.items() if format.is_float)
-FORMATS = tuple(TABLE[name].alias or name for name in CORE_TABLE)
+FORMATS = tuple(TABLE[name].usual_name for name in CORE_TABLE)
 """Values of ``weights``, by the names that documents use."""
 _ALIASES = {format.alias: name for name, format in TABLE.items() if format.alias}
 

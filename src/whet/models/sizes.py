@@ -19,7 +19,7 @@ from whet import _core
 from whet.errors import WhetValueError
 from whet.models.architecture import ModelConfig
 from whet.models.families import model_config
-from whet.models.formats import FORMATS, PAGE_TOKENS, choose_formats, core_format, kv_format
+from whet.models.formats import FORMATS, PAGE_TOKENS, TABLE, choose_formats, core_format, kv_format
 from whet.models.slots import Source
 from whet.models.sources.folder import read_config
 from whet.models.sources.gguf import open_gguf
@@ -155,8 +155,7 @@ class ModelMemory(NamedTuple):
         Raises:
             WhetValueError: there is no such format.
         """
-        format = core_format(weights, "weights", "estimate")
-        return next(name for name in self.formats if core_format(name, "weights", "estimate") == format)
+        return TABLE[core_format(weights, "weights", "estimate")].usual_name
 
 
 def model_memory(

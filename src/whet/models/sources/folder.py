@@ -19,15 +19,11 @@ from whet import _core
 from whet.errors import WhetValueError
 from whet.models.architecture import Piece
 from whet.models.families import Family, family_of, model_config, module_targets, short_position
+from whet.models.formats import TABLE
 from whet.models.slots import Source, Stored, walk
 from whet.models.sources.mapped import map_file, parse_container, parse_json, view
 
-_FORMATS = {
-    "F32": ("float32", "<f4"),
-    "F16": ("float16", "<f2"),
-    "BF16": ("bfloat16", "<u2"),
-    "F64": ("float64", "<f8"),
-}
+_FORMATS = {TABLE[name].gguf_name: TABLE[name] for name in ("float32", "float16", "bfloat16", "float64")}
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Masks and frequencies that old checkpoints carry along; what they say follows from the config.
 _BUFFERS = re.compile(r"(^|\.)((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)$")
@@ -170,8 +166,8 @@ class _Tensors:
         entry = self.entries[name]
         if entry.dtype not in _FORMATS:
             raise WhetValueError(f"{entry.file}: {name} is {entry.dtype}; this engine reads {', '.join(_FORMATS)}.")
-        format, dtype = _FORMATS[entry.dtype]
-        return Stored(view(entry.data, entry.offset, dtype, entry.shape), format, entry.shape)
+        format = _FORMATS[entry.dtype]
+        return Stored(view(entry.data, entry.offset, format.dtype, entry.shape), format.name, entry.shape)
 
     def tied_head(self, config: Mapping[str, Any]) -> bool | None:
         """False if the config ties a head that the files have apart; None: what the config says."""

@@ -13,7 +13,7 @@ from whet.models.formats import TABLE
 from whet.models.slots import Stored
 from whet.models.sources.mapped import map_file, parse_container, view
 
-_FORMATS = {format.gguf_name: format for format in TABLE.values() if format.gguf_name}
+_FORMATS = {format.gguf_name: format for format in TABLE.values() if format.gguf_type is not None}
 
 
 class GGUFFile(NamedTuple):

@@ -25,6 +25,7 @@ import numpy as np
 from whet.models.architecture import ModelConfig
 from whet.models.families import model_config
 from whet.models.sizes import PRESETS
+from whet.models.sources.gguf import tensor_name
 
 DEVIATION = 0.02
 SEED = 20_240
@@ -149,11 +150,10 @@ def write_gguf(model: Any, shape: ModelShape, path: Path) -> None:
     llama.cpp rotates neighbouring elements in the family "llama", where Hugging Face rotates the two halves of a head:
     the rows of q and k are put in its order.
     """
-    from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+    from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
 
     config, model_type = shape.config, shape.hf_config["model_type"]
-    names = get_tensor_name_map(MODEL_ARCH[model_type.upper()], config.n_layers)
     writer = GGUFWriter(path, model_type)
     writer.add_context_length(config.max_position)
     writer.add_embedding_length(config.hidden_dim)
@@ -167,8 +167,7 @@ def write_gguf(model: Any, shape: ModelShape, path: Path) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
     for hf_name, parameter in model.named_parameters():
-        module, _, part = hf_name.rpartition(".")
-        name, values = f"{names[module]}.{part}", parameter.detach().numpy()
+        name, values = tensor_name(model_type, hf_name), parameter.detach().numpy()
         if model_type == "llama" and hf_name.endswith(("q_proj.weight", "k_proj.weight")):
             pairs = values.reshape(-1, 2, config.head_dim // 2, config.hidden_dim)
             values = pairs.swapaxes(1, 2).reshape(values.shape)
