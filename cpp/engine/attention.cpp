@@ -45,6 +45,13 @@ struct KeyRun {
     int64_t begin, end;
 };
 
+// Nanoseconds on one core, roughly.
+double decode_attention_work(const AttentionShape& shape, const std::vector<DecodeSequence>& sequences) {
+    double keys = 0.0;
+    for (const DecodeSequence& s : sequences) keys += static_cast<double>(s.end - s.begin);
+    return keys * static_cast<double>(shape.n_kv_heads * shape.head_dim) * 0.15;
+}
+
 }  // namespace
 
 AttentionTask make_attention_task(const AttentionShape& shape, const AttentionSequence& sequence, int64_t kv_head,
@@ -91,12 +98,6 @@ void attention(const AttentionShape& shape, const std::vector<AttentionSequence>
         task.scratch = scratch<char>(kernels().attention_scratch(task), Scratch::kTask);
         kernel(task);
     });
-}
-
-double decode_attention_work(const AttentionShape& shape, const std::vector<DecodeSequence>& sequences) {
-    double keys = 0.0;
-    for (const DecodeSequence& s : sequences) keys += static_cast<double>(s.end - s.begin);
-    return keys * static_cast<double>(shape.n_kv_heads * shape.head_dim) * 0.15;
 }
 
 void decode_attention(const AttentionShape& shape, const std::vector<DecodeSequence>& sequences) {

@@ -271,8 +271,8 @@ void Scheduler::run_head(const HeadRow& row, float* logits, void* scratch) {
     }
     const Running& one = running_[row.index];
     const Request& request = one.job->request;
-    const double uniform = token_uniform(request.seed, request.prompt_index, request.first_sample + one.sample,
-                                         one.job->samples[one.sample].tokens.size());
+    const double uniform =
+        token_uniform(request.seed, request.prompt_index, one.sample, one.job->samples[one.sample].tokens.size());
     drawn_[row.index] =
         draw_token(logits, vocab, request.sampling, one.seen.empty() ? nullptr : one.seen.data(), uniform, scratch);
 }
@@ -285,8 +285,8 @@ void Scheduler::take_drawn() {
         const Drawn drawn = drawn_[i];
         if (std::isnan(drawn.logprob)) {
             one.job->error = "the model's logits for prompt " + std::to_string(request.prompt_index) + ", sample " +
-                             std::to_string(request.first_sample + one.sample) + ", token " +
-                             std::to_string(sample.tokens.size()) + " hold NaN or +inf, or nothing but -inf";
+                             std::to_string(one.sample) + ", token " + std::to_string(sample.tokens.size()) +
+                             " hold NaN or +inf, or nothing but -inf";
             bad_.push_back(one.job);
             one.fresh = false;
             continue;

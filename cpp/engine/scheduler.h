@@ -34,7 +34,7 @@ struct Request {
     size_t n = 0, max_new_tokens = 0;
     Sampling sampling;
     std::vector<int32_t> stop_tokens;
-    uint64_t seed = 0, prompt_index = 0, first_sample = 0;
+    uint64_t seed = 0, prompt_index = 0;
     // To score, where n is 0: log-probs (and entropies) of the tokens from `score_from` on, which is 1 at least.
     size_t score_from = 1;
     bool entropy = false;

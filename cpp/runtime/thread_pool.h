@@ -6,6 +6,8 @@
 #pragma once
 #include <cstddef>
 
+#include "runtime/host_lock.h"
+
 namespace whet {
 
 // Threads used by a job, the caller included. Starts as WHET_NUM_THREADS, else the processors this process may use.
@@ -32,10 +34,13 @@ void parallel_for(size_t n_tasks, F& f) {
 // Whether so many nanoseconds of work on one core, roughly, are more than it costs to share them with other threads.
 constexpr bool is_worth_threads(double work_ns) { return work_ns >= 4000.0; }
 
-// The same where all tasks together are worth it, else on the calling thread.
+// The same where all tasks together are worth it, else on the calling thread. Work that is worth threads runs without
+// the host's lock, so `f` must not touch the host's objects.
 template <class F>
 void parallel_for(size_t n_tasks, double work_ns, F&& f) {
-    if (n_tasks > 1 && is_worth_threads(work_ns)) return parallel_for(n_tasks, f);
+    const bool worth_threads = is_worth_threads(work_ns);
+    const ReleasedHostLock released(worth_threads);
+    if (worth_threads && n_tasks > 1) return parallel_for(n_tasks, f);
     for (size_t i = 0; i < n_tasks; ++i) f(i);
 }
 

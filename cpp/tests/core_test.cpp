@@ -14,7 +14,9 @@
 #include <vector>
 
 #include "kernels/dispatch.h"
+#include "runtime/host_lock.h"
 #include "runtime/packing.h"
+#include "runtime/split.h"
 #include "runtime/thread_pool.h"
 
 using whet::kernels;
@@ -470,6 +472,32 @@ void test_pool() {
     }
 }
 
+// A host whose lock counts; acquire() gets what release() returned.
+int times_released = 0, times_acquired = 0;
+
+void test_host_lock() {
+    whet::host_lock = {[]() -> void* { return ++times_released, &times_released; },
+                       [](void* state) { times_acquired += state == &times_released; }};
+    constexpr double kLittle = 100.0, kMuch = 1e6;
+    int held = 0, free = 0;
+    auto look = [&](size_t) { ++(times_released == times_acquired ? held : free); };
+    whet::parallel_for(1, kLittle, look);
+    expect("the lock was released for little work", held == 1 && times_released == 0);
+    whet::parallel_for(1, kMuch, look);
+    expect("the lock was held during much work", free == 1 && times_released == 1 && times_acquired == 1);
+    bool thrown = false;
+    try {
+        whet::parallel_split(8, 2, kMuch, [](size_t, size_t) { throw std::runtime_error("a task's"); });
+    } catch (const std::runtime_error&) {
+        thrown = true;
+    }
+    expect("the lock was not acquired after an exception", thrown && times_released == 2 && times_acquired == 2);
+    whet::host_lock.release = []() -> void* { return nullptr; };  // the thread does not hold it
+    whet::parallel_for(1, kMuch, look);
+    expect("a lock that the thread did not hold was acquired", times_acquired == 2);
+    whet::host_lock = {};
+}
+
 }  // namespace
 
 int main() {
@@ -511,6 +539,7 @@ int main() {
     }
     test_packing();
     test_pool();
+    test_host_lock();
     std::printf("%d failures\n", failures);
     return failures == 0 ? 0 : 1;
 }

@@ -1,12 +1,11 @@
 // Bindings of the parsers of model files. A file comes as its bytes; errors are ValueErrors that do not name the file.
-#include "files.h"
-
 #include <cstring>
 #include <span>
 #include <string_view>
 #include <vector>
 
 #include "arrays.h"
+#include "bindings.h"
 #include "files/gguf.h"
 #include "files/safetensors.h"
 

@@ -5,8 +5,7 @@
 // start to the last end. Batches follow one another until the time asked for is over, and the fastest one counts: a
 // ceiling is what is possible, and every disturbance makes a batch slower. Arguments come checked
 // (src/whet/ops/probe.py).
-#include "probe.h"
-
+#include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -23,6 +22,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "bindings.h"
 #include "engine/kv_cache.h"
 #include "kernels/dispatch.h"
 #include "runtime/thread_pool.h"

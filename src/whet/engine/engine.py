@@ -433,7 +433,6 @@ class Engine:
             stop_tokens=np.array(s.stop_token_ids, np.int32),
             seed=s.seed % 2**64,
             prompt_index=index,
-            first_sample=0,
             adapter=adapter,
             temperature=s.temperature,
             top_k=min(s.top_k, vocab_size),
