@@ -55,7 +55,9 @@ struct Job {
     std::vector<float> hidden;  // after the last token of the prompt
     size_t computed = 0;        // tokens of the prompt that are in the cache
     size_t started = 0, ended = 0;
-    bool first_reserved = false;
+    bool first_reserved = false;  // the pages of its first sample
+
+    bool is_computed() const { return computed == request.tokens.size(); }
 };
 
 struct Limits {
@@ -86,6 +88,8 @@ public:
     size_t workspace_bytes() const;
 
 private:
+    static constexpr size_t kPage = kPageTokens;
+
     struct Running {
         Job* job;
         size_t sample;
@@ -93,6 +97,8 @@ private:
         std::vector<uint64_t> seen;  // tokens of the sequence, a bit each; empty without a repetition penalty
         size_t reserved;             // pages that it may still allocate
         bool fresh;                  // its first token comes from the prompt's last hidden state
+
+        void mark_seen(int32_t token) { seen[static_cast<size_t>(token) / 64] |= uint64_t{1} << token % 64; }
     };
     enum class Kind : uint8_t { kDraw, kScore };
     struct HeadRow {
@@ -116,27 +122,38 @@ private:
     std::vector<size_t> counts_;  // rows that each prompt of prefilling_ has got
     std::vector<HeadRow> head_rows_;
     std::vector<Drawn> drawn_;
-    std::vector<Job*> bad_;
+    std::vector<Job*> failed_;  // whose logits are not numbers
     std::vector<float> head_in_, logits_;
     std::vector<uint8_t> scratch_;
     size_t head_tile_;
 
+    // admission.cpp
     size_t tail_pages(const Request& request) const;
-    bool admit(Job& job);
-    void start_samples();
+    std::unique_ptr<Job> make_job(Request request, uint64_t session) const;
     void admit_waiting();
+    bool admit(Job& job);
+    void find_prefix(Job& job) const;
+    void start_samples();
+    bool start_sample(Job& job);
+
+    // scheduler.cpp: a step
     void add_decode_rows();
     void add_prompt_rows();
     void collect_heads(const float* hidden);
     void run_heads();
-    void take_prompts(const float* hidden);
-    void run_head(const HeadRow& row, float* logits, void* scratch);
-    void take_drawn();
-    void cancel(Job& job);
-    void hand_over(const Job& job);
+    void score(const HeadRow& row, const float* logits);
+    void draw(const HeadRow& row, float* logits, void* scratch);
+    void advance_prompts(const float* hidden);
+    void append_drawn();
+    void append(Running& running, const Drawn& drawn);
     void end(Running& running, Finish finish);
-    void leave_prompt(Job& job);
+    void erase_ended();
+    void release_prompt(Job& job);
     const Adapter* adapter_of(const Job& job) const;
+
+    // cancellation.cpp
+    void cancel(Job& job);
+    void reassign_shared_pages(const Job& job);
 };
 
 }  // namespace whet

@@ -182,7 +182,10 @@ public:
                        bool logits, uint64_t adapter) {
         const Turn turn(lock_);
         Request request = request_of(session, tokens, adapter);
-        if (score_from == 0) throw std::invalid_argument("the first token has no log-prob");
+        if (score_from == 0 || score_from > request.tokens.size()) {
+            throw std::invalid_argument("score_from is " + std::to_string(score_from) + ", expected 1 to " +
+                                        std::to_string(request.tokens.size()));
+        }
         request.score_from = score_from;
         request.entropy = entropy;
         request.logits = logits;
