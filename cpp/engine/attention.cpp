@@ -26,7 +26,7 @@ struct QueryBlock {
     }
 };
 
-// Even blocks of at most kAttentionRows query rows, the shortest task first: the pool takes the last one first.
+// Even blocks of at most kAttentionRows query rows, the shortest first: the pool claims the last task first.
 std::vector<QueryBlock> cut(const AttentionShape& shape, const std::vector<AttentionSequence>& sequences) {
     const int64_t size = std::max<int64_t>(1, kAttentionRows / shape.kv_group());
     std::vector<QueryBlock> blocks;
@@ -114,7 +114,7 @@ void decode_attention(const AttentionShape& shape, const std::vector<DecodeSeque
     const auto head_dim = static_cast<size_t>(shape.head_dim);
     const size_t row = (head_dim + 31) / 32 * 32 + kDecodePartialExtra;
     auto* const partials = scratch<float>(runs.size() * heads * row, Scratch::kRuns);
-    // Where the heads of a key are neighbours, one task reads them all: memory in its order.
+    // Where the heads of a key are neighbours in memory, one task reads them all, sequentially.
     const bool together = shape.k_token > shape.k_head;
     const int64_t parts = together ? 1 : shape.n_kv_heads;
     const auto run = shape.bf16 ? kernel.decode_attention_bf16 : kernel.decode_attention_f32;

@@ -1,10 +1,10 @@
 // Continuous batching: prompts and their samples over one transformer and one cache, a step at a time.
 //
-// A step computes one token of every running sample and the next tokens of the prompts that wait, then draws. A prompt
-// is computed once for all its samples, and what it has in common with another in pages of 64 tokens, once for both.
-// Samples leave as they end, and others are admitted: admission reserves the pages of a sample's worst case, so there
-// is no preemption; samples of admitted prompts go before new prompts. Tokens are drawn from
-// uniforms of (seed, prompt, sample, position): what a sample says depends on neither the others nor the order.
+// A step computes one token of every running sample and the next tokens of the admitted prompts, then draws. A prompt
+// is computed once for all its samples, and whole pages of 64 tokens that prompts have in common, once for all of them.
+// Ended samples are replaced by others: admission reserves the pages of a sample's worst case, so there is no
+// preemption; samples of admitted prompts go before new prompts. Tokens are drawn from uniforms of (seed, prompt,
+// sample, position): a sample depends neither on other requests nor on their order.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -41,7 +41,7 @@ struct Request {
     bool logits = false;  // keep them: of every token from score_from - 1 on
 };
 
-// A request and what has become of it. It belongs to a session: a caller's call, which ends all of its jobs at once.
+// A request, its state and its results. It belongs to a session: a caller's call, which ends all of its jobs at once.
 struct Job {
     Request request;
     uint64_t session = 0;
@@ -68,19 +68,19 @@ class Scheduler {
 public:
     Scheduler(Transformer& transformer, const Limits& limits);
 
-    // Takes a request in. Throws std::invalid_argument if it could never run, for lack of pages.
+    // Queues a request. Throws std::invalid_argument if it could never run, for lack of pages.
     uint64_t add(Request request, uint64_t session = 0);
     // Throws std::out_of_range if there is no such request.
     const Job& job(uint64_t id) const { return *jobs_.at(id); }
-    // Forgets a request, or all of a session, cancelled where they still ran: no job, page or index entry of theirs
-    // is left, and what others awaited of them, these compute themselves. Needs no memory.
+    // Erases a request, or all of a session, which are cancelled if they still run: no job, page or index entry of
+    // theirs is left, and other prompts compute the shared pages that they awaited. Does not allocate.
     void remove(uint64_t id);
     void end_session(uint64_t session);
 
-    // False when there was nothing to do. An exception (memory) changes nothing that a further step would not.
+    // False when there was nothing to do. After std::bad_alloc the next step continues.
     bool step();
 
-    void add_adapter(uint64_t id, std::unique_ptr<Adapter> adapter);  // id: not 0, and not one that is there
+    void add_adapter(uint64_t id, std::unique_ptr<Adapter> adapter);  // id: not 0, and new
     void remove_adapter(uint64_t id) { adapters_.erase(id); }
     bool has_adapter(uint64_t id) const { return adapters_.count(id) != 0; }
 

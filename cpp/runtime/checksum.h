@@ -1,5 +1,5 @@
-// 64 bits that tell bytes from others, at the speed of memory: four lanes of xxHash64's round (Collet 2012), each of
-// which is one to one, so that no change of a single word is missed. Not for use against an adversary.
+// A 64-bit checksum at memory bandwidth: four lanes of xxHash64's round (Collet 2012). A round is a bijection, so every
+// change of a single word changes the checksum. Not cryptographic.
 #pragma once
 #include <algorithm>
 #include <bit>

@@ -43,7 +43,7 @@ void test_company(bool other, WeightFormat format) {
             if (expected.size() <= i) {
                 expected.push_back(said(s, ids[i]));
             } else {
-                expect(said(s, ids[i]) == expected[i], "a completion depends on its key alone");
+                expect(said(s, ids[i]) == expected[i], "a completion depends only on its key");
             }
         }
         expect(s.cache().n_free() == s.cache().n_pages(), "pages come back");

@@ -10,6 +10,6 @@ inline std::vector<float> normal(size_t n, unsigned seed) {
     std::mt19937 bits(seed);
     std::normal_distribution<float> distribution;
     std::vector<float> x(n);
-    for (float& one : x) one = distribution(bits);
+    for (float& value : x) value = distribution(bits);
     return x;
 }

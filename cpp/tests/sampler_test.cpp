@@ -74,10 +74,10 @@ Expected plain_draw(const std::vector<float>& logits, const Sampling& s, const s
 void test_draws(size_t n, const Sampling& s, std::mt19937_64& bits) {
     std::normal_distribution<float> normal(0.0f, 3.0f);
     std::vector<float> logits(n);
-    for (float& one : logits) one = normal(bits);
+    for (float& logit : logits) logit = normal(bits);
     if (n > 2) logits[n / 2] = -std::numeric_limits<float>::infinity();
     std::vector<uint64_t> seen((n + 63) / 64);
-    for (uint64_t& one : seen) one = bits() & bits();
+    for (uint64_t& word : seen) word = bits() & bits();
     const double uniform = static_cast<double>(bits() >> 11) * 0x1p-53;
     const Expected expected = plain_draw(logits, s, seen, uniform);
 

@@ -1,5 +1,6 @@
 // A small random model for tests of the engine, prompts that begin alike, and what came of them.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <random>
@@ -37,13 +38,13 @@ struct Model {
         Weights& w = transformer.weights();
         const auto matrix = [&](const std::string& slot, WeightFormat f, size_t n, size_t k) {
             std::vector<float> x(n * k);
-            for (float& one : x) one = normal(bits) / std::sqrt(static_cast<float>(k));
+            for (float& value : x) value = normal(bits) / std::sqrt(static_cast<float>(k));
             w.add_matrix(slot, k % traits(f).block_length == 0 ? f : WeightFormat::kInt8, n, k);
             w.matrix(slot).pack_rows(0, n, x.data(), Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
         };
         const auto vector = [&](const std::string& slot, size_t n, float value) {
             w.add_vector(slot, n);
-            for (float& one : w.vector(slot)) one = value;
+            std::fill(w.vector(slot).begin(), w.vector(slot).end(), value);
         };
         matrix("embedding", WeightFormat::kBFloat16, c.vocab_size, c.hidden_dim);
         for (size_t i = 0; i < c.n_layers; ++i) {
@@ -65,7 +66,7 @@ struct Model {
 inline std::vector<int32_t> tokens(size_t n, unsigned seed) {
     std::mt19937 bits(seed);
     std::vector<int32_t> out(n);
-    for (int32_t& one : out) one = static_cast<int32_t>(bits() % 97);
+    for (int32_t& token : out) token = static_cast<int32_t>(bits() % 97);
     return out;
 }
 
@@ -80,7 +81,7 @@ using Said = std::vector<std::pair<std::vector<int32_t>, std::vector<float>>>;
 
 inline Said said(const Scheduler& s, uint64_t id) {
     Said out;
-    for (const Sample& one : s.job(id).samples) out.emplace_back(one.tokens, one.logprobs);
+    for (const Sample& sample : s.job(id).samples) out.emplace_back(sample.tokens, sample.logprobs);
     return out;
 }
 

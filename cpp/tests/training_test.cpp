@@ -383,16 +383,16 @@ void test_shared_prompt(size_t n_prompt, size_t n_first, size_t n_second) {
         }
     }
     whet::set_num_threads(1);
-    const PackedResult one = forward_and_backward(all);
+    const PackedResult serial = forward_and_backward(all);
     whet::set_num_threads(3);
-    const PackedResult three = forward_and_backward(all);
-    if (one.out != right_out || one.out != three.out || one.grad_q != three.grad_q || one.grad_k != three.grad_k ||
-        one.grad_v != three.grad_v) {
+    const PackedResult threaded = forward_and_backward(all);
+    if (serial.out != right_out || serial.out != threaded.out || serial.grad_q != threaded.grad_q ||
+        serial.grad_k != threaded.grad_k || serial.grad_v != threaded.grad_v) {
         std::printf("packed attention, %zu tokens: other bits\n", tokens), ++failures;
     }
-    expect_close("packed attention, grad q", tokens, one.grad_q, right_q, 1e-5);
-    expect_close("packed attention, grad k", tokens, one.grad_k, right_k, 1e-5);
-    expect_close("packed attention, grad v", tokens, one.grad_v, right_v, 1e-5);
+    expect_close("packed attention, grad q", tokens, serial.grad_q, right_q, 1e-5);
+    expect_close("packed attention, grad k", tokens, serial.grad_k, right_k, 1e-5);
+    expect_close("packed attention, grad v", tokens, serial.grad_v, right_v, 1e-5);
 }
 
 // The first steps of AdamW on a constant gradient are of the size of the learning rate, whatever beta1 and beta2.

@@ -118,7 +118,7 @@ bool view_torch(PyObject* object, Array& array, const Torch& t, bool strided) {
 }
 
 bool view_any(PyObject* object, Array& array, bool strided, bool writable) {
-    // A subclass may mean more than its numbers (a masked array does): the Python side looks at it.
+    // A subclass may be more than its numbers (a masked array is): the Python side handles it.
     if (!PyArray_CheckExact(object)) {
         const Torch* t = torch();
         return t != nullptr && PyObject_TypeCheck(object, t->tensor) && view_torch(object, array, *t, strided);

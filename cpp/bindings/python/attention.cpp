@@ -114,7 +114,7 @@ nb::object attention_call(nb::handle q_object, nb::handle k_object, nb::handle v
         !optional_size(block_size, 0, block) || block % 32 != 0 || block > kAttentionMaxBlock) {
         return not_implemented();
     }
-    // A result may be the queries' own memory: a task reads its queries before it writes.
+    // The result may be stored in the queries' memory: a task reads its queries before it writes.
     if (!view_result(given, q_object, q, out, result) || !out.is_dense()) return not_implemented();
     std::vector<AttentionSequence> sequences;
     if (!read_sequences(q, k, v, out, offsets, key_offsets, sequences)) return not_implemented();

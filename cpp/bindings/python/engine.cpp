@@ -1,6 +1,5 @@
-// The engine's bindings: a model and its scheduler as one object. whet.engine checks what comes and explains; here
-// stands what keeps memory safe. Every method is atomic: threads take turns, and an interrupt falls between two
-// methods.
+// The engine's bindings: a model and its scheduler as one object. whet.engine checks arguments and explains; the checks
+// here keep memory safe. Every method is atomic: a lock serialises threads, and an interrupt falls between two methods.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -88,7 +87,7 @@ nb::object array_of(DType dtype, std::span<const T> values) {
 nb::object array_of(std::span<const float> values) { return array_of(DType::kFloat32, values); }
 nb::object array_of(std::span<const int32_t> values) { return array_of(DType::kInt32, values); }
 
-// One thread's turn. Nobody waits for it who holds the GIL, so that its holder may wait for the GIL.
+// Holds the engine's lock. It is acquired without the GIL, so that a thread that holds it may wait for the GIL.
 class Turn {
 public:
     explicit Turn(TurnLock& lock) : lock_(lock) {
@@ -120,7 +119,7 @@ public:
         }
     }
 
-    // Names come as const char*: nanobind ends the process where it makes a std::string of one and finds no memory.
+    // Names are const char*: nanobind terminates the process where it has no memory to make a std::string of one.
     // Rows of a matrix at an address; the strides of StoredRows.
     void load(const char* slot, size_t first, size_t n, size_t width, uintptr_t address, StoredType type,
               ptrdiff_t row_stride, ptrdiff_t column_stride) {
@@ -140,17 +139,17 @@ public:
         unpack_rows({type, reinterpret_cast<const void*>(address), 1, n, 0, stride}, to.data() + first);
     }
 
-    // A call that has requests from here on; `alone`: that has none, and changes the model. 0, or how many are under
-    // way that stand in its way: for one alone any, for others one alone.
-    size_t begin_session(uint64_t session, bool alone) {
+    // Opens a call's session; an exclusive one changes the model and has no requests. Returns 0, or, where the session
+    // cannot be opened, the number of open ones: an exclusive session excludes all others.
+    size_t begin_session(uint64_t session, bool exclusive) {
         const Turn turn(lock_);
-        if (!sessions_.empty() && (alone || is_alone_)) return sessions_.size();
+        if (!sessions_.empty() && (exclusive || is_exclusive_)) return sessions_.size();
         sessions_.push_back(session);
-        is_alone_ = alone;
+        is_exclusive_ = exclusive;
         return 0;
     }
 
-    // Nothing of it is left. Nothing happens where it has ended.
+    // Cancels what is left of its requests. Idempotent.
     void end_session(uint64_t session) {
         const Turn turn(lock_);
         scheduler_.end_session(session);
@@ -264,11 +263,11 @@ private:
     mutable TurnLock lock_;
     Transformer model_;
     Scheduler scheduler_;
-    std::vector<uint64_t> sessions_;  // that have begun and not ended
-    bool is_alone_ = false;
+    std::vector<uint64_t> sessions_;  // open
+    bool is_exclusive_ = false;
 
     Request request_of(uint64_t session, nb::handle tokens, uint64_t adapter) const {
-        if (is_alone_ || std::find(sessions_.begin(), sessions_.end(), session) == sessions_.end()) {
+        if (is_exclusive_ || std::find(sessions_.begin(), sessions_.end(), session) == sessions_.end()) {
             throw std::out_of_range("the call has ended");
         }
         Request request;

@@ -120,7 +120,7 @@ PyObject* single_group_advantages(PyObject* rewards) noexcept {
 }
 
 // The Python function compute_group_advantages, and a C function of its name that answers the plain call, f(rewards),
-// itself and hands on every other: loops call it once a group, where a Python frame would take as long as the rest.
+// itself and forwards every other: loops call it once per group, where a Python frame would cost as much as the rest.
 PyObject* general_group_advantages = nullptr;
 
 PyObject* call_group_advantages(PyObject*, PyObject* const* args, Py_ssize_t n_args, PyObject* names) noexcept {
@@ -216,7 +216,7 @@ nb::object pack(nb::handle lengths, int64_t max_length) {
 
 }  // namespace
 
-// What takes no None has no named arguments either: nanobind calls it in its quickest way.
+// Functions whose arguments are never None name none of them: nanobind dispatches those fastest.
 void bind_primitives(nb::module_& m) {
     using nb::arg;
     nb::enum_<AdvantageScale>(m, "Scale")

@@ -82,7 +82,7 @@ nb::object apply_rope_freqs(nb::handle positions, nb::handle query, nb::handle k
     return nb::none();
 }
 
-// Fills table (rows, 2 n), contiguous float32, from inv_freq (n), contiguous float64; arguments come checked.
+// Fills table (rows, 2 n), contiguous float32, from inv_freq (n), contiguous float64; the caller has checked them.
 void rope_table(nb::handle inv_freq, double scale, nb::handle table) {
     Array freqs, out;
     if (!view(inv_freq.ptr(), freqs) || !view(table.ptr(), out)) throw nb::type_error("rope_table");
