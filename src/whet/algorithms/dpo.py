@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from whet.algorithms.loss_terms import check_float_tensor, check_shapes, denominator, sampler_gap
-from whet.config import DPOConfig, DPOLossType, PreferenceConfig, check_dpo_options
+from whet.config.settings import DPOConfig, DPOLossType, PreferenceConfig, check_dpo_options
 from whet.data.batches import as_rows, check_row_counts, columns_as_rows, is_batch, is_sequence
 from whet.data.rows import token_rows, tokenize_preference
-from whet.errors import WhetTypeError, WhetValueError
-from whet.fields import is_number
+from whet.errors import WhetTypeError, WhetValueError, is_number
 from whet.nn.causal_lm import completion_logprobs
-from whet.phases import phase
+from whet.training.phases import phase
 from whet.training.reference import ReferenceSums, TokenRow
 from whet.training.reference_cache import Sums
 from whet.training.trainer import Trainer, training_step

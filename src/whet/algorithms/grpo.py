@@ -32,7 +32,7 @@ from whet.algorithms.loss_terms import (
     token_kl,
 )
 from whet.algorithms.online import OnlineTrainer
-from whet.config import (
+from whet.config.settings import (
     GRPOConfig,
     GRPOLossType,
     KLEstimator,
@@ -44,10 +44,11 @@ from whet.errors import WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.modules import module_device
 from whet.ops import compute_batch_group_advantages
-from whet.phases import phase
-from whet.rewards.functions import RewardFn, RewardFunctions, reward_functions
+from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import group_std, reward_metrics
+from whet.rollout.choose import reward_functions
 from whet.rollout.rollout import Rollout, completion_table, read_prompts
+from whet.training.phases import phase
 from whet.training.trainer import training_step
 
 
@@ -118,7 +119,8 @@ class GRPO(OnlineTrainer):
         """Sample completions and score them."""
         config, size = self.config, self.config.group_size
         rollout = self.sample(prompt_batch, size)
-        scored = rollout.score(self.rewards)
+        with phase("reward"):
+            scored = rollout.score(self.rewards)
         with phase("advantages"):
             options = {"scale": config.scale_rewards, "ddof": config.advantage_ddof, "eps": config.advantage_eps}
             advantages = compute_batch_group_advantages(scored.rewards, size, **options)

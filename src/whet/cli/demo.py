@@ -23,12 +23,12 @@ from whet.algorithms.sft import SFT
 from whet.cli.arithmetic import Row, exact_match, make_model, make_problems, make_tokenizer
 from whet.cli.runs import lock_folder
 from whet.cli.settings import write_toml
-from whet.config import Compute, EngineName, GRPOConfig, RolloutWeights, SFTConfig
-from whet.fields import check_range, check_types, check_used
+from whet.config.fields import check_range, check_types, check_used
+from whet.config.sampling import SamplingParams
+from whet.config.settings import Compute, EngineName, GRPOConfig, RolloutWeights, SFTConfig
 from whet.report.run import write_report
 from whet.rollout.choose import make_engine
 from whet.rollout.protocol import RolloutEngine
-from whet.sampling import SamplingParams
 from whet.training.callbacks import (
     CheckpointCallback,
     CompletionsCallback,

@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from whet.config import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
+from whet.config.fields import check_range, check_used
+from whet.config.settings import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
 from whet.errors import MissingExtraError, WhetValueError
-from whet.fields import check_range, check_used
 from whet.files import FolderLock
 
 

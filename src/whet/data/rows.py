@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
-from whet.fields import check_integer
+from whet.errors import MissingExtraError, WhetTypeError, WhetValueError, check_integer
 
 FIELDS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
 """The fields of a row that are tokenised; the others are columns of the data set."""

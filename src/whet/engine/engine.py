@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from whet import _core
+from whet.config.sampling import Completion, SamplingParams
 from whet.engine.adapters import adapter_parts
 from whet.engine.loading import checked, checksums, load
 from whet.engine.session import Calls, NewAdapter, Session, TokenStream, run_to_its_end
@@ -29,7 +30,6 @@ from whet.models.sources.folder import open_folder
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.live import describe_module
 from whet.ops.quant import CORE_FORMATS
-from whet.sampling import Completion, SamplingParams
 
 LogprobsMode = Literal["sampling", "model"]
 

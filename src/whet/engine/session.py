@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from whet.config.sampling import Completion
 from whet.errors import WhetError, WhetValueError
-from whet.sampling import Completion
 
 _TURN_S = 1e-3
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from whet import _core
-from whet.config import Compute
+from whet.config.settings import Compute
 from whet.errors import WhetTypeError, WhetValueError
 from whet.models.families import FAMILIES
 from whet.nn import functions

@@ -32,11 +32,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whet.errors import WhetTypeError, WhetValueError
-from whet.fields import check_integer
+from whet.config.sampling import DISTRIBUTION, Completion, SamplingParams
+from whet.errors import WhetTypeError, WhetValueError, check_integer
 from whet.nn.causal_lm import causal_logits, padded_batch, token_lists
 from whet.nn.modules import inner_module, module_device, module_mode
-from whet.sampling import Completion, SamplingParams
 
 
 class Sampler:
@@ -381,7 +380,7 @@ def _own_settings(model: Any, sampling: SamplingParams) -> dict[str, Any]:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     neutral = SamplingParams()
     settings = {}
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+    for name in DISTRIBUTION:
         value = getattr(sampling, name)
         at_default = value == getattr(neutral, name)
         if name in parameters:

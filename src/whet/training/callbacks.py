@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from whet.checkpoint.folder import capture_rng, prune_checkpoints, restore_rng, step_folder
-from whet.errors import WhetTypeError, WhetValueError
-from whet.fields import check_integer, is_number
+from whet.errors import WhetTypeError, WhetValueError, check_integer, is_number
 from whet.files import FolderLock
 from whet.training.loggers import JSONLLogger, as_number
 

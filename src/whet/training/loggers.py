@@ -18,8 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
-from whet.fields import check_integer, is_number
+from whet.errors import MissingExtraError, WhetTypeError, WhetValueError, check_integer, is_number
 from whet.files import drop_torn_line, replace_text, told_if_full
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from whet.checkpoint.folder import capture_rng, load_checkpoint, restore_rng, save_checkpoint
 from whet.checkpoint.modules import build_module, describe_module, load_module_tensors, module_tensors
+from whet.config.fields import make_config
 from whet.errors import CheckpointError, WhetError
-from whet.fields import make_config
 from whet.nn.modules import module_device
 
 if TYPE_CHECKING:

@@ -24,19 +24,19 @@ import torch
 from torch import Tensor, nn
 
 from whet.checkpoint.folder import capture_rng, restore_rng
-from whet.config import TrainerConfig, learning_rate_at
+from whet.config.fields import make_config
+from whet.config.settings import TrainerConfig, learning_rate_at
 from whet.data.batches import as_row, batch_stream, batches_in_order
 from whet.data.rows import token_rows
-from whet.errors import NonFiniteError, WhetTypeError, WhetValueError
-from whet.fields import check_integer, make_config
+from whet.errors import NonFiniteError, WhetTypeError, WhetValueError, check_integer
 from whet.nn.accelerate import acceleration_of, choose_accelerations
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.modules import inner_module, module_device, module_mode
 from whet.nn.optim import AdamW
 from whet.nn.packed import token_batches
-from whet.phases import phase, record
 from whet.training.callbacks import Callback
 from whet.training.loggers import Logger
+from whet.training.phases import phase, record
 from whet.training.reference import Reference
 from whet.training.state import load_trainer, save_trainer
 
@@ -58,7 +58,7 @@ def training_step(compute: Step) -> Step:
         occurred: ``time/generation_s``, ``time/reward_s``, ``time/advantages_s``, ``time/logprobs_s`` (those
         without gradient: old and reference), ``time/forward_s`` (with gradient), ``time/loss_s`` without
         ``time/kl_s``, ``time/backward_s``, ``time/optimizer_s`` (zeroing, clipping, update), ``time/sync_s``
-        (weights to the engine), and ``time/other_s``. On a GPU see ``whet.phases``.
+        (weights to the engine), and ``time/other_s``. On a GPU see ``whet.training.phases``.
     """
 
     @functools.wraps(compute)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -87,31 +86,6 @@ def check_used(config: Any, names: Sequence[str], used: bool, why: str) -> None:
             raise WhetValueError(
                 f"{type(config).__name__}: {name} is {value!r} and has no effect: {why}. Leave it at {default!r}."
             )
-
-
-def check_integer(where: str, name: str, value: Any, least: int, *, optional: bool = False) -> Any:
-    """``value`` as an int of at least ``least``; with ``optional``, None too. ``where`` is the caller's name.
-
-    Raises:
-        WhetValueError: it is not.
-    """
-    if value is None and optional:
-        return None
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        none = ", or None" if optional else ""
-        raise WhetValueError(f"{where}: {name} is {value!r}, expected an integer >= {least}{none}.")
-    return int(value)
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a finite real number, and no bool."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def check_choice(where: str, name: str, value: Any, choices: Any) -> None:
-    """Raise for a ``value`` that is not among the ``choices`` of a Literal type."""
-    if value not in typing.get_args(choices):
-        raise WhetValueError(f"{where}: {name} is {value!r}, expected one of {', '.join(typing.get_args(choices))}.")
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from whet.config.fields import check_range, check_types
 from whet.errors import WhetTypeError
-from whet.fields import check_range, check_types
+
+DISTRIBUTION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""The settings that change which distribution tokens are drawn from; their defaults leave it the model's."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,12 @@ class SamplingParams:
     max_new_tokens: int = 128
     stop_token_ids: Sequence[int] = ()
     seed: int = 0
+
+    @classmethod
+    def of(cls, settings: Any, **others: Any) -> SamplingParams:
+        """Of an object with attributes of these names, but for ``others``."""
+        names = [field.name for field in dataclasses.fields(cls) if field.name not in others]
+        return cls(**{name: getattr(settings, name) for name in names}, **others)
 
     def __post_init__(self) -> None:
         stops: Any = self.stop_token_ids

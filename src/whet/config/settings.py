@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from whet.errors import WhetValueError
-from whet.fields import check_choice, check_range, check_types, check_used
+from whet.config.fields import check_range, check_types, check_used
+from whet.config.sampling import DISTRIBUTION, SamplingParams
+from whet.errors import WhetValueError, check_choice
 from whet.models.formats import Weights
-from whet.sampling import SamplingParams
 
 GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo"]
 RatioLevel = Literal["token", "sequence"]
@@ -227,21 +227,11 @@ class RolloutConfig:
     def samples_plainly(self) -> bool:
         """Whether tokens are sampled from the model's own distribution: temperature 1, no filters."""
         plain = SamplingParams()
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        return all(getattr(self, name) == getattr(plain, name) for name in names)
+        return all(getattr(self, name) == getattr(plain, name) for name in DISTRIBUTION)
 
     def sampling(self, stop_ids: Sequence[int], seed: int) -> SamplingParams:
         """The sampling settings for an engine; ``stop_ids`` are the model's, used if the config has none."""
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            max_new_tokens=self.max_new_tokens,
-            stop_token_ids=self.stop_token_ids or stop_ids,
-            seed=seed,
-        )
+        return SamplingParams.of(self, stop_token_ids=self.stop_token_ids or stop_ids, seed=seed)
 
 
 @dataclass(kw_only=True)
