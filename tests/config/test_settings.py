@@ -13,8 +13,16 @@ import typing
 import numpy as np
 import pytest
 
-from whet.config import settings
-from whet.config import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, RolloutConfig, SFTConfig, TrainerConfig
+from whet.config import (
+    BestOfNConfig,
+    DPOConfig,
+    GRPOConfig,
+    OnlineDPOConfig,
+    RolloutConfig,
+    SFTConfig,
+    TrainerConfig,
+    settings,
+)
 from whet.config.fields import make_config
 from whet.config.sampling import SamplingParams
 from whet.errors import WhetTypeError, WhetValueError

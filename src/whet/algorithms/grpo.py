@@ -373,7 +373,12 @@ def grpo_loss(
         Zheng et al. 2025, cispo: MiniMax 2025, luspo and sapo: TRL). Departure: a rejected token leaves
         the denominators too.
     """
-    check_grpo_options("grpo_loss", loss_type, level, kl_estimator, epsilon, epsilon_high, delta)
+    settings = SimpleNamespace(
+        loss_type=loss_type, level=level, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta, beta=beta,
+        kl_estimator=kl_estimator, kl_bias_correction=kl_bias_correction,
+        sapo_tau_positive=sapo_tau_positive, sapo_tau_negative=sapo_tau_negative,
+    )  # fmt: skip
+    check_grpo_options("grpo_loss", settings)
     check_float_tensor("grpo_loss", "logprobs", logprobs, n_axes=2)
     optional = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
     optional["sampler_logprobs"] = sampler_logprobs
@@ -393,11 +398,6 @@ def grpo_loss(
         denominator("grpo_loss", "n_rows", count_rows(completion_mask, mask) if n_rows is None else n_rows),
         max_completion_length,
     )
-    settings = SimpleNamespace(
-        loss_type=loss_type, level=level, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta, beta=beta,
-        kl_estimator=kl_estimator, kl_bias_correction=kl_bias_correction,
-        sapo_tau_positive=sapo_tau_positive, sapo_tau_negative=sapo_tau_negative,
-    )  # fmt: skip
     loss, metrics = _masked_loss(logprobs, old, advantages, mask, weights, ref_logprobs, settings, counts)
     if sampler_logprobs is not None:
         gaps = masked((old - sampler_logprobs.to(old)).abs(), mask)

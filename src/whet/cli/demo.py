@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +23,7 @@ from whet.algorithms.sft import SFT
 from whet.cli.arithmetic import Row, exact_match, make_model, make_problems, make_tokenizer
 from whet.cli.runs import lock_folder
 from whet.cli.settings import write_toml
-from whet.config.fields import check_range, check_types, check_used
+from whet.config.fields import Positive, Range, Seed, check_types, check_used
 from whet.config.sampling import SamplingParams
 from whet.config.settings import Compute, EngineName, GRPOConfig, RolloutWeights, SFTConfig
 from whet.report.run import write_report
@@ -38,6 +38,8 @@ from whet.training.callbacks import (
 from whet.training.loggers import JSONLLogger, ProgressLogger
 from whet.training.trainer import Trainer
 
+Accuracy = Annotated[float, Range("an accuracy in [0, 1]", lambda share: 0 <= share <= 1)]
+
 _LONGEST_ANSWER = 5
 """Tokens: three digits, the end, and one in which to go wrong."""
 
@@ -48,17 +50,17 @@ class DemoConfig:
 
     output_dir: str = "runs/demo"
     """Folder of the run."""
-    seed: int = 0
+    seed: Seed = 0
     """Keys weights, problems, their order and the sampling: a seed gives the same run twice."""
-    n_held_out: int = 400
+    n_held_out: Positive = 400
     """Problems that only measure."""
-    sft_until: float = 0.42
+    sft_until: Accuracy = 0.42
     """Held-out accuracy that ends the warm-up."""
-    sft_max_steps: int = 500
+    sft_max_steps: Positive = 500
     """Steps that end it otherwise."""
-    grpo_until: float = 0.9
+    grpo_until: Accuracy = 0.9
     """Held-out accuracy that ends GRPO."""
-    grpo_max_steps: int = 450
+    grpo_max_steps: Positive = 450
     """Steps that end it otherwise."""
     engine: EngineName = "auto"
     """Engine that samples, for GRPO and for the held-out accuracy; auto: the native engine."""
@@ -69,11 +71,6 @@ class DemoConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("n_held_out", "sft_max_steps", "grpo_max_steps"):
-            check_range(self, name, getattr(self, name) >= 1, "an integer >= 1")
-        for name in ("sft_until", "grpo_until"):
-            check_range(self, name, 0 <= getattr(self, name) <= 1, "an accuracy in [0, 1]")
-        check_range(self, "seed", 0 <= self.seed < 1 << 64, "an integer from 0 to 2^64 - 1")
         check_used(self, ["rollout_weights"], self.engine != "torch", "engine is 'torch', which samples from the model")
 
 
