@@ -6,6 +6,7 @@ function, the argument, what came, what was expected, and the fix.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import typing
 from numbers import Integral, Real
@@ -29,6 +30,13 @@ class MissingExtraError(WhetError, ImportError):
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         super().__init__(f"{what} needs {package}. Install it with: pip install 'whet[{extra}]'")
+
+
+def check_installed(what: str, *modules: str, extra: str = "train", package: str | None = None) -> None:
+    """Raise a MissingExtraError for the first module that is not installed; ``package`` is its name on PyPI."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise MissingExtraError(what, package or module, extra)
 
 
 class RewardError(WhetValueError):

@@ -48,6 +48,7 @@ def test_other_mistakes_with_files(tmp_path, error_of):
         (["--learning-rate", "fast"], "could not convert string to float: 'fast'"),
         (["--learning-rate", "-1"], "learning_rate is -1.0, expected a finite number >= 0"),
         (["--seed", "-1"], "seed is -1, expected an integer from 0 to 2^64 - 1"),
+        (["--steps", "-1"], "steps is -1, expected an integer >= 0"),
         (["config.tml"], "config.tml"),
     ],
 )

@@ -79,9 +79,7 @@ class OnlineTrainer(Trainer):
             RewardError: a reward function failed.
             WhetTypeError: there is no reward function, as in OnlineDPO with a preference_fn.
         """
-        return self._measured(
-            lambda: self.evaluation_metrics(prompts, reward_fn=reward_fn, temperature=temperature)["mean_reward"]
-        )
+        return super().evaluate(prompts, reward_fn=reward_fn, temperature=temperature)
 
     def evaluation_metrics(
         self, dataset: Any, *, reward_fn: RewardFn | None = None, temperature: float | None = None

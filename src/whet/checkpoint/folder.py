@@ -11,6 +11,7 @@ Does not know what a trainer saves, or when. Modules are rebuilt by ``whet.check
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
 import json
@@ -19,7 +20,7 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -418,6 +419,16 @@ def restore_rng(state: Mapping[str, Any]) -> None:
                 torch.cuda.set_rng_state(device_state, device)
     except (KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise CheckpointError(f"restore_rng: the random state cannot be restored: {error!r}.") from error
+
+
+@contextlib.contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Restore the generators' states on exit, by an exception or Ctrl-C too."""
+    state = capture_rng()
+    try:
+        yield
+    finally:
+        restore_rng(state)
 
 
 def _pack(array: np.ndarray) -> dict[str, str]:

@@ -158,54 +158,21 @@ class Phase:
 
 
 def run_phase(
-    trainer: Trainer, rows: Sequence[Row], steps: int, held_out: HeldOut, until: float, folder: Path, console: Console
+    trainer: Trainer, rows: Sequence[Row], steps: int, until: float, held_out: HeldOut, folder: Path, console: Console
 ) -> Phase:
-    """Train until the held-out accuracy is reached or the steps are used up, and save the model in ``folder``."""
+    """Train until the held-out accuracy is reached or the steps are used up; leave metrics and model in ``folder``."""
+    name = type(trainer).__name__
     evaluation = EvaluationCallback(held_out, every=5)
     trainer.callbacks[:0] = [evaluation, EarlyStoppingCallback("eval/accuracy", patience=steps, target=until)]
     started_s = time.perf_counter()
-    with trainer.loggers[-1]:
+    with ProgressLogger(steps, description=f"{name:4}") as progress:
+        trainer.loggers = [JSONLLogger(folder / "metrics.jsonl"), progress]
         trainer.train(rows, steps=steps)
     elapsed_s = time.perf_counter() - started_s
-    trainer.save_pretrained(folder)
+    trainer.save_pretrained(folder / "model")
     phase = Phase(trainer, evaluation.history[-1]["accuracy"], elapsed_s, held_out.samples(8))
-    print_samples(console, f"\nHeld-out problems after {type(trainer).__name__}", phase.samples)
+    print_samples(console, f"\nHeld-out problems after {name}", phase.samples)
     return phase
-
-
-def sft_phase(
-    config: DemoConfig, model: Any, rows: Sequence[Row], held_out: HeldOut, folder: Path, console: Console
-) -> Phase:
-    """The warm-up."""
-    sft = SFT(
-        model,
-        config=sft_config(config),
-        tokenizer=held_out.tokenizer,
-        logger=[
-            JSONLLogger(folder / "sft" / "metrics.jsonl"),
-            ProgressLogger(config.sft_max_steps, description="SFT "),
-        ],
-    )
-    return run_phase(sft, rows, config.sft_max_steps, held_out, config.sft_until, folder / "sft" / "model", console)
-
-
-def grpo_phase(
-    config: DemoConfig, model: Any, rows: Sequence[Row], held_out: HeldOut, folder: Path, console: Console
-) -> Phase:
-    """Reinforcement learning on the same problems, by the reward exact match."""
-    grpo = GRPO(
-        model,
-        reward_fn=exact_match,
-        engine=held_out.engine,
-        config=grpo_config(config),
-        tokenizer=held_out.tokenizer,
-        logger=[JSONLLogger(folder / "metrics.jsonl"), ProgressLogger(config.grpo_max_steps, description="GRPO")],
-        callbacks=[
-            CompletionsCallback(folder / "completions.jsonl"),
-            CheckpointCallback(folder / "checkpoints", every=100, keep=1),
-        ],
-    )
-    return run_phase(grpo, rows, config.grpo_max_steps, held_out, config.grpo_until, folder / "model", console)
 
 
 def print_samples(console: Console, title: str, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -247,9 +214,18 @@ def _run(config: DemoConfig) -> int:
     n_parameters = sum(p.numel() for p in model.parameters())
     console.print(f"A Llama of {n_parameters:,} random parameters learns to add. Seed {config.seed}.\n")
 
-    sft = sft_phase(config, model, rows, held_out, folder, console)
+    trainer = SFT(model, config=sft_config(config), tokenizer=tokenizer)
+    sft = run_phase(trainer, rows, config.sft_max_steps, config.sft_until, held_out, folder / "sft", console)
     console.print()
-    grpo = grpo_phase(config, model, rows, held_out, folder, console)
+    callbacks = [
+        CompletionsCallback(folder / "completions.jsonl"),
+        CheckpointCallback(folder / "checkpoints", every=100, keep=1),
+    ]
+    trainer = GRPO(
+        model, reward_fn=exact_match, engine=held_out.engine, config=grpo_config(config), tokenizer=tokenizer,
+        callbacks=callbacks,
+    )  # fmt: skip
+    grpo = run_phase(trainer, rows, config.grpo_max_steps, config.grpo_until, held_out, folder, console)
     report(config, sft, grpo, n_parameters, folder)
     total_s = time.perf_counter() - started_s
     times = f"SFT {sft.elapsed_s:.0f} s, GRPO {grpo.elapsed_s:.0f} s, total {total_s:.0f} s"

@@ -5,13 +5,12 @@ The fields' own words are the flags' help. Does not import torch, so that --help
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from whet.config.fields import Count, NonNegative, Positive, check_range, check_used
 from whet.config.settings import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
-from whet.errors import MissingExtraError, WhetValueError
+from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
 
 
@@ -63,8 +62,7 @@ class RunConfig:
         check_used(self, ["eval_every"], bool(self.eval_data), "there is no eval_data")
         check_used(self, ["wandb_project"], "wandb" in self.loggers, "'wandb' is not among loggers")
         for package in [*(name for name in self.loggers if name != "csv"), *(["peft"] if self.lora_rank else [])]:
-            if importlib.util.find_spec(package) is None:
-                raise MissingExtraError(where, package, extra=package)
+            check_installed(where, package, extra=package)
 
 
 @dataclass(kw_only=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.errors import MissingExtraError, WhetTypeError, WhetValueError, check_integer
+from whet.errors import WhetTypeError, WhetValueError, check_installed, check_integer
 
 FIELDS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
 """The fields of a row that are tokenised; the others are columns of the data set."""
@@ -76,10 +76,9 @@ def _parsed(text: bytes, where: str) -> Any:
 
 
 def _read_parquet(file: Path) -> list[dict[str, Any]]:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise MissingExtraError(f"Reading {file}", "pyarrow", "datasets") from error
+    check_installed(f"Reading {file}", "pyarrow", extra="datasets")
+    from pyarrow import parquet
+
     try:
         return parquet.read_table(file).to_pylist()
     except ValueError as error:
@@ -87,11 +86,10 @@ def _read_parquet(file: Path) -> list[dict[str, Any]]:
 
 
 def _read_dataset(name: str) -> list[dict[str, Any]]:
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        what = f"read_rows: there is no file {name!r}, and reading it as a dataset's name"
-        raise MissingExtraError(what, "datasets", "datasets") from error
+    what = f"read_rows: there is no file {name!r}, and reading it as a dataset's name"
+    check_installed(what, "datasets", extra="datasets")
+    import datasets  # pyright: ignore[reportMissingImports]
+
     try:
         return [dict(row) for row in datasets.load_dataset(name, split="train")]
     except Exception as error:  # of many kinds: connections, names, splits, formats

@@ -21,7 +21,7 @@ from whet.config.sampling import Completion, SamplingParams
 from whet.engine.adapters import adapter_parts
 from whet.engine.loading import checked, checksums, load
 from whet.engine.session import Calls, NewAdapter, Session, TokenStream, run_to_its_end
-from whet.errors import WhetTypeError, WhetValueError
+from whet.errors import WhetTypeError, WhetValueError, check_integer
 from whet.models.architecture import ModelConfig, Piece
 from whet.models.formats import choose_formats, kv_format
 from whet.models.sizes import MAX_BATCH, PREFILL_CHUNK
@@ -73,8 +73,7 @@ class Engine:
         where: str = "Engine",
     ) -> None:
         for name, value in (("kv_bytes", kv_bytes), ("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise WhetValueError(f"{where}: {name} is {value!r}, expected an integer >= 1.")
+            check_integer(where, name, value, 1)
         self.config: ModelConfig = source.config
         self.policy_version = 0
         self.formats = choose_formats(source, weights, embedding, head, where)
@@ -174,8 +173,7 @@ class Engine:
             WhetTypeError: token ids that are no integers.
         """
         where = "Engine.generate"
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise WhetValueError(f"{where}: n is {n!r}, expected an integer >= 1.")
+        n = check_integer(where, "n", n, 1)
         prompts = self._token_rows(prompt_ids, where, "prompt_ids")
         sampling = sampling or SamplingParams()
         model_logprobs = _is_model_mode(logprobs_mode, where)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from whet.checkpoint.folder import capture_rng, restore_rng
+from whet.checkpoint.folder import preserved_rng
 from whet.config.fields import make_config
 from whet.config.settings import TrainerConfig, learning_rate_at
 from whet.data.batches import as_row, batch_stream, batches_in_order
@@ -381,38 +381,32 @@ class Trainer(ABC):
                 callback.on_train_exit(self)
         return metrics
 
-    def evaluate(self, dataset: Any) -> float:
+    def evaluate(self, dataset: Any, **options: Any) -> float:
         """The mean loss of the current policy over a dataset, in eval mode.
 
         Nothing is trained: weights, optimizer, counters and random states are as they were.
 
         Args:
             dataset: as for ``train``, read once in its order; or a single batch.
+            **options: of the algorithm's ``evaluation_metrics``.
 
         Returns:
-            ``loss`` of ``evaluation_metrics``.
+            The first of ``evaluation_metrics``.
 
         Raises:
             WhetTypeError, WhetValueError: as ``train_step``.
         """
-        return self._measured(lambda: self.evaluation_metrics(dataset)["loss"])
+        with preserved_rng():
+            return next(iter(self.evaluation_metrics(dataset, **options).values()))
 
-    def evaluation_metrics(self, dataset: Any) -> dict[str, float]:
-        """The metrics of an evaluation over a dataset, by name; each algorithm defines them."""
+    def evaluation_metrics(self, dataset: Any, **options: Any) -> dict[str, float]:
+        """The metrics of an evaluation over a dataset, by name, the main one first; each algorithm defines them."""
         raise WhetTypeError(f"{type(self).__name__}: it has no evaluation. Define evaluation_metrics(dataset).")
 
     def in_order(self, dataset: Any) -> Iterator[tuple[Any, ...]]:
         """The arguments of ``train_step`` for one pass over a dataset, in its order."""
         where = f"{type(self).__name__}.evaluate"
         return batches_in_order(dataset, self.config.batch_size, self.row_fields, self.as_row, where)
-
-    def _measured(self, measure: Callable[[], float]) -> float:
-        """Measure, and restore the random states."""
-        state = capture_rng()
-        try:
-            return measure()
-        finally:
-            restore_rng(state)
 
     @abstractmethod
     def train_step(self, *batch: Any) -> dict[str, float]:
