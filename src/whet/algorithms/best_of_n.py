@@ -20,11 +20,11 @@ from whet.config.sampling import Completion
 from whet.config.settings import BestOfNConfig, EngineName
 from whet.data.batches import batches_in_order
 from whet.errors import RewardError, check_integer
+from whet.nn.modules import stop_token_ids
 from whet.rewards.functions import RewardFn
 from whet.rollout.choose import check_lengths, make_engine, reward_functions, with_room
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import Prompts, Rollout, as_prompt_row, read_prompts, sample
-from whet.training.trainer import stop_token_ids
 
 
 class BestOfNResult(NamedTuple):

@@ -13,6 +13,8 @@ from whet.config.settings import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPO
 from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
 
+StoredDtype = Literal["auto", "float32", "bfloat16"]
+
 
 @dataclass(kw_only=True)
 class RunConfig:
@@ -28,7 +30,7 @@ class RunConfig:
     """Required: where the run is left."""
     steps: Count = 0
     """Steps in all; 0: one pass over the data."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    dtype: StoredDtype = "float32"
     """Of the weights; auto: as they are stored. In bfloat16 small updates get lost in rounding."""
     lora_rank: Count = 0
     """Train adapters of this rank beside the frozen model; 0: train the model itself."""
@@ -135,7 +137,7 @@ class _BestOfNInputs:
     """Give every candidate and its score, not only the best."""
     batch_size: Positive = 8
     """Prompts to sample for at a time."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: StoredDtype = "auto"
     """Of the weights; auto: as they are stored."""
 
 

@@ -136,14 +136,14 @@ class TorchEngine:
     """
 
     def __init__(self, model: nn.Module, *, pad_token_id: int | None = None, max_batch: int | None = None) -> None:
-        self.model = _checked_module(model, "TorchEngine")
+        self.model = _check_module(model, "TorchEngine")
         self.pad_token_id = check_integer("TorchEngine", "pad_token_id", pad_token_id, 0, optional=True) or 0
         self.max_batch = check_integer("TorchEngine", "max_batch", max_batch, 1, optional=True)
         self.policy_version = 0
 
     def sync(self, model: nn.Module) -> None:
         """Sample from ``model`` from now on. The module is used live: nothing is copied."""
-        self.model = _checked_module(model, "TorchEngine.sync")
+        self.model = _check_module(model, "TorchEngine.sync")
         self.policy_version += 1
 
     @torch.no_grad()
@@ -357,7 +357,7 @@ class _RowIsOver:
         return over
 
 
-def _checked_module(model: Any, where: str) -> nn.Module:
+def _check_module(model: Any, where: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise WhetTypeError(f"{where}: model is {type(model).__name__}, expected a torch.nn.Module.")
     return model

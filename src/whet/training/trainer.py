@@ -31,7 +31,7 @@ from whet.data.rows import token_rows
 from whet.errors import NonFiniteError, WhetTypeError, WhetValueError, check_integer
 from whet.nn.accelerate import acceleration_of, choose_accelerations
 from whet.nn.causal_lm import completion_logprobs
-from whet.nn.modules import inner_module, module_device, module_mode
+from whet.nn.modules import module_device, module_mode, stop_token_ids
 from whet.nn.optim import AdamW
 from whet.nn.packed import token_batches
 from whet.training.callbacks import Callback
@@ -478,35 +478,6 @@ class Trainer(ABC):
 
     def load_own_tensors(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Restore what ``own_tensors`` returned."""
-
-
-def stop_token_ids(model: nn.Module, tokenizer: Any, chosen: Sequence[int] = ()) -> list[int]:
-    """The tokens that end a completion: ``chosen``, or EOS of the generation config, or the tokenizer's if it differs.
-
-    Of a model without a generation config, EOS of its config; none of a plain module without a tokenizer.
-
-    Raises:
-        WhetValueError: one of them is outside the model's vocabulary, so that it is never drawn.
-    """
-    inner: Any = inner_module(model)
-    config = getattr(inner, "generation_config", None) or getattr(inner, "config", None)
-    of_model = getattr(config, "eos_token_id", None)
-    ids = [] if of_model is None else [of_model] if isinstance(of_model, int) else list(of_model)
-    of_tokenizer = getattr(tokenizer, "eos_token_id", None)
-    name, fix = "the model's eos_token_id", "Set it in its generation_config, or pass stop_token_ids."
-    if chosen:
-        ids, name, fix = list(chosen), "stop_token_ids", "Pass tokens that it has."
-    elif of_tokenizer is not None and of_tokenizer not in ids:
-        ids, name, fix = [of_tokenizer], "the tokenizer's eos_token_id", "Pass the model's own, or stop_token_ids."
-    table: Any = inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
-    n_tokens = len(table.weight) if hasattr(table, "weight") else math.inf
-    for token in ids:
-        if not 0 <= token < n_tokens:
-            raise WhetValueError(
-                f"stop_token_ids: {name} is {token}, outside the model's vocabulary of {n_tokens} tokens: no "
-                f"completion would end with it. {fix}"
-            )
-    return ids
 
 
 def _as_list(where: str, name: str, several: Any, method: str) -> list[Any]:
