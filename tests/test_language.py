@@ -19,6 +19,9 @@ REPLACED = {
     r"\bneeds? (NumPy|the standard library) alone\b": "needs only",
     r'^\s*"""(What|Where) (?!is wrong)': "a noun phrase, or an imperative",
     r"\b[Ww]ords of the vocabulary\b": "vocabulary entries",
+    r"\bstands? above\b": "override",
+    r"\b(save|step|tensors|torch|A and B|safetensors) alone\b": "only",
+    r"\bdef _?(turned|joined|projected|unwrapped|parsed|measured|templated)\b": "a verb",
 }
 
 

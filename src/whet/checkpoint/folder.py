@@ -75,7 +75,7 @@ def save_checkpoint(
     """Write a checkpoint at ``path``, replacing the one there, if any.
 
     At every moment either the old checkpoint or the new one loads from ``path``, through a kill, a full
-    disk or a power cut: the new one is written to ``.NAME.TOKEN.saving``, a folder of this save alone, and forced to
+    disk or a power cut: the new one is written to ``.NAME.TOKEN.saving``, a folder of this save only, and forced to
     disk, the old one renamed to ``.NAME.previous`` (where ``load_checkpoint`` finds it), the new one renamed to NAME,
     the old one removed.
 
@@ -282,7 +282,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     for name, entry in files.items():
         if not _FILE_NAME.fullmatch(name) or not isinstance(entry, dict) or "size_bytes" not in entry:
             raise CheckpointError(
-                f"load_checkpoint: {file} names {name!r}, expected state.json and GROUP.safetensors alone, "
+                f"load_checkpoint: {file} names {name!r}, expected only state.json and GROUP.safetensors, "
                 f"with their sizes."
             )
     return content

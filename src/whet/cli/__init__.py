@@ -40,7 +40,7 @@ usage: whet COMMAND ...
   whet bench SUITE                    measure Whet beside its peers
   whet bench compare BEFORE AFTER     what became faster or slower
 
-Every setting of a config file is a flag too: --learning-rate 1e-5 stands above
+Every setting of a config file is a flag too: --learning-rate 1e-5 overrides
 learning_rate in the file. COMMAND --help lists them.
 
   whet --help      this text
@@ -64,14 +64,14 @@ whet train METHOD --help lists its settings.
 
 # Paragraphs of one line each: tyro does not wrap them.
 TRAIN_DESCRIPTION = """\
-A flag stands above the same setting in CONFIG.toml, if there is one.
+Flags override the settings of CONFIG.toml, if there is one.
 
 Given again, the command of a run that was stopped continues it."""
 
 BEST_OF_N_DESCRIPTION = """\
 Samples n completions per prompt and gives the best as a line of JSON.
 
-A flag stands above the same setting in CONFIG.toml, if there is one."""
+Flags override the settings of CONFIG.toml, if there is one."""
 
 
 atexit.register(gc.freeze)  # or the interpreter looks through all of torch for garbage, twice, before it ends: a second
@@ -152,9 +152,10 @@ def _train(argv: list[str]) -> int:
         print(TRAIN_USAGE, end="")
         return 0 if argv else 2
     method, where = argv[0], f"whet train {argv[0]}"
-    _check_choice("method", method, ["sft", "dpo", "grpo", "online-dpo"])
-    check_installed(where, "tyro", "rich")
     from whet.cli.runs import RUNS, lock_folder
+
+    _check_choice("method", method, RUNS)
+    check_installed(where, "tyro", "rich")
     from whet.cli.settings import parse
 
     run = parse(RUNS[method], argv[1:], where, TRAIN_DESCRIPTION)

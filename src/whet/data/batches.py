@@ -42,7 +42,7 @@ def batch_stream(
             - an iterable: read in its own order, repeatedly; the last batch of rows in a pass may be smaller.
               If it has ``set_epoch``, that is called before each pass.
             - torch's ``DataLoader``: likewise, but torch's samplers draw from a generator keyed by (seed, epoch) and
-              the seed of the loader's own; torch's default collate stacks tensors alone and leaves rows as they are.
+              the seed of the loader's own; torch's default collate stacks only tensors and leaves rows as they are.
             - an iterator: continued from its current item, until it ends.
         batch_size: rows per batch.
         seed: of the order.

@@ -141,7 +141,7 @@ def read_peft(source: Any, adapter_name: str | None = None) -> dict[str, tuple[n
 def to_peft(path: str | os.PathLike[str], adapters: Mapping[str, MicroLoRA], base_model_name: str) -> None:
     """Write adapters, by module name as ``from_peft`` gives them, as a folder that ``PeftModel.from_pretrained`` reads.
 
-    A and B alone: gradients, moments and EWC memory have no place there.
+    Only A and B: gradients, moments and EWC memory have no place there.
 
     Raises:
         WhetValueError: there is no adapter.

@@ -102,7 +102,7 @@ def _choose_acceleration(model: nn.Module, compute: Compute, training_mode: bool
     try:
         return Acceleration(model)
     except WhetTypeError:
-        return None  # a module of the user's own, which torch alone can run
+        return None  # a module of the user's own, which only torch can run
     except WhetValueError as error:
         warnings.warn(
             f"{where}: torch computes the step, which is slower, as Whet's kernels do not fit this model ({error}) "
@@ -218,7 +218,7 @@ class Acceleration:
         return head
 
     def copy(self, weight: Tensor) -> Tensor:
-        """The weight as it is multiplied: itself, or its bfloat16 copy as the weight is now.
+        """The weight in the dtype of products: itself, or its bfloat16 copy as the weight is now.
 
         The copy is compared with the weight, number by number, each time that it is asked for: optimizers, ``.data``,
         PEFT and NumPy write weights in ways that leave no other trace.
@@ -279,7 +279,7 @@ class _Copy:
 
     Attributes:
         tensor: the rounded weight, contiguous.
-        generation: how many times it was written; whoever derives from it compares.
+        generation: how many times it was written, for what is derived from it.
     """
 
     def __init__(self, tensor: Tensor) -> None:

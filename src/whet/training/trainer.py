@@ -50,7 +50,7 @@ def training_step(compute: Step) -> Step:
     """Make ``train_step`` of a method that computes one step: count, time and log it, and call the callbacks.
 
     Args:
-        compute: returns the metrics of the step, ``num_tokens`` (of this step alone) among them.
+        compute: returns the metrics of the step, ``num_tokens`` (of this step only) among them.
 
     Returns:
         A method that returns these metrics, and those of every step: ``learning_rate``, ``skipped_steps``,
