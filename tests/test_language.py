@@ -24,6 +24,9 @@ REPLACED = {
     r"\bmeets? (V|y|its pages|a block|them in blocks)\b": "is multiplied with, is added to",
     r"\bpast the caches\b": "bypass the caches",
     r"^\s*(for \()?(const )?(auto|size_t|float|f32x16|u?int\d+_t|[A-Z]\w+)[&*]* one( =| :)": "what the value is",
+    r"\bstands? above\b": "override",
+    r"\b(save|step|tensors|torch|A and B|safetensors) alone\b": "only",
+    r"\bdef _?(turned|joined|projected|unwrapped|parsed|measured|templated)\b": "a verb",
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whet.sampling import Completion, SamplingParams
+from whet.config.sampling import Completion, SamplingParams
 
 torch.set_num_threads(1)  # the models are too small for more
 

@@ -19,7 +19,7 @@ CLOCK = Clock()
 
 @pytest.fixture(autouse=True)
 def planted_clock(monkeypatch):
-    monkeypatch.setattr("whet.phases.time", CLOCK)
+    monkeypatch.setattr("whet.training.phases.time", CLOCK)
 
 
 class SlowEngine(ScriptedEngine):

@@ -82,7 +82,6 @@ def test_output_file_and_chat_prompts(best_of_n, tmp_path):
         ([], "one of --prompts (a file) and --prompt (a text)"),
         (["--prompt=a", "--prompts=examples/data/best_of_n.jsonl"], "one of --prompts"),
         (["--prompts=nosuch.jsonl"], "there is no file 'nosuch.jsonl'"),
-        (["--prompt=a", "--batch-size=0"], "batch_size is 0, expected an integer >= 1"),
         (["--prompt=a", "--output=README.md/x"], "output 'README.md/x' cannot be written"),
         (["--prompt=a", "--reward-weights", "1", "2"], "expected 1 finite numbers"),
     ],

@@ -241,7 +241,6 @@ def test_required_settings(name, error_of):
         ({"model": "./nosuch"}, "there is no folder './nosuch'"),
         ({"model": "EMPTY_FOLDER"}, "cannot be loaded"),
         ({"batch_size": 100}, "the dataset has 8 rows, fewer than batch_size=100"),
-        ({"steps": -1}, "steps is -1, expected an integer >= 0"),
         ({"output_dir": "EMPTY/x"}, "cannot be made"),
         ({"reward_weights": "1"}, None),
     ],

@@ -15,11 +15,11 @@ import torch
 from tests.engine.tiny_models import CASES, VOCAB, logits_of, tiny_model, token_ids
 
 import whet
+from whet.config.sampling import SamplingParams
 from whet.engine import Engine, EngineBusyError
 from whet.errors import WhetTypeError, WhetValueError
 from whet.ops.micro_lora import MicroLoRA
 from whet.rollout.torch_engine import TorchEngine
-from whet.sampling import SamplingParams
 
 PLAIN = SamplingParams(max_new_tokens=12)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)

@@ -23,9 +23,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.engine.tiny_models import VOCAB, tiny_model
 
 import whet.engine
+from whet.config.sampling import SamplingParams
 from whet.engine import Engine, EngineBusyError
 from whet.errors import WhetError, WhetValueError
-from whet.sampling import SamplingParams
 
 SHARED = np.random.default_rng(7).integers(3, VOCAB, 150).tolist()
 PROMPTS = [[*SHARED, 5, 6], SHARED[:70] + [9] * 8, [*SHARED, 7], [3, 4]]

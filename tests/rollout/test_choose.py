@@ -14,12 +14,12 @@ from tests.tiny import LLAMA, tiny_llama, with_lora
 
 from whet.algorithms.best_of_n import BestOfN
 from whet.algorithms.grpo import GRPO
+from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
 from whet.rollout.choose import check_lengths, make_engine, with_room
 from whet.rollout.torch_engine import TorchEngine
-from whet.sampling import SamplingParams
 
 
 def gemma():

@@ -14,11 +14,11 @@ from tests.tiny import tiny_llama
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
+from whet.config.sampling import Completion, SamplingParams
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
 from whet.rollout import RolloutEngine
 from whet.rollout.torch_engine import Sampler, TorchEngine, token_uniforms
-from whet.sampling import Completion, SamplingParams
 
 PROBS = [0.30, 0.05, 0.20, 0.25, 0.12, 0.08]
 

@@ -20,10 +20,9 @@ from whet.config import SFTConfig, learning_rate_at
 from whet.data.rows import shuffled_batches
 from whet.errors import CheckpointError, NonFiniteError, WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
-from whet.nn.modules import module_mode
+from whet.nn.modules import module_mode, stop_token_ids
 from whet.training.callbacks import Callback, CheckpointCallback, EvaluationCallback
 from whet.training.loggers import CSVLogger
-from whet.training.trainer import stop_token_ids
 
 ROWS = [{"prompt": [4 + i % 5, 5], "completion": [6 + i % 6, 4 + i % 3, 2]} for i in range(10)]
 PAIRS = [{"prompt": [4 + i % 5], "chosen": [6 + i % 6, 2], "rejected": [5, 4 + i % 7, 2]} for i in range(10)]

@@ -14,7 +14,7 @@ from whet.models.slots import Source
 from whet.models.sources.mapped import let_go
 
 
-def checked(source: Source, where: str) -> list[Piece]:
+def check_pieces(source: Source, where: str) -> list[Piece]:
     """All pieces of a source.
 
     Raises:
@@ -35,7 +35,7 @@ def checked(source: Source, where: str) -> list[Piece]:
 
 
 def load(core: Any, pieces: Iterable[Piece], formats: Mapping[str, str]) -> None:
-    """Packs pieces that ``checked`` has seen; what is not a matrix becomes float32."""
+    """Packs pieces that ``check_pieces`` has seen; what is not a matrix becomes float32."""
     for slot, first_row, tensor, format in pieces:
         type = _core.StoredType[format]
         address, strides = _memory(tensor)

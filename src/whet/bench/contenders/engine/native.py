@@ -14,7 +14,7 @@ from typing import Any
 
 from whet.bench.case import Call, Timed
 from whet.bench.contenders.engine.workload import Sample, Workload, load_once
-from whet.sampling import SamplingParams
+from whet.config.sampling import SamplingParams
 
 
 def engine_of(x: Workload, weights: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from whet.bench.contenders.training import workload
 from whet.bench.contenders.training.contender import Session
 from whet.bench.contenders.training.workload import Answer, DPOShape, GRPOShape, Watch
-from whet.phases import phase, record
+from whet.training.phases import phase, record
 
 _MANY_STEPS = 1000
 OURS: dict[str, Any] = {

@@ -11,14 +11,14 @@ import pytest
 from tests.clock import TICK_S, Clock
 from tests.timed import timed
 
-from whet.phases import phase, record
+from whet.training.phases import phase, record
 
 
 @pytest.fixture
 def wait(monkeypatch):
     """Waits on the clock that phases are timed by."""
     clock = Clock()
-    monkeypatch.setattr("whet.phases.time", clock)
+    monkeypatch.setattr("whet.training.phases.time", clock)
     return clock.sleep
 
 
@@ -124,5 +124,5 @@ def test_without_a_record_a_phase_is_almost_free():
 
 
 def test_it_needs_no_torch():
-    code = "import sys, whet.phases; sys.exit('torch' in sys.modules)"
+    code = "import sys, whet.training.phases; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -13,11 +13,19 @@ import typing
 import numpy as np
 import pytest
 
-from whet import config as configs
-from whet.config import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, RolloutConfig, SFTConfig, TrainerConfig
+from whet.config import (
+    BestOfNConfig,
+    DPOConfig,
+    GRPOConfig,
+    OnlineDPOConfig,
+    RolloutConfig,
+    SFTConfig,
+    TrainerConfig,
+    settings,
+)
+from whet.config.fields import make_config
+from whet.config.sampling import SamplingParams
 from whet.errors import WhetTypeError, WhetValueError
-from whet.fields import make_config
-from whet.sampling import SamplingParams
 
 ALL = [SFTConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, BestOfNConfig]
 
@@ -31,7 +39,7 @@ def test_defaults_are_valid_flat_and_plain(config_class):
 
 
 def test_every_field_has_its_line():
-    source = inspect.getsource(configs)
+    source = inspect.getsource(settings)
     fields = re.findall(r"^    (\w+): .* = .*\n(.*)$", source, flags=re.MULTILINE)
     assert len(fields) > 40
     for name, next_line in fields:

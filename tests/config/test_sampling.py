@@ -8,8 +8,8 @@ import re
 import numpy as np
 import pytest
 
+from whet.config.sampling import SamplingParams
 from whet.errors import WhetTypeError, WhetValueError
-from whet.sampling import SamplingParams
 
 
 @pytest.mark.parametrize(
