@@ -13,8 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.engine.tiny_models import logits_of, rope, tiny_model, token_ids
+from tests.gguf_files import BF16, F16, F32, Q8_0, as_llama_cpp, gguf_name, write_gguf
+from tests.raising import assert_raises
 
-import whet
 from whet.engine import Engine
 from whet.errors import WhetValueError
 from whet.models.formats import TABLE
@@ -24,123 +25,6 @@ from whet.models.sources.gguf_container import parse_gguf, read_gguf
 from whet.models.sources.live import describe_module
 
 QUANTISED = tuple(gguf.GGMLQuantizationType(f.gguf_type) for f in TABLE.values() if f.gguf_name and not f.is_float)
-F32, F16, BF16, Q8_0, Q4_K = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_K"))
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "gpt_neox": "gptneox"}
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.qkv_proj": "attn_qkv",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "gpt_neox.embed_in": "token_embd",
-    "gpt_neox.final_layer_norm": "output_norm",
-    "attention.query_key_value": "attn_qkv",
-    "attention.dense": "attn_output",
-    "mlp.dense_h_to_4h": "ffn_up",
-    "mlp.dense_4h_to_h": "ffn_down",
-    "transformer.wte": "token_embd",
-    "transformer.wpe": "position_embd",
-    "transformer.ln_f": "output_norm",
-    "ln_1": "attn_norm",
-    "ln_2": "ffn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-}
-
-
-def gguf_name(name: str) -> str:
-    module, suffix = name.rsplit(".", 1)
-    for layers in ("model.layers.", "gpt_neox.layers.", "transformer.h."):
-        if module.startswith(layers):
-            i, rest = module.removeprefix(layers).split(".", 1)
-            return f"blk.{i}.{NAMES[rest]}.{suffix}"
-    return f"{NAMES[module]}.{suffix}"
-
-
-def as_llama_cpp(config: Any, name: str, array: np.ndarray) -> np.ndarray:
-    """The order in which llama.cpp's converter writes a tensor."""
-    n_heads = config.num_attention_heads
-    if config.model_type in ("llama", "mistral") and (".q_proj." in name or ".k_proj." in name):
-        heads = n_heads if ".q_proj." in name else config.num_key_value_heads
-        rest = array.shape[1:]
-        return array.reshape(heads, 2, -1, *rest).swapaxes(1, 2).reshape(array.shape)
-    if ".query_key_value." in name:
-        rest = array.shape[1:]
-        return array.reshape(n_heads, 3, -1, *rest).swapaxes(0, 1).reshape(array.shape)
-    if config.model_type == "gpt2" and name.rsplit(".", 2)[-2] in ("c_attn", "c_proj", "c_fc") and array.ndim == 2:
-        return array.T
-    return array
-
-
-def write(model: Any, path: Path, kinds: Any = F32, *, change: Any = None, extra: Any = None) -> Path:
-    """A model as a GGUF file. ``kinds``: a type, or name -> type; ``change``: of the writer; ``extra``: tensors."""
-    config = model.config
-    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    ffn_dim = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
-    writer.add_feed_forward_length(ffn_dim)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if hasattr(config, "rms_norm_eps"):
-        writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    else:
-        writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.layer_norm_epsilon)
-    settings = getattr(config, "rope_parameters", None)
-    if settings:
-        writer.add_rope_freq_base(settings["rope_theta"])
-        writer.add_rope_dimension_count(int(head_dim * settings.get("partial_rotary_factor", 1.0)))
-    if config.model_type in ("mistral", "phi3") and config.sliding_window:
-        writer.add_sliding_window(config.sliding_window)
-    if config.model_type == "gpt_neox":
-        writer.add_parallel_residual(config.use_parallel_residual)
-    writer.add_array("tokenizer.ggml.tokens", ["a", "bc", "é"])
-    writer.add_array("tokenizer.ggml.scores", [0.0, 1.0, 2.0])
-    writer.add_bool("tokenizer.ggml.add_bos_token", True)
-    if change:
-        change(writer)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        kind = kinds(name) if callable(kinds) else kinds
-        array = np.ascontiguousarray(as_llama_cpp(config, name, tensor.float().numpy()))
-        add(writer, gguf_name(name), array, kind if array.ndim == 2 else F32)
-    for name, array in (extra or {}).items():
-        writer.add_tensor(name, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def add(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: gguf.GGMLQuantizationType) -> None:
-    if kind == F32:
-        writer.add_tensor(name, array)
-    elif kind == F16:
-        writer.add_tensor(name, array.astype(np.float16))
-    elif kind == Q4_K:  # The package reads Q4_K and does not write it.
-        writer.add_tensor(name, whet.quantize(array, "q4_k").data, raw_shape=None, raw_dtype=kind)
-    else:
-        writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
 
 
 def logits(source, ids):
@@ -155,7 +39,7 @@ CASES = ("llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case, tmp_path):
     model, ids = tiny_model(case, **({"scale_attn_weights": True} if "unscaled" in case else {})), token_ids()
-    source = open_gguf(write(model, tmp_path / "model.gguf"))
+    source = open_gguf(write_gguf(model, tmp_path / "model.gguf"))
     np.testing.assert_allclose(logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
     live = describe_module(model)
     ours, theirs = naive_weights(source.config, source.pieces()), naive_weights(live.config, live.pieces())
@@ -170,7 +54,7 @@ def test_logits_are_those_of_transformers(case, tmp_path):
 def test_names_of_tensors(case):
     model = tiny_model(case)
     for name in model.state_dict():
-        assert tensor_name(model.config.model_type, name) == gguf_name(name)
+        assert tensor_name(model.config.model_type, name) == gguf_name(model.config, name)
     assert tensor_name("llama", "model.layers.13.mlp.up_proj.weight") == "blk.13.ffn_up.weight"
     with pytest.raises(KeyError):
         tensor_name("llama", "model.layers.1.mlp.router.weight")
@@ -182,13 +66,13 @@ def test_every_type(case, kind, tmp_path):
     """Rows of 256, which Q4_K needs; against the gguf package's own reading of the file, to the bit."""
     sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256}
     model = tiny_model(case, **sizes)
-    path = write(model, tmp_path / "model.gguf", kind)
+    path = write_gguf(model, tmp_path / "model.gguf", kind)
     source = open_gguf(path)
     format = kind.name.lower().replace("f16", "float16").replace("bfloat16", "bfloat16")
     assert {piece.format for piece in source.pieces()} == {"float32", format}
     by_name = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     for name in model.state_dict():
-        tensor = by_name[gguf_name(name)]
+        tensor = by_name[gguf_name(model.config, name)]
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         model.get_parameter(name).data = torch.tensor(undone(model.config, name, values))
     live = describe_module(model)
@@ -203,7 +87,7 @@ def test_every_type(case, kind, tmp_path):
 def test_an_engine_computes_with_the_blocks_of_the_file(kind, tmp_path):
     """The definition's logits; in the file's own formats but for the inputs of products, which are int8."""
     model = tiny_model("llama", num_hidden_layers=1, hidden_size=256, intermediate_size=256)
-    path, ids = write(model, tmp_path / "model.gguf", kind), token_ids(8)
+    path, ids = write_gguf(model, tmp_path / "model.gguf", kind), token_ids(8)
     expected = logits(open_gguf(path), ids)
 
     def error(engine):
@@ -225,7 +109,7 @@ def undone(config: Any, name: str, array: np.ndarray) -> np.ndarray:
 def test_mixed_types(tmp_path):
     """As in practice: norms in F32, the embedding in another type than the layers."""
     model, ids = tiny_model("qwen2"), token_ids()
-    path = write(
+    path = write_gguf(
         model, tmp_path / "model.gguf", lambda name: F16 if "embed" in name else Q8_0 if "mlp.up" in name else F32
     )
     source = open_gguf(path)
@@ -238,7 +122,7 @@ def test_llama3_scaling_is_a_tensor_of_divisors(tmp_path):
     model, ids = tiny_model("llama-llama3"), token_ids()
     exact = describe_module(model).config
     plain = 500.0 ** (-np.arange(4) / 4)
-    path = write(
+    path = write_gguf(
         model, tmp_path / "model.gguf", extra={"rope_freqs.weight": (plain / exact.inv_freq).astype(np.float32)}
     )
     source = open_gguf(path)
@@ -256,7 +140,7 @@ def test_scaling_in_the_metadata(case, tmp_path):
         writer.add_rope_scaling_factor(settings["factor"])
         writer.add_rope_scaling_orig_ctx_len(settings.get("original_max_position_embeddings", 64))
 
-    source = open_gguf(write(model, tmp_path / "model.gguf", change=change))
+    source = open_gguf(write_gguf(model, tmp_path / "model.gguf", change=change))
     np.testing.assert_allclose(logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
 
 
@@ -272,7 +156,7 @@ def test_longrope(n, tmp_path):
         writer.add_rope_scaling_orig_ctx_len(16)
         writer.add_rope_scaling_attn_factors(describe_module(model).config.attention_factor)
 
-    path = write(model, tmp_path / "model.gguf", change=change, extra=extra)
+    path = write_gguf(model, tmp_path / "model.gguf", change=change, extra=extra)
     source = open_gguf(path, max_position=n)
     np.testing.assert_allclose(logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
 
@@ -280,9 +164,8 @@ def test_longrope(n, tmp_path):
 def test_a_file_whose_heads_rotate_in_part_is_refused_where_the_family_does_not(tmp_path):
     model = tiny_model("qwen2")
     model.config.rope_parameters["partial_rotary_factor"] = 0.5
-    path = write(model, tmp_path / "model.gguf")
-    with pytest.raises(WhetValueError, match=r"qwen2\.rope\.dimension_count is 4, expected the whole head, 8"):
-        open_gguf(path)
+    path = write_gguf(model, tmp_path / "model.gguf")
+    assert_raises(WhetValueError, r"qwen2\.rope\.dimension_count is 4, expected the whole head, 8", open_gguf, path)
 
 
 # --- llama.cpp reads the same files the same way -------------------------------------------------------------------
@@ -302,7 +185,7 @@ def test_logits_are_those_of_llama_cpp(case, tmp_path):
     if case == "llama-llama3":
         plain = 500.0 ** (-np.arange(4) / 4)
         extra["rope_freqs.weight"] = (plain / describe_module(model).config.inv_freq).astype(np.float32)
-    path = write(model, tmp_path / "model.gguf", change=change, extra=extra)
+    path = write_gguf(model, tmp_path / "model.gguf", change=change, extra=extra)
     llama = llama_cpp.Llama(str(path), n_ctx=64, logits_all=True, verbose=False, n_threads=1)
     llama.eval(ids[0].tolist())
     expected = np.array(llama.scores[:16], np.float32)
@@ -317,7 +200,7 @@ def test_logits_are_those_of_llama_cpp(case, tmp_path):
 def small(tmp_path_factory) -> bytes:
     sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 5}
     model = tiny_model("llama", num_attention_heads=2, num_key_value_heads=1, **sizes)
-    return write(model, tmp_path_factory.mktemp("gguf") / "model.gguf").read_bytes()
+    return write_gguf(model, tmp_path_factory.mktemp("gguf") / "model.gguf").read_bytes()
 
 
 def opened(data: bytes, tmp_path: Path):
@@ -332,13 +215,10 @@ def test_cut_short_at_every_byte(small, tmp_path):
     end = max(int(tensor.data_offset + tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors)
     data = np.frombuffer(small, np.uint8)
     for n in range(end):
-        with pytest.raises(WhetValueError, match=r"^here: .*(cut short|begin with GGUF)"):
-            parse_gguf(data[:n], "here")
+        assert_raises(WhetValueError, r"^here: .*(cut short|begin with GGUF)", parse_gguf, data[:n], "here")
     opened(small[:end], tmp_path)
-    with pytest.raises(WhetValueError, match=r'^open_gguf\(".*model.gguf"\): .*cut short'):
-        opened(small[: end - 1], tmp_path)
-    with pytest.raises(WhetValueError, match=r"model\.gguf is empty"):
-        opened(b"", tmp_path)
+    assert_raises(WhetValueError, r'^open_gguf\(".*model.gguf"\): .*cut short', opened, small[: end - 1], tmp_path)
+    assert_raises(WhetValueError, r"model\.gguf is empty", opened, b"", tmp_path)
 
 
 def header(n_tensors=0, n_keys=0, version=3) -> bytes:
@@ -426,15 +306,12 @@ def tensor(name: bytes, shape=(32,), kind=0, offset=0) -> bytes:
     ],
 )
 def test_hostile_files(data, message, tmp_path):
-    with pytest.raises(WhetValueError, match=rf'^open_gguf\(".*model.gguf"\): .*{message}'):
-        opened(data, tmp_path)
+    assert_raises(WhetValueError, rf'^open_gguf\(".*model.gguf"\): .*{message}', opened, data, tmp_path)
 
 
 def test_no_file(tmp_path):
-    with pytest.raises(WhetValueError, match=r"nothing\.gguf is no file"):
-        open_gguf(tmp_path / "nothing.gguf")
-    with pytest.raises(WhetValueError, match="is no file"):
-        open_gguf(tmp_path)
+    assert_raises(WhetValueError, r"nothing\.gguf is no file", open_gguf, tmp_path / "nothing.gguf")
+    assert_raises(WhetValueError, "is no file", open_gguf, tmp_path)
 
 
 SIZES = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv",
@@ -448,8 +325,7 @@ def test_sizes_that_cannot_be(small, tmp_path, name, value):
     changed = small[:at] + struct.pack("<I", value) + small[at + 4 :]
     if name == "context_length" and value:
         value, changed = 0, small[:at] + bytes(4) + small[at + 4 :]
-    with pytest.raises(WhetValueError, match=r'^open_gguf\(".*model.gguf"\): '):
-        opened(changed, tmp_path)
+    assert_raises(WhetValueError, r'^open_gguf\(".*model.gguf"\): ', opened, changed, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -469,15 +345,14 @@ def test_sizes_that_cannot_be(small, tmp_path, name, value):
     ],
 )
 def test_models_that_are_more_than_their_architecture(change, extra, message, tmp_path):
-    path = write(tiny_model("llama"), tmp_path / "model.gguf", change=change, extra=extra)
-    with pytest.raises(WhetValueError, match=rf"^open_gguf.*{message}"):
-        open_gguf(path)
+    path = write_gguf(tiny_model("llama"), tmp_path / "model.gguf", change=change, extra=extra)
+    assert_raises(WhetValueError, rf"^open_gguf.*{message}", open_gguf, path)
 
 
 def test_sizes_by_layer(tmp_path):
     """Some files give a size for each layer; it has to be the same."""
     model = tiny_model("llama")
-    path = write(model, tmp_path / "same.gguf", change=lambda w: None)
+    path = write_gguf(model, tmp_path / "same.gguf", change=lambda w: None)
     data = path.read_bytes()
     assert open_gguf(path).config.n_kv_heads == 2
     old = key(b"llama.attention.head_count_kv", 4, struct.pack("<I", 2))
@@ -494,8 +369,7 @@ def test_sizes_by_layer(tmp_path):
         if message is None:
             assert open_gguf(path).config.n_kv_heads == 2
         else:
-            with pytest.raises(WhetValueError, match=message):
-                open_gguf(path)
+            assert_raises(WhetValueError, message, open_gguf, path)
 
 
 def test_values_of_every_type():
@@ -529,7 +403,7 @@ def test_any_byte_of_the_head_changed(small, tmp_path, at, byte):
 
 def test_metadata_and_tensors_are_those_of_the_package(tmp_path):
     model = tiny_model("llama-yarn", **rope("default"))
-    path = write(model, tmp_path / "model.gguf", F16)
+    path = write_gguf(model, tmp_path / "model.gguf", F16)
     ours, theirs = read_gguf(path, "here"), gguf.GGUFReader(path)
     assert ours.tensors.keys() == {tensor.name for tensor in theirs.tensors}
     for tensor in theirs.tensors:
