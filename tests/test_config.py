@@ -12,6 +12,7 @@ import typing
 
 import numpy as np
 import pytest
+from tests.raising import assert_raises
 
 from whet import config as configs
 from whet.config import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, RolloutConfig, SFTConfig, TrainerConfig
@@ -64,8 +65,7 @@ def test_settings_take_the_place_of_a_configs_fields():
     ],
 )
 def test_wrong_types_and_names_are_named(config_class, settings, message):
-    with pytest.raises(WhetTypeError, match=re.escape(message)):
-        make_config(config_class, None, settings)
+    assert_raises(WhetTypeError, re.escape(message), make_config, config_class, None, settings)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,7 @@ def test_wrong_types_and_names_are_named(config_class, settings, message):
     ],
 )
 def test_values_out_of_range_are_named(config_class, settings, message):
-    with pytest.raises(WhetValueError, match=re.escape(message)):
-        make_config(config_class, None, settings)
+    assert_raises(WhetValueError, re.escape(message), make_config, config_class, None, settings)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +132,7 @@ def test_values_out_of_range_are_named(config_class, settings, message):
 def test_a_setting_without_effect_is_refused(config_class, settings, why):
     name, value = next(iter(settings.items()))
     message = f"{config_class.__name__}: {name} is {value!r} and has no effect: {why}"
-    with pytest.raises(WhetValueError, match=re.escape(message)):
-        config_class(**settings)
+    assert_raises(WhetValueError, re.escape(message), config_class, **settings)
     config_class(**{**settings, name: getattr(config_class(), name)})  # at its default it asks for nothing
 
 

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.raising import assert_raises
 from tests.tiny import EOS, ScriptedEngine, TinyModel, letters_tokenizer, tiny_llama
 
 from whet.algorithms.best_of_n import BestOfN
@@ -70,10 +71,8 @@ def test_evaluation_is_the_mean_of_the_best_rewards():
     for size in (1, 2):
         assert isinstance(many.evaluate(prompts, batch_size=size), float)
     assert result.scores.shape == (3, 16)
-    with pytest.raises(WhetValueError, match=r"BestOfN\.evaluate: the dataset is empty"):
-        many.evaluate([])
-    with pytest.raises(WhetValueError, match="batch_size is 0, expected an integer >= 1"):
-        many.evaluate(prompts, batch_size=0)
+    assert_raises(WhetValueError, r"BestOfN\.evaluate: the dataset is empty", many.evaluate, [])
+    assert_raises(WhetValueError, "batch_size is 0, expected an integer >= 1", many.evaluate, prompts, batch_size=0)
 
 
 @pytest.mark.parametrize("model", [TinyModel(), tiny_llama()])
@@ -94,9 +93,6 @@ def test_a_prompt_without_any_score_is_an_error():
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(WhetTypeError, match="BestOfN: reward_fn is None"):
-        BestOfN(TinyModel())
-    with pytest.raises(WhetValueError, match="n is 0, expected an integer >= 1"):
-        make(n=0)
-    with pytest.raises(WhetTypeError, match="no setting 'learning_rate'"):
-        make(learning_rate=0.1)
+    assert_raises(WhetTypeError, "BestOfN: reward_fn is None", BestOfN, TinyModel())
+    assert_raises(WhetValueError, "n is 0, expected an integer >= 1", make, n=0)
+    assert_raises(WhetTypeError, "no setting 'learning_rate'", make, learning_rate=0.1)

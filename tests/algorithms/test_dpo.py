@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
+from tests.raising import assert_raises
 from tests.tiny import (
     EOS,
     TinyModel,
@@ -166,8 +167,7 @@ def test_the_reference_cache_spares_the_next_run(tmp_path, monkeypatch):
         context.setattr(DPO, "_reference_sums", never)
         assert make(**settings).add_reference_logprobs(ROWS[::-1]) == first[::-1]
         for other in ({**ROWS[0], "chosen": [*ROWS[0]["chosen"], 1]}, {**ROWS[0], "prompt": [3]}):
-            with pytest.raises(AssertionError, match="computed again"):
-                make(**settings).add_reference_logprobs([other])
+            assert_raises(AssertionError, "computed again", make(**settings).add_reference_logprobs, [other])
     changed = TinyModel()
     with torch.no_grad():
         next(changed.parameters()).add_(0.1)
@@ -235,8 +235,7 @@ def test_a_damaged_line_of_a_reference_cache_is_named(tmp_path):
 
 def test_precomputing_needs_a_reference():
     dpo = make(precompute_reference=True)
-    with pytest.raises(WhetValueError, match="these pairs have no reference log-probs"):
-        dpo.train_step(ROWS)
+    assert_raises(WhetValueError, "these pairs have no reference log-probs", dpo.train_step, ROWS)
     dpo.train_step(dpo.add_reference_logprobs(ROWS))
     with pytest.raises(
         WhetValueError, match=r"trained already, there is no ref_model, and some rows are new\. Pass ref"
@@ -244,8 +243,7 @@ def test_precomputing_needs_a_reference():
         dpo.add_reference_logprobs([{**ROWS[0], "chosen": [3]}])
     with pytest.raises(WhetTypeError, match=r"needs a sequence of rows, got a list_iterator\. Pass list\(dataset\)"):
         dpo.train(iter(ROWS), steps=1)
-    with pytest.raises(WhetTypeError, match="needs a sequence of rows, not of ready batches"):
-        dpo.train([ROWS], steps=1)
+    assert_raises(WhetTypeError, "needs a sequence of rows, not of ready batches", dpo.train, [ROWS], steps=1)
 
 
 def test_precomputed_sums_are_kept_for_the_next_epoch_and_the_next_run(tmp_path):
@@ -338,8 +336,7 @@ def test_evaluation_is_the_loss_of_all_pairs_and_trains_nothing(loss_type, batch
     assert_same_weights(dpo.model, TinyModel())
     stepped = dpo.train_step(ROWS)  # the metrics of a step are those before its update
     assert found == pytest.approx({name: stepped[name] for name in found}, rel=1e-6)
-    with pytest.raises(WhetValueError, match="DPO: no pair of the dataset has a difference"):
-        make().evaluate([same])
+    assert_raises(WhetValueError, "DPO: no pair of the dataset has a difference", make().evaluate, [same])
 
 
 def test_evaluation_with_precomputed_references():
@@ -391,12 +388,9 @@ def test_bad_batches_are_named():
     for batch in ((PROMPTS, CHOSEN), (PROMPTS,), (torch.tensor([[5, 6]]),)):
         with pytest.raises(WhetTypeError, match="expected prompt, chosen and rejected, or a list of rows"):
             make().train_step(*batch)
-    with pytest.raises(WhetTypeError, match="DPO: the batch is None, expected a list of rows"):
-        make().train_step(None)
-    with pytest.raises(WhetValueError, match="DPO: the batch is empty"):
-        make().train_step([])
-    with pytest.raises(WhetValueError, match="DPOConfig: 'exo_pair' needs label_smoothing"):
-        make(loss_type="exo_pair")
+    assert_raises(WhetTypeError, "DPO: the batch is None, expected a list of rows", make().train_step, None)
+    assert_raises(WhetValueError, "DPO: the batch is empty", make().train_step, [])
+    assert_raises(WhetValueError, "DPOConfig: 'exo_pair' needs label_smoothing", make, loss_type="exo_pair")
     with pytest.raises(WhetValueError, match="ref_model is the model itself"):
         model = TinyModel()
         make(model, ref_model=model)

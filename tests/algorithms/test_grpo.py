@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.raising import assert_raises
 from tests.tiny import (
     EOS,
     ScriptedEngine,
@@ -411,8 +412,7 @@ def test_tools_reach_the_chat_template_and_the_reward_functions():
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_batch_of_prompts_is_named(batch, error, message):
-    with pytest.raises(error, match=message):
-        read_prompts(batch, None, "Test")
+    assert_raises(error, message, read_prompts, batch, None, "Test")
 
 
 class Counting:
@@ -475,12 +475,10 @@ def test_metrics_of_an_evaluation():
     assert found == {"mean_reward": 4 / 3, "rewards/fours/mean": 1.0, "rewards/half/mean": 0.5}
     unscored = make(reward_fn=lambda completions: [None], engine=ScriptedEngine([[[4, 4]]]))
     assert math.isnan(unscored.evaluate([[5]]))
-    with pytest.raises(WhetValueError, match=r"GRPO\.evaluate: the dataset is empty"):
-        grpo.evaluate([])
+    assert_raises(WhetValueError, r"GRPO\.evaluate: the dataset is empty", grpo.evaluate, [])
     with pytest.raises(WhetTypeError, match=r"GRPO\.evaluate: dataset is None, expected a sequence or iterable"):
         grpo.evaluate(None)
-    with pytest.raises(WhetValueError, match="temperature is -1"):
-        grpo.evaluate([[5]], temperature=-1)
+    assert_raises(WhetValueError, "temperature is -1", grpo.evaluate, [[5]], temperature=-1)
 
 
 def test_without_beta_there_is_no_reference():
@@ -529,8 +527,7 @@ def test_a_failing_reward_leaves_the_trainer_as_it_was():
         raise KeyError("no such answer")
 
     grpo = make(reward_fn=broken)
-    with pytest.raises(RewardError, match="broken failed"):
-        grpo.train_step(PROMPTS)
+    assert_raises(RewardError, "broken failed", grpo.train_step, PROMPTS)
     assert grpo.step == 0
     assert_same_weights(grpo.model, TinyModel())
     skipping = make(reward_fn=broken, reward_policy="skip")
@@ -539,22 +536,15 @@ def test_a_failing_reward_leaves_the_trainer_as_it_was():
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(WhetTypeError, match=r"GRPO: reward_fn is None"):
-        GRPO(TinyModel())
-    with pytest.raises(WhetTypeError, match="kl_coef and beta are one setting"):
-        make(kl_coef=0.1, beta=0.1)
-    with pytest.raises(WhetTypeError, match=r"no setting 'group_sise'\. Did you mean group_size"):
-        make(group_sise=4)
-    with pytest.raises(WhetValueError, match="engine is 'vllm', expected one of 'auto', 'native', 'torch'"):
-        make(engine="vllm")
+    assert_raises(WhetTypeError, r"GRPO: reward_fn is None", GRPO, TinyModel())
+    assert_raises(WhetTypeError, "kl_coef and beta are one setting", make, kl_coef=0.1, beta=0.1)
+    assert_raises(WhetTypeError, r"no setting 'group_sise'\. Did you mean group_size", make, group_sise=4)
+    assert_raises(WhetValueError, "engine is 'vllm', expected one of 'auto', 'native', 'torch'", make, engine="vllm")
     with pytest.raises(WhetTypeError, match="GRPO: engine is 3, expected 'auto', 'native', 'torch' or a RolloutEngine"):
         make(engine=3)
-    with pytest.raises(WhetValueError, match="loss_type is 'ppo', expected one of 'grpo'"):
-        make(loss_type="ppo")
-    with pytest.raises(WhetValueError, match=r"temperature is 0\.0, expected a finite number > 0"):
-        GRPOConfig(temperature=0.0)
-    with pytest.raises(WhetValueError, match="GRPO: the batch is empty"):
-        make().train_step([])
+    assert_raises(WhetValueError, "loss_type is 'ppo', expected one of 'grpo'", make, loss_type="ppo")
+    assert_raises(WhetValueError, r"temperature is 0\.0, expected a finite number > 0", GRPOConfig, temperature=0.0)
+    assert_raises(WhetValueError, "GRPO: the batch is empty", make().train_step, [])
 
 
 def test_weights_that_are_nan_end_in_an_error():
@@ -563,8 +553,7 @@ def test_weights_that_are_nan_end_in_an_error():
         model.head.bias[0] = math.nan
     grpo = make(model, max_skipped_steps=2)
     assert math.isnan(grpo.train_step(PROMPTS)["loss"])
-    with pytest.raises(NonFiniteError, match="2 updates in a row"):
-        grpo.train_step(PROMPTS)
+    assert_raises(NonFiniteError, "2 updates in a row", grpo.train_step, PROMPTS)
 
 
 def test_the_loss_of_the_step_is_the_pure_loss():

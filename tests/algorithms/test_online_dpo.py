@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.raising import assert_raises
 from tests.tiny import (
     EOS,
     ScriptedEngine,
@@ -114,13 +115,10 @@ def test_evaluation_is_the_mean_reward():
 
 
 def test_bad_arguments_and_oracles_are_named():
-    with pytest.raises(WhetTypeError, match="pass either preference_fn or reward_fn"):
-        make()
-    with pytest.raises(WhetTypeError, match="pass either preference_fn or reward_fn"):
-        make(preference_fn=longer, reward_fn=len)
+    assert_raises(WhetTypeError, "pass either preference_fn or reward_fn", make)
+    assert_raises(WhetTypeError, "pass either preference_fn or reward_fn", make, preference_fn=longer, reward_fn=len)
     with pytest.raises(WhetValueError, match="reward_policy is 'skip' and has no effect: preference_fn judges"):
         make(preference_fn=longer, reward_policy="skip")
-    with pytest.raises(RewardError, match="gave 2 for pair 1"):
-        make(preference_fn=lambda pairs: [0, 2, 1]).train_step(PROMPTS)
+    assert_raises(RewardError, "gave 2 for pair 1", make(preference_fn=lambda pairs: [0, 2, 1]).train_step, PROMPTS)
     with pytest.raises(RewardError, match="2 preferences for 3 pairs"):
         make(preference_fn=lambda pairs: [0, 1]).train_step(PROMPTS)

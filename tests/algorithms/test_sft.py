@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.raising import assert_raises
 from tests.tiny import (
     EOS,
     TinyModel,
@@ -156,9 +157,6 @@ def test_dropout_is_on_in_training_and_modes_come_back():
 def test_bad_batches_are_named():
     with pytest.raises(WhetValueError, match="SFT: rows of the batch: prompt 2, completion 1"):
         make().train_step(PROMPTS, COMPLETIONS[:1])
-    with pytest.raises(WhetValueError, match="no completion of the batch has a token to learn from"):
-        make().train_step([[5], [6]])
-    with pytest.raises(WhetTypeError, match="there is no tokenizer"):
-        make().train_step([{"prompt": "a", "completion": "b"}])
-    with pytest.raises(WhetValueError, match="expected one of 'completion', 'all'"):
-        make(loss_on="prompt")
+    assert_raises(WhetValueError, "no completion of the batch has a token to learn from", make().train_step, [[5], [6]])
+    assert_raises(WhetTypeError, "there is no tokenizer", make().train_step, [{"prompt": "a", "completion": "b"}])
+    assert_raises(WhetValueError, "expected one of 'completion', 'all'", make, loss_on="prompt")

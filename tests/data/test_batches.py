@@ -8,6 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from tests.raising import assert_raises
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from whet.data.batches import (
@@ -328,8 +329,7 @@ def test_one_pass_in_order():
         assert prompts(dataset) == expected
     assert prompts({"prompt": ["a", "b"], "n": [1, 2]}) == [["a", "b"]]
     assert prompts({"prompt": "a"}) == [["a"]]
-    with pytest.raises(WhetValueError, match="Test: the dataset is empty"):
-        prompts(iter([]))
+    assert_raises(WhetValueError, "Test: the dataset is empty", prompts, iter([]))
 
 
 # --- errors ---------------------------------------------------------------------------------------------
@@ -364,8 +364,7 @@ def test_one_pass_in_order():
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_data_set_is_named(dataset, error, message):
-    with pytest.raises(error, match=message):
-        stream(dataset)
+    assert_raises(error, message, stream, dataset)
 
 
 def test_a_table_is_named():
@@ -376,8 +375,7 @@ def test_a_table_is_named():
         def __getitem__(self, name):
             raise KeyError(name)
 
-    with pytest.raises(WhetTypeError, match=r"Test: dataset\[0\] of the Frame"):
-        batches_in_order(Frame(), 2, FIELDS, row, "Test")
+    assert_raises(WhetTypeError, r"Test: dataset\[0\] of the Frame", batches_in_order, Frame(), 2, FIELDS, row, "Test")
     with pytest.raises(WhetTypeError, match=r"dataset\[0\] of the Frame raised KeyError\(0\).*df.to_dict\('records'\)"):
         stream(Frame())
 
@@ -393,5 +391,4 @@ def test_row_counts_must_agree():
     check_row_counts("Test", ("a", "b"), ([1], [2]))
     with pytest.raises(WhetValueError, match=r"Test: rows of the batch: a 1, b 2\. Pass as many of each"):
         check_row_counts("Test", ("a", "b"), ([1], [2, 3]))
-    with pytest.raises(WhetValueError, match="a 0, b 0"):
-        check_row_counts("Test", ("a", "b"), ([], []))
+    assert_raises(WhetValueError, "a 0, b 0", check_row_counts, "Test", ("a", "b"), ([], []))

@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 from tests.engine.tiny_models import CASES, VOCAB, logits_of, tiny_model, token_ids
+from tests.raising import assert_raises
 
 import whet
 from whet.engine import Engine, EngineBusyError
@@ -187,8 +188,7 @@ def test_sync_shows_in_the_next_rollout_and_stale_pointers_cannot_be():
             TorchEngine(model).generate(prompts(8), 2, PLAIN)
         )
         model.resize_token_embeddings(VOCAB + 8)
-        with pytest.raises(WhetValueError, match=r"Engine.sync: the model's vocab_size is 56, the engine's 48"):
-            engine.sync(model)
+        assert_raises(WhetValueError, r"Engine.sync: the model's vocab_size is 56, the engine's 48", engine.sync, model)
         assert engine.policy_version == 2
 
 
@@ -199,16 +199,14 @@ def test_sync_takes_all_weights_or_none():
         with torch.no_grad():
             model.model.embed_tokens.weight.zero_()
             model.lm_head.weight[3, 5] = torch.nan
-        with pytest.raises(WhetValueError, match=r"Engine.sync: head, rows from 0 on, holds NaN or infinity"):
-            engine.sync(model)
+        assert_raises(WhetValueError, r"Engine.sync: head, rows from 0 on, holds NaN or infinity", engine.sync, model)
         assert everything(engine.generate(prompts(8), 2, PLAIN)) == before and engine.policy_version == 0
 
 
 def test_sync_waits_for_no_one():
     with Engine.from_model(llama()) as engine, engine.stream([1, 2, 3], PLAIN) as stream:
         next(stream)
-        with pytest.raises(EngineBusyError, match="1 calls are under way"):
-            engine.sync(llama())
+        assert_raises(EngineBusyError, "1 calls are under way", engine.sync, llama())
 
 
 def test_a_stream_says_what_generate_says_and_can_be_left():
@@ -303,8 +301,7 @@ def test_one_batch_holds_prompts_with_adapters_of_their_own(tmp_path):
         engine.remove_adapter(small)
         with pytest.raises(WhetValueError, match=rf"there is no adapter {small}; there are \[{folder}, {live}\]"):
             engine.generate(rows, 1, PLAIN, adapter=small)
-        with pytest.raises(WhetValueError, match=r"the model has no module 'q_proj'"):
-            engine.add_adapter({"q_proj": micro})
+        assert_raises(WhetValueError, r"the model has no module 'q_proj'", engine.add_adapter, {"q_proj": micro})
 
 
 @pytest.mark.parametrize(
@@ -340,8 +337,7 @@ def test_bad_options_are_explained():
         ({"kv_bytes": 0}, "Engine.from_model: kv_bytes is 0"),
         ({"max_batch": 1.5}, "max_batch is 1.5, expected an integer"),
     ):
-        with pytest.raises(WhetValueError, match=message):
-            Engine.from_model(llama(), **options)
+        assert_raises(WhetValueError, message, Engine.from_model, llama(), **options)
     with (
         Engine.from_model(llama(), kv_bytes=30_000) as engine,
         pytest.raises(WhetValueError, match=r"100 \+ 128 tokens need \d+ bytes of KV cache, and kv_bytes is 30000"),
@@ -353,8 +349,7 @@ def test_close_is_final_and_can_be_repeated():
     engine = Engine.from_model(llama())
     engine.close()
     engine.close()
-    with pytest.raises(WhetValueError, match="the engine is closed"):
-        engine.generate([[1]])
+    assert_raises(WhetValueError, "the engine is closed", engine.generate, [[1]])
 
 
 def test_an_interrupt_leaves_the_engine_usable():

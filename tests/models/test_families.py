@@ -14,6 +14,7 @@ import peft
 import pytest
 import torch
 from tests.engine.tiny_models import CASES, VOCAB, logits_of, rope, tiny_config, tiny_model, token_ids
+from tests.raising import assert_raises
 from torch import nn
 
 from whet.errors import WhetTypeError, WhetValueError
@@ -227,8 +228,7 @@ def test_an_unsupported_config_is_named(change, message):
     given = {**json.loads(tiny_config("llama").to_json_string()), **change}
     if "head_dim" not in change:
         del given["head_dim"]
-    with pytest.raises(WhetValueError, match=f"^here: .*{message}"):
-        model_config(given, where="here")
+    assert_raises(WhetValueError, f"^here: .*{message}", model_config, given, where="here")
 
 
 @pytest.mark.parametrize(
@@ -245,8 +245,7 @@ def test_an_unsupported_config_is_named(change, message):
     ],
 )
 def test_an_unsupported_option_of_a_family_is_named(case, change, message):
-    with pytest.raises(WhetValueError, match=message):
-        model_config({**tiny_config(case).to_dict(), **change})
+    assert_raises(WhetValueError, message, model_config, {**tiny_config(case).to_dict(), **change})
 
 
 @pytest.mark.parametrize(
@@ -409,8 +408,7 @@ def test_modules_that_peft_trains_whole():
     ],
 )
 def test_other_adapters_are_named(config, message):
-    with pytest.raises(WhetValueError, match=message):
-        describe_module(peft.get_peft_model(tiny_model("llama"), config))
+    assert_raises(WhetValueError, message, describe_module, peft.get_peft_model(tiny_model("llama"), config))
 
 
 def test_adapters_are_placed_by_name():
@@ -423,14 +421,12 @@ def test_adapters_are_placed_by_name():
     np.testing.assert_array_equal(lora.b[40:48], b[32:40])
     with pytest.raises(WhetValueError, match=r"here: the adapter of gpt_neox\.layers\.1\.\S* has shapes"):
         place_lora(source.config, place, a, b[1:], 1.0, "here")
-    with pytest.raises(WhetValueError, match="has ranks 2 and 1"):
-        place_lora(source.config, place, a, b[:, :1], 1.0, "here")
+    assert_raises(WhetValueError, "has ranks 2 and 1", place_lora, source.config, place, a, b[:, :1], 1.0, "here")
 
 
 def test_what_is_no_plain_model_is_named():
     model = tiny_model("llama")
-    with pytest.raises(WhetTypeError, match="model is a Linear, expected a Hugging Face model"):
-        describe_module(nn.Linear(2, 2))
+    assert_raises(WhetTypeError, "model is a Linear, expected a Hugging Face model", describe_module, nn.Linear(2, 2))
     with pytest.raises(WhetValueError, match=r"the model has no model\.embed_tokens\. Pass the causal language model"):
         describe_module(model.model)
     with pytest.raises(WhetValueError, match="weight is on meta; the engine runs on the CPU"):
@@ -441,13 +437,11 @@ def test_what_is_no_plain_model_is_named():
         describe_module(wider)
     biased = tiny_model("llama")
     biased.model.layers[0].mlp.up_proj.bias = nn.Parameter(torch.ones(40))
-    with pytest.raises(WhetValueError, match=r"the engine knows no model.layers.0.mlp.up_proj.bias"):
-        describe_module(biased)
+    assert_raises(WhetValueError, r"the engine knows no model.layers.0.mlp.up_proj.bias", describe_module, biased)
     quantised = tiny_model("llama")
     weight = quantised.model.layers[0].mlp.up_proj.weight
     quantised.model.layers[0].mlp.up_proj.weight = nn.Parameter(weight.to(torch.int8), requires_grad=False)
-    with pytest.raises(WhetValueError, match=r"up_proj\.weight is int8, expected float32"):
-        describe_module(quantised)
+    assert_raises(WhetValueError, r"up_proj\.weight is int8, expected float32", describe_module, quantised)
 
 
 def test_reading_a_config_imports_neither_torch_nor_transformers():

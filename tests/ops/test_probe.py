@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from tests.raising import assert_raises
 from tests.timed import timed
 
 import whet
@@ -130,8 +131,7 @@ def test_bad_sizes_are_named(function):
         (1 << 60, whet.WhetValueError, r"expected at most 2\^48. It counts bytes"),
         (1.5, whet.WhetTypeError, "n_bytes is 1.5, expected an integer"),
     ):
-        with pytest.raises(error, match=f"{name}: {message}" if bad != 1 << 60 else message):
-            function(bad)
+        assert_raises(error, f"{name}: {message}" if bad != 1 << 60 else message, function, bad)
 
 
 @pytest.mark.parametrize(
@@ -145,11 +145,9 @@ def test_bad_sizes_are_named(function):
 )
 def test_bad_durations_are_named(rate):
     for bad in (0, -1.0, float("nan"), float("inf"), 3601):
-        with pytest.raises(whet.WhetValueError, match=r"_rate: seconds is .*, expected above 0 and at most 3600"):
-            rate(bad)
+        assert_raises(whet.WhetValueError, r"_rate: seconds is .*, expected above 0 and at most 3600", rate, bad)
     for bad in (None, "soon"):
-        with pytest.raises(whet.WhetTypeError, match=r"_rate: seconds is .*, expected a number"):
-            rate(bad)
+        assert_raises(whet.WhetTypeError, r"_rate: seconds is .*, expected a number", rate, bad)
 
 
 @pytest.mark.parametrize("bad", ["float16", np.float32, None])
@@ -175,5 +173,4 @@ def test_a_page_is_as_large_as_the_tokens_it_holds(dtype, size):
     ],
 )
 def test_pages_of_no_size_are_refused(arguments, message):
-    with pytest.raises(whet.WhetError, match=message):
-        probe.kv_pages(*arguments)
+    assert_raises(whet.WhetError, message, probe.kv_pages, *arguments)
