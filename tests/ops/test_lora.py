@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.isas import printed_by_isa
 from tests.raising import assert_raises
+from tests.threads import same_on_any_threads
 
 import whet
 from whet.ops.lora import naive_lora_forward, naive_lora_gradients
@@ -90,18 +91,14 @@ def test_thread_counts_give_the_same_bits():
     x, y, a, b = arrays(50, 1500, 900, 3)
     index = np.arange(50) % 3 - 1
     adapters = [adapter_of(1500, 900, 3, seed=k) for k in range(2)]
-    results, before = [], whet.get_num_threads()
-    try:
-        for n in (1, 3):
-            whet.set_num_threads(n)
-            grad_a, grad_b = np.zeros_like(a), np.zeros_like(b)
-            whet.lora_accumulate(x, y, a, b, 1.5, grad_a, grad_b)
-            out = whet.lora_forward(x, y.copy(), a, b, 1.5)
-            results.append((out, grad_a, grad_b, whet.lora_batch(x, y.copy(), adapters, index)))
-    finally:
-        whet.set_num_threads(before)
-    for one, several in zip(*results, strict=True):
-        np.testing.assert_array_equal(one, several)
+
+    def work():
+        grad_a, grad_b = np.zeros_like(a), np.zeros_like(b)
+        whet.lora_accumulate(x, y, a, b, 1.5, grad_a, grad_b)
+        out = whet.lora_forward(x, y.copy(), a, b, 1.5)
+        return out, grad_a, grad_b, whet.lora_batch(x, y.copy(), adapters, index)
+
+    same_on_any_threads(work)
 
 
 DIGEST = """

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tests.threads import same_on_any_threads
 
 import whet
 from whet import WhetTypeError, WhetValueError
@@ -108,15 +109,7 @@ def test_rows_come_back_as_the_products_see_them(format):
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_same_bits_on_any_threads(format):
     w = numbers(5, 333, 512)
-    before, results = whet.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            whet.set_num_threads(threads)
-            results.append(stored(whet.pack_weight(w, format)))
-    finally:
-        whet.set_num_threads(before)
-    for result in results[1:]:
-        np.testing.assert_array_equal(result, results[0])
+    same_on_any_threads(lambda: stored(whet.pack_weight(w, format)))
 
 
 @pytest.mark.parametrize("format", QUANTISED)
