@@ -157,12 +157,7 @@ def test_padding_on_either_side_is_stripped(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("x", "mask", "error", "message"),
     [
-        (
-            torch.ones(1, 4).long(),
-            torch.tensor([[1, 0, 0, 1]]),
-            WhetValueError,
-            "row 0 has a hole at position 1",
-        ),
+        (torch.ones(1, 4).long(), torch.tensor([[1, 0, 0, 1]]), WhetValueError, "row 0 has a hole at position 1"),
         ([[1, 2], [3]], [[1, 1]], WhetValueError, "attention_mask has 1 rows and x has 2"),
         ([[1, 2], [3]], [[1, 1], [1, 1]], WhetValueError, "row 1 has 1 tokens and its attention_mask 2"),
         ([[1], [-100, 2]], None, WhetValueError, r"row 1 holds -100.*attention_mask"),

@@ -210,27 +210,30 @@ def test_products_of_a_size_that_threads_share():
     close(whet.linear(x, whet.pack_weight(w)), x, w)
 
 
+SQUARE, WIDE = normal(0, 2, 2), normal(0, 2, 3)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: whet.gemm(normal(0, 2, 3), normal(0, 4, 5)), WhetValueError, r"gemm: a is \(2, 3\) and b \(4, 5\)"),
-        (lambda: whet.gemm(normal(0, 2, 3), normal(0, 3)), WhetValueError, r"gemm: b has shape \(3,\), expected two"),
-        (lambda: whet.gemm(normal(0, 2, 2), normal(0, 2, 2), beta=1.0), WhetValueError, "beta is 1.0 but out is None"),
-        (lambda: whet.gemm(normal(0, 2, 2).astype(int), normal(0, 2, 2)), WhetTypeError, "gemm: a has dtype int64"),
+        (lambda: whet.gemm(WIDE, normal(0, 4, 5)), WhetValueError, r"gemm: a is \(2, 3\) and b \(4, 5\)"),
+        (lambda: whet.gemm(WIDE, normal(0, 3)), WhetValueError, r"gemm: b has shape \(3,\), expected two"),
+        (lambda: whet.gemm(SQUARE, SQUARE, beta=1.0), WhetValueError, "beta is 1.0 but out is None"),
+        (lambda: whet.gemm(SQUARE.astype(int), SQUARE), WhetTypeError, "gemm: a has dtype int64"),
         (
-            lambda: whet.gemm(normal(0, 2, 2), normal(0, 2, 2), out=np.empty((2, 3), np.float32)),
+            lambda: whet.gemm(SQUARE, SQUARE, out=np.empty((2, 3), np.float32)),
             WhetValueError,
             r"out is ndarray float32 \(2, 3\), expected a NumPy array of float32 and shape \(2, 2\)",
         ),
         (
-            lambda: whet.gemm(normal(0, 2, 2), normal(0, 2, 2), out=np.empty((2, 2), np.float32).T),
+            lambda: whet.gemm(SQUARE, SQUARE, out=np.empty((2, 2), np.float32).T),
             WhetValueError,
             "rows are not contiguous",
         ),
-        (lambda: whet.gemv(normal(0, 2, 3), normal(0, 4)), WhetValueError, r"x \(4,\), expected \(3,\)"),
-        (lambda: whet.linear(normal(0, 2, 3), normal(0, 2, 3)), WhetTypeError, r"Pass pack_weight\(weight\)"),
+        (lambda: whet.gemv(WIDE, normal(0, 4)), WhetValueError, r"x \(4,\), expected \(3,\)"),
+        (lambda: whet.linear(WIDE, WIDE), WhetTypeError, r"Pass pack_weight\(weight\)"),
         (
-            lambda: whet.linear(normal(0, 2, 3), whet.pack_weight(normal(0, 4, 5))),
+            lambda: whet.linear(WIDE, whet.pack_weight(normal(0, 4, 5))),
             WhetValueError,
             r"x has shape \(2, 3\), expected \(\.\.\., 5\)",
         ),

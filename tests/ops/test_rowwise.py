@@ -7,6 +7,7 @@ from tests.threads import same_on_any_threads
 
 import whet
 
+
 def weight_of(x):
     return normal(x.shape[-1], mean=1.0)
 

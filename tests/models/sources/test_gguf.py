@@ -240,6 +240,16 @@ def tensor(name: bytes, shape=(32,), kind=0, offset=0) -> bytes:
     return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
 
 
+def keyed(*key_of: Any) -> bytes:
+    """A file of one key."""
+    return header(n_keys=1) + key(*key_of)
+
+
+def holding(*tensors: bytes) -> bytes:
+    """A file of these tensors, and some data."""
+    return header(len(tensors)) + b"".join(tensors) + bytes(200)
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -249,54 +259,39 @@ def tensor(name: bytes, shape=(32,), kind=0, offset=0) -> bytes:
         (header(n_tensors=2**63), "number of tensors is 9223372036854775808, more than the 8 bytes left"),
         (header(n_keys=2**64 - 1), "number of keys is 18446744073709551615, more than"),
         (header(n_keys=1) + struct.pack("<Q", 2**63) + bytes(9), r"within a key \(9223372036854775808 bytes"),
-        (header(n_keys=1) + key(b"", 8, text(b"x")), "a key is '', expected plain text"),
-        (header(n_keys=1) + key(b"a\x1b[0m", 8, text(b"x")), r"a key is 'a\\x1b\[0m', expected plain text"),
-        (header(n_keys=1) + key(b"\xff", 8, text(b"x")), "a key is not UTF-8"),
-        (header(n_keys=1) + key(b"k" * 2000, 8, text(b"x")), "a key is 'kkk.*expected plain text"),
-        (header(n_keys=1) + key(b"k", 13, bytes(8)), "k has type 13, which GGUF does not have"),
-        (header(n_keys=1) + key(b"k", 7, b"\x02" + bytes(8)), "k is 2, expected 0 or 1"),
-        (header(n_keys=1) + key(b"k", 9, struct.pack("<IQ", 4, 2**62)), "length of k is 4611686018427387904, more"),
-        (header(n_keys=1) + key(b"k", 9, struct.pack("<IQ", 8, 2**62)), "length of k is 4611686018427387904, more"),
-        (
-            header(n_keys=1) + key(b"k", 9, 4 * struct.pack("<IQ", 9, 1) + bytes(12)),
-            "k is an array of type 9, expected num",
-        ),
-        (header(n_keys=1) + key(b"k", 9, struct.pack("<IQ", 13, 1) + bytes(12)), "k is an array of type 13, expected"),
-        (header(n_keys=1) + key(b"k", 9, struct.pack("<IQ", 7, 1) + b"\x02"), "k is 2, expected 0 or 1"),
-        (header(n_keys=1) + key(b"k", 9, struct.pack("<IQQ", 8, 1, 99)), r"within k \(99 bytes"),
+        (keyed(b"", 8, text(b"x")), "a key is '', expected plain text"),
+        (keyed(b"a\x1b[0m", 8, text(b"x")), r"a key is 'a\\x1b\[0m', expected plain text"),
+        (keyed(b"\xff", 8, text(b"x")), "a key is not UTF-8"),
+        (keyed(b"k" * 2000, 8, text(b"x")), "a key is 'kkk.*expected plain text"),
+        (keyed(b"k", 13, bytes(8)), "k has type 13, which GGUF does not have"),
+        (keyed(b"k", 7, b"\x02" + bytes(8)), "k is 2, expected 0 or 1"),
+        (keyed(b"k", 9, struct.pack("<IQ", 4, 2**62)), "length of k is 4611686018427387904, more"),
+        (keyed(b"k", 9, struct.pack("<IQ", 8, 2**62)), "length of k is 4611686018427387904, more"),
+        (keyed(b"k", 9, 4 * struct.pack("<IQ", 9, 1) + bytes(12)), "k is an array of type 9, expected num"),
+        (keyed(b"k", 9, struct.pack("<IQ", 13, 1) + bytes(12)), "k is an array of type 13, expected"),
+        (keyed(b"k", 9, struct.pack("<IQ", 7, 1) + b"\x02"), "k is 2, expected 0 or 1"),
+        (keyed(b"k", 9, struct.pack("<IQQ", 8, 1, 99)), r"within k \(99 bytes"),
         (header(n_keys=2) + 2 * ARCHITECTURE, "the key general.architecture is there twice"),
-        (header(n_keys=1) + key(b"general.alignment", 4, struct.pack("<I", 0)), "general.alignment is 0, expected"),
-        (header(n_keys=1) + key(b"general.alignment", 4, struct.pack("<I", 12)), "general.alignment is 12, expected"),
-        (header(n_keys=1) + key(b"general.alignment", 8, text(b"32")), "general.alignment is '32', expected"),
-        (header(2) + 2 * tensor(b"t") + bytes(200), "the tensor t is there twice"),
-        (header(1) + tensor(b"t", shape=()) + bytes(200), "t has 0 axes, expected 1 to 4"),
-        (header(1) + tensor(b"t", shape=(1,) * 5) + bytes(200), "t has 5 axes, expected 1 to 4"),
+        (keyed(b"general.alignment", 4, struct.pack("<I", 0)), "general.alignment is 0, expected"),
+        (keyed(b"general.alignment", 4, struct.pack("<I", 12)), "general.alignment is 12, expected"),
+        (keyed(b"general.alignment", 8, text(b"32")), "general.alignment is '32', expected"),
+        (holding(tensor(b"t"), tensor(b"t")), "the tensor t is there twice"),
+        (holding(tensor(b"t", shape=())), "t has 0 axes, expected 1 to 4"),
+        (holding(tensor(b"t", shape=(1,) * 5)), "t has 5 axes, expected 1 to 4"),
         (header(1) + text(b"t") + struct.pack("<I", 2**32 - 1) + bytes(200), "t has 4294967295 axes"),
-        (header(1) + tensor(b"t", shape=(2**63, 2**63)) + bytes(200), "t of shape .* ends at byte .* cut short"),
-        (header(1) + tensor(b"t", shape=(2**62, 4)) + bytes(200), "t of shape .* ends at byte"),
-        (header(1) + tensor(b"t", shape=(0, 2**63)) + bytes(200), "t of shape .* ends at byte"),
-        (header(1) + tensor(b"t", offset=2**64 - 32) + bytes(200), "t of shape .* ends at byte"),
-        (header(1) + tensor(b"t", offset=4) + bytes(200), "t begins at byte 4 of the data, expected a multiple of 32"),
-        (
-            header(2) + tensor(b"a") + tensor(b"b", offset=96) + bytes(300),
-            "b begins at byte 96 of the data, expected a",
-        ),
-        (
-            header(1) + tensor(b"blk.3.attn_k.weight", kind=7) + bytes(99),
-            r"blk\.3\.attn_k\.weight is Q5_1; this engine",
-        ),
-        (
-            header(1) + tensor(b"t", kind=14) + bytes(99),
-            "t is Q6_K; this engine reads F32, F16, Q4_0, Q8_0, Q4_K and BF16",
-        ),
-        (header(1) + tensor(b"t", kind=4) + bytes(99), "t is of type 4; this engine reads"),
-        (
-            header(1) + tensor(b"t", shape=(33,), kind=8) + bytes(99),
-            "t has rows of 33, which blocks of 32 do not divide",
-        ),
+        (holding(tensor(b"t", shape=(2**63, 2**63))), "t of shape .* ends at byte .* cut short"),
+        (holding(tensor(b"t", shape=(2**62, 4))), "t of shape .* ends at byte"),
+        (holding(tensor(b"t", shape=(0, 2**63))), "t of shape .* ends at byte"),
+        (holding(tensor(b"t", offset=2**64 - 32)), "t of shape .* ends at byte"),
+        (holding(tensor(b"t", offset=4)), "t begins at byte 4 of the data, expected a multiple of 32"),
+        (holding(tensor(b"a"), tensor(b"b", offset=96)), "b begins at byte 96 of the data, expected a"),
+        (holding(tensor(b"blk.3.attn_k.weight", kind=7)), r"blk\.3\.attn_k\.weight is Q5_1; this engine"),
+        (holding(tensor(b"t", kind=14)), "t is Q6_K; this engine reads F32, F16, Q4_0, Q8_0, Q4_K and BF16"),
+        (holding(tensor(b"t", kind=4)), "t is of type 4; this engine reads"),
+        (holding(tensor(b"t", shape=(33,), kind=8)), "t has rows of 33, which blocks of 32 do not divide"),
         (header() + bytes(32), "general.architecture is None; this engine reads llama, qwen2"),
-        (header(n_keys=1) + key(b"general.architecture", 8, text(b"mamba")), "general.architecture is 'mamba'"),
-        (header(n_keys=1) + key(b"general.architecture", 4, bytes(4)), "general.architecture is 0"),
+        (keyed(b"general.architecture", 8, text(b"mamba")), "general.architecture is 'mamba'"),
+        (keyed(b"general.architecture", 4, bytes(4)), "general.architecture is 0"),
         (header(n_keys=2) + ARCHITECTURE + key(b"split.count", 2, b"\x03\x00"), "one part of a model. Join the parts"),
         (
             header(n_keys=2) + ARCHITECTURE + key(b"llama.expert_count", 4, bytes(4)),
