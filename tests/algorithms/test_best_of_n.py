@@ -8,17 +8,13 @@ import numpy as np
 import pytest
 import torch
 from tests.raising import assert_raises
-from tests.tiny import EOS, ScriptedEngine, TinyModel, letters_tokenizer, tiny_llama
+from tests.tiny import EOS, ScriptedEngine, TinyModel, fours, letters_tokenizer, tiny_llama
 
 from whet.algorithms.best_of_n import BestOfN
 from whet.errors import RewardError, WhetTypeError, WhetValueError
 
 PROMPTS = [[5, 6], [7]]
 GROUPS = [[[4, EOS], [4, 4, 4, EOS], [9]], [[8, EOS], [10], [4, 10]]]
-
-
-def fours(completions):
-    return [float((c == 4).sum()) for c in completions]
 
 
 def make(**settings) -> BestOfN:

@@ -10,10 +10,15 @@ import torch
 from tests.raising import assert_raises
 from tests.tiny import (
     EOS,
+    Recorded,
     ScriptedEngine,
     TinyModel,
+    assert_close_weights,
     assert_same_weights,
+    first_is_four,
+    fours,
     letters_tokenizer,
+    timeless,
     tiny_llama,
     token_logprobs,
     weights,
@@ -23,18 +28,15 @@ from torch.utils.data import DataLoader
 
 from whet.algorithms.grpo import GRPO, grpo_loss
 from whet.config import GRPOConfig
+from whet.engine import Engine
 from whet.errors import NonFiniteError, RewardError, WhetTypeError, WhetValueError
 from whet.rewards.functions import RewardFunctions
 from whet.rollout.rollout import read_prompts
+from whet.rollout.torch_engine import TorchEngine
 
 PROMPTS = [[5, 6], [7]]
 GROUPS = [[[4, 4, EOS], [8, EOS], [9, 4, 9, 9]], [[4, EOS], [EOS], [10, 11, 4]]]
 ROWS = [(prompt, completion) for prompt, group in zip(PROMPTS, GROUPS, strict=True) for completion in group]
-
-
-def fours(completions):
-    """How often token 4 comes."""
-    return [float((c == 4).sum()) for c in completions]
 
 
 def make(model=None, **settings) -> GRPO:
@@ -81,8 +83,7 @@ def test_steps_are_those_written_out(num_iterations, micro_batch_size, loss_type
     metrics = grpo.train_step(PROMPTS)
     expected = by_hand(own, ref_model, num_iterations, beta=0.3, temperature=0.7, loss_type=loss_type)
     assert metrics["loss"] == pytest.approx(expected, rel=1e-9)
-    for name, value in weights(own).items():
-        torch.testing.assert_close(weights(model)[name], value, rtol=1e-7, atol=1e-9)
+    assert_close_weights(model, own, rtol=1e-7, atol=1e-9)
     if num_iterations == 3:
         assert metrics["clip_ratio/region"] > 0  # the later updates do clip
 
@@ -155,8 +156,7 @@ def test_accumulated_micro_batches_trace_the_same_curve(loss_type, correction):
         for name, value in runs[0][-1].items():
             torch.testing.assert_close(run[-1][name], value, rtol=1e-8, atol=1e-10)
         for got, expected in zip(run[:-1], runs[0][:-1], strict=True):
-            timeless = {n: v for n, v in expected.items() if "time" not in n and n != "tokens_per_s"}
-            assert {name: got[name] for name in timeless} == pytest.approx(timeless, rel=1e-6, abs=1e-9)
+            assert timeless(got) == pytest.approx(timeless(expected), rel=1e-6, abs=1e-9)
 
 
 def test_explicit_old_logprobs_change_nothing_on_policy():
@@ -170,8 +170,7 @@ def test_explicit_old_logprobs_change_nothing_on_policy():
     assert corrected_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-6)
     assert corrected_metrics["sampler/weight"] == pytest.approx(1.0, rel=1e-6)
     assert corrected_metrics["sampler/log_ratio"] == pytest.approx(0.0, abs=1e-6)
-    for name, value in weights(plain.model).items():
-        torch.testing.assert_close(weights(corrected.model)[name], value, rtol=1e-4, atol=1e-6)
+    assert_close_weights(corrected.model, plain.model, rtol=1e-4, atol=1e-6)
 
 
 def test_a_batch_that_the_correction_rejects_teaches_nothing():
@@ -415,21 +414,6 @@ def test_what_is_no_batch_of_prompts_is_named(batch, error, message):
     assert_raises(error, message, read_prompts, batch, None, "Test")
 
 
-class Counting:
-    """An engine's: what it was asked, and another one's answers."""
-
-    def __init__(self, engine):
-        self.engine, self.asked, self.policy_version = engine, [], 0
-
-    def sync(self, model):
-        self.policy_version += 1
-        self.engine.sync(model)
-
-    def generate(self, prompt_ids, n, sampling):
-        self.asked.append((len(prompt_ids), n, sampling.temperature))
-        return self.engine.generate(prompt_ids, n, sampling)
-
-
 @pytest.mark.parametrize("make_model", [TinyModel, tiny_llama])
 def test_evaluation_is_the_mean_reward_of_one_completion_each_and_trains_nothing(make_model):
     prompts = torch.tensor([[5, 6], [7, 8], [9, 5], [5, 5], [6, 4]])
@@ -459,7 +443,7 @@ def test_evaluation_is_the_mean_reward_of_one_completion_each_and_trains_nothing
 
 
 def test_how_evaluation_asks_the_engine():
-    engine = Counting(make(engine="auto").engine)
+    engine = Recorded(make(engine="auto").engine)
     grpo = make(engine=engine, batch_size=2, temperature=0.7)
     grpo.evaluate([[5], [6], [7]])
     grpo.evaluate([5, 6], temperature=0)
@@ -511,13 +495,12 @@ def test_the_base_of_a_peft_model_is_its_reference():
 
 @pytest.mark.parametrize("make_model", [TinyModel, tiny_llama, lambda: with_lora(tiny_llama())])
 def test_it_learns(make_model):
-    def first_is_four(completions):
-        return [float(c[0] == 4) for c in completions]
-
+    """Hugging Face models on the native engine."""
     torch.manual_seed(0)
     grpo = GRPO(
         make_model(), reward_fn=first_is_four, group_size=8, max_new_tokens=2, learning_rate=0.05, loss_type="dr_grpo"
     )
+    assert isinstance(grpo.engine, TorchEngine if make_model is TinyModel else Engine)
     history = [grpo.train_step([[5], [6], [7]])["mean_reward"] for _ in range(40)]
     assert history[0] < 0.4 and np.mean(history[-5:]) > 0.9
 

@@ -10,6 +10,7 @@ from tests.tiny import (
     ScriptedEngine,
     TinyModel,
     assert_same_weights,
+    fours,
     letters_tokenizer,
     tiny_llama,
     with_lora,
@@ -92,18 +93,12 @@ def test_the_oracle_sees_tensors_or_text_without_prompts():
 
 @pytest.mark.parametrize("make_model", [TinyModel, tiny_llama, lambda: with_lora(tiny_llama())])
 def test_it_learns(make_model):
-    def fours(completions):
-        return [float((c == 4).sum()) for c in completions]
-
     online = make(make_model(), reward_fn=fours, engine="auto", learning_rate=0.05, beta=0.02, max_new_tokens=3)
     history = [online.train_step([[5], [6], [7], [8]] * 2)["mean_reward"] for _ in range(40)]
     assert sum(history[-5:]) / 5 > 3 * (sum(history[:3]) / 3) and sum(history[-5:]) / 5 > 1.0
 
 
 def test_evaluation_is_the_mean_reward():
-    def fours(completions):
-        return [float((c == 4).sum()) for c in completions]
-
     groups = [[[4, 4]], [[4]], [[5]]]
     assert make(reward_fn=fours, engine=ScriptedEngine(groups)).evaluate(PROMPTS) == 1.0
     judged = make(preference_fn=longer, engine=ScriptedEngine(groups))

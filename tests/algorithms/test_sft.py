@@ -8,11 +8,11 @@ from tests.raising import assert_raises
 from tests.tiny import (
     EOS,
     TinyModel,
+    assert_close_weights,
     assert_same_weights,
     letters_tokenizer,
     tiny_llama,
     token_logprobs,
-    weights,
     with_lora,
 )
 
@@ -47,8 +47,7 @@ def test_updates_are_those_written_out(micro_batch_size):
         metrics = sft.train_step(PROMPTS, COMPLETIONS)
         assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-9)
         assert metrics["num_tokens"] == 7 * sft.step
-    for name, value in weights(own).items():
-        torch.testing.assert_close(weights(sft.model)[name], value, rtol=1e-9, atol=1e-12)
+    assert_close_weights(sft.model, own, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("make_model", [tiny_llama, lambda: with_lora(tiny_llama())])
@@ -136,8 +135,7 @@ def test_bare_rows_of_a_dataset_count_whole():
     trained, stepped = make(batch_size=2), make()
     trained.train([[5, 6, 7], torch.tensor([8, 9])], steps=1)
     stepped.train_step([[5], [8]], [[6, 7], [9]])
-    for name, value in weights(stepped.model).items():
-        torch.testing.assert_close(weights(trained.model)[name], value)
+    assert_close_weights(trained.model, stepped.model)
     pairs = make(batch_size=2)
     pairs.train([([5], [6, 7]), ([8], [9])], steps=1)
     assert_same_weights(pairs.model, trained.model)

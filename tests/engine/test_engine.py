@@ -9,11 +9,11 @@ import signal
 import threading
 
 import numpy as np
-import peft
 import pytest
 import torch
 from tests.engine.tiny_models import CASES, VOCAB, logits_of, tiny_model, token_ids
 from tests.raising import assert_raises
+from tests.tiny import with_lora
 
 import whet
 from whet.engine import Engine, EngineBusyError
@@ -247,14 +247,8 @@ def test_logits_that_are_nan_are_named_and_leave_the_engine_usable():
 
 
 def lora_model(rank=4):
-    torch.manual_seed(1)
-    config = peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
-    model = peft.get_peft_model(llama(), config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.2)
-    return model.eval()
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    return with_lora(llama(), seed=1, b_std=0.2, r=rank, target_modules=targets).eval()
 
 
 def test_adapters_of_peft_apart_and_merged_are_the_model():

@@ -14,7 +14,6 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -22,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from tests.engine.tiny_models import VOCAB, tiny_model
 from tests.raising import assert_raises
+from tests.tiny import with_lora
 
 import whet.engine
 from whet.engine import Engine, EngineBusyError
@@ -36,9 +36,8 @@ FILES = tuple(str(Path(whet.engine.__file__).parent / name) for name in ("engine
 
 
 def policy(seed: int = 1) -> Any:
-    torch.manual_seed(seed)
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    return peft.get_peft_model(tiny_model("llama", max_position_embeddings=256), config).eval()
+    model = tiny_model("llama", max_position_embeddings=256)
+    return with_lora(model, seed, r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False).eval()
 
 
 def engine_of(model: Any, **options: Any) -> Engine:

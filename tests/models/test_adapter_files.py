@@ -3,32 +3,25 @@
 import json
 
 import numpy as np
+import peft
 import pytest
+import torch
 from tests.raising import assert_raises
+from tests.tiny import tiny_llama, with_lora
 
 import whet
 from whet.errors import CheckpointError
 from whet.models.adapter_files import from_peft, load_adapters, save_adapters, to_peft
 
-torch = pytest.importorskip("torch")
-peft = pytest.importorskip("peft")
-
 
 def base_model():
-    from tests.tiny import tiny_llama
-
     torch.manual_seed(0)
     return tiny_llama(vocab_size=40, intermediate_size=24).eval()
 
 
 def peft_model(**settings):
-    config = peft.LoraConfig(**{"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"], **settings})
-    model = peft.get_peft_model(base_model(), config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_()
-    return model
+    given = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"], **settings}
+    return with_lora(base_model(), b_std=1.0, task_type=None, **given).eval()
 
 
 def logits(model):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.engine.tiny_models import CASES, VOCAB, logits_of, rope, tiny_config, tiny_model, token_ids
 from tests.raising import assert_raises
+from tests.tiny import with_lora
 from torch import nn
 
 from whet.errors import WhetTypeError, WhetValueError
@@ -325,13 +326,9 @@ def test_a_compiled_model():
     np.testing.assert_allclose(native_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
 
 
-def with_lora(case, targets, **options):
-    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, init_lora_weights=False, **options)
-    model = peft.get_peft_model(tiny_model(case), config).eval()
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.mul_(3)
-    return model
+def lora_of(case, targets, **options):
+    settings = {"r": 4, "lora_alpha": 6, "target_modules": targets, "task_type": None, **options}
+    return with_lora(tiny_model(case), b_std=0.3, **settings).eval()
 
 
 LORA_CASES = {
@@ -345,7 +342,7 @@ LORA_CASES = {
 
 @pytest.mark.parametrize("case", LORA_CASES)
 def test_lora_apart_and_merged(case):
-    model, ids = with_lora(case, LORA_CASES[case], fan_in_fan_out=case == "gpt2"), token_ids()
+    model, ids = lora_of(case, LORA_CASES[case], fan_in_fan_out=case == "gpt2"), token_ids()
     expected, plain = logits_of(model, ids), logits_of(tiny_model(case), ids)
     assert np.abs(expected - plain).max() > 0.1
     merged = describe_module(model, merged=True)
@@ -363,18 +360,18 @@ def test_lora_apart_and_merged(case):
 
 def test_lora_on_tied_embedding_and_head():
     for targets in (["embed_tokens"], ["lm_head"]):
-        model, ids = with_lora("qwen2", targets), token_ids()
+        model, ids = lora_of("qwen2", targets), token_ids()
         merged = describe_module(model, merged=True)
         assert not merged.config.tied_head
         np.testing.assert_allclose(native_logits(merged, ids), logits_of(model, ids), rtol=0, atol=1e-4)
     (lora,) = describe_module(model).adapters
     assert (lora.slot, lora.first_row) == ("head", 0)
     with pytest.raises(WhetValueError, match=r"changes the embedding\. Pass merged=True"):
-        describe_module(with_lora("qwen2", ["embed_tokens"]))
+        describe_module(lora_of("qwen2", ["embed_tokens"]))
 
 
 def test_which_adapters_are_active():
-    model, ids = with_lora("llama", ["q_proj"]), token_ids()
+    model, ids = lora_of("llama", ["q_proj"]), token_ids()
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
     assert {lora.slot for lora in describe_module(model).adapters} == {"layers.0.qkv", "layers.1.qkv"}
     assert {lora.first_row for lora in describe_module(model).adapters} == {0}
@@ -392,7 +389,7 @@ def test_which_adapters_are_active():
 
 
 def test_modules_that_peft_trains_whole():
-    model, ids = with_lora("llama", ["q_proj"], modules_to_save=["lm_head"]), token_ids()
+    model, ids = lora_of("llama", ["q_proj"], modules_to_save=["lm_head"]), token_ids()
     model.base_model.model.lm_head.modules_to_save["default"].weight.data.mul_(1.5)
     merged = describe_module(model, merged=True)
     np.testing.assert_allclose(native_logits(merged, ids), logits_of(model, ids), rtol=0, atol=1e-4)

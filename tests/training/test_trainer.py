@@ -12,8 +12,17 @@ import pytest
 import torch
 import transformers
 from tests.raising import assert_raises
-from tests.tiny import VOCAB, TinyModel, assert_same_weights, tiny_llama, weights
-from torch import Tensor
+from tests.tiny import (
+    VOCAB,
+    Items,
+    OwnGenerate,
+    Streamed,
+    TinyModel,
+    assert_same_weights,
+    tiny_llama,
+    weights,
+    with_lora,
+)
 
 from whet.algorithms import DPO, GRPO, SFT, BestOfN, OnlineDPO
 from whet.checkpoint.folder import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -38,13 +47,8 @@ class Net(TinyModel):
         super().__init__(dropout=dropout, dtype=torch.float32)
 
 
-class Sampling(Net):
-    """With a generate of its own, which draws from torch's generator."""
-
-    def generate(self, input_ids: Tensor, max_new_tokens: int) -> Tensor:
-        for _ in range(max_new_tokens):
-            input_ids = torch.cat([input_ids, torch.multinomial(self(input_ids)[:, -1].softmax(-1), 1)], 1)
-        return input_ids
+class Sampling(Net, OwnGenerate):
+    pass
 
 
 def llama():
@@ -52,11 +56,7 @@ def llama():
 
 
 def lora():
-    from peft import LoraConfig, get_peft_model
-
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.2))
+    return with_lora(llama(), r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.2, task_type=None)
 
 
 def ones(completions):
@@ -262,25 +262,6 @@ def test_ready_batches_in_sequences_and_iterables():
     columns = [{"prompt": a, "completion": b} for a, b in batches]
     rows = prompts_of(sft(), columns, 1)[0][0]
     assert len(rows) == 2 and set(rows[0]) == {"prompt", "completion"}
-
-
-class Items(torch.utils.data.Dataset):
-    def __init__(self, items):
-        self.items = items
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, i):
-        return self.items[i]
-
-
-class Streamed(torch.utils.data.IterableDataset):
-    def __init__(self, items):
-        self.items = items
-
-    def __iter__(self):
-        return iter(self.items)
 
 
 def hugging_face(rows):
