@@ -20,10 +20,7 @@ def test_value_metric_and_gradient_by_hand():
     assert loss.item() == pytest.approx(2 * math.log(2))  # (1 + 2 + 3) log 2 / 3
     assert metrics == {"token_probability": pytest.approx((0.5 + 0.25 + 0.125) / 3)}
     third = -1 / 3
-    assert torch.autograd.grad(loss, logprobs)[0].tolist() == [
-        pytest.approx([third, third]),
-        pytest.approx([third, 0]),
-    ]
+    assert torch.autograd.grad(loss, logprobs)[0].tolist() == [pytest.approx([third, third]), pytest.approx([third, 0])]
 
 
 def test_micro_batches_add_up_to_the_whole():

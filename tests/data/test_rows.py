@@ -63,10 +63,7 @@ def said(*turns: str) -> list[dict[str, str]]:
 
 # --- read_rows ------------------------------------------------------------------------------------
 
-ROWS = [
-    {"prompt": "1+1=", "answer": 2, "note": None},
-    {"prompt": "schöne\u2028Grüße", "answer": 3, "note": "x"},
-]
+ROWS = [{"prompt": "1+1=", "answer": 2, "note": None}, {"prompt": "schöne\u2028Grüße", "answer": 3, "note": "x"}]
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,7 @@ import pytest
 import whet
 from whet import Engine, SamplingParams
 from whet.models.formats import FORMATS, PAGE_TOKENS, choose_formats
-from whet.models.sizes import (
-    PRESETS,
-    estimate,
-    load_source,
-    page_bytes,
-    slot_bytes,
-    source_of_config,
-    training,
-)
+from whet.models.sizes import PRESETS, estimate, load_source, page_bytes, slot_bytes, source_of_config, training
 from whet.models.slots import Piece, Source
 
 # Ragged in everything: rows that are no panels, columns that are no blocks of one format or another.

@@ -101,9 +101,7 @@ def test_one_group_of_a_million(dtype):
     )
     expected = centred / np.sqrt((centred * centred).sum() / len(r))
     np.testing.assert_allclose(
-        whet.compute_group_advantages(r),
-        expected.astype(np.float64),
-        rtol=1e-6 if dtype == np.float32 else 1e-9,
+        whet.compute_group_advantages(r), expected.astype(np.float64), rtol=1e-6 if dtype == np.float32 else 1e-9
     )
 
 

@@ -49,10 +49,7 @@ def test_views_are_read_right():
     t = torch.from_numpy(P)
     for view in (t.T, t[:, ::2], t[1:]):
         torch.testing.assert_close(
-            whet.compute_batch_group_advantages(view),
-            whet.compute_batch_group_advantages(view.clone()),
-            rtol=0,
-            atol=0,
+            whet.compute_batch_group_advantages(view), whet.compute_batch_group_advantages(view.clone()), rtol=0, atol=0
         )
     negated = torch.from_numpy(P + 1j * Q).conj().imag  # a lazy minus sign on memory that holds Q
     assert whet.compute_token_kl(negated[0], t[0]) == whet.compute_token_kl(-Q[0], P[0])

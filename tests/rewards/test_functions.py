@@ -444,8 +444,7 @@ PAIRS = [("a", "b"), ("c", "d"), ("e", "f")]
 
 
 @pytest.mark.parametrize(
-    "result",
-    [[0, 1, None], (False, True, None), np.array([0, 1, None]), [torch.tensor(0), np.int64(1), None]],
+    "result", [[0, 1, None], (False, True, None), np.array([0, 1, None]), [torch.tensor(0), np.int64(1), None]]
 )
 def test_preferences(result: Any) -> None:
     async def asynchronous(pairs: list[tuple[str, str]]) -> Any:

@@ -377,8 +377,7 @@ def test_own_generate_follows_the_seed_and_leaves_torchs_generator_alone() -> No
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}],
+    "settings", [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}]
 )
 def test_own_generate_must_honour_the_settings(settings: dict[str, float]) -> None:
     [name] = settings
