@@ -10,8 +10,6 @@ import pickle
 import random
 import resource
 import shutil
-import subprocess
-import sys
 import textwrap
 import warnings
 from pathlib import Path
@@ -19,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.processes import printed_by, run_python
 from tests.raising import assert_raises
 from torch import nn
 
@@ -188,9 +187,7 @@ KILLED_SAVES = """
 
 
 def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path):
-    script = textwrap.dedent(KILLED_SAVES)
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed_by(textwrap.dedent(KILLED_SAVES), tmp_path)
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
@@ -421,6 +418,6 @@ def test_loading_warns_of_nothing(tmp_path):
 @pytest.mark.parametrize("module", ["whet.checkpoint", "whet.training.callbacks"])
 def test_a_missing_extra_is_one_clear_line(package, module):
     code = f"import sys; sys.modules[{package!r}] = None; import {module}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_python(code)
     message = f"whet.checkpoint needs {package}. Install it with: pip install 'whet[train]'"
     assert done.stderr.splitlines()[-1] == f"whet.errors.MissingExtraError: {message}"

@@ -11,6 +11,7 @@ import time
 
 import pytest
 from tests.gguf_files import write_gguf
+from tests.processes import WHET, run_python
 
 import whet
 from whet.cli import main
@@ -210,23 +211,12 @@ def test_info_says_why_not(run, tmp_path, error_of):
     assert "file.gguf" in error_of("info", tmp_path / "file.gguf")
 
 
-CODE = "import sys\nfrom whet.cli import main\nsys.exit(main(sys.argv[1:]))"
-
-
-def command(*argv):
-    return [sys.executable, "-c", CODE, *map(str, argv)]
-
-
 def test_the_command_and_its_help(tiny_model):
-    run = subprocess.run(
-        command("generate", tiny_model, "--prompt", "x", "--max-new-tokens", "3", "-n", "2"),
-        capture_output=True,
-        text=True,
-    )
+    run = run_python(WHET[-1], "generate", tiny_model, "--prompt", "x", "--max-new-tokens", "3", "-n", "2")
     assert run.returncode == 0 and run.stdout.startswith("--- 1/2") and "tokens/s" in run.stderr
-    run = subprocess.run(command("info", "--help"), capture_output=True, text=True)
+    run = run_python(WHET[-1], "info", "--help")
     assert run.returncode == 0 and "usage: whet info" in run.stdout
-    run = subprocess.run(command("info", tiny_model), capture_output=True, text=True)
+    run = run_python(WHET[-1], "info", tiny_model)
     assert run.returncode == 0 and "runs it" in run.stdout and run.stderr == ""
 
 
@@ -240,7 +230,7 @@ def test_ctrl_c_ends_it_cleanly(tmp_path, tiny_model):
     config = json.loads((model / "config.json").read_text())
     config["max_position_embeddings"] = 1_000_000
     (model / "config.json").write_text(json.dumps(config))
-    argv = command("generate", model, "--prompt", "x", "--max-new-tokens", "900000", "--raw", "--temperature", "0")
+    argv = [*WHET, "generate", str(model), "--prompt", "x", "--max-new-tokens", "900000", "--raw", "--temperature", "0"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert process.stdout.read(1)

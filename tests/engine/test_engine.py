@@ -7,15 +7,16 @@ import itertools
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from tests.engine.tiny_models import CASES, VOCAB, logits_of, tiny_model, token_ids
 from tests.raising import assert_raises
+from tests.threads import threads
 from tests.tiny import with_lora
 
-import whet
 from whet.engine import Engine, EngineBusyError
 from whet.errors import WhetTypeError, WhetValueError
 from whet.ops.micro_lora import MicroLoRA
@@ -125,12 +126,8 @@ def test_a_completion_depends_on_its_key_alone(weights):
         page = engine.memory["kv_page_bytes"]
         alone = engine.generate([rows[0]], 4, sampling)
         assert everything(alone) == expected[:1]
-        before = whet.get_num_threads()
-        try:
-            whet.set_num_threads(1)
+        with threads(1):
             assert everything(engine.generate(rows, 4, sampling)) == expected
-        finally:
-            whet.set_num_threads(before)
     for options in ({"prefill_chunk": 7}, {"max_batch": 3}, {"kv_bytes": 7 * page, "max_batch": 5}):
         with Engine.from_model(model, weights=weights, **options) as engine:
             assert everything(engine.generate(rows, 4, sampling)) == expected
@@ -371,17 +368,8 @@ def test_threads_take_turns():
     rows = prompts(8, 70, 20)
     with Engine.from_model(llama()) as engine:
         expected = [everything(engine.generate([row], 3, PLAIN)) for row in rows]
-        got = [None] * 3
-
-        def work(i):
-            got[i] = everything(engine.generate([rows[i]], 3, PLAIN))
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert got == expected
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(lambda row: everything(engine.generate([row], 3, PLAIN)), rows)) == expected
 
 
 def resident_bytes():

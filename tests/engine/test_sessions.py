@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from tests.engine.tiny_models import VOCAB, tiny_model
+from tests.processes import run_python
 from tests.raising import assert_raises
 from tests.tiny import with_lora
 
@@ -435,5 +435,5 @@ for thread in threads:
     thread.join()
 print(len(wrong))
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    run = run_python(script)
     assert (run.returncode, run.stdout.strip()) == (0, "0"), run.stderr

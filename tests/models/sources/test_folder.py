@@ -6,8 +6,6 @@ import json
 import pickle
 import shutil
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,21 +15,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tests.engine.tiny_models import logits_of, tiny_model, token_ids
+from tests.engine.tiny_models import logits_of, naive_logits, tiny_model, token_ids
+from tests.processes import printed_by
 from tests.raising import assert_raises
 
 from whet.errors import WhetValueError
-from whet.models.reference import naive_forward, naive_weights
+from whet.models.reference import naive_weights
 from whet.models.sources.folder import open_folder, parse_safetensors, read_safetensors
 from whet.models.sources.live import describe_module
 from whet.models.sources.mapped import _unique as unique
 
 FAMILIES = ("llama-biases-tied", "mistral", "qwen2-windows", "qwen3", "gpt_neox", "gpt2", "gptj", "phi3-longrope")
-
-
-def logits(source, ids):
-    weights = naive_weights(source.config, source.pieces(), np.float32)
-    return naive_forward(source.config, weights, ids[0].numpy())
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +65,7 @@ def test_logits_are_those_of_transformers(case, tmp_path):
     model, ids = tiny_model(case), token_ids()
     model.save_pretrained(tmp_path)
     source = open_folder(tmp_path)
-    np.testing.assert_allclose(logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
     live = describe_module(model)
     assert source.config == live.config and source.targets == live.targets
     for piece in source.pieces():
@@ -82,7 +76,7 @@ def test_shards(tmp_path):
     model, ids = tiny_model("qwen2"), token_ids()
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    np.testing.assert_allclose(logits(open_folder(tmp_path), ids), logits_of(model, ids), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(naive_logits(open_folder(tmp_path), ids), logits_of(model, ids), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bfloat16"), (torch.float16, "float16")])
@@ -97,7 +91,7 @@ def test_half_precision_without_torch(dtype, name, tmp_path):
     code = "import sys; from whet.models.sources.folder import open_folder;"
     code += f"list(open_folder({str(tmp_path)!r}).pieces());"
     code += "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    printed_by(code)
 
 
 def test_names_without_prefix_and_old_buffers(tmp_path):
@@ -108,7 +102,7 @@ def test_names_without_prefix_and_old_buffers(tmp_path):
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.bool)
     tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(tensors, tmp_path / "model.safetensors")
-    np.testing.assert_allclose(logits(open_folder(tmp_path), ids), logits_of(model, ids), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(naive_logits(open_folder(tmp_path), ids), logits_of(model, ids), rtol=0, atol=1e-4)
 
 
 def test_a_head_that_the_config_ties(tmp_path):
@@ -122,7 +116,7 @@ def test_a_head_that_the_config_ties(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     source = open_folder(tmp_path)
     assert not source.config.tied_head
-    np.testing.assert_allclose(logits(source, ids), 2 * logits_of(model, ids), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(naive_logits(source, ids), 2 * logits_of(model, ids), rtol=0, atol=1e-4)
 
 
 def test_unaligned_tensors(tmp_path):

@@ -12,24 +12,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.engine.tiny_models import logits_of, rope, tiny_model, token_ids
+from tests.engine.tiny_models import logits_of, naive_logits, rope, tiny_model, token_ids
 from tests.gguf_files import BF16, F16, F32, Q8_0, as_llama_cpp, gguf_name, write_gguf
 from tests.raising import assert_raises
 
 from whet.engine import Engine
 from whet.errors import WhetValueError
 from whet.models.formats import TABLE
-from whet.models.reference import naive_forward, naive_weights
+from whet.models.reference import naive_weights
 from whet.models.sources.gguf import open_gguf, tensor_name
 from whet.models.sources.gguf_container import parse_gguf, read_gguf
 from whet.models.sources.live import describe_module
 
 QUANTISED = tuple(gguf.GGMLQuantizationType(f.gguf_type) for f in TABLE.values() if f.gguf_name and not f.is_float)
-
-
-def logits(source, ids):
-    weights = naive_weights(source.config, source.pieces(), np.float32)
-    return naive_forward(source.config, weights, ids[0].numpy())
 
 
 CASES = ("llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neox-serial", "gpt2",
@@ -40,7 +35,7 @@ CASES = ("llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", 
 def test_logits_are_those_of_transformers(case, tmp_path):
     model, ids = tiny_model(case, **({"scale_attn_weights": True} if "unscaled" in case else {})), token_ids()
     source = open_gguf(write_gguf(model, tmp_path / "model.gguf"))
-    np.testing.assert_allclose(logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
     live = describe_module(model)
     ours, theirs = naive_weights(source.config, source.pieces()), naive_weights(live.config, live.pieces())
     assert ours.keys() == theirs.keys() and all(np.array_equal(ours[slot], theirs[slot]) for slot in ours)
@@ -80,7 +75,7 @@ def test_every_type(case, kind, tmp_path):
     for slot in theirs:
         np.testing.assert_array_equal(ours[slot], theirs[slot], err_msg=slot)
     ids = token_ids(8)
-    np.testing.assert_allclose(logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-3)
+    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
@@ -88,7 +83,7 @@ def test_an_engine_computes_with_the_blocks_of_the_file(kind, tmp_path):
     """The definition's logits; in the file's own formats but for the inputs of products, which are int8."""
     model = tiny_model("llama", num_hidden_layers=1, hidden_size=256, intermediate_size=256)
     path, ids = write_gguf(model, tmp_path / "model.gguf", kind), token_ids(8)
-    expected = logits(open_gguf(path), ids)
+    expected = naive_logits(open_gguf(path), ids)
 
     def error(engine):
         return np.linalg.norm(engine.logits(ids[0].tolist()) - expected) / np.linalg.norm(expected)
@@ -115,7 +110,7 @@ def test_mixed_types(tmp_path):
     source = open_gguf(path)
     formats = {piece.slot: piece.format for piece in source.pieces() if piece.first_row == 40 or "embed" in piece.slot}
     assert formats["embedding"] == "float16" and formats["layers.0.gate_up"] == "q8_0"
-    np.testing.assert_allclose(logits(source, ids), logits_of(model, ids), rtol=0, atol=0.2)
+    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=0.2)
 
 
 def test_llama3_scaling_is_a_tensor_of_divisors(tmp_path):
@@ -127,7 +122,7 @@ def test_llama3_scaling_is_a_tensor_of_divisors(tmp_path):
     )
     source = open_gguf(path)
     np.testing.assert_allclose(source.config.inv_freq, exact.inv_freq, rtol=1e-6)
-    np.testing.assert_allclose(logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", ["llama-linear", "llama-yarn"])
@@ -141,7 +136,7 @@ def test_scaling_in_the_metadata(case, tmp_path):
         writer.add_rope_scaling_orig_ctx_len(settings.get("original_max_position_embeddings", 64))
 
     source = open_gguf(write_gguf(model, tmp_path / "model.gguf", change=change))
-    np.testing.assert_allclose(logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("n", [12, 24])
@@ -158,7 +153,7 @@ def test_longrope(n, tmp_path):
 
     path = write_gguf(model, tmp_path / "model.gguf", change=change, extra=extra)
     source = open_gguf(path, max_position=n)
-    np.testing.assert_allclose(logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
 
 
 def test_a_file_whose_heads_rotate_in_part_is_refused_where_the_family_does_not(tmp_path):
@@ -190,7 +185,7 @@ def test_logits_are_those_of_llama_cpp(case, tmp_path):
     llama.eval(ids[0].tolist())
     expected = np.array(llama.scores[:16], np.float32)
     llama.close()
-    np.testing.assert_allclose(logits(open_gguf(path), ids), expected, rtol=0, atol=0.05)
+    np.testing.assert_allclose(naive_logits(open_gguf(path), ids), expected, rtol=0, atol=0.05)
 
 
 # --- files that are wrong ------------------------------------------------------------------------------------------
