@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -185,5 +185,29 @@ def assert_same_weights(a: nn.Module, b: nn.Module) -> None:
         assert torch.equal(value, other[name]), name
 
 
-def assert_close_weights(a: nn.Module, b: nn.Module, **tolerance: float) -> None:
+def assert_close_weights(a: nn.Module, b: nn.Module, **tolerance: Any) -> None:
     torch.testing.assert_close(weights(a), weights(b), **tolerance)
+
+
+def make_trainer(algorithm: Callable[..., Any], model: nn.Module | None = None, **settings: Any) -> Any:
+    """A trainer whose step can be written out: no clipping, and float32 where Whet's kernels compute."""
+    given: dict[str, Any] = {"learning_rate": 0.02, "max_grad_norm": 0.0}
+    if hasattr(model, "config") and not hasattr(model, "peft_config"):
+        given["compute"] = "float32"
+    return algorithm(TinyModel() if model is None else model, **{**given, **settings})
+
+
+def padded(rows: list[list[int]], left: bool) -> dict[str, Tensor]:
+    """Rows as a tokenizer pads them on either side."""
+    fills = [[0] * (max(map(len, rows)) - len(row)) for row in rows]
+    ids = [fill + row if left else row + fill for row, fill in zip(rows, fills, strict=True)]
+    masks = [fill + [1] * len(row) if left else [1] * len(row) + fill for row, fill in zip(rows, fills, strict=True)]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(masks)}
+
+
+def assert_same_steps(make: Callable[[], Any], batches: Sequence[tuple[Any, ...]]) -> None:
+    """One step on each batch leaves the same weights."""
+    trainers = [make() for _ in batches]
+    for trainer, batch in zip(trainers, batches, strict=True):
+        trainer.train_step(*batch)
+        assert_same_weights(trainer.model, trainers[0].model)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.raising import assert_raises
-from tests.tiny import EOS, ScriptedEngine, TinyModel, fours, letters_tokenizer, tiny_llama
+from tests.tiny import EOS, ScriptedEngine, TinyModel, fours, letters_tokenizer, padded, tiny_llama
 
 from whet.algorithms.best_of_n import BestOfN
 from whet.errors import RewardError, WhetTypeError, WhetValueError
@@ -73,7 +73,7 @@ def test_evaluation_is_the_mean_of_the_best_rewards():
 
 @pytest.mark.parametrize("model", [TinyModel(), tiny_llama()])
 def test_more_candidates_score_higher(model):
-    prompts = {"input_ids": torch.tensor([[5, 6], [0, 7]]), "attention_mask": torch.tensor([[1, 1], [0, 1]])}
+    prompts = padded(PROMPTS, left=True)
     settings = {"reward_fn": fours, "max_new_tokens": 6, "stop_token_ids": [EOS]}
     results = [BestOfN(model, n=n, **settings).generate(prompts, return_scores=True) for n in (1, 16, 16)]
     best = [result.scores.amax(1) for result in results]

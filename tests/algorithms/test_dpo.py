@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -13,8 +14,11 @@ from tests.tiny import (
     EOS,
     TinyModel,
     assert_close_weights,
+    assert_same_steps,
     assert_same_weights,
     letters_tokenizer,
+    make_trainer,
+    padded,
     timeless,
     tiny_llama,
     token_logprobs,
@@ -32,13 +36,7 @@ PROMPTS = [[5, 6], [7], [8, 9, 10]]
 CHOSEN = [[4, 8, EOS], [9], [6, EOS]]
 REJECTED = [[9, EOS], [10, 10, 10, EOS], [5]]
 ROWS = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in zip(PROMPTS, CHOSEN, REJECTED, strict=True)]
-
-
-def make(model=None, **settings) -> DPO:
-    settings = {"learning_rate": 0.02, "max_grad_norm": 0.0} | settings
-    if hasattr(model, "config") and not hasattr(model, "peft_config"):
-        settings = {"compute": "float32"} | settings
-    return DPO(model if model is not None else TinyModel(), **settings)
+make = partial(make_trainer, DPO)
 
 
 def sums(model, completions):
@@ -344,12 +342,6 @@ def test_evaluation_with_precomputed_references():
 
 
 def test_all_forms_of_a_batch_are_one():
-    def padded(rows, left):
-        width = max(map(len, rows))
-        ids = [[0] * (width - len(r)) + r if left else r + [0] * (width - len(r)) for r in rows]
-        mask = [[0] * (width - len(r)) + [1] * len(r) if left else [1] * len(r) + [0] * (width - len(r)) for r in rows]
-        return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
-
     batches = [
         (PROMPTS, CHOSEN, REJECTED),
         (ROWS,),
@@ -359,13 +351,7 @@ def test_all_forms_of_a_batch_are_one():
         tuple(padded(rows, left=True) for rows in (PROMPTS, CHOSEN, REJECTED)),
         tuple(padded(rows, left=False) for rows in (PROMPTS, CHOSEN, REJECTED)),
     ]
-    models = []
-    for batch in batches:
-        dpo = make()
-        dpo.train_step(*batch)
-        models.append(dpo.model)
-    for model in models[1:]:
-        assert_same_weights(model, models[0])
+    assert_same_steps(make, batches)
 
 
 def test_rows_of_text():

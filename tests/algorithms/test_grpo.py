@@ -18,6 +18,7 @@ from tests.tiny import (
     first_is_four,
     fours,
     letters_tokenizer,
+    padded,
     timeless,
     tiny_llama,
     token_logprobs,
@@ -188,12 +189,9 @@ def test_correction_needs_an_engine_that_tells_logprobs():
 
 @pytest.mark.parametrize("make_model", [TinyModel, tiny_llama])
 def test_padding_side_and_raggedness_change_nothing(make_model):
-    left = {"input_ids": torch.tensor([[5, 6], [0, 7]]), "attention_mask": torch.tensor([[1, 1], [0, 1]])}
-    right = {"input_ids": torch.tensor([[5, 6], [7, 0]]), "attention_mask": torch.tensor([[1, 1], [1, 0]])}
-    ragged = [torch.tensor([5, 6]), torch.tensor([7])]
-    rows = [{"prompt": [5, 6]}, {"prompt": [7]}]
+    forms = [padded(PROMPTS, left=True), padded(PROMPTS, left=False), [torch.tensor(p) for p in PROMPTS], PROMPTS]
     results = []
-    for batch in (left, right, ragged, PROMPTS, rows):
+    for batch in (*forms, [{"prompt": p} for p in PROMPTS]):
         grpo = GRPO(
             make_model(), reward_fn=fours, group_size=4, max_new_tokens=5, learning_rate=0.01, stop_token_ids=[EOS]
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from tests.raising import assert_raises
@@ -9,8 +11,11 @@ from tests.tiny import (
     EOS,
     TinyModel,
     assert_close_weights,
+    assert_same_steps,
     assert_same_weights,
     letters_tokenizer,
+    make_trainer,
+    padded,
     tiny_llama,
     token_logprobs,
     with_lora,
@@ -21,13 +26,7 @@ from whet.errors import WhetTypeError, WhetValueError
 
 PROMPTS = [[5, 6], [7]]
 COMPLETIONS = [[4, 8, EOS], [9]]
-
-
-def make(model=None, **settings) -> SFT:
-    settings = {"learning_rate": 0.02, "max_grad_norm": 0.0} | settings
-    if hasattr(model, "config") and not hasattr(model, "peft_config"):
-        settings = {"compute": "float32"} | settings
-    return SFT(model if model is not None else TinyModel(), **settings)
+make = partial(make_trainer, SFT)
 
 
 def negative_log_likelihood(model, pairs):
@@ -68,29 +67,15 @@ def test_loss_on_all_tokens():
 
 
 def test_all_forms_of_a_batch_are_one():
-    left = {"input_ids": torch.tensor([[5, 6], [0, 7]]), "attention_mask": torch.tensor([[1, 1], [0, 1]])}
-    padded = {
-        "input_ids": torch.tensor([[4, 8, EOS], [9, 0, 0]]),
-        "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]),
-    }
-    rows = [{"prompt": p, "completion": c} for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
-    pairs = list(zip(PROMPTS, COMPLETIONS, strict=True))
-    columns = {"prompt": PROMPTS, "completion": COMPLETIONS}
     batches = [
         (PROMPTS, COMPLETIONS),
-        (left, padded),
-        (rows,),
-        (pairs,),
-        (columns,),
+        (padded(PROMPTS, left=True), padded(COMPLETIONS, left=False)),
+        ([{"prompt": p, "completion": c} for p, c in zip(PROMPTS, COMPLETIONS, strict=True)],),
+        (list(zip(PROMPTS, COMPLETIONS, strict=True)),),
+        ({"prompt": PROMPTS, "completion": COMPLETIONS},),
         ([torch.tensor(p) for p in PROMPTS], COMPLETIONS),
     ]
-    models = []
-    for batch in batches:
-        sft = make()
-        sft.train_step(*batch)
-        models.append(sft.model)
-    for model in models[1:]:
-        assert_same_weights(model, models[0])
+    assert_same_steps(make, batches)
 
 
 def test_a_tensor_of_completions_ends_at_eos():

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tests.raising import assert_raises
 
 from whet.algorithms.sft import sft_loss
 from whet.errors import WhetTypeError, WhetValueError
@@ -35,7 +36,5 @@ def test_nothing_that_counts_is_zero():
 
 
 def test_bad_input_is_named():
-    with pytest.raises(WhetTypeError, match=r"sft_loss: completion_mask is a .* expected bool"):
-        sft_loss(LOGPROBS, MASK.float())
-    with pytest.raises(WhetValueError, match=r"completion_mask has shape \(2, 1\), expected that"):
-        sft_loss(LOGPROBS, MASK[:, :1])
+    assert_raises(WhetTypeError, r"sft_loss: completion_mask is a .* expected bool", sft_loss, LOGPROBS, MASK.float())
+    assert_raises(WhetValueError, r"completion_mask has shape \(2, 1\), expected that", sft_loss, LOGPROBS, MASK[:, :1])

@@ -12,6 +12,7 @@ import time
 import pytest
 from tests.gguf_files import write_gguf
 from tests.processes import WHET, run_python
+from tests.tiny import with_lora
 
 import whet
 from whet.cli import main
@@ -135,16 +136,10 @@ def test_a_gguf_file_with_a_tokenizer_beside_it(run, tiny_model, tmp_path, error
 
 
 def test_adapters(run, tiny_model, tmp_path):
-    import peft
-    import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=3.0)
-    model.save_pretrained(tmp_path / "lora")
+    with_lora(model, b_std=3.0, r=2, target_modules=["q_proj"]).save_pretrained(tmp_path / "lora")
     argv = ["generate", tiny_model, "--prompt", "x", "--max-new-tokens", "16", "--raw"]
     assert run(*argv, "--adapter", tmp_path / "lora").out != run(*argv).out
 

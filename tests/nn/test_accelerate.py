@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.raising import assert_raises
 
 pytest.importorskip("transformers")
 from tests.engine.tiny_models import CASES, VOCAB, foreign_model, tiny_model
 from tests.processes import printed_by, run_python
 from tests.threads import threads
+from tests.tiny import with_lora
 
 import whet
 from whet import WhetTypeError, WhetValueError
@@ -196,10 +198,8 @@ def test_replaced_memory_is_seen(dtype):
 
 
 def test_adapters_are_trained_and_switched_off():
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(trained("llama"), config)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    model = with_lora(trained("llama"), r=2, target_modules=targets, init_lora_weights=False)
     plain, plain_gradients = logprobs_and_gradients(model)
     with accelerate(model, "float32"):
         fast, gradients = logprobs_and_gradients(model)
@@ -219,10 +219,8 @@ def plain_logprobs(model: Any) -> torch.Tensor:
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(WhetTypeError, match="Linear, expected a Hugging Face causal model"):
-        accelerate(torch.nn.Linear(2, 2))
-    with pytest.raises(WhetValueError, match="model_type is 'opt'; the kernels fit gpt2"):
-        accelerate(foreign_model())
+    assert_raises(WhetTypeError, "Linear, expected a Hugging Face causal model", accelerate, torch.nn.Linear(2, 2))
+    assert_raises(WhetValueError, "model_type is 'opt'; the kernels fit gpt2", accelerate, foreign_model())
     with pytest.raises(WhetValueError, match=r"weights are bfloat16 on cpu, expected float32.*model\.float\(\)"):
         accelerate(tiny_model("llama").bfloat16())
     with pytest.raises(WhetValueError, match="dtype is 'float16', expected 'auto'"):

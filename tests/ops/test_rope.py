@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.raising import assert_raises
 from tests.threads import same_on_any_threads
 
 import whet
@@ -280,8 +281,7 @@ X = np.zeros((2, 32), np.float32)
     ],
 )
 def test_errors_say_the_mend(positions, query, key, head_size, table, message):
-    with pytest.raises(whet.WhetError, match="apply_rope: " + message):
-        whet.apply_rope(positions, query, key, head_size, table)
+    assert_raises(whet.WhetError, "apply_rope: " + message, whet.apply_rope, positions, query, key, head_size, table)
 
 
 def test_a_bad_key_leaves_the_query_alone():
@@ -308,8 +308,7 @@ def test_a_bad_key_leaves_the_query_alone():
     ],
 )
 def test_other_errors(call, message):
-    with pytest.raises(whet.WhetError, match=message):
-        call()
+    assert_raises(whet.WhetError, message, call)
 
 
 def test_repr_names_the_settings():

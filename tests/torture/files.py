@@ -129,13 +129,12 @@ def _make_gguf(folder: Path) -> None:
 
 
 def _make_peft(folder: Path) -> None:
-    import peft
+    from tests.tiny import with_lora
     from transformers import AutoModelForCausalLM
 
     make_model(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-    peft.get_peft_model(model, settings).save_pretrained(folder)
+    with_lora(model, r=2, target_modules=["q_proj", "down_proj"]).save_pretrained(folder)
 
 
 def _make_adapters(folder: Path) -> None:

@@ -290,12 +290,16 @@ ALGORITHMS = {
 }
 
 
+def rows_and_trainers(algorithm):
+    rows, settings = ALGORITHMS[algorithm]
+    trainers = (algorithm(Net(), learning_rate=0.01, batch_size=3, **settings) for _ in range(2))
+    return [{**row, "grid": np.full((5, 5), i)} for i, row in enumerate(rows)], *trainers
+
+
 @pytest.mark.parametrize("kind", DATA_SETS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_rows_are_rows_in_every_iterable(algorithm, kind):
-    rows, settings = ALGORITHMS[algorithm]
-    rows = [{**row, "grid": np.full((5, 5), i)} for i, row in enumerate(rows)]
-    trainer, expected = (algorithm(Net(), learning_rate=0.01, batch_size=3, **settings) for _ in range(2))
+    rows, trainer, expected = rows_and_trainers(algorithm)
     trainer.train(DATA_SETS[kind](rows), steps=4)
     for start in (0, 3, 6, 9):
         expected.train_step(rows[start : start + 3])
@@ -306,9 +310,7 @@ def test_rows_are_rows_in_every_iterable(algorithm, kind):
 @pytest.mark.parametrize("kind", [Items, hugging_face, tuple, list])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_rows_are_rows_in_every_sequence(algorithm, kind):
-    rows, settings = ALGORITHMS[algorithm]
-    rows = [{**row, "grid": np.full((5, 5), i)} for i, row in enumerate(rows)]
-    trainer, expected = (algorithm(Net(), learning_rate=0.01, batch_size=3, **settings) for _ in range(2))
+    rows, trainer, expected = rows_and_trainers(algorithm)
     trainer.train(kind(rows), n_epochs=2)
     for batch in itertools.islice(shuffled_batches(10, 3, 0), 6):
         expected.train_step([rows[i] for i in batch])
