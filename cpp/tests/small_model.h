@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <random>
 #include <string>
 #include <utility>
@@ -75,6 +76,28 @@ inline Request prompt(size_t length, size_t n, size_t max_new, uint64_t index) {
     r.tokens = tokens(length, 1);  // all prompts begin alike
     r.n = n, r.max_new_tokens = max_new, r.prompt_index = index, r.seed = 3;
     return r;
+}
+
+// Rank 3, on rows of the first layer's second product and on the whole of another.
+inline std::unique_ptr<Adapter> adapter_of(const ModelConfig& c) {
+    auto adapter = std::make_unique<Adapter>(c.n_layers);
+    const auto low = [](size_t first, size_t n, size_t k) {
+        LowRank part{first, std::make_unique<PackedWeight>(WeightFormat::kFloat32, 3, k),
+                     std::make_unique<PackedWeight>(WeightFormat::kFloat32, n, 3)};
+        const std::vector<float> values(3 * std::max(n, k), 0.05f);
+        part.a->pack_rows(0, 3, values.data(), Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
+        part.b->pack_rows(0, n, values.data(), Source::kFloat32, 3, 1);
+        return part;
+    };
+    adapter->layers[0][0].push_back(low(20, 40, c.hidden_dim));
+    adapter->layers[1][3].push_back(low(0, c.hidden_dim, c.ffn_dim));
+    adapter->max_rank = 3;
+    return adapter;
+}
+
+inline void run(Scheduler& s) {
+    while (s.step()) {
+    }
 }
 
 using Said = std::vector<std::pair<std::vector<int32_t>, std::vector<float>>>;

@@ -1,25 +1,13 @@
 """``whet best-of-n`` as a user has it: JSON lines out, the same again for the same seed, mistakes answered."""
 
 import json
-from pathlib import Path
 
 import pytest
-import torch
 
 from whet.cli import main
 from whet.data.rows import read_rows
 
-ROOT = Path(__file__).parents[2]
 CONFIG = "examples/best_of_n.toml"
-
-
-@pytest.fixture(autouse=True)
-def at_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -5,19 +5,12 @@ import json
 
 import numpy as np
 import pytest
+from tests.raising import assert_raises
 
 import whet
 from whet import Engine, SamplingParams
 from whet.models.formats import FORMATS, PAGE_TOKENS, choose_formats
-from whet.models.sizes import (
-    PRESETS,
-    estimate,
-    load_source,
-    page_bytes,
-    slot_bytes,
-    source_of_config,
-    training,
-)
+from whet.models.sizes import PRESETS, estimate, load_source, page_bytes, slot_bytes, source_of_config, training
 from whet.models.slots import Piece, Source
 
 # Ragged in everything: rows that are no panels, columns that are no blocks of one format or another.
@@ -258,13 +251,11 @@ def test_errors_say_the_fix(tmp_path):
             "estimate: the engine does not run this model",
         ),
     ):
-        with pytest.raises(whet.WhetValueError, match=message):
-            call()
+        assert_raises(whet.WhetValueError, message, call)
     for text in ("{", "[]"):
         (tmp_path / "config.json").write_text(text)
         for given in (tmp_path, tmp_path / "config.json"):
-            with pytest.raises(whet.WhetValueError, match=r"config\.json"):
-                load_source(str(given))
+            assert_raises(whet.WhetValueError, r"config\.json", load_source, str(given))
 
 
 def test_a_folder_and_a_file_are_read(tmp_path):
