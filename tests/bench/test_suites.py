@@ -15,7 +15,7 @@ from whet.bench.contenders.packing import (
     random_lengths,
 )
 from whet.bench.suites import load_suite, suite_names
-from whet.bench.suites.llm_ops import Groups, Logprobs, exact_kl, population, sample
+from whet.bench.suites.llm_ops import Groups, Logprobs, exact_advantages, exact_kl, sample
 from whet.bench.suites.trl import Trajectories, gae, k3, trl_definition
 from whet.ops.packing import naive_pack_sequences
 
@@ -96,7 +96,7 @@ def test_a_missing_peer_is_an_import_error(table, monkeypatch):
 
 def test_advantages_by_hand():
     groups = Groups(np.array([1.0, 3.0, 2.0, 6.0]), 2)
-    np.testing.assert_allclose(population(groups).astype(float), [[-1, 1], [-1, 1]], rtol=1e-15)
+    np.testing.assert_allclose(exact_advantages(groups).astype(float), [[-1, 1], [-1, 1]], rtol=1e-15)
     half = np.sqrt(0.5)  # the sample deviation of two is |a - b| / sqrt(2)
     np.testing.assert_allclose(sample(groups).astype(float), [[-half, half], [-half, half]], rtol=1e-15)
     first, second = 1 / (np.sqrt(2) + 1e-4), 2 / (np.sqrt(8) + 1e-4)
