@@ -64,3 +64,8 @@ def in_loop(function: Function, tensors: bool = False) -> Prepare:
         return lambda: [call(*row) for row in rows]
 
     return prepare
+
+
+def in_float64(naive: Callable[..., Any], **options: Any) -> Callable[[Any], Any]:
+    """The reference ``naive(*inputs, **options)``, the inputs widened."""
+    return lambda inputs: naive(*(x.astype(np.float64) for x in inputs), **options)
