@@ -78,9 +78,14 @@ class Case:
     note: str = ""
 
 
+def to_array(answer: Any) -> np.ndarray:
+    """An answer in float64, of NumPy or torch, which alone has bfloat16."""
+    return np.asarray(answer.float() if hasattr(answer, "float") else answer, np.float64)
+
+
 def relative_error(answer: Any, reference: Any) -> float:
     """max |answer - reference| / max(1, |reference|); infinite where shapes differ or only one is NaN."""
-    got, right = np.asarray(answer, np.float64), np.asarray(reference, np.float64)
+    got, right = to_array(answer), np.asarray(reference, np.float64)
     if got.shape != right.shape or not np.array_equal(np.isfinite(got), np.isfinite(right)):
         return float("inf")
     finite = np.isfinite(right)

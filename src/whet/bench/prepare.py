@@ -9,7 +9,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from whet.bench.case import Call
 
 Prepare = Callable[[Any], Call]
 Function = Callable[..., Any] | str
+Dtype = Literal["float32", "bfloat16"]
 
 ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
@@ -52,6 +53,11 @@ def on_arrays(function: Function, **options: Any) -> Prepare:
 def on_tensors(function: Function, dtype: str = "", **options: Any) -> Prepare:
     """``function(*inputs, **options)`` with torch tensors in place of arrays, made outside the timing."""
     return lambda inputs: partial(found(function), *(tensor(x, dtype) for x in inputs), **options)
+
+
+def in_dtype(function: Function, dtype: Dtype, **options: Any) -> Prepare:
+    """On arrays in float32, on torch tensors in bfloat16, which NumPy has not."""
+    return on_arrays(function, **options) if dtype == "float32" else on_tensors(function, dtype, **options)
 
 
 def in_loop(function: Function, tensors: bool = False) -> Prepare:
