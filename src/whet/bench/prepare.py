@@ -73,5 +73,10 @@ def in_loop(function: Function, tensors: bool = False) -> Prepare:
 
 
 def in_float64(naive: Callable[..., Any], **options: Any) -> Callable[[Any], Any]:
-    """The reference ``naive(*inputs, **options)``, the inputs widened."""
-    return lambda inputs: naive(*(x.astype(np.float64) for x in inputs), **options)
+    """The reference ``naive(*inputs, **options)``, the floats widened."""
+
+    def reference(inputs: Any) -> Any:
+        wide = [x.astype(np.float64) if x.dtype == np.float32 else x for x in inputs]
+        return naive(*wide, **options)
+
+    return reference
