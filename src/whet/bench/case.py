@@ -5,6 +5,7 @@ A suite is one short module in ``suites/`` with a ``SUITE``; it is registered no
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -139,6 +140,13 @@ class Timed:
     counted: str = ""
     note: str = ""
     peak_bytes: int | None = None
+
+
+def seconds_of(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+    """What ``work(*arguments)`` returns, and how long it took."""
+    started = time.perf_counter()
+    answer = work(*arguments)
+    return answer, time.perf_counter() - started
 
 
 @dataclass(frozen=True)
