@@ -33,6 +33,15 @@ _MOVED = "model.layers.0.self_attn.k_proj.weight"
 _LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
+def step_flops(model: ModelShape, n_passes: int, prompts: tuple[int, float], completions: tuple[int, float]) -> float:
+    """Operations of passes over prompts and completions, (how many, length) each, that compute every token once."""
+    (n_prompts, prompt), (n_completions, completion) = prompts, completions
+    n_completion = n_completions * completion
+    n_tokens = n_prompts * prompt + n_completion
+    context = (n_prompts * prompt**2 / 2 + n_completion * (prompt + completion / 2)) / n_tokens
+    return n_passes * model.forward_flops(round(n_tokens), round(n_completion), context)
+
+
 @dataclass(frozen=True)
 class GRPOShape:
     """Sizes of a GRPO step, in prompts, completions and tokens.
@@ -70,15 +79,9 @@ class GRPOShape:
 
     @property
     def n_flops(self) -> float:
-        """Operations of a step that computes every token once.
-
-        Sampling, forward and the backward's two products; with a KL term, the reference's forward too.
-        """
-        prompt, completion = self.prompt_length, self._completion_length
-        n_completion = self.n_completions * completion
-        n_tokens = self.n_prompts * prompt + n_completion
-        context = (self.n_prompts * prompt**2 / 2 + n_completion * (prompt + completion / 2)) / n_tokens
-        return (5 if self.beta else 4) * self.model.forward_flops(round(n_tokens), round(n_completion), context)
+        """Sampling, forward and the backward's two products; with a KL term, the reference's forward too."""
+        completions = self.n_completions, self._completion_length
+        return step_flops(self.model, 5 if self.beta else 4, (self.n_prompts, self.prompt_length), completions)
 
     @property
     def _completion_length(self) -> float:
@@ -109,12 +112,9 @@ class DPOShape:
 
     @property
     def n_flops(self) -> float:
-        """Operations of a step that computes every token once: the reference, forward, and the backward's two."""
-        prompt, completion = self.prompt_length, self.completion_length
-        n_completion = 2 * self.n_pairs * completion
-        n_tokens = self.n_pairs * prompt + n_completion
-        context = (self.n_pairs * prompt**2 / 2 + n_completion * (prompt + completion / 2)) / n_tokens
-        return 4 * self.model.forward_flops(n_tokens, n_completion, context)
+        """The reference, forward, and the backward's two."""
+        completions = 2 * self.n_pairs, self.completion_length
+        return step_flops(self.model, 4, (self.n_pairs, self.prompt_length), completions)
 
     def pairs(self) -> list[dict[str, str]]:
         """The pairs of every step, a token a letter; EOS, which trainers add, is the last token of a completion."""
