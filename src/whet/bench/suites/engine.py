@@ -11,10 +11,10 @@ Whet samples at temperature 1 and gives log-probs. The others take the most prob
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from whet.bench.case import BenchOptions, Case, Provider, Suite, Table
 from whet.bench.contenders.engine import hf, llama_cpp, native
@@ -41,50 +41,37 @@ Width = Literal["float32", "bf16", "8 bits", "4 bits"]
 LIBRARIES = {"whet": native.Whet(), "llama.cpp": llama_cpp.LlamaCpp(), "transformers": hf.Transformers()}
 
 
-class Kind(NamedTuple):
-    """A contender, by how it is called and what its weights are."""
-
-    name: str
-    library: Literal["whet", "llama.cpp", "transformers"]
-    weights: str
-    width: Width
-
-
-def contenders(*kinds: Kind, task: str, note: str = "", llama_note: str = "") -> list[Provider]:
-    """A provider of each kind, by the method ``task`` of its library; ``note`` is for all of Whet's, of its weights."""
-    notes = {"whet": note, "llama.cpp": llama_note, "transformers": ""}
-
-    def provider(kind: Kind) -> Provider:
-        prepare = partial(getattr(LIBRARIES[kind.library], task), kind.weights)
-        plain = "weights in {}" if kind.name == "whet" else ""
-        text = (notes[kind.library] or plain).format(kind.weights)
-        return Provider(kind.name, prepare, tolerance=TOLERANCE[kind.width], note=text)
-
-    return [provider(kind) for kind in kinds]
-
-
-FLOAT32 = (Kind("whet", "whet", "float32", "float32"), Kind("transformers", "transformers", "float32", "float32"))
-BF16 = (
-    Kind("whet", "whet", "bf16", "bf16"),
-    Kind("llama.cpp bf16", "llama.cpp", "bf16", "bf16"),
-    Kind("transformers bf16", "transformers", "bfloat16", "bf16"),
-)
-F16 = Kind("llama.cpp f16", "llama.cpp", "f16", "bf16")
-EIGHT = (
-    Kind("whet", "whet", "int8", "8 bits"),
-    Kind("whet bf16", "whet", "bf16", "bf16"),
-    Kind("llama.cpp q8_0", "llama.cpp", "q8_0", "8 bits"),
-)
-FOUR = (
-    Kind("whet", "whet", "q4_k", "4 bits"),
-    Kind("whet int4", "whet", "int4", "4 bits"),
-    Kind("llama.cpp q4_K_M", "llama.cpp", "q4_K_M", "4 bits"),
-    Kind("llama.cpp q4_0", "llama.cpp", "q4_0", "4 bits"),
-)
-INT8, Q4_K = Kind("whet int8", "whet", "int8", "8 bits"), Kind("whet q4_k", "whet", "q4_k", "4 bits")
+WIDTHS: dict[str, Width] = {
+    "float32": "float32", "bf16": "bf16", "bfloat16": "bf16", "f16": "bf16", "int8": "8 bits", "q8_0": "8 bits",
+    "int4": "4 bits", "q4_k": "4 bits", "q4_0": "4 bits", "q4_K_M": "4 bits",
+}  # fmt: skip
+"""Of the names that the libraries have for the formats of weights."""
 _RATES: dict[Width, Literal["float32", "bfloat16", "int8"]] = {
     "float32": "float32", "bf16": "bfloat16", "8 bits": "int8", "4 bits": "int8",
 }  # fmt: skip
+
+Kinds = Mapping[str, str]
+"""Contenders: how each is called, by its library first, and what its weights are."""
+FLOAT32 = {"whet": "float32", "transformers": "float32"}
+WHET_BF16 = {"whet": "bf16"}
+PEERS_BF16 = {"llama.cpp bf16": "bf16", "transformers bf16": "bfloat16"}
+BF16 = {**WHET_BF16, **PEERS_BF16}
+EIGHT = {"whet": "int8", "whet bf16": "bf16", "llama.cpp q8_0": "q8_0"}
+FOUR = {"whet": "q4_k", "whet int4": "int4", "llama.cpp q4_K_M": "q4_K_M", "llama.cpp q4_0": "q4_0"}
+INT8, Q4_K = {"whet int8": "int8"}, {"whet q4_k": "q4_k"}
+
+
+def contenders(kinds: Kinds, task: str, note: str = "", llama_note: str = "") -> list[Provider]:
+    """A provider of each kind, by the method ``task`` of its library; ``note`` is for all of Whet's, of its weights."""
+
+    def provider(name: str, weights: str) -> Provider:
+        library = name.partition(" ")[0]
+        plain = "weights in {}" if name == "whet" else ""
+        text = {"whet": note or plain, "llama.cpp": llama_note}.get(library, "").format(weights)
+        prepare = partial(getattr(LIBRARIES[library], task), weights)
+        return Provider(name, prepare, tolerance=TOLERANCE[WIDTHS[weights]], note=text)
+
+    return [provider(*kind) for kind in kinds.items()]
 
 
 def weight_bytes(shape: ModelShape, width: Width) -> float:
@@ -149,12 +136,12 @@ def decode_case(
 
 
 def decode_table(
-    shape: ModelShape, width: Width, kinds: Sequence[Kind], batches: Sequence[int], again: Sequence[int] = ()
+    shape: ModelShape, width: Width, kinds: Kinds, batches: Sequence[int], again: Sequence[int] = ()
 ) -> Table:
     """Decode by batch; on fewer threads too for the batches in ``again``."""
     cases = [decode_case(f"batch {n}", shape, width, n, n, again=n in again) for n in batches]
     note = f"Prompts of {PROMPT_LENGTH} tokens, {N_STEPS} steps. {DECODE_NOTE} {NOTE}"
-    providers = contenders(*kinds, task="decode")
+    providers = contenders(kinds, "decode")
     return _table(f"Decode, {shape.name}, {width}", cases, providers, _STEP, note, "tokens", "batch")
 
 
@@ -162,7 +149,7 @@ def context_table(shape: ModelShape, lengths: Sequence[int]) -> Table:
     """Decode of one row, by the length of its prompt."""
     cases = [decode_case(f"context {n}", shape, "bf16", 1, n, n) for n in lengths]
     note, label = f"One row, {N_STEPS} steps. {DECODE_NOTE}", "tokens before the first step"
-    providers = contenders(*BF16, task="decode")
+    providers = contenders(BF16, "decode")
     return _table(f"Decode by context, {shape.name}, bf16", cases, providers, _STEP, note, "tokens", label)
 
 
@@ -184,7 +171,7 @@ def prefill_table(shape: ModelShape, n_prompts: Sequence[int], length: int = 512
         for n in n_prompts
     ]
     note = f"Prompts that are in no cache, to the first token of each. {NOTE}"
-    providers = contenders(*BF16, task="prefill")
+    providers = contenders(BF16, "prefill")
     return _table(f"Prefill, {shape.name}, bf16", cases, providers, "inside", note, "tokens")
 
 
@@ -213,7 +200,7 @@ def group_table(shape: ModelShape, n_samples: int = 32, n_steps: int = 63) -> Ta
     return _table(
         f"A group of {n_samples}, {shape.name}, bf16",
         [case(length) for length in (64, 512)],
-        contenders(*BF16, task="group"),
+        contenders(BF16, "group"),
         "inside",
         f"A prompt that is in no cache and {n_samples} completions of {1 + n_steps} tokens, the prompt's time "
         "included. llama.cpp runs the prompt once and its rows share it, greedily; transformers runs it for every row, "
@@ -234,7 +221,7 @@ def sync_table(shape: ModelShape) -> Table:
     return _table(
         f"Sync after an update, {shape.name}",
         [case("float32", 4), case("bfloat16", 2)],
-        [*contenders(BF16[0], INT8, Q4_K, task="sync", note="packs {}"), copy],
+        [*contenders({**WHET_BF16, **INT8, **Q4_K}, "sync", note="packs {}"), copy],
         "none: the copy is written where one was",
         "Every weight changes before each call. Bytes: every parameter read once. Whet's error is that of a "
         "completion after it, against the changed model.",
@@ -245,10 +232,9 @@ def sync_table(shape: ModelShape) -> Table:
 def load_table(shape: ModelShape) -> Table:
     """From the files to an engine that can generate."""
     case = _case("bfloat16 safetensors", shape, 1, 16, n_bytes=2 * shape.n_weights, n_items=shape.n_weights)
-    whet, *peers = BF16
     load = partial(contenders, task="load_files", llama_note=_FROM_FILE)
     reading = Provider("reading the file", native.read_file, tolerance=0.0, note="into memory that is there")
-    providers = [*load(whet, INT8, Q4_K), reading, *load(*peers)]
+    providers = [*load({**WHET_BF16, **INT8, **Q4_K}), reading, *load(PEERS_BF16)]
     note = "The files are in the system's cache: nobody waits for a disk."
     return _table(f"Load, {shape.name}", [case], providers, "inside", note, "parameters")
 
@@ -261,8 +247,7 @@ def memory_table(shape: ModelShape, n_rows: int = 32, n_steps: int = 63) -> Tabl
     beside = f"matrices of {' and '.join(matrices.values())}; keys and values of {kv_mb:.0f} MB"
     n_items = n_rows * (1 + n_steps)
     case = _case(name, shape, n_rows, PROMPT_LENGTH, n_steps=n_steps, n_items=n_items, note=beside)
-    whet, *peers = BF16
-    providers = contenders(whet, INT8, *peers, task="lifetime", llama_note=_FROM_FILE)
+    providers = contenders({**WHET_BF16, **INT8, **PEERS_BF16}, "lifetime", llama_note=_FROM_FILE)
     note = "Load the files, generate, free everything: how far the memory of the process rose meanwhile."
     return _table(f"Peak memory, {shape.name}", [case], providers, "inside", note, "tokens", peak_memory=True)
 
@@ -272,7 +257,7 @@ def tables(options: BenchOptions) -> list[Table]:
     if options.quick:
         return [decode_table(LLAMA_135M, "bf16", BF16, (8,)), prefill_table(LLAMA_135M, (1,))]
     return [
-        decode_table(LLAMA_135M, "bf16", (*BF16, F16), (1, 2, 4, 8, 16, 32, 64), again=(1, 32)),
+        decode_table(LLAMA_135M, "bf16", {**BF16, "llama.cpp f16": "f16"}, (1, 2, 4, 8, 16, 32, 64), again=(1, 32)),
         decode_table(LLAMA_135M, "8 bits", EIGHT, (1, 8, 32)),
         decode_table(LLAMA_135M, "4 bits", FOUR, (1, 8, 32)),
         decode_table(LLAMA_135M, "float32", FLOAT32, (1, 32)),
