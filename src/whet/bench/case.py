@@ -81,7 +81,7 @@ class Case:
 
 def to_array(answer: Any) -> np.ndarray:
     """An answer in float64, of NumPy or torch, which alone has bfloat16."""
-    return np.asarray(answer.float() if hasattr(answer, "float") else answer, np.float64)
+    return np.asarray(answer.double() if hasattr(answer, "double") else answer, np.float64)
 
 
 def relative_error(answer: Any, reference: Any) -> float:

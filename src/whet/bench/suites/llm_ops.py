@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import whet
-from whet.bench.case import BenchOptions, Case, Provider, Suite, Table, relative_error
-from whet.bench.prepare import Function, Prepare, found, in_loop, on_arrays, on_tensors, tensor
+from whet.bench.case import BenchOptions, Case, Provider, Suite, Table, relative_error, to_array
+from whet.bench.prepare import ITEM_BYTES, Function, Prepare, found, in_loop, on_arrays, on_tensors, tensor
 from whet.ops.advantages import naive_group_advantages
 from whet.ops.divergence import naive_token_kl
 
@@ -26,7 +26,7 @@ TOLERANCE = {"float32": 2e-6, "float64": 1e-12}
 
 def flat_error(answer: Any, reference: Any) -> float:
     """``relative_error``, whether the answer is one array, or a list of one per group or sequence."""
-    return relative_error(np.asarray(answer, np.float64).ravel(), np.ravel(reference))
+    return relative_error(to_array(answer).ravel(), np.ravel(reference))
 
 
 def cold(case: Case) -> Case:
@@ -89,13 +89,13 @@ def group_case(
     n_prompts: int, group_size: int, published: Mapping[str, float], dtype: str = "float64", **fields: Any
 ) -> Case:
     """Advantages of groups of normal rewards that float32 represents exactly: every dtype gets the same values."""
-    n, itemsize = n_prompts * group_size, np.dtype(dtype).itemsize
+    n = n_prompts * group_size
     return Case(
         f"{n_prompts} x {group_size}",
         inputs=lambda rng: Groups(rng.standard_normal(n, np.float32).astype(dtype), group_size),
         reference=exact_advantages,
         tolerance=TOLERANCE[dtype],
-        n_bytes=2 * itemsize * n,
+        n_bytes=2 * ITEM_BYTES[dtype] * n,
         n_items=n,
         size=n,
         published=published,
@@ -189,7 +189,7 @@ def kl_case(batch: int, length: int, dtype: str = "float64", reference: Any = ex
         inputs,
         reference,
         TOLERANCE[dtype],
-        n_bytes=np.dtype(dtype).itemsize * batch * (2 * length + 1),
+        n_bytes=ITEM_BYTES[dtype] * batch * (2 * length + 1),
         n_items=batch * length,
         size=length,
         **fields,
