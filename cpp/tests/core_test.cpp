@@ -464,19 +464,19 @@ void test_host_lock() {
     int held = 0, free = 0;
     auto look = [&](size_t) { ++(times_released == times_acquired ? held : free); };
     whet::parallel_for(1, kLittle, look);
-    expect("the lock was released for little work", held == 1 && times_released == 0);
+    expect(held == 1 && times_released == 0, "little work keeps the lock");
     whet::parallel_for(1, kMuch, look);
-    expect("the lock was held during much work", free == 1 && times_released == 1 && times_acquired == 1);
+    expect(free == 1 && times_released == 1 && times_acquired == 1, "much work releases the lock");
     bool thrown = false;
     try {
         whet::parallel_split(8, 2, kMuch, [](size_t, size_t) { throw std::runtime_error("a task's"); });
     } catch (const std::runtime_error&) {
         thrown = true;
     }
-    expect("the lock was not acquired after an exception", thrown && times_released == 2 && times_acquired == 2);
+    expect(thrown && times_released == 2 && times_acquired == 2, "an exception comes with the lock");
     whet::host_lock.release = []() -> void* { return nullptr; };  // the thread does not hold it
     whet::parallel_for(1, kMuch, look);
-    expect("a lock that the thread did not hold was acquired", times_acquired == 2);
+    expect(times_acquired == 2, "a lock that the thread did not hold is not acquired");
     whet::host_lock = {};
 }
 
