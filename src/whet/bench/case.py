@@ -143,7 +143,7 @@ class Timed:
 
 
 def seconds_of(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
-    """What ``work(*arguments)`` returns, and how long it took."""
+    """The result of ``work(*arguments)``, and the seconds it took."""
     started = time.perf_counter()
     answer = work(*arguments)
     return answer, time.perf_counter() - started
