@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.processes import printed_by
 
 from whet.errors import DiskFullError, FolderInUseError
 from whet.files import (
@@ -228,8 +229,7 @@ def test_a_torn_line_goes_and_digests_are_of_the_bytes(tmp_path):
 
 def test_the_module_needs_the_standard_library_alone():
     code = "import sys, whet.errors; before = set(sys.modules); import whet.files; print(set(sys.modules) - before)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    packages = {name.split(".")[0] for name in eval(done.stdout)}
+    packages = {name.split(".")[0] for name in eval(printed_by(code))}
     assert packages <= set(sys.stdlib_module_names) | {"whet"}
 
 

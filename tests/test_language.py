@@ -19,6 +19,14 @@ REPLACED = {
     r"\bneeds? (NumPy|the standard library) alone\b": "needs only",
     r'^\s*"""(What|Where) (?!is wrong)': "a noun phrase, or an imperative",
     r"\b[Ww]ords of the vocabulary\b": "vocabulary entries",
+    r"\bdepends? on [\w' ]+ alone\b": "depends only on",
+    r"\bwould wait for itself\b": "is bound by latency",
+    r"\bmeets? (V|y|its pages|a block|them in blocks)\b": "is multiplied with, is added to",
+    r"\bpast the caches\b": "bypass the caches",
+    r"^\s*(for \()?(const )?(auto|size_t|float|f32x16|u?int\d+_t|[A-Z]\w+)[&*]* one( =| :)": "what the value is",
+    r"\bstands? above\b": "override",
+    r"\b(save|step|tensors|torch|A and B|safetensors) alone\b": "only",
+    r"\bdef _?(turned|joined|projected|unwrapped|parsed|measured|templated)\b": "a verb",
 }
 
 

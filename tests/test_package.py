@@ -2,40 +2,29 @@
 
 import multiprocessing
 import os
-import subprocess
-import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import pytest
 from tests.isas import printed_by_isa, run_tests, usable_isas
+from tests.processes import run_python
+from tests.raising import assert_raises
+from tests.threads import threads
 
 import whet
 
 ISAS = ["scalar", "avx2", "avx512", "avx512bf16", "neon"]
 
 
-def python(code, **env):
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}, timeout=600
-    )
-
-
 def available_isas():
     found = []
     for isa in ISAS:
-        run = python("import whet; print(whet.isa())", WHET_ISA=isa)
+        run = run_python("import whet; print(whet.isa())", WHET_ISA=isa)
         if run.returncode == 0:
             assert run.stdout.strip() == isa
             found.append(isa)
         else:
             assert f"WHET_ISA={isa} is not available" in run.stderr
     return found
-
-
-def test_import_needs_numpy_alone():
-    code = "import sys, whet; print([m for m in ('torch', 'transformers', 'rich', 'tyro') if m in sys.modules])"
-    assert python(code).stdout.strip() == "[]"
 
 
 def test_the_engine_stands_at_top_level_and_needs_numpy_alone():
@@ -45,7 +34,7 @@ def test_the_engine_stands_at_top_level_and_needs_numpy_alone():
         "print([m for m in ('torch', 'transformers', 'safetensors', 'rich', 'tyro') if m in sys.modules])\n"
         "whet.Engin"
     )
-    run = python(code)
+    run = run_python(code)
     assert run.stdout == "False True\n[]\n"
     assert "module 'whet' has no attribute 'Engin'" in run.stderr
 
@@ -97,7 +86,7 @@ def test_every_instruction_set_gives_the_same_bits():
 
 def test_every_number_of_threads_gives_the_same_bits():
     program = f"{IMPORTS}\n{DIGEST}"
-    assert len({python(program, WHET_NUM_THREADS=n).stdout for n in ("1", "2", "5")}) == 1
+    assert len({run_python(program, WHET_NUM_THREADS=n).stdout for n in ("1", "2", "5")}) == 1
 
 
 def test_primitives_hold_on_every_instruction_set():
@@ -117,29 +106,24 @@ def test_build_info_names_what_runs():
     assert set(info) == {"compiler", "build_type", "instruction_sets", "usable_instruction_sets"}
     assert set(usable) <= set(built) <= set(ISAS) and "scalar" in usable
     assert set(usable) == set(available_isas())
-    assert python("import whet; print(whet.isa())", WHET_ISA="").stdout.strip() == usable[0]
+    assert run_python("import whet; print(whet.isa())", WHET_ISA="").stdout.strip() == usable[0]
     assert any(name in info["compiler"] for name in ("GCC", "Clang", "clang")) and info["build_type"]
 
 
 def test_bad_environment_is_named():
     assert (
         "WHET_NUM_THREADS=many is not a number"
-        in python("import whet; whet.get_num_threads()", WHET_NUM_THREADS="many").stderr
+        in run_python("import whet; whet.get_num_threads()", WHET_NUM_THREADS="many").stderr
     )
-    assert "WHET_ISA=mmx is not available" in python("import whet; whet.isa()", WHET_ISA="mmx").stderr
+    assert "WHET_ISA=mmx is not available" in run_python("import whet; whet.isa()", WHET_ISA="mmx").stderr
 
 
 def test_thread_settings():
-    before = whet.get_num_threads()
-    try:
-        for n in (1, 4, 2):
-            whet.set_num_threads(n)
+    for n in (1, 4, 2):
+        with threads(n):
             assert whet.get_num_threads() == n
-        for bad, message in ((0, "at least 1"), (1.5, "an integer"), (5000, "at most 1024")):
-            with pytest.raises(whet.WhetError, match=message):
-                whet.set_num_threads(bad)
-    finally:
-        whet.set_num_threads(before)
+    for bad, message in ((0, "at least 1"), (1.5, "an integer"), (5000, "at most 1024")):
+        assert_raises(whet.WhetError, message, whet.set_num_threads, bad)
 
 
 X = np.random.default_rng(0).normal(size=(64, 5000))
@@ -147,15 +131,10 @@ X = np.random.default_rng(0).normal(size=(64, 5000))
 
 def test_calls_from_many_threads_at_once():
     expected = whet.compute_batch_token_kl(X, -X)
-    results = []
-    threads = [threading.Thread(target=lambda: results.append(whet.compute_batch_token_kl(X, -X))) for _ in range(8)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert len(results) == 8
-    for r in results:
-        np.testing.assert_array_equal(r, expected)
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda _: whet.compute_batch_token_kl(X, -X), range(8)))
+    for result in results:
+        np.testing.assert_array_equal(result, expected)
 
 
 def _in_child(queue):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
-from whet.sampling import Completion, SamplingParams
+from whet.config.sampling import Completion, SamplingParams
 
 torch.set_num_threads(1)  # the models are too small for more
 
@@ -32,6 +34,15 @@ class TinyModel(nn.Module):
         return self.head(self.dropout(self.mixer(self.embedding(input_ids))[0]))
 
 
+class OwnGenerate(TinyModel):
+    """With a generate of its own, which draws from torch's generator and tells no log-probs."""
+
+    def generate(self, input_ids: Tensor, max_new_tokens: int) -> Tensor:
+        for _ in range(max_new_tokens):
+            input_ids = torch.cat([input_ids, torch.multinomial(self(input_ids)[:, -1].softmax(-1), 1)], 1)
+        return input_ids
+
+
 LLAMA = {
     "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 64, "eos_token_id": EOS, "bos_token_id": 1, "pad_token_id": 0,
@@ -47,14 +58,18 @@ def tiny_llama(seed: int = 0, **options: Any) -> Any:
         return LlamaForCausalLM(LlamaConfig(**{**LLAMA, **options}))
 
 
-def with_lora(model: Any, seed: int = 0) -> Any:
+def with_lora(model: Any, seed: int = 0, b_std: float = 0.0, **settings: Any) -> Any:
+    """The model with random adapters of PEFT, whose B are not zero where ``b_std`` is given."""
     from peft import LoraConfig, get_peft_model
 
-    with torch.random.fork_rng():
+    given = {"r": 4, "target_modules": ["v_proj", "down_proj", "lm_head"], "task_type": "CAUSAL_LM"}
+    with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        return get_peft_model(
-            model, LoraConfig(r=4, target_modules=["v_proj", "down_proj", "lm_head"], task_type="CAUSAL_LM")
-        )
+        model = get_peft_model(model, LoraConfig(**{**given, **settings}))
+        for name, parameter in model.named_parameters():
+            if b_std and "lora_B" in name:
+                parameter.normal_(std=b_std)
+    return model
 
 
 def letters_tokenizer() -> Any:
@@ -97,6 +112,62 @@ class ScriptedEngine:
         ]
 
 
+class Recorded:
+    """Passes on to an engine, and keeps what it was asked and what came back."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.policy_version = 0
+        self.asked: list[tuple[int, int, float]] = []
+        self.groups: list[list[list[Completion]]] = []
+
+    def sync(self, model: Any) -> None:
+        self.policy_version += 1
+        self.engine.sync(model)
+
+    def generate(self, prompt_ids: Any, n: int, sampling: SamplingParams) -> list[list[Completion]]:
+        self.asked.append((len(prompt_ids), n, sampling.temperature))
+        self.groups.append(self.engine.generate(prompt_ids, n, sampling))
+        return self.groups[-1]
+
+
+class Items(Dataset):
+    """The least that is a data set of torch."""
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, i: int) -> Any:
+        if not 0 <= i < len(self.items):
+            raise KeyError(i)  # torch asks for no IndexError
+        return self.items[i]
+
+
+class Streamed(IterableDataset):
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+def fours(completions: list[Tensor]) -> list[float]:
+    """A reward: how often token 4 comes."""
+    return [float((c == 4).sum()) for c in completions]
+
+
+def first_is_four(completions: list[Tensor]) -> list[float]:
+    return [float(c[0] == 4) for c in completions]
+
+
+def timeless(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics that are the same in every run."""
+    return {name: value for name, value in metrics.items() if "time" not in name and name != "tokens_per_s"}
+
+
 def token_logprobs(model: nn.Module, prompt: list[int], completion: list[int], temperature: float = 1.0) -> Tensor:
     """Per-token log-probs of one completion, one row, no padding: the plain definition."""
     output = model(torch.tensor([prompt + completion]))
@@ -112,3 +183,31 @@ def assert_same_weights(a: nn.Module, b: nn.Module) -> None:
     other = weights(b)
     for name, value in weights(a).items():
         assert torch.equal(value, other[name]), name
+
+
+def assert_close_weights(a: nn.Module, b: nn.Module, **tolerance: Any) -> None:
+    torch.testing.assert_close(weights(a), weights(b), **tolerance)
+
+
+def make_trainer(algorithm: Callable[..., Any], model: nn.Module | None = None, **settings: Any) -> Any:
+    """A trainer whose step can be written out: no clipping, and float32 where Whet's kernels compute."""
+    given: dict[str, Any] = {"learning_rate": 0.02, "max_grad_norm": 0.0}
+    if hasattr(model, "config") and not hasattr(model, "peft_config"):
+        given["compute"] = "float32"
+    return algorithm(TinyModel() if model is None else model, **{**given, **settings})
+
+
+def padded(rows: list[list[int]], left: bool) -> dict[str, Tensor]:
+    """Rows as a tokenizer pads them on either side."""
+    fills = [[0] * (max(map(len, rows)) - len(row)) for row in rows]
+    ids = [fill + row if left else row + fill for row, fill in zip(rows, fills, strict=True)]
+    masks = [fill + [1] * len(row) if left else [1] * len(row) + fill for row, fill in zip(rows, fills, strict=True)]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(masks)}
+
+
+def assert_same_steps(make: Callable[[], Any], batches: Sequence[tuple[Any, ...]]) -> None:
+    """One step on each batch leaves the same weights."""
+    trainers = [make() for _ in batches]
+    for trainer, batch in zip(trainers, batches, strict=True):
+        trainer.train_step(*batch)
+        assert_same_weights(trainer.model, trainers[0].model)

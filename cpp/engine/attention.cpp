@@ -26,7 +26,7 @@ struct QueryBlock {
     }
 };
 
-// Even blocks of at most kAttentionRows query rows, the shortest task first: the pool takes the last one first.
+// Even blocks of at most kAttentionRows query rows, the shortest first: the pool claims the last task first.
 std::vector<QueryBlock> cut(const AttentionShape& shape, const std::vector<AttentionSequence>& sequences) {
     const int64_t size = std::max<int64_t>(1, kAttentionRows / shape.kv_group());
     std::vector<QueryBlock> blocks;
@@ -44,6 +44,13 @@ struct KeyRun {
     const DecodeSequence* sequence;
     int64_t begin, end;
 };
+
+// Nanoseconds on one core, roughly.
+double decode_attention_work(const AttentionShape& shape, const std::vector<DecodeSequence>& sequences) {
+    double keys = 0.0;
+    for (const DecodeSequence& s : sequences) keys += static_cast<double>(s.end - s.begin);
+    return keys * static_cast<double>(shape.n_kv_heads * shape.head_dim) * 0.15;
+}
 
 }  // namespace
 
@@ -93,12 +100,6 @@ void attention(const AttentionShape& shape, const std::vector<AttentionSequence>
     });
 }
 
-double decode_attention_work(const AttentionShape& shape, const std::vector<DecodeSequence>& sequences) {
-    double keys = 0.0;
-    for (const DecodeSequence& s : sequences) keys += static_cast<double>(s.end - s.begin);
-    return keys * static_cast<double>(shape.n_kv_heads * shape.head_dim) * 0.15;
-}
-
 void decode_attention(const AttentionShape& shape, const std::vector<DecodeSequence>& sequences) {
     std::vector<KeyRun> runs;
     std::vector<size_t> first(1, 0);  // run of each sequence, and the end
@@ -113,7 +114,7 @@ void decode_attention(const AttentionShape& shape, const std::vector<DecodeSeque
     const auto head_dim = static_cast<size_t>(shape.head_dim);
     const size_t row = (head_dim + 31) / 32 * 32 + kDecodePartialExtra;
     auto* const partials = scratch<float>(runs.size() * heads * row, Scratch::kRuns);
-    // Where the heads of a key are neighbours, one task reads them all: memory in its order.
+    // Where the heads of a key are neighbours in memory, one task reads them all, sequentially.
     const bool together = shape.k_token > shape.k_head;
     const int64_t parts = together ? 1 : shape.n_kv_heads;
     const auto run = shape.bf16 ? kernel.decode_attention_bf16 : kernel.decode_attention_f32;

@@ -57,8 +57,6 @@ struct DecodeSequence {
     int64_t begin, end;
 };
 
-double decode_attention_work(const AttentionShape& shape, const std::vector<DecodeSequence>& sequences);
-
 // Keys are summed in runs of kDecodeChunk, which are merged in order. Throws std::bad_alloc.
 void decode_attention(const AttentionShape& shape, const std::vector<DecodeSequence>& sequences);
 

@@ -1,4 +1,4 @@
-// A decoder-only transformer as data: what engine/transformer.cpp runs. Checked by whoever fills it in.
+// A decoder-only transformer as data: what engine/transformer.cpp runs. The caller has checked it.
 #pragma once
 #include <cstddef>
 #include <vector>

@@ -16,7 +16,7 @@ template <class T>
 void pack_columns(const T* b, ptrdiff_t b_row, ptrdiff_t b_column, size_t k, size_t n, T* panels) {
     constexpr size_t per_step = 4 / sizeof(T);
     const size_t steps = ceil_div(k, per_step), panel_size = steps * kPanel * per_step;
-    auto one = [&](size_t p) {
+    auto pack_panel = [&](size_t p) {
         T* panel = panels + p * panel_size;
         const size_t first = p * kPanel, count = std::min(kPanel, n - first);
         if (count < kPanel || k % per_step != 0) std::memset(panel, 0, panel_size * sizeof(T));
@@ -50,11 +50,11 @@ void pack_columns(const T* b, ptrdiff_t b_row, ptrdiff_t b_column, size_t k, siz
         }
         for (size_t j = 0; whole < steps && j < count; ++j) panel[(whole * kPanel + j) * per_step] = at(k - 1, j);
     };
-    for_rows(ceil_div(n, kPanel), kPanel * k, one);
+    for_rows(ceil_div(n, kPanel), kPanel * k, pack_panel);
 }
 
-// a (rows, k) with any strides row by row, with zeros from k to width. In squares: the lines of those that lie column
-// by column are used up before they leave the cache.
+// a (rows, k) with any strides row by row, with zeros from k to width. In square blocks: of a column-major a, a cache
+// line is used up before it is evicted.
 template <class T>
 void copy_rows(const T* a, ptrdiff_t a_row, ptrdiff_t a_column, size_t rows, size_t k, size_t width, T* copy,
                size_t ld) {
@@ -88,7 +88,7 @@ void gemm_of(size_t m, size_t n, size_t k, float alpha, const T* a, ptrdiff_t a_
         const T* x = a + static_cast<ptrdiff_t>(begin) * a_row;
         auto ldx = static_cast<size_t>(a_row);
         if (a_column != 1 || width != k || a_row < 0) {
-            // Rows a power of two apart would share a few places of the cache.
+            // Rows a power of two apart would map to the same few cache sets.
             ldx = ceil_div(width * sizeof(T), 128) * (128 / sizeof(T)) + 64 / sizeof(T);
             T* copy = scratch<T>(rows * ldx, Scratch::kCopy);
             copy_rows(x, a_row, a_column, rows, k, width, copy, ldx);
@@ -145,7 +145,7 @@ void gemv_of(Rows by_rows, Columns by_columns, size_t m, size_t n, const T* a, p
              const float* x, float* y) {
     const bool rows_lie = a_column == 1;
     const auto lda = static_cast<size_t>(rows_lie ? a_row : a_column);
-    // By columns a task takes whole runs of memory of every row.
+    // By columns a task reads a contiguous run of every row.
     const size_t unit = rows_lie ? 4 : 128, units = ceil_div(m, unit);
     const size_t per_task = std::max<size_t>(1, units / (4 * static_cast<size_t>(num_threads())));
     auto task = [&](size_t i) {

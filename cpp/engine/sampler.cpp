@@ -20,7 +20,7 @@ constexpr Drawn kNothingDrawn{0, kNaN};
 
 constexpr size_t kBlock = 1024;  // logits whose weights have one sum
 constexpr size_t kSpan = 256;    // logits that lane_tops_f32 makes 16 maxima of
-constexpr int kDigit = 11;       // bits of a key that are told apart at a time
+constexpr int kDigit = 11;       // bits of a digit of the radix select
 
 struct Item {
     uint32_t key;  // 0 for the greatest logit, rising as logits fall
@@ -74,8 +74,8 @@ struct Row {
     bool is_proper() const { return total > 0 && std::isfinite(total); }
 };
 
-// The sum of a row's weights; scratch.sums are those of its blocks, all relative to the row's top.
-Row weighed(const float* logits, size_t size, float temperature, const Scratch& scratch) {
+// The row with the sum of its weights; scratch.sums are those of its blocks, all relative to the row's top.
+Row sum_weights(const float* logits, size_t size, float temperature, const Scratch& scratch) {
     Row row{logits, size, temperature};
     const size_t n_blocks = ceil_div(size, kBlock);
     if (n_blocks == 0) return row;
@@ -96,9 +96,9 @@ Row weighed(const float* logits, size_t size, float temperature, const Scratch& 
 
 double target_of(double uniform, double total) { return std::min(uniform * total, std::nextafter(total, 0.0)); }
 
-// The first of n whose cumulative weight, times factor and above `before`, exceeds the target. Where rounding leaves
-// the end short of the target it is the last that has any weight.
-size_t walk(const float* weights, size_t n, double factor, double before, double target) {
+// The first of n whose cumulative weight, times `factor` and added to `before`, exceeds the target. Where rounding
+// keeps the total below the target, the last of non-zero weight.
+size_t find_token(const float* weights, size_t n, double factor, double before, double target) {
     size_t last = 0;
     for (size_t i = 0; i < n; ++i) {
         before += weights[i] * factor;
@@ -117,7 +117,7 @@ Drawn draw_plain(const Row& row, double uniform, const Scratch& scratch) {
     const size_t begin = b * kBlock, length = std::min(kBlock, row.size - begin);
     const float block_top = scratch.block_tops[b];
     kernels().weigh_f32(row.logits + begin, length, block_top, row.scale(), scratch.weights);
-    const size_t token = begin + walk(scratch.weights, length, row.factor(block_top), before, target);
+    const size_t token = begin + find_token(scratch.weights, length, row.factor(block_top), before, target);
     return {static_cast<int32_t>(token), row.logprob(row.logits[token])};
 }
 
@@ -153,21 +153,21 @@ struct Candidates {
     }
 };
 
-// Rises with z; the two zeros are one.
+// Monotonic in z; -0 and +0 are equal.
 uint32_t order_of(float z) {
     const auto bits = std::bit_cast<uint32_t>(z + 0.0f);
     return bits >> 31 ? ~bits : bits | 0x80000000;
 }
 
-// The end of the best items: those with a smaller key, and the first n_equal with this one.
+// The cutoff of the best items: those with a smaller key are kept, and the first n_equal with this key.
 struct Edge {
     uint32_t key;
     size_t n_equal;
 };
 
-// In rising order of key an item is kept where the amounts before it sum to less than `limit`, the first one always.
-// The edge is found digit by digit: sum the amounts of each digit, go on with the items of the one where the limit
-// falls. Linear in n; the items are overwritten.
+// In rising order of key an item is kept where the amounts before it sum to less than `limit`; the first is always
+// kept. A radix select: sum the amounts by digit, go on with the items of the digit in which the limit falls. Linear in
+// n; the items are overwritten.
 Edge edge_of(Item* items, size_t n, double limit, double* buckets) {
     uint32_t all_bits = 0;
     for (size_t i = 0; i < n; ++i) all_bits |= items[i].key;
@@ -217,7 +217,7 @@ void keep_best(Candidates& candidates, bool by_weight, double limit, float top, 
     });
 }
 
-// A cut that leaves at least k logits of the row, and few more: at least k maxima of separate sets are not below it.
+// A cut that keeps at least k logits of the row, and few more: the k-th greatest maximum of disjoint sets.
 float cut_for(size_t k, float* maxima, size_t n) {
     if (k > n) return kLowest;
     while (n >= 8 * k) {
@@ -251,8 +251,8 @@ void apply_top_k(Candidates& candidates, Row& row, size_t k, const Scratch& scra
     row.total = weigh(candidates, row);
 }
 
-// Top-p of the whole row. All tokens below a cut weigh less together than its weight times their number; that is
-// generous, so a higher cut is tried first. min-p's cut only shortens what top-p keeps.
+// Top-p of the whole row. The tokens below a cut have together less than its weight times their number; the bound is
+// loose, so a higher cut is tried first. min-p's cut only shortens what top-p keeps.
 void apply_top_p(Candidates& candidates, const Row& row, const Sampling& sampling, const Scratch& scratch) {
     const double limit = sampling.top_p * row.total, dropped = row.total - limit, n = static_cast<double>(row.size);
     const float least = min_p_cut(row, sampling.min_p);
@@ -270,7 +270,7 @@ Drawn draw_filtered(Row row, const Sampling& sampling, double uniform, const Scr
     if (by_k) {
         apply_top_k(candidates, row, static_cast<size_t>(sampling.top_k), scratch);
     } else {
-        row = weighed(row.logits, row.size, row.temperature, scratch);
+        row = sum_weights(row.logits, row.size, row.temperature, scratch);
     }
     if (!row.is_proper()) return kNothingDrawn;
     const float least = min_p_cut(row, sampling.min_p);
@@ -285,7 +285,7 @@ Drawn draw_filtered(Row row, const Sampling& sampling, double uniform, const Scr
     if (sampling.min_p > 0) candidates.keep(true, [&](float value) { return value >= least; });
     row.total = 0;
     for (size_t i = 0; i < candidates.n; ++i) row.total += candidates.weights[i];
-    const size_t i = walk(candidates.weights, candidates.n, 1.0, 0.0, target_of(uniform, row.total));
+    const size_t i = find_token(candidates.weights, candidates.n, 1.0, 0.0, target_of(uniform, row.total));
     return {candidates.ids[i], row.logprob(candidates.values[i])};
 }
 
@@ -314,7 +314,7 @@ Drawn draw_token(float* logits, size_t vocab_size, const Sampling& sampling, con
 
     Row model;
     if (sampling.model_logprobs && !is_model) {
-        model = weighed(logits, vocab_size, 1.0f, scratch);
+        model = sum_weights(logits, vocab_size, 1.0f, scratch);
         if (penalised) {
             std::memcpy(scratch.model_logits, logits, vocab_size * sizeof *logits);
             model.logits = scratch.model_logits;
@@ -326,7 +326,7 @@ Drawn draw_token(float* logits, size_t vocab_size, const Sampling& sampling, con
     if (filtered) {
         drawn = draw_filtered({logits, vocab_size, temperature}, sampling, uniform, scratch);
     } else {
-        const Row row = weighed(logits, vocab_size, temperature, scratch);
+        const Row row = sum_weights(logits, vocab_size, temperature, scratch);
         drawn = greedy ? draw_greedy(row, scratch) : draw_plain(row, uniform, scratch);
     }
     if (sampling.model_logprobs && !is_model && !std::isnan(drawn.logprob)) {

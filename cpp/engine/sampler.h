@@ -16,12 +16,12 @@ namespace whet {
 struct Sampling {
     float temperature = 1, top_p = 1, min_p = 0, repetition_penalty = 1;
     int32_t top_k = 0;
-    bool model_logprobs = false;  // tell the log-prob under the model: no penalty, temperature 1, no filter
+    bool model_logprobs = false;  // report the log-prob under the model: no penalty, temperature 1, no filter
 };
 
 struct Drawn {
     int32_t token;
-    float logprob;  // NaN: the logits hold NaN or +inf, or nothing but -inf; the token then means nothing
+    float logprob;  // NaN: the logits hold NaN or +inf, or nothing but -inf; the token is then undefined
 };
 
 // Scratch for one row of vocab_size logits, aligned to 8 bytes.

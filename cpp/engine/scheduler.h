@@ -1,10 +1,10 @@
 // Continuous batching: prompts and their samples over one transformer and one cache, a step at a time.
 //
-// A step computes one token of every running sample and the next tokens of the prompts that wait, then draws. A prompt
-// is computed once for all its samples, and what it has in common with another in pages of 64 tokens, once for both.
-// Samples leave as they end, and others are admitted: admission reserves the pages of a sample's worst case, so there
-// is no preemption; samples of admitted prompts go before new prompts. Tokens are drawn from
-// uniforms of (seed, prompt, sample, position): what a sample says depends on neither the others nor the order.
+// A step computes one token of every running sample and the next tokens of the admitted prompts, then draws. A prompt
+// is computed once for all its samples, and whole pages of 64 tokens that prompts have in common, once for all of them.
+// Ended samples are replaced by others: admission reserves the pages of a sample's worst case, so there is no
+// preemption; samples of admitted prompts go before new prompts. Tokens are drawn from uniforms of (seed, prompt,
+// sample, position): a sample depends neither on other requests nor on their order.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -34,14 +34,14 @@ struct Request {
     size_t n = 0, max_new_tokens = 0;
     Sampling sampling;
     std::vector<int32_t> stop_tokens;
-    uint64_t seed = 0, prompt_index = 0, first_sample = 0;
+    uint64_t seed = 0, prompt_index = 0;
     // To score, where n is 0: log-probs (and entropies) of the tokens from `score_from` on, which is 1 at least.
     size_t score_from = 1;
     bool entropy = false;
     bool logits = false;  // keep them: of every token from score_from - 1 on
 };
 
-// A request and what has become of it. It belongs to a session: a caller's call, which ends all of its jobs at once.
+// A request, its state and its results. It belongs to a session: a caller's call, which ends all of its jobs at once.
 struct Job {
     Request request;
     uint64_t session = 0;
@@ -55,7 +55,9 @@ struct Job {
     std::vector<float> hidden;  // after the last token of the prompt
     size_t computed = 0;        // tokens of the prompt that are in the cache
     size_t started = 0, ended = 0;
-    bool first_reserved = false;
+    bool first_reserved = false;  // the pages of its first sample
+
+    bool is_computed() const { return computed == request.tokens.size(); }
 };
 
 struct Limits {
@@ -66,19 +68,19 @@ class Scheduler {
 public:
     Scheduler(Transformer& transformer, const Limits& limits);
 
-    // Takes a request in. Throws std::invalid_argument if it could never run, for lack of pages.
+    // Queues a request. Throws std::invalid_argument if it could never run, for lack of pages.
     uint64_t add(Request request, uint64_t session = 0);
     // Throws std::out_of_range if there is no such request.
     const Job& job(uint64_t id) const { return *jobs_.at(id); }
-    // Forgets a request, or all of a session, cancelled where they still ran: no job, page or index entry of theirs
-    // is left, and what others awaited of them, these compute themselves. Needs no memory.
+    // Erases a request, or all of a session, which are cancelled if they still run: no job, page or index entry of
+    // theirs is left, and other prompts compute the shared pages that they awaited. Does not allocate.
     void remove(uint64_t id);
     void end_session(uint64_t session);
 
-    // False when there was nothing to do. An exception (memory) changes nothing that a further step would not.
+    // False when there was nothing to do. After std::bad_alloc the next step continues.
     bool step();
 
-    void add_adapter(uint64_t id, std::unique_ptr<Adapter> adapter);  // id: not 0, and not one that is there
+    void add_adapter(uint64_t id, std::unique_ptr<Adapter> adapter);  // id: not 0, and new
     void remove_adapter(uint64_t id) { adapters_.erase(id); }
     bool has_adapter(uint64_t id) const { return adapters_.count(id) != 0; }
 
@@ -86,6 +88,8 @@ public:
     size_t workspace_bytes() const;
 
 private:
+    static constexpr size_t kPage = kPageTokens;
+
     struct Running {
         Job* job;
         size_t sample;
@@ -93,6 +97,8 @@ private:
         std::vector<uint64_t> seen;  // tokens of the sequence, a bit each; empty without a repetition penalty
         size_t reserved;             // pages that it may still allocate
         bool fresh;                  // its first token comes from the prompt's last hidden state
+
+        void mark_seen(int32_t token) { seen[static_cast<size_t>(token) / 64] |= uint64_t{1} << token % 64; }
     };
     enum class Kind : uint8_t { kDraw, kScore };
     struct HeadRow {
@@ -116,27 +122,38 @@ private:
     std::vector<size_t> counts_;  // rows that each prompt of prefilling_ has got
     std::vector<HeadRow> head_rows_;
     std::vector<Drawn> drawn_;
-    std::vector<Job*> bad_;
+    std::vector<Job*> failed_;  // whose logits are not numbers
     std::vector<float> head_in_, logits_;
     std::vector<uint8_t> scratch_;
     size_t head_tile_;
 
+    // admission.cpp
     size_t tail_pages(const Request& request) const;
-    bool admit(Job& job);
-    void start_samples();
+    std::unique_ptr<Job> make_job(Request request, uint64_t session) const;
     void admit_waiting();
+    bool admit(Job& job);
+    void find_prefix(Job& job) const;
+    void start_samples();
+    bool start_sample(Job& job);
+
+    // scheduler.cpp: a step
     void add_decode_rows();
     void add_prompt_rows();
     void collect_heads(const float* hidden);
     void run_heads();
-    void take_prompts(const float* hidden);
-    void run_head(const HeadRow& row, float* logits, void* scratch);
-    void take_drawn();
-    void cancel(Job& job);
-    void hand_over(const Job& job);
+    void score(const HeadRow& row, const float* logits);
+    void draw(const HeadRow& row, float* logits, void* scratch);
+    void advance_prompts(const float* hidden);
+    void append_drawn();
+    void append(Running& running, const Drawn& drawn);
     void end(Running& running, Finish finish);
-    void leave_prompt(Job& job);
+    void erase_ended();
+    void release_prompt(Job& job);
     const Adapter* adapter_of(const Job& job) const;
+
+    // cancellation.cpp
+    void cancel(Job& job);
+    void reassign_shared_pages(const Job& job);
 };
 
 }  // namespace whet

@@ -9,7 +9,7 @@
 
 namespace whet {
 
-constexpr double kMultiplyAddNs = 0.2;  // of a product that waits for its memory, roughly
+constexpr double kMultiplyAddNs = 0.2;  // of a product that is bound by memory, roughly
 
 // body(first panel, panel count, first row, row count) for all panels and rows, over the pool where the work is worth
 // it.
@@ -18,12 +18,12 @@ void for_tiles(size_t n_panels, size_t rows, size_t k, F&& body) {
     if (n_panels == 0 || rows == 0) return;
     constexpr size_t kTilePanels = 3;     // of the widest tile (kernels/linear.h)
     constexpr size_t kTaskRows = 256;     // rows of one task
-    constexpr size_t kFewRows = 8;        // below it a product waits for its weights
+    constexpr size_t kFewRows = 8;        // below it a product is bound by reading its weights
     constexpr size_t kTaskWork = 150000;  // multiply-adds of one task at least
     const size_t work = n_panels * kPanel * rows * k;
     if (!is_worth_threads(kMultiplyAddNs * static_cast<double>(work))) return body(0, n_panels, 0, rows);
     const size_t row_tasks = ceil_div(rows, kTaskRows), threads = static_cast<size_t>(num_threads());
-    // Whole tiles of panels: tasks that are worth a claim, and many enough that no thread waits long for the last one.
+    // Whole tiles of panels: tasks large enough to be worth claiming, and enough of them that threads end together.
     // Few rows are bound by memory, which is read fastest in long runs. With many, few enough panels to stay in the L2
     // cache.
     size_t panels = kTilePanels;

@@ -11,7 +11,7 @@
 
 namespace whet {
 
-// Brings the bfloat16 copy of n weights up to date, and answers whether it was not.
+// Updates the bfloat16 copy of n weights; returns whether it was out of date.
 bool refresh_bf16(const float* weight, size_t n, uint16_t* copy);
 
 // out (m, n) = x (m, k) bf16(weight)^T + bias for a few rows; weight is (n, k), or (k, n) by columns. No bias: null.
@@ -32,7 +32,7 @@ void swiglu_backward(const float* gate, const float* up, const float* grad, size
 void swiglu_backward(const uint16_t* gate, const uint16_t* up, const uint16_t* grad, size_t n, uint16_t* grad_gate,
                      uint16_t* grad_up);
 
-// Log-probs of tokens whose logits come in tiles, [first, first + n) of the vocabulary for some rows at a time.
+// Log-probs of tokens whose logits are added in tiles, [first, first + n) of the vocabulary for some rows at a time.
 class TokenLogprobs {
 public:
     TokenLogprobs(const int64_t* tokens, size_t rows, double temperature, bool with_entropy);

@@ -75,7 +75,7 @@ void attention_backward(const TrainingAttention& a, const TrainingAttentionGradi
     std::vector<AttentionSequence> sequences = sequences_of(a);
     const double work = attention_work(shape, sequences);
     std::erase_if(sequences, [](const AttentionSequence& s) { return s.n_keys == 0; });
-    // The pool takes the last task first: let it be the longest.
+    // The pool claims the last task first, so the longest is last.
     std::sort(sequences.begin(), sequences.end(), [](const AttentionSequence& x, const AttentionSequence& y) {
         return x.n_queries * x.n_keys < y.n_queries * y.n_keys;
     });

@@ -1,8 +1,8 @@
 // Causal attention of a packed training batch, and its gradient, over the pool.
 //
-// Sequences lie end to end: queries [q_offsets[s], q_offsets[s + 1]) see the keys whose tokens are
-// key_rows[k_offsets[s] ... k_offsets[s + 1]), and are aligned with their end. A token that several sequences see, as
-// the last of a prompt with several completions, stands once.
+// Sequences are concatenated: queries [q_offsets[s], q_offsets[s + 1]) see the keys whose tokens are
+// key_rows[k_offsets[s] ... k_offsets[s + 1]), and are aligned with their end. A token that several sequences attend
+// to, such as those of a prompt with several completions, is there once.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -28,7 +28,7 @@ struct TrainingAttention {
 };
 
 // Gradients are contiguous. grad_k and grad_v of a token are the sums over readers[reader_offsets[token] ...), the
-// positions in key_rows where it stands, in their order: the same bits on any number of threads.
+// positions of the token in key_rows, in their order: the same bits on any number of threads.
 struct TrainingAttentionGradients {
     const void* out = nullptr;  // of the result
     void *q = nullptr, *k = nullptr, *v = nullptr;

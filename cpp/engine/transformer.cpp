@@ -102,8 +102,8 @@ void Transformer::embed(const Row* rows, size_t n) {
     });
 }
 
-// Rows of one sequence, or of sequences that begin with the same pages, a few at a time: enough to share the reading of
-// a page, and few enough to give every thread some.
+// Groups of rows of one sequence, or of sequences that begin with the same pages: large enough that reading a page is
+// shared, small enough that every thread has a group.
 void Transformer::group(const Row* rows, size_t n) {
     const size_t most = std::clamp<size_t>(n / 8, 8, 64);
     groups_.clear();
@@ -149,12 +149,12 @@ void Transformer::attention(const Row* rows, size_t n, size_t layer, KvCache& ca
     product(w.qkv, h_, n, qkv_);
     adapt(rows, n, layer, Target::kQkv, h_, config_.hidden_dim, qkv_, config_.qkv_dim());
     for_rows(n, 2 * config_.qkv_dim(), [&](size_t i) { place(rows[i], i, layer, cache); });
-    // Where there are groups enough for all threads, one takes a page's heads in the order of its memory.
+    // With enough groups for all threads, a task is a group's heads, which are read in the order of a page's memory.
     const bool many = groups_.size() >= 8 * static_cast<size_t>(num_threads());
     const size_t heads = config_.n_kv_heads, at_once = many ? heads : 1;
     auto task = [&](size_t i) {
-        for (size_t one = i * at_once; one < (i + 1) * at_once; ++one) {
-            attend(rows, groups_[one / heads], one % heads, layer, cache);
+        for (size_t unit = i * at_once; unit < (i + 1) * at_once; ++unit) {
+            attend(rows, groups_[unit / heads], unit % heads, layer, cache);
         }
     };
     parallel_for(groups_.size() * heads / at_once, task);
@@ -162,7 +162,7 @@ void Transformer::attention(const Row* rows, size_t n, size_t layer, KvCache& ca
     adapt(rows, n, layer, Target::kO, attended_, config_.n_heads * config_.head_dim, delta_, config_.hidden_dim);
 }
 
-// A row's queries and keys normed and rotated; keys and values to their page, queries to where attend() finds them.
+// Norms and rotates a row's queries and keys; writes keys and values to their page, and queries for attend().
 void Transformer::place(const Row& row, size_t i, size_t layer, KvCache& cache) {
     const LayerWeights& w = weights_.layers[layer];
     const Kernels& k = kernels();
@@ -265,7 +265,7 @@ void Transformer::product(const Matrix& w, const float* x, size_t n, float* y) c
     linear(w.parts, x, false, w.k(), n, w.bias_or_null(), y, w.n());
 }
 
-// y += B (A x) for the rows that have an adapter of this matrix: neighbours with the same one together.
+// y += B (A x) for the rows that have an adapter of this matrix: neighbours with the same adapter are one product.
 void Transformer::adapt(const Row* rows, size_t n, size_t layer, Target target, const float* x, size_t ldx, float* y,
                         size_t ldy) {
     for (size_t begin = 0, end; begin < n; begin = end) {

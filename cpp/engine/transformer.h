@@ -1,9 +1,10 @@
 // The forward pass of a decoder-only transformer over a ragged batch: rows of any sequences, one new token each.
 //
 // A row knows its token, its position and the pages of its sequence; a prompt is rows of following positions, decoding
-// one row per sequence. Within a layer all rows' keys and values are in the cache before the first row attends, so that
-// rows may see each other's. A row's result depends on its own sequence alone, to the bit: not on the rows beside it,
-// nor on how a prompt was cut, nor on the number of threads. Nothing is allocated after the first calls of a size.
+// one row per sequence. Within a layer all rows' keys and values are written to the cache before the first row
+// attends, so that rows of one sequence attend to each other. A row's result depends only on its own sequence, to the
+// bit: not on the rows beside it, nor on how a prompt was cut, nor on the number of threads. Nothing is allocated after
+// the first calls of a size.
 #pragma once
 #include <cstdint>
 #include <memory>

@@ -1,17 +1,17 @@
 // Attention of a block of queries: out = softmax(scale q K^T) V, for the query heads that share a KV head.
 //
-// The keys are taken in blocks, packed once for all query rows (queries x heads) of the task: K as panels of 16 keys,
-// dimension by dimension, V as panels of 16 columns, key by key. A tile of 8 rows then meets a block with two products
-// in registers, scores and output, and between them a step of the online softmax (Milakov & Gimelshein 2018; blocks as
-// in FlashAttention-2, Dao 2023): exponents in base 2 relative to the row's maximum so far, the output rescaled when it
-// grows. Blocks that no row of a tile sees are skipped; a key that a row does not see has no weight in it, whatever it
-// holds. Blocks begin at multiples of block_size, and both products run over dimensions and keys in order: a query's
-// answer depends on its own keys and block_size alone, to the bit, not on the queries beside it.
+// The keys are processed in blocks, packed once for all query rows (queries x heads) of the task: K as panels of 16
+// keys, dimension by dimension, V as panels of 16 columns, key by key. For a tile of 8 rows and a block, two products
+// are computed in registers, scores and output, and between them a step of the online softmax (Milakov & Gimelshein
+// 2018; blocks as in FlashAttention-2, Dao 2023): exponents in base 2 relative to the row's running maximum, the output
+// rescaled when the maximum grows. Blocks that no row of a tile attends to are skipped; a masked key has weight 0,
+// whatever its values. Blocks begin at multiples of block_size, and both products sum over dimensions and keys in
+// order: a query's output depends only on its own keys and block_size, to the bit, not on the other queries.
 //
 // float32 is computed as float32. bfloat16 pairs are multiplied exactly and added in float32 (dot_bf16, with its rule
-// for subnormal numbers); the weights are rounded to bfloat16 before they meet V, their sum is not. A row that sees no
-// key, or scores of -inf alone, gives zeros; NaN and inf otherwise as the formula has them. "Words" are those of
-// attention_formats.h.
+// for subnormal numbers); the weights are rounded to bfloat16 before the product with V, their sum is not. A row
+// without keys, or whose scores are all -inf, gives zeros; NaN and inf otherwise as the formula has them. "Words" are
+// those of attention_formats.h.
 #pragma once
 #include "kernels/attention_formats.h"
 #include "kernels/attention_task.h"
@@ -27,7 +27,7 @@ namespace attention {
 
 constexpr int kTileRows = 8;
 constexpr int kPanel = 16;
-constexpr int kPanels = 2;  // panels that a product works on at a time: 8 x 2 sums in registers
+constexpr int kPanels = 2;  // panels of a product tile: 8 x 2 sums in registers
 constexpr ptrdiff_t kStep = kPanels * kPanel;
 constexpr float kNoWeight = -127.0f;  // exp2_fast(-127) is 0
 constexpr ptrdiff_t kWeightStride = kAttentionMaxBlock;
@@ -207,7 +207,7 @@ WHET_INLINE f32x16 scores(const ForwardLayout& at, ptrdiff_t tile, const Visible
     return max_each(tops);
 }
 
-// Scores to weights 2^(score - top), and their sums lane by lane; what was summed before shrinks by `factors`.
+// Scores to weights 2^(score - top), and their sums lane by lane; the sums so far are multiplied by `factors`.
 template <class Format>
 WHET_INLINE void weigh(const ForwardLayout& at, ptrdiff_t tile, const float* factors, ptrdiff_t begin, ptrdiff_t end) {
     for (int r = 0; r < kTileRows; ++r) {
@@ -228,7 +228,7 @@ WHET_INLINE void weigh(const ForwardLayout& at, ptrdiff_t tile, const float* fac
     }
 }
 
-// Output columns of a tile: shrunk by `factors`, plus weights times values over the block's keys [begin, end).
+// Output columns of a tile: multiplied by `factors`, plus weights times values over the block's keys [begin, end).
 template <class Format, int columns>
 WHET_INLINE void add_values(const ForwardLayout& at, ptrdiff_t tile, const float* factors, ptrdiff_t begin,
                             ptrdiff_t end, ptrdiff_t column) {

@@ -3,9 +3,9 @@
 //   P = 2^(scale q K^T - lse),   dV = P^T dO,   dS = P (dO V^T - rowsum(dO O)),   dQ = dS K c,   dK = dS^T Q c
 //
 // with scale in base 2, as the forward pass has it, and c = scale ln 2 (FlashAttention-2, Dao 2023, algorithm 2). Keys
-// and values are packed once; up to 64 query rows at a time meet them in blocks of 64, and P and dS never leave the
-// caches. Products are those of attention.h: of bfloat16, with P and dS rounded to it, or of float32; sums are float32,
-// in an order that depends on the sequence alone.
+// and values are packed once; up to 64 query rows at a time are multiplied with them in blocks of 64, and P and dS
+// stay in the caches. Products are those of attention.h: of bfloat16, with P and dS rounded to it, or of float32; sums
+// are float32, in an order that depends only on the sequence.
 #pragma once
 #include "kernels/attention.h"
 #include "kernels/attention_task.h"

@@ -51,8 +51,8 @@ struct DecodeTask {
 
 constexpr int kPageTokens = 64;  // keys and values that a page of a cache holds
 
-// Query rows against some pages of one KV head. A row's state is its output so far, not divided yet (head_dim rounded
-// up to 16 floats), then its maximum and its sum of weights, in 16 more.
+// Query rows against some pages of one KV head. A row's state is its unnormalised output (head_dim rounded up to 16
+// floats), then its maximum and its sum of weights, in 16 more.
 struct CachedTask {
     const void* queries;       // (rows, head_dim) of the cache's dtype, a bfloat16 row padded to an even length
     const int32_t* positions;  // of the rows: the last key that each sees

@@ -1,11 +1,12 @@
 // Attention over a cache that is kept in pages of 64 tokens, for decoding and for prompts alike.
 //
 // A page holds, for one KV head, the keys word by word, each for 64 tokens, and the values as a row of columns for each
-// token, or for each pair of bfloat16 ones (in the words of attention_formats.h; the products are attention.h's). Few
-// rows read it from its first byte to its last: memory then comes twice as fast as in any other order, and as with any
-// prefetching. Rows of queries that see the same pages take them together, each page once; then each goes on with its
-// own. A row meets its pages in order, and a page's sums run over dimensions and tokens in order: its answer depends on
-// its own keys alone, to the bit. What lies beyond a row's keys must be finite; it has no weight.
+// token, or for each pair of bfloat16 ones (in the words of attention_formats.h; the products are attention.h's). With
+// up to kFewRows query rows a page is streamed from its first byte to its last: twice the bandwidth of any other order,
+// and prefetching adds nothing. Query rows whose sequences share pages are processed together, so that a shared page is
+// read once; then each row goes on with its own pages. Pages are processed in order, and a page's sums run over
+// dimensions and tokens in order: a row's output depends only on its own keys, to the bit. Beyond a row's keys the page
+// must be finite: its weight there is 0, but 0 * inf is NaN.
 #pragma once
 #include "kernels/attention.h"
 #include "kernels/attention_task.h"
@@ -27,7 +28,7 @@ using attention::kNoWeight;
 using attention::where_seen;
 
 constexpr int64_t kTokens = kPageTokens;
-constexpr int kFewRows = 4;  // whose sums are few enough to read a page in the order of its memory
+constexpr int kFewRows = 4;  // their sums fit in registers while a page is streamed
 
 WHET_INLINE int64_t columns_of(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 template <class Format>
@@ -96,7 +97,7 @@ __attribute__((noinline)) void add_page(const CachedTask& t, int64_t row, int64_
         factors[r] = exp2_fast(max(f32x16(kNoWeight), f32x16(own[0] - top)))[0];
         f32x16 sum(0.0f);
         for (int64_t key = 0; key < end; key += 16) {
-            // A row that sees nothing here has scores of -inf alone.
+            // A row without keys in this page has only scores of -inf.
             const f32x16 weight = exp2_fast(max(f32x16(kNoWeight), load(&weights[r][key]) - f32x16(top)));
             sum += weight;
             Format::store_weights(weights[r], static_cast<int>(key / 16), weight);
@@ -108,8 +109,8 @@ __attribute__((noinline)) void add_page(const CachedTask& t, int64_t row, int64_
     int64_t column = 0;
     const auto add_values = [&]<int n>() WHET_INLINE_LAMBDA {
         f32x16 sums[rows][n];
-        for (auto& one : sums) {
-            for (f32x16& sum : one) sum = f32x16(0.0f);
+        for (auto& row_sums : sums) {
+            for (f32x16& sum : row_sums) sum = f32x16(0.0f);
         }
         add_products<Format>(sums, &weights[0][0], kTokens, 1, values + column, 16, columns, steps);
         for (int r = 0; r < rows; ++r) {

@@ -3,16 +3,16 @@
 // A primitive for callers with a contiguous cache of their own (whet.decode_attention). The engine does not run it: its
 // cache is pages that sequences share, and cached_attention.h reads a shared page once for all of them.
 //
-// A task takes a run of keys in blocks: scores, a step of the online softmax, values. Keys and values are read where
-// they lie, a few keys at a time and these head by head, so that memory is read nearly in its order: then the processor
-// fetches ahead on its own, and software prefetches on top reach most of its bandwidth. A row of a KV head serves up to
-// 4 query heads at once. Scores are 16 dot products side by side (query heads x keys), whose lanes sum_each adds at the
-// end; values are added column panel by column panel.
+// A task processes a run of keys in blocks: scores, a step of the online softmax, values. Keys and values are read in
+// place, a few keys at a time and these head by head, so that memory is read nearly sequentially: hardware prefetching
+// then works, and with software prefetches the kernel reaches most of the memory bandwidth. A row of a KV head serves
+// up to 4 query heads at once. Scores are 16 dot products side by side (query heads x keys), whose lanes sum_each adds
+// at the end; values are added column panel by column panel.
 //
-// A task leaves sums that are not divided yet, with their maximum; merge_decode_* joins those of one row in order. The
-// runs have a fixed length, so that a result does not depend on threads or on the batch. bfloat16: products of queries
-// and keys by dot_bf16, weights float32, values widened exactly. Rows without keys, or with scores of -inf alone:
-// zeros.
+// A task's result is unnormalised sums with their maximum; merge_decode_* merges those of a row in order. Runs have a
+// fixed length, so that a result does not depend on threads or on the batch. bfloat16: products of queries
+// and keys by dot_bf16, weights float32, values widened exactly. Rows without keys, or whose scores are all
+// -inf: zeros.
 #pragma once
 #include "kernels/attention_formats.h"
 #include "kernels/attention_task.h"
@@ -53,7 +53,7 @@ struct Ahead {
     WHET_INLINE void fetch_row() {
         if (n <= 0) return;
         const char* row = reinterpret_cast<const char*>(data + at_head * head);
-        // To the second level: what lies ahead is as large as the first.
+        // Into L2: kAhead elements are as much as L1 holds.
         for (size_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
         if (++at_head < heads) return;
         at_head = 0;
@@ -98,8 +98,8 @@ WHET_INLINE void scores(StridedRows<typename Format::Element> q, StridedRows<typ
     }
 }
 
-// One row's n scores to weights 2^(score - maximum); its maximum and sum (in extra[0] and extra[1]) move on. Returns
-// the factor by which what was summed before shrinks.
+// One row's n scores to weights 2^(score - maximum); its maximum and sum (in extra[0] and extra[1]) are updated.
+// Returns the factor that rescales the sums so far.
 WHET_INLINE float weigh(float* scores, int n, float* extra) {
     const int end = (n + 15) / 16 * 16;
     for (int i = n; i < end; ++i) scores[i] = -__builtin_inff();

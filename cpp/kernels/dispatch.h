@@ -1,4 +1,4 @@
-// The table of kernels for the instruction set that this machine runs best.
+// The table of kernels for the best instruction set of this machine.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -17,7 +17,7 @@ struct Kernels {
 #undef KERNEL
 };
 
-constexpr int kProbeStep = 512;   // bytes that probe_read, probe_copy and probe_scale take at a time
+constexpr int kProbeStep = 512;   // the step of probe_read, probe_copy and probe_scale, in bytes
 constexpr int kProbeChains = 12;  // vectors of 64 bytes that probe_fma_* find in `sums`; they may use fewer
 
 // An instruction set of this build, and whether this processor has all of it.

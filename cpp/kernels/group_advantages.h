@@ -3,7 +3,7 @@
 // A group's mean and standard deviation come from its scored rewards; NaN means unscored and gives advantage 0.
 //   scale = std                       zeros where std < 1e-8        (eps < 0: the default)
 //   scale = std + eps                                               (eps >= 0: TRL)
-// std = sqrt(sum (r - mean)^2 / (n - ddof)), 0 where n <= ddof. `batch_scale`, if not NaN, takes the place of scale:
+// std = sqrt(sum (r - mean)^2 / (n - ddof)), 0 where n <= ddof. `batch_scale`, if not NaN, replaces scale:
 // the batch's own deviation, or 1. All arithmetic is float64; the mean is kept in two parts, so that rewards close to
 // it keep their digits.
 //
@@ -90,7 +90,7 @@ WHET_INLINE GroupMoments moments_of(const T* rewards, size_t n, const Counts& c)
     });
     squares = segment_sum<width>((run + squares_dropped) + squares);
     const f64x8 variance = squares * c.per_freedom;
-    // Where all lanes agree one root serves, and a vector of them would cost four times as much.
+    // All lanes are equal, so one scalar root is enough: a vector root costs four times as much.
     m.deviation = width == 8 ? f64x8(__builtin_sqrt(variance[0])) : sqrt(variance);
     return m;
 }

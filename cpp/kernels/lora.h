@@ -6,7 +6,7 @@
 //
 // Forward is down and up; the gradients of A and B are down and outer. x and y are float32 or bfloat16, sums float32:
 // those along a row by 16 lanes, the lanes added in float64; those along the rows by pieces of 32 rows. The delta is
-// complete before it meets y, and a bfloat16 y is rounded once. A row's numbers do not depend on its neighbours.
+// summed before it is added to y, and a bfloat16 y is rounded once. A row's numbers do not depend on its neighbours.
 //
 // Primitives for adapters beside a layer of the caller's (whet.MicroLoRA, whet.lora_*). The engine does not run them:
 // its adapters have any rank, and are products of packed weights (linear.h).
@@ -138,7 +138,7 @@ void lora_up(const float* hidden, size_t rows, size_t n, const float* b, float s
     }
 }
 
-// One piece of the rows, and rank <= 4 rows of grad: of more, the cache lines would get in each other's way.
+// One piece of the rows, and rank <= 4 rows of grad: more rows would evict each other's cache lines.
 template <int rank, class T>
 void lora_outer_piece(const float* hidden, size_t hidden_stride, const T* x, ptrdiff_t x_stride, size_t rows, size_t n,
                       float scale, float* grad, size_t grad_stride) {

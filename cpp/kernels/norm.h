@@ -3,8 +3,8 @@
 //   rms_norm     y = x / sqrt(mean(x^2) + eps) * weight                          (Zhang & Sennrich 2019)
 //   layer_norm   y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias     (Ba, Kiros & Hinton 2016)
 //
-// weight and bias may be null. With a residual, residual += x comes first, rounded to its dtype, and x is that sum from
-// then on. Sums are those of rows.h; the rest is float32, and a bfloat16 result is rounded once. x, residual and
+// weight and bias may be null. With a residual, residual += x is computed first, rounded to its dtype, and the norm is
+// of that sum. Sums are those of rows.h; the rest is float32, and a bfloat16 result is rounded once. x, residual and
 // out are of one dtype (rms_norm_f32_bf16 rounds its result); out may be x.
 //
 //   rms_norm_backward   dx = r (g - x r^2 mean(g x)),  dweight += dy x r,   g = dy weight,  r = 1 / sqrt(mean(x^2) +
@@ -49,8 +49,8 @@ WHET_INLINE Moments moments_about(float pivot, const T* x, size_t n) {
     return {pivot, beyond, variance < 0.0 ? 0.0 : variance};
 }
 
-// One pass about the mean of the first vector. Where that is no mean of the row, so that squares about it would cancel,
-// a second pass about what the first one found.
+// One pass about the mean of the first vector. Where that is too far from the row's mean, so that the sum of squares
+// would cancel, a second pass about the mean that the first one found.
 template <class T>
 WHET_INLINE Moments moments_of(const T* x, size_t n) {
     const int first = n < 16 ? static_cast<int>(n) : 16;

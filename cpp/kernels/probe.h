@@ -1,6 +1,6 @@
 // Ceilings of the machine: bytes through its caches and memory, multiplications and additions in registers.
 //
-// These kernels compute nothing of use; their rates are the ceilings that the others are held against. The caller
+// These kernels compute nothing of use; their rates are the ceilings that other kernels are compared with. The caller
 // splits memory over threads and keeps the time.
 #pragma once
 #include "kernels/dispatch.h"
@@ -12,7 +12,7 @@ namespace {
 
 namespace probe {
 
-// `x` may have changed, as far as the compiler knows: nothing that depends on it leaves a loop.
+// The compiler must assume that `x` changes here, so nothing that depends on it is hoisted out of a loop.
 template <class T>
 WHET_INLINE void touch(Vec<T>& x) {
 #if defined(__x86_64__)
@@ -52,7 +52,7 @@ uint64_t probe_read(const void* x, size_t n_bytes, size_t repeats) {
     return static_cast<uint64_t>(word);
 }
 
-// x to out, `repeats` times; `streaming` stores go past the caches. Both aligned to 64 bytes.
+// x to out, `repeats` times; `streaming` stores bypass the caches. Both aligned to 64 bytes.
 void probe_copy(float* out, const float* x, size_t n, bool streaming, size_t repeats) {
     const auto pass = [&](auto put) WHET_INLINE_LAMBDA {
         for (size_t r = 0; r < repeats; ++r) {
@@ -84,12 +84,12 @@ void probe_scale(float* x, size_t n, float factor, size_t repeats) {
 
 namespace probe {
 
-// Sums under way at once: enough to fill the pipelines (4 to 6 cycles deep, 1 or 2 a cycle), few enough to stay in
+// Independent sums: enough to fill the pipelines (4 to 6 cycles deep, 1 or 2 a cycle), few enough to stay in
 // registers beside the operands.
 constexpr int kChains = kParts == 1 ? kProbeChains : 4;
 
-// sums[c] = step(sums[c], a, b), `iterations` times for each of kChains vectors; the number of steps done. What a step
-// makes of a and b is made anew for each chain.
+// sums[c] = step(sums[c], a, b), `iterations` times for each of kChains vectors; the number of steps done. A step
+// computes from a and b anew for each chain.
 template <class Sum, class A, class B, class Step>
 WHET_INLINE size_t run_chains(const A* a, const B* b, Sum* sums, size_t iterations, Step step) {
     Vec<A> x = load(a);

@@ -1,6 +1,6 @@
-// y = x bf16(w)^T for a few rows of x over float32 weights as they lie in memory, each rounded to bfloat16 where it is
-// loaded: what a product with a bfloat16 copy of w gives, without a copy that could be out of date. Products are exact
-// and sums float32, in the order of dot_bf16.
+// y = x bf16(w)^T for a few rows of x over float32 weights in their own layout, each rounded to bfloat16 as it
+// is loaded: what a product with a bfloat16 copy of w gives, without a copy that could be out of date. Products are
+// exact and sums float32, in the order of dot_bf16.
 //
 // By rows (w is (n, k)), lane l sums the pairs of columns l mod 16 in order, and the 16 sums are added as a tree, those
 // of 16 results at a time: for a k of some hundreds that costs as much as the products. By columns (w is (k, n)) each y
@@ -16,7 +16,7 @@ namespace {
 
 namespace rounded {
 
-constexpr size_t kAhead = 4096;  // weights from the one that is multiplied to the one that is fetched into the cache
+constexpr size_t kAhead = 4096;  // prefetch distance, in weights
 
 WHET_INLINE u16x32 read_weights(const float* w, size_t count) {
     if (count >= 32) return join_bf16(load(w), load(w + 16));
@@ -97,7 +97,7 @@ WHET_INLINE void add_columns(const float* w, size_t ldw, size_t k, const uint16_
                              int count) {
     f32x16 sum[n_vectors][n_inputs];
     for (auto& of_vector : sum) {
-        for (f32x16& one : of_vector) one = f32x16(0.0f);
+        for (f32x16& sum : of_vector) sum = f32x16(0.0f);
     }
     for (size_t j = 0; j < k; j += 2) {
         const bool paired = j + 1 < k;
@@ -128,7 +128,7 @@ WHET_INLINE void all_inputs_by_columns(const float* w, size_t ldw, size_t k, con
 
 void rounded_linear_rows(const float* w, size_t ldw, size_t n, size_t k, const uint16_t* x, size_t ldx, size_t m,
                          float* y, size_t ldy) {
-    for (size_t row = 0; row < n; row += 16) {  // which every row of x meets before the next are read from memory
+    for (size_t row = 0; row < n; row += 16) {  // multiplied by every row of x before the next weights are read
         const size_t count = row + 16 < n ? 16 : n - row;
         const float* some = w + row * ldw;
         size_t i = 0;

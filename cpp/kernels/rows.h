@@ -1,5 +1,5 @@
 // A row of float32 or bfloat16, read and written as vectors of float32; its sums. The kernels that work row by row
-// (norm.h, softmax.h, activations.h) stand on these.
+// (norm.h, softmax.h, activations.h) are built on these.
 #pragma once
 #include "simd/dot.h"
 #include "simd/math.h"
@@ -42,9 +42,9 @@ WHET_INLINE void each(size_t begin, size_t n, Body body) {
     if (at < n) body(at, static_cast<int>(n - at));
 }
 
-// out[at ...] = value(at, count). `streaming` sends whole lines of float32 past the caches: for results that are larger
-// than these; finish_rows() comes before another thread reads it. The row at `next`, if it is not null, comes in from
-// memory meanwhile, into the innermost cache alone. An element is read before it is written, so that out may be an
+// out[at ...] = value(at, count). `streaming` stores whole lines of float32 without caching them: for results that are
+// larger than the caches; finish_rows() must be called before another thread reads it. The row at `next`, if it is not
+// null, is prefetched into L1 only. An element is read before it is written, so that out may be an
 // array that `value` reads.
 template <class T, class Value>
 WHET_INLINE void write(size_t n, T* out, bool streaming, Value value, const T* next = nullptr) {
@@ -78,14 +78,14 @@ WHET_INLINE void sum(size_t n, double (&total)[kSums], Add add) {
     for (; at + kBlock <= n; at += kBlock) {
         f32x16 part[4][kSums];
         for (auto& sums : part) {
-            for (f32x16& one : sums) one = f32x16(0.0f);
+            for (f32x16& sum : sums) sum = f32x16(0.0f);
         }
 #pragma GCC unroll 16
         for (size_t i = 0; i < 16; ++i) add(part[i % 4], at + 16 * i, 16);
         for (int k = 0; k < kSums; ++k) add_to_total(k, (part[0][k] + part[1][k]) + (part[2][k] + part[3][k]));
     }
     f32x16 rest[kSums];
-    for (f32x16& one : rest) one = f32x16(0.0f);
+    for (f32x16& sum : rest) sum = f32x16(0.0f);
     each(at, n, [&](size_t i, int count) WHET_INLINE_LAMBDA { add(rest, i, count); });
     for (int k = 0; k < kSums; ++k) {
         add_to_total(k, rest[k]);

@@ -23,8 +23,7 @@ WHET_INLINE f32x16 weight_of(f32x16 x, f32x16 top, f32x16 scale) {
     return select(u < f32x16(-126.0f), f32x16(0.0f), exp2_fast(u));  // a NaN stays
 }
 
-// use(weights, at, count) for each vector; the sum of all weights. The elements behind the row are asked to come in
-// meanwhile.
+// use(weights, at, count) for each vector; the sum of all weights. The elements behind the row are prefetched.
 template <class Use>
 WHET_INLINE double weigh(const float* x, size_t n, float top, float scale, Use use) {
     constexpr size_t kRun = 128;
@@ -85,7 +84,7 @@ float lane_tops_f32(const float* x, size_t n, float* tops) {
     f32x16 greatest(kLowest), nan(0.0f);
     const auto take = [&](f32x16 v, f32x16& top) WHET_INLINE_LAMBDA {
         top = max(v, top);
-        // 0 times a finite number: NaN comes of NaN and +inf alone.
+        // 0 times a finite number is 0: only NaN and +inf give NaN.
         nan = fma(max(f32x16(kNothing), v), f32x16(0.0f), nan);
     };
     for (size_t begin = 0; begin < n; begin += kSpan, tops += 16) {

@@ -21,7 +21,7 @@ namespace softmax_row {
 template <class T>
 WHET_INLINE float top_of(const T* x, size_t n) {
     constexpr float lowest = -__builtin_inff();
-    f32x16 even(lowest), odd(lowest);  // one would wait for itself
+    f32x16 even(lowest), odd(lowest);  // two: one would be bound by latency
     size_t at = 0;
     for (; at + 32 <= n; at += 32) {
         even = max(rows::read(x + at, 16), even);
@@ -67,7 +67,7 @@ WHET_INLINE void softmax(const T* x, size_t n, float scale, T* out) {
         rows::write(n, out, false,
                     [&](size_t at, int count) WHET_INLINE_LAMBDA { return rows::read(out + at, count) * inverse; });
     } else {
-        // Weights rounded to bfloat16 would be rounded twice: they are made again.
+        // Weights rounded to bfloat16 would be rounded twice: they are computed again.
         const double total = softmax_row::sum_weights(x, n, top, scale, [](f32x16, size_t, int) WHET_INLINE_LAMBDA {});
         const f32x16 inverse(static_cast<float>(1.0 / total));
         rows::write(n, out, false, [&](size_t at, int count) WHET_INLINE_LAMBDA {

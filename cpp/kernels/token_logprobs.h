@@ -1,9 +1,9 @@
-// Log-probability of one token, and the entropy, of softmax(logits / temperature): one pass over a row, which may come
-// in parts.
+// Log-probability of one token, and the entropy, of softmax(logits / temperature): one pass over a row, which may be
+// read in parts.
 //
 //   log pi(y) = z_y - log sum_i exp(z_i),   H = log Z - sum_i pi_i z_i,   z = logits / temperature
 //
-// The row is read in chunks that stay in the first-level cache: a chunk's maximum first, then its exponentials, with
+// The row is read in chunks that stay in L1: a chunk's maximum first, then its exponentials, with
 // the running sums rescaled when the maximum grows (online softmax; Milakov & Gimelshein 2018). Exponents are in base
 // 2 relative to the maximum; sums are float64. The token itself stays out of the sum, S: its log-probability is
 // -log1p(S / exp(z_y)), which keeps its digits when it is close to 0.
@@ -38,7 +38,7 @@ WHET_INLINE void raise_top(TokenSums& row, float top, float scale) {
 
 template <bool with_entropy, class T>
 WHET_INLINE void add_chunk(TokenSums& row, const T* logits, int n_vectors, float scale) {
-    // Two maxima side by side: one would wait for itself.
+    // Two independent maxima: one would be bound by latency.
     f32x16 even(-__builtin_inff()), odd(-__builtin_inff());
     for (int i = 0; i + 1 < n_vectors; i += 2) {
         even = max(load_logits(logits + 16 * i), even);
@@ -55,7 +55,7 @@ WHET_INLINE void add_chunk(TokenSums& row, const T* logits, int n_vectors, float
         const int end = begin + run < n_vectors ? begin + run : n_vectors;
         f32x16 run_weights(0.0f), run_weighted_u(0.0f);
         for (int i = begin; i < end; ++i) {
-            // The next chunk comes in while this one is computed on: reading past the row's end is only asked for.
+            // Prefetch the next chunk; a prefetch past the row's end does no harm.
             __builtin_prefetch(logits + 16 * (n_vectors + i));
             const f32x16 u = max(lowest, (load_logits(logits + 16 * i) - top) * per_logit);
             const f32x16 weight = exp2_fast(u);

@@ -1,4 +1,4 @@
-// One piece of memory, cut once into the parts that a job needs, and given back whole. Nothing grows.
+// One block of memory, divided once into the arrays that a job needs, and freed as a whole. Nothing grows.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace whet {
 
 class Arena {
 public:
-    // Parts are taken twice: first to count the bytes, then, after allocate(), to get them.
+    // Every part is requested twice: first to count the bytes, then, after allocate(), for its address.
     template <class T>
     T* take(size_t n) {
         const size_t at = used_;

@@ -7,8 +7,8 @@
 namespace whet {
 namespace {
 
-// The room left in each bin, as leaves of a tree of maxima: the first bin with room is one walk down from the root.
-// Bins that nobody has opened yet are leaves with full room, so the walk opens the next one by itself.
+// The room left in each bin, as leaves of a tree of maxima: the first bin with room is found by one descent from the
+// root. Unopened bins are leaves with full room, so the descent opens the next bin where no open one has room.
 class FirstFit {
 public:
     explicit FirstFit(int64_t max_length) : max_length_(max_length) { grow(64); }

@@ -8,13 +8,14 @@
 
 namespace whet {
 
-// body(begin, end) for pieces of [0, count), each of `per_task` or fewer; all at once where the work is small.
+// body(begin, end) for pieces of [0, count), each of `per_task` or fewer; all at once where the work is small. As in
+// parallel_for, without the host's lock where it is not.
 template <class F>
 void parallel_split(size_t count, size_t per_task, double work_ns, F&& body) {
     if (count == 0) return;
-    if (!is_worth_threads(work_ns) || count <= per_task) return body(size_t{0}, count);
-    auto task = [&](size_t i) { body(i * per_task, std::min(count, (i + 1) * per_task)); };
-    parallel_for(ceil_div(count, per_task), task);
+    if (!is_worth_threads(work_ns)) return body(size_t{0}, count);
+    parallel_for(ceil_div(count, per_task), work_ns,
+                 [&](size_t i) { body(i * per_task, std::min(count, (i + 1) * per_task)); });
 }
 
 }  // namespace whet

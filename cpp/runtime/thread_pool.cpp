@@ -23,7 +23,7 @@ constexpr int kSpins = 1000;  // pauses before a worker sleeps: about 30 us
 
 std::atomic<Fork> borrowed{nullptr};
 
-// A job for threads that come together for it.
+// A job on borrowed threads: each claims tasks until none is left.
 struct ForkedJob {
     size_t n_tasks;
     void (*task)(void*, size_t);
@@ -36,8 +36,8 @@ struct ForkedJob {
     }
 };
 
-// Keeps the first exception of a job's tasks until all are over: none may leave a worker, nor the caller while others
-// still use what is his.
+// Keeps the first exception of a job's tasks until all are over: it may not unwind a worker, nor the caller while
+// workers still use the caller's objects.
 struct Guarded {
     void (*task)(void*, size_t);
     void* context;
@@ -68,7 +68,7 @@ public:
         workers_.reserve(static_cast<size_t>(n_threads));
         try {
             for (int i = 1; i < n_threads; ++i) workers_.emplace_back([this] { work(); });
-        } catch (...) {  // the system gives no more threads
+        } catch (...) {  // the system has no more threads
             stop();
             throw;
         }
@@ -136,7 +136,8 @@ private:
                 pause_briefly();
             }
             if (busy) continue;
-            // Counted as asleep before the last look: the caller either sees the count or is seen by the look.
+            // Counted as asleep before the last check for tasks: either the caller sees the count and wakes this
+            // thread, or this thread sees the caller's tasks.
             const uint32_t epoch = epoch_.load();
             sleeping_.fetch_add(1);
             if (!run_one() && !stop_.load()) epoch_.wait(epoch);
@@ -199,7 +200,7 @@ int num_threads() { return the_pool()->n_threads(); }
 
 void set_num_threads(int n) {
     if (n == num_threads()) return;
-    std::shared_ptr<ThreadPool> before;  // let go of outside the lock, by the last of its jobs
+    std::shared_ptr<ThreadPool> before;  // destroyed outside the lock, by the last of its jobs
     const std::lock_guard lock(pool_mutex);
     before.swap(pool);
     wanted_threads = n;

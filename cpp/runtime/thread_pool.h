@@ -1,10 +1,13 @@
-// One small pool of threads for the whole process: it splits rows, nothing more.
+// The thread pool of the process.
 //
-// Workers spin for a few tens of microseconds after a job and then sleep, so they are quick within a step and out of
-// the way of other libraries' threads between steps. The calling thread works too and never waits for a sleeper: tasks
-// are claimed one by one. A call while another thread's job runs, or from within a task, runs on its own thread.
+// Workers spin for a few tens of microseconds after a job and then sleep, so they start quickly within a step and leave
+// the processors to other libraries' threads between steps. The calling thread works too and never waits for a sleeping
+// worker: tasks are claimed one by one. A call while another thread's job runs, or from within a task, runs on its own
+// thread.
 #pragma once
 #include <cstddef>
+
+#include "runtime/host_lock.h"
 
 namespace whet {
 
@@ -16,8 +19,8 @@ void set_num_threads(int n);
 // call it GOMP_parallel.
 using Fork = void (*)(void (*body)(void*), void* context, unsigned n_threads, unsigned flags);
 
-// Jobs run on the threads behind `fork` until it is called with null. Another library's threads, which spin for a while
-// after its own work, would take the processors from the pool's.
+// Jobs run on the threads behind `fork` until it is called with null. Otherwise another library's threads, which spin
+// for a while after its own work, would compete with the pool's for the processors.
 void borrow_threads(Fork fork);
 
 // task(context, i) for every i in [0, n_tasks), in any order and on any thread. The first exception of a task is thrown
@@ -32,10 +35,13 @@ void parallel_for(size_t n_tasks, F& f) {
 // Whether so many nanoseconds of work on one core, roughly, are more than it costs to share them with other threads.
 constexpr bool is_worth_threads(double work_ns) { return work_ns >= 4000.0; }
 
-// The same where all tasks together are worth it, else on the calling thread.
+// The same where all tasks together are worth it, else on the calling thread. Work that is worth threads runs without
+// the host's lock, so `f` must not touch the host's objects.
 template <class F>
 void parallel_for(size_t n_tasks, double work_ns, F&& f) {
-    if (n_tasks > 1 && is_worth_threads(work_ns)) return parallel_for(n_tasks, f);
+    const bool worth_threads = is_worth_threads(work_ns);
+    const ReleasedHostLock released(worth_threads);
+    if (worth_threads && n_tasks > 1) return parallel_for(n_tasks, f);
     for (size_t i = 0; i < n_tasks; ++i) f(i);
 }
 

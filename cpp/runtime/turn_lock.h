@@ -1,5 +1,5 @@
-// A lock that threads get in the order in which they asked for it. One that asks again at once, as a loop does, comes
-// after those that wait.
+// A fair lock: threads acquire it in the order of their requests (FIFO), so that a loop that locks again at once does
+// not starve those that wait.
 #pragma once
 #include <condition_variable>
 #include <cstdint>

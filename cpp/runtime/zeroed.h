@@ -1,7 +1,6 @@
-// Large memory: zeros that cost nothing until they are touched, in huge pages where the system has them. What is read
-// here and there, as a cache of many sequences, waits for addresses longer than for data otherwise. It is mapped by
-// itself, so that it goes back to the system the moment it is freed: the allocator keeps what it is given back once its
-// blocks have grown large.
+// Large zeroed memory, committed page by page as it is touched, in huge pages where the system has them: random reads,
+// as of a cache of many sequences, otherwise spend more time on TLB misses than on data. It is a mapping of its own, so
+// that freeing it returns it to the system at once: the allocator would keep blocks of this size.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -24,7 +23,7 @@ public:
         if (bytes >= huge) {
             void* const mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
             if (mapped == MAP_FAILED) throw std::bad_alloc();
-            static_cast<void>(madvise(mapped, bytes, MADV_HUGEPAGE));  // a refusal leaves small pages
+            static_cast<void>(madvise(mapped, bytes, MADV_HUGEPAGE));  // on failure pages stay small
             memory_ = Memory(mapped, Free{bytes});
             return;
         }

@@ -2,7 +2,7 @@
 //
 // A Vec is one zmm, two ymm or four 16-byte registers. Arithmetic goes through the compiler's vector
 // extensions, so kernels read as formulas; the few operations that have no operator (fma, sqrt, min, max,
-// scaling by a power of two, masked loads) are intrinsics, and stand here alone. Every operation is
+// scaling by a power of two, masked loads) are intrinsics, and only this directory has them. Every operation is
 // correctly rounded or exact, and lanes combine in an order that does not depend on the register width:
 // all instruction sets give the same bits.
 #pragma once
@@ -138,7 +138,7 @@ WHET_INLINE void store(T* out, Vec<T> v) {
 }
 
 // Past the caches, where the processor has such a store (`out` aligned to 64 bytes); an ordinary store elsewhere.
-// finish_streaming() comes before another thread reads what was stored.
+// finish_streaming() must be called before another thread reads what was stored.
 WHET_INLINE void store_streaming(float* out, f32x16 v) {
 #if defined(__AVX512F__)
     _mm512_stream_ps(out, v.part[0]);

@@ -1,41 +1,36 @@
 // The native core without Python: every kernel on heap buffers of exactly its length, at every length that has a tail,
 // and the pool under contention. Numbers are checked against the plain formulas in long double; what this test is for
-// is what the sanitizers see while it runs. Exit code 77: the instruction set in WHET_ISA is not on this machine.
+// is what the sanitizers see while it runs.
 #include <algorithm>
 #include <atomic>
 #include <bit>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <random>
-#include <stdexcept>
 #include <thread>
 #include <vector>
 
-#include "kernels/dispatch.h"
+#include "runtime/host_lock.h"
 #include "runtime/packing.h"
+#include "runtime/split.h"
 #include "runtime/thread_pool.h"
+#include "tests/checks.h"
 
 using whet::kernels;
 
 namespace {
 
-int failures = 0;
-
 void expect_near(const char* what, size_t n, long double got, long double expected, long double tolerance) {
-    if (std::abs(got - expected) <= tolerance || (std::isnan(got) && std::isnan(expected))) return;
-    std::printf("%s, n = %zu: got %.17Lg, expected %.17Lg\n", what, n, got, expected);
-    ++failures;
-}
-
-void expect(const char* what, bool ok) {
-    if (ok) return;
-    std::printf("%s\n", what);
-    ++failures;
+    const bool near = std::abs(got - expected) <= tolerance || (std::isnan(got) && std::isnan(expected));
+    expect(near, "%s, n = %zu: got %.17Lg, expected %.17Lg", what, n, got, expected);
 }
 
 std::mt19937_64 random_bits(7);
+
+// A float32 number cut to bfloat16, and back.
+uint16_t upper_half(float x) { return static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16); }
+float widened(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 
 // Exactly n elements from the heap, `skew` elements off the allocator's alignment.
 template <class T>
@@ -101,12 +96,8 @@ void test_token_logprobs(size_t n) {
     Buffer<float> logits(n, 0.0, 4.0);
     std::unique_ptr<uint16_t[]> half(new uint16_t[n]);
     for (size_t i = 0; i < n; ++i) {
-        uint32_t bits;
-        static_assert(sizeof bits == sizeof logits[i]);
-        __builtin_memcpy(&bits, &logits[i], sizeof bits);
-        bits &= 0xffff0000u;  // so that both kernels see the same logits
-        __builtin_memcpy(&logits[i], &bits, sizeof bits);
-        half[i] = static_cast<uint16_t>(bits >> 16);
+        half[i] = upper_half(logits[i]);
+        logits[i] = widened(half[i]);  // so that both kernels see the same logits
     }
     for (const size_t token : {size_t{0}, n / 2, n - 1}) {
         long double z = 0, weighted = 0;
@@ -121,7 +112,7 @@ void test_token_logprobs(size_t n) {
         kernels().token_logprobs_bf16(half.get(), n, token, 1.0, &got_half[0], &got_half[1]);
         expect_near("token_logprobs_f32", n, got[0], logprob, 1e-6L * std::abs(logprob) + 1e-12L);
         expect_near("token_logprobs_f32 entropy", n, got[1], entropy, 2e-6L * std::abs(entropy) + 1e-7L);
-        expect("token_logprobs_bf16 equals float32", got[0] == got_half[0] && got[1] == got_half[1]);
+        expect(got[0] == got_half[0] && got[1] == got_half[1], "token_logprobs_bf16 equals float32");
 
         // In parts of any lengths, the token in one of them.
         for (const size_t part : {size_t{1}, size_t{16}, size_t{100}, size_t{1024}, n}) {
@@ -170,18 +161,18 @@ void test_memory_probes(size_t n_bytes) {
     for (const bool streaming : {false, true}) {
         std::fill_n(out, n, -1.0f);
         kernels().probe_copy(out, x, n, streaming, 2);
-        expect("probe_copy", std::equal(x, x + n, out));
+        expect(std::equal(x, x + n, out), "probe_copy");
     }
     kernels().probe_scale(x, n, 2.0f, 3);
-    for (size_t i = 0; i < n; ++i) expect("probe_scale", x[i] == 8.0f * out[i]);
+    for (size_t i = 0; i < n; ++i) expect(x[i] == 8.0f * out[i], "probe_scale");
 
     auto* words = reinterpret_cast<uint64_t*>(out);
     const size_t n_words = n_bytes / sizeof *words;
     std::fill_n(words, n_words, uint64_t{0});
-    expect("probe_read of nothing", kernels().probe_read(words, n_bytes, 2) == 0);
+    expect(kernels().probe_read(words, n_bytes, 2) == 0, "probe_read of nothing");
     for (size_t i = 0; i < n_words; ++i) {
         words[i] = uint64_t{1} << (i % 64);
-        expect("probe_read misses a word", kernels().probe_read(words, n_bytes, 1) == words[i]);
+        expect(kernels().probe_read(words, n_bytes, 1) == words[i], "probe_read sees every word");
         words[i] = 0;
     }
 }
@@ -195,10 +186,10 @@ void test_fma_probe(const char* name, size_t (*kernel)(const A*, const B*, Sum*,
     std::vector<Sum> sums(whet::kProbeChains * kLanes);
     for (size_t i = 0; i < sums.size(); ++i) sums[i] = static_cast<Sum>(i);
     const size_t steps = kernel(a.data(), b.data(), sums.data(), 10);
-    expect(name, steps % 10 == 0 && steps / 10 >= 1 && steps / 10 <= whet::kProbeChains);
+    expect(steps % 10 == 0 && steps / 10 >= 1 && steps / 10 <= whet::kProbeChains, "%s", name);
     for (size_t i = 0; i < sums.size(); ++i) {
         const size_t expected = i + (i < steps / 10 * kLanes ? static_cast<size_t>(10 * gain) : 0);
-        expect(name, sums[i] == static_cast<Sum>(expected));
+        expect(sums[i] == static_cast<Sum>(expected), "%s", name);
     }
 }
 
@@ -216,9 +207,7 @@ void test_rows(size_t n, size_t skew) {
     Buffer<float> x(n, 0.5, 1.0, skew), weight(n, 1.0, 0.1, skew), bias(n, 0.0, 1.0, skew), out(n, 0.0, 0.0, skew);
     std::unique_ptr<uint16_t[]> half(new uint16_t[n]), half_residual(new uint16_t[n]), half_out(new uint16_t[n]);
     for (size_t i = 0; i < n; ++i) {
-        uint32_t bits;
-        __builtin_memcpy(&bits, &x[i], sizeof bits);
-        half[i] = half_residual[i] = static_cast<uint16_t>(bits >> 16);
+        half[i] = half_residual[i] = upper_half(x[i]);
     }
     long double sum = 0, squares = 0, centred = 0, weights = 0;
     for (size_t i = 0; i < n; ++i) {
@@ -263,11 +252,8 @@ void test_lora(size_t rank, size_t rows, size_t n) {
     Buffer<float> hidden(rows * rank, 0.0, 1.0), grad(rank * n, 0.0, 1.0, 3);
     std::unique_ptr<uint16_t[]> half_x(new uint16_t[rows * n]), half_y(new uint16_t[rows * n]);
     for (size_t i = 0; i < rows * n; ++i) {
-        uint32_t bits;
-        __builtin_memcpy(&bits, &x[i], sizeof bits);
-        bits &= 0xffff0000u;
-        __builtin_memcpy(&x[i], &bits, sizeof bits);
-        half_x[i] = half_y[i] = static_cast<uint16_t>(bits >> 16);
+        half_x[i] = half_y[i] = upper_half(x[i]);
+        x[i] = widened(half_x[i]);
     }
     Buffer<float> from_half(rows * rank, 0.0, 1.0), grad_half(rank * n, 0.0, 1.0), grad_before(rank * n, 0.0, 1.0);
     for (size_t i = 0; i < rank * n; ++i) grad_half[i] = grad_before[i] = grad[i];
@@ -284,15 +270,13 @@ void test_lora(size_t rank, size_t rows, size_t n) {
             long double sum = 0;
             for (size_t i = 0; i < n; ++i) sum += static_cast<long double>(x[row * n + i]) * a[j * n + i];
             expect_near("lora_down_f32", n, hidden[row * rank + j], sum, 1e-4L);
-            expect("lora_down_bf16 is not lora_down_f32", hidden[row * rank + j] == from_half[row * rank + j]);
+            expect(hidden[row * rank + j] == from_half[row * rank + j], "lora_down_bf16 is lora_down_f32");
         }
         for (size_t i = 0; i < n; ++i) {
             long double delta = 0;
             for (size_t j = 0; j < rank; ++j) delta += 0.5L * hidden[row * rank + j] * a[j * n + i];
             expect_near("lora_up_f32", n, y[row * n + i], y_before[row * n + i] + delta, 1e-4L);
-            const uint32_t bits = static_cast<uint32_t>(half_y[row * n + i]) << 16;
-            float rounded;
-            __builtin_memcpy(&rounded, &bits, sizeof bits);
+            const float rounded = widened(half_y[row * n + i]);
             const long double exact = x[row * n + i] + delta;
             expect_near("lora_up_bf16", n, rounded, exact, 1e-4L + std::abs(exact) / 256);
         }
@@ -302,7 +286,7 @@ void test_lora(size_t rank, size_t rows, size_t n) {
             long double sum = grad_before[j * n + i];
             for (size_t row = 0; row < rows; ++row) sum += 0.5L * hidden[row * rank + j] * x[row * n + i];
             expect_near("lora_outer_f32", n, grad[j * n + i], sum, 1e-3L);
-            expect("lora_outer_bf16 is not lora_outer_f32", grad[j * n + i] == grad_half[j * n + i]);
+            expect(grad[j * n + i] == grad_half[j * n + i], "lora_outer_bf16 is lora_outer_f32");
         }
     }
 }
@@ -316,7 +300,7 @@ void test_rope(const char* name, Kernel kernel, size_t half, bool neox, size_t s
     constexpr bool narrow = sizeof(T) == 2;
     const auto value = [](T v) -> long double {
         if constexpr (!narrow) return v;
-        return std::bit_cast<float>(static_cast<uint32_t>(v) << 16);
+        return widened(static_cast<uint16_t>(v));
     };
     if constexpr (narrow) {
         for (size_t i = 0; i < heads * dim; ++i) x[i] = static_cast<T>(0x3f00 + random_bits() % 256);  // 0.5 to 2
@@ -412,8 +396,8 @@ void test_attention(size_t n, size_t head_dim, size_t group) {
     kernels().decode_attention_bf16(step);
     std::vector<uint16_t> half_decoded(head_dim);
     kernels().merge_decode_bf16(partial.data, 1, extra, head_dim, half_decoded.data());
-    for (const uint16_t x : half_out) expect("a mean of ones is one: attention_bf16", x == 0x3f80);
-    for (const uint16_t x : half_decoded) expect("a mean of ones is one: decode_attention_bf16", x == 0x3f80);
+    for (const uint16_t x : half_out) expect(x == 0x3f80, "a mean of ones is one: attention_bf16");
+    for (const uint16_t x : half_decoded) expect(x == 0x3f80, "a mean of ones is one: decode_attention_bf16");
 }
 
 void test_packing() {
@@ -431,9 +415,9 @@ void test_packing() {
                     sum += lengths[index];
                     ++seen[index];
                 }
-                expect("a bin overflows", sum <= max_length);
+                expect(sum <= max_length, "a bin does not overflow");
             }
-            for (const int count : seen) expect("a sequence is not in exactly one bin", count == 1);
+            for (const int count : seen) expect(count == 1, "a sequence is in exactly one bin");
         }
     }
 }
@@ -447,13 +431,13 @@ void test_pool() {
             std::vector<int> counts(static_cast<size_t>(round), 0);
             auto count = [&](size_t i) { ++counts[i]; };
             whet::parallel_for(counts.size(), count);
-            for (const int c : counts) expect("a task did not run exactly once", c == 1);
+            for (const int c : counts) expect(c == 1, "a task runs exactly once");
         }
         std::atomic<int> nested{0};
         auto inner = [&](size_t) { ++nested; };
         auto outer = [&](size_t) { whet::parallel_for(10, inner); };
         whet::parallel_for(10, outer);
-        expect("nested jobs lost tasks", nested == 100);
+        expect(nested == 100, "nested jobs lose no task");
 
         std::atomic<int> shared{0};
         std::vector<std::thread> callers;
@@ -466,51 +450,72 @@ void test_pool() {
             });
         }
         for (std::thread& t : callers) t.join();
-        expect("concurrent jobs lost tasks", shared == 4 * 50 * 20);
+        expect(shared == 4 * 50 * 20, "concurrent jobs lose no task");
     }
+}
+
+// A host whose lock counts; acquire() gets what release() returned.
+int times_released = 0, times_acquired = 0;
+
+void test_host_lock() {
+    whet::host_lock = {[]() -> void* { return ++times_released, &times_released; },
+                       [](void* state) { times_acquired += state == &times_released; }};
+    constexpr double kLittle = 100.0, kMuch = 1e6;
+    int held = 0, free = 0;
+    auto look = [&](size_t) { ++(times_released == times_acquired ? held : free); };
+    whet::parallel_for(1, kLittle, look);
+    expect(held == 1 && times_released == 0, "little work keeps the lock");
+    whet::parallel_for(1, kMuch, look);
+    expect(free == 1 && times_released == 1 && times_acquired == 1, "much work releases the lock");
+    bool thrown = false;
+    try {
+        whet::parallel_split(8, 2, kMuch, [](size_t, size_t) { throw std::runtime_error("a task's"); });
+    } catch (const std::runtime_error&) {
+        thrown = true;
+    }
+    expect(thrown && times_released == 2 && times_acquired == 2, "an exception comes with the lock");
+    whet::host_lock.release = []() -> void* { return nullptr; };  // the thread does not hold it
+    whet::parallel_for(1, kMuch, look);
+    expect(times_acquired == 2, "a lock that the thread did not hold is not acquired");
+    whet::host_lock = {};
 }
 
 }  // namespace
 
 int main() {
-    try {
-        std::printf("kernels: %s\n", kernels().isa);
-    } catch (const std::runtime_error& error) {
-        std::printf("%s\n", error.what());
-        return 77;
-    }
-    for (size_t n = 0; n <= 150; ++n) {
-        for (const size_t skew : {0, 1, 3}) {
-            test_token_kl<float>("token_kl_f32", kernels().token_kl_f32, false, n, skew);
-            test_token_kl<double>("token_kl_f64", kernels().token_kl_f64, false, n, skew);
-            test_token_kl<float>("token_kl_schulman_f32", kernels().token_kl_schulman_f32, true, n, skew);
-            test_token_kl<double>("token_kl_schulman_f64", kernels().token_kl_schulman_f64, true, n, skew);
+    return run_tests([] {
+        for (size_t n = 0; n <= 150; ++n) {
+            for (const size_t skew : {0, 1, 3}) {
+                test_token_kl<float>("token_kl_f32", kernels().token_kl_f32, false, n, skew);
+                test_token_kl<double>("token_kl_f64", kernels().token_kl_f64, false, n, skew);
+                test_token_kl<float>("token_kl_schulman_f32", kernels().token_kl_schulman_f32, true, n, skew);
+                test_token_kl<double>("token_kl_schulman_f64", kernels().token_kl_schulman_f64, true, n, skew);
+            }
+            if (n == 0) continue;
+            for (const size_t n_groups : {1, 3, 8}) {
+                test_group_advantages<float>("group_advantages_f32", kernels().group_advantages_f32, n, n_groups);
+                test_group_advantages<double>("group_advantages_f64", kernels().group_advantages_f64, n, n_groups);
+            }
+            test_token_logprobs(n);
+            test_gae(n);
+            test_rope_at_length(n);
+            for (const size_t skew : {0, 1, 3}) test_rows(n, skew);
         }
-        if (n == 0) continue;
-        for (const size_t n_groups : {1, 3, 8}) {
-            test_group_advantages<float>("group_advantages_f32", kernels().group_advantages_f32, n, n_groups);
-            test_group_advantages<double>("group_advantages_f64", kernels().group_advantages_f64, n, n_groups);
+        for (const size_t n : {256, 257, 511, 1000}) test_rows(n, 1);
+        for (const size_t n : {1023, 1024, 1025, 2047, 5000}) test_token_logprobs(n);
+        test_probes();
+        for (size_t rank = 1; rank <= 8; ++rank) {
+            for (const size_t n : {1, 15, 16, 17, 31, 33, 63, 64, 65, 130, 511, 512, 513, 600}) {
+                test_lora(rank, rank % 4 + 1, n);  // as many rows as a call of lora_down may have, at most
+            }
         }
-        test_token_logprobs(n);
-        test_gae(n);
-        test_rope_at_length(n);
-        for (const size_t skew : {0, 1, 3}) test_rows(n, skew);
-    }
-    for (const size_t n : {256, 257, 511, 1000}) test_rows(n, 1);
-    for (const size_t n : {1023, 1024, 1025, 2047, 5000}) test_token_logprobs(n);
-    test_probes();
-    for (size_t rank = 1; rank <= 8; ++rank) {
-        for (const size_t n : {1, 15, 16, 17, 31, 33, 63, 64, 65, 130, 511, 512, 513, 600}) {
-            test_lora(rank, rank % 4 + 1, n);  // as many rows as a call of lora_down may have, at most
+        for (const size_t n : {1, 2, 15, 16, 17, 33, 65, 70}) {
+            for (const size_t head_dim : {32, 40, 64, 72, 128}) {
+                for (const size_t group : {1, 2, 3, 5}) test_attention(n, head_dim, group);
+            }
         }
-    }
-    for (const size_t n : {1, 2, 15, 16, 17, 33, 65, 70}) {
-        for (const size_t head_dim : {32, 40, 64, 72, 128}) {
-            for (const size_t group : {1, 2, 3, 5}) test_attention(n, head_dim, group);
-        }
-    }
-    test_packing();
-    test_pool();
-    std::printf("%d failures\n", failures);
-    return failures == 0 ? 0 : 1;
+        test_packing();
+        test_pool();
+        test_host_lock();
+    });
 }

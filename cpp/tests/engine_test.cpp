@@ -1,29 +1,17 @@
 // The engine without Python, on small random models: what the sanitizers see while it runs; that results do not depend
 // on the company a sequence keeps, to the bit; and that pages come back, whatever is cancelled. Numbers are checked
-// against transformers in tests/engine. Exit code 77: the instruction set in WHET_ISA is not on this machine.
+// against transformers in tests/engine.
 #include <cmath>
-#include <cstdio>
 #include <random>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
-#include "engine/scheduler.h"
-#include "kernels/dispatch.h"
 #include "runtime/thread_pool.h"
 #include "small_model.h"
+#include "tests/checks.h"
 
 using namespace whet;
 
 namespace {
-
-int failures = 0;
-
-void expect(bool holds, const std::string& what) {
-    if (holds) return;
-    std::printf("does not hold: %s\n", what.c_str());
-    ++failures;
-}
 
 const size_t kLengths[] = {1, 63, 64, 65, 150, 129};
 
@@ -36,14 +24,13 @@ void test_company(bool other, WeightFormat format) {
         Scheduler s(model.transformer, limit);
         std::vector<uint64_t> ids;
         for (size_t i = 0; i < std::size(kLengths); ++i) ids.push_back(s.add(prompt(kLengths[i], 5, 70, i)));
-        while (s.step()) {
-        }
+        run(s);
         for (size_t i = 0; i < ids.size(); ++i) {
             expect(s.job(ids[i]).done, "every request ends");
             if (expected.size() <= i) {
                 expected.push_back(said(s, ids[i]));
             } else {
-                expect(said(s, ids[i]) == expected[i], "a completion depends on its key alone");
+                expect(said(s, ids[i]) == expected[i], "a completion depends only on its key");
             }
         }
         expect(s.cache().n_free() == s.cache().n_pages(), "pages come back");
@@ -55,8 +42,7 @@ void test_company(bool other, WeightFormat format) {
     score.tokens.insert(score.tokens.end(), expected[4][1].first.begin(), expected[4][1].first.end());
     score.score_from = 150, score.entropy = true;
     const uint64_t id = s.add(score);
-    while (s.step()) {
-    }
+    run(s);
     for (size_t i = 0; i < 70; ++i) {
         expect(std::abs(s.job(id).logprobs[i] - expected[4][1].second[i]) < 1e-5, "scored as sampled");
     }
@@ -77,8 +63,7 @@ void test_cancelling() {
             ids.erase(ids.begin() + static_cast<ptrdiff_t>(i));
         }
     }
-    while (s.step()) {
-    }
+    run(s);
     for (uint64_t id : ids) expect(s.job(id).done, "what is left ends");
     expect(s.cache().n_free() == s.cache().n_pages(), "pages come back after cancelling");
     bool refused = false;
@@ -100,8 +85,7 @@ void test_sessions() {
     for (size_t i = 0; i < std::size(lengths); ++i) {
         Scheduler alone(model.transformer, limits);
         const uint64_t id = alone.add(prompt(lengths[i], 2, 9, i));
-        while (alone.step()) {
-        }
+        run(alone);
         expected.push_back(said(alone, id));
     }
     for (size_t steps = 0; steps < 24; steps += 3) {
@@ -113,8 +97,7 @@ void test_sessions() {
             for (size_t i = 0; i < std::size(lengths); ++i) {
                 if (ended >> i & 1) s.end_session(i + 1), s.step();
             }
-            while (s.step()) {
-            }
+            run(s);
             for (size_t i = 0; i < std::size(lengths); ++i) {
                 if (!(ended >> i & 1)) expect(said(s, ids[i]) == expected[i], "who is left says what he says alone");
             }
@@ -128,28 +111,14 @@ void test_adapters() {
     const ModelConfig& c = model.transformer.config();
     const size_t page = KvCache::page_bytes(c, false);
     Scheduler s(model.transformer, {60 * page, 16, 32});
-    auto adapter = std::make_unique<Adapter>(c.n_layers);
-    const auto low = [&](size_t first, size_t n, size_t k) {
-        LowRank part{first, std::make_unique<PackedWeight>(WeightFormat::kFloat32, 3, k),
-                     std::make_unique<PackedWeight>(WeightFormat::kFloat32, n, 3)};
-        const std::vector<float> values(3 * std::max(n, k), 0.05f);
-        part.a->pack_rows(0, 3, values.data(), Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
-        part.b->pack_rows(0, n, values.data(), Source::kFloat32, 3, 1);
-        return part;
-    };
-    adapter->layers[0][0].push_back(low(20, 40, c.hidden_dim));
-    adapter->layers[1][3].push_back(low(0, c.hidden_dim, c.ffn_dim));
-    adapter->max_rank = 3;
     const uint64_t number = 5;
-    s.add_adapter(number, std::move(adapter));
+    s.add_adapter(number, adapter_of(c));
     Request with = prompt(130, 2, 20, 0);
     with.adapter = number;
     const uint64_t a = s.add(prompt(130, 2, 20, 0)), b = s.add(with);
-    while (s.step()) {
-    }
+    run(s);
     const uint64_t alone = s.add(with);
-    while (s.step()) {
-    }
+    run(s);
     expect(said(s, b) == said(s, alone), "with an adapter, alone or beside others");
     expect(said(s, a) != said(s, b), "an adapter changes what is said, and shares no page with the model");
     s.remove_adapter(number);
@@ -159,19 +128,13 @@ void test_adapters() {
 }  // namespace
 
 int main() {
-    try {
-        kernels();
-    } catch (const std::runtime_error& error) {
-        std::printf("%s\n", error.what());
-        return 77;
-    }
-    set_num_threads(3);
-    for (WeightFormat format : {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kInt8}) {
-        test_company(format != WeightFormat::kFloat32, format);
-    }
-    test_cancelling();
-    test_sessions();
-    test_adapters();
-    if (failures == 0) std::printf("%s: the engine holds\n", kernels().isa);
-    return failures == 0 ? 0 : 1;
+    return run_tests([] {
+        set_num_threads(3);
+        for (WeightFormat format : {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kInt8}) {
+            test_company(format != WeightFormat::kFloat32, format);
+        }
+        test_cancelling();
+        test_sessions();
+        test_adapters();
+    });
 }

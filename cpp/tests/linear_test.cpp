@@ -1,31 +1,25 @@
 // The products without Python, on heap buffers of exactly their size: what the sanitizers see while it runs, and
-// numbers against plain loops in double. Exit code 77: the instruction set in WHET_ISA is not on this machine.
+// numbers against plain loops in double.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <random>
-#include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include "engine/gemm.h"
 #include "engine/linear.h"
 #include "engine/stored_rows.h"
-#include "kernels/dispatch.h"
-#include "tests/normal.h"
+#include "tests/checks.h"
 
 using whet::WeightFormat;
 
 namespace {
 
-int failures = 0;
-
 void expect_near(const char* what, size_t m, size_t n, size_t k, double got, double expected, double tolerance) {
-    if (std::abs(got - expected) <= tolerance) return;
-    std::printf("%s, %zu x %zu x %zu: got %.9g, expected %.9g\n", what, m, n, k, got, expected);
-    ++failures;
+    expect(std::abs(got - expected) <= tolerance, "%s, %zu x %zu x %zu: got %.9g, expected %.9g", what, m, n, k, got,
+           expected);
 }
 
 // A row of the weight in the format, and the float32 numbers that it holds.
@@ -59,7 +53,7 @@ void test_linear(WeightFormat format, const char* name, size_t m, size_t n, size
                      static_cast<ptrdiff_t>(whet::traits(format).row_bytes(k)), 1);
     std::vector<uint8_t> back(rows.size());
     packed.unpack(back.data(), whet::traits(format).row_bytes(k));
-    if (back != rows) std::printf("%s: %zu x %zu does not come back from the panels\n", name, n, k), ++failures;
+    expect(back == rows, "%s: %zu x %zu comes back from the panels", name, n, k);
     std::vector<float> y(m * n);
     whet::linear(packed, x.data(), false, k, m, nullptr, y.data(), n);
     for (size_t i = 0; i < m; ++i) {
@@ -118,10 +112,8 @@ void test_packing(WeightFormat format, const char* name, size_t n, size_t k, siz
         packed.row(first + i, row.data());
         same = same && std::equal(row.begin(), row.end(), values.begin() + static_cast<ptrdiff_t>(i * k));
     }
-    if (same) return;
-    std::printf("%s: rows %zu + %zu of %zu x %zu, source %d, strides %zu and %zu: other numbers\n", name, first, count,
-                n, k, static_cast<int>(source), row_stride, column_stride);
-    ++failures;
+    expect(same, "%s: rows %zu + %zu of %zu x %zu, source %d, strides %zu and %zu: the same numbers", name, first,
+           count, n, k, static_cast<int>(source), row_stride, column_stride);
 }
 
 void test_packing_in_every_way(WeightFormat format, const char* name) {
@@ -214,7 +206,7 @@ void test_stored_rows(whet::StoredType type, size_t n, size_t k) {
             }
         }
     }
-    if (!same) std::printf("stored rows of %s, %zu x %zu\n", stored.name, n, k), ++failures;
+    expect(same, "stored rows of %s, %zu x %zu", stored.name, n, k);
 }
 
 // Parts of several formats, one below the other: as each by itself.
@@ -230,43 +222,38 @@ void test_parts(const std::vector<WeightFormat>& formats, size_t m, size_t n, si
         whet::linear(parts.back(), x.data(), false, k, m, bias.data() + i * n, expected.data() + i * n, width);
     }
     whet::linear(parts, x.data(), false, k, m, bias.data(), y.data(), width);
-    if (y != expected) std::printf("parts of several formats, %zu rows\n", m), ++failures;
+    expect(y == expected, "parts of several formats, %zu rows", m);
 }
 
 }  // namespace
 
 int main() {
-    try {
-        std::printf("instruction set: %s\n", whet::kernels().isa);
-    } catch (const std::runtime_error& error) {
-        std::printf("%s\n", error.what());
-        return 77;
-    }
-    for (size_t i = 0; i < whet::format_table().size(); ++i) {
-        const auto format = static_cast<WeightFormat>(i);
-        const char* name = whet::traits(format).name;
-        const size_t block = whet::traits(format).block_length;
-        for (size_t m : {1, 3, 9}) {
-            for (size_t n : {1, 17, 50}) {
-                for (size_t k : {size_t{1}, size_t{3}})
-                    test_linear(format, name, m, n, k * block + (block == 1 ? k : 0));
+    return run_tests([] {
+        for (size_t i = 0; i < whet::format_table().size(); ++i) {
+            const auto format = static_cast<WeightFormat>(i);
+            const char* name = whet::traits(format).name;
+            const size_t block = whet::traits(format).block_length;
+            for (size_t m : {1, 3, 9}) {
+                for (size_t n : {1, 17, 50}) {
+                    for (size_t k : {size_t{1}, size_t{3}})
+                        test_linear(format, name, m, n, k * block + (block == 1 ? k : 0));
+                }
+            }
+            if (block == 1) test_linear(format, name, 11, 49, 67);
+            test_packing_in_every_way(format, name);
+        }
+        for (size_t m : {1, 4, 9}) {
+            for (size_t n : {1, 16, 49}) {
+                for (size_t k : {1, 17, 32}) test_gemm(m, n, k);
             }
         }
-        if (block == 1) test_linear(format, name, 11, 49, 67);
-        test_packing_in_every_way(format, name);
-    }
-    for (size_t m : {1, 4, 9}) {
-        for (size_t n : {1, 16, 49}) {
-            for (size_t k : {1, 17, 32}) test_gemm(m, n, k);
+        for (int i = 0; i < static_cast<int>(whet::StoredType::kCount); ++i) {
+            for (size_t n : {1, 15, 300}) test_stored_rows(static_cast<whet::StoredType>(i), n, 512);
         }
-    }
-    for (int i = 0; i < static_cast<int>(whet::StoredType::kCount); ++i) {
-        for (size_t n : {1, 15, 300}) test_stored_rows(static_cast<whet::StoredType>(i), n, 512);
-    }
-    for (const auto& formats : {std::vector{WeightFormat::kQ4_K, WeightFormat::kQ6_K, WeightFormat::kQ8_0},
-                                std::vector{WeightFormat::kQ5_0, WeightFormat::kFloat32, WeightFormat::kBFloat16}}) {
-        for (size_t m : {1, 5, 40}) test_parts(formats, m, 35, 512);
-    }
-    std::printf("%s\n", failures == 0 ? "ok" : "failed");
-    return failures == 0 ? 0 : 1;
+        for (const auto& formats :
+             {std::vector{WeightFormat::kQ4_K, WeightFormat::kQ6_K, WeightFormat::kQ8_0},
+              std::vector{WeightFormat::kQ5_0, WeightFormat::kFloat32, WeightFormat::kBFloat16}}) {
+            for (size_t m : {1, 5, 40}) test_parts(formats, m, 35, 512);
+        }
+    });
 }

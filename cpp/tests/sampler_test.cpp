@@ -1,32 +1,21 @@
 // The sampler without Python, on heap buffers of exactly their size, against a plain one in double that sorts the row.
-// Exit code 77: the instruction set in WHET_ISA is not on this machine.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <limits>
 #include <memory>
 #include <numeric>
 #include <random>
-#include <stdexcept>
 #include <vector>
 
 #include "engine/sampler.h"
-#include "kernels/dispatch.h"
 #include "runtime/philox.h"
+#include "tests/checks.h"
 
 using whet::Drawn;
 using whet::Sampling;
 
 namespace {
-
-int failures = 0;
-
-void expect(const char* what, size_t n, bool ok) {
-    if (ok) return;
-    std::printf("%s, n = %zu\n", what, n);
-    ++failures;
-}
 
 // The ids that the filters leave, in falling order of logit, then of id.
 std::vector<size_t> kept(const std::vector<double>& z, const Sampling& s) {
@@ -72,12 +61,12 @@ Expected plain_draw(const std::vector<float>& logits, const Sampling& s, const s
 }
 
 void test_draws(size_t n, const Sampling& s, std::mt19937_64& bits) {
-    std::normal_distribution<float> normal(0.0f, 3.0f);
+    std::normal_distribution<float> wide(0.0f, 3.0f);
     std::vector<float> logits(n);
-    for (float& one : logits) one = normal(bits);
+    for (float& logit : logits) logit = wide(bits);
     if (n > 2) logits[n / 2] = -std::numeric_limits<float>::infinity();
     std::vector<uint64_t> seen((n + 63) / 64);
-    for (uint64_t& one : seen) one = bits() & bits();
+    for (uint64_t& word : seen) word = bits() & bits();
     const double uniform = static_cast<double>(bits() >> 11) * 0x1p-53;
     const Expected expected = plain_draw(logits, s, seen, uniform);
 
@@ -86,50 +75,45 @@ void test_draws(size_t n, const Sampling& s, std::mt19937_64& bits) {
     const size_t bytes = whet::sampler_scratch_bytes(n);
     const std::unique_ptr<char[]> scratch(new char[bytes]);
     const Drawn drawn = whet::draw_token(copy.get(), n, s, seen.data(), uniform, scratch.get());
-    expect("token out of range", n, drawn.token >= 0 && static_cast<size_t>(drawn.token) < n);
+    expect(drawn.token >= 0 && static_cast<size_t>(drawn.token) < n, "the token is in range, n = %zu", n);
     if (expected.margin < 1e-5) return;
-    expect("another token", n, static_cast<size_t>(drawn.token) == expected.token);
-    expect("another log-prob", n, std::abs(drawn.logprob - expected.logprob) < 2e-5);
+    expect(static_cast<size_t>(drawn.token) == expected.token, "the same token, n = %zu", n);
+    expect(std::abs(drawn.logprob - expected.logprob) < 2e-5, "the same log-prob, n = %zu", n);
 }
 
 // Numbers of NumPy 2.4: np.random.Generator(np.random.Philox(key=[7, 0], counter=[0, 0, 2, 5])).random(6).
 void test_uniforms() {
     const double expected[6] = {0x1.002134ae40be0p-2, 0x1.468f8fccb87c4p-2, 0x1.c41ef0588aba0p-3,
                                 0x1.175a998b2043ep-2, 0x1.c507d470fb8c0p-2, 0x1.88046f0cc163ep-2};
-    for (uint64_t t = 0; t < 6; ++t) expect("another uniform", t, whet::token_uniform(7, 2, 5, t) == expected[t]);
+    for (uint64_t t = 0; t < 6; ++t)
+        expect(whet::token_uniform(7, 2, 5, t) == expected[t], "the same uniform, t = %zu", size_t(t));
 }
 
 }  // namespace
 
 int main() {
-    try {
-        std::printf("instruction set: %s\n", whet::kernels().isa);
-    } catch (const std::runtime_error& error) {
-        std::printf("%s\n", error.what());
-        return 77;
-    }
-    std::mt19937_64 bits(7);
-    const Sampling settings[] = {
-        {},
-        {.temperature = 0.6f},
-        {.top_k = 1},
-        {.top_k = 9},
-        {.temperature = 1.4f, .top_k = 200},
-        {.top_p = 0.8f},
-        {.temperature = 0.8f, .top_p = 0.999f, .repetition_penalty = 1.5f},
-        {.min_p = 0.02f, .repetition_penalty = 0.7f},
-        {.temperature = 2.0f, .top_p = 0.6f, .min_p = 0.3f, .top_k = 30},
-    };
-    std::vector<size_t> lengths(70);
-    std::iota(lengths.begin(), lengths.end(), size_t{1});
-    for (size_t n : {127, 128, 129, 255, 257, 1000, 1023, 1024, 1025, 1040, 2500, 5003}) lengths.push_back(n);
-    for (size_t n : lengths) {
-        for (Sampling s : settings) {
-            test_draws(n, s, bits);
-            test_draws(n, s, bits);
+    return run_tests([] {
+        std::mt19937_64 bits(7);
+        const Sampling settings[] = {
+            {},
+            {.temperature = 0.6f},
+            {.top_k = 1},
+            {.top_k = 9},
+            {.temperature = 1.4f, .top_k = 200},
+            {.top_p = 0.8f},
+            {.temperature = 0.8f, .top_p = 0.999f, .repetition_penalty = 1.5f},
+            {.min_p = 0.02f, .repetition_penalty = 0.7f},
+            {.temperature = 2.0f, .top_p = 0.6f, .min_p = 0.3f, .top_k = 30},
+        };
+        std::vector<size_t> lengths(70);
+        std::iota(lengths.begin(), lengths.end(), size_t{1});
+        for (size_t n : {127, 128, 129, 255, 257, 1000, 1023, 1024, 1025, 1040, 2500, 5003}) lengths.push_back(n);
+        for (size_t n : lengths) {
+            for (Sampling s : settings) {
+                test_draws(n, s, bits);
+                test_draws(n, s, bits);
+            }
         }
-    }
-    test_uniforms();
-    std::printf("%s\n", failures == 0 ? "ok" : "failed");
-    return failures == 0 ? 0 : 1;
+        test_uniforms();
+    });
 }

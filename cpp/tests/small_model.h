@@ -1,7 +1,9 @@
 // A small random model for tests of the engine, prompts that begin alike, and what came of them.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <random>
 #include <string>
 #include <utility>
@@ -37,7 +39,7 @@ struct Model {
         Weights& w = transformer.weights();
         const auto matrix = [&](const std::string& slot, WeightFormat f, size_t n, size_t k) {
             std::vector<float> x(n * k);
-            for (float& one : x) one = normal(bits) / std::sqrt(static_cast<float>(k));
+            for (float& value : x) value = normal(bits) / std::sqrt(static_cast<float>(k));
             w.add_matrix(slot, k % traits(f).block_length == 0 ? f : WeightFormat::kInt8, n, k);
             w.pack(slot, 0, {StoredType::kFloat32, x.data(), n, k, static_cast<ptrdiff_t>(k), 1});
         };
@@ -66,7 +68,7 @@ struct Model {
 inline std::vector<int32_t> tokens(size_t n, unsigned seed) {
     std::mt19937 bits(seed);
     std::vector<int32_t> out(n);
-    for (int32_t& one : out) one = static_cast<int32_t>(bits() % 97);
+    for (int32_t& token : out) token = static_cast<int32_t>(bits() % 97);
     return out;
 }
 
@@ -77,11 +79,33 @@ inline Request prompt(size_t length, size_t n, size_t max_new, uint64_t index) {
     return r;
 }
 
+// Rank 3, on rows of the first layer's second product and on the whole of another.
+inline std::unique_ptr<Adapter> adapter_of(const ModelConfig& c) {
+    auto adapter = std::make_unique<Adapter>(c.n_layers);
+    const auto low = [](size_t first, size_t n, size_t k) {
+        LowRank part{first, std::make_unique<PackedWeight>(WeightFormat::kFloat32, 3, k),
+                     std::make_unique<PackedWeight>(WeightFormat::kFloat32, n, 3)};
+        const std::vector<float> values(3 * std::max(n, k), 0.05f);
+        part.a->pack_rows(0, 3, values.data(), Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
+        part.b->pack_rows(0, n, values.data(), Source::kFloat32, 3, 1);
+        return part;
+    };
+    adapter->layers[0][0].push_back(low(20, 40, c.hidden_dim));
+    adapter->layers[1][3].push_back(low(0, c.hidden_dim, c.ffn_dim));
+    adapter->max_rank = 3;
+    return adapter;
+}
+
+inline void run(Scheduler& s) {
+    while (s.step()) {
+    }
+}
+
 using Said = std::vector<std::pair<std::vector<int32_t>, std::vector<float>>>;
 
 inline Said said(const Scheduler& s, uint64_t id) {
     Said out;
-    for (const Sample& one : s.job(id).samples) out.emplace_back(one.tokens, one.logprobs);
+    for (const Sample& sample : s.job(id).samples) out.emplace_back(sample.tokens, sample.logprobs);
     return out;
 }
 

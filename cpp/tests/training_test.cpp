@@ -5,21 +5,17 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <stdexcept>
 #include <vector>
 
 #include "engine/attention.h"
 #include "engine/training.h"
 #include "engine/training_attention.h"
-#include "kernels/dispatch.h"
 #include "runtime/thread_pool.h"
-#include "tests/normal.h"
+#include "tests/checks.h"
 
 using whet::kernels;
 
 namespace {
-
-int failures = 0;
 
 // The norm of a difference, relative to the norm of what it should be, or to that of the terms that cancel there.
 template <class T>
@@ -30,9 +26,7 @@ void expect_close(const char* what, size_t n, const std::vector<T>& got, const s
         error += (got[i] - right[i]) * (got[i] - right[i]);
         size += right[i] * right[i];
     }
-    if (std::sqrt(error / size) <= tolerance) return;
-    std::printf("%s, %zu: off by %.3g\n", what, n, std::sqrt(error / size));
-    ++failures;
+    expect(std::sqrt(error / size) <= tolerance, "%s, %zu: off by %.3g", what, n, std::sqrt(error / size));
 }
 
 // Numbers that bfloat16 holds too.
@@ -63,17 +57,12 @@ void test_refresh(size_t n) {
     std::vector<float> x = normal(n, 1);
     std::vector<uint16_t> copy(n, 0x7fc1);
     const auto refresh = [&] { return kernels().refresh_bf16(x.data(), n, copy.data()); };
-    const auto expect = [&](bool right, const char* what) {
-        if (right) return;
-        std::printf("refresh_bf16, %zu: %s\n", n, what);
-        ++failures;
-    };
-    expect(refresh() && copy == narrowed(x), "a new copy");
-    expect(!refresh() && copy == narrowed(x), "nothing changed");
+    expect(refresh() && copy == narrowed(x), "refresh_bf16, %zu: a new copy", n);
+    expect(!refresh() && copy == narrowed(x), "refresh_bf16, %zu: nothing changed", n);
     for (size_t i : {size_t{0}, n / 2, n - 1}) {
         for (float value : {7.0f, -0.0f, 1e-40f, std::nanf("")}) {
             x[i] = value;
-            expect(refresh() && copy == narrowed(x) && !refresh(), "one changed");
+            expect(refresh() && copy == narrowed(x) && !refresh(), "refresh_bf16, %zu: one changed", n);
         }
     }
 }
@@ -194,7 +183,7 @@ void test_adamw(size_t n) {
     expect_close("adamw_f32, copy", n, widened(copy), right_p, 4e-3);
     std::vector<float> again = start, again_m = start_m, again_v(n, 0.5f);
     kernels().adamw_f32(step, n, again.data(), grad.data(), again_m.data(), again_v.data(), nullptr);
-    if (again != p) std::printf("adamw_f32, %zu: the copy changes the parameters\n", n), ++failures;
+    expect(again == p, "adamw_f32, %zu: the copy does not change the parameters", n);
 }
 
 // ---------------------------------------------------------------- attention
@@ -383,16 +372,15 @@ void test_shared_prompt(size_t n_prompt, size_t n_first, size_t n_second) {
         }
     }
     whet::set_num_threads(1);
-    const PackedResult one = forward_and_backward(all);
+    const PackedResult serial = forward_and_backward(all);
     whet::set_num_threads(3);
-    const PackedResult three = forward_and_backward(all);
-    if (one.out != right_out || one.out != three.out || one.grad_q != three.grad_q || one.grad_k != three.grad_k ||
-        one.grad_v != three.grad_v) {
-        std::printf("packed attention, %zu tokens: other bits\n", tokens), ++failures;
-    }
-    expect_close("packed attention, grad q", tokens, one.grad_q, right_q, 1e-5);
-    expect_close("packed attention, grad k", tokens, one.grad_k, right_k, 1e-5);
-    expect_close("packed attention, grad v", tokens, one.grad_v, right_v, 1e-5);
+    const PackedResult threaded = forward_and_backward(all);
+    const bool same_bits = serial.out == right_out && serial.out == threaded.out && serial.grad_q == threaded.grad_q &&
+                           serial.grad_k == threaded.grad_k && serial.grad_v == threaded.grad_v;
+    expect(same_bits, "packed attention, %zu tokens: the same bits", tokens);
+    expect_close("packed attention, grad q", tokens, serial.grad_q, right_q, 1e-5);
+    expect_close("packed attention, grad k", tokens, serial.grad_k, right_k, 1e-5);
+    expect_close("packed attention, grad v", tokens, serial.grad_v, right_v, 1e-5);
 }
 
 // The first steps of AdamW on a constant gradient are of the size of the learning rate, whatever beta1 and beta2.
@@ -415,34 +403,28 @@ void test_bias_correction(size_t n) {
 }  // namespace
 
 int main() {
-    try {
-        std::printf("instruction set: %s\n", kernels().isa);
-    } catch (const std::runtime_error& error) {
-        std::printf("%s\n", error.what());
-        return 77;
-    }
-    for (const size_t n : {1, 2, 15, 16, 17, 33, 130, 576}) {
-        test_refresh(3 * n);
-        for (const size_t m : {1, 3, 4, 9}) test_rounded_linear(m, n, n + 5);
-        test_rms_norm(n);
-        test_swiglu(n);
-        test_adamw(n);
-        for (const size_t token : {size_t{0}, n - 1, n}) test_token_logprobs(n, token);
-    }
-    constexpr int64_t kAll = INT64_MAX;
-    const AttentionShape shapes[] = {{1, 1, 8, 1, kAll},   {7, 7, 8, 3, kAll},     {5, 40, 16, 2, kAll},
-                                     {33, 33, 40, 3, 6},   {70, 70, 64, 1, kAll},  {3, 129, 64, 3, kAll},
-                                     {66, 131, 64, 3, 50}, {20, 90, 128, 2, kAll}, {9, 65, 256, 1, kAll}};
-    for (const AttentionShape& shape : shapes) {
-        test_attention<float>(
-            "attention_f32", shape, kernels().attention_f32, kernels().attention_backward_f32, 1e-5,
-            +[](float x) { return x; }, +[](float x) { return x; });
-        test_attention<uint16_t>("attention_bf16", shape, kernels().attention_bf16, kernels().attention_backward_bf16,
-                                 2e-2, to_bf16, from_bf16);
-    }
-    test_shared_prompt(1, 1, 2);
-    test_shared_prompt(70, 5, 90);
-    test_bias_correction(200000);
-    std::printf("%s\n", failures == 0 ? "ok" : "failed");
-    return failures == 0 ? 0 : 1;
+    return run_tests([] {
+        for (const size_t n : {1, 2, 15, 16, 17, 33, 130, 576}) {
+            test_refresh(3 * n);
+            for (const size_t m : {1, 3, 4, 9}) test_rounded_linear(m, n, n + 5);
+            test_rms_norm(n);
+            test_swiglu(n);
+            test_adamw(n);
+            for (const size_t token : {size_t{0}, n - 1, n}) test_token_logprobs(n, token);
+        }
+        constexpr int64_t kAll = INT64_MAX;
+        const AttentionShape shapes[] = {{1, 1, 8, 1, kAll},   {7, 7, 8, 3, kAll},     {5, 40, 16, 2, kAll},
+                                         {33, 33, 40, 3, 6},   {70, 70, 64, 1, kAll},  {3, 129, 64, 3, kAll},
+                                         {66, 131, 64, 3, 50}, {20, 90, 128, 2, kAll}, {9, 65, 256, 1, kAll}};
+        for (const AttentionShape& shape : shapes) {
+            test_attention<float>(
+                "attention_f32", shape, kernels().attention_f32, kernels().attention_backward_f32, 1e-5,
+                +[](float x) { return x; }, +[](float x) { return x; });
+            test_attention<uint16_t>("attention_bf16", shape, kernels().attention_bf16,
+                                     kernels().attention_backward_bf16, 2e-2, to_bf16, from_bf16);
+        }
+        test_shared_prompt(1, 1, 2);
+        test_shared_prompt(70, 5, 90);
+        test_bias_correction(200000);
+    });
 }

@@ -14,8 +14,8 @@ from whet.ops import *  # noqa: F403
 from whet.ops import inputs as _inputs
 
 if TYPE_CHECKING:
+    from whet.config.sampling import Completion, SamplingParams
     from whet.engine import Engine
-    from whet.sampling import Completion, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -56,7 +56,7 @@ def set_num_threads(n: int) -> None:
     _core.set_num_threads(n)
 
 
-_LATER = {"Engine": "whet.engine", "Completion": "whet.sampling", "SamplingParams": "whet.sampling"}
+_LATER = {"Engine": "whet.engine", "Completion": "whet.config.sampling", "SamplingParams": "whet.config.sampling"}
 """Names that are imported when they are asked for."""
 
 

@@ -1,10 +1,16 @@
-"""Every error that Whet raises on purpose.
+"""Every error that Whet raises on purpose, and the checks of single arguments that raise them.
 
-Each is a ``WhetError`` and also the builtin that fits, so callers catch either. A message names the
+Each error is a ``WhetError`` and also the builtin that fits, so callers catch either. A message names the
 function, the argument, what came, what was expected, and the fix.
 """
 
 from __future__ import annotations
+
+import importlib.util
+import math
+import typing
+from numbers import Integral, Real
+from typing import Any
 
 
 class WhetError(Exception):
@@ -24,6 +30,13 @@ class MissingExtraError(WhetError, ImportError):
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         super().__init__(f"{what} needs {package}. Install it with: pip install 'whet[{extra}]'")
+
+
+def check_installed(what: str, *modules: str, extra: str = "train", package: str | None = None) -> None:
+    """Raise a MissingExtraError for the first module that is not installed; ``package`` is its name on PyPI."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise MissingExtraError(what, package or module, extra)
 
 
 class RewardError(WhetValueError):
@@ -50,3 +63,28 @@ class DiskFullError(WhetError, OSError):
 
     def __str__(self) -> str:
         return str(self.strerror)
+
+
+def check_integer(where: str, name: str, value: Any, least: int, *, optional: bool = False) -> Any:
+    """``value`` as an int of at least ``least``; with ``optional``, None too. ``where`` is the caller's name.
+
+    Raises:
+        WhetValueError: it is not.
+    """
+    if value is None and optional:
+        return None
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        none = ", or None" if optional else ""
+        raise WhetValueError(f"{where}: {name} is {value!r}, expected an integer >= {least}{none}.")
+    return int(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite real number, and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_choice(where: str, name: str, value: Any, choices: Any) -> None:
+    """Raise for a ``value`` that is not among the ``choices`` of a Literal type."""
+    if value not in typing.get_args(choices):
+        raise WhetValueError(f"{where}: {name} is {value!r}, expected one of {', '.join(typing.get_args(choices))}.")

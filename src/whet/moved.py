@@ -15,8 +15,11 @@ MOVED = {
     "whet.batches": "whet.data.batches",
     "whet.callbacks": "whet.training.callbacks",
     "whet.estimate": "whet.models.sizes",
+    "whet.fields": "whet.config.fields",
     "whet.logging": "whet.training.loggers",
+    "whet.phases": "whet.training.phases",
     "whet.reference_cache": "whet.training.reference_cache",
+    "whet.sampling": "whet.config.sampling",
     "whet.trainer": "whet.training.trainer",
 }
 

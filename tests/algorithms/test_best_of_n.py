@@ -7,17 +7,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.tiny import EOS, ScriptedEngine, TinyModel, letters_tokenizer, tiny_llama
+from tests.raising import assert_raises
+from tests.tiny import EOS, ScriptedEngine, TinyModel, fours, letters_tokenizer, padded, tiny_llama
 
 from whet.algorithms.best_of_n import BestOfN
 from whet.errors import RewardError, WhetTypeError, WhetValueError
 
 PROMPTS = [[5, 6], [7]]
 GROUPS = [[[4, EOS], [4, 4, 4, EOS], [9]], [[8, EOS], [10], [4, 10]]]
-
-
-def fours(completions):
-    return [float((c == 4).sum()) for c in completions]
 
 
 def make(**settings) -> BestOfN:
@@ -70,15 +67,13 @@ def test_evaluation_is_the_mean_of_the_best_rewards():
     for size in (1, 2):
         assert isinstance(many.evaluate(prompts, batch_size=size), float)
     assert result.scores.shape == (3, 16)
-    with pytest.raises(WhetValueError, match=r"BestOfN\.evaluate: the dataset is empty"):
-        many.evaluate([])
-    with pytest.raises(WhetValueError, match="batch_size is 0, expected an integer >= 1"):
-        many.evaluate(prompts, batch_size=0)
+    assert_raises(WhetValueError, r"BestOfN\.evaluate: the dataset is empty", many.evaluate, [])
+    assert_raises(WhetValueError, "batch_size is 0, expected an integer >= 1", many.evaluate, prompts, batch_size=0)
 
 
 @pytest.mark.parametrize("model", [TinyModel(), tiny_llama()])
 def test_more_candidates_score_higher(model):
-    prompts = {"input_ids": torch.tensor([[5, 6], [0, 7]]), "attention_mask": torch.tensor([[1, 1], [0, 1]])}
+    prompts = padded(PROMPTS, left=True)
     settings = {"reward_fn": fours, "max_new_tokens": 6, "stop_token_ids": [EOS]}
     results = [BestOfN(model, n=n, **settings).generate(prompts, return_scores=True) for n in (1, 16, 16)]
     best = [result.scores.amax(1) for result in results]
@@ -94,9 +89,6 @@ def test_a_prompt_without_any_score_is_an_error():
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(WhetTypeError, match="BestOfN: reward_fn is None"):
-        BestOfN(TinyModel())
-    with pytest.raises(WhetValueError, match="n is 0, expected an integer >= 1"):
-        make(n=0)
-    with pytest.raises(WhetTypeError, match="no setting 'learning_rate'"):
-        make(learning_rate=0.1)
+    assert_raises(WhetTypeError, "BestOfN: reward_fn is None", BestOfN, TinyModel())
+    assert_raises(WhetValueError, "n is 0, expected an integer >= 1", make, n=0)
+    assert_raises(WhetTypeError, "no setting 'learning_rate'", make, learning_rate=0.1)

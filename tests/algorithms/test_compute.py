@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from tests.raising import assert_raises
 
 pytest.importorskip("transformers")
 from tests.engine.tiny_models import foreign_model, tiny_model
@@ -84,12 +85,9 @@ def test_policy_and_reference_are_both_on_the_kernels_or_neither():
 
 
 def test_what_was_asked_for_is_not_replaced():
-    with pytest.raises(WhetTypeError, match="expected a Hugging Face causal model"):
-        SFT(TinyModel(), compute="bfloat16")
-    with pytest.raises(WhetValueError, match="model_type is 'opt'"):
-        SFT(foreign_model(), compute="float32")
-    with pytest.raises(WhetValueError, match="compute is 'fast'"):
-        SFT(TinyModel(), compute="fast")
+    assert_raises(WhetTypeError, "expected a Hugging Face causal model", SFT, TinyModel(), compute="bfloat16")
+    assert_raises(WhetValueError, "model_type is 'opt'", SFT, foreign_model(), compute="float32")
+    assert_raises(WhetValueError, "compute is 'fast'", SFT, TinyModel(), compute="fast")
 
 
 def test_a_model_that_is_accelerated_already():

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 import warnings
+from functools import partial
 from typing import get_args
 
 import pytest
 import torch
+from tests.raising import assert_raises
 from tests.tiny import (
     EOS,
     TinyModel,
+    assert_close_weights,
+    assert_same_steps,
     assert_same_weights,
     letters_tokenizer,
+    make_trainer,
+    padded,
+    timeless,
     tiny_llama,
     token_logprobs,
     weights,
@@ -29,13 +36,7 @@ PROMPTS = [[5, 6], [7], [8, 9, 10]]
 CHOSEN = [[4, 8, EOS], [9], [6, EOS]]
 REJECTED = [[9, EOS], [10, 10, 10, EOS], [5]]
 ROWS = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in zip(PROMPTS, CHOSEN, REJECTED, strict=True)]
-
-
-def make(model=None, **settings) -> DPO:
-    settings = {"learning_rate": 0.02, "max_grad_norm": 0.0} | settings
-    if hasattr(model, "config") and not hasattr(model, "peft_config"):
-        settings = {"compute": "float32"} | settings
-    return DPO(model if model is not None else TinyModel(), **settings)
+make = partial(make_trainer, DPO)
 
 
 def sums(model, completions):
@@ -61,8 +62,7 @@ def test_updates_are_those_written_out(micro_batch_size):
         optimizer.step()
         metrics = dpo.train_step(PROMPTS, CHOSEN, REJECTED)
         assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-9)
-    for name, value in weights(own).items():
-        torch.testing.assert_close(weights(dpo.model)[name], value, rtol=1e-8, atol=1e-11)
+    assert_close_weights(dpo.model, own, rtol=1e-8, atol=1e-11)
 
 
 @pytest.mark.parametrize("loss_type", get_args(DPOLossType))
@@ -75,12 +75,10 @@ def test_accumulated_micro_batches_trace_the_same_curve(loss_type):
             **({} if loss_type == "sft" else {"ref_model": TinyModel(seed=1), "beta": 0.3}),
         )  # fmt: skip
         history = [dpo.train_step(ROWS) for _ in range(3)]
-        runs.append((history, weights(dpo.model)))
-    for name, value in runs[0][1].items():
-        torch.testing.assert_close(runs[1][1][name], value, rtol=1e-7, atol=1e-10)
+        runs.append((history, dpo.model))
+    assert_close_weights(runs[1][1], runs[0][1], rtol=1e-7, atol=1e-10)
     for got, expected in zip(runs[1][0], runs[0][0], strict=True):
-        timeless = {n: v for n, v in expected.items() if "time" not in n and n != "tokens_per_s"}
-        assert {name: got[name] for name in timeless} == pytest.approx(timeless, rel=1e-6, abs=1e-9)
+        assert timeless(got) == pytest.approx(timeless(expected), rel=1e-6, abs=1e-9)
 
 
 def test_metrics_by_hand():
@@ -149,8 +147,7 @@ def test_precomputed_reference_is_the_reference(make_model):
     columns = make(make_model(), batch_size=2)
     again.train(ROWS, steps=3)
     columns.train(rows, steps=3)
-    for name, value in weights(columns.model).items():
-        torch.testing.assert_close(weights(again.model)[name], value, rtol=1e-3, atol=1e-5)
+    assert_close_weights(again.model, columns.model, rtol=1e-3, atol=1e-5)
 
 
 def test_the_reference_cache_spares_the_next_run(tmp_path, monkeypatch):
@@ -166,8 +163,7 @@ def test_the_reference_cache_spares_the_next_run(tmp_path, monkeypatch):
         context.setattr(DPO, "_reference_sums", never)
         assert make(**settings).add_reference_logprobs(ROWS[::-1]) == first[::-1]
         for other in ({**ROWS[0], "chosen": [*ROWS[0]["chosen"], 1]}, {**ROWS[0], "prompt": [3]}):
-            with pytest.raises(AssertionError, match="computed again"):
-                make(**settings).add_reference_logprobs([other])
+            assert_raises(AssertionError, "computed again", make(**settings).add_reference_logprobs, [other])
     changed = TinyModel()
     with torch.no_grad():
         next(changed.parameters()).add_(0.1)
@@ -235,8 +231,7 @@ def test_a_damaged_line_of_a_reference_cache_is_named(tmp_path):
 
 def test_precomputing_needs_a_reference():
     dpo = make(precompute_reference=True)
-    with pytest.raises(WhetValueError, match="these pairs have no reference log-probs"):
-        dpo.train_step(ROWS)
+    assert_raises(WhetValueError, "these pairs have no reference log-probs", dpo.train_step, ROWS)
     dpo.train_step(dpo.add_reference_logprobs(ROWS))
     with pytest.raises(
         WhetValueError, match=r"trained already, there is no ref_model, and some rows are new\. Pass ref"
@@ -244,8 +239,7 @@ def test_precomputing_needs_a_reference():
         dpo.add_reference_logprobs([{**ROWS[0], "chosen": [3]}])
     with pytest.raises(WhetTypeError, match=r"needs a sequence of rows, got a list_iterator\. Pass list\(dataset\)"):
         dpo.train(iter(ROWS), steps=1)
-    with pytest.raises(WhetTypeError, match="needs a sequence of rows, not of ready batches"):
-        dpo.train([ROWS], steps=1)
+    assert_raises(WhetTypeError, "needs a sequence of rows, not of ready batches", dpo.train, [ROWS], steps=1)
 
 
 def test_precomputed_sums_are_kept_for_the_next_epoch_and_the_next_run(tmp_path):
@@ -260,8 +254,7 @@ def test_precomputed_sums_are_kept_for_the_next_epoch_and_the_next_run(tmp_path)
     resumed = DPO.from_checkpoint(tmp_path / "c", model=TinyModel(seed=9))  # as it is, no reference
     resumed.train(ROWS)
     assert_same_weights(resumed.model, whole.model)
-    for name, value in weights(live.model).items():
-        torch.testing.assert_close(weights(whole.model)[name], value, rtol=1e-5, atol=1e-8)
+    assert_close_weights(whole.model, live.model, rtol=1e-5, atol=1e-8)
     assert resumed.train_step(ROWS)["loss"] == whole.train_step(PROMPTS, CHOSEN, REJECTED)["loss"]
     with pytest.raises(WhetValueError, match="some rows are new"):
         resumed.train([*ROWS, {"prompt": [5], "chosen": [4], "rejected": [6]}])
@@ -321,8 +314,7 @@ def test_the_loss_sft_is_that_of_sft_on_the_chosen(micro_batch_size):
     for _ in range(2):
         metrics, expected = dpo.train_step(ROWS), sft.train_step(PROMPTS, CHOSEN)
         assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-9)
-    for name, value in weights(sft.model).items():
-        torch.testing.assert_close(weights(dpo.model)[name], value, rtol=1e-7, atol=1e-10)
+    assert_close_weights(dpo.model, sft.model, rtol=1e-7, atol=1e-10)
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "sft"])
@@ -338,8 +330,7 @@ def test_evaluation_is_the_loss_of_all_pairs_and_trains_nothing(loss_type, batch
     assert_same_weights(dpo.model, TinyModel())
     stepped = dpo.train_step(ROWS)  # the metrics of a step are those before its update
     assert found == pytest.approx({name: stepped[name] for name in found}, rel=1e-6)
-    with pytest.raises(WhetValueError, match="DPO: no pair of the dataset has a difference"):
-        make().evaluate([same])
+    assert_raises(WhetValueError, "DPO: no pair of the dataset has a difference", make().evaluate, [same])
 
 
 def test_evaluation_with_precomputed_references():
@@ -351,12 +342,6 @@ def test_evaluation_with_precomputed_references():
 
 
 def test_all_forms_of_a_batch_are_one():
-    def padded(rows, left):
-        width = max(map(len, rows))
-        ids = [[0] * (width - len(r)) + r if left else r + [0] * (width - len(r)) for r in rows]
-        mask = [[0] * (width - len(r)) + [1] * len(r) if left else [1] * len(r) + [0] * (width - len(r)) for r in rows]
-        return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
-
     batches = [
         (PROMPTS, CHOSEN, REJECTED),
         (ROWS,),
@@ -366,13 +351,7 @@ def test_all_forms_of_a_batch_are_one():
         tuple(padded(rows, left=True) for rows in (PROMPTS, CHOSEN, REJECTED)),
         tuple(padded(rows, left=False) for rows in (PROMPTS, CHOSEN, REJECTED)),
     ]
-    models = []
-    for batch in batches:
-        dpo = make()
-        dpo.train_step(*batch)
-        models.append(dpo.model)
-    for model in models[1:]:
-        assert_same_weights(model, models[0])
+    assert_same_steps(make, batches)
 
 
 def test_rows_of_text():
@@ -391,12 +370,9 @@ def test_bad_batches_are_named():
     for batch in ((PROMPTS, CHOSEN), (PROMPTS,), (torch.tensor([[5, 6]]),)):
         with pytest.raises(WhetTypeError, match="expected prompt, chosen and rejected, or a list of rows"):
             make().train_step(*batch)
-    with pytest.raises(WhetTypeError, match="DPO: the batch is None, expected a list of rows"):
-        make().train_step(None)
-    with pytest.raises(WhetValueError, match="DPO: the batch is empty"):
-        make().train_step([])
-    with pytest.raises(WhetValueError, match="DPOConfig: 'exo_pair' needs label_smoothing"):
-        make(loss_type="exo_pair")
+    assert_raises(WhetTypeError, "DPO: the batch is None, expected a list of rows", make().train_step, None)
+    assert_raises(WhetValueError, "DPO: the batch is empty", make().train_step, [])
+    assert_raises(WhetValueError, "DPOConfig: 'exo_pair' needs label_smoothing", make, loss_type="exo_pair")
     with pytest.raises(WhetValueError, match="ref_model is the model itself"):
         model = TinyModel()
         make(model, ref_model=model)

@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
+from tests.raising import assert_raises
 
 from whet.algorithms.dpo import dpo_loss
 from whet.config import DPOLossType
@@ -194,11 +195,9 @@ def test_far_margins_stay_finite():
     ],
 )
 def test_bad_input_is_named(change, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        dpo_loss(**{**batch(), **change})
+    assert_raises(error, re.escape(message), dpo_loss, **{**batch(), **change})
 
 
 def test_no_pairs_is_an_error():
     empty = torch.zeros(0)
-    with pytest.raises(WhetValueError, match="chosen_logprobs is empty"):
-        dpo_loss(empty, empty, empty, empty)
+    assert_raises(WhetValueError, "chosen_logprobs is empty", dpo_loss, empty, empty, empty, empty)

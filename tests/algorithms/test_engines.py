@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from tests.tiny import EOS, TinyModel, assert_same_weights, tiny_llama, with_lora
+from tests.tiny import EOS, OwnGenerate, Recorded, assert_same_weights, fours, tiny_llama
 
 from whet.algorithms.best_of_n import BestOfN
 from whet.algorithms.grpo import GRPO
@@ -21,10 +21,6 @@ from whet.rollout.torch_engine import TorchEngine
 PROMPTS = [[5], [6, 4], [7]]
 
 
-def fours(completions):
-    return [float((c == 4).sum()) for c in completions]
-
-
 def grpo(model=None, **settings):
     settings = {"reward_fn": fours, "group_size": 4, "max_new_tokens": 5, "learning_rate": 0.01} | settings
     return GRPO(tiny_llama() if model is None else model, **settings)
@@ -32,20 +28,6 @@ def grpo(model=None, **settings):
 
 def completions(trainer):
     return [row["completion"] for row in trainer.last_completions]
-
-
-class Recorded:
-    """Passes on to an engine, and keeps what came back."""
-
-    def __init__(self, engine):
-        self.engine, self.groups = engine, []
-
-    def sync(self, model):
-        self.engine.sync(model)
-
-    def generate(self, prompt_ids, n, sampling):
-        self.groups.append(self.engine.generate(prompt_ids, n, sampling))
-        return self.groups[-1]
 
 
 def test_native_and_torch_take_the_same_steps():
@@ -67,18 +49,6 @@ def test_native_and_torch_take_the_same_steps():
     assert np.mean([s["mean_reward"] for s in native]) == pytest.approx(
         np.mean([s["mean_reward"] for s in torched]), abs=0.1
     )
-
-
-@pytest.mark.parametrize("make_model", [tiny_llama, lambda: with_lora(tiny_llama())])
-def test_auto_learns_on_the_native_engine(make_model):
-    torch.manual_seed(0)
-    trainer = grpo(
-        make_model(), reward_fn=lambda completions: [float(c[0] == 4) for c in completions],
-        group_size=8, max_new_tokens=2, learning_rate=0.05, loss_type="dr_grpo",
-    )  # fmt: skip
-    assert isinstance(trainer.engine, Engine)
-    history = [trainer.train_step([[5], [6], [7]])["mean_reward"] for _ in range(40)]
-    assert history[0] < 0.4 and np.mean(history[-5:]) > 0.9
 
 
 def test_a_rollout_is_of_one_version_and_the_next_one_of_the_new_weights():
@@ -115,16 +85,6 @@ def test_auto_corrects_nothing_where_the_policy_itself_is_sampled():
     assert GRPOConfig(rollout_weights="int4", sampler_correction="off").correction() is None
     assert GRPOConfig(sampler_correction="sequence_mask").correction() == "sequence_mask"
     assert "sampler/weight" not in grpo().train_step(PROMPTS)
-
-
-class OwnGenerate(TinyModel):
-    """Tells no log-probs."""
-
-    def generate(self, input_ids, max_new_tokens):
-        for _ in range(max_new_tokens):
-            probs = self(input_ids)[:, -1].softmax(-1)
-            input_ids = torch.cat([input_ids, torch.multinomial(probs, 1)], dim=1)
-        return input_ids
 
 
 def test_auto_correction_needs_no_logprobs():

@@ -7,12 +7,19 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.raising import assert_raises
 from tests.tiny import (
     EOS,
+    Recorded,
     ScriptedEngine,
     TinyModel,
+    assert_close_weights,
     assert_same_weights,
+    first_is_four,
+    fours,
     letters_tokenizer,
+    padded,
+    timeless,
     tiny_llama,
     token_logprobs,
     weights,
@@ -22,18 +29,15 @@ from torch.utils.data import DataLoader
 
 from whet.algorithms.grpo import GRPO, grpo_loss
 from whet.config import GRPOConfig
+from whet.engine import Engine
 from whet.errors import NonFiniteError, RewardError, WhetTypeError, WhetValueError
 from whet.rewards.functions import RewardFunctions
 from whet.rollout.rollout import read_prompts
+from whet.rollout.torch_engine import TorchEngine
 
 PROMPTS = [[5, 6], [7]]
 GROUPS = [[[4, 4, EOS], [8, EOS], [9, 4, 9, 9]], [[4, EOS], [EOS], [10, 11, 4]]]
 ROWS = [(prompt, completion) for prompt, group in zip(PROMPTS, GROUPS, strict=True) for completion in group]
-
-
-def fours(completions):
-    """How often token 4 comes."""
-    return [float((c == 4).sum()) for c in completions]
 
 
 def make(model=None, **settings) -> GRPO:
@@ -80,8 +84,7 @@ def test_steps_are_those_written_out(num_iterations, micro_batch_size, loss_type
     metrics = grpo.train_step(PROMPTS)
     expected = by_hand(own, ref_model, num_iterations, beta=0.3, temperature=0.7, loss_type=loss_type)
     assert metrics["loss"] == pytest.approx(expected, rel=1e-9)
-    for name, value in weights(own).items():
-        torch.testing.assert_close(weights(model)[name], value, rtol=1e-7, atol=1e-9)
+    assert_close_weights(model, own, rtol=1e-7, atol=1e-9)
     if num_iterations == 3:
         assert metrics["clip_ratio/region"] > 0  # the later updates do clip
 
@@ -154,8 +157,7 @@ def test_accumulated_micro_batches_trace_the_same_curve(loss_type, correction):
         for name, value in runs[0][-1].items():
             torch.testing.assert_close(run[-1][name], value, rtol=1e-8, atol=1e-10)
         for got, expected in zip(run[:-1], runs[0][:-1], strict=True):
-            timeless = {n: v for n, v in expected.items() if "time" not in n and n != "tokens_per_s"}
-            assert {name: got[name] for name in timeless} == pytest.approx(timeless, rel=1e-6, abs=1e-9)
+            assert timeless(got) == pytest.approx(timeless(expected), rel=1e-6, abs=1e-9)
 
 
 def test_explicit_old_logprobs_change_nothing_on_policy():
@@ -169,8 +171,7 @@ def test_explicit_old_logprobs_change_nothing_on_policy():
     assert corrected_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-6)
     assert corrected_metrics["sampler/weight"] == pytest.approx(1.0, rel=1e-6)
     assert corrected_metrics["sampler/log_ratio"] == pytest.approx(0.0, abs=1e-6)
-    for name, value in weights(plain.model).items():
-        torch.testing.assert_close(weights(corrected.model)[name], value, rtol=1e-4, atol=1e-6)
+    assert_close_weights(corrected.model, plain.model, rtol=1e-4, atol=1e-6)
 
 
 def test_a_batch_that_the_correction_rejects_teaches_nothing():
@@ -188,12 +189,9 @@ def test_correction_needs_an_engine_that_tells_logprobs():
 
 @pytest.mark.parametrize("make_model", [TinyModel, tiny_llama])
 def test_padding_side_and_raggedness_change_nothing(make_model):
-    left = {"input_ids": torch.tensor([[5, 6], [0, 7]]), "attention_mask": torch.tensor([[1, 1], [0, 1]])}
-    right = {"input_ids": torch.tensor([[5, 6], [7, 0]]), "attention_mask": torch.tensor([[1, 1], [1, 0]])}
-    ragged = [torch.tensor([5, 6]), torch.tensor([7])]
-    rows = [{"prompt": [5, 6]}, {"prompt": [7]}]
+    forms = [padded(PROMPTS, left=True), padded(PROMPTS, left=False), [torch.tensor(p) for p in PROMPTS], PROMPTS]
     results = []
-    for batch in (left, right, ragged, PROMPTS, rows):
+    for batch in (*forms, [{"prompt": p} for p in PROMPTS]):
         grpo = GRPO(
             make_model(), reward_fn=fours, group_size=4, max_new_tokens=5, learning_rate=0.01, stop_token_ids=[EOS]
         )
@@ -411,23 +409,7 @@ def test_tools_reach_the_chat_template_and_the_reward_functions():
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_batch_of_prompts_is_named(batch, error, message):
-    with pytest.raises(error, match=message):
-        read_prompts(batch, None, "Test")
-
-
-class Counting:
-    """An engine's: what it was asked, and another one's answers."""
-
-    def __init__(self, engine):
-        self.engine, self.asked, self.policy_version = engine, [], 0
-
-    def sync(self, model):
-        self.policy_version += 1
-        self.engine.sync(model)
-
-    def generate(self, prompt_ids, n, sampling):
-        self.asked.append((len(prompt_ids), n, sampling.temperature))
-        return self.engine.generate(prompt_ids, n, sampling)
+    assert_raises(error, message, read_prompts, batch, None, "Test")
 
 
 @pytest.mark.parametrize("make_model", [TinyModel, tiny_llama])
@@ -459,7 +441,7 @@ def test_evaluation_is_the_mean_reward_of_one_completion_each_and_trains_nothing
 
 
 def test_how_evaluation_asks_the_engine():
-    engine = Counting(make(engine="auto").engine)
+    engine = Recorded(make(engine="auto").engine)
     grpo = make(engine=engine, batch_size=2, temperature=0.7)
     grpo.evaluate([[5], [6], [7]])
     grpo.evaluate([5, 6], temperature=0)
@@ -475,12 +457,10 @@ def test_metrics_of_an_evaluation():
     assert found == {"mean_reward": 4 / 3, "rewards/fours/mean": 1.0, "rewards/half/mean": 0.5}
     unscored = make(reward_fn=lambda completions: [None], engine=ScriptedEngine([[[4, 4]]]))
     assert math.isnan(unscored.evaluate([[5]]))
-    with pytest.raises(WhetValueError, match=r"GRPO\.evaluate: the dataset is empty"):
-        grpo.evaluate([])
+    assert_raises(WhetValueError, r"GRPO\.evaluate: the dataset is empty", grpo.evaluate, [])
     with pytest.raises(WhetTypeError, match=r"GRPO\.evaluate: dataset is None, expected a sequence or iterable"):
         grpo.evaluate(None)
-    with pytest.raises(WhetValueError, match="temperature is -1"):
-        grpo.evaluate([[5]], temperature=-1)
+    assert_raises(WhetValueError, "temperature is -1", grpo.evaluate, [[5]], temperature=-1)
 
 
 def test_without_beta_there_is_no_reference():
@@ -513,13 +493,12 @@ def test_the_base_of_a_peft_model_is_its_reference():
 
 @pytest.mark.parametrize("make_model", [TinyModel, tiny_llama, lambda: with_lora(tiny_llama())])
 def test_it_learns(make_model):
-    def first_is_four(completions):
-        return [float(c[0] == 4) for c in completions]
-
+    """Hugging Face models on the native engine."""
     torch.manual_seed(0)
     grpo = GRPO(
         make_model(), reward_fn=first_is_four, group_size=8, max_new_tokens=2, learning_rate=0.05, loss_type="dr_grpo"
     )
+    assert isinstance(grpo.engine, TorchEngine if make_model is TinyModel else Engine)
     history = [grpo.train_step([[5], [6], [7]])["mean_reward"] for _ in range(40)]
     assert history[0] < 0.4 and np.mean(history[-5:]) > 0.9
 
@@ -529,8 +508,7 @@ def test_a_failing_reward_leaves_the_trainer_as_it_was():
         raise KeyError("no such answer")
 
     grpo = make(reward_fn=broken)
-    with pytest.raises(RewardError, match="broken failed"):
-        grpo.train_step(PROMPTS)
+    assert_raises(RewardError, "broken failed", grpo.train_step, PROMPTS)
     assert grpo.step == 0
     assert_same_weights(grpo.model, TinyModel())
     skipping = make(reward_fn=broken, reward_policy="skip")
@@ -539,22 +517,15 @@ def test_a_failing_reward_leaves_the_trainer_as_it_was():
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(WhetTypeError, match=r"GRPO: reward_fn is None"):
-        GRPO(TinyModel())
-    with pytest.raises(WhetTypeError, match="kl_coef and beta are one setting"):
-        make(kl_coef=0.1, beta=0.1)
-    with pytest.raises(WhetTypeError, match=r"no setting 'group_sise'\. Did you mean group_size"):
-        make(group_sise=4)
-    with pytest.raises(WhetValueError, match="engine is 'vllm', expected one of 'auto', 'native', 'torch'"):
-        make(engine="vllm")
+    assert_raises(WhetTypeError, r"GRPO: reward_fn is None", GRPO, TinyModel())
+    assert_raises(WhetTypeError, "kl_coef and beta are one setting", make, kl_coef=0.1, beta=0.1)
+    assert_raises(WhetTypeError, r"no setting 'group_sise'\. Did you mean group_size", make, group_sise=4)
+    assert_raises(WhetValueError, "engine is 'vllm', expected one of 'auto', 'native', 'torch'", make, engine="vllm")
     with pytest.raises(WhetTypeError, match="GRPO: engine is 3, expected 'auto', 'native', 'torch' or a RolloutEngine"):
         make(engine=3)
-    with pytest.raises(WhetValueError, match="loss_type is 'ppo', expected one of 'grpo'"):
-        make(loss_type="ppo")
-    with pytest.raises(WhetValueError, match=r"temperature is 0\.0, expected a finite number > 0"):
-        GRPOConfig(temperature=0.0)
-    with pytest.raises(WhetValueError, match="GRPO: the batch is empty"):
-        make().train_step([])
+    assert_raises(WhetValueError, "loss_type is 'ppo', expected one of 'grpo'", make, loss_type="ppo")
+    assert_raises(WhetValueError, r"temperature is 0\.0, expected a finite number > 0", GRPOConfig, temperature=0.0)
+    assert_raises(WhetValueError, "GRPO: the batch is empty", make().train_step, [])
 
 
 def test_weights_that_are_nan_end_in_an_error():
@@ -563,8 +534,7 @@ def test_weights_that_are_nan_end_in_an_error():
         model.head.bias[0] = math.nan
     grpo = make(model, max_skipped_steps=2)
     assert math.isnan(grpo.train_step(PROMPTS)["loss"])
-    with pytest.raises(NonFiniteError, match="2 updates in a row"):
-        grpo.train_step(PROMPTS)
+    assert_raises(NonFiniteError, "2 updates in a row", grpo.train_step, PROMPTS)
 
 
 def test_the_loss_of_the_step_is_the_pure_loss():

@@ -304,11 +304,7 @@ def test_float32_agrees_with_float64():
         ({"advantages": torch.ones(3)}, WhetValueError, "advantages has shape (3,), expected that of"),
         ({"advantages": None}, WhetTypeError, "advantages is NoneType, expected a tensor"),
         ({"completion_mask": None}, WhetTypeError, "completion_mask is NoneType, expected a tensor"),
-        (
-            {"old_logprobs": torch.zeros(5, 5)},
-            WhetValueError,
-            "shape (5, 5), expected that of logprobs, (5, 6)",
-        ),
+        ({"old_logprobs": torch.zeros(5, 5)}, WhetValueError, "shape (5, 5), expected that of logprobs, (5, 6)"),
     ],
 )
 def test_bad_input_is_named(change, error, message):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.raising import assert_raises
 from tests.tiny import (
     EOS,
     ScriptedEngine,
     TinyModel,
     assert_same_weights,
+    fours,
     letters_tokenizer,
     tiny_llama,
     with_lora,
@@ -91,18 +93,12 @@ def test_the_oracle_sees_tensors_or_text_without_prompts():
 
 @pytest.mark.parametrize("make_model", [TinyModel, tiny_llama, lambda: with_lora(tiny_llama())])
 def test_it_learns(make_model):
-    def fours(completions):
-        return [float((c == 4).sum()) for c in completions]
-
     online = make(make_model(), reward_fn=fours, engine="auto", learning_rate=0.05, beta=0.02, max_new_tokens=3)
     history = [online.train_step([[5], [6], [7], [8]] * 2)["mean_reward"] for _ in range(40)]
     assert sum(history[-5:]) / 5 > 3 * (sum(history[:3]) / 3) and sum(history[-5:]) / 5 > 1.0
 
 
 def test_evaluation_is_the_mean_reward():
-    def fours(completions):
-        return [float((c == 4).sum()) for c in completions]
-
     groups = [[[4, 4]], [[4]], [[5]]]
     assert make(reward_fn=fours, engine=ScriptedEngine(groups)).evaluate(PROMPTS) == 1.0
     judged = make(preference_fn=longer, engine=ScriptedEngine(groups))
@@ -114,13 +110,10 @@ def test_evaluation_is_the_mean_reward():
 
 
 def test_bad_arguments_and_oracles_are_named():
-    with pytest.raises(WhetTypeError, match="pass either preference_fn or reward_fn"):
-        make()
-    with pytest.raises(WhetTypeError, match="pass either preference_fn or reward_fn"):
-        make(preference_fn=longer, reward_fn=len)
+    assert_raises(WhetTypeError, "pass either preference_fn or reward_fn", make)
+    assert_raises(WhetTypeError, "pass either preference_fn or reward_fn", make, preference_fn=longer, reward_fn=len)
     with pytest.raises(WhetValueError, match="reward_policy is 'skip' and has no effect: preference_fn judges"):
         make(preference_fn=longer, reward_policy="skip")
-    with pytest.raises(RewardError, match="gave 2 for pair 1"):
-        make(preference_fn=lambda pairs: [0, 2, 1]).train_step(PROMPTS)
+    assert_raises(RewardError, "gave 2 for pair 1", make(preference_fn=lambda pairs: [0, 2, 1]).train_step, PROMPTS)
     with pytest.raises(RewardError, match="2 preferences for 3 pairs"):
         make(preference_fn=lambda pairs: [0, 1]).train_step(PROMPTS)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from tests.raising import assert_raises
 from tests.tiny import (
     EOS,
     TinyModel,
+    assert_close_weights,
+    assert_same_steps,
     assert_same_weights,
     letters_tokenizer,
+    make_trainer,
+    padded,
     tiny_llama,
     token_logprobs,
-    weights,
     with_lora,
 )
 
@@ -20,13 +26,7 @@ from whet.errors import WhetTypeError, WhetValueError
 
 PROMPTS = [[5, 6], [7]]
 COMPLETIONS = [[4, 8, EOS], [9]]
-
-
-def make(model=None, **settings) -> SFT:
-    settings = {"learning_rate": 0.02, "max_grad_norm": 0.0} | settings
-    if hasattr(model, "config") and not hasattr(model, "peft_config"):
-        settings = {"compute": "float32"} | settings
-    return SFT(model if model is not None else TinyModel(), **settings)
+make = partial(make_trainer, SFT)
 
 
 def negative_log_likelihood(model, pairs):
@@ -46,8 +46,7 @@ def test_updates_are_those_written_out(micro_batch_size):
         metrics = sft.train_step(PROMPTS, COMPLETIONS)
         assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-9)
         assert metrics["num_tokens"] == 7 * sft.step
-    for name, value in weights(own).items():
-        torch.testing.assert_close(weights(sft.model)[name], value, rtol=1e-9, atol=1e-12)
+    assert_close_weights(sft.model, own, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("make_model", [tiny_llama, lambda: with_lora(tiny_llama())])
@@ -68,29 +67,15 @@ def test_loss_on_all_tokens():
 
 
 def test_all_forms_of_a_batch_are_one():
-    left = {"input_ids": torch.tensor([[5, 6], [0, 7]]), "attention_mask": torch.tensor([[1, 1], [0, 1]])}
-    padded = {
-        "input_ids": torch.tensor([[4, 8, EOS], [9, 0, 0]]),
-        "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]),
-    }
-    rows = [{"prompt": p, "completion": c} for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
-    pairs = list(zip(PROMPTS, COMPLETIONS, strict=True))
-    columns = {"prompt": PROMPTS, "completion": COMPLETIONS}
     batches = [
         (PROMPTS, COMPLETIONS),
-        (left, padded),
-        (rows,),
-        (pairs,),
-        (columns,),
+        (padded(PROMPTS, left=True), padded(COMPLETIONS, left=False)),
+        ([{"prompt": p, "completion": c} for p, c in zip(PROMPTS, COMPLETIONS, strict=True)],),
+        (list(zip(PROMPTS, COMPLETIONS, strict=True)),),
+        ({"prompt": PROMPTS, "completion": COMPLETIONS},),
         ([torch.tensor(p) for p in PROMPTS], COMPLETIONS),
     ]
-    models = []
-    for batch in batches:
-        sft = make()
-        sft.train_step(*batch)
-        models.append(sft.model)
-    for model in models[1:]:
-        assert_same_weights(model, models[0])
+    assert_same_steps(make, batches)
 
 
 def test_a_tensor_of_completions_ends_at_eos():
@@ -135,8 +120,7 @@ def test_bare_rows_of_a_dataset_count_whole():
     trained, stepped = make(batch_size=2), make()
     trained.train([[5, 6, 7], torch.tensor([8, 9])], steps=1)
     stepped.train_step([[5], [8]], [[6, 7], [9]])
-    for name, value in weights(stepped.model).items():
-        torch.testing.assert_close(weights(trained.model)[name], value)
+    assert_close_weights(trained.model, stepped.model)
     pairs = make(batch_size=2)
     pairs.train([([5], [6, 7]), ([8], [9])], steps=1)
     assert_same_weights(pairs.model, trained.model)
@@ -156,9 +140,6 @@ def test_dropout_is_on_in_training_and_modes_come_back():
 def test_bad_batches_are_named():
     with pytest.raises(WhetValueError, match="SFT: rows of the batch: prompt 2, completion 1"):
         make().train_step(PROMPTS, COMPLETIONS[:1])
-    with pytest.raises(WhetValueError, match="no completion of the batch has a token to learn from"):
-        make().train_step([[5], [6]])
-    with pytest.raises(WhetTypeError, match="there is no tokenizer"):
-        make().train_step([{"prompt": "a", "completion": "b"}])
-    with pytest.raises(WhetValueError, match="expected one of 'completion', 'all'"):
-        make(loss_on="prompt")
+    assert_raises(WhetValueError, "no completion of the batch has a token to learn from", make().train_step, [[5], [6]])
+    assert_raises(WhetTypeError, "there is no tokenizer", make().train_step, [{"prompt": "a", "completion": "b"}])
+    assert_raises(WhetValueError, "expected one of 'completion', 'all'", make, loss_on="prompt")

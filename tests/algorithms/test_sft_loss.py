@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tests.raising import assert_raises
 
 from whet.algorithms.sft import sft_loss
 from whet.errors import WhetTypeError, WhetValueError
@@ -20,10 +21,7 @@ def test_value_metric_and_gradient_by_hand():
     assert loss.item() == pytest.approx(2 * math.log(2))  # (1 + 2 + 3) log 2 / 3
     assert metrics == {"token_probability": pytest.approx((0.5 + 0.25 + 0.125) / 3)}
     third = -1 / 3
-    assert torch.autograd.grad(loss, logprobs)[0].tolist() == [
-        pytest.approx([third, third]),
-        pytest.approx([third, 0]),
-    ]
+    assert torch.autograd.grad(loss, logprobs)[0].tolist() == [pytest.approx([third, third]), pytest.approx([third, 0])]
 
 
 def test_micro_batches_add_up_to_the_whole():
@@ -38,7 +36,5 @@ def test_nothing_that_counts_is_zero():
 
 
 def test_bad_input_is_named():
-    with pytest.raises(WhetTypeError, match=r"sft_loss: completion_mask is a .* expected bool"):
-        sft_loss(LOGPROBS, MASK.float())
-    with pytest.raises(WhetValueError, match=r"completion_mask has shape \(2, 1\), expected that"):
-        sft_loss(LOGPROBS, MASK[:, :1])
+    assert_raises(WhetTypeError, r"sft_loss: completion_mask is a .* expected bool", sft_loss, LOGPROBS, MASK.float())
+    assert_raises(WhetValueError, r"completion_mask has shape \(2, 1\), expected that", sft_loss, LOGPROBS, MASK[:, :1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.clock import Clock
-from tests.tiny import EOS, ScriptedEngine, TinyModel, token_logprobs
+from tests.tiny import EOS, ScriptedEngine, TinyModel, fours, token_logprobs
 
 from whet.algorithms import DPO, GRPO, SFT, OnlineDPO
 from whet.training.loggers import main_figures
@@ -19,7 +19,7 @@ CLOCK = Clock()
 
 @pytest.fixture(autouse=True)
 def planted_clock(monkeypatch):
-    monkeypatch.setattr("whet.phases.time", CLOCK)
+    monkeypatch.setattr("whet.training.phases.time", CLOCK)
 
 
 class SlowEngine(ScriptedEngine):
@@ -32,10 +32,6 @@ class SlowEngine(ScriptedEngine):
     def generate(self, prompt_ids, n, sampling):
         CLOCK.sleep(0.03)
         return super().generate(prompt_ids, n, sampling)
-
-
-def fours(completions):
-    return [float((c == 4).sum()) for c in completions]
 
 
 def parts(metrics):

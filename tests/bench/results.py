@@ -4,49 +4,25 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import asdict
 
 import numpy as np
+
+from whet.bench import Case
+from whet.bench.harness import CaseResult, Row
 
 
 def a_row(provider, rng=None, median_s=None, spread=0.02, rounds=31, **fields):
     """A row; measured, with samples around ``median_s``, if that is given."""
     samples = [] if median_s is None or rng is None else list(median_s * np.exp(spread * rng.standard_normal(rounds)))
-    return {
-        "provider": provider,
-        "status": "measured",
-        "why": "",
-        "error": 2.2e-16,
-        "tolerance": 1e-12,
-        "samples_s": [float(sample) for sample in samples],
-        "loops": 64,
-        "cpus": 1.0,
-        "peak_bytes": None,
-        "parts": {},
-        "note": "",
-        "bandwidth": None,
-        "flops": None,
-        "items_per_s": None,
-        "share": None,
-        "bound": "",
-    } | fields
+    row = Row(provider, error=2.2e-16, tolerance=1e-12, samples_s=[float(s) for s in samples], loops=64, cpus=1.0)
+    return asdict(row) | fields
 
 
 def a_case(name, rows, **fields):
     """A case on two threads, warm, of no size."""
-    return {
-        "name": name,
-        "threads": 2,
-        "cache": "warm",
-        "n_bytes": 65536,
-        "n_flops": 0,
-        "flop_dtype": "float32",
-        "n_items": 0,
-        "size": None,
-        "published": {},
-        "note": "",
-        "tolerance": 1e-12,
-        "rows": rows,
-    } | fields
+    case = Case(name, lambda rng: None, lambda inputs: None, tolerance=1e-12, n_bytes=65536)
+    return CaseResult(case, threads=2, rows=[]).as_dict() | {"rows": rows} | fields
 
 
 def a_table(title, cases, **fields):

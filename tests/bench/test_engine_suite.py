@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from whet.bench import BenchOptions, Timed
-from whet.bench.contenders.engine import hf, llama_cpp, native
+from whet.bench.contenders.engine import llama_cpp, native
 from whet.bench.contenders.engine.models import LLAMA_135M, QWEN2_500M, ModelFiles, gguf_types
 from whet.bench.contenders.engine.workload import (
     Workload,
@@ -19,9 +19,10 @@ from whet.bench.contenders.engine.workload import (
     sample_error,
 )
 from whet.bench.harness import Effort, run_case
-from whet.bench.suites.engine import FLOAT32, TOLERANCE, decode_case, decode_table, tables, weight_bytes
+from whet.bench.suites.engine import FLOAT32, LIBRARIES, TOLERANCE, decode_case, decode_table, tables, weight_bytes
 
 torch.set_num_threads(1)
+WHET, LLAMA_CPP, HF = LIBRARIES.values()
 
 needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="a peer, not installed")
 needs_engine = pytest.mark.skipif(importlib.util.find_spec("whet.engine") is None, reason="no engine in this build")
@@ -110,7 +111,7 @@ def test_the_shelf_keeps_four_and_closes_the_others():
 
 
 def right_sample(workload):
-    return value(hf.hf_decode("float32")(workload)())
+    return value(HF.decode("float32", workload)())
 
 
 def test_a_sample_is_held_against_the_model(workload):
@@ -153,36 +154,36 @@ def test_fresh_prompts_share_no_prefix_with_those_before(workload):
 
 @pytest.mark.parametrize(("dtype", "width"), [("float32", "float32"), ("bfloat16", "bf16")])
 def test_transformers_answers_right(workload, dtype, width):
-    answer = hf.hf_decode(dtype)(workload)()
+    answer = HF.decode(dtype, workload)()
     assert answer.counted == "decode" and answer.parts["decode"] > 0
     assert sample_error(answer.value, workload) < TOLERANCE[width]
     first = replace(workload, n_steps=0)
-    assert sample_error(hf.hf_prefill(dtype)(first)(), first) < TOLERANCE[width]
+    assert sample_error(HF.prefill(dtype, first)(), first) < TOLERANCE[width]
     group = replace(workload, prompts=workload.prompts[:1], n_samples=4)
-    call = hf.hf_group(dtype)(group)
+    call = HF.group(dtype, group)
     assert sample_error(call(), group) < TOLERANCE[width]
-    assert sample_error(hf.hf_lifetime(workload)(), workload) < TOLERANCE["bf16"]
-    assert sample_error(hf.hf_load(workload)().value, workload) < TOLERANCE["bf16"]
+    assert sample_error(HF.lifetime("bfloat16", workload)(), workload) < TOLERANCE["bf16"]
+    assert sample_error(HF.load_files("bfloat16", workload)().value, workload) < TOLERANCE["bf16"]
 
 
 @needs_llama_cpp
 @pytest.mark.parametrize("kind", ["bf16", "f16", "q8_0", "q4_0", "q4_K_M"])
 def test_llama_cpp_answers_right(workload, kind):
     tolerance = TOLERANCE["bf16" if "f16" in kind else "8 bits" if kind == "q8_0" else "4 bits"]
-    answer = llama_cpp.llama_decode(kind)(workload)()
+    answer = LLAMA_CPP.decode(kind, workload)()
     assert sample_error(answer.value, workload) < tolerance
     assert answer.counted == "decode" and "3 rows: flash attention o" in answer.note
     first = replace(workload, n_steps=0)
-    assert sample_error(value(llama_cpp.llama_prefill(kind)(first)()), first) < tolerance
+    assert sample_error(value(LLAMA_CPP.prefill(kind, first)()), first) < tolerance
     group = replace(workload, prompts=workload.prompts[:1], n_samples=4)
-    call = llama_cpp.llama_group(kind)(group)
+    call = LLAMA_CPP.group(kind, group)
     assert all(sample_error(value(call()), group) < tolerance for _ in range(2))
 
 
 @needs_llama_cpp
 def test_llama_cpp_runs_bfloat16_weights_as_transformers_does(workload):
     """Every row, in every setting: what is left is the rounding of products in bfloat16."""
-    model = llama_cpp.LlamaCpp(workload.files.gguf("bf16"))
+    model = llama_cpp.LlamaCppModel(workload.files.gguf("bf16"))
     with torch.inference_mode():
         right = workload.model(torch.tensor(workload.prompts), logits_to_keep=1).logits[:, 0].numpy()
     for settings in llama_cpp.every_setting(3):
@@ -194,7 +195,7 @@ def test_llama_cpp_runs_bfloat16_weights_as_transformers_does(workload):
 
 @needs_llama_cpp
 def test_what_the_quantizer_did_is_told(workload):
-    llama_cpp.llama_model(workload, "q4_K_M")
+    LLAMA_CPP.model(workload, "q4_K_M")
     types = gguf_types(workload.files.gguf("q4_K_M"))
     # Rows of 64 are no whole blocks of 256, rows of 256 and 512 are.
     assert ("Q4_K" in types) and (("Q5_0" in types) == (workload.files.shape.config.hidden_dim == 64))
@@ -203,8 +204,8 @@ def test_what_the_quantizer_did_is_told(workload):
 
 @needs_llama_cpp
 def test_llama_cpp_from_its_file(workload):
-    assert sample_error(llama_cpp.llama_load(workload)().value, workload) < TOLERANCE["bf16"]
-    assert sample_error(llama_cpp.llama_lifetime(workload)(), workload) < TOLERANCE["bf16"]
+    assert sample_error(LLAMA_CPP.load_files("bf16", workload)().value, workload) < TOLERANCE["bf16"]
+    assert sample_error(LLAMA_CPP.lifetime("bf16", workload)(), workload) < TOLERANCE["bf16"]
 
 
 def test_a_contender_on_another_model_is_not_timed():
@@ -213,7 +214,7 @@ def test_a_contender_on_another_model_is_not_timed():
     def wrong(workload):
         other = ModelFiles(SHAPES["llama"].resized("other", rope_parameters=rope))
         other = Workload(other, workload.prompts, 1, workload.n_steps)
-        return hf.hf_decode("float32")(other)
+        return HF.decode("float32", other)
 
     table = decode_table(SHAPES["llama"], "float32", FLOAT32, (2,))
     case = decode_case("batch 2", SHAPES["llama"], "float32", 2, 2)
@@ -245,14 +246,14 @@ def test_copies_and_reading():
     [("float32", "float32"), ("bf16", "bf16"), ("int8", "8 bits"), ("int4", "4 bits"), ("q4_k", "4 bits")],
 )
 def test_whet_answers_right(workload, weights, width):
-    answer = native.whet_decode(weights)(workload)()
+    answer = WHET.decode(weights, workload)()
     assert sample_error(answer.value, workload) < TOLERANCE[width]
     assert answer.counted == "decode" and list(answer.parts) == ["decode"]
     first, group = replace(workload, n_steps=0), replace(workload, prompts=workload.prompts[:1], n_samples=4)
-    assert sample_error(native.whet_prefill(weights)(first)(), first) < TOLERANCE[width]
-    assert sample_error(native.whet_group(weights)(group)(), group) < TOLERANCE[width]
-    assert sample_error(native.whet_load(weights)(workload)().value, workload) < TOLERANCE[width]
-    assert sample_error(native.whet_lifetime(weights)(workload)(), workload) < TOLERANCE[width]
+    assert sample_error(WHET.prefill(weights, first)(), first) < TOLERANCE[width]
+    assert sample_error(WHET.group(weights, group)(), group) < TOLERANCE[width]
+    assert sample_error(WHET.load_files(weights, workload)().value, workload) < TOLERANCE[width]
+    assert sample_error(WHET.lifetime(weights, workload)(), workload) < TOLERANCE[width]
 
 
 @needs_engine
@@ -260,7 +261,7 @@ def test_the_gguf_file_is_the_model(workload):
     from whet.engine import Engine
 
     with Engine.from_gguf(workload.files.gguf("bf16"), weights="float32") as engine:
-        sample = native.generate(engine, workload.prompts, workload.n_tokens)
+        sample = WHET.generate(engine, workload.prompts, workload.n_tokens)
     assert sample_error(sample, workload) < TOLERANCE["float32"]
 
 
@@ -268,7 +269,7 @@ def test_the_gguf_file_is_the_model(workload):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_whet_follows_every_update(workload, dtype):
     training = native.training(workload, dtype)
-    call = native.whet_sync("bf16")(training)
+    call = WHET.sync("bf16", training)
     assert all(sample_error(call().value, training) < TOLERANCE["bf16"] for _ in range(3))
 
 

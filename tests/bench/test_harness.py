@@ -279,3 +279,9 @@ def test_peak_memory_of_a_call():
 )
 def test_errors_by_hand(answer, reference, error):
     assert relative_error(answer, reference) == error
+
+
+def test_errors_of_tensors_keep_their_precision():
+    torch = pytest.importorskip("torch")
+    assert relative_error(torch.tensor([1 + 2**-40], dtype=torch.float64), [1.0]) == 2**-40
+    assert relative_error(torch.tensor([1.5], dtype=torch.bfloat16), [1.0]) == 0.5

@@ -14,8 +14,9 @@ from whet.bench.contenders.packing import (
     packing_error,
     random_lengths,
 )
+from whet.bench.prepare import in_dtype, in_loop, normal, on_arrays, on_tensors
 from whet.bench.suites import load_suite, suite_names
-from whet.bench.suites.llm_ops import Groups, Logprobs, exact_kl, population, sample
+from whet.bench.suites.llm_ops import Groups, Logprobs, exact_advantages, exact_kl, sample
 from whet.bench.suites.trl import Trajectories, gae, k3, trl_definition
 from whet.ops.packing import naive_pack_sequences
 
@@ -96,7 +97,7 @@ def test_a_missing_peer_is_an_import_error(table, monkeypatch):
 
 def test_advantages_by_hand():
     groups = Groups(np.array([1.0, 3.0, 2.0, 6.0]), 2)
-    np.testing.assert_allclose(population(groups).astype(float), [[-1, 1], [-1, 1]], rtol=1e-15)
+    np.testing.assert_allclose(exact_advantages(groups).astype(float), [[-1, 1], [-1, 1]], rtol=1e-15)
     half = np.sqrt(0.5)  # the sample deviation of two is |a - b| / sqrt(2)
     np.testing.assert_allclose(sample(groups).astype(float), [[-half, half], [-half, half]], rtol=1e-15)
     first, second = 1 / (np.sqrt(2) + 1e-4), 2 / (np.sqrt(8) + 1e-4)
@@ -119,6 +120,30 @@ def test_gae_by_hand():
     last = 2 + 0.99 * 4 - 1
     expected = [[[1 - 0.5, last]], [[1.0, last + 1]]]
     np.testing.assert_allclose(gae(x).astype(float), expected, rtol=1e-15)
+
+
+# --- plain functions as providers --------------------------------------------------------------------------
+
+
+def test_a_plain_function_gets_the_inputs_as_arrays_or_tensors():
+    torch = pytest.importorskip("torch")
+    x, n = np.arange(6.0, dtype=np.float32), 2
+    assert on_arrays("builtins:max", key=lambda value: value)((1, 3, 2))() == 3
+    assert on_tensors(lambda *inputs, k: (inputs, k), k=5)((x, n))()[1] == 5
+    (tensor_x, same_n), _ = on_tensors(lambda *inputs, k: (inputs, k), k=5)((x, n))()
+    assert tensor_x.data_ptr() == x.ctypes.data and same_n == 2  # no copy
+    half, ids = on_tensors(lambda *inputs: inputs, "bfloat16")((x, np.arange(3)))()
+    assert (half.dtype, ids.dtype) == (torch.bfloat16, torch.int64)
+    assert in_dtype(type, "float32")((x,))() is np.ndarray and in_dtype(type, "bfloat16")((x,))() is torch.Tensor
+    assert in_loop(lambda row: row.sum())(Groups(x, 3))() == [3, 12]
+
+
+def test_normal_numbers_are_those_of_the_dtype():
+    torch = pytest.importorskip("torch")
+    wide, narrow = (normal(np.random.default_rng(0), (64,), dtype) for dtype in ("float32", "bfloat16"))
+    exact = torch.from_numpy(narrow).bfloat16().float().numpy()
+    np.testing.assert_array_equal(narrow, exact)
+    assert 0 < np.abs(wide - narrow).max() < 2**-7 * np.abs(wide).max()
 
 
 # --- packings -------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def test_tokens_that_are_too_probable_are_no_sample(judged):
     if not rows:
         pytest.skip("DPO samples nothing")
     assert abs(grpo_written_out(rows, shape).surprise) < 4
-    policy, tokenizer = workload.policy_of(shape.model), workload.grpo_tokenizer(shape)
+    policy, tokenizer = workload.policy_of(shape.model), workload.tokenizer_of(shape)
     prompt = torch.tensor([tokenizer(shape.prompts(0)[0])["input_ids"]])
     best = policy(prompt).logits[0, -1].argmax().item()
     likely = [[best, *row[1:]] for row in rows[: shape.group_size]] + list(rows[shape.group_size :])
@@ -92,11 +92,11 @@ def test_tokens_that_are_too_probable_are_no_sample(judged):
 
 
 def test_prompts_have_their_lengths():
-    tokenizer = workload.grpo_tokenizer(GRPO)
+    tokenizer = workload.tokenizer_of(GRPO)
     first, second = ([tokenizer(text)["input_ids"] for text in GRPO.prompts(step)] for step in (0, 1))
     assert [len(row) for row in first] == [9, 9] and first != second
     assert tokenizer.eos_token_id == GRPO.model.config.vocab_size
-    pairs, tokenizer = PAIRS.pairs(), workload.dpo_tokenizer(PAIRS)
+    pairs, tokenizer = PAIRS.pairs(), workload.tokenizer_of(PAIRS)
     ids = tokenizer(pairs[0]["chosen"] + tokenizer.eos_token)["input_ids"]
     assert len(ids) == 12 and ids[-1] == tokenizer.eos_token_id < PAIRS.model.config.vocab_size
 

@@ -10,8 +10,6 @@ import pickle
 import random
 import resource
 import shutil
-import subprocess
-import sys
 import textwrap
 import warnings
 from pathlib import Path
@@ -19,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.processes import printed_by, run_python
+from tests.raising import assert_raises
 from torch import nn
 
 from whet.checkpoint.folder import (
@@ -121,8 +121,7 @@ def test_what_cannot_be_stored_is_named_and_nothing_is_written(tmp_path):
         ({"m": {"x": torch.zeros(1, dtype=torch.complex128)}}, {}, WhetTypeError, r"cannot hold torch.complex128"),
         ({}, {"a": {"b": object()}}, WhetTypeError, r"state\['a'\]\['b'\] is of type builtins.object"),
     ):
-        with pytest.raises(error, match=f"save_checkpoint: .*{message}"):
-            save_checkpoint(tmp_path / "c", tensors, state)
+        assert_raises(error, f"save_checkpoint: .*{message}", save_checkpoint, tmp_path / "c", tensors, state)
         assert names(tmp_path) == []
 
 
@@ -188,9 +187,7 @@ KILLED_SAVES = """
 
 
 def test_a_save_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path):
-    script = textwrap.dedent(KILLED_SAVES)
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed_by(textwrap.dedent(KILLED_SAVES), tmp_path)
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
@@ -247,8 +244,7 @@ def test_a_checkpoint_truncated_or_altered_at_any_byte_does_not_load(tmp_path):
         spoilt += [whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :] for i in range(len(whole))]
         for content in spoilt:
             file.write_bytes(content)
-            with pytest.raises(CheckpointError, match=file.name):
-                load_checkpoint(tmp_path / "c")
+            assert_raises(CheckpointError, file.name, load_checkpoint, tmp_path / "c")
             n_faults += 1
         file.write_bytes(whole)
     assert n_faults > 1000
@@ -260,14 +256,12 @@ def test_missing_and_extra_files_are_named(tmp_path):
     for name in names(tmp_path / "c"):
         shutil.copytree(tmp_path / "c", tmp_path / "d")
         (tmp_path / "d" / name).unlink()
-        with pytest.raises(CheckpointError, match=f"{name} is missing"):
-            load_checkpoint(tmp_path / "d")
+        assert_raises(CheckpointError, f"{name} is missing", load_checkpoint, tmp_path / "d")
         shutil.rmtree(tmp_path / "d")
     (tmp_path / "c" / "extra.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"extra\.bin is not part of the checkpoint: remove it"):
         load_checkpoint(tmp_path / "c")
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint at .*/nowhere"):
-        load_checkpoint(tmp_path / "nowhere")
+    assert_raises(CheckpointError, r"there is no checkpoint at .*/nowhere", load_checkpoint, tmp_path / "nowhere")
     (tmp_path / "run").mkdir()
     save_checkpoint(step_folder(tmp_path / "run", 5), small(), {})
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing\. Pass one of the checkpoints in this"):
@@ -307,8 +301,7 @@ def fingerprint(file: Path) -> dict:
 def test_a_forged_manifest_is_refused(tmp_path, changes, message):
     save_checkpoint(tmp_path / "c", small(), {})
     forge(tmp_path / "c", **changes)
-    with pytest.raises(CheckpointError, match=message):
-        load_checkpoint(tmp_path / "c")
+    assert_raises(CheckpointError, message, load_checkpoint, tmp_path / "c")
 
 
 class Bomb:
@@ -322,8 +315,7 @@ class Bomb:
 def test_pickles_are_refused_and_run_nothing(tmp_path):
     marker, bomb = tmp_path / "exploded", tmp_path / "model.pt"
     torch.save(Bomb(marker), bomb)
-    with pytest.raises(CheckpointError, match=r"model\.pt is a file.*Pickles .* are refused"):
-        load_checkpoint(bomb)
+    assert_raises(CheckpointError, r"model\.pt is a file.*Pickles .* are refused", load_checkpoint, bomb)
     save_checkpoint(tmp_path / "c", small(), {})
     for content in (bomb.read_bytes(), pickle.dumps(Bomb(marker))):
         for name in ("model.safetensors", "state.json"):
@@ -331,8 +323,7 @@ def test_pickles_are_refused_and_run_nothing(tmp_path):
             (tmp_path / "d" / name).write_bytes(content)
             files = {file.name: fingerprint(file) for file in (tmp_path / "d").glob("*[!t].*[sn]")}
             forge(tmp_path / "d", files={n: f for n, f in files.items() if n != "manifest.json"})
-            with pytest.raises(CheckpointError, match=r"cannot be read|malformed"):
-                load_checkpoint(tmp_path / "d")
+            assert_raises(CheckpointError, r"cannot be read|malformed", load_checkpoint, tmp_path / "d")
             shutil.rmtree(tmp_path / "d")
     assert not marker.exists()
     pickle.loads(pickle.dumps(Bomb(marker)))
@@ -412,8 +403,7 @@ def test_a_spoilt_random_state_is_an_error(spoil):
     good = capture_rng()
     state = json.loads(json.dumps(good))
     spoil(state)
-    with pytest.raises(CheckpointError, match="restore_rng: the random state cannot be restored"):
-        restore_rng(state)
+    assert_raises(CheckpointError, "restore_rng: the random state cannot be restored", restore_rng, state)
     restore_rng(good)
 
 
@@ -428,6 +418,6 @@ def test_loading_warns_of_nothing(tmp_path):
 @pytest.mark.parametrize("module", ["whet.checkpoint", "whet.training.callbacks"])
 def test_a_missing_extra_is_one_clear_line(package, module):
     code = f"import sys; sys.modules[{package!r}] = None; import {module}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_python(code)
     message = f"whet.checkpoint needs {package}. Install it with: pip install 'whet[train]'"
     assert done.stderr.splitlines()[-1] == f"whet.errors.MissingExtraError: {message}"

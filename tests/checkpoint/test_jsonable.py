@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.raising import assert_raises
 
 from whet.checkpoint.jsonable import decode, encode
 from whet.errors import CheckpointError, WhetTypeError
@@ -73,10 +74,8 @@ def test_any_plain_value_comes_back(value):
 def test_what_cannot_be_stored_is_named():
     with pytest.raises(WhetTypeError, match=r"state\['optimizer'\]\[1\] is of type torch.Tensor.*tensor group"):
         encode({"optimizer": [0, torch.zeros(1)]}, "state")
-    with pytest.raises(WhetTypeError, match=r"builtins\.set"):
-        encode({1}, "state")
-    with pytest.raises(WhetTypeError, match=r"numpy\.longdouble"):
-        encode(np.longdouble(1), "state")
+    assert_raises(WhetTypeError, r"builtins\.set", encode, {1}, "state")
+    assert_raises(WhetTypeError, r"numpy\.longdouble", encode, np.longdouble(1), "state")
 
 
 @pytest.mark.parametrize("text", ['{"$": "lambda", "value": 1}', '{"$": "dtype", "value": "load"}'])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tests.raising import assert_raises
 from tests.tiny import tiny_llama
 from torch import nn
 from torch.nn import functional
@@ -158,16 +159,14 @@ def test_what_cannot_be_described_is_named():
         "inner.0._forward_hooks holds hooks",
     ):
         assert part in text
-    with pytest.raises(CheckpointError, match=r"cannot be rebuilt.*f is .*pass it as model="):
-        build_module(description)
+    assert_raises(CheckpointError, r"cannot be rebuilt.*f is .*pass it as model=", build_module, description)
 
 
 def test_a_class_of_a_function_is_named():
     class Local(nn.Module):
         pass
 
-    with pytest.raises(CheckpointError, match="Local, not found by that name"):
-        build_module(describe_module(Local()))
+    assert_raises(CheckpointError, "Local, not found by that name", build_module, describe_module(Local()))
 
 
 def test_classes_of_a_script_work_in_that_script(tmp_path, monkeypatch):
@@ -195,8 +194,7 @@ def described(name: str) -> dict:
 def test_nothing_is_imported_and_only_modules_are_built():
     sys.modules.pop("this", None)
     for name in ("this:Zen", "subprocess:Popen", "transformers.cli.serving:X", "builtins:object"):
-        with pytest.raises(CheckpointError, match=r"imported|is not an nn\.Module"):
-            build_module(described(name))
+        assert_raises(CheckpointError, r"imported|is not an nn\.Module", build_module, described(name))
     assert "this" not in sys.modules
 
 
@@ -204,8 +202,7 @@ def test_nothing_is_imported_and_only_modules_are_built():
 def test_only_operators_are_looked_up(function):
     description = describe_module(nn.Linear(2, 2))
     description["modules"][0]["attributes"]["act"] = {"$": "function", "value": function}
-    with pytest.raises(CheckpointError, match="is not an operator of torch"):
-        build_module(description)
+    assert_raises(CheckpointError, "is not an operator of torch", build_module, description)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +222,7 @@ def test_only_operators_are_looked_up(function):
 def test_a_spoilt_description_is_an_error(spoil):
     description = json.loads(json.dumps(describe_module(nn.Linear(2, 2))))
     spoil(description)
-    with pytest.raises(CheckpointError, match=r"build_module|dtype"):
-        build_module(description)
+    assert_raises(CheckpointError, r"build_module|dtype", build_module, description)
 
 
 def test_tensors_that_do_not_fit_change_nothing():
@@ -239,8 +235,7 @@ def test_tensors_that_do_not_fit_change_nothing():
         ({**good, "bias": torch.zeros(3)}, r"bias is \(3,\) float32 in the checkpoint and \(2,\) float32"),
         ({**good, "bias": torch.zeros(2, dtype=torch.float64)}, r"bias is \(2,\) float64 in the checkpoint"),
     ):
-        with pytest.raises(CheckpointError, match=rf"load_module_tensors\(Linear\).*{message}"):
-            load_module_tensors(model, spoilt)
+        assert_raises(CheckpointError, rf"load_module_tensors\(Linear\).*{message}", load_module_tensors, model, spoilt)
     assert torch.equal(model.weight, before)
     load_module_tensors(model, good)
     assert model.bias.tolist() == [7, 7]
@@ -311,7 +306,6 @@ def test_a_hugging_face_model_inside_a_module_is_rebuilt():
 def test_adapters_need_the_model():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(small_llama(), peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
-    with pytest.raises(CheckpointError, match=r"LoraConfig|PeftType.*pass it as model="):
-        build_module(describe_module(model))
+    assert_raises(CheckpointError, r"LoraConfig|PeftType.*pass it as model=", build_module, describe_module(model))
     with pytest.raises(CheckpointError, match=r"differs from the model that was saved in .*lora_A.*pass it as model="):
         build_module(describe_module(model.base_model.model))

@@ -1,25 +1,13 @@
 """``whet best-of-n`` as a user has it: JSON lines out, the same again for the same seed, mistakes answered."""
 
 import json
-from pathlib import Path
 
 import pytest
-import torch
 
 from whet.cli import main
 from whet.data.rows import read_rows
 
-ROOT = Path(__file__).parents[2]
 CONFIG = "examples/best_of_n.toml"
-
-
-@pytest.fixture(autouse=True)
-def at_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -82,7 +70,6 @@ def test_output_file_and_chat_prompts(best_of_n, tmp_path):
         ([], "one of --prompts (a file) and --prompt (a text)"),
         (["--prompt=a", "--prompts=examples/data/best_of_n.jsonl"], "one of --prompts"),
         (["--prompts=nosuch.jsonl"], "there is no file 'nosuch.jsonl'"),
-        (["--prompt=a", "--batch-size=0"], "batch_size is 0, expected an integer >= 1"),
         (["--prompt=a", "--output=README.md/x"], "output 'README.md/x' cannot be written"),
         (["--prompt=a", "--reward-weights", "1", "2"], "expected 1 finite numbers"),
     ],

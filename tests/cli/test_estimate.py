@@ -54,9 +54,9 @@ def test_a_folder_has_the_answers_of_info(tiny_model, capsys):
 def test_mistakes(capsys):
     for arguments, error in (
         (["qwen2-0.6b"], "whet: estimate: 'qwen2-0.6b' is no preset"),
-        (["llama-2-7b", "--context", "0"], "context is 0, expected an integer of at least 1"),
+        (["llama-2-7b", "--context", "0"], "context is 0, expected an integer >= 1"),
         (["llama-2-7b", "--context", "4097"], "context is 4097, and the model's last position is 4096"),
-        (["llama-2-7b", "--batch", "-1"], "batch is -1, expected an integer of at least 1"),
+        (["llama-2-7b", "--batch", "-1"], "batch is -1, expected an integer >= 1"),
         (["llama-2-7b", "--weights", "q9"], "weights is 'q9', expected one of float32, bfloat16"),
         (["llama-2-7b", "--embeddings", "float16"], "embeddings is 'float16', expected one of float32, bfloat16"),
     ):

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 
-import gguf
 import pytest
+from tests.gguf_files import write_gguf
+from tests.processes import WHET, run_python
+from tests.tiny import with_lora
 
 import whet
 from whet.cli import main
@@ -121,43 +123,10 @@ def test_longrope_of_a_short_text_is_that_of_transformers(run, tiny_model, token
     assert longer == tokenizer.decode(expected.token_ids, skip_special_tokens=True) + "\n"
 
 
-def write_gguf(tiny_model, path, architecture="llama"):
-    """The tiny model of llama.cpp's converter: q and k in its order, float32."""
+def test_a_gguf_file_with_a_tokenizer_beside_it(run, tiny_model, tmp_path, error_of):
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    config, names = model.config, {
-        "embed_tokens": "token_embd", "norm": "output_norm", "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm", "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v",
-        "o_proj": "attn_output", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
-    }  # fmt: skip
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_array("tokenizer.ggml.tokens", ["a"])
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight":
-            continue
-        array, parts = tensor.numpy(), name.split(".")
-        if parts[-2] in ("q_proj", "k_proj"):
-            array = array.reshape(array.shape[0] // 8, 2, 4, -1).swapaxes(1, 2).reshape(array.shape)
-        block = f"blk.{parts[2]}." if parts[1] == "layers" else ""
-        writer.add_tensor(f"{block}{names[parts[-2]]}.weight", array.copy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def test_a_gguf_file_with_a_tokenizer_beside_it(run, tiny_model, tmp_path, error_of):
-    path = write_gguf(tiny_model, tmp_path / "tiny.gguf")
+    path = write_gguf(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "tiny.gguf")
     argv = ["--prompt", "x", "--temperature", "0", "--max-new-tokens", "8", "--weights", "float32", "--raw"]
     expected = run("generate", tiny_model, *argv).out
     assert run("generate", path, "--tokenizer", tiny_model, *argv).out == expected
@@ -167,16 +136,10 @@ def test_a_gguf_file_with_a_tokenizer_beside_it(run, tiny_model, tmp_path, error
 
 
 def test_adapters(run, tiny_model, tmp_path):
-    import peft
-    import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=3.0)
-    model.save_pretrained(tmp_path / "lora")
+    with_lora(model, b_std=3.0, r=2, target_modules=["q_proj"]).save_pretrained(tmp_path / "lora")
     argv = ["generate", tiny_model, "--prompt", "x", "--max-new-tokens", "16", "--raw"]
     assert run(*argv, "--adapter", tmp_path / "lora").out != run(*argv).out
 
@@ -243,23 +206,12 @@ def test_info_says_why_not(run, tmp_path, error_of):
     assert "file.gguf" in error_of("info", tmp_path / "file.gguf")
 
 
-CODE = "import sys\nfrom whet.cli import main\nsys.exit(main(sys.argv[1:]))"
-
-
-def command(*argv):
-    return [sys.executable, "-c", CODE, *map(str, argv)]
-
-
 def test_the_command_and_its_help(tiny_model):
-    run = subprocess.run(
-        command("generate", tiny_model, "--prompt", "x", "--max-new-tokens", "3", "-n", "2"),
-        capture_output=True,
-        text=True,
-    )
+    run = run_python(WHET[-1], "generate", tiny_model, "--prompt", "x", "--max-new-tokens", "3", "-n", "2")
     assert run.returncode == 0 and run.stdout.startswith("--- 1/2") and "tokens/s" in run.stderr
-    run = subprocess.run(command("info", "--help"), capture_output=True, text=True)
+    run = run_python(WHET[-1], "info", "--help")
     assert run.returncode == 0 and "usage: whet info" in run.stdout
-    run = subprocess.run(command("info", tiny_model), capture_output=True, text=True)
+    run = run_python(WHET[-1], "info", tiny_model)
     assert run.returncode == 0 and "runs it" in run.stdout and run.stderr == ""
 
 
@@ -273,7 +225,7 @@ def test_ctrl_c_ends_it_cleanly(tmp_path, tiny_model):
     config = json.loads((model / "config.json").read_text())
     config["max_position_embeddings"] = 1_000_000
     (model / "config.json").write_text(json.dumps(config))
-    argv = command("generate", model, "--prompt", "x", "--max-new-tokens", "900000", "--raw", "--temperature", "0")
+    argv = [*WHET, "generate", str(model), "--prompt", "x", "--max-new-tokens", "900000", "--raw", "--temperature", "0"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert process.stdout.read(1)

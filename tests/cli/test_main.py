@@ -6,15 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from tests.processes import printed_by
 
 from whet.cli import main, without_collection
 
 METHODS = ("sft", "dpo", "grpo", "online-dpo")
-
-
-def test_cli_imports_with_the_standard_library_alone():
-    code = "import sys, whet.cli; print([m for m in ('tyro', 'rich', 'torch', 'tomli') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(
@@ -22,8 +18,7 @@ def test_cli_imports_with_the_standard_library_alone():
 )
 def test_import_and_help_are_quick_since_they_need_numpy_alone(code):
     code = f"import sys; before = set(sys.modules); {code}; print(*set(sys.modules) - before)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    modules = done.stdout.splitlines()[-1].split()
+    modules = printed_by(code).splitlines()[-1].split()
     assert {name.split(".")[0] for name in modules} <= sys.stdlib_module_names | {"whet", "numpy"}
     assert not {"asyncio", "ctypes.util", "multiprocessing", "unittest"} & set(modules)
     assert sum(name.startswith("whet.") for name in modules) < 40  # the primitives, and no engine, trainer or bench
@@ -31,9 +26,7 @@ def test_import_and_help_are_quick_since_they_need_numpy_alone(code):
 
 def test_a_run_without_adapters_does_not_import_peft(files):
     code = "import sys; from whet.cli import main; assert main() == 0; print('peft' in sys.modules)"
-    command = [sys.executable, "-c", code, "train", "sft", *files("run", steps=1)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "False", done.stderr
+    assert printed_by(code, "train", "sft", *files("run", steps=1)).splitlines()[-1] == "False"
 
 
 def test_garbage_is_looked_for_again_after_the_imports(files, error_of):
@@ -53,9 +46,8 @@ def test_help_without_torch():
         "import sys\nfrom whet.cli import main\ntry: main(sys.argv[1:])\n"
         "except SystemExit: print('torch' in sys.modules)"
     )
-    command = [sys.executable, "-c", code, "train", "online-dpo", "--help"]
-    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
-    assert run.stdout.endswith("False\n") and "--preference STR" in run.stdout
+    out = printed_by(code, "train", "online-dpo", "--help", COLUMNS="80")
+    assert out.endswith("False\n") and "--preference STR" in out
 
 
 def test_usage(capsys):

@@ -6,13 +6,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.processes import WHET, run_python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whet.algorithms import DPO
@@ -241,7 +241,6 @@ def test_required_settings(name, error_of):
         ({"model": "./nosuch"}, "there is no folder './nosuch'"),
         ({"model": "EMPTY_FOLDER"}, "cannot be loaded"),
         ({"batch_size": 100}, "the dataset has 8 rows, fewer than batch_size=100"),
-        ({"steps": -1}, "steps is -1, expected an integer >= 0"),
         ({"output_dir": "EMPTY/x"}, "cannot be made"),
         ({"reward_weights": "1"}, None),
     ],
@@ -261,11 +260,9 @@ def test_missing_and_broken_inputs(settings, expected, files, error_of):
 
 
 def test_hub_name_without_a_network(files):
-    command = [sys.executable, "-c", "import sys; from whet.cli import main; sys.exit(main())", "train", "sft"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(files.folder)}
-    run = subprocess.run(
-        [*command, *files("run", model="nobody/nothing")], capture_output=True, text=True, env=environment
-    )
+    command = [*WHET, "train", "sft", *files("run", model="nobody/nothing")]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
     asking, error = run.stderr.strip().splitlines()
     assert run.returncode == 2 and "asking the Hugging Face hub" in asking
     assert error.startswith("whet: load_model: 'nobody/nothing' cannot be loaded: ") and "where there is a net" in error
@@ -339,8 +336,7 @@ def assert_same_run(folder, other):
 def test_killed_run_ends_with_the_same_bits(files, capsys):
     settings = with_killer(files, signal="SIGKILL")
     argv = ["train", "grpo", *files("killed", **settings)]
-    command = [sys.executable, "-c", "import sys; from whet.cli import main; sys.exit(main())", *argv]
-    assert subprocess.run(command, capture_output=True, timeout=300).returncode == -signal.SIGKILL
+    assert subprocess.run([*WHET, *argv], capture_output=True, timeout=300).returncode == -signal.SIGKILL
     assert [step for step, _ in gradients(files.folder / "killed")] == [1, 2, 3]
     assert not (files.folder / "killed" / "model").exists()
     assert main(argv) == 0
@@ -424,8 +420,7 @@ def test_a_folder_is_of_one_process_until_it_is_killed_in_the_middle_of_a_reward
         **({"reward_timeout_s": timeout_s} if timeout_s else {}),
     }
     argv = ["train", "grpo", *files("run", **{**files.online, **reward, "steps": 1, "group_size": 2})]
-    command = [sys.executable, "-c", "import sys; from whet.cli import main; sys.exit(main())", *argv]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+    with subprocess.Popen([*WHET, *argv], stdout=subprocess.PIPE, text=True) as first:
         assert any("hanging" in line for line in first.stdout)
         error = error_of(*argv)
         assert f"is in use by process {first.pid} on {os.uname().nodename} since " in error
@@ -504,8 +499,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_continues(limit, steps, wh
     before = {path: path.read_bytes() for path in run.rglob("*.safetensors")}
     argv = ["train", "sft", *files("run", **settings, steps=steps)]
     limited = f"import resource as r; r.setrlimit(r.RLIMIT_FSIZE, ({limit}, -1))"  # larger files fail as on a full disk
-    command = [sys.executable, "-c", f"{limited}\nimport sys; from whet.cli import main; sys.exit(main())", *argv]
-    failed = subprocess.run(command, capture_output=True, text=True)
+    failed = run_python(f"{limited}\n{WHET[-1]}", *argv)
     (error,) = failed.stderr.strip().splitlines()
     assert failed.returncode == 2 and what in error and "bytes needed" in error
     assert error.endswith("The same command continues the run.")

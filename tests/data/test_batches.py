@@ -8,7 +8,9 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+from tests.raising import assert_raises
+from tests.tiny import Items, Streamed
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
 from whet.data.batches import (
     as_row,
@@ -39,27 +41,6 @@ def taken(dataset, n=None, **settings):
     """The prompts of the first n batches of rows."""
     batches, _ = stream(dataset, **settings)
     return [[r["prompt"] for r in rows] for (rows,) in islice(batches, n)]
-
-
-class Listed(Dataset):
-    def __init__(self, items):
-        self.items = items
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, i):
-        if not 0 <= i < len(self.items):
-            raise KeyError(i)  # torch asks for no IndexError
-        return self.items[i]
-
-
-class Streamed(IterableDataset):
-    def __init__(self, items):
-        self.items = items
-
-    def __iter__(self):
-        return iter(self.items)
 
 
 class Sized(Streamed):
@@ -204,7 +185,7 @@ def test_batches_that_are_ready_keep_their_form():
 
 @pytest.mark.parametrize(
     "dataset",
-    [ROWS, tuple(ROWS), Listed(ROWS), torch.arange(32).reshape(8, 4), np.arange(32).reshape(8, 4)],
+    [ROWS, tuple(ROWS), Items(ROWS), torch.arange(32).reshape(8, 4), np.arange(32).reshape(8, 4)],
     ids=lambda dataset: type(dataset).__name__,
 )
 def test_sequences_of_rows_are_shuffled(dataset):
@@ -222,12 +203,12 @@ def test_sequences_of_rows_are_shuffled(dataset):
         (Streamed(ROWS), None),
         (Sized(ROWS), 3),
         (dict(enumerate(ROWS)).values(), 3),
-        (DataLoader(Listed(ROWS), batch_size=3), 3),
-        (DataLoader(Listed(ROWS), batch_size=3, collate_fn=list), 3),
-        (DataLoader(Listed(ROWS), batch_size=None), 3),
+        (DataLoader(Items(ROWS), batch_size=3), 3),
+        (DataLoader(Items(ROWS), batch_size=3, collate_fn=list), 3),
+        (DataLoader(Items(ROWS), batch_size=None), 3),
         (DataLoader(Streamed(ROWS), batch_size=3), None),
         (DataLoader(Streamed(ROWS), batch_size=None), None),
-        (DataLoader(Listed(ROWS), batch_size=3, num_workers=1), 3),
+        (DataLoader(Items(ROWS), batch_size=3, num_workers=1), 3),
     ],
     ids=["stream", "sized", "values", "default collate", "own collate", "unbatched", "of a stream", "items", "worker"],
 )
@@ -261,7 +242,7 @@ def test_iterables_start_over_and_iterators_end():
 def test_a_default_collate_leaves_rows_alone_and_stacks_tensors():
     """torch's own would transpose the lists of a row: messages, token ids, tuples of texts."""
     chats = [{"prompt": [{"role": "user", "content": str(i)}], "completion": [5, 6, i]} for i in range(4)]
-    [first, _] = islice(stream(DataLoader(Listed(chats), batch_size=2))[0], 2)
+    [first, _] = islice(stream(DataLoader(Items(chats), batch_size=2))[0], 2)
     assert first == (chats[:2],)
     pairs = DataLoader([("a", "b"), ("c", "d")], batch_size=2)
     assert taken(pairs, 1) == [["a", "c"]]
@@ -273,10 +254,10 @@ def test_a_default_collate_leaves_rows_alone_and_stacks_tensors():
 @pytest.mark.parametrize(
     "loader",
     [
-        lambda: DataLoader(Listed(ROWS), batch_size=2, shuffle=True),
-        lambda: DataLoader(Listed(ROWS), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3)),
-        lambda: DataLoader(Listed(ROWS), batch_sampler=BatchSampler(RandomSampler(ROWS), 2, drop_last=False)),
-        lambda: DataLoader(Listed(ROWS), batch_size=2, sampler=RandomSampler(ROWS, replacement=True, num_samples=8)),
+        lambda: DataLoader(Items(ROWS), batch_size=2, shuffle=True),
+        lambda: DataLoader(Items(ROWS), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        lambda: DataLoader(Items(ROWS), batch_sampler=BatchSampler(RandomSampler(ROWS), 2, drop_last=False)),
+        lambda: DataLoader(Items(ROWS), batch_size=2, sampler=RandomSampler(ROWS, replacement=True, num_samples=8)),
     ],
     ids=["shuffle", "own generator", "batch sampler", "replacement"],
 )
@@ -296,7 +277,7 @@ def test_a_shuffling_loader_has_one_order_wherever_it_starts(loader):
 
 def test_a_loaders_own_seed_counts():
     orders = [
-        taken(DataLoader(Listed(ROWS), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(s)), 4)
+        taken(DataLoader(Items(ROWS), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(s)), 4)
         for s in (1, 2, 1)
     ]
     assert orders[0] == orders[2] != orders[1]
@@ -324,12 +305,11 @@ def test_one_pass_in_order():
         return [[r["prompt"] for r in rows] for (rows,) in batches]
 
     expected = [[r["prompt"] for r in ROWS[i : i + 3]] for i in (0, 3, 6)]
-    for dataset in (ROWS, Listed(ROWS), iter(ROWS), Streamed(ROWS), DataLoader(Listed(ROWS), batch_size=3)):
+    for dataset in (ROWS, Items(ROWS), iter(ROWS), Streamed(ROWS), DataLoader(Items(ROWS), batch_size=3)):
         assert prompts(dataset) == expected
     assert prompts({"prompt": ["a", "b"], "n": [1, 2]}) == [["a", "b"]]
     assert prompts({"prompt": "a"}) == [["a"]]
-    with pytest.raises(WhetValueError, match="Test: the dataset is empty"):
-        prompts(iter([]))
+    assert_raises(WhetValueError, "Test: the dataset is empty", prompts, iter([]))
 
 
 # --- errors ---------------------------------------------------------------------------------------------
@@ -359,13 +339,12 @@ def test_one_pass_in_order():
             r"a mapping with the keys 'prompt'.*a list of dicts if it holds columns",
         ),
         (Dataset(), WhetTypeError, "expected a sequence or iterable of rows or batches"),
-        (Listed([]), WhetValueError, "the dataset is empty"),
+        (Items([]), WhetValueError, "the dataset is empty"),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_data_set_is_named(dataset, error, message):
-    with pytest.raises(error, match=message):
-        stream(dataset)
+    assert_raises(error, message, stream, dataset)
 
 
 def test_a_table_is_named():
@@ -376,8 +355,7 @@ def test_a_table_is_named():
         def __getitem__(self, name):
             raise KeyError(name)
 
-    with pytest.raises(WhetTypeError, match=r"Test: dataset\[0\] of the Frame"):
-        batches_in_order(Frame(), 2, FIELDS, row, "Test")
+    assert_raises(WhetTypeError, r"Test: dataset\[0\] of the Frame", batches_in_order, Frame(), 2, FIELDS, row, "Test")
     with pytest.raises(WhetTypeError, match=r"dataset\[0\] of the Frame raised KeyError\(0\).*df.to_dict\('records'\)"):
         stream(Frame())
 
@@ -393,5 +371,4 @@ def test_row_counts_must_agree():
     check_row_counts("Test", ("a", "b"), ([1], [2]))
     with pytest.raises(WhetValueError, match=r"Test: rows of the batch: a 1, b 2\. Pass as many of each"):
         check_row_counts("Test", ("a", "b"), ([1], [2, 3]))
-    with pytest.raises(WhetValueError, match="a 0, b 0"):
-        check_row_counts("Test", ("a", "b"), ([], []))
+    assert_raises(WhetValueError, "a 0, b 0", check_row_counts, "Test", ("a", "b"), ([], []))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pyarrow
 import pytest
 import torch
 from pyarrow import parquet
+from tests.raising import assert_raises
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
@@ -62,10 +62,7 @@ def said(*turns: str) -> list[dict[str, str]]:
 
 # --- read_rows ------------------------------------------------------------------------------------
 
-ROWS = [
-    {"prompt": "1+1=", "answer": 2, "note": None},
-    {"prompt": "schöne\u2028Grüße", "answer": 3, "note": "x"},
-]
+ROWS = [{"prompt": "1+1=", "answer": 2, "note": None}, {"prompt": "schöne\u2028Grüße", "answer": 3, "note": "x"}]
 
 
 @pytest.mark.parametrize(
@@ -106,18 +103,14 @@ def test_parquet_files(tmp_path: Path) -> None:
 )
 def test_bad_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(WhetValueError, match=message):
-        read_rows(tmp_path / name)
+    assert_raises(WhetValueError, message, read_rows, tmp_path / name)
 
 
 def test_missing_files_and_dataset_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WhetValueError, match="there is no file"):
-        read_rows(tmp_path / "nothing.jsonl")
-    with pytest.raises(WhetValueError, match="does not end in"):
-        read_rows(tmp_path)
+    assert_raises(WhetValueError, "there is no file", read_rows, tmp_path / "nothing.jsonl")
+    assert_raises(WhetValueError, "does not end in", read_rows, tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtraError, match=r"'owner/name'.*pip install 'whet\[datasets\]'"):
-        read_rows("owner/name")
+    assert_raises(MissingExtraError, r"'owner/name'.*pip install 'whet\[datasets\]'", read_rows, "owner/name")
     for path in (None, 5, ["a.jsonl"]):
         with pytest.raises(WhetTypeError, match=r"read_rows: path is .*, expected a file, or the name of a dataset"):
             read_rows(path)
@@ -160,12 +153,7 @@ def test_padding_on_either_side_is_stripped(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("x", "mask", "error", "message"),
     [
-        (
-            torch.ones(1, 4).long(),
-            torch.tensor([[1, 0, 0, 1]]),
-            WhetValueError,
-            "row 0 has a hole at position 1",
-        ),
+        (torch.ones(1, 4).long(), torch.tensor([[1, 0, 0, 1]]), WhetValueError, "row 0 has a hole at position 1"),
         ([[1, 2], [3]], [[1, 1]], WhetValueError, "attention_mask has 1 rows and x has 2"),
         ([[1, 2], [3]], [[1, 1], [1, 1]], WhetValueError, "row 1 has 1 tokens and its attention_mask 2"),
         ([[1], [-100, 2]], None, WhetValueError, r"row 1 holds -100.*attention_mask"),
@@ -183,8 +171,7 @@ def test_padding_on_either_side_is_stripped(dtype: torch.dtype) -> None:
     ],
 )
 def test_bad_token_rows(x: Any, mask: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        token_rows(x, mask)
+    assert_raises(error, message, token_rows, x, mask)
 
 
 # --- tokenize_prompt ------------------------------------------------------------------------------
@@ -214,8 +201,7 @@ def test_prompt_ids_pass_through_without_a_tokenizer(prompt: Any) -> None:
 
 def test_an_empty_prompt_is_bos_or_an_error() -> None:
     assert tokenize_prompt({"prompt": ""}, words("<s> $A </s>")) == [BOS]
-    with pytest.raises(WhetValueError, match="the prompt is empty"):
-        tokenize_prompt({"prompt": ""}, words("$A </s>"))
+    assert_raises(WhetValueError, "the prompt is empty", tokenize_prompt, {"prompt": ""}, words("$A </s>"))
 
 
 @pytest.mark.parametrize(
@@ -235,8 +221,7 @@ def test_an_empty_prompt_is_bos_or_an_error() -> None:
     ],
 )
 def test_bad_prompts(row: dict[str, Any], tokenizer: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        tokenize_prompt(row, tokenizer)
+    assert_raises(error, message, tokenize_prompt, row, tokenizer)
 
 
 # --- tokenize_completion --------------------------------------------------------------------------
@@ -287,8 +272,7 @@ def test_a_token_across_the_border_belongs_to_the_completion() -> None:
     ],
 )
 def test_bad_completions(row: dict[str, Any], tokenizer: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        tokenize_completion(row, tokenizer)
+    assert_raises(error, message, tokenize_completion, row, tokenizer)
 
 
 # --- tokenize_preference --------------------------------------------------------------------------
@@ -331,8 +315,7 @@ def test_the_prompt_is_the_shortest_common_prefix() -> None:
     ],
 )
 def test_bad_preferences(row: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        tokenize_preference(row, letters())
+    assert_raises(error, message, tokenize_preference, row, letters())
 
 
 def test_a_pair_without_a_difference() -> None:
@@ -404,8 +387,7 @@ def test_tools_beside_plain_text_are_a_column() -> None:
 def test_bad_options_of_the_chat_template(
     read: Any, row: dict[str, Any], more: dict[str, Any], tokenizer: Any, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=message):
-        read({**row, **more}, tokenizer)
+    assert_raises(error, message, read, {**row, **more}, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -492,15 +474,8 @@ def test_every_order_is_as_likely_as_any_other() -> None:
     ],
 )
 def test_bad_batches_are_refused_at_once(args: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(WhetValueError, match=f"shuffled_batches: {message}"):
-        shuffled_batches(*args)
+    assert_raises(WhetValueError, f"shuffled_batches: {message}", shuffled_batches, *args)
 
 
 def test_integers_of_numpy_are_integers() -> None:
     assert take(2, np.int64(10), np.int32(3), np.int64(-1)) == take(2, 10, 3, -1)
-
-
-def test_importing_data_and_rewards_does_not_import_torch() -> None:
-    heavy = {"torch", "transformers", "pyarrow"}
-    code = f"import sys, whet.data.rows, whet.rewards.functions; assert not {heavy} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,19 +7,21 @@ import itertools
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import peft
 import pytest
 import torch
 from tests.engine.tiny_models import CASES, VOCAB, logits_of, tiny_model, token_ids
+from tests.raising import assert_raises
+from tests.threads import threads
+from tests.tiny import with_lora
 
-import whet
+from whet.config.sampling import SamplingParams
 from whet.engine import Engine, EngineBusyError
 from whet.errors import WhetTypeError, WhetValueError
 from whet.ops.micro_lora import MicroLoRA
 from whet.rollout.torch_engine import TorchEngine
-from whet.sampling import SamplingParams
 
 PLAIN = SamplingParams(max_new_tokens=12)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
@@ -124,12 +126,8 @@ def test_a_completion_depends_on_its_key_alone(weights):
         page = engine.memory["kv_page_bytes"]
         alone = engine.generate([rows[0]], 4, sampling)
         assert everything(alone) == expected[:1]
-        before = whet.get_num_threads()
-        try:
-            whet.set_num_threads(1)
+        with threads(1):
             assert everything(engine.generate(rows, 4, sampling)) == expected
-        finally:
-            whet.set_num_threads(before)
     for options in ({"prefill_chunk": 7}, {"max_batch": 3}, {"kv_bytes": 7 * page, "max_batch": 5}):
         with Engine.from_model(model, weights=weights, **options) as engine:
             assert everything(engine.generate(rows, 4, sampling)) == expected
@@ -187,8 +185,7 @@ def test_sync_shows_in_the_next_rollout_and_stale_pointers_cannot_be():
             TorchEngine(model).generate(prompts(8), 2, PLAIN)
         )
         model.resize_token_embeddings(VOCAB + 8)
-        with pytest.raises(WhetValueError, match=r"Engine.sync: the model's vocab_size is 56, the engine's 48"):
-            engine.sync(model)
+        assert_raises(WhetValueError, r"Engine.sync: the model's vocab_size is 56, the engine's 48", engine.sync, model)
         assert engine.policy_version == 2
 
 
@@ -199,16 +196,14 @@ def test_sync_takes_all_weights_or_none():
         with torch.no_grad():
             model.model.embed_tokens.weight.zero_()
             model.lm_head.weight[3, 5] = torch.nan
-        with pytest.raises(WhetValueError, match=r"Engine.sync: head, rows from 0 on, holds NaN or infinity"):
-            engine.sync(model)
+        assert_raises(WhetValueError, r"Engine.sync: head, rows from 0 on, holds NaN or infinity", engine.sync, model)
         assert everything(engine.generate(prompts(8), 2, PLAIN)) == before and engine.policy_version == 0
 
 
 def test_sync_waits_for_no_one():
     with Engine.from_model(llama()) as engine, engine.stream([1, 2, 3], PLAIN) as stream:
         next(stream)
-        with pytest.raises(EngineBusyError, match="1 calls are under way"):
-            engine.sync(llama())
+        assert_raises(EngineBusyError, "1 calls are under way", engine.sync, llama())
 
 
 def test_a_stream_says_what_generate_says_and_can_be_left():
@@ -249,14 +244,8 @@ def test_logits_that_are_nan_are_named_and_leave_the_engine_usable():
 
 
 def lora_model(rank=4):
-    torch.manual_seed(1)
-    config = peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
-    model = peft.get_peft_model(llama(), config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.2)
-    return model.eval()
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    return with_lora(llama(), seed=1, b_std=0.2, r=rank, target_modules=targets).eval()
 
 
 def test_adapters_of_peft_apart_and_merged_are_the_model():
@@ -303,8 +292,7 @@ def test_one_batch_holds_prompts_with_adapters_of_their_own(tmp_path):
         engine.remove_adapter(small)
         with pytest.raises(WhetValueError, match=rf"there is no adapter {small}; there are \[{folder}, {live}\]"):
             engine.generate(rows, 1, PLAIN, adapter=small)
-        with pytest.raises(WhetValueError, match=r"the model has no module 'q_proj'"):
-            engine.add_adapter({"q_proj": micro})
+        assert_raises(WhetValueError, r"the model has no module 'q_proj'", engine.add_adapter, {"q_proj": micro})
 
 
 @pytest.mark.parametrize(
@@ -340,8 +328,7 @@ def test_bad_options_are_explained():
         ({"kv_bytes": 0}, "Engine.from_model: kv_bytes is 0"),
         ({"max_batch": 1.5}, "max_batch is 1.5, expected an integer"),
     ):
-        with pytest.raises(WhetValueError, match=message):
-            Engine.from_model(llama(), **options)
+        assert_raises(WhetValueError, message, Engine.from_model, llama(), **options)
     with (
         Engine.from_model(llama(), kv_bytes=30_000) as engine,
         pytest.raises(WhetValueError, match=r"100 \+ 128 tokens need \d+ bytes of KV cache, and kv_bytes is 30000"),
@@ -353,8 +340,7 @@ def test_close_is_final_and_can_be_repeated():
     engine = Engine.from_model(llama())
     engine.close()
     engine.close()
-    with pytest.raises(WhetValueError, match="the engine is closed"):
-        engine.generate([[1]])
+    assert_raises(WhetValueError, "the engine is closed", engine.generate, [[1]])
 
 
 def test_an_interrupt_leaves_the_engine_usable():
@@ -382,17 +368,8 @@ def test_threads_take_turns():
     rows = prompts(8, 70, 20)
     with Engine.from_model(llama()) as engine:
         expected = [everything(engine.generate([row], 3, PLAIN)) for row in rows]
-        got = [None] * 3
-
-        def work(i):
-            got[i] = everything(engine.generate([rows[i]], 3, PLAIN))
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert got == expected
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(lambda row: everything(engine.generate([row], 3, PLAIN)), rows)) == expected
 
 
 def resident_bytes():

@@ -8,27 +8,38 @@ import torch
 
 from whet import _core
 from whet.engine.loading import load
-from whet.models.architecture import Piece
+from whet.models.architecture import ACTIVATIONS, NORMS, Piece
 from whet.ops.quant import CORE_FORMATS, quantize
 
 N, K = 83, 256
 
 
-def engine_with(format, n=N, k=K):
-    """A core whose only layer's MLP is the matrix under test, so that its rows can be read as an embedding's."""
-    config = {
+def config_of(n, k):
+    return {
         "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 2, "hidden_dim": k, "ffn_dim": 2, "vocab_size": n,
         "max_position": 8, "norm": "rms", "norm_eps": 0.0, "rotary_dim": 0, "is_neox": True, "inv_freq": (),
         "attention_factor": 1.0, "learned_positions": 0, "parallel_residual": False, "shared_norm": False,
         "qk_norm": False, "activation": "silu", "gated": True, "windows": (0,), "attention_scale": 1.0,
     }  # fmt: skip
+
+
+def engine_with(format, n=N, k=K):
+    """A core whose only layer's MLP is the matrix under test, so that its rows can be read as an embedding's."""
     shapes = {"embedding": (n, k), "layers.0.qkv": (6, k), "layers.0.o": (k, 2), "layers.0.gate_up": (4, k)}
     shapes["layers.0.down"] = (k, 2)
     slots = [(s, CORE_FORMATS[format if s == "embedding" else "float32"], *shape) for s, shape in shapes.items()]
     norms = [(s, None, k, k) for s in ("layers.0.norm1.weight", "layers.0.norm2.weight", "final_norm.weight")]
-    core = _core.Engine(config, slots + norms, kv_bytes=1 << 20, max_batch=4, chunk=16, bf16_cache=False)
+    core = _core.Engine(config_of(n, k), slots + norms, kv_bytes=1 << 20, max_batch=4, chunk=16, bf16_cache=False)
     load(core, [Piece("final_norm.weight", 0, np.ones(k, np.float32), "float32")], {})
     return core
+
+
+@pytest.mark.parametrize(("setting", "known"), [("norm", NORMS), ("activation", ACTIVATIONS)])
+def test_names_of_a_config_are_the_members_of_the_cores_enum(setting, known):
+    assert tuple(getattr(_core, setting.capitalize()).__members__) == known
+    config = config_of(N, K) | {setting: "unknown"}
+    with pytest.raises(KeyError, match="unknown"):
+        _core.Engine(config, [], kv_bytes=1 << 20, max_batch=4, chunk=16, bf16_cache=False)
 
 
 def head_of(core, n=N, k=K):

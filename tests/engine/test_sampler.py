@@ -12,8 +12,8 @@ import torch
 from tests.isas import printed_by_isa
 
 from whet import _core
+from whet.config.sampling import SamplingParams
 from whet.rollout.torch_engine import Sampler, token_uniforms
-from whet.sampling import SamplingParams
 
 INF, NAN = math.inf, math.nan
 

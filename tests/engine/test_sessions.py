@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,18 +13,20 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from tests.engine.tiny_models import VOCAB, tiny_model
+from tests.processes import run_python
+from tests.raising import assert_raises
+from tests.tiny import with_lora
 
 import whet.engine
+from whet.config.sampling import SamplingParams
 from whet.engine import Engine, EngineBusyError
 from whet.errors import WhetError, WhetValueError
-from whet.sampling import SamplingParams
 
 SHARED = np.random.default_rng(7).integers(3, VOCAB, 150).tolist()
 PROMPTS = [[*SHARED, 5, 6], SHARED[:70] + [9] * 8, [*SHARED, 7], [3, 4]]
@@ -35,9 +36,8 @@ FILES = tuple(str(Path(whet.engine.__file__).parent / name) for name in ("engine
 
 
 def policy(seed: int = 1) -> Any:
-    torch.manual_seed(seed)
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    return peft.get_peft_model(tiny_model("llama", max_position_embeddings=256), config).eval()
+    model = tiny_model("llama", max_position_embeddings=256)
+    return with_lora(model, seed, r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False).eval()
 
 
 def engine_of(model: Any, **options: Any) -> Engine:
@@ -190,8 +190,7 @@ def test_a_sync_that_is_stopped_twice_is_known_to_be_torn(monkeypatch):
             engine.sync(model)
         monkeypatch.undo()
         for call in (engine.generate, engine.logprobs):
-            with pytest.raises(WhetError, match=r"a sync was stopped among the weights.*Call sync again"):
-                call([[1, 2]])
+            assert_raises(WhetError, r"a sync was stopped among the weights.*Call sync again", call, [[1, 2]])
         engine.sync(model)
         with engine_of(model) as fresh:
             assert answers(engine) == answers(fresh) != old
@@ -254,8 +253,7 @@ def test_a_stream_that_is_dropped_is_under_way_no_more():
     with engine_of(model) as engine:
         stream = engine.stream(PROMPTS[0], SAMPLING)
         next(stream)
-        with pytest.raises(EngineBusyError, match="1 calls are under way"):
-            engine.sync(model)
+        assert_raises(EngineBusyError, "1 calls are under way", engine.sync, model)
         del stream
         gc.collect()
         engine.sync(model)
@@ -267,12 +265,10 @@ def test_closing_the_engine_ends_its_streams():
     stream = engine.stream(PROMPTS[0], SAMPLING)
     next(stream)
     engine.close()
-    with pytest.raises(WhetValueError, match=r"Engine.stream: the engine is closed"):
-        next(stream)
+    assert_raises(WhetValueError, r"Engine.stream: the engine is closed", next, stream)
     assert stream.finish_reason == "cancelled" and list(stream) == []
     for call in (lambda: engine.stream([1]), lambda: engine.memory, lambda: engine.sync(policy())):
-        with pytest.raises(WhetValueError, match="the engine is closed"):
-            call()
+        assert_raises(WhetValueError, "the engine is closed", call)
 
 
 def test_an_adapter_of_nan_leaves_the_base_alone():
@@ -282,8 +278,7 @@ def test_an_adapter_of_nan_leaves_the_base_alone():
         change(model, 2.0)
         with torch.no_grad():
             next(p for name, p in model.named_parameters() if "lora_A" in name)[0, 0] = torch.nan
-        with pytest.raises(WhetValueError, match="holds NaN or infinity"):
-            engine.sync(model)
+        assert_raises(WhetValueError, "holds NaN or infinity", engine.sync, model)
         assert engine.policy_version == 0
         assert answers(engine) == right
 
@@ -440,5 +435,5 @@ for thread in threads:
     thread.join()
 print(len(wrong))
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    run = run_python(script)
     assert (run.returncode, run.stdout.strip()) == (0, "0"), run.stderr

@@ -8,6 +8,9 @@ import numpy as np
 import torch
 import transformers
 
+from whet.models.reference import naive_forward, naive_weights
+from whet.models.slots import Source
+
 VOCAB = 48
 _LLAMA = {
     "vocab_size": VOCAB,
@@ -123,3 +126,9 @@ def logits_of(model: Any, ids: torch.Tensor) -> np.ndarray:
     """(T, V): what transformers computes."""
     with torch.no_grad():
         return model(ids).logits[0].numpy()
+
+
+def naive_logits(source: Source, ids: torch.Tensor, dtype: Any = np.float32) -> np.ndarray:
+    """(T, V): what the plain definition computes of a source."""
+    weights = naive_weights(source.config, source.pieces(), dtype)
+    return naive_forward(source.config, weights, ids[0].numpy())

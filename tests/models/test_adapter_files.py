@@ -3,31 +3,25 @@
 import json
 
 import numpy as np
+import peft
 import pytest
+import torch
+from tests.raising import assert_raises
+from tests.tiny import tiny_llama, with_lora
 
 import whet
 from whet.errors import CheckpointError
 from whet.models.adapter_files import from_peft, load_adapters, save_adapters, to_peft
 
-torch = pytest.importorskip("torch")
-peft = pytest.importorskip("peft")
-
 
 def base_model():
-    from tests.tiny import tiny_llama
-
     torch.manual_seed(0)
     return tiny_llama(vocab_size=40, intermediate_size=24).eval()
 
 
 def peft_model(**settings):
-    config = peft.LoraConfig(**{"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"], **settings})
-    model = peft.get_peft_model(base_model(), config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_()
-    return model
+    given = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"], **settings}
+    return with_lora(base_model(), b_std=1.0, task_type=None, **given).eval()
 
 
 def logits(model):
@@ -101,13 +95,11 @@ def test_bfloat16_adapters_are_read(tmp_path):
 )
 def test_what_is_not_plain_lora_is_refused(settings, message, tmp_path):
     model = peft_model(**settings)
-    with pytest.raises(CheckpointError, match=message):
-        from_peft(model)
+    assert_raises(CheckpointError, message, from_peft, model)
 
 
 def test_peft_folders_that_cannot_be_read(tmp_path):
-    with pytest.raises(CheckpointError, match=r"adapter_config.json cannot be read: No such file"):
-        from_peft(tmp_path)
+    assert_raises(CheckpointError, r"adapter_config.json cannot be read: No such file", from_peft, tmp_path)
     peft_model().save_pretrained(tmp_path)
     config = tmp_path / "adapter_config.json"
     text = config.read_text()
@@ -124,20 +116,16 @@ def test_peft_folders_that_cannot_be_read(tmp_path):
         ),
     ):
         config.write_text(damaged)
-        with pytest.raises(CheckpointError, match=message):
-            from_peft(tmp_path)
+        assert_raises(CheckpointError, message, from_peft, tmp_path)
     config.write_text(text)
     weights = tmp_path / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-5])
-    with pytest.raises(CheckpointError, match="is damaged or no safetensors file"):
-        from_peft(tmp_path)
+    assert_raises(CheckpointError, "is damaged or no safetensors file", from_peft, tmp_path)
     weights.unlink()
-    with pytest.raises(CheckpointError, match=r"adapter_model.safetensors cannot be read"):
-        from_peft(str(tmp_path))
+    assert_raises(CheckpointError, r"adapter_model.safetensors cannot be read", from_peft, str(tmp_path))
     with pytest.raises(whet.WhetTypeError, match="source is a Linear, expected a folder or a PeftModel"):
         from_peft(torch.nn.Linear(2, 2))
-    with pytest.raises(whet.WhetValueError, match="there is no adapter 'other', only default"):
-        from_peft(peft_model(), "other")
+    assert_raises(whet.WhetValueError, "there is no adapter 'other', only default", from_peft, peft_model(), "other")
 
 
 def test_saved_adapters_go_on_as_they_were(tmp_path):
@@ -167,14 +155,12 @@ def test_saved_adapters_go_on_as_they_were(tmp_path):
 
 def test_files_that_cannot_be_read(tmp_path):
     path = tmp_path / "a.safetensors"
-    with pytest.raises(CheckpointError, match=r"a\.safetensors cannot be read: No such file"):
-        load_adapters(path)
+    assert_raises(CheckpointError, r"a\.safetensors cannot be read: No such file", load_adapters, path)
     save_adapters(path, {"head": adapter(5, 3, 2, 4.0, 0)})
     data = path.read_bytes()
     for damaged in (b"", data[:4], data[:-1], b"\xff" * 40):
         path.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match="is damaged or no safetensors file"):
-            load_adapters(path)
+        assert_raises(CheckpointError, "is damaged or no safetensors file", load_adapters, path)
     from safetensors.numpy import load, save
 
     tensors, numbers = load(data), {"head": {"alpha": 4.0}}
@@ -189,8 +175,7 @@ def test_files_that_cannot_be_read(tmp_path):
         (tensors, {**fine, "adapters": '{"head": {"alpha": "four"}}'}, "alpha is 'four', expected a finite float"),
     ):
         path.write_bytes(save(changed, metadata))
-        with pytest.raises(CheckpointError, match=message):
-            load_adapters(path)
+        assert_raises(CheckpointError, message, load_adapters, path)
 
 
 def test_what_cannot_be_written(tmp_path):

@@ -5,19 +5,12 @@ import json
 
 import numpy as np
 import pytest
+from tests.raising import assert_raises
 
 import whet
 from whet import Engine, SamplingParams
 from whet.models.formats import FORMATS, MIXTURES, PAGE_TOKENS, choose_formats, describe_parts
-from whet.models.sizes import (
-    PRESETS,
-    estimate,
-    load_source,
-    page_bytes,
-    slot_bytes,
-    source_of_config,
-    training,
-)
+from whet.models.sizes import PRESETS, estimate, load_source, page_bytes, slot_bytes, source_of_config, training
 from whet.models.slots import Piece, Source
 
 # Ragged in everything: rows that are no panels, columns that are no blocks of one format or another.
@@ -248,23 +241,21 @@ def test_errors_say_the_fix(tmp_path):
         (lambda: Engine(source, head=""), "Engine: head is '', expected one of float32, bfloat16"),
         (lambda: estimate(source, "float16"), "estimate: weights is 'float16', expected one of float32, bfloat16"),
         (lambda: estimate(source, embeddings="fp8"), "estimate: embeddings is 'fp8', expected one of float32"),
-        (lambda: estimate(source, context=0), "estimate: context is 0, expected an integer of at least 1"),
-        (lambda: estimate(source, context=-7), "estimate: context is -7, expected an integer of at least 1"),
-        (lambda: estimate(source, context=1.5), "estimate: context is 1.5, expected an integer of at least 1"),
-        (lambda: estimate(source, batch=-1), "estimate: batch is -1, expected an integer of at least 1"),
+        (lambda: estimate(source, context=0), "estimate: context is 0, expected an integer >= 1"),
+        (lambda: estimate(source, context=-7), "estimate: context is -7, expected an integer >= 1"),
+        (lambda: estimate(source, context=1.5), "estimate: context is 1.5, expected an integer >= 1"),
+        (lambda: estimate(source, batch=-1), "estimate: batch is -1, expected an integer >= 1"),
         (lambda: estimate(source, context=513), "context is 513, and the model's last position is 512. Ask for fewer"),
         (
             lambda: estimate(Source(dataclasses.replace(source.config, head_dim=1024), source.pieces, {})),
             "estimate: the engine does not run this model",
         ),
     ):
-        with pytest.raises(whet.WhetValueError, match=message):
-            call()
+        assert_raises(whet.WhetValueError, message, call)
     for text in ("{", "[]"):
         (tmp_path / "config.json").write_text(text)
         for given in (tmp_path, tmp_path / "config.json"):
-            with pytest.raises(whet.WhetValueError, match=r"config\.json"):
-                load_source(str(given))
+            assert_raises(whet.WhetValueError, r"config\.json", load_source, str(given))
 
 
 def test_a_folder_and_a_file_are_read(tmp_path):

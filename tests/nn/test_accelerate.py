@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.raising import assert_raises
 
 pytest.importorskip("transformers")
 from tests.engine.tiny_models import CASES, VOCAB, foreign_model, tiny_model
+from tests.processes import printed_by, run_python
+from tests.threads import threads
+from tests.tiny import with_lora
 
 import whet
 from whet import WhetTypeError, WhetValueError
@@ -196,10 +198,8 @@ def test_replaced_memory_is_seen(dtype):
 
 
 def test_adapters_are_trained_and_switched_off():
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(trained("llama"), config)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    model = with_lora(trained("llama"), r=2, target_modules=targets, init_lora_weights=False)
     plain, plain_gradients = logprobs_and_gradients(model)
     with accelerate(model, "float32"):
         fast, gradients = logprobs_and_gradients(model)
@@ -219,13 +219,11 @@ def plain_logprobs(model: Any) -> torch.Tensor:
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(WhetTypeError, match="Linear, expected a Hugging Face causal model"):
-        accelerate(torch.nn.Linear(2, 2))
-    with pytest.raises(WhetValueError, match="model_type is 'opt'; the kernels fit gpt2"):
-        accelerate(foreign_model())
+    assert_raises(WhetTypeError, "Linear, expected a Hugging Face causal model", accelerate, torch.nn.Linear(2, 2))
+    assert_raises(WhetValueError, "model_type is 'opt'; the kernels fit gpt2", accelerate, foreign_model())
     with pytest.raises(WhetValueError, match=r"weights are bfloat16 on cpu, expected float32.*model\.float\(\)"):
         accelerate(tiny_model("llama").bfloat16())
-    with pytest.raises(WhetValueError, match="dtype is 'float16', expected 'auto'"):
+    with pytest.raises(WhetValueError, match="dtype is 'float16', expected one of auto"):
         accelerate(tiny_model("llama"), "float16")  # type: ignore[arg-type]
     model = tiny_model("llama")
     with accelerate(model), pytest.raises(WhetValueError, match=r"accelerated already. Call remove\(\)"):
@@ -254,19 +252,14 @@ def test_attention_dropout_is_refused():
 
 def test_threads_do_not_show():
     """The same bits on one thread and two, in bfloat16 and float32."""
-    import whet
-
     model = trained("qwen2")
-    n = whet.get_num_threads()
     for dtype in ("float32", "bfloat16"):
         results = []
-        for threads in (1, 2):
-            whet.set_num_threads(threads)
-            with accelerate(model, dtype):
+        for n in (1, 2):
+            with threads(n), accelerate(model, dtype):
                 results.append(logprobs_and_gradients(model))
         assert torch.equal(results[0][0].logprobs, results[1][0].logprobs)
         assert torch.equal(flat(results[0][1]), flat(results[1][1]))
-    whet.set_num_threads(n)
 
 
 @pytest.mark.skipif(not openmp_fork(), reason="torch has one thread, or no OpenMP")
@@ -293,7 +286,7 @@ model = tiny_model("llama").requires_grad_(True)
 acceleration = accelerate(model)
 result = completion_logprobs(model, [[1]], [[2]])
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    run = run_python(script)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
@@ -318,8 +311,7 @@ print(mebibytes("Rss:") - before, huge)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators keep what they like")
 def test_a_steps_memory_is_kept_for_the_next_one_in_huge_pages():
-    done = subprocess.run([sys.executable, "-c", _STEP], capture_output=True, text=True, check=True)
-    kept, huge = map(int, done.stdout.split())
+    kept, huge = map(int, printed_by(_STEP).split())
     assert kept > 240
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if setting.exists() and "[never]" not in setting.read_text():

@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from tests.raising import assert_raises
 from tests.tiny import tiny_llama
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
@@ -239,8 +240,7 @@ def test_bad_temperature(temperature: float) -> None:
     ],
 )
 def test_bad_rows(prompts: Any, completions: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        completion_logprobs(thirds(), prompts, completions)
+    assert_raises(error, message, completion_logprobs, thirds(), prompts, completions)
 
 
 def test_a_row_past_learned_positions_is_named() -> None:
@@ -270,5 +270,4 @@ class Returns(nn.Module):
     ],
 )
 def test_outputs_that_are_no_logits(output: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        completion_logprobs(Returns(output), [[0]], [[1]])
+    assert_raises(error, message, completion_logprobs, Returns(output), [[0]], [[1]])

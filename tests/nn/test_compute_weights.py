@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 from tests.engine.tiny_models import VOCAB, tiny_model
+from tests.tiny import letters_tokenizer, with_lora
 
 from whet import WhetValueError
 from whet.nn import AdamW, accelerate, completion_logprobs
@@ -156,10 +157,7 @@ def test_state_dicts_and_averaged_weights():
 
 
 def test_adapters_are_merged_and_unmerged_inside():
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(trained(), config)
+    model = with_lora(trained(), r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     with accelerate(model, "float32"):
         right = answers(model)
     with accelerate(model, "bfloat16"):
@@ -259,7 +257,6 @@ def test_hugging_faces_trainer_learns_what_it_learns_on_torch(dtype, tmp_path):
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_trls_trainer_learns_what_it_learns_on_torch(dtype, tmp_path):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    from tests.tiny import letters_tokenizer
 
     def train(model: Any) -> None:
         arguments = trl.SFTConfig(

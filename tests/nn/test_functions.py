@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.raising import assert_raises
 from torch import Tensor
 
 from whet import _core
@@ -182,12 +183,9 @@ def test_the_core_takes_no_tensor_that_it_would_have_to_convert():
     assert _core.refresh_bf16(x, copy)
     assert torch.equal(copy, x.bfloat16())
     for wrong in (x.double(), torch.ones(2, 16)[:, ::2]):
-        with pytest.raises(TypeError, match="incompatible function arguments"):
-            _core.refresh_bf16(wrong, copy)
-        with pytest.raises(TypeError, match="incompatible function arguments"):
-            _core.rms_norm_to_bf16(x, weight, 1e-5, wrong)
-    with pytest.raises(ValueError, match="different shapes"):
-        _core.refresh_bf16(x, copy[0])
+        assert_raises(TypeError, "incompatible function arguments", _core.refresh_bf16, wrong, copy)
+        assert_raises(TypeError, "incompatible function arguments", _core.rms_norm_to_bf16, x, weight, 1e-5, wrong)
+    assert_raises(ValueError, "different shapes", _core.refresh_bf16, x, copy[0])
     with pytest.raises(ValueError, match="the readers do not fit"):
         batch = pack_batch([[1, 2]], [[3, 4]])
         q = torch.zeros(len(batch.input_ids), 1, 32)

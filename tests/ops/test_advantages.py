@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.raising import assert_raises
 
 import whet
 from whet.ops.advantages import naive_gae, naive_group_advantages
@@ -100,9 +101,7 @@ def test_one_group_of_a_million(dtype):
     )
     expected = centred / np.sqrt((centred * centred).sum() / len(r))
     np.testing.assert_allclose(
-        whet.compute_group_advantages(r),
-        expected.astype(np.float64),
-        rtol=1e-6 if dtype == np.float32 else 1e-9,
+        whet.compute_group_advantages(r), expected.astype(np.float64), rtol=1e-6 if dtype == np.float32 else 1e-9
     )
 
 
@@ -124,8 +123,7 @@ def test_one_groups_function_presents_itself_as_what_it_is():
     assert (function.__module__, function.__name__) == ("whet.ops.advantages", "compute_group_advantages")
     assert pickle.loads(pickle.dumps(function)) is function
     for call in (lambda: function(), lambda: function([1.0], 2), lambda: function([1.0], std=1)):
-        with pytest.raises(TypeError, match=r"compute_group_advantages\(\)"):
-            call()
+        assert_raises(TypeError, r"compute_group_advantages\(\)", call)
 
 
 def test_infinite_reward_spoils_its_group_alone():
@@ -178,8 +176,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("call", "message"), ERRORS)
 def test_errors_say_the_mend(call, message):
-    with pytest.raises(whet.WhetError, match=message):
-        call()
+    assert_raises(whet.WhetError, message, call)
 
 
 # ---------------------------------------------------------------- GAE
@@ -239,5 +236,4 @@ def test_gae_batch_rows_equal_single_calls():
 def test_gae_errors(change, message):
     good = {"rewards": np.zeros(4), "values": np.zeros(4), "dones": np.zeros(4, bool)}
     good |= {"last_value": 0.0, "gamma": 0.9, "lam": 0.9}
-    with pytest.raises(whet.WhetError, match=message):
-        whet.compute_gae(**{**good, **change})
+    assert_raises(whet.WhetError, message, whet.compute_gae, **{**good, **change})

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.isas import printed_by_isa
+from tests.raising import assert_raises
 
 import whet
 from whet.ops.attention import naive_attention, naive_decode_attention
@@ -307,8 +308,7 @@ GOOD = (zeros(4, 4, 32), zeros(4, 2, 32), zeros(4, 2, 32))
     ],
 )
 def test_errors_say_the_mend(operands, options, message):
-    with pytest.raises(whet.WhetError, match=message):
-        whet.attention(*operands, **options)
+    assert_raises(whet.WhetError, message, whet.attention, *operands, **options)
 
 
 CACHE = zeros(2, 9, 2, 32)
@@ -329,8 +329,7 @@ CACHE = zeros(2, 9, 2, 32)
     ],
 )
 def test_decode_errors_say_the_mend(q, k, lengths, options, message):
-    with pytest.raises(whet.WhetError, match=message):
-        whet.decode_attention(q, k, k, lengths, **options)
+    assert_raises(whet.WhetError, message, whet.decode_attention, q, k, k, lengths, **options)
 
 
 def test_a_window_beyond_any_length_is_none():

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.threads import same_on_any_threads
 
 import whet
 from whet import WhetTypeError, WhetValueError
@@ -164,18 +165,9 @@ def test_int8_takes_any_number_of_inputs(k):
 @pytest.mark.parametrize("format", CORE_FORMATS)
 def test_a_row_is_the_same_alone_and_in_any_batch_on_any_threads(format):
     x, packed = normal(0, 67, 512), whet.pack_weight(normal(1, 300, 512), format)
-    before = whet.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 5):
-            whet.set_num_threads(threads)
-            results.append(whet.linear(x, packed))
-    finally:
-        whet.set_num_threads(before)
-    for result in results[1:]:
-        np.testing.assert_array_equal(result, results[0])
+    whole = same_on_any_threads(lambda: whet.linear(x, packed))
     for rows in (slice(0, 1), slice(3, 4), slice(5, 8), slice(66, 67), slice(11, 42)):
-        np.testing.assert_array_equal(whet.linear(x[rows], packed), results[0][rows])
+        np.testing.assert_array_equal(whet.linear(x[rows], packed), whole[rows])
 
 
 @pytest.mark.parametrize("format", CORE_FORMATS)
@@ -218,27 +210,30 @@ def test_products_of_a_size_that_threads_share():
     close(whet.linear(x, whet.pack_weight(w)), x, w)
 
 
+SQUARE, WIDE = normal(0, 2, 2), normal(0, 2, 3)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: whet.gemm(normal(0, 2, 3), normal(0, 4, 5)), WhetValueError, r"gemm: a is \(2, 3\) and b \(4, 5\)"),
-        (lambda: whet.gemm(normal(0, 2, 3), normal(0, 3)), WhetValueError, r"gemm: b has shape \(3,\), expected two"),
-        (lambda: whet.gemm(normal(0, 2, 2), normal(0, 2, 2), beta=1.0), WhetValueError, "beta is 1.0 but out is None"),
-        (lambda: whet.gemm(normal(0, 2, 2).astype(int), normal(0, 2, 2)), WhetTypeError, "gemm: a has dtype int64"),
+        (lambda: whet.gemm(WIDE, normal(0, 4, 5)), WhetValueError, r"gemm: a is \(2, 3\) and b \(4, 5\)"),
+        (lambda: whet.gemm(WIDE, normal(0, 3)), WhetValueError, r"gemm: b has shape \(3,\), expected two"),
+        (lambda: whet.gemm(SQUARE, SQUARE, beta=1.0), WhetValueError, "beta is 1.0 but out is None"),
+        (lambda: whet.gemm(SQUARE.astype(int), SQUARE), WhetTypeError, "gemm: a has dtype int64"),
         (
-            lambda: whet.gemm(normal(0, 2, 2), normal(0, 2, 2), out=np.empty((2, 3), np.float32)),
+            lambda: whet.gemm(SQUARE, SQUARE, out=np.empty((2, 3), np.float32)),
             WhetValueError,
             r"out is ndarray float32 \(2, 3\), expected a NumPy array of float32 and shape \(2, 2\)",
         ),
         (
-            lambda: whet.gemm(normal(0, 2, 2), normal(0, 2, 2), out=np.empty((2, 2), np.float32).T),
+            lambda: whet.gemm(SQUARE, SQUARE, out=np.empty((2, 2), np.float32).T),
             WhetValueError,
             "rows are not contiguous",
         ),
-        (lambda: whet.gemv(normal(0, 2, 3), normal(0, 4)), WhetValueError, r"x \(4,\), expected \(3,\)"),
-        (lambda: whet.linear(normal(0, 2, 3), normal(0, 2, 3)), WhetTypeError, r"Pass pack_weight\(weight\)"),
+        (lambda: whet.gemv(WIDE, normal(0, 4)), WhetValueError, r"x \(4,\), expected \(3,\)"),
+        (lambda: whet.linear(WIDE, WIDE), WhetTypeError, r"Pass pack_weight\(weight\)"),
         (
-            lambda: whet.linear(normal(0, 2, 3), whet.pack_weight(normal(0, 4, 5))),
+            lambda: whet.linear(WIDE, whet.pack_weight(normal(0, 4, 5))),
             WhetValueError,
             r"x has shape \(2, 3\), expected \(\.\.\., 5\)",
         ),

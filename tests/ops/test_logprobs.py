@@ -41,8 +41,7 @@ def test_within_1e_6_of_long_double(vocab_size, temperature):
 def test_extremes():
     inf, nan = np.inf, np.nan
     logits = np.array(
-        [[0, -inf, 0], [0, -inf, 0], [nan, 0, 0], [inf, 0, 0], [-inf, -inf, -inf], [-inf, 3, -inf]],
-        np.float32,
+        [[0, -inf, 0], [0, -inf, 0], [nan, 0, 0], [inf, 0, 0], [-inf, -inf, -inf], [-inf, 3, -inf]], np.float32
     )
     logprobs, entropy = whet.compute_token_logprobs(logits, [0, 1, 1, 1, 0, 1], return_entropy=True)
     assert logprobs[0] == pytest.approx(-math.log(2)) and entropy[0] == pytest.approx(math.log(2))

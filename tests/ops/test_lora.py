@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.isas import printed_by_isa
+from tests.raising import assert_raises
+from tests.threads import same_on_any_threads
 
 import whet
 from whet.ops.lora import naive_lora_forward, naive_lora_gradients
@@ -89,18 +91,14 @@ def test_thread_counts_give_the_same_bits():
     x, y, a, b = arrays(50, 1500, 900, 3)
     index = np.arange(50) % 3 - 1
     adapters = [adapter_of(1500, 900, 3, seed=k) for k in range(2)]
-    results, before = [], whet.get_num_threads()
-    try:
-        for n in (1, 3):
-            whet.set_num_threads(n)
-            grad_a, grad_b = np.zeros_like(a), np.zeros_like(b)
-            whet.lora_accumulate(x, y, a, b, 1.5, grad_a, grad_b)
-            out = whet.lora_forward(x, y.copy(), a, b, 1.5)
-            results.append((out, grad_a, grad_b, whet.lora_batch(x, y.copy(), adapters, index)))
-    finally:
-        whet.set_num_threads(before)
-    for one, several in zip(*results, strict=True):
-        np.testing.assert_array_equal(one, several)
+
+    def work():
+        grad_a, grad_b = np.zeros_like(a), np.zeros_like(b)
+        whet.lora_accumulate(x, y, a, b, 1.5, grad_a, grad_b)
+        out = whet.lora_forward(x, y.copy(), a, b, 1.5)
+        return out, grad_a, grad_b, whet.lora_batch(x, y.copy(), adapters, index)
+
+    same_on_any_threads(work)
 
 
 DIGEST = """
@@ -243,8 +241,7 @@ def test_bad_adapters():
         ((3, 3, 9), "rank is 9, expected 1 to 8"),
         ((3, 3, 1, np.inf), "alpha is inf"),
     ):
-        with pytest.raises(whet.WhetValueError, match=message):
-            whet.MicroLoRA(*arguments)
+        assert_raises(whet.WhetValueError, message, whet.MicroLoRA, *arguments)
 
 
 def test_sgd_by_hand():
@@ -315,12 +312,10 @@ def test_a_step_that_cannot_be_taken():
         (lambda: adapter.adam_step(0.1, weight_decay=float("nan")), "weight_decay is nan"),
         (adapter.consolidate, "no Fisher information was accumulated"),
     ):
-        with pytest.raises(whet.WhetValueError, match=message):
-            call()
+        assert_raises(whet.WhetValueError, message, call)
     before = adapter.A.copy()
     adapter.accumulate(x, g * np.nan)
-    with pytest.raises(whet.WhetValueError, match=r"the gradient holds NaN or infinity. Call zero_grad\(\)"):
-        adapter.sgd_step(0.1)
+    assert_raises(whet.WhetValueError, r"the gradient holds NaN or infinity. Call zero_grad\(\)", adapter.sgd_step, 0.1)
     np.testing.assert_array_equal(adapter.A, before)
     adapter.zero_grad()
     adapter.accumulate(x, g)
@@ -364,8 +359,7 @@ def test_bad_states_change_nothing():
         ({"n_steps": 1.5}, "n_steps is 1.5, expected a finite int"),
         ({"alpha": float("nan")}, "alpha is nan"),
     ):
-        with pytest.raises(whet.errors.CheckpointError, match=message):
-            adapter.load_state_dict({**state, **change})
+        assert_raises(whet.errors.CheckpointError, message, adapter.load_state_dict, {**state, **change})
     np.testing.assert_array_equal(adapter.A, before)
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from tests.ops.test_lora import adapter_of, arrays, close, wide
+from tests.raising import assert_raises
 
 import whet
 from whet.ops.lora import naive_lora_forward, naive_lora_gradients
@@ -85,8 +86,7 @@ def test_merge_into_a_linear_layer():
     adapter = adapter_of(17, 9, 3)
     layer = torch.nn.Linear(17, 9)
     before = layer.weight.detach().clone()
-    with pytest.raises(whet.WhetValueError, match=r"weight requires grad.*weight.detach\(\)"):
-        adapter.merge(layer.weight)
+    assert_raises(whet.WhetValueError, r"weight requires grad.*weight.detach\(\)", adapter.merge, layer.weight)
     adapter.merge(layer.weight.detach())
     delta = adapter.scale * adapter.B.T.astype(np.float64) @ adapter.A
     np.testing.assert_allclose((layer.weight.detach() - before).numpy(), delta, atol=1e-5)
@@ -103,7 +103,6 @@ def test_bad_tensors_are_explained():
         (lambda: whet.lora_forward(x.detach(), y[:1].expand(4, 7), a, b, 1.0), "y is expanded"),
         (lambda: whet.lora_forward(x.detach(), y.to("meta"), a, b, 1.0), "y is on meta"),
     ):
-        with pytest.raises(whet.WhetValueError, match=message):
-            call()
+        assert_raises(whet.WhetValueError, message, call)
     with pytest.raises(whet.WhetTypeError, match="y has dtype float16, expected float32 or bfloat16"):
         whet.lora_forward(x.detach(), y.half(), a, b, 1.0)

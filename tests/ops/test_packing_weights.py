@@ -1,8 +1,11 @@
 """Packed weights from any float source and any rows: the same bits as rows in the format's own layout give."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
+from tests.threads import same_on_any_threads
 
 import whet
 from whet import WhetTypeError, WhetValueError
@@ -108,15 +111,7 @@ def test_rows_come_back_as_the_products_see_them(format):
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_same_bits_on_any_threads(format):
     w = numbers(5, 333, 512)
-    before, results = whet.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            whet.set_num_threads(threads)
-            results.append(stored(whet.pack_weight(w, format)))
-    finally:
-        whet.set_num_threads(before)
-    for result in results[1:]:
-        np.testing.assert_array_equal(result, results[0])
+    same_on_any_threads(lambda: stored(whet.pack_weight(w, format)))
 
 
 @pytest.mark.parametrize("format", QUANTISED)
@@ -180,35 +175,33 @@ def test_empty_weights():
 
 
 PACKED = whet.PackedWeight("q8_0", (20, 64))
+TWO, INFINITE = np.ones((2, 64), np.float32), torch.tensor([[1.0] * 63 + [math.inf]])
+NOT_A_NUMBER = np.array([[1.0] * 31 + [np.nan]], np.float32)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (
-            lambda: PACKED.update(np.ones((2, 32), np.float32)),
+            lambda: PACKED.update(TWO[:, :32]),
             WhetValueError,
             r"PackedWeight\.update: weight is \(2, 32\), at row 0; it has to fit into \(20, 64\)",
         ),
-        (lambda: PACKED.update(np.ones((2, 64), np.float32), 19), WhetValueError, r"weight is \(2, 64\), at row 19"),
-        (lambda: PACKED.update(np.ones((2, 64), np.float32), -1), WhetValueError, r"weight is \(2, 64\), at row -1"),
+        (lambda: PACKED.update(TWO, 19), WhetValueError, r"weight is \(2, 64\), at row 19"),
+        (lambda: PACKED.update(TWO, -1), WhetValueError, r"weight is \(2, 64\), at row -1"),
         (lambda: PACKED.update(np.ones(64, np.float32)), WhetValueError, r"weight has shape \(64,\), expected two"),
         (lambda: PACKED.update(np.ones((2, 64))), WhetTypeError, "weight has dtype float64"),
         (
-            lambda: PACKED.update(whet.quantize(np.ones((2, 64), np.float32), "q4_0")),
+            lambda: PACKED.update(whet.quantize(TWO, "q4_0")),
             WhetValueError,
             r"quantized as q4_0, and format is 'q8_0'\. Pass weight\.dequantize\(\)",
         ),
         (
-            lambda: PACKED.update(torch.tensor([[1.0] * 63 + [float("inf")]], dtype=torch.bfloat16)),
+            lambda: PACKED.update(INFINITE.bfloat16()),
             WhetValueError,
             r"PackedWeight\.update: weight\[0, 63\] is inf\. Quantize finite weights",
         ),
-        (
-            lambda: whet.pack_weight(np.array([[1.0] * 31 + [np.nan]], np.float32), "q8_0"),
-            WhetValueError,
-            r"pack_weight: weight\[0, 31\] is nan",
-        ),
+        (lambda: whet.pack_weight(NOT_A_NUMBER, "q8_0"), WhetValueError, r"pack_weight: weight\[0, 31\] is nan"),
         (
             lambda: PACKED.update(torch.ones(2, 64, requires_grad=True)),
             WhetValueError,

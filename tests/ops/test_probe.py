@@ -2,12 +2,13 @@
 
 import ctypes
 import os
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
+from tests.processes import printed_by
+from tests.raising import assert_raises
+from tests.threads import threads as on_threads
 from tests.timed import timed
 
 import whet
@@ -18,10 +19,8 @@ SHORT = 0.002
 
 @pytest.fixture(params=[1, 2, 3])
 def threads(request):
-    before = whet.get_num_threads()
-    whet.set_num_threads(request.param)
-    yield request.param
-    whet.set_num_threads(before)
+    with on_threads(request.param):
+        yield request.param
 
 
 @pytest.mark.parametrize("rate", [probe.read_rate, probe.copy_rate, probe.scale_rate])
@@ -57,10 +56,8 @@ def test_a_ceiling_is_above_what_numpy_does():
 def test_dtypes_stand_in_their_proportion():
     if whet.isa() != "avx512bf16":
         pytest.skip("one vector instruction for each dtype on avx512bf16 alone")
-    before = whet.get_num_threads()
-    whet.set_num_threads(1)
-    rate = {dtype: max(probe.fma_rate(dtype, 0.01) for _ in range(3)) for dtype in probe.FMA_DTYPES}
-    whet.set_num_threads(before)
+    with on_threads(1):
+        rate = {dtype: max(probe.fma_rate(dtype, 0.01) for _ in range(3)) for dtype in probe.FMA_DTYPES}
     # A vector holds twice as many floats as doubles. Products of pairs and of fours add no less than floats do.
     assert 1.5 < rate["float32"] / rate["float64"] < 2.7
     assert rate["bfloat16"] > 0.7 * rate["float32"] and rate["int8"] > 1.4 * rate["float32"]
@@ -97,8 +94,7 @@ print(resident_bytes() - before)
 @pytest.mark.parametrize("n_threads", ["1", "3"])
 def test_evict_keeps_its_memory_and_the_rates_give_theirs_back(n_threads):
     """In a process of its own: what other tests keep and free is in this one's memory too."""
-    run = subprocess.run([sys.executable, "-c", EVICT, n_threads], capture_output=True, text=True, check=True)
-    assert abs(int(run.stdout)) < 16 << 20
+    assert abs(int(printed_by(EVICT, n_threads))) < 16 << 20
 
 
 @timed
@@ -130,8 +126,7 @@ def test_bad_sizes_are_named(function):
         (1 << 60, whet.WhetValueError, r"expected at most 2\^48. It counts bytes"),
         (1.5, whet.WhetTypeError, "n_bytes is 1.5, expected an integer"),
     ):
-        with pytest.raises(error, match=f"{name}: {message}" if bad != 1 << 60 else message):
-            function(bad)
+        assert_raises(error, f"{name}: {message}" if bad != 1 << 60 else message, function, bad)
 
 
 @pytest.mark.parametrize(
@@ -145,11 +140,9 @@ def test_bad_sizes_are_named(function):
 )
 def test_bad_durations_are_named(rate):
     for bad in (0, -1.0, float("nan"), float("inf"), 3601):
-        with pytest.raises(whet.WhetValueError, match=r"_rate: seconds is .*, expected above 0 and at most 3600"):
-            rate(bad)
+        assert_raises(whet.WhetValueError, r"_rate: seconds is .*, expected above 0 and at most 3600", rate, bad)
     for bad in (None, "soon"):
-        with pytest.raises(whet.WhetTypeError, match=r"_rate: seconds is .*, expected a number"):
-            rate(bad)
+        assert_raises(whet.WhetTypeError, r"_rate: seconds is .*, expected a number", rate, bad)
 
 
 @pytest.mark.parametrize("bad", ["float16", np.float32, None])
@@ -175,5 +168,4 @@ def test_a_page_is_as_large_as_the_tokens_it_holds(dtype, size):
     ],
 )
 def test_pages_of_no_size_are_refused(arguments, message):
-    with pytest.raises(whet.WhetError, match=message):
-        probe.kv_pages(*arguments)
+    assert_raises(whet.WhetError, message, probe.kv_pages, *arguments)

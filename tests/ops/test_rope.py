@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.raising import assert_raises
+from tests.threads import same_on_any_threads
 
 import whet
 from whet.ops.rope import naive_cos_sin_cache, naive_rope
@@ -196,18 +198,14 @@ def test_any_shape(data):
 
 def test_threads_change_no_bit():
     rope, positions = whet.get_rope(128, max_position=3000), RNG.integers(0, 3000, (3, 700))
-    query, key, results = normal(3, 700, 4, 128), normal(3, 700, 128), []
-    before = whet.get_num_threads()
-    try:
-        for n in (1, 2, 5):
-            whet.set_num_threads(n)
-            found = rope(positions, query.copy(), key.copy())
-            whet.apply_rope_freqs(positions, flat := key.copy(), None, 128, rope.inv_freq)
-            results.append([x.tobytes() for x in (*found, flat)])
-    finally:
-        whet.set_num_threads(before)
-    assert results[0] == results[1] == results[2]
-    assert results[0][1] == results[0][2]
+    query, key = normal(3, 700, 4, 128), normal(3, 700, 128)
+
+    def rotated():
+        whet.apply_rope_freqs(positions, computed := key.copy(), None, 128, rope.inv_freq)
+        return *rope(positions, query.copy(), key.copy()), computed
+
+    _, by_table, computed = same_on_any_threads(rotated)
+    np.testing.assert_array_equal(by_table, computed)
 
 
 # --- without a table ------------------------------------------------------------------------------------
@@ -283,8 +281,7 @@ X = np.zeros((2, 32), np.float32)
     ],
 )
 def test_errors_say_the_mend(positions, query, key, head_size, table, message):
-    with pytest.raises(whet.WhetError, match="apply_rope: " + message):
-        whet.apply_rope(positions, query, key, head_size, table)
+    assert_raises(whet.WhetError, "apply_rope: " + message, whet.apply_rope, positions, query, key, head_size, table)
 
 
 def test_a_bad_key_leaves_the_query_alone():
@@ -311,8 +308,7 @@ def test_a_bad_key_leaves_the_query_alone():
     ],
 )
 def test_other_errors(call, message):
-    with pytest.raises(whet.WhetError, match=message):
-        call()
+    assert_raises(whet.WhetError, message, call)
 
 
 def test_repr_names_the_settings():

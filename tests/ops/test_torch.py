@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tests.raising import assert_raises
 
 import whet
 
@@ -49,10 +50,7 @@ def test_views_are_read_right():
     t = torch.from_numpy(P)
     for view in (t.T, t[:, ::2], t[1:]):
         torch.testing.assert_close(
-            whet.compute_batch_group_advantages(view),
-            whet.compute_batch_group_advantages(view.clone()),
-            rtol=0,
-            atol=0,
+            whet.compute_batch_group_advantages(view), whet.compute_batch_group_advantages(view.clone()), rtol=0, atol=0
         )
     negated = torch.from_numpy(P + 1j * Q).conj().imag  # a lazy minus sign on memory that holds Q
     assert whet.compute_token_kl(negated[0], t[0]) == whet.compute_token_kl(-Q[0], P[0])
@@ -67,8 +65,7 @@ def test_gradients_are_refused():
         lambda: whet.compute_group_advantages(torch.nn.Parameter(torch.zeros(8))),
         lambda: whet.compute_token_logprobs(leaf.reshape(2, 4), [0, 1]),
     ):
-        with pytest.raises(whet.WhetValueError, match=r"requires grad.*\.detach\(\)"):
-            call()
+        assert_raises(whet.WhetValueError, r"requires grad.*\.detach\(\)", call)
     assert whet.compute_token_kl(leaf.detach(), leaf.detach()) == 0.0
 
 
@@ -82,8 +79,7 @@ def test_gradients_are_refused():
     ],
 )
 def test_other_tensors_are_refused(tensor, message):
-    with pytest.raises(whet.WhetError, match=message):
-        whet.compute_group_advantages(tensor)
+    assert_raises(whet.WhetError, message, whet.compute_group_advantages, tensor)
 
 
 def test_a_tensor_and_an_array_agree():

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 
-import pytest
+from tests.raising import assert_raises
 from tests.report.parsed_page import EVIL, Page
 
 from whet.errors import MissingExtraError, WhetValueError
@@ -33,8 +33,7 @@ def test_two_curves_have_a_legend():
     assert all(text in Page(chart).text for text in ("whet 1.00 → 2.00; torch 1.00 → 4.00", "threads"))
     assert "var(--second)" in chart
     for curves in ({}, {name: [(0, 0)] for name in "abc"}):
-        with pytest.raises(WhetValueError, match=f"curves has {len(curves)} entries, expected 1 or 2"):
-            line_chart("t", curves)
+        assert_raises(WhetValueError, f"curves has {len(curves)} entries, expected 1 or 2", line_chart, "t", curves)
 
 
 def test_parts_escape_what_they_show():
@@ -52,8 +51,7 @@ def test_characters_that_html_forbids_are_shown_otherwise():
 
 def test_a_missing_matplotlib_is_one_clear_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingExtraError, match=r"line_chart needs matplotlib.*whet\[train\]"):
-        line_chart("t", {"a": [(1, 1.0)]})
+    assert_raises(MissingExtraError, r"line_chart needs matplotlib.*whet\[train\]", line_chart, "t", {"a": [(1, 1.0)]})
 
 
 def test_versions_name_what_ran():
@@ -65,8 +63,7 @@ def test_versions_name_what_ran():
 def test_rows_have_to_fill_the_table():
     html = table(["a", "b"], [["x", "<y>"]], ["", "number"])
     assert '<td class="">x</td><td class="number">&lt;y&gt;</td>' in html
-    with pytest.raises(ValueError, match="argument 2 is longer"):
-        table(["a", "b", "c"], [["x", "y"]], ["", "", ""])
+    assert_raises(ValueError, "argument 2 is longer", table, ["a", "b", "c"], [["x", "y"]], ["", "", ""])
 
 
 def test_a_page_of_markdown():

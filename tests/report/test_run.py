@@ -6,6 +6,7 @@ import math
 import re
 
 import pytest
+from tests.raising import assert_raises
 from tests.report.parsed_page import EVIL, Page
 
 from whet.errors import WhetValueError
@@ -102,15 +103,13 @@ def test_config_json_is_read_and_headline_is_shown(tmp_path):
     html = write_report(tmp_path, title="t", headline={"held-out accuracy": "34.5% → 91.0%"}).read_text()
     assert re.search(r"<h3>a</h3>.*<th>b.c</th><td>null</td>.*<th>d</th><td>x</td>", html, flags=re.DOTALL)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(WhetValueError, match=r"config\.json cannot be read"):
-        write_report(tmp_path, title="t")
+    assert_raises(WhetValueError, r"config\.json cannot be read", write_report, tmp_path, title="t")
     assert "<dt>held-out accuracy</dt><dd>34.5% → 91.0%</dd>" in html
 
 
 def test_what_is_missing_or_spoilt_is_named(run):
     (run / "config.toml").write_text("= 3")
-    with pytest.raises(WhetValueError, match=r"config\.toml cannot be read"):
-        write_report(run, title="t")
+    assert_raises(WhetValueError, r"config\.toml cannot be read", write_report, run, title="t")
     (run / "completions.jsonl").write_text("{}\n")
     with pytest.raises(WhetValueError, match=r"completions\.jsonl:1 is not a JSON object with a step"):
         write_report(run, title="t")
@@ -118,6 +117,5 @@ def test_what_is_missing_or_spoilt_is_named(run):
     with pytest.raises(WhetValueError, match=r"metrics\.jsonl holds no metrics\. Log the run with JSONLLogger"):
         write_report(run, title="t")
     (run / "metrics.jsonl").unlink()
-    with pytest.raises(WhetValueError, match=r"metrics\.jsonl is missing"):
-        write_report(run, title="t")
+    assert_raises(WhetValueError, r"metrics\.jsonl is missing", write_report, run, title="t")
     assert not (run / "report.html").exists()

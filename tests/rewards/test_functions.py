@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.raising import assert_raises
 
 from whet.errors import RewardError, WhetTypeError, WhetValueError
 from whet.rewards.functions import RewardBatch, RewardFunctions, call_preference, load_function
@@ -82,8 +83,7 @@ def test_a_missing_argument_is_named_whatever_the_policy() -> None:
         r"reward requires 'solution', and there is no such column. "
         r"There are: answer, completion_ids, completions, prompts\."
     )
-    with pytest.raises(RewardError, match=expected):
-        score(reward, {"answer": [0] * 4}, on_error="skip")
+    assert_raises(RewardError, expected, score, reward, {"answer": [0] * 4}, on_error="skip")
 
 
 def test_names_are_unique() -> None:
@@ -153,8 +153,7 @@ def test_an_exception_that_only_the_whole_batch_provokes() -> None:
             raise RuntimeError("too many")
         return [1.0] * len(completions)
 
-    with pytest.raises(RewardError, match="samples 0 to 3: it raised RuntimeError: too many, and on no smaller"):
-        score(reward)
+    assert_raises(RewardError, "samples 0 to 3: it raised RuntimeError: too many, and on no smaller", score, reward)
     assert score(reward, on_error="skip").rewards.tolist() == [1.0] * 4
 
 
@@ -180,8 +179,7 @@ def test_an_exception_that_only_the_whole_batch_provokes() -> None:
     ],
 )
 def test_results_that_are_no_scores(result: Any, message: str, timeout_s: float | None) -> None:
-    with pytest.raises(RewardError, match=message):
-        score(lambda c: result, timeout_s=timeout_s)
+    assert_raises(RewardError, message, score, lambda c: result, timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize(("policy", "value"), [("skip", math.nan), ("zero", 0.0)])
@@ -220,8 +218,7 @@ def test_sys_exit_in_a_function_does_not_end_the_run() -> None:
         sys.exit("bye")
 
     for function in (lambda c: sys.exit("bye"), leaves):
-        with pytest.raises(RewardError, match="raised SystemExit: bye"):
-            score(function, n=1)
+        assert_raises(RewardError, "raised SystemExit: bye", score, function, n=1)
 
 
 # --- async ----------------------------------------------------------------------------------------
@@ -263,8 +260,7 @@ def test_async_failures_are_found_too_and_do_not_disturb_the_others() -> None:
         await asyncio.sleep(0)
         return fails_on_c(completions)
 
-    with pytest.raises(RewardError, match=r"fails failed on sample 2 .*ZeroDivisionError"):
-        score([fails, length])
+    assert_raises(RewardError, r"fails failed on sample 2 .*ZeroDivisionError", score, [fails, length])
     with pytest.warns(UserWarning):
         batch = score([fails, length], on_error="zero")
     assert batch.rewards.tolist() == [1.5, 3, 3, 3]
@@ -371,8 +367,7 @@ def test_a_child_that_dies_is_an_error() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return [1.0] * len(completions)
 
-    with pytest.raises(RewardError, match=r"sample 1 .*its process died with exit code -9"):
-        score(dies, timeout_s=30.0)
+    assert_raises(RewardError, r"sample 1 .*its process died with exit code -9", score, dies, timeout_s=30.0)
 
 
 def test_torch_works_in_the_child_after_the_parent_used_its_threads() -> None:
@@ -432,17 +427,14 @@ def test_children_leave_no_descriptors_or_processes_behind() -> None:
     ],
 )
 def test_bad_constructor_arguments(arguments: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        RewardFunctions(**arguments)
+    assert_raises(error, message, RewardFunctions, **arguments)
 
 
 def test_bad_call_arguments() -> None:
-    with pytest.raises(WhetValueError, match="answer has 3 values and completions has 4"):
-        score(length, {"answer": [1, 2, 3]})
+    assert_raises(WhetValueError, "answer has 3 values and completions has 4", score, length, {"answer": [1, 2, 3]})
     with pytest.raises(WhetValueError, match=r"columns has 'completion_ids'.*Rename"):
         score(length, {"completion_ids": [1, 2, 3, 4]})
-    with pytest.raises(WhetValueError, match="at least one"):
-        score(length, n=0)
+    assert_raises(WhetValueError, "at least one", score, length, n=0)
 
 
 # --- preferences ----------------------------------------------------------------------------------
@@ -452,8 +444,7 @@ PAIRS = [("a", "b"), ("c", "d"), ("e", "f")]
 
 
 @pytest.mark.parametrize(
-    "result",
-    [[0, 1, None], (False, True, None), np.array([0, 1, None]), [torch.tensor(0), np.int64(1), None]],
+    "result", [[0, 1, None], (False, True, None), np.array([0, 1, None]), [torch.tensor(0), np.int64(1), None]]
 )
 def test_preferences(result: Any) -> None:
     async def asynchronous(pairs: list[tuple[str, str]]) -> Any:
@@ -476,8 +467,7 @@ def test_preferences(result: Any) -> None:
     ],
 )
 def test_results_that_are_no_preferences(result: Any, message: str) -> None:
-    with pytest.raises(RewardError, match=f"call_preference: <lambda> {message}"):
-        call_preference(lambda pairs: result, PAIRS)
+    assert_raises(RewardError, f"call_preference: <lambda> {message}", call_preference, lambda pairs: result, PAIRS)
 
 
 def test_a_preference_function_that_raises() -> None:
@@ -511,16 +501,14 @@ def test_load_function_from_a_module_and_from_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_load_function_errors(spec: str, message: str) -> None:
-    with pytest.raises(WhetValueError, match=message):
-        load_function(spec)
+    assert_raises(WhetValueError, message, load_function, spec)
 
 
 def test_load_function_names_what_a_file_has_and_what_breaks_in_it(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.py", tmp_path / "bad.py"
     good.write_text("def score(c): ...\n")
     bad.write_text("import nothing_like_it\n")
-    with pytest.raises(WhetValueError, match="named 'scores'; it has score"):
-        load_function(f"{good}:scores")
+    assert_raises(WhetValueError, "named 'scores'; it has score", load_function, f"{good}:scores")
     with pytest.raises(WhetValueError, match="No module named 'nothing_like_it'") as caught:
         load_function(f"{bad}:f")
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)

@@ -10,16 +10,17 @@ import peft
 import pytest
 import torch
 import transformers
+from tests.raising import assert_raises
 from tests.tiny import LLAMA, tiny_llama, with_lora
 
 from whet.algorithms.best_of_n import BestOfN
 from whet.algorithms.grpo import GRPO
+from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
 from whet.rollout.choose import check_lengths, make_engine, with_room
 from whet.rollout.torch_engine import TorchEngine
-from whet.sampling import SamplingParams
 
 
 def gemma():
@@ -110,8 +111,7 @@ def test_completions_that_may_run_past_the_short_factors_are_refused():
     check_lengths(model, [[4] * 8, [4] * 3], 8, "GRPO")
     check_lengths(model, [[4] * 17, [4] * 20], 8, "GRPO")  # long from the start
     message = r"GRPO: prompt 1 has 9 tokens and max_new_tokens is 8: past 16 tokens .*Lower max_new_tokens"
-    with pytest.raises(WhetValueError, match=message):
-        check_lengths(model, [[4] * 8, [4] * 9], 8, "GRPO")
+    assert_raises(WhetValueError, message, check_lengths, model, [[4] * 8, [4] * 9], 8, "GRPO")
     with pytest.raises(WhetValueError, match="GRPO: prompt 1 has 17 tokens"):
         check_lengths(model, [[4] * 8, [4] * 17], 8, "GRPO")  # one batch has one set of factors
     check_lengths(phi3(short_factor=[2.0, 4.0, 8.0, 16.0]), [[4] * 9], 8, "GRPO")
@@ -122,8 +122,7 @@ def test_completions_that_may_run_past_the_short_factors_are_refused():
 @pytest.mark.parametrize("engine", ["native", "torch"])
 def test_trainers_and_best_of_n_check_the_lengths(engine):
     settings = {"reward_fn": lambda completions: [0.0] * len(completions), "engine": engine, "max_new_tokens": 8}
-    with pytest.raises(WhetValueError, match="GRPO: prompt 0 has 9 tokens"):
-        GRPO(phi3(), **settings).train_step([[4] * 9])
+    assert_raises(WhetValueError, "GRPO: prompt 0 has 9 tokens", GRPO(phi3(), **settings).train_step, [[4] * 9])
     with pytest.raises(WhetValueError, match=r"BestOfN\.generate: prompt 0 has 9 tokens"):
         BestOfN(phi3(), **settings).generate([[4] * 9])
 
@@ -137,8 +136,7 @@ def test_a_fallback_warns_once_and_native_refuses(make_model, lack):
     told = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
     assert isinstance(engine, TorchEngine) and len(told) == 1
     assert told[0].startswith("GRPO: torch samples") and lack in told[0]
-    with pytest.raises(WhetValueError, match=lack):
-        make_engine("native", model)
+    assert_raises(WhetValueError, lack, make_engine, "native", model)
 
 
 def test_a_module_of_ones_own_is_torchs_without_a_word():

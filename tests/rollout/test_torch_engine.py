@@ -10,15 +10,16 @@ import numpy as np
 import peft
 import pytest
 import torch
+from tests.raising import assert_raises
 from tests.tiny import tiny_llama
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
+from whet.config.sampling import Completion, SamplingParams
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
 from whet.rollout import RolloutEngine
 from whet.rollout.torch_engine import Sampler, TorchEngine, token_uniforms
-from whet.sampling import Completion, SamplingParams
 
 PROBS = [0.30, 0.05, 0.20, 0.25, 0.12, 0.08]
 
@@ -376,8 +377,7 @@ def test_own_generate_follows_the_seed_and_leaves_torchs_generator_alone() -> No
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}],
+    "settings", [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}]
 )
 def test_own_generate_must_honour_the_settings(settings: dict[str, float]) -> None:
     [name] = settings
@@ -421,8 +421,7 @@ def test_own_generate_returning_something_else(output: Any, error: type[Exceptio
         def generate(self, input_ids: torch.Tensor, max_new_tokens: int) -> Any:
             return output
 
-    with pytest.raises(error, match=message):
-        TorchEngine(Returns()).generate([[1, 2]], 1, SamplingParams(max_new_tokens=3))
+    assert_raises(error, message, TorchEngine(Returns()).generate, [[1, 2]], 1, SamplingParams(max_new_tokens=3))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -450,10 +449,8 @@ def test_nan_weights_of_a_hugging_face_model_are_named_and_its_config_comes_back
 
 def test_bad_arguments() -> None:
     engine = TorchEngine(Counter())
-    with pytest.raises(WhetValueError, match="n is 0"):
-        engine.generate([[1]], 0, SamplingParams())
-    with pytest.raises(WhetValueError, match=r"prompt_ids\[1\] is empty"):
-        engine.generate([[1], []], 1, SamplingParams())
+    assert_raises(WhetValueError, "n is 0", engine.generate, [[1]], 0, SamplingParams())
+    assert_raises(WhetValueError, r"prompt_ids\[1\] is empty", engine.generate, [[1], []], 1, SamplingParams())
     with pytest.raises(WhetTypeError, match=r"prompt_ids\[0\] is 'ab'"):
         engine.generate(["ab"], 1, SamplingParams())  # pyright: ignore[reportArgumentType]
     with pytest.raises(WhetValueError, match=r"n is 2\.5, expected an integer >= 1"):

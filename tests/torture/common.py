@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.processes import WHET
+
 ROOT = Path(__file__).parents[2]
 REWARD = f"{Path(__file__).with_name('functions.py')}:share"
 N_STEPS = 6
@@ -209,9 +211,8 @@ def _require_no_orphans() -> None:
 
 def started(argv: list[str], **options: Any) -> subprocess.Popen[str]:
     """``whet ARGV`` as a shell starts it, what it prints in a pipe."""
-    code = "import sys; from whet.cli import main; sys.exit(main())"
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([sys.executable, "-c", code, *argv], cwd=ROOT, **pipes, **options)
+    return subprocess.Popen([*WHET, *argv], cwd=ROOT, **pipes, **options)
 
 
 # --- what a run leaves ----------------------------------------------------------------------------------

@@ -120,41 +120,21 @@ def _make_model(folder: Path) -> None:
 
 
 def _make_gguf(folder: Path) -> None:
-    import gguf
-    import numpy as np
+    from tests.gguf_files import write_gguf
+    from tests.tiny import tiny_llama
 
-    rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(8)
-    writer.add_array("tokenizer.ggml.tokens", ["a"] * 16)
-    shapes = {
-        "token_embd": (16, 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.attn_q": (32, 32),
-        "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32), "blk.0.attn_output": (32, 32), "blk.0.ffn_norm": (32,),
-        "blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32), "blk.0.ffn_down": (32, 64),
-    }  # fmt: skip
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", rng.standard_normal(shape).astype(np.float32) / 6)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    model = tiny_llama(**sizes, num_key_value_heads=2, num_hidden_layers=1, tie_word_embeddings=True)
+    write_gguf(model, folder / "model.gguf")
 
 
 def _make_peft(folder: Path) -> None:
-    import peft
+    from tests.tiny import with_lora
     from transformers import AutoModelForCausalLM
 
     make_model(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-    peft.get_peft_model(model, settings).save_pretrained(folder)
+    with_lora(model, r=2, target_modules=["q_proj", "down_proj"]).save_pretrained(folder)
 
 
 def _make_adapters(folder: Path) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 from tests.torture.common import N_STEPS, Tally, Workshop, finished, forked, require, require_same, scaled, workshop
 
 _PHASES = {"generation": "sampling", "reward": "rewards"}
-"""Of ``whet.phases``; all others are the update."""
+"""Of ``whet.training.phases``; all others are the update."""
 
 _SHARES = {"grpo": ("sampling", "rewards", "update", "saving", "ending"), "dpo": ("update", "saving", "ending")}
 
@@ -41,8 +41,8 @@ class Lines:
     def install(self) -> None:
         """From here on, in this process."""
         self.pid = os.getpid()
-        from whet import phases
         from whet.cli import train
+        from whet.training import phases
         from whet.training.callbacks import Callback
         from whet.training.trainer import Trainer
 

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from tests.raising import assert_raises
 
 from whet.checkpoint.folder import latest_checkpoint, load_checkpoint, save_checkpoint
 from whet.errors import FolderInUseError, WhetTypeError, WhetValueError
@@ -170,8 +171,7 @@ def test_old_checkpoints_outlive_a_save_that_fails(tmp_path):
                 raise OSError("No space left on device")
             super().save(path)
 
-    with pytest.raises(OSError, match="No space"):
-        FailingTrainer([CheckpointCallback(tmp_path, every=1, keep=1)]).train(5)
+    assert_raises(OSError, "No space", FailingTrainer([CheckpointCallback(tmp_path, every=1, keep=1)]).train, 5)
     assert latest_checkpoint(tmp_path) == tmp_path / "step-000003"
 
 
@@ -193,8 +193,7 @@ def test_a_folder_is_of_one_process_while_it_trains(tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"  # whatever ended them, the runs here have given it back
         trainer = CountingTrainer([callback], step=1)
-        with pytest.raises(FolderInUseError, match=rf"is in use by process {other.pid} .*choose another folder"):
-            trainer.train(2)
+        assert_raises(FolderInUseError, rf"is in use by process {other.pid} .*choose another folder", trainer.train, 2)
         assert trainer.step == 1
         other.kill()
     assert trainer.train(2).step == 2
@@ -241,8 +240,7 @@ def test_completions_hold_texts_and_unscored_rewards(tmp_path):
 def test_a_trainer_without_completions_is_told(tmp_path):
     trainer = CountingTrainer([CompletionsCallback(tmp_path / "c.jsonl")])
     del trainer.last_completions
-    with pytest.raises(WhetTypeError, match="CountingTrainer has no last_completions"):
-        trainer.train(1)
+    assert_raises(WhetTypeError, "CountingTrainer has no last_completions", trainer.train, 1)
 
 
 @pytest.mark.parametrize(
@@ -263,8 +261,7 @@ def test_a_trainer_without_completions_is_told(tmp_path):
     ],
 )
 def test_bad_arguments_are_named(make, message):
-    with pytest.raises(WhetValueError, match=message):
-        make()
+    assert_raises(WhetValueError, message, make)
 
 
 def test_what_evaluates_has_to_be_callable():

@@ -11,8 +11,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.tiny import VOCAB, TinyModel, assert_same_weights, tiny_llama, weights
-from torch import Tensor
+from tests.raising import assert_raises
+from tests.tiny import (
+    VOCAB,
+    Items,
+    OwnGenerate,
+    Streamed,
+    TinyModel,
+    assert_same_weights,
+    tiny_llama,
+    weights,
+    with_lora,
+)
 
 from whet.algorithms import DPO, GRPO, SFT, BestOfN, OnlineDPO
 from whet.checkpoint.folder import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -20,10 +30,9 @@ from whet.config import SFTConfig, learning_rate_at
 from whet.data.rows import shuffled_batches
 from whet.errors import CheckpointError, NonFiniteError, WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
-from whet.nn.modules import module_mode
+from whet.nn.modules import module_mode, stop_token_ids
 from whet.training.callbacks import Callback, CheckpointCallback, EvaluationCallback
 from whet.training.loggers import CSVLogger
-from whet.training.trainer import stop_token_ids
 
 ROWS = [{"prompt": [4 + i % 5, 5], "completion": [6 + i % 6, 4 + i % 3, 2]} for i in range(10)]
 PAIRS = [{"prompt": [4 + i % 5], "chosen": [6 + i % 6, 2], "rejected": [5, 4 + i % 7, 2]} for i in range(10)]
@@ -37,13 +46,8 @@ class Net(TinyModel):
         super().__init__(dropout=dropout, dtype=torch.float32)
 
 
-class Sampling(Net):
-    """With a generate of its own, which draws from torch's generator."""
-
-    def generate(self, input_ids: Tensor, max_new_tokens: int) -> Tensor:
-        for _ in range(max_new_tokens):
-            input_ids = torch.cat([input_ids, torch.multinomial(self(input_ids)[:, -1].softmax(-1), 1)], 1)
-        return input_ids
+class Sampling(Net, OwnGenerate):
+    pass
 
 
 def llama():
@@ -51,11 +55,7 @@ def llama():
 
 
 def lora():
-    from peft import LoraConfig, get_peft_model
-
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.2))
+    return with_lora(llama(), r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.2, task_type=None)
 
 
 def ones(completions):
@@ -195,8 +195,7 @@ def test_only_what_requires_grad_is_trained():
     after = weights(model)
     assert torch.equal(before["embedding.weight"], after["embedding.weight"])
     assert not torch.equal(before["head.weight"], after["head.weight"])
-    with pytest.raises(WhetValueError, match="no parameter of model requires grad"):
-        sft(Net().requires_grad_(False))
+    assert_raises(WhetValueError, "no parameter of model requires grad", sft, Net().requires_grad_(False))
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
@@ -264,25 +263,6 @@ def test_ready_batches_in_sequences_and_iterables():
     assert len(rows) == 2 and set(rows[0]) == {"prompt", "completion"}
 
 
-class Items(torch.utils.data.Dataset):
-    def __init__(self, items):
-        self.items = items
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, i):
-        return self.items[i]
-
-
-class Streamed(torch.utils.data.IterableDataset):
-    def __init__(self, items):
-        self.items = items
-
-    def __iter__(self):
-        return iter(self.items)
-
-
 def hugging_face(rows):
     return pytest.importorskip("datasets").Dataset.from_list(
         [{name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in r.items()} for r in rows]
@@ -309,12 +289,16 @@ ALGORITHMS = {
 }
 
 
+def rows_and_trainers(algorithm):
+    rows, settings = ALGORITHMS[algorithm]
+    trainers = (algorithm(Net(), learning_rate=0.01, batch_size=3, **settings) for _ in range(2))
+    return [{**row, "grid": np.full((5, 5), i)} for i, row in enumerate(rows)], *trainers
+
+
 @pytest.mark.parametrize("kind", DATA_SETS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_rows_are_rows_in_every_iterable(algorithm, kind):
-    rows, settings = ALGORITHMS[algorithm]
-    rows = [{**row, "grid": np.full((5, 5), i)} for i, row in enumerate(rows)]
-    trainer, expected = (algorithm(Net(), learning_rate=0.01, batch_size=3, **settings) for _ in range(2))
+    rows, trainer, expected = rows_and_trainers(algorithm)
     trainer.train(DATA_SETS[kind](rows), steps=4)
     for start in (0, 3, 6, 9):
         expected.train_step(rows[start : start + 3])
@@ -325,9 +309,7 @@ def test_rows_are_rows_in_every_iterable(algorithm, kind):
 @pytest.mark.parametrize("kind", [Items, hugging_face, tuple, list])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_rows_are_rows_in_every_sequence(algorithm, kind):
-    rows, settings = ALGORITHMS[algorithm]
-    rows = [{**row, "grid": np.full((5, 5), i)} for i, row in enumerate(rows)]
-    trainer, expected = (algorithm(Net(), learning_rate=0.01, batch_size=3, **settings) for _ in range(2))
+    rows, trainer, expected = rows_and_trainers(algorithm)
     trainer.train(kind(rows), n_epochs=2)
     for batch in itertools.islice(shuffled_batches(10, 3, 0), 6):
         expected.train_step([rows[i] for i in batch])
@@ -375,8 +357,7 @@ def test_epochs():
     ],
 )
 def test_bad_steps_and_epochs_are_named(arguments, error, message):
-    with pytest.raises(error, match=message):
-        sft().train(ROWS, **arguments)
+    assert_raises(error, message, sft().train, ROWS, **arguments)
     with pytest.raises(WhetValueError, match=r"no length, so that the end of an epoch is not known\. Pass steps"):
         sft().train(iter(ROWS), n_epochs=1)
 
@@ -389,16 +370,11 @@ def test_a_data_loader_of_rows():
 
 
 def test_bad_datasets_are_named():
-    with pytest.raises(WhetValueError, match="the dataset is empty"):
-        sft().train([])
-    with pytest.raises(WhetValueError, match=r"the dataset has no length, .*Pass steps"):
-        sft().train(iter(ROWS))
-    with pytest.raises(WhetTypeError, match="dataset is 5, expected a sequence or iterable of rows"):
-        sft().train(5, steps=1)
-    with pytest.raises(WhetValueError, match="the dataset has 2 rows, fewer than batch_size=3"):
-        sft().train(ROWS[:2], steps=1)
-    with pytest.raises(WhetValueError, match="steps is -1"):
-        sft().train(ROWS, steps=-1)
+    assert_raises(WhetValueError, "the dataset is empty", sft().train, [])
+    assert_raises(WhetValueError, r"the dataset has no length, .*Pass steps", sft().train, iter(ROWS))
+    assert_raises(WhetTypeError, "dataset is 5, expected a sequence or iterable of rows", sft().train, 5, steps=1)
+    assert_raises(WhetValueError, "the dataset has 2 rows, fewer than batch_size=3", sft().train, ROWS[:2], steps=1)
+    assert_raises(WhetValueError, "steps is -1", sft().train, ROWS, steps=-1)
     with pytest.raises(WhetTypeError, match="DPO: a row is 5, expected a dict or a tuple of"):
         DPO(Net(), batch_size=1).train([5], steps=1)
 
@@ -406,8 +382,7 @@ def test_bad_datasets_are_named():
         def __iter__(self):
             return iter(())
 
-    with pytest.raises(WhetValueError, match="the dataset is empty"):
-        sft().train(Nothing(), steps=1)
+    assert_raises(WhetValueError, "the dataset is empty", sft().train, Nothing(), steps=1)
 
 
 class Diary(Callback):
@@ -524,8 +499,7 @@ def test_an_interrupt_between_two_updates_of_a_step_repeats_none():
 
 def test_a_failed_step_takes_nothing_from_the_dataset():
     trainer = sft()
-    with pytest.raises(WhetTypeError, match="there is no tokenizer"):
-        trainer.train([{"text": "a"}] * 3, steps=1)
+    assert_raises(WhetTypeError, "there is no tokenizer", trainer.train, [{"text": "a"}] * 3, steps=1)
     trainer.train_step(ROWS[:3])
     assert trainer.position == 0
 
@@ -639,8 +613,7 @@ def test_classes_that_no_description_finds_are_passed(tmp_path):
     trainer = DPO(Local(), learning_rate=0.01)
     trainer.train_step(PAIRS[:3])
     trainer.save(tmp_path / "c")
-    with pytest.raises(CheckpointError, match="pass it as model="):
-        DPO.from_checkpoint(tmp_path / "c")
+    assert_raises(CheckpointError, "pass it as model=", DPO.from_checkpoint, tmp_path / "c")
     loaded = DPO.from_checkpoint(tmp_path / "c", model=Local())
     assert_same_weights(loaded.ref_model, Local())
     assert loaded.train_step(PAIRS[:3])["loss"] == trainer.train_step(PAIRS[:3])["loss"]
@@ -679,8 +652,7 @@ def test_only_the_trained_part_is_saved(tmp_path):
     trainer.train_step(ROWS[:3])
     trainer.save(tmp_path / "c")
     assert all("lora" in name for name in load_file(tmp_path / "c" / "model.safetensors"))
-    with pytest.raises(CheckpointError, match="holds only the trained part of its model"):
-        SFT.from_checkpoint(tmp_path / "c")
+    assert_raises(CheckpointError, "holds only the trained part of its model", SFT.from_checkpoint, tmp_path / "c")
     with pytest.raises(CheckpointError, match="the trained parameters of the checkpoint and of model differ in"):
         SFT.from_checkpoint(tmp_path / "c", model=llama())
 
@@ -709,16 +681,13 @@ def test_a_checkpoint_that_no_trainer_saved_is_malformed(part, value, message, t
     else:
         tensors["optimizer"]["head.bias.exp_avg"] = value
     save_checkpoint(tmp_path / "c", tensors, state)
-    with pytest.raises(CheckpointError, match=f"c is malformed: .*{message}"):
-        SFT.from_checkpoint(tmp_path / "c")
+    assert_raises(CheckpointError, f"c is malformed: .*{message}", SFT.from_checkpoint, tmp_path / "c")
 
 
 def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path):
     sft().save(tmp_path / "c")
-    with pytest.raises(CheckpointError, match="was saved by SFT"):
-        DPO.from_checkpoint(tmp_path / "c")
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        SFT.from_checkpoint(tmp_path / "nothing")
+    assert_raises(CheckpointError, "was saved by SFT", DPO.from_checkpoint, tmp_path / "c")
+    assert_raises(CheckpointError, "there is no checkpoint", SFT.from_checkpoint, tmp_path / "nothing")
 
 
 def test_save_pretrained(tmp_path):
@@ -729,24 +698,18 @@ def test_save_pretrained(tmp_path):
     trainer.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(loaded(torch.tensor([[4, 5]])).logits, trainer.model.eval()(torch.tensor([[4, 5]])).logits)
-    with pytest.raises(WhetTypeError, match="Net is no Hugging Face model"):
-        sft().save_pretrained(tmp_path)
+    assert_raises(WhetTypeError, "Net is no Hugging Face model", sft().save_pretrained, tmp_path)
 
 
 # --- small parts ----------------------------------------------------------------------------------------
 
 
 def test_constructor_arguments_are_checked():
-    with pytest.raises(WhetTypeError, match=r"SFT: model is function, expected an nn.Module"):
-        SFT(ones)
-    with pytest.raises(WhetTypeError, match=r"no setting 'lerning_rate'\. Did you mean learning_rate\?"):
-        sft(lerning_rate=1.0)
-    with pytest.raises(WhetTypeError, match="learning_rate is '1e-4', expected float"):
-        sft(learning_rate="1e-4")
-    with pytest.raises(WhetValueError, match="learning_rate is -1, expected a finite number >= 0"):
-        sft(learning_rate=-1)
-    with pytest.raises(WhetTypeError, match="config is a SFTConfig, expected a DPOConfig"):
-        DPO(Net(), config=SFTConfig())
+    assert_raises(WhetTypeError, r"SFT: model is function, expected an nn.Module", SFT, ones)
+    assert_raises(WhetTypeError, r"no setting 'lerning_rate'\. Did you mean learning_rate\?", sft, lerning_rate=1.0)
+    assert_raises(WhetTypeError, "learning_rate is '1e-4', expected float", sft, learning_rate="1e-4")
+    assert_raises(WhetValueError, "learning_rate is -1, expected a finite number >= 0", sft, learning_rate=-1)
+    assert_raises(WhetTypeError, "config is a SFTConfig, expected a DPOConfig", DPO, Net(), config=SFTConfig())
     assert sft(config=SFTConfig(weight_decay=0.1), learning_rate=0.5).config.weight_decay == 0.1
 
 
@@ -762,8 +725,7 @@ def test_constructor_arguments_are_checked():
     ],
 )
 def test_loggers_and_callbacks_that_are_none_are_named(arguments, message):
-    with pytest.raises(WhetTypeError, match=message):
-        sft(**arguments)
+    assert_raises(WhetTypeError, message, sft, **arguments)
 
 
 @pytest.mark.parametrize(

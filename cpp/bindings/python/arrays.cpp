@@ -4,22 +4,34 @@
 #include <nanobind/nanobind.h>
 #include <numpy/arrayobject.h>
 
+#include <algorithm>
 #include <cstring>
-#include <utility>
+#include <iterator>
 
 namespace nb = nanobind;
 
 namespace whet {
 namespace {
 
+struct DTypeNames {
+    int numpy;
+    const char* torch;
+};
+// In the order of DType. NumPy's bfloat16 is ml_dtypes', of no fixed number.
+constexpr DTypeNames kDTypes[] = {{NPY_FLOAT, "float32"}, {NPY_DOUBLE, "float64"}, {NPY_NOTYPE, "bfloat16"},
+                                  {NPY_BOOL, "bool"},     {NPY_INT32, "int32"},    {NPY_INT64, "int64"},
+                                  {NPY_INT8, "int8"},     {NPY_UINT8, "uint8"}};
+constexpr size_t kNDTypes = std::size(kDTypes);
+
+const DTypeNames& names_of(DType dtype) { return kDTypes[static_cast<size_t>(dtype)]; }
+
 // What this file needs of torch, fetched when the first tensor arrives and kept for the life of the process. A tensor
 // is asked through the descriptors of its class: a lookup by name for each question would cost as much as the answer.
 struct Torch {
     PyTypeObject* tensor = nullptr;
-    PyObject *float32 = nullptr, *float64 = nullptr, *bfloat16 = nullptr, *boolean = nullptr, *from_numpy = nullptr;
-    PyObject *int32 = nullptr, *int64 = nullptr, *int8 = nullptr, *uint8 = nullptr, *empty = nullptr;
-    PyObject *requires_grad = nullptr, *is_cpu = nullptr, *dtype = nullptr, *shape = nullptr;
-    PyObject *is_contiguous = nullptr, *data_ptr = nullptr, *stride = nullptr;
+    PyObject* dtypes[kNDTypes] = {};
+    PyObject *from_numpy = nullptr, *empty = nullptr, *requires_grad = nullptr, *is_cpu = nullptr, *dtype = nullptr;
+    PyObject *shape = nullptr, *is_contiguous = nullptr, *data_ptr = nullptr, *stride = nullptr;
     bool ready = false;
 };
 
@@ -33,14 +45,7 @@ const Torch* torch() {
         if (attribute == nullptr) PyErr_Clear(), complete = false;  // torch is still being imported
         return attribute;
     };
-    t.float32 = get(module, "float32");
-    t.float64 = get(module, "float64");
-    t.bfloat16 = get(module, "bfloat16");
-    t.boolean = get(module, "bool");
-    t.int32 = get(module, "int32");
-    t.int64 = get(module, "int64");
-    t.int8 = get(module, "int8");
-    t.uint8 = get(module, "uint8");
+    for (size_t i = 0; i < kNDTypes; ++i) t.dtypes[i] = get(module, kDTypes[i].torch);
     t.empty = get(module, "empty");
     t.from_numpy = get(module, "from_numpy");
     PyObject* tensor = get(module, "Tensor");
@@ -70,18 +75,19 @@ nb::object result_of(PyObject* tensor, PyObject* method) {
 }
 
 bool torch_dtype(PyObject* dtype, const Torch& t, DType& out) {
-    const std::pair<PyObject*, DType> known[] = {
-        {t.float32, DType::kFloat32}, {t.bfloat16, DType::kBFloat16}, {t.float64, DType::kFloat64},
-        {t.int64, DType::kInt64},     {t.boolean, DType::kBool},      {t.int32, DType::kInt32},
-        {t.int8, DType::kInt8},       {t.uint8, DType::kUInt8},
-    };
-    for (const auto& [object, name] : known) {
-        if (object == dtype) {
-            out = name;
-            return true;
-        }
-    }
-    return false;
+    const auto* found = std::find(std::begin(t.dtypes), std::end(t.dtypes), dtype);
+    out = static_cast<DType>(found - t.dtypes);
+    return found != std::end(t.dtypes);
+}
+
+bool numpy_dtype(PyArrayObject* a, DType& out) {
+    const int type = PyArray_TYPE(a);
+    const auto* found = std::find_if(std::begin(kDTypes), std::end(kDTypes),
+                                     [=](const DTypeNames& names) { return names.numpy == type; });
+    out = static_cast<DType>(found - kDTypes);
+    if (found != std::end(kDTypes)) return true;
+    out = DType::kBFloat16;
+    return std::strcmp(PyArray_DESCR(a)->typeobj->tp_name, "ml_dtypes.bfloat16") == 0;
 }
 
 // The integers of a tuple, as many as `n` holds; false if that is not what it is.
@@ -111,37 +117,8 @@ bool view_torch(PyObject* object, Array& array, const Torch& t, bool strided) {
     return true;
 }
 
-bool numpy_dtype(PyArrayObject* a, DType& out) {
-    switch (PyArray_TYPE(a)) {
-        case NPY_FLOAT:
-            out = DType::kFloat32;
-            return true;
-        case NPY_DOUBLE:
-            out = DType::kFloat64;
-            return true;
-        case NPY_BOOL:
-            out = DType::kBool;
-            return true;
-        case NPY_INT32:
-            out = DType::kInt32;
-            return true;
-        case NPY_INT64:
-            out = DType::kInt64;
-            return true;
-        case NPY_INT8:
-            out = DType::kInt8;
-            return true;
-        case NPY_UINT8:
-            out = DType::kUInt8;
-            return true;
-        default:
-            out = DType::kBFloat16;
-            return std::strcmp(PyArray_DESCR(a)->typeobj->tp_name, "ml_dtypes.bfloat16") == 0;
-    }
-}
-
 bool view_any(PyObject* object, Array& array, bool strided, bool writable) {
-    // A subclass may mean more than its numbers (a masked array does): the Python side looks at it.
+    // A subclass may be more than its numbers (a masked array is): the Python side handles it.
     if (!PyArray_CheckExact(object)) {
         const Torch* t = torch();
         return t != nullptr && PyObject_TypeCheck(object, t->tensor) && view_torch(object, array, *t, strided);
@@ -173,7 +150,24 @@ bool view(PyObject* object, Array& array) {
     return view_any(object, array, false, false) && (array.ndim == 1 || array.ndim == 2);
 }
 
+bool view_vector(nb::handle object, DType dtype, Array& array) {
+    return view(object.ptr(), array) && array.ndim == 1 && array.dtype == dtype;
+}
+
 bool view_strided(PyObject* object, Array& array, bool writable) { return view_any(object, array, true, writable); }
+
+bool view_rows(nb::handle object, Array& array, Rows& rows, bool writable) {
+    return view_strided(object.ptr(), array, writable) && array.is_narrow_float() && rows_of(array, rows);
+}
+
+bool optional_size(nb::handle object, Py_ssize_t missing, Py_ssize_t& size) {
+    size = missing;
+    if (object.is_none()) return true;
+    if (!PyLong_CheckExact(object.ptr())) return false;
+    size = PyLong_AsSsize_t(object.ptr());
+    if (size == -1 && PyErr_Occurred()) PyErr_Clear();
+    return size > 0;
+}
 
 nb::object new_like(PyObject* like, const Array& array, DType dtype, int ndim, const Py_ssize_t* shape, void** data) {
     if (array.is_torch) {
@@ -182,7 +176,7 @@ nb::object new_like(PyObject* like, const Array& array, DType dtype, int ndim, c
         for (int i = 0; i < ndim; ++i) PyTuple_SET_ITEM(sizes.ptr(), i, PyLong_FromSsize_t(shape[i]));
         const nb::object same = attribute_of(like, t.dtype);
         nb::dict options;
-        options["dtype"] = dtype == array.dtype ? same : nb::borrow(t.float32);
+        options["dtype"] = dtype == array.dtype ? same : nb::borrow(t.dtypes[static_cast<size_t>(DType::kFloat32)]);
         nb::object out = nb::steal(PyObject_Call(t.empty, nb::make_tuple(sizes).ptr(), options.ptr()));
         if (!out.is_valid()) nb::raise_python_error();
         *data = PyLong_AsVoidPtr(result_of(out.ptr(), t.data_ptr).ptr());
@@ -199,17 +193,31 @@ nb::object new_like(PyObject* like, const Array& array, DType dtype, int ndim, c
     return out;
 }
 
-PyObject* new_array(DType dtype, Py_ssize_t n, Py_ssize_t columns, void** data) {
-    npy_intp shape[2] = {n, columns};
-    const int type = dtype == DType::kFloat64 ? NPY_DOUBLE : dtype == DType::kInt32 ? NPY_INT32 : NPY_FLOAT;
-    PyObject* array = PyArray_SimpleNew(columns < 0 ? 1 : 2, shape, type);
-    if (array != nullptr) *data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(array));
-    return array;
+bool view_result(nb::handle given, nb::handle like_object, const Array& like, int ndim, const Py_ssize_t* shape,
+                 Array& out, nb::object& result) {
+    if (!given.is_none()) {
+        result = nb::borrow(given);
+        return view_strided(given.ptr(), out, true) && out.dtype == like.dtype && out.ndim == ndim &&
+               std::equal(shape, shape + ndim, out.shape);
+    }
+    result = new_like(like_object.ptr(), like, like.dtype, ndim, shape, &out.data);
+    out.dtype = like.dtype, out.ndim = ndim, out.is_torch = like.is_torch;
+    std::copy_n(shape, ndim, out.shape);
+    set_contiguous(out);
+    return true;
 }
 
-PyObject* to_torch(PyObject* numpy_array) {
-    PyObject* tensor = PyObject_CallOneArg(torch()->from_numpy, numpy_array);
-    Py_DECREF(numpy_array);
+bool view_result(nb::handle given, nb::handle like_object, const Array& like, Array& out, nb::object& result) {
+    return view_result(given, like_object, like, like.ndim, like.shape, out, result) && out.is_torch == like.is_torch;
+}
+
+PyObject* new_array(DType dtype, int ndim, const Py_ssize_t* shape, bool as_torch, void** data) noexcept {
+    PyObject* array = PyArray_SimpleNew(ndim, shape, names_of(dtype).numpy);
+    if (array == nullptr) return nullptr;
+    *data = PyArray_DATA(reinterpret_cast<PyArrayObject*>(array));
+    if (!as_torch) return array;
+    PyObject* tensor = PyObject_CallOneArg(torch()->from_numpy, array);
+    Py_DECREF(array);
     return tensor;
 }
 

@@ -2,7 +2,7 @@
 //
 // A function returns NotImplemented for whatever is not the plain case: src/whet/ops/attention.py then converts the
 // input or explains what is wrong with it.
-#include "attention.h"
+#include "engine/attention.h"
 
 #include <nanobind/nanobind.h>
 
@@ -11,25 +11,12 @@
 #include <vector>
 
 #include "arrays.h"
-#include "engine/attention.h"
-#include "gil.h"
+#include "bindings.h"
 
 namespace nb = nanobind;
 
 namespace whet {
 namespace {
-
-nb::object not_implemented() { return nb::borrow(Py_NotImplemented); }
-
-// None is `missing`. False for anything but None and an int from 1 up.
-bool optional_size(nb::handle object, int64_t missing, int64_t& size) {
-    size = missing;
-    if (object.is_none()) return true;
-    if (!PyLong_CheckExact(object.ptr())) return false;
-    int overflow = 0;
-    size = PyLong_AsLongLongAndOverflow(object.ptr(), &overflow);
-    return overflow == 0 && size > 0;
-}
 
 // The factor of base-2 scores; None is head_dim^-1/2. False for anything but None and a finite float.
 bool read_scale(nb::handle object, Py_ssize_t head_dim, float& scale) {
@@ -39,19 +26,13 @@ bool read_scale(nb::handle object, Py_ssize_t head_dim, float& scale) {
     return std::isfinite(scale);
 }
 
-// Whether neighbours on the last axis are neighbours in memory; an empty array has no neighbours.
-bool is_dense(const Array& a) { return a.stride[a.ndim - 1] == 1 || a.size() == 0; }
-
-bool is_operand(const Array& a) { return (a.dtype == DType::kFloat32 || a.dtype == DType::kBFloat16) && is_dense(a); }
-
-bool same_shape(const Array& a, const Array& b) {
-    return a.ndim == b.ndim && std::equal(a.shape, a.shape + a.ndim, b.shape);
+bool view_operand(nb::handle object, Array& array) {
+    return view_strided(object.ptr(), array) && array.ndim >= 3 && array.is_narrow_float() && array.is_dense();
 }
 
 bool view_operands(nb::handle q_object, nb::handle k_object, nb::handle v_object, Array& q, Array& k, Array& v) {
-    if (!view_strided(q_object.ptr(), q) || !view_strided(k_object.ptr(), k) || !view_strided(v_object.ptr(), v) ||
-        q.ndim < 3 || k.ndim < 3 || !is_operand(q) || !is_operand(k) || !is_operand(v) || q.dtype != k.dtype ||
-        q.dtype != v.dtype || !same_shape(k, v)) {
+    if (!view_operand(q_object, q) || !view_operand(k_object, k) || !view_operand(v_object, v) || q.dtype != k.dtype ||
+        q.dtype != v.dtype || !equal_shapes(k, v)) {
         return false;
     }
     const Py_ssize_t head_dim = q.shape[q.ndim - 1], heads = q.shape[q.ndim - 2], kv_heads = k.shape[k.ndim - 2];
@@ -59,34 +40,12 @@ bool view_operands(nb::handle q_object, nb::handle k_object, nb::handle v_object
            heads > 0 && kv_heads > 0 && heads % kv_heads == 0;
 }
 
-// `given` as the result if it fits `q`, or a new array like q if there is none. False if it does not fit.
-bool result_for(nb::handle given, nb::handle q_object, const Array& q, Array& out, nb::object& object) {
-    if (given.is_none()) {
-        out = q;
-        object = new_like(q_object.ptr(), q, q.dtype, q.ndim, q.shape, &out.data);
-        Py_ssize_t stride = 1;
-        for (int axis = q.ndim - 1; axis >= 0; --axis) {
-            out.stride[axis] = stride;
-            stride *= q.shape[axis];
-        }
-        return true;
-    }
-    object = nb::borrow(given);
-    return view_strided(given.ptr(), out, true) && same_shape(out, q) && out.dtype == q.dtype &&
-           out.is_torch == q.is_torch && is_dense(out);
-}
-
 // Integers of a contiguous array.
 struct Integers {
     Array array;
 
-    bool read(nb::handle object) {
-        return view(object.ptr(), array) && array.ndim == 1 &&
-               (array.dtype == DType::kInt64 || array.dtype == DType::kInt32);
-    }
-    int64_t operator[](Py_ssize_t i) const {
-        return array.dtype == DType::kInt64 ? array.as<int64_t>()[i] : array.as<int32_t>()[i];
-    }
+    bool read(nb::handle object) { return view(object.ptr(), array) && array.ndim == 1 && array.is_integer(); }
+    int64_t operator[](Py_ssize_t i) const { return array.integer(i); }
     // Whether these are offsets: from 0 up to n.
     bool are_offsets_of(int64_t n) const {
         if (array.shape[0] < 1 || (*this)[0] != 0 || (*this)[array.shape[0] - 1] != n) return false;
@@ -96,8 +55,6 @@ struct Integers {
         return true;
     }
 };
-
-void* at(const Array& a, int64_t element) { return a.as<char>() + element * (a.dtype == DType::kFloat32 ? 4 : 2); }
 
 AttentionShape shape_of(const Array& q, const Array& k, const Array& v, const Array& out) {
     AttentionShape shape;
@@ -115,10 +72,10 @@ bool read_sequences(const Array& q, const Array& k, const Array& v, const Array&
                     nb::handle key_offsets, std::vector<AttentionSequence>& sequences) {
     // Sequence i begins with these rows of the first axes.
     const auto add = [&](int64_t q_row, int64_t k_row, int64_t n_queries, int64_t n_keys) {
-        sequences.push_back({.q = at(q, q_row * q.stride[0]),
-                             .k = at(k, k_row * k.stride[0]),
-                             .v = at(v, k_row * v.stride[0]),
-                             .out = at(out, q_row * out.stride[0]),
+        sequences.push_back({.q = q.at(q_row * q.stride[0]),
+                             .k = k.at(k_row * k.stride[0]),
+                             .v = v.at(k_row * v.stride[0]),
+                             .out = out.at(q_row * out.stride[0]),
                              .n_queries = n_queries,
                              .n_keys = n_keys});
     };
@@ -150,20 +107,19 @@ nb::object attention_call(nb::handle q_object, nb::handle k_object, nb::handle v
                           nb::handle block_size, nb::handle given) {
     Array q, k, v, out;
     nb::object result;
-    int64_t seen = 0, block = 0;
+    Py_ssize_t seen = 0, block = 0;
     float factor = 0.0f;
     if (!view_operands(q_object, k_object, v_object, q, k, v) || !optional_size(window, kNoWindow, seen) ||
         (!causal && !window.is_none()) || !read_scale(scale, q.shape[q.ndim - 1], factor) ||
         !optional_size(block_size, 0, block) || block % 32 != 0 || block > kAttentionMaxBlock) {
         return not_implemented();
     }
-    // A result may be the queries' own memory: a task reads its queries before it writes.
-    if (!result_for(given, q_object, q, out, result)) return not_implemented();
+    // The result may be stored in the queries' memory: a task reads its queries before it writes.
+    if (!view_result(given, q_object, q, out, result) || !out.is_dense()) return not_implemented();
     std::vector<AttentionSequence> sequences;
     if (!read_sequences(q, k, v, out, offsets, key_offsets, sequences)) return not_implemented();
     AttentionShape shape = shape_of(q, k, v, out);
     shape.window = seen, shape.causal = causal, shape.block_size = static_cast<int>(block), shape.scale = factor;
-    const ReleaseGil release(attention_work(shape, sequences));
     attention(shape, sequences);
     return result;
 }
@@ -173,28 +129,27 @@ nb::object decode_attention_call(nb::handle q_object, nb::handle k_object, nb::h
     Array q, k, v, out;
     nb::object result;
     Integers length;
-    int64_t seen = 0;
+    Py_ssize_t seen = 0;
     float factor = 0.0f;
     if (!view_operands(q_object, k_object, v_object, q, k, v) || q.ndim != 3 || k.ndim != 4 ||
         q.shape[0] != k.shape[0] || !length.read(lengths) || length.array.shape[0] != q.shape[0] ||
         !read_scale(scale, q.shape[2], factor) || !optional_size(window, kNoWindow, seen)) {
         return not_implemented();
     }
-    if (!result_for(given, q_object, q, out, result)) return not_implemented();
+    if (!view_result(given, q_object, q, out, result) || !out.is_dense()) return not_implemented();
     std::vector<DecodeSequence> sequences;
     for (Py_ssize_t s = 0; s < q.shape[0]; ++s) {
         const int64_t end = length[s];
         if (end < 0 || end > k.shape[1]) return not_implemented();
-        sequences.push_back({.q = at(q, s * q.stride[0]),
-                             .k = at(k, s * k.stride[0]),
-                             .v = at(v, s * v.stride[0]),
-                             .out = at(out, s * out.stride[0]),
-                             .begin = end - std::min(seen, end),
+        sequences.push_back({.q = q.at(s * q.stride[0]),
+                             .k = k.at(s * k.stride[0]),
+                             .v = v.at(s * v.stride[0]),
+                             .out = out.at(s * out.stride[0]),
+                             .begin = end - std::min<int64_t>(seen, end),
                              .end = end});
     }
     AttentionShape shape = shape_of(q, k, v, out);
     shape.scale = factor;
-    const ReleaseGil release(decode_attention_work(shape, sequences));
     decode_attention(shape, sequences);
     return result;
 }

@@ -1,20 +1,19 @@
-// The engine's bindings: a model and its scheduler as one object. whet.engine checks what comes and explains; here
-// stands what keeps memory safe. Every method is atomic: threads take turns, and an interrupt falls between two
-// methods.
-#include "engine.h"
-
+// The engine's bindings: a model and its scheduler as one object. whet.engine checks arguments and explains; the checks
+// here keep memory safe. Every method is atomic: a lock serialises threads, and an interrupt falls between two methods.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <memory>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "arrays.h"
+#include "bindings.h"
 #include "engine/scheduler.h"
 #include "engine/stored_rows.h"
-#include "row_arrays.h"
 #include "runtime/checksum.h"
 #include "runtime/turn_lock.h"
 
@@ -28,6 +27,12 @@ T get(const nb::dict& from, const char* name) {
     return nb::cast<T>(from[name]);
 }
 
+// The member of a bound enum that is named so.
+template <class T>
+T named(const nb::dict& from, const char* name) {
+    return nb::cast<T>(nb::type<T>()[from[name]]);
+}
+
 ModelConfig config_of(const nb::dict& from) {
     ModelConfig c;
     c.n_layers = get<size_t>(from, "n_layers");
@@ -38,7 +43,7 @@ ModelConfig config_of(const nb::dict& from) {
     c.ffn_dim = get<size_t>(from, "ffn_dim");
     c.vocab_size = get<size_t>(from, "vocab_size");
     c.max_position = get<size_t>(from, "max_position");
-    c.norm = get<std::string>(from, "norm") == "rms" ? Norm::kRms : Norm::kLayer;
+    c.norm = named<Norm>(from, "norm");
     c.norm_eps = get<double>(from, "norm_eps");
     c.rotary_dim = get<size_t>(from, "rotary_dim");
     c.is_neox = get<bool>(from, "is_neox");
@@ -48,10 +53,7 @@ ModelConfig config_of(const nb::dict& from) {
     c.parallel_residual = get<bool>(from, "parallel_residual");
     c.shared_norm = get<bool>(from, "shared_norm");
     c.qk_norm = get<bool>(from, "qk_norm");
-    const auto activation = get<std::string>(from, "activation");
-    c.activation = activation == "silu"   ? Activation::kSilu
-                   : activation == "gelu" ? Activation::kGelu
-                                          : Activation::kGeluTanh;
+    c.activation = named<Activation>(from, "activation");
     c.gated = get<bool>(from, "gated");
     for (nb::handle w : nb::cast<nb::sequence>(from["windows"])) c.windows.push_back(nb::cast<size_t>(w));
     c.attention_scale = get<double>(from, "attention_scale");
@@ -65,8 +67,7 @@ ModelConfig config_of(const nb::dict& from) {
 
 std::vector<int32_t> tokens_of(nb::handle object, size_t vocab_size) {
     Array a;
-    if (!view(object.ptr(), a) || a.dtype != DType::kInt32 || a.ndim != 1)
-        throw std::invalid_argument("not an int32 array");
+    if (!view_vector(object, DType::kInt32, a)) throw std::invalid_argument("not an int32 array");
     std::vector<int32_t> tokens(a.as<int32_t>(), a.as<int32_t>() + a.size());
     for (int32_t t : tokens) {
         if (t < 0 || static_cast<size_t>(t) >= vocab_size) {
@@ -77,15 +78,16 @@ std::vector<int32_t> tokens_of(nb::handle object, size_t vocab_size) {
 }
 
 template <class T>
-nb::object array_of(DType dtype, const std::vector<T>& values) {
-    void* data = nullptr;
-    PyObject* array = new_array(dtype, static_cast<Py_ssize_t>(values.size()), -1, &data);
-    if (array == nullptr) throw nb::python_error();
-    std::copy(values.begin(), values.end(), static_cast<T*>(data));
-    return nb::steal(array);
+nb::object array_of(DType dtype, std::span<const T> values) {
+    T* data = nullptr;
+    nb::object array = new_vector(dtype, values.size(), data);
+    std::copy(values.begin(), values.end(), data);
+    return array;
 }
+nb::object array_of(std::span<const float> values) { return array_of(DType::kFloat32, values); }
+nb::object array_of(std::span<const int32_t> values) { return array_of(DType::kInt32, values); }
 
-// One thread's turn. Nobody waits for it who holds the GIL, so that its holder may wait for the GIL.
+// Holds the engine's lock. It is acquired without the GIL, so that a thread that holds it may wait for the GIL.
 class Turn {
 public:
     explicit Turn(TurnLock& lock) : lock_(lock) {
@@ -105,19 +107,19 @@ public:
                  bool bf16_cache)
         : model_(config_of(config), max_batch + chunk, bf16_cache), scheduler_(model_, {kv_bytes, max_batch, chunk}) {
         for (nb::handle slot : slots) {
-            const auto one = nb::cast<nb::tuple>(slot);
-            const std::string name = nb::cast<const char*>(one[0]);
-            const auto n = nb::cast<size_t>(one[2]);
-            if (one[1].is_none()) {
+            const auto entry = nb::cast<nb::tuple>(slot);
+            const std::string name = nb::cast<const char*>(entry[0]);
+            const auto n = nb::cast<size_t>(entry[2]);
+            if (entry[1].is_none()) {
                 model_.weights().add_vector(name, n);
             } else {
-                model_.weights().add_matrix(name, static_cast<WeightFormat>(nb::cast<int>(one[1])), n,
-                                            nb::cast<size_t>(one[3]));
+                model_.weights().add_matrix(name, static_cast<WeightFormat>(nb::cast<int>(entry[1])), n,
+                                            nb::cast<size_t>(entry[3]));
             }
         }
     }
 
-    // Names come as const char*: nanobind ends the process where it makes a std::string of one and finds no memory.
+    // Names are const char*: nanobind terminates the process where it has no memory to make a std::string of one.
     // Rows of a matrix at an address; the strides of StoredRows.
     void load(const char* slot, size_t first, size_t n, size_t width, uintptr_t address, StoredType type,
               ptrdiff_t row_stride, ptrdiff_t column_stride) {
@@ -133,17 +135,17 @@ public:
         model_.weights().pack_vector(slot, first, {type, reinterpret_cast<const void*>(address), 1, n, 0, stride});
     }
 
-    // A call that has requests from here on; `alone`: that has none, and changes the model. 0, or how many are under
-    // way that stand in its way: for one alone any, for others one alone.
-    size_t begin_session(uint64_t session, bool alone) {
+    // Opens a call's session; an exclusive one changes the model and has no requests. Returns 0, or, where the session
+    // cannot be opened, the number of open ones: an exclusive session excludes all others.
+    size_t begin_session(uint64_t session, bool exclusive) {
         const Turn turn(lock_);
-        if (!sessions_.empty() && (alone || is_alone_)) return sessions_.size();
+        if (!sessions_.empty() && (exclusive || is_exclusive_)) return sessions_.size();
         sessions_.push_back(session);
-        is_alone_ = alone;
+        is_exclusive_ = exclusive;
         return 0;
     }
 
-    // Nothing of it is left. Nothing happens where it has ended.
+    // Cancels what is left of its requests. Idempotent.
     void end_session(uint64_t session) {
         const Turn turn(lock_);
         scheduler_.end_session(session);
@@ -151,9 +153,8 @@ public:
     }
 
     uint64_t add_prompt(uint64_t session, nb::handle tokens, size_t n, size_t max_new_tokens, nb::handle stop_tokens,
-                        uint64_t seed, uint64_t prompt_index, uint64_t first_sample, uint64_t adapter,
-                        float temperature, int32_t top_k, float top_p, float min_p, float repetition_penalty,
-                        bool model_logprobs) {
+                        uint64_t seed, uint64_t prompt_index, uint64_t adapter, float temperature, int32_t top_k,
+                        float top_p, float min_p, float repetition_penalty, bool model_logprobs) {
         const Turn turn(lock_);
         Request request = request_of(session, tokens, adapter);
         const size_t room =
@@ -162,7 +163,7 @@ public:
         request.n = n;
         request.max_new_tokens = std::min(max_new_tokens, room);
         request.stop_tokens = tokens_of(stop_tokens, model_.config().vocab_size);
-        request.seed = seed, request.prompt_index = prompt_index, request.first_sample = first_sample;
+        request.seed = seed, request.prompt_index = prompt_index;
         request.sampling = {.temperature = temperature,
                             .top_p = top_p,
                             .min_p = min_p,
@@ -176,7 +177,10 @@ public:
                        bool logits, uint64_t adapter) {
         const Turn turn(lock_);
         Request request = request_of(session, tokens, adapter);
-        if (score_from == 0) throw std::invalid_argument("the first token has no log-prob");
+        if (score_from == 0 || score_from > request.tokens.size()) {
+            throw std::invalid_argument("score_from is " + std::to_string(score_from) + ", expected 1 to " +
+                                        std::to_string(request.tokens.size()));
+        }
         request.score_from = score_from;
         request.entropy = entropy;
         request.logits = logits;
@@ -197,19 +201,15 @@ public:
         const Turn turn(lock_);
         const Sample& s = scheduler_.job(id).samples.at(i);
         from = std::min(from, s.tokens.size());
-        const auto begin = static_cast<ptrdiff_t>(from);
         static const char* const kFinish[] = {"running", "stop", "length", "cancelled"};
-        return nb::make_tuple(
-            array_of(DType::kInt32, std::vector<int32_t>(s.tokens.begin() + begin, s.tokens.end())),
-            array_of(DType::kFloat32, std::vector<float>(s.logprobs.begin() + begin, s.logprobs.end())),
-            kFinish[static_cast<int>(s.finish)]);
+        return nb::make_tuple(array_of(std::span(s.tokens).subspan(from)),
+                              array_of(std::span(s.logprobs).subspan(from)), kFinish[static_cast<int>(s.finish)]);
     }
 
     nb::tuple scores(uint64_t id) const {
         const Turn turn(lock_);
         const Job& job = scheduler_.job(id);
-        return nb::make_tuple(array_of(DType::kFloat32, job.logprobs), array_of(DType::kFloat32, job.entropies),
-                              array_of(DType::kFloat32, job.logits));
+        return nb::make_tuple(array_of(job.logprobs), array_of(job.entropies), array_of(job.logits));
     }
 
     // parts: (layer, target, first row, A (rank, k), B (n, rank)) with contiguous float32 arrays, the scaling in B.
@@ -217,11 +217,11 @@ public:
         const Turn turn(lock_);
         auto adapter = std::make_unique<Adapter>(model_.config().n_layers);
         for (nb::handle part : parts) {
-            const auto one = nb::cast<nb::tuple>(part);
-            const auto layer = nb::cast<size_t>(one[0]);
-            const auto target = nb::cast<Target>(one[1]);
-            const auto first_row = nb::cast<size_t>(one[2]);
-            LowRank low{first_row, packed(one[3]), packed(one[4])};
+            const auto entry = nb::cast<nb::tuple>(part);
+            const auto layer = nb::cast<size_t>(entry[0]);
+            const auto target = nb::cast<Target>(entry[1]);
+            const auto first_row = nb::cast<size_t>(entry[2]);
+            LowRank low{first_row, packed(entry[3]), packed(entry[4])};
             if (layer >= adapter->layers.size() || low.a->n() != low.b->k() || low.a->k() != inputs(target) ||
                 first_row + low.b->n() > outputs(target)) {
                 throw std::invalid_argument("an adapter of other shapes than its matrix");
@@ -259,11 +259,11 @@ private:
     mutable TurnLock lock_;
     Transformer model_;
     Scheduler scheduler_;
-    std::vector<uint64_t> sessions_;  // that have begun and not ended
-    bool is_alone_ = false;
+    std::vector<uint64_t> sessions_;  // open
+    bool is_exclusive_ = false;
 
     Request request_of(uint64_t session, nb::handle tokens, uint64_t adapter) const {
-        if (is_alone_ || std::find(sessions_.begin(), sessions_.end(), session) == sessions_.end()) {
+        if (is_exclusive_ || std::find(sessions_.begin(), sessions_.end(), session) == sessions_.end()) {
             throw std::out_of_range("the call has ended");
         }
         Request request;
@@ -296,24 +296,17 @@ private:
     }
 };
 
-// Of rows of memory; see runtime/checksum.h.
-uint64_t checksum_of_rows(uintptr_t address, size_t rows, size_t row_bytes, ptrdiff_t stride) {
-    constexpr size_t kTaskBytes = size_t{1} << 18;
-    const size_t per_task = std::max<size_t>(1, kTaskBytes / std::max<size_t>(1, row_bytes));
-    std::vector<uint64_t> sums(rows);
-    split(rows, per_task, static_cast<double>(rows * row_bytes) * 0.1, [&](size_t begin, size_t end) {
-        for (size_t i = begin; i < end; ++i) {
-            sums[i] = checksum(reinterpret_cast<const char*>(address) + static_cast<ptrdiff_t>(i) * stride, row_bytes);
-        }
-    });
-    return checksum(sums.data(), sums.size() * sizeof(uint64_t));
+// Of rows at an address; the stride in bytes.
+uint64_t checksum_call(uintptr_t address, size_t rows, size_t row_bytes, ptrdiff_t stride) {
+    return checksum_rows(reinterpret_cast<const char*>(address), rows, row_bytes, stride);
 }
 
 }  // namespace
 
 void bind_engine(nb::module_& m) {
-    m.def("checksum", &checksum_of_rows);
     using nb::arg;
+    m.def("checksum", &checksum_call);
+    nb::enum_<Norm>(m, "Norm").value("rms", Norm::kRms).value("layer", Norm::kLayer);
     nb::enum_<Target>(m, "Target")
         .value("QKV", Target::kQkv)
         .value("O", Target::kO)
@@ -327,8 +320,8 @@ void bind_engine(nb::module_& m) {
         .def("load_vector", &EngineObject::load_vector, arg("slot"), nb::kw_only(), arg("first"), arg("n"),
              arg("address"), arg("type"), arg("stride"))
         .def("add_prompt", &EngineObject::add_prompt, arg("session"), nb::kw_only(), arg("tokens"), arg("n"),
-             arg("max_new_tokens"), arg("stop_tokens"), arg("seed"), arg("prompt_index"), arg("first_sample"),
-             arg("adapter"), arg("temperature"), arg("top_k"), arg("top_p"), arg("min_p"), arg("repetition_penalty"),
+             arg("max_new_tokens"), arg("stop_tokens"), arg("seed"), arg("prompt_index"), arg("adapter"),
+             arg("temperature"), arg("top_k"), arg("top_p"), arg("min_p"), arg("repetition_penalty"),
              arg("model_logprobs"))
         .def("add_score", &EngineObject::add_score, arg("session"), nb::kw_only(), arg("tokens"), arg("score_from"),
              arg("temperature"), arg("entropy"), arg("logits"), arg("adapter"))

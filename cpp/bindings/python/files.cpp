@@ -1,6 +1,4 @@
 // Bindings of the parsers of model files. A file comes as its bytes; errors are ValueErrors that do not name the file.
-#include "files.h"
-
 #include <nanobind/ndarray.h>
 
 #include <cstring>
@@ -10,6 +8,7 @@
 #include <vector>
 
 #include "arrays.h"
+#include "bindings.h"
 #include "engine/stored_rows.h"
 #include "files/gguf.h"
 #include "files/safetensors.h"

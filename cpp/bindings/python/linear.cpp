@@ -1,13 +1,12 @@
 // Bindings of the products: packed weights and the linear layer over them, gemm and gemv.
 //
 // As in primitives.cpp, NotImplemented says that an argument is not the plain case.
-#include "linear.h"
-
 #include <nanobind/nanobind.h>
 
 #include <vector>
 
 #include "arrays.h"
+#include "bindings.h"
 #include "engine/gemm.h"
 #include "engine/linear.h"
 #include "kernels/dispatch.h"

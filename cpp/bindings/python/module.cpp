@@ -4,19 +4,9 @@
 #include <string>
 
 #include "arrays.h"
-#include "attention.h"
-#include "engine.h"
-#include "files.h"
+#include "bindings.h"
 #include "kernels/dispatch.h"
-#include "linear.h"
-#include "lora.h"
-#include "kv_cache.h"
-#include "norm.h"
-#include "primitives.h"
-#include "probe.h"
-#include "rope.h"
-#include "sampler.h"
-#include "training.h"
+#include "runtime/host_lock.h"
 #include "runtime/thread_pool.h"
 
 namespace nb = nanobind;
@@ -44,11 +34,16 @@ nb::dict build_info() {
     return info;
 }
 
+// The GIL, if this thread holds it.
+void* release_gil() { return PyGILState_Check() ? PyEval_SaveThread() : nullptr; }
+void acquire_gil(void* thread_state) { PyEval_RestoreThread(static_cast<PyThreadState*>(thread_state)); }
+
 }  // namespace
 
 NB_MODULE(_core, m) {
     nb::set_leak_warnings(false);  // of weights in a graph of torch that a script still has when it ends
     whet::import_numpy();
+    whet::host_lock = {&release_gil, &acquire_gil};
     m.def("isa", [] { return whet::kernels().isa; });
     m.def("num_threads", &whet::num_threads);
     m.def("set_num_threads", &whet::set_num_threads, nb::call_guard<nb::gil_scoped_release>());

@@ -1,12 +1,10 @@
 // Bindings of the probes: how fast this machine's threads read, copy and scale memory, and multiply and add; and what
-// it costs to take memory and give it back.
+// it costs to allocate memory and free it.
 //
 // All threads start together and work for a batch of a millisecond or more; a batch takes as long as from the first
-// start to the last end. Batches follow one another until the time asked for is over, and the fastest one counts: a
-// ceiling is what is possible, and every disturbance makes a batch slower. Arguments come checked
-// (src/whet/ops/probe.py).
-#include "probe.h"
-
+// start to the last end. Batches are repeated for the requested time, and the fastest one counts: a ceiling is what is
+// possible, and every disturbance makes a batch slower. src/whet/ops/probe.py has checked the arguments.
+#include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -23,6 +21,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "bindings.h"
 #include "engine/kv_cache.h"
 #include "kernels/dispatch.h"
 #include "runtime/thread_pool.h"
@@ -40,7 +39,7 @@ double seconds_between(Clock::time_point start, Clock::time_point end) {
 
 // body(i) once per thread, all at once; the seconds from the first start to the last end.
 //
-// The pool may give two tasks to one thread if another does not wake: nobody waits for longer than kPatience.
+// A thread may run two tasks where another does not wake: no task waits for longer than kPatience.
 template <class Body>
 double run_together(size_t n_threads, const Body& body) {
     constexpr double kPatience = 0.02;
@@ -119,7 +118,7 @@ struct Parts {
 };
 
 void read(const Parts& parts, size_t i, size_t repeats) {
-    // The sink keeps the loads: nothing else looks at what was read.
+    // The sink keeps the compiler from removing the loads: their values are not used.
     static std::atomic<uint64_t> sink;
     sink.store(kernels().probe_read(parts.floats(i), parts.part_bytes, repeats), std::memory_order_relaxed);
 }
@@ -207,7 +206,7 @@ public:
     KvPages(size_t n_layers, size_t n_kv_heads, size_t head_dim, bool bf16)
         : cache_(config_of(n_layers, n_kv_heads, head_dim), bf16, bytes_of(n_layers, n_kv_heads, head_dim, bf16)) {}
 
-    // Takes a page of zeros and gives it back, as a sequence of one page does.
+    // Allocates a zeroed page and frees it, as a sequence of one page does.
     size_t take_and_release() {
         cache_.unref(cache_.allocate());
         return cache_.page_bytes();
@@ -228,7 +227,7 @@ private:
     KvCache cache_;
 };
 
-// malloc and free of the C library; between them zeros, where they are asked for.
+// malloc and free of the C library; between them zeroed, if `zeroed`.
 size_t malloc_and_free(size_t n_bytes, bool zeroed) {
     void* memory = std::malloc(n_bytes);
     if (memory == nullptr) throw std::bad_alloc();

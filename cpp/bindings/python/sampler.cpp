@@ -1,15 +1,14 @@
 // Bindings of the sampler and its uniforms, as the tests call them; the engine calls the C++ functions itself.
 //
 // NotImplemented says that an array is not contiguous, or not of the dtype and shape that it should be.
-#include "sampler.h"
+#include "engine/sampler.h"
 
-#include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
 #include "arrays.h"
-#include "engine/sampler.h"
+#include "bindings.h"
+#include "runtime/ceil_div.h"
 #include "runtime/philox.h"
 #include "runtime/thread_pool.h"
 
@@ -18,30 +17,21 @@ namespace nb = nanobind;
 namespace whet {
 namespace {
 
-template <class T>
-nb::object vector_of(DType dtype, size_t n, T** data) {
-    void* memory = nullptr;
-    PyObject* array = new_array(dtype, static_cast<Py_ssize_t>(n), -1, &memory);
-    if (array == nullptr) nb::raise_python_error();
-    *data = static_cast<T*>(memory);
-    return nb::steal(array);
-}
-
-// What one thread draws with: a copy of the row, the bitmap of the tokens seen, the scratch.
-struct Desk {
+// A thread's memory for a draw: a copy of the row, the bitmap of the tokens seen, the sampler's scratch.
+struct DrawScratch {
     std::vector<float> logits;
     std::vector<uint64_t> seen;
-    std::vector<double> scratch;
+    std::vector<double> memory;
 
     Drawn draw(const float* row, const bool* row_seen, size_t size, const Sampling& sampling, double uniform) {
         logits.assign(row, row + size);
-        scratch.resize((sampler_scratch_bytes(size) + sizeof(double) - 1) / sizeof(double));
+        memory.resize(ceil_div(sampler_scratch_bytes(size), sizeof(double)));
         if (row_seen != nullptr) {
-            seen.assign((size + 63) / 64, 0);
+            seen.assign(ceil_div(size, 64), 0);
             for (size_t i = 0; i < size; ++i) seen[i / 64] |= static_cast<uint64_t>(row_seen[i]) << (i % 64);
         }
         return draw_token(logits.data(), size, sampling, row_seen == nullptr ? nullptr : seen.data(), uniform,
-                          scratch.data());
+                          memory.data());
     }
 };
 
@@ -50,13 +40,12 @@ nb::object draw_tokens(nb::handle logits_object, nb::handle uniforms_object, dou
                        bool model_logprobs) {
     Array logits, uniforms, seen;
     if (!view(logits_object.ptr(), logits) || logits.dtype != DType::kFloat32 || logits.ndim != 2 ||
-        !view(uniforms_object.ptr(), uniforms) || uniforms.dtype != DType::kFloat64 || uniforms.ndim != 1 ||
-        uniforms.shape[0] != logits.shape[0]) {
-        return nb::borrow(Py_NotImplemented);
+        !view_vector(uniforms_object, DType::kFloat64, uniforms) || uniforms.shape[0] != logits.shape[0]) {
+        return not_implemented();
     }
-    if (!seen_object.is_none() && (!view(seen_object.ptr(), seen) || seen.dtype != DType::kBool || seen.ndim != 2 ||
-                                   seen.shape[0] != logits.shape[0] || seen.shape[1] != logits.shape[1])) {
-        return nb::borrow(Py_NotImplemented);
+    if (!seen_object.is_none() &&
+        (!view(seen_object.ptr(), seen) || seen.dtype != DType::kBool || !equal_shapes(seen, logits))) {
+        return not_implemented();
     }
     const Sampling sampling{.temperature = static_cast<float>(temperature),
                             .top_p = static_cast<float>(top_p),
@@ -65,28 +54,28 @@ nb::object draw_tokens(nb::handle logits_object, nb::handle uniforms_object, dou
                             .top_k = top_k,
                             .model_logprobs = model_logprobs};
     const auto rows = static_cast<size_t>(logits.shape[0]), size = static_cast<size_t>(logits.shape[1]);
-    float *ids = nullptr, *logprobs = nullptr;
-    // new_array makes floating arrays only; an id has a float's size.
-    nb::object ids_object = vector_of(DType::kFloat32, rows, &ids).attr("view")("int32");
-    nb::object logprobs_object = vector_of(DType::kFloat32, rows, &logprobs);
-    auto one = [&](size_t r) {
-        thread_local Desk desk;
+    int32_t* ids = nullptr;
+    float* logprobs = nullptr;
+    nb::object ids_object = new_vector(DType::kInt32, rows, ids);
+    nb::object logprobs_object = new_vector(DType::kFloat32, rows, logprobs);
+    auto draw_row = [&](size_t r) {
+        thread_local DrawScratch scratch;
         const bool* row_seen = seen_object.is_none() ? nullptr : seen.as<bool>() + r * size;
         const Drawn drawn =
-            desk.draw(logits.as<float>() + r * size, row_seen, size, sampling, uniforms.as<double>()[r]);
-        std::memcpy(ids + r, &drawn.token, sizeof drawn.token);
+            scratch.draw(logits.as<float>() + r * size, row_seen, size, sampling, uniforms.as<double>()[r]);
+        ids[r] = drawn.token;
         logprobs[r] = drawn.logprob;
     };
     {
         const nb::gil_scoped_release release;
-        parallel_for(rows, one);
+        parallel_for(rows, draw_row);
     }
     return nb::make_tuple(ids_object, logprobs_object);
 }
 
 nb::object token_uniforms(uint64_t seed, uint64_t prompt, uint64_t sample, size_t n) {
     double* data = nullptr;
-    nb::object array = vector_of(DType::kFloat64, n, &data);
+    nb::object array = new_vector(DType::kFloat64, n, data);
     for (size_t t = 0; t < n; ++t) data[t] = token_uniform(seed, prompt, sample, t);
     return array;
 }

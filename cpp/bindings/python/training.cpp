@@ -3,7 +3,7 @@
 //
 // nanobind checks dtype, contiguity and number of axes; what is left are sizes that have to agree. No array is
 // converted: a result would go to the copy.
-#include "training.h"
+#include "engine/training.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -14,7 +14,7 @@
 #include <stdexcept>
 #include <type_traits>
 
-#include "engine/training.h"
+#include "bindings.h"
 #include "engine/attention.h"
 #include "engine/training_attention.h"
 #include "runtime/allocator.h"

@@ -18,7 +18,7 @@ from whet.algorithms.dpo import DPO, dpo_loss
 from whet.algorithms.grpo import GRPO, grpo_loss
 from whet.algorithms.online_dpo import OnlineDPO
 from whet.algorithms.sft import SFT, sft_loss
-from whet.config import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
+from whet.config.settings import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
 
 __all__ = [
     "DPO",

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whet.config import BestOfNConfig, EngineName
+from whet.config.fields import make_config
+from whet.config.sampling import Completion
+from whet.config.settings import BestOfNConfig, EngineName
 from whet.data.batches import batches_in_order
-from whet.errors import RewardError
-from whet.fields import check_integer, make_config
-from whet.rewards.functions import RewardFn, reward_functions
-from whet.rollout.choose import check_lengths, make_engine, with_room
+from whet.errors import RewardError, check_integer
+from whet.nn.modules import stop_token_ids
+from whet.rewards.functions import RewardFn
+from whet.rollout.choose import check_lengths, make_engine, reward_functions, with_room
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import Prompts, Rollout, as_prompt_row, read_prompts, sample
-from whet.sampling import Completion
-from whet.training.trainer import stop_token_ids
 
 
 class BestOfNResult(NamedTuple):

@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from whet.algorithms.loss_terms import check_float_tensor, check_shapes, denominator, sampler_gap
-from whet.config import DPOConfig, DPOLossType, PreferenceConfig, check_dpo_options
+from whet.config.settings import DPOConfig, DPOLossType, PreferenceConfig, check_dpo_options
 from whet.data.batches import as_rows, check_row_counts, columns_as_rows, is_batch, is_sequence
 from whet.data.rows import token_rows, tokenize_preference
-from whet.errors import WhetTypeError, WhetValueError
-from whet.fields import is_number
+from whet.errors import WhetTypeError, WhetValueError, is_number
 from whet.nn.causal_lm import completion_logprobs
-from whet.phases import phase
+from whet.training.phases import phase
 from whet.training.reference import ReferenceSums, TokenRow
 from whet.training.reference_cache import Sums
 from whet.training.trainer import Trainer, training_step
@@ -182,7 +181,7 @@ class DPO(Trainer):
         missing = [i for i, row in enumerate(done) if _read_sums(row) is None]
         if not missing:
             return done
-        token_rows = self._tokenized([done[i] for i in missing]).rows()
+        token_rows = self._tokenize([done[i] for i in missing]).rows()
         cache, arithmetic = self.config.reference_cache, self.acceleration.dtype if self.acceleration else "torch"
         open_cache = partial(self.reference.open_cache, cache, str(arithmetic).removeprefix("torch."))
         known = self._sums.add(token_rows, self._reference_sums, self.config.batch_size, open_cache if cache else None)
@@ -228,7 +227,7 @@ class DPO(Trainer):
             check_row_counts("DPO", self.row_fields, ids)
             pairs, rows = Pairs(*ids), [{}] * len(ids[0])
         else:
-            pairs = self._tokenized(rows)
+            pairs = self._tokenize(rows)
         if not self.config.has_reference():
             return pairs
         known = [_read_sums(row) or self._sums.get(ids) for row, ids in zip(rows, pairs.rows(), strict=True)]
@@ -237,7 +236,7 @@ class DPO(Trainer):
         sums = torch.tensor(known, dtype=torch.float64)
         return pairs._replace(reference=(sums[:, 0], sums[:, 1]))
 
-    def _tokenized(self, rows: Sequence[Mapping[str, Any]]) -> Pairs:
+    def _tokenize(self, rows: Sequence[Mapping[str, Any]]) -> Pairs:
         return Pairs.of_rows(tokenize_preference(row, self.tokenizer) for row in rows)
 
 

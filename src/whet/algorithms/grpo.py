@@ -32,7 +32,7 @@ from whet.algorithms.loss_terms import (
     token_kl,
 )
 from whet.algorithms.online import OnlineTrainer
-from whet.config import (
+from whet.config.settings import (
     GRPOConfig,
     GRPOLossType,
     KLEstimator,
@@ -44,10 +44,11 @@ from whet.errors import WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.modules import module_device
 from whet.ops import compute_batch_group_advantages
-from whet.phases import phase
-from whet.rewards.functions import RewardFn, RewardFunctions, reward_functions
+from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import group_std, reward_metrics
+from whet.rollout.choose import reward_functions
 from whet.rollout.rollout import Rollout, completion_table, read_prompts
+from whet.training.phases import phase
 from whet.training.trainer import training_step
 
 
@@ -118,7 +119,8 @@ class GRPO(OnlineTrainer):
         """Sample completions and score them."""
         config, size = self.config, self.config.group_size
         rollout = self.sample(prompt_batch, size)
-        scored = rollout.score(self.rewards)
+        with phase("reward"):
+            scored = rollout.score(self.rewards)
         with phase("advantages"):
             options = {"scale": config.scale_rewards, "ddof": config.advantage_ddof, "eps": config.advantage_eps}
             advantages = compute_batch_group_advantages(scored.rewards, size, **options)
@@ -371,7 +373,12 @@ def grpo_loss(
         Zheng et al. 2025, cispo: MiniMax 2025, luspo and sapo: TRL). Departure: a rejected token leaves
         the denominators too.
     """
-    check_grpo_options("grpo_loss", loss_type, level, kl_estimator, epsilon, epsilon_high, delta)
+    settings = SimpleNamespace(
+        loss_type=loss_type, level=level, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta, beta=beta,
+        kl_estimator=kl_estimator, kl_bias_correction=kl_bias_correction,
+        sapo_tau_positive=sapo_tau_positive, sapo_tau_negative=sapo_tau_negative,
+    )  # fmt: skip
+    check_grpo_options("grpo_loss", settings)
     check_float_tensor("grpo_loss", "logprobs", logprobs, n_axes=2)
     optional = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
     optional["sampler_logprobs"] = sampler_logprobs
@@ -391,11 +398,6 @@ def grpo_loss(
         denominator("grpo_loss", "n_rows", count_rows(completion_mask, mask) if n_rows is None else n_rows),
         max_completion_length,
     )
-    settings = SimpleNamespace(
-        loss_type=loss_type, level=level, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta, beta=beta,
-        kl_estimator=kl_estimator, kl_bias_correction=kl_bias_correction,
-        sapo_tau_positive=sapo_tau_positive, sapo_tau_negative=sapo_tau_negative,
-    )  # fmt: skip
     loss, metrics = _masked_loss(logprobs, old, advantages, mask, weights, ref_logprobs, settings, counts)
     if sampler_logprobs is not None:
         gaps = masked((old - sampler_logprobs.to(old)).abs(), mask)

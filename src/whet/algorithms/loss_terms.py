@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.config import KLEstimator, SamplerCorrection
-from whet.errors import WhetTypeError, WhetValueError
-from whet.fields import check_choice, is_number
+from whet.config.settings import KLEstimator, SamplerCorrection
+from whet.errors import WhetTypeError, WhetValueError, check_choice, is_number
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:

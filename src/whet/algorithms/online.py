@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from whet.config import EngineName
+from whet.config.settings import EngineName
 from whet.errors import WhetTypeError
-from whet.phases import phase
-from whet.rewards.functions import RewardFn, RewardFunctions, reward_functions
+from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import mean_rewards
-from whet.rollout.choose import check_lengths, make_engine, with_room
+from whet.rollout.choose import check_lengths, make_engine, reward_functions, with_room
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import Rollout, as_prompt_row, read_prompts, sample
+from whet.training.phases import phase
 from whet.training.trainer import Trainer
 
 
@@ -79,9 +79,7 @@ class OnlineTrainer(Trainer):
             RewardError: a reward function failed.
             WhetTypeError: there is no reward function, as in OnlineDPO with a preference_fn.
         """
-        return self._measured(
-            lambda: self.evaluation_metrics(prompts, reward_fn=reward_fn, temperature=temperature)["mean_reward"]
-        )
+        return super().evaluate(prompts, reward_fn=reward_fn, temperature=temperature)
 
     def evaluation_metrics(
         self, dataset: Any, *, reward_fn: RewardFn | None = None, temperature: float | None = None
@@ -112,4 +110,5 @@ class OnlineTrainer(Trainer):
         sampling = self.config.sampling(self.stop_token_ids(), seed)
         if temperature is not None:
             sampling = dataclasses.replace(sampling, temperature=temperature)
-        return sample(self.engine, prompts, n, sampling, self.tokenizer)
+        with phase("generation"):
+            return sample(self.engine, prompts, n, sampling, self.tokenizer)

@@ -16,13 +16,14 @@ import torch
 
 from whet.algorithms.dpo import Pairs, update_on_pairs
 from whet.algorithms.online import OnlineTrainer
-from whet.config import OnlineDPOConfig
+from whet.config.fields import check_used
+from whet.config.settings import OnlineDPOConfig
 from whet.errors import WhetTypeError
-from whet.fields import check_used
-from whet.phases import phase
-from whet.rewards.functions import RewardBatch, RewardFn, call_preference, reward_functions
+from whet.rewards.functions import RewardBatch, RewardFn, call_preference
 from whet.rewards.metrics import reward_metrics
+from whet.rollout.choose import reward_functions
 from whet.rollout.rollout import Rollout, completion_table
+from whet.training.phases import phase
 from whet.training.trainer import training_step
 
 
@@ -71,7 +72,8 @@ class OnlineDPO(OnlineTrainer):
             RewardError: preference_fn or a reward function failed.
         """
         rollout = self.sample(prompt_batch, 2)
-        scored = None if self.rewards is None else rollout.score(self.rewards)
+        with phase("reward"):
+            scored = None if self.rewards is None else rollout.score(self.rewards)
         ids = rollout.completion_ids
         winners = [
             None if first == second else winner

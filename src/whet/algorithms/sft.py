@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from whet.algorithms.loss_terms import check_float_tensor, check_shapes, denominator, masked
-from whet.config import SFTConfig
+from whet.config.settings import SFTConfig
 from whet.data.batches import as_rows, check_row_counts, columns_as_rows
 from whet.data.rows import token_rows, tokenize_completion
 from whet.errors import WhetValueError
 from whet.nn.causal_lm import completion_logprobs
-from whet.phases import phase
+from whet.training.phases import phase
 from whet.training.trainer import Trainer, training_step
 
 

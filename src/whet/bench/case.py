@@ -5,6 +5,7 @@ A suite is one short module in ``suites/`` with a ``SUITE``; it is registered no
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -78,9 +79,14 @@ class Case:
     note: str = ""
 
 
+def to_array(answer: Any) -> np.ndarray:
+    """An answer in float64, of NumPy or torch, which alone has bfloat16."""
+    return np.asarray(answer.double() if hasattr(answer, "double") else answer, np.float64)
+
+
 def relative_error(answer: Any, reference: Any) -> float:
     """max |answer - reference| / max(1, |reference|); infinite where shapes differ or only one is NaN."""
-    got, right = np.asarray(answer, np.float64), np.asarray(reference, np.float64)
+    got, right = to_array(answer), np.asarray(reference, np.float64)
     if got.shape != right.shape or not np.array_equal(np.isfinite(got), np.isfinite(right)):
         return float("inf")
     finite = np.isfinite(right)
@@ -134,6 +140,13 @@ class Timed:
     counted: str = ""
     note: str = ""
     peak_bytes: int | None = None
+
+
+def seconds_of(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+    """What ``work(*arguments)`` returns, and how long it took."""
+    started = time.perf_counter()
+    answer = work(*arguments)
+    return answer, time.perf_counter() - started
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from whet.bench import formatting
+from whet.bench.markdown import Cell
 from whet.bench.results import is_measured, is_ours, rows_of, why_not
 from whet.bench.stats import Ratio, paired_ratio, summary, unpaired_ratio
-from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
+from whet.bench.terminal import terminal_table
+from whet.errors import WhetTypeError, WhetValueError
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -30,6 +32,7 @@ THRESHOLD = 0.1
 
 _SCHEMA = 1
 _LEAST_CONTROLS = 3
+_TONES = {"faster": "good", "same": "muted"}
 _Verdict = Literal["slower", "faster", "same", "noise", "appeared", "gone", "broken"]
 
 
@@ -197,23 +200,15 @@ def as_table(comparison: Comparison) -> RichTable:
     Raises:
         MissingExtraError: rich is not installed.
     """
-    try:
-        from rich.table import Table as RichTable
-        from rich.text import Text
-    except ImportError as error:
-        raise MissingExtraError("as_table", "rich", "train") from error
-
-    shown = RichTable(box=None, pad_edge=False)
-    for header in ("table", "case", "provider", "threads", "after / before", "verdict"):
-        shown.add_column(header, justify="right" if header in ("threads", "after / before") else "left")
+    headers = ("table", "case", "provider", "threads", "after / before", "verdict")
+    rows = []
     for change in comparison.changes:
-        style = "red" if change in comparison.regressions else "green" if change.verdict == "faster" else ""
-        style = style or ("dim" if change.verdict == "same" else "")
+        tone = "bad" if change in comparison.regressions else _TONES.get(change.verdict, "")
         ratio = formatting.interval(change.ratio) if change.ratio else ""
         verdict = f"{change.verdict}: {change.why}" if change.why else change.verdict
-        cells = (change.table, change.case, change.provider, str(change.threads), ratio, verdict)
-        shown.add_row(*(Text(cell, style=style) for cell in cells))
-    return shown
+        values = (change.table, change.case, change.provider, str(change.threads), ratio, verdict)
+        rows.append([Cell(value, tone) for value in values])
+    return terminal_table("as_table", headers, [header in ("threads", "after / before") for header in headers], rows)
 
 
 # --- how a row is judged --------------------------------------------------------------------------------

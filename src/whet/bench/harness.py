@@ -17,12 +17,12 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from whet.bench import machine
-from whet.bench.case import Call, Case, NotMeasured, Provider, Table, Timed
+from whet.bench.case import Call, Case, NotMeasured, Provider, Table, Timed, seconds_of
 from whet.bench.machine import Ceilings, caches, fastest_possible, peak_bytes
 from whet.ops import probe
 
@@ -75,8 +75,11 @@ class Row:
     bound: str = ""
 
     def fail(self, error: Exception) -> None:
-        """The provider broke: it has no samples."""
-        self.status, self.why = "failed", f"{type(error).__name__}: {error}".strip()
+        """The provider is not there, has nothing for this case, or broke: it has no samples."""
+        if isinstance(error, (NotMeasured, ImportError)):
+            self.status, self.why = "absent", _missing(error) if isinstance(error, ImportError) else str(error)
+        else:
+            self.status, self.why = "failed", f"{type(error).__name__}: {error}".strip()
         self.samples_s.clear()
 
 
@@ -124,12 +127,12 @@ def run_case(
     """
     rng = np.random.default_rng([seed, zlib.crc32(f"{table.title}/{case.name}".encode())])
     rows = [Row(provider.name, note=provider.note) for provider in providers]
-    calls = _check_calls(table, case, providers, rows, case.inputs(rng))
+    turns = _check_calls(table, case, providers, rows, case.inputs(rng))
     gc.collect()
     gc.disable()
     try:
         with machine.watch_others() as others:
-            _time(calls, rows, case.cache == "cold", effort, random.Random(seed), on_round)
+            _time(turns, effort, random.Random(seed), on_round)
     finally:
         gc.enable()
     return CaseResult(case, threads, rows, others.get("cpus"))
@@ -138,61 +141,31 @@ def run_case(
 # --- correctness ----------------------------------------------------------------------------------------
 
 
-class _Checked(NamedTuple):
-    """A call that answers right: how long it took the first time, and whether it times its parts."""
-
-    call: Call
-    call_s: float
-    has_parts: bool
-
-
 def _check_calls(
     table: Table, case: Case, providers: Sequence[Provider], rows: Sequence[Row], inputs: Any
-) -> list[_Checked | None]:
-    """The calls that may be timed; the rows of the others say why not."""
+) -> list[_Turn]:
+    """The turns of those that answer right; the rows of the others say why they have none."""
     references: dict[Any, Any] = {}
-
-    def reference_of(provider: Provider) -> Any:
-        define = provider.reference or case.reference
-        if define not in references:
-            references[define] = define(inputs)
-        return references[define]
-
-    calls: list[_Checked | None] = []
+    turns = []
     for provider, row in zip(providers, rows, strict=True):
         row.tolerance = case.tolerance if provider.tolerance is None else provider.tolerance
-        call = None
-        try:
-            call = _check_answer(table, provider, row, inputs, reference_of)
-        except NotMeasured as reason:
-            row.status, row.why = "absent", str(reason)
-        except ImportError as error:
-            row.status, row.why = "absent", _missing(error)
-        except Exception as error:  # a peer that breaks must not take the others with it
+        define = provider.reference or case.reference
+        try:  # a peer that breaks must not take the others with it
+            turn = _Turn(provider.prepare(inputs), row, case.cache == "cold")
+            answer = turn.answer_first()
+            if define not in references:
+                references[define] = define(inputs)
+            row.error = table.error(answer, references[define])
+            del answer
+            if not row.error <= row.tolerance:
+                row.status, row.why = "wrong", f"error {row.error:.2g}, allowed {row.tolerance:.2g}"
+                continue
+            if table.peak_memory:
+                row.peak_bytes = peak_bytes(turn.call)
+            turns.append(turn)
+        except Exception as error:
             row.fail(error)
-        calls.append(call)
-    return calls
-
-
-def _check_answer(
-    table: Table, provider: Provider, row: Row, inputs: Any, reference_of: Callable[[Provider], Any]
-) -> _Checked | None:
-    call = provider.prepare(inputs)
-    started = time.perf_counter()
-    answer = call()
-    call_s = time.perf_counter() - started
-    has_parts = isinstance(answer, Timed)
-    value = answer.value if isinstance(answer, Timed) else answer
-    if isinstance(answer, Timed) and answer.note:
-        row.note = f"{row.note}; {answer.note}".removeprefix("; ")
-    row.error = table.error(value, reference_of(provider))
-    if not row.error <= row.tolerance:
-        row.status, row.why = "wrong", f"error {row.error:.2g}, allowed {row.tolerance:.2g}"
-        return None
-    del answer, value
-    if table.peak_memory:
-        row.peak_bytes = peak_bytes(call)
-    return _Checked(call, call_s, has_parts)
+    return turns
 
 
 def _missing(error: ImportError) -> str:
@@ -205,32 +178,14 @@ def _missing(error: ImportError) -> str:
 # --- time -----------------------------------------------------------------------------------------------
 
 
-def _time(
-    calls: Sequence[_Checked | None],
-    rows: Sequence[Row],
-    cold: bool,
-    effort: Effort,
-    order: random.Random,
-    on_round: Callable[[float], None],
-) -> None:
-    turns: list[_Turn] = []
-    for checked, row in zip(calls, rows, strict=True):
-        if checked is not None:
-            try:
-                turns.append(_Turn(*checked, row, cold))
-            except Exception as error:
-                row.fail(error)
+def _time(turns: list[_Turn], effort: Effort, order: random.Random, on_round: Callable[[float], None]) -> None:
+    _each(turns, _Turn.calibrate)
     very_slow = any(turn.call_s > _VERY_SLOW_S for turn in turns)
     least = min(effort.least_rounds, _VERY_SLOW_ROUNDS if very_slow else effort.rounds)
     started, done = time.perf_counter(), 0
     while turns and done < effort.rounds:
         order.shuffle(turns)
-        for turn in list(turns):
-            try:
-                turn.take()
-            except Exception as error:
-                turn.row.fail(error)
-                turns.remove(turn)
+        _each(turns, _Turn.take)
         done += 1
         elapsed_s = time.perf_counter() - started
         if done >= least and elapsed_s >= effort.case_s:
@@ -239,6 +194,16 @@ def _time(
         on_round(min(1.0, max(by_time, done / effort.rounds)))
     for turn in turns:
         turn.row.cpus = statistics.median(turn.cpus)
+
+
+def _each(turns: list[_Turn], act: Callable[[_Turn], None]) -> None:
+    """Have each act, and drop those that break."""
+    for turn in list(turns):
+        try:
+            act(turn)
+        except Exception as error:
+            turn.row.fail(error)
+            turns.remove(turn)
 
 
 def wait_for_quiet() -> None:
@@ -252,17 +217,29 @@ def wait_for_quiet() -> None:
 
 
 class _Turn:
-    """A provider's turns: calibrated once, then one sample each."""
+    """A provider's turns: answered once, calibrated once, then one sample each."""
 
-    def __init__(self, call: Call, first_s: float, has_parts: bool, row: Row, cold: bool) -> None:
-        self.call, self.call_s, self.has_parts, self.row, self.cold, self.cpus = call, first_s, has_parts, row, cold, []
+    def __init__(self, call: Call, row: Row, cold: bool) -> None:
+        self.call, self.row, self.cold = call, row, cold
+        self.call_s, self.has_parts = 0.0, False
+        self.cpus: list[float] = []
+
+    def answer_first(self) -> Any:
+        """The answer of the first call, which tells how long one takes and whether it times its parts."""
+        answer, self.call_s = seconds_of(self.call)
+        self.has_parts = isinstance(answer, Timed)
+        if not isinstance(answer, Timed):
+            return answer
+        self.row.note = "; ".join(filter(None, (self.row.note, answer.note)))
+        return answer.value
+
+    def calibrate(self) -> None:
+        """Time another call, unless it is very slow, and find how many of them are long enough for the clock."""
         # A trainer's second step still allocates: its optimizer's moments occupy the memory that the first one freed.
-        if has_parts or first_s <= _VERY_SLOW_S:
-            started = time.perf_counter()
-            call()
-            self.call_s = time.perf_counter() - started
-        while not (cold or self.has_parts) and self._batch() * row.loops < _BATCH_S:
-            row.loops *= 2
+        if self.has_parts or self.call_s <= _VERY_SLOW_S:
+            _, self.call_s = seconds_of(self.call)
+        while not (self.cold or self.has_parts) and self._batch() * self.row.loops < _BATCH_S:
+            self.row.loops *= 2
 
     def take(self) -> None:
         if self.call_s > _SLOW_S:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import whet
+from whet.models.sizes import machine_bytes
 from whet.ops import probe
 from whet.report.page import processor
 
@@ -63,7 +64,7 @@ def describe() -> dict[str, Any]:
         "processor": processor(),
         "cpus": len(cpus()),
         "caches": caches(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": machine_bytes(),
         "system": platform.platform(),
     }
 
@@ -76,13 +77,6 @@ def caches() -> dict[str, int]:
             number, unit = re.fullmatch(r"(\d+)([KMG]?)", (index / "size").read_text().strip()).groups()  # type: ignore[union-attr]
             sizes[f"L{(index / 'level').read_text().strip()}"] = int(number) << {"": 0, "K": 10, "M": 20, "G": 30}[unit]
     return sizes
-
-
-def _memory_bytes() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return 0
 
 
 def versions() -> dict[str, str]:

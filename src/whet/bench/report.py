@@ -31,7 +31,7 @@ from whet.bench.results import (
     why_not,
 )
 from whet.bench.stats import Ratio, summary
-from whet.errors import MissingExtraError
+from whet.bench.terminal import terminal_table
 from whet.files import replace_text
 from whet.report.page import markdown_page
 
@@ -256,16 +256,21 @@ def _table_section(table: Json, threads: int) -> Iterator[str]:
     if table["allocation"]:
         yield span(f"Allocation: {table['allocation']}.".replace("..", "."), "muted")
     columns = _columns(table)
-    body = []
-    for case, row in rows_of(table):
-        label = case_label(case, threads) if row is case["rows"][0] else ""
-        body.append([label, row["provider"], *(_cell(column, case, row) for column in columns)])
-    headers = ["case", "provider", *(column.header for column in columns)]
+    headers, body = _grid(table, columns, threads)
     yield markdown_table(headers, [False, False, *[True] * len(columns)], body)
     yield from (span(reason, tone) for reason, tone in _reasons(table, threads))
     yield from (span(note, "muted") for note in _notes(table, threads))
     if any(row["parts"] for _, row in rows_of(table)):
         yield _parts_table(table, threads)
+
+
+def _grid(table: Json, columns: list[_Column], threads: int) -> tuple[list[str], list[list[str | Cell]]]:
+    """Headers and rows of a table, a case named in its first row."""
+    body = []
+    for case, row in rows_of(table):
+        label = case_label(case, threads) if row is case["rows"][0] else ""
+        body.append([label, row["provider"], *(_cell(column, case, row) for column in columns)])
+    return ["case", "provider", *(column.header for column in columns)], body
 
 
 def _reasons(table: Json, threads: int) -> Iterator[Cell]:
@@ -415,28 +420,15 @@ def rich_table(table: Json) -> RichTable:
     Raises:
         MissingExtraError: rich is not installed.
     """
-    try:
-        from rich.table import Table as RichTable
-        from rich.text import Text as RichText
-    except ImportError as error:
-        raise MissingExtraError("rich_table", "rich", "train") from error
-
-    styles = {"bad": "red", "muted": "dim"}
     threads = max((case["threads"] for case in table["cases"]), default=1)
     columns = _terminal_columns(table)
-    reasons = [reason.text for reason in _reasons(table, threads)]
-    shown = RichTable(
-        title=RichText(table["title"]), title_justify="left", box=None, pad_edge=False,
-        caption=RichText("\n".join(reasons)), caption_justify="left",
-    )  # fmt: skip
-    for header in ("case", "provider"):
-        shown.add_column(header)
-    for column in columns:
-        shown.add_column(RichText(column.header), justify="right", no_wrap=column.header != "ceiling")
-    for case, row in rows_of(table):
-        label = case_label(case, threads) if row is case["rows"][0] else ""
-        cells = [_cell(column, case, row) for column in columns]
-        cells = [cell if isinstance(cell, Cell) else Cell(cell) for cell in cells]
-        texts = [RichText(cell.text.replace(" bandwidth", ""), style=styles.get(cell.tone, "")) for cell in cells]
-        shown.add_row(RichText(label), RichText(row["provider"]), *texts)
-    return shown
+    headers, body = _grid(table, columns, threads)
+    rows = [[_without_bandwidth(cell) for cell in row] for row in body]
+    numeric = [False, False, *(column.header != "ceiling" for column in columns)]
+    reasons = "\n".join(reason.text for reason in _reasons(table, threads))
+    return terminal_table("rich_table", headers, numeric, rows, title=table["title"], caption=reasons)
+
+
+def _without_bandwidth(value: Any) -> Cell:
+    cell = value if isinstance(value, Cell) else Cell(value)
+    return cell._replace(text=cell.text.replace(" bandwidth", ""))

@@ -11,6 +11,7 @@ Does not know what a trainer saves, or when. Modules are rebuilt by ``whet.check
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
 import json
@@ -19,7 +20,7 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def save_checkpoint(
     """Write a checkpoint at ``path``, replacing the one there, if any.
 
     At every moment either the old checkpoint or the new one loads from ``path``, through a kill, a full
-    disk or a power cut: the new one is written to ``.NAME.TOKEN.saving``, a folder of this save alone, and forced to
+    disk or a power cut: the new one is written to ``.NAME.TOKEN.saving``, a folder of this save only, and forced to
     disk, the old one renamed to ``.NAME.previous`` (where ``load_checkpoint`` finds it), the new one renamed to NAME,
     the old one removed.
 
@@ -281,7 +282,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     for name, entry in files.items():
         if not _FILE_NAME.fullmatch(name) or not isinstance(entry, dict) or "size_bytes" not in entry:
             raise CheckpointError(
-                f"load_checkpoint: {file} names {name!r}, expected state.json and GROUP.safetensors alone, "
+                f"load_checkpoint: {file} names {name!r}, expected only state.json and GROUP.safetensors, "
                 f"with their sizes."
             )
     return content
@@ -418,6 +419,16 @@ def restore_rng(state: Mapping[str, Any]) -> None:
                 torch.cuda.set_rng_state(device_state, device)
     except (KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise CheckpointError(f"restore_rng: the random state cannot be restored: {error!r}.") from error
+
+
+@contextlib.contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Restore the generators' states on exit, by an exception or Ctrl-C too."""
+    state = capture_rng()
+    try:
+        yield
+    finally:
+        restore_rng(state)
 
 
 def _pack(array: np.ndarray) -> dict[str, str]:

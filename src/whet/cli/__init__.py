@@ -12,17 +12,16 @@ import contextlib
 import difflib
 import gc
 import importlib
-import importlib.util
 import os
 import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from whet import __version__
-from whet.errors import MissingExtraError, RewardError, WhetError, WhetValueError
+from whet.errors import RewardError, WhetError, WhetValueError, check_installed
 
 USAGE = f"""\
 Whet {__version__}: post-trains language models on the machine you have.
@@ -41,7 +40,7 @@ usage: whet COMMAND ...
   whet bench SUITE                    measure Whet beside its peers
   whet bench compare BEFORE AFTER     what became faster or slower
 
-Every setting of a config file is a flag too: --learning-rate 1e-5 stands above
+Every setting of a config file is a flag too: --learning-rate 1e-5 overrides
 learning_rate in the file. COMMAND --help lists them.
 
   whet --help      this text
@@ -65,14 +64,14 @@ whet train METHOD --help lists its settings.
 
 # Paragraphs of one line each: tyro does not wrap them.
 TRAIN_DESCRIPTION = """\
-A flag stands above the same setting in CONFIG.toml, if there is one.
+Flags override the settings of CONFIG.toml, if there is one.
 
 Given again, the command of a run that was stopped continues it."""
 
 BEST_OF_N_DESCRIPTION = """\
 Samples n completions per prompt and gives the best as a line of JSON.
 
-A flag stands above the same setting in CONFIG.toml, if there is one."""
+Flags override the settings of CONFIG.toml, if there is one."""
 
 
 atexit.register(gc.freeze)  # or the interpreter looks through all of torch for garbage, twice, before it ends: a second
@@ -115,33 +114,37 @@ def _run(argv: list[str]) -> int:
     if command == "--version":
         print(f"whet {__version__}")
         return 0
-    _check_choice("command", command, ["demo", "train", "best-of-n", "generate", "info", "estimate", "bench"])
+    _check_choice("command", command, _COMMANDS)
+    where = f"whet {command}"
+    extra, *packages = _COMMANDS[command]
+    check_installed(where, *packages, extra=extra)
     if command == "train":
         return _train(rest)
-    if command == "bench":
-        _check_installed("whet bench", "tyro", "rich", "matplotlib", "threadpoolctl", extra="bench")
-        return _command("bench").main(rest)
-    _check_installed(f"whet {command}", "tyro", "rich")
-    if command == "estimate":
-        return _command("estimate").main(rest)
-    if command == "info":
-        return _command("info").main(rest)
-    if command == "generate":
-        _check_installed(f"whet {command}", "transformers", "tokenizers", "jinja2")
-        return _command("generate").main(rest)
-    if command == "best-of-n":
-        from whet.cli.runs import BestOfNRun
-        from whet.cli.settings import parse
-
-        run = parse(BestOfNRun, rest, f"whet {command}", BEST_OF_N_DESCRIPTION)
-        run.check(f"whet {command}")
-        _check_installed(f"whet {command}", *_MODEL_PACKAGES)
-        return _command("best_of_n").main(run)
-    _check_installed("whet demo", *_MODEL_PACKAGES, "matplotlib")
+    if command not in ("best-of-n", "demo"):
+        return _command(command).main(rest)
+    from whet.cli.runs import BestOfNRun
     from whet.cli.settings import parse
 
-    demo = _command("demo")
-    return demo.main(parse(demo.DemoConfig, rest, "whet demo", "A small model learns to add: SFT, then GRPO."))
+    if command == "demo":
+        check_installed(where, *_MODEL_PACKAGES, "matplotlib")
+        demo = _command(command)
+        return demo.main(parse(demo.DemoConfig, rest, where, "A small model learns to add: SFT, then GRPO."))
+    run = parse(BestOfNRun, rest, where, BEST_OF_N_DESCRIPTION)
+    run.check(where)
+    check_installed(where, *_MODEL_PACKAGES)
+    return _command("best_of_n").main(run)
+
+
+_COMMANDS = {
+    "demo": ("train", "tyro", "rich"),
+    "train": ("train",),
+    "best-of-n": ("train", "tyro", "rich"),
+    "generate": ("train", "tyro", "rich", "transformers", "tokenizers", "jinja2"),
+    "info": ("train", "tyro", "rich"),
+    "estimate": ("train", "tyro", "rich"),
+    "bench": ("bench", "tyro", "rich", "matplotlib", "threadpoolctl"),
+}
+"""Command -> the extra that it needs, and the packages of it that are looked for before the command's module is."""
 
 
 def _train(argv: list[str]) -> int:
@@ -149,14 +152,15 @@ def _train(argv: list[str]) -> int:
         print(TRAIN_USAGE, end="")
         return 0 if argv else 2
     method, where = argv[0], f"whet train {argv[0]}"
-    _check_choice("method", method, ["sft", "dpo", "grpo", "online-dpo"])
-    _check_installed(where, "tyro", "rich")
     from whet.cli.runs import RUNS, lock_folder
+
+    _check_choice("method", method, RUNS)
+    check_installed(where, "tyro", "rich")
     from whet.cli.settings import parse
 
     run = parse(RUNS[method], argv[1:], where, TRAIN_DESCRIPTION)
     run.check(where)
-    _check_installed(where, *_MODEL_PACKAGES, "matplotlib")
+    check_installed(where, *_MODEL_PACKAGES, "matplotlib")
     with lock_folder(run.output_dir):  # before the seconds that it takes to import torch
         return _command("train").main(method, run)
 
@@ -185,16 +189,9 @@ def without_collection() -> Iterator[None]:
 _MODEL_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "jinja2")
 
 
-def _check_installed(what: str, *packages: str, extra: str = "train") -> None:
-    """Before the work starts, not hours into it."""
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            raise MissingExtraError(what, package, extra)
-
-
-def _check_choice(kind: str, name: str, choices: Sequence[str]) -> None:
+def _check_choice(kind: str, name: str, choices: Collection[str]) -> None:
     if name not in choices:
-        close = difflib.get_close_matches(name, choices, n=1)
+        close = difflib.get_close_matches(name, list(choices), n=1)
         hint = f"Did you mean {close[0]}?" if close else f"There are: {', '.join(choices)}."
         raise WhetValueError(f"there is no {kind} {name!r}. {hint}")
 

@@ -16,11 +16,11 @@ import torch
 from whet.algorithms.best_of_n import BestOfN
 from whet.cli.models import describe_size, load_model
 from whet.cli.runs import BestOfNRun
-from whet.config import BestOfNConfig
+from whet.config.settings import BestOfNConfig
 from whet.data.rows import read_rows
 from whet.errors import WhetValueError
-from whet.rewards.functions import load_function, reward_functions
-from whet.rollout.choose import make_engine
+from whet.rewards.functions import load_function
+from whet.rollout.choose import make_engine, reward_functions
 from whet.rollout.rollout import as_shown
 
 

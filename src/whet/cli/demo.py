@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -23,12 +23,12 @@ from whet.algorithms.sft import SFT
 from whet.cli.arithmetic import Row, exact_match, make_model, make_problems, make_tokenizer
 from whet.cli.runs import lock_folder
 from whet.cli.settings import write_toml
-from whet.config import Compute, EngineName, GRPOConfig, RolloutWeights, SFTConfig
-from whet.fields import check_range, check_types, check_used
+from whet.config.fields import Positive, Range, Seed, check_types, check_used
+from whet.config.sampling import SamplingParams
+from whet.config.settings import Compute, EngineName, GRPOConfig, RolloutWeights, SFTConfig
 from whet.report.run import write_report
 from whet.rollout.choose import make_engine
 from whet.rollout.protocol import RolloutEngine
-from whet.sampling import SamplingParams
 from whet.training.callbacks import (
     CheckpointCallback,
     CompletionsCallback,
@@ -37,6 +37,8 @@ from whet.training.callbacks import (
 )
 from whet.training.loggers import JSONLLogger, ProgressLogger
 from whet.training.trainer import Trainer
+
+Accuracy = Annotated[float, Range("an accuracy in [0, 1]", lambda share: 0 <= share <= 1)]
 
 _LONGEST_ANSWER = 5
 """Tokens: three digits, the end, and one in which to go wrong."""
@@ -48,17 +50,17 @@ class DemoConfig:
 
     output_dir: str = "runs/demo"
     """Folder of the run."""
-    seed: int = 0
+    seed: Seed = 0
     """Keys weights, problems, their order and the sampling: a seed gives the same run twice."""
-    n_held_out: int = 400
+    n_held_out: Positive = 400
     """Problems that only measure."""
-    sft_until: float = 0.42
+    sft_until: Accuracy = 0.42
     """Held-out accuracy that ends the warm-up."""
-    sft_max_steps: int = 500
+    sft_max_steps: Positive = 500
     """Steps that end it otherwise."""
-    grpo_until: float = 0.9
+    grpo_until: Accuracy = 0.9
     """Held-out accuracy that ends GRPO."""
-    grpo_max_steps: int = 450
+    grpo_max_steps: Positive = 450
     """Steps that end it otherwise."""
     engine: EngineName = "auto"
     """Engine that samples, for GRPO and for the held-out accuracy; auto: the native engine."""
@@ -69,11 +71,6 @@ class DemoConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("n_held_out", "sft_max_steps", "grpo_max_steps"):
-            check_range(self, name, getattr(self, name) >= 1, "an integer >= 1")
-        for name in ("sft_until", "grpo_until"):
-            check_range(self, name, 0 <= getattr(self, name) <= 1, "an accuracy in [0, 1]")
-        check_range(self, "seed", 0 <= self.seed < 1 << 64, "an integer from 0 to 2^64 - 1")
         check_used(self, ["rollout_weights"], self.engine != "torch", "engine is 'torch', which samples from the model")
 
 
@@ -161,54 +158,21 @@ class Phase:
 
 
 def run_phase(
-    trainer: Trainer, rows: Sequence[Row], steps: int, held_out: HeldOut, until: float, folder: Path, console: Console
+    trainer: Trainer, rows: Sequence[Row], steps: int, until: float, held_out: HeldOut, folder: Path, console: Console
 ) -> Phase:
-    """Train until the held-out accuracy is reached or the steps are used up, and save the model in ``folder``."""
+    """Train until the held-out accuracy is reached or the steps are used up; leave metrics and model in ``folder``."""
+    name = type(trainer).__name__
     evaluation = EvaluationCallback(held_out, every=5)
     trainer.callbacks[:0] = [evaluation, EarlyStoppingCallback("eval/accuracy", patience=steps, target=until)]
     started_s = time.perf_counter()
-    with trainer.loggers[-1]:
+    with ProgressLogger(steps, description=f"{name:4}") as progress:
+        trainer.loggers = [JSONLLogger(folder / "metrics.jsonl"), progress]
         trainer.train(rows, steps=steps)
     elapsed_s = time.perf_counter() - started_s
-    trainer.save_pretrained(folder)
+    trainer.save_pretrained(folder / "model")
     phase = Phase(trainer, evaluation.history[-1]["accuracy"], elapsed_s, held_out.samples(8))
-    print_samples(console, f"\nHeld-out problems after {type(trainer).__name__}", phase.samples)
+    print_samples(console, f"\nHeld-out problems after {name}", phase.samples)
     return phase
-
-
-def sft_phase(
-    config: DemoConfig, model: Any, rows: Sequence[Row], held_out: HeldOut, folder: Path, console: Console
-) -> Phase:
-    """The warm-up."""
-    sft = SFT(
-        model,
-        config=sft_config(config),
-        tokenizer=held_out.tokenizer,
-        logger=[
-            JSONLLogger(folder / "sft" / "metrics.jsonl"),
-            ProgressLogger(config.sft_max_steps, description="SFT "),
-        ],
-    )
-    return run_phase(sft, rows, config.sft_max_steps, held_out, config.sft_until, folder / "sft" / "model", console)
-
-
-def grpo_phase(
-    config: DemoConfig, model: Any, rows: Sequence[Row], held_out: HeldOut, folder: Path, console: Console
-) -> Phase:
-    """Reinforcement learning on the same problems, by the reward exact match."""
-    grpo = GRPO(
-        model,
-        reward_fn=exact_match,
-        engine=held_out.engine,
-        config=grpo_config(config),
-        tokenizer=held_out.tokenizer,
-        logger=[JSONLLogger(folder / "metrics.jsonl"), ProgressLogger(config.grpo_max_steps, description="GRPO")],
-        callbacks=[
-            CompletionsCallback(folder / "completions.jsonl"),
-            CheckpointCallback(folder / "checkpoints", every=100, keep=1),
-        ],
-    )
-    return run_phase(grpo, rows, config.grpo_max_steps, held_out, config.grpo_until, folder / "model", console)
 
 
 def print_samples(console: Console, title: str, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -250,9 +214,18 @@ def _run(config: DemoConfig) -> int:
     n_parameters = sum(p.numel() for p in model.parameters())
     console.print(f"A Llama of {n_parameters:,} random parameters learns to add. Seed {config.seed}.\n")
 
-    sft = sft_phase(config, model, rows, held_out, folder, console)
+    trainer = SFT(model, config=sft_config(config), tokenizer=tokenizer)
+    sft = run_phase(trainer, rows, config.sft_max_steps, config.sft_until, held_out, folder / "sft", console)
     console.print()
-    grpo = grpo_phase(config, model, rows, held_out, folder, console)
+    callbacks = [
+        CompletionsCallback(folder / "completions.jsonl"),
+        CheckpointCallback(folder / "checkpoints", every=100, keep=1),
+    ]
+    trainer = GRPO(
+        model, reward_fn=exact_match, engine=held_out.engine, config=grpo_config(config), tokenizer=tokenizer,
+        callbacks=callbacks,
+    )  # fmt: skip
+    grpo = run_phase(trainer, rows, config.grpo_max_steps, config.grpo_until, held_out, folder, console)
     report(config, sft, grpo, n_parameters, folder)
     total_s = time.perf_counter() - started_s
     times = f"SFT {sft.elapsed_s:.0f} s, GRPO {grpo.elapsed_s:.0f} s, total {total_s:.0f} s"

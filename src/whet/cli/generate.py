@@ -15,15 +15,15 @@ from typing import Annotated, Any
 
 import tyro
 
+from whet.config.fields import check_range, check_used
+from whet.config.sampling import SamplingParams
 from whet.data.rows import tokenize_prompt
 from whet.engine import Engine
 from whet.errors import WhetError, WhetValueError
-from whet.fields import check_range, check_used
 from whet.models.formats import Weights
 from whet.models.sources.folder import open_folder
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.mapped import map_file, parse_json
-from whet.sampling import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,8 @@ def main(argv: Sequence[str]) -> int:
         prompt = [{"role": "user", "content": asked.prompt}]
     prompt_ids = tokenize_prompt({"prompt": prompt}, tokenizer)
     engine = load_engine(asked, len(prompt_ids) + asked.max_new_tokens)
-    sampling = _sampling(asked, stop_ids(asked.model, tokenizer, engine.config.vocab_size))
+    stops = stop_ids(asked.model, tokenizer, engine.config.vocab_size)
+    sampling = SamplingParams.of(asked, stop_token_ids=stops)
     adapter = engine.add_adapter(asked.adapter) if asked.adapter else None
     with engine:
         start_s = time.perf_counter()
@@ -93,14 +94,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(asked: GenerateConfig) -> None:
     check_range(asked, "n", asked.n >= 1, "an integer >= 1")
-    _sampling(asked, ())
+    SamplingParams.of(asked, stop_token_ids=())
     always = "temperature is 0, which takes the most probable token always"
     check_used(asked, ["n", "top_k", "top_p", "min_p"], asked.temperature > 0, always)
-
-
-def _sampling(asked: GenerateConfig, stops: Sequence[int]) -> SamplingParams:
-    names = {field.name for field in dataclasses.fields(SamplingParams)} - {"stop_token_ids"}
-    return SamplingParams(**{name: getattr(asked, name) for name in names}, stop_token_ids=stops)
 
 
 def _stream(

@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 from whet.cli import without_collection
-from whet.errors import MissingExtraError, WhetValueError
+from whet.errors import MissingExtraError, WhetValueError, check_installed
 
 ADAPTERS = "adapter_config.json"
 
@@ -101,8 +101,7 @@ def describe_size(model: nn.Module) -> str:
 
 
 def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise MissingExtraError("LoRA", "peft", "peft") from error
+    check_installed("LoRA", "peft", extra="peft")
+    import peft
+
     return peft

@@ -5,15 +5,15 @@ The fields' own words are the flags' help. Does not import torch, so that --help
 
 from __future__ import annotations
 
-import importlib.util
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from whet.config import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
-from whet.errors import MissingExtraError, WhetValueError
-from whet.fields import check_range, check_used
+from whet.config.fields import Count, NonNegative, Positive, check_range, check_used
+from whet.config.settings import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
+from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
+
+StoredDtype = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclass(kw_only=True)
@@ -28,21 +28,21 @@ class RunConfig:
     """Rows that only measure, likewise; empty: none."""
     output_dir: str = ""
     """Required: where the run is left."""
-    steps: int = 0
+    steps: Count = 0
     """Steps in all; 0: one pass over the data."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    dtype: StoredDtype = "float32"
     """Of the weights; auto: as they are stored. In bfloat16 small updates get lost in rounding."""
-    lora_rank: int = 0
+    lora_rank: Count = 0
     """Train adapters of this rank beside the frozen model; 0: train the model itself."""
-    lora_alpha: int = 32
+    lora_alpha: Positive = 32
     """The adapters' output is multiplied by this and divided by their rank."""
     lora_layers: list[str] = field(default_factory=list)
     """Names of the layers that get adapters; empty: every linear layer but the head."""
-    eval_every: int = 100
+    eval_every: Positive = 100
     """Steps between evaluations; there is one before the first step and one after the last in any case."""
-    checkpoint_every: int = 100
+    checkpoint_every: Positive = 100
     """Steps between checkpoints; there is one after the last step in any case."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Positive = 2
     """Number of checkpoints to keep, the newest ones."""
     resume: bool = True
     """Continue from the newest whole checkpoint in output_dir; if not, a folder that holds a run is refused."""
@@ -59,17 +59,12 @@ class RunConfig:
             MissingExtraError: a logger or LoRA without its package.
         """
         check_given(where, self, "model", "data", "output_dir")
-        for name in ("steps", "lora_rank"):
-            check_range(self, name, getattr(self, name) >= 0, "an integer >= 0")
-        for name in ("lora_alpha", "eval_every", "checkpoint_every", "keep_checkpoints"):
-            check_range(self, name, getattr(self, name) >= 1, "an integer >= 1")
         check_range(self, "loggers", len(set(self.loggers)) == len(self.loggers), "each of them once")
         check_used(self, ["lora_alpha", "lora_layers"], self.lora_rank > 0, "lora_rank is 0, and there are no adapters")
         check_used(self, ["eval_every"], bool(self.eval_data), "there is no eval_data")
         check_used(self, ["wandb_project"], "wandb" in self.loggers, "'wandb' is not among loggers")
         for package in [*(name for name in self.loggers if name != "csv"), *(["peft"] if self.lora_rank else [])]:
-            if importlib.util.find_spec(package) is None:
-                raise MissingExtraError(where, package, extra=package)
+            check_installed(where, package, extra=package)
 
 
 @dataclass(kw_only=True)
@@ -78,12 +73,11 @@ class OnlineRunConfig(RunConfig):
 
     reward: list[str] = field(default_factory=list)
     """Functions that score: file.py:function or package.module:function."""
-    eval_temperature: float = 0.0
+    eval_temperature: NonNegative = 0.0
     """Of the completions that evaluation samples; 0: always the most probable token."""
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_range(self, "eval_temperature", 0 <= self.eval_temperature < math.inf, "a finite number >= 0")
         check_used(self, ["eval_temperature"], bool(self.eval_data), "there is no eval_data")
 
 
@@ -141,9 +135,9 @@ class _BestOfNInputs:
     """The .jsonl file to write; empty: print."""
     all_candidates: bool = False
     """Give every candidate and its score, not only the best."""
-    batch_size: int = 8
+    batch_size: Positive = 8
     """Prompts to sample for at a time."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: StoredDtype = "auto"
     """Of the weights; auto: as they are stored."""
 
 
@@ -158,7 +152,6 @@ class BestOfNRun(BestOfNConfig, _BestOfNInputs):
             WhetValueError: naming the setting and its flag.
         """
         check_given(where, self, "model", "reward")
-        check_range(self, "batch_size", self.batch_size >= 1, "an integer >= 1")
         if bool(self.prompts) == bool(self.prompt):
             raise WhetValueError(f"{where}: expected one of --prompts (a file) and --prompt (a text).")
 

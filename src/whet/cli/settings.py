@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import tyro
 
+from whet.config.fields import make_config
 from whet.errors import WhetError, WhetValueError
-from whet.fields import make_config
 from whet.files import replace_text
 
 try:

@@ -42,7 +42,8 @@ from whet.data.rows import read_rows
 from whet.errors import DiskFullError, WhetValueError
 from whet.files import force_to_disk, replace_text, temporary_beside, told_if_full
 from whet.report.run import write_report
-from whet.rewards.functions import RewardFunctions, load_function, reward_functions
+from whet.rewards.functions import RewardFunctions, load_function
+from whet.rollout.choose import reward_functions
 from whet.training.callbacks import CheckpointCallback, CompletionsCallback, EvaluationCallback
 from whet.training.loggers import CSVLogger, JSONLLogger, Logger, ProgressLogger, TensorBoardLogger, WandbLogger
 from whet.training.trainer import Trainer

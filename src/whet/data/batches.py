@@ -42,7 +42,7 @@ def batch_stream(
             - an iterable: read in its own order, repeatedly; the last batch of rows in a pass may be smaller.
               If it has ``set_epoch``, that is called before each pass.
             - torch's ``DataLoader``: likewise, but torch's samplers draw from a generator keyed by (seed, epoch) and
-              the seed of the loader's own; torch's default collate stacks tensors alone and leaves rows as they are.
+              the seed of the loader's own; torch's default collate stacks only tensors and leaves rows as they are.
             - an iterator: continued from its current item, until it ends.
         batch_size: rows per batch.
         seed: of the order.
@@ -323,7 +323,7 @@ def _passes(dataset: Any, seed: int) -> Callable[[int], Iterable[Any]]:
     if not isinstance(dataset, DataLoader):
         return lambda epoch: _at_epoch(dataset, epoch, dataset)
     generator = torch.Generator()
-    loader = _keyed_loader(dataset, generator)
+    loader = _copy_loader(dataset, generator)
     key = [int(seed) % 2**64, _own_seed(dataset) % 2**64]
 
     def one_pass(epoch: int) -> Iterable[Any]:
@@ -340,7 +340,7 @@ def _at_epoch(dataset: Any, epoch: int, *parts: Any) -> Any:
     return dataset
 
 
-def _keyed_loader(loader: DataLoader, generator: torch.Generator) -> DataLoader:
+def _copy_loader(loader: DataLoader, generator: torch.Generator) -> DataLoader:
     """A copy of the loader with another generator for torch's samplers, and rows not collated.
 
     In a resumed run the state of the loader's generator, or of torch's, differs.
@@ -349,18 +349,18 @@ def _keyed_loader(loader: DataLoader, generator: torch.Generator) -> DataLoader:
     # DataLoader forbids assigning its sampler.
     vars(keyed).update(
         generator=generator,
-        sampler=_keyed_sampler(loader.sampler, generator),
-        batch_sampler=_keyed_sampler(loader.batch_sampler, generator),
+        sampler=_copy_sampler(loader.sampler, generator),
+        batch_sampler=_copy_sampler(loader.batch_sampler, generator),
         collate_fn=_stack_tensors if loader.collate_fn is default_collate else loader.collate_fn,
         _iterator=None,
     )
     return keyed
 
 
-def _keyed_sampler(sampler: Any, generator: torch.Generator) -> Any:
+def _copy_sampler(sampler: Any, generator: torch.Generator) -> Any:
     """A copy that draws from ``generator``, itself or through the sampler that it wraps; others unchanged."""
     wrapped = getattr(sampler, "sampler", None)
-    keyed = None if wrapped is None else _keyed_sampler(wrapped, generator)
+    keyed = None if wrapped is None else _copy_sampler(wrapped, generator)
     if not hasattr(sampler, "generator") and keyed is wrapped:
         return sampler
     sampler = copy.copy(sampler)

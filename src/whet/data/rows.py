@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
-from whet.fields import check_integer
+from whet.errors import WhetTypeError, WhetValueError, check_installed, check_integer
 
 FIELDS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
 """The fields of a row that are tokenised; the others are columns of the data set."""
@@ -58,18 +57,18 @@ def _read_json(file: Path) -> list[dict[str, Any]]:
     """A list of objects if the first character says so, else one object per line; empty lines are skipped."""
     content = file.read_bytes().removeprefix(b"\xef\xbb\xbf")
     if content.lstrip()[:1] == b"[":
-        rows = _parsed(content, str(file))
+        rows = _parse_json(content, str(file))
         numbered = [(f"{file}: row {i}", row) for i, row in enumerate(rows)]
     else:
         lines = enumerate(content.split(b"\n"), start=1)
-        numbered = [(f"{file}:{i}", _parsed(line, f"{file}:{i}")) for i, line in lines if line.strip()]
+        numbered = [(f"{file}:{i}", _parse_json(line, f"{file}:{i}")) for i, line in lines if line.strip()]
     for where, row in numbered:
         if not isinstance(row, dict):
             raise WhetValueError(f'read_rows: {where}: {row!r:.60} is no JSON object, such as {{"prompt": ...}}.')
     return [row for _, row in numbered]
 
 
-def _parsed(text: bytes, where: str) -> Any:
+def _parse_json(text: bytes, where: str) -> Any:
     try:
         return json.loads(text.decode())
     except (ValueError, RecursionError) as error:
@@ -77,10 +76,9 @@ def _parsed(text: bytes, where: str) -> Any:
 
 
 def _read_parquet(file: Path) -> list[dict[str, Any]]:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise MissingExtraError(f"Reading {file}", "pyarrow", "datasets") from error
+    check_installed(f"Reading {file}", "pyarrow", extra="datasets")
+    from pyarrow import parquet
+
     try:
         return parquet.read_table(file).to_pylist()
     except ValueError as error:
@@ -88,11 +86,10 @@ def _read_parquet(file: Path) -> list[dict[str, Any]]:
 
 
 def _read_dataset(name: str) -> list[dict[str, Any]]:
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        what = f"read_rows: there is no file {name!r}, and reading it as a dataset's name"
-        raise MissingExtraError(what, "datasets", "datasets") from error
+    what = f"read_rows: there is no file {name!r}, and reading it as a dataset's name"
+    check_installed(what, "datasets", extra="datasets")
+    import datasets  # pyright: ignore[reportMissingImports]
+
     try:
         return [dict(row) for row in datasets.load_dataset(name, split="train")]
     except Exception as error:  # of many kinds: connections, names, splits, formats
@@ -123,7 +120,7 @@ def token_rows(x: Any, attention_mask: Any = None) -> list[list[int]]:
     masks = [None] * len(rows) if attention_mask is None else _split_rows(attention_mask)
     if len(masks) != len(rows):
         raise WhetValueError(f"token_rows: attention_mask has {len(masks)} rows and x has {len(rows)}.")
-    return [_unpadded(i, row, mask) for i, (row, mask) in enumerate(zip(rows, masks, strict=True))]
+    return [_strip_padding(i, row, mask) for i, (row, mask) in enumerate(zip(rows, masks, strict=True))]
 
 
 def _split_rows(x: Any) -> list[np.ndarray]:
@@ -153,7 +150,7 @@ def _array(x: Any) -> np.ndarray:
     return array if array.size else array.astype(np.int64)
 
 
-def _unpadded(i: int, row: np.ndarray, mask: np.ndarray | None) -> list[int]:
+def _strip_padding(i: int, row: np.ndarray, mask: np.ndarray | None) -> list[int]:
     if row.dtype.kind not in "iu":
         raise WhetTypeError(f"token_rows: row {i} holds {row.dtype} values, expected integer token ids.")
     if mask is not None:
@@ -338,22 +335,22 @@ class _Encoder:
     def prompt(self, prompt: Any) -> list[int]:
         """Token ids of a prompt, to be continued."""
         if isinstance(prompt, str):
-            return self._encoded(prompt)
+            return self._encode(prompt)
         if is_messages(prompt):
-            return self._templated(prompt, to_be_continued=True)
+            return self._apply_template(prompt, to_be_continued=True)
         return self.given(prompt)
 
     def whole(self, answer: Any) -> list[int]:
         """Token ids of an answer that includes its prompt, with EOS."""
         if isinstance(answer, str):
-            return self._with_eos(self._encoded(answer))
+            return self._with_eos(self._encode(answer))
         if is_messages(answer):
             if answer[-1]["role"] != "assistant":
                 raise self.error(
                     f"the last message has the role {answer[-1]['role']!r}, and it is the one that is learnt. End "
                     f"with an 'assistant' message: leave out what follows it."
                 )
-            return self._templated(answer)
+            return self._apply_template(answer)
         return self.given(answer)
 
     def prompt_and_whole(self, prompt: Any, answer: Any) -> tuple[list[int], list[int]]:
@@ -386,7 +383,7 @@ class _Encoder:
             raise self.type_error(f"{value!r:.60} holds {len(rows)} rows, expected one row of token ids.")
         return rows[0]
 
-    def _encoded(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         """Ids of ``text`` with the tokenizer's prefix tokens, once, and without its suffix tokens."""
         tokenizer: Any = self._tokenizer
         if tokenizer is None:
@@ -412,7 +409,7 @@ class _Encoder:
             )
         return ids if ids[-1:] == [eos] else [*ids, eos]
 
-    def _templated(self, messages: Sequence[Any], to_be_continued: bool = False) -> list[int]:
+    def _apply_template(self, messages: Sequence[Any], to_be_continued: bool = False) -> list[int]:
         if getattr(self._tokenizer, "chat_template", None) is None:
             raise self.error(
                 "the row holds chat messages, and the tokenizer has no chat_template. Set one, or give the row as text."
@@ -431,15 +428,15 @@ class _Encoder:
         }
         options = self._template_options({*own, "tokenize", "tools"})
         tools = self._from_json("tools", (list, tuple), "a list of tools")
-        ids = self._apply(messages, {**own, **options, **({"tools": list(tools)} if tools else {})})
-        if tools and ids == self._apply(messages, {**own, **options}):
+        ids = self._call_template(messages, {**own, **options, **({"tools": list(tools)} if tools else {})})
+        if tools and ids == self._call_template(messages, {**own, **options}):
             raise self.error(
                 "the row has tools, and the tokenizer's chat template leaves them out. Use a template that takes "
                 "tools, or leave the column out."
             )
         return ids
 
-    def _apply(self, messages: Sequence[Any], options: Mapping[str, Any]) -> list[int]:
+    def _call_template(self, messages: Sequence[Any], options: Mapping[str, Any]) -> list[int]:
         try:
             return self._tokenizer.apply_chat_template(list(messages), **options)
         except Exception as error:

@@ -12,15 +12,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from whet import _core
+from whet.config.sampling import DISTRIBUTION, Completion, SamplingParams
 from whet.engine.adapters import adapter_parts
-from whet.engine.loading import checked, checksums, load
+from whet.engine.checks import (
+    LogprobsMode,
+    check_can_continue,
+    check_same_model,
+    check_starts,
+    check_token_row,
+    check_token_rows,
+    is_model_mode,
+)  # fmt: skip
+from whet.engine.loading import check_pieces, checksums, load
 from whet.engine.session import Calls, NewAdapter, Session, TokenStream, run_to_its_end
-from whet.errors import WhetTypeError, WhetValueError
+from whet.errors import WhetValueError, check_integer
 from whet.models.architecture import ModelConfig, Piece
 from whet.models.formats import choose_formats, describe_parts, kv_format
 from whet.models.sizes import MAX_BATCH, PREFILL_CHUNK
@@ -29,9 +39,6 @@ from whet.models.sources.folder import open_folder
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.live import describe_module
 from whet.ops.quant import CORE_FORMATS
-from whet.sampling import Completion, SamplingParams
-
-LogprobsMode = Literal["sampling", "model"]
 
 
 class Engine:
@@ -74,13 +81,12 @@ class Engine:
         where: str = "Engine",
     ) -> None:
         for name, value in (("kv_bytes", kv_bytes), ("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise WhetValueError(f"{where}: {name} is {value!r}, expected an integer >= 1.")
+            check_integer(where, name, value, 1)
         self.config: ModelConfig = source.config
         self.policy_version = 0
         formats = choose_formats(source, weights, embedding, head, where)
         self.formats = {slot: describe_parts(parts) for slot, parts in formats.items()}
-        pieces = checked(source, where)
+        pieces = check_pieces(source, where)
         slots = [
             (slot, CORE_FORMATS.get(format), n, shape[-1])
             for slot, shape in source.config.slots().items()
@@ -103,7 +109,7 @@ class Engine:
         """From a live Hugging Face module, whose weights are packed as they are now; see ``sync``.
 
         Args:
-            model: Llama, Mistral, Qwen2, Qwen3, GPT-NeoX, GPT-2, GPT-J or Phi-3, perhaps in PEFT's LoRA.
+            model: of a family in ``whet.models.families``, perhaps in PEFT's LoRA.
             merge_adapters: pack W + scaling B A; else adapters are computed beside W, and ``sync`` updates only them
                 where nothing else has changed.
             max_position: see the class; ``sync`` keeps it.
@@ -140,8 +146,8 @@ class Engine:
         """From a GGUF file; ``open_gguf`` says of which types.
 
         Args:
-            weights: None keeps the file's integers and scales as they are, and takes its floats as bf16. Q2_K and IQ4_XS
-                become Q8_0, whose scales are rounded (cpp/engine/quantize.h).
+            weights: None keeps the file's integers and scales as they are, and takes its floats as bf16. Q2_K and
+                IQ4_XS become Q8_0, whose scales are rounded (cpp/engine/quantize.h).
 
         Raises:
             WhetValueError: the file holds no such model, or is damaged.
@@ -178,17 +184,16 @@ class Engine:
             WhetTypeError: token ids that are no integers.
         """
         where = "Engine.generate"
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise WhetValueError(f"{where}: n is {n!r}, expected an integer >= 1.")
-        prompts = self._token_rows(prompt_ids, where, "prompt_ids")
+        n = check_integer(where, "n", n, 1)
+        prompts = check_token_rows(prompt_ids, self.config, where, "prompt_ids")
         sampling = sampling or SamplingParams()
-        model_logprobs = _is_model_mode(logprobs_mode, where)
+        model_logprobs = is_model_mode(logprobs_mode, where)
         with (session := Session(self._calls, where)), session:
             session.begin()
             adapters = self._adapter_ids(adapter, len(prompts), where)
             jobs = [
-                self._add_prompt(session, where, f"prompt_ids[{i}]", prompt, n, sampling, i, one, model_logprobs)
-                for i, (prompt, one) in enumerate(zip(prompts, adapters, strict=True))
+                self._add_prompt(session, where, f"prompt_ids[{i}]", prompt, n, sampling, i, number, model_logprobs)
+                for i, (prompt, number) in enumerate(zip(prompts, adapters, strict=True))
             ]
             session.run(jobs)
             return [[session.completion(job, j, self.policy_version) for j in range(n)] for job in jobs]
@@ -207,13 +212,13 @@ class Engine:
         cancel what is left.
         """
         where = "Engine.stream"
-        [ids] = self._token_rows([prompt], where, "prompt")
-        mode = _is_model_mode(logprobs_mode, where)
+        ids = check_token_row(prompt, self.config, where, "prompt")
+        mode = is_model_mode(logprobs_mode, where)
         session = Session(self._calls, where)
         try:
             session.begin()
-            [one] = self._adapter_ids(adapter, 1, where)
-            job = self._add_prompt(session, where, "prompt", ids, 1, sampling or SamplingParams(), 0, one, mode)
+            [number] = self._adapter_ids(adapter, 1, where)
+            job = self._add_prompt(session, where, "prompt", ids, 1, sampling or SamplingParams(), 0, number, mode)
             return TokenStream(session, job)
         except BaseException:
             session.end()
@@ -247,18 +252,13 @@ class Engine:
             WhetValueError, WhetTypeError: as ``generate``; start outside 1 ... len(sequence).
         """
         where = "Engine.logprobs"
-        rows = self._token_rows(sequences, where, "sequences")
-        starts = [start] * len(rows) if isinstance(start, int) else list(start)
-        if len(starts) != len(rows):
-            raise WhetValueError(f"{where}: start has {len(starts)} numbers, expected one for each of {len(rows)}.")
-        for row, first in zip(rows, starts, strict=True):
-            if not 1 <= first <= len(row):
-                raise WhetValueError(f"{where}: start is {first} for a row of {len(row)}, expected 1 to that.")
+        rows = check_token_rows(sequences, self.config, where, "sequences")
+        starts = check_starts(start, rows, where)
         if not (temperature > 0 and np.isfinite(temperature)):
             raise WhetValueError(f"{where}: temperature is {temperature}, expected a finite number > 0.")
         scores = self._score(rows, starts, adapter, temperature, return_entropy, False, where)
-        logprobs = [one[0] for one in scores]
-        return (logprobs, [one[1] for one in scores]) if return_entropy else logprobs
+        logprobs = [of_row for of_row, _, _ in scores]
+        return (logprobs, [entropy for _, entropy, _ in scores]) if return_entropy else logprobs
 
     def logits(self, sequence: Sequence[int], *, adapter: int | None = None) -> np.ndarray:
         """(T, V) float32: the logits after every token of a sequence.
@@ -267,7 +267,7 @@ class Engine:
             WhetValueError, WhetTypeError: as ``generate``.
         """
         where = "Engine.logits"
-        [row] = self._token_rows([sequence], where, "sequence")
+        row = check_token_row(sequence, self.config, where, "sequence")
         [score] = self._score([row], [1], adapter, 1.0, False, True, where)
         return score[2].reshape(len(row), self.config.vocab_size)
 
@@ -288,9 +288,8 @@ class Engine:
         with (session := Session(self._calls, where)), session:
             session.begin(exclusive=True)
             source = describe_module(model, merged=self._merged, max_position=self.config.max_position)
-            if source.config != self.config:
-                raise WhetValueError(f"{where}: {_difference(self.config, source.config)}. Make a new engine for it.")
-            self._replace(checked(source, where), source, where, self.policy_version + 1)
+            check_same_model(self.config, source.config, where)
+            self._replace(check_pieces(source, where), source, where, self.policy_version + 1)
 
     def add_adapter(self, adapter: Any) -> int:
         """Take in a LoRA adapter that ``generate(adapter=...)`` then names, beside others and in one batch with them.
@@ -370,34 +369,14 @@ class Engine:
 
             run_to_its_end(replace)  # half of the weights would be neither; a second interrupt leaves them torn
 
-    def _token_rows(self, rows: Any, where: str, name: str) -> list[np.ndarray]:
-        if isinstance(rows, (str, bytes)) or not hasattr(rows, "__iter__"):
-            raise WhetTypeError(f"{where}: {name} is a {type(rows).__name__}, expected rows of token ids.")
-        return [self._token_row(row, where, f"{name}[{i}]") for i, row in enumerate(rows)]
-
-    def _token_row(self, row: Any, where: str, name: str) -> np.ndarray:
-        ids = np.asarray(row.tolist() if hasattr(row, "tolist") else row)
-        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise WhetTypeError(f"{where}: {name} is no row of integer token ids.")
-        if not ids.size:
-            raise WhetValueError(f"{where}: {name} is empty. Begin it with at least one token, such as BOS.")
-        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            wrong = ids[(ids < 0) | (ids >= self.config.vocab_size)][0]
-            raise WhetValueError(f"{where}: {name} holds token {wrong}, outside 0 ... {self.config.vocab_size - 1}.")
-        if len(ids) > self.config.max_position:
-            raise WhetValueError(
-                f"{where}: {name} has {len(ids)} tokens, and the model's last position is {self.config.max_position}."
-            )
-        return ids.astype(np.int32)
-
     def _adapter_ids(self, adapter: Any, n: int, where: str) -> list[int]:
         each = list(adapter) if isinstance(adapter, Sequence) else [adapter] * n
         if len(each) != n:
             raise WhetValueError(f"{where}: adapter has {len(each)} entries, expected one for each of {n} rows.")
-        for one in each:
-            if one is not None:
-                self._check_adapter(one, where)
-        return [self._calls.own_adapter if one is None else one for one in each]
+        for number in each:
+            if number is not None:
+                self._check_adapter(number, where)
+        return [self._calls.own_adapter if number is None else number for number in each]
 
     def _check_adapter(self, adapter: Any, where: str) -> None:
         if adapter not in self._calls.adapters:
@@ -416,17 +395,7 @@ class Engine:
         adapter: int,
         model_logprobs: bool,
     ) -> int:
-        if len(prompt) >= self.config.max_position:
-            raise WhetValueError(
-                f"{where}: {name} has {len(prompt)} tokens, which leaves no room to generate: the model's position "
-                f"limit is {self.config.max_position}. Shorten or drop the prompt."
-            )
-        vocab_size = self.config.vocab_size
-        if never_drawn := [t for t in s.stop_token_ids if not 0 <= t < vocab_size]:
-            raise WhetValueError(
-                f"{where}: stop_token_ids holds {never_drawn[0]}, outside 0 ... {vocab_size - 1}, which is never "
-                f"drawn. Pass those of the model's own tokenizer."
-            )
+        check_can_continue(prompt, s, self.config, where, name)
         return session.add(
             "prompt",
             name,
@@ -437,14 +406,9 @@ class Engine:
             stop_tokens=np.array(s.stop_token_ids, np.int32),
             seed=s.seed % 2**64,
             prompt_index=index,
-            first_sample=0,
             adapter=adapter,
-            temperature=s.temperature,
-            top_k=min(s.top_k, vocab_size),
-            top_p=s.top_p,
-            min_p=s.min_p,
-            repetition_penalty=s.repetition_penalty,
             model_logprobs=model_logprobs,
+            **{name: getattr(s, name) for name in DISTRIBUTION} | {"top_k": min(s.top_k, self.config.vocab_size)},
         )
 
     def _score(
@@ -471,20 +435,9 @@ class Engine:
                     temperature=temperature,
                     entropy=entropy,
                     logits=logits,
-                    adapter=one,
+                    adapter=number,
                 )
-                for i, (row, start, one) in enumerate(zip(rows, starts, adapters, strict=True))
+                for i, (row, start, number) in enumerate(zip(rows, starts, adapters, strict=True))
             ]
             session.run(jobs)
             return [session.scores(job) for job in jobs]
-
-
-def _is_model_mode(mode: str, where: str) -> bool:
-    if mode not in ("sampling", "model"):
-        raise WhetValueError(f"{where}: logprobs_mode is {mode!r}, expected 'sampling' or 'model'.")
-    return mode == "model"
-
-
-def _difference(mine: ModelConfig, other: ModelConfig) -> str:
-    name = next(name for name, value in vars(mine).items() if value != getattr(other, name))
-    return f"the model's {name} is {getattr(other, name)!r:.60}, the engine's {getattr(mine, name)!r:.60}"

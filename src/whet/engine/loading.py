@@ -15,7 +15,7 @@ from whet.models.slots import Source
 from whet.models.sources.mapped import let_go
 
 
-def checked(source: Source, where: str) -> list[Piece]:
+def check_pieces(source: Source, where: str) -> list[Piece]:
     """All pieces of a source.
 
     Raises:
@@ -36,7 +36,7 @@ def checked(source: Source, where: str) -> list[Piece]:
 
 
 def load(core: Any, pieces: Iterable[Piece], matrices: Iterable[str]) -> None:
-    """Packs pieces that ``checked`` has seen; what is not of ``matrices`` becomes float32."""
+    """Packs pieces that ``check_pieces`` has seen; what is not of ``matrices`` becomes float32."""
     for slot, first_row, tensor, format in pieces:
         type = _core.StoredType[format]
         address, strides = _memory(tensor)

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from whet.config.sampling import Completion
 from whet.errors import WhetError, WhetValueError
-from whet.sampling import Completion
 
 _TURN_S = 1e-3
 
@@ -138,7 +138,7 @@ class Session:
         except ValueError as error:
             raise WhetValueError(f"{self._where}: {name}: {error}. {hint}") from None
         except IndexError:
-            raise self._ended() from None
+            raise self._make_ended_error() from None
 
     def run(self, jobs: Sequence[int]) -> None:
         """Step until these are done. Between two steps, other threads and Ctrl-C have their turn."""
@@ -162,7 +162,7 @@ class Session:
             try:
                 tokens, logprobs, finish = self._core().sample(job, 0, i)
             except IndexError:
-                raise self._ended() from None
+                raise self._make_ended_error() from None
             if len(tokens):
                 return Token(int(tokens[0]), float(logprobs[0])), finish
             if finish != "running":
@@ -177,9 +177,9 @@ class Session:
         try:
             return self._core().step(job)
         except IndexError:
-            raise self._ended() from None
+            raise self._make_ended_error() from None
 
-    def _ended(self) -> WhetValueError:
+    def _make_ended_error(self) -> WhetValueError:
         return WhetValueError(f"{self._where}: the call has ended.")
 
     def _check_logits(self, job: int) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.errors import CheckpointError, MissingExtraError, WhetTypeError, WhetValueError
+from whet.errors import CheckpointError, WhetTypeError, WhetValueError, check_installed
 from whet.files import replace_bytes
 from whet.ops.micro_lora import MicroLoRA
 
@@ -141,7 +141,7 @@ def read_peft(source: Any, adapter_name: str | None = None) -> dict[str, tuple[n
 def to_peft(path: str | os.PathLike[str], adapters: Mapping[str, MicroLoRA], base_model_name: str) -> None:
     """Write adapters, by module name as ``from_peft`` gives them, as a folder that ``PeftModel.from_pretrained`` reads.
 
-    A and B alone: gradients, moments and EWC memory have no place there.
+    Only A and B: gradients, moments and EWC memory have no place there.
 
     Raises:
         WhetValueError: there is no adapter.
@@ -230,10 +230,9 @@ def _alpha(where: str, config: Mapping[str, Any], module: str) -> float:
 def _of_model(model: Any, adapter_name: str | None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     if not hasattr(model, "peft_config"):
         raise WhetTypeError(f"from_peft: source is a {type(model).__name__}, expected a folder or a PeftModel.")
-    try:
-        from peft import get_peft_model_state_dict  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise MissingExtraError("from_peft of a PeftModel", "peft", "peft") from None
+    check_installed("from_peft of a PeftModel", "peft", extra="peft")
+    from peft import get_peft_model_state_dict  # pyright: ignore[reportMissingImports]
+
     name = adapter_name or model.active_adapter
     if name not in model.peft_config:
         raise WhetValueError(f"from_peft: there is no adapter {name!r}, only {', '.join(model.peft_config)}.")
@@ -271,10 +270,9 @@ def _check_adapters(function: str, adapters: Mapping[str, MicroLoRA]) -> None:
 
 
 def _safetensors(function: str) -> Any:
-    try:
-        import safetensors.numpy
-    except ImportError:
-        raise MissingExtraError(function, "safetensors", "train") from None
+    check_installed(function, "safetensors")
+    import safetensors.numpy
+
     return safetensors
 
 

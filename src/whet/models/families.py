@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from whet.errors import WhetTypeError, WhetValueError
+from whet.errors import WhetTypeError, WhetValueError, check_integer
 from whet.models.architecture import LARGEST, LARGEST_SIZE, ModelConfig
 from whet.models.slots import Cut, Module, Place, by_head, paired, places, whole
 from whet.ops.rope_scaling import rope_frequencies
@@ -188,8 +188,7 @@ def model_config(
         name: options.flag(value[1:]) if isinstance(value, str) and value.startswith("@") else value
         for name, value in family.settings.items()
     }
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise WhetValueError(f"{where}: max_position is {length!r}, expected an integer of at least 1.")
+    length = check_integer(where, "max_position", length, 1)
     try:
         return ModelConfig(
             n_layers=n_layers,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from whet import _core
-from whet.errors import WhetValueError
+from whet.errors import WhetValueError, check_integer
 from whet.models.architecture import ModelConfig
 from whet.models.families import model_config
 from whet.models.formats import FORMATS, PAGE_TOKENS, choose_formats, core_format, describe_parts, kv_format, usual_name
@@ -239,8 +239,7 @@ def estimate(
     config = source.config
     context = default_context(config) if context is None else context
     for name, value in (("context", context), ("batch", batch)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise WhetValueError(f"estimate: {name} is {value!r}, expected an integer of at least 1.")
+        check_integer("estimate", name, value, 1)
     if context > config.max_position:
         raise WhetValueError(
             f"estimate: context is {context}, and the model's last position is {config.max_position}. Ask for fewer "

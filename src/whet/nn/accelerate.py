@@ -13,22 +13,20 @@ import warnings
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from whet import _core
-from whet.config import Compute
-from whet.errors import WhetTypeError, WhetValueError
+from whet.config.settings import Compute, ComputeDtype
+from whet.errors import WhetTypeError, WhetValueError, check_choice
 from whet.models.families import FAMILIES
 from whet.nn import functions
 from whet.nn.modules import inner_module, module_device
 from whet.nn.packed import PackedBatch
 from whet.nn.threads import openmp_fork
-
-ComputeDtype = Literal["auto", "bfloat16", "float32"]
 
 _NAME = "whet"
 _FEW_ROWS = 32
@@ -104,7 +102,7 @@ def _choose_acceleration(model: nn.Module, compute: Compute, training_mode: bool
     try:
         return Acceleration(model)
     except WhetTypeError:
-        return None  # a module of the user's own, which torch alone can run
+        return None  # a module of the user's own, which only torch can run
     except WhetValueError as error:
         warnings.warn(
             f"{where}: torch computes the step, which is slower, as Whet's kernels do not fit this model ({error}) "
@@ -126,9 +124,7 @@ class Acceleration:
     """
 
     def __init__(self, model: nn.Module, dtype: ComputeDtype = "auto") -> None:
-        names = get_args(ComputeDtype)
-        if dtype not in names:
-            raise WhetValueError(f"accelerate: dtype is {dtype!r}, expected {', '.join(map(repr, names))}.")
+        check_choice("accelerate", "dtype", dtype, ComputeDtype)
         narrow = dtype == "bfloat16" or (dtype == "auto" and "bf16" in _core.isa())
         self.dtype = torch.bfloat16 if narrow else torch.float32
         self.in_place = False
@@ -137,7 +133,7 @@ class Acceleration:
             raise WhetTypeError(
                 "accelerate: the model has virtual tokens, which stand before its input. Pass LoRA adapters, or none."
             )
-        self._decoder, self._head_module = _checked(self._model)
+        self._decoder, self._head_module = _find_head(self._model)
         self._copies: MutableMapping[Tensor, _Copy] = WeakTensorKeyDictionary()
         self._head: functions.Head | None = None
         self._head_generation = 0
@@ -222,7 +218,7 @@ class Acceleration:
         return head
 
     def copy(self, weight: Tensor) -> Tensor:
-        """The weight as it is multiplied: itself, or its bfloat16 copy as the weight is now.
+        """The weight in the dtype of products: itself, or its bfloat16 copy as the weight is now.
 
         The copy is compared with the weight, number by number, each time that it is asked for: optimizers, ``.data``,
         PEFT and NumPy write weights in ways that leave no other trace.
@@ -283,7 +279,7 @@ class _Copy:
 
     Attributes:
         tensor: the rounded weight, contiguous.
-        generation: how many times it was written; whoever derives from it compares.
+        generation: how many times it was written, for what is derived from it.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -317,7 +313,7 @@ def _asks_interface(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Attention") and hasattr(getattr(module, "config", None), "model_type")
 
 
-def _checked(inner: Any) -> tuple[nn.Module, Any]:
+def _find_head(inner: Any) -> tuple[nn.Module, Any]:
     """Decoder and head of a model that can be accelerated."""
     config: Any = getattr(inner, "config", None)
     family = getattr(config, "model_type", None)
@@ -413,7 +409,7 @@ def _attention(
     if batch is None:
         return plain(hidden_states, position_embeddings, attention_mask, *args, **options)
     _refuse_dropout(module.attention_dropout if module.training else 0.0)
-    q, k, v = _projected(module, hidden_states)
+    q, k, v = _project(module, hidden_states)
     if hasattr(module, "q_norm"):
         q, k = module.q_norm(q), module.k_norm(k)
     cos, sin = position_embeddings
@@ -442,7 +438,7 @@ def _gptj_attention(
     if batch is None:
         return plain(hidden_states, layer_past, attention_mask, position_ids, *args, **options)
     _refuse_dropout(module.attn_dropout.p if module.training else 0.0)
-    q, k, v = _projected(module, hidden_states)
+    q, k, v = _project(module, hidden_states)
     sin, cos = module.embed_positions[position_ids[0]].chunk(2, dim=1)
     table = torch.cat((cos, sin), 1).float()
     q, k = (functions.rope(x, table, is_neox=False) for x in (q, k))
@@ -450,7 +446,7 @@ def _gptj_attention(
     return module.resid_dropout(module.out_proj(out.view(1, len(q), -1))), None
 
 
-def _projected(module: Any, hidden_states: Tensor) -> list[Tensor]:
+def _project(module: Any, hidden_states: Tensor) -> list[Tensor]:
     """Query, key and value of a packed batch: (N, heads, head_dim)."""
     x = hidden_states[0]
     return [

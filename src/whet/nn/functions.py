@@ -200,7 +200,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def rope(x: Tensor, table: Tensor, is_neox: bool = True) -> Tensor:
-    """x (N, H, D) turned by the rows of ``table`` (N, R), its R / 2 cosines and then its sines.
+    """x (N, H, D) rotated by the rows of ``table`` (N, R), its R / 2 cosines and then its sines.
 
     Pairs are halves of the R elements, or neighbours (``is_neox=False``)."""
     return _Rope.apply(x, table, is_neox)  # pyright: ignore[reportReturnType]
@@ -211,15 +211,15 @@ class _Rope(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, table: Tensor, is_neox: bool) -> Tensor:
         ctx.save_for_backward(table)
         ctx.is_neox = is_neox
-        return _turned(x, table, is_neox, inverse=False)
+        return _rotate(x, table, is_neox, inverse=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
-        return _turned(grads[0], ctx.saved_tensors[0], ctx.is_neox, inverse=True), None, None
+        return _rotate(grads[0], ctx.saved_tensors[0], ctx.is_neox, inverse=True), None, None
 
 
-def _turned(x: Tensor, table: Tensor, is_neox: bool, inverse: bool) -> Tensor:
+def _rotate(x: Tensor, table: Tensor, is_neox: bool, inverse: bool) -> Tensor:
     out = x.detach().clone(memory_format=torch.contiguous_format)
     apply_rope(torch.arange(len(out)), out, None, out.shape[2], table, is_neox, inverse=inverse)
     return out

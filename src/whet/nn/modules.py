@@ -1,12 +1,16 @@
-"""Small facts about a module: where it is, its mode, and what is inside its wrappers."""
+"""Small facts about a module: its device, its mode, what is inside its wrappers, which tokens end a completion."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+
+from whet.errors import WhetValueError
 
 
 def module_device(model: nn.Module) -> torch.device:
@@ -31,3 +35,32 @@ def inner_module(model: nn.Module) -> nn.Module:
     inner = getattr(model, "_orig_mod", model)
     get_base_model = getattr(inner, "get_base_model", None)
     return get_base_model() if callable(get_base_model) else inner  # pyright: ignore[reportReturnType]
+
+
+def stop_token_ids(model: nn.Module, tokenizer: Any, chosen: Sequence[int] = ()) -> list[int]:
+    """The tokens that end a completion: ``chosen``, or EOS of the generation config, or the tokenizer's if it differs.
+
+    Of a model without a generation config, EOS of its config; none of a plain module without a tokenizer.
+
+    Raises:
+        WhetValueError: one of them is outside the model's vocabulary, so that it is never drawn.
+    """
+    inner: Any = inner_module(model)
+    config = getattr(inner, "generation_config", None) or getattr(inner, "config", None)
+    of_model = getattr(config, "eos_token_id", None)
+    ids = [] if of_model is None else [of_model] if isinstance(of_model, int) else list(of_model)
+    of_tokenizer = getattr(tokenizer, "eos_token_id", None)
+    name, fix = "the model's eos_token_id", "Set it in its generation_config, or pass stop_token_ids."
+    if chosen:
+        ids, name, fix = list(chosen), "stop_token_ids", "Pass tokens that it has."
+    elif of_tokenizer is not None and of_tokenizer not in ids:
+        ids, name, fix = [of_tokenizer], "the tokenizer's eos_token_id", "Pass the model's own, or stop_token_ids."
+    table: Any = inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
+    n_tokens = len(table.weight) if hasattr(table, "weight") else math.inf
+    for token in ids:
+        if not 0 <= token < n_tokens:
+            raise WhetValueError(
+                f"stop_token_ids: {name} is {token}, outside the model's vocabulary of {n_tokens} tokens: no "
+                f"completion would end with it. {fix}"
+            )
+    return ids

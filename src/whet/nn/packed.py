@@ -81,13 +81,12 @@ def pack_batch(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Seq
             targets.append(completion)
             rows.append(np.full(len(completion), i))
             steps.append(np.arange(len(completion)))
-    key_rows = _joined(keys)
+    key_rows = _concatenate(keys)
     readers = np.argsort(key_rows, kind="stable")
     counts = np.bincount(key_rows, minlength=n)
     arrays = (
-        _joined(ids), _joined(positions), np.cumsum(q_lengths), np.cumsum(k_lengths), key_rows,
-        np.concatenate(([0], np.cumsum(counts))), readers, _joined(hidden), _joined(targets), _joined(rows),
-        _joined(steps),
+        *map(_concatenate, (ids, positions)), np.cumsum(q_lengths), np.cumsum(k_lengths), key_rows,
+        np.concatenate(([0], np.cumsum(counts))), readers, *map(_concatenate, (hidden, targets, rows, steps)),
     )  # fmt: skip
     return PackedBatch(*(torch.from_numpy(np.ascontiguousarray(a, np.int64)) for a in arrays))
 
@@ -118,5 +117,5 @@ def token_batches(rows: Sequence[Sequence[Sequence[int]]], max_tokens: int) -> l
     return sorted(packed)
 
 
-def _joined(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+def _concatenate(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
     return np.concatenate([np.asarray(part, np.int64) for part in parts]) if parts else np.zeros(0, np.int64)

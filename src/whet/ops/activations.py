@@ -17,8 +17,8 @@ from whet import _core
 from whet.errors import WhetValueError
 from whet.ops import inputs, rowwise
 
-_SILU = _core.Activation.SILU  # looked up once: a short row takes half a microsecond
-_GELU_KINDS = {"none": _core.Activation.GELU, "tanh": _core.Activation.GELU_TANH}
+_SILU = _core.Activation.silu  # looked up once: a short row takes half a microsecond
+_GELU_KINDS = {"none": _core.Activation.gelu, "tanh": _core.Activation.gelu_tanh}
 
 
 def naive_softmax(x: np.ndarray, scale: float = 1.0) -> np.ndarray:

@@ -66,9 +66,9 @@ def compute_token_logprobs(
             f"{name}: token_ids[{bad}] is {ids[bad]}, outside the vocabulary of {shape[1]}. "
             "Give padding a valid id and leave it out by its mask."
         )
-    result = _core.token_logprobs(logits, ids.ctypes.data, float(temperature), bool(return_entropy))
+    result = _core.token_logprobs(logits, ids, float(temperature), bool(return_entropy))
     if result is NotImplemented:
         dtypes = ("float32", "bfloat16") if inputs.is_tensor(logits) else ("float32",)
         plain = inputs.plain(name, "logits", logits, dtypes)
-        result = _core.token_logprobs(plain, ids.ctypes.data, float(temperature), bool(return_entropy))
+        result = _core.token_logprobs(plain, ids, float(temperature), bool(return_entropy))
     return result

@@ -59,4 +59,4 @@ def pack_sequences(lengths: Any, max_length: int) -> list[list[int]]:
         i = int(bad[0])
         fix = "Truncate it or raise max_length." if array[i] > limit else "A length is a count of tokens."
         raise WhetValueError(f"{name}: lengths[{i}] is {array[i]}, expected 0 to max_length={limit}. {fix}")
-    return _core.pack_sequences(array.ctypes.data, len(array), limit)
+    return _core.pack_sequences(array, limit)

@@ -40,7 +40,7 @@ def read_rate(n_bytes: int, seconds: float = 0.05) -> float:
 def copy_rate(n_bytes: int, seconds: float = 0.05) -> float:
     """Bytes read plus bytes written per second by a copy of one half of n_bytes of memory to the other half.
 
-    The faster of ordinary stores and of streaming stores (which go past the caches), each measured for half of
+    The faster of ordinary stores and of streaming stores (which bypass the caches), each measured for half of
     ``seconds``. What an ordinary store reads before it writes is not counted. Arguments and errors are those of
     ``read_rate``.
     """
@@ -89,8 +89,8 @@ def evict(n_bytes: int) -> None:
 def kv_pages(n_layers: int, n_kv_heads: int, head_dim: int, dtype: str) -> Any:
     """A KV cache as an engine of these sizes has it, of 8 pages of 64 tokens, in "float32" or "bfloat16".
 
-    Its ``take_and_release()`` takes a page, which holds zeros, gives it back, and returns the page's bytes. It is the
-    same page each time: the one given back last is the first to be taken again.
+    Its ``take_and_release()`` allocates a zeroed page, frees it, and returns the page's bytes. It is the same page each
+    time: the page freed last is the first to be allocated again.
 
     Raises:
         WhetValueError: a size is below 1, or dtype is neither of these.

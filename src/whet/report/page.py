@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from whet import __version__
-from whet.errors import MissingExtraError, WhetValueError
+from whet.errors import WhetValueError, check_installed
 
 Point = tuple[float, float]
 
@@ -143,10 +143,8 @@ def markdown_page(title: str, text: str, charts: Mapping[str, str]) -> str:
     Raises:
         MissingExtraError: markdown-it-py is not installed.
     """
-    try:
-        from markdown_it import MarkdownIt
-    except ImportError as error:
-        raise MissingExtraError("markdown_page", "markdown-it-py", "bench") from error
+    check_installed("markdown_page", "markdown_it", extra="bench", package="markdown-it-py")
+    from markdown_it import MarkdownIt
 
     def render_chart(renderer: Any, tokens: Any, i: int, options: Any, env: Any) -> str:
         caption = renderer.renderInlineAsText(tokens[i].children, options, env)
@@ -228,12 +226,10 @@ def line_chart(
     """
     if not 1 <= len(curves) <= 2:
         raise WhetValueError(f"line_chart: curves has {len(curves)} entries, expected 1 or 2.")
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator, PercentFormatter
-    except ImportError as error:
-        raise MissingExtraError("line_chart", "matplotlib", "train") from error
+    check_installed("line_chart", "matplotlib")
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     with rc_context(CHART_STYLE):
         figure = Figure(figsize=(7.2, 2.9), layout="constrained")

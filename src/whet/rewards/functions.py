@@ -26,9 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from whet.config import RolloutConfig
-from whet.errors import RewardError, WhetTypeError, WhetValueError
-from whet.fields import check_used, is_number
+from whet.errors import RewardError, WhetTypeError, WhetValueError, is_number
 from whet.rewards.processes import CallTimeout, call_here, call_in_children, summary
 
 _BATCH_FIELDS = ("prompts", "completions", "completion_ids")
@@ -227,33 +225,6 @@ class RewardFunctions:
 
 
 RewardFn = Callable[..., Any] | Sequence[Callable[..., Any]] | RewardFunctions
-
-
-def reward_functions(config: RolloutConfig, reward_fn: RewardFn | None) -> RewardFunctions:
-    """The reward functions, with the settings of the config; ``RewardFunctions`` are returned unchanged.
-
-    Raises:
-        WhetTypeError: there are none.
-        WhetValueError: ``RewardFunctions`` whose settings contradict the config's.
-    """
-    if reward_fn is None:
-        where = type(config).__name__.removesuffix("Config")
-        raise WhetTypeError(f"{where}: reward_fn is None. Pass a function that scores completions.")
-    if isinstance(reward_fn, RewardFunctions):
-        weights = reward_fn.weights.tolist()
-        for name, own, same in (
-            ("reward_weights", weights, list(config.reward_weights) == weights),
-            ("reward_policy", reward_fn.on_error, config.reward_policy == reward_fn.on_error),
-            ("reward_timeout_s", reward_fn.timeout_s, config.reward_timeout_s == reward_fn.timeout_s),
-        ):
-            check_used(config, [name], same, f"reward_fn is RewardFunctions, which has its own, {own!r}")
-        return reward_fn
-    return RewardFunctions(
-        reward_fn,
-        weights=config.reward_weights or None,
-        on_error=config.reward_policy,
-        timeout_s=config.reward_timeout_s,
-    )
 
 
 def call_preference(preference_fn: Callable[..., Any], pairs: Sequence[tuple[Any, Any]]) -> list[int | None]:

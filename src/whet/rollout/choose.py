@@ -1,6 +1,6 @@
-"""Choose the engine that samples: the native one if it supports the model, else torch.
+"""The choices of a ``RolloutConfig``: the engine that samples, by name or as it is given, and the reward functions.
 
-Knows nothing about algorithms, which pass a name or an engine.
+Knows nothing about algorithms.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from whet.config import EngineName, RolloutWeights
+from whet.config.fields import check_used
+from whet.config.settings import EngineName, RolloutConfig, RolloutWeights
 from whet.engine import Engine
 from whet.errors import WhetTypeError, WhetValueError
 from whet.models.families import short_position
 from whet.models.formats import PAGE_TOKENS
 from whet.nn.modules import inner_module, module_device
+from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.torch_engine import TorchEngine
 
@@ -127,3 +129,30 @@ def check_lengths(model: nn.Module, prompt_ids: Sequence[Sequence[int]], max_new
                 f"tokens this model has other rotary frequencies (longrope). Lower max_new_tokens, leave such prompts "
                 f"out, or load the model with a config whose short_factor is its long_factor."
             )
+
+
+def reward_functions(config: RolloutConfig, reward_fn: RewardFn | None) -> RewardFunctions:
+    """The reward functions, with the settings of the config; ``RewardFunctions`` are returned unchanged.
+
+    Raises:
+        WhetTypeError: there are none.
+        WhetValueError: ``RewardFunctions`` whose settings contradict the config's.
+    """
+    if reward_fn is None:
+        where = type(config).__name__.removesuffix("Config")
+        raise WhetTypeError(f"{where}: reward_fn is None. Pass a function that scores completions.")
+    if isinstance(reward_fn, RewardFunctions):
+        weights = reward_fn.weights.tolist()
+        for name, own, same in (
+            ("reward_weights", weights, list(config.reward_weights) == weights),
+            ("reward_policy", reward_fn.on_error, config.reward_policy == reward_fn.on_error),
+            ("reward_timeout_s", reward_fn.timeout_s, config.reward_timeout_s == reward_fn.timeout_s),
+        ):
+            check_used(config, [name], same, f"reward_fn is RewardFunctions, which has its own, {own!r}")
+        return reward_fn
+    return RewardFunctions(
+        reward_fn,
+        weights=config.reward_weights or None,
+        on_error=config.reward_policy,
+        timeout_s=config.reward_timeout_s,
+    )

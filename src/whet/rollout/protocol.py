@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from whet.sampling import Completion, SamplingParams
+from whet.config.sampling import Completion, SamplingParams
 
 
 class RolloutEngine(Protocol):

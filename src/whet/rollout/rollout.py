@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from whet.config.sampling import Completion, SamplingParams
 from whet.data.batches import as_rows
 from whet.data.rows import is_messages, token_rows, tokenize_prompt
 from whet.errors import WhetValueError
-from whet.phases import phase
 from whet.rewards.functions import RewardBatch, RewardFunctions
 from whet.rollout.protocol import RolloutEngine
-from whet.sampling import Completion, SamplingParams
 
 _TOKENIZER_FIELDS = ("input_ids", "attention_mask", "token_type_ids")
 
@@ -118,13 +117,9 @@ class Rollout:
 
     def score(self, functions: RewardFunctions) -> RewardBatch:
         """The rewards of the N completions."""
-        with phase("reward"):
-            return functions(
-                prompts=self.prompts,
-                completions=self.shown,
-                completion_ids=self.completion_ids,
-                columns=self.columns,
-            )
+        return functions(
+            prompts=self.prompts, completions=self.shown, completion_ids=self.completion_ids, columns=self.columns
+        )
 
     def metrics(self) -> dict[str, float]:
         """Lengths in tokens, the share that no stop token ended, and the tokens of prompts and completions."""
@@ -140,9 +135,7 @@ class Rollout:
 
 def sample(engine: RolloutEngine, prompts: Prompts, n: int, sampling: SamplingParams, tokenizer: Any) -> Rollout:
     """``n`` completions for each prompt."""
-    with phase("generation"):
-        groups = engine.generate(prompts.ids, n, sampling)
-    completions = [completion for group in groups for completion in group]
+    completions = [completion for group in engine.generate(prompts.ids, n, sampling) for completion in group]
 
     def repeated(values: list[Any]) -> list[Any]:
         return [value for value in values for _ in range(n)]

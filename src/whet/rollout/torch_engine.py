@@ -32,11 +32,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whet.errors import WhetTypeError, WhetValueError
-from whet.fields import check_integer
+from whet.config.sampling import DISTRIBUTION, Completion, SamplingParams
+from whet.errors import WhetTypeError, WhetValueError, check_integer
 from whet.nn.causal_lm import causal_logits, padded_batch, token_lists
 from whet.nn.modules import inner_module, module_device, module_mode
-from whet.sampling import Completion, SamplingParams
 
 
 class Sampler:
@@ -137,14 +136,14 @@ class TorchEngine:
     """
 
     def __init__(self, model: nn.Module, *, pad_token_id: int | None = None, max_batch: int | None = None) -> None:
-        self.model = _checked_module(model, "TorchEngine")
+        self.model = _check_module(model, "TorchEngine")
         self.pad_token_id = check_integer("TorchEngine", "pad_token_id", pad_token_id, 0, optional=True) or 0
         self.max_batch = check_integer("TorchEngine", "max_batch", max_batch, 1, optional=True)
         self.policy_version = 0
 
     def sync(self, model: nn.Module) -> None:
         """Sample from ``model`` from now on. The module is used live: nothing is copied."""
-        self.model = _checked_module(model, "TorchEngine.sync")
+        self.model = _check_module(model, "TorchEngine.sync")
         self.policy_version += 1
 
     @torch.no_grad()
@@ -358,7 +357,7 @@ class _RowIsOver:
         return over
 
 
-def _checked_module(model: Any, where: str) -> nn.Module:
+def _check_module(model: Any, where: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise WhetTypeError(f"{where}: model is {type(model).__name__}, expected a torch.nn.Module.")
     return model
@@ -381,7 +380,7 @@ def _own_settings(model: Any, sampling: SamplingParams) -> dict[str, Any]:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     neutral = SamplingParams()
     settings = {}
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+    for name in DISTRIBUTION:
         value = getattr(sampling, name)
         at_default = value == getattr(neutral, name)
         if name in parameters:

@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from whet.checkpoint.folder import capture_rng, prune_checkpoints, restore_rng, step_folder
-from whet.errors import WhetTypeError, WhetValueError
-from whet.fields import check_integer, is_number
+from whet.checkpoint.folder import preserved_rng, prune_checkpoints, step_folder
+from whet.errors import WhetTypeError, WhetValueError, check_integer, is_number
 from whet.files import FolderLock
 from whet.training.loggers import JSONLLogger, as_number
 
@@ -108,11 +107,8 @@ class EvaluationCallback(Callback):
             self._run(trainer)
 
     def _run(self, trainer: Trainer) -> dict[str, float]:
-        random_state = capture_rng()
-        try:
+        with preserved_rng():
             result = self.evaluate(trainer)
-        finally:  # after Ctrl-C too: the run may continue
-            restore_rng(random_state)
         if not isinstance(result, Mapping):
             raise WhetTypeError(
                 f"EvaluationCallback: evaluate returned {result!r}, expected a dict of numbers by name."

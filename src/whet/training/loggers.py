@@ -18,8 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
-from whet.fields import check_integer, is_number
+from whet.errors import WhetTypeError, WhetValueError, check_installed, check_integer, is_number
 from whet.files import drop_torn_line, replace_text, told_if_full
 
 if TYPE_CHECKING:
@@ -38,8 +37,7 @@ class Logger(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is pending. Idempotent."""
-        ...
+        """Write what is pending, if anything is. Idempotent."""
 
     def __enter__(self) -> Self:
         return self
@@ -48,7 +46,7 @@ class Logger(Protocol):
         self.close()
 
 
-# --- people ---------------------------------------------------------------------------------------------
+# --- terminals ------------------------------------------------------------------------------------------
 
 _MAIN_METRICS: dict[str, tuple[str, ...]] = {
     "loss": ("loss",),
@@ -219,10 +217,9 @@ def _clock(seconds: float) -> str:
 
 
 def _make_bar(description: str) -> Any:
-    try:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    except ImportError as error:
-        raise MissingExtraError("ProgressLogger", "rich", "train") from error
+    check_installed("ProgressLogger", "rich")
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(None),
@@ -269,13 +266,22 @@ def _standard_json(value: Any, name: str) -> Any:
     return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
-def _append_text(path: Path, text: str) -> None:
-    # Opened for every row: nothing is buffered when the process is killed, shared with a fork, or left open.
-    with told_if_full(path, len(text)), path.open("a", encoding="utf-8", newline="") as file:
-        file.write(text)
+class _FileLogger(Logger):
+    """A file of lines: its folder is created, and an incomplete last line is removed. Nothing is ever pending."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.touch()
+        drop_torn_line(self.path)
+
+    def _append(self, text: str) -> None:
+        # Opened for every row: nothing is buffered when the process is killed, shared with a fork, or left open.
+        with told_if_full(self.path, len(text)), self.path.open("a", encoding="utf-8", newline="") as file:
+            file.write(text)
 
 
-class JSONLLogger(Logger):
+class JSONLLogger(_FileLogger):
     """One JSON object per line: ``{"step": 3, "loss": 0.69}``. Every line is written at once.
 
     NaN and infinities, which JSON lacks, are written as "NaN", "Infinity" and "-Infinity".
@@ -284,12 +290,6 @@ class JSONLLogger(Logger):
         path: the file; its folder is created, and an incomplete last line is removed.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch()
-        drop_torn_line(self.path)
-
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         numbers = {name: as_number(value, name) for name, value in metrics.items()}
         self.write({**numbers, "step": step})
@@ -297,8 +297,7 @@ class JSONLLogger(Logger):
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row of any JSON values; its "step" comes first."""
         row = {"step": row["step"], **row}
-        text = json.dumps(_standard_json(row, "row"), allow_nan=False)
-        _append_text(self.path, text + "\n")
+        self._append(json.dumps(_standard_json(row, "row"), allow_nan=False) + "\n")
 
     def truncate_after(self, step: int) -> None:
         """Remove the rows of later steps, when a run resumes at ``step``.
@@ -317,11 +316,8 @@ class JSONLLogger(Logger):
                 ) from error
         replace_text(self.path, "".join(kept))
 
-    def close(self) -> None:
-        """Nothing is pending."""
 
-
-class CSVLogger(Logger):
+class CSVLogger(_FileLogger):
     """A table with a column per metric and a "step" first. Every row is written at once.
 
     A new metric gets a column at the end: the file is then rewritten atomically, with empty cells above. A step that
@@ -335,10 +331,7 @@ class CSVLogger(Logger):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch()
-        drop_torn_line(self.path)
+        super().__init__(path)
         rows = self._read()
         self._columns = rows[0] if rows else ["step"]
         if self._columns[:1] != ["step"]:
@@ -354,7 +347,7 @@ class CSVLogger(Logger):
         new = [name for name in row if name not in self._columns]
         if new:
             self._rewrite([*self._columns, *new], self._read()[1:])
-        _append_text(self.path, _csv_text([[row.get(name, "") for name in self._columns]]))
+        self._append(_csv_text([[row.get(name, "") for name in self._columns]]))
 
     def truncate_after(self, step: int) -> None:
         """Remove the rows of later steps, when a run resumes at ``step``."""
@@ -368,9 +361,6 @@ class CSVLogger(Logger):
         self._columns = columns
         padded = [[*row, *[""] * (len(columns) - len(row))] for row in rows]
         replace_text(self.path, _csv_text([columns, *padded]))
-
-    def close(self) -> None:
-        """Nothing is pending."""
 
 
 def _csv_text(rows: list[list[Any]]) -> str:
@@ -393,10 +383,9 @@ class TensorBoardLogger(Logger):
     """
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingExtraError("TensorBoardLogger", "tensorboard", "tensorboard") from error
+        check_installed("TensorBoardLogger", "tensorboard", extra="tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
         self._make_writer = SummaryWriter
         self.log_dir = os.fspath(log_dir)
         self._writer = SummaryWriter(self.log_dir)
@@ -427,10 +416,9 @@ class WandbLogger(Logger):
     """
 
     def __init__(self, project: str, **init: Any) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise MissingExtraError("WandbLogger", "wandb", "wandb") from error
+        check_installed("WandbLogger", "wandb", extra="wandb")
+        import wandb  # pyright: ignore[reportMissingImports]
+
         self._run = wandb.init(project=project, **init)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from whet.checkpoint.folder import capture_rng, load_checkpoint, restore_rng, save_checkpoint
 from whet.checkpoint.modules import build_module, describe_module, load_module_tensors, module_tensors
+from whet.config.fields import make_config
 from whet.errors import CheckpointError, WhetError
-from whet.fields import make_config
 from whet.nn.modules import module_device
 
 if TYPE_CHECKING:
@@ -74,11 +74,11 @@ def load_trainer(
             f"{where}: {path} holds only the trained part of its model. Pass model=, made as it was before training."
         )
     # The saved settings may need what the settings given here do not, such as a reference.
-    with _malformed_if_it_fails(path):
+    with _report_as_malformed(path):
         changed = {n: v for n, v in arguments.items() if n in state["config"] and n != "engine"}
         saved = trainer_class.config_class(**state["config"])
     config = arguments.setdefault("config", make_config(trainer_class.config_class, saved, changed))
-    with _malformed_if_it_fails(path):
+    with _report_as_malformed(path):
         model = build_module(state["model"]) if model is None else model
         if state["whole_model"]:
             load_module_tensors(model, tensors["model"])
@@ -90,7 +90,7 @@ def load_trainer(
                 ref_model = build_module(state["ref_model"]).to(module_device(model))
             load_module_tensors(ref_model.requires_grad_(False), tensors["ref_model"])
     trainer = trainer_class(model, ref_model, **arguments)
-    with _malformed_if_it_fails(path):
+    with _report_as_malformed(path):
         _restore(trainer, tensors, state, where)
     return trainer
 
@@ -128,7 +128,7 @@ def _restore(
 
 
 @contextmanager
-def _malformed_if_it_fails(path: str | os.PathLike[str]) -> Iterator[None]:
+def _report_as_malformed(path: str | os.PathLike[str]) -> Iterator[None]:
     """Report whatever a checkpoint lacks, or has in another form than ``save`` writes, as a malformed checkpoint."""
     try:
         yield

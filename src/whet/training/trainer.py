@@ -23,20 +23,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from whet.checkpoint.folder import capture_rng, restore_rng
-from whet.config import TrainerConfig, learning_rate_at
+from whet.checkpoint.folder import preserved_rng
+from whet.config.fields import make_config
+from whet.config.settings import TrainerConfig, learning_rate_at
 from whet.data.batches import as_row, batch_stream, batches_in_order
 from whet.data.rows import token_rows
-from whet.errors import NonFiniteError, WhetTypeError, WhetValueError
-from whet.fields import check_integer, make_config
+from whet.errors import NonFiniteError, WhetTypeError, WhetValueError, check_integer
 from whet.nn.accelerate import acceleration_of, choose_accelerations
 from whet.nn.causal_lm import completion_logprobs
-from whet.nn.modules import inner_module, module_device, module_mode
+from whet.nn.modules import module_device, module_mode, stop_token_ids
 from whet.nn.optim import AdamW
 from whet.nn.packed import token_batches
-from whet.phases import phase, record
 from whet.training.callbacks import Callback
 from whet.training.loggers import Logger
+from whet.training.phases import phase, record
 from whet.training.reference import Reference
 from whet.training.state import load_trainer, save_trainer
 
@@ -50,7 +50,7 @@ def training_step(compute: Step) -> Step:
     """Make ``train_step`` of a method that computes one step: count, time and log it, and call the callbacks.
 
     Args:
-        compute: returns the metrics of the step, ``num_tokens`` (of this step alone) among them.
+        compute: returns the metrics of the step, ``num_tokens`` (of this step only) among them.
 
     Returns:
         A method that returns these metrics, and those of every step: ``learning_rate``, ``skipped_steps``,
@@ -58,7 +58,7 @@ def training_step(compute: Step) -> Step:
         occurred: ``time/generation_s``, ``time/reward_s``, ``time/advantages_s``, ``time/logprobs_s`` (those
         without gradient: old and reference), ``time/forward_s`` (with gradient), ``time/loss_s`` without
         ``time/kl_s``, ``time/backward_s``, ``time/optimizer_s`` (zeroing, clipping, update), ``time/sync_s``
-        (weights to the engine), and ``time/other_s``. On a GPU see ``whet.phases``.
+        (weights to the engine), and ``time/other_s``. On a GPU see ``whet.training.phases``.
     """
 
     @functools.wraps(compute)
@@ -381,38 +381,32 @@ class Trainer(ABC):
                 callback.on_train_exit(self)
         return metrics
 
-    def evaluate(self, dataset: Any) -> float:
+    def evaluate(self, dataset: Any, **options: Any) -> float:
         """The mean loss of the current policy over a dataset, in eval mode.
 
         Nothing is trained: weights, optimizer, counters and random states are as they were.
 
         Args:
             dataset: as for ``train``, read once in its order; or a single batch.
+            **options: of the algorithm's ``evaluation_metrics``.
 
         Returns:
-            ``loss`` of ``evaluation_metrics``.
+            The first of ``evaluation_metrics``.
 
         Raises:
             WhetTypeError, WhetValueError: as ``train_step``.
         """
-        return self._measured(lambda: self.evaluation_metrics(dataset)["loss"])
+        with preserved_rng():
+            return next(iter(self.evaluation_metrics(dataset, **options).values()))
 
-    def evaluation_metrics(self, dataset: Any) -> dict[str, float]:
-        """The metrics of an evaluation over a dataset, by name; each algorithm defines them."""
+    def evaluation_metrics(self, dataset: Any, **options: Any) -> dict[str, float]:
+        """The metrics of an evaluation over a dataset, by name, the main one first; each algorithm defines them."""
         raise WhetTypeError(f"{type(self).__name__}: it has no evaluation. Define evaluation_metrics(dataset).")
 
     def in_order(self, dataset: Any) -> Iterator[tuple[Any, ...]]:
         """The arguments of ``train_step`` for one pass over a dataset, in its order."""
         where = f"{type(self).__name__}.evaluate"
         return batches_in_order(dataset, self.config.batch_size, self.row_fields, self.as_row, where)
-
-    def _measured(self, measure: Callable[[], float]) -> float:
-        """Measure, and restore the random states."""
-        state = capture_rng()
-        try:
-            return measure()
-        finally:
-            restore_rng(state)
 
     @abstractmethod
     def train_step(self, *batch: Any) -> dict[str, float]:
@@ -484,35 +478,6 @@ class Trainer(ABC):
 
     def load_own_tensors(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Restore what ``own_tensors`` returned."""
-
-
-def stop_token_ids(model: nn.Module, tokenizer: Any, chosen: Sequence[int] = ()) -> list[int]:
-    """The tokens that end a completion: ``chosen``, or EOS of the generation config, or the tokenizer's if it differs.
-
-    Of a model without a generation config, EOS of its config; none of a plain module without a tokenizer.
-
-    Raises:
-        WhetValueError: one of them is outside the model's vocabulary, so that it is never drawn.
-    """
-    inner: Any = inner_module(model)
-    config = getattr(inner, "generation_config", None) or getattr(inner, "config", None)
-    of_model = getattr(config, "eos_token_id", None)
-    ids = [] if of_model is None else [of_model] if isinstance(of_model, int) else list(of_model)
-    of_tokenizer = getattr(tokenizer, "eos_token_id", None)
-    name, fix = "the model's eos_token_id", "Set it in its generation_config, or pass stop_token_ids."
-    if chosen:
-        ids, name, fix = list(chosen), "stop_token_ids", "Pass tokens that it has."
-    elif of_tokenizer is not None and of_tokenizer not in ids:
-        ids, name, fix = [of_tokenizer], "the tokenizer's eos_token_id", "Pass the model's own, or stop_token_ids."
-    table: Any = inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
-    n_tokens = len(table.weight) if hasattr(table, "weight") else math.inf
-    for token in ids:
-        if not 0 <= token < n_tokens:
-            raise WhetValueError(
-                f"stop_token_ids: {name} is {token}, outside the model's vocabulary of {n_tokens} tokens: no "
-                f"completion would end with it. {fix}"
-            )
-    return ids
 
 
 def _as_list(where: str, name: str, several: Any, method: str) -> list[Any]:

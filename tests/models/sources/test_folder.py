@@ -6,8 +6,6 @@ import json
 import pickle
 import shutil
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,20 +15,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tests.engine.tiny_models import logits_of, tiny_model, token_ids
+from tests.engine.tiny_models import logits_of, naive_logits, tiny_model, token_ids
+from tests.processes import printed_by
+from tests.raising import assert_raises
 
 from whet.errors import WhetValueError
-from whet.models.reference import naive_forward, naive_weights
+from whet.models.reference import naive_weights
 from whet.models.sources.folder import open_folder, parse_safetensors, read_safetensors
 from whet.models.sources.live import describe_module
 from whet.models.sources.mapped import _unique as unique
 
 FAMILIES = ("llama-biases-tied", "mistral", "qwen2-windows", "qwen3", "gpt_neox", "gpt2", "gptj", "phi3-longrope")
-
-
-def logits(source, ids):
-    weights = naive_weights(source.config, source.pieces(), np.float32)
-    return naive_forward(source.config, weights, ids[0].numpy())
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +65,7 @@ def test_logits_are_those_of_transformers(case, tmp_path):
     model, ids = tiny_model(case), token_ids()
     model.save_pretrained(tmp_path)
     source = open_folder(tmp_path)
-    np.testing.assert_allclose(logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
     live = describe_module(model)
     assert source.config == live.config and source.targets == live.targets
     for piece in source.pieces():
@@ -81,7 +76,7 @@ def test_shards(tmp_path):
     model, ids = tiny_model("qwen2"), token_ids()
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    np.testing.assert_allclose(logits(open_folder(tmp_path), ids), logits_of(model, ids), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(naive_logits(open_folder(tmp_path), ids), logits_of(model, ids), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bfloat16"), (torch.float16, "float16")])
@@ -96,7 +91,7 @@ def test_half_precision_without_torch(dtype, name, tmp_path):
     code = "import sys; from whet.models.sources.folder import open_folder;"
     code += f"list(open_folder({str(tmp_path)!r}).pieces());"
     code += "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    printed_by(code)
 
 
 def test_names_without_prefix_and_old_buffers(tmp_path):
@@ -107,7 +102,7 @@ def test_names_without_prefix_and_old_buffers(tmp_path):
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.bool)
     tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(tensors, tmp_path / "model.safetensors")
-    np.testing.assert_allclose(logits(open_folder(tmp_path), ids), logits_of(model, ids), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(naive_logits(open_folder(tmp_path), ids), logits_of(model, ids), rtol=0, atol=1e-4)
 
 
 def test_a_head_that_the_config_ties(tmp_path):
@@ -121,7 +116,7 @@ def test_a_head_that_the_config_ties(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     source = open_folder(tmp_path)
     assert not source.config.tied_head
-    np.testing.assert_allclose(logits(source, ids), 2 * logits_of(model, ids), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(naive_logits(source, ids), 2 * logits_of(model, ids), rtol=0, atol=1e-4)
 
 
 def test_unaligned_tensors(tmp_path):
@@ -151,8 +146,7 @@ def test_cut_short_at_every_byte(tmp_path):
         with pytest.raises(WhetValueError, match=r"^here: .*(again|safetensors file|and its header|within)"):
             parse_safetensors(np.frombuffer(data[:n], np.uint8), "here")
     path.write_bytes(data + b"\0")
-    with pytest.raises(WhetValueError, match="has 33 bytes of tensors, and its header tells of 32"):
-        read_safetensors(path, "here")
+    assert_raises(WhetValueError, "has 33 bytes of tensors, and its header tells of 32", read_safetensors, path, "here")
 
 
 @pytest.mark.parametrize("length", [0, 1, 100_000_001, 2**31, 2**63, 2**64 - 1])
@@ -161,8 +155,7 @@ def test_header_lengths(folder, length):
     data = path.read_bytes()
     path.write_bytes(struct.pack("<Q", length) + data[8:])
     message = f"model.safetensors: the file has {len(data)} bytes and a header of {length} bytes"
-    with pytest.raises(WhetValueError, match=message):
-        open_folder(folder)
+    assert_raises(WhetValueError, message, open_folder, folder)
 
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -226,16 +219,14 @@ def rename(header):
 )
 def test_hostile_headers(folder, change, message):
     rewrite(folder / "model.safetensors", change)
-    with pytest.raises(WhetValueError, match=f"^open_folder.*{message}"):
-        open_folder(folder)
+    assert_raises(WhetValueError, f"^open_folder.*{message}", open_folder, folder)
 
 
 def test_bytes_that_are_no_utf8(folder):
     path = folder / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:10] + b"\xff" + data[11:])
-    with pytest.raises(WhetValueError, match="is no JSON to rely on"):
-        open_folder(folder)
+    assert_raises(WhetValueError, "is no JSON to rely on", open_folder, folder)
 
 
 def test_a_tensor_the_model_does_not_have(folder):
@@ -261,8 +252,7 @@ def test_a_tensor_the_model_does_not_have(folder):
 )
 def test_configs_that_do_not_fit(folder, options, message):
     change_config(folder, **options)
-    with pytest.raises(WhetValueError, match=f"^open_folder.*{message}"):
-        open_folder(folder)
+    assert_raises(WhetValueError, f"^open_folder.*{message}", open_folder, folder)
 
 
 def test_code_that_comes_with_a_model_is_not_run(folder):
@@ -286,39 +276,33 @@ def test_a_pickle_is_refused_and_not_opened(folder):
     ran = folder / "ran"
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(str(ran))))
-    with pytest.raises(
-        WhetValueError, match=r"pytorch_model\.bin is a pickle, which can run any code; it was not open"
-    ):
-        open_folder(folder)
+    assert_raises(
+        WhetValueError, r"pytorch_model\.bin is a pickle, which can run any code; it was not open", open_folder, folder
+    )
     assert not ran.exists()
     pickle.loads((folder / "pytorch_model.bin").read_bytes()).close()
     assert ran.exists()
     (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
-    with pytest.raises(WhetValueError, match="no safetensors file"):
-        open_folder(folder)
+    assert_raises(WhetValueError, "no safetensors file", open_folder, folder)
 
 
 def test_folders_without_a_model(folder, tmp_path):
     with pytest.raises(WhetValueError, match=r'open_folder\(".*nowhere"\): there is no such folder'):
         open_folder(tmp_path / "nowhere")
     (folder / "model.safetensors").write_bytes(b"")
-    with pytest.raises(WhetValueError, match=r"model\.safetensors is empty"):
-        open_folder(folder)
+    assert_raises(WhetValueError, r"model\.safetensors is empty", open_folder, folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(WhetValueError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
         open_folder(folder)
     for text, message in (("[1]", "holds a list"), ("{", "no JSON"), ('{"a": 1, "a": 2}', "'a' is there twice")):
         (folder / "config.json").write_text(text)
-        with pytest.raises(
-            WhetValueError, match=f"config.json is no JSON to rely on.*{message}|config.json.*{message}"
-        ):
-            open_folder(folder)
+        assert_raises(
+            WhetValueError, f"config.json is no JSON to rely on.*{message}|config.json.*{message}", open_folder, folder
+        )
     (folder / "config.json").unlink()
-    with pytest.raises(WhetValueError, match=r"config\.json is no file"):
-        open_folder(folder)
+    assert_raises(WhetValueError, r"config\.json is no file", open_folder, folder)
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(WhetValueError, match=r"this is an adapter\. Open the model it was trained on"):
-        open_folder(folder)
+    assert_raises(WhetValueError, r"this is an adapter\. Open the model it was trained on", open_folder, folder)
 
 
 @pytest.fixture
@@ -353,23 +337,18 @@ def test_an_index_that_contradicts_its_shards(shards):
     files = json.loads(good)["weight_map"]
     other = next(file for file in files.values() if file != files["lm_head.weight"])
     change_index(shards, lambda files: files.update({"lm_head.weight": other}))
-    with pytest.raises(WhetValueError, match=r"holds lm_head\.weight, which is in .* by model"):
-        open_folder(shards)
+    assert_raises(WhetValueError, r"holds lm_head\.weight, which is in .* by model", open_folder, shards)
     path.write_text(good)
     change_index(shards, lambda files: files.update({"more.weight": other}))
-    with pytest.raises(WhetValueError, match=r"does not hold more\.weight"):
-        open_folder(shards)
+    assert_raises(WhetValueError, r"does not hold more\.weight", open_folder, shards)
     path.write_text(good)
     change_index(shards, lambda files: files.pop("lm_head.weight"))
-    with pytest.raises(WhetValueError, match=r"holds lm_head\.weight, which is in no file by"):
-        open_folder(shards)
+    assert_raises(WhetValueError, r"holds lm_head\.weight, which is in no file by", open_folder, shards)
     path.write_text('{"weight_map": []}')
-    with pytest.raises(WhetValueError, match=r"has weight_map \[\], expected tensor names"):
-        open_folder(shards)
+    assert_raises(WhetValueError, r"has weight_map \[\], expected tensor names", open_folder, shards)
     path.write_text(good)
     (shards / other).unlink()
-    with pytest.raises(WhetValueError, match=f"{other} is no file"):
-        open_folder(shards)
+    assert_raises(WhetValueError, f"{other} is no file", open_folder, shards)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -400,6 +379,5 @@ def test_a_name_that_is_there_twice_is_found_in_one_pass():
             return str.__eq__(self, other)
 
     names = [Name(i) for i in range(1000)]
-    with pytest.raises(ValueError, match="'999' is there twice"):
-        unique([(name, None) for name in [*names, Name(999)]])
+    assert_raises(ValueError, "'999' is there twice", unique, [(name, None) for name in [*names, Name(999)]])
     assert comparisons < 2000

@@ -11,15 +11,15 @@ Whet samples at temperature 1 and gives log-probs. The others take the most prob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
 
-import numpy as np
-
-from whet.bench.case import BenchOptions, Call, Case, Provider, Suite, Table
+from whet.bench.case import BenchOptions, Case, Provider, Suite, Table
 from whet.bench.contenders.engine import hf, llama_cpp, native
 from whet.bench.contenders.engine.models import LLAMA_135M, QWEN2_500M, ModelShape
-from whet.bench.contenders.engine.workload import Workload, random_workload, sample_error
+from whet.bench.contenders.engine.workload import random_workload, sample_error
 
 PROMPT_LENGTH = 64
 N_STEPS = 16
@@ -38,54 +38,40 @@ DECODE_NOTE = (
 )
 
 Width = Literal["float32", "bf16", "8 bits", "4 bits"]
+LIBRARIES = {"whet": native.Whet(), "llama.cpp": llama_cpp.LlamaCpp(), "transformers": hf.Transformers()}
 
 
-class Kind(NamedTuple):
-    """A contender, by how it is called and what its weights are."""
-
-    name: str
-    library: Literal["whet", "llama.cpp", "transformers"]
-    weights: str
-    width: Width
-
-
-def contenders(*kinds: Kind, make: dict[str, Callable[[str], Callable[[Workload], Call]]]) -> list[Provider]:
-    """A provider of each kind, by what ``make`` has for its library."""
-    return [
-        Provider(kind.name, make[kind.library](kind.weights), tolerance=TOLERANCE[kind.width], note=_note(kind))
-        for kind in kinds
-    ]
-
-
-def _note(kind: Kind) -> str:
-    return f"weights in {kind.weights}" if kind.name == "whet" else ""
-
-
-DECODE = {"whet": native.whet_decode, "llama.cpp": llama_cpp.llama_decode, "transformers": hf.hf_decode}
-PREFILL = {"whet": native.whet_prefill, "llama.cpp": llama_cpp.llama_prefill, "transformers": hf.hf_prefill}
-GROUP = {"whet": native.whet_group, "llama.cpp": llama_cpp.llama_group, "transformers": hf.hf_group}
-
-FLOAT32 = (Kind("whet", "whet", "float32", "float32"), Kind("transformers", "transformers", "float32", "float32"))
-BF16 = (
-    Kind("whet", "whet", "bf16", "bf16"),
-    Kind("llama.cpp bf16", "llama.cpp", "bf16", "bf16"),
-    Kind("transformers bf16", "transformers", "bfloat16", "bf16"),
-)
-F16 = Kind("llama.cpp f16", "llama.cpp", "f16", "bf16")
-EIGHT = (
-    Kind("whet", "whet", "int8", "8 bits"),
-    Kind("whet bf16", "whet", "bf16", "bf16"),
-    Kind("llama.cpp q8_0", "llama.cpp", "q8_0", "8 bits"),
-)
-FOUR = (
-    Kind("whet", "whet", "q4_k", "4 bits"),
-    Kind("whet int4", "whet", "int4", "4 bits"),
-    Kind("llama.cpp q4_K_M", "llama.cpp", "q4_K_M", "4 bits"),
-    Kind("llama.cpp q4_0", "llama.cpp", "q4_0", "4 bits"),
-)
+WIDTHS: dict[str, Width] = {
+    "float32": "float32", "bf16": "bf16", "bfloat16": "bf16", "f16": "bf16", "int8": "8 bits", "q8_0": "8 bits",
+    "int4": "4 bits", "q4_k": "4 bits", "q4_0": "4 bits", "q4_K_M": "4 bits",
+}  # fmt: skip
+"""Of the names that the libraries have for the formats of weights."""
 _RATES: dict[Width, Literal["float32", "bfloat16", "int8"]] = {
     "float32": "float32", "bf16": "bfloat16", "8 bits": "int8", "4 bits": "int8",
 }  # fmt: skip
+
+Kinds = Mapping[str, str]
+"""Contenders: how each is called, by its library first, and what its weights are."""
+FLOAT32 = {"whet": "float32", "transformers": "float32"}
+WHET_BF16 = {"whet": "bf16"}
+PEERS_BF16 = {"llama.cpp bf16": "bf16", "transformers bf16": "bfloat16"}
+BF16 = {**WHET_BF16, **PEERS_BF16}
+EIGHT = {"whet": "int8", "whet bf16": "bf16", "llama.cpp q8_0": "q8_0"}
+FOUR = {"whet": "q4_k", "whet int4": "int4", "llama.cpp q4_K_M": "q4_K_M", "llama.cpp q4_0": "q4_0"}
+INT8, Q4_K = {"whet int8": "int8"}, {"whet q4_k": "q4_k"}
+
+
+def contenders(kinds: Kinds, task: str, note: str = "", llama_note: str = "") -> list[Provider]:
+    """A provider of each kind, by the method ``task`` of its library; ``note`` is for all of Whet's, of its weights."""
+
+    def provider(name: str, weights: str) -> Provider:
+        library = name.partition(" ")[0]
+        plain = "weights in {}" if name == "whet" else ""
+        text = {"whet": note or plain, "llama.cpp": llama_note}.get(library, "").format(weights)
+        prepare = partial(getattr(LIBRARIES[library], task), weights)
+        return Provider(name, prepare, tolerance=TOLERANCE[WIDTHS[weights]], note=text)
+
+    return [provider(*kind) for kind in kinds.items()]
 
 
 def weight_bytes(shape: ModelShape, width: Width) -> float:
@@ -93,6 +79,31 @@ def weight_bytes(shape: ModelShape, width: Width) -> float:
     head = shape.config.vocab_size * shape.config.hidden_dim
     bits = {"float32": (32, 32), "bf16": (16, 16), "8 bits": (8, 8), "4 bits": (4.5, 6.5)}[width]
     return (bits[0] * (shape.n_weights - head) + bits[1] * head) / 8
+
+
+def _case(
+    name: str,
+    shape: ModelShape,
+    n_prompts: int,
+    length: int,
+    n_samples: int = 1,
+    n_steps: int = 7,
+    width: Width = "bf16",
+    **fields: Any,
+) -> Case:
+    """A workload of random tokens, which is itself what its answer is held against."""
+    return Case(
+        name,
+        inputs=lambda rng: random_workload(rng, shape, n_prompts, length, n_samples, n_steps),
+        reference=lambda workload: workload,
+        tolerance=TOLERANCE[width],
+        **fields,
+    )
+
+
+_table = partial(Table, error=sample_error)
+_STEP = "inside: what a step allocates"
+_FROM_FILE = "from its GGUF file, read and not mapped"
 
 
 def decode_case(
@@ -107,11 +118,13 @@ def decode_case(
     """``N_STEPS`` steps of so many rows, after prompts of so many tokens."""
     context = length + (N_STEPS + 1) / 2
     step_bytes = weight_bytes(shape, width) + n_rows * shape.kv_bytes(round(context))
-    return Case(
+    return _case(
         name,
-        inputs=lambda rng: random_workload(rng, shape, n_rows, length, n_steps=N_STEPS),
-        reference=lambda workload: workload,
-        tolerance=TOLERANCE[width],
+        shape,
+        n_rows,
+        length,
+        n_steps=N_STEPS,
+        width=width,
         n_bytes=N_STEPS * step_bytes,
         n_flops=N_STEPS * shape.forward_flops(n_rows, n_rows, context),
         flop_dtype=_RATES[width],
@@ -123,75 +136,59 @@ def decode_case(
 
 
 def decode_table(
-    shape: ModelShape, width: Width, kinds: Sequence[Kind], batches: Sequence[int], again: Sequence[int] = ()
+    shape: ModelShape, width: Width, kinds: Kinds, batches: Sequence[int], again: Sequence[int] = ()
 ) -> Table:
     """Decode by batch; on fewer threads too for the batches in ``again``."""
-    return Table(
-        f"Decode, {shape.name}, {width}",
-        [decode_case(f"batch {n}", shape, width, n, n, again=n in again) for n in batches],
-        contenders(*kinds, make=DECODE),
-        allocation="inside: what a step allocates",
-        note=f"Prompts of {PROMPT_LENGTH} tokens, {N_STEPS} steps. {DECODE_NOTE} {NOTE}",
-        item="tokens",
-        size_label="batch",
-        error=sample_error,
-    )
+    cases = [decode_case(f"batch {n}", shape, width, n, n, again=n in again) for n in batches]
+    note = f"Prompts of {PROMPT_LENGTH} tokens, {N_STEPS} steps. {DECODE_NOTE} {NOTE}"
+    providers = contenders(kinds, "decode")
+    return _table(f"Decode, {shape.name}, {width}", cases, providers, _STEP, note, "tokens", "batch")
 
 
 def context_table(shape: ModelShape, lengths: Sequence[int]) -> Table:
     """Decode of one row, by the length of its prompt."""
-    return Table(
-        f"Decode by context, {shape.name}, bf16",
-        [decode_case(f"context {n}", shape, "bf16", 1, n, n) for n in lengths],
-        contenders(*BF16, make=DECODE),
-        allocation="inside: what a step allocates",
-        note=f"One row, {N_STEPS} steps. {DECODE_NOTE}",
-        item="tokens",
-        size_label="tokens before the first step",
-        error=sample_error,
-    )
+    cases = [decode_case(f"context {n}", shape, "bf16", 1, n, n) for n in lengths]
+    note, label = f"One row, {N_STEPS} steps. {DECODE_NOTE}", "tokens before the first step"
+    providers = contenders(BF16, "decode")
+    return _table(f"Decode by context, {shape.name}, bf16", cases, providers, _STEP, note, "tokens", label)
 
 
 def prefill_table(shape: ModelShape, n_prompts: Sequence[int], length: int = 512) -> Table:
     """Prompts to their first token."""
-
-    def case(n: int) -> Case:
-        return Case(
+    cases = [
+        _case(
             f"{n} x {length}",
-            inputs=lambda rng: random_workload(rng, shape, n, length, n_steps=0),
-            reference=lambda workload: workload,
-            tolerance=TOLERANCE["bf16"],
+            shape,
+            n,
+            length,
+            n_steps=0,
             n_bytes=weight_bytes(shape, "bf16"),
             n_flops=shape.forward_flops(n * length, n, (length + 1) / 2),
             flop_dtype="bfloat16",
             n_items=n * length,
             thread_scaling=n == 1 and shape is LLAMA_135M,
         )
-
-    return Table(
-        f"Prefill, {shape.name}, bf16",
-        [case(n) for n in n_prompts],
-        contenders(*BF16, make=PREFILL),
-        allocation="inside",
-        note=f"Prompts that are in no cache, to the first token of each. {NOTE}",
-        item="tokens",
-        error=sample_error,
-    )
+        for n in n_prompts
+    ]
+    note = f"Prompts that are in no cache, to the first token of each. {NOTE}"
+    providers = contenders(BF16, "prefill")
+    return _table(f"Prefill, {shape.name}, bf16", cases, providers, "inside", note, "tokens")
 
 
-def group_table(shape: ModelShape, n_steps: int = 63) -> Table:
+def group_table(shape: ModelShape, n_samples: int = 32, n_steps: int = 63) -> Table:
     """A prompt and 32 completions of it."""
-    n_samples = 32
 
     def case(length: int) -> Case:
         own = n_samples * shape.kv_bytes((n_steps + 1) // 2)
         step_bytes = weight_bytes(shape, "bf16") + shape.kv_bytes(length) + own
         steps = n_steps * shape.forward_flops(n_samples, n_samples, length + (n_steps + 1) / 2)
-        return Case(
+        return _case(
             f"prompt of {length}",
-            inputs=lambda rng: random_workload(rng, shape, 1, length, n_samples, n_steps),
-            reference=lambda workload: workload,
-            tolerance=TOLERANCE["bf16"],
+            shape,
+            1,
+            length,
+            n_samples,
+            n_steps,
             n_bytes=weight_bytes(shape, "bf16") + n_steps * step_bytes,
             n_flops=shape.forward_flops(length, 1, (length + 1) / 2) + steps,
             flop_dtype="bfloat16",
@@ -200,17 +197,16 @@ def group_table(shape: ModelShape, n_steps: int = 63) -> Table:
             size=length,
         )
 
-    return Table(
+    return _table(
         f"A group of {n_samples}, {shape.name}, bf16",
         [case(length) for length in (64, 512)],
-        contenders(*BF16, make=GROUP),
-        allocation="inside",
-        note=f"A prompt that is in no cache and {n_samples} completions of {1 + n_steps} tokens, the prompt's time "
+        contenders(BF16, "group"),
+        "inside",
+        f"A prompt that is in no cache and {n_samples} completions of {1 + n_steps} tokens, the prompt's time "
         "included. llama.cpp runs the prompt once and its rows share it, greedily; transformers runs it for every row, "
         f"and samples. {NOTE}",
-        item="tokens",
-        size_label="tokens of the prompt",
-        error=sample_error,
+        "tokens",
+        "tokens of the prompt",
     )
 
 
@@ -218,92 +214,42 @@ def sync_table(shape: ModelShape) -> Table:
     """The engine's weights after an update of the model."""
 
     def case(dtype: str, size: int) -> Case:
-        def inputs(rng: np.random.Generator) -> native.Training:
-            return native.training(random_workload(rng, shape, 1, 16, n_steps=7), dtype)
+        base = _case(f"from {dtype}", shape, 1, 16, n_bytes=size * shape.n_weights, n_items=shape.n_weights)
+        return replace(base, inputs=lambda rng: native.training(base.inputs(rng), dtype))
 
-        return Case(
-            f"from {dtype}",
-            inputs=inputs,
-            reference=lambda training: training,
-            tolerance=TOLERANCE["bf16"],
-            n_bytes=size * shape.n_weights,
-            n_items=shape.n_weights,
-        )
-
-    whets = [("whet", "bf16", "bf16"), ("whet int8", "int8", "8 bits"), ("whet q4_k", "q4_k", "4 bits")]
-    return Table(
+    copy = Provider("copy", native.copied_parameters, tolerance=0.0, note="torch copies every parameter, same dtype")
+    return _table(
         f"Sync after an update, {shape.name}",
         [case("float32", 4), case("bfloat16", 2)],
-        [
-            *(
-                Provider(name, native.whet_sync(weights), tolerance=TOLERANCE[width], note=f"packs {weights}")
-                for name, weights, width in whets
-            ),
-            Provider("copy", native.copied_parameters, tolerance=0.0, note="torch copies every parameter, same dtype"),
-        ],
-        allocation="none: the copy is written where one was",
-        note="Every weight changes before each call. Bytes: every parameter read once. Whet's error is that of a "
+        [*contenders({**WHET_BF16, **INT8, **Q4_K}, "sync", note="packs {}"), copy],
+        "none: the copy is written where one was",
+        "Every weight changes before each call. Bytes: every parameter read once. Whet's error is that of a "
         "completion after it, against the changed model.",
-        item="parameters",
-        error=sample_error,
+        "parameters",
     )
 
 
 def load_table(shape: ModelShape) -> Table:
     """From the files to an engine that can generate."""
-    case = Case(
-        "bfloat16 safetensors",
-        inputs=lambda rng: random_workload(rng, shape, 1, 16, n_steps=7),
-        reference=lambda workload: workload,
-        tolerance=TOLERANCE["bf16"],
-        n_bytes=2 * shape.n_weights,
-        n_items=shape.n_weights,
-    )
-    return Table(
-        f"Load, {shape.name}",
-        [case],
-        [
-            Provider("whet", native.whet_load("bf16"), note="weights in bf16"),
-            Provider("whet int8", native.whet_load("int8"), tolerance=TOLERANCE["8 bits"]),
-            Provider("whet q4_k", native.whet_load("q4_k"), tolerance=TOLERANCE["4 bits"]),
-            Provider("reading the file", native.read_file, tolerance=0.0, note="into memory that is there"),
-            Provider("llama.cpp bf16", llama_cpp.llama_load, note="from its GGUF file, read and not mapped"),
-            Provider("transformers bf16", hf.hf_load),
-        ],
-        allocation="inside",
-        note="The files are in the system's cache: nobody waits for a disk.",
-        item="parameters",
-        error=sample_error,
-    )
+    case = _case("bfloat16 safetensors", shape, 1, 16, n_bytes=2 * shape.n_weights, n_items=shape.n_weights)
+    load = partial(contenders, task="load_files", llama_note=_FROM_FILE)
+    reading = Provider("reading the file", native.read_file, tolerance=0.0, note="into memory that is there")
+    providers = [*load({**WHET_BF16, **INT8, **Q4_K}), reading, *load(PEERS_BF16)]
+    note = "The files are in the system's cache: nobody waits for a disk."
+    return _table(f"Load, {shape.name}", [case], providers, "inside", note, "parameters")
 
 
 def memory_table(shape: ModelShape, n_rows: int = 32, n_steps: int = 63) -> Table:
     """Peak memory from loading to freeing: load, generate, free."""
     matrices = {width: f"{weight_bytes(shape, width) / 1e6:.0f} MB in {width}" for width in ("bf16", "8 bits")}
     kv_mb = shape.kv_bytes(n_rows * (PROMPT_LENGTH + n_steps)) / 1e6
-    case = Case(
-        f"{n_rows} x ({PROMPT_LENGTH} + {1 + n_steps})",
-        inputs=lambda rng: random_workload(rng, shape, n_rows, PROMPT_LENGTH, n_steps=n_steps),
-        reference=lambda workload: workload,
-        tolerance=TOLERANCE["bf16"],
-        n_items=n_rows * (1 + n_steps),
-        note=f"matrices of {' and '.join(matrices.values())}; keys and values of {kv_mb:.0f} MB",
-    )
-    return Table(
-        f"Peak memory, {shape.name}",
-        [case],
-        [
-            Provider("whet", native.whet_lifetime("bf16"), note="weights in bf16"),
-            Provider("whet int8", native.whet_lifetime("int8"), tolerance=TOLERANCE["8 bits"]),
-            Provider("llama.cpp bf16", llama_cpp.llama_lifetime, note="from its GGUF file, read and not mapped"),
-            Provider("transformers bf16", hf.hf_lifetime),
-        ],
-        allocation="inside",
-        note="Load the files, generate, free everything: how far the memory of the process rose meanwhile.",
-        item="tokens",
-        peak_memory=True,
-        error=sample_error,
-    )
+    name = f"{n_rows} x ({PROMPT_LENGTH} + {1 + n_steps})"
+    beside = f"matrices of {' and '.join(matrices.values())}; keys and values of {kv_mb:.0f} MB"
+    n_items = n_rows * (1 + n_steps)
+    case = _case(name, shape, n_rows, PROMPT_LENGTH, n_steps=n_steps, n_items=n_items, note=beside)
+    providers = contenders({**WHET_BF16, **INT8, **PEERS_BF16}, "lifetime", llama_note=_FROM_FILE)
+    note = "Load the files, generate, free everything: how far the memory of the process rose meanwhile."
+    return _table(f"Peak memory, {shape.name}", [case], providers, "inside", note, "tokens", peak_memory=True)
 
 
 def tables(options: BenchOptions) -> list[Table]:
@@ -311,7 +257,7 @@ def tables(options: BenchOptions) -> list[Table]:
     if options.quick:
         return [decode_table(LLAMA_135M, "bf16", BF16, (8,)), prefill_table(LLAMA_135M, (1,))]
     return [
-        decode_table(LLAMA_135M, "bf16", (*BF16, F16), (1, 2, 4, 8, 16, 32, 64), again=(1, 32)),
+        decode_table(LLAMA_135M, "bf16", {**BF16, "llama.cpp f16": "f16"}, (1, 2, 4, 8, 16, 32, 64), again=(1, 32)),
         decode_table(LLAMA_135M, "8 bits", EIGHT, (1, 8, 32)),
         decode_table(LLAMA_135M, "4 bits", FOUR, (1, 8, 32)),
         decode_table(LLAMA_135M, "float32", FLOAT32, (1, 32)),

@@ -5,29 +5,28 @@ providers work in float64 on the same values. The page's medians are given besid
 and not named. Speed in float32, k3, and what a training step needs beyond these two are in the suite "trl".
 """
 
-# The peers are an extra; where one is not installed it is not measured.
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import whet
-from whet.bench.case import BenchOptions, Call, Case, Provider, Suite, Table, relative_error
+from whet.bench.case import BenchOptions, Case, Provider, Suite, Table, relative_error, to_array
+from whet.bench.prepare import ITEM_BYTES, Function, Prepare, found, in_loop, on_arrays, on_tensors, tensor
 from whet.ops.advantages import naive_group_advantages
 from whet.ops.divergence import naive_token_kl
 
-F64_TOLERANCE = 1e-12
-"""Of a float64 answer: some thousand roundings, for sums added up one by one."""
+TOLERANCE = {"float32": 2e-6, "float64": 1e-12}
+"""Of float32, some thirty roundings; of float64, some thousand: sums added up one by one."""
 
 
 def flat_error(answer: Any, reference: Any) -> float:
     """``relative_error``, whether the answer is one array, or a list of one per group or sequence."""
-    return relative_error(np.asarray(answer, np.float64).ravel(), np.ravel(reference))
+    return relative_error(to_array(answer).ravel(), np.ravel(reference))
 
 
 def cold(case: Case) -> Case:
@@ -44,93 +43,73 @@ class Groups(NamedTuple):
     rewards: np.ndarray
     group_size: int
 
-    def rows(self) -> list[np.ndarray]:
+    @property
+    def grouped(self) -> np.ndarray:
+        """(n_prompts, G)."""
+        return self.rewards.reshape(-1, self.group_size)
+
+    def rows(self) -> list[tuple[np.ndarray]]:
         """One array (G,) per group, as the loops take them."""
-        return list(self.rewards.reshape(-1, self.group_size).copy())
+        return [(row,) for row in self.grouped.copy()]
 
 
-def random_groups(rng: np.random.Generator, n_prompts: int, group_size: int) -> Groups:
-    """Normal rewards that float32 represents exactly, so that every dtype gets the same values."""
-    rewards = rng.standard_normal(n_prompts * group_size, np.float32).astype(np.float64)
-    return Groups(rewards, group_size)
+def exact_advantages(groups: Groups, **definition: Any) -> np.ndarray:
+    """``naive_group_advantages`` (n_prompts, G), in extended precision."""
+    return naive_group_advantages(groups.grouped.astype(np.longdouble), **definition)
 
 
-def population(groups: Groups) -> np.ndarray:
-    """(r - mean) / population deviation of the group, (n_prompts, G), in extended precision."""
-    return naive_group_advantages(groups.rewards.astype(np.longdouble).reshape(-1, groups.group_size))
+sample = partial(exact_advantages, ddof=1, eps=0.0)
+"""(r - mean) / sample deviation of the group."""
 
 
-def sample(groups: Groups) -> np.ndarray:
-    """(r - mean) / sample deviation of the group, (n_prompts, G), in extended precision."""
-    wide = groups.rewards.astype(np.longdouble).reshape(-1, groups.group_size)
-    return naive_group_advantages(wide, ddof=1, eps=0.0)
+def normalize(rewards: Any) -> Any:
+    """Of NumPy or torch, each with its own deviation."""
+    return (rewards - rewards.mean()) / rewards.std()
 
 
-def whet_groups(groups: Groups) -> Call:
-    return lambda: whet.compute_batch_group_advantages(groups.rewards, groups.group_size)
+def normalize_rows(grouped: Any) -> Any:
+    """The same of every row at once."""
+    return (grouped - grouped.mean(1, keepdims=True)) / grouped.std(1, keepdims=True)
 
 
-def whet_groups_loop(groups: Groups) -> Call:
-    rows = groups.rows()
-    return lambda: [whet.compute_group_advantages(row) for row in rows]
+WHET_GROUPS = on_arrays(whet.compute_batch_group_advantages)
+RLOX_GROUPS = on_arrays("rlox:compute_batch_group_advantages")
+RLOX_GROUPS_LOOP = in_loop("rlox:compute_group_advantages")
 
 
-def rlox_groups(groups: Groups) -> Call:
-    import rlox
-
-    return lambda: rlox.compute_batch_group_advantages(groups.rewards, groups.group_size)
+def numpy_groups(groups: Groups) -> Any:
+    return partial(normalize_rows, groups.grouped)
 
 
-def rlox_groups_loop(groups: Groups) -> Call:
-    import rlox
-
-    rows = groups.rows()
-    return lambda: [rlox.compute_group_advantages(row) for row in rows]
+def torch_groups(groups: Groups) -> Any:
+    return partial(normalize_rows, tensor(groups.grouped))
 
 
-def numpy_groups(groups: Groups) -> Call:
-    def call() -> np.ndarray:
-        grouped = groups.rewards.reshape(-1, groups.group_size)
-        return (grouped - grouped.mean(1, keepdims=True)) / grouped.std(1, keepdims=True)
-
-    return call
-
-
-def numpy_groups_loop(groups: Groups) -> Call:
-    rows = groups.rows()
-    return lambda: [(row - row.mean()) / row.std() for row in rows]
-
-
-def torch_groups(groups: Groups) -> Call:
-    import torch
-
-    grouped = torch.from_numpy(groups.rewards).view(-1, groups.group_size)
-    return lambda: (grouped - grouped.mean(1, keepdim=True)) / grouped.std(1, keepdim=True)
-
-
-def torch_groups_loop(groups: Groups) -> Call:
-    import torch
-
-    rows = [torch.from_numpy(row) for row in groups.rows()]
-    return lambda: [(row - row.mean()) / row.std() for row in rows]
-
-
-def group_case(n_prompts: int, group_size: int, published: Mapping[str, float], itemsize: int = 8) -> Case:
-    """Advantages of ``n_prompts`` groups; ``itemsize`` is that of a reward."""
+def group_case(
+    n_prompts: int, group_size: int, published: Mapping[str, float], dtype: str = "float64", **fields: Any
+) -> Case:
+    """Advantages of groups of normal rewards that float32 represents exactly: every dtype gets the same values."""
     n = n_prompts * group_size
     return Case(
         f"{n_prompts} x {group_size}",
-        inputs=lambda rng: random_groups(rng, n_prompts, group_size),
-        reference=population,
-        tolerance=F64_TOLERANCE,
-        n_bytes=2 * itemsize * n,
+        inputs=lambda rng: Groups(rng.standard_normal(n, np.float32).astype(dtype), group_size),
+        reference=exact_advantages,
+        tolerance=TOLERANCE[dtype],
+        n_bytes=2 * ITEM_BYTES[dtype] * n,
         n_items=n,
         size=n,
         published=published,
+        **fields,
     )
 
 
-GROUP_SHAPES = ((16, 4), (64, 8), (256, 16))
+group_table = partial(
+    Table,
+    allocation="inside: results are new arrays",
+    item="completions",
+    size_label="completions",
+    error=flat_error,
+)
 PUBLISHED_GROUPS = {
     (16, 4): {"rlox": 2.2e-6, "NumPy": 79.0e-6, "torch": 76.2e-6},
     (64, 8): {"rlox": 8.6e-6, "NumPy": 309.9e-6, "torch": 320.3e-6},
@@ -139,100 +118,52 @@ PUBLISHED_GROUPS = {
 SAMPLE_DEVIATION = "torch's std() is the sample deviation, and its answers are compared with that definition."
 
 
-def group_table(form: str, providers: Sequence[Provider], published: Mapping[Any, Any], note: str) -> Table:
-    cases = [group_case(*shape, published.get(shape, {})) for shape in GROUP_SHAPES]
-    cases[-1] = replace(cases[-1], thread_scaling=True)
-    return Table(
-        f"Group advantages, {form}",
-        [*cases, cold(cases[-1])],
-        providers,
-        allocation="inside: results are new arrays",
-        note=f"{note} {SAMPLE_DEVIATION}",
-        item="completions",
-        size_label="completions",
-        error=flat_error,
-    )
+def group_cases(is_published: bool) -> list[Case]:
+    """By rising size; the largest on fewer threads and on cold inputs too."""
+    published = [(shape, times if is_published else {}) for shape, times in PUBLISHED_GROUPS.items()]
+    cases = [group_case(*shape, times, thread_scaling=shape == (256, 16)) for shape, times in published]
+    return [*cases, cold(cases[-1])]
 
 
 # --- token KL -------------------------------------------------------------------------------------------
 
 
 class Logprobs(NamedTuple):
-    """Log-probs of the policy and of the reference, (B, T) each."""
+    """Log-probs of the policy and of the reference, (B, T) each; (T,) of one sequence."""
 
     policy: np.ndarray
     ref: np.ndarray
 
-
-def random_logprobs(rng: np.random.Generator, batch: int, length: int) -> Logprobs:
-    """p = -Exp(1), q = p + N(0, 1/4), rounded so that float32 represents both exactly."""
-    policy = -rng.standard_exponential((batch, length), np.float32)
-    ref = policy + rng.standard_normal((batch, length), np.float32) / 2
-    return Logprobs(policy.astype(np.float64), ref.astype(np.float64))
+    def rows(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """A pair of (T,) per sequence."""
+        return list(zip(*self, strict=True))
 
 
 def exact_kl(logprobs: Logprobs) -> np.ndarray:
     """sum exp(p) (p - q) of every sequence, (B,), in extended precision."""
-    return naive_token_kl(logprobs.policy.astype(np.longdouble), logprobs.ref.astype(np.longdouble))
+    return naive_token_kl(*(x.astype(np.longdouble) for x in logprobs))
 
 
-def whet_kl(logprobs: Logprobs) -> Call:
-    return lambda: whet.compute_batch_token_kl(logprobs.policy, logprobs.ref)
+def rlox_batch(function: Function, swap: bool = False) -> Prepare:
+    """rlox takes a batch as flat arrays and the length of a sequence."""
+
+    def prepare(logprobs: Logprobs) -> Any:
+        p, q = (x.ravel() for x in logprobs)
+        return partial(found(function), *((q, p) if swap else (p, q)), logprobs.policy.shape[1])
+
+    return prepare
 
 
-def whet_kl_loop(logprobs: Logprobs) -> Call:
-    pairs = list(zip(*logprobs, strict=True))
-    return lambda: [whet.compute_token_kl(p, q) for p, q in pairs]
+def numpy_kl(p: Any, q: Any) -> Any:
+    return np.sum(np.exp(p) * (p - q), axis=-1)
 
 
-def rlox_kl(logprobs: Logprobs) -> Call:
-    import rlox
-
-    (p, q), length = (x.ravel() for x in logprobs), logprobs.policy.shape[1]
-    return lambda: rlox.compute_batch_token_kl(p, q, length)
+def torch_kl(p: Any, q: Any) -> Any:
+    return (p.exp() * (p - q)).sum(-1)
 
 
-def rlox_kl_loop(logprobs: Logprobs) -> Call:
-    import rlox
-
-    pairs = list(zip(*logprobs, strict=True))
-    return lambda: [rlox.compute_token_kl(p, q) for p, q in pairs]
-
-
-def numpy_kl(logprobs: Logprobs) -> Call:
-    p, q = logprobs
-    return lambda: np.sum(np.exp(p) * (p - q), axis=-1)
-
-
-def torch_kl(logprobs: Logprobs) -> Call:
-    import torch
-
-    p, q = map(torch.from_numpy, logprobs)
-    return lambda: torch.sum(torch.exp(p) * (p - q), dim=-1)
-
-
-def whet_kl_single(logprobs: Logprobs) -> Call:
-    (p,), (q,) = logprobs
-    return lambda: whet.compute_token_kl(p, q)
-
-
-def rlox_kl_single(logprobs: Logprobs) -> Call:
-    import rlox
-
-    (p,), (q,) = logprobs
-    return lambda: rlox.compute_token_kl(p, q)
-
-
-def numpy_kl_single(logprobs: Logprobs) -> Call:
-    (p,), (q,) = logprobs
-    return lambda: np.sum(np.exp(p) * (p - q))
-
-
-def torch_kl_single(logprobs: Logprobs) -> Call:
-    import torch
-
-    (p,), (q,) = map(torch.from_numpy, logprobs)
-    return lambda: torch.sum(torch.exp(p) * (p - q)).item()
+def torch_kl_number(p: Any, q: Any) -> float:
+    return (p.exp() * (p - q)).sum(-1).item()
 
 
 LENGTHS = (128, 512, 2048, 8192)
@@ -244,31 +175,40 @@ PUBLISHED_KL = {
 }
 
 
-def kl_table(title: str, batch: int, providers: Sequence[Provider], published: Mapping[int, Any], note: str) -> Table:
-    def case(length: int) -> Case:
-        return Case(
-            f"{batch} x {length}",
-            inputs=lambda rng: random_logprobs(rng, batch, length),
-            reference=exact_kl,
-            tolerance=F64_TOLERANCE,
-            n_bytes=8 * batch * (2 * length + 1),
-            n_items=batch * length,
-            size=length,
-            thread_scaling=length == LENGTHS[-1],
-            published=published.get(length, {}),
-        )
+def kl_case(batch: int, length: int, dtype: str = "float64", reference: Any = exact_kl, **fields: Any) -> Case:
+    """p = -Exp(1), q = p + N(0, 1/4), rounded so that float32 represents both exactly; (T,) of one sequence."""
 
-    cases = [case(length) for length in LENGTHS]
-    return Table(
-        title,
-        [*cases, cold(cases[-1])],
-        providers,
-        allocation="inside: results, and temporaries where a provider makes them",
-        note=note,
-        item="tokens",
-        size_label="tokens per sequence",
-        error=flat_error,
+    def inputs(rng: np.random.Generator) -> Logprobs:
+        shape = (length,) if batch == 1 else (batch, length)
+        policy = -rng.standard_exponential(shape, np.float32)
+        ref = policy + rng.standard_normal(shape, np.float32) / 2
+        return Logprobs(policy.astype(dtype), ref.astype(dtype))
+
+    return Case(
+        f"{batch} x {length}",
+        inputs,
+        reference,
+        TOLERANCE[dtype],
+        n_bytes=ITEM_BYTES[dtype] * batch * (2 * length + 1),
+        n_items=batch * length,
+        size=length,
+        **fields,
     )
+
+
+kl_table = partial(
+    Table,
+    allocation="inside: results, and temporaries where a provider makes them",
+    item="tokens",
+    size_label="tokens per sequence",
+    error=flat_error,
+)
+
+
+def kl_cases(batch: int, published: Mapping[int, Mapping[str, float]]) -> list[Case]:
+    """By rising length; the longest on fewer threads and on cold inputs too."""
+    cases = [kl_case(batch, n, thread_scaling=n == LENGTHS[-1], published=published.get(n, {})) for n in LENGTHS]
+    return [*cases, cold(cases[-1])]
 
 
 # --- the suite ------------------------------------------------------------------------------------------
@@ -277,47 +217,39 @@ def kl_table(title: str, batch: int, providers: Sequence[Provider], published: M
 def tables(options: BenchOptions) -> list[Table]:
     """All four; none is slow enough to be left out of a quick run."""
     loop = [
-        Provider("whet", whet_groups_loop),
-        Provider("rlox", rlox_groups_loop),
-        Provider("NumPy", numpy_groups_loop),
-        Provider("torch", torch_groups_loop, reference=sample),
+        Provider("whet", in_loop(whet.compute_group_advantages)),
+        Provider("rlox", RLOX_GROUPS_LOOP),
+        Provider("NumPy", in_loop(normalize)),
+        Provider("torch", in_loop(normalize, tensors=True), reference=sample),
     ]
     batch = [
-        Provider("whet", whet_groups),
-        Provider("rlox", rlox_groups),
+        Provider("whet", WHET_GROUPS),
+        Provider("rlox", RLOX_GROUPS),
         Provider("NumPy", numpy_groups),
         Provider("torch", torch_groups, reference=sample),
     ]
     single_kl = [
-        Provider("whet", whet_kl_single),
-        Provider("rlox", rlox_kl_single),
-        Provider("NumPy", numpy_kl_single),
-        Provider("torch", torch_kl_single),
+        Provider("whet", on_arrays(whet.compute_token_kl)),
+        Provider("rlox", on_arrays("rlox:compute_token_kl")),
+        Provider("NumPy", on_arrays(numpy_kl)),
+        Provider("torch", on_tensors(torch_kl_number)),
     ]
     batch_kl = [
-        Provider("whet", whet_kl),
-        Provider("whet (loop)", whet_kl_loop),
-        Provider("rlox", rlox_kl),
-        Provider("rlox (loop)", rlox_kl_loop),
-        Provider("NumPy", numpy_kl),
-        Provider("torch", torch_kl),
+        Provider("whet", on_arrays(whet.compute_batch_token_kl)),
+        Provider("whet (loop)", in_loop(whet.compute_token_kl)),
+        Provider("rlox", rlox_batch("rlox:compute_batch_token_kl")),
+        Provider("rlox (loop)", in_loop("rlox:compute_token_kl")),
+        Provider("NumPy", on_arrays(numpy_kl)),
+        Provider("torch", on_tensors(torch_kl)),
     ]
+    in_page = f"The form of rlox's page: a Python loop over groups. {SAMPLE_DEVIATION}"
+    not_in_page = f"All groups at once, which rlox's page does not measure. {SAMPLE_DEVIATION}"
+    one, many = "The form of rlox's page: a number comes back.", "One call for all; (loop) calls once per sequence."
     return [
-        group_table(
-            "one call per group",
-            loop,
-            PUBLISHED_GROUPS,
-            "The form of rlox's page: a Python loop over groups.",
-        ),
-        group_table("one call", batch, {}, "All groups at once, which rlox's page does not measure."),
-        kl_table(
-            "Token KL, one sequence",
-            1,
-            single_kl,
-            PUBLISHED_KL,
-            "The form of rlox's page: a number comes back.",
-        ),
-        kl_table("Token KL, 32 sequences", 32, batch_kl, {}, "One call for all; (loop) calls once per sequence."),
+        group_table("Group advantages, one call per group", group_cases(True), loop, note=in_page),
+        group_table("Group advantages, one call", group_cases(False), batch, note=not_in_page),
+        kl_table("Token KL, one sequence", kl_cases(1, PUBLISHED_KL), single_kl, note=one),
+        kl_table("Token KL, 32 sequences", kl_cases(32, {}), batch_kl, note=many),
     ]
 
 

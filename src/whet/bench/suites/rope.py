@@ -6,7 +6,6 @@ to 512 tokens of 32 and 48 heads, whatever its flags say; here a flag that is gi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,15 +14,16 @@ import numpy as np
 import whet
 from whet.bench.case import BenchOptions, Call, Case, NotMeasured, Provider, Suite, Table
 from whet.bench.contenders.kernels.rope import (
-    Dtype,
     RopeInputs,
-    Rotated,
+    anew,
+    in_place,
     rope_case,
     torch_compiled,
     torch_rope,
     whet_rope,
     whet_rope_torch,
 )
+from whet.bench.prepare import Dtype, Prepare, found
 from whet.errors import WhetValueError
 
 
@@ -69,7 +69,7 @@ def transformers_rope(inputs: RopeInputs) -> Call:
     query, key = inputs.tensors
     if inputs.rope.is_neox_style:
         wide_cos, wide_sin = (part.repeat(1, 1, 2) for part in (cos, sin))
-        return inputs.finish(lambda: Rotated(inputs, neox(query, key, wide_cos, wide_sin, unsqueeze_dim=2)))
+        return anew(inputs, lambda: neox(query, key, wide_cos, wide_sin, unsqueeze_dim=2))
     n = inputs.rope.rotary_dim
 
     def rotate(x: Any) -> Any:
@@ -77,42 +77,26 @@ def transformers_rope(inputs: RopeInputs) -> Call:
 
         return torch.cat((gptj(x[..., :n], sin, cos), x[..., n:]), -1)
 
-    return inputs.finish(lambda: Rotated(inputs, [rotate(query), rotate(key)]))
+    return anew(inputs, lambda: [rotate(query), rotate(key)])
 
 
-def _on_cuda(prepare: Callable[[RopeInputs], Callable[[Any, Any, Any], Any]]) -> Callable[[RopeInputs], Call]:
+def on_cuda(kernel: str, float32_table: bool) -> Prepare:
     """A provider whose kernel runs only on CUDA devices: takes flat positions, query and key, and writes in place."""
 
-    def prepare_on_cuda(inputs: RopeInputs) -> Call:
+    def prepare(inputs: RopeInputs) -> Call:
         if not inputs.device.startswith("cuda"):
             raise NotMeasured(f"runs only on CUDA devices, and this run is on {inputs.device}")
-        kernel, pair = prepare(inputs), inputs.pair()
-        kept, positions = Rotated(inputs, pair), inputs.torch_positions.flatten()
+        rotate, rope, pair = found(kernel), inputs.rope, inputs.pair()
+        table = inputs.table("float32" if float32_table else inputs.dtype)
+        positions = inputs.torch_positions.flatten()
         query, key = (x.view(len(positions), -1) for x in pair)
+        return in_place(inputs, pair, rotate, positions, query, key, rope.head_size, table, rope.is_neox_style)
 
-        def call() -> Rotated:
-            kernel(positions, query, key)
-            return kept
-
-        return inputs.finish(call)
-
-    return prepare_on_cuda
+    return prepare
 
 
-@_on_cuda
-def flashinfer_rope(inputs: RopeInputs) -> Callable[[Any, Any, Any], Any]:
-    from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace as kernel  # pyright: ignore
-
-    table, rope = inputs.table(), inputs.rope
-    return lambda positions, q, k: kernel(positions, q, k, rope.head_size, table, rope.is_neox_style)
-
-
-@_on_cuda
-def vllm_rope(inputs: RopeInputs) -> Callable[[Any, Any, Any], Any]:
-    from vllm._custom_ops import rotary_embedding as kernel  # pyright: ignore
-
-    table, rope = inputs.table(inputs.dtype), inputs.rope  # it takes the table only in the query's dtype
-    return lambda positions, q, k: kernel(positions, q, k, rope.head_size, table, rope.is_neox_style)
+FLASHINFER = on_cuda("flashinfer.rope:apply_rope_with_cos_sin_cache_inplace", float32_table=True)
+VLLM = on_cuda("vllm._custom_ops:rotary_embedding", float32_table=False)
 
 
 def providers(dtype: Dtype) -> list[Provider]:
@@ -125,8 +109,8 @@ def providers(dtype: Dtype) -> list[Provider]:
         Provider("torch", torch_rope, note="the formula, eager; the results are new tensors"),
         Provider("torch compiled", torch_compiled, note="the same through torch.compile"),
         Provider("transformers", transformers_rope, None, rough, "computes in the dtype; gathering is outside"),
-        Provider("FlashInfer", flashinfer_rope, note="in place, with a float32 table"),
-        Provider("vLLM", vllm_rope, None, rough, "in place, with a table of the dtype: it takes no other"),
+        Provider("FlashInfer", FLASHINFER, note="in place, with a float32 table"),
+        Provider("vLLM", VLLM, None, rough, "in place, with a table of the dtype: it takes no other"),
     ]
 
 

@@ -5,14 +5,10 @@ leave out. Log-probs and packing are TRL's own functions. Its advantages and its
 written out here from their formulas; its PPO, and GAE with it, is gone from 1.16. Nothing here runs a model.
 """
 
-# The peers are an extra; where one is not installed it is not measured.
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import cached_property
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,14 +16,27 @@ import numpy as np
 import whet
 from whet.bench.case import BenchOptions, Call, Case, Provider, Suite, Table
 from whet.bench.contenders.packing import packing_table
-from whet.bench.suites import llm_ops
-from whet.bench.suites.llm_ops import Groups, Logprobs, flat_error
-from whet.ops.advantages import naive_gae, naive_group_advantages
+from whet.bench.prepare import ITEM_BYTES, found, in_loop, normal, on_arrays, on_tensors, tensor
+from whet.bench.suites.llm_ops import (
+    RLOX_GROUPS,
+    RLOX_GROUPS_LOOP,
+    TOLERANCE,
+    WHET_GROUPS,
+    Groups,
+    Logprobs,
+    exact_advantages,
+    flat_error,
+    group_case,
+    group_table,
+    kl_case,
+    kl_table,
+    numpy_groups,
+    rlox_batch,
+)
+from whet.ops.advantages import naive_gae
 from whet.ops.divergence import naive_token_kl_schulman
 from whet.ops.logprobs import naive_token_logprobs
 
-F32_TOLERANCE = 2e-6
-"""Of a float32 answer: some thirty roundings."""
 F32_SUM_TOLERANCE = 2e-5
 """Of one that adds up thousands of terms in float32."""
 
@@ -41,48 +50,19 @@ def published(dtype: Float, medians: Mapping[str, float]) -> dict[str, float]:
 
 # --- group advantages -----------------------------------------------------------------------------------
 
-
-def trl_definition(groups: Groups) -> np.ndarray:
-    """(r - mean) / (sample deviation of the group + 1e-4), (n_prompts, G), in extended precision."""
-    wide = groups.rewards.astype(np.longdouble).reshape(-1, groups.group_size)
-    return naive_group_advantages(wide, ddof=1, eps=1e-4)
+AS_TRL: dict[str, Any] = {"ddof": 1, "eps": 1e-4}
+trl_definition = partial(exact_advantages, **AS_TRL)
+"""(r - mean) / (sample deviation of the group + 1e-4)."""
 
 
-def whet_groups_as_trl(groups: Groups) -> Call:
-    return lambda: whet.compute_batch_group_advantages(groups.rewards, groups.group_size, ddof=1, eps=1e-4)
+def trl_form(rewards: Any, size: int, mean: Callable[..., Any], std: Callable[..., Any]) -> Any:
+    grouped = rewards.view(-1, size)
+    means = mean(grouped, dim=1).repeat_interleave(size)
+    return (rewards - means) / (std(grouped, dim=1).repeat_interleave(size) + 1e-4)
 
 
-def whet_groups_torch(groups: Groups) -> Call:
-    import torch
-
-    rewards = torch.from_numpy(groups.rewards)
-    return lambda: whet.compute_batch_group_advantages(rewards, groups.group_size)
-
-
-def trl_form(groups: Groups, mean: Callable[..., Any], std: Callable[..., Any]) -> Call:
-    import torch
-
-    rewards, size = torch.from_numpy(groups.rewards), groups.group_size
-
-    def call() -> torch.Tensor:
-        grouped = rewards.view(-1, size)
-        means = mean(grouped, dim=1).repeat_interleave(size)
-        return (rewards - means) / (std(grouped, dim=1).repeat_interleave(size) + 1e-4)
-
-    return call
-
-
-def trl_groups(groups: Groups) -> Call:
-    import torch
-
-    return trl_form(groups, torch.mean, torch.std)
-
-
-def trl_groups_nan(groups: Groups) -> Call:
-    import torch
-    from trl.trainer.utils import nanstd
-
-    return trl_form(groups, torch.nanmean, nanstd)
+def trl_groups(mean: str, std: str) -> Callable[[Groups], Call]:
+    return lambda groups: partial(trl_form, *map(tensor, groups), found(mean), found(std))
 
 
 PUBLISHED_GROUPS = {
@@ -99,39 +79,31 @@ GUIDE_GROUPS = {
 
 def groups_table(dtype: Float) -> Table:
     def case(shape: tuple[int, int]) -> Case:
-        def inputs(rng: np.random.Generator) -> Groups:
-            return Groups(llm_ops.random_groups(rng, *shape).rewards.astype(dtype), shape[1])
-
-        base = llm_ops.group_case(*shape, published(dtype, PUBLISHED_GROUPS[shape]), np.dtype(dtype).itemsize)
-        tolerance = F32_TOLERANCE if dtype == "float32" else llm_ops.F64_TOLERANCE
-        largest = shape == (1024, 32)
         note = GUIDE_GROUPS.get(shape, "") if dtype == "float64" else ""
-        return replace(base, inputs=inputs, tolerance=tolerance, thread_scaling=largest, note=note)
+        times = published(dtype, PUBLISHED_GROUPS[shape])
+        return group_case(*shape, times, dtype, thread_scaling=shape == (1024, 32), note=note)
 
-    form = Provider("TRL", trl_groups, trl_definition, note="the formula in torch, as rlox's benchmark page has it")
-    nan_form = Provider(
-        "TRL 1.16", trl_groups_nan, trl_definition, note="with nanmean and its own nanstd, as 1.16 has it"
-    )
+    form, nan_form = trl_groups("torch:mean", "torch:std"), trl_groups("torch:nanmean", "trl.trainer.utils:nanstd")
+    trl = Provider("TRL", form, trl_definition, note="the formula in torch, as rlox's benchmark page has it")
+    trl_now = Provider("TRL 1.16", nan_form, trl_definition, note="with nanmean and its own nanstd, as 1.16 has it")
     peers = {
-        "float64": [Provider("rlox", llm_ops.rlox_groups), Provider("rlox (loop)", llm_ops.rlox_groups_loop), form],
-        "float32": [form, nan_form],  # nanstd corrects in float32, whatever it is given
+        "float64": [Provider("rlox", RLOX_GROUPS), Provider("rlox (loop)", RLOX_GROUPS_LOOP), trl],
+        "float32": [trl, trl_now],  # nanstd corrects in float32, whatever it is given
     }
-    return Table(
+    compute = whet.compute_batch_group_advantages
+    as_trl = on_arrays(compute, **AS_TRL)
+    return group_table(
         f"Group advantages, {dtype}",
         [case(shape) for shape in PUBLISHED_GROUPS],
         [
-            Provider("whet", llm_ops.whet_groups),
-            Provider("whet (as TRL)", whet_groups_as_trl, trl_definition, note="ddof=1, eps=1e-4: TRL's definition"),
-            Provider("whet torch", whet_groups_torch, note="a torch tensor in, a torch tensor out"),
+            Provider("whet", WHET_GROUPS),
+            Provider("whet (as TRL)", as_trl, trl_definition, note="ddof=1, eps=1e-4: TRL's definition"),
+            Provider("whet torch", on_tensors(compute), note="a torch tensor in, a torch tensor out"),
             *peers[dtype],
-            Provider("NumPy", llm_ops.numpy_groups),
+            Provider("NumPy", numpy_groups),
         ],
-        allocation="inside: results are new arrays",
         note="TRL divides by the sample deviation + 1e-4, the others by the population deviation; each is compared "
         "with its own definition. rlox's page runs rlox in float64 and TRL in float32; rlox has no float32 form.",
-        item="completions",
-        size_label="completions",
-        error=flat_error,
     )
 
 
@@ -143,55 +115,17 @@ def k3(logprobs: Logprobs) -> np.ndarray:
     return naive_token_kl_schulman(*(x.astype(np.longdouble) for x in logprobs))
 
 
-def whet_k3(logprobs: Logprobs) -> Call:
-    p, q = logprobs
-    if len(p) == 1:
-        return lambda: whet.compute_token_kl_schulman(p[0], q[0])
-    return lambda: whet.compute_batch_token_kl_schulman(p, q)
-
-
 def whet_k3_torch(logprobs: Logprobs) -> Call:
-    import torch
-
-    p, q = map(torch.from_numpy, logprobs)
-    return lambda: whet.compute_batch_token_kl_schulman(p, q)
+    return partial(whet.compute_batch_token_kl_schulman, *(tensor(np.atleast_2d(x)) for x in logprobs))
 
 
-def rlox_k3(logprobs: Logprobs) -> Call:
-    import rlox
-
-    p, q = (x.ravel() for x in logprobs)
-    batch, length = logprobs.policy.shape
-    name = "compute_token_kl_schulman" if batch == 1 else "compute_batch_token_kl_schulman"
-    compute = getattr(rlox, name + ("_f32" if p.dtype == np.float32 else ""))
-    # rlox takes r = policy - ref, the other direction: swapped, it answers the same question.
-    return (lambda: compute(q, p)) if batch == 1 else (lambda: compute(q, p, length))
+def trl_k3(p: Any, q: Any) -> Any:
+    return ((q - p).exp() - (q - p) - 1).sum(-1)
 
 
-def rlox_k3_loop(logprobs: Logprobs) -> Call:
-    import rlox
-
-    f32 = logprobs.policy.dtype == np.float32
-    compute = rlox.compute_token_kl_schulman_f32 if f32 else rlox.compute_token_kl_schulman
-    pairs = list(zip(*logprobs, strict=True))
-    return lambda: [compute(q, p) for p, q in pairs]
-
-
-def trl_k3(logprobs: Logprobs) -> Call:
-    import torch
-
-    p, q = map(torch.from_numpy, logprobs)
-    return lambda: (torch.exp(q - p) - (q - p) - 1).sum(-1)
-
-
-def numpy_k3(logprobs: Logprobs) -> Call:
-    p, q = logprobs
-
-    def call() -> np.ndarray:
-        r = q - p
-        return (np.exp(r) - r - 1).sum(-1)
-
-    return call
+def numpy_k3(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    r = q - p
+    return (np.exp(r) - r - 1).sum(-1)
 
 
 PUBLISHED_K3 = {
@@ -209,95 +143,77 @@ GUIDE_K3 = {
 }
 
 
+def k3_providers(dtype: Float, batch: int) -> list[Provider]:
+    """One call for all sequences; rlox takes r = policy - ref, and answers the same question with its arguments
+    swapped."""
+    rough, suffix = (F32_SUM_TOLERANCE, "_f32") if dtype == "float32" else (None, "")
+    single = f"rlox:compute_token_kl_schulman{suffix}"
+    if batch == 1:
+        compute, peers = whet.compute_token_kl_schulman, {"rlox": lambda x: on_arrays(single)(x[::-1])}
+    else:
+        compute = whet.compute_batch_token_kl_schulman
+        batched = f"rlox:compute_batch_token_kl_schulman{suffix}"
+        peers = {"rlox": rlox_batch(batched, swap=True), "rlox (loop)": lambda x: in_loop(single)(Logprobs(*x[::-1]))}
+    swapped = "with its arguments swapped: it takes r = policy - ref"
+    return [
+        Provider("whet", on_arrays(compute)),
+        Provider("whet torch", whet_k3_torch, note="torch tensors in, a torch tensor out"),
+        *(Provider(name, peer, None, rough, swapped if name == "rlox" else "") for name, peer in peers.items()),
+        Provider("TRL", on_tensors(trl_k3), note="the formula in torch"),
+        Provider("NumPy", on_arrays(numpy_k3)),
+    ]
+
+
 def k3_table(dtype: Float, batch: int) -> Table:
     def case(shape: tuple[int, int]) -> Case:
-        length = shape[1]
-        return Case(
-            f"{batch} x {length}",
-            inputs=lambda rng: Logprobs(*(x.astype(dtype) for x in llm_ops.random_logprobs(rng, batch, length))),
-            reference=k3,
-            tolerance=F32_TOLERANCE if dtype == "float32" else llm_ops.F64_TOLERANCE,
-            n_bytes=np.dtype(dtype).itemsize * batch * (2 * length + 1),
-            n_items=batch * length,
-            size=length,
-            thread_scaling=shape in ((1, 8192), (32, 2048)),
-            published=published(dtype, PUBLISHED_K3[shape]),
-            note=GUIDE_K3.get(shape, "") if dtype == "float32" else "",
-        )
+        note = GUIDE_K3.get(shape, "") if dtype == "float32" else ""
+        times = published(dtype, PUBLISHED_K3[shape])
+        is_longest = shape in ((1, 8192), (32, 2048))
+        return kl_case(*shape, dtype, k3, thread_scaling=is_longest, published=times, note=note)
 
-    rough = F32_SUM_TOLERANCE if dtype == "float32" else None
-    return Table(
+    return kl_table(
         f"Token KL (Schulman), {'one sequence' if batch == 1 else f'{batch} sequences'}, {dtype}",
         [case(shape) for shape in PUBLISHED_K3 if shape[0] == batch],
-        [
-            Provider("whet", whet_k3),
-            Provider("whet torch", whet_k3_torch, note="torch tensors in, a torch tensor out"),
-            Provider("rlox", rlox_k3, None, rough, "with its arguments swapped: it takes r = policy - ref"),
-            *([Provider("rlox (loop)", rlox_k3_loop, tolerance=rough)] if batch > 1 else []),
-            Provider("TRL", trl_k3, note="the formula in torch"),
-            Provider("NumPy", numpy_k3),
-        ],
-        allocation="inside: results, and temporaries where a provider makes them",
+        k3_providers(dtype, batch),
         note="rlox's page runs rlox in float64, once per sequence, and TRL in float32; its guide both in float32.",
-        item="tokens",
-        size_label="tokens per sequence",
-        error=flat_error,
     )
 
 
 # --- token log-probabilities ----------------------------------------------------------------------------
 
 
-class Logits:
-    """Logits (N, V) that the dtype represents exactly, token ids (N,), and whether the entropy is asked for too."""
+class Logits(NamedTuple):
+    """Logits (N, V) that the dtype represents exactly, and token ids (N,)."""
 
-    def __init__(self, rng: np.random.Generator, shape: tuple[int, int], dtype: str, entropy: bool) -> None:
-        self.dtype, self.entropy = dtype, entropy
-        self.logits = 2 * rng.standard_normal(shape, np.float32)
-        if dtype == "bfloat16":
-            self.logits.view(np.uint32)[...] &= 0xFFFF0000
-        self.ids = rng.integers(shape[1], size=shape[0])
-
-    @cached_property
-    def tensors(self) -> tuple[Any, Any]:
-        """(logits, ids) in torch, the same for every provider."""
-        import torch
-
-        return torch.from_numpy(self.logits).to(getattr(torch, self.dtype)), torch.from_numpy(self.ids)
+    logits: np.ndarray
+    ids: np.ndarray
 
 
-def logprobs(x: Logits) -> np.ndarray:
+def exact_logprobs(x: Logits, entropy: bool) -> np.ndarray:
     """Log-probs (N,), or log-probs and entropies (2, N), in float64, a row at a time."""
     rows = [naive_token_logprobs(x.logits[i : i + 1].astype(np.float64), x.ids[i : i + 1]) for i in range(len(x.ids))]
     both = np.stack([np.concatenate(part) for part in zip(*rows, strict=True)])
-    return both if x.entropy else both[0]
+    return both if entropy else both[0]
 
 
-def whet_logprobs(x: Logits) -> Call:
-    logits, ids = x.tensors
-    return lambda: whet.compute_token_logprobs(logits, ids, return_entropy=x.entropy)
+def trl_logprobs(entropy: bool, dtype: str) -> Callable[[Logits], Call]:
+    def prepare(x: Logits) -> Call:
+        from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
+        logits, ids = (t.view(8, -1, *t.shape[1:]) for t in (tensor(x.logits, dtype), tensor(x.ids)))
+        if not entropy:
+            return lambda: selective_log_softmax(logits, ids).float()
+        return lambda: (selective_log_softmax(logits, ids).float(), entropy_from_logits(logits).float())
+
+    return prepare
 
 
-def trl_logprobs(x: Logits) -> Call:
-    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
-
-    logits, ids = (t.view(8, -1, *t.shape[1:]) for t in x.tensors)
-    if not x.entropy:
-        return lambda: selective_log_softmax(logits, ids).float()
-    return lambda: (selective_log_softmax(logits, ids).float(), entropy_from_logits(logits).float())
-
-
-def torch_logprobs(x: Logits) -> Call:
+def torch_logprobs(logits: Any, ids: Any, return_entropy: bool) -> Any:
     import torch
 
-    logits, ids = x.tensors
-
-    def call() -> Any:
-        every = torch.log_softmax(logits, -1, dtype=torch.float32)
-        picked = every.gather(1, ids[:, None])[:, 0]
-        return (picked, -(every.exp() * every).sum(-1)) if x.entropy else picked
-
-    return call
+    every = logits.log_softmax(-1, dtype=torch.float32)
+    picked = every.gather(1, ids[:, None])[:, 0]
+    return (picked, -(every.exp() * every).sum(-1)) if return_entropy else picked
 
 
 VOCABULARIES = (32_000, 49_152, 128_256, 151_936)
@@ -307,13 +223,15 @@ def logprobs_table(dtype: Literal["float32", "bfloat16"], entropy: bool, quick: 
     n_rows = 16 if quick else 256
 
     def case(vocab_size: int) -> Case:
-        itemsize = 4 if dtype == "float32" else 2
+        def inputs(rng: np.random.Generator) -> Logits:
+            return Logits(2 * normal(rng, (n_rows, vocab_size), dtype), rng.integers(vocab_size, size=n_rows))
+
         return Case(
             f"{n_rows} x {vocab_size:,}",
-            inputs=lambda rng: Logits(rng, (n_rows, vocab_size), dtype, entropy),
-            reference=logprobs,
-            tolerance=F32_TOLERANCE,
-            n_bytes=n_rows * (vocab_size * itemsize + 8 + (8 if entropy else 4)),
+            inputs,
+            partial(exact_logprobs, entropy=entropy),
+            TOLERANCE["float32"],
+            n_bytes=n_rows * (vocab_size * ITEM_BYTES[dtype] + 8 + (8 if entropy else 4)),
             n_items=n_rows,
             size=vocab_size,
             thread_scaling=vocab_size == VOCABULARIES[-1],
@@ -324,13 +242,15 @@ def logprobs_table(dtype: Literal["float32", "bfloat16"], entropy: bool, quick: 
     rough = F32_SUM_TOLERANCE if entropy else None
     trl_rough = (2**-5 if entropy else 2**-7) if half else rough
     trl_note = "computes and answers in bfloat16, 8 bits" if half else ""
+    with_entropy: dict[str, Any] = {"dtype": dtype, "return_entropy": entropy}
+    in_float32 = on_tensors(torch_logprobs, **with_entropy)
     return Table(
         f"Token log-probs{' and entropy' if entropy else ''}, {dtype}",
         [case(vocab_size) for vocab_size in VOCABULARIES],
         [
-            Provider("whet", whet_logprobs),
-            Provider("TRL", trl_logprobs, None, trl_rough, trl_note),
-            Provider("torch", torch_logprobs, None, rough, "log_softmax in float32, and gather"),
+            Provider("whet", on_tensors(whet.compute_token_logprobs, **with_entropy)),
+            Provider("TRL", trl_logprobs(entropy, dtype), None, trl_rough, trl_note),
+            Provider("torch", in_float32, None, rough, "log_softmax in float32, and gather"),
         ],
         allocation="inside: results and temporaries; the logits are there",
         note="TRL is its selective_log_softmax, and entropy_from_logits, on a batch of 8 completions.",
@@ -368,19 +288,12 @@ def gae(x: Trajectories) -> np.ndarray:
     return np.stack([naive_gae(*row, GAMMA, LAM) for row in rows], axis=1)
 
 
-def whet_gae(x: Trajectories) -> Call:
-    return lambda: whet.compute_gae(*x, GAMMA, LAM)
-
-
 def rlox_gae(x: Trajectories) -> Call:
-    import rlox
-
     rewards, values, dones = x.rewards.ravel(), x.values.ravel(), x.dones.astype(np.float64).ravel()
     batch, steps = x.rewards.shape
     if batch == 1:
-        last_value = float(x.last_values[0])
-        return lambda: rlox.compute_gae(rewards, values, dones, last_value, GAMMA, LAM)
-    return lambda: rlox.compute_gae_batched(rewards, values, dones, x.last_values, steps, GAMMA, LAM)
+        return partial(found("rlox:compute_gae"), rewards, values, dones, float(x.last_values[0]), GAMMA, LAM)
+    return partial(found("rlox:compute_gae_batched"), rewards, values, dones, x.last_values, steps, GAMMA, LAM)
 
 
 def loop_over_time(rewards: Any, values: Any, alive: Any, last_values: Any) -> list[Any]:
@@ -412,7 +325,7 @@ def numpy_gae(x: Trajectories) -> Call:
 def torch_gae(x: Trajectories) -> Call:
     import torch
 
-    rewards, values, alive, last_values = map(torch.from_numpy, (x.rewards, x.values, 1.0 - x.dones, x.last_values))
+    rewards, values, alive, last_values = map(tensor, (x.rewards, x.values, 1.0 - x.dones, x.last_values))
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
         advantages = torch.stack(loop_over_time(rewards.T, values.T, alive.T, last_values)[::-1], dim=1)
@@ -427,7 +340,7 @@ def gae_table(quick: bool) -> Table:
             f"{batch} x {steps}",
             inputs=lambda rng: random_trajectories(rng, batch, steps),
             reference=gae,
-            tolerance=llm_ops.F64_TOLERANCE,
+            tolerance=TOLERANCE["float64"],
             n_bytes=batch * (steps * (5 * 8 + 1) + 8),
             n_items=batch * steps,
             size=batch,
@@ -438,7 +351,7 @@ def gae_table(quick: bool) -> Table:
         "GAE, float64",
         [case(batch) for batch in ((1, 4) if quick else (1, 8, 64))],
         [
-            Provider("whet", whet_gae),
+            Provider("whet", on_arrays(whet.compute_gae, gamma=GAMMA, lam=LAM)),
             Provider("rlox", rlox_gae),
             Provider("NumPy", numpy_gae, note="one trajectory: over Python floats, which is faster"),
             Provider("torch", torch_gae),

@@ -42,7 +42,7 @@ def describe_module(model: Any, *, merged: bool = False, max_position: int | Non
             not those of the config.
         WhetTypeError: it is no Hugging Face model.
     """
-    inner = _unwrapped(model)
+    inner = _unwrap(model)
     config: Any = getattr(inner, "config", None)
     if not hasattr(config, "to_dict") or not hasattr(inner, "named_modules"):
         raise WhetTypeError(f"{_WHERE}: model is a {type(model).__name__}, expected a Hugging Face model (nn.Module).")
@@ -62,7 +62,7 @@ def describe_module(model: Any, *, merged: bool = False, max_position: int | Non
     return Source(described, pieces, targets, adapters, short_position(options, _WHERE))
 
 
-def _unwrapped(model: Any) -> Any:
+def _unwrap(model: Any) -> Any:
     """The Hugging Face model inside torch.compile and PEFT."""
     inner = getattr(model, "_orig_mod", model)
     if getattr(getattr(inner, "active_peft_config", None), "is_prompt_learning", False):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from whet.bench.case import Call, Timed
-from whet.bench.contenders.engine.workload import Sample, Workload, greedy_sample, load_once
+from whet.bench.contenders.engine.library import Library
+from whet.bench.contenders.engine.models import ModelFiles
+from whet.bench.contenders.engine.workload import Sample, Workload, greedy_sample
 
 
 class _Watch:
@@ -24,19 +26,7 @@ class _Watch:
         return scores
 
 
-def hf_model(workload: Workload, dtype: str) -> Any:
-    """The workload's model in a dtype."""
-    import copy
-
-    import torch
-
-    if dtype == "float32":
-        return workload.model
-    key = (workload.files.shape, "transformers", dtype)
-    return load_once(key, lambda: copy.deepcopy(workload.model).to(getattr(torch, dtype)))
-
-
-def generate(
+def generate_watched(
     model: Any, prompts: Sequence[Sequence[int]], n_tokens: int, n_samples: int = 1
 ) -> tuple[Sample, list[float]]:
     """Run ``generate``: greedy, or sampled at temperature 1 where a prompt has several completions.
@@ -72,65 +62,35 @@ def generate(
     return Sample(prompts[0], tokens, every[range(len(tokens)), tokens].tolist()), watch.times
 
 
-def hf_decode(dtype: str) -> Callable[[Workload], Call]:
-    """``n_steps`` steps, from the first token's logits to the last one's."""
+class Transformers(Library):
+    """A model is in float32 the workload's own, in bfloat16 a copy."""
 
-    def prepare(x: Workload) -> Call:
-        model = hf_model(x, dtype)
+    name = "transformers"
+
+    def of_model(self, files: ModelFiles, weights: str) -> Any:
+        import copy
+
+        import torch
+
+        return files.model if weights == "float32" else copy.deepcopy(files.model).to(getattr(torch, weights))
+
+    def load(self, path: Path, weights: str) -> Any:
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, weights)).eval()
+
+    def generate(self, model: Any, prompts: Sequence[Sequence[int]], n_tokens: int, n_samples: int = 1) -> Sample:
+        return generate_watched(model, prompts, n_tokens, n_samples)[0]
+
+    def decode(self, weights: str, x: Workload) -> Call:
+        """From the first token's logits to the last one's."""
+        model = self.model(x, weights)
 
         def call() -> Timed:
-            sample, times = generate(model, x.prompts, x.n_tokens)
+            sample, times = generate_watched(model, x.prompts, x.n_tokens)
             return Timed(sample, {"decode": times[-1] - times[0]}, "decode")
 
         return call
-
-    return prepare
-
-
-def hf_prefill(dtype: str) -> Callable[[Workload], Call]:
-    """Prompts, to the first token of each."""
-
-    def prepare(x: Workload) -> Call:
-        model = hf_model(x, dtype)
-        return lambda: generate(model, x.fresh(), 1)[0]
-
-    return prepare
-
-
-def hf_group(dtype: str) -> Callable[[Workload], Call]:
-    """A prompt and all its completions."""
-
-    def prepare(x: Workload) -> Call:
-        model = hf_model(x, dtype)
-        return lambda: generate(model, x.fresh(), x.n_tokens, x.n_samples)[0]
-
-    return prepare
-
-
-def load_folder(folder: Path) -> Any:
-    """The model of a folder, in bfloat16."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-
-
-def hf_load(x: Workload) -> Call:
-    """``from_pretrained``; that it can generate is seen outside the time."""
-    folder = x.files.folder
-
-    def call() -> Timed:
-        started = time.perf_counter()
-        model = load_folder(folder)
-        load_s = time.perf_counter() - started
-        return Timed(generate(model, x.prompts[:1], x.n_tokens)[0], {"load": load_s}, "load")
-
-    return call
-
-
-def hf_lifetime(x: Workload) -> Call:
-    """Load, generate, forget."""
-    folder = x.files.folder
-    return lambda: generate(load_folder(folder), x.prompts, x.n_tokens)[0]

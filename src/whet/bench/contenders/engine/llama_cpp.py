@@ -10,19 +10,18 @@ pool of each, and the fastest is taken.
 from __future__ import annotations
 
 import itertools
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import whet
-from whet.bench.case import Call, Timed
-from whet.bench.contenders.engine.models import gguf_types, quiet_llama_cpp
-from whet.bench.contenders.engine.workload import Sample, Workload, greedy_sample, load_once
+from whet.bench.case import Call, Timed, seconds_of
+from whet.bench.contenders.engine.library import Library
+from whet.bench.contenders.engine.models import ModelFiles, gguf_types, quiet_llama_cpp
+from whet.bench.contenders.engine.workload import Sample, Workload, greedy_sample
 
 _CELLS = 256
 """Contexts are made in steps of so many tokens."""
@@ -38,7 +37,7 @@ class Settings(NamedTuple):
         return f"flash attention {'on' if self.flash else 'off'}, {'one pool' if self.unified else 'a pool each'}"
 
 
-class LlamaCpp:
+class LlamaCppModel:
     """A model from a GGUF file, on the threads that Whet uses."""
 
     def __init__(self, path: Path, mmap: bool = True) -> None:
@@ -63,7 +62,7 @@ class Context:
         logits: of the last call, (rows, V); a view that the next call overwrites.
     """
 
-    def __init__(self, model: LlamaCpp, n_rows: int, n_tokens: int, settings: Settings, ubatch: int = 512) -> None:
+    def __init__(self, model: LlamaCppModel, n_rows: int, n_tokens: int, settings: Settings, ubatch: int = 512) -> None:
         import llama_cpp
 
         self.model, self.n_rows, self.settings = model, n_rows, settings
@@ -129,6 +128,16 @@ class Context:
             logits.append(self.logits[0].copy())
         return logits
 
+    def complete(self, prompts: Sequence[Sequence[int]], n_steps: int) -> list[np.ndarray]:
+        """Prompts of one length, and ``n_steps`` steps after them.
+
+        Returns:
+            The logits of row 0 after the prompt and after each step.
+        """
+        first = self.prefill(prompts)
+        start = self.logits[0].copy()
+        return [start, *self.generate(first, len(prompts[0]), n_steps)]
+
     def fill(self, tokens: np.ndarray, positions: np.ndarray, rows: np.ndarray, outputs: np.ndarray) -> None:
         """Write the batch: tokens, their positions and sequences, and the places whose logits are wanted."""
         n = self.batch.n_tokens = len(tokens)
@@ -166,146 +175,90 @@ def every_setting(n_rows: int) -> list[Settings]:
     return [Settings(*pair) for pair in itertools.product((True, False), (True,) if n_rows == 1 else (True, False))]
 
 
-def choose_quickest(contexts: Callable[[Settings], Context], n_rows: int, piece: Callable[[Context], float]) -> Context:
-    """The context in which ``piece`` of the work takes the least seconds."""
+def choose_quickest(model: LlamaCppModel, n_rows: int, n_tokens: int, piece: Callable[[Context], float]) -> Context:
+    """The context in which ``piece`` of the work takes the least seconds, the better of two times."""
     took = {}
     for settings in every_setting(n_rows):
-        context = contexts(settings)
-        took[settings] = piece(context)
+        context = Context(model, n_rows, n_tokens, settings)
+        took[settings] = min(piece(context) for _ in range(2))
         context.close()
-    return contexts(min(took, key=lambda settings: took[settings]))
+    return Context(model, n_rows, n_tokens, min(took, key=lambda settings: took[settings]))
 
 
-# --- the providers --------------------------------------------------------------------------------------
+# --- the provider ---------------------------------------------------------------------------------------
 
 
-def llama_model(x: Workload, kind: str) -> LlamaCpp:
-    """The workload's model from its GGUF file of a kind."""
-    return load_once((x.files.shape, "llama.cpp", kind), lambda: LlamaCpp(x.files.gguf(kind)))
+class LlamaCpp(Library):
+    """``weights`` is the type of a GGUF file, which is read and not mapped where loading is what counts."""
 
+    name = "llama.cpp"
 
-def _note(x: Workload, kind: str, context: Context) -> str:
-    types = f"its matrices: {gguf_types(x.files.gguf(kind))}; " if kind.startswith("q") else ""
-    return f"{types}{context.n_rows} rows: {context.settings}"
+    def of_model(self, files: ModelFiles, weights: str) -> LlamaCppModel:
+        return LlamaCppModel(files.gguf(weights))
 
+    def source(self, files: ModelFiles, weights: str) -> Path:
+        return files.gguf(weights)
 
-def _decode_context(x: Workload, kind: str) -> Context:
-    """A context that is quick at the workload's steps."""
-    model, n_tokens = llama_model(x, kind), x.prompt_length + x.n_tokens
+    def load(self, path: Path, weights: str) -> LlamaCppModel:
+        return LlamaCppModel(path, mmap=False)
 
-    def steps(context: Context) -> float:
-        first, took = context.prefill(x.prompts), []
-        for _ in range(2):
-            context.rewind(x.prompt_length)
-            started = time.perf_counter()
-            context.generate(first, x.prompt_length, min(6, x.n_steps))
-            took.append(time.perf_counter() - started)
-        return min(took)
+    def generate(self, model: Any, prompts: Sequence[Sequence[int]], n_tokens: int, n_samples: int = 1) -> Sample:
+        """With flash attention on and a pool for each row, as in most cases is fastest."""
+        n_rows = len(prompts) * n_samples
+        context = Context(model, n_rows, len(prompts[0]) + n_tokens, Settings(True, n_rows == 1))
+        logits = context.complete(prompts, n_tokens - 1)
+        context.close()
+        return greedy_sample(prompts[0], logits)
 
-    return choose_quickest(lambda settings: Context(model, x.n_rows, n_tokens, settings), x.n_rows, steps)
-
-
-def llama_decode(kind: str) -> Callable[[Workload], Call]:
-    """``n_steps`` steps after prompts that are in the cache already."""
-
-    def prepare(x: Workload) -> Call:
-        context = _decode_context(x, kind)
-        note, first = _note(x, kind, context), context.prefill(x.prompts)
+    def decode(self, weights: str, x: Workload) -> Call:
+        """``n_steps`` steps after prompts that are in the cache already."""
+        context = self._quick_at_steps(weights, x)
+        note, first = _note(x, weights, context), context.prefill(x.prompts)
         start = [context.logits[0].copy()]
 
         def call() -> Timed:
             context.rewind(x.prompt_length)
-            started = time.perf_counter()
-            logits = context.generate(first, x.prompt_length, x.n_steps)
-            decode_s = time.perf_counter() - started
+            logits, decode_s = seconds_of(context.generate, first, x.prompt_length, x.n_steps)
             return Timed(greedy_sample(x.prompts[0], start + logits), {"decode": decode_s}, "decode", note)
 
         return call
 
-    return prepare
+    def prefill(self, weights: str, x: Workload) -> Call:
+        def prompts_s(context: Context) -> float:
+            return seconds_of(context.prefill, x.prompts)[1]
 
-
-def llama_prefill(kind: str) -> Callable[[Workload], Call]:
-    """Prompts, to the first token of each."""
-
-    def prepare(x: Workload) -> Call:
-        model = llama_model(x, kind)
-
-        def piece(context: Context) -> float:
-            took = []
-            for _ in range(2):
-                started = time.perf_counter()
-                context.prefill(x.prompts)
-                took.append(time.perf_counter() - started)
-            return min(took)
-
-        context = choose_quickest(lambda settings: Context(model, x.n_rows, x.prompt_length, settings), x.n_rows, piece)
-        note = _note(x, kind, context)
+        context = choose_quickest(self.model(x, weights), x.n_rows, x.prompt_length, prompts_s)
+        note = _note(x, weights, context)
 
         def call() -> Timed:
-            prompts, started = x.fresh(), time.perf_counter()
-            context.prefill(prompts)
-            prefill_s = time.perf_counter() - started
+            prompts = x.fresh()
+            _, prefill_s = seconds_of(context.prefill, prompts)
             return Timed(greedy_sample(prompts[0], [context.logits[0]]), {"prefill": prefill_s}, "prefill", note)
 
         return call
 
-    return prepare
-
-
-def llama_group(kind: str) -> Callable[[Workload], Call]:
-    """A prompt, run once, and all its completions, which share its cache."""
-
-    def prepare(x: Workload) -> Call:
-        context = _decode_context(x, kind)
-        note = _note(x, kind, context)
+    def group(self, weights: str, x: Workload) -> Call:
+        """The prompt is run once, and its completions share its cache."""
+        context = self._quick_at_steps(weights, x)
+        note = _note(x, weights, context)
 
         def call() -> Timed:
-            [prompt], started = x.fresh(), time.perf_counter()
-            first = context.prefill([prompt])
-            start = [context.logits[0].copy()]
-            logits = context.generate(first, x.prompt_length, x.n_steps)
-            group_s = time.perf_counter() - started
-            return Timed(greedy_sample(prompt, start + logits), {"group": group_s}, "group", note)
+            prompts = x.fresh()
+            logits, group_s = seconds_of(context.complete, prompts, x.n_steps)
+            return Timed(greedy_sample(prompts[0], logits), {"group": group_s}, "group", note)
 
         return call
 
-    return prepare
+    def _quick_at_steps(self, weights: str, x: Workload) -> Context:
+        """A context that is quick at the workload's steps."""
+
+        def steps_s(context: Context) -> float:
+            first = context.prefill(x.prompts)
+            return seconds_of(context.generate, first, x.prompt_length, min(6, x.n_steps))[1]
+
+        return choose_quickest(self.model(x, weights), x.n_rows, x.prompt_length + x.n_tokens, steps_s)
 
 
-def _complete(model: LlamaCpp, x: Workload) -> Sample:
-    """Generate, flash attention on and a pool for each row, as in most cases is fastest."""
-    context = Context(model, x.n_rows, x.prompt_length + x.n_tokens, Settings(True, x.n_rows == 1))
-    first = context.prefill(x.prompts)
-    start = [context.logits[0].copy()]
-    logits = start + context.generate(first, x.prompt_length, x.n_steps)
-    context.close()
-    return greedy_sample(x.prompts[0], logits)
-
-
-def llama_load(x: Workload) -> Call:
-    """Load the bfloat16 file, without mapping it; that it can generate is seen outside the time."""
-    path, first = x.files.gguf("bf16"), replace(x, prompts=x.prompts[:1])
-
-    def call() -> Timed:
-        started = time.perf_counter()
-        model = LlamaCpp(path, mmap=False)
-        load_s = time.perf_counter() - started
-        sample = _complete(model, first)
-        model.close()
-        return Timed(sample, {"load": load_s}, "load")
-
-    return call
-
-
-def llama_lifetime(x: Workload) -> Call:
-    """Load the bfloat16 file, without mapping it; generate; forget."""
-    path = x.files.gguf("bf16")
-
-    def call() -> Sample:
-        model = LlamaCpp(path, mmap=False)
-        sample = _complete(model, x)
-        model.close()
-        return sample
-
-    return call
+def _note(x: Workload, weights: str, context: Context) -> str:
+    types = f"its matrices: {gguf_types(x.files.gguf(weights))}; " if weights.startswith("q") else ""
+    return f"{types}{context.n_rows} rows: {context.settings}"

@@ -7,114 +7,69 @@ the steps after the first token add.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from whet.bench.case import Call, Timed
-from whet.bench.contenders.engine.workload import Sample, Workload, load_once
-from whet.sampling import SamplingParams
+from whet.bench.case import Call, Timed, seconds_of
+from whet.bench.contenders.engine.library import Library
+from whet.bench.contenders.engine.models import ModelFiles
+from whet.bench.contenders.engine.workload import Sample, Workload
+from whet.config.sampling import SamplingParams
 
 
-def engine_of(x: Workload, weights: str) -> Any:
-    """The workload's model in an engine."""
-    from whet.engine import Engine
+class Whet(Library):
+    """An engine is from a model in memory, or from its folder."""
 
-    key = (x.files.shape, "whet", weights)
-    return load_once(key, lambda: Engine.from_model(x.files.model, weights=weights))
+    name = "whet"
 
+    def of_model(self, files: ModelFiles, weights: str) -> Any:
+        from whet.engine import Engine
 
-def generate(engine: Any, prompts: Sequence[Sequence[int]], n_tokens: int, n_samples: int = 1) -> Sample:
-    """Generate, and return the first completion."""
-    completions = engine.generate(prompts, n=n_samples, sampling=SamplingParams(max_new_tokens=n_tokens))
-    first = completions[0][0]
-    return Sample(prompts[0], first.token_ids, first.logprobs)
+        return Engine.from_model(files.model, weights=weights)
 
+    def load(self, path: Path, weights: str) -> Any:
+        from whet.engine import Engine
 
-def whet_decode(weights: str) -> Callable[[Workload], Call]:
-    """``n_steps`` steps after the first token of every row."""
+        return Engine.from_pretrained(path, weights=weights)
 
-    def prepare(x: Workload) -> Call:
-        engine = engine_of(x, weights)
-        generate(engine, x.prompts, 1)  # what the engine remembers of these prompts, it remembers in every call
+    def generate(self, model: Any, prompts: Sequence[Sequence[int]], n_tokens: int, n_samples: int = 1) -> Sample:
+        completions = model.generate(prompts, n=n_samples, sampling=SamplingParams(max_new_tokens=n_tokens))
+        first = completions[0][0]
+        return Sample(prompts[0], first.token_ids, first.logprobs)
+
+    def decode(self, weights: str, x: Workload) -> Call:
+        engine = self.model(x, weights)
+        self.generate(engine, x.prompts, 1)  # what the engine remembers of these prompts, it remembers in every call
 
         def one_row() -> Timed:
             stream = engine.stream(x.prompts[0], SamplingParams(max_new_tokens=x.n_tokens))
-            tokens = [next(stream)]
-            started = time.perf_counter()
-            tokens += stream
-            decode_s = time.perf_counter() - started
+            first = next(stream)
+            rest, decode_s = seconds_of(list, stream)
+            tokens = [first, *rest]
             sample = Sample(x.prompts[0], [t.token_id for t in tokens], [t.logprob for t in tokens])
             return Timed(sample, {"decode": decode_s}, "decode")
 
         def several() -> Timed:
-            started = time.perf_counter()
-            generate(engine, x.prompts, 1)
-            between = time.perf_counter()
-            sample = generate(engine, x.prompts, x.n_tokens)
-            decode_s = (time.perf_counter() - between) - (between - started)
-            return Timed(sample, {"decode": decode_s}, "decode")
+            _, first_s = seconds_of(self.generate, engine, x.prompts, 1)
+            sample, all_s = seconds_of(self.generate, engine, x.prompts, x.n_tokens)
+            return Timed(sample, {"decode": all_s - first_s}, "decode")
 
         return one_row if x.n_rows == 1 else several
 
-    return prepare
-
-
-def whet_prefill(weights: str) -> Callable[[Workload], Call]:
-    """Prompts, to the first token of each."""
-
-    def prepare(x: Workload) -> Call:
-        engine = engine_of(x, weights)
-        return lambda: generate(engine, x.fresh(), 1)
-
-    return prepare
-
-
-def whet_group(weights: str) -> Callable[[Workload], Call]:
-    """A prompt and all its completions."""
-
-    def prepare(x: Workload) -> Call:
-        engine = engine_of(x, weights)
-        return lambda: generate(engine, x.fresh(), x.n_tokens, x.n_samples)
-
-    return prepare
-
-
-def whet_load(weights: str) -> Callable[[Workload], Call]:
-    """``Engine.from_pretrained``; that it can generate is seen outside the time."""
-
-    def prepare(x: Workload) -> Call:
+    def sync(self, weights: str, x: Training) -> Call:
+        """``sync`` after an update; that the new weights are the engine's is seen outside the time."""
         from whet.engine import Engine
 
-        folder = x.files.folder
+        engine = Engine.from_model(x.trained, weights=weights)
 
         def call() -> Timed:
-            started = time.perf_counter()
-            with Engine.from_pretrained(folder, weights=weights) as engine:
-                load_s = time.perf_counter() - started
-                return Timed(generate(engine, x.prompts[:1], x.n_tokens), {"load": load_s}, "load")
+            x.update()
+            _, sync_s = seconds_of(engine.sync, x.trained)
+            return Timed(self.generate(engine, x.workload.prompts, x.n_tokens), {"sync": sync_s}, "sync")
 
         return call
-
-    return prepare
-
-
-def whet_lifetime(weights: str) -> Callable[[Workload], Call]:
-    """Load, generate, close."""
-
-    def prepare(x: Workload) -> Call:
-        from whet.engine import Engine
-
-        folder = x.files.folder
-
-        def call() -> Sample:
-            with Engine.from_pretrained(folder, weights=weights) as engine:
-                return generate(engine, x.prompts, x.n_tokens)
-
-        return call
-
-    return prepare
 
 
 # --- sync -----------------------------------------------------------------------------------------------
@@ -158,26 +113,6 @@ def training(workload: Workload, dtype: str) -> Training:
     return Training(workload, trained.requires_grad_(True))
 
 
-def whet_sync(weights: str) -> Callable[[Training], Call]:
-    """``sync`` after an update; that the new weights are the engine's is seen outside the time."""
-
-    def prepare(x: Training) -> Call:
-        from whet.engine import Engine
-
-        engine = Engine.from_model(x.trained, weights=weights)
-
-        def call() -> Timed:
-            x.update()
-            started = time.perf_counter()
-            engine.sync(x.trained)
-            sync_s = time.perf_counter() - started
-            return Timed(generate(engine, x.workload.prompts, x.n_tokens), {"sync": sync_s}, "sync")
-
-        return call
-
-    return prepare
-
-
 def copied_parameters(x: Training) -> Call:
     """Copying every parameter into memory that is there; the answer is how many differ afterwards."""
     import torch
@@ -185,16 +120,16 @@ def copied_parameters(x: Training) -> Call:
     sources = list(x.trained.parameters())
     copies = [torch.zeros_like(parameter) for parameter in sources]
 
-    def call() -> Timed:
-        x.update()
-        started = time.perf_counter()
+    def copy_all() -> None:
         with torch.no_grad():
             for copy, parameter in zip(copies, sources, strict=True):
                 copy.copy_(parameter)
-        copy_s = time.perf_counter() - started
-        return Timed(
-            float(sum(not torch.equal(*pair) for pair in zip(copies, sources, strict=True))), {"copy": copy_s}, "copy"
-        )
+
+    def call() -> Timed:
+        x.update()
+        _, copy_s = seconds_of(copy_all)
+        n_different = sum(not torch.equal(*pair) for pair in zip(copies, sources, strict=True))
+        return Timed(float(n_different), {"copy": copy_s}, "copy")
 
     return call
 

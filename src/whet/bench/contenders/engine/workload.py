@@ -41,9 +41,13 @@ def load_once(key: Any, load: Callable[[], Any]) -> Any:
 
 
 def _drop(key: Any) -> None:
-    close = getattr(_shelf.pop(key), "close", None)
-    if close:
-        close()
+    close(_shelf.pop(key))
+
+
+def close(model: Any) -> None:
+    """Free a model that has to be told so."""
+    if hasattr(model, "close"):
+        model.close()
 
 
 @dataclass(frozen=True)

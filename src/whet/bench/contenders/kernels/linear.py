@@ -2,116 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from operator import matmul
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import whet
-from whet.bench.case import BenchOptions, Call, Case, Provider, Table
-from whet.ops.quant import CORE_TABLE, FORMATS, bf16_bits, bf16_values
+from whet.bench.case import BenchOptions, Call, Case, Provider, Table, to_array
+from whet.bench.prepare import (
+    ITEM_BYTES,
+    Dtype,
+    Function,
+    found,
+    in_dtype,
+    in_float64,
+    normal,
+    on_arrays,
+    on_tensors,
+    tensor,
+)
+from whet.ops.quant import CORE_TABLE, FORMATS, bf16_values
 
 # RuvLLM 2.0's document: an Apple M4 Pro, float32.
 _RUVLLM_GEMM = {128: 216.89e-6, 256: 1.76e-3, 512: 16.71e-3}
 _RUVLLM_GEMV = {256: 3.12e-6, 512: 13.83e-6, 1024: 58.09e-6, 2048: 263.76e-6, 4096: 1.36e-3}
 _ONE_THREAD = "RuvLLM's figure is of one thread"
 _INSIDE = "inside: the result is a new array"
-_FLOAT32_ERROR, _BFLOAT16_ERROR = 2e-5, 0.03  # of a typical element; bfloat16 rounds the largest at 2^-9
-
-
-class Product(NamedTuple):
-    """x (M, K) and a weight w (N, K), whose product is x w^T; ``packed`` is the weight as the linear layer takes it."""
-
-    x: np.ndarray
-    w: np.ndarray
-    packed: whet.PackedWeight | None = None
-
-
-def _normal(m: int, n: int, k: int, dtype: str) -> Callable[[np.random.Generator], Product]:
-    def make(rng: np.random.Generator) -> Product:
-        x, w = (rng.standard_normal(shape, np.float32) for shape in ((m, k), (n, k)))
-        # Numbers that bfloat16 represents exactly: every provider starts from the same.
-        return Product(x, w) if dtype == "float32" else Product(bf16_values(bf16_bits(x)), bf16_values(bf16_bits(w)))
-
-    return make
-
-
-def _for_linear(m: int, n: int, k: int, format: str) -> Callable[[np.random.Generator], Product]:
-    """Inputs that int8 in blocks of 32 represents exactly, and the weight as the format stores it."""
-
-    def make(rng: np.random.Generator) -> Product:
-        x = rng.integers(-127, 128, (m, k)).astype(np.float32)
-        x[:, ::32] = 127
-        packed = whet.pack_weight(rng.standard_normal((n, k), np.float32), format)
-        unpacked: Any = packed.unpack()
-        held = (
-            unpacked.dequantize() if format in FORMATS else bf16_values(unpacked) if format == "bfloat16" else unpacked
-        )
-        return Product(x, held, packed)
-
-    return make
-
-
-def _exact(product: Product) -> np.ndarray:
-    return product.x.astype(np.float64) @ product.w.T.astype(np.float64)
+_ERROR = {"float32": 2e-5, "bfloat16": 0.03}  # of a typical element; bfloat16 rounds the largest at 2^-9
 
 
 def product_error(answer: Any, reference: np.ndarray) -> float:
     """The largest difference, in units of a typical element of the product (the root of the mean square)."""
-    got = answer.float().numpy() if hasattr(answer, "float") else answer
-    return float(np.abs(got - reference).max() / np.sqrt(np.mean(reference**2)))
+    return float(np.abs(to_array(answer) - reference).max() / np.sqrt(np.mean(reference**2)))
 
 
-def _tensors(product: Product, dtype: str) -> tuple[Any, Any]:
-    import torch
-
-    return tuple(torch.from_numpy(a).to(getattr(torch, dtype)) for a in product[:2])  # type: ignore[return-value]
-
-
-def _whet_gemm(dtype: str) -> Callable[[Product], Call]:
-    def prepare(product: Product) -> Call:
-        x, w = product[:2] if dtype == "float32" else _tensors(product, dtype)
-        return lambda: whet.gemm(x, w, transpose_b=True)
-
-    return prepare
+def _providers(dtype: Dtype, ours: Function, plain: Function, **options: Any) -> list[Provider]:
+    """Whet's function, and a plain one for torch, and for NumPy where it has the dtype."""
+    numpy_ = [Provider("NumPy", on_arrays(plain))] if dtype == "float32" else []
+    return [
+        Provider("whet", in_dtype(ours, dtype, **options)),
+        Provider("torch", on_tensors(plain, dtype)),
+        *numpy_,
+    ]
 
 
-def _torch_gemm(dtype: str) -> Callable[[Product], Call]:
-    def prepare(product: Product) -> Call:
-        x, w = _tensors(product, dtype)
-        return lambda: x @ w.T
-
-    return prepare
+def _times_transposed(x: Any, w: Any) -> Any:
+    return x @ w.T
 
 
-def _numpy_gemm(product: Product) -> Call:
-    return lambda: product.x @ product.w.T
-
-
-def _gemm(dtype: str, sizes: list[int]) -> Table:
+def _gemm(dtype: Dtype, sizes: list[int], published: Mapping[int, float]) -> Table:
     cases = [
         Case(
             f"{n} x {n} x {n}",
-            _normal(n, n, n, dtype),
-            _exact,
-            _FLOAT32_ERROR if dtype == "float32" else _BFLOAT16_ERROR,
-            n_bytes=3 * n * n * (4 if dtype == "float32" else 2),
+            lambda rng, n=n: (normal(rng, (n, n), dtype), normal(rng, (n, n), dtype)),
+            in_float64(_times_transposed),
+            _ERROR[dtype],
+            n_bytes=3 * n * n * ITEM_BYTES[dtype],
             n_flops=2 * n**3,
-            flop_dtype="float32" if dtype == "float32" else "bfloat16",
+            flop_dtype=dtype,
             size=n,
             thread_scaling=n == 1024,
-            published={"RuvLLM": _RUVLLM_GEMM[n]} if dtype == "float32" and n in _RUVLLM_GEMM else {},
-            note=_ONE_THREAD if dtype == "float32" and n in _RUVLLM_GEMM else "",
+            published={"RuvLLM": published[n]} if n in published else {},
+            note=_ONE_THREAD if n in published else "",
         )
         for n in sizes
     ]
-    providers = [Provider("whet", _whet_gemm(dtype)), Provider("torch", _torch_gemm(dtype))]
-    if dtype == "float32":
-        providers.append(Provider("NumPy", _numpy_gemm))
     return Table(
         f"GEMM, {dtype}",
         cases,
-        providers,
+        _providers(dtype, whet.gemm, _times_transposed, transpose_b=True),
         allocation=_INSIDE,
         note="C = A B^T with B as a linear layer keeps its weight; packing B is inside the timing; 2 m n k operations.",
         size_label="size of the square matrices",
@@ -119,56 +80,31 @@ def _gemm(dtype: str, sizes: list[int]) -> Table:
     )
 
 
-def _whet_gemv(dtype: str) -> Callable[[Product], Call]:
-    def prepare(product: Product) -> Call:
-        x, w = product[:2] if dtype == "float32" else _tensors(product, dtype)
-        vector = x[0]
-        return lambda: whet.gemv(w, vector)
+def _gemv(dtype: Dtype, shapes: list[tuple[int, int]], published: Mapping[int, float]) -> Table:
+    def case(n: int, k: int) -> Case:
+        def inputs(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+            x = normal(rng, (k,), dtype)
+            return normal(rng, (n, k), dtype), x
 
-    return prepare
-
-
-def _torch_gemv(dtype: str) -> Callable[[Product], Call]:
-    def prepare(product: Product) -> Call:
-        x, w = _tensors(product, dtype)
-        vector = x[0]
-        return lambda: w @ vector
-
-    return prepare
-
-
-def _numpy_gemv(product: Product) -> Call:
-    vector = product.x[0]
-    return lambda: product.w @ vector
-
-
-def _gemv(dtype: str, shapes: list[tuple[int, int]]) -> Table:
-    width = 4 if dtype == "float32" else 2
-    cases = [
-        Case(
+        matrix_bytes = n * k * ITEM_BYTES[dtype]
+        note = _ONE_THREAD if n < 4096 else "RuvLLM's 35.9 GFLOP/s are 24.7 at its own time"
+        return Case(
             f"{n} x {k}",
-            _normal(1, n, k, dtype),
-            lambda product: _exact(product)[0],
-            _FLOAT32_ERROR if dtype == "float32" else _BFLOAT16_ERROR,
-            n_bytes=n * k * width,
+            inputs,
+            in_float64(matmul),
+            _ERROR[dtype],
+            n_bytes=matrix_bytes,
             n_flops=2 * n * k,
-            flop_dtype="float32",
-            size=n * k * width,
+            size=matrix_bytes,
             thread_scaling=(n, k) == (4096, 4096),
-            published={"RuvLLM": _RUVLLM_GEMV[n]} if dtype == "float32" and n == k and n in _RUVLLM_GEMV else {},
-            note=(_ONE_THREAD if n < 4096 else "RuvLLM's 35.9 GFLOP/s are 24.7 at its own time")
-            if dtype == "float32" and n == k
-            else "",
+            published={"RuvLLM": published[n]} if n in published else {},
+            note=note if n in published else "",
         )
-        for n, k in shapes
-    ]
-    providers = [Provider("whet", _whet_gemv(dtype)), Provider("torch", _torch_gemv(dtype))]
-    if dtype == "float32":
-        providers.append(Provider("NumPy", _numpy_gemv))
+
     return Table(
         f"GEMV, {dtype}",
-        cases,
-        providers,
+        [case(*shape) for shape in shapes],
+        _providers(dtype, whet.gemv, matmul),
         allocation=_INSIDE,
         note="y = A x on the matrix as it lies in memory, row by row.",
         size_label="bytes of the matrix",
@@ -176,17 +112,33 @@ def _gemv(dtype: str, shapes: list[tuple[int, int]]) -> Table:
     )
 
 
-def _whet_linear(product: Product) -> Call:
-    packed = product.packed
-    assert packed is not None
-    return lambda: whet.linear(product.x, packed)
+# --- the linear layer ---------------------------------------------------------------------------------------
 
 
-def _torch_linear(product: Product) -> Call:
-    import torch
+class Layer(NamedTuple):
+    """x (M, K), a weight w (N, K), whose product is x w^T, and the weight as the linear layer takes it."""
 
-    x, w = _tensors(product, "bfloat16")
-    return lambda: torch.nn.functional.linear(x, w)
+    x: np.ndarray
+    w: np.ndarray
+    packed: whet.PackedWeight
+
+
+def _layer(m: int, n: int, k: int, format: str) -> Callable[[np.random.Generator], Layer]:
+    """Inputs that int8 in blocks of 32 represents exactly, and the weight as the format stores it."""
+
+    def make(rng: np.random.Generator) -> Layer:
+        x = rng.integers(-127, 128, (m, k)).astype(np.float32)
+        x[:, ::32] = 127
+        packed = whet.pack_weight(rng.standard_normal((n, k), np.float32), format)
+        w: Any = packed.unpack()
+        w = w.dequantize() if format in FORMATS else bf16_values(w) if format == "bfloat16" else w
+        return Layer(x, w, packed)
+
+    return make
+
+
+def _torch_linear(layer: Layer) -> Call:
+    return partial(found("torch.nn.functional:linear"), *(tensor(a, "bfloat16") for a in layer[:2]))
 
 
 def _linear(m: int, formats: list[str], shapes: list[tuple[int, int]]) -> Table:
@@ -194,9 +146,9 @@ def _linear(m: int, formats: list[str], shapes: list[tuple[int, int]]) -> Table:
     cases = [
         Case(
             f"{format} {n} x {k}",
-            _for_linear(m, n, k, format),
-            _exact,
-            1e-4 if format in FORMATS else _FLOAT32_ERROR,
+            _layer(m, n, k, format),
+            lambda layer: in_float64(_times_transposed)(layer[:2]),
+            1e-4 if format in FORMATS else _ERROR["float32"],
             n_bytes=n * CORE_TABLE[format].row_bytes(k),
             n_flops=2 * m * n * k,
             flop_dtype=flop_dtypes.get(format, "int8"),
@@ -206,17 +158,13 @@ def _linear(m: int, formats: list[str], shapes: list[tuple[int, int]]) -> Table:
         for format in formats
         for n, k in shapes
     ]
+    rounded = "torch bfloat16: on the same weights rounded to bfloat16."
     return Table(
         f"Linear layer, {m} row{'s' if m > 1 else ''}",
         cases,
         [
-            Provider("whet", _whet_linear),
-            Provider(
-                "torch bfloat16",
-                _torch_linear,
-                tolerance=_BFLOAT16_ERROR,
-                note="torch bfloat16: on the same weights rounded to bfloat16.",
-            ),
+            Provider("whet", lambda layer: partial(whet.linear, layer.x, layer.packed)),
+            Provider("torch bfloat16", _torch_linear, tolerance=_ERROR["bfloat16"], note=rounded),
         ],
         allocation=_INSIDE,
         note="x W^T on a packed weight; rounding x to bfloat16 or int8 is inside the timing. Bytes are the format's "
@@ -231,17 +179,17 @@ def tables(options: BenchOptions) -> list[Table]:
     large = [(4096, 4096), (11008, 4096)]
     if options.quick:
         return [
-            _gemm("float32", [128, 256, 512]),
-            _gemm("bfloat16", [512]),
-            _gemv("float32", [(256, 256), (1024, 1024)]),
+            _gemm("float32", [128, 256, 512], _RUVLLM_GEMM),
+            _gemm("bfloat16", [512], {}),
+            _gemv("float32", [(256, 256), (1024, 1024)], _RUVLLM_GEMV),
             _linear(1, ["bfloat16", "int8", "q4_k"], [(1536, 768)]),
             _linear(32, ["bfloat16", "int8"], [(1536, 768)]),
         ]
     return [
-        _gemm("float32", [128, 256, 512, 1024, 2048]),
-        _gemm("bfloat16", [512, 1024, 2048]),
-        _gemv("float32", [(n, n) for n in _RUVLLM_GEMV] + large[1:]),
-        _gemv("bfloat16", large),
+        _gemm("float32", [128, 256, 512, 1024, 2048], _RUVLLM_GEMM),
+        _gemm("bfloat16", [512, 1024, 2048], {}),
+        _gemv("float32", [(n, n) for n in _RUVLLM_GEMV] + large[1:], _RUVLLM_GEMV),
+        _gemv("bfloat16", large, {}),
         _linear(1, list(CORE_TABLE), large),
         _linear(32, ["float32", "bfloat16", "int8", "q8_0", "q4_0"], [(1536, 576), (576, 1536), (4096, 4096)]),
     ]

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import whet
 from whet.bench.case import BenchOptions, Call, Case, Provider, Table
+from whet.bench.contenders.kernels.linear import product_error
+from whet.bench.prepare import normal, tensor
 
 ALPHA = 4.0
-# (features, rank) -> seconds in RuvLLM 2.0's document, an Apple M4 Pro.
-_SCALAR = {
-    (768, 1): 954.09e-9,
-    (768, 2): 1.58e-6,
-    (2048, 1): 2.52e-6,
-    (2048, 2): 4.31e-6,
-    (4096, 1): 5.07e-6,
-    (4096, 2): 8.56e-6,
-}
-_SIMD = {
-    (768, 1): 306.88e-9,
-    (768, 2): 484.19e-9,
-    (2048, 1): 822.57e-9,
-    (2048, 2): 1.33e-6,
-    (4096, 1): 1.65e-6,
-    (4096, 2): 2.61e-6,
-}
+# (features, rank) -> seconds in RuvLLM 2.0's document, an Apple M4 Pro: compiled Rust, scalar and SIMD.
+_FORWARD = {
+    (768, 1): (954.09e-9, 306.88e-9), (768, 2): (1.58e-6, 484.19e-9), (2048, 1): (2.52e-6, 822.57e-9),
+    (2048, 2): (4.31e-6, 1.33e-6), (4096, 1): (5.07e-6, 1.65e-6), (4096, 2): (8.56e-6, 2.61e-6),
+}  # fmt: skip
 _GRADIENT = {768: 2.6e-6, 2048: 6.5e-6, 4096: 21.9e-6}
-_ZERO_B = "RuvLLM's B was all zero."
 
 
 class Inputs(NamedTuple):
@@ -41,19 +31,29 @@ class Inputs(NamedTuple):
 
 
 def _inputs(n_rows: int, n: int, rank: int, n_adapters: int = 1) -> Callable[[np.random.Generator], Inputs]:
+    def adapter(rng: np.random.Generator) -> whet.MicroLoRA:
+        a, b = normal(rng, (rank, n)) / np.float32(np.sqrt(n)), normal(rng, (rank, n))
+        return whet.MicroLoRA.from_arrays(a, b, ALPHA)
+
     def make(rng: np.random.Generator) -> Inputs:
-        adapters = [
-            whet.MicroLoRA.from_arrays(
-                rng.standard_normal((rank, n), np.float32) / np.float32(np.sqrt(n)),
-                rng.standard_normal((rank, n), np.float32),
-                ALPHA,
-            )
-            for _ in range(n_adapters)
-        ]
-        x, y = (rng.standard_normal((n_rows, n), np.float32) for _ in range(2))
-        return Inputs(x, y, adapters)
+        adapters = [adapter(rng) for _ in range(n_adapters)]
+        return Inputs(normal(rng, (n_rows, n)), normal(rng, (n_rows, n)), adapters)
 
     return make
+
+
+def _forward_case(name: str, n_rows: int, n: int, rank: int, n_adapters: int = 1, **fields: Any) -> Case:
+    """Rows through their adapters, which they have in turn."""
+    return Case(
+        name,
+        _inputs(n_rows, n, rank, n_adapters),
+        _forward_reference,
+        1e-4,
+        n_bytes=4 * (3 * n_rows * n + 2 * rank * n * n_adapters),
+        n_flops=4 * n_rows * rank * n,
+        n_items=n_rows,
+        **fields,
+    )
 
 
 # --- forward ----------------------------------------------------------------------------------------------
@@ -61,21 +61,21 @@ def _inputs(n_rows: int, n: int, rank: int, n_adapters: int = 1) -> Callable[[np
 
 
 def _forward_reference(inputs: Inputs) -> np.ndarray:
-    x, adapter = inputs.x.astype(np.float64), inputs.adapters[0]
-    return inputs.y + adapter.scale * (x @ adapter.A.T) @ adapter.B
+    x, n = inputs.x.astype(np.float64), len(inputs.adapters)
+    chosen = [inputs.adapters[i % n] for i in range(len(x))]
+    return inputs.y + np.stack([a.scale * (row @ a.A.T) @ a.B for row, a in zip(x, chosen, strict=True)])
 
 
 def _whet_forward(inputs: Inputs) -> Call:
-    x, y, adapter = inputs.x, inputs.y.copy(), inputs.adapters[0]
-    return lambda: adapter.forward(x, y)
+    return partial(inputs.adapters[0].forward, inputs.x, inputs.y.copy())
 
 
 def _torch_forward(inputs: Inputs) -> Call:
     import torch
 
     adapter = inputs.adapters[0]
-    x, y, b = torch.from_numpy(inputs.x), torch.from_numpy(inputs.y.copy()), torch.from_numpy(adapter.B)
-    a = torch.from_numpy(np.ascontiguousarray(adapter.A.T))  # (in, r): the faster of the two layouts
+    a = tensor(np.ascontiguousarray(adapter.A.T))  # (in, r): the faster of the two layouts
+    x, y, b = map(tensor, (inputs.x, inputs.y.copy(), adapter.B))
     scale = adapter.scale
 
     def call() -> Any:
@@ -98,24 +98,16 @@ def _numpy_forward(inputs: Inputs) -> Call:
 
 
 def _forward(sizes: list[int], ranks: list[int], n_rows: int = 1) -> Table:
-    cases = [
-        Case(
-            f"{n} x {n}, rank {rank}",
-            _inputs(n_rows, n, rank),
-            _forward_reference,
-            1e-4,
-            n_bytes=4 * (3 * n_rows * n + 2 * rank * n),
-            n_flops=4 * n_rows * rank * n,
-            n_items=n_rows,
-            published=_published(n, rank) if n_rows == 1 else {},
-            note=_ZERO_B if n_rows == 1 and (n, rank) in _SIMD else "",
-        )
-        for n in sizes
-        for rank in ranks
-    ]
+    def case(n: int, rank: int) -> Case:
+        name = f"{n} x {n}, rank {rank}"
+        if n_rows > 1 or (n, rank) not in _FORWARD:
+            return _forward_case(name, n_rows, n, rank)
+        published = dict(zip(("RuvLLM scalar", "RuvLLM SIMD"), _FORWARD[n, rank], strict=True))
+        return _forward_case(name, n_rows, n, rank, published=published, note="RuvLLM's B was all zero.")
+
     return Table(
         f"MicroLoRA forward, {n_rows} row{'s' if n_rows > 1 else ''}",
-        cases,
+        [case(n, rank) for n in sizes for rank in ranks],
         [Provider("whet", _whet_forward), Provider("torch", _torch_forward), Provider("NumPy", _numpy_forward)],
         allocation="none for Whet: y is written in place; torch and NumPy make their intermediate arrays inside",
         note="y += s (x A) B, float32, call from Python included. RuvLLM's figures are of compiled Rust only.",
@@ -123,24 +115,12 @@ def _forward(sizes: list[int], ranks: list[int], n_rows: int = 1) -> Table:
     )
 
 
-def _published(n: int, rank: int) -> dict[str, float]:
-    if (n, rank) not in _SIMD:
-        return {}
-    return {"RuvLLM scalar": _SCALAR[n, rank], "RuvLLM SIMD": _SIMD[n, rank]}
-
-
 # --- gradients --------------------------------------------------------------------------------------------
 
 
 def _gradient_reference(inputs: Inputs) -> np.ndarray:
     x, g, adapter = inputs.x.astype(np.float64), inputs.y.astype(np.float64), inputs.adapters[0]
-    return adapter.scale * np.concatenate([(g @ adapter.B.T).T @ x, (x @ adapter.A.T).T @ g])
-
-
-def _gradient_error(answer: Any, reference: np.ndarray) -> float:
-    """The largest difference, in units of a typical element (the root of the mean square)."""
-    got = np.concatenate([np.asarray(part) for part in answer])
-    return float(np.abs(got - reference).max() / np.sqrt(np.mean(reference**2)))
+    return adapter.scale * np.stack([(g @ adapter.B.T).T @ x, (x @ adapter.A.T).T @ g])
 
 
 def _whet_gradient(inputs: Inputs) -> Call:
@@ -158,7 +138,7 @@ def _torch_gradient(inputs: Inputs) -> Call:
     import torch
 
     adapter = inputs.adapters[0]
-    x, g, a, b = (torch.from_numpy(array) for array in (inputs.x, inputs.y, adapter.A, adapter.B))
+    x, g, a, b = map(tensor, (inputs.x, inputs.y, adapter.A, adapter.B))
     grad_a, grad_b, scale = torch.zeros_like(a), torch.zeros_like(b), adapter.scale
 
     def call() -> Any:
@@ -205,32 +185,24 @@ def _gradient(sizes: list[int], rank: int = 2) -> Table:
         allocation="none for Whet: the gradients are added to in place",
         note="G_A += s (g B^T)^T x and G_B += s (x A)^T g, from a real gradient g.",
         item="rows",
-        error=_gradient_error,
+        error=product_error,
     )
 
 
 # --- an adapter per row -----------------------------------------------------------------------------------
 
 
-def _batch_reference(inputs: Inputs) -> np.ndarray:
-    x, n = inputs.x.astype(np.float64), len(inputs.adapters)
-    chosen = [inputs.adapters[i % n] for i in range(len(x))]
-    return inputs.y + np.stack([a.scale * (row @ a.A.T) @ a.B for row, a in zip(x, chosen, strict=True)])
-
-
 def _whet_batch(inputs: Inputs) -> Call:
-    x, y, stack = inputs.x, inputs.y.copy(), whet.LoRAStack(inputs.adapters)
-    index = np.arange(len(x)) % len(stack)
-    return lambda: whet.lora_batch(x, y, stack, index)
+    index = np.arange(len(inputs.x)) % len(inputs.adapters)
+    return partial(whet.lora_batch, inputs.x, inputs.y.copy(), whet.LoRAStack(inputs.adapters), index)
 
 
 def _torch_batch(inputs: Inputs) -> Call:
     import torch
 
     adapters, scale = inputs.adapters, inputs.adapters[0].scale
-    x, y = torch.from_numpy(inputs.x), torch.from_numpy(inputs.y.copy())
-    a = torch.from_numpy(np.stack([adapter.A.T for adapter in adapters]))
-    b = torch.from_numpy(np.stack([adapter.B for adapter in adapters]))
+    a, b = np.stack([adapter.A.T for adapter in adapters]), np.stack([adapter.B for adapter in adapters])
+    x, y, a, b = map(tensor, (inputs.x, inputs.y.copy(), a, b))
     index = torch.arange(len(x)) % len(adapters)
 
     def call() -> Any:
@@ -242,17 +214,7 @@ def _torch_batch(inputs: Inputs) -> Call:
 
 def _batch(n: int, rank: int, rows: list[int], n_adapters: int = 4) -> Table:
     cases = [
-        Case(
-            f"{count} rows, {n} x {n}, rank {rank}",
-            _inputs(count, n, rank, n_adapters),
-            _batch_reference,
-            1e-4,
-            n_bytes=4 * (3 * count * n + 2 * rank * n * n_adapters),
-            n_flops=4 * count * rank * n,
-            n_items=count,
-            size=count,
-        )
-        for count in rows
+        _forward_case(f"{count} rows, {n} x {n}, rank {rank}", count, n, rank, n_adapters, size=count) for count in rows
     ]
     return Table(
         f"MicroLoRA forward, {n_adapters} adapters in turn",

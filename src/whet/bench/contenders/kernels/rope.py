@@ -6,18 +6,19 @@ keeps norms, and no copy is inside the timing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 import whet
-from whet.bench.case import BenchOptions, Call, Case, NotMeasured, Provider, Table
+from whet.bench.case import BenchOptions, Call, Case, NotMeasured, Provider, Table, to_array
+from whet.bench.prepare import ITEM_BYTES, Dtype, normal, tensor
 from whet.ops.rope import naive_rope
 
-Dtype = Literal["float32", "bfloat16"]
 TOLERANCE = {"float32": 4e-6, "bfloat16": 2**-8}
 """Of the answer, as ``rope_error`` has it: some roundings of float32, or one to bfloat16's 8 bits."""
 _BASE_ELEMENTS = 1 << 22
@@ -44,9 +45,7 @@ class RopeInputs:
         self.shapes = [(batch, tokens, n, size) for n in (heads, kv_heads) if n]
         self.rope, self.dtype, self.device = rope, dtype, device
         self.positions = rng.integers(rope.max_position, size=(batch, tokens))
-        self.values = rng.standard_normal(min(_BASE_ELEMENTS, max(map(_count, self.shapes))), np.float32)
-        if dtype == "bfloat16":
-            self.values.view(np.uint32)[...] &= 0xFFFF0000  # numbers that bfloat16 represents exactly
+        self.values = normal(rng, (min(_BASE_ELEMENTS, max(map(math.prod, self.shapes))),), dtype)
         chosen = np.linspace(0, batch * tokens - 1, min(_SAMPLED, batch * tokens)).astype(int)
         self.sample = np.unravel_index(chosen, (batch, tokens))
 
@@ -57,10 +56,7 @@ class RopeInputs:
     @cached_property
     def tensors(self) -> list[Any]:
         """In torch, in the dtype and on the device, shared by those that do not write."""
-        import torch
-
-        dtype = getattr(torch, self.dtype)
-        return [torch.from_numpy(array).to(dtype).to(self.device) for array in self.arrays()]
+        return [tensor(array, self.dtype).to(self.device) for array in self.arrays()]
 
     def pair(self) -> list[Any]:
         """New tensors."""
@@ -68,15 +64,11 @@ class RopeInputs:
 
     @cached_property
     def torch_positions(self) -> Any:
-        import torch
-
-        return torch.from_numpy(self.positions).to(self.device)
+        return tensor(self.positions).to(self.device)
 
     def table(self, dtype: str = "float32") -> Any:
         """The table in torch, on the device."""
-        import torch
-
-        return torch.from_numpy(self.rope.cos_sin_cache).to(self.device, getattr(torch, dtype))
+        return tensor(self.rope.cos_sin_cache, dtype).to(self.device)
 
     def finish(self, call: Call) -> Call:
         """The call, which waits for a CUDA device if it runs there."""
@@ -92,34 +84,21 @@ class RopeInputs:
         return waiting
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape))
-
-
 # --- what is right --------------------------------------------------------------------------------------
 
 
 def rotate_exactly(inputs: RopeInputs) -> np.ndarray:
-    """The sampled tokens' heads, query and key one after the other and flat, in float64: complex numbers rotated."""
-    rope, found = inputs.rope, []
-    rotation = np.exp(1j * inputs.positions[inputs.sample][:, None, None] * rope.inv_freq)
-    half = rope.rotary_dim // 2
-    for x in _sampled(inputs, inputs.arrays()):
-        rotary = x[..., : 2 * half]
-        a, b = (rotary[..., :half], rotary[..., half:]) if rope.is_neox_style else (rotary[..., ::2], rotary[..., 1::2])
-        z = (a + 1j * b) * rotation
-        both = [z.real, z.imag]
-        out = np.concatenate(both, -1) if rope.is_neox_style else np.stack(both, -1).reshape(rotary.shape)
-        found.append(np.concatenate([out, x[..., 2 * half :]], -1).ravel())
-    return np.concatenate(found)
+    """The sampled tokens' heads, query and key one after the other and flat, in float64."""
+    rope, positions = inputs.rope, inputs.positions[inputs.sample]
+    angles = positions[:, None] * rope.inv_freq
+    table, rows = np.concatenate([np.cos(angles), np.sin(angles)], -1), np.arange(len(positions))
+    sampled = _sampled(inputs, inputs.arrays())
+    return np.concatenate([naive_rope(rows, x, rope.head_size, table, rope.is_neox_style).ravel() for x in sampled])
 
 
 def _sampled(inputs: RopeInputs, answers: Any) -> list[np.ndarray]:
-    return [np.asarray(_to_numpy(answer[inputs.sample]), np.float64) for answer in answers]
-
-
-def _to_numpy(x: Any) -> np.ndarray:
-    return x if isinstance(x, np.ndarray) else x.float().cpu().numpy()
+    found = [answer[inputs.sample] for answer in answers]
+    return [to_array(x if isinstance(x, np.ndarray) else x.cpu()) for x in found]
 
 
 class Rotated(tuple[Any, ...]):
@@ -139,37 +118,40 @@ class Rotated(tuple[Any, ...]):
 # --- providers ------------------------------------------------------------------------------------------
 
 
+def in_place(inputs: RopeInputs, answers: list[Any], function: Callable[..., Any], *arguments: Any) -> Call:
+    """A call that writes ``answers``, which are among its arguments."""
+    kept = Rotated(inputs, answers)
+
+    def call() -> Rotated:
+        function(*arguments)
+        return kept
+
+    return inputs.finish(call)
+
+
+def anew(inputs: RopeInputs, run: Callable[[], Any]) -> Call:
+    """A call that returns new arrays or tensors."""
+    return inputs.finish(lambda: Rotated(inputs, run()))
+
+
 def whet_rope(inputs: RopeInputs) -> Call:
     if inputs.device != "cpu":
         raise NotMeasured(f"Whet's kernels run on the processor, and this run is on {inputs.device}")
-    answers: Any = inputs.arrays() if inputs.dtype == "float32" else inputs.pair()
-    positions: Any = inputs.positions if inputs.dtype == "float32" else inputs.torch_positions
-    return _whet_call(inputs, positions, answers, inputs.rope)
+    if inputs.dtype == "bfloat16":
+        return whet_rope_torch(inputs)
+    answers = inputs.arrays()
+    return in_place(inputs, answers, inputs.rope.forward, inputs.positions, *(*answers, None)[:2])
 
 
 def whet_rope_torch(inputs: RopeInputs) -> Call:
-    return _whet_call(inputs, inputs.torch_positions, inputs.pair(), inputs.rope)
-
-
-def _whet_call(inputs: RopeInputs, positions: Any, answers: Any, rope: whet.RotaryEmbedding) -> Call:
-    kept, pair = Rotated(inputs, answers), (*answers, None)[:2]
-
-    def call() -> Rotated:
-        rope.forward(positions, *pair)
-        return kept
-
-    return call
+    answers = inputs.pair()
+    return in_place(inputs, answers, inputs.rope.forward, inputs.torch_positions, *(*answers, None)[:2])
 
 
 def whet_freqs(inputs: RopeInputs) -> Call:
     rope, (query,) = inputs.rope, inputs.arrays()
-    size, kept = rope.head_size, Rotated(inputs, [query])
-
-    def call() -> Rotated:
-        whet.apply_rope_freqs(inputs.positions, query, None, size, rope.inv_freq, rope.is_neox_style)
-        return kept
-
-    return call
+    arguments = inputs.positions, query, None, rope.head_size, rope.inv_freq, rope.is_neox_style
+    return in_place(inputs, [query], whet.apply_rope_freqs, *arguments)
 
 
 def formula(cos: Any, sin: Any, x: Any, rotary_dim: int, is_neox: bool) -> Any:
@@ -194,8 +176,7 @@ def _torch_formula(inputs: RopeInputs) -> Callable[[], list[Any]]:
 
 
 def torch_rope(inputs: RopeInputs) -> Call:
-    run = _torch_formula(inputs)
-    return inputs.finish(lambda: Rotated(inputs, run()))
+    return anew(inputs, _torch_formula(inputs))
 
 
 def torch_compiled(inputs: RopeInputs) -> Call:
@@ -207,17 +188,13 @@ def torch_compiled(inputs: RopeInputs) -> Call:
         run()
     except Exception as error:  # no C++ compiler, or none that torch takes
         raise NotMeasured(f"torch.compile failed: {str(error).strip().splitlines()[0]}") from None
-    return inputs.finish(lambda: Rotated(inputs, run()))
+    return anew(inputs, run)
 
 
 def numpy_rope(inputs: RopeInputs) -> Call:
     rope, arrays = inputs.rope, inputs.arrays()
-
-    def call() -> Rotated:
-        args = rope.head_size, rope.cos_sin_cache, rope.is_neox_style
-        return Rotated(inputs, [naive_rope(inputs.positions, x, *args) for x in arrays])
-
-    return call
+    arguments = rope.head_size, rope.cos_sin_cache, rope.is_neox_style
+    return anew(inputs, lambda: [naive_rope(inputs.positions, x, *arguments) for x in arrays])
 
 
 # --- RuvLLM's rows --------------------------------------------------------------------------------------
@@ -234,8 +211,7 @@ _ESTIMATE = "RuvLLM's document marks its figure as an estimate."
 def rope_case(name: str, shape: tuple[int, int, int, int, int], rope: whet.RotaryEmbedding, dtype: Dtype) -> Case:
     """Query and key of a shape (B, T, H, Hkv, D). Bytes as moved in place: heads read and written, table, positions."""
     batch, tokens, heads, kv_heads, _ = shape
-    itemsize = 4 if dtype == "float32" else 2
-    per_token = 2 * (heads + kv_heads) * rope.rotary_dim * itemsize + rope.rotary_dim * 4 + 8
+    per_token = 2 * (heads + kv_heads) * rope.rotary_dim * ITEM_BYTES[dtype] + rope.rotary_dim * 4 + 8
     return Case(
         name,
         inputs=lambda rng: RopeInputs(rng, shape, rope, dtype),
@@ -273,31 +249,29 @@ def _ruvllm_table(rows: dict[tuple[int, int], float], title: str, note: str, wit
 
 def torch_computed(inputs: RopeInputs) -> Call:
     """The formula with sines and cosines inside, of float64 angles: float32 ones are off by 10^-4 at position 4096."""
-    import torch
-
     rope, positions, tensors = inputs.rope, inputs.torch_positions, inputs.tensors
-    inv_freq = torch.from_numpy(rope.inv_freq)
+    inv_freq = tensor(rope.inv_freq)
 
-    def call() -> Rotated:
+    def run() -> list[Any]:
         angles = (positions[..., None] * inv_freq).unsqueeze(-2)
         cos, sin = angles.cos().float(), angles.sin().float()
-        return Rotated(inputs, [formula(cos, sin, x, rope.rotary_dim, rope.is_neox_style) for x in tensors])
+        return [formula(cos, sin, x, rope.rotary_dim, rope.is_neox_style) for x in tensors]
 
-    return call
+    return anew(inputs, run)
 
 
 def numpy_computed(inputs: RopeInputs) -> Call:
     rope, (x,) = inputs.rope, inputs.arrays()
 
-    def call() -> Rotated:
+    def run() -> list[np.ndarray]:
         angles = (inputs.positions[..., None] * rope.inv_freq)[..., None, :]
         cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         out = np.empty_like(x)
         a, b = x[..., ::2], x[..., 1::2]
         out[..., ::2], out[..., 1::2] = a * cos - b * sin, a * sin + b * cos
-        return Rotated(inputs, [out])
+        return [out]
 
-    return call
+    return anew(inputs, run)
 
 
 # --- in place, beside a scale ---------------------------------------------------------------------------
@@ -305,14 +279,12 @@ def numpy_computed(inputs: RopeInputs) -> Call:
 
 def torch_scale(inputs: RopeInputs) -> Call:
     pair = inputs.pair()
-    kept = Rotated(inputs, pair)
 
-    def call() -> Rotated:
+    def scale() -> None:
         for x in pair:
             x.mul_(1.0)
-        return kept
 
-    return call
+    return in_place(inputs, pair, scale)
 
 
 def untouched(inputs: RopeInputs) -> np.ndarray:

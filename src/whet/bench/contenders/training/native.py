@@ -14,11 +14,11 @@ def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> 
     """GRPO steps, each on its own prompts."""
     from whet.algorithms.grpo import GRPO
 
-    tokenizer = workload.grpo_tokenizer(shape)
+    tokenizer = workload.tokenizer_of(shape)
     policy = session.build(workload.policy_of, shape.model)
     trainer = GRPO(
         policy,
-        workload.grpo_reference(policy) if shape.beta else None,
+        workload.reference_of(shape, policy) if shape.beta else None,
         reward_fn=workload.even_tokens,
         beta=shape.beta,
         group_size=shape.group_size,
@@ -42,11 +42,11 @@ def serve_dpo(session: Session, shape: DPOShape, settings: dict[str, Any]) -> No
     """DPO steps on the same pairs."""
     from whet.algorithms.dpo import DPO
 
-    tokenizer = workload.dpo_tokenizer(shape)
+    tokenizer = workload.tokenizer_of(shape)
     policy = session.build(workload.policy_of, shape.model)
     trainer = DPO(
         policy,
-        workload.dpo_reference(policy),
+        workload.reference_of(shape, policy),
         tokenizer=tokenizer,
         beta=workload.DPO_BETA,
         **workload.OPTIMIZER,

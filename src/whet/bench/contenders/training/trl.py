@@ -14,7 +14,7 @@ from typing import Any
 from whet.bench.contenders.training import workload
 from whet.bench.contenders.training.contender import Session
 from whet.bench.contenders.training.workload import Answer, DPOShape, GRPOShape, Watch
-from whet.phases import phase, record
+from whet.training.phases import phase, record
 
 _MANY_STEPS = 1000
 OURS: dict[str, Any] = {
@@ -38,13 +38,13 @@ def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> 
         from datasets import Dataset
         from trl import GRPOConfig, GRPOTrainer
 
-        tokenizer = workload.grpo_tokenizer(shape)
+        tokenizer = workload.tokenizer_of(shape)
         policy = session.build(workload.policy_of, shape.model)
         if shape.mean_length:
             policy.generation_config.eos_token_id = shape.stop_ids
         if shape.beta:  # TRL loads the reference from where the policy's config says that it came from
             policy.config._name_or_path = f"{folder}/reference"
-            workload.grpo_reference(policy).save_pretrained(policy.config._name_or_path)
+            workload.reference_of(shape, policy).save_pretrained(policy.config._name_or_path)
         config = GRPOConfig(
             output_dir=folder,
             num_generations=shape.group_size,
@@ -82,12 +82,12 @@ def serve_dpo(session: Session, shape: DPOShape, settings: dict[str, Any]) -> No
         from datasets import Dataset
         from trl import DPOConfig, DPOTrainer
 
-        tokenizer = workload.dpo_tokenizer(shape)
+        tokenizer = workload.tokenizer_of(shape)
         policy = session.build(workload.policy_of, shape.model)
         config = DPOConfig(output_dir=folder, beta=workload.DPO_BETA, **_batches(shape.n_pairs, settings), **OURS)
         trainer = DPOTrainer(
             model=policy,
-            ref_model=workload.dpo_reference(policy),
+            ref_model=workload.reference_of(shape, policy),
             args=config,
             train_dataset=Dataset.from_list(shape.pairs()),
             processing_class=tokenizer,

@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -25,12 +25,18 @@ OPTIMIZER = {"learning_rate": LEARNING_RATE, "adam_epsilon": ADAM_EPSILON, "max_
 ADVANTAGE_EPS = 1e-4
 GRPO_BETA = 0.04
 """Of the steps with a KL term."""
-_GRPO_REFERENCE_NOISE = DEVIATION
-"""As large as the weights: a KL far above the rounding of float32."""
 DPO_BETA = 0.1
-_DPO_REFERENCE_NOISE = 2e-3
 _MOVED = "model.layers.0.self_attn.k_proj.weight"
 _LETTERS = "abcdefghijklmnopqrstuvwxyz "
+
+
+def step_flops(model: ModelShape, n_passes: int, prompts: tuple[int, float], completions: tuple[int, float]) -> float:
+    """Operations of passes over prompts and completions, (how many, length) each, that compute every token once."""
+    (n_prompts, prompt), (n_completions, completion) = prompts, completions
+    n_completion = n_completions * completion
+    n_tokens = n_prompts * prompt + n_completion
+    context = (n_prompts * prompt**2 / 2 + n_completion * (prompt + completion / 2)) / n_tokens
+    return n_passes * model.forward_flops(round(n_tokens), round(n_completion), context)
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class GRPOShape:
     mean_length: int = 0
     beta: float = 0.0
     seed: int = 0
+    reference_noise: ClassVar[float] = DEVIATION  # as large as the weights: a KL far above the rounding of float32
 
     @property
     def n_completions(self) -> int:
@@ -70,15 +77,9 @@ class GRPOShape:
 
     @property
     def n_flops(self) -> float:
-        """Operations of a step that computes every token once.
-
-        Sampling, forward and the backward's two products; with a KL term, the reference's forward too.
-        """
-        prompt, completion = self.prompt_length, self._completion_length
-        n_completion = self.n_completions * completion
-        n_tokens = self.n_prompts * prompt + n_completion
-        context = (self.n_prompts * prompt**2 / 2 + n_completion * (prompt + completion / 2)) / n_tokens
-        return (5 if self.beta else 4) * self.model.forward_flops(round(n_tokens), round(n_completion), context)
+        """Sampling, forward and the backward's two products; with a KL term, the reference's forward too."""
+        completions = self.n_completions, self._completion_length
+        return step_flops(self.model, 5 if self.beta else 4, (self.n_prompts, self.prompt_length), completions)
 
     @property
     def _completion_length(self) -> float:
@@ -101,6 +102,7 @@ class DPOShape:
     prompt_length: int = 256
     completion_length: int = 128
     seed: int = 0
+    reference_noise: ClassVar[float] = 2e-3
 
     @property
     def n_tokens(self) -> int:
@@ -109,12 +111,9 @@ class DPOShape:
 
     @property
     def n_flops(self) -> float:
-        """Operations of a step that computes every token once: the reference, forward, and the backward's two."""
-        prompt, completion = self.prompt_length, self.completion_length
-        n_completion = 2 * self.n_pairs * completion
-        n_tokens = self.n_pairs * prompt + n_completion
-        context = (self.n_pairs * prompt**2 / 2 + n_completion * (prompt + completion / 2)) / n_tokens
-        return 4 * self.model.forward_flops(n_tokens, n_completion, context)
+        """The reference, forward, and the backward's two."""
+        completions = 2 * self.n_pairs, self.completion_length
+        return step_flops(self.model, 4, (self.n_pairs, self.prompt_length), completions)
 
     def pairs(self) -> list[dict[str, str]]:
         """The pairs of every step, a token a letter; EOS, which trainers add, is the last token of a completion."""
@@ -128,24 +127,23 @@ def _text(rng: np.random.Generator, n: int) -> str:
     return "".join(_LETTERS[i] for i in rng.integers(len(_LETTERS), size=n))
 
 
-def byte_tokenizer(vocab_size: int, eos_id: int | None) -> Any:
+def tokenizer_of(shape: GRPOShape | DPOShape) -> Any:
     """A Hugging Face tokenizer of one token per byte, and of as many more as the vocabulary has.
 
-    Loads the modules of the models too, so that no contender's memory counts them.
-
-    Args:
-        eos_id: None: EOS is a token that the model does not have, so that none is ever sampled.
+    EOS is in GRPO a token that the model does not have, so that none is ever sampled; in DPO the last but one of its
+    vocabulary. Loads the modules of the models too, so that no contender's memory counts them.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM  # noqa: F401
 
+    vocab_size = shape.model.config.vocab_size
     names = sorted(pre_tokenizers.ByteLevel.alphabet())
     names += [f"<{i}>" for i in range(len(names), vocab_size - 1)] + ["<pad>"]
-    vocab = {name: i for i, name in enumerate(names)}
-    if eos_id is None:
-        vocab["<eos>"] = vocab_size
+    if isinstance(shape, GRPOShape):
+        names.append("<eos>")
     else:
-        vocab = {("<eos>" if i == eos_id else name): i for name, i in vocab.items()}
+        names[-2] = "<eos>"
+    vocab = {name: i for i, name in enumerate(names)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
@@ -154,39 +152,19 @@ def byte_tokenizer(vocab_size: int, eos_id: int | None) -> Any:
     )
 
 
-def grpo_tokenizer(shape: GRPOShape) -> Any:
-    """Of the prompts; its EOS is never sampled."""
-    return byte_tokenizer(shape.model.config.vocab_size, None)
-
-
-def dpo_tokenizer(shape: DPOShape) -> Any:
-    """Of the pairs; its EOS is the last token but one of the vocabulary."""
-    return byte_tokenizer(shape.model.config.vocab_size, shape.model.config.vocab_size - 2)
-
-
 def policy_of(shape: ModelShape) -> Any:
     """The model to be trained, float32."""
     return random_model(shape).requires_grad_(True)
 
 
-def grpo_reference(policy: Any) -> Any:
-    """The reference of a GRPO step with a KL term."""
-    return _noisy_copy(policy, _GRPO_REFERENCE_NOISE)
-
-
-def dpo_reference(policy: Any) -> Any:
-    """The reference of a DPO step."""
-    return _noisy_copy(policy, _DPO_REFERENCE_NOISE)
-
-
-def _noisy_copy(policy: Any, deviation: float) -> Any:
+def reference_of(shape: GRPOShape | DPOShape, policy: Any) -> Any:
     """A frozen copy with noise on its weights, so that no log-ratio is zero."""
     import torch
 
     model = copy.deepcopy(policy).requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
-        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=deviation)
+        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=shape.reference_noise)
     return model
 
 
@@ -274,8 +252,8 @@ def grpo_written_out(completions: Sequence[Sequence[int]], shape: GRPOShape) -> 
     """
     import torch
 
-    policy, tokenizer = policy_of(shape.model), grpo_tokenizer(shape)
-    reference = grpo_reference(policy) if shape.beta else None
+    policy, tokenizer = policy_of(shape.model), tokenizer_of(shape)
+    reference = reference_of(shape, policy) if shape.beta else None
     prompts = [tokenizer(text)["input_ids"] for text in shape.prompts(0)]
     rewards = np.array(even_tokens(completions)).reshape(shape.n_prompts, -1)
     centred = rewards - rewards.mean(1, keepdims=True)
@@ -309,8 +287,8 @@ def dpo_error(answer: Answer, shape: DPOShape) -> float:
     """
     import torch
 
-    policy, tokenizer = policy_of(shape.model), dpo_tokenizer(shape)
-    reference = dpo_reference(policy)
+    policy, tokenizer = policy_of(shape.model), tokenizer_of(shape)
+    reference = reference_of(shape, policy)
     loss = 0.0
     for pair in shape.pairs():
         prompt, eos = tokenizer(pair["prompt"])["input_ids"], [tokenizer.eos_token_id]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from whet.config.fields import AboveZero, BelowOne, Count, NonNegative, Positive, Range, Seed, TokenIds, check_types
 from whet.errors import WhetTypeError
-from whet.fields import check_range, check_types
+
+_Mass = Annotated[float, Range("a number in (0, 1]", lambda p: 0 < p <= 1)]
+
+DISTRIBUTION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""The settings that change which distribution tokens are drawn from; their defaults leave it the model's."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +38,20 @@ class SamplingParams:
         WhetValueError: a field is out of range.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    max_new_tokens: int = 128
-    stop_token_ids: Sequence[int] = ()
-    seed: int = 0
+    temperature: NonNegative = 1.0
+    top_k: Count = 0
+    top_p: _Mass = 1.0
+    min_p: BelowOne = 0.0
+    repetition_penalty: AboveZero = 1.0
+    max_new_tokens: Positive = 128
+    stop_token_ids: TokenIds = ()
+    seed: Seed = 0
+
+    @classmethod
+    def of(cls, settings: Any, **others: Any) -> SamplingParams:
+        """Of an object with attributes of these names, but for ``others``."""
+        names = [field.name for field in dataclasses.fields(cls) if field.name not in others]
+        return cls(**{name: getattr(settings, name) for name in names}, **others)
 
     def __post_init__(self) -> None:
         stops: Any = self.stop_token_ids
@@ -48,18 +59,6 @@ class SamplingParams:
             raise WhetTypeError(f"SamplingParams: stop_token_ids is {stops!r}, expected a list of token ids.")
         object.__setattr__(self, "stop_token_ids", tuple(getattr(stops, "tolist", lambda: stops)()))
         check_types(self)
-
-        def check(name: str, ok: bool, expected: str) -> None:
-            check_range(self, name, ok, expected)
-
-        check("temperature", 0 <= self.temperature < math.inf, "a finite number >= 0")
-        check("top_k", self.top_k >= 0, "an integer >= 0 (0 keeps every token)")
-        check("top_p", 0 < self.top_p <= 1, "a number in (0, 1] (1 keeps every token)")
-        check("min_p", 0 <= self.min_p < 1, "a number in [0, 1) (0 keeps every token)")
-        check("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a number > 0 (1 changes nothing)")
-        check("max_new_tokens", self.max_new_tokens >= 1, "an integer >= 1")
-        check("stop_token_ids", all(token >= 0 for token in self.stop_token_ids), "token ids >= 0")
-        check("seed", 0 <= self.seed < 1 << 64, "an integer from 0 to 2^64 - 1")
 
 
 @dataclass

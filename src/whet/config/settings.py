@@ -10,24 +10,47 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from whet.errors import WhetValueError
-from whet.fields import check_choice, check_range, check_types, check_used
+from whet.config.fields import (
+    AboveZero,
+    BelowOne,
+    Count,
+    NonNegative,
+    Positive,
+    Range,
+    Seed,
+    TokenIds,
+    check_range,
+    check_types,
+    check_used,
+)
+from whet.config.sampling import DISTRIBUTION, SamplingParams
+from whet.errors import WhetValueError, check_choice
 from whet.models.formats import Weights
-from whet.sampling import SamplingParams
 
 GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo"]
 RatioLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k1", "k2", "k3"]
 SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-Compute = Literal["auto", "bfloat16", "float32", "torch"]
+ComputeDtype = Literal["auto", "bfloat16", "float32"]
+Compute = Literal[ComputeDtype, "torch"]
 EngineName = Literal["auto", "native", "torch"]
 RolloutWeights = Literal["auto", Weights]
 DPOLossType = Literal[
     "sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
     "apo_zero", "apo_down", "sft",
 ]  # fmt: skip
+
+_GroupSize = Annotated[
+    int, Range("an integer >= 2: of one completion every advantage is 0, and nothing is learnt", lambda n: n >= 2)
+]
+_Cap = Annotated[float, Range("a number > 0", lambda cap: cap > 0)]
+_Ddof = Annotated[int, Range("0 or 1", lambda n: n in (0, 1))]
+_Eps = Annotated[float | None, Range("a finite number >= 0, or None", lambda x: x is None or 0 <= x < math.inf)]
+_Timeout = Annotated[float | None, Range("seconds > 0, or None", lambda s: s is None or 0 < s < math.inf)]
+_TokenId = Annotated[int | None, Range("a token id >= 0", lambda token: token is None or token >= 0)]
+_Weights = Annotated[list[float], Range("finite numbers", lambda weights: all(map(math.isfinite, weights)))]
 
 _UNCLIPPED = ("cispo", "sapo")
 _SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair")
@@ -42,19 +65,19 @@ class TrainerConfig:
         WhetValueError: a value out of range, or one that has no effect beside the others.
     """
 
-    learning_rate: float = 1e-6
+    learning_rate: NonNegative = 1e-6
     """Learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant, or decay to zero at the end of the schedule."""
-    warmup_steps: int = 0
+    warmup_steps: Count = 0
     """Steps over which the rate rises linearly to learning_rate."""
-    schedule_steps: int = 0
+    schedule_steps: Count = 0
     """Length of the schedule in steps; 0: to the last step of the longest ``train`` call so far."""
-    batch_size: int = 8
+    batch_size: Positive = 8
     """Rows of the dataset per step, in ``train``."""
-    micro_batch_size: int = 0
+    micro_batch_size: Count = 0
     """Rows per forward and backward pass; 0: see max_tokens_per_step. Fewer need less memory; the same gradient."""
-    max_tokens_per_step: int = 1536
+    max_tokens_per_step: Count = 1536
     """Tokens per forward and backward pass on Whet's kernels if micro_batch_size is 0; 0: all at once. The same
     gradient."""
     compute: Compute = "auto"
@@ -62,37 +85,27 @@ class TrainerConfig:
 
     auto: the kernels for a Hugging Face model of the supported families with float32 weights on the CPU, in bfloat16
     if the processor supports it; else torch."""
-    adam_beta1: float = 0.9
+    adam_beta1: BelowOne = 0.9
     """Decay rate of AdamW's first moment."""
-    adam_beta2: float = 0.999
+    adam_beta2: BelowOne = 0.999
     """Decay rate of AdamW's second moment."""
-    adam_epsilon: float = 1e-8
+    adam_epsilon: NonNegative = 1e-8
     """Added to the root of AdamW's second moment."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegative = 0.0
     """Decoupled weight decay, per unit of learning rate, of matrices; none of norms and biases."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegative = 1.0
     """Gradient norm above which gradients are clipped; 0: no clipping."""
-    max_skipped_steps: int = 10
+    max_skipped_steps: Positive = 10
     """Abort after this many consecutive updates that were skipped because loss or gradient was not finite."""
     training_mode: bool = False
     """Update in training mode, with dropout and gradient checkpointing."""
-    stop_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: TokenIds = field(default_factory=list)
     """Tokens that end a completion; empty: the EOS of tokenizer or model."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the order of the data and of the sampling; from 0 to 2^64 - 1."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("learning_rate", "adam_epsilon", "weight_decay", "max_grad_norm"):
-            check_range(self, name, 0 <= getattr(self, name) < math.inf, "a finite number >= 0")
-        for name in ("adam_beta1", "adam_beta2"):
-            check_range(self, name, 0 <= getattr(self, name) < 1, "a number in [0, 1)")
-        for name in ("warmup_steps", "schedule_steps", "micro_batch_size", "max_tokens_per_step"):
-            check_range(self, name, getattr(self, name) >= 0, "an integer >= 0")
-        for name in ("batch_size", "max_skipped_steps"):
-            check_range(self, name, getattr(self, name) >= 1, "an integer >= 1")
-        check_range(self, "seed", 0 <= self.seed < 1 << 64, "an integer from 0 to 2^64 - 1")
-        check_range(self, "stop_token_ids", all(token >= 0 for token in self.stop_token_ids), "token ids >= 0")
         decays = self.lr_schedule != "constant"
         check_used(self, ["schedule_steps"], decays, "lr_schedule is 'constant', which has no end")
         if self.schedule_steps:
@@ -128,7 +141,7 @@ def learning_rate_at(step: int, config: TrainerConfig, horizon: int) -> float:
 class SFTConfig(TrainerConfig):
     """Settings of SFT."""
 
-    learning_rate: float = 2e-5
+    learning_rate: NonNegative = 2e-5
     """Learning rate after the warm-up."""
     training_mode: bool = True
     """Update in training mode, with dropout and gradient checkpointing."""
@@ -181,7 +194,7 @@ class RolloutConfig:
 
     max_new_tokens: int = 128
     """Maximum length of a completion in tokens, including the stop token."""
-    temperature: float = 1.0
+    temperature: AboveZero = 1.0
     """Divides the logits before sampling; above 0."""
     top_k: int = 0
     """Sample from the k most probable tokens; 0: from all."""
@@ -191,57 +204,38 @@ class RolloutConfig:
     """Drop tokens less probable than this share of the most probable one; 0: none."""
     repetition_penalty: float = 1.0
     """Penalty on the logits of tokens that occurred already; 1: none."""
-    stop_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: TokenIds = field(default_factory=list)
     """Tokens that end a completion; empty: the EOS of tokenizer or model."""
     engine: EngineName = "auto"
     """Engine that samples: native, or the model through torch; auto: native if it supports the model."""
     rollout_weights: RolloutWeights = "auto"
     """Weight format of the native engine; auto: bf16 or float32, as in the policy's matrix products."""
-    kv_bytes: int = 0
+    kv_bytes: Count = 0
     """KV cache of the native engine in bytes, committed lazily; 0: 1 GiB, or more if the longest sequence needs it. A
     sequence that needs more than a given size is an error."""
-    reward_weights: list[float] = field(default_factory=list)
+    reward_weights: _Weights = field(default_factory=list)
     """One weight per reward function; empty: 1 each."""
     reward_policy: Literal["raise", "skip", "zero"] = "raise"
     """On failure of a reward function: end the run, leave the sample unscored, or score it 0."""
-    reward_timeout_s: float | None = None
+    reward_timeout_s: _Timeout = None
     """Time limit of one call of a reward function in seconds; None: no limit."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the sampling; from 0 to 2^64 - 1."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_range(self, "temperature", 0 < self.temperature < math.inf, "a finite number > 0")
-        check_range(self, "reward_weights", all(map(math.isfinite, self.reward_weights)), "finite numbers")
-        timeout_s = self.reward_timeout_s
-        check_range(self, "reward_timeout_s", timeout_s is None or 0 < timeout_s < math.inf, "seconds > 0, or None")
-        check_range(self, "kv_bytes", self.kv_bytes >= 0, "an integer >= 0")
-        check_used(
-            self,
-            ["rollout_weights", "kv_bytes"],
-            self.engine != "torch",
-            "engine is 'torch', which samples from the model",
-        )
+        native = ["rollout_weights", "kv_bytes"]
+        check_used(self, native, self.engine != "torch", "engine is 'torch', which samples from the model")
         self.sampling((), self.seed)
 
     def samples_plainly(self) -> bool:
         """Whether tokens are sampled from the model's own distribution: temperature 1, no filters."""
         plain = SamplingParams()
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        return all(getattr(self, name) == getattr(plain, name) for name in names)
+        return all(getattr(self, name) == getattr(plain, name) for name in DISTRIBUTION)
 
     def sampling(self, stop_ids: Sequence[int], seed: int) -> SamplingParams:
         """The sampling settings for an engine; ``stop_ids`` are the model's, used if the config has none."""
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            max_new_tokens=self.max_new_tokens,
-            stop_token_ids=self.stop_token_ids or stop_ids,
-            seed=seed,
-        )
+        return SamplingParams.of(self, stop_token_ids=self.stop_token_ids or stop_ids, seed=seed)
 
 
 @dataclass(kw_only=True)
@@ -257,9 +251,9 @@ class OnlineConfig(RolloutConfig, TrainerConfig):
 class GRPOConfig(OnlineConfig):
     """Settings of GRPO. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
 
-    group_size: int = 8
+    group_size: _GroupSize = 8
     """Completions per prompt, at least 2: advantages are relative to the group."""
-    num_iterations: int = 1
+    num_iterations: Positive = 1
     """Updates per batch of completions."""
     loss_type: GRPOLossType = "dapo"
     """The member of the family, see ``grpo_loss``."""
@@ -271,26 +265,26 @@ class GRPOConfig(OnlineConfig):
     """And above at 1 + epsilon_high; None: epsilon. In cispo the cap of the ratio itself, which is required."""
     delta: float | None = None
     """Cap of the ratio where the advantage is negative; None: no cap."""
-    beta: float = 0.0
+    beta: NonNegative = 0.0
     """Weight of the KL term; 0: none, and no reference model. Alias: ``kl_coef``."""
     kl_estimator: KLEstimator = "k3"
     """KL estimator: k1, k2 or k3 (Schulman 2020)."""
     kl_bias_correction: bool = True
     """Multiply k3 by the ratio, which makes its gradient that of the KL."""
-    sapo_tau_positive: float = 1.0
+    sapo_tau_positive: AboveZero = 1.0
     """sapo's temperature for advantages above 0."""
-    sapo_tau_negative: float = 1.05
+    sapo_tau_negative: AboveZero = 1.05
     """sapo's temperature for the others."""
     sampler_correction: Literal["auto", "off"] | SamplerCorrection = "auto"
     """Importance correction for an engine whose log-probs differ from the policy's; auto: token_truncate if
     rollout_weights is bf16 or narrower, else off."""
-    sampler_cap: float = 3.0
+    sampler_cap: _Cap = 3.0
     """Cap of the importance weights."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Scope of the standard deviation that divides the advantages."""
-    advantage_ddof: int = 0
+    advantage_ddof: _Ddof = 0
     """0: population standard deviation; 1: sample."""
-    advantage_eps: float | None = None
+    advantage_eps: _Eps = None
     """Added to the standard deviation (TRL: 1e-4, with ddof 1); None: nothing, but zeros below 1e-8."""
     drop_zero_spread: bool = False
     """Drop groups whose rewards are all equal from the update, instead of counting them."""
@@ -309,28 +303,7 @@ class GRPOConfig(OnlineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one = "an integer >= 2: of one completion every advantage is 0, and nothing is learnt"
-        check_range(self, "group_size", self.group_size >= 2, one)
-        check_range(self, "num_iterations", self.num_iterations >= 1, "an integer >= 1")
-        check_range(self, "sampler_cap", self.sampler_cap > 0, "a number > 0")
-        for name in ("sapo_tau_positive", "sapo_tau_negative"):
-            check_range(self, name, 0 < getattr(self, name) < math.inf, "a finite number > 0")
-        check_range(self, "beta", 0 <= self.beta < math.inf, "a finite number >= 0")
-        check_range(self, "advantage_ddof", self.advantage_ddof in (0, 1), "0 or 1")
-        eps = self.advantage_eps
-        check_range(self, "advantage_eps", eps is None or 0 <= eps < math.inf, "a finite number >= 0, or None")
-        check_grpo_options(
-            type(self).__name__,
-            self.loss_type,
-            self.level,
-            self.kl_estimator,
-            self.epsilon,
-            self.epsilon_high,
-            self.delta,
-        )
-        self._check_used()
-
-    def _check_used(self) -> None:
+        check_grpo_options(type(self).__name__, self)
         loss_type = self.loss_type
         if loss_type == "cispo" and self.epsilon_high is None:
             raise WhetValueError(
@@ -361,41 +334,27 @@ class OnlineDPOConfig(PreferenceConfig, OnlineConfig):
 class BestOfNConfig(RolloutConfig):
     """Settings of BestOfN."""
 
-    n: int = 8
+    n: Positive = 8
     """Candidates per prompt."""
-    pad_token_id: int | None = None
+    pad_token_id: _TokenId = None
     """Right padding of shorter rows; None: the tokenizer's padding token, or 0."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "n", self.n >= 1, "an integer >= 1")
-        check_range(self, "pad_token_id", self.pad_token_id is None or self.pad_token_id >= 0, "a token id >= 0")
 
-
-def check_grpo_options(
-    where: str,
-    loss_type: str,
-    level: str,
-    kl_estimator: str,
-    epsilon: float,
-    epsilon_high: float | None,
-    delta: float | None,
-) -> None:
-    """Raise for options that ``grpo_loss`` cannot use; ``where`` is the caller's name.
+def check_grpo_options(where: str, options: Any) -> None:
+    """Raise for options, under the names of ``GRPOConfig``, that ``grpo_loss`` cannot use.
 
     Raises:
-        WhetValueError: an unknown name, a number out of range, or a bound that the loss does not have.
+        WhetValueError: an unknown name, a number out of range, or a bound that the loss does not have; it begins with
+            ``where``, the caller's name.
     """
-    check_choice(where, "loss_type", loss_type, GRPOLossType)
-    check_choice(where, "level", level, RatioLevel)
-    check_choice(where, "kl_estimator", kl_estimator, KLEstimator)
-    bounds = {"epsilon": (epsilon, 0), "epsilon_high": (epsilon_high, 0), "delta": (delta, 1)}
-    for name, (value, least) in bounds.items():
+    for name, choices in (("loss_type", GRPOLossType), ("level", RatioLevel), ("kl_estimator", KLEstimator)):
+        check_choice(where, name, getattr(options, name), choices)
+    loss_type = options.loss_type
+    for name, least, unbounded in (("epsilon", 0, ()), ("epsilon_high", 0, ("sapo",)), ("delta", 1, _UNCLIPPED)):
+        value = getattr(options, name)
         if value is not None and not value >= least:
             raise WhetValueError(f"{where}: {name} is {value!r}, expected a number >= {least}.")
-    unused = {"epsilon_high": (epsilon_high, ("sapo",)), "delta": (delta, _UNCLIPPED)}
-    for name, (value, losses) in unused.items():
-        if value is not None and loss_type in losses:
+        if value is not None and loss_type in unbounded:
             raise WhetValueError(
                 f"{where}: {name} is {value!r} and has no effect: {loss_type!r} has no such bound. Pass None."
             )

@@ -7,9 +7,10 @@ import re
 
 import numpy as np
 import pytest
+from tests.raising import assert_raises
 
+from whet.config.sampling import SamplingParams
 from whet.errors import WhetTypeError, WhetValueError
-from whet.sampling import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -33,8 +34,7 @@ from whet.sampling import SamplingParams
     ],
 )
 def test_another_type_is_refused_when_made(settings, message):
-    with pytest.raises(WhetTypeError, match=re.escape(message)):
-        SamplingParams(**settings)
+    assert_raises(WhetTypeError, re.escape(message), SamplingParams, **settings)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,7 @@ def test_another_type_is_refused_when_made(settings, message):
     ],
 )
 def test_a_value_out_of_range_is_refused_when_made(name, value):
-    with pytest.raises(WhetValueError, match=f"SamplingParams: {name} is "):
-        SamplingParams(**{name: value})
+    assert_raises(WhetValueError, f"SamplingParams: {name} is ", SamplingParams, **{name: value})
 
 
 def test_numbers_of_numpy_become_pythons_own():

@@ -11,13 +11,29 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 from whet.errors import WhetTypeError, WhetValueError
 
 Config = TypeVar("Config")
+
+
+class Range(NamedTuple):
+    """The values that a field takes, beside its type; in an alias such as those below, not in an annotation itself."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+
+
+Count = Annotated[int, Range("an integer >= 0", lambda n: n >= 0)]
+Positive = Annotated[int, Range("an integer >= 1", lambda n: n >= 1)]
+Seed = Annotated[int, Range("an integer from 0 to 2^64 - 1", lambda n: 0 <= n < 1 << 64)]
+NonNegative = Annotated[float, Range("a finite number >= 0", lambda x: 0 <= x < math.inf)]
+AboveZero = Annotated[float, Range("a finite number > 0", lambda x: 0 < x < math.inf)]
+BelowOne = Annotated[float, Range("a number in [0, 1)", lambda x: 0 <= x < 1)]
+TokenIds = Annotated[Sequence[int], Range("token ids >= 0", lambda ids: all(token >= 0 for token in ids))]
 
 
 def make_config(config_class: type[Config], config: Config | None, settings: Mapping[str, Any]) -> Config:
@@ -43,24 +59,31 @@ def make_config(config_class: type[Config], config: Config | None, settings: Map
 
 
 def check_types(config: Any) -> None:
-    """Raise for a value of another type than its field's, and for NaN. An int is a float, and a tuple a list.
+    """Raise for a value of another type than its field's, for NaN, and for one outside the field's ``Range``.
+
+    An int is a float, and a tuple a list.
 
     Numbers of NumPy and others are converted to Python's, for JSON, TOML and native code.
 
     Raises:
         WhetTypeError: naming the field, its type and the value.
-        WhetValueError: a string that is not among a field's choices, or NaN.
+        WhetValueError: a string that is not among a field's choices, NaN, or a value out of range.
     """
-    hints = typing.get_type_hints(type(config))
+    hints = typing.get_type_hints(type(config), include_extras=True)
     for name in (f.name for f in dataclasses.fields(config)):
-        value = getattr(config, name)
-        if not _is_of_type(value, hints[name]):
-            error = WhetValueError if isinstance(value, str) and _choices(hints[name]) else WhetTypeError
-            raise error(f"{type(config).__name__}: {name} is {value!r}, expected {_describe_type(hints[name])}.")
+        value, hint, notes = getattr(config, name), hints[name], ()
+        if typing.get_origin(hint) is Annotated:
+            hint, *notes = typing.get_args(hint)
+        if not _is_of_type(value, hint):
+            error = WhetValueError if isinstance(value, str) and _choices(hint) else WhetTypeError
+            raise error(f"{type(config).__name__}: {name} is {value!r}, expected {_describe_type(hint)}.")
         plain = [_as_python(item) for item in value] if isinstance(value, (list, tuple)) else [_as_python(value)]
         if any(item != item for item in plain):
             raise WhetValueError(f"{type(config).__name__}: {name} is {value!r}, expected a number other than NaN.")
         object.__setattr__(config, name, type(value)(plain) if isinstance(value, (list, tuple)) else plain[0])
+        for note in notes:
+            if isinstance(note, Range):
+                check_range(config, name, note.holds(value), note.expected)
 
 
 def check_range(config: Any, name: str, ok: bool, expected: str) -> None:
@@ -87,31 +110,6 @@ def check_used(config: Any, names: Sequence[str], used: bool, why: str) -> None:
             raise WhetValueError(
                 f"{type(config).__name__}: {name} is {value!r} and has no effect: {why}. Leave it at {default!r}."
             )
-
-
-def check_integer(where: str, name: str, value: Any, least: int, *, optional: bool = False) -> Any:
-    """``value`` as an int of at least ``least``; with ``optional``, None too. ``where`` is the caller's name.
-
-    Raises:
-        WhetValueError: it is not.
-    """
-    if value is None and optional:
-        return None
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        none = ", or None" if optional else ""
-        raise WhetValueError(f"{where}: {name} is {value!r}, expected an integer >= {least}{none}.")
-    return int(value)
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a finite real number, and no bool."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def check_choice(where: str, name: str, value: Any, choices: Any) -> None:
-    """Raise for a ``value`` that is not among the ``choices`` of a Literal type."""
-    if value not in typing.get_args(choices):
-        raise WhetValueError(f"{where}: {name} is {value!r}, expected one of {', '.join(typing.get_args(choices))}.")
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -1,0 +1,139 @@
+// Admission: requests become jobs, prompts get their pages, samples start.
+//
+// A prompt is admitted, and a sample started, only when the pages of its worst case are free or reserved: reserved_
+// counts the pages that admitted samples may still allocate, so an allocation never fails and nothing is preempted.
+#include "engine/scheduler.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "runtime/ceil_div.h"
+
+namespace whet {
+
+// Pages that a sample may need beyond the full ones of its prompt. Its last token is not put into the cache.
+size_t Scheduler::tail_pages(const Request& request) const {
+    if (request.n == 0) return 0;
+    return ceil_div(request.tokens.size() + request.max_new_tokens - 1, kPage) - request.tokens.size() / kPage;
+}
+
+// A job with all the memory that a step would allocate for it.
+std::unique_ptr<Job> Scheduler::make_job(Request request, uint64_t session) const {
+    auto job = std::make_unique<Job>();
+    const size_t n_tokens = request.tokens.size(), n_scored = n_tokens - std::min(n_tokens, request.score_from);
+    job->session = session;
+    job->pages.reserve(ceil_div(n_tokens, kPage));
+    if (request.n > 0) {
+        job->samples.resize(request.n);
+        job->hidden.reserve(transformer_.config().hidden_dim);
+    } else {
+        job->logprobs.resize(n_scored);
+        if (request.entropy) job->entropies.resize(n_scored);
+        if (request.logits) job->logits.resize((n_scored + 1) * transformer_.config().vocab_size);
+        job->done = n_scored == 0 && !request.logits;
+    }
+    job->request = std::move(request);
+    return job;
+}
+
+uint64_t Scheduler::add(Request request, uint64_t session) {
+    const size_t needed = ceil_div(request.tokens.size(), kPage) + tail_pages(request);
+    if (needed > cache_.n_pages()) {
+        throw std::invalid_argument(std::to_string(request.tokens.size()) + " + " +
+                                    std::to_string(request.max_new_tokens) + " tokens need " +
+                                    std::to_string(needed * cache_.page_bytes()) +
+                                    " bytes of KV cache, and kv_bytes is " + std::to_string(limits_.kv_bytes));
+    }
+    const uint64_t id = next_id_++;
+    const auto at = jobs_.emplace(id, make_job(std::move(request), session)).first;
+    try {
+        if (!at->second->done) waiting_.push_back(at->second.get());
+    } catch (...) {
+        jobs_.erase(at);
+        throw;
+    }
+    return id;
+}
+
+void Scheduler::admit_waiting() {
+    while (!waiting_.empty() && prefilling_.size() + pending_.size() < limits_.max_batch) {
+        if (!admit(*waiting_.front())) return;
+        prefilling_.push_back(waiting_.front());
+        waiting_.pop_front();
+    }
+}
+
+// Allocates the pages of a prompt, but for those that the cache has already. False: too few are free yet.
+bool Scheduler::admit(Job& job) {
+    const Request& request = job.request;
+    const size_t n_tokens = request.tokens.size(), n_pages = ceil_div(n_tokens, kPage), tail = tail_pages(request);
+    find_prefix(job);
+    const size_t shared = job.pages.size();
+    if (cache_.n_free() < reserved_ + n_pages - shared + tail) {
+        job.pages.clear();  // not referenced yet
+        return false;
+    }
+    for (int32_t page : job.pages) cache_.ref(page);
+    while (job.pages.size() < n_pages) {
+        const size_t i = job.pages.size();
+        job.pages.push_back(cache_.allocate());
+        if ((i + 1) * kPage <= n_tokens) {
+            cache_.insert_prefix(job.pages[i], i == 0 ? KvCache::kNone : job.pages[i - 1], request.adapter,
+                                 request.tokens.data() + i * kPage);
+        }
+    }
+    job.computed = shared * kPage;
+    reserved_ += tail;
+    job.first_reserved = true;
+    return true;
+}
+
+// job.pages = the pages of the cache that begin its prompt. The last token before the first result is not looked up: it
+// has to be computed, for its hidden state.
+void Scheduler::find_prefix(Job& job) const {
+    const Request& request = job.request;
+    const size_t n_reusable = (request.n > 0 ? request.tokens.size() - 1 : request.score_from - 1) / kPage;
+    int32_t page = KvCache::kNone;
+    job.pages.clear();
+    while (job.pages.size() < n_reusable) {
+        page = cache_.find_prefix(page, request.adapter, request.tokens.data() + job.pages.size() * kPage);
+        if (page == KvCache::kNone) return;
+        job.pages.push_back(page);
+    }
+}
+
+// Samples of prompts that are in the cache, in the order of the prompts.
+void Scheduler::start_samples() {
+    while (!pending_.empty()) {
+        Job& job = *pending_.front();
+        while (job.started < job.request.n) {
+            if (running_.size() == limits_.max_batch || !start_sample(job)) return;
+        }
+        pending_.erase(pending_.begin());
+    }
+}
+
+// False: too few pages are free yet. Memory is allocated before anything changes, so an exception changes nothing.
+bool Scheduler::start_sample(Job& job) {
+    const Request& request = job.request;
+    const size_t tail = tail_pages(request), n_full = request.tokens.size() / kPage;
+    if (!job.first_reserved && cache_.n_free() < reserved_ + tail) return false;
+    Running running{&job, job.started, {}, {}, tail, true};
+    running.pages.reserve(ceil_div(request.tokens.size() + request.max_new_tokens, kPage));
+    if (request.sampling.repetition_penalty != 1.0f) {
+        running.seen.assign(ceil_div(transformer_.config().vocab_size, 64), 0);
+        for (int32_t token : request.tokens) running.mark_seen(token);
+    }
+    Sample& sample = job.samples[job.started];
+    sample.tokens.reserve(request.max_new_tokens);
+    sample.logprobs.reserve(request.max_new_tokens);
+    running.pages.assign(job.pages.begin(), job.pages.begin() + static_cast<ptrdiff_t>(n_full));
+    for (int32_t page : running.pages) cache_.ref(page);
+    if (!job.first_reserved) reserved_ += tail;
+    job.first_reserved = false;
+    ++job.started;
+    running_.push_back(std::move(running));
+    return true;
+}
+
+}  // namespace whet

@@ -1,0 +1,48 @@
+// What the C++ tests share: expectations that count and print what does not hold, numbers, and the way to an exit code.
+#pragma once
+
+#include <cstdarg>
+#include <cstddef>
+#include <cstdio>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "kernels/dispatch.h"
+
+inline int failures = 0;
+
+// `what` and the values after it are printf's.
+__attribute__((format(printf, 2, 3))) inline void expect(bool holds, const char* what, ...) {
+    if (holds) return;
+    std::va_list values;
+    va_start(values, what);
+    std::printf("does not hold: ");
+    std::vprintf(what, values);
+    std::printf("\n");
+    va_end(values);
+    ++failures;
+}
+
+// The tests' exit code: 77 where this machine lacks the instruction set in WHET_ISA.
+template <class Tests>
+int run_tests(const Tests& tests) {
+    try {
+        std::printf("instruction set: %s\n", whet::kernels().isa);
+    } catch (const std::runtime_error& error) {
+        std::printf("%s\n", error.what());
+        return 77;
+    }
+    tests();
+    std::printf("%d failures\n", failures);
+    return failures == 0 ? 0 : 1;
+}
+
+// n standard normal numbers of a seed, in memory of exactly their size.
+inline std::vector<float> normal(size_t n, unsigned seed) {
+    std::mt19937 bits(seed);
+    std::normal_distribution<float> distribution;
+    std::vector<float> x(n);
+    for (float& value : x) value = distribution(bits);
+    return x;
+}

@@ -1,0 +1,102 @@
+"""The arguments of an engine's calls, checked against the model. Knows neither the core nor sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from whet.config.sampling import SamplingParams
+from whet.errors import WhetTypeError, WhetValueError, check_choice
+from whet.models.architecture import ModelConfig
+
+LogprobsMode = Literal["sampling", "model"]
+
+
+def check_token_rows(rows: Any, config: ModelConfig, where: str, name: str) -> list[np.ndarray]:
+    """Rows of token ids as int32 arrays, each with one token at least.
+
+    Raises:
+        WhetTypeError: token ids that are no integers.
+        WhetValueError: an empty row, a token outside the vocabulary, or more tokens than the model has positions.
+    """
+    if isinstance(rows, (str, bytes)) or not hasattr(rows, "__iter__"):
+        raise WhetTypeError(f"{where}: {name} is a {type(rows).__name__}, expected rows of token ids.")
+    return [check_token_row(row, config, where, f"{name}[{i}]") for i, row in enumerate(rows)]
+
+
+def check_token_row(row: Any, config: ModelConfig, where: str, name: str) -> np.ndarray:
+    """One row of ``check_token_rows``."""
+    ids = np.asarray(row.tolist() if hasattr(row, "tolist") else row)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise WhetTypeError(f"{where}: {name} is no row of integer token ids.")
+    if not ids.size:
+        raise WhetValueError(f"{where}: {name} is empty. Begin it with at least one token, such as BOS.")
+    if ids.min() < 0 or ids.max() >= config.vocab_size:
+        wrong = ids[(ids < 0) | (ids >= config.vocab_size)][0]
+        raise WhetValueError(f"{where}: {name} holds token {wrong}, outside 0 ... {config.vocab_size - 1}.")
+    if len(ids) > config.max_position:
+        raise WhetValueError(
+            f"{where}: {name} has {len(ids)} tokens, and the model's last position is {config.max_position}."
+        )
+    return ids.astype(np.int32)
+
+
+def check_can_continue(
+    prompt: np.ndarray, sampling: SamplingParams, config: ModelConfig, where: str, name: str
+) -> None:
+    """Raise for a prompt that leaves no room for a token, or stop tokens that are never drawn.
+
+    Raises:
+        WhetValueError: naming the prompt or the token.
+    """
+    if len(prompt) >= config.max_position:
+        raise WhetValueError(
+            f"{where}: {name} has {len(prompt)} tokens, which leaves no room to generate: the model's position "
+            f"limit is {config.max_position}. Shorten or drop the prompt."
+        )
+    if never_drawn := [token for token in sampling.stop_token_ids if not 0 <= token < config.vocab_size]:
+        raise WhetValueError(
+            f"{where}: stop_token_ids holds {never_drawn[0]}, outside 0 ... {config.vocab_size - 1}, which is never "
+            f"drawn. Pass those of the model's own tokenizer."
+        )
+
+
+def check_starts(start: int | Sequence[int], rows: Sequence[np.ndarray], where: str) -> list[int]:
+    """The first token that is scored of each row, from 1 to its length.
+
+    Raises:
+        WhetValueError: it is outside of that, or they are not one for each row.
+    """
+    starts = [start] * len(rows) if isinstance(start, int) else list(start)
+    if len(starts) != len(rows):
+        raise WhetValueError(f"{where}: start has {len(starts)} numbers, expected one for each of {len(rows)}.")
+    for row, first in zip(rows, starts, strict=True):
+        if not 1 <= first <= len(row):
+            raise WhetValueError(f"{where}: start is {first} for a row of {len(row)}, expected 1 to that.")
+    return starts
+
+
+def is_model_mode(mode: str, where: str) -> bool:
+    """Whether ``logprobs_mode`` asks for the model's own log-probs.
+
+    Raises:
+        WhetValueError: it is neither of the two modes.
+    """
+    check_choice(where, "logprobs_mode", mode, LogprobsMode)
+    return mode == "model"
+
+
+def check_same_model(mine: ModelConfig, other: ModelConfig, where: str) -> None:
+    """Raise for a model that is another than the engine's.
+
+    Raises:
+        WhetValueError: naming the first field that differs.
+    """
+    for name, value in vars(mine).items():
+        if value != getattr(other, name):
+            raise WhetValueError(
+                f"{where}: the model's {name} is {getattr(other, name)!r:.60}, the engine's {value!r:.60}. Make a new "
+                f"engine for it."
+            )

@@ -1,0 +1,112 @@
+"""Models as GGUF files, in the names and the order of llama.cpp's converter, written by the gguf package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+import whet
+from whet.ops.quant import FORMATS
+
+F32, F16, BF16, Q8_0 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0"))
+_PLACES_OF_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+_ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox"}
+_BY_NAME = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
+
+
+def architecture_of(config: Any) -> str:
+    return _ARCHITECTURES.get(config.model_type, config.model_type)
+
+
+def gguf_name(config: Any, name: str) -> str:
+    """What llama.cpp calls a tensor of transformers."""
+    names = gguf.get_tensor_name_map(_BY_NAME[architecture_of(config)], config.num_hidden_layers)
+    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return found
+
+
+def as_llama_cpp(config: Any, name: str, array: np.ndarray) -> np.ndarray:
+    """The order in which llama.cpp's converter writes a tensor."""
+    n_heads = config.num_attention_heads
+    if config.model_type in ("llama", "mistral") and (".q_proj." in name or ".k_proj." in name):
+        heads = n_heads if ".q_proj." in name else config.num_key_value_heads
+        rest = array.shape[1:]
+        return array.reshape(heads, 2, -1, *rest).swapaxes(1, 2).reshape(array.shape)
+    if ".query_key_value." in name:
+        rest = array.shape[1:]
+        return array.reshape(n_heads, 3, -1, *rest).swapaxes(0, 1).reshape(array.shape)
+    if config.model_type == "gpt2" and name.rsplit(".", 2)[-2] in ("c_attn", "c_proj", "c_fc") and array.ndim == 2:
+        return array.T
+    return array
+
+
+def write_gguf(model: Any, path: Path, kinds: Any = F32, *, change: Any = None, extra: Any = None) -> Path:
+    """A model as a GGUF file. ``kinds``: a type, or name -> type; ``change``: of the writer; ``extra``: tensors."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture_of(config))
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    ffn_dim = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    writer.add_feed_forward_length(ffn_dim)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.layer_norm_epsilon)
+    settings = getattr(config, "rope_parameters", None)
+    if settings:
+        writer.add_rope_freq_base(settings["rope_theta"])
+        writer.add_rope_dimension_count(int(head_dim * settings.get("partial_rotary_factor", 1.0)))
+    if config.model_type in ("mistral", "phi3") and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "gpt_neox":
+        writer.add_parallel_residual(config.use_parallel_residual)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "bc", "é"])
+    writer.add_array("tokenizer.ggml.scores", [0.0, 1.0, 2.0])
+    writer.add_bool("tokenizer.ggml.add_bos_token", True)
+    if change:
+        change(writer)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        kind = kinds(name) if callable(kinds) else kinds
+        array = np.ascontiguousarray(as_llama_cpp(config, name, tensor.float().numpy()))
+        add(writer, gguf_name(config, name), array, kind if array.ndim == 2 else F32)
+    for name, array in (extra or {}).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: gguf.GGMLQuantizationType) -> None:
+    if kind == F32:
+        writer.add_tensor(name, array)
+    elif kind == F16:
+        writer.add_tensor(name, array.astype(np.float16))
+    else:
+        writer.add_tensor(name, blocks_of(array, kind), raw_dtype=kind)
+
+
+def blocks_of(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Rows in a type; of types that neither package writes any bits, with scales of 1e-4."""
+    if kind.name.lower() in FORMATS:
+        return whet.quantize(array, kind.name.lower()).data
+    if kind.name not in _PLACES_OF_SCALES:
+        return gguf.quants.quantize(array, kind)
+    length, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(0).integers(0, 256, (array.size // length, size), np.uint8)
+    for at in _PLACES_OF_SCALES[kind.name]:
+        blocks[:, at : at + 2] = np.array([1e-4], np.float16).view(np.uint8)
+    return blocks.reshape(len(array), -1)

@@ -1,0 +1,23 @@
+"""Python code and ``whet`` commands in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+WHET = [sys.executable, "-c", "import sys; from whet.cli import main; sys.exit(main())"]
+"""The command, before its arguments."""
+
+
+def run_python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What the code printed, and its exit status."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, **environment})
+
+
+def printed_by(code: str, *arguments: object, **environment: str) -> str:
+    """What the code printed, which has to end well."""
+    done = run_python(code, *arguments, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

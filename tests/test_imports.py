@@ -1,0 +1,25 @@
+"""What an import does not bring with it: a user pays for what is used."""
+
+import pytest
+from tests.processes import printed_by
+
+DESCRIBED = """from whet.models import families, reference
+from whet.models.sources import live
+config = families.model_config({'model_type': 'gpt2', 'n_embd': 8, 'n_head': 2, 'n_layer': 1, 'vocab_size': 9})
+assert config.slots()['layers.0.qkv'] == (24, 8)"""
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import whet", "torch transformers rich tyro"),
+        ("import whet.cli", "tyro rich torch tomli"),
+        ("import whet.config", "torch"),
+        ("import whet.training.phases", "torch"),
+        ("import whet.data.rows, whet.rewards.functions", "torch transformers pyarrow"),
+        ("import whet.training.loggers", "torch rich tensorboard wandb matplotlib typing_extensions"),
+        (DESCRIBED, "torch transformers peft"),
+    ],
+)
+def test_an_import_brings_what_it_needs_alone(code, absent):
+    assert printed_by(f"{code}\nimport sys\nprint({set(absent.split())} & set(sys.modules))") == "set()\n"

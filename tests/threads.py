@@ -1,0 +1,34 @@
+"""The same work on several numbers of Whet's threads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import whet
+
+
+@contextlib.contextmanager
+def threads(n: int) -> Iterator[None]:
+    """Whet's kernels on n threads."""
+    before = whet.get_num_threads()
+    whet.set_num_threads(n)
+    try:
+        yield
+    finally:
+        whet.set_num_threads(before)
+
+
+def same_on_any_threads(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns, an array or several, after the same bits on 1, 2 and 5 threads."""
+    results = []
+    for n in (1, 2, 5):
+        with threads(n):
+            results.append(work())
+    for several in results[1:]:
+        for got, right in zip(several, results[0], strict=True):
+            np.testing.assert_array_equal(got, right)
+    return results[0]
