@@ -9,8 +9,10 @@ import gguf
 import numpy as np
 
 import whet
+from whet.ops.quant import FORMATS
 
-F32, F16, BF16, Q8_0, Q4_K = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_K"))
+F32, F16, BF16, Q8_0 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0"))
+_PLACES_OF_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
 _ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox"}
 _BY_NAME = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 
@@ -93,7 +95,18 @@ def add(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: gguf.GGMLQu
         writer.add_tensor(name, array)
     elif kind == F16:
         writer.add_tensor(name, array.astype(np.float16))
-    elif kind == Q4_K:  # The package reads Q4_K and does not write it.
-        writer.add_tensor(name, whet.quantize(array, "q4_k").data, raw_shape=None, raw_dtype=kind)
     else:
-        writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        writer.add_tensor(name, blocks_of(array, kind), raw_dtype=kind)
+
+
+def blocks_of(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Rows in a type; of types that neither package writes any bits, with scales of 1e-4."""
+    if kind.name.lower() in FORMATS:
+        return whet.quantize(array, kind.name.lower()).data
+    if kind.name not in _PLACES_OF_SCALES:
+        return gguf.quants.quantize(array, kind)
+    length, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(0).integers(0, 256, (array.size // length, size), np.uint8)
+    for at in _PLACES_OF_SCALES[kind.name]:
+        blocks[:, at : at + 2] = np.array([1e-4], np.float16).view(np.uint8)
+    return blocks.reshape(len(array), -1)

@@ -12,32 +12,22 @@ namespace {
 // Where word w of output j begins.
 size_t word_at(size_t w, size_t j) { return 4 * (kPanel * w + j); }
 
-constexpr uint32_t kFlip = 0x80808080;  // panels hold signed bytes 128 higher, as unsigned ones
-
-// `bytes` bytes of a row to n_words words of an output, with zeros after them.
-void put_words(const uint8_t* from, size_t bytes, size_t n_words, uint32_t flip, uint8_t* panel, size_t j) {
-    for (size_t w = 0; w < n_words; ++w) {
-        uint32_t word = 0;
-        if (4 * w < bytes) std::memcpy(&word, from + 4 * w, std::min<size_t>(4, bytes - 4 * w));
-        word ^= flip;
-        std::memcpy(panel + word_at(w, j), &word, 4);
-    }
+uint32_t get_word(const uint8_t* from) {
+    uint32_t word;
+    std::memcpy(&word, from, sizeof word);
+    return word;
 }
 
-void get_words(const uint8_t* panel, size_t j, uint32_t flip, uint8_t* to, size_t bytes) {
-    for (size_t w = 0; 4 * w < bytes; ++w) {
-        uint32_t word;
-        std::memcpy(&word, panel + word_at(w, j), 4);
-        word ^= flip;
-        std::memcpy(to + 4 * w, &word, std::min<size_t>(4, bytes - 4 * w));
-    }
-}
+void put_word(uint32_t word, uint8_t* to) { std::memcpy(to, &word, sizeof word); }
 
 // ---------------------------------------------------------------- plain numbers
 
 template <class T>
 void unpack_numbers(const uint8_t* panel, size_t j, size_t k, uint8_t* row) {
-    get_words(panel, j, 0, row, k * sizeof(T));
+    const size_t bytes = k * sizeof(T);
+    for (size_t w = 0; 4 * w < bytes; ++w) {
+        std::memcpy(row + 4 * w, panel + word_at(w, j), std::min<size_t>(4, bytes - 4 * w));
+    }
 }
 
 void copy_float32(const uint8_t* row, size_t k, float* x) { std::memcpy(x, row, k * sizeof *x); }
@@ -46,91 +36,127 @@ void widen_bfloat16(const uint8_t* row, size_t k, float* x) {
     kernels().f32_from_bf16(reinterpret_cast<const uint16_t*>(row), k, x);
 }
 
+// ---------------------------------------------------------------- integers
+
+// The 32 integers of a step as words of output j (kernels/panel_layout.h), and back.
+template <int bits>
+void put_step(const uint8_t* u, uint8_t* panel, size_t j) {
+    if constexpr (bits == 8) {
+        for (size_t w = 0; w < 8; ++w) put_word(get_word(u + 4 * w), panel + word_at(w, j));
+        return;
+    }
+    for (size_t w = 0; w < 4; ++w) {
+        const uint32_t low = get_word(u + 4 * w), high = get_word(u + 16 + 4 * w);
+        put_word((low & 0x0f0f0f0f) | (high & 0x0f0f0f0f) << 4, panel + word_at(w, j));
+    }
+    constexpr size_t more = bits - 4, per_word = more == 0 ? 8 : 8 / more;  // bits above the half, vectors of a word
+    for (size_t w = 0; w < more; ++w) {
+        uint32_t word = 0;
+        for (size_t v = 0; v < per_word; ++v) {
+            word |= (get_word(u + 4 * (w * per_word + v)) >> 4 & 0x0f0f0f0f) << more * v;
+        }
+        put_word(word, panel + word_at(4 + w, j));
+    }
+}
+
+template <int bits>
+void get_step(const uint8_t* panel, size_t j, uint8_t* u) {
+    if constexpr (bits == 8) {
+        for (size_t w = 0; w < 8; ++w) put_word(get_word(panel + word_at(w, j)), u + 4 * w);
+        return;
+    }
+    constexpr size_t more = bits - 4, per_word = more == 0 ? 8 : 8 / more;
+    constexpr uint32_t mask = 0x01010101 * ((1 << more) - 1);
+    for (size_t v = 0; v < 8; ++v) {
+        uint32_t word = get_word(panel + word_at(v % 4, j)) >> (v < 4 ? 0 : 4) & 0x0f0f0f0f;
+        if constexpr (more != 0) {
+            word |= (get_word(panel + word_at(4 + v / per_word, j)) >> more * (v % per_word) & mask) << 4;
+        }
+        put_word(word, u + 4 * v);
+    }
+}
+
 // ---------------------------------------------------------------- int8
 
 size_t int8_scale_at(size_t k, size_t j) { return ceil_div(k, kQuantBlock) * kInt8Layout.step_bytes + 4 * j; }
 
+// Integers are stored 128 higher, without a sign; after the row's end they are zeros.
 void pack_int8(const uint8_t* row, size_t k, uint8_t* panel, size_t j) {
-    put_words(row, k, ceil_div(k, kQuantBlock) * kQuantBlock / 4, kFlip, panel, j);
     std::memcpy(panel + int8_scale_at(k, j), row + k, 4);
+    for (size_t i = 0; i < k; i += kQuantBlock, panel += kInt8Layout.step_bytes) {
+        uint8_t u[kQuantBlock];
+        for (size_t l = 0; l < kQuantBlock; ++l) u[l] = (i + l < k ? row[i + l] : 0) ^ 0x80;
+        put_step<8>(u, panel, j);
+    }
 }
 
 void unpack_int8(const uint8_t* panel, size_t j, size_t k, uint8_t* row) {
-    get_words(panel, j, kFlip, row, k);
     std::memcpy(row + k, panel + int8_scale_at(k, j), 4);
+    for (size_t i = 0; i < k; i += kQuantBlock, panel += kInt8Layout.step_bytes) {
+        uint8_t u[kQuantBlock];
+        get_step<8>(panel, j, u);
+        for (size_t l = 0; l < kQuantBlock && i + l < k; ++l) row[i + l] = u[l] ^ 0x80;
+    }
 }
 
-// ---------------------------------------------------------------- blocks of a scale d and integers q
+// ---------------------------------------------------------------- blocks
 
-template <class Block, const PanelLayout& layout, uint32_t flip>
+// The scales of a block in a panel: the factors' bytes, then the float16 numbers, each of 16 outputs side by side.
+// move(a byte or a float16 of the block, its place in the panel) for each.
+template <class Block, class Move>
+void move_scales(Block& block, uint8_t* scales, size_t j, Move&& move) {
+    if constexpr (requires { block.factors; }) {
+        for (auto& factor : block.factors) move(factor, scales + j), scales += kPanel;
+    }
+    move(block.d, scales + 2 * j);
+    if constexpr (requires { block.m; }) move(block.m, scales + 2 * (kPanel + j));
+    if constexpr (requires { block.dmin; }) move(block.dmin, scales + 2 * (kPanel + j));
+}
+
+template <class Block, const PanelLayout& layout>
 void pack_blocks(const uint8_t* row, size_t k, uint8_t* panel, size_t j) {
-    uint8_t* scales = panel + k / Block::kLength * layout.step_bytes + 2 * j;
-    for (size_t i = 0; i < k; i += Block::kLength, row += sizeof(Block)) {
-        put_words(row + offsetof(Block, q), sizeof(Block::q), sizeof(Block::q) / 4, flip, panel, j);
-        std::memcpy(scales, row + offsetof(Block, d), 2);
-        panel += layout.step_bytes, scales += layout.group_bytes;
-    }
-}
-
-template <class Block, const PanelLayout& layout, uint32_t flip>
-void unpack_blocks(const uint8_t* panel, size_t j, size_t k, uint8_t* row) {
-    const uint8_t* scales = panel + k / Block::kLength * layout.step_bytes + 2 * j;
-    for (size_t i = 0; i < k; i += Block::kLength, row += sizeof(Block)) {
-        get_words(panel, j, flip, row + offsetof(Block, q), sizeof(Block::q));
-        std::memcpy(row + offsetof(Block, d), scales, 2);
-        panel += layout.step_bytes, scales += layout.group_bytes;
-    }
-}
-
-// ---------------------------------------------------------------- q4_k
-
-constexpr size_t kFactors = sizeof(BlockQ4_K::factors), kQ4_KSteps = kQ4_KLayout.group;
-
-// The scales of a group in a panel: the factors' bytes, d and dmin, each of 16 outputs side by side.
-size_t factor_at(size_t i, size_t j) { return kPanel * i + j; }
-size_t d_at(size_t j) { return kPanel * kFactors + 2 * j; }
-size_t dmin_at(size_t j) { return kPanel * (kFactors + 2) + 2 * j; }
-
-// A byte of a block holds inputs 32 apart; in a panel, inputs 16 apart, as in q4_0.
-void pack_q4_k(const uint8_t* row, size_t k, uint8_t* panel, size_t j) {
-    uint8_t* scales = panel + k / kQuantBlock * kQ4_KLayout.step_bytes;
-    for (size_t i = 0; i < k; i += BlockQ4_K::kLength, row += sizeof(BlockQ4_K), scales += kQ4_KLayout.group_bytes) {
-        BlockQ4_K block;
+    uint8_t* scales = panel + k / kQuantBlock * layout.step_bytes;
+    for (size_t i = 0; i < k; i += Block::kLength, row += sizeof(Block), scales += layout.group_bytes) {
+        Block block;
+        uint8_t u[Block::kLength];
         std::memcpy(&block, row, sizeof block);
-        for (size_t step = 0; step < kQ4_KSteps; ++step, panel += kQ4_KLayout.step_bytes) {
-            const uint8_t* q = block.q + step / 2 * 32;
-            const int shift = step % 2 == 0 ? 0 : 4;
-            uint8_t bytes[16];
-            for (size_t b = 0; b < 16; ++b) {
-                bytes[b] = static_cast<uint8_t>((q[b] >> shift & 15) | (q[b + 16] >> shift & 15) << 4);
-            }
-            put_words(bytes, 16, 4, 0, panel, j);
+        get_integers(block, u);
+        for (size_t l = 0; l < Block::kLength; l += kQuantBlock, panel += layout.step_bytes) {
+            put_step<Block::kBits>(u + l, panel, j);
         }
-        for (size_t b = 0; b < kFactors; ++b) scales[factor_at(b, j)] = block.factors[b];
-        std::memcpy(scales + d_at(j), &block.d, 2);
-        std::memcpy(scales + dmin_at(j), &block.dmin, 2);
+        move_scales(block, scales, j, [](auto& of, uint8_t* at) { std::memcpy(at, &of, sizeof of); });
     }
 }
 
-void unpack_q4_k(const uint8_t* panel, size_t j, size_t k, uint8_t* row) {
-    const uint8_t* scales = panel + k / kQuantBlock * kQ4_KLayout.step_bytes;
-    for (size_t i = 0; i < k; i += BlockQ4_K::kLength, row += sizeof(BlockQ4_K), scales += kQ4_KLayout.group_bytes) {
-        BlockQ4_K block{};
-        for (size_t step = 0; step < kQ4_KSteps; ++step, panel += kQ4_KLayout.step_bytes) {
-            uint8_t* q = block.q + step / 2 * 32;
-            const int shift = step % 2 == 0 ? 0 : 4;
-            uint8_t bytes[16];
-            get_words(panel, j, 0, bytes, 16);
-            for (size_t b = 0; b < 16; ++b) {
-                q[b] |= static_cast<uint8_t>((bytes[b] & 15) << shift);
-                q[b + 16] |= static_cast<uint8_t>(bytes[b] >> 4 << shift);
-            }
+template <class Block, const PanelLayout& layout>
+void unpack_blocks(const uint8_t* panel, size_t j, size_t k, uint8_t* row) {
+    // Not written: move_scales is one function for both ways.
+    uint8_t* scales = const_cast<uint8_t*>(panel) + k / kQuantBlock * layout.step_bytes;
+    for (size_t i = 0; i < k; i += Block::kLength, row += sizeof(Block), scales += layout.group_bytes) {
+        Block block{};
+        uint8_t u[Block::kLength];
+        for (size_t l = 0; l < Block::kLength; l += kQuantBlock, panel += layout.step_bytes) {
+            get_step<Block::kBits>(panel, j, u + l);
         }
-        for (size_t b = 0; b < kFactors; ++b) block.factors[b] = scales[factor_at(b, j)];
-        std::memcpy(&block.d, scales + d_at(j), 2);
-        std::memcpy(&block.dmin, scales + dmin_at(j), 2);
+        put_integers(u, block);
+        move_scales(block, scales, j, [](auto& of, const uint8_t* at) { std::memcpy(&of, at, sizeof of); });
         std::memcpy(row, &block, sizeof block);
     }
+}
+
+template <class Block, const PanelLayout& layout>
+constexpr FormatTraits block_traits(const char* name, void (*Kernels::*pack_panel)(const PanelTask&),
+                                    void (*Kernels::*linear)(const LinearTask&)) {
+    return {.name = name,
+            .block_length = Block::kLength,
+            .block_bytes = sizeof(Block),
+            .panel = layout,
+            .pack_row = pack_blocks<Block, layout>,
+            .unpack_row = unpack_blocks<Block, layout>,
+            .quantize_row = quantize_blocks<Block>,
+            .dequantize_row = dequantize_blocks<Block>,
+            .pack_panel = pack_panel,
+            .linear = linear};
 }
 
 }  // namespace
@@ -166,36 +192,14 @@ const std::array<FormatTraits, static_cast<size_t>(WeightFormat::kCount)>& forma
          .dequantize_row = dequantize_int8,
          .pack_panel = &Kernels::pack_panel_int8,
          .linear = &Kernels::linear_int8},
-        {.name = "q8_0",
-         .block_length = BlockQ8_0::kLength,
-         .block_bytes = sizeof(BlockQ8_0),
-         .panel = kQ8_0Layout,
-         .pack_row = pack_blocks<BlockQ8_0, kQ8_0Layout, kFlip>,
-         .unpack_row = unpack_blocks<BlockQ8_0, kQ8_0Layout, kFlip>,
-         .quantize_row = quantize_blocks<BlockQ8_0>,
-         .dequantize_row = dequantize_blocks<BlockQ8_0>,
-         .pack_panel = &Kernels::pack_panel_q8_0,
-         .linear = &Kernels::linear_q8_0},
-        {.name = "q4_0",
-         .block_length = BlockQ4_0::kLength,
-         .block_bytes = sizeof(BlockQ4_0),
-         .panel = kQ4_0Layout,
-         .pack_row = pack_blocks<BlockQ4_0, kQ4_0Layout, 0>,
-         .unpack_row = unpack_blocks<BlockQ4_0, kQ4_0Layout, 0>,
-         .quantize_row = quantize_blocks<BlockQ4_0>,
-         .dequantize_row = dequantize_blocks<BlockQ4_0>,
-         .pack_panel = &Kernels::pack_panel_q4_0,
-         .linear = &Kernels::linear_q4_0},
-        {.name = "q4_k",
-         .block_length = BlockQ4_K::kLength,
-         .block_bytes = sizeof(BlockQ4_K),
-         .panel = kQ4_KLayout,
-         .pack_row = pack_q4_k,
-         .unpack_row = unpack_q4_k,
-         .quantize_row = quantize_blocks<BlockQ4_K>,
-         .dequantize_row = dequantize_blocks<BlockQ4_K>,
-         .pack_panel = &Kernels::pack_panel_q4_k,
-         .linear = &Kernels::linear_q4_k},
+        block_traits<BlockQ8_0, kQ8_0Layout>("q8_0", &Kernels::pack_panel_q8_0, &Kernels::linear_q8_0),
+        block_traits<BlockQ4_0, kQ4_0Layout>("q4_0", &Kernels::pack_panel_q4_0, &Kernels::linear_q4_0),
+        block_traits<BlockQ4_1, kQ4_1Layout>("q4_1", &Kernels::pack_panel_q4_1, &Kernels::linear_q4_1),
+        block_traits<BlockQ5_0, kQ5_0Layout>("q5_0", &Kernels::pack_panel_q5_0, &Kernels::linear_q5_0),
+        block_traits<BlockQ5_1, kQ5_1Layout>("q5_1", &Kernels::pack_panel_q5_1, &Kernels::linear_q5_1),
+        block_traits<BlockQ4_K, kQ4_KLayout>("q4_k", &Kernels::pack_panel_q4_k, &Kernels::linear_q4_k),
+        block_traits<BlockQ5_K, kQ5_KLayout>("q5_k", &Kernels::pack_panel_q5_k, &Kernels::linear_q5_k),
+        block_traits<BlockQ6_K, kQ6_KLayout>("q6_k", &Kernels::pack_panel_q6_k, &Kernels::linear_q6_k),
     }};
     return table;
 }

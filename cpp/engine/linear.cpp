@@ -43,9 +43,9 @@ private:
     uint8_t* shared_ = nullptr;
 };
 
-// The arguments of linear().
+// The arguments of linear(), for parts that take inputs of one kind.
 struct Layer {
-    const PackedWeight& w;
+    std::span<const PackedWeight> parts;
     const void* x;
     bool x_bf16;
     size_t ldx, rows;
@@ -53,32 +53,50 @@ struct Layer {
     float* y;
     size_t ldy;
 
+    size_t k() const { return parts.front().k(); }
+    size_t steps() const { return parts.front().steps(); }
     const float* x_f32(size_t row) const { return static_cast<const float*>(x) + row * ldx; }
     const uint16_t* x_bits(size_t row) const { return static_cast<const uint16_t*>(x) + row * ldx; }
 
     // inputs(row): x, ldx, and where these are quantised their scales and offsets, from this row on.
     template <class F>
     void multiply(F&& inputs) const {
-        const auto kernel = kernels().*w.format().linear;
-        for_tiles(ceil_div(w.n(), kPanel), rows, w.k(), [&](size_t panel, size_t count, size_t row, size_t n_rows) {
-            const size_t first = panel * kPanel;
+        size_t n_panels = 0;
+        for (const PackedWeight& part : parts) n_panels += ceil_div(part.n(), kPanel);
+        for_tiles(n_panels, rows, k(), [&](size_t panel, size_t count, size_t row, size_t n_rows) {
             LinearTask task = inputs(row);
             task.rows = n_rows;
-            task.panels = w.panel(panel);
-            task.steps = w.steps();
-            task.n = std::min(count * kPanel, w.n() - first);
-            task.bias = bias == nullptr ? nullptr : bias + first;
-            task.y = y + row * ldy + first;
             task.ldy = ldy;
-            kernel(task);
+            size_t first_panel = 0, first_output = 0;  // of a part
+            for (const PackedWeight& part : parts) {
+                const size_t part_panels = ceil_div(part.n(), kPanel);
+                const size_t begin = std::max(panel, first_panel) - first_panel;
+                const size_t end = std::min(panel + count, first_panel + part_panels);
+                if (first_panel + begin < end) multiply_panels(part, begin, end - first_panel, first_output, row, task);
+                first_panel += part_panels;
+                first_output += part.n();
+            }
         });
+    }
+
+private:
+    // The panels [begin, end) of a part whose first output is this one of all.
+    void multiply_panels(const PackedWeight& part, size_t begin, size_t end, size_t first_output, size_t row,
+                         LinearTask task) const {
+        const size_t first = begin * kPanel, output = first_output + first;
+        task.panels = part.panel(begin);
+        task.steps = part.steps();
+        task.n = std::min(end * kPanel, part.n()) - first;
+        task.bias = bias == nullptr ? nullptr : bias + output;
+        task.y = y + row * ldy + output;
+        (kernels().*part.format().linear)(task);
     }
 };
 
 void multiply_float32(const Layer& layer) {
     if (!layer.x_bf16)
         return layer.multiply([&](size_t row) { return LinearTask{.x = layer.x_f32(row), .ldx = layer.ldx}; });
-    const size_t k = layer.w.k();
+    const size_t k = layer.k();
     const Inputs wide(layer.rows, k, layer.rows * k * sizeof(float), [&](uint8_t* memory, size_t i) {
         kernels().f32_from_bf16(layer.x_bits(i), k, reinterpret_cast<float*>(memory) + i * k);
     });
@@ -87,7 +105,7 @@ void multiply_float32(const Layer& layer) {
 }
 
 void multiply_bfloat16(const Layer& layer) {
-    const size_t k = layer.w.k(), even = k + k % 2;
+    const size_t k = layer.k(), even = k + k % 2;
     if (layer.x_bf16 && k == even) {
         return layer.multiply([&](size_t row) { return LinearTask{.x = layer.x_bits(row), .ldx = layer.ldx}; });
     }
@@ -105,42 +123,52 @@ void multiply_bfloat16(const Layer& layer) {
     });
 }
 
-// A row's integers, and the scale and offset of each block (kernels/linear_quantised.h).
+// A row's integers, and the scale and offsets of each block (kernels/linear_quantised.h).
 struct QuantisedRow {
     int8_t* q;
     float* scales;
-    int32_t* offsets;
+    int32_t *offsets, *half_offsets;
 };
 
 void multiply_quantised(const Layer& layer) {
-    const size_t rows = layer.rows, k = layer.w.k(), blocks = layer.w.steps(), width = blocks * kQuantBlock;
+    const size_t rows = layer.rows, k = layer.k(), blocks = layer.steps(), width = blocks * kQuantBlock;
     const auto row_at = [=](uint8_t* memory, size_t row) {
         auto* scales = reinterpret_cast<float*>(memory + rows * width);
         auto* offsets = reinterpret_cast<int32_t*>(scales + rows * blocks);
         return QuantisedRow{reinterpret_cast<int8_t*>(memory) + row * width, scales + row * blocks,
-                            offsets + row * blocks};
+                            offsets + row * blocks, offsets + (rows + row) * blocks};
     };
-    const Inputs quantised(rows, k, rows * (width + 8 * blocks), [&](uint8_t* memory, size_t i) {
+    const Inputs quantised(rows, k, rows * (width + 12 * blocks), [&](uint8_t* memory, size_t i) {
         float* wide = layer.x_bf16 ? scratch<float>(k, Scratch::kRow) : nullptr;
         if (layer.x_bf16) kernels().f32_from_bf16(layer.x_bits(i), k, wide);
         const QuantisedRow to = row_at(memory, i);
-        kernels().quantize_row_f32(layer.x_bf16 ? wide : layer.x_f32(i), k, to.q, to.scales, to.offsets);
+        kernels().quantize_row_f32(layer.x_bf16 ? wide : layer.x_f32(i), k, to.q, to.scales, to.offsets,
+                                   to.half_offsets);
     });
     layer.multiply([&](size_t row) {
         const QuantisedRow from = row_at(quantised.memory(), row);
-        return LinearTask{.x = from.q, .ldx = width, .scales = from.scales, .offsets = from.offsets};
+        return LinearTask{.x = from.q,
+                          .ldx = width,
+                          .scales = from.scales,
+                          .offsets = from.offsets,
+                          .half_offsets = from.half_offsets};
     });
 }
 
 }  // namespace
 
-void linear(const PackedWeight& w, const void* x, bool x_bf16, size_t ldx, size_t rows, const float* bias, float* y,
-            size_t ldy) {
-    const Source source = w.format().source;
-    const auto multiply = source == Source::kFloat32    ? multiply_float32
-                          : source == Source::kBFloat16 ? multiply_bfloat16
-                                                        : multiply_quantised;
-    multiply({w, x, x_bf16, ldx, rows, bias, y, ldy});
+void linear(std::span<const PackedWeight> w, const void* x, bool x_bf16, size_t ldx, size_t rows, const float* bias,
+            float* y, size_t ldy) {
+    for (size_t end = 0, first = 0; !w.empty(); w = w.subspan(end), end = 0) {
+        const Source source = w.front().format().source;
+        size_t n = 0;
+        while (end < w.size() && w[end].format().source == source) n += w[end++].n();
+        const auto multiply = source == Source::kFloat32    ? multiply_float32
+                              : source == Source::kBFloat16 ? multiply_bfloat16
+                                                            : multiply_quantised;
+        multiply({w.first(end), x, x_bf16, ldx, rows, bias == nullptr ? nullptr : bias + first, y + first, ldy});
+        first += n;
+    }
 }
 
 }  // namespace whet

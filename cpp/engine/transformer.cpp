@@ -23,6 +23,11 @@ int64_t common_pages(const Row& a, const Row& b) {
     return i;
 }
 
+void read_row(const Matrix& matrix, size_t i, float* out) {
+    const PackedWeight& part = matrix.part_of(i);
+    part.row(i, out);
+}
+
 }  // namespace
 
 Transformer::Transformer(ModelConfig config, size_t max_rows, bool bf16_cache)
@@ -77,16 +82,16 @@ const float* Transformer::forward(const Row* rows, size_t n, KvCache& cache) {
 }
 
 void Transformer::logits(const float* hidden, size_t n, float* out) const {
-    linear(weights_.output(), hidden, false, config_.hidden_dim, n, weights_.head.bias_or_null(), out,
+    linear(weights_.output().parts, hidden, false, config_.hidden_dim, n, weights_.head.bias_or_null(), out,
            config_.vocab_size);
 }
 
 void Transformer::embed(const Row* rows, size_t n) {
     for_rows(n, config_.hidden_dim, [&](size_t i) {
         float* x = x_ + i * config_.hidden_dim;
-        weights_.embedding.weight->row(static_cast<size_t>(rows[i].token), x);
+        read_row(weights_.embedding, static_cast<size_t>(rows[i].token), x);
         if (config_.learned_positions > 0) {
-            weights_.positions.weight->row(static_cast<size_t>(rows[i].position), h_ + i * config_.hidden_dim);
+            read_row(weights_.positions, static_cast<size_t>(rows[i].position), h_ + i * config_.hidden_dim);
             kernels().blend_f32(h_ + i * config_.hidden_dim, config_.hidden_dim, 1.0f, 1.0f, x);
         }
         if (config_.rotary_dim > 0) {
@@ -252,12 +257,12 @@ void Transformer::mlp(const Row* rows, size_t n, size_t layer, float* out) {
         act(row, f, false, row);
         for (size_t j = 0; config_.gated && j < f; ++j) row[j] *= row[f + j];
     });
-    linear(*w.down.weight, up_, false, width, n, w.down.bias_or_null(), out, config_.hidden_dim);
+    linear(w.down.parts, up_, false, width, n, w.down.bias_or_null(), out, config_.hidden_dim);
     adapt(rows, n, layer, Target::kDown, up_, width, out, config_.hidden_dim);
 }
 
 void Transformer::product(const Matrix& w, const float* x, size_t n, float* y) const {
-    linear(*w.weight, x, false, w.weight->k(), n, w.bias_or_null(), y, w.weight->n());
+    linear(w.parts, x, false, w.k(), n, w.bias_or_null(), y, w.n());
 }
 
 // y += B (A x) for the rows that have an adapter of this matrix: neighbours with the same adapter are one product.

@@ -1,5 +1,6 @@
 #include "engine/weights.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace whet {
@@ -20,13 +21,27 @@ bool split_layer(const std::string& slot, size_t n_layers, size_t& layer, std::s
 }
 
 template <class T>
-T& found(const std::map<std::string, T*>& slots, const std::string& slot) {
+T* found(const std::map<std::string, T*>& slots, const std::string& slot) {
     const auto at = slots.find(slot);
     if (at == slots.end()) throw std::invalid_argument("the model has no weight \"" + slot + "\"");
-    return *at->second;
+    return at->second;
 }
 
 }  // namespace
+
+size_t Matrix::n() const {
+    size_t n = 0;
+    for (const PackedWeight& part : parts) n += part.n();
+    return n;
+}
+
+const PackedWeight& Matrix::part_of(size_t& i) const {
+    for (const PackedWeight& part : parts) {
+        if (i < part.n()) return part;
+        i -= part.n();
+    }
+    throw std::out_of_range("a matrix has no such row");
+}
 
 Matrix* Weights::matrix_named(const std::string& slot) {
     if (slot == "embedding") return &embedding;
@@ -65,7 +80,7 @@ std::vector<float>* Weights::vector_named(const std::string& slot) {
 void Weights::add_matrix(const std::string& slot, WeightFormat format, size_t n, size_t k) {
     Matrix* matrix = matrix_named(slot);
     if (matrix == nullptr) throw std::invalid_argument("no matrix is called \"" + slot + "\"");
-    matrix->weight = std::make_unique<PackedWeight>(format, n, k);
+    matrix->parts.emplace_back(format, n, k);
     matrices_[slot] = matrix;
 }
 
@@ -76,13 +91,33 @@ void Weights::add_vector(const std::string& slot, size_t n) {
     vectors_[slot] = vector;
 }
 
-PackedWeight& Weights::matrix(const std::string& slot) { return *found(matrices_, slot).weight; }
+void Weights::pack(const std::string& slot, size_t first, const StoredRows& rows) {
+    Matrix& matrix = *found(matrices_, slot);
+    if (first > matrix.n() || rows.n > matrix.n() - first || rows.k != matrix.k()) {
+        throw std::invalid_argument("rows of another shape than \"" + slot + "\" has");
+    }
+    const size_t end = first + rows.n;
+    size_t part_first = 0;
+    for (PackedWeight& part : matrix.parts) {
+        const size_t begin = std::max(first, part_first), part_end = std::min(end, part_first + part.n());
+        if (begin < part_end) pack_rows(rows.range(begin - first, part_end - begin), part, begin - part_first);
+        part_first += part.n();
+    }
+}
 
-std::vector<float>& Weights::vector(const std::string& slot) { return found(vectors_, slot); }
+void Weights::pack_vector(const std::string& slot, size_t first, const StoredRows& row) {
+    std::vector<float>& vector = *found(vectors_, slot);
+    if (first > vector.size() || row.k > vector.size() - first) {
+        throw std::invalid_argument("values of another shape than \"" + slot + "\" has");
+    }
+    unpack_rows(row, vector.data() + first);
+}
 
 size_t Weights::size_bytes() const {
     size_t bytes = 0;
-    for (const auto& [slot, matrix] : matrices_) bytes += matrix->weight->size_bytes();
+    for (const auto& [slot, matrix] : matrices_) {
+        for (const PackedWeight& part : matrix->parts) bytes += part.size_bytes();
+    }
     for (const auto& [slot, vector] : vectors_) bytes += vector->size() * sizeof(float);
     return bytes;
 }

@@ -1,17 +1,22 @@
 // The weights of a transformer, each found by the name of its slot: "embedding", "layers.3.qkv", "layers.3.qkv.bias".
 #pragma once
 #include <map>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "engine/linear.h"
+#include "engine/stored_rows.h"
 
 namespace whet {
 
 struct Matrix {
-    std::unique_ptr<PackedWeight> weight;  // null: the model has none
-    std::vector<float> bias;               // empty: none
+    std::vector<PackedWeight> parts;  // of its rows, from the first on, each in a format of its own; none: no weight
+    std::vector<float> bias;          // empty: none
+
+    size_t n() const;
+    size_t k() const { return parts.front().k(); }
+    // The part with row i, which becomes the row's number there. Throws std::out_of_range if there is none.
+    const PackedWeight& part_of(size_t& i) const;
     const float* bias_or_null() const { return bias.empty() ? nullptr : bias.data(); }
 };
 
@@ -34,15 +39,16 @@ public:
     NormWeight final_norm;
     std::vector<LayerWeights> layers;
 
-    const PackedWeight& output() const { return head.weight ? *head.weight : *embedding.weight; }
+    const Matrix& output() const { return head.parts.empty() ? embedding : head; }
 
-    // Room for a slot. Throws std::invalid_argument if there is no slot of this name.
+    // Room for a slot, of a matrix for its next n rows. Throws std::invalid_argument if there is no slot of this name.
     void add_matrix(const std::string& slot, WeightFormat format, size_t n, size_t k);
     void add_vector(const std::string& slot, size_t n);
 
-    // What was added under a name. Throws std::invalid_argument if nothing was.
-    PackedWeight& matrix(const std::string& slot);
-    std::vector<float>& vector(const std::string& slot);
+    // Into rows [first, first + rows.n) of what was added under a name. Throws std::invalid_argument if nothing was, or
+    // of another shape.
+    void pack(const std::string& slot, size_t first, const StoredRows& rows);
+    void pack_vector(const std::string& slot, size_t first, const StoredRows& row);
 
     size_t size_bytes() const;
 

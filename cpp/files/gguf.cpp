@@ -17,33 +17,37 @@ constexpr int kDeepestArray = 4;
 constexpr const char* kDamaged = "The file is damaged.";
 constexpr const char* kCutShort = "It is cut short, or damaged. Copy or download it again.";
 
-// Blocks of so many numbers in so many bytes; no bytes: the engine does not read them.
-struct TensorType {
+// Types that a file may have, to be refused by name.
+struct OtherType {
     uint32_t number;
     const char* name;
-    uint64_t block, block_bytes;
 };
 
-constexpr TensorType kTensorTypes[] = {
-    {0, "F32", 1, 4},       {1, "F16", 1, 2},      {2, "Q4_0", 32, 18}, {3, "Q4_1", 0, 0},    {6, "Q5_0", 0, 0},
-    {7, "Q5_1", 0, 0},      {8, "Q8_0", 32, 34},   {9, "Q8_1", 0, 0},   {10, "Q2_K", 0, 0},   {11, "Q3_K", 0, 0},
-    {12, "Q4_K", 256, 144}, {13, "Q5_K", 0, 0},    {14, "Q6_K", 0, 0},  {15, "Q8_K", 0, 0},   {16, "IQ2_XXS", 0, 0},
-    {17, "IQ2_XS", 0, 0},   {18, "IQ3_XXS", 0, 0}, {19, "IQ1_S", 0, 0}, {20, "IQ4_NL", 0, 0}, {21, "IQ3_S", 0, 0},
-    {22, "IQ2_S", 0, 0},    {23, "IQ4_XS", 0, 0},  {24, "I8", 0, 0},    {25, "I16", 0, 0},    {26, "I32", 0, 0},
-    {27, "I64", 0, 0},      {28, "F64", 0, 0},     {29, "IQ1_M", 0, 0}, {30, "BF16", 1, 2},   {34, "TQ1_0", 0, 0},
-    {35, "TQ2_0", 0, 0},    {39, "MXFP4", 0, 0},
+constexpr OtherType kOtherTypes[] = {
+    {9, "Q8_1"},   {15, "Q8_K"},  {16, "IQ2_XXS"}, {17, "IQ2_XS"}, {18, "IQ3_XXS"}, {19, "IQ1_S"},
+    {21, "IQ3_S"}, {22, "IQ2_S"}, {24, "I8"},      {25, "I16"},    {26, "I32"},     {27, "I64"},
+    {28, "F64"},   {29, "IQ1_M"}, {40, "NVFP4"},   {41, "Q1_0"},   {42, "Q2_0"},
 };
 
-bool is_read(const TensorType& type) { return type.block_bytes != 0; }
-
-// "F32, F16 and Q4_K": the types that are read, in the order of their numbers.
-std::string names_of_read_types() {
+// "F32, F16 and Q4_K".
+std::string names_of(std::span<const GgufTensorType> types) {
     std::string names;
-    const auto* last = std::find_if(std::rbegin(kTensorTypes), std::rend(kTensorTypes), is_read).base() - 1;
-    for (const TensorType& type : kTensorTypes) {
-        if (is_read(type)) names += (names.empty() ? "" : &type == last ? " and " : ", ") + std::string(type.name);
+    for (const GgufTensorType& type : types) {
+        names += (names.empty() ? "" : &type == &types.back() ? " and " : ", ") + std::string(type.name);
     }
     return names;
+}
+
+const GgufTensorType& find_type(std::span<const GgufTensorType> types, uint32_t number, std::string_view tensor) {
+    for (const GgufTensorType& type : types) {
+        if (type.number == number) return type;
+    }
+    std::string name = "of type " + std::to_string(number) + ", which llama.cpp does not write";
+    for (const OtherType& other : kOtherTypes) {
+        if (other.number == number) name = other.name;
+    }
+    fail(tensor, " is ", name, "; this engine reads ", names_of(types),
+         ". Quantize the model to one of these, with llama-quantize.");
 }
 
 // Bytes of a number or truth value, by GgufType; 0 of strings and arrays.
@@ -159,7 +163,7 @@ private:
     }
 };
 
-FileTensor read_info(Cursor& cursor, std::string_view name) {
+FileTensor read_info(Cursor& cursor, std::string_view name, std::span<const GgufTensorType> types) {
     const auto n_dims = cursor.number<uint32_t>("the axes of " + std::string(name));
     if (n_dims < 1 || n_dims > kMostDims) {
         fail(name, " has ", n_dims, " axes, expected 1 to ", kMostDims, ".");
@@ -170,19 +174,13 @@ FileTensor read_info(Cursor& cursor, std::string_view name) {
     }
     const auto number = cursor.number<uint32_t>("the type of " + std::string(name));
     tensor.offset = cursor.number<uint64_t>("the offset of " + std::string(name));
-    const auto* type = std::find_if(std::begin(kTensorTypes), std::end(kTensorTypes),
-                                    [&](const TensorType& known) { return known.number == number; });
-    const bool is_known = type != std::end(kTensorTypes);
-    if (!is_known || !is_read(*type)) {
-        fail(name, " is ", is_known ? type->name : "of type " + std::to_string(number), "; this engine reads ",
-             names_of_read_types(), ".");
-    }
-    tensor.type = type->name;
+    const GgufTensorType& type = find_type(types, number, name);
+    tensor.type = type.name;
     const uint64_t k = tensor.shape.back();
-    if (k % type->block != 0) {
-        fail(name, " has rows of ", k, ", which blocks of ", type->block, " do not divide.");
+    if (k % type.block != 0) {
+        fail(name, " has rows of ", k, ", which blocks of ", type.block, " do not divide.");
     }
-    tensor.size_bytes = saturating_multiply(k / type->block, type->block_bytes);
+    tensor.size_bytes = saturating_multiply(k / type.block, type.block_bytes);
     for (uint32_t i = 0; i + 1 < n_dims; ++i) {
         tensor.size_bytes = saturating_multiply(tensor.size_bytes, tensor.shape[i]);
     }
@@ -267,7 +265,7 @@ std::vector<GgufValue> GgufValue::items() const {
     return found;
 }
 
-GgufFile parse_gguf(std::span<const uint8_t> head, uint64_t file_bytes) {
+GgufFile parse_gguf(std::span<const uint8_t> head, uint64_t file_bytes, std::span<const GgufTensorType> types) {
     Cursor cursor(head, file_bytes);
     const std::span<const uint8_t> magic = cursor.bytes(4, "the magic");
     if (std::memcmp(magic.data(), "GGUF", 4) != 0) {
@@ -296,7 +294,7 @@ GgufFile parse_gguf(std::span<const uint8_t> head, uint64_t file_bytes) {
         if (!seen.insert(name).second) {
             fail("the tensor ", name, " is there twice. Convert the model again.");
         }
-        file.tensors.push_back(read_info(cursor, name));
+        file.tensors.push_back(read_info(cursor, name, types));
     }
     const uint64_t alignment = read_alignment(file);
     place_tensors(file.tensors, (cursor.at() + alignment - 1) / alignment * alignment, alignment, file_bytes);

@@ -18,6 +18,13 @@
 
 namespace whet {
 
+// A type of tensors: blocks of so many numbers in so many bytes.
+struct GgufTensorType {
+    uint32_t number;
+    const char* name;
+    uint64_t block, block_bytes;
+};
+
 // The format's numbers, 0 to 12.
 enum class GgufType : uint32_t {
     kUint8,
@@ -58,10 +65,10 @@ struct GgufFile {
     std::vector<FileTensor> tensors;                               // in the order of their data
 };
 
-// `head`: the first bytes of the file, of which the metadata are views. Strings in arrays may be any bytes; all other
-// names and strings are UTF-8.
+// `head`: the first bytes of the file, of which the metadata are views. `types`: those that tensors may have. Strings
+// in arrays may be any bytes; all other names and strings are UTF-8.
 //
 // Throws FileError; MoreBytesNeeded where metadata and tensor infos go on behind `head`.
-GgufFile parse_gguf(std::span<const uint8_t> head, uint64_t file_bytes);
+GgufFile parse_gguf(std::span<const uint8_t> head, uint64_t file_bytes, std::span<const GgufTensorType> types);
 
 }  // namespace whet

@@ -1,21 +1,26 @@
 // The linear layer on quantised weights, in the panels of linear.h: integer products within blocks of 32 inputs.
 //
 // A row of inputs is quantised as it comes: in each block of 32, x = scale q with q in [-127, 127] (round to nearest
-// even, scale = max|x| / 127), and -128 times the block's sum of q beside it. Weights are stored as unsigned integers
-// u = w + offset, so that a block's dot product is exact in int32:
+// even, scale = max|x| / 127), and -128 times the sum of q beside it: of the block, and of its first half. Weights are
+// stored as unsigned integers u = w + bias, so that a block's dot product is exact in int32:
 //
-//   sum_k w q = sum_k u q - offset sum_k q
+//   sum_k w q = sum_k u q - bias sum_k q
 //
 // and the blocks are added in float32, in order. The formats differ in how u is stored and in what scales it:
 //
-//   int8     u = q + 128, one float32 scale per output
-//   q8_0     u = q + 128, one float16 scale per output and block of 32
-//   q4_0     u = q + 8 in 4 bits, one float16 scale per output and block of 32
-//   q4_k     u in 4 bits, w = (d s) u - (dmin m) with 6-bit s, m per block of 32 and float16 d, dmin per 256
+//           bits of u   bias   w, but for the bias
+//   int8    8           128    one float32 scale per output
+//   q8_0    8           128    d u, one float16 d per output and block of 32
+//   q4_0    4           8      the same
+//   q5_0    5           16     the same
+//   q4_1    4                  d u + m, float16 d and m per block of 32
+//   q5_1    5                  the same
+//   q4_k    4                  (d s) u - (dmin m), 6-bit s and m per block of 32, float16 d and dmin per 256
+//   q5_k    5                  the same
+//   q6_k    6           32     (d s) u, an int8 s per 16, float16 d per 256
 //
-// Within a panel: first all blocks' integers, 4 inputs x 16 outputs to a vector (8 vectors a block, or 4 where a byte
-// holds the inputs of vector v in its low and of vector v + 4 in its high half), then all blocks' scales.
-// Source of q8_0, q4_0 and q4_k: the GGUF format's block types of these names; panels hold the same numbers.
+// Within a panel (kernels/panel_layout.h): first all blocks' integers, 4 inputs x 16 outputs to a vector, then all
+// blocks' scales. Source of the formats but int8: GGUF's block types of these names; panels hold the same numbers.
 #pragma once
 #include "kernels/linear.h"
 #include "simd/dot.h"
@@ -26,21 +31,28 @@ namespace whet::WHET_ISA {
 namespace {
 
 struct QuantisedRows {
-    const int8_t* q;         // rows x 32 blocks
-    const float* scales;     // rows x blocks
-    const int32_t* offsets;  // rows x blocks
+    const int8_t* q;                        // rows x 32 blocks
+    const float* scales;                    // rows x blocks
+    const int32_t *offsets, *half_offsets;  // rows x blocks
     size_t rows, blocks;
 };
 
 WHET_INLINE u8x64 low_halves(u8x64 x) { return x & u8x64(15); }
-// Each byte by n bits; what comes in from the byte above is cut off by the caller's mask.
+// Each byte by n bits to the right, to the left where n is below 0; what comes in from the byte beside it is cut off by
+// the caller's mask.
 template <int n>
-WHET_INLINE u8x64 shifted_right(u8x64 x) {
+WHET_INLINE u8x64 shift_right(u8x64 x) {
     auto words = bit_cast<Vec<uint32_t>>(x);
-    WHET_EACH_PART(p) words.part[p] = words.part[p] >> n;
+    WHET_EACH_PART(p) {
+        if constexpr (n < 0) {
+            words.part[p] = words.part[p] << -n;
+        } else {
+            words.part[p] = words.part[p] >> n;
+        }
+    }
     return bit_cast<u8x64>(words);
 }
-WHET_INLINE u8x64 high_halves(u8x64 x) { return shifted_right<4>(x) & u8x64(15); }
+WHET_INLINE u8x64 high_halves(u8x64 x) { return shift_right<4>(x) & u8x64(15); }
 WHET_INLINE u8x64 high_halves_in_place(u8x64 x) { return x & u8x64(0xf0); }
 
 WHET_INLINE i32x16 sixteenth(i32x16 x) {
@@ -50,59 +62,76 @@ WHET_INLINE i32x16 sixteenth(i32x16 x) {
 
 // --- the formats. Scales, opened at a group of blocks: what the i-th of them is scaled by.
 
-struct HalfScales {  // a float16 per output and block
+// How the sum of a block becomes floats: by the scale of its output alone, which comes at the end; by a scale of its
+// own; by that, with a lowest value; by a 6-bit factor, with another of the lowest value.
+enum class Scaling { kOutput, kBlock, kBlockLowest, kFactors };
+
+struct NoScales {
+    WHET_INLINE void open(const uint8_t*, size_t) {}
+};
+
+template <size_t count>
+struct HalfScales {  // d and perhaps m: float16 numbers per output and block
     const uint16_t* scales;
     WHET_INLINE void open(const uint8_t* all, size_t block) {
-        scales = reinterpret_cast<const uint16_t*>(all) + 16 * block;
+        scales = reinterpret_cast<const uint16_t*>(all) + 16 * count * block;
     }
-    WHET_INLINE f32x16 scale(size_t i) const { return load_f16(scales + 16 * i); }
+    WHET_INLINE f32x16 scale(size_t i) const { return load_f16(scales + 16 * count * i); }
+    WHET_INLINE f32x16 lowest(size_t i) const { return load_f16(scales + 16 * count * i + 16); }
 };
 
-struct Int8Panel {
-    static constexpr PanelLayout kLayout = kInt8Layout;
-    static constexpr bool kHalves = false, kOffset = true, kLowest = false, kBlockScales = false;
-    struct Scales {
-        WHET_INLINE void open(const uint8_t*, size_t) {}
-    };
-};
-
-struct Q8Panel {
-    static constexpr PanelLayout kLayout = kQ8_0Layout;
-    static constexpr bool kHalves = false, kOffset = true, kLowest = false, kBlockScales = true;
-    using Scales = HalfScales;
-};
-
-struct Q4Panel {
-    static constexpr PanelLayout kLayout = kQ4_0Layout;
-    static constexpr bool kHalves = true, kOffset = true, kLowest = false, kBlockScales = true;
-    using Scales = HalfScales;
+struct SignedFactors {  // of 256 inputs: d times 16 bytes, each of 16 inputs
+    const int8_t* factors;
+    f32x16 d;
+    WHET_INLINE void open(const uint8_t* scales, size_t block) {
+        const uint8_t* bytes = scales + block / kQ6_KLayout.group * kQ6_KLayout.group_bytes;
+        factors = reinterpret_cast<const int8_t*>(bytes);
+        d = load_f16(reinterpret_cast<const uint16_t*>(bytes + 256));
+    }
+    WHET_INLINE f32x16 scale(size_t i) const { return d * to_f32(load_s8(factors + 16 * i)); }
 };
 
 // The scales of 256 inputs: 12 x 16 bytes (the format's 12 bytes, 16 outputs side by side), d, then dmin. With bytes
 // 0-3, 4-7 and 8-11 as a, b, c, the factors of the first four blocks are the low 6 bits of a and b, and those of the
 // others have their low 4 bits in the halves of c and their high 2 in the top of a and b.
-struct Q4KPanel {
-    static constexpr PanelLayout kLayout = kQ4_KLayout;
-    static constexpr bool kHalves = true, kOffset = false, kLowest = true, kBlockScales = true;
-    struct Scales {
-        f32x16 d, dmin;
-        uint8_t factors[2][8 * 16];
+struct LineFactors {
+    f32x16 d, dmin;
+    uint8_t factors[2][8 * 16];
 
-        WHET_INLINE void open(const uint8_t* scales, size_t block) {
-            const uint8_t* bytes = scales + block / kLayout.group * kLayout.group_bytes;
-            const u8x64 a = load(bytes), b = load(bytes + 64), c = load(bytes + 128), six_bits(63), top_bits(0x30);
-            store(factors[0], a & six_bits);
-            store(factors[1], b & six_bits);
-            store(factors[0] + 64, low_halves(c) | (shifted_right<2>(a) & top_bits));
-            store(factors[1] + 64, high_halves(c) | (shifted_right<2>(b) & top_bits));
-            d = load_f16(reinterpret_cast<const uint16_t*>(bytes + 192));
-            dmin = load_f16(reinterpret_cast<const uint16_t*>(bytes + 224));
-        }
-        // In units of d and of dmin.
-        WHET_INLINE i32x16 factor(size_t i) const { return load_u8(factors[0] + 16 * i); }
-        WHET_INLINE f32x16 lowest(size_t i) const { return to_f32(load_u8(factors[1] + 16 * i)); }
-    };
+    WHET_INLINE void open(const uint8_t* scales, size_t block) {
+        const uint8_t* bytes = scales + block / kQ4_KLayout.group * kQ4_KLayout.group_bytes;
+        const u8x64 a = load(bytes), b = load(bytes + 64), c = load(bytes + 128), six_bits(63), top_bits(0x30);
+        store(factors[0], a & six_bits);
+        store(factors[1], b & six_bits);
+        store(factors[0] + 64, low_halves(c) | (shift_right<2>(a) & top_bits));
+        store(factors[1] + 64, high_halves(c) | (shift_right<2>(b) & top_bits));
+        d = load_f16(reinterpret_cast<const uint16_t*>(bytes + 192));
+        dmin = load_f16(reinterpret_cast<const uint16_t*>(bytes + 224));
+    }
+    // In units of d and of dmin.
+    WHET_INLINE i32x16 factor(size_t i) const { return load_u8(factors[0] + 16 * i); }
+    WHET_INLINE f32x16 lowest(size_t i) const { return to_f32(load_u8(factors[1] + 16 * i)); }
 };
+static_assert(kQ4_KLayout.group_bytes == kQ5_KLayout.group_bytes);
+
+template <const PanelLayout& layout, int bits, int bias, Scaling scaling, class ScalesOf>
+struct Panel {
+    static constexpr PanelLayout kLayout = layout;
+    static constexpr int kBits = bits, kBias = bias;
+    static constexpr Scaling kScaling = scaling;
+    static constexpr int kScales = bits == 6 ? 2 : 1;  // of a block of 32
+    using Scales = ScalesOf;
+};
+
+using Int8Panel = Panel<kInt8Layout, 8, 128, Scaling::kOutput, NoScales>;
+using Q8_0Panel = Panel<kQ8_0Layout, 8, 128, Scaling::kBlock, HalfScales<1>>;
+using Q4_0Panel = Panel<kQ4_0Layout, 4, 8, Scaling::kBlock, HalfScales<1>>;
+using Q4_1Panel = Panel<kQ4_1Layout, 4, 0, Scaling::kBlockLowest, HalfScales<2>>;
+using Q5_0Panel = Panel<kQ5_0Layout, 5, 16, Scaling::kBlock, HalfScales<1>>;
+using Q5_1Panel = Panel<kQ5_1Layout, 5, 0, Scaling::kBlockLowest, HalfScales<2>>;
+using Q4_KPanel = Panel<kQ4_KLayout, 4, 0, Scaling::kFactors, LineFactors>;
+using Q5_KPanel = Panel<kQ5_KLayout, 5, 0, Scaling::kFactors, LineFactors>;
+using Q6_KPanel = Panel<kQ6_KLayout, 6, 32, Scaling::kBlock, SignedFactors>;
 
 #if defined(__AVX512F__)
 constexpr int kQuantisedRows = 4, kQuantisedPanels = 3;  // each with an integer sum and a float one
@@ -211,19 +240,52 @@ WHET_INLINE void add_halves_in_turn(i32x16 (&dot)[n_rows][n_panels], const int8_
     }
 }
 
-// The integer sums of one block.
-template <class Panel, int n_rows, int n_panels>
+// The integers of 4 inputs, the bits above the halves put in place: vector v of a block of 5 or 6 bits.
+template <int bits, int v>
+WHET_INLINE u8x64 whole_integers(const uint8_t* block) {
+    constexpr int more = bits - 4, per_vector = 8 / more, place = more * (v % per_vector);
+    const u8x64 halves = load(block + 64 * (v % 4)), above = load(block + 64 * (4 + v / per_vector));
+    const u8x64 mask(((1 << more) - 1) << 4);
+    return (v < 4 ? low_halves(halves) : high_halves(halves)) | (shift_right<place - 4>(above) & mask);
+}
+
+// dot += the products of the vectors from v to `end` of such a block.
+template <int bits, int v, int end, int n_rows, int n_panels>
+WHET_INLINE void add_whole(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride, const uint8_t* block,
+                           size_t panel_bytes) {
+    u8x64 weights[n_panels];
+#pragma GCC unroll 4
+    for (int p = 0; p < n_panels; ++p) weights[p] = whole_integers<bits, v>(block + p * panel_bytes);
+    add_dots(dot, weights, q + 4 * v, stride);
+    if constexpr (v + 1 < end) add_whole<bits, v + 1, end>(dot, q, stride, block, panel_bytes);
+}
+
+// -128 times the sum of the inputs that the s-th scale of a block is for.
+template <class Panel>
+WHET_INLINE int32_t offset_of(const QuantisedRows& in, size_t at, int s) {
+    if constexpr (Panel::kScales == 1) return in.offsets[at];
+    return s == 0 ? in.half_offsets[at] : in.offsets[at] - in.half_offsets[at];
+}
+
+// The integer sums of what the s-th scale of a block is for.
+template <class Panel, int s, int n_rows, int n_panels>
 WHET_INLINE void block_sums(i32x16 (&dot)[n_rows][n_panels], const QuantisedRows& in, size_t at, const uint8_t* block,
                             size_t panel_bytes) {
     const int8_t* q = in.q + 32 * at;
     const size_t stride = 32 * in.blocks;
+    // The sums of 4 bits begin with theirs 16 times as large, as the high halves are.
+    constexpr int bias = Panel::kBits == 4 ? 16 * Panel::kBias : Panel::kBias;
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; ++r) {
+        const int32_t offset = bias == 0 ? 0 : offset_of<Panel>(in, at + r * in.blocks, s) / (128 / (bias ? bias : 1));
 #pragma GCC unroll 4
-        for (int p = 0; p < n_panels; ++p) dot[r][p] = i32x16(Panel::kOffset ? in.offsets[at + r * in.blocks] : 0);
+        for (int p = 0; p < n_panels; ++p) dot[r][p] = i32x16(offset);
     }
-    if constexpr (!Panel::kHalves) {
+    if constexpr (Panel::kBits == 8) {
         add_bytes(dot, q, stride, block, panel_bytes);
+    } else if constexpr (Panel::kBits != 4) {
+        constexpr int n = 8 / Panel::kScales;
+        add_whole<Panel::kBits, n * s, n*(s + 1)>(dot, q, stride, block, panel_bytes);
     } else if constexpr (n_rows <= kRowsApart) {
         add_halves_apart(dot, q, stride, block, panel_bytes);
     } else {
@@ -259,6 +321,38 @@ WHET_INLINE void add_group(f32x16 (&sum)[n_rows][n_panels], const f32x16 (&part)
     }
 }
 
+// The s-th scale of block i of a group, and those after it: their products to the sums, or to a group's part of them.
+template <class Panel, int s, int n_rows, int n_panels>
+WHET_INLINE void add_block(f32x16 (&sum)[n_rows][n_panels], f32x16 (&part)[n_rows][n_panels],
+                           const typename Panel::Scales (&scales)[n_panels], const QuantisedRows& in, size_t at,
+                           size_t i, const uint8_t* block, size_t panel_bytes) {
+    i32x16 dot[n_rows][n_panels];
+    block_sums<Panel, s>(dot, in, at, block, panel_bytes);
+#pragma GCC unroll 4
+    for (int r = 0; r < n_rows; ++r) {
+        const f32x16 x_scale(in.scales[at + r * in.blocks]);
+#pragma GCC unroll 4
+        for (int p = 0; p < n_panels; ++p) {
+            if constexpr (Panel::kScaling == Scaling::kFactors) {
+                const f32x16 whole = to_f32(dot[r][p] * scales[p].factor(i));  // below 2^24: exact
+                part[r][p] = fma(whole, x_scale, part[r][p]);
+            } else if constexpr (Panel::kScaling == Scaling::kOutput) {
+                sum[r][p] = fma(to_f32(dot[r][p]), x_scale, sum[r][p]);
+            } else {
+                const f32x16 scale = scales[p].scale(Panel::kScales * i + s);
+                sum[r][p] = fma(to_f32(dot[r][p]), scale * x_scale, sum[r][p]);
+            }
+        }
+        if constexpr (Panel::kScaling == Scaling::kBlockLowest) {
+            const float integers = static_cast<float>(in.offsets[at + r * in.blocks]) * -0x1p-7f;
+            const f32x16 inputs(in.scales[at + r * in.blocks] * integers);
+#pragma GCC unroll 4
+            for (int p = 0; p < n_panels; ++p) sum[r][p] = fma(scales[p].lowest(i), inputs, sum[r][p]);
+        }
+    }
+    if constexpr (s + 1 < Panel::kScales) add_block<Panel, s + 1>(sum, part, scales, in, at, i, block, panel_bytes);
+}
+
 template <class Panel, int n_rows, int n_panels>
 __attribute__((noinline)) void quantised_tile(const QuantisedRows& in, size_t row, const uint8_t* panels, size_t panel,
                                               const Outputs& out) {
@@ -275,28 +369,12 @@ __attribute__((noinline)) void quantised_tile(const QuantisedRows& in, size_t ro
         f32x16 part[n_rows][n_panels];
         set_zero(part);
         for (size_t i = 0; i < layout.group; ++i) {
-            const size_t at = row * blocks + begin + i;
-            i32x16 dot[n_rows][n_panels];
-            block_sums<Panel>(dot, in, at, first + (begin + i) * layout.step_bytes, panel_bytes);
-#pragma GCC unroll 4
-            for (int r = 0; r < n_rows; ++r) {
-                const f32x16 x_scale(in.scales[at + r * blocks]);
-#pragma GCC unroll 4
-                for (int p = 0; p < n_panels; ++p) {
-                    if constexpr (Panel::kLowest) {
-                        const f32x16 whole = to_f32(dot[r][p] * scales[p].factor(i));  // below 2^24: exact
-                        part[r][p] = fma(whole, x_scale, part[r][p]);
-                    } else if constexpr (Panel::kBlockScales) {
-                        sum[r][p] = fma(to_f32(dot[r][p]), scales[p].scale(i) * x_scale, sum[r][p]);
-                    } else {
-                        sum[r][p] = fma(to_f32(dot[r][p]), x_scale, sum[r][p]);
-                    }
-                }
-            }
+            const uint8_t* block = first + (begin + i) * layout.step_bytes;
+            add_block<Panel, 0>(sum, part, scales, in, row * blocks + begin + i, i, block, panel_bytes);
         }
-        if constexpr (Panel::kLowest) add_group(sum, part, scales, in, row * blocks + begin);
+        if constexpr (Panel::kScaling == Scaling::kFactors) add_group(sum, part, scales, in, row * blocks + begin);
     }
-    if constexpr (!Panel::kBlockScales) {
+    if constexpr (Panel::kScaling == Scaling::kOutput) {
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) {
             const f32x16 scale = load(reinterpret_cast<const float*>(first_scales + p * panel_bytes));
@@ -331,23 +409,43 @@ WHET_INLINE void linear_quantised(const QuantisedRows& in, const void* panels, c
     for (; panel < n_panels; ++panel) quantised_panels<Panel, 1>(in, bytes, panel, out);
 }
 
-#define WHET_LINEAR(name, Panel)                                                                       \
-    void linear_##name(const LinearTask& t) {                                                          \
-        const QuantisedRows in{static_cast<const int8_t*>(t.x), t.scales, t.offsets, t.rows, t.steps}; \
-        linear_quantised<Panel>(in, t.panels, {t.y, t.ldy, t.n, t.bias});                              \
+#define WHET_LINEAR(name, Panel)                                                                                       \
+    void linear_##name(const LinearTask& t) {                                                                          \
+        const QuantisedRows in{static_cast<const int8_t*>(t.x), t.scales, t.offsets, t.half_offsets, t.rows, t.steps}; \
+        linear_quantised<Panel>(in, t.panels, {t.y, t.ldy, t.n, t.bias});                                              \
     }
 WHET_LINEAR(int8, Int8Panel)
-WHET_LINEAR(q8_0, Q8Panel)
-WHET_LINEAR(q4_0, Q4Panel)
-WHET_LINEAR(q4_k, Q4KPanel)
+WHET_LINEAR(q8_0, Q8_0Panel)
+WHET_LINEAR(q4_0, Q4_0Panel)
+WHET_LINEAR(q4_1, Q4_1Panel)
+WHET_LINEAR(q5_0, Q5_0Panel)
+WHET_LINEAR(q5_1, Q5_1Panel)
+WHET_LINEAR(q4_k, Q4_KPanel)
+WHET_LINEAR(q5_k, Q5_KPanel)
+WHET_LINEAR(q6_k, Q6_KPanel)
 #undef WHET_LINEAR
 
 // --- the inputs
 
-// Up to 16 blocks of 32 inputs. A block with a NaN or an infinity gets a NaN scale: so do its sums.
-WHET_INLINE void quantize_blocks(const float* x, size_t blocks, int8_t* q, float* scales, int32_t* offsets) {
-    const f32x16 zero(0.0f), limit(__builtin_inff()), rounder(kRounder<float>);
-    f32x16 lanes[16];  // block by block: magnitudes, then totals
+// What a row of inputs becomes.
+struct QuantisedInputs {
+    int8_t* q;
+    float* scales;
+    int32_t *offsets, *half_offsets;
+};
+
+// -128 times the integers in the low bits of sums.
+WHET_INLINE void store_offsets(f32x16 sums, int n, int32_t* offsets) {
+    const f32x16 rounder(kRounder<float>);
+    const auto shifted = bit_cast<i32x16>(fma(sums, f32x16(-128.0f), rounder));
+    store_first(offsets, shifted - bit_cast<i32x16>(rounder), n);
+}
+
+// Up to 16 blocks of 32 inputs, from block `first` on. A block with a NaN or an infinity gets a NaN scale: so do its
+// sums.
+WHET_INLINE void quantize_blocks(const float* x, size_t first, size_t blocks, const QuantisedInputs& to) {
+    const f32x16 zero(0.0f), limit(__builtin_inff());
+    f32x16 lanes[16], halves[16];  // block by block: magnitudes, then totals
     for (f32x16& v : lanes) v = zero;
     for (size_t b = 0; b < blocks; ++b) {
         // min gives its second where one is NaN: a NaN counts as an infinity.
@@ -355,31 +453,32 @@ WHET_INLINE void quantize_blocks(const float* x, size_t blocks, int8_t* q, float
     }
     const int n = static_cast<int>(blocks);
     const f32x16 top = max_each(lanes), inverse = f32x16(127.0f) / top;
-    store_first(scales, top / f32x16(127.0f) + (top - top), n);
+    store_first(to.scales + first, top / f32x16(127.0f) + (top - top), n);
     float inverses[16];
     store(inverses, select((top > zero) & (top < limit) & (inverse < limit), inverse, zero));
-    for (f32x16& v : lanes) v = zero;
+    for (int b = 0; b < 16; ++b) lanes[b] = halves[b] = zero;
+    int8_t* q = to.q + 32 * first;
     for (size_t b = 0; b < blocks; ++b) {
         const Rounded<float> low(load(x + 32 * b), f32x16(inverses[b]));
         const Rounded<float> high(load(x + 32 * b + 16), f32x16(inverses[b]));
+        halves[b] = low.value();
         lanes[b] = low.value() + high.value();
         store_low_bytes(q + 32 * b, bit_cast<i32x16>(low.shifted));  // the integers are the low bits
         store_low_bytes(q + 32 * b + 16, bit_cast<i32x16>(high.shifted));
     }
-    const auto shifted = bit_cast<i32x16>(fma(sum_each(lanes), f32x16(-128.0f), rounder));
-    store_first(offsets, shifted - bit_cast<i32x16>(rounder), n);
+    store_offsets(sum_each(lanes), n, to.offsets + first);
+    store_offsets(sum_each(halves), n, to.half_offsets + first);
 }
 
 // A row of n inputs, zeros after them to the end of a block.
-void quantize_row_f32(const float* x, size_t n, int8_t* q, float* scales, int32_t* offsets) {
+void quantize_row_f32(const float* x, size_t n, int8_t* q, float* scales, int32_t* offsets, int32_t* half_offsets) {
+    const QuantisedInputs to{q, scales, offsets, half_offsets};
     const size_t whole = n / 32;
-    for (size_t b = 0; b < whole; b += 16) {
-        quantize_blocks(x + 32 * b, whole - b < 16 ? whole - b : 16, q + 32 * b, scales + b, offsets + b);
-    }
+    for (size_t b = 0; b < whole; b += 16) quantize_blocks(x + 32 * b, b, whole - b < 16 ? whole - b : 16, to);
     if (n % 32 == 0) return;
     float last[32] = {};
     for (size_t i = 0; i < n % 32; ++i) last[i] = x[32 * whole + i];
-    quantize_blocks(last, 1, q + 32 * whole, scales + whole, offsets + whole);
+    quantize_blocks(last, whole, 1, to);
 }
 
 }  // namespace

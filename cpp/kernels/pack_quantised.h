@@ -1,5 +1,5 @@
-// Numbers of any source and strides into one panel of 16 outputs of int8, q8_0, q4_0 or q4_k: engine/quantize.cpp,
-// which says what the searches look for, for 16 outputs at a time.
+// Numbers of any source and strides into one panel of 16 outputs of a quantised format: engine/quantize.cpp, which
+// says what the searches look for, for 16 outputs at a time.
 //
 // An output has a lane of its own, and goes through the operations of quantize.cpp in their order: the same numbers, to
 // the bit. They have to be finite.
@@ -69,58 +69,107 @@ WHET_INLINE void put_int8(const float* tile, f32x16 scale, const PanelTask& task
     }
 }
 
-// ---------------------------------------------------------------- 4 bits
+// ---------------------------------------------------------------- integers of 4 to 6 bits
 
-// The 4 words of a block of numbers in [0, 15]: of 16 bytes the first holds inputs 0 and 16, and so on.
-template <class Q>
-WHET_INLINE void put_int4(Q&& q, const PanelTask& task, float* words) {
-    for (size_t w = 0; w < 4; ++w) {
-        f32x16 bytes[4];
+// The words of a step (kernels/panel_layout.h) of the integers q(0) to q(31).
+template <int bits, class Q>
+WHET_INLINE void put_step(Q&& q, const PanelTask& task, float* words) {
+    f32x16 inputs[8];
+    for (size_t w = 0; w < 8; ++w) {
+        f32x16 four[4];
 #pragma GCC unroll 4
-        for (size_t i = 0; i < 4; ++i) bytes[i] = q(4 * w + i) + f32x16(16.0f) * q(4 * w + i + 16);
-        put(words + 16 * w, four_bytes(bytes), task);
+        for (size_t i = 0; i < 4; ++i) four[i] = q(4 * w + i);
+        inputs[w] = four_bytes(four);
+    }
+    for (size_t w = 0; w < 4; ++w) {
+        f32x16 halves;
+        WHET_EACH_PART(p) {
+            const auto low = (NativeU32)inputs[w].part[p], high = (NativeU32)inputs[w + 4].part[p];
+            halves.part[p] = (f32x16::Native)((low & 0x0f0f0f0f) | (high & 0x0f0f0f0f) << 4);
+        }
+        put(words + 16 * w, halves, task);
+    }
+    constexpr int more = bits - 4, per_word = more == 0 ? 8 : 8 / more;
+    for (int w = 0; w < more; ++w) {
+        f32x16 above;
+        WHET_EACH_PART(p) {
+            NativeU32 word = {};
+            for (int v = 0; v < per_word; ++v) {
+                word |= ((NativeU32)inputs[w * per_word + v].part[p] >> 4 & 0x0f0f0f0f) << more * v;
+            }
+            above.part[p] = (f32x16::Native)word;
+        }
+        put(words + 16 * (4 + w), above, task);
     }
 }
 
-WHET_INLINE f32x16 q4_0_scale(const float* tile) {
+// ---------------------------------------------------------------- scale q, q in [-half, half - 1]
+
+// Of n numbers; as_half: the scale is stored as a float16.
+template <int half, size_t n, bool as_half>
+WHET_INLINE f32x16 symmetric_scale(const float* x) {
     f32x16 top(0.0f), size(0.0f), best(0.0f), least(__builtin_inff());
-    for (size_t i = 0; i < kTile; ++i) {
-        const f32x16 x = load(tile + 16 * i);
-        const auto larger = magnitude(x) > size;
-        top = select(larger, x, top);
-        size = select(larger, magnitude(x), size);
+    for (size_t i = 0; i < n; ++i) {
+        const f32x16 each = load(x + 16 * i);
+        const auto larger = magnitude(each) > size;
+        top = select(larger, each, top);
+        size = select(larger, magnitude(each), size);
     }
     for (int step = -6; step <= 2; ++step) {
-        const f32x16 d = Halves(top / f32x16(-8.0f + 0.15f * static_cast<float>(step))).values();
+        f32x16 scale = top / f32x16(static_cast<float>(-half) + 0.15f * static_cast<float>(step));
+        if constexpr (as_half) scale = Halves(scale).values();
         f32x16 error(0.0f);
-        for (size_t i = 0; i < kTile; ++i) {
-            const f32x16 x = load(tile + 16 * i), rest = x - d * nearest(x / d, -8.0f, 7.0f);
+        for (size_t i = 0; i < n; ++i) {
+            const f32x16 each = load(x + 16 * i), rest = each - scale * nearest(each / scale, -half, half - 1);
             error += rest * rest;
         }
-        const auto better = (error < least) & (d != f32x16(0.0f));
+        const auto better = (error < least) & (scale != f32x16(0.0f));
         least = select(better, error, least);
-        best = select(better, d, best);
+        best = select(better, scale, best);
     }
     return best;
 }
 
-// ---------------------------------------------------------------- q4_k
+// The integer of a number, half higher.
+template <int half>
+WHET_INLINE f32x16 symmetric_integer(const float* x, f32x16 scale) {
+    const f32x16 q = select(scale != f32x16(0.0f), load(x) / scale, f32x16(0.0f));
+    return nearest(q, -half, half - 1) + f32x16(half);
+}
 
-struct Line {  // scale q - lowest
+template <const PanelLayout& layout, int bits>
+WHET_INLINE void put_symmetric(const PanelTask& task) {
+    constexpr int half = 1 << (bits - 1);
+    constexpr size_t step = layout.step_bytes / 4;
+    auto* words = static_cast<float*>(task.panel);
+    auto* scales = reinterpret_cast<uint16_t*>(words + task.k / kTile * step);
+    for (size_t at = 0; at < task.k; at += kTile, words += step, scales += 16) {
+        float tile[16 * kTile];
+        read_block(task, at, tile);
+        const f32x16 d = symmetric_scale<half, kTile, true>(tile);
+        const auto q = [&](size_t i) WHET_INLINE_LAMBDA { return symmetric_integer<half>(tile + 16 * i, d); };
+        put_step<bits>(q, task, words);
+        put(scales, Halves(d).bits, task);
+    }
+}
+
+// ---------------------------------------------------------------- scale q - lowest, q in [0, most]
+
+struct Line {
     f32x16 scale, lowest, error;
 };
 
 // q for given scales, and then the scales with the least squared error for these q (lowest not below 0).
-WHET_INLINE Line fitted(const float* tile, f32x16 x_sum, f32x16 scale, f32x16 lowest) {
+WHET_INLINE Line fit_line(const float* tile, float most, f32x16 x_sum, f32x16 scale, f32x16 lowest) {
     const f32x16 zero(0.0f), n(static_cast<float>(kTile));
     f32x16 q_sum = zero, qq = zero, qx = zero;
     float q[16 * kTile];
     for (size_t i = 0; i < kTile; ++i) {
-        const f32x16 x = load(tile + 16 * i), one = nearest((x + lowest) / scale, 0.0f, 15.0f);
-        store(q + 16 * i, one);
-        q_sum += one;
-        qq += one * one;
-        qx += one * x;
+        const f32x16 x = load(tile + 16 * i), each = nearest((x + lowest) / scale, 0.0f, most);
+        store(q + 16 * i, each);
+        q_sum += each;
+        qq += each * each;
+        qx += each * x;
     }
     const f32x16 determinant = n * qq - q_sum * q_sum;
     const auto solvable = determinant > zero;
@@ -137,31 +186,59 @@ WHET_INLINE Line fitted(const float* tile, f32x16 x_sum, f32x16 scale, f32x16 lo
     return line;
 }
 
-WHET_INLINE Line chosen(i32x16 first, const Line& a, const Line& b) {
+WHET_INLINE Line choose(i32x16 first, const Line& a, const Line& b) {
     return {select(first, a.scale, b.scale), select(first, a.lowest, b.lowest), select(first, a.error, b.error)};
 }
 
-__attribute__((noinline)) void best_line(const float* tile, Line& best) {
+__attribute__((noinline)) void best_line(const float* tile, float most, Line& best) {
     const f32x16 zero(0.0f);
-    f32x16 least = load(tile), most = least, x_sum = zero;
+    f32x16 low = load(tile), high = low, x_sum = zero;
     for (size_t i = 0; i < kTile; ++i) {
         const f32x16 x = load(tile + 16 * i);
-        least = min(least, x);
-        most = max(most, x);
+        low = min(low, x);
+        high = max(high, x);
         x_sum += x;
     }
-    const f32x16 lowest = select(least < zero, -least, zero), range = most + lowest;
+    const f32x16 lowest = select(low < zero, -low, zero), range = high + lowest;
     best = {zero, zero, f32x16(__builtin_inff())};
     for (int step = -8; step <= 8; ++step) {
-        const f32x16 scale = range / f32x16(15.0f + 0.25f * static_cast<float>(step));
-        Line line = fitted(tile, x_sum, scale, lowest);
-        const Line again = fitted(tile, x_sum, line.scale, line.lowest);
+        const f32x16 scale = range / f32x16(most + 0.25f * static_cast<float>(step));
+        Line line = fit_line(tile, most, x_sum, scale, lowest);
+        const Line again = fit_line(tile, most, x_sum, line.scale, line.lowest);
         const auto rising = line.scale > zero;
-        line = chosen((again.scale > zero) & (again.error < line.error), again, line);
-        best = chosen(rising & (line.error < best.error), line, best);
+        line = choose((again.scale > zero) & (again.error < line.error), again, line);
+        best = choose(rising & (line.error < best.error), line, best);
     }
-    best = chosen(range > zero, best, {zero, lowest, zero});
+    best = choose(range > zero, best, {zero, lowest, zero});
 }
+
+template <int bits>
+WHET_INLINE void put_line_step(const float* tile, f32x16 scale, f32x16 lowest, const PanelTask& task, float* words) {
+    const auto q = [&](size_t i) WHET_INLINE_LAMBDA {
+        const f32x16 x = (load(tile + 16 * i) + lowest) / scale, zero(0.0f);
+        return nearest(select(scale > zero, x, zero), 0.0f, (1 << bits) - 1);
+    };
+    put_step<bits>(q, task, words);
+}
+
+template <const PanelLayout& layout, int bits>
+WHET_INLINE void put_lines(const PanelTask& task) {
+    constexpr size_t step = layout.step_bytes / 4;
+    auto* words = static_cast<float*>(task.panel);
+    auto* scales = reinterpret_cast<uint16_t*>(words + task.k / kTile * step);
+    for (size_t at = 0; at < task.k; at += kTile, words += step, scales += 32) {
+        float tile[16 * kTile];
+        Line line;
+        read_block(task, at, tile);
+        best_line(tile, (1 << bits) - 1, line);
+        const Halves d(line.scale), m(-line.lowest);
+        put_line_step<bits>(tile, d.values(), -m.values(), task, words);
+        put(scales, d.bits, task);
+        put(scales + 16, m.bits, task);
+    }
+}
+
+// ---------------------------------------------------------------- 256 inputs, whose scales are multiples of one
 
 // The 12 bytes of the 6-bit factors of 8 blocks.
 struct Factors {
@@ -181,15 +258,14 @@ struct Factors {
     }
 };
 
-// scale / unit as a whole number in [0, 63], 0 where there is no unit; its bytes, and what it stands for.
-WHET_INLINE f32x16 factor(f32x16 scale, f32x16 unit, uint8_t* bytes) {
-    const f32x16 zero(0.0f);
-    const f32x16 whole = nearest(select(unit > zero, scale / unit, zero), 0.0f, 63.0f);
+// scale / unit as a whole number in [low, high], 0 where there is no unit; its bytes, and what it stands for.
+WHET_INLINE f32x16 factor(f32x16 scale, f32x16 unit, i32x16 has_unit, float low, float high, uint8_t* bytes) {
+    const f32x16 whole = nearest(select(has_unit, scale / unit, f32x16(0.0f)), low, high);
     store_low_bytes(reinterpret_cast<int8_t*>(bytes), bit_cast<i32x16>(whole + f32x16(kRounder<float>)));
     return unit * whole;
 }
 
-// 256 inputs: the words of 8 blocks, and then their scales.
+template <int bits, const PanelLayout& layout>
 WHET_INLINE void put_super_block(const PanelTask& task, size_t at, float* words, uint8_t* scales) {
     const f32x16 zero(0.0f);
     float tiles[8][16 * kTile];
@@ -197,24 +273,61 @@ WHET_INLINE void put_super_block(const PanelTask& task, size_t at, float* words,
     f32x16 top_scale = zero, top_lowest = zero;
     for (size_t j = 0; j < 8; ++j) {
         read_tile(task, at + kTile * j, kTile, tiles[j]);
-        best_line(tiles[j], lines[j]);
+        best_line(tiles[j], (1 << bits) - 1, lines[j]);
         top_scale = select(top_scale < lines[j].scale, lines[j].scale, top_scale);
         top_lowest = select(top_lowest < lines[j].lowest, lines[j].lowest, top_lowest);
     }
-    const Halves d(top_scale / f32x16(63.0f)), dmin(top_lowest / f32x16(63.0f));
+    const Halves half_d(top_scale / f32x16(63.0f)), half_dmin(top_lowest / f32x16(63.0f));
+    const f32x16 d = half_d.values(), dmin = half_dmin.values();
     Factors factors;
     for (size_t j = 0; j < 8; ++j) {
-        const f32x16 scale = factor(lines[j].scale, d.values(), factors.scale[j]);
-        const f32x16 lowest = factor(lines[j].lowest, dmin.values(), factors.lowest[j]);
-        const auto q = [&](size_t i) WHET_INLINE_LAMBDA {
-            const f32x16 x = (load(tiles[j] + 16 * i) + lowest) / scale;
-            return nearest(select(scale > zero, x, zero), 0.0f, 15.0f);
-        };
-        put_int4(q, task, words + kQ4_KLayout.step_bytes / 4 * j);
+        const f32x16 scale = factor(lines[j].scale, d, d > zero, 0.0f, 63.0f, factors.scale[j]);
+        const f32x16 lowest = factor(lines[j].lowest, dmin, dmin > zero, 0.0f, 63.0f, factors.lowest[j]);
+        put_line_step<bits>(tiles[j], scale, lowest, task, words + layout.step_bytes / 4 * j);
     }
     factors.put_bytes(task, scales);
-    put(reinterpret_cast<uint16_t*>(scales + 192), d.bits, task);
-    put(reinterpret_cast<uint16_t*>(scales + 224), dmin.bits, task);
+    put(reinterpret_cast<uint16_t*>(scales + 192), half_d.bits, task);
+    put(reinterpret_cast<uint16_t*>(scales + 224), half_dmin.bits, task);
+}
+
+// Of q6_k: 16 groups, whose scales are multiples of d from -128 to 127.
+WHET_INLINE void put_signed_super_block(const PanelTask& task, size_t at, float* words, uint8_t* scales) {
+    constexpr int half = 32;
+    constexpr size_t group = 16;
+    const f32x16 zero(0.0f);
+    float tiles[8][16 * kTile];
+    f32x16 wanted[16], top = zero;
+    for (size_t j = 0; j < 16; ++j) {
+        if (j % 2 == 0) read_tile(task, at + group * j, kTile, tiles[j / 2]);
+        wanted[j] = symmetric_scale<half, group, false>(tiles[j / 2] + 16 * group * (j % 2));
+        top = select(magnitude(wanted[j]) > magnitude(top), wanted[j], top);
+    }
+    const Halves half_d(top / f32x16(-128.0f));
+    const f32x16 d = half_d.values();
+    f32x16 scale[16];
+    for (size_t j = 0; j < 16; ++j) {
+        uint8_t bytes[16];
+        scale[j] = factor(wanted[j], d, d != zero, -128.0f, 127.0f, bytes);
+        put(scales + 16 * j, bytes, task);
+    }
+    for (size_t j = 0; j < 8; ++j) {
+        const auto q = [&](size_t i) WHET_INLINE_LAMBDA {
+            return symmetric_integer<half>(tiles[j] + 16 * i, scale[2 * j + i / group]);
+        };
+        put_step<6>(q, task, words + kQ6_KLayout.step_bytes / 4 * j);
+    }
+    put(reinterpret_cast<uint16_t*>(scales + 256), half_d.bits, task);
+}
+
+// put_block(task, input, words, scales) for every 256 inputs.
+template <const PanelLayout& layout, class PutBlock>
+WHET_INLINE void put_super_blocks(const PanelTask& task, PutBlock&& put_block) {
+    constexpr size_t step = layout.step_bytes / 4, super_block = layout.group * kTile;
+    auto* words = static_cast<float*>(task.panel);
+    auto* scales = reinterpret_cast<uint8_t*>(words + task.k / kTile * step);
+    for (size_t at = 0; at < task.k; at += super_block, words += layout.group * step, scales += layout.group_bytes) {
+        put_block(task, at, words, scales);
+    }
 }
 
 }  // namespace pack
@@ -248,32 +361,17 @@ void pack_panel_q8_0(const PanelTask& task) {
     }
 }
 
-void pack_panel_q4_0(const PanelTask& task) {
-    constexpr size_t step = kQ4_0Layout.step_bytes / 4;
-    auto* words = static_cast<float*>(task.panel);
-    auto* scales = reinterpret_cast<uint16_t*>(words + task.k / pack::kTile * step);
-    for (size_t at = 0; at < task.k; at += pack::kTile, words += step, scales += 16) {
-        float tile[16 * pack::kTile];
-        pack::read_block(task, at, tile);
-        const f32x16 d = pack::q4_0_scale(tile);
-        const auto q = [&](size_t i) WHET_INLINE_LAMBDA {
-            const f32x16 x = select(d != f32x16(0.0f), load(tile + 16 * i) / d, f32x16(0.0f));
-            return pack::nearest(x, -8.0f, 7.0f) + f32x16(8.0f);
-        };
-        pack::put_int4(q, task, words);
-        pack::put(scales, pack::Halves(d).bits, task);
-    }
-}
-
+void pack_panel_q4_0(const PanelTask& task) { pack::put_symmetric<kQ4_0Layout, 4>(task); }
+void pack_panel_q5_0(const PanelTask& task) { pack::put_symmetric<kQ5_0Layout, 5>(task); }
+void pack_panel_q4_1(const PanelTask& task) { pack::put_lines<kQ4_1Layout, 4>(task); }
+void pack_panel_q5_1(const PanelTask& task) { pack::put_lines<kQ5_1Layout, 5>(task); }
 void pack_panel_q4_k(const PanelTask& task) {
-    constexpr PanelLayout layout = kQ4_KLayout;
-    constexpr size_t step = layout.step_bytes / 4, super_block = layout.group * pack::kTile;
-    auto* words = static_cast<float*>(task.panel);
-    auto* scales = reinterpret_cast<uint8_t*>(words + task.k / pack::kTile * step);
-    for (size_t at = 0; at < task.k; at += super_block, words += layout.group * step, scales += layout.group_bytes) {
-        pack::put_super_block(task, at, words, scales);
-    }
+    pack::put_super_blocks<kQ4_KLayout>(task, pack::put_super_block<4, kQ4_KLayout>);
 }
+void pack_panel_q5_k(const PanelTask& task) {
+    pack::put_super_blocks<kQ5_KLayout>(task, pack::put_super_block<5, kQ5_KLayout>);
+}
+void pack_panel_q6_k(const PanelTask& task) { pack::put_super_blocks<kQ6_KLayout>(task, pack::put_signed_super_block); }
 
 }  // namespace
 }  // namespace whet::WHET_ISA

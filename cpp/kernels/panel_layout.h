@@ -25,7 +25,15 @@ constexpr PanelLayout kFloat32Layout = {1, 4 * kPanel};
 constexpr PanelLayout kBFloat16Layout = {2, 4 * kPanel};
 constexpr PanelLayout kInt8Layout = {kQuantBlock, kQuantBlock * kPanel, 1, 0, 4 * kPanel};
 constexpr PanelLayout kQ8_0Layout = {kQuantBlock, kQuantBlock * kPanel, 1, 2 * kPanel};
-constexpr PanelLayout kQ4_0Layout = {kQuantBlock, kQuantBlock / 2 * kPanel, 1, 2 * kPanel};
-constexpr PanelLayout kQ4_KLayout = {kQuantBlock, kQuantBlock / 2 * kPanel, 8, (12 + 2 + 2) * kPanel};
+
+// Of integers of 4 to 6 bits, byte b of word w of a step holds the low half of input 4 w + b and, in its high half,
+// that of input 16 + 4 w + b, for w below 4; then come the bits above the halves, of 8 or 4 words of inputs to a word.
+constexpr PanelLayout kQ4_0Layout = {kQuantBlock, 16 * kPanel, 1, 2 * kPanel};
+constexpr PanelLayout kQ4_1Layout = {kQuantBlock, 16 * kPanel, 1, (2 + 2) * kPanel};
+constexpr PanelLayout kQ5_0Layout = {kQuantBlock, (16 + 4) * kPanel, 1, 2 * kPanel};
+constexpr PanelLayout kQ5_1Layout = {kQuantBlock, (16 + 4) * kPanel, 1, (2 + 2) * kPanel};
+constexpr PanelLayout kQ4_KLayout = {kQuantBlock, 16 * kPanel, 8, (12 + 2 + 2) * kPanel};
+constexpr PanelLayout kQ5_KLayout = {kQuantBlock, (16 + 4) * kPanel, 8, (12 + 2 + 2) * kPanel};
+constexpr PanelLayout kQ6_KLayout = {kQuantBlock, (16 + 8) * kPanel, 8, (16 + 2) * kPanel};
 
 }  // namespace whet

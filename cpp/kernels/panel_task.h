@@ -20,12 +20,12 @@ struct PanelTask {
 };
 
 // y (rows, n) = x w^T + bias for the panels of n outputs. Of quantised weights x is int8 in blocks, each with a scale
-// and an offset (linear_quantised.h); of float weights these are null. A null bias is none.
+// and two offsets (linear_quantised.h); of float weights these are null. A null bias is none.
 struct LinearTask {
     const void* x = nullptr;  // rows ldx apart
     size_t ldx = 0, rows = 0;
-    const float* scales = nullptr;     // rows x steps
-    const int32_t* offsets = nullptr;  // rows x steps
+    const float* scales = nullptr;                              // rows x steps
+    const int32_t *offsets = nullptr, *half_offsets = nullptr;  // rows x steps
     const void* panels = nullptr;
     size_t steps = 0, n = 0;
     const float* bias = nullptr;

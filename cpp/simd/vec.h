@@ -542,7 +542,21 @@ WHET_INLINE void store_f16(uint16_t* out, f32x16 v) {
 #endif
 }
 
-// Sixteen bytes as integers.
+// Sixteen bytes as integers, and with a sign.
+WHET_INLINE i32x16 load_s8(const int8_t* x) {
+    i32x16 v;
+#if defined(__AVX512F__)
+    v.part[0] = (i32x16::Native)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(kNativeBytes / 4)));
+    WHET_EACH_PART(p) {
+        Bytes bytes;
+        __builtin_memcpy(&bytes, x + p * i32x16::kPartLanes, sizeof bytes);
+        v.part[p] = __builtin_convertvector(bytes, i32x16::Native);
+    }
+#endif
+    return v;
+}
 WHET_INLINE i32x16 load_u8(const uint8_t* x) {
     i32x16 v;
 #if defined(__AVX512F__)

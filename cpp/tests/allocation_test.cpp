@@ -346,10 +346,10 @@ void warm_threads(Model& model, size_t rows) {
     auto task = [&](size_t) {
         all.arrive_and_wait();
         const auto product = [&](const Matrix& matrix) {
-            const std::vector<float> x(rows * matrix.weight->k());
-            std::vector<float> y(rows * matrix.weight->n());
-            linear(*matrix.weight, x.data(), false, matrix.weight->k(), rows, nullptr, y.data(), matrix.weight->n());
-            matrix.weight->row(0, std::vector<float>(matrix.weight->k()).data());
+            const std::vector<float> x(rows * matrix.k());
+            std::vector<float> y(rows * matrix.n());
+            linear(matrix.parts, x.data(), false, matrix.k(), rows, nullptr, y.data(), matrix.n());
+            matrix.parts[0].row(0, std::vector<float>(matrix.k()).data());
         };
         for (const LayerWeights& layer : w.layers) {
             for (const Matrix* matrix : {&layer.qkv, &layer.o, &layer.up, &layer.down}) product(*matrix);

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "engine/stored_rows.h"
 #include "files/gguf.h"
 #include "files/safetensors.h"
 #include "files/text.h"
@@ -23,6 +24,10 @@ void expect(const std::string& what, bool ok) {
     if (ok) return;
     std::printf("%s\n", what.c_str());
     ++failures;
+}
+
+GgufFile read_gguf(std::span<const uint8_t> head, uint64_t file_bytes) {
+    return whet::parse_gguf(head, file_bytes, gguf_types());
 }
 
 // The bytes on a heap of exactly their length, so that a sanitizer sees what lies beyond.
@@ -104,7 +109,7 @@ std::string small_safetensors() {
 
 void test_gguf() {
     const std::string bytes = gguf_file();
-    const GgufFile file = parse_gguf({reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()}, bytes.size());
+    const GgufFile file = read_gguf({reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()}, bytes.size());
     const auto value = [&](std::string_view name) {
         for (const auto& [known, found] : file.metadata) {
             if (known == name) return found;
@@ -218,21 +223,21 @@ void test_ranges(const char* name, File (*parse)(std::span<const uint8_t>, uint6
 }
 
 void test_errors() {
-    expect_error(error_of(parse_gguf, "GGML" + std::string(99, '\0')), "does not begin with GGUF");
-    expect_error(error_of(parse_gguf, head(0, 1) + key("k", static_cast<GgufType>(13), raw<uint64_t>(0))),
+    expect_error(error_of(read_gguf, "GGML" + std::string(99, '\0')), "does not begin with GGUF");
+    expect_error(error_of(read_gguf, head(0, 1) + key("k", static_cast<GgufType>(13), raw<uint64_t>(0))),
                  "k has type 13, which GGUF does not have");
-    expect_error(error_of(parse_gguf, head(0, 1) + key("k", GgufType::kBool, std::string(9, '\2'))),
+    expect_error(error_of(read_gguf, head(0, 1) + key("k", GgufType::kBool, std::string(9, '\2'))),
                  "k is 2, expected 0 or 1");
     std::string deep = array(GgufType::kUint8, 0, "");
     for (int i = 0; i < 4; ++i) deep = array(GgufType::kArray, 1, deep);
-    expect_error(error_of(parse_gguf, head(0, 1) + key("k", GgufType::kArray, deep)),
+    expect_error(error_of(read_gguf, head(0, 1) + key("k", GgufType::kArray, deep)),
                  "k is an array of type 9, expected");
     const std::string alignment = key("general.alignment", GgufType::kInt8, raw<int8_t>(-8));
-    expect_error(error_of(parse_gguf, head(0, 1) + alignment), "general.alignment is -8, expected a multiple of 8");
-    expect_error(error_of(parse_gguf,
+    expect_error(error_of(read_gguf, head(0, 1) + alignment), "general.alignment is -8, expected a multiple of 8");
+    expect_error(error_of(read_gguf,
                           head(1, 0) + info("t", {uint64_t{1} << 63, uint64_t{1} << 63}, 0, 0) + std::string(99, 'x')),
                  "t of shape (9223372036854775808, 9223372036854775808) ends at byte 18446744073709551615");
-    expect_error(error_of(parse_gguf, head(0, 1) + key("a\x1b[0m\xe2\x80\xae", GgufType::kBool, "\1"s)),
+    expect_error(error_of(read_gguf, head(0, 1) + key("a\x1b[0m\xe2\x80\xae", GgufType::kBool, "\1"s)),
                  "a key is 'a\\x1b[0m\\u202e', expected plain text");
     const auto error = [](const std::string& header) {
         return error_of(parse_safetensors, safetensors_file(header, 4));
@@ -277,9 +282,9 @@ void test_text() {
 int main() {
     test_gguf();
     test_safetensors();
-    test_damage("a GGUF file", parse_gguf, gguf_file());
+    test_damage("a GGUF file", read_gguf, gguf_file());
     test_damage("a safetensors file", parse_safetensors, small_safetensors());
-    test_ranges("a GGUF file", parse_gguf, gguf_file());
+    test_ranges("a GGUF file", read_gguf, gguf_file());
     test_ranges("a safetensors file", parse_safetensors, small_safetensors());
     test_errors();
     test_text();

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <random>
 #include <utility>
 #include <vector>
 
@@ -146,28 +147,82 @@ void test_gemm(size_t m, size_t n, size_t k) {
     }
 }
 
-// Rows of every stored type into float32 and every format: as those of the float32 numbers that they are.
-void test_stored_rows(whet::StoredType type, WeightFormat blocks, size_t n, size_t k) {
-    std::vector<float> w = normal(n * k, 3), values(n * k);
-    std::vector<double> wide(w.begin(), w.end());
-    const bool is_float64 = type == whet::StoredType::kFloat64;
-    const std::vector<uint8_t> bytes = is_float64 ? std::vector<uint8_t>() : rows_of(blocks, w, n, k);
-    const bool in_bytes = whet::stored_width(type, k) != k;
-    const whet::StoredRows rows{type, is_float64 ? static_cast<const void*>(wide.data()) : bytes.data(),        n,
-                                k,    static_cast<ptrdiff_t>(in_bytes ? whet::traits(blocks).row_bytes(k) : k), 1};
-    unpack_rows(rows, values.data());
-    bool same = values == w;
-    for (const auto format : {WeightFormat::kFloat32, WeightFormat::kInt8, WeightFormat::kQ8_0, WeightFormat::kQ4_K}) {
-        whet::PackedWeight stored(format, n + 1, k), plain(format, n + 1, k);
-        pack_rows(rows, stored, 1);
-        if (in_bytes && format == blocks) {
-            plain.pack_rows(1, n, bytes.data(), whet::Source::kPacked, rows.row_stride, 1);
-        } else {
-            plain.pack_rows(1, n, w.data(), whet::Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
+// Finite rows of a stored type: numbers of a normal distribution, blocks of any bits.
+std::vector<uint8_t> stored_rows_of(whet::StoredType type, size_t n, size_t k) {
+    const whet::StoredTraits& stored = whet::traits(type);
+    const size_t bytes = k / stored.gguf.block * stored.gguf.block_bytes;
+    std::vector<uint8_t> rows(n * bytes);
+    const std::vector<float> w = normal(n * k, 3);
+    std::minstd_rand random(7);
+    for (size_t i = 0; i < n; ++i) {
+        uint8_t* row = rows.data() + i * bytes;
+        for (size_t j = 0; j < k && !stored.is_quantised; ++j) {
+            const double wide = w[i * k + j];
+            if (stored.source) {
+                put_number(*stored.source, w[i * k + j], row + j * stored.gguf.block_bytes);
+            } else {
+                std::memcpy(row + j * sizeof wide, &wide, sizeof wide);
+            }
         }
-        same = same && std::memcmp(stored.panel(0), plain.panel(0), plain.size_bytes()) == 0;
+        while (stored.is_quantised) {
+            for (size_t j = 0; j < bytes; ++j) row[j] = static_cast<uint8_t>(random() >> 7);
+            if (stored.is_finite(row, k / stored.gguf.block)) break;
+        }
     }
-    expect(same, "stored rows of type %d, %zu x %zu", static_cast<int>(type), n, k);
+    return rows;
+}
+
+// Rows of every stored type into float32 and every format: as those of the float32 numbers that they are, or within
+// what converting them may change.
+void test_stored_rows(whet::StoredType type, size_t n, size_t k) {
+    using whet::StoredType;
+    const whet::StoredTraits& stored = whet::traits(type);
+    const std::vector<uint8_t> bytes = stored_rows_of(type, n, k);
+    const auto stride = static_cast<ptrdiff_t>(stored.is_quantised ? bytes.size() / n : k);
+    const whet::StoredRows rows{type, bytes.data(), n, k, stride, 1};
+    std::vector<float> values(n * k), row(k);
+    unpack_rows(rows, values.data());
+    bool same = true;
+    for (size_t f = 0; f < whet::format_table().size(); ++f) {
+        const auto format = static_cast<WeightFormat>(f);
+        if (k % whet::traits(format).block_length != 0) continue;
+        whet::PackedWeight packed(format, n + 1, k), plain(format, n + 1, k);
+        pack_rows(rows, packed, 1);
+        const bool keeps_integers = stored.is_quantised && format == stored.packed_as;
+        if (!keeps_integers) {
+            plain.pack_rows(1, n, values.data(), whet::Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
+            same = same && std::memcmp(packed.panel(0), plain.panel(0), plain.size_bytes()) == 0;
+            continue;
+        }
+        const bool is_rounded = type == StoredType::kIQ4_XS || type == StoredType::kMXFP4 || type == StoredType::kQ2_K;
+        for (size_t i = 0; i < n; ++i) {
+            packed.row(1 + i, row.data());
+            for (size_t j = 0; j < k; ++j) {
+                const float* w = values.data() + i * k;
+                float largest = 0.0f;
+                for (size_t l = j / 32 * 32; l < j / 32 * 32 + 32; ++l) largest = std::max(largest, std::fabs(w[l]));
+                const float bound = is_rounded ? largest / 254.0f + std::fabs(w[j]) * 0x1p-11f + 0x1p-18f : 0.0f;
+                same = same && std::fabs(row[j] - w[j]) <= bound;
+            }
+        }
+    }
+    expect(same, "stored rows of %s, %zu x %zu", stored.name, n, k);
+}
+
+// Parts of several formats, one below the other: as each by itself.
+void test_parts(const std::vector<WeightFormat>& formats, size_t m, size_t n, size_t k) {
+    const std::vector<float> x = normal(m * k, 5), bias = normal(n * formats.size(), 6);
+    const size_t width = n * formats.size();
+    std::vector<float> y(m * width), expected(m * width);
+    std::vector<whet::PackedWeight> parts;
+    for (size_t i = 0; i < formats.size(); ++i) {
+        const std::vector<float> w = normal(n * k, static_cast<int>(i));
+        parts.emplace_back(formats[i], n, k)
+            .pack_rows(0, n, w.data(), whet::Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
+        whet::linear(parts.back(), x.data(), false, k, m, bias.data() + i * n, expected.data() + i * n, width);
+    }
+    whet::linear(parts, x.data(), false, k, m, bias.data(), y.data(), width);
+    expect(y == expected, "parts of several formats, %zu rows", m);
 }
 
 }  // namespace
@@ -192,14 +247,13 @@ int main() {
                 for (size_t k : {1, 17, 32}) test_gemm(m, n, k);
             }
         }
-        for (size_t n : {1, 15, 300}) {
-            using whet::StoredType;
-            test_stored_rows(StoredType::kFloat32, WeightFormat::kFloat32, n, 256);
-            test_stored_rows(StoredType::kBFloat16, WeightFormat::kBFloat16, n, 256);
-            test_stored_rows(StoredType::kFloat64, WeightFormat::kFloat32, n, 256);
-            test_stored_rows(StoredType::kQ8_0, WeightFormat::kQ8_0, n, 512);
-            test_stored_rows(StoredType::kQ4_0, WeightFormat::kQ4_0, n, 256);
-            test_stored_rows(StoredType::kQ4_K, WeightFormat::kQ4_K, n, 512);
+        for (int i = 0; i < static_cast<int>(whet::StoredType::kCount); ++i) {
+            for (size_t n : {1, 15, 300}) test_stored_rows(static_cast<whet::StoredType>(i), n, 512);
+        }
+        for (const auto& formats :
+             {std::vector{WeightFormat::kQ4_K, WeightFormat::kQ6_K, WeightFormat::kQ8_0},
+              std::vector{WeightFormat::kQ5_0, WeightFormat::kFloat32, WeightFormat::kBFloat16}}) {
+            for (size_t m : {1, 5, 40}) test_parts(formats, m, 35, 512);
         }
     });
 }

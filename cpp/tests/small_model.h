@@ -41,11 +41,12 @@ struct Model {
             std::vector<float> x(n * k);
             for (float& value : x) value = normal(bits) / std::sqrt(static_cast<float>(k));
             w.add_matrix(slot, k % traits(f).block_length == 0 ? f : WeightFormat::kInt8, n, k);
-            w.matrix(slot).pack_rows(0, n, x.data(), Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
+            w.pack(slot, 0, {StoredType::kFloat32, x.data(), n, k, static_cast<ptrdiff_t>(k), 1});
         };
         const auto vector = [&](const std::string& slot, size_t n, float value) {
             w.add_vector(slot, n);
-            std::fill(w.vector(slot).begin(), w.vector(slot).end(), value);
+            const std::vector<float> values(n, value);
+            w.pack_vector(slot, 0, {StoredType::kFloat32, values.data(), 1, n, 0, 1});
         };
         matrix("embedding", WeightFormat::kBFloat16, c.vocab_size, c.hidden_dim);
         for (size_t i = 0; i < c.n_layers; ++i) {

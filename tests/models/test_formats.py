@@ -6,13 +6,14 @@ import gguf
 import pytest
 
 from whet.config import RolloutWeights
-from whet.models.formats import FORMATS, TABLE, Weights, core_format
+from whet.models.formats import FORMATS, MIXTURES, TABLE, Weights, core_format
 from whet.ops.quant import CORE_TABLE
 
 
 def test_the_core_has_the_formats_that_are_neither_halves_nor_doubles():
-    assert [name for name in TABLE if name not in ("float16", "float64")] == list(CORE_TABLE)
-    assert [core_format(name, "weights", "here") for name in FORMATS] == list(CORE_TABLE)
+    assert {name for name, format in TABLE.items() if format.packed_as in ("", name)} == CORE_TABLE.keys()
+    assert {format.packed_as for format in TABLE.values()} <= {"", *CORE_TABLE}
+    assert [core_format(name, "weights", "here") for name in FORMATS if name not in MIXTURES] == list(CORE_TABLE)
 
 
 @pytest.mark.parametrize("format", [f for f in TABLE.values() if f.gguf_type is not None], ids=lambda f: f.name)

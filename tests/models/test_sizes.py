@@ -9,7 +9,7 @@ from tests.raising import assert_raises
 
 import whet
 from whet import Engine, SamplingParams
-from whet.models.formats import FORMATS, PAGE_TOKENS, choose_formats
+from whet.models.formats import FORMATS, MIXTURES, PAGE_TOKENS, choose_formats, describe_parts
 from whet.models.sizes import PRESETS, estimate, load_source, page_bytes, slot_bytes, source_of_config, training
 from whet.models.slots import Piece, Source
 
@@ -81,7 +81,7 @@ def test_the_engine_takes_what_was_estimated(name, weights):
     assert e.n_parameters == source.config.n_parameters
 
 
-@pytest.mark.parametrize("embeddings", FORMATS)
+@pytest.mark.parametrize("embeddings", [name for name in FORMATS if name not in MIXTURES])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
 def test_embeddings_of_a_format_of_their_own(name, embeddings):
     source = with_weights(source_of_config(CONFIGS[name]))
@@ -162,8 +162,8 @@ def test_embeddings_keep_8_bits_with_4_bit_weights():
     source = load_source("smollm-135m")
     q8_0, q4_k = estimate(source, "q8_0"), estimate(source, "q4_k")
     assert q4_k.embeddings == q8_0.embeddings < estimate(source, "bf16").embeddings
-    assert estimate(source, "q4_k").linear < 0.6 * q8_0.linear
-    assert choose_formats(source, "q4_k", None, None, "")["embedding"] == "q8_0"
+    assert estimate(source, "q4_k").linear < 0.65 * q8_0.linear  # rows of 576 are in q5_0
+    assert describe_parts(choose_formats(source, "q4_k", None, None, "")["embedding"]) == "q8_0"
 
 
 # ---------------------------------------------------------------- training
@@ -236,7 +236,7 @@ def test_errors_say_the_fix(tmp_path):
         (lambda: source_of_config(gemma), "config: model_type is 'gemma'; the engine runs gpt2, .*phi3"),
         (lambda: source_of_config({"model_type": "llama"}), "config: num_hidden_layers is None, expected an integer"),
         (lambda: source_of_config({**LLAMA, "num_hidden_layers": 10**12}), "num_hidden_layers is 1000000000000, exp"),
-        (lambda: estimate(source, "q5_1"), "estimate: weights is 'q5_1', expected one of float32, bfloat16"),
+        (lambda: estimate(source, "q3_k"), "estimate: weights is 'q3_k', expected one of float32, bfloat16"),
         (lambda: estimate(source, ""), "estimate: weights is '', expected one of float32, bfloat16"),
         (lambda: Engine(source, head=""), "Engine: head is '', expected one of float32, bfloat16"),
         (lambda: estimate(source, "float16"), "estimate: weights is 'float16', expected one of float32, bfloat16"),

@@ -124,19 +124,15 @@ public:
     void load(const char* slot, size_t first, size_t n, size_t width, uintptr_t address, StoredType type,
               ptrdiff_t row_stride, ptrdiff_t column_stride) {
         const Turn turn(lock_);
-        PackedWeight& to = model_.weights().matrix(slot);
-        if (first + n > to.n() || width != stored_width(type, to.k())) {
-            throw std::invalid_argument("rows of another shape");
-        }
+        const size_t k = traits(type).row_length(width);
         const nb::gil_scoped_release release;
-        pack_rows({type, reinterpret_cast<const void*>(address), n, to.k(), row_stride, column_stride}, to, first);
+        model_.weights().pack(slot, first,
+                              {type, reinterpret_cast<const void*>(address), n, k, row_stride, column_stride});
     }
 
     void load_vector(const char* slot, size_t first, size_t n, uintptr_t address, StoredType type, ptrdiff_t stride) {
         const Turn turn(lock_);
-        std::vector<float>& to = model_.weights().vector(slot);
-        if (first + n > to.size()) throw std::invalid_argument("values of another shape");
-        unpack_rows({type, reinterpret_cast<const void*>(address), 1, n, 0, stride}, to.data() + first);
+        model_.weights().pack_vector(slot, first, {type, reinterpret_cast<const void*>(address), 1, n, 0, stride});
     }
 
     // Opens a call's session; an exclusive one changes the model and has no requests. Returns 0, or, where the session
@@ -316,14 +312,6 @@ void bind_engine(nb::module_& m) {
         .value("O", Target::kO)
         .value("UP", Target::kUp)
         .value("DOWN", Target::kDown);
-    nb::enum_<StoredType>(m, "StoredType")
-        .value("float32", StoredType::kFloat32)
-        .value("bfloat16", StoredType::kBFloat16)
-        .value("float16", StoredType::kFloat16)
-        .value("float64", StoredType::kFloat64)
-        .value("q8_0", StoredType::kQ8_0)
-        .value("q4_0", StoredType::kQ4_0)
-        .value("q4_k", StoredType::kQ4_K);
     nb::class_<EngineObject>(m, "Engine")
         .def(nb::init<const nb::dict&, const nb::sequence&, size_t, size_t, size_t, bool>(), arg("config"),
              arg("slots"), nb::kw_only(), arg("kv_bytes"), arg("max_batch"), arg("chunk"), arg("bf16_cache"))

@@ -1,11 +1,15 @@
 // Bindings of the parsers of model files. A file comes as its bytes; errors are ValueErrors that do not name the file.
+#include <nanobind/ndarray.h>
+
 #include <cstring>
+#include <stdexcept>
 #include <span>
 #include <string_view>
 #include <vector>
 
 #include "arrays.h"
 #include "bindings.h"
+#include "engine/stored_rows.h"
 #include "files/gguf.h"
 #include "files/safetensors.h"
 
@@ -96,7 +100,7 @@ nb::tuple parse_gguf_file(nb::handle data) {
     const std::span<const uint8_t> bytes = bytes_of(data);
     const GgufFile file = [&] {
         const nb::gil_scoped_release release;
-        return parse_gguf(bytes, bytes.size());
+        return parse_gguf(bytes, bytes.size(), gguf_types());
     }();
     nb::dict metadata;
     for (const auto& [key, value] : file.metadata) metadata[text_of(key)] = object_of(value);
@@ -112,9 +116,56 @@ nb::list parse_safetensors_file(nb::handle data) {
     return list_of(file.tensors);
 }
 
+// Rows of a quantised type, (n, bytes of k numbers), which need not lie end to end.
+using Blocks = nb::ndarray<nb::numpy, const uint8_t, nb::ndim<2>, nb::device::cpu>;
+
+StoredRows rows_of(StoredType type, const Blocks& blocks) {
+    const size_t width = blocks.shape(1);
+    if (!traits(type).is_quantised || (width > 1 && blocks.stride(1) != 1)) {
+        throw std::invalid_argument("no rows of a quantised type");
+    }
+    return {
+        type, blocks.data(), blocks.shape(0), traits(type).row_length(width), static_cast<ptrdiff_t>(blocks.stride(0)),
+        1};
+}
+
+bool is_finite_rows(StoredType type, const Blocks& blocks) {
+    const StoredRows rows = rows_of(type, blocks);
+    const nb::gil_scoped_release release;
+    return is_finite(rows);
+}
+
+void dequantize_rows(StoredType type, const Blocks& blocks,
+                     const nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig, nb::device::cpu>& out) {
+    const StoredRows rows = rows_of(type, blocks);
+    if (out.shape(0) != rows.n || out.shape(1) != rows.k) throw std::invalid_argument("out of another shape");
+    const nb::gil_scoped_release release;
+    unpack_rows(rows, out.data());
+}
+
+// (name, GGUF's name, its number or None, block length, block bytes, the format that it is packed as) of each type.
+nb::list stored_types() {
+    nb::list rows;
+    for (int i = 0; i < static_cast<int>(StoredType::kCount); ++i) {
+        const StoredTraits& stored = traits(static_cast<StoredType>(i));
+        const nb::object number = stored.is_in_gguf ? nb::cast(stored.gguf.number) : nb::none();
+        rows.append(nb::make_tuple(stored.name, stored.gguf.name, number, stored.gguf.block, stored.gguf.block_bytes,
+                                   traits(stored.packed_as).name));
+    }
+    return rows;
+}
+
 }  // namespace
 
 void bind_files(nb::module_& m) {
+    nb::enum_<StoredType> stored_type(m, "StoredType");
+    for (int i = 0; i < static_cast<int>(StoredType::kCount); ++i) {
+        const auto type = static_cast<StoredType>(i);
+        stored_type.value(traits(type).name, type);
+    }
+    m.def("stored_types", &stored_types);
+    m.def("is_finite", &is_finite_rows, nb::arg("type"), nb::arg("rows"));
+    m.def("dequantize_rows", &dequantize_rows, nb::arg("type"), nb::arg("rows"), nb::arg("out"));
     m.def("parse_gguf", &parse_gguf_file);
     m.def("parse_safetensors", &parse_safetensors_file);
 }

@@ -11,10 +11,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from whet.models.formats import FORMATS
+from whet.models.formats import FORMATS, MIXTURES
 from whet.models.sizes import ModelMemory, TrainingEstimate, load_source, model_memory
 
-_FORMAT = tyro.conf.arg(metavar="{" + ",".join(FORMATS) + "}")
+_WEIGHTS = tyro.conf.arg(metavar="{" + ",".join(FORMATS) + "}")
+_EMBEDDINGS = tyro.conf.arg(metavar="{" + ",".join(name for name in FORMATS if name not in MIXTURES) + "}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +24,13 @@ class EstimateConfig:
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """A preset such as llama-2-7b, a config.json, the folder that holds one, or a .gguf file."""
-    weights: Annotated[str, _FORMAT] = "bf16"
+    weights: Annotated[str, _WEIGHTS] = "bf16"
     """Format of the layers' matrices."""
     context: int | None = None
     """Tokens of each sequence, prompt and completion together; none: 4096, or as many as the model has positions."""
     batch: int = 1
     """Sequences at once."""
-    embeddings: Annotated[str | None, _FORMAT] = None
+    embeddings: Annotated[str | None, _EMBEDDINGS] = None
     """Format of embeddings and head; none: that of the weights, but q8_0 with 4 bits."""
     json: bool = False
     """Print JSON, in bytes, in place of the table."""

@@ -32,7 +32,7 @@ from whet.engine.loading import check_pieces, checksums, load
 from whet.engine.session import Calls, NewAdapter, Session, TokenStream, run_to_its_end
 from whet.errors import WhetValueError, check_integer
 from whet.models.architecture import ModelConfig, Piece
-from whet.models.formats import choose_formats, kv_format
+from whet.models.formats import choose_formats, describe_parts, kv_format
 from whet.models.sizes import MAX_BATCH, PREFILL_CHUNK
 from whet.models.slots import Source
 from whet.models.sources.folder import open_folder
@@ -49,11 +49,12 @@ class Engine:
         max_position: tokens of the longest sequence; None: what the model's config says. Rotary frequencies that depend
             on the length are resolved for it: those of longrope are transformers' for sequences of up to the original
             length with a max_position of up to that, and else those for longer ones.
-        weights: "bf16" (default), "float32", "int8" (per output row), "int4" (q4_0), "q8_0", "q4_k". A matrix whose
-            rows are no whole blocks of the format takes the next one that fits: q4_k, q4_0 or q8_0, int8. Norms, biases
-            and learned positions are float32.
-        embedding, head: formats of their own. By default that of weights, but q8_0 with the 4-bit ones (int8 where it
-            does not fit). A tied head is the embedding, in the head's format.
+        weights: "bf16" (default), "float32", "int8" (per output row), "int4" (q4_0), GGUF's "q8_0", "q4_1", "q5_0",
+            "q5_1", "q4_k", "q5_k" and "q6_k", or llama.cpp's mixtures "q4_k_m" and "q5_k_m". A matrix whose rows are no
+            whole blocks of 256 takes what llama.cpp takes (q5_0 for q4_k, q5_1 for q5_k, q8_0 for q6_k), and int8 where
+            they are no whole blocks of 32. Norms, biases and learned positions are float32.
+        embedding, head: formats of their own. By default those of the mixture, q8_0 with the 4- and 5-bit formats, and
+            else that of weights. A tied head is the embedding, in the head's format.
         kv_bytes: memory for keys and values; work that does not fit waits. It is asked of the system as it is used.
         max_batch: completions that are computed at a time.
         prefill_chunk: tokens of prompts that a step takes beside them.
@@ -61,7 +62,7 @@ class Engine:
     Attributes:
         config: what the model is.
         policy_version: how many times ``sync`` has been called; every completion carries the version it came from.
-        formats: slot -> format of every matrix.
+        formats: slot -> format of every matrix; "q4_k, q6_k" where its parts have several.
 
     Keys and values are float32 with float32 weights, else bfloat16; everything between products is float32.
     Calls from several threads take turns, a step at a time.
@@ -83,13 +84,15 @@ class Engine:
             check_integer(where, name, value, 1)
         self.config: ModelConfig = source.config
         self.policy_version = 0
-        self.formats = choose_formats(source, weights, embedding, head, where)
+        formats = choose_formats(source, weights, embedding, head, where)
+        self.formats = {slot: describe_parts(parts) for slot, parts in formats.items()}
         pieces = check_pieces(source, where)
         slots = [
-            (slot, CORE_FORMATS.get(self.formats.get(slot, "")), shape[0], shape[-1])
+            (slot, CORE_FORMATS.get(format), n, shape[-1])
             for slot, shape in source.config.slots().items()
+            for n, format in formats.get(slot, [(shape[0], "")])
         ]
-        bf16_cache = kv_format(self.formats) == "bfloat16"
+        bf16_cache = kv_format(formats) == "bfloat16"
         core = _core.Engine(
             vars(source.config), slots, kv_bytes=kv_bytes, max_batch=max_batch, chunk=prefill_chunk,
             bf16_cache=bf16_cache,
@@ -140,10 +143,11 @@ class Engine:
         weights: str | None = None,
         **options: Any,
     ) -> Engine:
-        """From a GGUF file of F32, BF16, F16, Q8_0, Q4_0 and Q4_K tensors.
+        """From a GGUF file; ``open_gguf`` says of which types.
 
         Args:
-            weights: None keeps the file's Q8_0, Q4_0 and Q4_K as they are, to the bit, and takes its floats as bf16.
+            weights: None keeps the file's integers and scales as they are, and takes its floats as bf16. Q2_K and
+                IQ4_XS become Q8_0, whose scales are rounded (cpp/engine/quantize.h).
 
         Raises:
             WhetValueError: the file holds no such model, or is damaged.

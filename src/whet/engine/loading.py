@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from whet import _core
 from whet.errors import WhetValueError
 from whet.models.architecture import Piece
+from whet.models.formats import TABLE
 from whet.models.slots import Source
 from whet.models.sources.mapped import let_go
 
@@ -34,12 +35,12 @@ def check_pieces(source: Source, where: str) -> list[Piece]:
     return pieces
 
 
-def load(core: Any, pieces: Iterable[Piece], formats: Mapping[str, str]) -> None:
-    """Packs pieces that ``check_pieces`` has seen; what is not a matrix becomes float32."""
+def load(core: Any, pieces: Iterable[Piece], matrices: Iterable[str]) -> None:
+    """Packs pieces that ``check_pieces`` has seen; what is not of ``matrices`` becomes float32."""
     for slot, first_row, tensor, format in pieces:
         type = _core.StoredType[format]
         address, strides = _memory(tensor)
-        if slot in formats:
+        if slot in matrices:
             n, width = tensor.shape
             core.load(
                 slot, first=first_row, n=n, width=width, address=address, type=type, row_stride=strides[0],
@@ -80,6 +81,6 @@ def _is_finite(piece: Piece) -> bool:
         return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
     if piece.format == "bfloat16":
         return not ((piece.tensor & 0x7F80) == 0x7F80).any()
-    if piece.format not in ("float32", "float16", "float64"):
-        return True
+    if not TABLE[piece.format].is_float:
+        return _core.is_finite(_core.StoredType[piece.format], piece.tensor)
     return bool(np.isfinite(piece.tensor).all())

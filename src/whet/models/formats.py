@@ -1,23 +1,24 @@
-"""The formats of weights, a row each, and the choice of one for each matrix of a model.
+"""The formats of weights, a row each, and the choice of one for each matrix of a model, or for parts of it.
 
-The core's own table (cpp/engine/formats.cpp) has the sizes of blocks and the order of its formats; this one adds what a
-model's files and settings say of them. Every list of formats derives from it.
+The core's own tables (cpp/engine/formats.h, stored_rows.h) have the names, GGUF's names and numbers, and the sizes of
+blocks; this one adds what settings say of them. Every list of formats derives from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import numpy as np
-
+from whet import _core
 from whet.errors import WhetValueError
 from whet.ops.quant import CORE_TABLE
 
 if TYPE_CHECKING:
     from whet.models.slots import Source
 
-Weights = Literal["float32", "bf16", "int8", "int4", "q8_0", "q4_k"]
+Weights = Literal[
+    "float32", "bf16", "int8", "int4", "q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "q4_k_m", "q5_k_m"
+]
 """``FORMATS``, for type checkers and the command line."""
 PAGE_TOKENS = 64
 """Tokens of a page of the KV cache: the core's kPageTokens."""
@@ -28,18 +29,23 @@ class Format(NamedTuple):
 
     Attributes:
         name: that of pieces, and of the core.
-        dtype: NumPy's, of the elements that a stored row has: numbers, the bits of bfloat16, bytes of blocks.
         gguf_type: GGUF's number of the type; None: GGUF files in it are not read.
         gguf_name: GGUF's name of the type; of floats also safetensors'.
+        block_length: numbers of a block; 1: plain numbers.
+        block_bytes: bytes of a block.
+        packed_as: the format that the engine takes it as: itself, or one that holds the same integers; q2_k and iq4_xs
+            within the bounds in cpp/engine/quantize.h.
         alias: its name in settings, where that is another.
         outer: the format of the embedding and the head of a model in this one; None: the same.
-        next: the format of a matrix whose rows its blocks do not divide.
+        next: the format of a matrix whose rows its blocks do not divide; for K-quants that of llama.cpp.
     """
 
     name: str
-    dtype: str
-    gguf_type: int | None = None
     gguf_name: str = ""
+    gguf_type: int | None = None
+    block_length: int = 1
+    block_bytes: int = 1
+    packed_as: str = ""
     alias: str | None = None
     outer: str | None = None
     next: str = "int8"
@@ -51,68 +57,97 @@ class Format(NamedTuple):
 
     @property
     def is_float(self) -> bool:
-        return self.name not in CORE_TABLE or not CORE_TABLE[self.name].is_quantised
+        return self.name in _DTYPES
 
     @property
-    def block_length(self) -> int:
-        """Numbers of a block; 1: plain numbers."""
-        return CORE_TABLE[self.name].block_length if self.name in CORE_TABLE else 1
-
-    @property
-    def block_bytes(self) -> int:
-        return CORE_TABLE[self.name].block_bytes if self.name in CORE_TABLE else np.dtype(self.dtype).itemsize
+    def dtype(self) -> str:
+        """NumPy's, of the elements that a stored row has: numbers, the bits of bfloat16, bytes of blocks."""
+        return _DTYPES.get(self.name, "|u1")
 
 
-TABLE = {
-    format.name: format
-    for format in (
-        Format("float32", "<f4", 0, "F32"),
-        Format("bfloat16", "<u2", 30, "BF16", alias="bf16"),
-        Format("float16", "<f2", 1, "F16"),
-        Format("float64", "<f8", None, "F64"),
-        Format("int8", "|u1"),
-        Format("q8_0", "|u1", 8, "Q8_0"),
-        Format("q4_0", "|u1", 2, "Q4_0", alias="int4", outer="q8_0"),
-        Format("q4_k", "|u1", 12, "Q4_K", outer="q8_0", next="q4_0"),
-    )
+class Mixture(NamedTuple):
+    """A mixture of llama.cpp's: ``more`` for attention's values and the MLP's way down in the layers that need it.
+
+    Source: llama.cpp, src/llama-quant.cpp.
+    """
+
+    base: str
+    more: str
+    head: str
+
+
+class Part(NamedTuple):
+    """Rows of a matrix, and the core's format that they are packed in."""
+
+    n_rows: int
+    format: str
+
+
+_DTYPES = {"float32": "<f4", "bfloat16": "<u2", "float16": "<f2", "float64": "<f8"}
+_SETTINGS: dict[str, dict[str, str]] = {
+    "bfloat16": {"alias": "bf16"},
+    "q4_0": {"alias": "int4", "outer": "q8_0"},
+    "q4_1": {"outer": "q8_0"},
+    "q5_0": {"outer": "q8_0"},
+    "q5_1": {"outer": "q8_0"},
+    "q4_k": {"outer": "q8_0", "next": "q5_0"},
+    "q5_k": {"outer": "q8_0", "next": "q5_1"},
+    "q6_k": {"next": "q8_0"},
 }
-if unknown := CORE_TABLE.keys() - TABLE.keys():
-    raise ImportError(f"whet.models.formats: no row for the core's format {', '.join(unknown)}. Build the core again.")
+_ROWS = [*_core.stored_types(), ("int8",)]
+TABLE = {row[0]: Format(*row, **_SETTINGS.get(row[0], {})) for row in _ROWS}
+if wrong := [n for n, c in CORE_TABLE.items() if n not in TABLE or TABLE[n][3:5] != (c.block_length, c.block_bytes)]:
+    raise ImportError(f"whet.models.formats: the core's tables do not agree on {', '.join(wrong)}. Build it again.")
+MIXTURES = {"q4_k_m": Mixture("q4_k", "q6_k", "q6_k"), "q5_k_m": Mixture("q5_k", "q6_k", "q6_k")}
 FLOAT_FORMATS = tuple(name for name, format in TABLE.items() if format.is_float)
-FORMATS = tuple(TABLE[name].usual_name for name in CORE_TABLE)
+FORMATS = (*(TABLE[name].usual_name for name in CORE_TABLE), *MIXTURES)
 """Values of ``weights``, by the names that documents use."""
 _ALIASES = {format.alias: name for name, format in TABLE.items() if format.alias}
 
 
 def choose_formats(
     source: Source, weights: str | None, embedding: str | None, head: str | None, where: str
-) -> dict[str, str]:
-    """Slot -> format of every matrix; see ``Engine`` for the rules.
+) -> dict[str, tuple[Part, ...]]:
+    """Slot -> formats of every matrix, from its first row on; see ``Engine`` for the rules.
 
     Raises:
         WhetValueError: a format that there is not.
     """
-    stored = _stored_formats(source) if weights is None else {}
-    base = core_format("bf16" if weights is None else weights, "weights", where)
+    config = source.config
+    mixture = MIXTURES.get(weights or "")
+    base = mixture.base if mixture else core_format("bf16" if weights is None else weights, "weights", where)
     outer = TABLE[base].outer or base
+    stored = _stored_parts(source, base) if weights is None else {}
     own = {
         "embedding": core_format(embedding, "embedding", where) if embedding is not None else None,
         "head": core_format(head, "head", where) if head is not None else None,
         "positions": "float32",
     }
-    if source.config.tied_head:
+    if config.tied_head:
         own["embedding"] = own["head"] or own["embedding"]
     formats = {}
-    for slot, shape in source.config.slots().items():
-        if len(shape) == 2:
+    for slot, shape in config.slots().items():
+        if len(shape) != 2:
+            continue
+        if format := own.get(slot):
+            parts = [Part(shape[0], format)]
+        elif mixture:
+            parts = _mixed_parts(mixture, source, slot, shape[0])
+        else:
             default = outer if slot in ("embedding", "head") else base
-            formats[slot] = _fitting(own.get(slot) or stored.get(slot) or default, shape[1])
+            parts = stored.get(slot, [Part(shape[0], default)])
+        formats[slot] = _merge(Part(n, _fit(format, shape[1])) for n, format in parts)
     return formats
 
 
-def kv_format(formats: Mapping[str, str]) -> str:
+def kv_format(formats: Mapping[str, tuple[Part, ...]]) -> str:
     """The format of keys and values: float32 with float32 weights, else bfloat16."""
-    return "float32" if formats["layers.0.o"] == "float32" else "bfloat16"
+    return "float32" if {part.format for part in formats["layers.0.o"]} == {"float32"} else "bfloat16"
+
+
+def describe_parts(parts: Iterable[Part]) -> str:
+    """The formats of a matrix: "q4_k", or "q4_k, q6_k" of one in several."""
+    return ", ".join(dict.fromkeys(part.format for part in parts))
 
 
 def core_format(name: str, argument: str, where: str) -> str:
@@ -123,21 +158,62 @@ def core_format(name: str, argument: str, where: str) -> str:
     """
     format = _ALIASES.get(name, name)
     if format not in CORE_TABLE:
-        known = ", ".join([*CORE_TABLE, *_ALIASES])
+        known = ", ".join([*CORE_TABLE, *_ALIASES, *(MIXTURES if argument == "weights" else ())])
         raise WhetValueError(f"{where}: {argument} is {name!r}, expected one of {known}.")
     return format
 
 
-def _fitting(format: str, k: int) -> str:
+def usual_name(weights: str, where: str) -> str:
+    """The name in ``FORMATS`` of a value of ``weights`` by any of its names: "bf16" for "bfloat16".
+
+    Raises:
+        WhetValueError: there is no such format.
+    """
+    return weights if weights in MIXTURES else TABLE[core_format(weights, "weights", where)].usual_name
+
+
+def _fit(format: str, k: int) -> str:
     """The format, or the next one whose blocks divide rows of k."""
     while k % TABLE[format].block_length:
         format = TABLE[format].next
     return format
 
 
-def _stored_formats(source: Source) -> dict[str, str]:
-    """The quantised formats of slots that are stored in one alone."""
-    found: dict[str, set[str]] = {}
+def _merge(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Neighbours of one format become one part."""
+    merged: list[Part] = []
+    for part in parts:
+        if merged and merged[-1].format == part.format:
+            part = Part(merged.pop().n_rows + part.n_rows, part.format)
+        merged.append(part)
+    return tuple(merged)
+
+
+def _stored_parts(source: Source, base: str) -> dict[str, list[Part]]:
+    """The parts of slots of which some are stored quantised; their floats are taken as ``base``."""
+    found: dict[str, list[tuple[int, Part]]] = {}
     for piece in source.pieces():
-        found.setdefault(piece.slot, set()).add(piece.format)
-    return {slot: only for slot, (only, *more) in found.items() if not more and not TABLE[only].is_float}
+        format = TABLE[piece.format]
+        part = Part(len(piece.tensor), base if format.is_float else format.packed_as)
+        found.setdefault(piece.slot, []).append((piece.first_row, part))
+    parts = {slot: [part for _, part in sorted(rows)] for slot, rows in found.items()}
+    return {slot: rows for slot, rows in parts.items() if any(format != base for _, format in rows)}
+
+
+def _mixed_parts(mixture: Mixture, source: Source, slot: str, n_rows: int) -> list[Part]:
+    """The parts of a matrix in a mixture, before it is seen whether blocks divide its rows."""
+    config = source.config
+    if slot in ("embedding", "head"):
+        return [Part(n_rows, mixture.head if slot == "head" or config.tied_head else mixture.base)]
+    _, number, name = slot.split(".")
+    i, n = int(number), config.n_layers
+    needs_more = i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
+    format = mixture.more if needs_more else mixture.base
+    if name == "down":
+        return [Part(n_rows, format)]
+    if name != "qkv":
+        return [Part(n_rows, mixture.base)]
+    if any(place.weight == slot and not place.module.part for place in source.targets.values()):
+        return [Part(n_rows, format)]  # the model stores q, k and v as one matrix
+    n_values = config.n_kv_heads * config.head_dim
+    return [Part(n_rows - n_values, mixture.base), Part(n_values, format)]

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from whet import _core
 from whet.models.architecture import ModelConfig, Piece
+from whet.models.formats import TABLE
 from whet.ops.activations import naive_gelu, naive_silu, naive_softmax
 from whet.ops.norm import naive_layer_norm, naive_rms_norm
-from whet.ops.quant import CORE_TABLE, FORMATS, Quantized, bf16_values
+from whet.ops.quant import bf16_values
 from whet.ops.rope import naive_cos_sin_cache, naive_rope
 
 
@@ -58,10 +60,12 @@ def piece_values(piece: Piece) -> np.ndarray:
         return (tensor if piece.format == "float64" else tensor.float()).numpy()
     if piece.format == "bfloat16":
         return bf16_values(piece.tensor)
-    if piece.format in FORMATS:
+    format = TABLE[piece.format]
+    if not format.is_float:
         n, row_bytes = piece.tensor.shape
-        data = np.ascontiguousarray(piece.tensor)
-        return Quantized(piece.format, (n, CORE_TABLE[piece.format].row_length(row_bytes)), data).dequantize()
+        numbers = np.empty((n, row_bytes // format.block_bytes * format.block_length), np.float32)
+        _core.dequantize_rows(_core.StoredType[piece.format], piece.tensor, numbers)
+        return numbers
     return np.asarray(piece.tensor, np.float64 if piece.format == "float64" else np.float32)
 
 

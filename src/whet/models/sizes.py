@@ -19,7 +19,7 @@ from whet import _core
 from whet.errors import WhetValueError, check_integer
 from whet.models.architecture import ModelConfig
 from whet.models.families import model_config
-from whet.models.formats import FORMATS, PAGE_TOKENS, TABLE, choose_formats, core_format, kv_format
+from whet.models.formats import FORMATS, PAGE_TOKENS, choose_formats, core_format, describe_parts, kv_format, usual_name
 from whet.models.slots import Source
 from whet.models.sources.folder import read_config
 from whet.models.sources.gguf import open_gguf
@@ -155,7 +155,7 @@ class ModelMemory(NamedTuple):
         Raises:
             WhetValueError: there is no such format.
         """
-        return TABLE[core_format(weights, "weights", "estimate")].usual_name
+        return usual_name(weights, "estimate")
 
 
 def model_memory(
@@ -249,7 +249,10 @@ def estimate(
         core_format(embeddings, "embeddings", "estimate")
     formats = choose_formats(source, weights, embeddings, embeddings, "estimate")
     outer = {"embedding", "positions", "head"}
-    sizes = {slot: slot_bytes(shape, formats.get(slot)) for slot, shape in config.slots().items()}
+    sizes = {
+        slot: sum(slot_bytes((n, *shape[1:]), format) for n, format in formats.get(slot, [(shape[0], None)]))
+        for slot, shape in config.slots().items()
+    }
     matrices = {slot: size for slot, size in sizes.items() if slot in formats}
     kv = kv_format(formats)
     # The prompt's last page, where it is not full, is copied for the sequence that goes on from it. The last token is
@@ -262,7 +265,7 @@ def estimate(
         norms=sum(sizes.values()) - sum(matrices.values()),
         kv_cache=batch * n_pages * page_bytes(config, kv),
         workspace=_workspace_bytes(config, batch, kv) + _sampler_bytes(config.vocab_size),
-        embedding_format=formats["embedding"],
+        embedding_format=describe_parts(formats["embedding"]),
         kv_format=kv,
     )
 

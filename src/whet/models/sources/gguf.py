@@ -41,7 +41,8 @@ def open_gguf(path: str | os.PathLike[str], *, max_position: int | None = None) 
     """The model of a GGUF file.
 
     Args:
-        path: of a single file, version 2 or 3, with tensors in F32, BF16, F16, Q8_0, Q4_0 and Q4_K.
+        path: of a single file, version 2 or 3, with tensors in F32, BF16, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to
+            Q6_K, IQ4_NL, IQ4_XS, MXFP4, TQ1_0 and TQ2_0.
         max_position: see ``model_config``.
 
     Returns:
