@@ -22,6 +22,7 @@ from pathlib import Path
 import atheris
 
 import whet
+from whet.models import tokenizers
 from whet.models.sources import folder, gguf, gguf_container, mapped  # noqa: F401  (here before they are instrumented)
 
 ROOT = Path(__file__).parents[2]
@@ -32,12 +33,31 @@ WORK = Path(tempfile.mkdtemp(prefix="whet-fuzz-"))
 def write_seeds() -> None:
     """A small model in every kind of file, into ``WORK``."""
     from tests.gguf_files import write_gguf
+    from tests.models.tokenizers.vocab_files import write_file
     from tests.tiny import tiny_llama
 
     sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     model = tiny_llama(**sizes, tie_word_embeddings=True)
     model.save_pretrained(WORK)
     write_gguf(model, WORK / "model.gguf")
+    write_file(
+        WORK / "tokenizer.gguf",
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "a", "b", "ab", "Ġ", "Ġab"],
+            "tokenizer.ggml.token_type": [2, 3, 3, 1, 1, 1, 1, 4],
+            "tokenizer.ggml.scores": [-0.5 * i for i in range(8)],
+            "tokenizer.ggml.merges": ["a b", "Ġ ab"],
+            "tokenizer.ggml.precompiled_charsmap": (1024).to_bytes(4, "little") + bytes(1024) + b"a\0",
+            "tokenizer.ggml.bos_token_id": 1,
+            "tokenizer.ggml.eos_token_id": 2,
+            "tokenizer.ggml.unknown_token_id": 0,
+            "tokenizer.ggml.add_bos_token": True,
+            "tokenizer.ggml.add_space_prefix": True,
+            "tokenizer.chat_template": "{% for m in messages %}{{ m['role'] + ': ' ~ m.content | trim }}{% endfor %}",
+        },
+    )
 
 
 def tried(open_engine: Callable[..., whet.Engine], path: Path) -> None:
@@ -67,8 +87,21 @@ def gguf_whole(data: bytes) -> None:
     tried(whet.Engine.from_gguf, WORK / "model.gguf")
 
 
+def tokenizer_file(data: bytes) -> None:
+    """The bytes as a GGUF file with a tokenizer: what it makes of a text it can read again."""
+    (WORK / "tokenizer.gguf").write_bytes(data)
+    try:
+        tokenizer = tokenizers.read_tokenizer(WORK / "tokenizer.gguf")
+        ids = tokenizer.encode("ab </s>\u00e9 \ufb01 ab")
+        assert all(0 <= token < len(tokenizer) for token in ids)
+        tokenizer.decode(ids)
+        tokenizer.apply_chat_template([{"role": "user", "content": " ab "}])
+    except whet.WhetError:
+        pass
+
+
 TARGETS = {"safetensors": (safetensors_file, "model.safetensors"), "config": (config_file, "config.json"),
-           "gguf": (gguf_whole, "model.gguf")}  # fmt: skip
+           "gguf": (gguf_whole, "model.gguf"), "tokenizer": (tokenizer_file, "tokenizer.gguf")}  # fmt: skip
 
 
 def fuzz_containers(options: list[str]) -> int:

@@ -1,5 +1,6 @@
 // Bindings of the parsers of model files. A file comes as its bytes; errors are ValueErrors that do not name the file.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/string_view.h>
 
 #include <cstring>
 #include <stdexcept>
@@ -12,6 +13,7 @@
 #include "engine/stored_rows.h"
 #include "files/gguf.h"
 #include "files/safetensors.h"
+#include "files/text.h"
 
 namespace nb = nanobind;
 
@@ -107,6 +109,21 @@ nb::tuple parse_gguf_file(nb::handle data) {
     return nb::make_tuple(metadata, list_of(file.tensors));
 }
 
+// The texts of an array of strings. (parse_gguf_file makes none: most readers need no vocabulary.)
+nb::list gguf_strings(nb::handle data, std::string_view key) {
+    const std::span<const uint8_t> bytes = bytes_of(data);
+    for (const auto& [name, value] : parse_gguf(bytes, bytes.size()).metadata) {
+        if (name != key || value.type != GgufType::kArray || value.item_type != GgufType::kString) continue;
+        nb::list texts;
+        for (const GgufValue& item : value.items()) {
+            if (!is_utf8(item.text())) fail(key, " has a text that is not UTF-8: ", quoted(item.text()), ".");
+            texts.append(text_of(item.text()));
+        }
+        return texts;
+    }
+    fail(key, " is no array of strings.");
+}
+
 nb::list parse_safetensors_file(nb::handle data) {
     const std::span<const uint8_t> bytes = bytes_of(data);
     const SafetensorsFile file = [&] {
@@ -167,6 +184,7 @@ void bind_files(nb::module_& m) {
     m.def("is_finite", &is_finite_rows, nb::arg("type"), nb::arg("rows"));
     m.def("dequantize_rows", &dequantize_rows, nb::arg("type"), nb::arg("rows"), nb::arg("out"));
     m.def("parse_gguf", &parse_gguf_file);
+    m.def("gguf_strings", &gguf_strings);
     m.def("parse_safetensors", &parse_safetensors_file);
 }
 

@@ -1,0 +1,8 @@
+"""Tokenizers and chat templates of GGUF files."""
+
+from __future__ import annotations
+
+from whet.models.tokenizers.tokenizer import GGUFTokenizer, open_tokenizer, read_tokenizer
+from whet.models.tokenizers.vocabulary import read_vocabulary
+
+__all__ = ["GGUFTokenizer", "open_tokenizer", "read_tokenizer", "read_vocabulary"]

@@ -1,0 +1,223 @@
+"""Chat templates of model files: Jinja programs that strangers wrote, rendered in a sandbox and within bounds.
+
+As in transformers, a template sees plain data, gets no attribute that begins with an underscore, and has
+``raise_exception``, ``strftime_now`` and ``tojson``. Besides, its length and its work are bounded here: iterations of
+loops, calls of macros, numbers of a range, and lengths of what ``+``, ``*``, ``**`` and ``~`` make. (Filters and ``%``
+are not bounded.) Needs jinja2.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError, nodes, sandbox
+from jinja2.compiler import CodeGenerator
+from jinja2.ext import loopcontrols
+from jinja2.utils import Namespace
+
+from whet.errors import WhetTypeError, WhetValueError
+
+_MOST_CHARACTERS = 1 << 20
+"""Of a template: forty times the longest that is known."""
+_MOST_STEPS = 1_000_000
+"""Of one rendering: a step is an iteration, a call of a macro, a number of a range, or a kilobyte that is made."""
+_TAG = "\ue000end-of-the-message\ue000"
+
+
+class _BudgetError(Exception):
+    """A template computes too much."""
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    Args:
+        source: the Jinja program.
+        key: where it stands in the file, for errors.
+
+    Raises:
+        WhetValueError: it is too long, or no Jinja program.
+    """
+
+    def __init__(self, source: str, key: str = "tokenizer.chat_template") -> None:
+        self.key = key
+        if len(source) > _MOST_CHARACTERS:
+            raise self._error(f"it has {len(source)} characters, expected at most {_MOST_CHARACTERS}")
+        try:
+            self._environment = _Environment()
+            self._template = self._environment.from_string(source)
+        except Exception as error:  # jinja2 raises whatever the text makes it trip over
+            raise self._error(f"it is no Jinja template ({error})") from error
+
+    def _error(self, text: str) -> WhetValueError:
+        return WhetValueError(f"{self.key}: {text}. Set another chat_template, or give prompts as plain text.")
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False, **values: Any
+    ) -> str:
+        """The text of messages.
+
+        Args:
+            messages: dicts with ``role`` and ``content``; what is None is left out.
+            continue_final_message: end the text with the last message's, open.
+            values: what the template sees besides: ``add_generation_prompt``, ``tools``, ``bos_token``, and so on.
+
+        Raises:
+            WhetValueError: the template refuses them, fails, reaches for what it must not have, or exceeds a bound.
+            WhetTypeError: they are not plain data.
+        """
+        plain = [{name: value for name, value in _plain(message).items() if value is not None} for message in messages]
+        if continue_final_message:
+            if not plain or not isinstance(plain[-1].get("content"), str):
+                raise self._error("the last message, which is to be continued, has no text as its content")
+            plain[-1]["content"] += _TAG + " "
+        try:
+            self._environment.budget.steps = _MOST_STEPS
+            text = self._template.render(messages=plain, **_plain(values))
+        except Exception as error:
+            raise self._error(f"it cannot render these messages ({error or type(error).__name__})") from error
+        if not continue_final_message:
+            return text
+        begin, tag, end = text.rpartition(_TAG)
+        if not tag:
+            raise self._error("it leaves out the end of the last message, which is to be continued")
+        return begin if end.startswith(" ") else begin.rstrip()  # a template that strips one strips the other too
+
+    def check_bounds(self, values: Mapping[str, Any]) -> None:
+        """Render a short message, which a template may refuse.
+
+        Raises:
+            WhetValueError: it exceeds its bounds.
+        """
+        try:
+            self.render([{"role": "user", "content": "a"}], add_generation_prompt=True, **values)
+        except WhetValueError as error:
+            if isinstance(error.__cause__, _BudgetError):
+                raise
+
+
+def _plain(value: Any) -> Any:
+    """A copy of JSON's types alone: the methods of others are no business of a template."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise WhetTypeError(
+        f"ChatTemplate.render: a message or option holds {value!r:.60}, expected texts, numbers, lists and dicts."
+    )
+
+
+class _Budget(threading.local):
+    """Steps that a rendering has left."""
+
+    steps = 0
+
+    def spend(self, n: int = 1) -> None:
+        self.steps -= n
+        if self.steps < 0:
+            raise _BudgetError(f"it takes more than {_MOST_STEPS} steps")
+
+
+class _Generator(CodeGenerator):
+    """Compiles loops, macros and ``~`` with calls of the environment that count them."""
+
+    def visit_For(self, node: nodes.For, frame: Any) -> None:
+        node.body.insert(0, nodes.ExprStmt(_call("spend")))
+        super().visit_For(node, frame)
+
+    def visit_Macro(self, node: nodes.Macro, frame: Any) -> None:
+        node.body.insert(0, nodes.ExprStmt(_call("spend")))
+        super().visit_Macro(node, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Any) -> None:
+        self.visit(_call("join_texts", node.nodes), frame)
+
+
+def _call(name: str, arguments: Sequence[nodes.Expr] = ()) -> nodes.Call:
+    return nodes.Call(nodes.EnvironmentAttribute(name), list(arguments), [], None, None)
+
+
+class _Namespace(Namespace):
+    """Keeps no attribute that begins with an underscore."""
+
+    def __init__(*args: Any, **values: Any) -> None:
+        self, *given = args  # so that a template may call one of its values self
+        Namespace.__init__(self)
+        for name, value in dict(*given, **values).items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise TemplateError(f"a namespace has no {name!r}: it begins with an underscore")
+        super().__setitem__(name, value)
+
+
+class _Environment(sandbox.ImmutableSandboxedEnvironment):
+    """transformers' environment of chat templates, with a budget."""
+
+    code_generator_class = _Generator
+    intercepted_binops = frozenset({"+", "*", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        self.budget = _Budget()
+        self.filters["tojson"] = _to_json
+        self.globals |= {"raise_exception": _fail, "strftime_now": _strftime_now, "namespace": _Namespace}
+        self.globals["range"] = self.bounded_range
+
+    def spend(self) -> None:
+        self.budget.spend()
+
+    def bounded_range(self, *bounds: int) -> range:
+        numbers = range(*bounds)
+        self.budget.spend(len(numbers[: _MOST_STEPS + 1]))
+        return numbers
+
+    def join_texts(self, *parts: Any) -> str:
+        texts = [str(part) for part in parts]
+        self.budget.spend(sum(map(len, texts)) >> 10)
+        return "".join(texts)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        self.budget.spend(_steps_of(operator, left, right))
+        return super().call_binop(context, operator, left, right)
+
+
+def _fail(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _steps_of(operator: str, left: Any, right: Any) -> int:
+    """Cost of an operator, at most: kilobytes of text or items that it makes, squared kilobits that it multiplies."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length(), right.bit_length()
+        if operator == "**":
+            bits = (left.bit_length() * abs(right),) * 2
+        return bits[0] * bits[1] >> 20
+    sizes = [len(value) for value in (left, right) if isinstance(value, (str, list, tuple))]
+    counts = [abs(value) for value in (left, right) if isinstance(value, int)]
+    return sum(sizes) * (counts[0] if counts else 1) >> 10
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is: Jinja's own filter escapes it for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)

@@ -1,0 +1,111 @@
+"""Chat templates of strangers: rendered as transformers renders them, within bounds."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from whet.errors import WhetTypeError, WhetValueError
+from whet.models.tokenizers import template
+from whet.models.tokenizers.template import ChatTemplate
+
+MESSAGES = [{"role": "user", "content": "a <b> 'c' é"}, {"role": "assistant", "content": "d\n", "name": None}]
+
+VALUES: dict[str, Any] = {"bos_token": "<s>", "tools": None, "add_generation_prompt": False}
+
+
+def in_transformers(source: str, **options: Any) -> str:
+    plain = [{name: value for name, value in message.items() if value is not None} for message in MESSAGES]
+    [rendered], _ = render_jinja_template([plain], chat_template=source, **options, **VALUES)
+    return rendered
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{{ m['role'] ~ ':' ~ m.content | trim }}\n{% endfor %}",
+        "{%- set ns = namespace(n=0) -%}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{% endfor %}",
+        "{{ messages | tojson }}{{ {'b': 1, 'a': 'é'} | tojson(indent=2, sort_keys=true) }}",
+        "{% macro f(x, n=3) %}{{ x * n }}{% endmacro %}{{ f('ab') }}{{ f('a' + 'b', n=2) }}",
+        "{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{{ loop.last }}{% else %}x{% endfor %}",
+        "{% for i in range(3) %}  {% if true %}\n  {{ i ** 2 }}{{ '%s-%d' % ('a', 2) }}\n{% endif %}{% endfor %}",
+        "{% for k, v in messages[0].items() recursive %}{{ k }}={{ v.split(' ')[0].upper() }}{% endfor %}",
+        "{{ bos_token }}{{ messages[1].name is defined }}{{ tools is none }}{{ missing }}{{ [1] + [2] }}",
+        "{{ messages[-1]['content'].startswith('d') }}{{ 'x' if 'role' in messages[0] }}{{ dict(a=1) }}",
+    ],
+)
+def test_templates_render_as_in_transformers(source: str) -> None:
+    assert ChatTemplate(source).render(MESSAGES, **VALUES) == in_transformers(source)
+
+
+@pytest.mark.parametrize("content", ["m.content", "m.content | trim", "'[' ~ m.content ~ ']'"])
+def test_the_last_message_stays_open_as_in_transformers(content: str) -> None:
+    source = "{% for m in messages %}<{{ m.role }}>{{ " + content + " }}</s>{% endfor %}"
+    ours = ChatTemplate(source).render(MESSAGES, continue_final_message=True, **VALUES)
+    assert ours == in_transformers(source, continue_final_message=True)
+
+
+def test_a_template_has_the_time() -> None:
+    assert ChatTemplate("{{ strftime_now('%Y') }}").render([]) == str(datetime.date.today().year)
+
+
+def test_a_template_that_strips_what_is_to_be_continued() -> None:
+    stripping = ChatTemplate("{% for m in messages %}[{{ m.content | trim }}]{% endfor %}")
+    assert stripping.render([{"role": "user", "content": "a  "}], continue_final_message=True) == "[a"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{% for i in range(1000) %}{% for j in range(10000) %}{% endfor %}{% endfor %}", "steps"),
+        ("{% for i in range(100000000000) %}{% endfor %}", "steps"),
+        ("{% macro f() %}{% for i in 'ab' %}{{ f() }}{% endfor %}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ 'a' * 100000000000 }}", "steps"),
+        ("{{ [1] * 100000000000 }}", "steps"),
+        ("{{ 100000000000 * 'a' }}", "steps"),
+        ("{{ 10 ** 100000000000 }}", "steps"),
+        ("{% set ns = namespace(x='a') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "steps"),
+        ("{% set ns = namespace(x='a') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}", "steps"),
+        ("{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}", "steps"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe|safely"),
+        ("{{ messages.__init__.__globals__ }}", "unsafe"),
+        ("{{ raise_exception.__globals__.keys() }}", "unsafe"),
+        ("{{ '{0.__class__.__mro__}'.format(messages) }}", "unsafe"),
+        ("{% set n = namespace(__class__=1) %}", "underscore"),
+        ("{% set n = namespace() %}{% set n.__class__ = 1 %}", "underscore|unexpected|expected"),
+        ("{% include 'x' %}", "loader"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[9].role }}", "undefined|no element"),
+        ("{{ 1 / 0 }}", "zero"),
+    ],
+)
+def test_what_a_template_must_not_do_is_refused(source: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "_MOST_STEPS", 10_000)
+    with pytest.raises(WhetValueError, match=rf"(?s)tokenizer\.chat_template: .*({reason}).*Set another chat_template"):
+        ChatTemplate(source).render([{"role": "user", "content": "a"}])
+
+
+def test_the_budget_is_that_of_one_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "_MOST_STEPS", 2000)
+    loop = ChatTemplate("{% for i in range(999) %}{% endfor %}")
+    assert [loop.render([]) for _ in range(5)] == [""] * 5
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{", "{% endif %}", "{{ a b }}"])
+def test_what_is_no_jinja_is_refused(source: str) -> None:
+    with pytest.raises(WhetValueError, match=r"tokenizer\.chat_template: it is no Jinja template"):
+        ChatTemplate(source)
+
+
+def test_huge_templates_are_refused() -> None:
+    with pytest.raises(WhetValueError, match="characters, expected at most"):
+        ChatTemplate("a" * (template._MOST_CHARACTERS + 1))
+
+
+def test_objects_with_methods_stay_outside() -> None:
+    with pytest.raises(WhetTypeError, match="expected texts, numbers, lists and dicts"):
+        ChatTemplate("{{ messages }}").render([{"role": "user", "content": object()}])

@@ -1,0 +1,118 @@
+"""GGUF files that hold a tokenizer and nothing else, made from what tokenizers and sentencepiece have trained."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
+from tests.models.tokenizers.texts import make_texts
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+
+def write_file(path: Path, metadata: dict[str, Any]) -> Path:
+    """A GGUF file of these keys; a tuple is (value, type), of an array that of its items."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in metadata.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, bytes) or value:
+            writer.add_array(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def train_byte_level(patterns: list[str], n: int = 900) -> Tokenizer:
+    """BPE over bytes with two special tokens and one of the user."""
+    tokenizer = Tokenizer(models.BPE())
+    splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=n,
+        special_tokens=["<s>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(make_texts(400, seed=1), trainer)
+    tokenizer.add_tokens([AddedToken("<|tool|>", normalized=False)])
+    return tokenizer
+
+
+def byte_level_metadata(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
+    """The keys that llama.cpp's converter writes of it."""
+    made = json.loads(tokenizer.to_str())
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    special = {token["content"]: CONTROL if token["special"] else USER_DEFINED for token in made["added_tokens"]}
+    tokens = sorted(vocab, key=lambda token: vocab[token])
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [special.get(token, NORMAL) for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in made["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+
+
+def _training_texts() -> list[str]:
+    """Texts of a few alphabets, so that a small vocabulary covers them, and not those of ``make_texts``."""
+    return [
+        text for text in make_texts(4000, seed=1) if text and 0x20 <= min(map(ord, text)) <= max(map(ord, text)) < 0x500
+    ]
+
+
+def train_sentencepiece(kind: str, **options: Any) -> bytes:
+    """A model of "bpe" or "unigram"."""
+    made = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(_training_texts()),
+        model_writer=made,
+        **{
+            "model_type": kind,
+            "vocab_size": 1200,
+            "hard_vocab_limit": False,
+            "user_defined_symbols": ["<tool>"],
+            "normalization_rule_name": "identity",
+            "remove_extra_whitespaces": False,
+            "num_threads": 1,
+            "minloglevel": 2,
+            **options,
+        },
+    )
+    return made.getvalue()
+
+
+def sentencepiece_metadata(model: bytes) -> dict[str, Any]:
+    """The keys that llama.cpp's converter writes of it."""
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
+    is_unigram = proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM
+    return {
+        "tokenizer.ggml.model": "t5" if is_unigram else "llama",
+        "tokenizer.ggml.tokens": [piece.piece for piece in proto.pieces],
+        "tokenizer.ggml.scores": [piece.score for piece in proto.pieces],
+        "tokenizer.ggml.token_type": [piece.type for piece in proto.pieces],
+        "tokenizer.ggml.unknown_token_id": proto.trainer_spec.unk_id,
+        "tokenizer.ggml.bos_token_id": proto.trainer_spec.bos_id,
+        "tokenizer.ggml.eos_token_id": proto.trainer_spec.eos_id,
+        "tokenizer.ggml.add_space_prefix": proto.normalizer_spec.add_dummy_prefix,
+        "tokenizer.ggml.remove_extra_whitespaces": proto.normalizer_spec.remove_extra_whitespaces,
+        "tokenizer.ggml.precompiled_charsmap": proto.normalizer_spec.precompiled_charsmap,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.add_eos_token": False,
+    }
