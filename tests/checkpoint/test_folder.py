@@ -290,7 +290,7 @@ def fingerprint(file: Path) -> dict:
         ({"version": 2}, "is of format version 2; this Whet reads 1"),
         ({"files": {"../outside.safetensors": {"size_bytes": 1, "sha256": ""}}}, r"names '\.\./outside\.safetensors'"),
         ({"files": {"/etc/passwd": {"size_bytes": 1, "sha256": ""}}}, "names '/etc/passwd'"),
-        ({"files": {"model.pt": {"size_bytes": 1, "sha256": ""}}}, r"names 'model\.pt', expected state\.json"),
+        ({"files": {"model.pt": {"size_bytes": 1, "sha256": ""}}}, r"names 'model\.pt', expected only state\.json"),
         ({"files": {"state.json": 3}}, r"names 'state\.json'"),
         ({"files": 3}, "lists no files"),
         ({"aliases": math.nan}, "was altered"),

@@ -112,7 +112,7 @@ nb::tuple parse_gguf_file(nb::handle data) {
 // The texts of an array of strings. (parse_gguf_file makes none: most readers need no vocabulary.)
 nb::list gguf_strings(nb::handle data, std::string_view key) {
     const std::span<const uint8_t> bytes = bytes_of(data);
-    for (const auto& [name, value] : parse_gguf(bytes, bytes.size()).metadata) {
+    for (const auto& [name, value] : parse_gguf(bytes, bytes.size(), gguf_types()).metadata) {
         if (name != key || value.type != GgufType::kArray || value.item_type != GgufType::kString) continue;
         nb::list texts;
         for (const GgufValue& item : value.items()) {
