@@ -91,7 +91,7 @@ def test_bfloat16_bits_are_torchs():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: whet.quantize(normal(0, 2, 32), "q5_0"), WhetValueError, "format is 'q5_0', expected one of int8"),
+        (lambda: whet.quantize(normal(0, 2, 32), "q3_k"), WhetValueError, "format is 'q3_k', expected one of int8"),
         (lambda: whet.quantize(normal(0, 2, 100), "q4_k"), WhetValueError, "rows of 100, not a multiple of the 256"),
         (lambda: whet.quantize(normal(0, 32), "q8_0"), WhetValueError, r"weight has shape \(32,\), expected two axes"),
         (lambda: whet.quantize(np.ones((2, 32)), "q8_0"), WhetTypeError, "weight has dtype float64"),
