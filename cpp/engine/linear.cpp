@@ -123,36 +123,20 @@ void multiply_bfloat16(const Layer& layer) {
     });
 }
 
-// A row's integers, and the scale and offsets of each block (kernels/linear_quantised.h).
-struct QuantisedRow {
-    int8_t* q;
-    float* scales;
-    int32_t *offsets, *half_offsets;
-};
-
 void multiply_quantised(const Layer& layer) {
     const size_t rows = layer.rows, k = layer.k(), blocks = layer.steps(), width = blocks * kQuantBlock;
     const auto row_at = [=](uint8_t* memory, size_t row) {
-        auto* scales = reinterpret_cast<float*>(memory + rows * width);
-        auto* offsets = reinterpret_cast<int32_t*>(scales + rows * blocks);
-        return QuantisedRow{reinterpret_cast<int8_t*>(memory) + row * width, scales + row * blocks,
-                            offsets + row * blocks, offsets + (rows + row) * blocks};
+        auto* scales = reinterpret_cast<float*>(memory + rows * width) + row * blocks;
+        auto* offsets = reinterpret_cast<int32_t*>(scales + 2 * rows * blocks);
+        return QuantisedInputs{reinterpret_cast<int8_t*>(memory) + row * width, scales, scales + rows * blocks, offsets,
+                               offsets + rows * blocks};
     };
-    const Inputs quantised(rows, k, rows * (width + 12 * blocks), [&](uint8_t* memory, size_t i) {
+    const Inputs quantised(rows, k, rows * (width + 16 * blocks), [&](uint8_t* memory, size_t i) {
         float* wide = layer.x_bf16 ? scratch<float>(k, Scratch::kRow) : nullptr;
         if (layer.x_bf16) kernels().f32_from_bf16(layer.x_bits(i), k, wide);
-        const QuantisedRow to = row_at(memory, i);
-        kernels().quantize_row_f32(layer.x_bf16 ? wide : layer.x_f32(i), k, to.q, to.scales, to.offsets,
-                                   to.half_offsets);
+        kernels().quantize_row_f32(layer.x_bf16 ? wide : layer.x_f32(i), k, row_at(memory, i));
     });
-    layer.multiply([&](size_t row) {
-        const QuantisedRow from = row_at(quantised.memory(), row);
-        return LinearTask{.x = from.q,
-                          .ldx = width,
-                          .scales = from.scales,
-                          .offsets = from.offsets,
-                          .half_offsets = from.half_offsets};
-    });
+    layer.multiply([&](size_t row) { return LinearTask{.quantised = row_at(quantised.memory(), row)}; });
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
 // The linear layer on quantised weights, in the panels of linear.h: integer products within blocks of 32 inputs.
 //
 // A row of inputs is quantised as it comes: in each block of 32, x = scale q with q in [-127, 127] (round to nearest
-// even, scale = max|x| / 127), and -128 times the sum of q beside it: of the block, and of its first half. Weights are
-// stored as unsigned integers u = w + bias, so that a block's dot product is exact in int32:
+// even, scale = max|x| / 127). Beside it come the block's sum, and -128 times that of q, of all and of the first half.
+// Weights are stored as unsigned integers u = w + bias, so that a block's dot product is exact in int32:
 //
 //   sum_k w q = sum_k u q - bias sum_k q
 //
@@ -30,10 +30,7 @@
 namespace whet::WHET_ISA {
 namespace {
 
-struct QuantisedRows {
-    const int8_t* q;                        // rows x 32 blocks
-    const float* scales;                    // rows x blocks
-    const int32_t *offsets, *half_offsets;  // rows x blocks
+struct QuantisedRows : QuantisedInputs {
     size_t rows, blocks;
 };
 
@@ -63,8 +60,8 @@ WHET_INLINE i32x16 sixteenth(i32x16 x) {
 // --- the formats. Scales, opened at a group of blocks: what the i-th of them is scaled by.
 
 // How the sum of a block becomes floats: by the scale of its output alone, which comes at the end; by a scale of its
-// own; by that, with a lowest value; by a 6-bit factor, with another of the lowest value.
-enum class Scaling { kOutput, kBlock, kBlockLowest, kFactors };
+// own; by that, with a lowest value.
+enum class Scaling { kOutput, kBlock, kBlockLowest };
 
 struct NoScales {
     WHET_INLINE void open(const uint8_t*, size_t) {}
@@ -80,37 +77,43 @@ struct HalfScales {  // d and perhaps m: float16 numbers per output and block
     WHET_INLINE f32x16 lowest(size_t i) const { return load_f16(scales + 16 * count * i + 16); }
 };
 
-struct SignedFactors {  // of 256 inputs: d times 16 bytes, each of 16 inputs
-    const int8_t* factors;
-    f32x16 d;
-    WHET_INLINE void open(const uint8_t* scales, size_t block) {
-        const uint8_t* bytes = scales + block / kQ6_KLayout.group * kQ6_KLayout.group_bytes;
-        factors = reinterpret_cast<const int8_t*>(bytes);
-        d = load_f16(reinterpret_cast<const uint16_t*>(bytes + 256));
+// The scales of 256 inputs become floats at once: each is used by several rows.
+struct SignedFactors {  // d times 16 bytes, each of 16 inputs
+    float scales[16 * 16];
+
+    WHET_INLINE void open(const uint8_t* all, size_t block) {
+        const uint8_t* bytes = all + block / kQ6_KLayout.group * kQ6_KLayout.group_bytes;
+        const f32x16 d = load_f16(reinterpret_cast<const uint16_t*>(bytes + 256));
+        for (size_t i = 0; i < 16; ++i) {
+            store(scales + 16 * i, d * to_f32(load_s8(reinterpret_cast<const int8_t*>(bytes) + 16 * i)));
+        }
     }
-    WHET_INLINE f32x16 scale(size_t i) const { return d * to_f32(load_s8(factors + 16 * i)); }
+    WHET_INLINE f32x16 scale(size_t i) const { return load(scales + 16 * i); }
 };
 
-// The scales of 256 inputs: 12 x 16 bytes (the format's 12 bytes, 16 outputs side by side), d, then dmin. With bytes
-// 0-3, 4-7 and 8-11 as a, b, c, the factors of the first four blocks are the low 6 bits of a and b, and those of the
-// others have their low 4 bits in the halves of c and their high 2 in the top of a and b.
+// 12 x 16 bytes (the format's 12 bytes, 16 outputs side by side), d, then dmin. With bytes 0-3, 4-7 and 8-11 as a, b,
+// c, the factors of the first four blocks are the low 6 bits of a and b, and those of the others have their low 4 bits
+// in the halves of c and their high 2 in the top of a and b.
 struct LineFactors {
-    f32x16 d, dmin;
-    uint8_t factors[2][8 * 16];
+    float scales[8 * 16], lowests[8 * 16];
 
-    WHET_INLINE void open(const uint8_t* scales, size_t block) {
-        const uint8_t* bytes = scales + block / kQ4_KLayout.group * kQ4_KLayout.group_bytes;
+    WHET_INLINE void open(const uint8_t* all, size_t block) {
+        const uint8_t* bytes = all + block / kQ4_KLayout.group * kQ4_KLayout.group_bytes;
         const u8x64 a = load(bytes), b = load(bytes + 64), c = load(bytes + 128), six_bits(63), top_bits(0x30);
+        uint8_t factors[2][8 * 16];
         store(factors[0], a & six_bits);
         store(factors[1], b & six_bits);
         store(factors[0] + 64, low_halves(c) | (shift_right<2>(a) & top_bits));
         store(factors[1] + 64, high_halves(c) | (shift_right<2>(b) & top_bits));
-        d = load_f16(reinterpret_cast<const uint16_t*>(bytes + 192));
-        dmin = load_f16(reinterpret_cast<const uint16_t*>(bytes + 224));
+        const f32x16 d = load_f16(reinterpret_cast<const uint16_t*>(bytes + 192));
+        const f32x16 dmin = load_f16(reinterpret_cast<const uint16_t*>(bytes + 224));
+        for (size_t i = 0; i < 8; ++i) {
+            store(scales + 16 * i, d * to_f32(load_u8(factors[0] + 16 * i)));
+            store(lowests + 16 * i, -(dmin * to_f32(load_u8(factors[1] + 16 * i))));
+        }
     }
-    // In units of d and of dmin.
-    WHET_INLINE i32x16 factor(size_t i) const { return load_u8(factors[0] + 16 * i); }
-    WHET_INLINE f32x16 lowest(size_t i) const { return to_f32(load_u8(factors[1] + 16 * i)); }
+    WHET_INLINE f32x16 scale(size_t i) const { return load(scales + 16 * i); }
+    WHET_INLINE f32x16 lowest(size_t i) const { return load(lowests + 16 * i); }
 };
 static_assert(kQ4_KLayout.group_bytes == kQ5_KLayout.group_bytes);
 
@@ -129,8 +132,8 @@ using Q4_0Panel = Panel<kQ4_0Layout, 4, 8, Scaling::kBlock, HalfScales<1>>;
 using Q4_1Panel = Panel<kQ4_1Layout, 4, 0, Scaling::kBlockLowest, HalfScales<2>>;
 using Q5_0Panel = Panel<kQ5_0Layout, 5, 16, Scaling::kBlock, HalfScales<1>>;
 using Q5_1Panel = Panel<kQ5_1Layout, 5, 0, Scaling::kBlockLowest, HalfScales<2>>;
-using Q4_KPanel = Panel<kQ4_KLayout, 4, 0, Scaling::kFactors, LineFactors>;
-using Q5_KPanel = Panel<kQ5_KLayout, 5, 0, Scaling::kFactors, LineFactors>;
+using Q4_KPanel = Panel<kQ4_KLayout, 4, 0, Scaling::kBlockLowest, LineFactors>;
+using Q5_KPanel = Panel<kQ5_KLayout, 5, 0, Scaling::kBlockLowest, LineFactors>;
 using Q6_KPanel = Panel<kQ6_KLayout, 6, 32, Scaling::kBlock, SignedFactors>;
 
 #if defined(__AVX512F__)
@@ -293,64 +296,28 @@ WHET_INLINE void block_sums(i32x16 (&dot)[n_rows][n_panels], const QuantisedRows
     }
 }
 
-// A group's end: sum += d part - dmin (what the lowest values of its blocks make of the inputs).
-template <class Scales, int n_rows, int n_panels>
-WHET_INLINE void add_group(f32x16 (&sum)[n_rows][n_panels], const f32x16 (&part)[n_rows][n_panels],
-                           const Scales (&scales)[n_panels], const QuantisedRows& in, size_t at) {
-    float inputs[n_rows][16];  // minus the sum of each block
-#pragma GCC unroll 4
-    for (int r = 0; r < n_rows; ++r) {
-        const f32x16 integers = to_f32(load_first(in.offsets + at + r * in.blocks, 8, 0)) * f32x16(0x1p-7f);
-        store(inputs[r], load_first(in.scales + at + r * in.blocks, 8, 0.0f) * integers);
-    }
-#pragma GCC unroll 4
-    for (int p = 0; p < n_panels; ++p) {
-        f32x16 below[n_rows];
-#pragma GCC unroll 4
-        for (int r = 0; r < n_rows; ++r) below[r] = f32x16(0.0f);
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) {
-            const f32x16 lowest = scales[p].lowest(i);
-#pragma GCC unroll 4
-            for (int r = 0; r < n_rows; ++r) below[r] = fma(lowest, f32x16(inputs[r][i]), below[r]);
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < n_rows; ++r) {
-            sum[r][p] = fma(scales[p].dmin, below[r], fma(scales[p].d, part[r][p], sum[r][p]));
-        }
-    }
-}
-
-// The s-th scale of block i of a group, and those after it: their products to the sums, or to a group's part of them.
+// The s-th scale of block i of a group, and those after it: their products to the sums.
 template <class Panel, int s, int n_rows, int n_panels>
-WHET_INLINE void add_block(f32x16 (&sum)[n_rows][n_panels], f32x16 (&part)[n_rows][n_panels],
-                           const typename Panel::Scales (&scales)[n_panels], const QuantisedRows& in, size_t at,
-                           size_t i, const uint8_t* block, size_t panel_bytes) {
+WHET_INLINE void add_block(f32x16 (&sum)[n_rows][n_panels], const typename Panel::Scales (&scales)[n_panels],
+                           const QuantisedRows& in, size_t at, size_t i, const uint8_t* block, size_t panel_bytes) {
     i32x16 dot[n_rows][n_panels];
     block_sums<Panel, s>(dot, in, at, block, panel_bytes);
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; ++r) {
-        const f32x16 x_scale(in.scales[at + r * in.blocks]);
+        const float x_scale = in.scales[at + r * in.blocks];
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) {
-            if constexpr (Panel::kScaling == Scaling::kFactors) {
-                const f32x16 whole = to_f32(dot[r][p] * scales[p].factor(i));  // below 2^24: exact
-                part[r][p] = fma(whole, x_scale, part[r][p]);
-            } else if constexpr (Panel::kScaling == Scaling::kOutput) {
-                sum[r][p] = fma(to_f32(dot[r][p]), x_scale, sum[r][p]);
-            } else {
-                const f32x16 scale = scales[p].scale(Panel::kScales * i + s);
-                sum[r][p] = fma(to_f32(dot[r][p]), scale * x_scale, sum[r][p]);
-            }
+            f32x16 scale(x_scale);
+            if constexpr (Panel::kScaling != Scaling::kOutput) scale = scales[p].scale(Panel::kScales * i + s) * scale;
+            sum[r][p] = fma(to_f32(dot[r][p]), scale, sum[r][p]);
         }
         if constexpr (Panel::kScaling == Scaling::kBlockLowest) {
-            const float integers = static_cast<float>(in.offsets[at + r * in.blocks]) * -0x1p-7f;
-            const f32x16 inputs(in.scales[at + r * in.blocks] * integers);
+            const f32x16 inputs(in.sums[at + r * in.blocks]);
 #pragma GCC unroll 4
             for (int p = 0; p < n_panels; ++p) sum[r][p] = fma(scales[p].lowest(i), inputs, sum[r][p]);
         }
     }
-    if constexpr (s + 1 < Panel::kScales) add_block<Panel, s + 1>(sum, part, scales, in, at, i, block, panel_bytes);
+    if constexpr (s + 1 < Panel::kScales) add_block<Panel, s + 1>(sum, scales, in, at, i, block, panel_bytes);
 }
 
 template <class Panel, int n_rows, int n_panels>
@@ -366,13 +333,10 @@ __attribute__((noinline)) void quantised_tile(const QuantisedRows& in, size_t ro
         typename Panel::Scales scales[n_panels];
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) scales[p].open(first_scales + p * panel_bytes, begin);
-        f32x16 part[n_rows][n_panels];
-        set_zero(part);
         for (size_t i = 0; i < layout.group; ++i) {
             const uint8_t* block = first + (begin + i) * layout.step_bytes;
-            add_block<Panel, 0>(sum, part, scales, in, row * blocks + begin + i, i, block, panel_bytes);
+            add_block<Panel, 0>(sum, scales, in, row * blocks + begin + i, i, block, panel_bytes);
         }
-        if constexpr (Panel::kScaling == Scaling::kFactors) add_group(sum, part, scales, in, row * blocks + begin);
     }
     if constexpr (Panel::kScaling == Scaling::kOutput) {
 #pragma GCC unroll 4
@@ -409,10 +373,9 @@ WHET_INLINE void linear_quantised(const QuantisedRows& in, const void* panels, c
     for (; panel < n_panels; ++panel) quantised_panels<Panel, 1>(in, bytes, panel, out);
 }
 
-#define WHET_LINEAR(name, Panel)                                                                                       \
-    void linear_##name(const LinearTask& t) {                                                                          \
-        const QuantisedRows in{static_cast<const int8_t*>(t.x), t.scales, t.offsets, t.half_offsets, t.rows, t.steps}; \
-        linear_quantised<Panel>(in, t.panels, {t.y, t.ldy, t.n, t.bias});                                              \
+#define WHET_LINEAR(name, Panel)                                                                      \
+    void linear_##name(const LinearTask& t) {                                                         \
+        linear_quantised<Panel>({t.quantised, t.rows, t.steps}, t.panels, {t.y, t.ldy, t.n, t.bias}); \
     }
 WHET_LINEAR(int8, Int8Panel)
 WHET_LINEAR(q8_0, Q8_0Panel)
@@ -426,13 +389,6 @@ WHET_LINEAR(q6_k, Q6_KPanel)
 #undef WHET_LINEAR
 
 // --- the inputs
-
-// What a row of inputs becomes.
-struct QuantisedInputs {
-    int8_t* q;
-    float* scales;
-    int32_t *offsets, *half_offsets;
-};
 
 // -128 times the integers in the low bits of sums.
 WHET_INLINE void store_offsets(f32x16 sums, int n, int32_t* offsets) {
@@ -453,7 +409,8 @@ WHET_INLINE void quantize_blocks(const float* x, size_t first, size_t blocks, co
     }
     const int n = static_cast<int>(blocks);
     const f32x16 top = max_each(lanes), inverse = f32x16(127.0f) / top;
-    store_first(to.scales + first, top / f32x16(127.0f) + (top - top), n);
+    const f32x16 scales = top / f32x16(127.0f) + (top - top);
+    store_first(to.scales + first, scales, n);
     float inverses[16];
     store(inverses, select((top > zero) & (top < limit) & (inverse < limit), inverse, zero));
     for (int b = 0; b < 16; ++b) lanes[b] = halves[b] = zero;
@@ -466,13 +423,14 @@ WHET_INLINE void quantize_blocks(const float* x, size_t first, size_t blocks, co
         store_low_bytes(q + 32 * b, bit_cast<i32x16>(low.shifted));  // the integers are the low bits
         store_low_bytes(q + 32 * b + 16, bit_cast<i32x16>(high.shifted));
     }
-    store_offsets(sum_each(lanes), n, to.offsets + first);
+    const f32x16 totals = sum_each(lanes);
+    store_first(to.sums + first, scales * totals, n);
+    store_offsets(totals, n, to.offsets + first);
     store_offsets(sum_each(halves), n, to.half_offsets + first);
 }
 
 // A row of n inputs, zeros after them to the end of a block.
-void quantize_row_f32(const float* x, size_t n, int8_t* q, float* scales, int32_t* offsets, int32_t* half_offsets) {
-    const QuantisedInputs to{q, scales, offsets, half_offsets};
+void quantize_row_f32(const float* x, size_t n, const QuantisedInputs& to) {
     const size_t whole = n / 32;
     for (size_t b = 0; b < whole; b += 16) quantize_blocks(x + 32 * b, b, whole - b < 16 ? whole - b : 16, to);
     if (n % 32 == 0) return;

@@ -19,13 +19,19 @@ struct PanelTask {
     void* panel;
 };
 
-// y (rows, n) = x w^T + bias for the panels of n outputs. Of quantised weights x is int8 in blocks, each with a scale
-// and two offsets (linear_quantised.h); of float weights these are null. A null bias is none.
+// Inputs of quantised weights (linear_quantised.h), from a row on: integers, and per block of 32 a scale, the sum of
+// the numbers that they stand for, and -128 times the sum of the integers, of all and of the first 16.
+struct QuantisedInputs {
+    int8_t* q = nullptr;
+    float *scales = nullptr, *sums = nullptr;
+    int32_t *offsets = nullptr, *half_offsets = nullptr;
+};
+
+// y (rows, n) = x w^T + bias for the panels of n outputs. A null bias is none.
 struct LinearTask {
-    const void* x = nullptr;  // rows ldx apart
+    const void* x = nullptr;  // of float weights; rows ldx apart
     size_t ldx = 0, rows = 0;
-    const float* scales = nullptr;                              // rows x steps
-    const int32_t *offsets = nullptr, *half_offsets = nullptr;  // rows x steps
+    QuantisedInputs quantised;  // of quantised weights; rows of whole blocks
     const void* panels = nullptr;
     size_t steps = 0, n = 0;
     const float* bias = nullptr;
