@@ -31,7 +31,7 @@ struct QuantisedInputs {
 struct LinearTask {
     const void* x = nullptr;  // of float weights; rows ldx apart
     size_t ldx = 0, rows = 0;
-    QuantisedInputs quantised;  // of quantised weights; rows of whole blocks
+    QuantisedInputs quantised = {};  // of quantised weights; rows of whole blocks
     const void* panels = nullptr;
     size_t steps = 0, n = 0;
     const float* bias = nullptr;

@@ -3,6 +3,7 @@
 // As in primitives.cpp, NotImplemented says that an argument is not the plain case.
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "arrays.h"
@@ -10,7 +11,6 @@
 #include "engine/gemm.h"
 #include "engine/linear.h"
 #include "kernels/dispatch.h"
-#include "row_arrays.h"
 #include "runtime/thread_pool.h"
 
 namespace nb = nanobind;
@@ -18,27 +18,16 @@ namespace nb = nanobind;
 namespace whet {
 namespace {
 
-bool is_matrix_dtype(const Array& a) { return a.dtype == DType::kFloat32 || a.dtype == DType::kBFloat16; }
-
-// The rows of x: all axes but the last, if they lie evenly; false if not, or if a row is not contiguous.
-bool rows_of(const Array& x, size_t& rows, size_t& stride) {
-    const int last = x.ndim - 1;
-    if (x.ndim < 1 || (x.shape[last] > 1 && x.stride[last] != 1)) return false;
-    rows = 1;
-    stride = static_cast<size_t>(x.shape[last]);
-    if (x.ndim == 1) return true;
-    if (x.stride[last - 1] < 0) return false;
-    stride = static_cast<size_t>(x.stride[last - 1]);
-    Py_ssize_t expected = x.stride[last - 1];
-    for (int axis = last - 1; axis >= 0; --axis) {
-        if (x.shape[axis] > 1 && x.stride[axis] != expected) return false;
-        expected *= x.shape[axis];
-        rows *= static_cast<size_t>(x.shape[axis]);
-    }
+// Rows that lie evenly: the distance between two of them, in elements. False if they do not.
+bool evenly_spaced(const Array& x, Rows& rows, size_t& stride) {
+    if (!rows_of(x, rows) || rows.n_axes > 1 || (rows.n_axes == 1 && rows.stride[0] < 0)) return false;
+    stride = rows.n_axes == 0 ? rows.length : static_cast<size_t>(rows.stride[0]);
     return true;
 }
 
-size_t item_size(const Array& a) { return a.dtype == DType::kFloat32 ? 4 : 2; }
+bool is_dense_vector(const Array& a, size_t n) {
+    return a.ndim == 1 && a.shape[0] == static_cast<Py_ssize_t>(n) && a.is_dense();
+}
 
 struct PackedObject {
     PackedWeight weight;
@@ -52,41 +41,35 @@ struct PackedObject {
 };
 
 nb::object linear_call(const PackedObject& packed, nb::handle x_object, nb::handle bias_object, nb::handle out_object) {
-    Array x, bias, out;
-    size_t rows = 0, ldx = 0, ldy = 0, out_rows = 0;
     const PackedWeight& w = packed.weight;
-    if (!view_strided(x_object.ptr(), x) || !is_matrix_dtype(x) || !rows_of(x, rows, ldx) ||
-        x.shape[x.ndim - 1] != static_cast<Py_ssize_t>(w.k())) {
-        return nb::borrow(Py_NotImplemented);
+    Array x, bias, out;
+    Rows rows, out_rows;
+    size_t ldx = 0, ldy = 0;
+    if (!view_strided(x_object.ptr(), x) || !x.is_narrow_float() || !evenly_spaced(x, rows, ldx) ||
+        rows.length != w.k()) {
+        return not_implemented();
     }
     if (!bias_object.is_none() &&
-        (!view_strided(bias_object.ptr(), bias) || bias.dtype != DType::kFloat32 || bias.ndim != 1 ||
-         bias.shape[0] != static_cast<Py_ssize_t>(w.n()) || (bias.shape[0] > 1 && bias.stride[0] != 1))) {
-        return nb::borrow(Py_NotImplemented);
+        (!view_strided(bias_object.ptr(), bias) || bias.dtype != DType::kFloat32 || !is_dense_vector(bias, w.n()))) {
+        return not_implemented();
     }
-    const bool bf16 = x.dtype == DType::kBFloat16;
-    nb::object result = nb::borrow(out_object);
-    if (out_object.is_none()) {
-        Py_ssize_t shape[Array::kMaxAxes];
-        for (int i = 0; i < x.ndim; ++i) shape[i] = x.shape[i];
-        shape[x.ndim - 1] = static_cast<Py_ssize_t>(w.n());
-        result = new_like(x_object.ptr(), x, x.dtype, x.ndim, shape, &out.data);
-        ldy = w.n();
-    } else if (!view_strided(out_object.ptr(), out, true) || out.dtype != x.dtype || out.ndim != x.ndim ||
-               !rows_of(out, out_rows, ldy) || out_rows != rows ||
-               out.shape[out.ndim - 1] != static_cast<Py_ssize_t>(w.n()) || overlap(out, x, item_size(x)) ||
-               (bias.data != nullptr && !bf16 && overlap(out, bias, sizeof(float)))) {
-        return nb::borrow(Py_NotImplemented);
+    Py_ssize_t shape[Array::kMaxAxes];
+    std::copy_n(x.shape, x.ndim, shape);
+    shape[x.ndim - 1] = static_cast<Py_ssize_t>(w.n());
+    nb::object result;
+    if (!view_result(out_object, x_object, x, x.ndim, shape, out, result) || !evenly_spaced(out, out_rows, ldy) ||
+        (!out_object.is_none() && (overlap(out, x) || overlap(out, bias)))) {
+        return not_implemented();
     }
     const nb::gil_scoped_release release;
-    if (!bf16) {
-        linear(w, x.data, false, ldx, rows, bias.as<float>(), out.as<float>(), ldy);
+    if (!rows.is_bf16()) {
+        linear(w, x.data, false, ldx, rows.count, bias.as<float>(), out.as<float>(), ldy);
         return result;
     }
     thread_local std::vector<float> sums;
-    sums.resize(rows * w.n());
-    linear(w, x.data, true, ldx, rows, bias.as<float>(), sums.data(), w.n());
-    for (size_t i = 0; i < rows; ++i) {
+    sums.resize(rows.count * w.n());
+    linear(w, x.data, true, ldx, rows.count, bias.as<float>(), sums.data(), w.n());
+    for (size_t i = 0; i < rows.count; ++i) {
         kernels().bf16_from_f32(sums.data() + i * w.n(), w.n(), out.as<uint16_t>() + i * ldy);
     }
     return result;
@@ -95,49 +78,40 @@ nb::object linear_call(const PackedObject& packed, nb::handle x_object, nb::hand
 nb::object gemm_call(nb::handle a_object, nb::handle b_object, nb::handle out_object, bool transpose_a,
                      bool transpose_b, double alpha, double beta) {
     Array a, b, c;
-    if (!view_strided(a_object.ptr(), a) || !view_strided(b_object.ptr(), b) || !is_matrix_dtype(a) ||
+    if (!view_strided(a_object.ptr(), a) || !view_strided(b_object.ptr(), b) || !a.is_narrow_float() ||
         a.dtype != b.dtype || a.ndim != 2 || b.ndim != 2) {
-        return nb::borrow(Py_NotImplemented);
+        return not_implemented();
     }
     const int a_rows = transpose_a ? 1 : 0, b_rows = transpose_b ? 1 : 0;
-    const Py_ssize_t m = a.shape[a_rows], k = a.shape[1 - a_rows], n = b.shape[1 - b_rows];
-    if (b.shape[b_rows] != k) return nb::borrow(Py_NotImplemented);
-    nb::object result = nb::borrow(out_object);
-    if (out_object.is_none()) {
-        const Py_ssize_t shape[2] = {m, n};
-        result = new_like(a_object.ptr(), a, a.dtype, 2, shape, &c.data);
-        c.stride[0] = n;
-    } else if (!view_strided(out_object.ptr(), c, true) || c.dtype != a.dtype || c.ndim != 2 || c.shape[0] != m ||
-               c.shape[1] != n || (n > 1 && c.stride[1] != 1) || (m > 1 && c.stride[0] < n) ||
-               overlap(c, a, item_size(a)) || overlap(c, b, item_size(b))) {
-        return nb::borrow(Py_NotImplemented);
+    const Py_ssize_t k = a.shape[1 - a_rows], shape[2] = {a.shape[a_rows], b.shape[1 - b_rows]};
+    nb::object result;
+    if (b.shape[b_rows] != k || !view_result(out_object, a_object, a, 2, shape, c, result)) return not_implemented();
+    if (!c.is_dense() || (shape[0] > 1 && c.stride[0] < shape[1]) || overlap(c, a) || overlap(c, b)) {
+        return not_implemented();
     }
     const nb::gil_scoped_release release;
-    gemm(a.dtype == DType::kBFloat16, static_cast<size_t>(m), static_cast<size_t>(n), static_cast<size_t>(k),
-         static_cast<float>(alpha), a.data, a.stride[a_rows], a.stride[1 - a_rows], b.data, b.stride[b_rows],
-         b.stride[1 - b_rows], static_cast<float>(beta), c.data, c.stride[0]);
+    gemm(a.dtype == DType::kBFloat16, static_cast<size_t>(shape[0]), static_cast<size_t>(shape[1]),
+         static_cast<size_t>(k), static_cast<float>(alpha), a.data, a.stride[a_rows], a.stride[1 - a_rows], b.data,
+         b.stride[b_rows], b.stride[1 - b_rows], static_cast<float>(beta), c.data, c.stride[0]);
     return result;
 }
 
 nb::object gemv_call(nb::handle a_object, nb::handle x_object, nb::handle out_object, bool transpose, double alpha,
                      double beta) {
     Array a, x, y;
-    if (!view_strided(a_object.ptr(), a) || !is_matrix_dtype(a) || a.ndim != 2 || !view_strided(x_object.ptr(), x) ||
-        x.ndim != 1 || x.dtype != a.dtype || (x.shape[0] > 1 && x.stride[0] != 1)) {
-        return nb::borrow(Py_NotImplemented);
+    if (!view_strided(a_object.ptr(), a) || !a.is_narrow_float() || a.ndim != 2 || !view_strided(x_object.ptr(), x) ||
+        x.dtype != a.dtype) {
+        return not_implemented();
     }
     const int rows = transpose ? 1 : 0;
     const Py_ssize_t m = a.shape[rows], n = a.shape[1 - rows];
     // The stride of an axis of one or none means nothing.
     const bool row_major = (n < 2 || a.stride[1 - rows] == 1) && (m < 2 || a.stride[rows] >= n);
     const bool column_major = (m < 2 || a.stride[rows] == 1) && (n < 2 || a.stride[1 - rows] >= m);
-    if (x.shape[0] != n || (!row_major && !column_major)) return nb::borrow(Py_NotImplemented);
-    nb::object result = nb::borrow(out_object);
-    if (out_object.is_none()) {
-        result = new_like(a_object.ptr(), a, a.dtype, 1, &m, &y.data);
-    } else if (!view_strided(out_object.ptr(), y, true) || y.dtype != a.dtype || y.ndim != 1 || y.shape[0] != m ||
-               (m > 1 && y.stride[0] != 1) || overlap(y, a, item_size(a)) || overlap(y, x, item_size(x))) {
-        return nb::borrow(Py_NotImplemented);
+    nb::object result;
+    if (!is_dense_vector(x, static_cast<size_t>(n)) || (!row_major && !column_major) ||
+        !view_result(out_object, a_object, a, 1, &m, y, result) || !y.is_dense() || overlap(y, a) || overlap(y, x)) {
+        return not_implemented();
     }
     const auto m_size = static_cast<size_t>(m), n_size = static_cast<size_t>(n);
     const nb::gil_scoped_release release;
