@@ -44,10 +44,31 @@ def as_llama_cpp(config: Any, name: str, array: np.ndarray) -> np.ndarray:
     return array
 
 
-def write_gguf(model: Any, path: Path, kinds: Any = F32, *, change: Any = None, extra: Any = None) -> Path:
-    """A model as a GGUF file. ``kinds``: a type, or name -> type; ``change``: of the writer; ``extra``: tensors."""
+TOKENIZER = {
+    "tokenizer.ggml.tokens": ["a", "bc", "é"],
+    "tokenizer.ggml.scores": [0.0, 1.0, 2.0],
+    "tokenizer.ggml.add_bos_token": True,
+}
+
+
+def write_gguf(
+    model: Any,
+    path: Path,
+    kinds: Any = F32,
+    *,
+    change: Any = None,
+    extra: Any = None,
+    keys: Any = None,
+    fused: bool = False,
+    **split: Any,
+) -> Path:
+    """A model as a GGUF file, or in parts, of which the first is returned.
+
+    ``kinds``: a type, or name -> type; ``change``: of the writer; ``extra``: tensors; ``keys``: of the tokenizer;
+    ``fused``: q, k and v in one; ``split``: the writer's options of parts.
+    """
     config = model.config
-    writer = gguf.GGUFWriter(path, architecture_of(config))
+    writer = gguf.GGUFWriter(path, architecture_of(config), **split)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -70,24 +91,43 @@ def write_gguf(model: Any, path: Path, kinds: Any = F32, *, change: Any = None, 
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "gpt_neox":
         writer.add_parallel_residual(config.use_parallel_residual)
-    writer.add_array("tokenizer.ggml.tokens", ["a", "bc", "é"])
-    writer.add_array("tokenizer.ggml.scores", [0.0, 1.0, 2.0])
-    writer.add_bool("tokenizer.ggml.add_bos_token", True)
+    add_keys(writer, keys or TOKENIZER)
     if change:
         change(writer)
+    qkv: dict[str, list[np.ndarray]] = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         kind = kinds(name) if callable(kinds) else kinds
         array = np.ascontiguousarray(as_llama_cpp(config, name, tensor.float().numpy()))
-        add(writer, gguf_name(config, name), array, kind if array.ndim == 2 else F32)
+        name = gguf_name(config, name)
+        block, _, layer = name.rpartition(".attn_")
+        if fused and layer.split(".")[0] in ("q", "k", "v"):
+            name = f"{block}.attn_qkv.{layer[2:]}"
+            qkv.setdefault(name, []).append(array)  # q, k, v, as transformers has them
+            if len(qkv[name]) < 3:
+                continue
+            array = np.concatenate(qkv[name])
+        add(writer, name, array, kind if array.ndim == 2 else F32)
     for name, array in (extra or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return writer.format_shard_names(path)[0] if len(writer.tensors) > 1 else path
+
+
+def add_keys(writer: gguf.GGUFWriter, metadata: dict[str, Any]) -> None:
+    for key, value in metadata.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, bytes) or value:
+            writer.add_array(key, value)
 
 
 def add(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: gguf.GGMLQuantizationType) -> None:

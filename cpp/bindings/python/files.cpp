@@ -1,11 +1,11 @@
 // Bindings of the parsers of model files. A file comes as its bytes; errors are ValueErrors that do not name the file.
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/string_view.h>
 
 #include <cstring>
 #include <stdexcept>
 #include <span>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "arrays.h"
@@ -62,8 +62,28 @@ nb::object numbers_of(const GgufValue& value) {
     return list;
 }
 
-// Numbers, texts and lists of them; an array of strings is its length.
-nb::object object_of(const GgufValue& value) {
+// An array of strings, of which texts are made when they are asked for: most readers need no vocabulary.
+class GgufTexts {
+public:
+    GgufTexts(nb::object data, const GgufValue& value) : data_(std::move(data)), value_(value) {}
+
+    uint64_t size() const { return value_.count; }
+    nb::list to_list() const {
+        nb::list texts;
+        for (const GgufValue& item : value_.items()) {
+            if (!is_utf8(item.text())) fail("has a text that is not UTF-8: ", quoted(item.text()), ".");
+            texts.append(text_of(item.text()));
+        }
+        return texts;
+    }
+
+private:
+    nb::object data_;  // whose bytes the value is a view of
+    GgufValue value_;
+};
+
+// Numbers, texts, and lists of numbers; an array of strings is a GgufTexts. `data`: the file's bytes.
+nb::object object_of(nb::handle data, const GgufValue& value) {
     const bool is_array = value.type == GgufType::kArray;
     switch (is_array ? value.item_type : value.type) {
         case GgufType::kUint8:
@@ -89,12 +109,12 @@ nb::object object_of(const GgufValue& value) {
         case GgufType::kBool:
             return numbers_of<bool>(value);
         case GgufType::kString:
-            return is_array ? nb::cast(value.count) : text_of(value.text());
+            return is_array ? nb::cast(GgufTexts(nb::borrow(data), value)) : text_of(value.text());
         case GgufType::kArray:
             break;
     }
     nb::list list;
-    for (const GgufValue& item : value.items()) list.append(object_of(item));
+    for (const GgufValue& item : value.items()) list.append(object_of(data, item));
     return list;
 }
 
@@ -105,23 +125,8 @@ nb::tuple parse_gguf_file(nb::handle data) {
         return parse_gguf(bytes, bytes.size(), gguf_types());
     }();
     nb::dict metadata;
-    for (const auto& [key, value] : file.metadata) metadata[text_of(key)] = object_of(value);
+    for (const auto& [key, value] : file.metadata) metadata[text_of(key)] = object_of(data, value);
     return nb::make_tuple(metadata, list_of(file.tensors));
-}
-
-// The texts of an array of strings. (parse_gguf_file makes none: most readers need no vocabulary.)
-nb::list gguf_strings(nb::handle data, std::string_view key) {
-    const std::span<const uint8_t> bytes = bytes_of(data);
-    for (const auto& [name, value] : parse_gguf(bytes, bytes.size(), gguf_types()).metadata) {
-        if (name != key || value.type != GgufType::kArray || value.item_type != GgufType::kString) continue;
-        nb::list texts;
-        for (const GgufValue& item : value.items()) {
-            if (!is_utf8(item.text())) fail(key, " has a text that is not UTF-8: ", quoted(item.text()), ".");
-            texts.append(text_of(item.text()));
-        }
-        return texts;
-    }
-    fail(key, " is no array of strings.");
 }
 
 nb::list parse_safetensors_file(nb::handle data) {
@@ -183,8 +188,8 @@ void bind_files(nb::module_& m) {
     m.def("stored_types", &stored_types);
     m.def("is_finite", &is_finite_rows, nb::arg("type"), nb::arg("rows"));
     m.def("dequantize_rows", &dequantize_rows, nb::arg("type"), nb::arg("rows"), nb::arg("out"));
+    nb::class_<GgufTexts>(m, "GGUFTexts").def("__len__", &GgufTexts::size).def("to_list", &GgufTexts::to_list);
     m.def("parse_gguf", &parse_gguf_file);
-    m.def("gguf_strings", &gguf_strings);
     m.def("parse_safetensors", &parse_safetensors_file);
 }
 

@@ -35,9 +35,9 @@ from whet.models.architecture import ModelConfig, Piece
 from whet.models.formats import choose_formats, describe_parts, kv_format
 from whet.models.sizes import MAX_BATCH, PREFILL_CHUNK
 from whet.models.slots import Source
-from whet.models.sources.folder import open_folder
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.live import describe_module
+from whet.models.sources.pretrained import open_pretrained
 from whet.ops.quant import CORE_FORMATS
 
 
@@ -49,10 +49,10 @@ class Engine:
         max_position: tokens of the longest sequence; None: what the model's config says. Rotary frequencies that depend
             on the length are resolved for it: those of longrope are transformers' for sequences of up to the original
             length with a max_position of up to that, and else those for longer ones.
-        weights: "bf16" (default), "float32", "int8" (per output row), "int4" (q4_0), GGUF's "q8_0", "q4_1", "q5_0",
-            "q5_1", "q4_k", "q5_k" and "q6_k", or llama.cpp's mixtures "q4_k_m" and "q5_k_m". A matrix whose rows are no
-            whole blocks of 256 takes what llama.cpp takes (q5_0 for q4_k, q5_1 for q5_k, q8_0 for q6_k), and int8 where
-            they are no whole blocks of 32. Norms, biases and learned positions are float32.
+        weights: "bf16" (the default of a module or a folder), "float32", "int8" (per output row), "int4" (q4_0), GGUF's
+            "q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k" and "q6_k", or llama.cpp's mixtures "q4_k_m" and "q5_k_m". A
+            matrix whose rows are no whole blocks of 256 takes what llama.cpp takes (q5_0 for q4_k, q5_1 for q5_k, q8_0
+            for q6_k), and int8 where they are no whole blocks of 32. Norms, biases and learned positions are float32.
         embedding, head: formats of their own. By default those of the mixture, q8_0 with the 4- and 5-bit formats, and
             else that of weights. A tied head is the embedding, in the head's format.
         kv_bytes: memory for keys and values; work that does not fit waits. It is asked of the system as it is used.
@@ -125,14 +125,23 @@ class Engine:
 
     @classmethod
     def from_pretrained(
-        cls, path: str | os.PathLike[str], *, max_position: int | None = None, **options: Any
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        max_position: int | None = None,
+        weights: str | None = None,
+        **options: Any,
     ) -> Engine:
-        """From a Hugging Face folder: config.json and safetensors, sharded or not; neither torch nor transformers.
+        """From a Hugging Face folder (config.json and safetensors, sharded or not) or a GGUF file; torch is not needed.
+
+        Args:
+            weights: None: bf16 of a folder, and of a GGUF file as in ``from_gguf``.
 
         Raises:
-            WhetValueError: the folder holds no such model, or is damaged.
+            WhetValueError: there is no such model, or it is damaged.
         """
-        return cls(open_folder(path, max_position=max_position), where="Engine.from_pretrained", **options)
+        source = open_pretrained(path, max_position=max_position)
+        return cls(source, weights=weights, where="Engine.from_pretrained", **options)
 
     @classmethod
     def from_gguf(
@@ -143,7 +152,7 @@ class Engine:
         weights: str | None = None,
         **options: Any,
     ) -> Engine:
-        """From a GGUF file; ``open_gguf`` says of which types.
+        """From a GGUF file, or any of the files of a model in parts; ``open_gguf`` says of which types.
 
         Args:
             weights: None keeps the file's integers and scales as they are, and takes its floats as bf16. Q2_K and

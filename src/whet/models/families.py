@@ -8,7 +8,8 @@ What is data stands in families.json, which builds without Python embed:
     activations  the config's name -> ``ModelConfig.activation``
     plain        options of any family that change what is computed -> the values with which nothing changes
     gguf         ``keys``: our names -> metadata keys behind "ARCHITECTURE."; ``ignored_keys`` change nothing here;
-                 ``rope_tensors``: numbers that llama.cpp keeps as tensors
+                 ``rope_tensors``: numbers that llama.cpp keeps as tensors; ``fused_qkv``: q, k and v in one, which any
+                 architecture may have in place of three
     families     model_type -> a ``Family``, by the names of its attributes; ``like``: another family, with which these
                  ``keys``, ``settings`` and ``defaults`` are merged and of which all else is taken that is not given.
                  ``modules``: "slot" or "slot:part" -> ``hf``, the module's name (``hf_also``: another that it may

@@ -33,10 +33,10 @@ class Format(NamedTuple):
         gguf_name: GGUF's name of the type; of floats also safetensors'.
         block_length: numbers of a block; 1: plain numbers.
         block_bytes: bytes of a block.
-        packed_as: the format that the engine takes it as: itself, or one that holds the same integers; q2_k and iq4_xs
-            within the bounds in cpp/engine/quantize.h.
+        packed_as: the format that the engine takes it as: itself, or one that holds the same integers.
         alias: its name in settings, where that is another.
         outer: the format of the embedding and the head of a model in this one; None: the same.
+        bound: the error of a weight in ``packed_as`` where that holds other numbers (cpp/engine/quantize.h).
         next: the format of a matrix whose rows its blocks do not divide; for K-quants that of llama.cpp.
     """
 
@@ -49,6 +49,7 @@ class Format(NamedTuple):
     alias: str | None = None
     outer: str | None = None
     next: str = "int8"
+    bound: str = ""
 
     @property
     def usual_name(self) -> str:
@@ -93,6 +94,8 @@ _SETTINGS: dict[str, dict[str, str]] = {
     "q4_k": {"outer": "q8_0", "next": "q5_0"},
     "q5_k": {"outer": "q8_0", "next": "q5_1"},
     "q6_k": {"next": "q8_0"},
+    "q2_k": {"bound": "within 1/254 of the largest of 32 weights and 2^-11 of each"},
+    "iq4_xs": {"bound": "within 2^-11 of each weight"},
 }
 _ROWS = [*_core.stored_types(), ("int8",)]
 TABLE = {row[0]: Format(*row, **_SETTINGS.get(row[0], {})) for row in _ROWS}

@@ -163,11 +163,115 @@ def test_a_file_whose_heads_rotate_in_part_is_refused_where_the_family_does_not(
     assert_raises(WhetValueError, r"qwen2\.rope\.dimension_count is 4, expected the whole head, 8", open_gguf, path)
 
 
+# --- q, k and v in one, and models in parts -------------------------------------------------------------------------
+
+
+def weights_of(path: Path) -> dict[str, np.ndarray]:
+    source = open_gguf(path)
+    return naive_weights(source.config, source.pieces(), np.float32)
+
+
+def assert_same(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
+    assert ours.keys() == theirs.keys()
+    for slot in theirs:
+        np.testing.assert_array_equal(ours[slot], theirs[slot], err_msg=slot)
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-biases-tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", [F32, Q8_0], ids=lambda kind: kind.name)
+def test_q_k_and_v_in_one(case, kind, tmp_path):
+    model = tiny_model(case, hidden_size=64, intermediate_size=64, head_dim=16)
+    fused = write_gguf(model, tmp_path / "fused.gguf", kind, fused=True)
+    assert "blk.0.attn_qkv.weight" in read_gguf(fused, "here").tensors
+    assert_same(weights_of(fused), weights_of(write_gguf(model, tmp_path / "three.gguf", kind)))
+
+
+def test_q_k_and_v_both_in_one_and_apart(tmp_path):
+    extra = {"blk.0.attn_q.bias": np.ones(32, np.float32)}
+    path = write_gguf(tiny_model("qwen2"), tmp_path / "model.gguf", fused=True, extra=extra)
+    assert_raises(WhetValueError, r"there are both blk\.0\.attn_qkv\.bias and blk\.0\.attn_q\.bias", open_gguf, path)
+
+
+def test_q_k_and_v_in_one_of_another_size(tmp_path):
+    extra = {"blk.0.attn_qkv.weight": np.ones((65, 32), np.float32)}
+    model = tiny_model("llama", num_hidden_layers=1)
+    path = write_gguf(model, tmp_path / "model.gguf", extra=extra)
+    path.write_bytes(path.read_bytes().replace(b"blk.0.attn_q.w", b"blk.0.attn_x.w"))
+    assert_raises(WhetValueError, "blk.0.attn_qkv.weight has 65 rows, expected 64: q, k and v", open_gguf, path)
+
+
+@pytest.mark.parametrize("small_first_shard", [False, True])
+def test_parts(small_first_shard, tmp_path):
+    """By each of them; also where the first has no tensor."""
+    model = tiny_model("llama")
+    whole = write_gguf(model, tmp_path / "whole.gguf")
+    first = write_gguf(model, tmp_path / "m.gguf", split_max_tensors=8, small_first_shard=small_first_shard)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert first == parts[0] and len(parts) == 3 + small_first_shard
+    for part in parts:
+        assert_same(weights_of(part), weights_of(whole))
+        assert read_gguf(part, "here").paths == tuple(parts)
+    with Engine.from_pretrained(parts[-1], weights="float32") as engine:
+        ids = token_ids(8)
+        np.testing.assert_allclose(engine.logits(ids[0].tolist()), logits_of(model, ids), rtol=0, atol=1e-3)
+
+
+def test_parts_that_are_wrong(tmp_path):
+    model = tiny_model("llama")
+    write_gguf(model, tmp_path / "m.gguf", split_max_tensors=8)
+    other = write_gguf(tiny_model("llama", num_hidden_layers=1), tmp_path / "o.gguf", split_max_tensors=4)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    data = [part.read_bytes() for part in parts]
+
+    def check(message: str, i: int, changed: bytes, part: int = 0) -> None:
+        parts[i].write_bytes(changed)
+        assert_raises(WhetValueError, rf'^open_gguf\(".*"\): .*{message}', open_gguf, parts[part])
+        parts[i].write_bytes(data[i])
+
+    second = "m-00002-of-00003.gguf has split.no, split.count and split.tensors.count"
+    check(rf"{second} \(0, 3, 21\), expected \(1, 3, 21\)", 1, data[0])  # there twice
+    check(
+        rf"{second} \(1, 3, 12\), expected \(1, 3, 21\)",
+        1,
+        other.with_name(parts[1].name.replace("m", "o")).read_bytes(),
+    )
+    check(rf"{second} \(None, None, None\)", 1, write_gguf(model, tmp_path / "whole.gguf").read_bytes())
+    check(r"m-00002-of-00003.gguf: .*cut short", 1, data[1][:-200])
+    check("m-00002-of-00003.gguf has blk.0.attn_q.weight, which a part before it has", 1,
+          data[1].replace(b"blk.1.attn_q.weight", b"blk.0.attn_q.weight"))  # fmt: skip
+    parts[1].unlink()
+    for part in (parts[0], parts[2]):
+        message = "m-00002-of-00003.gguf is missing, part 2 of 3. Copy or download it into this folder"
+        assert_raises(WhetValueError, message, open_gguf, part)
+    renamed = parts[0].rename(tmp_path / "m-00001-of-00002.gguf")
+    assert_raises(WhetValueError, "split.count is 3; expected a name such as model-00001-of-00003", open_gguf, renamed)
+
+
+def test_parts_with_fewer_tensors_than_they_say(tmp_path):
+    write_gguf(tiny_model("llama"), tmp_path / "m.gguf", split_max_tensors=8)
+    at = b"split.tensors.count" + struct.pack("<I", 5)
+    for part in tmp_path.glob("m-*.gguf"):
+        part.write_bytes(part.read_bytes().replace(at + struct.pack("<i", 21), at + struct.pack("<i", 22)))
+    assert_raises(
+        WhetValueError, "the 3 parts have 21 tensors, expected the 22 of split.tensors.count", open_gguf, part
+    )
+
+
+def test_from_pretrained_takes_a_file_and_keeps_its_blocks(tmp_path):
+    path = write_gguf(tiny_model("llama", intermediate_size=64), tmp_path / "model.gguf", Q8_0)
+    with Engine.from_pretrained(path) as one, Engine.from_gguf(path) as other:
+        assert one.formats == other.formats and one.formats["layers.0.qkv"] == "q8_0"
+        assert (one.logits([1, 2, 3]) == other.logits([1, 2, 3])).all()
+    with Engine.from_pretrained(path, weights="float32") as engine:
+        assert engine.formats["layers.0.qkv"] == "float32"
+
+
 # --- llama.cpp reads the same files the same way -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ["llama", "llama-llama3", "qwen2", "qwen3", "gpt2", "phi3"])
-def test_logits_are_those_of_llama_cpp(case, tmp_path):
+@pytest.mark.parametrize("fused", [False, True])
+def test_logits_are_those_of_llama_cpp(case, fused, tmp_path):
     llama_cpp = pytest.importorskip("llama_cpp")
     options = {"sliding_window": None} if case == "phi3" else {}
     model, ids = tiny_model(case, **options), token_ids(16)
@@ -180,7 +284,7 @@ def test_logits_are_those_of_llama_cpp(case, tmp_path):
     if case == "llama-llama3":
         plain = 500.0 ** (-np.arange(4) / 4)
         extra["rope_freqs.weight"] = (plain / describe_module(model).config.inv_freq).astype(np.float32)
-    path = write_gguf(model, tmp_path / "model.gguf", change=change, extra=extra)
+    path = write_gguf(model, tmp_path / "model.gguf", change=change, extra=extra, fused=fused)
     llama = llama_cpp.Llama(str(path), n_ctx=64, logits_all=True, verbose=False, n_threads=1)
     llama.eval(ids[0].tolist())
     expected = np.array(llama.scores[:16], np.float32)
@@ -290,7 +394,10 @@ def holding(*tensors: bytes) -> bytes:
         (header() + bytes(32), "general.architecture is None; this engine reads llama, qwen2"),
         (keyed(b"general.architecture", 8, text(b"mamba")), "general.architecture is 'mamba'"),
         (keyed(b"general.architecture", 4, bytes(4)), "general.architecture is 0"),
-        (header(n_keys=2) + ARCHITECTURE + key(b"split.count", 2, b"\x03\x00"), "one part of a model. Join the parts"),
+        (
+            header(n_keys=2) + ARCHITECTURE + key(b"split.count", 2, b"\x03\x00"),
+            "split.count is 3; expected a name such",
+        ),
         (
             header(n_keys=2) + ARCHITECTURE + key(b"llama.expert_count", 4, bytes(4)),
             "not know the option llama.expert_c",
@@ -378,7 +485,11 @@ def test_values_of_every_type():
     keys += key(b"nested", 9, struct.pack("<IQ", 9, 2) + inner)
     expected |= {"text": "é", "texts": 2, "nested": [[7], 1]}
     data = header(n_keys=len(expected)) + keys
-    assert parse_gguf(np.frombuffer(data + bytes(32), np.uint8), "here") == (expected, {})
+    metadata, tensors = parse_gguf(np.frombuffer(data + bytes(32), np.uint8), "here")
+    assert {**metadata, "texts": len(metadata["texts"]), "nested": [[7], len(metadata["nested"][1])]} == expected
+    assert metadata["nested"][1].to_list() == ["x"] and tensors == {}
+    with pytest.raises(ValueError, match=r"has a text that is not UTF-8: '\\xff'"):
+        metadata["texts"].to_list()
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -406,6 +517,5 @@ def test_metadata_and_tensors_are_those_of_the_package(tmp_path):
     for name, field in theirs.fields.items():
         if not name.startswith("GGUF."):
             value = field.contents()
-            assert ours.metadata[name] == (
-                len(value) if isinstance(value, list) and isinstance(value[0], str) else value
-            )
+            is_texts = isinstance(value, list) and isinstance(value[0], str)
+            assert (ours.metadata[name].to_list() if is_texts else ours.metadata[name]) == value

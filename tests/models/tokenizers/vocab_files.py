@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
+from tests.gguf_files import add_keys
 from tests.models.tokenizers.texts import make_texts
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -17,17 +18,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 def write_file(path: Path, metadata: dict[str, Any]) -> Path:
-    """A GGUF file of these keys; a tuple is (value, type), of an array that of its items."""
+    """A GGUF file of these keys."""
     writer = gguf.GGUFWriter(path, "llama")
-    for key, value in metadata.items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, bytes) or value:
-            writer.add_array(key, value)
+    add_keys(writer, metadata)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()

@@ -1,10 +1,11 @@
-"""A GGUF file as a source, mapped into memory. Quantised rows stay the bytes they are; the tokenizer is not read.
+"""A GGUF file as a source, mapped into memory. Quantised rows stay the bytes they are. (Its tokenizer: ``tokenizers``.)
 
 The metadata is put into the words of the Hugging Face config of the same model, so that ``families`` has the only
 reading of options. The tensors become those of the Hugging Face model: llama.cpp reorders Llama's q and k for its
-pairing, and views with a stride undo that. An option or tensor that is not known here is an error: it may change what
-the model computes. GGUF does not say which GELU GPT-NeoX was trained with: it is the exact one, as in its config. A
-sliding window counts, as in Hugging Face; llama.cpp passes over those of llama and phi3.
+pairing, and views with a stride undo that; newer converters may write q, k and v as one matrix. An option or tensor
+that is not known here is an error: it may change what the model computes. GGUF does not say which GELU GPT-NeoX was
+trained with: it is the exact one, as in its config. A sliding window counts, as in Hugging Face; llama.cpp passes over
+those of llama and phi3.
 
 Source of the names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, llama.cpp's convert_hf_to_gguf.py.
 """
@@ -24,11 +25,12 @@ import numpy as np
 from whet.errors import WhetValueError
 from whet.models.architecture import ModelConfig, Piece
 from whet.models.families import FAMILIES, GGUF_NAMES, model_config, module_targets, short_position
-from whet.models.slots import Source, Stored, walk
+from whet.models.slots import Module, Source, Stored, places, walk
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 
 _KEYS: dict[str, str] = GGUF_NAMES["keys"]
 _ROPE_TENSORS: dict[str, str] = GGUF_NAMES["rope_tensors"]
+_FUSED_QKV: str = GGUF_NAMES["fused_qkv"]
 _OF_MODEL_TYPE = {name: family.gguf["architecture"] for name, family in FAMILIES.items() if family.gguf is not None}
 _ARCHITECTURES = {
     architecture: [name for name, same in _OF_MODEL_TYPE.items() if same == architecture]
@@ -37,12 +39,12 @@ _ARCHITECTURES = {
 """Architecture -> the model_types that have it."""
 
 
-def open_gguf(path: str | os.PathLike[str], *, max_position: int | None = None) -> Source:
+def open_gguf(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | None = None) -> Source:
     """The model of a GGUF file.
 
     Args:
-        path: of a single file, version 2 or 3, with tensors in F32, BF16, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to
-            Q6_K, IQ4_NL, IQ4_XS, MXFP4, TQ1_0 and TQ2_0.
+        path: of a file, version 2 or 3, with tensors in F32, BF16, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K,
+            IQ4_NL, IQ4_XS, MXFP4, TQ1_0 and TQ2_0; of a model in parts any of them. Or what ``read_gguf`` gave.
         max_position: see ``model_config``.
 
     Returns:
@@ -50,41 +52,52 @@ def open_gguf(path: str | os.PathLike[str], *, max_position: int | None = None) 
         changed while they are used; bfloat16 comes as uint16, quantised rows as their bytes.
 
     Raises:
-        WhetValueError: an architecture, option or type that the engine does not run, or a damaged file.
+        WhetValueError: an architecture, option or type that the engine does not run, a damaged file, or a part of a
+            model that is missing or another's.
     """
-    where = f'open_gguf("{path}")'
-    file = read_gguf(Path(path), where)
-    architecture = file.metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
-        raise WhetValueError(
-            f"{where}: general.architecture is {architecture!r:.60}; this engine reads {', '.join(_ARCHITECTURES)}."
-        )
-    if file.metadata.get("split.count", 1) not in (0, 1):
-        raise WhetValueError(f"{where}: this is one part of a model. Join the parts with llama-gguf-split --merge.")
-    options = _Metadata(file, architecture, where).options()
+    file = path if isinstance(path, GGUFFile) else read_gguf(Path(path), f'open_gguf("{path}")')
+    where = f'open_gguf("{file.paths[0]}")'
+    options = read_options(file, where)
     described = model_config(options, max_position=max_position, where=where)
     described = _with_rope_freqs(described, file.tensors, where)
+    modules = FAMILIES[options["model_type"]].gguf_modules
+    architecture = file.metadata["general.architecture"]
+    tensors = _split_qkv(file.tensors, modules, described, where)
     used = set(_ROPE_TENSORS.values())
 
     def tensor(names: Sequence[str], suffix: str) -> Stored:
         name = f"{names[0]}.{suffix}"
         used.add(name)
-        if name not in file.tensors:
+        if name not in tensors:
             raise WhetValueError(f"{where}: there is no tensor {name}, which this {architecture} needs.")
-        return file.tensors[name]
+        return tensors[name]
 
     def pieces() -> Iterator[Piece]:
-        return walk(described, FAMILIES[options["model_type"]].gguf_modules, tensor, where)
+        return walk(described, modules, tensor, where)
 
     for _ in pieces():
         pass
-    unknown = sorted(file.tensors.keys() - used)
+    unknown = sorted(tensors.keys() - used)
     if unknown:
         raise WhetValueError(
             f"{where}: a {architecture} of this kind has no {unknown[0]}; the engine does not know it."
         )
     targets = module_targets(options["model_type"], described)
     return Source(described, pieces, targets, short_position=short_position(options, where))
+
+
+def read_options(file: GGUFFile, where: str) -> dict[str, Any]:
+    """The options of a file's model in the words of its Hugging Face config, but for the tensor ``rope_freqs``.
+
+    Raises:
+        WhetValueError: an architecture or an option that the engine does not run, or one that is wrong.
+    """
+    architecture = file.metadata.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
+        raise WhetValueError(
+            f"{where}: general.architecture is {architecture!r:.60}; this engine reads {', '.join(_ARCHITECTURES)}."
+        )
+    return _Metadata(file, architecture, where).options()
 
 
 def tensor_name(model_type: str, name: str) -> str:
@@ -161,6 +174,7 @@ class _Metadata:
         if epsilon is None:
             raise self.wrong("rms_norm_eps", "a number above 0")
         names = {f"{m.slot}:{m.part}": m.names[0].replace("{i}", "0") for m in family.gguf_modules}
+        names.setdefault("layers.{i}.qkv:", _FUSED_QKV.replace("{i}", "0"))
         table = self.tensors.get(f"{names['embedding:']}.weight")
         if table is None or len(table.shape) != 2:
             raise WhetValueError(f"{self.where}: there is no {names['embedding:']}.weight of two axes, the embedding.")
@@ -206,6 +220,27 @@ class _Metadata:
         elif kind != "none":
             raise self.wrong("rope_type", "none, linear, yarn, or longrope with its rope_factors tensors")
         return found
+
+
+def _split_qkv(
+    tensors: Mapping[str, Stored], modules: Sequence[Module], config: ModelConfig, where: str
+) -> dict[str, Stored]:
+    """The tensors, where a q, k and v that are one matrix, or one bias, of an architecture with three are three."""
+    split = dict(tensors)
+    for place in places(config, [module for module in modules if module.part in ("q", "k", "v")]):
+        fused = _FUSED_QKV.replace("{i}", place.weight.split(".")[1])
+        for name, own in ((f"{fused}.{suffix}", f"{place.names[0]}.{suffix}") for suffix in ("weight", "bias")):
+            if name not in tensors:
+                continue
+            whole, n_rows = tensors[name], config.slots()[place.weight][0]
+            if own in tensors:
+                raise WhetValueError(f"{where}: there are both {name} and {own}. Convert the model again.")
+            if whole.shape[0] != n_rows:
+                raise WhetValueError(f"{where}: {name} has {whole.shape[0]} rows, expected {n_rows}: q, k and v.")
+            split.pop(name, None)
+            rows = slice(place.first_row, place.first_row + place.shape[0])
+            split[own] = Stored(whole.tensor[rows], whole.format, (place.shape[0], *whole.shape[1:]))
+    return split
 
 
 def _factors(stored: Stored | None, where: str) -> list[float]:

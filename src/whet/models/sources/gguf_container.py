@@ -1,34 +1,71 @@
-"""A GGUF file's metadata and tensors, as the core's parser (``cpp/files/gguf.h``) reads them, in views of its bytes."""
+"""A GGUF file's metadata and tensors, as the core's parser (``cpp/files/gguf.h``) reads them, in views of its bytes.
+
+A model in parts (``model-00001-of-00003.gguf``) is opened by any of them. Source of their names and keys: llama.cpp's
+tools/gguf-split and src/llama-model-loader.cpp.
+"""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from whet import _core
+from whet.errors import WhetValueError
 from whet.models.formats import TABLE
 from whet.models.slots import Stored
 from whet.models.sources.mapped import map_file, parse_container, view
 
 _FORMATS = {format.gguf_name: format for format in TABLE.values() if format.gguf_type is not None}
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class GGUFFile(NamedTuple):
-    """Metadata by key (an array of strings is its length), and tensors by name."""
+    """A model's file, or its parts.
 
+    Attributes:
+        paths: the file, or all parts in order.
+        metadata: by key, of the first part; an array of strings is a ``_core.GGUFTexts``, whose ``to_list`` makes them.
+        tensors: by name, of all parts.
+    """
+
+    paths: tuple[Path, ...]
     metadata: dict[str, Any]
     tensors: dict[str, Stored]
 
 
 def read_gguf(path: Path, where: str) -> GGUFFile:
-    """The metadata and tensors of a file; see ``parse_gguf``."""
-    return parse_gguf(map_file(path, where), where)
+    """The metadata and tensors of a file, and of a model in parts of all its files; see ``parse_gguf``.
+
+    Raises:
+        WhetValueError: a file is not what the format allows; or a part is missing, another model's, or there twice.
+    """
+    metadata, tensors = parse_gguf(map_file(path, where), where)
+    count = metadata.get("split.count", 1)
+    if count in (0, 1):
+        return GGUFFile((path,), metadata, tensors)
+    paths = _part_paths(path, count, where)
+    parts = list(_read_parts(paths, where))
+    metadata, tensors = parts[0][0], {}
+    for part, (_, found) in zip(paths, parts, strict=True):
+        if twice := sorted(tensors.keys() & found.keys()):
+            raise WhetValueError(
+                f"{where}: {part.name} has {twice[0]}, which a part before it has too. It is another model's."
+            )
+        tensors |= found
+    if len(tensors) != metadata.get("split.tensors.count"):
+        raise WhetValueError(
+            f"{where}: the {len(paths)} parts have {len(tensors)} tensors, expected the "
+            f"{metadata.get('split.tensors.count')!r:.40} of split.tensors.count. Copy or download them again."
+        )
+    return GGUFFile(paths, metadata, tensors)
 
 
-def parse_gguf(data: np.ndarray, where: str) -> GGUFFile:
+def parse_gguf(data: np.ndarray, where: str) -> tuple[dict[str, Any], dict[str, Stored]]:
     """The metadata and tensors of a file's bytes, (n,) uint8; those of the tensors are not looked at.
 
     Raises:
@@ -41,4 +78,35 @@ def parse_gguf(data: np.ndarray, where: str) -> GGUFFile:
         *rows, k = shape
         width = k if format.is_float else size_bytes // math.prod(rows)
         tensors[name] = Stored(view(data, offset, format.dtype, (*rows, width)), format.name, shape)
-    return GGUFFile(metadata, tensors)
+    return metadata, tensors
+
+
+def _part_paths(path: Path, count: Any, where: str) -> tuple[Path, ...]:
+    """The files of all parts, by the name of one and the number that it says."""
+    name = _PART.fullmatch(path.name)
+    if name is None or int(name[3]) != count:
+        raise WhetValueError(
+            f"{where}: this is a part of a model, and split.count is {count!r:.40}; expected a name such as "
+            f"model-00001-of-00003.gguf, with that number. Give the parts their names again."
+        )
+    return tuple(path.with_name(f"{name[1]}-{i:05d}-of-{name[3]}.gguf") for i in range(1, int(name[3]) + 1))
+
+
+def _read_parts(paths: tuple[Path, ...], where: str) -> Iterator[tuple[dict[str, Any], dict[str, Stored]]]:
+    """The metadata and tensors of each part, which says that it is that part of the same model as the first."""
+    n_tensors = None
+    for i, path in enumerate(paths):
+        if not path.is_file():
+            raise WhetValueError(
+                f"{where}: {path.name} is missing, part {i + 1} of {len(paths)}. Copy or download it into this folder."
+            )
+        label = f"{where}: {path.name}"
+        metadata, tensors = parse_gguf(map_file(path, label), label)
+        said = tuple(metadata.get(f"split.{key}") for key in ("no", "count", "tensors.count"))
+        n_tensors = said[2] if i == 0 else n_tensors
+        if said != (i, len(paths), n_tensors):
+            raise WhetValueError(
+                f"{label} has split.no, split.count and split.tensors.count {said!r:.80}, expected "
+                f"{(i, len(paths), n_tensors)!r:.80}: it is another part, or another model's. Download it again."
+            )
+        yield metadata, tensors

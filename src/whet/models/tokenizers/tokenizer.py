@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet import _core
 from whet.errors import MissingExtraError, WhetValueError
-from whet.models.sources.mapped import map_file, parse_container
+from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.tokenizers import algorithms
 from whet.models.tokenizers.vocabulary import Vocabulary, read_vocabulary
 
@@ -29,7 +29,7 @@ _ROLES = {
 """transformers' names of special tokens, and GGUF's."""
 
 
-def open_tokenizer(file: str | os.PathLike[str] | Mapping[str, Any]) -> Any:
+def open_tokenizer(file: str | os.PathLike[str] | GGUFFile | Mapping[str, Any]) -> Any:
     """The tokenizer of a GGUF file as transformers has it; see ``read_tokenizer``.
 
     Returns:
@@ -43,32 +43,38 @@ def open_tokenizer(file: str | os.PathLike[str] | Mapping[str, Any]) -> Any:
     return read_tokenizer(file).to_transformers()
 
 
-def read_tokenizer(file: str | os.PathLike[str] | Mapping[str, Any]) -> GGUFTokenizer:
+def read_tokenizer(file: str | os.PathLike[str] | GGUFFile | Mapping[str, Any]) -> GGUFTokenizer:
     """The tokenizer of a GGUF file, without transformers.
 
     Args:
-        file: of a model in parts the first; or a file's metadata by key, with arrays as lists.
+        file: of a model in parts any of them; or what ``read_gguf`` gave; or a file's metadata by key.
 
     Raises:
         WhetValueError: there is no tokenizer, it is of a kind that is not read, or a key is wrong; it is named.
         MissingExtraError: tokenizers is not installed.
     """
     if isinstance(file, Mapping):
-        where, metadata = "read_tokenizer", file
-    else:
-        where = f'read_tokenizer("{os.fspath(file)}")'
-        metadata = _read_metadata(Path(file), where)
-    return GGUFTokenizer(metadata, where)
+        return GGUFTokenizer(file, "read_tokenizer")
+    if not isinstance(file, GGUFFile):
+        file = read_gguf(Path(file), f'read_tokenizer("{os.fspath(file)}")')
+    where = f'read_tokenizer("{file.paths[0]}")'
+    return GGUFTokenizer(with_texts(file.metadata, where), where)
 
 
-def _read_metadata(path: Path, where: str) -> dict[str, Any]:
-    """The file's metadata, with the texts that a tokenizer needs."""
-    data = map_file(path, where)
-    metadata, _ = parse_container(_core.parse_gguf, data, where)
+def with_texts(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A file's metadata, with the texts that a tokenizer needs as lists.
+
+    Raises:
+        WhetValueError: one is not UTF-8.
+    """
+    found = dict(metadata)
     for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
-        if isinstance(metadata.get(key), int):  # the length of an array of strings
-            metadata[key] = parse_container(lambda data, key=key: _core.gguf_strings(data, key), data, where)
-    return metadata
+        if isinstance(found.get(key), _core.GGUFTexts):
+            try:
+                found[key] = found[key].to_list()
+            except ValueError as error:
+                raise WhetValueError(f"{where}: {key} {error}") from None
+    return found
 
 
 class GGUFTokenizer:
@@ -90,7 +96,7 @@ class GGUFTokenizer:
     def __init__(self, metadata: Mapping[str, Any], where: str = "GGUFTokenizer") -> None:
         self.vocabulary: Vocabulary = read_vocabulary(metadata, where)
         self.stop_token_ids = self.vocabulary.stop_ids
-        self.chat_template = _chat_template(metadata, where)
+        self.chat_template = read_chat_template(metadata, where)
         self.backend = _build(self.vocabulary, where)
         self._compiled: dict[str, ChatTemplate] = {}
         special = self.vocabulary.special_ids
@@ -225,7 +231,7 @@ def _build(vocabulary: Vocabulary, where: str) -> Any:
         ) from error
 
 
-def _chat_template(metadata: Mapping[str, Any], where: str) -> str | dict[str, str] | None:
+def read_chat_template(metadata: Mapping[str, Any], where: str) -> str | dict[str, str] | None:
     """The template, or the templates by name where there are several."""
     begin = f"{_TEMPLATE}."
     found = {key.removeprefix(begin): value for key, value in metadata.items() if key.startswith(begin)}

@@ -37,8 +37,9 @@ SPECIAL = (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)
 
 
 class _Kind(NamedTuple):
-    """Defaults by ``tokenizer.ggml.model``, where the file does not say."""
+    """A ``tokenizer.ggml.model`` in words, and its defaults where the file does not say."""
 
+    name: str
     special_ids: Mapping[str, int] = {}
     add_bos: bool = False
     add_eos: bool = False
@@ -46,10 +47,10 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    "gpt2": _Kind(),
-    "gemma4": _Kind(),
-    "llama": _Kind({"bos": 1, "eos": 2, "unknown": 0}, add_bos=True, add_space_prefix=True),
-    "t5": _Kind({"eos": 1, "unknown": 2, "padding": 0}, add_eos=True),
+    "gpt2": _Kind("byte-level BPE"),
+    "gemma4": _Kind("BPE over characters"),
+    "llama": _Kind("SentencePiece BPE", {"bos": 1, "eos": 2, "unknown": 0}, add_bos=True, add_space_prefix=True),
+    "t5": _Kind("SentencePiece unigram", {"eos": 1, "unknown": 2, "padding": 0}, add_eos=True),
 }
 _REFUSED = {
     "bert": "WordPiece, of models that embed a text and do not continue it",
@@ -87,7 +88,7 @@ class Vocabulary(NamedTuple):
     """The tokens of a file, what each of them is, and how a text becomes them."""
 
     model: str
-    """gpt2: BPE over bytes; gemma4: BPE over characters; llama: SentencePiece BPE; t5: SentencePiece unigram."""
+    """gpt2, gemma4, llama or t5; ``kind`` is the same in words."""
     tokens: list[str]
     types: list[TokenType]
     scores: list[float]
@@ -108,6 +109,10 @@ class Vocabulary(NamedTuple):
     """SentencePiece's compiled normalisation; empty: none."""
     strips_right: frozenset[int]
     """Special tokens that take the whitespace behind them."""
+
+    @property
+    def kind(self) -> str:
+        return _KINDS[self.model].name
 
     def ids_of(self, *types: TokenType) -> list[int]:
         """The tokens of these types, ascending."""

@@ -1,0 +1,18 @@
+"""A model by its path, whichever way it is stored."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from whet.models.slots import Source
+from whet.models.sources.folder import open_folder
+from whet.models.sources.gguf import open_gguf
+from whet.models.sources.gguf_container import GGUFFile
+
+
+def open_pretrained(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | None = None) -> Source:
+    """The model of a Hugging Face folder, or of a GGUF file: see ``open_folder`` and ``open_gguf``."""
+    if isinstance(path, GGUFFile) or Path(path).is_file():
+        return open_gguf(path, max_position=max_position)
+    return open_folder(path, max_position=max_position)
