@@ -1,0 +1,147 @@
+"""A GGUF file as a model of transformers, to train it: weights dequantised, options as a config, its own tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from whet.errors import WhetValueError, check_installed
+from whet.models.architecture import ModelConfig, Piece
+from whet.models.families import GGUF_NAMES
+from whet.models.reference import piece_values
+from whet.models.slots import Source
+from whet.models.sources.gguf import open_gguf, read_options
+from whet.models.sources.gguf_container import GGUFFile, read_gguf
+from whet.models.sources.live import describe_module
+from whet.models.tokenizers import GGUFTokenizer, read_tokenizer
+from whet.ops.rope_scaling import rope_frequencies
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What Llama 3.1 to 3.3 scale their rotary frequencies by, beside the factor."""
+
+
+def load_gguf_model(path: str | os.PathLike[str] | GGUFFile, dtype: str = "float32") -> tuple[Any, Any]:
+    """The model of a GGUF file as a module of transformers with all its weights, and its tokenizer.
+
+    The weights are the numbers that the file's blocks stand for; in float32 the logits are those of
+    ``whet.models.reference.naive_forward``. ``save_pretrained`` of both writes a Hugging Face folder.
+
+    Args:
+        path: as ``open_gguf`` takes it.
+        dtype: of the weights: "float32", 4 bytes a weight, or "bfloat16", which rounds them.
+
+    Returns:
+        ``(model, tokenizer)``: a causal language model of the file's family on the CPU, and a
+        ``PreTrainedTokenizerFast``. The generation config ends at all tokens that end a generation.
+
+    Raises:
+        WhetValueError: as ``open_gguf`` and ``read_tokenizer``; a tokenizer with tokens that the model does not have;
+            or a model that transformers computes in another way.
+        MissingExtraError: torch or transformers is not installed.
+    """
+    check_installed("load_gguf_model", "torch", "transformers")
+    import torch
+    import transformers
+
+    file = path if isinstance(path, GGUFFile) else read_gguf(Path(path), f'load_gguf_model("{path}")')
+    where = f'load_gguf_model("{file.paths[0]}")'
+    if dtype not in ("float32", "bfloat16"):
+        raise WhetValueError(f"{where}: dtype is {dtype!r}, expected float32 or bfloat16.")
+    source, tokenizer = open_gguf(file), read_tokenizer(file)
+    if len(tokenizer) > source.config.vocab_size:
+        raise WhetValueError(
+            f"{where}: the tokenizer has {len(tokenizer)} tokens and the embedding {source.config.vocab_size} rows. "
+            f"Convert the model again."
+        )
+    config = _make_config(file, source.config, tokenizer, where)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    live = describe_module(model)
+    _check_same(source.config, live.config, where)
+    _copy_weights(source, live)
+    model.generation_config.eos_token_id = tokenizer.stop_token_ids or None
+    return model.eval(), tokenizer.to_transformers()
+
+
+def _make_config(file: GGUFFile, described: ModelConfig, tokenizer: GGUFTokenizer, where: str) -> Any:
+    """The config of transformers, with what of the options its family has."""
+    import transformers
+
+    options = read_options(file, where)
+    if GGUF_NAMES["rope_tensors"]["divisors"] in file.tensors:
+        options["rope_parameters"] = _divided_rope(described, options["rope_parameters"]["rope_theta"])
+    if options["original_max_position_embeddings"] is None:
+        del options["original_max_position_embeddings"]
+    family = transformers.AutoConfig.for_model(options["model_type"])
+    if not hasattr(family, "rope_parameters"):  # transformers 4
+        rope = options["rope_parameters"]
+        options |= dict.fromkeys(("rope_theta", "rotary_emb_base"), rope["rope_theta"])
+        options |= dict.fromkeys(("partial_rotary_factor", "rotary_pct"), rope.get("partial_rotary_factor", 1.0))
+        scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
+        options["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
+    known = {name: value for name, value in options.items() if hasattr(family, name) and name != "model_type"}
+    return transformers.AutoConfig.for_model(
+        options["model_type"],
+        **known,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        name_or_path=str(file.paths[0].resolve()),  # adapters remember where their base is
+    )
+
+
+def _divided_rope(config: ModelConfig, theta: float) -> dict[str, Any]:
+    """rope_parameters of frequencies that the file has divisors of: Llama 3's scaling, or any as longrope's factors."""
+    plain = theta ** (-2 * np.arange(config.rotary_dim // 2) / config.rotary_dim)
+    divisors = plain / np.array(config.inv_freq)
+    llama3 = {"rope_type": "llama3", "rope_theta": theta, "factor": float(np.round(divisors.max())), **_LLAMA3}
+    if llama3["factor"] >= 1:
+        frequencies, _ = rope_frequencies(config.head_dim, None, config.max_position, scaling=llama3)
+        if frequencies.shape == divisors.shape and np.allclose(frequencies, config.inv_freq, rtol=1e-5, atol=0):
+            return llama3
+    factors = divisors.tolist()
+    return {
+        "rope_type": "longrope",
+        "rope_theta": theta,
+        "short_factor": factors,
+        "long_factor": factors,
+        "original_max_position_embeddings": config.max_position,
+        "attention_factor": config.attention_factor,
+    }
+
+
+def _check_same(ours: ModelConfig, theirs: ModelConfig, where: str) -> None:
+    """Refuse a model that transformers' config does not describe."""
+    for field in dataclasses.fields(ModelConfig):
+        a, b = getattr(ours, field.name), getattr(theirs, field.name)
+        is_close = field.name in ("inv_freq", "attention_factor", "attention_scale") and np.shape(a) == np.shape(b)
+        if not (np.allclose(a, b, rtol=1e-5, atol=0) if is_close else a == b):
+            raise WhetValueError(
+                f"{where}: {field.name} is {a!r:.80}, and in transformers it would be {b!r:.80}: this model cannot be "
+                f"trained from the file. Train its Hugging Face folder."
+            )
+
+
+def _copy_weights(source: Source, live: Source) -> None:
+    """Write the file's numbers into the module's parameters, of which ``live`` has views; one slot at a time."""
+    import torch
+
+    shapes, parameters = source.config.slots(), _by_slot(live.pieces())
+    for slot, pieces in _by_slot(source.pieces()).items():
+        values = np.empty(shapes[slot], np.float32)
+        for piece in pieces:
+            values[piece.first_row : piece.first_row + len(piece.tensor)] = piece_values(piece)
+        for piece in parameters[slot]:
+            rows = values[piece.first_row : piece.first_row + len(piece.tensor)]
+            piece.tensor.copy_(torch.from_numpy(rows))
+
+
+def _by_slot(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    found: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.slot, []).append(piece)
+    return found

@@ -1,0 +1,134 @@
+"""GGUF files as models of transformers: the same logits, and a Hugging Face folder of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests.engine.tiny_models import logits_of, naive_logits, tiny_model, token_ids
+from tests.gguf_files import F32, Q8_0, write_gguf
+from tests.raising import assert_raises
+
+from whet.errors import WhetValueError
+from whet.models.sources.gguf import open_gguf
+from whet.models.sources.gguf_model import _check_same, load_gguf_model
+from whet.models.sources.live import describe_module
+
+KEYS = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.tokens": ["a", "b", "ab", "<|im_end|>", "</s>"],
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.eos_token_id": 4,
+    "tokenizer.chat_template": "{{ messages[0]['content'] }}",
+}
+CASES = ("llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neox-serial", "gpt2", "phi3")
+
+
+def make(tmp_path: Path, case: str, kind: Any = F32, *, keys: Any = KEYS, change: Any = None, extra: Any = None,
+         **options: Any) -> Path:  # fmt: skip
+    return write_gguf(tiny_model(case, **options), tmp_path / "model.gguf", kind, keys=keys, change=change, extra=extra)
+
+
+def check(path: Path, n: int = 24) -> Any:
+    """The loaded model has the logits of the definition on the file's weights, and so has its folder."""
+    model, tokenizer = load_gguf_model(path)
+    ids = token_ids(n)
+    expected = naive_logits(open_gguf(path), ids)
+    np.testing.assert_allclose(logits_of(model, ids), expected, rtol=0, atol=1e-4)
+    folder = path.parent / "folder"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    np.testing.assert_array_equal(logits_of(again, ids), logits_of(model, ids))
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(case, tmp_path):
+    model = check(make(tmp_path, case))
+    original = tiny_model(case)
+    assert type(model) is type(original) and all(parameter.requires_grad for parameter in model.parameters())
+    for name, parameter in original.named_parameters():
+        np.testing.assert_array_equal(model.get_parameter(name).detach(), parameter, err_msg=name)
+    assert model.config.sliding_window == original.config.sliding_window if case in ("mistral", "phi3") else True
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt_neox", "gpt2"])
+def test_blocks_become_the_numbers_that_they_stand_for(case, tmp_path):
+    check(make(tmp_path, case, Q8_0, **({} if case == "gpt2" else {"intermediate_size": 64})))
+
+
+@pytest.mark.parametrize("case", ["llama-linear", "llama-yarn"])
+def test_scaling_in_the_metadata(case, tmp_path):
+    settings = tiny_model(case).config.rope_parameters
+
+    def change(writer: Any) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(settings["rope_type"]))
+        writer.add_rope_scaling_factor(settings["factor"])
+        writer.add_rope_scaling_orig_ctx_len(settings.get("original_max_position_embeddings", 64))
+
+    model = check(make(tmp_path, case, change=change))
+    assert model.config.rope_parameters["rope_type"] == settings["rope_type"]
+
+
+@pytest.mark.parametrize(("original", "kind"), [(16, "longrope"), (8192, "llama3")])
+def test_llama_3s_scaling_is_named_where_it_is_that(original, kind, tmp_path):
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    options = {"rope_parameters": {**rope, "original_max_position_embeddings": original}}
+    options |= {"max_position_embeddings": 16384, "head_dim": 32}
+    exact = describe_module(tiny_model("llama", **options)).config
+    divisors = (5e5 ** (-np.arange(16) / 16) / exact.inv_freq).astype(np.float32)
+    model = check(make(tmp_path, "llama", extra={"rope_freqs.weight": divisors}, **options))
+    assert model.config.rope_parameters["rope_type"] == kind
+    np.testing.assert_allclose(describe_module(model).config.inv_freq, exact.inv_freq, rtol=1e-6)
+
+
+@pytest.mark.parametrize("n", [12, 24])
+def test_longrope(n, tmp_path):
+    settings = tiny_model("phi3-longrope").config.rope_parameters
+    extra = {f"rope_factors_{k}.weight": np.array(settings[f"{k}_factor"], np.float32) for k in ("long", "short")}
+
+    def change(writer: Any) -> None:
+        writer.add_rope_scaling_orig_ctx_len(16)
+        writer.add_rope_scaling_attn_factors(describe_module(tiny_model("phi3-longrope")).config.attention_factor)
+
+    path = make(tmp_path, "phi3-longrope", change=change, extra=extra)
+    model, _ = load_gguf_model(path)
+    ids = token_ids(n)
+    np.testing.assert_allclose(logits_of(model, ids), logits_of(tiny_model("phi3-longrope"), ids), rtol=0, atol=1e-4)
+
+
+def test_the_tokenizer_and_where_a_generation_ends(tmp_path):
+    model, tokenizer = load_gguf_model(make(tmp_path, "llama"))
+    assert tokenizer("ab")["input_ids"] == [2] and tokenizer.chat_template
+    assert (model.config.eos_token_id, model.config.bos_token_id, model.config.pad_token_id) == (4, None, None)
+    assert model.generation_config.eos_token_id == [3, 4]
+
+
+def test_bfloat16_rounds_the_weights_and_nothing_else(tmp_path):
+    path = make(tmp_path, "llama")
+    whole, _ = load_gguf_model(path)
+    model, _ = load_gguf_model(path, "bfloat16")
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter.bfloat16())
+    assert describe_module(model).config == describe_module(whole).config
+
+
+def test_what_cannot_be_loaded(tmp_path):
+    path = make(tmp_path, "llama")
+    assert_raises(WhetValueError, "dtype is 'float16', expected float32 or bfloat16", load_gguf_model, path, "float16")
+    assert_raises(WhetValueError, r"nothing\.gguf is no file", load_gguf_model, tmp_path / "nothing.gguf")
+    many = {**KEYS, "tokenizer.ggml.tokens": [*KEYS["tokenizer.ggml.tokens"], *map(str, range(60))]}
+    message = "the tokenizer has 65 tokens and the embedding 48 rows"
+    assert_raises(WhetValueError, message, load_gguf_model, make(tmp_path, "llama", keys=many))
+    config = open_gguf(path).config
+    other = dataclasses.replace(config, norm_eps=1.0)
+    assert_raises(
+        WhetValueError, "here: norm_eps is 1.0, and in transformers it would be", _check_same, other, config, "here"
+    )
