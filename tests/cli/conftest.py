@@ -55,6 +55,28 @@ def tiny_model(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def tiny_gguf(tiny_model):
+    """The same model and tokenizer as a GGUF file, but that "qz" is a token, in place of the byte 0xAD."""
+    from tests.gguf_files import write_gguf
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    vocab = AutoTokenizer.from_pretrained(tiny_model).get_vocab()
+    tokens = [*sorted(vocab, key=lambda token: vocab[token])[:-1], "qz"]
+    keys = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3] + [1] * 256,
+        "tokenizer.ggml.merges": ["q z"],
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+    }
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    return write_gguf(model, tiny_model.parent / "tiny.gguf", keys=keys)
+
+
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 
+import gguf
 import pytest
-from tests.gguf_files import write_gguf
+from tests.gguf_files import F32, write_gguf
 from tests.processes import WHET, run_python
 from tests.tiny import with_lora
 
@@ -123,16 +124,79 @@ def test_longrope_of_a_short_text_is_that_of_transformers(run, tiny_model, token
     assert longer == tokenizer.decode(expected.token_ids, skip_special_tokens=True) + "\n"
 
 
-def test_a_gguf_file_with_a_tokenizer_beside_it(run, tiny_model, tmp_path, error_of):
+def test_a_gguf_file_is_enough(run, tiny_model, tiny_gguf, tmp_path):
+    """The text of the folder that it was made of: with its chat template, without, and with another's tokenizer."""
+    argv = ["--prompt", "Say é", "--temperature", "0", "--max-new-tokens", "8", "--weights", "float32"]
+    expected = run("generate", tiny_model, *argv)
+    found = run("generate", tiny_gguf, *argv)
+    assert found.out == expected.out and found.err.split()[:3] == expected.err.split()[:3]
+    assert run("generate", tiny_gguf, "--tokenizer", tiny_model, *argv).out == expected.out
+    assert run("generate", tiny_model, "--tokenizer", tiny_gguf, *argv).out == expected.out
+    raw = run("generate", tiny_gguf, *argv, "--raw")
+    assert raw.out == run("generate", tiny_model, *argv, "--raw").out != expected.out
+    # It ends where the file says: here at the first token that would come.
+    with Engine.from_pretrained(tiny_gguf, weights="float32") as engine:
+        [[first]] = engine.generate([[50]], 1, whet.SamplingParams(temperature=0, max_new_tokens=1))
+    data = tiny_gguf.read_bytes()
+    key = b"tokenizer.ggml.eos_token_id" + (4).to_bytes(4, "little")
+    ended = tmp_path / "ended.gguf"
+    ended.write_bytes(data.replace(key + (1).to_bytes(4, "little"), key + first.token_ids[0].to_bytes(4, "little")))
+    from whet.models.tokenizers import read_tokenizer
+
+    text = read_tokenizer(tiny_gguf).decode([50])
+    out = run("generate", ended, *argv[2:], "--prompt", text, "--raw")
+    assert out.out == "\n" and out.err.startswith("1 + 1 tokens") and "(stop)" in out.err
+
+
+def test_generate_of_a_gguf_file_imports_neither_torch_nor_transformers(tiny_gguf):
+    code = "import sys; from whet.cli import main; "
+    code += f"main(['generate', {str(tiny_gguf)!r}, '--prompt', 'x', '--max-new-tokens', '2']); "
+    code += "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    run = run_python(code)
+    assert run.returncode == 0 and run.stdout.endswith("[]\n"), run
+
+
+def test_a_gguf_file_without_a_tokenizer(run, tiny_model, tmp_path, error_of):
     from transformers import AutoModelForCausalLM
 
     path = write_gguf(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "tiny.gguf")
     argv = ["--prompt", "x", "--temperature", "0", "--max-new-tokens", "8", "--weights", "float32", "--raw"]
-    expected = run("generate", tiny_model, *argv).out
-    assert run("generate", path, "--tokenizer", tiny_model, *argv).out == expected
-    assert "Pass --tokenizer with the folder of the model's." in error_of("generate", path, *argv)
+    assert run("generate", path, "--tokenizer", tiny_model, *argv).out == run("generate", tiny_model, *argv).out
+    error = error_of("generate", path, *argv)
+    assert "tokenizer.ggml.model is None" in error and error.endswith("Or pass --tokenizer with another.")
     found = json.loads(run("info", path, "--json").out)
     assert found["architecture"] == "llama" and found["weights_bytes"]["as stored"] == found["weights_bytes"]["bf16"]
+    assert "tokenizer.ggml.model is None" in found["tokenizer"]["reason"]
+    assert "Tokenizer: not read. " in run("info", path).out
+
+
+def test_info_tells_what_a_gguf_file_holds(run, tiny_gguf, tmp_path):
+    from tests.engine.tiny_models import tiny_model
+
+    found = json.loads(run("info", tiny_gguf, "--json").out)
+    assert found["files"] == [str(tiny_gguf)] and found["tokenizer"] == {
+        "kind": "byte-level BPE", "n_tokens": 258, "chat_template": True, "stop_tokens": {"<eos>": 1},
+    }  # fmt: skip
+    out = run("info", tiny_gguf).out
+    assert "byte-level BPE, 258 tokens, with a chat template; generation ends at <eos> (1)." in out
+    kinds = {"up_proj": "Q2_K", "gate_proj": "IQ4_XS", "down_proj": "Q3_K", "o_proj": "Q5_K", "embed": "BF16"}
+    model = tiny_model("llama", num_hidden_layers=1, hidden_size=256, intermediate_size=256)
+    path = write_gguf(
+        model, tmp_path / "m.gguf",
+        lambda name: next((gguf.GGMLQuantizationType[kind] for part, kind in kinds.items() if part in name), F32),
+        split_max_tensors=8,
+    )  # fmt: skip
+    found = json.loads(run("info", path, "--json").out)
+    assert [file.rpartition("m-")[2] for file in found["files"]] == ["00001-of-00002.gguf", "00002-of-00002.gguf"]
+    types = {name: (row["becomes"], row["bound"]) for name, row in found["tensors"].items()}
+    assert types == {
+        "BF16": (["bf16"], ""), "F32": (["bf16", "float32"], ""), "Q3_K": (["q6_k"], ""), "Q5_K": (["q5_k"], ""),
+        "Q2_K": (["q8_0"], "within 1/254 of the largest of 32 weights and 2^-11 of each"),
+        "IQ4_XS": (["q8_0"], "within 2^-11 of each weight"),
+    }  # fmt: skip
+    assert found["tensors"]["Q2_K"] == {**found["tensors"]["Q2_K"], "n": 1, "size_bytes": 256 * 84}
+    out = run("info", path).out
+    assert "Tensors in 2 files" in out and "q8_0, within 2^-11 of each weight" in out and "bf16 or float32" in out
 
 
 def test_adapters(run, tiny_model, tmp_path):
@@ -145,7 +209,11 @@ def test_adapters(run, tiny_model, tmp_path):
 
 
 def test_generate_mistakes_are_one_line(tiny_model, tmp_path, error_of):
-    assert "there is no folder 'nope'" in error_of("generate", "nope", "--prompt", "x")
+    assert "there is no 'nope'. Pass a model's folder or its .gguf file." in error_of(
+        "generate", "nope", "--prompt", "x"
+    )
+    tokenizer = ["--prompt", "x", "--tokenizer", "nope"]
+    assert "there is no folder or file 'nope'" in error_of("generate", tiny_model, *tokenizer)
     assert "n is 0, expected an integer >= 1" in error_of("generate", tiny_model, "--prompt", "x", "-n", "0")
     assert "temperature is -1.0" in error_of("generate", tiny_model, "--prompt", "x", "--temperature", "-1")
     for flag in ("n", "top_k"):

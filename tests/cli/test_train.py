@@ -238,7 +238,7 @@ def test_required_settings(name, error_of):
         ({"data": "nosuch.jsonl"}, "nosuch.jsonl'."),
         ({"data": "EMPTY"}, "holds no rows"),
         ({"data": "BROKEN"}, "broken.jsonl:2: not JSON"),
-        ({"model": "./nosuch"}, "there is no folder './nosuch'"),
+        ({"model": "./nosuch"}, "there is no folder or file './nosuch'"),
         ({"model": "EMPTY_FOLDER"}, "cannot be loaded"),
         ({"batch_size": 100}, "the dataset has 8 rows, fewer than batch_size=100"),
         ({"output_dir": "EMPTY/x"}, "cannot be made"),
@@ -257,6 +257,56 @@ def test_missing_and_broken_inputs(settings, expected, files, error_of):
         assert main(argv) == 0
     else:
         assert expected in error_of(*argv)
+
+
+def test_a_gguf_file_trains_as_the_folder_that_it_was_made_of(files, tiny_gguf, capsys):
+    settings = {"steps": 3, "learning_rate": 1e-2, "compute": "float32"}
+    assert main(["train", "sft", *files("folder", **settings)]) == 0
+    assert "become" not in capsys.readouterr().err
+    assert main(["train", "sft", *files("file", **settings, model=tiny_gguf)]) == 0
+    n = sum(tensor.numel() for tensor in load_file(files.folder / "file" / "model" / "model.safetensors").values())
+    assert f"{tiny_gguf}: weights in F32 become float32, which takes {4 * n / 1e3:.2f} kB" in capsys.readouterr().err
+    folder, file = (load_file(files.folder / name / "model" / "model.safetensors") for name in ("folder", "file"))
+    torch.testing.assert_close(file, folder, rtol=0, atol=1e-6)
+    prompt = ["--prompt", "say a:", "--seed", "1", "--max-new-tokens", "8", "--raw"]
+    texts = []
+    for name in ("folder", "file"):
+        assert main(["generate", str(files.folder / name / "model"), *prompt]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != "\n"
+    assert "base_model" not in (files.folder / "file" / "README.md").read_text()  # a path here means nothing there
+
+
+def test_a_gguf_file_that_changed_is_another_run(files, tiny_gguf, error_of):
+    model = files.folder / "model.gguf"
+    shutil.copy(tiny_gguf, model)
+    assert main(["train", "sft", *files("run", model=model, steps=1)]) == 0
+    model.write_bytes(model.read_bytes() + b"\0")
+    assert f"{model} (model) has changed" in error_of("train", "sft", *files("run", model=model, steps=2))
+
+
+def test_adapters_of_a_gguf_file(files, tiny_gguf, capsys):
+    """They remember the file, and are merged into it by the next command."""
+    settings = {"model": tiny_gguf, "steps": 4, "learning_rate": 1e-1, "lora_rank": 2, "compute": "float32"}
+    assert main(["train", "sft", *files("run", **settings)]) == 0
+    folder = files.folder / "run" / "model"
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tiny_gguf)
+    prompt = ["--prompt=say a:", "--max-new-tokens=8", "--temperature", "0"]
+    capsys.readouterr()
+    assert main(["generate", str(tiny_gguf), *prompt, "--adapter", str(folder), "--weights", "float32", "--raw"]) == 0
+    text = capsys.readouterr().out.removesuffix("\n")
+    reward = f"--reward={files.folder / 'letters.py'}:share"
+    (files.folder / "one.jsonl").write_text('{"prompt": "say a:", "answer": "a"}\n')
+    best_of_n = ["best-of-n", f"--prompts={files.folder / 'one.jsonl'}", reward, "--n=2", "--max-new-tokens=8"]
+    assert main([*best_of_n, f"--model={folder}", "--temperature=0.001"]) == 0
+    assert json.loads(capsys.readouterr().out)["completion"] == text
+    assert main([*best_of_n, f"--model={tiny_gguf}", "--temperature=0.001"]) == 0
+    assert json.loads(capsys.readouterr().out)["completion"] != text
+
+
+def test_a_gguf_file_that_is_not_there(files, error_of):
+    error = error_of("train", "sft", *files("run", model="nothing.gguf"))
+    assert "load_model: there is no folder or file 'nothing.gguf'" in error
 
 
 def test_hub_name_without_a_network(files):

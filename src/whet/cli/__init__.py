@@ -139,7 +139,7 @@ _COMMANDS = {
     "demo": ("train", "tyro", "rich"),
     "train": ("train",),
     "best-of-n": ("train", "tyro", "rich"),
-    "generate": ("train", "tyro", "rich", "transformers", "tokenizers", "jinja2"),
+    "generate": ("train", "tyro", "rich", "tokenizers", "jinja2"),
     "info": ("train", "tyro", "rich"),
     "estimate": ("train", "tyro", "rich"),
     "bench": ("bench", "tyro", "rich", "matplotlib", "threadpoolctl"),

@@ -72,7 +72,7 @@ def model_card(algorithm: str, run: Any, n_rows: int, n_tokens: int, evaluations
     return _CARD.format(
         library="peft" if run.lora_rank else "transformers",
         tag=algorithm.lower(),
-        base="" if Path(run.model).is_dir() else f"base_model: {run.model}\n",
+        base="" if Path(run.model).exists() else f"base_model: {run.model}\n",
         name=Path(run.output_dir).resolve().name,
         version=__version__,
         facts=_table(("Setting", "Value"), [(key, text) for key, text in facts.items() if text not in (None, "")]),

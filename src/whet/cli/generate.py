@@ -1,6 +1,7 @@
 """``whet generate``: continues a text on the native engine, and shows it as it comes.
 
-The text goes to standard output, everything about it to standard error. Needs a tokenizer, and not torch.
+The text goes to standard output, everything about it to standard error. A GGUF file is all that is needed: its own
+tokenizer, chat template and end-of-turn tokens are used, without torch and transformers.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from whet.config.fields import check_range, check_used
 from whet.config.sampling import SamplingParams
 from whet.data.rows import tokenize_prompt
 from whet.engine import Engine
-from whet.errors import WhetError, WhetValueError
+from whet.errors import WhetError, WhetValueError, check_installed
 from whet.models.formats import Weights
-from whet.models.sources.folder import open_folder
-from whet.models.sources.gguf import open_gguf
+from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.mapped import map_file, parse_json
+from whet.models.sources.pretrained import open_pretrained
+from whet.models.tokenizers import read_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +33,7 @@ class GenerateConfig:
     """Continues a prompt; of a model with a chat template, as its assistant."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """A folder that save_pretrained wrote, or a .gguf file."""
+    """A folder that save_pretrained wrote, or a .gguf file; of one in parts any of them."""
     prompt: str
     """The text."""
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
@@ -55,7 +57,7 @@ class GenerateConfig:
     adapter: str = ""
     """A folder of LoRA adapters that PEFT or whet train saved, for this model."""
     tokenizer: str = ""
-    """A folder with the tokenizer; empty: the model's. A GGUF file needs one."""
+    """A folder with the tokenizer, or a .gguf file that has it; empty: the model's."""
     raw: bool = False
     """Continue the prompt as it stands, though there is a chat template."""
 
@@ -64,12 +66,13 @@ def main(argv: Sequence[str]) -> int:
     """Writes the continuations; the exit status is 0."""
     asked = tyro.cli(GenerateConfig, args=argv, prog="whet generate")
     _check(asked)  # what is wrong is said before anything is loaded
-    tokenizer = load_tokenizer(asked)
+    model = find_model(asked.model)
+    tokenizer = load_tokenizer(asked.tokenizer or model)
     prompt = asked.prompt
     if tokenizer.chat_template and not asked.raw:
         prompt = [{"role": "user", "content": asked.prompt}]
     prompt_ids = tokenize_prompt({"prompt": prompt}, tokenizer)
-    engine = load_engine(asked, len(prompt_ids) + asked.max_new_tokens)
+    engine = load_engine(model, asked.weights, len(prompt_ids) + asked.max_new_tokens)
     stops = stop_ids(asked.model, tokenizer, engine.config.vocab_size)
     sampling = SamplingParams.of(asked, stop_token_ids=stops)
     adapter = engine.add_adapter(asked.adapter) if asked.adapter else None
@@ -144,56 +147,65 @@ def text_pieces(tokenizer: Any, token_ids: Iterable[int]) -> Iterator[str]:
         yield piece
 
 
-def load_engine(asked: GenerateConfig, n_tokens: int) -> Engine:
-    """The engine of a folder or a GGUF file, for a sequence of up to ``n_tokens``.
+def find_model(path: str) -> str | GGUFFile:
+    """A folder as it is called; a GGUF file with what its head says, which engine and tokenizer share.
+
+    Raises:
+        WhetValueError: there is neither, or the file is damaged.
+    """
+    if not Path(path).exists():
+        raise WhetValueError(f"whet generate: there is no {path!r}. Pass a model's folder or its .gguf file.")
+    return path if Path(path).is_dir() else read_gguf(Path(path), f"whet generate: {path}")
+
+
+def load_engine(model: str | GGUFFile, weights: str | None, n_tokens: int) -> Engine:
+    """The engine of a model, for a sequence of up to ``n_tokens``.
 
     Frequencies that depend on the length (longrope) are those for so many tokens, as in transformers.
 
     Raises:
-        WhetValueError: there is neither, or the engine does not run it.
+        WhetValueError: the engine does not run it.
     """
-    path = Path(asked.model)
-    if not path.exists():
-        raise WhetValueError(f"whet generate: there is no {asked.model!r}. Pass a model's folder or its .gguf file.")
-    opened, weights = (open_gguf, asked.weights) if path.is_file() else (open_folder, asked.weights or "bf16")
-    source = opened(path)
+    source = open_pretrained(model)
     if source.short_position is not None and n_tokens <= source.short_position:
-        source = opened(path, max_position=source.short_position)
+        source = open_pretrained(model, max_position=source.short_position)
     return Engine(source, weights=weights, where="whet generate")
 
 
-def load_tokenizer(asked: GenerateConfig) -> Any:
-    """The tokenizer of ``asked.tokenizer``, or of the model's folder.
+def load_tokenizer(model: str | GGUFFile) -> Any:
+    """The tokenizer of a folder or of a GGUF file.
 
     Raises:
-        WhetValueError: there is none.
+        WhetValueError: there is none, or it cannot be read.
+        MissingExtraError: of a folder, and transformers is not installed.
     """
-    folder = asked.tokenizer or asked.model
-    if Path(folder).is_file():
-        raise WhetValueError(
-            "whet generate: the tokenizer of a GGUF file is not read. Pass --tokenizer with the folder of the model's."
-        )
-    if not Path(folder).is_dir():
-        raise WhetValueError(f"whet generate: there is no folder {folder!r}.")
+    if isinstance(model, GGUFFile) or Path(model).is_file():
+        try:
+            return read_tokenizer(model)
+        except WhetValueError as error:
+            raise WhetValueError(f"whet generate: {error} Or pass --tokenizer with another.") from error
+    if not Path(model).is_dir():
+        raise WhetValueError(f"whet generate: there is no folder or file {model!r}.")
+    check_installed("whet generate", "transformers")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import transformers
 
     transformers.logging.set_verbosity_error()
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder)
+        return transformers.AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise WhetValueError(
-            f"whet generate: {folder} holds no tokenizer that transformers reads ({error}) Pass --tokenizer with one."
+            f"whet generate: {model} holds no tokenizer that transformers reads ({error}) Pass --tokenizer with one."
         ) from error
 
 
 def stop_ids(model: str, tokenizer: Any, vocab_size: int) -> list[int]:
-    """Tokens that end a text: EOS of the tokenizer, and those of the folder's generation config.
+    """Tokens that end a text: those of a GGUF file's tokenizer, or EOS, and those of the folder's generation config.
 
     Raises:
         WhetValueError: one of them is outside the model's vocabulary.
     """
-    found = {tokenizer.eos_token_id}
+    found = set(getattr(tokenizer, "stop_token_ids", [tokenizer.eos_token_id]))
     for name in ("generation_config.json", "config.json"):
         path = Path(model) / name
         if path.is_file():

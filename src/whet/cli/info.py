@@ -15,10 +15,14 @@ from rich.table import Table
 import whet
 from whet.cli.estimate import in_bytes
 from whet.errors import WhetValueError
+from whet.models.formats import TABLE, choose_formats, describe_parts
 from whet.models.sizes import model_memory
-from whet.models.sources.folder import open_folder, read_config
-from whet.models.sources.gguf import open_gguf
-from whet.models.sources.gguf_container import read_gguf
+from whet.models.slots import Source
+from whet.models.sources.folder import read_config
+from whet.models.sources.gguf_container import GGUFFile, read_gguf
+from whet.models.sources.pretrained import open_pretrained
+from whet.models.tokenizers import read_vocabulary
+from whet.models.tokenizers.tokenizer import read_chat_template, with_texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,20 +55,24 @@ def describe(model: str) -> dict[str, Any]:
     path = Path(model)
     if not path.exists():
         raise WhetValueError(f"whet info: there is no {model!r}. Pass a model's folder or its .gguf file.")
+    opened = path if path.is_dir() else read_gguf(path, f"whet info: {path}")
     found: dict[str, Any] = {
         "model": model,
-        "architecture": _architecture(path),
+        "architecture": _architecture(opened),
         "isa": whet.isa(),
         "n_threads": whet.get_num_threads(),
     }
+    if isinstance(opened, GGUFFile):
+        found |= {"files": [str(path) for path in opened.paths], "tokenizer": _tokenizer(opened)}
     try:
-        source = open_gguf(path) if path.is_file() else open_folder(path)
+        source = open_pretrained(opened)
     except WhetValueError as error:
         return {**found, "supported": False, "reason": str(error)}
     memory = model_memory(source)
     weights = {name: e.weights for name, e in memory.formats.items()}
-    if path.is_file():
+    if isinstance(opened, GGUFFile):
         weights["as stored"] = memory.as_stored.weights
+        found["tensors"] = _tensor_types(opened, source)
     kv_bytes = memory.kv_bytes_per_token
     return {
         **found,
@@ -77,10 +85,45 @@ def describe(model: str) -> dict[str, Any]:
     }
 
 
-def _architecture(path: Path) -> Any:
-    if path.is_file():
-        return read_gguf(path, f"whet info: {path}").metadata.get("general.architecture")
-    return read_config(path, "whet info").get("model_type")
+def _architecture(opened: Path | GGUFFile) -> Any:
+    if isinstance(opened, GGUFFile):
+        return opened.metadata.get("general.architecture")
+    return read_config(opened, "whet info").get("model_type")
+
+
+def _tensor_types(file: GGUFFile, source: Source) -> dict[str, dict[str, Any]]:
+    """GGUF's name of each type of the file's tensors -> how many there are, and what the engine takes them as."""
+    packed = choose_formats(source, None, None, None, "whet info")
+    becomes: dict[str, set[str]] = {}
+    for piece in source.pieces():
+        format = TABLE[piece.format]
+        is_float32 = piece.slot not in packed or describe_parts(packed[piece.slot]) == "float32"  # norms and biases
+        format = TABLE["float32" if is_float32 else "bfloat16" if format.is_float else format.packed_as]
+        becomes.setdefault(piece.format, set()).add(format.usual_name)
+    types: dict[str, dict[str, Any]] = {}
+    for stored in file.tensors.values():
+        format = TABLE[stored.format]
+        row = {"n": 0, "size_bytes": 0, "becomes": sorted(becomes.get(format.name, ())), "bound": format.bound}
+        row = types.setdefault(format.gguf_name, row)
+        row["n"] += 1
+        row["size_bytes"] += stored.tensor.nbytes
+    return types
+
+
+def _tokenizer(file: GGUFFile) -> dict[str, Any]:
+    """The tokenizer as the file describes it; of one that is not read the reason."""
+    where = "whet info"
+    try:
+        vocabulary = read_vocabulary(with_texts(file.metadata, where), where)
+        template = read_chat_template(file.metadata, where)
+    except WhetValueError as error:
+        return {"reason": str(error)}
+    return {
+        "kind": vocabulary.kind,
+        "n_tokens": len(vocabulary.tokens),
+        "chat_template": template is not None,
+        "stop_tokens": {vocabulary.tokens[i]: i for i in vocabulary.stop_ids},
+    }
 
 
 def _shape(n_parameters: int, config: dict[str, Any]) -> str:
@@ -105,6 +148,8 @@ def _print(console: Console, found: dict[str, Any]) -> None:
         return
     console.print("runs it.")
     console.print(_shape(found["n_parameters"], found["config"]))
+    if "tensors" in found:
+        _print_file(console, found)
     table = Table(title="Weights in memory", title_justify="left")
     table.add_column("--weights")
     table.add_column("size", justify="right")
@@ -115,4 +160,26 @@ def _print(console: Console, found: dict[str, Any]) -> None:
     kv = found["kv_bytes_per_token"]
     console.print(
         f"Keys and values of a token: {in_bytes(kv['bf16'])}, with float32 weights {in_bytes(kv['float32'])}."
+    )
+
+
+def _print_file(console: Console, found: dict[str, Any]) -> None:
+    """The types of the tensors of a GGUF file, and its tokenizer."""
+    n_files = len(found["files"])
+    table = Table(title=f"Tensors in {n_files} files" if n_files > 1 else "Tensors", title_justify="left")
+    for name in ("type", "tensors", "size", "in the engine"):
+        table.add_column(name, justify="left" if name in ("type", "in the engine") else "right")
+    for name, row in found["tensors"].items():
+        becomes = " or ".join(row["becomes"]) + (f", {row['bound']}" if row["bound"] else "")
+        table.add_row(name, str(row["n"]), in_bytes(row["size_bytes"]), becomes)
+    console.print(table)
+    tokenizer = found["tokenizer"]
+    if "reason" in tokenizer:
+        console.print(f"Tokenizer: not read. {tokenizer['reason']}", markup=False)
+        return
+    ends = ", ".join(f"{text} ({i})" for text, i in tokenizer["stop_tokens"].items()) or "none"
+    template = "with a chat template" if tokenizer["chat_template"] else "without a chat template"
+    console.print(
+        f"Tokenizer: {tokenizer['kind']}, {tokenizer['n_tokens']:,} tokens, {template}; generation ends at {ends}.",
+        markup=False,
     )

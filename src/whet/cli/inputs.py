@@ -14,6 +14,7 @@ from typing import Any
 from whet.cli.models import ADAPTERS
 from whet.errors import WhetValueError
 from whet.files import fingerprint, replace_text
+from whet.models.sources.gguf_container import read_gguf
 
 _FREE = ("eval_data", "reward", "preference")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
@@ -33,7 +34,11 @@ def _files(run: Any) -> Iterator[tuple[str, list[Path]]]:
     for setting in ("reward", "preference"):
         specs = getattr(run, setting, "")
         yield setting, _existing([spec.rpartition(":")[0] for spec in ([specs] if isinstance(specs, str) else specs)])
-    yield "model", [path for path in sorted(Path(run.model).glob("*")) if path.is_file() and _matters(path, run)]
+    model = Path(run.model)
+    if model.is_file():
+        yield "model", list(read_gguf(model, "whet train").paths)  # its tokenizer is in no checkpoint
+    else:
+        yield "model", [path for path in sorted(model.glob("*")) if path.is_file() and _matters(path, run)]
 
 
 def _existing(names: list[str]) -> list[Path]:

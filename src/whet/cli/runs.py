@@ -21,7 +21,7 @@ class RunConfig:
     """Settings of every ``whet train``."""
 
     model: str = ""
-    """Required: a folder with a Hugging Face model, or a name on the hub."""
+    """Required: a folder with a Hugging Face model, a .gguf file, or a name on the hub."""
     data: str = ""
     """Required: rows to train on, as a .jsonl, .json or .parquet file, or the name of a dataset on the hub."""
     eval_data: str = ""
@@ -124,7 +124,7 @@ class _BestOfNInputs:
     """Settings of ``whet best-of-n`` that are not the algorithm's."""
 
     model: str = ""
-    """Required: a folder with a Hugging Face model, or a name on the hub."""
+    """Required: a folder with a Hugging Face model, a .gguf file, or a name on the hub."""
     prompts: str = ""
     """Rows with a prompt each: a .jsonl, .json or .parquet file, or the name of a dataset on the hub."""
     prompt: str = ""

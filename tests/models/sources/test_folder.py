@@ -301,6 +301,11 @@ def test_folders_without_a_model(folder, tmp_path):
         )
     (folder / "config.json").unlink()
     assert_raises(WhetValueError, r"config\.json is no file", open_folder, folder)
+    (folder / "b.gguf").touch()
+    assert_raises(
+        WhetValueError, r"no config\.json, but GGUF files. Pass the path of one: b\.gguf", open_folder, folder
+    )
+    (folder / "b.gguf").unlink()
     (folder / "adapter_config.json").write_text("{}")
     assert_raises(WhetValueError, r"this is an adapter\. Open the model it was trained on", open_folder, folder)
 

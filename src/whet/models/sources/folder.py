@@ -84,6 +84,10 @@ def read_config(folder: Path, where: str) -> dict[str, Any]:
         raise WhetValueError(
             f"{where}: this is an adapter. Open the model it was trained on, and add the adapter to it."
         )
+    if not path.is_file() and (files := sorted(file.name for file in folder.glob("*.gguf"))):
+        raise WhetValueError(
+            f"{where}: the folder has no config.json, but GGUF files. Pass the path of one: {files[0]}."
+        )
     return parse_json(map_file(path, where).tobytes(), f"{where}: config.json")
 
 

@@ -22,7 +22,7 @@ from whet.models.tokenizers import GGUFTokenizer, read_tokenizer
 from whet.ops.rope_scaling import rope_frequencies
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Llama 3.1 to 3.3 scale their rotary frequencies by, beside the factor."""
+"""The scaling of rotary frequencies of Llama 3.1 to 3.3, beside the factor."""
 
 
 def load_gguf_model(path: str | os.PathLike[str] | GGUFFile, dtype: str = "float32") -> tuple[Any, Any]:
