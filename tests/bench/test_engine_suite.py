@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from whet.bench import BenchOptions, Timed
+from whet.bench import Timed
 from whet.bench.contenders.engine import llama_cpp, native
 from whet.bench.contenders.engine.models import LLAMA_135M, QWEN2_500M, ModelFiles, gguf_types
 from whet.bench.contenders.engine.workload import (
@@ -19,10 +19,19 @@ from whet.bench.contenders.engine.workload import (
     sample_error,
 )
 from whet.bench.harness import Effort, run_case
-from whet.bench.suites.engine import FLOAT32, LIBRARIES, TOLERANCE, decode_case, decode_table, tables, weight_bytes
+from whet.bench.suites.engine import (
+    FLOAT32,
+    LIBRARIES,
+    WIDTHS,
+    EngineOptions,
+    decode_case,
+    decode_table,
+    tables,
+    weight_bytes,
+)
 
 torch.set_num_threads(1)
-WHET, LLAMA_CPP, HF = LIBRARIES.values()
+WHET, LLAMA_CPP, HF, OPENVINO = LIBRARIES.values()
 
 needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="a peer, not installed")
 needs_engine = pytest.mark.skipif(importlib.util.find_spec("whet.engine") is None, reason="no engine in this build")
@@ -156,20 +165,20 @@ def test_fresh_prompts_share_no_prefix_with_those_before(workload):
 def test_transformers_answers_right(workload, dtype, width):
     answer = HF.decode(dtype, workload)()
     assert answer.counted == "decode" and answer.parts["decode"] > 0
-    assert sample_error(answer.value, workload) < TOLERANCE[width]
+    assert sample_error(answer.value, workload) < WIDTHS[width].tolerance
     first = replace(workload, n_steps=0)
-    assert sample_error(HF.prefill(dtype, first)(), first) < TOLERANCE[width]
+    assert sample_error(HF.prefill(dtype, first)(), first) < WIDTHS[width].tolerance
     group = replace(workload, prompts=workload.prompts[:1], n_samples=4)
     call = HF.group(dtype, group)
-    assert sample_error(call(), group) < TOLERANCE[width]
-    assert sample_error(HF.lifetime("bfloat16", workload)(), workload) < TOLERANCE["bf16"]
-    assert sample_error(HF.load_files("bfloat16", workload)().value, workload) < TOLERANCE["bf16"]
+    assert sample_error(call(), group) < WIDTHS[width].tolerance
+    assert sample_error(HF.lifetime("bfloat16", workload)(), workload) < WIDTHS["bf16"].tolerance
+    assert sample_error(HF.load_files("bfloat16", workload)().value, workload) < WIDTHS["bf16"].tolerance
 
 
 @needs_llama_cpp
 @pytest.mark.parametrize("kind", ["bf16", "f16", "q8_0", "q4_0", "q4_K_M"])
 def test_llama_cpp_answers_right(workload, kind):
-    tolerance = TOLERANCE["bf16" if "f16" in kind else "8 bits" if kind == "q8_0" else "4 bits"]
+    tolerance = WIDTHS["bf16" if "f16" in kind else "8 bits" if kind == "q8_0" else "4 bits"].tolerance
     answer = LLAMA_CPP.decode(kind, workload)()
     assert sample_error(answer.value, workload) < tolerance
     assert answer.counted == "decode" and "3 rows: flash attention o" in answer.note
@@ -204,8 +213,8 @@ def test_what_the_quantizer_did_is_told(workload):
 
 @needs_llama_cpp
 def test_llama_cpp_from_its_file(workload):
-    assert sample_error(LLAMA_CPP.load_files("bf16", workload)().value, workload) < TOLERANCE["bf16"]
-    assert sample_error(LLAMA_CPP.lifetime("bf16", workload)(), workload) < TOLERANCE["bf16"]
+    assert sample_error(LLAMA_CPP.load_files("bf16", workload)().value, workload) < WIDTHS["bf16"].tolerance
+    assert sample_error(LLAMA_CPP.lifetime("bf16", workload)(), workload) < WIDTHS["bf16"].tolerance
 
 
 def test_a_contender_on_another_model_is_not_timed():
@@ -217,13 +226,13 @@ def test_a_contender_on_another_model_is_not_timed():
         return HF.decode("float32", other)
 
     table = decode_table(SHAPES["llama"], "float32", FLOAT32, (2,))
-    case = decode_case("batch 2", SHAPES["llama"], "float32", 2, 2)
+    case = decode_case("batch 2", SHAPES["llama"], WIDTHS["float32"], 2, 2)
     right = table.providers[1]
     effort = Effort(rounds=2, least_rounds=2, case_s=0.01)
     good, bad = run_case(table, case, [right, replace(right, name="wrong", prepare=wrong)], 1, effort, 0).rows
     assert good.status == "measured" and good.error < 1e-4, good.why
     assert good.samples_s == good.parts["decode"]
-    assert bad.status == "wrong" and bad.error > 2 * TOLERANCE["float32"] and not bad.samples_s
+    assert bad.status == "wrong" and bad.error > 2 * WIDTHS["float32"].tolerance and not bad.samples_s
 
 
 def test_copies_and_reading():
@@ -234,7 +243,7 @@ def test_copies_and_reading():
     assert sample_error(before, training) > 0.1  # the copy came after an update, which turned every sign
     training.update()
     assert sample_error(before, training) < 1e-5
-    assert native.read_file(workload)() == 0.0
+    assert native.read_file(native.safetensors_path, workload)() == 0.0
 
 
 # --- Whet -----------------------------------------------------------------------------------------------
@@ -247,13 +256,13 @@ def test_copies_and_reading():
 )
 def test_whet_answers_right(workload, weights, width):
     answer = WHET.decode(weights, workload)()
-    assert sample_error(answer.value, workload) < TOLERANCE[width]
+    assert sample_error(answer.value, workload) < WIDTHS[width].tolerance
     assert answer.counted == "decode" and list(answer.parts) == ["decode"]
     first, group = replace(workload, n_steps=0), replace(workload, prompts=workload.prompts[:1], n_samples=4)
-    assert sample_error(WHET.prefill(weights, first)(), first) < TOLERANCE[width]
-    assert sample_error(WHET.group(weights, group)(), group) < TOLERANCE[width]
-    assert sample_error(WHET.load_files(weights, workload)().value, workload) < TOLERANCE[width]
-    assert sample_error(WHET.lifetime(weights, workload)(), workload) < TOLERANCE[width]
+    assert sample_error(WHET.prefill(weights, first)(), first) < WIDTHS[width].tolerance
+    assert sample_error(WHET.group(weights, group)(), group) < WIDTHS[width].tolerance
+    assert sample_error(WHET.load_files(weights, workload)().value, workload) < WIDTHS[width].tolerance
+    assert sample_error(WHET.lifetime(weights, workload)(), workload) < WIDTHS[width].tolerance
 
 
 @needs_engine
@@ -262,7 +271,7 @@ def test_the_gguf_file_is_the_model(workload):
 
     with Engine.from_gguf(workload.files.gguf("bf16"), weights="float32") as engine:
         sample = WHET.generate(engine, workload.prompts, workload.n_tokens)
-    assert sample_error(sample, workload) < TOLERANCE["float32"]
+    assert sample_error(sample, workload) < WIDTHS["float32"].tolerance
 
 
 @needs_engine
@@ -270,14 +279,14 @@ def test_the_gguf_file_is_the_model(workload):
 def test_whet_follows_every_update(workload, dtype):
     training = native.training(workload, dtype)
     call = WHET.sync("bf16", training)
-    assert all(sample_error(call().value, training) < TOLERANCE["bf16"] for _ in range(3))
+    assert all(sample_error(call().value, training) < WIDTHS["bf16"].tolerance for _ in range(3))
 
 
 # --- the tables -----------------------------------------------------------------------------------------
 
 
 def test_quick_is_a_small_part_and_all_has_every_floor():
-    quick, full = (tables(BenchOptions(quick=flag)) for flag in (True, False))
+    quick, full = (tables(EngineOptions(quick=flag)) for flag in (True, False))
     assert sum(len(table.cases) for table in quick) <= 6
     titles = {table.title: table for table in full}
     assert {table.title for table in quick} <= set(titles)
@@ -289,4 +298,4 @@ def test_quick_is_a_small_part_and_all_has_every_floor():
     # 16 steps of one row: 269 MB of weights, and the keys and values of 64 + 8.5 tokens.
     assert first.n_bytes / 16 == pytest.approx(2 * 134_479_872 + 72 * 23_040)
     assert first.footprint == first.n_bytes / 16 and first.n_items == 16
-    assert weight_bytes(LLAMA_135M, "8 bits") == 134_479_872
+    assert weight_bytes(LLAMA_135M, WIDTHS["8 bits"]) == 134_479_872

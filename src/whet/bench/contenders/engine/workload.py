@@ -26,7 +26,7 @@ def files_of(shape: ModelShape) -> ModelFiles:
     """The model of a shape, made once; asking for another shape frees it and all that was loaded from it."""
     while _shelf:
         _drop(next(iter(_shelf)))
-    return ModelFiles(shape)
+    return shape.files()
 
 
 def load_once(key: Any, load: Callable[[], Any]) -> Any:
