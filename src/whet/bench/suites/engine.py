@@ -28,6 +28,7 @@ from whet.bench.contenders.engine.models import (
     QWEN2_500M,
     QWEN3_600M,
     SMOLLM2_135M,
+    SMOLLM2_TEXT,
     ModelShape,
     StoredModel,
     random_original,
@@ -338,9 +339,13 @@ def mixture_width(mixture: str) -> Width:
     return Width(bits, bits, "int8", WIDTHS["8 bits"].tolerance)
 
 
-def file_tables(shape: ModelShape, find_original: Callable[[Path], Path], folder: str, tokenizer: bool) -> list[Table]:
-    """Decode, prefill and load of a model's GGUF files, a mixture a row."""
-    models = [StoredModel(shape.name, shape.hf_config, mixture, find_original, Path(folder)) for mixture in MIXTURES]
+def file_tables(
+    shape: ModelShape, find_original: Callable[[Path], Path], folder: str, text: tuple[int, ...] = ()
+) -> list[Table]:
+    """Decode, prefill and load of a model's GGUF files, a mixture a row; a model that has a text has a tokenizer."""
+    models = [
+        StoredModel(shape.name, shape.hf_config, mixture, find_original, Path(folder), text) for mixture in MIXTURES
+    ]
     widths = [(model, mixture_width(model.kind)) for model in models]
     decodes = [decode_case(f"{m.kind}, batch {n}", m, width, n) for m, width in widths for n in (1, 8, 32)]
     prefills = [prefill_case(f"{m.kind}, 1 x 512", m, width, 1) for m, width in widths]
@@ -349,7 +354,7 @@ def file_tables(shape: ModelShape, find_original: Callable[[Path], Path], folder
     ]
     whet, llama = native.WhetFromGguf(), LIBRARIES["llama.cpp"]
     peer = _of_file("llama.cpp", llama, "load_files", f"{_FROM_FILE}; always with its tokenizer, if it has one")
-    with_tokenizer = [_of_file("whet with tokenizer", native.WhetWithTokenizer(), "load_files")] if tokenizer else []
+    with_tokenizer = [_of_file("whet with tokenizer", native.WhetWithTokenizer(), "load_files")] if text else []
     reading = _reading(lambda x: x.files.gguf(x.files.shape.kind))
     loaders = [_of_file("whet", whet, "load_files"), *with_tokenizer, reading, peer]
     both = {task: [_of_file("whet", whet, task), _of_file("llama.cpp", llama, task)] for task in ("decode", "prefill")}
@@ -390,8 +395,8 @@ def tables(options: EngineOptions) -> list[Table]:
         decode_table(QWEN2_500M, "8 bits", EIGHT, (1, 16)),
         decode_table(QWEN2_500M, "4 bits", FOUR, (1, 16)),
         prefill_table(QWEN2_500M, (1,)),
-        *file_tables(SMOLLM2_135M, lambda folder: smollm2_original(options.smollm2), options.models, tokenizer=True),
-        *file_tables(QWEN3_600M, partial(random_original, QWEN3_600M), options.models, tokenizer=False),
+        *file_tables(SMOLLM2_135M, lambda folder: smollm2_original(options.smollm2), options.models, SMOLLM2_TEXT),
+        *file_tables(QWEN3_600M, partial(random_original, QWEN3_600M), options.models),
     ]
 
 

@@ -33,6 +33,16 @@ from whet.models.sources.gguf import tensor_name
 
 DEVIATION = 0.02
 SEED = 20_240
+SMOLLM2_TEXT = (
+    504, 28899, 5721, 418, 260, 1112, 282, 253, 986, 12322, 28, 837, 260, 4626, 24397, 284, 17908, 1092, 357, 11675,
+    260, 3426, 30, 5081, 5738, 1165, 13768, 3934, 351, 260, 17662, 28, 284, 411, 27616, 502, 1003, 351, 2698, 28,
+    26376, 284, 28, 281, 253, 1123, 2605, 28, 253, 1443, 10101, 10092, 30, 3855, 5139, 5948, 260, 6063, 335, 260,
+    613, 341, 288, 28170, 2216, 808, 42, 28196, 429, 260, 281, 5400, 28, 3168, 351, 28980, 28, 253, 18578, 617,
+    11046, 260, 1532, 288, 260, 2240, 411, 6358, 30, 533, 4339, 260, 13768, 2951, 32900, 28, 284, 260, 701, 45762,
+    20958, 28, 7698, 9396, 284, 2505, 971, 550, 260, 1142, 2684, 30, 198,
+)  # fmt: skip
+"""A paragraph about a harbour in SmolLM2's tokens. On random tokens the model is chaotic: the rounding of bfloat16 can
+change a log-prob by more than 10."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,10 @@ class ModelShape:
         attention = 2 * config.n_layers * config.n_heads * config.head_dim * context
         return 2 * (n_tokens * (self.n_weights - head + attention) + n_logits * head)
 
+    def prompts(self, rng: np.random.Generator, n_prompts: int, length: int) -> list[list[int]]:
+        """Prompts of random tokens."""
+        return rng.integers(self.config.vocab_size, size=(n_prompts, length)).tolist()
+
     def files(self) -> ModelFiles:
         """The model, with random weights."""
         return ModelFiles(self)
@@ -85,11 +99,19 @@ class StoredModel(ModelShape):
         find_original: the path of the file that the mixture is made from, for a folder to write it to where there is
             none; raises ImportError where a package is missing.
         folder: where files are kept for the next run.
+        text: tokens of a text that prompts repeat, each row from another one on; empty: prompts are random tokens.
     """
 
     kind: str
     find_original: Callable[[Path], Path] = field(hash=False, compare=False)
     folder: Path
+    text: tuple[int, ...] = ()
+
+    def prompts(self, rng: np.random.Generator, n_prompts: int, length: int) -> list[list[int]]:
+        """Prompts of the text, or of random tokens."""
+        if not self.text:
+            return super().prompts(rng, n_prompts, length)
+        return [[self.text[(row + i) % len(self.text)] for i in range(length)] for row in range(n_prompts)]
 
     def files(self) -> StoredFiles:
         """The mixture's file, and the model in it."""
