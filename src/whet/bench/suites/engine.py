@@ -34,7 +34,7 @@ from whet.bench.contenders.engine.models import (
     random_original,
     smollm2_original,
 )
-from whet.bench.contenders.engine.workload import Workload, random_workload, sample_error
+from whet.bench.contenders.engine.workload import random_workload, sample_error
 from whet.models.formats import TABLE
 
 PROMPT_LENGTH = 64
@@ -58,7 +58,7 @@ DECODE_NOTE = (
 
 
 class Width(NamedTuple):
-    """What a table takes the weights to be.
+    """Bits of the weights of a table, and the bounds that follow.
 
     Attributes:
         bits: of a weight, in the narrowest format.
@@ -283,7 +283,7 @@ def sync_table(shape: ModelShape) -> Table:
 _CACHED = "The files are in the system's cache: nobody waits for a disk."
 
 
-def _reading(find_path: Callable[[Workload], Path]) -> Provider:
+def _reading(find_path: Callable[[Any], Path]) -> Provider:
     read = partial(native.read_file, find_path)
     return Provider("reading the file", read, tolerance=0.0, note="into memory that is there")
 
