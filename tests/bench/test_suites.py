@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from whet.bench import BenchOptions, NotMeasured
+from whet.bench.contenders.kernels import linear
 from whet.bench.contenders.packing import (
     MAX_LENGTH,
     best_fit_decreasing,
@@ -19,6 +20,7 @@ from whet.bench.suites import load_suite, suite_names
 from whet.bench.suites.llm_ops import Groups, Logprobs, exact_advantages, exact_kl, sample
 from whet.bench.suites.trl import Trajectories, gae, k3, trl_definition
 from whet.ops.packing import naive_pack_sequences
+from whet.ops.quant import CORE_TABLE
 
 PEERS = ("rlox", "trl", "torch", "pyarrow", "datasets")
 PRIMITIVES = [
@@ -90,6 +92,29 @@ def test_a_missing_peer_is_an_import_error(table, monkeypatch):
             with pytest.raises(ImportError) as caught:
                 provider.prepare(inputs)
             assert (caught.value.name or "").partition(".")[0] in PEERS
+
+
+@pytest.mark.parametrize("n_rows", [1, 32])
+def test_every_format_of_weights_has_its_rows_and_bytes(n_rows):
+    tables = {table.title: table for table in load_suite("kernels").tables(BenchOptions())}
+    cases = {case.name: case for case in tables[f"Linear layer, {n_rows} row{'s' * (n_rows > 1)}"].cases}
+    for format in CORE_TABLE:
+        case = cases[f"{format} 4096 x 4096"]
+        assert case.n_bytes == CORE_TABLE[format].row_bytes(4096) * 4096 and case.n_flops == 2 * n_rows * 4096**2
+        assert (f"{format} 4096 x 4096, cold" in cases) == (n_rows == 1)
+    assert cases["q6_k 4096 x 4096"].n_bytes == 4096 * 16 * 210  # 16 blocks of 256 a row, each of 210 bytes
+    assert "q4_k 1536 x 576" not in cases  # no whole blocks
+
+
+@pytest.mark.parametrize("format", CORE_TABLE)
+@pytest.mark.parametrize("n_rows", [1, 32])
+def test_the_linear_rows_are_right_in_every_format(format, n_rows):
+    table = linear._linear(n_rows, [format], [], cold_shapes=[(48, 512)])
+    [case] = table.cases
+    assert case.cache == "cold" and case.name == f"{format} 48 x 512, cold"
+    x = case.inputs(np.random.default_rng(0))
+    for provider, call, tolerance, right in calls(table, case, x):
+        assert table.error(call(), right) <= tolerance, provider.name
 
 
 # --- the references, by hand ----------------------------------------------------------------------------

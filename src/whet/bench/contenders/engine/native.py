@@ -7,7 +7,7 @@ the steps after the first token add.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,34 @@ class Whet(Library):
         return call
 
 
+class WhetFromGguf(Whet):
+    """An engine is from a GGUF file, and keeps the file's formats."""
+
+    name = "whet from GGUF"
+
+    def of_model(self, files: ModelFiles, weights: str) -> Any:
+        return self.load(files.gguf(weights), weights)
+
+    def source(self, files: ModelFiles, weights: str) -> Path:
+        return files.gguf(weights)
+
+    def load(self, path: Path, weights: str) -> Any:
+        from whet.engine import Engine
+
+        return Engine.from_gguf(path)
+
+
+class WhetWithTokenizer(WhetFromGguf):
+    """The file's tokenizer is read too."""
+
+    def load(self, path: Path, weights: str) -> Any:
+        from whet.models.tokenizers.tokenizer import read_tokenizer
+
+        if not len(read_tokenizer(path)):
+            raise RuntimeError(f"the tokenizer of {path.name} is empty")
+        return super().load(path, weights)
+
+
 # --- sync -----------------------------------------------------------------------------------------------
 
 
@@ -134,9 +162,14 @@ def copied_parameters(x: Training) -> Call:
     return call
 
 
-def read_file(x: Workload) -> Call:
-    """Reading the folder's weights into memory that is there; the answer is how many bytes are missing."""
-    path = x.files.folder / "model.safetensors"
+def safetensors_path(x: Workload) -> Path:
+    """The weights of the workload's folder."""
+    return x.files.folder / "model.safetensors"
+
+
+def read_file(find_path: Callable[[Workload], Path], x: Workload) -> Call:
+    """Reading a file into memory that is there; the answer is how many bytes are missing."""
+    path = find_path(x)
     buffer = bytearray(path.stat().st_size)
 
     def call() -> float:

@@ -26,7 +26,7 @@ def files_of(shape: ModelShape) -> ModelFiles:
     """The model of a shape, made once; asking for another shape frees it and all that was loaded from it."""
     while _shelf:
         _drop(next(iter(_shelf)))
-    return ModelFiles(shape)
+    return shape.files()
 
 
 def load_once(key: Any, load: Callable[[], Any]) -> Any:
@@ -81,17 +81,16 @@ class Workload:
         return len(self.prompts[0])
 
     def fresh(self) -> list[list[int]]:
-        """Prompts of the same sizes with other first tokens, so that no prefix cache has them."""
+        """The prompts with other first tokens, so that no prefix cache has them."""
         shift, vocab_size = 1 + next(self._calls), self.files.shape.config.vocab_size
-        return [[(token + shift) % vocab_size for token in prompt] for prompt in self.prompts]
+        return [[(first + shift) % vocab_size, *rest] for first, *rest in self.prompts]
 
 
 def random_workload(
     rng: np.random.Generator, shape: ModelShape, n_prompts: int, length: int, n_samples: int = 1, n_steps: int = 32
 ) -> Workload:
-    """A workload of random tokens."""
-    prompts = rng.integers(shape.config.vocab_size, size=(n_prompts, length)).tolist()
-    return Workload(files_of(shape), prompts, n_samples, n_steps)
+    """A workload of a shape's prompts: of random tokens, but for a model that has a text."""
+    return Workload(files_of(shape), shape.prompts(rng, n_prompts, length), n_samples, n_steps)
 
 
 class Sample(NamedTuple):

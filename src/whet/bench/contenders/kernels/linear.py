@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import matmul
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -141,22 +141,29 @@ def _torch_linear(layer: Layer) -> Call:
     return partial(found("torch.nn.functional:linear"), *(tensor(a, "bfloat16") for a in layer[:2]))
 
 
-def _linear(m: int, formats: list[str], shapes: list[tuple[int, int]]) -> Table:
+def _linear(
+    m: int, formats: list[str], shapes: list[tuple[int, int]], cold_shapes: Sequence[tuple[int, int]] = ()
+) -> Table:
+    """Of each format the shapes whose rows its blocks divide; from memory too, those in ``cold_shapes``."""
     flop_dtypes: dict[str, Any] = {"float32": "float32", "bfloat16": "bfloat16"}
+    caches: dict[Literal["warm", "cold"], Sequence[tuple[int, int]]] = {"warm": shapes, "cold": cold_shapes}
     cases = [
         Case(
-            f"{format} {n} x {k}",
+            f"{format} {n} x {k}{', cold' if cache == 'cold' else ''}",
             _layer(m, n, k, format),
             lambda layer: in_float64(_times_transposed)(layer[:2]),
             1e-4 if format in FORMATS else _ERROR["float32"],
             n_bytes=n * CORE_TABLE[format].row_bytes(k),
             n_flops=2 * m * n * k,
             flop_dtype=flop_dtypes.get(format, "int8"),
+            cache=cache,
             n_items=m,
-            thread_scaling=(n, k) == (4096, 4096) and format in ("bfloat16", "int8"),
+            thread_scaling=cache == "warm" and (n, k) == (4096, 4096) and format in ("bfloat16", "int8"),
         )
         for format in formats
-        for n, k in shapes
+        for cache, some in caches.items()
+        for n, k in some
+        if k % CORE_TABLE[format].block_length == 0
     ]
     rounded = "torch bfloat16: on the same weights rounded to bfloat16."
     return Table(
@@ -190,6 +197,6 @@ def tables(options: BenchOptions) -> list[Table]:
         _gemm("bfloat16", [512, 1024, 2048], {}),
         _gemv("float32", [(n, n) for n in _RUVLLM_GEMV] + large[1:], _RUVLLM_GEMV),
         _gemv("bfloat16", large, {}),
-        _linear(1, list(CORE_TABLE), large),
-        _linear(32, ["float32", "bfloat16", "int8", "q8_0", "q4_0"], [(1536, 576), (576, 1536), (4096, 4096)]),
+        _linear(1, list(CORE_TABLE), large, cold_shapes=large[:1]),
+        _linear(32, list(CORE_TABLE), [(1536, 576), (576, 1536), (4096, 4096)]),
     ]
