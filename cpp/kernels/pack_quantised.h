@@ -116,8 +116,9 @@ WHET_INLINE f32x16 symmetric_scale(const float* x) {
         top = select(larger, each, top);
         size = select(larger, magnitude(each), size);
     }
-    for (int step = -4; step <= 4; ++step) {
-        const f32x16 inverse = f32x16(-half * (1.0f + static_cast<float>(step) / 32.0f)) / top;
+    constexpr int last = half == 32 ? 6 : 2;
+    for (int step = -6; step <= last; ++step) {
+        const f32x16 inverse = f32x16(static_cast<float>(-half) + 0.15f * static_cast<float>(step)) / top;
         f32x16 qx(0.0f), qq(0.0f);
         for (size_t i = 0; i < n; ++i) {
             const f32x16 each = load(x + 16 * i), q = nearest(each * inverse, -half, half - 1);

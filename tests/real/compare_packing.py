@@ -2,9 +2,9 @@
 
     python -m tests.real.compare_packing FOLDER [TEXT ...]
 
-FOLDER has f32.gguf and llama.cpp's files of the same model, q4_k_m.gguf and so on, as its quantiser makes them. For each:
-the squared error of the tensors, divided by their sum of squares and averaged over those of a type (the table of tokens
-by every 24th row); and the perplexity of the texts, 1,024 tokens of each, by Whet's engine for both. One text moves by
+FOLDER has f32.gguf and llama.cpp's files of the same model, q4_k_m.gguf and so on, as its quantiser makes them. For
+each: the squared error of the tensors, divided by their sum of squares and averaged over those of a type (the table of
+tokens by every 24th row); and the perplexity of the texts, 1,024 tokens of each, by Whet's engine for both. One text moves by
 chance by two hundredths either way: only the mean over several tells two packings apart.
 """
 
@@ -41,11 +41,8 @@ def main() -> None:
     texts = [tokenizer.encode(path.read_text())[:N_TOKENS] for path in arguments.texts]
     plain = {tensor.name: tensor.data for tensor in gguf.GGUFReader(source).tensors}
     console = Console()
-    errors, perplexities = Table(title="Squared error"), Table(title=f"Perplexity of {len(texts)} texts")
-    for table in (errors, perplexities):
-        for heading in ("mixture", "type", "tensors", "whet", "llama.cpp", "ratio")[0 if table is errors else 3 :]:
-            table.add_column(heading)
-    perplexities.columns.insert(0, perplexities.columns.pop())
+    errors = Table("mixture", "type", "tensors", "whet", "llama.cpp", "ratio", title="Squared error")
+    perplexities = Table("mixture", "whet", "llama.cpp", "ratio", title=f"Perplexity, {len(texts)} texts")
     for mixture in MIXTURES:
         path = arguments.folder / f"{mixture}.gguf"
         for name, pairs in squared_errors(plain, path).items():
