@@ -4,8 +4,8 @@
 
 FOLDER has f32.gguf and llama.cpp's files of the same model, q4_k_m.gguf and so on, as its quantiser makes them. For
 each: the squared error of the tensors, divided by their sum of squares and averaged over those of a type (the table of
-tokens by every 24th row); and the perplexity of the texts, 1,024 tokens of each, by Whet's engine for both. One text moves by
-chance by two hundredths either way: only the mean over several tells two packings apart.
+tokens by every 24th row); and the perplexity of the texts, 1,024 tokens of each, by Whet's engine for both. That of one
+text differs by chance by two hundredths either way: only the mean over several tells two packings apart.
 """
 
 from __future__ import annotations
