@@ -7,8 +7,10 @@
 namespace whet {
 namespace {
 
+// The nearest integer in [low, high], ties to even; of NaN, where numbers overflowed, low.
 int nearest(float x, int low, int high) {
-    return std::clamp(static_cast<int>(std::lrintf(std::clamp(x, -1e6f, 1e6f))), low, high);
+    const float from = static_cast<float>(low), to = static_cast<float>(high), above = x > from ? x : from;
+    return static_cast<int>(std::lrintf(above < to ? above : to));
 }
 
 float largest(const float* x, size_t n) {
@@ -17,103 +19,124 @@ float largest(const float* x, size_t n) {
     return top;
 }
 
+float inverse_of(float scale) { return scale == 0.0f ? 0.0f : 1.0f / scale; }
+
 void to_int8(const float* x, size_t n, float scale, int8_t* q) {
     for (size_t i = 0; i < n; ++i) q[i] = static_cast<int8_t>(scale > 0.0f ? nearest(x[i] / scale, -127, 127) : 0);
 }
 
 // ---------------------------------------------------------------- scale q, q in [-half, half - 1]
 
-constexpr bool kAsHalf = true;  // a scale that is stored as a float16
+constexpr float kNegligible = 1e-20f;  // numbers below it are 0: their scale rounds to 0 as a float16
 
-// The scale with the least squared error among some that put the largest number at or near -half scale. Of both ends of
-// the range the wider one, -half, takes it, so the scale may be negative.
-float symmetric_scale(const float* x, size_t n, int half, bool as_half) {
+// The scale with the least squared error among some. Each is the best for the integers q that a trial scale gives,
+// sum(q x) / sum(q q), which leaves an error of sum(x x) - sum(q x)^2 / sum(q q). The trial scales put the largest
+// number near -half: of both ends of the range the wider one takes it, so the scale may be negative. Of q4_0 and q5_0
+// fewer are tried above: the squared error would fall further, but a real model's perplexity rises.
+float symmetric_scale(const float* x, size_t n, int half) {
     float top = 0.0f;
     for (size_t i = 0; i < n; ++i) {
         if (std::fabs(x[i]) > std::fabs(top)) top = x[i];
     }
-    float best = 0.0f, least = INFINITY;
-    for (int step = -6; step <= 2; ++step) {
-        float scale = top / (static_cast<float>(-half) + 0.15f * static_cast<float>(step));
-        if (as_half) scale = f32_of(f16_of(scale));
-        if (scale == 0.0f) continue;
-        float error = 0.0f;
+    if (!(std::fabs(top) > kNegligible)) return 0.0f;
+    float best = 0.0f, most_explained = 0.0f;
+    const int last = half == BlockQ6_K::kBias ? 6 : 2;
+    for (int step = -6; step <= last; ++step) {
+        const float inverse = (static_cast<float>(-half) + 0.15f * static_cast<float>(step)) / top;
+        float qx = 0.0f, qq = 0.0f;
         for (size_t i = 0; i < n; ++i) {
-            const float rest = x[i] - scale * static_cast<float>(nearest(x[i] / scale, -half, half - 1));
-            error += rest * rest;
+            const float q = static_cast<float>(nearest(x[i] * inverse, -half, half - 1));
+            qx += q * x[i], qq += q * q;
         }
-        if (error < least) least = error, best = scale;
+        const float explained = qx * qx / qq;
+        if (explained > most_explained && explained < INFINITY) most_explained = explained, best = qx / qq;
     }
     return best;
 }
 
 // n integers, half higher.
 void put_symmetric(const float* x, size_t n, float scale, int half, uint8_t* u) {
-    for (size_t i = 0; i < n; ++i) {
-        u[i] = static_cast<uint8_t>((scale == 0.0f ? 0 : nearest(x[i] / scale, -half, half - 1)) + half);
-    }
+    const float inverse = inverse_of(scale);
+    for (size_t i = 0; i < n; ++i) u[i] = static_cast<uint8_t>(nearest(x[i] * inverse, -half, half - 1) + half);
 }
 
 template <class Block>
 void quantize_symmetric(const float* x, Block& block) {
-    const float d = symmetric_scale(x, kQuantBlock, Block::kBias, kAsHalf);
     uint8_t u[kQuantBlock];
-    block.d = f16_of(d);
-    put_symmetric(x, kQuantBlock, d, Block::kBias, u);
+    block.d = f16_of(symmetric_scale(x, kQuantBlock, Block::kBias));
+    put_symmetric(x, kQuantBlock, f32_of(block.d), Block::kBias, u);
     put_integers(u, block);
 }
 
 // ---------------------------------------------------------------- scale q - lowest, q in [0, most]
 
+constexpr float kN = static_cast<float>(kQuantBlock);
+
 struct Line {
-    float scale = 0.0f, lowest = 0.0f, error = INFINITY;
+    float scale = 0.0f, lowest = 0.0f;
+    float explained = -INFINITY;  // what it takes from the squared error of a constant, n times
 };
 
-// q for given scales, and then the scales with the least squared error for these q (lowest not below 0).
-Line fit_line(const float* x, int most, float scale, float lowest) {
-    float n = 0.0f, q_sum = 0.0f, qq = 0.0f, x_sum = 0.0f, qx = 0.0f, q[kQuantBlock];
+float sum(const float* x) {
+    float total = 0.0f;
+    for (size_t i = 0; i < kQuantBlock; ++i) total += x[i];
+    return total;
+}
+
+// The scales with the least squared error (lowest not below 0) for the integers q that given scales lead to: the
+// regression of x on q.
+Line fit_line(const float* x, int most, float x_sum, float inverse, float lowest) {
+    float q_sum = 0.0f, qq = 0.0f, qx = 0.0f;
     for (size_t i = 0; i < kQuantBlock; ++i) {
-        q[i] = static_cast<float>(nearest((x[i] + lowest) / scale, 0, most));
-        n += 1.0f, q_sum += q[i], qq += q[i] * q[i], x_sum += x[i], qx += q[i] * x[i];
+        const float q = static_cast<float>(nearest((x[i] + lowest) * inverse, 0, most));
+        q_sum += q, qq += q * q, qx += q * x[i];
     }
+    const float determinant = kN * qq - q_sum * q_sum, covariance = kN * qx - q_sum * x_sum;
     Line line;
-    const float determinant = n * qq - q_sum * q_sum;
-    if (determinant > 0.0f) {
-        line.scale = (n * qx - q_sum * x_sum) / determinant;
-        line.lowest = (q_sum * qx - qq * x_sum) / determinant;
-    }
-    if (determinant <= 0.0f || line.lowest < 0.0f) {
+    line.scale = covariance / determinant;
+    line.lowest = (line.scale * q_sum - x_sum) / kN;
+    line.explained = covariance * line.scale;
+    if (determinant < 1.0f || line.lowest < 0.0f) {
+        line.scale = qx / qq;
         line.lowest = 0.0f;
-        line.scale = qq > 0.0f ? qx / qq : 0.0f;
-    }
-    line.error = 0.0f;
-    for (size_t i = 0; i < kQuantBlock; ++i) {
-        const float rest = x[i] - (line.scale * q[i] - line.lowest);
-        line.error += rest * rest;
+        line.explained = kN * qx * line.scale - x_sum * x_sum;
     }
     return line;
 }
 
+Line better(const Line& a, const Line& b) {
+    return b.scale > 0.0f && b.explained > a.explained && b.explained < INFINITY ? b : a;
+}
+
+// The best of some lines from the smallest to the largest number or nearly so, each fitted twice.
 Line best_line(const float* x, int most) {
     const auto [low, high] = std::minmax_element(x, x + kQuantBlock);
-    const float lowest = std::max(0.0f, -*low), range = *high + lowest;
-    Line best;
-    if (!(range > 0.0f)) return {0.0f, lowest, 0.0f};  // every number is -lowest, or the numbers are 0
-    for (int step = -8; step <= 8; ++step) {
-        const float scale = range / (static_cast<float>(most) + 0.25f * static_cast<float>(step));
-        Line line = fit_line(x, most, scale, lowest);
-        if (line.scale > 0.0f) {
-            const Line again = fit_line(x, most, line.scale, line.lowest);
-            if (again.scale > 0.0f && again.error < line.error) line = again;
-            if (line.error < best.error) best = line;
-        }
+    const float lowest = std::max(0.0f, -*low), range = *high + lowest, x_sum = sum(x);
+    Line best{0.0f, lowest};
+    if (!(range > kNegligible)) return best;  // every number is -lowest, or the numbers are 0
+    for (int step = -4; step <= 4; ++step) {
+        const float inverse = (static_cast<float>(most) + 0.5f * static_cast<float>(step)) / range;
+        const Line first = fit_line(x, most, x_sum, inverse, lowest);
+        const Line second = fit_line(x, most, x_sum, inverse_of(first.scale), first.lowest);
+        best = better(better(best, first), second);
     }
     return best;
 }
 
-void put_line(const float* x, float scale, float lowest, int most, uint8_t* u) {
+// The lowest value with the least squared error at a given scale, for the integers that come of the one before.
+float fit_lowest(const float* x, int most, float scale, float lowest) {
+    const float inverse = inverse_of(scale);
+    float q_sum = 0.0f;
     for (size_t i = 0; i < kQuantBlock; ++i) {
-        u[i] = static_cast<uint8_t>(scale > 0.0f ? nearest((x[i] + lowest) / scale, 0, most) : 0);
+        q_sum += static_cast<float>(nearest((x[i] + lowest) * inverse, 0, most));
+    }
+    return std::max(0.0f, (scale * q_sum - sum(x)) / kN);
+}
+
+void put_line(const float* x, float scale, float lowest, int most, uint8_t* u) {
+    const float inverse = inverse_of(scale);
+    for (size_t i = 0; i < kQuantBlock; ++i) {
+        u[i] = static_cast<uint8_t>(nearest((x[i] + lowest) * inverse, 0, most));
     }
 }
 
@@ -128,7 +151,10 @@ void quantize_line(const float* x, Block& block) {
     put_integers(u, block);
 }
 
-// Eight lines, whose scales are whole multiples of d and of dmin.
+// scale / unit as an integer in [low, high], 0 where there is no unit.
+int factor(float scale, float unit, int low, int high) { return unit == 0.0f ? 0 : nearest(scale / unit, low, high); }
+
+// Eight lines, whose scales are whole multiples of d and of dmin. The lowest values are fitted to the rounded scales.
 template <class Block>
 void quantize_lines(const float* x, Block& block) {
     constexpr int most = (1 << Block::kBits) - 1;
@@ -137,18 +163,23 @@ void quantize_lines(const float* x, Block& block) {
     for (size_t j = 0; j < 8; ++j) {
         lines[j] = best_line(x + kQuantBlock * j, most);
         top_scale = std::max(top_scale, lines[j].scale);
-        top_lowest = std::max(top_lowest, lines[j].lowest);
     }
     block.d = f16_of(top_scale / 63.0f);
-    block.dmin = f16_of(top_lowest / 63.0f);
-    const float d = f32_of(block.d), dmin = f32_of(block.dmin);
+    const float d = f32_of(block.d);
     Factors f;
+    for (size_t j = 0; j < 8; ++j) {
+        f.scale[j] = static_cast<uint8_t>(factor(lines[j].scale, d, 0, 63));
+        lines[j].scale = d * static_cast<float>(f.scale[j]);
+        lines[j].lowest = fit_lowest(x + kQuantBlock * j, most, lines[j].scale, lines[j].lowest);
+        top_lowest = std::max(top_lowest, lines[j].lowest);
+    }
+    block.dmin = f16_of(top_lowest / 63.0f);
+    const float dmin = f32_of(block.dmin);
     uint8_t u[kSuperBlock];
     for (size_t j = 0; j < 8; ++j) {
-        f.scale[j] = static_cast<uint8_t>(d > 0.0f ? nearest(lines[j].scale / d, 0, 63) : 0);
-        f.lowest[j] = static_cast<uint8_t>(dmin > 0.0f ? nearest(lines[j].lowest / dmin, 0, 63) : 0);
-        const float scale = d * static_cast<float>(f.scale[j]), lowest = dmin * static_cast<float>(f.lowest[j]);
-        put_line(x + kQuantBlock * j, scale, lowest, most, u + kQuantBlock * j);
+        f.lowest[j] = static_cast<uint8_t>(factor(lines[j].lowest, dmin, 0, 63));
+        const float lowest = dmin * static_cast<float>(f.lowest[j]);
+        put_line(x + kQuantBlock * j, lines[j].scale, lowest, most, u + kQuantBlock * j);
     }
     put_factors(f, block.factors);
     put_integers(u, block);
@@ -185,14 +216,14 @@ void quantize(const float* x, BlockQ6_K& block) {
     constexpr int half = BlockQ6_K::kBias;
     float scales[16], top = 0.0f;
     for (size_t j = 0; j < 16; ++j) {
-        scales[j] = symmetric_scale(x + group * j, group, half, !kAsHalf);
+        scales[j] = symmetric_scale(x + group * j, group, half);
         if (std::fabs(scales[j]) > std::fabs(top)) top = scales[j];
     }
     block.d = f16_of(top / -128.0f);
     const float d = f32_of(block.d);
     uint8_t u[kSuperBlock];
     for (size_t j = 0; j < 16; ++j) {
-        block.factors[j] = static_cast<int8_t>(d == 0.0f ? 0 : nearest(scales[j] / d, -128, 127));
+        block.factors[j] = static_cast<int8_t>(factor(scales[j], d, -128, 127));
         put_symmetric(x + group * j, group, d * static_cast<float>(block.factors[j]), half, u + group * j);
     }
     put_integers(u, block);

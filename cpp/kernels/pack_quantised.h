@@ -105,36 +105,42 @@ WHET_INLINE void put_step(Q&& q, const PanelTask& task, float* words) {
 
 // ---------------------------------------------------------------- scale q, q in [-half, half - 1]
 
-// Of n numbers; as_half: the scale is stored as a float16.
-template <int half, size_t n, bool as_half>
+constexpr float kNegligible = 1e-20f;
+
+template <int half, size_t n>
 WHET_INLINE f32x16 symmetric_scale(const float* x) {
-    f32x16 top(0.0f), size(0.0f), best(0.0f), least(__builtin_inff());
+    f32x16 top(0.0f), size(0.0f), best(0.0f), most_explained(0.0f);
     for (size_t i = 0; i < n; ++i) {
         const f32x16 each = load(x + 16 * i);
         const auto larger = magnitude(each) > size;
         top = select(larger, each, top);
         size = select(larger, magnitude(each), size);
     }
-    for (int step = -6; step <= 2; ++step) {
-        f32x16 scale = top / f32x16(static_cast<float>(-half) + 0.15f * static_cast<float>(step));
-        if constexpr (as_half) scale = Halves(scale).values();
-        f32x16 error(0.0f);
+    constexpr int last = half == 32 ? 6 : 2;
+    for (int step = -6; step <= last; ++step) {
+        const f32x16 inverse = f32x16(static_cast<float>(-half) + 0.15f * static_cast<float>(step)) / top;
+        f32x16 qx(0.0f), qq(0.0f);
         for (size_t i = 0; i < n; ++i) {
-            const f32x16 each = load(x + 16 * i), rest = each - scale * nearest(each / scale, -half, half - 1);
-            error += rest * rest;
+            const f32x16 each = load(x + 16 * i), q = nearest(each * inverse, -half, half - 1);
+            qx += q * each;
+            qq += q * q;
         }
-        const auto better = (error < least) & (scale != f32x16(0.0f));
-        least = select(better, error, least);
-        best = select(better, scale, best);
+        const f32x16 explained = qx * qx / qq;
+        const auto better = (explained > most_explained) & (explained < f32x16(__builtin_inff()));
+        most_explained = select(better, explained, most_explained);
+        best = select(better, qx / qq, best);
     }
-    return best;
+    return select(size > f32x16(kNegligible), best, f32x16(0.0f));
+}
+
+WHET_INLINE f32x16 inverse_of(f32x16 scale) {
+    return select(scale != f32x16(0.0f), f32x16(1.0f) / scale, f32x16(0.0f));
 }
 
 // The integer of a number, half higher.
 template <int half>
-WHET_INLINE f32x16 symmetric_integer(const float* x, f32x16 scale) {
-    const f32x16 q = select(scale != f32x16(0.0f), load(x) / scale, f32x16(0.0f));
-    return nearest(q, -half, half - 1) + f32x16(half);
+WHET_INLINE f32x16 symmetric_integer(const float* x, f32x16 inverse) {
+    return nearest(load(x) * inverse, -half, half - 1) + f32x16(half);
 }
 
 template <const PanelLayout& layout, int bits>
@@ -146,78 +152,88 @@ WHET_INLINE void put_symmetric(const PanelTask& task) {
     for (size_t at = 0; at < task.k; at += kTile, words += step, scales += 16) {
         float tile[16 * kTile];
         read_block(task, at, tile);
-        const f32x16 d = symmetric_scale<half, kTile, true>(tile);
-        const auto q = [&](size_t i) WHET_INLINE_LAMBDA { return symmetric_integer<half>(tile + 16 * i, d); };
+        const Halves d(symmetric_scale<half, kTile>(tile));
+        const f32x16 inverse = inverse_of(d.values());
+        const auto q = [&](size_t i) WHET_INLINE_LAMBDA { return symmetric_integer<half>(tile + 16 * i, inverse); };
         put_step<bits>(q, task, words);
-        put(scales, Halves(d).bits, task);
+        put(scales, d.bits, task);
     }
 }
 
 // ---------------------------------------------------------------- scale q - lowest, q in [0, most]
 
 struct Line {
-    f32x16 scale, lowest, error;
+    f32x16 scale, lowest, explained;
 };
 
-// q for given scales, and then the scales with the least squared error for these q (lowest not below 0).
-WHET_INLINE Line fit_line(const float* tile, float most, f32x16 x_sum, f32x16 scale, f32x16 lowest) {
-    const f32x16 zero(0.0f), n(static_cast<float>(kTile));
-    f32x16 q_sum = zero, qq = zero, qx = zero;
-    float q[16 * kTile];
-    for (size_t i = 0; i < kTile; ++i) {
-        const f32x16 x = load(tile + 16 * i), each = nearest((x + lowest) / scale, 0.0f, most);
-        store(q + 16 * i, each);
-        q_sum += each;
-        qq += each * each;
-        qx += each * x;
-    }
-    const f32x16 determinant = n * qq - q_sum * q_sum;
-    const auto solvable = determinant > zero;
-    Line line;
-    line.lowest = select(solvable, (q_sum * qx - qq * x_sum) / determinant, zero);
-    const auto both = solvable & ((line.lowest < zero) == i32x16(0));
-    line.lowest = select(both, line.lowest, zero);
-    line.scale = select(both, (n * qx - q_sum * x_sum) / determinant, select(qq > zero, qx / qq, zero));
-    line.error = zero;
-    for (size_t i = 0; i < kTile; ++i) {
-        const f32x16 rest = load(tile + 16 * i) - (line.scale * load(q + 16 * i) - line.lowest);
-        line.error += rest * rest;
-    }
-    return line;
+WHET_INLINE f32x16 sum(const float* tile) {
+    f32x16 total(0.0f);
+    for (size_t i = 0; i < kTile; ++i) total += load(tile + 16 * i);
+    return total;
+}
+
+WHET_INLINE f32x16 line_integer(const float* x, float most, f32x16 inverse, f32x16 lowest) {
+    return nearest((load(x) + lowest) * inverse, 0.0f, most);
 }
 
 WHET_INLINE Line choose(i32x16 first, const Line& a, const Line& b) {
-    return {select(first, a.scale, b.scale), select(first, a.lowest, b.lowest), select(first, a.error, b.error)};
+    return {select(first, a.scale, b.scale), select(first, a.lowest, b.lowest),
+            select(first, a.explained, b.explained)};
+}
+
+WHET_INLINE Line fit_line(const float* tile, float most, f32x16 x_sum, f32x16 inverse, f32x16 lowest) {
+    const f32x16 zero(0.0f), n(static_cast<float>(kTile));
+    f32x16 q_sum = zero, qq = zero, qx = zero;
+    for (size_t i = 0; i < kTile; ++i) {
+        const f32x16 q = line_integer(tile + 16 * i, most, inverse, lowest);
+        q_sum += q;
+        qq += q * q;
+        qx += q * load(tile + 16 * i);
+    }
+    const f32x16 determinant = n * qq - q_sum * q_sum, covariance = n * qx - q_sum * x_sum;
+    const f32x16 free_scale = covariance / determinant, free_lowest = (free_scale * q_sum - x_sum) / n;
+    const f32x16 scale = qx / qq;
+    return choose((determinant < f32x16(1.0f)) | (free_lowest < zero), {scale, zero, n * qx * scale - x_sum * x_sum},
+                  {free_scale, free_lowest, covariance * free_scale});
+}
+
+WHET_INLINE Line better(const Line& a, const Line& b) {
+    const auto finite = b.explained < f32x16(__builtin_inff());
+    return choose((b.scale > f32x16(0.0f)) & (b.explained > a.explained) & finite, b, a);
 }
 
 __attribute__((noinline)) void best_line(const float* tile, float most, Line& best) {
-    const f32x16 zero(0.0f);
-    f32x16 low = load(tile), high = low, x_sum = zero;
+    const f32x16 zero(0.0f), x_sum = sum(tile);
+    f32x16 low = load(tile), high = low;
     for (size_t i = 0; i < kTile; ++i) {
         const f32x16 x = load(tile + 16 * i);
         low = min(low, x);
         high = max(high, x);
-        x_sum += x;
     }
     const f32x16 lowest = select(low < zero, -low, zero), range = high + lowest;
-    best = {zero, zero, f32x16(__builtin_inff())};
-    for (int step = -8; step <= 8; ++step) {
-        const f32x16 scale = range / f32x16(most + 0.25f * static_cast<float>(step));
-        Line line = fit_line(tile, most, x_sum, scale, lowest);
-        const Line again = fit_line(tile, most, x_sum, line.scale, line.lowest);
-        const auto rising = line.scale > zero;
-        line = choose((again.scale > zero) & (again.error < line.error), again, line);
-        best = choose(rising & (line.error < best.error), line, best);
+    const Line constant = {zero, lowest, f32x16(-__builtin_inff())};
+    best = constant;
+    for (int step = -4; step <= 4; ++step) {
+        const f32x16 inverse = f32x16(most + 0.5f * static_cast<float>(step)) / range;
+        const Line first = fit_line(tile, most, x_sum, inverse, lowest);
+        const Line second = fit_line(tile, most, x_sum, inverse_of(first.scale), first.lowest);
+        best = better(better(best, first), second);
     }
-    best = choose(range > zero, best, {zero, lowest, zero});
+    best = choose(range > f32x16(kNegligible), best, constant);
+}
+
+WHET_INLINE f32x16 fit_lowest(const float* tile, float most, f32x16 scale, f32x16 lowest) {
+    const f32x16 inverse = inverse_of(scale);
+    f32x16 q_sum(0.0f);
+    for (size_t i = 0; i < kTile; ++i) q_sum += line_integer(tile + 16 * i, most, inverse, lowest);
+    return max((scale * q_sum - sum(tile)) / f32x16(static_cast<float>(kTile)), f32x16(0.0f));
 }
 
 template <int bits>
 WHET_INLINE void put_line_step(const float* tile, f32x16 scale, f32x16 lowest, const PanelTask& task, float* words) {
-    const auto q = [&](size_t i) WHET_INLINE_LAMBDA {
-        const f32x16 x = (load(tile + 16 * i) + lowest) / scale, zero(0.0f);
-        return nearest(select(scale > zero, x, zero), 0.0f, (1 << bits) - 1);
-    };
+    constexpr float most = (1 << bits) - 1;
+    const f32x16 inverse = inverse_of(scale);
+    const auto q = [&](size_t i) WHET_INLINE_LAMBDA { return line_integer(tile + 16 * i, most, inverse, lowest); };
     put_step<bits>(q, task, words);
 }
 
@@ -259,31 +275,36 @@ struct Factors {
 };
 
 // scale / unit as a whole number in [low, high], 0 where there is no unit; its bytes, and what it stands for.
-WHET_INLINE f32x16 factor(f32x16 scale, f32x16 unit, i32x16 has_unit, float low, float high, uint8_t* bytes) {
-    const f32x16 whole = nearest(select(has_unit, scale / unit, f32x16(0.0f)), low, high);
+WHET_INLINE f32x16 factor(f32x16 scale, f32x16 unit, float low, float high, uint8_t* bytes) {
+    const f32x16 whole = nearest(select(unit != f32x16(0.0f), scale / unit, f32x16(0.0f)), low, high);
     store_low_bytes(reinterpret_cast<int8_t*>(bytes), bit_cast<i32x16>(whole + f32x16(kRounder<float>)));
     return unit * whole;
 }
 
 template <int bits, const PanelLayout& layout>
 WHET_INLINE void put_super_block(const PanelTask& task, size_t at, float* words, uint8_t* scales) {
+    constexpr float most = (1 << bits) - 1;
     const f32x16 zero(0.0f);
     float tiles[8][16 * kTile];
     Line lines[8];
     f32x16 top_scale = zero, top_lowest = zero;
     for (size_t j = 0; j < 8; ++j) {
         read_tile(task, at + kTile * j, kTile, tiles[j]);
-        best_line(tiles[j], (1 << bits) - 1, lines[j]);
-        top_scale = select(top_scale < lines[j].scale, lines[j].scale, top_scale);
-        top_lowest = select(top_lowest < lines[j].lowest, lines[j].lowest, top_lowest);
+        best_line(tiles[j], most, lines[j]);
+        top_scale = max(lines[j].scale, top_scale);
     }
-    const Halves half_d(top_scale / f32x16(63.0f)), half_dmin(top_lowest / f32x16(63.0f));
-    const f32x16 d = half_d.values(), dmin = half_dmin.values();
+    const Halves half_d(top_scale / f32x16(63.0f));
+    const f32x16 d = half_d.values();
     Factors factors;
     for (size_t j = 0; j < 8; ++j) {
-        const f32x16 scale = factor(lines[j].scale, d, d > zero, 0.0f, 63.0f, factors.scale[j]);
-        const f32x16 lowest = factor(lines[j].lowest, dmin, dmin > zero, 0.0f, 63.0f, factors.lowest[j]);
-        put_line_step<bits>(tiles[j], scale, lowest, task, words + layout.step_bytes / 4 * j);
+        lines[j].scale = factor(lines[j].scale, d, 0.0f, 63.0f, factors.scale[j]);
+        lines[j].lowest = fit_lowest(tiles[j], most, lines[j].scale, lines[j].lowest);
+        top_lowest = max(lines[j].lowest, top_lowest);
+    }
+    const Halves half_dmin(top_lowest / f32x16(63.0f));
+    for (size_t j = 0; j < 8; ++j) {
+        const f32x16 lowest = factor(lines[j].lowest, half_dmin.values(), 0.0f, 63.0f, factors.lowest[j]);
+        put_line_step<bits>(tiles[j], lines[j].scale, lowest, task, words + layout.step_bytes / 4 * j);
     }
     factors.put_bytes(task, scales);
     put(reinterpret_cast<uint16_t*>(scales + 192), half_d.bits, task);
@@ -299,20 +320,20 @@ WHET_INLINE void put_signed_super_block(const PanelTask& task, size_t at, float*
     f32x16 wanted[16], top = zero;
     for (size_t j = 0; j < 16; ++j) {
         if (j % 2 == 0) read_tile(task, at + group * j, kTile, tiles[j / 2]);
-        wanted[j] = symmetric_scale<half, group, false>(tiles[j / 2] + 16 * group * (j % 2));
+        wanted[j] = symmetric_scale<half, group>(tiles[j / 2] + 16 * group * (j % 2));
         top = select(magnitude(wanted[j]) > magnitude(top), wanted[j], top);
     }
     const Halves half_d(top / f32x16(-128.0f));
     const f32x16 d = half_d.values();
-    f32x16 scale[16];
+    f32x16 inverse[16];
     for (size_t j = 0; j < 16; ++j) {
         uint8_t bytes[16];
-        scale[j] = factor(wanted[j], d, d != zero, -128.0f, 127.0f, bytes);
+        inverse[j] = inverse_of(factor(wanted[j], d, -128.0f, 127.0f, bytes));
         put(scales + 16 * j, bytes, task);
     }
     for (size_t j = 0; j < 8; ++j) {
         const auto q = [&](size_t i) WHET_INLINE_LAMBDA {
-            return symmetric_integer<half>(tiles[j] + 16 * i, scale[2 * j + i / group]);
+            return symmetric_integer<half>(tiles[j] + 16 * i, inverse[2 * j + i / group]);
         };
         put_step<6>(q, task, words + kQ6_KLayout.step_bytes / 4 * j);
     }

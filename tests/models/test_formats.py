@@ -6,7 +6,8 @@ import gguf
 import pytest
 
 from whet.config import RolloutWeights
-from whet.models.formats import FORMATS, MIXTURES, TABLE, Weights, core_format
+from whet.models.formats import FORMATS, MIXTURES, TABLE, Part, Weights, choose_formats, core_format
+from whet.models.sizes import source_of_config
 from whet.ops.quant import CORE_TABLE
 
 
@@ -43,3 +44,32 @@ def test_there_is_a_format_for_rows_of_any_length():
 def test_written_lists_are_the_tables():
     assert set(get_args(Weights)) == set(FORMATS) and len(get_args(Weights)) == len(FORMATS)
     assert get_args(RolloutWeights) == ("auto", *get_args(Weights))
+
+
+LLAMA_CPPS = {
+    1: [0],
+    3: [2],
+    6: [2, 5],
+    12: [0, 3, 6, 9, 10, 11],
+    28: [0, 1, 2, 5, 8, 11, 14, 17, 20, 23, 24, 25, 26, 27],
+}
+"""Layers of a model -> those whose values and down projections its quantiser (0.3.36) made q6_k in its mixtures."""
+
+
+@pytest.mark.parametrize("n_layers", LLAMA_CPPS)
+@pytest.mark.parametrize(("mixture", "base"), [("q4_k_m", "q4_k"), ("q5_k_m", "q5_k")])
+def test_mixtures_are_those_of_llama_cpps_files(mixture, base, n_layers):
+    sizes = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    config = {"model_type": "qwen3", "num_hidden_layers": n_layers, **sizes, **heads}
+    formats = choose_formats(source_of_config(config), mixture, None, None, "here")
+    for i in range(n_layers):
+        more = "q6_k" if i in LLAMA_CPPS[n_layers] else base
+        assert formats[f"layers.{i}.down"] == (Part(256, more),)
+        assert formats[f"layers.{i}.qkv"] == (
+            (Part(384, base), Part(128, "q6_k")) if more != base else (Part(512, base),)
+        )
+        assert formats[f"layers.{i}.o"] == (Part(256, base),)
+    assert formats["embedding"] == (Part(96, base),) and formats["head"] == (Part(96, "q6_k"),)
+    tied = choose_formats(source_of_config({**config, "tie_word_embeddings": True}), mixture, None, None, "here")
+    assert tied["embedding"] == (Part(96, "q6_k"),)

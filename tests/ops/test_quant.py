@@ -7,10 +7,22 @@ import torch
 
 import whet
 from whet import WhetTypeError, WhetValueError
-from whet.ops.quant import bf16_bits, bf16_values
+from whet.ops.quant import CORE_TABLE, bf16_bits, bf16_values
 
-GGUF = {name: gguf.GGMLQuantizationType[name.upper()] for name in ("q8_0", "q4_0", "q4_k")}
-BITS = {"int8": 8 + 32 / 512, "q8_0": 8.5, "q4_0": 4.5, "q4_k": 4.5}
+BITS = {
+    "int8": 8 + 32 / 512,
+    "q8_0": 8.5,
+    "q4_0": 4.5,
+    "q4_1": 5.0,
+    "q5_0": 5.5,
+    "q5_1": 6.0,
+    "q4_k": 4.5,
+    "q5_k": 5.5,
+    "q6_k": 6.5625,
+}
+GGUF = {name: gguf.GGMLQuantizationType[name.upper()] for name in BITS if name != "int8"}
+SCALES = {"q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
+"""Places of a block's float16 numbers."""
 
 
 def normal(seed, *shape):
@@ -22,9 +34,8 @@ def test_any_bytes_mean_what_gguf_says(format):
     rng = np.random.default_rng(0)
     data = rng.integers(0, 256, (5, whet.quantize(normal(0, 1, 512), format).data.shape[1]), dtype=np.uint8)
     # Random scales would be NaN or infinite now and then: put finite float16 numbers in their place.
-    block = {"q8_0": 34, "q4_0": 18, "q4_k": 144}[format]
-    for at in range(0, data.shape[1], block):
-        for offset in (0, 2) if format == "q4_k" else (0,):
+    for at in range(0, data.shape[1], CORE_TABLE[format].block_bytes):
+        for offset in SCALES.get(format, (0,)):
             data[:, at + offset : at + offset + 2] = rng.normal(0, 0.1, (5, 1)).astype(np.float16).view(np.uint8)
     mine = whet.Quantized(format, (5, 512), data).dequantize()
     np.testing.assert_array_equal(mine, gguf.quants.dequantize(data, GGUF[format]))
@@ -42,11 +53,28 @@ def test_bits_and_errors(format):
         width = 512 if format == "int8" else 32
         step = np.repeat(np.abs(w).reshape(40, -1, width).max(axis=2) / 127, width, axis=1)
         assert np.all(error <= 0.51 * step + 1e-3 * np.abs(w))
-    rms = np.sqrt((error**2).mean())
-    assert rms < {"int8": 0.009, "q8_0": 0.006, "q4_0": 0.095, "q4_k": 0.075}[format]
+    limits = {
+        "int8": 8e-5,
+        "q8_0": 3.3e-5,
+        "q4_0": 6.66e-3,
+        "q4_1": 4.9e-3,
+        "q5_0": 1.675e-3,
+        "q5_1": 1.13e-3,
+        "q4_k": 5.01e-3,
+        "q5_k": 1.25e-3,
+        "q6_k": 3.1e-4,
+    }
+    assert (error**2).sum() < limits[format] * (w**2).sum()
 
 
-@pytest.mark.parametrize("format", ["q4_0", "q8_0"])
+@pytest.mark.parametrize(("format", "limit"), [("q4_1", 1e-7), ("q4_k", 2e-4), ("q5_k", 4.7e-4)])
+def test_lowest_values_fit_the_rounded_scales(format, limit):
+    """Weights that q4_1 holds: a K-quant's error is that of its scales alone."""
+    w = whet.quantize(normal(5, 40, 512), "q4_1").dequantize()
+    assert ((whet.quantize(w, format).dequantize() - w) ** 2).sum() < limit * (w**2).sum()
+
+
+@pytest.mark.parametrize("format", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"])
 def test_no_worse_than_the_reference_quantiser(format):
     w = normal(2, 30, 512)
     mine = whet.quantize(w, format).dequantize()

@@ -1,13 +1,19 @@
 """Weights in few bits: what the formats mean, and the way to them and back.
 
-    int8   w = scale q, one float32 scale per row (output), q in [-127, 127]
-    q8_0   w = d q, one float16 d per 32, q in [-127, 127]               8.5 bits per weight
-    q4_0   w = d (q - 8), one float16 d per 32, q in [0, 15]             4.5 bits per weight
-    q4_k   w = d s q - dmin m, q in [0, 15]; 6-bit s, m per 32,
-           float16 d, dmin per 256                                       4.5 bits per weight
+               w =                                        scales              bits per weight
+    int8       scale q       q in [-127, 127]   float32 scale per row (output)        8 + 32 / K
+    q8_0       d q           q in [-127, 127]   float16 d per 32                      8.5
+    q4_0       d (q - 8)     q in [0, 15]       float16 d per 32                      4.5
+    q5_0       d (q - 16)    q in [0, 31]       float16 d per 32                      5.5
+    q4_1       d q + m       q in [0, 15]       float16 d, m per 32                   5
+    q5_1       d q + m       q in [0, 31]       float16 d, m per 32                   6
+    q4_k       d s q - e m   q in [0, 15]       6-bit s, m per 32, float16 d, e
+                                                per 256                               4.5
+    q5_k       d s q - e m   q in [0, 31]       as q4_k                               5.5
+    q6_k       d s (q - 32)  q in [0, 63]       8-bit s per 16, float16 d per 256     6.5625
 
-q8_0, q4_0 and q4_k are the GGUF format's block types, byte for byte: ``Quantized.data`` can be read from and written
-to such files. The products are in ``whet.ops.linear``.
+All but int8 are the GGUF format's block types, byte for byte: ``Quantized.data`` can be read from and written to such
+files. The products are in ``whet.ops.linear``.
 """
 
 from __future__ import annotations
@@ -58,7 +64,7 @@ class Quantized:
     """A quantised matrix.
 
     Attributes:
-        format: "int8", "q8_0", "q4_0" or "q4_k".
+        format: of ``FORMATS``.
         shape: (N, K).
         data: (N, bytes per row) uint8: GGUF's blocks; of int8 K numbers and then the scale's four bytes.
 
@@ -95,14 +101,22 @@ class Quantized:
 
 
 def quantize(weight: Any, format: str) -> Quantized:
-    """The nearest weights in a format, by squared error.
+    """Weights in a format, with scales chosen for a small sum of (w - quantised w)^2 over those that share a scale.
 
-    int8 and q8_0 divide by max|w| / 127 of the row or block and round. q4_0 tries several scales near max|w| / 8 and
-    keeps the best; q4_k fits scale and offset of every block by least squares, over several roundings.
+    - int8, q8_0: max|w| / 127 of the row or block, and rounding.
+    - q4_0, q5_0, q6_k: q is rounded with several trial scales that put the largest |w| near the wider end of the range;
+      for each q, the scale with the least error is sum(q w) / sum(q^2), and the best of these is kept. Those of q6_k
+      are then rounded to multiples of d, the largest / 128.
+    - q4_1, q5_1, q4_k, q5_k: 9 trial lines from min to max or nearly so; for each, scale and lowest value are fitted by
+      the regression of w on q, twice, and the best is kept; the lowest value is not above 0. Those of q4_k and q5_k are
+      then rounded to multiples of d and e, each the largest / 63, and the lowest value is fitted again to the rounded
+      scale.
+
+    q follows from the stored scales. Packing from numbers (``pack_weight``, ``Engine``) gives the same bits.
 
     Args:
         weight: (N, K) float32 or bfloat16, finite.
-        format: "int8", "q8_0", "q4_0" or "q4_k".
+        format: of ``FORMATS``.
 
     Raises:
         WhetValueError: an unknown format, another shape, a K that the format's blocks do not divide, NaN or infinity.
