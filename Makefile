@@ -56,7 +56,7 @@ cpp-test-%: $(VENV)/.installed-dev
 
 # Files as an enemy writes them.
 fuzz: $(VENV)/.installed-fuzz
-	for kind in containers safetensors config gguf tokenizer; do \
+	for kind in containers safetensors config gguf blocks tokenizer; do \
 	  $(BIN)/python tests/fuzz/fuzz_files.py $$kind -max_total_time=60 || exit 1; \
 	done
 
