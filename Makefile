@@ -1,6 +1,7 @@
 # make demo    post-train a small model from nothing, in under 5 minutes
 # make test    the whole Python test suite
 # make fuzz    a minute of hostile bytes for each kind of model file
+# make test-real  a real model beside llama.cpp, in every mixture of types: 3 GB in build/real, half an hour
 # make torture kills, full disks, damaged files, memory that is refused: docs/reliability.md, under 20 minutes
 # make check   what continuous integration runs: tests, linters, C++ by two compilers and under sanitizers, set-ups
 PYTHON ?= python3
@@ -9,7 +10,7 @@ BUILD  := build/release
 BIN    := $(VENV)/bin
 NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.txt tools/set_up.py
 
-.PHONY: demo test fuzz torture lint cpp-test wheel-test setup-test check format clean
+.PHONY: demo test test-real fuzz torture lint cpp-test wheel-test setup-test check format clean
 .NOTPARALLEL:  # two extras must not be installed into one environment at once; each recipe uses all cores
 
 # One stamp per extra: `make demo` on a fresh machine installs no test tools. All of them, and the C++ tests, share one
@@ -25,6 +26,12 @@ demo: $(VENV)/.installed-train
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n auto
+
+# Compiles llama.cpp. Not in check, which has llama.cpp's log-probs and tokens. `make test-real ONLY=Q4_K_M` is one file.
+test-real: $(VENV)/.installed-real
+	$(BIN)/python -m tests.real.compare_tokenizers
+	$(BIN)/python -m tests.real.compare_tokenizers $$($(BIN)/python -m tests.real.model)
+	$(BIN)/python -m tests.real.compare_model $(ONLY)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -56,7 +63,7 @@ cpp-test-%: $(VENV)/.installed-dev
 
 # Files as an enemy writes them.
 fuzz: $(VENV)/.installed-fuzz
-	for kind in containers safetensors config gguf tokenizer; do \
+	for kind in containers safetensors config gguf blocks tokenizer; do \
 	  $(BIN)/python tests/fuzz/fuzz_files.py $$kind -max_total_time=60 || exit 1; \
 	done
 

@@ -11,27 +11,34 @@ Where the extension is built with -DWHET_SANITIZE=address and libasan is preload
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import atheris
+import numpy as np
 
 import whet
 from whet.models import tokenizers
+from whet.models.formats import TABLE, Format
+from whet.models.reference import piece_values
 from whet.models.sources import folder, gguf, gguf_container, mapped  # noqa: F401  (here before they are instrumented)
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 WORK = Path(tempfile.mkdtemp(prefix="whet-fuzz-"))
+TYPES = [format for format in TABLE.values() if format.gguf_type is not None]
 
 
 def write_seeds() -> None:
-    """A small model in every kind of file, into ``WORK``."""
+    """A small model in every kind of file, into ``WORK``; as GGUF with each type in turn for its matrices."""
+    import gguf
     from tests.gguf_files import write_gguf
     from tests.models.tokenizers.vocab_files import write_file
     from tests.tiny import tiny_llama
@@ -40,6 +47,15 @@ def write_seeds() -> None:
     model = tiny_llama(**sizes, tie_word_embeddings=True)
     model.save_pretrained(WORK)
     write_gguf(model, WORK / "model.gguf")
+    # Rows of a super-block in the MLP's way down; q, k, v, gate and up in parts of several types.
+    typed = tiny_llama(**sizes | {"intermediate_size": 256}, tie_word_embeddings=True)
+    names = [name for name, _ in typed.named_parameters()]
+    for first in range(len(TYPES)):
+        kinds = {
+            name: gguf.GGMLQuantizationType(types_for(256 if "down" in name else 32)[first + i].gguf_type)
+            for i, name in enumerate(names)
+        }
+        write_gguf(typed, WORK / f"typed-{first}.gguf", kinds.__getitem__)
     write_file(
         WORK / "tokenizer.gguf",
         {
@@ -60,31 +76,75 @@ def write_seeds() -> None:
     )
 
 
-def tried(open_engine: Callable[..., whet.Engine], path: Path) -> None:
+def types_for(width: int) -> list[Format]:
+    """The types whose blocks divide rows of a width, over and over: one for each byte."""
+    return [format for format in TYPES if width % format.block_length == 0] * 256
+
+
+def tried(open_engine: Callable[[Path], whet.Engine], path: Path) -> None:
     """An engine over the file says a few tokens, or there is an error that explains."""
-    try:
-        with open_engine(path, weights="int8", kv_bytes=1 << 20) as engine:
-            engine.generate([[1, 2, 3]], n=2, sampling=whet.SamplingParams(max_new_tokens=3))
-    except whet.WhetError:
-        pass
+    with contextlib.suppress(whet.WhetError), open_engine(path) as engine:
+        say(engine)
+
+
+def say(engine: whet.Engine) -> None:
+    engine.generate([[1, 2, 3]], n=2, sampling=whet.SamplingParams(max_new_tokens=3))
+
+
+SMALL = {"kv_bytes": 1 << 20}
+FOLDER = partial(whet.Engine.from_pretrained, weights="int8", **SMALL)
 
 
 def safetensors_file(data: bytes) -> None:
     """The bytes as model.safetensors beside a config that is right."""
     (WORK / "model.safetensors").write_bytes(data)
-    tried(whet.Engine.from_pretrained, WORK)
+    tried(FOLDER, WORK)
 
 
 def config_file(data: bytes) -> None:
     """The bytes as config.json beside weights that are right."""
     (WORK / "config.json").write_bytes(data)
-    tried(whet.Engine.from_pretrained, WORK)
+    tried(FOLDER, WORK)
 
 
 def gguf_whole(data: bytes) -> None:
-    """The bytes as a GGUF file."""
+    """The bytes as a GGUF file, in its own types and in another."""
     (WORK / "model.gguf").write_bytes(data)
-    tried(whet.Engine.from_gguf, WORK / "model.gguf")
+    for weights in (None, "int8"):
+        tried(partial(whet.Engine.from_gguf, weights=weights, **SMALL), WORK / "model.gguf")
+
+
+def gguf_blocks(data: bytes) -> None:
+    """A whole GGUF file whose matrices have the types and blocks of the bytes: it runs, or has NaN or infinity."""
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    path, template = WORK / "blocks.gguf", gguf_container.read_gguf(WORK / "typed-0.gguf", "here")
+    numbers = np.frombuffer(data.ljust(64, b"\0"), np.uint8)
+    writer = GGUFWriter(path, "llama")
+    for key, value in template.metadata.items():
+        if key.startswith("llama."):
+            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
+    for i, (name, stored) in enumerate(template.tensors.items()):
+        if len(stored.shape) == 1:
+            writer.add_tensor(name, stored.tensor)
+            continue
+        n, width = stored.shape
+        format = types_for(width)[numbers[i]]
+        row_bytes = width // format.block_length * format.block_bytes
+        blocks = np.resize(np.roll(numbers, -i - 16), (n, row_bytes))
+        writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType(format.gguf_type))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    try:
+        engine = whet.Engine.from_gguf(path, **SMALL)
+    except whet.WhetError as error:
+        assert "holds NaN or infinity" in str(error), error
+        return
+    assert all(np.isfinite(piece_values(piece)).all() for piece in gguf.open_gguf(path).pieces())
+    with contextlib.suppress(whet.WhetError), engine:  # logits may hold NaN
+        say(engine)
 
 
 def tokenizer_file(data: bytes) -> None:
@@ -101,7 +161,8 @@ def tokenizer_file(data: bytes) -> None:
 
 
 TARGETS = {"safetensors": (safetensors_file, "model.safetensors"), "config": (config_file, "config.json"),
-           "gguf": (gguf_whole, "model.gguf"), "tokenizer": (tokenizer_file, "tokenizer.gguf")}  # fmt: skip
+           "gguf": (gguf_whole, "typed-*.gguf"), "blocks": (gguf_blocks, "typed-*.gguf"),
+           "tokenizer": (tokenizer_file, "tokenizer.gguf")}  # fmt: skip
 
 
 def fuzz_containers(options: list[str]) -> int:
@@ -123,11 +184,12 @@ if __name__ == "__main__":
         sys.exit(fuzz_containers(sys.argv[2:]))
     atheris.instrument_all()  # modules of an editable installation escape instrument_imports
     write_seeds()
-    target, name = TARGETS[sys.argv.pop(1)]
-    whole = (WORK / name).read_bytes()
-    target(whole)
+    target, pattern = TARGETS[sys.argv.pop(1)]
+    seeds = {path.name: path.read_bytes() for path in WORK.glob(pattern)}
     corpus = WORK / "corpus"
     corpus.mkdir()
-    (corpus / "whole").write_bytes(whole)
-    atheris.Setup([*sys.argv, f"-max_len={len(whole) + 64}", str(corpus)], target)
+    for name, data in seeds.items():
+        target(data)
+        (corpus / name).write_bytes(data)
+    atheris.Setup([*sys.argv, f"-max_len={max(map(len, seeds.values())) + 64}", str(corpus)], target)
     atheris.Fuzz()

