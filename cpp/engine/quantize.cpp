@@ -34,11 +34,11 @@ constexpr float kNegligible = 1e-20f;  // numbers below it are 0: their scale ro
 // number near -half: of both ends of the range the wider one takes it, so the scale may be negative. Of q4_0 and q5_0
 // fewer are tried above: the squared error would fall further, but a real model's perplexity rises.
 float symmetric_scale(const float* x, size_t n, int half) {
-    float top = 0.0f;
+    float top = 0.0f, size = 0.0f;  // Clang 19 at -O3 gets the sign wrong where size is computed from top
     for (size_t i = 0; i < n; ++i) {
-        if (std::fabs(x[i]) > std::fabs(top)) top = x[i];
+        if (std::fabs(x[i]) > size) top = x[i], size = std::fabs(x[i]);
     }
-    if (!(std::fabs(top) > kNegligible)) return 0.0f;
+    if (!(size > kNegligible)) return 0.0f;
     float best = 0.0f, most_explained = 0.0f;
     const int last = half == BlockQ6_K::kBias ? 6 : 2;
     for (int step = -6; step <= last; ++step) {
@@ -214,10 +214,10 @@ void quantize(const float* x, BlockQ5_K& block) { quantize_lines(x, block); }
 void quantize(const float* x, BlockQ6_K& block) {
     constexpr size_t group = BlockQ6_K::kGroup;
     constexpr int half = BlockQ6_K::kBias;
-    float scales[16], top = 0.0f;
+    float scales[16], top = 0.0f, size = 0.0f;
     for (size_t j = 0; j < 16; ++j) {
         scales[j] = symmetric_scale(x + group * j, group, half);
-        if (std::fabs(scales[j]) > std::fabs(top)) top = scales[j];
+        if (std::fabs(scales[j]) > size) top = scales[j], size = std::fabs(scales[j]);
     }
     block.d = f16_of(top / -128.0f);
     const float d = f32_of(block.d);
