@@ -37,25 +37,19 @@ void put_halves(const uint8_t* u, size_t n, uint8_t* bytes) {
     for (size_t i = 0; i < n; ++i) bytes[i] = static_cast<uint8_t>((u[i] & 15) | u[n + i] << 4);
 }
 
-// Bit i of 4 bytes is the fifth of weight i.
-void get_fifth_bits(const uint8_t* high, uint8_t* u) {
-    for (size_t i = 0; i < kQuantBlock; ++i) u[i] |= static_cast<uint8_t>((high[i / 8] >> i % 8 & 1) << 4);
+// Of 32 weights, those halves and a fifth bit: bit i of 4 bytes is that of weight i.
+template <class Block>
+void get_five_bits(const Block& block, uint8_t* u) {
+    get_halves(block.q, 16, u);
+    for (size_t i = 0; i < kQuantBlock; ++i) u[i] |= static_cast<uint8_t>((block.high[i / 8] >> i % 8 & 1) << 4);
 }
-void put_fifth_bits(const uint8_t* u, uint8_t* high) {
-    for (size_t i = 0; i < kQuantBlock; ++i) high[i / 8] |= static_cast<uint8_t>((u[i] >> 4 & 1) << i % 8);
+template <class Block>
+void put_five_bits(const uint8_t* u, Block& block) {
+    put_halves(u, 16, block.q);
+    for (size_t i = 0; i < kQuantBlock; ++i) block.high[i / 8] |= static_cast<uint8_t>((u[i] >> 4 & 1) << i % 8);
 }
 
 void get_no_lowest(float* lowest, size_t n) { std::fill_n(lowest, n, 0.0f); }
-
-template <class Block>
-void get_factored_scales(const Block& block, float* scale, float* lowest) {
-    const float d = f32_of(block.d), dmin = f32_of(block.dmin);
-    const Factors f = get_factors(block.factors);
-    for (size_t j = 0; j < 8; ++j) {
-        scale[j] = d * static_cast<float>(f.scale[j]);
-        lowest[j] = dmin * static_cast<float>(f.lowest[j]);
-    }
-}
 
 // The values of iq4_nl and iq4_xs.
 constexpr int8_t kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
@@ -111,50 +105,18 @@ void get_integers(const BlockQ8_0& block, uint8_t* u) {
 void put_integers(const uint8_t* u, BlockQ8_0& block) {
     for (size_t i = 0; i < kQuantBlock; ++i) block.q[i] = static_cast<int8_t>(u[i] ^ 0x80);
 }
-void get_scales(const BlockQ8_0& block, float* scale, float* lowest) {
-    scale[0] = f32_of(block.d);
-    get_no_lowest(lowest, 1);
-}
 
 void get_integers(const BlockQ4_0& block, uint8_t* u) { get_halves(block.q, 16, u); }
 void put_integers(const uint8_t* u, BlockQ4_0& block) { put_halves(u, 16, block.q); }
-void get_scales(const BlockQ4_0& block, float* scale, float* lowest) {
-    scale[0] = f32_of(block.d);
-    get_no_lowest(lowest, 1);
-}
 
 void get_integers(const BlockQ4_1& block, uint8_t* u) { get_halves(block.q, 16, u); }
 void put_integers(const uint8_t* u, BlockQ4_1& block) { put_halves(u, 16, block.q); }
-void get_scales(const BlockQ4_1& block, float* scale, float* lowest) {
-    scale[0] = f32_of(block.d);
-    lowest[0] = -f32_of(block.m);
-}
 
-void get_integers(const BlockQ5_0& block, uint8_t* u) {
-    get_halves(block.q, 16, u);
-    get_fifth_bits(block.high, u);
-}
-void put_integers(const uint8_t* u, BlockQ5_0& block) {
-    put_halves(u, 16, block.q);
-    put_fifth_bits(u, block.high);
-}
-void get_scales(const BlockQ5_0& block, float* scale, float* lowest) {
-    scale[0] = f32_of(block.d);
-    get_no_lowest(lowest, 1);
-}
+void get_integers(const BlockQ5_0& block, uint8_t* u) { get_five_bits(block, u); }
+void put_integers(const uint8_t* u, BlockQ5_0& block) { put_five_bits(u, block); }
 
-void get_integers(const BlockQ5_1& block, uint8_t* u) {
-    get_halves(block.q, 16, u);
-    get_fifth_bits(block.high, u);
-}
-void put_integers(const uint8_t* u, BlockQ5_1& block) {
-    put_halves(u, 16, block.q);
-    put_fifth_bits(u, block.high);
-}
-void get_scales(const BlockQ5_1& block, float* scale, float* lowest) {
-    scale[0] = f32_of(block.d);
-    lowest[0] = -f32_of(block.m);
-}
+void get_integers(const BlockQ5_1& block, uint8_t* u) { get_five_bits(block, u); }
+void put_integers(const uint8_t* u, BlockQ5_1& block) { put_five_bits(u, block); }
 
 // ---------------------------------------------------------------- 256 weights with factors of a scale
 
@@ -183,7 +145,6 @@ void get_integers(const BlockQ4_K& block, uint8_t* u) {
 void put_integers(const uint8_t* u, BlockQ4_K& block) {
     for (size_t j = 0; j < 4; ++j) put_halves(u + 64 * j, 32, block.q + 32 * j);
 }
-void get_scales(const BlockQ4_K& block, float* scale, float* lowest) { get_factored_scales(block, scale, lowest); }
 
 void get_integers(const BlockQ5_K& block, uint8_t* u) {
     for (size_t j = 0; j < 4; ++j) get_halves(block.q + 32 * j, 32, u + 64 * j);
@@ -197,7 +158,6 @@ void put_integers(const uint8_t* u, BlockQ5_K& block) {
         for (size_t i = 0; i < 32; ++i) block.high[i] |= static_cast<uint8_t>((u[32 * j + i] >> 4 & 1) << j);
     }
 }
-void get_scales(const BlockQ5_K& block, float* scale, float* lowest) { get_factored_scales(block, scale, lowest); }
 
 void get_integers(const BlockQ6_K& block, uint8_t* u) {
     for (size_t half = 0; half < 2; ++half, u += 128) {
@@ -216,11 +176,6 @@ void put_integers(const uint8_t* u, BlockQ6_K& block) {
             for (size_t i = 0; i < 32; ++i) high[i] |= static_cast<uint8_t>((u[32 * j + i] >> 4 & 3) << 2 * j);
         }
     }
-}
-void get_scales(const BlockQ6_K& block, float* scale, float* lowest) {
-    const float d = f32_of(block.d);
-    for (size_t j = 0; j < 16; ++j) scale[j] = d * static_cast<float>(block.factors[j]);
-    get_no_lowest(lowest, 16);
 }
 
 // ---------------------------------------------------------------- types that are read, and packed as others

@@ -79,11 +79,10 @@ struct BlockQ6_K {  // (d s) (u - 32), with a signed s for each 16; of 128 weigh
     uint16_t d;
 };
 
-// The integers u of a block; a block's bits from them, which are zero before; the scales of its groups.
+// The integers u of a block; a block's bits from them, which are zero before.
 #define WHET_PACKED_BLOCK(Block)                       \
     void get_integers(const Block& block, uint8_t* u); \
-    void put_integers(const uint8_t* u, Block& block); \
-    void get_scales(const Block& block, float* scale, float* lowest);
+    void put_integers(const uint8_t* u, Block& block);
 WHET_PACKED_BLOCK(BlockQ8_0)
 WHET_PACKED_BLOCK(BlockQ4_0)
 WHET_PACKED_BLOCK(BlockQ4_1)
@@ -100,6 +99,25 @@ struct Factors {
 };
 void put_factors(const Factors& f, uint8_t* bytes);
 Factors get_factors(const uint8_t* bytes);
+
+// The scales and lowest values of a block's groups.
+template <class Block>
+void get_scales(const Block& block, float* scale, float* lowest) {
+    const float d = f32_of(block.d);
+    if constexpr (requires { block.dmin; }) {
+        const Factors f = get_factors(block.factors);
+        for (size_t j = 0; j < 8; ++j) {
+            scale[j] = d * static_cast<float>(f.scale[j]);
+            lowest[j] = f32_of(block.dmin) * static_cast<float>(f.lowest[j]);
+        }
+        return;
+    }
+    for (size_t j = 0; j < Block::kLength / Block::kGroup; ++j) {
+        scale[j] = d, lowest[j] = 0.0f;
+        if constexpr (requires { block.factors; }) scale[j] *= static_cast<float>(block.factors[j]);
+        if constexpr (requires { block.m; }) lowest[j] = -f32_of(block.m);
+    }
+}
 
 // ---------------------------------------------------------------- types that are read, and packed as others
 
