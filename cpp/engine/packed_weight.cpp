@@ -23,14 +23,18 @@ ptrdiff_t element_bytes(Source source) { return source == Source::kFloat32 ? 4 :
 
 }  // namespace
 
-PackedWeight::PackedWeight(WeightFormat format, size_t n, size_t k)
+PackedWeight::PackedWeight(WeightFormat format, size_t n, size_t k) : PackedWeight(format, n, k, nullptr) {
+    memory_ = Zeroed(size_bytes());
+    place(memory_.data());
+}
+
+PackedWeight::PackedWeight(WeightFormat format, size_t n, size_t k, std::nullptr_t)
     : format_(&checked(format, k)),
       n_(n),
       k_(k),
       steps_(ceil_div(k, format_->panel.step_inputs)),
       n_panels_(ceil_div(n, kPanel)),
-      panel_bytes_(format_->panel.bytes(steps_)),
-      memory_(size_bytes()) {}
+      panel_bytes_(format_->panel.bytes(steps_)) {}
 
 void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, Source source, ptrdiff_t row_stride,
                              ptrdiff_t column_stride) {
@@ -41,7 +45,7 @@ void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, Sourc
     const auto pack = kernels().*format_->pack_panel;
     const size_t first_panel = first / kPanel, n_panels = (first + count - 1) / kPanel - first_panel + 1;
     parallel_for(n_panels, kNumberNs * static_cast<double>(count * k_), [&](size_t i) {
-        uint8_t* panel = memory_.data() + (first_panel + i) * panel_bytes_;
+        uint8_t* panel = data_ + (first_panel + i) * panel_bytes_;
         const size_t begin = std::max(first, (first_panel + i) * kPanel);
         const size_t end = std::min(first + count, (first_panel + i + 1) * kPanel);
         const uint8_t* from = static_cast<const uint8_t*>(rows) + static_cast<ptrdiff_t>(begin - first) * row_stride;
@@ -53,7 +57,7 @@ void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, Sourc
 }
 
 void PackedWeight::unpack_row(size_t i, uint8_t* row) const {
-    format_->unpack_row(memory_.data() + i / kPanel * panel_bytes_, i % kPanel, k_, row);
+    format_->unpack_row(data_ + i / kPanel * panel_bytes_, i % kPanel, k_, row);
 }
 
 void PackedWeight::row(size_t i, float* out) const {

@@ -13,12 +13,15 @@ class PackedWeight {
 public:
     // Zeros, to be filled. Throws std::invalid_argument if the format's blocks do not divide k.
     PackedWeight(WeightFormat format, size_t n, size_t k);
+    // With no memory before place(), which gives it size_bytes() zeros on a 64-byte boundary.
+    PackedWeight(WeightFormat format, size_t n, size_t k, std::nullptr_t);
+    void place(uint8_t* memory) { data_ = memory; }
 
     const FormatTraits& format() const { return *format_; }
     size_t n() const { return n_; }
     size_t k() const { return k_; }
     size_t size_bytes() const { return panel_bytes_ * n_panels_; }
-    const void* panel(size_t i) const { return memory_.data() + i * panel_bytes_; }
+    const void* panel(size_t i) const { return data_ + i * panel_bytes_; }
     size_t steps() const { return steps_; }
 
     // Rows [first, first + count) from numbers with any strides, in elements; or from the format's own layout, its rows
@@ -34,7 +37,8 @@ public:
 private:
     const FormatTraits* format_;
     size_t n_, k_, steps_, n_panels_, panel_bytes_;
-    Zeroed memory_;  // touched first by the threads that pack
+    Zeroed memory_;            // unless it was placed elsewhere
+    uint8_t* data_ = nullptr;  // touched first by the threads that pack
 
     void unpack_row(size_t i, uint8_t* row) const;
 };

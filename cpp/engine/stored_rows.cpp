@@ -15,6 +15,7 @@
 namespace whet {
 namespace {
 
+constexpr double kNumberNs = 0.1;     // to look at one, roughly
 constexpr size_t kRowsAtATime = 256;  // 16 panels: enough for the threads, and little memory
 
 // Below 2^exponent, and so not NaN.
@@ -23,7 +24,7 @@ bool is_finite_half(uint16_t half) { return is_below(16, half); }
 
 // Of types that become q8_0 also whether that can hold the numbers: they are below 2^22.
 template <class Block>
-bool are_finite(const uint8_t* row, size_t n_blocks) {
+bool are_finite(const uint8_t* row, size_t n_blocks, ptrdiff_t) {
     for (size_t i = 0; i < n_blocks; ++i, row += sizeof(Block)) {
         Block block;
         std::memcpy(&block, row, sizeof block);
@@ -40,6 +41,17 @@ bool are_finite(const uint8_t* row, size_t n_blocks) {
         }
     }
     return true;
+}
+
+template <class Bits, Bits exponent>
+bool are_finite_numbers(const uint8_t* row, size_t n, ptrdiff_t stride) {
+    const auto* x = reinterpret_cast<const Bits*>(row);
+    const auto check = [&](auto step) {  // a constant step is what makes vectors of the loop
+        bool is_finite = true;
+        for (size_t i = 0; i < n; ++i) is_finite &= (x[static_cast<ptrdiff_t>(i) * step] & exponent) != exponent;
+        return is_finite;
+    };
+    return stride == 1 ? check(std::integral_constant<ptrdiff_t, 1>()) : check(stride);
 }
 
 void convert_q3_k(const uint8_t* row, size_t k, uint8_t* packed) {
@@ -65,14 +77,16 @@ void convert_to_q8_0(const uint8_t* row, size_t k, uint8_t* packed) {
     }
 }
 
-constexpr StoredTraits numbers(const char* name, GgufTensorType gguf, std::optional<Source> source) {
+template <class Bits, Bits exponent>
+constexpr StoredTraits numbers(const char* name, uint32_t number, const char* gguf_name, std::optional<Source> source) {
     const WeightFormat format = source == Source::kBFloat16 ? WeightFormat::kBFloat16 : WeightFormat::kFloat32;
     return {.name = name,
-            .gguf = gguf,
+            .gguf = {number, gguf_name, 1, sizeof(Bits)},
             .is_in_gguf = source.has_value(),
             .is_quantised = false,
             .packed_as = format,
-            .source = source};
+            .source = source,
+            .is_finite = are_finite_numbers<Bits, exponent>};
 }
 
 template <class Block>
@@ -96,10 +110,10 @@ constexpr size_t kTypes = static_cast<size_t>(StoredType::kCount);
 // In the order of StoredType.
 constexpr std::array<StoredTraits, kTypes> make_table() {
     std::array<StoredTraits, kTypes> table = {{
-        numbers("float32", {0, "F32", 1, 4}, Source::kFloat32),
-        numbers("bfloat16", {30, "BF16", 1, 2}, Source::kBFloat16),
-        numbers("float16", {1, "F16", 1, 2}, Source::kFloat16),
-        numbers("float64", {28, "F64", 1, 8}, {}),
+        numbers<uint32_t, 0x7f800000>("float32", 0, "F32", Source::kFloat32),
+        numbers<uint16_t, 0x7f80>("bfloat16", 30, "BF16", Source::kBFloat16),
+        numbers<uint16_t, 0x7c00>("float16", 1, "F16", Source::kFloat16),
+        numbers<uint64_t, 0x7ff0000000000000>("float64", 28, "F64", {}),
         packed<BlockQ8_0>("q8_0", 8, "Q8_0", WeightFormat::kQ8_0),
         packed<BlockQ4_0>("q4_0", 2, "Q4_0", WeightFormat::kQ4_0),
         packed<BlockQ4_1>("q4_1", 3, "Q4_1", WeightFormat::kQ4_1),
@@ -176,13 +190,17 @@ StoredRows StoredRows::range(size_t first, size_t count) const {
     return some;
 }
 
-bool is_finite(const StoredRows& rows) {
+bool is_finite(StoredRows rows) {
     const StoredTraits& stored = traits(rows.type);
+    if (rows.row_stride == 1 && !stored.is_quantised) {  // in the order in which they lie
+        std::swap(rows.n, rows.k);
+        std::swap(rows.row_stride, rows.column_stride);
+    }
     std::atomic<bool> finite{true};
     auto check = [&](size_t i) {
-        if (!stored.is_finite(row_at(rows, i), rows.k / stored.gguf.block)) finite = false;
+        if (!stored.is_finite(row_at(rows, i), rows.k / stored.gguf.block, rows.column_stride)) finite = false;
     };
-    parallel_for(rows.n, check);
+    parallel_for(rows.n, kNumberNs * static_cast<double>(rows.n * rows.k), check);
     return finite;
 }
 

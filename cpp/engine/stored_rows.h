@@ -44,7 +44,8 @@ struct StoredTraits {
     std::optional<Source> source = {};  // of the numbers that packing kernels read
     void (*convert_row)(const uint8_t* row, size_t k, uint8_t* packed) = nullptr;  // null: the same bytes
     void (*dequantize_row)(const uint8_t* row, size_t k, float* x) = nullptr;      // of quantised types
-    bool (*is_finite)(const uint8_t* row, size_t n_blocks) = nullptr;              // of quantised types
+    // Of n blocks that lie end to end, or of n numbers, `stride` of them apart.
+    bool (*is_finite)(const uint8_t* row, size_t n, ptrdiff_t stride) = nullptr;
 
     // The numbers of a row of so many elements, which are the unit of row_stride: numbers, or bytes of blocks. Throws
     // std::invalid_argument if there is no such row.
@@ -67,8 +68,8 @@ struct StoredRows {
     StoredRows range(size_t first, size_t count) const;
 };
 
-// Whether no scale of rows of a quantised type is NaN, infinite, or beyond what they are packed as.
-bool is_finite(const StoredRows& rows);
+// Whether no number, or no scale of a quantised type, is NaN, infinite, or beyond what the rows are packed as.
+bool is_finite(StoredRows rows);
 
 // To float32, (n, k) contiguous: float64 rounds to nearest even, everything else is exact.
 void unpack_rows(const StoredRows& rows, float* out);

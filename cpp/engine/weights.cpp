@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "runtime/ceil_div.h"
+
 namespace whet {
 namespace {
 
@@ -80,7 +82,7 @@ std::vector<float>* Weights::vector_named(const std::string& slot) {
 void Weights::add_matrix(const std::string& slot, WeightFormat format, size_t n, size_t k) {
     Matrix* matrix = matrix_named(slot);
     if (matrix == nullptr) throw std::invalid_argument("no matrix is called \"" + slot + "\"");
-    matrix->parts.emplace_back(format, n, k);
+    matrix->parts.emplace_back(format, n, k, nullptr);
     matrices_[slot] = matrix;
 }
 
@@ -91,7 +93,22 @@ void Weights::add_vector(const std::string& slot, size_t n) {
     vectors_[slot] = vector;
 }
 
+void Weights::allocate() {
+    constexpr size_t line = 64;
+    size_t bytes = 0;
+    const auto each_part = [&](auto&& visit) {
+        for (auto& [slot, matrix] : matrices_) {
+            for (PackedWeight& part : matrix->parts) visit(part, ceil_div(part.size_bytes(), line) * line);
+        }
+    };
+    each_part([&](PackedWeight&, size_t size) { bytes += size; });
+    memory_ = Zeroed(bytes);
+    uint8_t* at = memory_.data();
+    each_part([&](PackedWeight& part, size_t size) { part.place(at), at += size; });
+}
+
 void Weights::pack(const std::string& slot, size_t first, const StoredRows& rows) {
+    if (vectors_.contains(slot)) return pack_vector(slot, first, rows);
     Matrix& matrix = *found(matrices_, slot);
     if (first > matrix.n() || rows.n > matrix.n() - first || rows.k != matrix.k()) {
         throw std::invalid_argument("rows of another shape than \"" + slot + "\" has");
@@ -107,7 +124,7 @@ void Weights::pack(const std::string& slot, size_t first, const StoredRows& rows
 
 void Weights::pack_vector(const std::string& slot, size_t first, const StoredRows& row) {
     std::vector<float>& vector = *found(vectors_, slot);
-    if (first > vector.size() || row.k > vector.size() - first) {
+    if (row.n != 1 || first > vector.size() || row.k > vector.size() - first) {
         throw std::invalid_argument("values of another shape than \"" + slot + "\" has");
     }
     unpack_rows(row, vector.data() + first);

@@ -41,23 +41,27 @@ public:
 
     const Matrix& output() const { return head.parts.empty() ? embedding : head; }
 
-    // Room for a slot, of a matrix for its next n rows. Throws std::invalid_argument if there is no slot of this name.
+    // A slot, of a matrix its next n rows. Throws std::invalid_argument if there is no slot of this name.
     void add_matrix(const std::string& slot, WeightFormat format, size_t n, size_t k);
     void add_vector(const std::string& slot, size_t n);
+    // Memory for the matrices that were added, once: zeros in one block, so that small ones share huge pages, which are
+    // quick to get.
+    void allocate();
 
-    // Into rows [first, first + rows.n) of what was added under a name. Throws std::invalid_argument if nothing was, or
-    // of another shape.
+    // Into rows [first, first + rows.n) of the matrix that was added under a name; one row into the numbers from
+    // `first` on of a vector. Throws std::invalid_argument if nothing was, or of another shape.
     void pack(const std::string& slot, size_t first, const StoredRows& rows);
-    void pack_vector(const std::string& slot, size_t first, const StoredRows& row);
 
     size_t size_bytes() const;
 
 private:
+    Zeroed memory_;  // of the matrices
     std::map<std::string, Matrix*> matrices_;
     std::map<std::string, std::vector<float>*> vectors_;
 
     Matrix* matrix_named(const std::string& slot);
     std::vector<float>* vector_named(const std::string& slot);
+    void pack_vector(const std::string& slot, size_t first, const StoredRows& row);
 };
 
 }  // namespace whet

@@ -85,7 +85,7 @@ struct SignedFactors {  // d times 16 bytes, each of 16 inputs
         const uint8_t* bytes = all + block / kQ6_KLayout.group * kQ6_KLayout.group_bytes;
         const f32x16 d = load_f16(reinterpret_cast<const uint16_t*>(bytes + 256));
         for (size_t i = 0; i < 16; ++i) {
-            store(scales + 16 * i, d * to_f32(load_s8(reinterpret_cast<const int8_t*>(bytes) + 16 * i)));
+            store(scales + 16 * i, d * to_f32(load_bytes(reinterpret_cast<const int8_t*>(bytes) + 16 * i)));
         }
     }
     WHET_INLINE f32x16 scale(size_t i) const { return load(scales + 16 * i); }
@@ -108,8 +108,8 @@ struct LineFactors {
         const f32x16 d = load_f16(reinterpret_cast<const uint16_t*>(bytes + 192));
         const f32x16 dmin = load_f16(reinterpret_cast<const uint16_t*>(bytes + 224));
         for (size_t i = 0; i < 8; ++i) {
-            store(scales + 16 * i, d * to_f32(load_u8(factors[0] + 16 * i)));
-            store(lowests + 16 * i, -(dmin * to_f32(load_u8(factors[1] + 16 * i))));
+            store(scales + 16 * i, d * to_f32(load_bytes(factors[0] + 16 * i)));
+            store(lowests + 16 * i, -(dmin * to_f32(load_bytes(factors[1] + 16 * i))));
         }
     }
     WHET_INLINE f32x16 scale(size_t i) const { return load(scales + 16 * i); }

@@ -542,27 +542,18 @@ WHET_INLINE void store_f16(uint16_t* out, f32x16 v) {
 #endif
 }
 
-// Sixteen bytes as integers, and with a sign.
-WHET_INLINE i32x16 load_s8(const int8_t* x) {
+// Sixteen int8_t or uint8_t as integers.
+template <class Byte>
+WHET_INLINE i32x16 load_bytes(const Byte* x) {
+    static_assert(sizeof(Byte) == 1);
     i32x16 v;
 #if defined(__AVX512F__)
-    v.part[0] = (i32x16::Native)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+    constexpr bool is_signed = static_cast<Byte>(-1) < 0;
+    const __m512i wide = is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
+    v.part[0] = (i32x16::Native)wide;
 #else
-    typedef int8_t Bytes __attribute__((vector_size(kNativeBytes / 4)));
-    WHET_EACH_PART(p) {
-        Bytes bytes;
-        __builtin_memcpy(&bytes, x + p * i32x16::kPartLanes, sizeof bytes);
-        v.part[p] = __builtin_convertvector(bytes, i32x16::Native);
-    }
-#endif
-    return v;
-}
-WHET_INLINE i32x16 load_u8(const uint8_t* x) {
-    i32x16 v;
-#if defined(__AVX512F__)
-    v.part[0] = (i32x16::Native)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
-#else
-    typedef uint8_t Bytes __attribute__((vector_size(kNativeBytes / 4)));
+    typedef Byte Bytes __attribute__((vector_size(kNativeBytes / 4)));
     WHET_EACH_PART(p) {
         Bytes bytes;
         __builtin_memcpy(&bytes, x + p * i32x16::kPartLanes, sizeof bytes);

@@ -166,7 +166,7 @@ std::vector<uint8_t> stored_rows_of(whet::StoredType type, size_t n, size_t k) {
         }
         while (stored.is_quantised) {
             for (size_t j = 0; j < bytes; ++j) row[j] = static_cast<uint8_t>(random() >> 7);
-            if (stored.is_finite(row, k / stored.gguf.block)) break;
+            if (stored.is_finite(row, k / stored.gguf.block, 1)) break;
         }
     }
     return rows;

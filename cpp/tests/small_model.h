@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <random>
 #include <string>
@@ -37,16 +38,19 @@ struct Model {
         std::mt19937 bits(7);
         std::normal_distribution<float> normal;
         Weights& w = transformer.weights();
+        std::vector<std::function<void()>> fill;  // once all matrices are there
         const auto matrix = [&](const std::string& slot, WeightFormat f, size_t n, size_t k) {
             std::vector<float> x(n * k);
             for (float& value : x) value = normal(bits) / std::sqrt(static_cast<float>(k));
             w.add_matrix(slot, k % traits(f).block_length == 0 ? f : WeightFormat::kInt8, n, k);
-            w.pack(slot, 0, {StoredType::kFloat32, x.data(), n, k, static_cast<ptrdiff_t>(k), 1});
+            fill.push_back([&w, slot, n, k, x] {
+                w.pack(slot, 0, {StoredType::kFloat32, x.data(), n, k, static_cast<ptrdiff_t>(k), 1});
+            });
         };
         const auto vector = [&](const std::string& slot, size_t n, float value) {
             w.add_vector(slot, n);
             const std::vector<float> values(n, value);
-            w.pack_vector(slot, 0, {StoredType::kFloat32, values.data(), 1, n, 0, 1});
+            w.pack(slot, 0, {StoredType::kFloat32, values.data(), 1, n, 0, 1});
         };
         matrix("embedding", WeightFormat::kBFloat16, c.vocab_size, c.hidden_dim);
         for (size_t i = 0; i < c.n_layers; ++i) {
@@ -62,6 +66,8 @@ struct Model {
             if (other) vector(layer + "down.bias", c.hidden_dim, 0.2f);
         }
         vector("final_norm.weight", c.hidden_dim, 1.0f);
+        w.allocate();
+        for (const auto& pack : fill) pack();
     }
 };
 

@@ -33,9 +33,35 @@ def test_finite_blocks_are_read_as_the_gguf_package_reads_them(format, data, sca
     stored, rows = _core.StoredType[format.name], blocks.reshape(2, -1)
     values = np.empty((2, N_BLOCKS // 2 * format.block_length), np.float32)
     _core.dequantize_rows(stored, rows, values)
-    if _core.is_finite(stored, rows):
+    n, width = rows.shape
+    if _core.is_finite(address=rows.ctypes.data, type=stored, n=n, width=width, row_stride=width, column_stride=1):
         assert np.isfinite(values).all()
         expected = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(format.gguf_type))
         np.testing.assert_array_equal(values, expected)
     else:  # what becomes another type is refused too where that cannot hold it
         assert format.packed_as != format.name or not np.isfinite(values).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "bfloat16"])
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_are_found_wherever_they_lie(dtype, bad):
+    def is_finite(matrix: np.ndarray) -> bool:
+        row_stride, column_stride = (stride // matrix.itemsize for stride in matrix.strides)
+        return _core.is_finite(
+            address=matrix.ctypes.data, type=_core.StoredType[dtype], n=matrix.shape[0], width=matrix.shape[1],
+            row_stride=row_stride, column_stride=column_stride,
+        )  # fmt: skip
+
+    def stored(values: np.ndarray) -> np.ndarray:
+        if dtype == "bfloat16":
+            return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        return values.astype(dtype)
+
+    largest = 3e38 if dtype in ("float32", "bfloat16") else float(np.finfo(dtype).max)
+    values = np.random.default_rng(0).choice([0.0, -1.0, largest, -largest], (7, 37))
+    wrong = values.copy()
+    wrong[4, 30] = bad
+    for cut in (np.s_[:, :], np.s_[::2, :], np.s_[:, ::3], np.s_[::-1, ::-1], np.s_[4:5, 30:31]):
+        for turned in (lambda x: x, np.transpose):
+            assert is_finite(turned(stored(values)[cut]))
+            assert not is_finite(turned(stored(wrong)[cut]))

@@ -101,6 +101,20 @@ private:
     TurnLock& lock_;
 };
 
+// Rows of `width` elements at an address; the strides of StoredRows.
+StoredRows rows_at(uintptr_t address, StoredType type, size_t n, size_t width, ptrdiff_t row_stride,
+                   ptrdiff_t column_stride) {
+    const size_t k = traits(type).row_length(width);
+    return {type, reinterpret_cast<const void*>(address), n, k, row_stride, column_stride};
+}
+
+bool is_finite_call(uintptr_t address, StoredType type, size_t n, size_t width, ptrdiff_t row_stride,
+                    ptrdiff_t column_stride) {
+    const StoredRows rows = rows_at(address, type, n, width, row_stride, column_stride);
+    const nb::gil_scoped_release release;
+    return is_finite(rows);
+}
+
 class EngineObject {
 public:
     EngineObject(const nb::dict& config, const nb::sequence& slots, size_t kv_bytes, size_t max_batch, size_t chunk,
@@ -117,22 +131,16 @@ public:
                                             nb::cast<size_t>(entry[3]));
             }
         }
+        model_.weights().allocate();
     }
 
     // Names are const char*: nanobind terminates the process where it has no memory to make a std::string of one.
-    // Rows of a matrix at an address; the strides of StoredRows.
-    void load(const char* slot, size_t first, size_t n, size_t width, uintptr_t address, StoredType type,
+    void load(const char* slot, size_t first, uintptr_t address, StoredType type, size_t n, size_t width,
               ptrdiff_t row_stride, ptrdiff_t column_stride) {
         const Turn turn(lock_);
-        const size_t k = traits(type).row_length(width);
+        const StoredRows rows = rows_at(address, type, n, width, row_stride, column_stride);
         const nb::gil_scoped_release release;
-        model_.weights().pack(slot, first,
-                              {type, reinterpret_cast<const void*>(address), n, k, row_stride, column_stride});
-    }
-
-    void load_vector(const char* slot, size_t first, size_t n, uintptr_t address, StoredType type, ptrdiff_t stride) {
-        const Turn turn(lock_);
-        model_.weights().pack_vector(slot, first, {type, reinterpret_cast<const void*>(address), 1, n, 0, stride});
+        model_.weights().pack(slot, first, rows);
     }
 
     // Opens a call's session; an exclusive one changes the model and has no requests. Returns 0, or, where the session
@@ -306,6 +314,8 @@ uint64_t checksum_call(uintptr_t address, size_t rows, size_t row_bytes, ptrdiff
 void bind_engine(nb::module_& m) {
     using nb::arg;
     m.def("checksum", &checksum_call);
+    m.def("is_finite", &is_finite_call, nb::kw_only(), arg("address"), arg("type"), arg("n"), arg("width"),
+          arg("row_stride"), arg("column_stride"));
     nb::enum_<Norm>(m, "Norm").value("rms", Norm::kRms).value("layer", Norm::kLayer);
     nb::enum_<Target>(m, "Target")
         .value("QKV", Target::kQkv)
@@ -315,10 +325,8 @@ void bind_engine(nb::module_& m) {
     nb::class_<EngineObject>(m, "Engine")
         .def(nb::init<const nb::dict&, const nb::sequence&, size_t, size_t, size_t, bool>(), arg("config"),
              arg("slots"), nb::kw_only(), arg("kv_bytes"), arg("max_batch"), arg("chunk"), arg("bf16_cache"))
-        .def("load", &EngineObject::load, arg("slot"), nb::kw_only(), arg("first"), arg("n"), arg("width"),
-             arg("address"), arg("type"), arg("row_stride"), arg("column_stride"))
-        .def("load_vector", &EngineObject::load_vector, arg("slot"), nb::kw_only(), arg("first"), arg("n"),
-             arg("address"), arg("type"), arg("stride"))
+        .def("load", &EngineObject::load, arg("slot"), nb::kw_only(), arg("first"), arg("address"), arg("type"),
+             arg("n"), arg("width"), arg("row_stride"), arg("column_stride"))
         .def("add_prompt", &EngineObject::add_prompt, arg("session"), nb::kw_only(), arg("tokens"), arg("n"),
              arg("max_new_tokens"), arg("stop_tokens"), arg("seed"), arg("prompt_index"), arg("adapter"),
              arg("temperature"), arg("top_k"), arg("top_p"), arg("min_p"), arg("repetition_penalty"),

@@ -151,12 +151,6 @@ StoredRows rows_of(StoredType type, const Blocks& blocks) {
         1};
 }
 
-bool is_finite_rows(StoredType type, const Blocks& blocks) {
-    const StoredRows rows = rows_of(type, blocks);
-    const nb::gil_scoped_release release;
-    return is_finite(rows);
-}
-
 void dequantize_rows(StoredType type, const Blocks& blocks,
                      const nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig, nb::device::cpu>& out) {
     const StoredRows rows = rows_of(type, blocks);
@@ -186,7 +180,6 @@ void bind_files(nb::module_& m) {
         stored_type.value(traits(type).name, type);
     }
     m.def("stored_types", &stored_types);
-    m.def("is_finite", &is_finite_rows, nb::arg("type"), nb::arg("rows"));
     m.def("dequantize_rows", &dequantize_rows, nb::arg("type"), nb::arg("rows"), nb::arg("out"));
     nb::class_<GgufTexts>(m, "GGUFTexts").def("__len__", &GgufTexts::size).def("to_list", &GgufTexts::to_list);
     m.def("parse_gguf", &parse_gguf_file);

@@ -28,7 +28,7 @@ from whet.engine.checks import (
     check_token_rows,
     is_model_mode,
 )  # fmt: skip
-from whet.engine.loading import check_pieces, checksums, load
+from whet.engine.loading import all_pieces, checked, checksums, load
 from whet.engine.session import Calls, NewAdapter, Session, TokenStream, run_to_its_end
 from whet.errors import WhetValueError, check_integer
 from whet.models.architecture import ModelConfig, Piece
@@ -86,7 +86,7 @@ class Engine:
         self.policy_version = 0
         formats = choose_formats(source, weights, embedding, head, where)
         self.formats = {slot: describe_parts(parts) for slot, parts in formats.items()}
-        pieces = check_pieces(source, where)
+        pieces = all_pieces(source, where)
         slots = [
             (slot, CORE_FORMATS.get(format), n, shape[-1])
             for slot, shape in source.config.slots().items()
@@ -298,7 +298,8 @@ class Engine:
             session.begin(exclusive=True)
             source = describe_module(model, merged=self._merged, max_position=self.config.max_position)
             check_same_model(self.config, source.config, where)
-            self._replace(check_pieces(source, where), source, where, self.policy_version + 1)
+            pieces = list(checked(all_pieces(source, where), where))
+            self._replace(pieces, source, where, self.policy_version + 1)
 
     def add_adapter(self, adapter: Any) -> int:
         """Take in a LoRA adapter that ``generate(adapter=...)`` then names, beside others and in one batch with them.
@@ -359,7 +360,10 @@ class Engine:
     # ------------------------------------------------------------------ its own
 
     def _replace(self, pieces: Sequence[Piece], source: Source, where: str, version: int = 0) -> None:
-        """The weights in place of those before, once all has been checked that can be wrong with them."""
+        """The weights in place of those before, once all has been checked that can be wrong with them.
+
+        Those of a new engine, version 0, are checked as they are packed: nobody has it yet.
+        """
         calls = self._calls
         core = calls.use(where)
         base = checksums(pieces) if source.adapters else None
@@ -372,11 +376,14 @@ class Engine:
             def replace() -> None:
                 if not is_packed:
                     calls.torn, self._base = True, None
-                    load(core, pieces, self.formats)
+                    load(core, pieces if version else checked(pieces, where))
                 calls.own_adapter, self.policy_version, self._base, calls.torn = own_adapter, version, base, False
                 core.remove_adapter(before)
 
-            run_to_its_end(replace)  # half of the weights would be neither; a second interrupt leaves them torn
+            if version == 0:
+                replace()
+            else:
+                run_to_its_end(replace)  # half of the weights would be neither; a second interrupt leaves them torn
 
     def _adapter_ids(self, adapter: Any, n: int, where: str) -> list[int]:
         each = list(adapter) if isinstance(adapter, Sequence) else [adapter] * n

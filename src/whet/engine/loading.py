@@ -1,8 +1,9 @@
-"""A source's pieces into the core's packed weights: all checked first, then packed from where they lie."""
+"""A source's pieces into the core's packed weights, from where they lie."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,47 +11,51 @@ import numpy as np
 from whet import _core
 from whet.errors import WhetValueError
 from whet.models.architecture import Piece
-from whet.models.formats import TABLE
 from whet.models.slots import Source
 from whet.models.sources.mapped import let_go
 
 
-def check_pieces(source: Source, where: str) -> list[Piece]:
-    """All pieces of a source.
+def all_pieces(source: Source, where: str) -> list[Piece]:
+    """The pieces of a source.
 
     Raises:
-        WhetValueError: a slot that they do not fill, or one that holds NaN or infinity.
+        WhetValueError: a slot that they do not fill.
     """
     pieces = list(source.pieces())
     missing = {slot: shape[0] for slot, shape in source.config.slots().items()}
     for piece in pieces:
         missing[piece.slot] -= len(piece.tensor)
-        if not _is_finite(piece):
-            raise WhetValueError(
-                f"{where}: {piece.slot}, rows from {piece.first_row} on, holds NaN or infinity. Look at what made them."
-            )
     for slot, rows in missing.items():
         if rows:
             raise WhetValueError(f"{where}: {slot} lacks {rows} rows.")
     return pieces
 
 
-def load(core: Any, pieces: Iterable[Piece], matrices: Iterable[str]) -> None:
-    """Packs pieces that ``check_pieces`` has seen; what is not of ``matrices`` becomes float32."""
-    for slot, first_row, tensor, format in pieces:
-        type = _core.StoredType[format]
-        address, strides = _memory(tensor)
-        if slot in matrices:
-            n, width = tensor.shape
-            core.load(
-                slot, first=first_row, n=n, width=width, address=address, type=type, row_stride=strides[0],
-                column_stride=strides[1],
-            )  # fmt: skip
-            let_go(tensor)  # the packed weights and the file's are not in memory both
-        else:
-            core.load_vector(
-                slot, first=first_row, n=len(tensor), address=address, type=type, stride=strides[0]
-            )  # fmt: skip
+def checked(pieces: Iterable[Piece], where: str) -> Iterator[Piece]:
+    """The pieces, each once it has been looked at.
+
+    Raises:
+        WhetValueError: one holds NaN or infinity.
+    """
+    for piece in pieces:
+        if not _core.is_finite(**_rows(piece)):
+            raise WhetValueError(
+                f"{where}: {piece.slot}, rows from {piece.first_row} on, holds NaN or infinity. Look at what made them."
+            )
+        yield piece
+
+
+def load(core: Any, pieces: Iterable[Piece]) -> None:
+    """Packs finite pieces; those of vectors become float32.
+
+    A file's pages are let go with each tensor, so that packed weights and the file are not in memory both.
+    """
+    for slot, of_tensor in itertools.groupby(pieces, lambda piece: piece.slot):
+        tensors = []
+        for piece in of_tensor:
+            core.load(slot, first=piece.first_row, **_rows(piece))
+            tensors.append(piece.tensor)
+        let_go(tensors)
 
 
 def checksums(pieces: Iterable[Piece]) -> list[tuple[Any, ...]]:
@@ -74,13 +79,15 @@ def _memory(tensor: Any) -> tuple[int, tuple[int, ...]]:
     return tensor.ctypes.data, tuple(stride // tensor.itemsize for stride in tensor.strides)
 
 
-def _is_finite(piece: Piece) -> bool:
-    """Whether no number is NaN or infinite. A sum tells in one pass, unless it overflows."""
-    if hasattr(piece.tensor, "detach"):
-        tensor = piece.tensor
-        return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
-    if piece.format == "bfloat16":
-        return not ((piece.tensor & 0x7F80) == 0x7F80).any()
-    if not TABLE[piece.format].is_float:
-        return _core.is_finite(_core.StoredType[piece.format], piece.tensor)
-    return bool(np.isfinite(piece.tensor).all())
+def _rows(piece: Piece) -> dict[str, Any]:
+    """Where the core finds a piece, which is a matrix or one row; strides in elements."""
+    address, strides = _memory(piece.tensor)
+    *n, width = piece.tensor.shape
+    return {
+        "address": address,
+        "type": _core.StoredType[piece.format],
+        "n": n[0] if n else 1,
+        "width": width,
+        "row_stride": strides[0] if n else 0,
+        "column_stride": strides[-1],
+    }

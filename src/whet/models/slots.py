@@ -95,7 +95,7 @@ class Source(NamedTuple):
 
     Attributes:
         config: what it computes.
-        pieces: each call walks the weights anew; together the pieces fill every slot once.
+        pieces: all of them, each call anew: of a live module as it is then. Together they fill every slot once.
         targets: where each module of the Hugging Face model goes, by its name there; for ``place_lora``.
         adapters: LoRA adapters that are no part of the pieces.
         short_position: see ``families.short_position``; the config's frequencies are resolved for its max_position.

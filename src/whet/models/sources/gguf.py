@@ -16,14 +16,14 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from whet.errors import WhetValueError
-from whet.models.architecture import ModelConfig, Piece
+from whet.models.architecture import ModelConfig
 from whet.models.families import FAMILIES, GGUF_NAMES, model_config, module_targets, short_position
 from whet.models.slots import Module, Source, Stored, places, walk
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
@@ -72,18 +72,14 @@ def open_gguf(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | No
             raise WhetValueError(f"{where}: there is no tensor {name}, which this {architecture} needs.")
         return tensors[name]
 
-    def pieces() -> Iterator[Piece]:
-        return walk(described, modules, tensor, where)
-
-    for _ in pieces():
-        pass
+    pieces = list(walk(described, modules, tensor, where))
     unknown = sorted(tensors.keys() - used)
     if unknown:
         raise WhetValueError(
             f"{where}: a {architecture} of this kind has no {unknown[0]}; the engine does not know it."
         )
     targets = module_targets(options["model_type"], described)
-    return Source(described, pieces, targets, short_position=short_position(options, where))
+    return Source(described, lambda: iter(pieces), targets, short_position=short_position(options, where))
 
 
 def read_options(file: GGUFFile, where: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,25 @@ def parse_container(parse: Callable[[np.ndarray], Any], data: np.ndarray, where:
         raise WhetValueError(f"{where}: {error}") from None
 
 
-def let_go(array: Any) -> None:
-    """Take a mapped array's pages out of the process's memory; the file has them still. Of other arrays, nothing."""
-    whole, owner = array, array
+def let_go(arrays: Sequence[Any]) -> None:
+    """Take the pages of a mapped tensor, all of whose views these are, out of the process's memory.
+
+    The file has them still. Of other arrays, nothing.
+    """
+    whole = owner = arrays[0]
     while isinstance(owner, np.ndarray):
         whole, owner = owner, owner.base
     owner = owner.obj if isinstance(owner, memoryview) else owner
     if isinstance(owner, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        offset = array.ctypes.data - whole.ctypes.data
-        begin = offset - offset % mmap.PAGESIZE
-        owner.madvise(mmap.MADV_DONTNEED, begin, min(offset + array.nbytes, whole.nbytes) - begin)
+        begin = min(array.ctypes.data for array in arrays) - whole.ctypes.data
+        end = max(array.ctypes.data + _extent(array) for array in arrays) - whole.ctypes.data
+        begin -= begin % mmap.PAGESIZE
+        owner.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+def _extent(array: np.ndarray) -> int:
+    """Bytes from the first element of a view to the end of its last, with what lies between its rows."""
+    return array.itemsize + sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
 
 
 def view(data: np.ndarray, offset: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:

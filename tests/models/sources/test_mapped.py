@@ -1,0 +1,27 @@
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from whet.models.sources.mapped import let_go, map_file
+
+
+def resident_kib(path: Path) -> int:
+    """Of a file's mappings, as the kernel counts them."""
+    found = re.search(rf"{re.escape(str(path))}\n(?:\w.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts resident pages")
+def test_all_of_a_tensor_is_let_go_though_its_views_have_strides(tmp_path):
+    path = tmp_path / "rows"
+    np.arange(1 << 20, dtype=np.uint8).tofile(path)
+    rows = map_file(path, "test").reshape(256, -1)
+    assert rows.sum() > 0 and resident_kib(path) == 1024
+    let_go([rows[begin : begin + 64 : 2] for begin in (0, 1)])
+    assert resident_kib(path) == 768
+    let_go([rows[64:].T])
+    assert resident_kib(path) == 0
