@@ -225,6 +225,9 @@ def test_clean_up_and_two_ends_are_refused() -> None:
         tokenizer.decode([5], clean_up_tokenization_spaces=True)
     with pytest.raises(WhetValueError, match="add_generation_prompt and continue_final_message"):
         tokenizer.apply_chat_template([], add_generation_prompt=True, continue_final_message=True)
+    for options in ({"tokenize": False}, {"return_dict": False}, {"continue_final_message": True}):
+        with pytest.raises(WhetValueError, match="return_assistant_tokens_mask is True, which goes with tokenize=True"):
+            tokenizer.apply_chat_template([], return_assistant_tokens_mask=True, **options)
     tokenizer.chat_template = None
     with pytest.raises(WhetValueError, match=r"the file has no tokenizer\.chat_template"):
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
