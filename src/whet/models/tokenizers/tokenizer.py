@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet import _core
-from whet.errors import MissingExtraError, WhetValueError
+from whet.errors import MissingExtraError, WhetValueError, check_installed
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.tokenizers import algorithms
 from whet.models.tokenizers.vocabulary import Vocabulary, read_vocabulary
@@ -59,6 +59,35 @@ def read_tokenizer(file: str | os.PathLike[str] | GGUFFile | Mapping[str, Any]) 
         file = read_gguf(Path(file), f'read_tokenizer("{os.fspath(file)}")')
     where = f'read_tokenizer("{file.paths[0]}")'
     return GGUFTokenizer(with_texts(file.metadata, where), where)
+
+
+def load_tokenizer(model: str | os.PathLike[str] | GGUFFile, where: str = "load_tokenizer") -> Any:
+    """The tokenizer of a model of either form: that of a Hugging Face folder, or ``read_tokenizer`` of a GGUF file.
+
+    Args:
+        model: the folder, or a file as ``read_tokenizer`` takes it.
+        where: the caller's name, for errors.
+
+    Raises:
+        WhetValueError: there is no such folder or file, or no tokenizer in it that can be read.
+        MissingExtraError: of a folder, and transformers is not installed; of a file, tokenizers.
+    """
+    if isinstance(model, GGUFFile) or Path(model).is_file():
+        try:
+            return read_tokenizer(model)
+        except WhetValueError as error:
+            raise WhetValueError(f"{where}: {error}") from error
+    if not Path(model).is_dir():
+        raise WhetValueError(f"{where}: there is no folder or file {os.fspath(model)!r}.")
+    check_installed(where, "transformers")
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise WhetValueError(
+            f"{where}: {os.fspath(model)} holds no tokenizer that transformers reads ({error})."
+        ) from error
 
 
 def with_texts(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
