@@ -66,6 +66,46 @@ def test_loss_on_all_tokens():
     assert metrics["loss"] == pytest.approx(negative_log_likelihood(TinyModel(), whole).item(), rel=1e-9)
 
 
+def a_talk():
+    """A tokenizer, a conversation of two turns, and its prompt, completion and mask by hand."""
+    tokenizer = letters_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'g' if m.role == 'user' else 'h' }}{{ m.content }}"
+        "{{ eos_token if m.role == 'assistant' }}{% endfor %}{{ 'h' if add_generation_prompt }}"
+    )
+    turns = [("user", "a"), ("assistant", "b"), ("user", "cd"), ("assistant", "ef")]
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    return tokenizer, row, [10, 4, 11], [5, EOS, 10, 6, 7, 11, 8, 9, EOS], [1, 1, 0, 0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("make_model", [TinyModel, tiny_llama])
+@pytest.mark.parametrize("micro_batch_size", [0, 1])
+def test_every_assistants_turn_counts_and_no_other_token(make_model, micro_batch_size):
+    tokenizer, row, prompt, completion, mask = a_talk()
+    rows = [row, {"prompt": [5, 6], "completion": [4, EOS]}]
+    model = make_model()
+    logprobs = token_logprobs(model, prompt, completion)[torch.tensor(mask, dtype=torch.bool)]
+    loss = -(logprobs.sum() + token_logprobs(model, [5, 6], [4, EOS]).sum()) / 7
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    sft = make(model, tokenizer=tokenizer, micro_batch_size=micro_batch_size)
+    assert sft.evaluate(rows) == pytest.approx(loss.item(), rel=1e-5)
+    metrics = sft.train_step(rows)
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["num_tokens"] == len(prompt + completion) + 4
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("loss_on", "n_prompt"), [("last_turn", 9), ("all", 1)])
+def test_loss_on_the_last_turn_or_all_of_a_conversation(loss_on, n_prompt):
+    tokenizer, row, prompt, completion, _ = a_talk()
+    whole = prompt + completion
+    sft, by_ids = make(tokenizer=tokenizer, loss_on=loss_on), make()
+    sft.train_step([row])
+    by_ids.train_step([whole[:n_prompt]], [whole[n_prompt:]])
+    assert_same_weights(sft.model, by_ids.model)
+
+
 def test_all_forms_of_a_batch_are_one():
     batches = [
         (PROMPTS, COMPLETIONS),
@@ -142,4 +182,4 @@ def test_bad_batches_are_named():
         make().train_step(PROMPTS, COMPLETIONS[:1])
     assert_raises(WhetValueError, "no completion of the batch has a token to learn from", make().train_step, [[5], [6]])
     assert_raises(WhetTypeError, "there is no tokenizer", make().train_step, [{"prompt": "a", "completion": "b"}])
-    assert_raises(WhetValueError, "expected one of 'completion', 'all'", make, loss_on="prompt")
+    assert_raises(WhetValueError, "expected one of 'completion', 'last_turn', 'all'", make, loss_on="prompt")

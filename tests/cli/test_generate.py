@@ -306,7 +306,15 @@ def test_ctrl_c_ends_it_cleanly(tmp_path, tiny_model):
     assert out.endswith(b"\n") and err.decode().strip() == "whet: interrupted"
 
 
-def test_the_example_runs(tiny_model, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["generate.py", str(tiny_model), "x"])
+@pytest.mark.parametrize("model", ["tiny_model", "tiny_gguf"])
+def test_the_examples_take_a_folder_and_a_file(model, request, tmp_path, monkeypatch, capsys):
+    model = str(request.getfixturevalue(model))
+    monkeypatch.setattr(sys, "argv", ["generate.py", model, "x"])
     runpy.run_path("examples/generate.py", run_name="__main__")
     assert float(capsys.readouterr().out.split()[0]) < 0
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    monkeypatch.setattr(sys, "argv", ["perplexity.py", model, str(tmp_path / "rows.jsonl")])
+    runpy.run_path("examples/perplexity.py", run_name="__main__")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines] == ["float32", "bf16", "int8", "q8_0", "int4", "q4_k"]
+    assert all(1 < float(line[1]) < 10_000 for line in lines)

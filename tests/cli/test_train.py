@@ -205,6 +205,36 @@ def test_loggers(files):
     assert any((files.folder / "run" / "tensorboard").iterdir())
 
 
+TALK = {"messages": [{"role": role, "content": content} for role, content in (
+    ("user", "two"), ("assistant", "four"), ("user", "one"), ("assistant", "five"))]}  # fmt: skip
+
+
+def test_whole_conversations(files, tiny_model):
+    (files.folder / "talk.jsonl").write_text(f"{json.dumps(TALK)}\n" * 4)
+    run = files("run", "talk.jsonl", eval_data=files.folder / "talk.jsonl", steps=1, compute="float32")
+    assert main(["train", "sft", *run]) == 0
+    measured = read_jsonl(files.folder / "run" / "metrics.jsonl")[0]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    pieces = [("<user>two<eos><assistant>", False), ("four<eos>", True), ("<user>one<eos><assistant>", False)]
+    pieces = [(tokenizer(text)["input_ids"], counts) for text, counts in [*pieces, ("five<eos>", True)]]
+    ids = torch.tensor([[token for part, _ in pieces for token in part]])
+    labels = torch.tensor([[token if counts else -100 for part, counts in pieces for token in part]])
+    assert measured["eval/loss"] == pytest.approx(model(ids, labels=labels).loss.item(), rel=1e-5)
+
+
+def test_turns_that_cannot_be_told_are_refused_with_the_flag_that_helps(files, tiny_model, error_of):
+    """Qwen3's template writes a thought before the last answer only."""
+    model = shutil.copytree(tiny_model, files.folder / "qwen3")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (ROOT / "tests/fixtures/templates/Qwen-Qwen3-0.6B.jinja").read_text()
+    tokenizer.save_pretrained(model)
+    (files.folder / "talk.jsonl").write_text(f"{json.dumps(TALK)}\n" * 4)
+    argv = ["train", "sft", *files("run", "talk.jsonl", model=model, steps=1)]
+    error = error_of(*argv)
+    assert "messages[1] is the assistant's" in error and "loss_on='last_turn'" in error
+    assert main([*argv, "--loss-on=last_turn"]) == 0
+
+
 def test_steps_default_to_one_pass(files):
     assert main(["train", "sft", *files("run", batch_size=3)]) == 0
     assert read_toml(files.folder / "run" / "config.toml")["steps"] == 2  # 8 rows

@@ -24,6 +24,7 @@ from whet.data.rows import (
     tokenize_completion,
     tokenize_preference,
     tokenize_prompt,
+    tokenize_turns,
 )
 from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
 
@@ -336,6 +337,7 @@ READERS = [
     (tokenize_prompt, {"prompt": ASKED}),
     (tokenize_completion, {"prompt": ASKED, "completion": ANSWERED}),
     (tokenize_completion, {"messages": ASKED + ANSWERED}),
+    (tokenize_turns, {"messages": ASKED + ANSWERED + ASKED + ANSWERED}),
     (tokenize_preference, {"prompt": ASKED, "chosen": ANSWERED, "rejected": said("assistant=a")}),
     (tokenize_preference, {"chosen": ASKED + ANSWERED, "rejected": ASKED + said("assistant=a")}),
 ]
@@ -395,6 +397,7 @@ def test_bad_options_of_the_chat_template(
     [
         (tokenize_completion, {"messages": [*ASKED, *ANSWERED, *ASKED]}),
         (tokenize_completion, {"prompt": ASKED, "completion": [*ANSWERED, *ASKED]}),
+        (tokenize_turns, {"messages": [*ASKED, *ANSWERED, *ASKED]}),
         (tokenize_preference, {"prompt": ASKED, "chosen": ANSWERED, "rejected": ASKED}),
         (tokenize_preference, {"chosen": ASKED, "rejected": ASKED + ANSWERED}),
         (tokenize_completion, {"text": ASKED}),

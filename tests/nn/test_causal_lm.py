@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import peft
@@ -15,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn import causal_lm
+from whet.nn.accelerate import accelerate
 from whet.nn.causal_lm import completion_logprobs
 
 PROMPTS = [[1, 5, 9], [2], [3, 4, 5, 6, 7, 8]]
@@ -68,6 +70,30 @@ def test_temperature_by_hand() -> None:
     out = completion_logprobs(thirds(), [[0]], [[2]], temperature=0.5)
     assert out.logprobs.item() == pytest.approx(math.log(25 / 30))
     assert out.entropy is None
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_tokens_that_do_not_count_are_left_out(accelerated: bool) -> None:
+    model = small_llama()
+    mask = [[False, True], [True, False, False, True], []]
+    with accelerate(model, "float32") if accelerated else nullcontext():
+        every = completion_logprobs(model, PROMPTS, COMPLETIONS, return_entropy=True)
+        some = completion_logprobs(model, PROMPTS, COMPLETIONS, completion_mask=mask, return_entropy=True)
+        gradient = torch.autograd.grad(some.logprobs.sum(), model.lm_head.weight)[0]
+        expected = torch.autograd.grad((every.logprobs * some.mask).sum(), model.lm_head.weight)[0]
+    assert some.mask.tolist() == [[False, True, False, False], [True, False, False, True], [False] * 4]
+    assert every.entropy is not None and some.entropy is not None
+    assert torch.equal(some.logprobs, every.logprobs * some.mask)
+    assert torch.equal(some.entropy, every.entropy * some.mask)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_a_mask_of_other_lengths_is_refused() -> None:
+    message = (
+        r"completion_mask has rows of \[2, 4\] values, and completion_ids of \[2, 4, 0\] tokens\. Pass one for each"
+    )
+    mask = [[True, True], [True] * 4]
+    assert_raises(WhetValueError, message, completion_logprobs, thirds(), PROMPTS, COMPLETIONS, completion_mask=mask)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -1,8 +1,8 @@
 """Supervised fine-tuning: maximise the likelihood of completions.
 
-    l = -log pi(y_t | x, y_<t), averaged over the completion tokens of the batch
+    l = -log pi(y_t | x, y_<t), averaged over the completion tokens of the batch that count
 
-Prompt tokens do not count, unless a row has no prompt.
+Prompt tokens do not count, unless a row has no prompt; of a conversation only the assistant's turns do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from whet.algorithms.loss_terms import check_float_tensor, check_shapes, denominator, masked
 from whet.config.settings import SFTConfig
 from whet.data.batches import as_rows, check_row_counts, columns_as_rows
-from whet.data.rows import token_rows, tokenize_completion
+from whet.data.rows import token_rows, tokenize_completion, tokenize_turns
 from whet.errors import WhetValueError
 from whet.nn.causal_lm import completion_logprobs
 from whet.training.phases import phase
@@ -34,8 +34,9 @@ class SFT(Trainer):
 
         Args:
             prompt: B prompts, texts or as ``whet.data.token_rows`` takes token ids; or, alone, a list of rows (dicts
-                that ``whet.data.tokenize_completion`` reads, texts, or tuples of prompt and completion), a dict of
-                their columns, or token ids that all count but the first.
+                that ``whet.data.tokenize_turns`` reads, texts, or tuples of prompt and completion), a dict of their
+                columns, or token ids that all count but the first. Of their tokens those count that
+                ``config.loss_on`` says.
             completion: B completions, likewise.
 
         Returns:
@@ -46,20 +47,23 @@ class SFT(Trainer):
             WhetTypeError: the batch has none of these forms.
             WhetValueError: rows that do not match, or no token that counts.
         """
-        prompt_ids, completion_ids = self._token_ids(prompt, completion)
-        n_tokens = sum(map(len, completion_ids))
+        prompt_ids, completion_ids, masks = self._token_ids(prompt, completion)
+        n_tokens = sum(map(sum, masks))
         if n_tokens == 0:
             raise WhetValueError("SFT: no completion of the batch has a token to learn from.")
         with self.update() as update:
             for part in self.micro_batches(list(zip(prompt_ids, completion_ids, strict=True))):
                 with phase("forward"):
                     logprobs, _, mask = completion_logprobs(
-                        self.model, [prompt_ids[i] for i in part], [completion_ids[i] for i in part]
+                        self.model,
+                        [prompt_ids[i] for i in part],
+                        [completion_ids[i] for i in part],
+                        completion_mask=[masks[i] for i in part],
                     )
                 with phase("loss"):
                     loss, metrics = sft_loss(logprobs, mask, n_tokens=n_tokens)
                 update.add(loss, metrics)
-        return {**update.metrics, "num_tokens": n_tokens + sum(map(len, prompt_ids))}
+        return {**update.metrics, "num_tokens": sum(map(len, [*prompt_ids, *completion_ids]))}
 
     def as_row(self, item: Any) -> Any:
         """An item of a dataset as a dict; a bare text or row of token ids counts whole."""
@@ -69,32 +73,37 @@ class SFT(Trainer):
         """``loss``: mean negative log-likelihood, in nats, of the tokens that count in all rows."""
         total, n_tokens = 0.0, 0
         for batch in self.in_order(dataset):
-            prompt_ids, completion_ids = self._token_ids(*batch)
-            total -= self.logprobs(self.model, prompt_ids, completion_ids).sum().item()
-            n_tokens += sum(map(len, completion_ids))
+            prompt_ids, completion_ids, masks = self._token_ids(*batch)
+            total -= self.logprobs(self.model, prompt_ids, completion_ids, completion_mask=masks).sum().item()
+            n_tokens += sum(map(sum, masks))
         if n_tokens == 0:
             raise WhetValueError("SFT: no completion of the dataset has a token that counts.")
         return {"loss": total / n_tokens}
 
-    def _token_ids(self, prompt: Any, completion: Any = None) -> tuple[list[list[int]], list[list[int]]]:
-        """Prompts and completions of a batch, the tokens that count in the completions."""
+    def _token_ids(
+        self, prompt: Any, completion: Any = None
+    ) -> tuple[list[list[int]], list[list[int]], list[list[bool]]]:
+        """Prompts and completions of a batch, and which tokens of the completions count."""
         if completion is None:
             rows = as_rows(prompt, self.as_row, "SFT")
         else:
             rows = columns_as_rows(self.row_fields, (prompt, completion), "SFT")
-        if completion is not None and rows is None:
-            prompt_ids, completion_ids = token_rows(prompt), self.completion_rows(completion)
-            check_row_counts("SFT", self.row_fields, (prompt_ids, completion_ids))
-        elif rows is not None:
+        if rows is not None and self.config.loss_on == "completion":
+            found = [tokenize_turns(row, self.tokenizer) for row in rows]
+            return [p for p, _, _ in found], [c for _, c, _ in found], [mask for _, _, mask in found]
+        if rows is not None:
             pairs = [tokenize_completion(row, self.tokenizer) for row in rows]
             prompt_ids, completion_ids = [ids for ids, _ in pairs], [ids for _, ids in pairs]
+        elif completion is not None:
+            prompt_ids, completion_ids = token_rows(prompt), self.completion_rows(completion)
+            check_row_counts("SFT", self.row_fields, (prompt_ids, completion_ids))
         else:
             ids = self.completion_rows(prompt)
             prompt_ids, completion_ids = [row[:1] for row in ids], [row[1:] for row in ids]
         if self.config.loss_on == "all":
             completion_ids = [p[1:] + c for p, c in zip(prompt_ids, completion_ids, strict=True)]
             prompt_ids = [p[:1] for p in prompt_ids]
-        return prompt_ids, completion_ids
+        return prompt_ids, completion_ids, [[True] * len(ids) for ids in completion_ids]
 
 
 def _is_pair(item: Any) -> bool:

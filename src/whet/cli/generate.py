@@ -20,12 +20,12 @@ from whet.config.fields import check_range, check_used
 from whet.config.sampling import SamplingParams
 from whet.data.rows import tokenize_prompt
 from whet.engine import Engine
-from whet.errors import WhetError, WhetValueError, check_installed
+from whet.errors import WhetError, WhetValueError
+from whet.models import tokenizers
 from whet.models.formats import Weights
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.mapped import map_file, parse_json
 from whet.models.sources.pretrained import open_pretrained
-from whet.models.tokenizers import read_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,24 +179,12 @@ def load_tokenizer(model: str | GGUFFile) -> Any:
         WhetValueError: there is none, or it cannot be read.
         MissingExtraError: of a folder, and transformers is not installed.
     """
-    if isinstance(model, GGUFFile) or Path(model).is_file():
-        try:
-            return read_tokenizer(model)
-        except WhetValueError as error:
-            raise WhetValueError(f"whet generate: {error} Or pass --tokenizer with another.") from error
-    if not Path(model).is_dir():
-        raise WhetValueError(f"whet generate: there is no folder or file {model!r}.")
-    check_installed("whet generate", "transformers")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    import transformers
-
-    transformers.logging.set_verbosity_error()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        return transformers.AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise WhetValueError(
-            f"whet generate: {model} holds no tokenizer that transformers reads ({error}) Pass --tokenizer with one."
-        ) from error
+        return tokenizers.load_tokenizer(model, "whet generate")
+    except WhetValueError as error:
+        raise WhetValueError(f"{error} Or pass --tokenizer with another.") from error
 
 
 def stop_ids(model: str, tokenizer: Any, vocab_size: int) -> list[int]:

@@ -145,8 +145,12 @@ class SFTConfig(TrainerConfig):
     """Learning rate after the warm-up."""
     training_mode: bool = True
     """Update in training mode, with dropout and gradient checkpointing."""
-    loss_on: Literal["completion", "all"] = "completion"
-    """Which tokens count: those of the completion, or all but the first of the row."""
+    loss_on: Literal["completion", "last_turn", "all"] = "completion"
+    """Which tokens count.
+
+    completion: the completion's, and of messages those of every assistant's turn.
+    last_turn: of messages those of the last turn.
+    all: all but the row's first."""
 
 
 @dataclass(kw_only=True)

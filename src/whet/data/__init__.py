@@ -10,6 +10,7 @@ from whet.data.rows import (
     tokenize_completion,
     tokenize_preference,
     tokenize_prompt,
+    tokenize_turns,
 )
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "tokenize_completion",
     "tokenize_preference",
     "tokenize_prompt",
+    "tokenize_turns",
 ]

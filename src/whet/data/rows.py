@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,40 @@ def tokenize_completion(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[in
     return ids[:n_prompt], ids[n_prompt:]
 
 
+def tokenize_turns(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[int], list[bool]]:
+    """``(prompt_ids, completion_ids, completion_mask)`` of a row to imitate, in which every assistant's turn counts.
+
+    Rows are those of ``tokenize_completion``. Of ``messages``, and of a ``completion`` that is messages, the tokens of
+    each turn of the assistant count and those of other turns do not; the prompt is what precedes the first that counts.
+    Of other rows, and where only the last message is to be learnt, it is what ``tokenize_completion`` gives, which all
+    counts.
+
+    The tokens are those of the whole conversation. A turn begins where the messages before it end, rendered with the
+    assistant's turn opened, and ends where the messages up to it do: with the token that ends a turn, and the line
+    break after it if the template writes one. Both renderings have to be prefixes of the whole in tokens, but for an
+    EOS that a template writes behind the last message only, and for a token across the beginning, which belongs to the
+    turn. Where they are not, as with templates that leave out the reasoning of earlier turns, the template's own
+    ``{% generation %}`` marks tell, if there is one for each turn; what ends the last turn ends each of them, marked or
+    not.
+
+    Raises:
+        WhetValueError: as ``tokenize_completion``; or neither tells the turns exactly.
+        WhetTypeError: as ``tokenize_completion``.
+    """
+    encoder = _Encoder("tokenize_turns", row, tokenizer)
+    messages, first = encoder.conversation()
+    if len(messages) - first <= 1:
+        prompt_ids, completion_ids = tokenize_completion(row, tokenizer)
+        return prompt_ids, completion_ids, [True] * len(completion_ids)
+    ids = encoder.whole(messages)
+    mask = np.zeros(len(ids), bool)
+    spans = encoder.assistant_spans(messages, first, ids)
+    for start, end in spans:
+        mask[start:end] = True
+    n_prompt = max(1, spans[0][0])
+    return ids[:n_prompt], ids[n_prompt:], mask[n_prompt:].tolist()
+
+
 def tokenize_preference(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
     """``(prompt_ids, chosen_ids, rejected_ids)`` of a preference pair.
 
@@ -337,7 +372,8 @@ class _Encoder:
         if isinstance(prompt, str):
             return self._encode(prompt)
         if is_messages(prompt):
-            return self._apply_template(prompt, to_be_continued=True)
+            is_open = prompt[-1]["role"] == "assistant"
+            return self._apply_template(prompt, add_generation_prompt=not is_open, continue_final_message=is_open)
         return self.given(prompt)
 
     def whole(self, answer: Any) -> list[int]:
@@ -347,7 +383,7 @@ class _Encoder:
         if is_messages(answer):
             if answer[-1]["role"] != "assistant":
                 raise self.error(
-                    f"the last message has the role {answer[-1]['role']!r}, and it is the one that is learnt. End "
+                    f"the last message has the role {answer[-1]['role']!r}, and what is learnt ends with it. End "
                     f"with an 'assistant' message: leave out what follows it."
                 )
             return self._apply_template(answer)
@@ -368,6 +404,75 @@ class _Encoder:
         if both_text or both_chat:
             return prompt_ids, self.whole([*prompt, *answer] if both_chat else prompt + answer)
         return prompt_ids, prompt_ids + self.given(answer)
+
+    def conversation(self) -> tuple[Sequence[Any], int]:
+        """The row's messages, and the place of the first that may be learnt; none of another kind of row."""
+        start, messages = 0, self._row.get("messages")
+        if self._row.get("completion") is not None:
+            prompt, completion = self.field("prompt"), self._row["completion"]
+            if not (is_messages(prompt) and is_messages(completion)):
+                return [], 0
+            start, messages = len(prompt), [*prompt, *completion]
+        if messages is None or not is_messages(messages):
+            return [], 0
+        turns = (i for i in range(start, len(messages)) if messages[i]["role"] == "assistant")
+        return messages, next(turns, start)
+
+    def assistant_spans(self, messages: Sequence[Any], first: int, ids: list[int]) -> list[tuple[int, int]]:
+        """(start, end) in the conversation's ids of each of the assistant's turns, from message ``first`` on."""
+        turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+        try:
+            return [self._span(messages, i, ids) for i in turns]
+        except WhetValueError as error:
+            if not re.search(r"{%-?\s*generation\s*-?%}", str(self._tokenizer.chat_template)):
+                raise
+            return self._marked_spans(messages, first, ids, error)
+
+    def _span(self, messages: Sequence[Any], turn: int, ids: list[int]) -> tuple[int, int]:
+        """One turn's, by the renderings of the messages before it and up to it."""
+        if turn == 0:
+            raise self.error(
+                "messages begins with the assistant's turn, which answers nothing. Leave it out, give a system message "
+                "before it, or train on the last turn (loss_on='last_turn' of SFT)."
+            )
+        opening = self._apply_template(messages[:turn], add_generation_prompt=True)
+        closing = self._apply_template(messages[: turn + 1]) if turn + 1 < len(messages) else ids
+        start, end = _common_prefix(opening, ids), _common_prefix(closing, ids)
+        if start < len(opening) and not self._text(ids[start:]).startswith(self._text(opening[start:])):
+            raise self._inexact(turn, "before it", opening, ids)
+        if closing[end:] not in ([], [self._tokenizer.eos_token_id]):
+            raise self._inexact(turn, "up to it", closing, ids)
+        return start, end
+
+    def _inexact(self, turn: int, which: str, alone: list[int], ids: list[int]) -> WhetValueError:
+        place = _common_prefix(alone, ids)
+        parts = (self._text(row[max(0, place - 6) : place + 12]) for row in (alone, ids))
+        return self.error(
+            "messages[{}] is the assistant's, and its tokens in the conversation cannot be told exactly: the chat "
+            "template renders the messages {} as ...{!r} alone, and as ...{!r} in the conversation. Use a template "
+            "with {{% generation %}} marks, give each turn a row of its own (as its completion), or train on the last "
+            "turn (loss_on='last_turn' of SFT).".format(turn, which, *parts)
+        )
+
+    def _marked_spans(
+        self, messages: Sequence[Any], first: int, ids: list[int], problem: WhetValueError
+    ) -> list[tuple[int, int]]:
+        """Those of the template's own marks; ``problem`` is why renderings do not tell them."""
+        rendered = self._apply_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        edges = np.flatnonzero(np.diff([0, *rendered["assistant_masks"], 0])).tolist()
+        spans = list(zip(edges[::2], edges[1::2], strict=True))
+        roles = [*(message["role"] for message in messages), ""]
+        ends = [i for i in range(len(messages)) if roles[i] == "assistant" and roles[i + 1] != "assistant"]
+        if len(spans) != len(ends):
+            raise WhetValueError(
+                f"{problem} (It has such marks, but they give {len(spans)} parts for {len(ends)} turns.)"
+            ) from problem
+        ending = ids[spans[-1][1] :]
+        spans = [(start, end + _common_prefix(ids[end:], ending)) for start, end in spans]
+        return [span for span, i in zip(spans, ends, strict=True) if i >= first]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def given(self, value: Any) -> list[int]:
         """Token ids as they are, without the padding that the row's ``attention_mask`` shows of its ``input_ids``."""
@@ -409,7 +514,8 @@ class _Encoder:
             )
         return ids if ids[-1:] == [eos] else [*ids, eos]
 
-    def _apply_template(self, messages: Sequence[Any], to_be_continued: bool = False) -> list[int]:
+    def _apply_template(self, messages: Sequence[Any], **own: bool) -> Any:
+        """Token ids of messages; or the dict with them and a mask that ``own`` asks of the tokenizer."""
         if getattr(self._tokenizer, "chat_template", None) is None:
             raise self.error(
                 "the row holds chat messages, and the tokenizer has no chat_template. Set one, or give the row as text."
@@ -420,13 +526,8 @@ class _Encoder:
                     f"a message has the role {message['role']!r:.40}, expected a text. Of rows that a DataLoader "
                     f"collated, pass collate_fn=list."
                 )
-        open_turn = to_be_continued and messages[-1]["role"] == "assistant"
-        own = {
-            "add_generation_prompt": to_be_continued and not open_turn,
-            "continue_final_message": open_turn,
-            "return_dict": False,
-        }
-        options = self._template_options({*own, "tokenize", "tools"})
+        own = {"add_generation_prompt": False, "continue_final_message": False, "return_dict": False, **own}
+        options = self._template_options({*own, "tokenize", "tools", "return_assistant_tokens_mask"})
         tools = self._from_json("tools", (list, tuple), "a list of tools")
         ids = self._call_template(messages, {**own, **options, **({"tools": list(tools)} if tools else {})})
         if tools and ids == self._call_template(messages, {**own, **options}):
@@ -436,7 +537,7 @@ class _Encoder:
             )
         return ids
 
-    def _call_template(self, messages: Sequence[Any], options: Mapping[str, Any]) -> list[int]:
+    def _call_template(self, messages: Sequence[Any], options: Mapping[str, Any]) -> Any:
         try:
             return self._tokenizer.apply_chat_template(list(messages), **options)
         except Exception as error:

@@ -38,7 +38,7 @@ class CompletionLogprobs(NamedTuple):
             ``mask`` is False.
         entropy: (B, C), ``H = -sum_v p_v log p_v`` in nats, detached, 0 where ``mask`` is False; None
             if it was not asked for.
-        mask: (B, C) bool, True on the tokens of each completion.
+        mask: (B, C) bool, True on the tokens of each completion that count.
     """
 
     logprobs: Tensor
@@ -51,6 +51,7 @@ def completion_logprobs(
     prompt_ids: Sequence[Sequence[int]],
     completion_ids: Sequence[Sequence[int]],
     *,
+    completion_mask: Sequence[Sequence[bool]] | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
 ) -> CompletionLogprobs:
@@ -67,6 +68,8 @@ def completion_logprobs(
             in the mode and on the device it is in.
         prompt_ids: B rows of token ids without padding, at least one token each.
         completion_ids: B rows of token ids without padding; a row may be empty.
+        completion_mask: for each of their tokens, whether it counts; None: all do. The vocabulary is not projected for
+            the others on Whet's kernels.
         temperature: T, divides the logits; use the one the completions were sampled with.
         return_entropy: also compute H.
 
@@ -76,8 +79,8 @@ def completion_logprobs(
 
     Raises:
         WhetTypeError: token ids that are no integers, or an output that is no tensor of logits.
-        WhetValueError: no rows, row counts that disagree, an empty prompt, a token id outside the
-            vocabulary, logits of the wrong shape, or a temperature that is not a number > 0.
+        WhetValueError: no rows, row counts that disagree, an empty prompt, a mask of another shape, a token id outside
+            the vocabulary, logits of the wrong shape, or a temperature that is not a number > 0.
     """
     where = "completion_logprobs"
     if not (temperature > 0 and math.isfinite(temperature)):
@@ -89,10 +92,15 @@ def completion_logprobs(
             f"{where}: prompt_ids has {len(prompts)} rows and completion_ids has {len(completions)}. "
             f"Pass as many prompts as completions, at least one."
         )
+    if completion_mask is not None and list(map(len, completion_mask)) != list(map(len, completions)):
+        raise WhetValueError(
+            f"{where}: completion_mask has rows of {list(map(len, completion_mask))!s:.60} values, and completion_ids "
+            f"of {list(map(len, completions))!s:.60} tokens. Pass one for each token."
+        )
 
     acceleration = acceleration_of(model)
     if acceleration is not None:
-        return _packed_logprobs(acceleration, prompts, completions, temperature, return_entropy)
+        return _packed_logprobs(acceleration, prompts, completions, completion_mask, temperature, return_entropy)
 
     # The last token of a completion predicts nothing that is asked for, so it is not fed.
     fed = [prompt + completion[:-1] for prompt, completion in zip(prompts, completions, strict=True)]
@@ -102,6 +110,8 @@ def completion_logprobs(
     logits = causal_logits(model, input_ids, attention_mask, n_last, where=where)
 
     targets, mask = padded_batch(completions, device=device)
+    if completion_mask is not None:
+        mask = padded_batch(completion_mask, device=device)[0].bool()
     rows, steps = mask.nonzero(as_tuple=True)
     token_ids = targets[rows, steps]
     _check_vocabulary(where, token_ids, logits.shape[2])
@@ -118,6 +128,7 @@ def _packed_logprobs(
     acceleration: Acceleration,
     prompts: list[list[int]],
     completions: list[list[int]],
+    completion_mask: Sequence[Sequence[bool]] | None,
     temperature: float,
     return_entropy: bool,
 ) -> CompletionLogprobs:
@@ -129,12 +140,15 @@ def _packed_logprobs(
         hidden = acceleration.hidden_states(batch)
     except IndexError as error:
         raise _no_row(where, batch.input_ids, int(batch.position_ids.max()) + 1) from error
-    logprobs, entropy = linear_logprobs(
-        hidden[batch.hidden_rows], head, batch.targets, float(temperature), return_entropy
-    )
     lengths = torch.tensor([len(row) for row in completions])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    return _by_row(logprobs, entropy, mask, batch.rows, batch.steps)
+    mask, counts = torch.arange(int(lengths.max())) < lengths[:, None], slice(None)
+    if completion_mask is not None:
+        mask = padded_batch(completion_mask, device=mask.device)[0].bool()
+        counts = mask[batch.rows, batch.steps]
+    logprobs, entropy = linear_logprobs(
+        hidden[batch.hidden_rows[counts]], head, batch.targets[counts], float(temperature), return_entropy
+    )
+    return _by_row(logprobs, entropy, mask, batch.rows[counts], batch.steps[counts])
 
 
 def _by_row(logprobs: Tensor, entropy: Tensor | None, mask: Tensor, rows: Tensor, steps: Tensor) -> CompletionLogprobs:

@@ -273,15 +273,22 @@ class Trainer(ABC):
         prompt_ids: Sequence[Sequence[int]],
         completion_ids: Sequence[Sequence[int]],
         temperature: float = 1.0,
+        completion_mask: Sequence[Sequence[bool]] | None = None,
     ) -> Tensor:
-        """(B, C) log-probs of completion tokens, ``model`` in eval mode; 0 past each completion's end."""
+        """(B, C) log-probs of completion tokens, ``model`` in eval mode; 0 past each completion's end.
+
+        Of tokens that do not count by ``completion_mask``, too, it is 0.
+        """
         acceleration = self.accelerations.get(model)
         rows = list(zip(prompt_ids, completion_ids, strict=True))
         out = torch.zeros(len(rows), max(map(len, completion_ids), default=0), device=module_device(model))
         with phase("logprobs"), module_mode(model, training=False), acceleration or nullcontext():
             for part in self.micro_batches(rows):
                 prompts, completions = [prompt_ids[i] for i in part], [completion_ids[i] for i in part]
-                logprobs = completion_logprobs(model, prompts, completions, temperature=temperature).logprobs
+                mask = None if completion_mask is None else [completion_mask[i] for i in part]
+                logprobs = completion_logprobs(
+                    model, prompts, completions, completion_mask=mask, temperature=temperature
+                ).logprobs
                 out = out.to(logprobs.dtype)
                 out[part, : logprobs.shape[1]] = logprobs
         return out

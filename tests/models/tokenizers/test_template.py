@@ -48,6 +48,38 @@ def test_the_last_message_stays_open_as_in_transformers(content: str) -> None:
     assert ours == in_transformers(source, continue_final_message=True)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content }}|{% endgeneration %}\n{% endfor %}",
+        "{% for m in messages %}\n{%- generation -%}\n {{ m.role }} {%- endgeneration -%} {{ m.content }}{% endfor %}",
+        "a{% generation %}\n{% set x = 'b' %}{{ x }}\n{% endgeneration %}{{ x }}{% generation %}{% endgeneration %}c",
+        "no marks",
+    ],
+)
+def test_marked_parts_are_those_of_transformers(source: str) -> None:
+    plain = [{name: value for name, value in message.items() if value is not None} for message in MESSAGES]
+    [text], [spans] = render_jinja_template([plain], chat_template=source, return_assistant_tokens_mask=True, **VALUES)
+    template = ChatTemplate(source)
+    assert template.render(MESSAGES, **VALUES) == text
+    assert template.generation_spans(text, MESSAGES, **VALUES) == spans
+    assert template.render(MESSAGES, **VALUES) == text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set x %}{% generation %}ab{% endgeneration %}{% endset %}{{ x[:20] }}",
+        "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}",
+        "{% set x %}{% generation %}a{% endgeneration %}{% endset %}{{ x | length }}",
+    ],
+)
+def test_marks_that_cannot_be_found_are_refused(source: str) -> None:
+    template = ChatTemplate(source)
+    with pytest.raises(WhetValueError, match=r"what it marks by \{% generation %\} cannot be found in what it renders"):
+        template.generation_spans(template.render(MESSAGES), MESSAGES)
+
+
 def test_a_template_has_the_time() -> None:
     assert ChatTemplate("{{ strftime_now('%Y') }}").render([]) == str(datetime.date.today().year)
 

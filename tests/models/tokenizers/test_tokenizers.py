@@ -17,7 +17,7 @@ from tests.real.model import real_model
 
 from whet.data.rows import tokenize_prompt
 from whet.errors import WhetValueError
-from whet.models.tokenizers import GGUFTokenizer, open_tokenizer, read_tokenizer
+from whet.models.tokenizers import GGUFTokenizer, load_tokenizer, open_tokenizer, read_tokenizer
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 
 CHAT = (
@@ -209,6 +209,19 @@ def test_several_templates_are_found_by_name() -> None:
     assert tokenizer.to_transformers().apply_chat_template(messages, tokenize=False) == "<s><|user|>a<|im_end|>\n"
 
 
+def test_the_tokenizer_of_a_folder_and_of_a_file(tmp_path: Path) -> None:
+    path = vocab_files.write_file(tmp_path / "a.gguf", byte_level_keys())
+    open_tokenizer(path).save_pretrained(tmp_path / "folder")
+    ids = read_tokenizer(path)("hello")["input_ids"]
+    assert (
+        load_tokenizer(path)("hello")["input_ids"] == load_tokenizer(tmp_path / "folder")("hello")["input_ids"] == ids
+    )
+    with pytest.raises(WhetValueError, match=r"load_tokenizer: there is no folder or file .*none'\.$"):
+        load_tokenizer(tmp_path / "none")
+    with pytest.raises(WhetValueError, match=r"load_tokenizer: .* holds no tokenizer that transformers reads"):
+        load_tokenizer(tmp_path)
+
+
 def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
     path = vocab_files.write_file(tmp_path / "a.gguf", byte_level_keys())
     code = (
@@ -225,6 +238,9 @@ def test_clean_up_and_two_ends_are_refused() -> None:
         tokenizer.decode([5], clean_up_tokenization_spaces=True)
     with pytest.raises(WhetValueError, match="add_generation_prompt and continue_final_message"):
         tokenizer.apply_chat_template([], add_generation_prompt=True, continue_final_message=True)
+    for options in ({"tokenize": False}, {"return_dict": False}, {"continue_final_message": True}):
+        with pytest.raises(WhetValueError, match="return_assistant_tokens_mask is True, which goes with tokenize=True"):
+            tokenizer.apply_chat_template([], return_assistant_tokens_mask=True, **options)
     tokenizer.chat_template = None
     with pytest.raises(WhetValueError, match=r"the file has no tokenizer\.chat_template"):
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}])

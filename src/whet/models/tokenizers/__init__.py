@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whet.models.tokenizers.tokenizer import GGUFTokenizer, open_tokenizer, read_tokenizer
+from whet.models.tokenizers.tokenizer import GGUFTokenizer, load_tokenizer, open_tokenizer, read_tokenizer
 from whet.models.tokenizers.vocabulary import read_vocabulary
 
-__all__ = ["GGUFTokenizer", "open_tokenizer", "read_tokenizer", "read_vocabulary"]
+__all__ = ["GGUFTokenizer", "load_tokenizer", "open_tokenizer", "read_tokenizer", "read_vocabulary"]

@@ -1,22 +1,25 @@
 """Chat templates of model files: Jinja programs that strangers wrote, rendered in a sandbox and within bounds.
 
-As in transformers, a template sees plain data, gets no attribute that begins with an underscore, and has
-``raise_exception``, ``strftime_now`` and ``tojson``. Besides, its length and its work are bounded here: iterations of
-loops, calls of macros, numbers of a range, and lengths of what ``+``, ``*``, ``**`` and ``~`` make. (Filters and ``%``
-are not bounded.) Needs jinja2.
+As in transformers, a template sees plain data, gets no attribute that begins with an underscore, has
+``raise_exception``, ``strftime_now`` and ``tojson``, and may mark what the assistant writes (``{% generation %}``).
+Besides, its length and its work are bounded here: iterations of loops, calls of macros, numbers of a range, and lengths
+of what ``+``, ``*``, ``**`` and ``~`` make. (Filters and ``%`` are not bounded.) Needs jinja2.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError, nodes, sandbox
 from jinja2.compiler import CodeGenerator
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
 from whet.errors import WhetTypeError, WhetValueError
@@ -26,6 +29,7 @@ _MOST_CHARACTERS = 1 << 20
 _MOST_STEPS = 1_000_000
 """Of one rendering: a step is an iteration, a call of a macro, a number of a range, or a kilobyte that is made."""
 _TAG = "\ue000end-of-the-message\ue000"
+_BEGIN, _END = "\ue000generation\ue000", "\ue000endgeneration\ue000"
 
 
 class _BudgetError(Exception):
@@ -87,6 +91,27 @@ class ChatTemplate:
             raise self._error("it leaves out the end of the last message, which is to be continued")
         return begin if end.startswith(" ") else begin.rstrip()  # a template that strips one strips the other too
 
+    def generation_spans(
+        self, text: str, messages: Sequence[Mapping[str, Any]], **values: Any
+    ) -> list[tuple[int, int]]:
+        """(start, end) of the parts of a rendering that the template marks as the assistant's.
+
+        Args:
+            text: what ``render`` gives for these messages and values.
+
+        Raises:
+            WhetValueError: as ``render``; or the marks cannot be told, being nested or cut by a filter.
+        """
+        self._environment.marks.are_shown = True
+        try:
+            pieces = re.split(f"({_BEGIN}|{_END})", self.render(messages, **values))
+        finally:
+            self._environment.marks.are_shown = False
+        if "".join(pieces[::2]) != text or pieces[1::2] != [_BEGIN, _END] * (len(pieces) // 4):
+            raise self._error("what it marks by {% generation %} cannot be found in what it renders")
+        ends = list(itertools.accumulate(map(len, pieces[::2])))
+        return list(zip(ends[:-1:2], ends[1::2], strict=True))
+
     def check_bounds(self, values: Mapping[str, Any]) -> None:
         """Render a short message, which a template may refuse.
 
@@ -125,6 +150,24 @@ class _Budget(threading.local):
         self.steps -= n
         if self.steps < 0:
             raise _BudgetError(f"it takes more than {_MOST_STEPS} steps")
+
+
+class _Marks(threading.local):
+    """Whether a rendering shows where the assistant's parts begin and end."""
+
+    are_shown = False
+
+
+class _Generation(Extension):
+    """``{% generation %}...{% endgeneration %}``: the body, between marks where they are shown."""
+
+    tags = frozenset({"generation"})  # pyright: ignore[reportAssignmentType]
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (nodes.Output([_call("mark", [nodes.Const(mark)])]) for mark in (_BEGIN, _END))
+        return nodes.Scope([begin, *body, end], lineno=line)
 
 
 class _Generator(CodeGenerator):
@@ -168,14 +211,18 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
         self.budget = _Budget()
+        self.marks = _Marks()
         self.filters["tojson"] = _to_json
         self.globals |= {"raise_exception": _fail, "strftime_now": _strftime_now, "namespace": _Namespace}
         self.globals["range"] = self.bounded_range
 
     def spend(self) -> None:
         self.budget.spend()
+
+    def mark(self, mark: str) -> str:
+        return mark if self.marks.are_shown else ""
 
     def bounded_range(self, *bounds: int) -> range:
         numbers = range(*bounds)

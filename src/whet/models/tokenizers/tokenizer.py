@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet import _core
-from whet.errors import MissingExtraError, WhetValueError
+from whet.errors import MissingExtraError, WhetValueError, check_installed
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.tokenizers import algorithms
 from whet.models.tokenizers.vocabulary import Vocabulary, read_vocabulary
@@ -59,6 +59,35 @@ def read_tokenizer(file: str | os.PathLike[str] | GGUFFile | Mapping[str, Any]) 
         file = read_gguf(Path(file), f'read_tokenizer("{os.fspath(file)}")')
     where = f'read_tokenizer("{file.paths[0]}")'
     return GGUFTokenizer(with_texts(file.metadata, where), where)
+
+
+def load_tokenizer(model: str | os.PathLike[str] | GGUFFile, where: str = "load_tokenizer") -> Any:
+    """The tokenizer of a model of either form: that of a Hugging Face folder, or ``read_tokenizer`` of a GGUF file.
+
+    Args:
+        model: the folder, or a file as ``read_tokenizer`` takes it.
+        where: the caller's name, for errors.
+
+    Raises:
+        WhetValueError: there is no such folder or file, or no tokenizer in it that can be read.
+        MissingExtraError: of a folder, and transformers is not installed; of a file, tokenizers.
+    """
+    if isinstance(model, GGUFFile) or Path(model).is_file():
+        try:
+            return read_tokenizer(model)
+        except WhetValueError as error:
+            raise WhetValueError(f"{where}: {error}") from error
+    if not Path(model).is_dir():
+        raise WhetValueError(f"{where}: there is no folder or file {os.fspath(model)!r}.")
+    check_installed(where, "transformers")
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise WhetValueError(
+            f"{where}: {os.fspath(model)} holds no tokenizer that transformers reads ({error})."
+        ) from error
 
 
 def with_texts(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -148,6 +177,7 @@ class GGUFTokenizer:
         continue_final_message: bool = False,
         tokenize: bool = True,
         return_dict: bool = True,
+        return_assistant_tokens_mask: bool = False,
         **options: Any,
     ) -> Any:
         """Messages as a text, or the ids of that text.
@@ -158,16 +188,24 @@ class GGUFTokenizer:
             add_generation_prompt: end where the assistant begins.
             continue_final_message: end with the last message, open.
             tokenize: return ids, as ``{"input_ids": ids}`` with ``return_dict``; else the text.
+            return_assistant_tokens_mask: add ``assistant_masks`` to that, 1 for the tokens that the template marks as
+                the assistant's by ``{% generation %}``, and 0 for others.
             options: further variables of the template.
 
         Raises:
             WhetValueError: there is no template, or it refuses the messages, see ``ChatTemplate.render``; or both of
-                ``add_generation_prompt`` and ``continue_final_message``.
+                ``add_generation_prompt`` and ``continue_final_message``; or the mask without a dict of ids, or with
+                ``continue_final_message``.
             MissingExtraError: jinja2 is not installed.
         """
         if add_generation_prompt and continue_final_message:
             raise WhetValueError(
                 "apply_chat_template: add_generation_prompt and continue_final_message are both True. Pass one of them."
+            )
+        if return_assistant_tokens_mask and (continue_final_message or not (tokenize and return_dict)):
+            raise WhetValueError(
+                "apply_chat_template: return_assistant_tokens_mask is True, which goes with tokenize=True and "
+                "return_dict=True, and not with continue_final_message. Change these, or leave the mask out."
             )
         values = {**self.special_tokens_map, **options, "add_generation_prompt": add_generation_prompt}
         values |= {"tools": tools, "documents": options.get("documents")}
@@ -175,8 +213,15 @@ class GGUFTokenizer:
         text = template.render(conversation, continue_final_message=continue_final_message, **values)
         if not tokenize:
             return text
-        ids = self.encode(text, add_special_tokens=False)
-        return {"input_ids": ids} if return_dict else ids
+        encoded = self.backend.encode(text, add_special_tokens=False)
+        found: dict[str, list[int]] = {"input_ids": encoded.ids}
+        if return_assistant_tokens_mask:
+            mask = found["assistant_masks"] = [0] * len(encoded.ids)
+            for begin, end in template.generation_spans(text, conversation, **values):
+                inside = [i for i, (first, last) in enumerate(encoded.offsets) if first < end and last > begin]
+                for i in range(inside[0], inside[-1] + 1) if inside else ():
+                    mask[i] = 1
+        return found if return_dict else encoded.ids
 
     def _template(self, name: str) -> ChatTemplate:
         sources = _by_name(self.chat_template)

@@ -1,0 +1,218 @@
+"""Which tokens of a conversation are learnt: by renderings, by a template's own marks, and where neither tells."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.data.test_rows import ASSISTANT, EOS, USER, A, B, C, said, words
+from tests.raising import assert_raises
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from whet.data.rows import tokenize_completion, tokenize_turns
+from whet.errors import WhetValueError
+from whet.models.tokenizers import GGUFTokenizer
+
+TEMPLATES = Path(__file__).parents[1] / "fixtures" / "templates"
+QWEN25, QWEN3, PHI = "Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B", "microsoft-Phi-3.5-mini-instruct"
+NEMO, SMOL, LFM = "mistralai-Mistral-Nemo-Instruct-2407", "HuggingFaceTB-SmolLM3-3B", "LFM2.5-8B-A1B"
+EOS_OF = {PHI: "<|endoftext|>", NEMO: "</s>"}
+SPECIAL = re.compile(r"<\|\w+\|>|\[/?[A-Z_]+\]|</?s>")
+
+
+def tokenizer_of(template: str, eos: str = "<|im_end|>", is_own: bool = True) -> Any:
+    """Bytes and the special tokens that stand in a template, as a GGUF file's tokenizer or as transformers'."""
+    special = sorted({"<s>", eos, *SPECIAL.findall(template)})
+    keys = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())],
+        "token_type": [3] * len(special) + [1] * 256,
+        "merges": [],
+        "bos_token_id": special.index("<s>"),
+        "eos_token_id": special.index(eos),
+        "add_bos_token": False,
+    }
+    tokenizer = GGUFTokenizer(
+        {f"tokenizer.ggml.{key}": value for key, value in keys.items()} | {"tokenizer.chat_template": template}
+    )
+    return tokenizer if is_own else tokenizer.to_transformers()
+
+
+def published(name: str, is_own: bool = True) -> Any:
+    return tokenizer_of((TEMPLATES / f"{name}.jinja").read_text(), EOS_OF.get(name, "<|im_end|>"), is_own)
+
+
+def learnt(row: dict[str, Any], tokenizer: Any) -> list[str]:
+    """The texts of the runs of tokens that count."""
+    prompt_ids, completion_ids, mask = tokenize_turns(row, tokenizer)
+    messages = row.get("messages") or [*row["prompt"], *row["completion"]]
+    options = {"tools": row.get("tools"), **row.get("chat_template_kwargs", {})}
+    assert prompt_ids + completion_ids == tokenizer.apply_chat_template(messages, return_dict=False, **options)
+    assert prompt_ids and len(mask) == len(completion_ids) and mask[0] is True
+    runs: list[list[int]] = []
+    for token, counts, before in zip(completion_ids, mask, [False, *mask], strict=False):
+        if counts and not before:
+            runs.append([])
+        if counts:
+            runs[-1].append(token)
+    return [tokenizer.decode(run) for run in runs]
+
+
+TALK = said("user=two and two", "assistant=four", "user=and one", "assistant=five")
+THOUGHT = said("user=a", "assistant=<think>hm</think>b", "user=c", "assistant=<think>so</think>d")
+TOOLS = [{"type": "function", "function": {"name": "clock", "description": "", "parameters": {}}}]
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "clock", "arguments": {"zone": "x"}}}
+CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "what time is it"},
+    {"role": "assistant", "tool_calls": [CALL]},
+    {"role": "tool", "content": "noon", "tool_call_id": "abcdefghi"},
+    {"role": "assistant", "content": "it is noon"},
+]
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize(
+    ("name", "row", "expected"),
+    [
+        (QWEN25, {"messages": TALK}, ["four<|im_end|>\n", "five<|im_end|>\n"]),
+        (QWEN25, {"messages": [*said("system=be brief"), *TALK]}, ["four<|im_end|>\n", "five<|im_end|>\n"]),
+        # The conversation ends with an EOS that it does not have in between.
+        (PHI, {"messages": TALK}, ["four<|end|>\n", "five<|end|>\n<|endoftext|>"]),
+        (NEMO, {"messages": TALK}, ["four</s>", "five</s>"]),
+        (SMOL, {"messages": TALK}, ["four<|im_end|>\n", "five<|im_end|>\n"]),
+        (
+            SMOL,
+            {"messages": TALK, "chat_template_kwargs": {"enable_thinking": False}},
+            ["four<|im_end|>\n", "five<|im_end|>\n"],
+        ),
+        (LFM, {"messages": TALK}, ["four<|im_end|>\n", "five<|im_end|>\n"]),
+        (
+            QWEN25,
+            {"messages": CALLS, "tools": TOOLS},
+            [
+                '<tool_call>\n{"name": "clock", "arguments": {"zone": "x"}}\n</tool_call><|im_end|>\n',
+                "it is noon<|im_end|>\n",
+            ],
+        ),
+        (
+            NEMO,
+            {"messages": CALLS, "tools": TOOLS},
+            [
+                '[TOOL_CALLS][{"name": "clock", "arguments": {"zone": "x"}, "id": "abcdefghi"}]</s>',
+                "it is noon</s>",
+            ],
+        ),
+    ],
+)
+def test_every_turn_of_published_templates(name: str, row: dict[str, Any], expected: list[str], is_own: bool) -> None:
+    tokenizer = published(name, is_own)
+    assert learnt(row, tokenizer) == expected
+
+
+@pytest.mark.parametrize("name", [QWEN25, QWEN3, PHI, NEMO, SMOL, LFM])
+def test_a_single_turn_is_the_completion_that_it_was(name: str) -> None:
+    tokenizer = published(name)
+    for row in ({"messages": TALK[:2]}, {"prompt": TALK[:3], "completion": TALK[3:]}):
+        prompt_ids, completion_ids = tokenize_completion(row, tokenizer)
+        assert tokenize_turns(row, tokenizer) == (prompt_ids, completion_ids, [True] * len(completion_ids))
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize(
+    ("name", "row", "turn", "alone", "whole"),
+    [
+        # Its last turn has an empty thought, those before have none.
+        (QWEN3, {"messages": TALK}, 1, r"up to it as \.\.\.'.*<think>\\n\\n<", r"\.\.\.'.*four<\|im_end\|>"),
+        # The system message stands in the last user's turn, and tools before it.
+        (NEMO, {"messages": [*said("system=be brief"), *TALK]}, 2, r"before it as .*be brief", "two and two"),
+        (NEMO, {"messages": TALK, "tools": TOOLS}, 1, r"before it as .*AVAILABLE_TOOLS", "two and"),
+    ],
+)
+def test_turns_that_cannot_be_told_are_refused(
+    name: str, row: dict[str, Any], turn: int, alone: str, whole: str, is_own: bool
+) -> None:
+    fix = r"marks, give each turn a row of its own \(as its completion\), or train .* \(loss_on='last_turn' of SFT\)\.$"
+    message = rf"tokenize_turns: messages\[{turn}\] is the assistant's, and .* {alone}.* alone, and as .*{whole}.*{fix}"
+    assert_raises(WhetValueError, message, tokenize_turns, row, published(name, is_own))
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_marks_tell_where_renderings_do_not(is_own: bool) -> None:
+    tokenizer = published(LFM, is_own)
+    assert learnt({"messages": THOUGHT}, tokenizer) == ["b<|im_end|>\n", "<think>so</think>d<|im_end|>\n"]
+    kept = {"messages": THOUGHT, "chat_template_kwargs": {"preserve_thinking": True}}
+    assert learnt(kept, tokenizer)[0] == "<think>hm</think>b<|im_end|>\n"
+    split = {"prompt": THOUGHT[:2], "completion": [*THOUGHT[2:], *TALK]}
+    assert learnt(split, tokenizer) == ["d<|im_end|>\n", "four<|im_end|>\n", "five<|im_end|>\n"]
+
+
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<a>{% generation %}{{ m.content.split('>')[-1] if not "
+    "loop.last else m.content }}{% endgeneration %}<|end|>\n{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_what_ends_the_last_turn_ends_marked_ones(is_own: bool) -> None:
+    tokenizer = tokenizer_of(MARKED, is_own=is_own)
+    assert learnt({"messages": THOUGHT}, tokenizer) == ["b<|end|>\n", "<think>so</think>d<|end|>\n"]
+
+
+def test_marks_that_lack_a_turn_are_refused() -> None:
+    tokenizer = tokenizer_of(
+        MARKED.replace("{% generation %}", "{% if loop.last %}{% generation %}", 1).replace(
+            "{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content[-1:] }}{% endif %}"
+        )
+    )
+    message = r"messages\[1\] is the assistant's, .*\(It has such marks, but they give 1 parts for 2 turns\.\)$"
+    assert_raises(WhetValueError, message, tokenize_turns, {"messages": THOUGHT}, tokenizer)
+
+
+def test_tokens_of_a_conversation() -> None:
+    talk = said("user=a", "assistant=b", "user=c c", "assistant=a b")
+    completion = [B, EOS, USER, C, C, ASSISTANT, A, B, EOS]
+    mask = [True, True, False, False, False, False, True, True, True]
+    assert tokenize_turns({"messages": talk}, words()) == ([USER, A, ASSISTANT], completion, mask)
+    assert tokenize_turns({"prompt": talk[:1], "completion": talk[1:]}, words()) == (
+        [USER, A, ASSISTANT], completion, mask
+    )  # fmt: skip
+    # The prompt's own turn of the assistant is not learnt, and what others say first in a completion is none of it.
+    for n_prompt in (2, 3):
+        row = {"prompt": talk[:n_prompt], "completion": [*talk[n_prompt:], *said("assistant=c")]}
+        assert tokenize_turns(row, words()) == (
+            [USER, A, ASSISTANT, B, EOS, USER, C, C, ASSISTANT],
+            [A, B, EOS, ASSISTANT, C, EOS],
+            [True, True, True, False, True, True],
+        )
+    assert tokenize_turns({"prompt": "a", "completion": " b"}, words())[2] == [True, True]
+    assert tokenize_turns({"text": "a b"}, words())[2] == [True] * 3
+
+
+def test_a_token_across_the_beginning_belongs_to_the_turn() -> None:
+    core = Tokenizer(models.BPE({"</s>": 0, "a": 1, "b": 2, "c": 3, "ab": 4}, [("a", "b")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'ca' if m.role == 'assistant' }}{{ m.content }}"
+        "{{ eos_token if m.role == 'assistant' }}{% endfor %}{{ 'ca' if add_generation_prompt }}"
+    )
+    row = {"messages": said("user=b", "assistant=b", "user=c", "assistant=c")}
+    assert tokenize_turns(row, tokenizer) == ([2, 3], [4, 0, 3, 3, 1, 3, 0], [True] * 2 + [False] * 3 + [True] * 2)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": said("assistant=a", "user=b", "assistant=c")}, "messages begins with the assistant's turn, "),
+        ({"messages": said("user=a", "assistant=b", "user=c")}, "the last message has the role 'user', and what is"),
+        ({"messages": said("user=a", "assistant=b", "tool=c", "assistant=a")}, r"chat template refuses .*no tools"),
+        ({"messages": said("user=a", "user=b")}, "the last message has the role 'user'"),
+        ({"messages": said("assistant=a")}, "expected two chat messages or more"),
+    ],
+)
+def test_bad_conversations(row: dict[str, Any], message: str) -> None:
+    assert_raises(WhetValueError, message, tokenize_turns, row, words())
