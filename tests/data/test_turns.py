@@ -18,7 +18,7 @@ from whet.models.tokenizers import GGUFTokenizer
 
 TEMPLATES = Path(__file__).parents[1] / "fixtures" / "templates"
 QWEN25, QWEN3, PHI = "Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B", "microsoft-Phi-3.5-mini-instruct"
-NEMO, SMOL, LFM = "mistralai-Mistral-Nemo-Instruct-2407", "HuggingFaceTB-SmolLM3-3B", "LFM2.5-8B-A1B"
+NEMO, SMOL = "mistralai-Mistral-Nemo-Instruct-2407", "HuggingFaceTB-SmolLM3-3B"
 EOS_OF = {PHI: "<|endoftext|>", NEMO: "</s>"}
 SPECIAL = re.compile(r"<\|\w+\|>|\[/?[A-Z_]+\]|</?s>")
 
@@ -89,7 +89,6 @@ CALLS: list[dict[str, Any]] = [
             {"messages": TALK, "chat_template_kwargs": {"enable_thinking": False}},
             ["four<|im_end|>\n", "five<|im_end|>\n"],
         ),
-        (LFM, {"messages": TALK}, ["four<|im_end|>\n", "five<|im_end|>\n"]),
         (
             QWEN25,
             {"messages": CALLS, "tools": TOOLS},
@@ -113,7 +112,7 @@ def test_every_turn_of_published_templates(name: str, row: dict[str, Any], expec
     assert learnt(row, tokenizer) == expected
 
 
-@pytest.mark.parametrize("name", [QWEN25, QWEN3, PHI, NEMO, SMOL, LFM])
+@pytest.mark.parametrize("name", [QWEN25, QWEN3, PHI, NEMO, SMOL])
 def test_a_single_turn_is_the_completion_that_it_was(name: str) -> None:
     tokenizer = published(name)
     for row in ({"messages": TALK[:2]}, {"prompt": TALK[:3], "completion": TALK[3:]}):
@@ -140,9 +139,18 @@ def test_turns_that_cannot_be_told_are_refused(
     assert_raises(WhetValueError, message, tokenize_turns, row, published(name, is_own))
 
 
+FORGETS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content if loop.last or preserve_thinking else m.content.split('</think>')[-1] }}<|im_end|>\n"
+    "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
 @pytest.mark.parametrize("is_own", [True, False])
 def test_marks_tell_where_renderings_do_not(is_own: bool) -> None:
-    tokenizer = published(LFM, is_own)
+    tokenizer = tokenizer_of(FORGETS, is_own=is_own)
+    assert learnt({"messages": TALK}, tokenizer) == ["four<|im_end|>\n", "five<|im_end|>\n"]
     assert learnt({"messages": THOUGHT}, tokenizer) == ["b<|im_end|>\n", "<think>so</think>d<|im_end|>\n"]
     kept = {"messages": THOUGHT, "chat_template_kwargs": {"preserve_thinking": True}}
     assert learnt(kept, tokenizer)[0] == "<think>hm</think>b<|im_end|>\n"
