@@ -35,10 +35,11 @@ _UNUSABLE = {
 }
 _FORM_SCORE = 0.05
 """The most that a verifier of reasoning-gym gives an answer that is wrong, but of the right form."""
-_EVALUATED = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
-"""Those whose verifiers pass an answer to Python's ``eval``."""
-_PARSED = ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration")
-"""Those whose verifiers pass it to SymPy's ``parse_expr``, which evaluates it too."""
+_EVALUATED = (
+    "binary_matrix", "n_queens", "spiral_matrix", "string_insertion",  # by eval
+    "countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration",  # by SymPy
+)  # fmt: skip
+"""Those whose verifiers evaluate an answer as an expression."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _NAME = re.compile(r"[^\W\d]\w*")
 
@@ -66,7 +67,8 @@ class ReasoningGymTask:
         self._evaluates = settings.name.removeprefix(PREFIX) in _EVALUATED
         self._partial_credit = bool(settings.partial_credit)
         self.rows = _Rows(self._dataset, self.name, split, settings.held_out)
-        self.system_prompt = _system_prompt(settings.system_prompt, self.rows[0]["answer"])
+        self.system_prompt = _system_prompt(settings.system_prompt, self._dataset)
+        _ = self.rows[0]  # that there is one
 
     def score(self, completion: str, row: Mapping[str, Any]) -> float:
         """The verifier's score, or 0 for one below 1 without ``partial_credit``."""
@@ -118,8 +120,8 @@ class _Rows(Sequence[dict[str, Any]]):
             raise IndexError(i)
         for k in range(self._n_tries):
             item = self._item(i % self._size, k)
-            if item is not None and split_of(item["question"], self._held_out) == self._split:
-                prompt = [{"role": "user", "content": item["question"]}]
+            prompt = [{"role": "user", "content": item["question"]}] if item else None
+            if item and split_of(prompt, self._held_out) == self._split:
                 return {"prompt": prompt, **{key: item[key] for key in ("question", "answer", "metadata")}}
         raise WhetValueError(
             f"open_task: {self._name}: none of {self._n_tries} items for row {i} belongs to {self._split!r} with held_out "
@@ -174,11 +176,13 @@ def _check_options(settings: TaskSettings, fields: Sequence[str]) -> None:
             raise WhetValueError(f"open_task: {settings.name} has no option {option!r}. {hint}")
 
 
-def _system_prompt(given: str | None, answer: Any) -> str:
+def _system_prompt(given: str | None, dataset: Any) -> str:
     from reasoning_gym.utils import SYSTEM_PROMPTS  # pyright: ignore[reportMissingImports]
 
     if given is None:
-        return f"Answer with the {'number' if _is_numeric(answer) else 'final answer'} alone."
+        with _preserved_generators():
+            numeric = all(_is_numeric(dataset[i]["answer"]) for i in range(min(4, len(dataset))))
+        return f"Answer with the {'number' if numeric else 'final answer'} alone."
     if given in SYSTEM_PROMPTS:
         return SYSTEM_PROMPTS[given]
     if given and len(given.split()) == 1:
@@ -193,9 +197,9 @@ def _is_numeric(answer: Any) -> bool:
 
 
 def _is_code(answer: str) -> bool:
-    """Whether evaluating an answer could do more than to compute: by its functions, attributes or texts."""
-    functions = {name for name in _NAME.findall(answer) if hasattr(builtins, name)} - {"abs"}
-    return bool(functions) or "__" in answer or re.search(r"\.\s*[^\W\d]", answer) is not None
+    """Whether evaluating an answer could do more than to compute: by its functions, attributes or strings."""
+    functions = {name for name in _NAME.findall(answer) if hasattr(builtins, name)} - {"abs", "_"}
+    return bool(functions) or re.search(r"__|['\"\\]|\.\s*[^\W\d]", answer) is not None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,46 @@
+"""The rows of a command that samples, and the functions that score them: files and functions, or tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from whet.data.rows import read_rows, tokenize_prompt
+from whet.errors import WhetValueError
+from whet.rewards.functions import load_function
+from whet.rollout.torch_engine import position_limit
+from whet.tasks.mixture import open_tasks
+
+_LOOKED_AT = 64
+"""Rows of a task whose length is known before the run: some generators take a quarter of a second for one."""
+
+
+def open_rows(run: Any) -> tuple[Sequence[Any], Sequence[Any], list[Callable[..., Any]]]:
+    """Rows to train on, held-out rows, and reward functions of a ``whet train``; those of its tasks come first."""
+    functions = [load_function(spec) for spec in getattr(run, "reward", [])]
+    if not getattr(run, "task", []):
+        return read_rows(run.data), read_rows(run.eval_data) if run.eval_data else [], functions
+    tasks = open_tasks(run.task)
+    held_out = open_tasks(run.task, split="eval", size=run.eval_items) if run.eval_items else []
+    return tasks, held_out, [*tasks.reward_functions(), *functions]
+
+
+def check_prompts_fit(model: nn.Module, tokenizer: Any, rows: Sequence[Any], where: str) -> None:
+    """Refuse rows, of which the first are looked at, whose prompts leave the model no position to continue at.
+
+    Raises:
+        WhetValueError: how many of how many, and the longest.
+    """
+    limit = position_limit(model)
+    looked_at = rows[:_LOOKED_AT]
+    lengths = [len(tokenize_prompt(row, tokenizer)) for row in looked_at] if limit else []
+    too_long = [n for n in lengths if n >= limit]
+    if too_long:
+        names = ", ".join(dict.fromkeys(row["task"] for row, n in zip(looked_at, lengths, strict=True) if n >= limit))
+        raise WhetValueError(
+            f"{where}: {len(too_long)} of the first {len(lengths)} prompts do not fit into the model's {limit} positions "
+            f"({names}; the longest has {max(too_long)} tokens). Choose options that make shorter ones, or a model with "
+            f"a longer context."
+        )
