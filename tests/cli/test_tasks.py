@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import math
 import signal
 import subprocess
 from pathlib import Path
@@ -18,7 +17,7 @@ from whet.tasks import open_task, open_tasks
 
 ROOT = Path(__file__).parents[2]
 OWN = "examples/tasks.py:SortLetters"
-SUMS = "reasoning_gym:chain_sum,size=40,max_terms=2,max_digits=1,system_prompt=\"\""
+SUMS = 'reasoning_gym:chain_sum,size=40,max_terms=2,max_digits=1,system_prompt=""'
 gym = pytest.mark.skipif(
     importlib.util.find_spec("reasoning_gym") is None, reason="needs reasoning-gym: pip install 'whet[gym]'"
 )
@@ -62,7 +61,8 @@ def test_example_runs(config, tmp_path, tiny_model, capsys):
 def test_example_task():
     task = open_task(OWN)
     row = {"prompt": [], "answer": "abcd"}
-    assert [task.score(text, row) for text in ("abcd", " abcd\n", "abdc", "ab", "abcdefgh", "")] == [1, 1, 0.5, 0.5, 0.5, 0]
+    scores = {"abcd": 1, " abcd\n": 1, "abdc": 0.5, "ab": 0.5, "abcdefgh": 0.5, "": 0}
+    assert {text: task.score(text, row) for text in scores} == scores
     assert all(row["answer"] == "".join(sorted(row["prompt"][0]["content"])) for row in task.rows[:20])
 
 
@@ -75,9 +75,9 @@ def test_tasks_log_the_mean_of_each_and_of_held_out_items(flags, tmp_path):
     for row in steps:
         for name in ("sort_letters", "sort_letters_2"):
             of_step = [c[f"rewards/{name}"] for c in completions if c["step"] == row["step"]]
-            scored = [value for value in of_step if value is not None and not math.isnan(value)]
-            mean = row[f"rewards/{name}/mean"]
-            assert mean is None or math.isnan(mean) if not scored else mean == pytest.approx(sum(scored) / len(scored))
+            scored = [score for score in of_step if score != "NaN"]
+            mean = pytest.approx(sum(scored) / len(scored)) if scored else "NaN"
+            assert len(of_step) == 6 and row[f"rewards/{name}/mean"] == mean
     evaluations = [row for row in rows if "eval/mean_reward" in row]
     assert [row["step"] for row in evaluations] == [0, 4]
     for row in evaluations:
@@ -109,8 +109,10 @@ def test_a_further_reward_sees_the_columns_of_the_task(flags, tmp_path):
 
 
 def test_a_task_is_scored_within_the_time_limit_of_rewards(flags, tmp_path, error_of):
-    text = (ROOT / "examples" / "tasks.py").read_text().replace("said, right =", "import time; time.sleep(600)\n        said, right =")
-    (tmp_path / "slow.py").write_text(text)
+    text = (ROOT / "examples" / "tasks.py").read_text()
+    (tmp_path / "slow.py").write_text(
+        text.replace("said, right =", "__import__('time').sleep(600)\n        said, right =")
+    )
     run = flags("run", f"{tmp_path / 'slow.py'}:SortLetters", steps=1, group_size=2, reward_timeout_s=0.2)
     assert "sort_letters failed on samples 0 to 3" in error_of("train", "grpo", *run)
 
@@ -126,8 +128,8 @@ def test_online_dpo_with_and_without_a_judge(flags, tmp_path):
 
 
 def test_best_of_n_keeps_the_best_by_the_task(tiny_model, capsys):
-    argv = [f"--model={tiny_model}", f"--task={OWN},size=6,letters=2", "--n=3", "--max-new-tokens=4", "--all-candidates"]
-    assert main(["best-of-n", *argv]) == 0
+    argv = [f"--model={tiny_model}", f"--task={OWN},size=6,letters=2", "--n=3", "--max-new-tokens=4"]
+    assert main(["best-of-n", *argv, "--all-candidates"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     tasks = open_tasks([f"{OWN},size=6,letters=2"])
     assert [row["prompt"] for row in rows] == [row["prompt"] for row in tasks]
@@ -201,15 +203,26 @@ def test_a_folder_of_an_older_version_has_no_tasks(files, tmp_path):
         (["--task", OWN, "--data=x"], "GRPORun: data is 'x' and has no effect: task brings rows"),
         (["--task", OWN, "--eval-data=x"], "eval_data is 'x' and has no effect: task brings rows"),
         (["--data=x", "--reward=y", "--eval-items=3"], "eval_items is 3 and has no effect: there is no task"),
-        (["--task", OWN, "--eval-every=3"], "eval_every is 3 and has no effect: there is nothing to evaluate on"),
-        (["--task", "chain_sum"], "name is 'chain_sum', expected reasoning_gym:NAME"),
-        (["--task", f"{OWN},letters"], "'letters' is no new option of the form key=value"),
+        (["--task", OWN, "--eval-every=3"], "eval_every is 3 and has no effect: there is no eval_items"),
         (["--task", f"{OWN},size=1,held_out=1"], "none of the 1 rows of sort_letters belongs to 'train'"),
         pytest.param(["--task", "reasoning_gym:chainsum"], "Did you mean reasoning_gym:chain_sum", marks=gym),
     ],
 )
 def test_mistakes(argv, expected, tmp_path, tiny_model, error_of):
     assert expected in error_of("train", "grpo", f"--model={tiny_model}", f"--output-dir={tmp_path / 'run'}", *argv)
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("chain_sum", "name is 'chain_sum', expected reasoning_gym:NAME"),
+        (f"{OWN},letters", "'letters' is no new option"),
+    ],
+)
+def test_flags_that_are_no_tasks(task, expected, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", "grpo", "--model=x", "--output-dir=y", "--task", task])
+    assert exit_.value.code == 2 and expected in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
 def test_a_wrong_table_names_the_file(tmp_path, error_of):
@@ -219,10 +232,19 @@ def test_a_wrong_table_names_the_file(tmp_path, error_of):
     assert str(toml) in error and "seed is -1, expected an integer from 0" in error
 
 
+LONG = """
+class Long:
+    name, system_prompt = "long", ""
+    rows = [{"prompt": "a" * (40 * i + 1)} for i in range(20)]
+
+    def score(self, completion, row):
+        return 0.0
+"""
+
+
 @pytest.mark.parametrize("command", ["train", "best-of-n"])
 def test_prompts_beyond_the_context_are_counted_before_the_run(command, flags, tmp_path, tiny_model, error_of):
-    text = 'class Long:\n    name, system_prompt = "long", ""\n    rows = [{"prompt": "a" * (40 * i + 1)} for i in range(20)]\n'
-    (tmp_path / "long.py").write_text(text + "    def score(self, completion, row):\n        return 0.0\n")
+    (tmp_path / "long.py").write_text(LONG)
     spec = f"{tmp_path / 'long.py'}:Long,held_out=0"
     commands = {
         "train": ["train", "grpo", *flags("run", spec, steps=1)],

@@ -30,7 +30,7 @@ def test_a_greater_share_holds_out_the_same_and_more():
     held_out = [{n for n in range(1000) if split_of(str(n), share) == "eval"} for share in (0, 0.1, 0.5, 1)]
     assert held_out[0] < held_out[1] < held_out[2] < held_out[3] == set(range(1000))
     assert 70 < len(held_out[1]) < 130 and 440 < len(held_out[2]) < 560
-    assert split_of("7", 0.1) == "train" and split_of("12", 0.1) == "eval"  # the same in every process and release
+    assert split_of("7", 0.1) == "train" and split_of("18", 0.1) == "eval"  # the same in every process and release
 
 
 def test_own_rows_are_taken_as_they_are():
@@ -43,7 +43,10 @@ def test_own_rows_are_taken_as_they_are():
 
 @pytest.mark.parametrize(
     ("system_prompt", "text", "first"),
-    [(None, "Double it.\n\n3", {"role": "system", "content": "Double it."}), ("", "3", {"role": "user", "content": "3"})],
+    [
+        (None, "Double it.\n\n3", {"role": "system", "content": "Double it."}),
+        ("", "3", {"role": "user", "content": "3"}),
+    ],
 )
 def test_a_system_prompt_is_a_message_or_a_paragraph(system_prompt, text, first):
     options = {"held_out": 0} | ({} if system_prompt is None else {"system_prompt": system_prompt})

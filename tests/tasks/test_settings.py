@@ -1,11 +1,16 @@
 """The settings of a task, from texts and tables."""
 
+import datetime
+
 import pytest
 
 from whet.errors import WhetTypeError, WhetValueError
 from whet.tasks.settings import TaskSettings, read_spec, spec_text
 
-TEXT = 'reasoning_gym:chain_sum,seed=3,size=20,weight=0.5,system_prompt="Add, please: a=b.",max_terms=2,signs=["+", "-"],on=true'
+TEXT = (
+    'reasoning_gym:chain_sum,seed=3,size=20,weight=0.5,system_prompt="Add, please: a=b.",'
+    'max_terms=2,signs=["+", "-"],on=true'
+)
 TABLE = {
     "name": "reasoning_gym:chain_sum",
     "seed": 3,
@@ -66,3 +71,8 @@ def test_what_is_refused(spec, error, message):
     with pytest.raises(error) as raised:
         read_spec(spec)
     assert message in str(raised.value)
+
+
+def test_a_value_that_no_text_holds():
+    with pytest.raises(WhetTypeError, match=r"when is datetime.date\(2026, 1, 1\), expected a number, a text"):
+        spec_text({"name": "a:B", "when": datetime.date(2026, 1, 1)})

@@ -34,13 +34,15 @@ def check_prompts_fit(model: nn.Module, tokenizer: Any, rows: Sequence[Any], whe
         WhetValueError: how many of how many, and the longest.
     """
     limit = position_limit(model)
-    looked_at = rows[:_LOOKED_AT]
-    lengths = [len(tokenize_prompt(row, tokenizer)) for row in looked_at] if limit else []
-    too_long = [n for n in lengths if n >= limit]
+    if limit is None:
+        return
+    lengths = [(row["task"], len(tokenize_prompt(row, tokenizer))) for row in rows[:_LOOKED_AT]]
+    too_long = [(task, n) for task, n in lengths if n >= limit]
     if too_long:
-        names = ", ".join(dict.fromkeys(row["task"] for row, n in zip(looked_at, lengths, strict=True) if n >= limit))
+        names = ", ".join(dict.fromkeys(task for task, _ in too_long))
+        longest = max(n for _, n in too_long)
         raise WhetValueError(
-            f"{where}: {len(too_long)} of the first {len(lengths)} prompts do not fit into the model's {limit} positions "
-            f"({names}; the longest has {max(too_long)} tokens). Choose options that make shorter ones, or a model with "
-            f"a longer context."
+            f"{where}: {len(too_long)} of the first {len(lengths)} prompts do not fit into the model's {limit} "
+            f"positions ({names}; the longest has {longest} tokens). Choose options that make shorter ones, or a "
+            f"model with a longer context."
         )

@@ -60,17 +60,18 @@ class RunConfig:
             WhetValueError: naming the setting and its flag.
             MissingExtraError: a logger or LoRA without its package.
         """
-        check_given(where, self, "model", self.source(), "output_dir")
+        rows, measured = self.sources()
+        check_given(where, self, "model", rows, "output_dir")
         check_range(self, "loggers", len(set(self.loggers)) == len(self.loggers), "each of them once")
         check_used(self, ["lora_alpha", "lora_layers"], self.lora_rank > 0, "lora_rank is 0, and there are no adapters")
-        check_used(self, ["eval_every"], bool(self.evaluated_on()), "there is nothing to evaluate on")
+        check_used(self, ["eval_every"], bool(getattr(self, measured)), f"there is no {measured}")
         check_used(self, ["wandb_project"], "wandb" in self.loggers, "'wandb' is not among loggers")
         for package in [*(name for name in self.loggers if name != "csv"), *(["peft"] if self.lora_rank else [])]:
             check_installed(where, package, extra=package)
 
-    def source(self) -> str:
-        """The setting that names the rows to train on."""
-        return "data"
+    def sources(self) -> tuple[str, str]:
+        """The settings that name the rows to train on, and those that only measure."""
+        return "data", "eval_data"
 
     def trained_on(self) -> str:
         """The rows to train on, in words."""
@@ -110,10 +111,11 @@ class OnlineRunConfig(RunConfig):
         super().check(where)
         check_used(self, ["data", "eval_data"], not self.task, "task brings rows to train and to evaluate on")
         check_used(self, ["eval_items"], bool(self.task), "there is no task; eval_data names rows that only measure")
-        check_used(self, ["eval_temperature"], bool(self.evaluated_on()), "there is nothing to evaluate on")
+        measured = self.sources()[1]
+        check_used(self, ["eval_temperature"], bool(getattr(self, measured)), f"there is no {measured}")
 
-    def source(self) -> str:
-        return "task" if self.task else "data"
+    def sources(self) -> tuple[str, str]:
+        return ("task", "eval_items") if self.task else super().sources()
 
     def trained_on(self) -> str:
         return "; ".join(self.task) or self.data
@@ -151,11 +153,12 @@ class OnlineDPORun(_TasksAsTexts, OnlineDPOConfig, OnlineRunConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        scored = not self.preference or bool(self.evaluated_on())
+        measured = self.sources()[1]
+        scored = not self.preference or bool(getattr(self, measured))
         if scored and not self.task:
             check_given(where, self, "reward")
         rewards = ["reward", "reward_weights", "reward_policy", "reward_timeout_s"]
-        check_used(self, rewards, scored, "preference judges, and there is nothing to evaluate on")
+        check_used(self, rewards, scored, f"preference judges, and there is no {measured} to score")
 
 
 RUNS: dict[str, type[RunConfig]] = {"sft": SFTRun, "dpo": DPORun, "grpo": GRPORun, "online-dpo": OnlineDPORun}

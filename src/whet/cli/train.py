@@ -83,7 +83,7 @@ def _train(method: str, run: Any) -> int:
 
     _set_seed(run.seed % 2**32)  # NumPy's generator takes no more bits
     model, tokenizer = load_model(run.model, run.dtype)
-    if run.source() == "task":
+    if getattr(run, "task", []):
         for part in (rows, held_out):
             check_prompts_fit(model, tokenizer, part, f"whet train {method}")
     if run.lora_rank:

@@ -63,8 +63,9 @@ def open_tasks(specs: Sequence[str | Mapping[str, Any]], *, split: Split = "trai
     Weights are for training: of rows to evaluate on, each occurs once.
     """
     tasks = [open_task(spec, split=split, size=size) for spec in specs]
-    weights = [read_spec(spec).weight if split == "train" else len(task.rows) for spec, task in zip(specs, tasks, strict=True)]
-    return Mixture(tasks, weights)
+    if split == "eval":
+        return Mixture(tasks, [len(task.rows) for task in tasks])
+    return Mixture(tasks, [read_spec(spec).weight for spec in specs])
 
 
 def _reward_function(own_name: str, own: Task) -> Callable[..., list[float | None]]:

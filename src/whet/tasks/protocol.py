@@ -25,10 +25,15 @@ class Task(Protocol):
     name: str
     """As it is shown, and the key of its metrics."""
     system_prompt: str
-    """What ``prompt_of`` puts before each prompt; "": nothing."""
-    rows: Sequence[Mapping[str, Any]]
-    """Each has ``prompt`` (text, or chat messages) and whatever ``score`` needs. ``rows[i]`` is a pure function of i:
-    it may be made when it is asked for, and is the same when it is asked for again."""
+    """Put before each prompt by ``prompt_of``; "": nothing."""
+
+    @property
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        """Each has ``prompt`` (text, or chat messages) and whatever ``score`` needs.
+
+        ``rows[i]`` is a pure function of i: it may be made when it is asked for, and is the same when asked for again.
+        """
+        ...
 
     def score(self, completion: str, row: Mapping[str, Any]) -> float:
         """How good a completion of ``row`` is, from 0 to 1: right."""

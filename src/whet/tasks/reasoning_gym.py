@@ -1,9 +1,9 @@
 """Tasks of reasoning-gym (0.1.25): generators of questions, each with a verifier, opened by name.
 
-A question becomes a user's message, and its score that of reasoning-gym's own verifier, guarded: whatever it raises, and
-whatever is no text, scores 0, and so does what it gives an answer for its form only. Items are generated when they are
-asked for. Row i is item i, or where that belongs to the other split item ``i + size``, ``i + 2 size``, ..., so that with
-``held_out=0`` the rows to train on are reasoning-gym's own, in their order.
+A question becomes a user's message, and its score is that of reasoning-gym's own verifier, guarded: 0 where it
+raises, where the completion is no text, and where a wrong answer is rewarded for its form. Items are generated when
+they are asked for. Row i is item i, or where that belongs to the other split, item ``i + size``, ``i + 2 size``, ...:
+with ``held_out=0`` the rows to train on are reasoning-gym's own, in their order.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import difflib
 import math
+import os
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ _UNUSABLE = {
     "composite": "it is a mixture of others: give each of them a task of its own",
     "game_of_life_halting": "its verifier takes every answer for right",
 }
+_UNORDERED = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
+"""Those that draw from a set of strings, whose order is another one in each process."""
 _FORM_SCORE = 0.05
 """The most that a verifier of reasoning-gym gives an answer that is wrong, but of the right form."""
 _EVALUATED = (
@@ -47,7 +50,7 @@ _NAME = re.compile(r"[^\W\d]\w*")
 class ReasoningGymTask:
     """A data set of reasoning-gym as a ``Task``.
 
-    The answer in a completion is what stands between its last ``<answer>`` tags if the system prompt asks for them; else
+    The answer in a completion is the text between its last ``<answer>`` tags if the system prompt asks for them; else
     its last number if the right answer is a number; else all of it. What precedes ``</think>`` is left out.
 
     Args:
@@ -63,7 +66,8 @@ class ReasoningGymTask:
 
     def __init__(self, settings: TaskSettings, split: Split) -> None:
         self.name = settings.name
-        self._dataset = _create_dataset(settings)
+        with _preserved_generators(0):
+            self._dataset = _create_dataset(settings)
         self._evaluates = settings.name.removeprefix(PREFIX) in _EVALUATED
         self._partial_credit = bool(settings.partial_credit)
         self.rows = _Rows(self._dataset, self.name, split, settings.held_out)
@@ -124,8 +128,8 @@ class _Rows(Sequence[dict[str, Any]]):
             if item and split_of(prompt, self._held_out) == self._split:
                 return {"prompt": prompt, **{key: item[key] for key in ("question", "answer", "metadata")}}
         raise WhetValueError(
-            f"open_task: {self._name}: none of {self._n_tries} items for row {i} belongs to {self._split!r} with held_out "
-            f"= {self._held_out:g}: it has too few different questions. Widen its options, or change held_out."
+            f"open_task: {self._name}: none of {self._n_tries} items for row {i} belongs to {self._split!r} with "
+            f"held_out = {self._held_out:g}: it has too few different questions. Widen its options, or change held_out."
         )
 
     def _item(self, i: int, k: int) -> dict[str, Any] | None:
@@ -133,7 +137,7 @@ class _Rows(Sequence[dict[str, Any]]):
         # Not by that index: tables of some data sets end with their size. A copy, as one shrinks its size on its way.
         dataset = copy.copy(self._dataset)
         dataset.seed = self._seed + k * self._size
-        with _preserved_generators():  # pool_matrix seeds NumPy's
+        with _preserved_generators(dataset.seed + i):
             try:
                 return dataset[i]
             except IndexError:
@@ -149,10 +153,16 @@ def _create_dataset(settings: TaskSettings) -> Any:
     name = settings.name.removeprefix(PREFIX)
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.5)
-        hint = f"Did you mean {' or '.join(PREFIX + n for n in near)}?" if near else f"There are: {', '.join(DATASETS)}."
+        near = " or ".join(PREFIX + n for n in near)
+        hint = f"Did you mean {near}?" if near else f"There are: {', '.join(DATASETS)}."
         raise WhetValueError(f"open_task: reasoning-gym has no data set {name!r}. {hint}")
     if name in _UNUSABLE:
         raise WhetValueError(f"open_task: {settings.name} cannot be used: {_UNUSABLE[name]}.")
+    if name in _UNORDERED and os.environ.get("PYTHONHASHSEED", "random") == "random":
+        raise WhetValueError(
+            f"open_task: {settings.name} cannot be used as it is: its items depend on the order of Python's sets, "
+            f"which is another one in each process. Set PYTHONHASHSEED=0 in the environment of the command."
+        )
     _check_options(settings, [f.name for f in dataclasses.fields(DATASETS[name][1])])
     seed, size = settings.seed or 0, 1000 if settings.size is None else settings.size
     try:
@@ -180,8 +190,8 @@ def _system_prompt(given: str | None, dataset: Any) -> str:
     from reasoning_gym.utils import SYSTEM_PROMPTS  # pyright: ignore[reportMissingImports]
 
     if given is None:
-        with _preserved_generators():
-            numeric = all(_is_numeric(dataset[i]["answer"]) for i in range(min(4, len(dataset))))
+        with _preserved_generators(dataset.seed):
+            numeric = _is_numeric(dataset[0]["answer"])
         return f"Answer with the {'number' if numeric else 'final answer'} alone."
     if given in SYSTEM_PROMPTS:
         return SYSTEM_PROMPTS[given]
@@ -203,10 +213,12 @@ def _is_code(answer: str) -> bool:
 
 
 @contextlib.contextmanager
-def _preserved_generators() -> Iterator[None]:
-    """Python's and NumPy's global generators as they were."""
+def _preserved_generators(seed: int) -> Iterator[None]:
+    """Python's and NumPy's global generators, from which some data sets draw, of this seed; as before afterwards."""
     state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
         yield
     finally:
         random.setstate(state)

@@ -76,8 +76,17 @@ def spec_text(spec: str | Mapping[str, Any]) -> str:
     settings = read_spec(spec)
     fields = [f for f in dataclasses.fields(TaskSettings) if f.name not in ("name", "options")]
     given = {f.name: getattr(settings, f.name) for f in fields if getattr(settings, f.name) != f.default}
-    pairs = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in {**given, **settings.options}.items())
+    pairs = [f"{key}={_as_json(key, value)}" for key, value in {**given, **settings.options}.items()]
     return ",".join([settings.name, *pairs])
+
+
+def _as_json(key: str, value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except TypeError as error:
+        raise WhetTypeError(
+            f"open_task: {key} is {value!r:.60}, expected a number, a text, a boolean, or a list or table of them."
+        ) from error
 
 
 def _parse(text: str) -> dict[str, Any]:
