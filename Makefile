@@ -24,7 +24,8 @@ $(VENV)/.installed-%: $(NATIVE)
 demo: $(VENV)/.installed-train
 	$(BIN)/whet demo
 
-test: $(VENV)/.installed-test,gym
+# gym comes after test: pip builds some of what it brings with the setuptools that torch brings.
+test: $(VENV)/.installed-test $(VENV)/.installed-gym
 	$(BIN)/python -m pytest -n auto
 
 # Compiles llama.cpp. Not in check, which has llama.cpp's log-probs and tokens. `make test-real ONLY=Q4_K_M` is one file.
@@ -68,16 +69,16 @@ fuzz: $(VENV)/.installed-fuzz
 	done
 
 # Not in check. `make torture ONLY="--scale 0.1 kills disk"` is some of it, and less of that.
-torture: $(VENV)/.installed-test,gym
+torture: $(VENV)/.installed-test
 	$(BIN)/python -m tests.torture $(ONLY)
 
 # The wheel in an empty environment, with no compiler to be found and nothing but NumPy beside it; built without git,
 # CMake and Ninja.
-wheel-test: $(VENV)/.installed-test,gym
+wheel-test: $(VENV)/.installed-test
 	$(BIN)/python tests/set_ups.py wheel
 
 # constraints.txt under every Python, and an environment for every interpreter at hand.
-setup-test: $(VENV)/.installed-test,gym
+setup-test: $(VENV)/.installed-test
 	$(BIN)/python tests/set_ups.py pythons
 
 check: test lint cpp-test wheel-test setup-test

@@ -97,6 +97,9 @@ class _TasksAsTexts:
 class OnlineRunConfig(RunConfig):
     """Settings of every ``whet train`` that samples."""
 
+    data: str = ""
+    """Rows to train on, as a .jsonl, .json or .parquet file, or the name of a dataset on the hub; this or task is
+    required."""
     task: list[str] = field(default_factory=list)
     """Tasks in place of data and reward: reasoning_gym:NAME, file.py:Class or package.module:Class, options after
     commas as in reasoning_gym:chain_sum,max_terms=2; in CONFIG.toml also [[task]] tables."""
