@@ -205,6 +205,7 @@ def test_a_folder_of_an_older_version_has_no_tasks(files, tmp_path):
         (["--data=x", "--reward=y", "--eval-items=3"], "eval_items is 3 and has no effect: there is no task"),
         (["--task", OWN, "--eval-every=3"], "eval_every is 3 and has no effect: there is no eval_items"),
         (["--task", f"{OWN},size=1,held_out=1"], "none of the 1 rows of sort_letters belongs to 'train'"),
+        (["--task", f"{OWN},size=9,held_out=0.5", "--eval-items=20"], "eval_items is 20, and sort_letters has "),
         pytest.param(["--task", "reasoning_gym:chainsum"], "Did you mean reasoning_gym:chain_sum", marks=gym),
     ],
 )

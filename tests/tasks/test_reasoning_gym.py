@@ -122,7 +122,7 @@ def test_the_default_prompt_asks_for_the_answer_only_and_the_last_number_counts(
     row = {"answer": "1041"}
     for text in ("1041", "1,041", "The sum is 1041.", "3 + 1038 = 1041\n", "1041.0", "<think>7</think>1041"):
         assert score(task, text, **row) == 1, text
-    for text in ("", "none", "1042", "1041 or 7", "-1041", "11041", "1041 </think> 7"):
+    for text in ("", "none", "1042", "1041 or 7", "-1041", "11041", "1041 </think> 7", "<think>1041"):
         assert score(task, text, **row) == 0, text
     assert score(open_gym("chain_sum", partial_credit=True), "11041", **row) == 0.8
 

@@ -11,7 +11,7 @@ from whet.data.rows import read_rows, tokenize_prompt
 from whet.errors import WhetValueError
 from whet.rewards.functions import load_function
 from whet.rollout.torch_engine import position_limit
-from whet.tasks.mixture import open_tasks
+from whet.tasks.mixture import Mixture, open_tasks
 
 _LOOKED_AT = 64
 """Rows of a task whose length is known before the run: some generators take a quarter of a second for one."""
@@ -23,8 +23,18 @@ def open_rows(run: Any) -> tuple[Sequence[Any], Sequence[Any], list[Callable[...
     if not getattr(run, "task", []):
         return read_rows(run.data), read_rows(run.eval_data) if run.eval_data else [], functions
     tasks = open_tasks(run.task)
-    held_out = open_tasks(run.task, split="eval", size=run.eval_items) if run.eval_items else []
-    return tasks, held_out, [*tasks.reward_functions(), *functions]
+    return tasks, _held_out(run) if run.eval_items else [], [*tasks.reward_functions(), *functions]
+
+
+def _held_out(run: Any) -> Mixture:
+    held_out = open_tasks(run.task, split="eval", size=run.eval_items)
+    for task in held_out.tasks:
+        if len(task.rows) < run.eval_items:
+            raise WhetValueError(
+                f"eval_items is {run.eval_items}, and {task.name} has {len(task.rows)} held-out rows. Ask for fewer, "
+                f"give the task more rows, or hold out a greater share (held_out)."
+            )
+    return held_out
 
 
 def check_prompts_fit(model: nn.Module, tokenizer: Any, rows: Sequence[Any], where: str) -> None:

@@ -51,7 +51,7 @@ class ReasoningGymTask:
     """A data set of reasoning-gym as a ``Task``.
 
     The answer in a completion is the text between its last ``<answer>`` tags if the system prompt asks for them; else
-    its last number if the right answer is a number; else all of it. What precedes ``</think>`` is left out.
+    its last number if the right answer is a number; else all of it. A ``<think>`` block is left out.
 
     Args:
         settings: ``name`` begins with "reasoning_gym:"; ``options`` are fields of the data set's config. The default of
@@ -95,6 +95,8 @@ class ReasoningGymTask:
         from reasoning_gym.utils import extract_answer  # pyright: ignore[reportMissingImports]
 
         said = completion.rpartition("</think>")[2]
+        if "<think>" in said:  # it was cut off before there was an answer
+            return None
         if "<answer>" in self.system_prompt:
             return extract_answer(said)
         if _is_numeric(right):
