@@ -24,7 +24,8 @@ $(VENV)/.installed-%: $(NATIVE)
 demo: $(VENV)/.installed-train
 	$(BIN)/whet demo
 
-test: $(VENV)/.installed-test
+# gym comes after test: pip builds some of what it brings with the setuptools that torch brings.
+test: $(VENV)/.installed-test $(VENV)/.installed-gym
 	$(BIN)/python -m pytest -n auto
 
 # Compiles llama.cpp. Not in check, which has llama.cpp's log-probs and tokens. `make test-real ONLY=Q4_K_M` is one file.

@@ -67,7 +67,7 @@ def test_output_file_and_chat_prompts(best_of_n, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ([], "one of --prompts (a file) and --prompt (a text)"),
+        ([], "one of --prompts (a file), --prompt (a text) and --task"),
         (["--prompt=a", "--prompts=examples/data/best_of_n.jsonl"], "one of --prompts"),
         (["--prompts=nosuch.jsonl"], "there is no file 'nosuch.jsonl'"),
         (["--prompt=a", "--output=README.md/x"], "output 'README.md/x' cannot be written"),

@@ -56,8 +56,9 @@ METHOD is one of:
   dpo          direct preference optimization, on rows with prompt, chosen
                and rejected
   grpo         group relative policy optimization, on rows with a prompt,
-               and with reward functions
-  online-dpo   the same rows, with reward functions or a preference function
+               and with reward functions; or on tasks, by name
+  online-dpo   the same rows, with reward functions or a preference function;
+               or on tasks
 
 whet train METHOD --help lists its settings.
 """

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from whet.algorithms.best_of_n import BestOfN
 from whet.cli.models import describe_size, load_model
+from whet.cli.rows import check_prompts_fit
 from whet.cli.runs import BestOfNRun
 from whet.config.settings import BestOfNConfig
 from whet.data.rows import read_rows
@@ -22,13 +23,20 @@ from whet.errors import WhetValueError
 from whet.rewards.functions import load_function
 from whet.rollout.choose import make_engine, reward_functions
 from whet.rollout.rollout import as_shown
+from whet.tasks.mixture import open_tasks
 
 
 def main(run: BestOfNRun) -> int:
     """Write ``prompt``, ``completion`` and ``score`` per prompt, in order; with ``all_candidates`` those too."""
     functions = [load_function(spec) for spec in run.reward]
-    rows = [{"prompt": run.prompt}] if run.prompt else read_rows(run.prompts)
+    if run.task:
+        rows = open_tasks(run.task)
+        functions = [*rows.reward_functions(), *functions]
+    else:
+        rows = [{"prompt": run.prompt}] if run.prompt else read_rows(run.prompts)
     model, tokenizer = load_model(run.model, run.dtype)
+    if run.task:
+        check_prompts_fit(model, tokenizer, rows, "whet best-of-n")
     print(f"best of {run.n} of {run.model}: {describe_size(model)}", file=sys.stderr)
     with _output(run.output) as file:
         for done, row in enumerate(best_completions(run, model, tokenizer, functions, rows), start=1):
@@ -39,7 +47,7 @@ def main(run: BestOfNRun) -> int:
 
 
 def best_completions(
-    run: BestOfNRun, model: torch.nn.Module, tokenizer: Any, functions: list[Any], rows: list[dict[str, Any]]
+    run: BestOfNRun, model: torch.nn.Module, tokenizer: Any, functions: list[Any], rows: Sequence[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     """A dict per row, in order; ``batch_size`` prompts are sampled for at a time, each batch from its own seed."""
     settings = {field.name: getattr(run, field.name) for field in dataclasses.fields(BestOfNConfig)}

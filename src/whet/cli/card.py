@@ -64,7 +64,7 @@ def model_card(algorithm: str, run: Any, n_rows: int, n_tokens: int, evaluations
         "Correction of the sampler's log-probabilities": getattr(run, "sampler_correction", None),
         "Trained": f"LoRA adapters of rank {run.lora_rank}" if run.lora_rank else "every weight",
         "Base model": run.model,
-        "Data": f"{run.data}, {n_rows:,} rows",
+        "Data": f"{run.trained_on()}, {n_rows:,} rows",
         "Steps": f"{run.steps:,} of {run.batch_size} rows, {n_tokens:,} tokens in all",
         "Learning rate": f"{run.learning_rate:g}, {run.lr_schedule}",
         "Seed": run.seed,
@@ -76,7 +76,7 @@ def model_card(algorithm: str, run: Any, n_rows: int, n_tokens: int, evaluations
         name=Path(run.output_dir).resolve().name,
         version=__version__,
         facts=_table(("Setting", "Value"), [(key, text) for key, text in facts.items() if text not in (None, "")]),
-        evaluation=_evaluation(run.eval_data, evaluations),
+        evaluation=_evaluation(run.evaluated_on(), evaluations),
         versions=_table(("Package", "Version"), versions().items()),
     )
 

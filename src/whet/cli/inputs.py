@@ -1,6 +1,6 @@
 """The inputs of a run, kept in its folder as sizes and digests, so that a continued run notices a change.
 
-A run is refused if what changed would make it another run: its data, or what of its base model is not in its
+A run is refused if what changed would make it another run: its data, its tasks, or what of its base model is not in its
 checkpoints. Of held-out rows, rewards and judges, which a run may change on its way, it is only said.
 """
 
@@ -31,9 +31,10 @@ def read_inputs(run: Any) -> Inputs:
 def _files(run: Any) -> Iterator[tuple[str, list[Path]]]:
     for setting in ("data", "eval_data"):
         yield setting, _existing([getattr(run, setting)])
-    for setting in ("reward", "preference"):
+    for setting in ("task", "reward", "preference"):
         specs = getattr(run, setting, "")
-        yield setting, _existing([spec.rpartition(":")[0] for spec in ([specs] if isinstance(specs, str) else specs)])
+        names = [spec.partition(",")[0] for spec in ([specs] if isinstance(specs, str) else specs)]
+        yield setting, _existing([name.rpartition(":")[0] for name in names])
     model = Path(run.model)
     if model.is_file():
         yield "model", list(read_gguf(model, "whet train").paths)  # its tokenizer is in no checkpoint

@@ -5,6 +5,7 @@ The fields' own words are the flags' help. Does not import torch, so that --help
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from whet.config.fields import Count, NonNegative, Positive, check_range, check_
 from whet.config.settings import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
 from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
+from whet.tasks.settings import spec_text
 
 StoredDtype = Literal["auto", "float32", "bfloat16"]
 
@@ -58,19 +60,51 @@ class RunConfig:
             WhetValueError: naming the setting and its flag.
             MissingExtraError: a logger or LoRA without its package.
         """
-        check_given(where, self, "model", "data", "output_dir")
+        rows, measured = self.sources()
+        check_given(where, self, "model", rows, "output_dir")
         check_range(self, "loggers", len(set(self.loggers)) == len(self.loggers), "each of them once")
         check_used(self, ["lora_alpha", "lora_layers"], self.lora_rank > 0, "lora_rank is 0, and there are no adapters")
-        check_used(self, ["eval_every"], bool(self.eval_data), "there is no eval_data")
+        check_used(self, ["eval_every"], bool(getattr(self, measured)), f"there is no {measured}")
         check_used(self, ["wandb_project"], "wandb" in self.loggers, "'wandb' is not among loggers")
         for package in [*(name for name in self.loggers if name != "csv"), *(["peft"] if self.lora_rank else [])]:
             check_installed(where, package, extra=package)
+
+    def sources(self) -> tuple[str, str]:
+        """The settings that name the rows to train on, and those that only measure."""
+        return "data", "eval_data"
+
+    def trained_on(self) -> str:
+        """The rows to train on, in words."""
+        return self.data
+
+    def evaluated_on(self) -> str:
+        """The rows that only measure, in words; empty: there are none."""
+        return self.eval_data
+
+
+class _TasksAsTexts:
+    """Before any check, tables of tasks become texts, as flags have them."""
+
+    task: list[str]
+
+    def __post_init__(self) -> None:
+        given: Any = [self.task] if isinstance(self.task, (str, Mapping)) else self.task
+        self.task = [spec_text(spec) for spec in given] if isinstance(given, (list, tuple)) else given
+        super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(kw_only=True)
 class OnlineRunConfig(RunConfig):
     """Settings of every ``whet train`` that samples."""
 
+    data: str = ""
+    """Rows to train on, as a .jsonl, .json or .parquet file, or the name of a dataset on the hub; this or task is
+    required."""
+    task: list[str] = field(default_factory=list)
+    """Tasks in place of data and reward: reasoning_gym:NAME, file.py:Class or package.module:Class, options after
+    commas as in reasoning_gym:chain_sum,max_terms=2; in CONFIG.toml also [[task]] tables."""
+    eval_items: Count = 0
+    """Items of each task that only measure, none of which occurs in training; 0: none."""
     reward: list[str] = field(default_factory=list)
     """Functions that score: file.py:function or package.module:function."""
     eval_temperature: NonNegative = 0.0
@@ -78,7 +112,19 @@ class OnlineRunConfig(RunConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_used(self, ["eval_temperature"], bool(self.eval_data), "there is no eval_data")
+        check_used(self, ["data", "eval_data"], not self.task, "task brings rows to train and to evaluate on")
+        check_used(self, ["eval_items"], bool(self.task), "there is no task; eval_data names rows that only measure")
+        measured = self.sources()[1]
+        check_used(self, ["eval_temperature"], bool(getattr(self, measured)), f"there is no {measured}")
+
+    def sources(self) -> tuple[str, str]:
+        return ("task", "eval_items") if self.task else super().sources()
+
+    def trained_on(self) -> str:
+        return "; ".join(self.task) or self.data
+
+    def evaluated_on(self) -> str:
+        return f"{self.eval_items:,} held-out items of each task" if self.eval_items else self.eval_data
 
 
 @dataclass(kw_only=True)
@@ -92,16 +138,17 @@ class DPORun(DPOConfig, RunConfig):
 
 
 @dataclass(kw_only=True)
-class GRPORun(GRPOConfig, OnlineRunConfig):
+class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
     """Settings of ``whet train grpo``."""
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_given(where, self, "reward")
+        if not self.task:
+            check_given(where, self, "reward")
 
 
 @dataclass(kw_only=True)
-class OnlineDPORun(OnlineDPOConfig, OnlineRunConfig):
+class OnlineDPORun(_TasksAsTexts, OnlineDPOConfig, OnlineRunConfig):
     """Settings of ``whet train online-dpo``."""
 
     preference: str = ""
@@ -109,11 +156,12 @@ class OnlineDPORun(OnlineDPOConfig, OnlineRunConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        if not self.preference or self.eval_data:
+        measured = self.sources()[1]
+        scored = not self.preference or bool(getattr(self, measured))
+        if scored and not self.task:
             check_given(where, self, "reward")
         rewards = ["reward", "reward_weights", "reward_policy", "reward_timeout_s"]
-        scored = not self.preference or bool(self.eval_data)
-        check_used(self, rewards, scored, "preference judges, and there is no eval_data to score")
+        check_used(self, rewards, scored, f"preference judges, and there is no {measured} to score")
 
 
 RUNS: dict[str, type[RunConfig]] = {"sft": SFTRun, "dpo": DPORun, "grpo": GRPORun, "online-dpo": OnlineDPORun}
@@ -129,6 +177,8 @@ class _BestOfNInputs:
     """Rows with a prompt each: a .jsonl, .json or .parquet file, or the name of a dataset on the hub."""
     prompt: str = ""
     """A single prompt, in place of prompts."""
+    task: list[str] = field(default_factory=list)
+    """Tasks in place of prompts and reward, see whet train grpo --help; their rows to train on."""
     reward: list[str] = field(default_factory=list)
     """Functions that score: file.py:function or package.module:function."""
     output: str = ""
@@ -142,7 +192,7 @@ class _BestOfNInputs:
 
 
 @dataclass(kw_only=True)
-class BestOfNRun(BestOfNConfig, _BestOfNInputs):
+class BestOfNRun(_TasksAsTexts, BestOfNConfig, _BestOfNInputs):
     """Settings of ``whet best-of-n``."""
 
     def check(self, where: str) -> None:
@@ -151,9 +201,9 @@ class BestOfNRun(BestOfNConfig, _BestOfNInputs):
         Raises:
             WhetValueError: naming the setting and its flag.
         """
-        check_given(where, self, "model", "reward")
-        if bool(self.prompts) == bool(self.prompt):
-            raise WhetValueError(f"{where}: expected one of --prompts (a file) and --prompt (a text).")
+        check_given(where, self, "model", *([] if self.task else ["reward"]))
+        if [bool(self.prompts), bool(self.prompt), bool(self.task)].count(True) != 1:
+            raise WhetValueError(f"{where}: expected one of --prompts (a file), --prompt (a text) and --task.")
 
 
 def lock_folder(output_dir: str) -> FolderLock:

@@ -20,7 +20,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,9 @@ from whet.checkpoint.folder import latest_checkpoint, step_folder
 from whet.cli.card import model_card
 from whet.cli.inputs import check_inputs, read_inputs, write_inputs
 from whet.cli.models import add_lora, describe_size, load_model
+from whet.cli.rows import check_prompts_fit, open_rows
 from whet.cli.runs import OnlineRunConfig
 from whet.cli.settings import read_toml, write_toml
-from whet.data.rows import read_rows
 from whet.errors import DiskFullError, WhetValueError
 from whet.files import force_to_disk, replace_text, temporary_beside, told_if_full
 from whet.report.run import write_report
@@ -50,12 +50,12 @@ from whet.training.trainer import Trainer
 
 ALGORITHMS: dict[str, type[Trainer]] = {"sft": SFT, "dpo": DPO, "grpo": GRPO, "online-dpo": OnlineDPO}
 
-_IDENTITY = ("model", "data", "seed", "dtype", "lora_rank", "lora_alpha", "lora_layers")
+_IDENTITY = ("model", "data", "task", "seed", "dtype", "lora_rank", "lora_alpha", "lora_layers")
 """Settings that a run keeps for good. Others may change when it is continued, which is said."""
 
 _FREE = (
     "output_dir", "steps", "resume", "loggers", "wandb_project", "checkpoint_every", "keep_checkpoints",
-    "eval_data", "eval_every", "eval_temperature",
+    "eval_data", "eval_items", "eval_every", "eval_temperature",
 )  # fmt: skip
 """Settings that change no step, so that nothing need be said."""
 
@@ -74,9 +74,8 @@ def main(method: str, run: Any) -> int:
 def _train(method: str, run: Any) -> int:
     folder = Path(run.output_dir)
     checkpoint = _checkpoint_to_resume(run, folder)
-    rewards = _rewards(run)
-    rows = read_rows(run.data)
-    held_out = read_rows(run.eval_data) if run.eval_data else []
+    rows, held_out, functions = open_rows(run)
+    rewards = reward_functions(run, functions) if functions else None
     inputs = read_inputs(run)
     for note in check_inputs(folder / "inputs.json", inputs) if checkpoint else []:
         _say(note)
@@ -84,6 +83,9 @@ def _train(method: str, run: Any) -> int:
 
     _set_seed(run.seed % 2**32)  # NumPy's generator takes no more bits
     model, tokenizer = load_model(run.model, run.dtype)
+    if getattr(run, "task", []):
+        for part in (rows, held_out):
+            check_prompts_fit(model, tokenizer, part, f"whet train {method}")
     if run.lora_rank:
         model = add_lora(model, run.model, run.lora_rank, run.lora_alpha, run.lora_layers)
     _say(f"{ALGORITHMS[method].__name__} of {run.model}: {describe_size(model)}")
@@ -126,18 +128,19 @@ def _checkpoint_to_resume(run: Any, folder: Path) -> Path | None:
         if (folder / "config.toml").exists():
             raise WhetValueError(f"{folder} holds a run, and resume is off. Choose another output_dir, or remove it.")
         return None
-    checkpoint = latest_checkpoint(folder / "checkpoints")
+    checkpoint, file = latest_checkpoint(folder / "checkpoints"), folder / "config.toml"
     now = dataclasses.asdict(run)
-    before = read_toml(folder / "config.toml") if (folder / "config.toml").exists() else now
-    changed = [name for name in now if name not in _FREE and before.get(name) != now[name]]
+    # A setting that the run's version of Whet did not have was at its default.
+    before = {**dataclasses.asdict(type(run)()), **read_toml(file)} if file.exists() else now
+    changed = [name for name in now if name not in _FREE and before[name] != now[name]]
     for name in changed:
         if name in _IDENTITY:
             raise WhetValueError(
-                f"{folder} holds a run with {name} = {before.get(name)!r}, and here it is {now[name]!r}. Choose "
+                f"{folder} holds a run with {name} = {before[name]!r}, and here it is {now[name]!r}. Choose "
                 f"another output_dir, or leave {name} as it was."
             )
     for name in changed if checkpoint else []:
-        _say(f"{name} is {now[name]!r} from here on; it was {before.get(name)!r}")
+        _say(f"{name} is {now[name]!r} from here on; it was {before[name]!r}")
     return checkpoint
 
 
@@ -149,11 +152,6 @@ def _algorithm_config(method: str, run: Any) -> Any:
     return config_class(**settings)
 
 
-def _rewards(run: Any) -> RewardFunctions | None:
-    specs = getattr(run, "reward", [])
-    return reward_functions(run, [load_function(spec) for spec in specs]) if specs else None
-
-
 def _judges(run: Any, rewards: RewardFunctions | None) -> dict[str, Any]:
     """Constructor arguments that score completions, for an algorithm that samples."""
     if getattr(run, "preference", ""):
@@ -161,7 +159,7 @@ def _judges(run: Any, rewards: RewardFunctions | None) -> dict[str, Any]:
     return {} if rewards is None else {"reward_fn": rewards}
 
 
-def add_reference_logprobs(model: Any, arguments: Mapping[str, Any], *parts: list[Any]) -> list[list[Any]]:
+def add_reference_logprobs(model: Any, arguments: Mapping[str, Any], *parts: Any) -> list[list[Any]]:
     """The rows with the reference's log-probs, before anything is trained.
 
     What computes them, with a bfloat16 copy of all weights, is gone on return, before the run makes its own.
@@ -170,7 +168,7 @@ def add_reference_logprobs(model: Any, arguments: Mapping[str, Any], *parts: lis
     return [reference.add_reference_logprobs(part) if part else [] for part in parts]
 
 
-def _evaluation(run: Any, rows: list[Any], rewards: RewardFunctions | None) -> Callable[[Any], dict[str, float]]:
+def _evaluation(run: Any, rows: Sequence[Any], rewards: RewardFunctions | None) -> Callable[[Any], dict[str, float]]:
     """The function that evaluates a trainer on held-out rows."""
     options = {} if rewards is None else {"reward_fn": rewards, "temperature": run.eval_temperature}
     return lambda trainer: trainer.evaluation_metrics(rows, **options)
@@ -282,7 +280,7 @@ def _finish(trainer: Trainer, run: Any, folder: Path, n_rows: int, evaluations: 
     _save_model(trainer, folder / "model")
     for path in (folder / "README.md", folder / "model" / "README.md"):
         replace_text(path, card)
-    summary = f"{name} of {run.model} on {run.data}, {run.steps:,} steps"
+    summary = f"{name} of {run.model} on {run.trained_on()}, {run.steps:,} steps"
     write_report(folder, title=f"{name}: {folder.resolve().name}", summary=f"{summary}.")
     if evaluations:
         metric = next(name for name in evaluations[-1] if name != "step")

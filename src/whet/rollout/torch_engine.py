@@ -188,7 +188,7 @@ class TorchEngine:
         return [completions[start : start + n] for start in range(0, len(rows), n)]
 
     def _budget(self, index: int, prompt_length: int, sampling: SamplingParams) -> int:
-        limit = _position_limit(self.model)
+        limit = position_limit(self.model)
         if limit is not None and prompt_length >= limit:
             raise WhetValueError(
                 f"TorchEngine.generate: prompt_ids[{index}] has {prompt_length} tokens, which leaves no room "
@@ -397,7 +397,7 @@ def _own_settings(model: Any, sampling: SamplingParams) -> dict[str, Any]:
     return settings
 
 
-def _position_limit(model: nn.Module) -> int | None:
+def position_limit(model: nn.Module) -> int | None:
     """``max_position_embeddings`` of the module's config, or of the module."""
     inner: Any = inner_module(model)
     config = getattr(inner, "config", inner)

@@ -1,0 +1,88 @@
+"""A task by name: of reasoning-gym, or a class of a user's own module or file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from whet.config.fields import check_used
+from whet.errors import WhetTypeError, WhetValueError
+from whet.rewards.functions import load_function
+from whet.tasks.protocol import Split, Task, split_of
+from whet.tasks.reasoning_gym import PREFIX, ReasoningGymTask
+from whet.tasks.settings import TaskSettings, read_spec
+
+
+def open_task(spec: str | Mapping[str, Any], *, split: Split = "train", size: int | None = None) -> Task:
+    """The task that a text or a table names, with the rows of one split.
+
+    Args:
+        spec: "reasoning_gym:chain_sum,max_terms=2"; or a table with the fields of ``TaskSettings``, and options.
+        split: "train" or "eval". No prompt occurs in both, whatever seeds and sizes they are opened with; their
+            ``held_out`` has to be the same.
+        size: number of rows, in place of that of ``spec``; of a user's own rows at most so many.
+
+    Raises:
+        WhetTypeError, WhetValueError: as ``read_spec``; there is no such task; it does not take these settings; it has
+            no rows in this split, or is no ``Task``.
+        MissingExtraError: reasoning-gym is not installed.
+    """
+    settings = read_spec(spec)
+    if split not in ("train", "eval"):
+        raise WhetValueError(f"open_task: split is {split!r}, expected 'train' or 'eval'.")
+    if settings.name.startswith(PREFIX):
+        return ReasoningGymTask(settings if size is None else dataclasses.replace(settings, size=size), split)
+    return OwnTask(settings, split, size)
+
+
+class OwnTask:
+    """A task of a user's own, with the rows of one split: each row is looked at once, here."""
+
+    def __init__(self, settings: TaskSettings, split: Split, size: int | None) -> None:
+        check_used(settings, ["partial_credit"], False, "score is the task's own")
+        task = _make(settings)
+        self.name = task.name
+        self.system_prompt = task.system_prompt if settings.system_prompt is None else settings.system_prompt
+        self.score = task.score
+        self.rows = _OwnRows(task, split, settings.held_out, size)
+
+
+class _OwnRows(Sequence[Mapping[str, Any]]):
+    """The rows of one split among all rows of a task."""
+
+    def __init__(self, task: Task, split: Split, held_out: float, size: int | None) -> None:
+        self._rows = task.rows
+        prompts = (_prompt(task, i) for i in range(len(task.rows)))
+        self._indices = [i for i, prompt in enumerate(prompts) if split_of(prompt, held_out) == split][:size]
+        if not self._indices:
+            raise WhetValueError(
+                f"open_task: none of the {len(task.rows)} rows of {task.name} belongs to {split!r} with held_out = "
+                f"{held_out:g}."
+            )
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, i: Any) -> Any:
+        return [self._rows[k] for k in self._indices[i]] if isinstance(i, slice) else self._rows[self._indices[i]]
+
+
+def _prompt(task: Task, i: int) -> Any:
+    row = task.rows[i]
+    if not isinstance(row, Mapping) or "prompt" not in row:
+        raise WhetTypeError(f"open_task: rows[{i}] of {task.name} is {row!r:.60}, expected a dict with a prompt.")
+    return row["prompt"]
+
+
+def _make(settings: TaskSettings) -> Task:
+    given = {name: getattr(settings, name) for name in ("seed", "size") if getattr(settings, name) is not None}
+    make = load_function(settings.name)
+    try:
+        task = make(**given, **settings.options)
+    except TypeError as error:
+        raise WhetTypeError(f"open_task: {settings.name} could not be made with these options: {error}.") from error
+    missing = [name for name in ("name", "system_prompt", "rows", "score") if not hasattr(task, name)]
+    if missing:
+        raise WhetTypeError(f"open_task: {settings.name} has no {', '.join(missing)}, which a task needs.")
+    return task

@@ -1,0 +1,81 @@
+"""Several tasks as one data set with reward functions: their rows interleaved by weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from whet.tasks.choose import open_task
+from whet.tasks.protocol import Split, Task, prompt_of
+from whet.tasks.settings import read_spec
+
+
+class Mixture(Sequence[dict[str, Any]]):
+    """The rows of several tasks, each with its share.
+
+    Of ``len(self)`` rows task t has the share w_t / sum(w), evenly spaced, and every row of every task occurs: those of
+    a task with more weight than rows occur again. Row i is a pure function of i.
+
+    A row has the fields of the task's, ``prompt`` with the system prompt, and further ``task``, its name, and ``item``,
+    the row as the task has it.
+
+    Args:
+        tasks: one or more.
+        weights: one for each.
+
+    Attributes:
+        names: of the tasks; of equal ones the second is called "name_2", and so on.
+    """
+
+    def __init__(self, tasks: Sequence[Task], weights: Sequence[float]) -> None:
+        self.tasks = list(tasks)
+        self.names = _unique([task.name for task in tasks])
+        shares = np.array(weights, np.float64) / sum(weights)
+        n_rows = max(len(task.rows) / share for task, share in zip(tasks, shares, strict=True))
+        # Row j of a task stands at (j + 1/2) / share.
+        counts = np.ceil(shares * n_rows - 1e-9).astype(int)
+        positions = np.concatenate([(np.arange(n) + 0.5) / share for n, share in zip(counts, shares, strict=True)])
+        order = np.argsort(positions, kind="stable")
+        self._task = np.repeat(np.arange(len(counts)), counts)[order]
+        self._row = np.concatenate([np.arange(n) for n in counts])[order]
+
+    def __len__(self) -> int:
+        return len(self._task)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[k] for k in range(*i.indices(len(self)))]
+        which = self._task[i]
+        task = self.tasks[which]
+        row = task.rows[int(self._row[i]) % len(task.rows)]
+        return {**row, "prompt": prompt_of(task, row), "task": self.names[which], "item": row}
+
+    def reward_functions(self) -> list[Callable[..., list[float | None]]]:
+        """One per task, of its name: the task's scores of its own rows, None for those of the others."""
+        return [_reward_function(name, task) for name, task in zip(self.names, self.tasks, strict=True)]
+
+
+def open_tasks(specs: Sequence[str | Mapping[str, Any]], *, split: Split = "train", size: int | None = None) -> Mixture:
+    """The tasks that texts or tables name; see ``open_task`` for the arguments and errors.
+
+    Weights are for training: of rows to evaluate on, each occurs once.
+    """
+    tasks = [open_task(spec, split=split, size=size) for spec in specs]
+    if split == "eval":
+        return Mixture(tasks, [len(task.rows) for task in tasks])
+    return Mixture(tasks, [read_spec(spec).weight for spec in specs])
+
+
+def _reward_function(own_name: str, own: Task) -> Callable[..., list[float | None]]:
+    def score(completions: Sequence[Any], task: Sequence[str], item: Sequence[Any]) -> list[float | None]:
+        scored = zip(completions, task, item, strict=True)
+        return [own.score(text, row) if name == own_name else None for text, name, row in scored]
+
+    score.__name__ = own_name
+    return score
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    return [f"{name}_{names[:i].count(name) + 1}" if name in names[:i] else name for i, name in enumerate(names)]

@@ -1,0 +1,266 @@
+"""``--task`` in ``whet train`` and ``whet best-of-n``: real commands on a tiny model."""
+
+import importlib.util
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.processes import WHET
+
+from whet.cli import main
+from whet.cli.settings import read_toml
+from whet.data.rows import read_rows
+from whet.rewards.functions import load_function
+from whet.tasks import open_task, open_tasks
+
+ROOT = Path(__file__).parents[2]
+OWN = "examples/tasks.py:SortLetters"
+SUMS = 'reasoning_gym:chain_sum,size=40,max_terms=2,max_digits=1,system_prompt=""'
+gym = pytest.mark.skipif(
+    importlib.util.find_spec("reasoning_gym") is None, reason="needs reasoning-gym: pip install 'whet[gym]'"
+)
+
+
+@pytest.fixture
+def flags(tmp_path, tiny_model):
+    """Gives the flags of a run called so."""
+
+    def given(name, *tasks, **settings):
+        settings = {"batch_size": 2, "max_new_tokens": 4, "learning_rate": 1e-3, **settings}
+        pairs = {"model": tiny_model, "output_dir": tmp_path / name, **settings}
+        return ["--task", *tasks, *(f"--{key.replace('_', '-')}={value}" for key, value in pairs.items())]
+
+    return given
+
+
+def metrics_of(folder):
+    return read_rows(folder / "metrics.jsonl")
+
+
+# --- what a run leaves ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", ["own_task.toml", pytest.param("task.toml", marks=gym)])
+def test_example_runs(config, tmp_path, tiny_model, capsys):
+    argv = ["--model", tiny_model, "--output-dir", tmp_path / "run", "--max-new-tokens", "4"]
+    argv += ["--steps", "2", "--batch-size", "4", "--eval-items", "3"]
+    assert main(["train", "grpo", f"examples/{config}", *map(str, argv)]) == 0
+    tables = read_toml(ROOT / "examples" / config)["task"]
+    names = [table["name"] for table in tables]
+    assert all(name in capsys.readouterr().out.strip().splitlines()[-1] for name in names[:1])
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert names[-1] in card and "## Evaluation on 3 held-out items of each task" in card
+    assert [open_tasks([text]).names for text in read_toml(tmp_path / "run" / "config.toml")["task"]] == [
+        open_tasks([table]).names for table in tables
+    ]
+    assert [row["step"] for row in metrics_of(tmp_path / "run") if "eval/mean_reward" in row] == [0, 2]
+
+
+def test_example_task():
+    task = open_task(OWN)
+    row = {"prompt": [], "answer": "abcd"}
+    scores = {"abcd": 1, " abcd\n": 1, "abdc": 0.5, "ab": 0.5, "abcdefgh": 0.5, "": 0}
+    assert {text: task.score(text, row) for text in scores} == scores
+    assert all(row["answer"] == "".join(sorted(row["prompt"][0]["content"])) for row in task.rows[:20])
+
+
+def test_tasks_log_the_mean_of_each_and_of_held_out_items(flags, tmp_path):
+    run = flags("run", OWN, f"{OWN},letters=2,weight=2", steps=4, group_size=2, batch_size=3, eval_items=5)
+    assert main(["train", "grpo", *run]) == 0
+    rows = metrics_of(tmp_path / "run")
+    steps = [row for row in rows if "mean_reward" in row]
+    completions = read_rows(tmp_path / "run" / "completions.jsonl")
+    for row in steps:
+        for name in ("sort_letters", "sort_letters_2"):
+            of_step = [c[f"rewards/{name}"] for c in completions if c["step"] == row["step"]]
+            scored = [score for score in of_step if score != "NaN"]
+            mean = pytest.approx(sum(scored) / len(scored)) if scored else "NaN"
+            assert len(of_step) == 6 and row[f"rewards/{name}/mean"] == mean
+    evaluations = [row for row in rows if "eval/mean_reward" in row]
+    assert [row["step"] for row in evaluations] == [0, 4]
+    for row in evaluations:
+        means = [row[f"eval/rewards/{name}/mean"] for name in ("sort_letters", "sort_letters_2")]
+        assert row["eval/mean_reward"] == pytest.approx(sum(means) / 2)
+    prompts = {json.dumps(c["prompt"][1:]) for c in completions}
+    held_out = {json.dumps(row["prompt"][1:]) for row in open_tasks([OWN], split="eval")}
+    assert held_out and not prompts & held_out
+    assert all(c["prompt"][0]["content"] == open_task(OWN).system_prompt for c in completions)
+
+
+def test_flags_and_tables_are_the_same_run(flags, tmp_path):
+    settings = {"steps": 2, "group_size": 2}
+    assert main(["train", "grpo", *flags("flags", f"{OWN},seed=3,letters=2", **settings)]) == 0
+    toml = tmp_path / "run.toml"
+    toml.write_text(f'[[task]]\nname = "{OWN}"\nseed = 3\n[task.options]\nletters = 2\n')
+    assert main(["train", "grpo", str(toml), *flags("file", **settings)[1:]]) == 0
+    one, other = (tmp_path / name for name in ("flags", "file"))
+    assert read_toml(one / "config.toml")["task"] == read_toml(other / "config.toml")["task"]
+    assert (one / "completions.jsonl").read_bytes() == (other / "completions.jsonl").read_bytes()
+
+
+def test_a_further_reward_sees_the_columns_of_the_task(flags, tmp_path):
+    (tmp_path / "bonus.py").write_text("def bonus(completions, answer):\n    return [float(len(a)) for a in answer]\n")
+    run = flags("run", OWN, steps=1, group_size=2, reward=f"{tmp_path / 'bonus.py'}:bonus")
+    assert main(["train", "grpo", *run, "--reward-weights", "1", "0.5"]) == 0
+    for row in read_rows(tmp_path / "run" / "completions.jsonl"):
+        assert row["rewards/bonus"] == 4 and row["reward"] == row["rewards/sort_letters"] + 2
+
+
+def test_a_task_is_scored_within_the_time_limit_of_rewards(flags, tmp_path, error_of):
+    text = (ROOT / "examples" / "tasks.py").read_text()
+    (tmp_path / "slow.py").write_text(
+        text.replace("said, right =", "__import__('time').sleep(600)\n        said, right =")
+    )
+    run = flags("run", f"{tmp_path / 'slow.py'}:SortLetters", steps=1, group_size=2, reward_timeout_s=0.2)
+    assert "sort_letters failed on samples 0 to 3" in error_of("train", "grpo", *run)
+
+
+def test_online_dpo_with_and_without_a_judge(flags, tmp_path):
+    assert main(["train", "online-dpo", *flags("scored", OWN, steps=2)]) == 0
+    assert "rewards/sort_letters/mean" in metrics_of(tmp_path / "scored")[-1]
+    (tmp_path / "judge.py").write_text("def first(pairs):\n    return [0 for _ in pairs]\n")
+    judge = {"preference": f"{tmp_path / 'judge.py'}:first", "steps": 2, "eval_items": 2}
+    assert main(["train", "online-dpo", *flags("judged", OWN, **judge)]) == 0
+    rows = metrics_of(tmp_path / "judged")
+    assert not any("rewards/sort_letters/mean" in row for row in rows) and "eval/mean_reward" in rows[0]
+
+
+def test_best_of_n_keeps_the_best_by_the_task(tiny_model, capsys):
+    argv = [f"--model={tiny_model}", f"--task={OWN},size=6,letters=2", "--n=3", "--max-new-tokens=4"]
+    assert main(["best-of-n", *argv, "--all-candidates"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    tasks = open_tasks([f"{OWN},size=6,letters=2"])
+    assert [row["prompt"] for row in rows] == [row["prompt"] for row in tasks]
+    for row, item in zip(rows, tasks, strict=True):
+        scores = [tasks.tasks[0].score(c["completion"], item["item"]) for c in row["candidates"]]
+        assert [c["score"] for c in row["candidates"]] == scores and row["score"] == max(scores)
+
+
+# --- a run that was stopped -----------------------------------------------------------------------------
+
+
+KILLER = """
+import os
+from pathlib import Path
+
+calls = 0
+
+def share(completions, answer):
+    global calls
+    calls += 1
+    if calls == 4 and not Path({mark!r}).exists():
+        Path({mark!r}).touch()
+        os.kill(os.getpid(), 9)
+    return [sum(map(ord, text)) % 97 / 97 for text in completions]
+"""
+
+
+@pytest.mark.parametrize("tasks", [[OWN, f"{OWN},letters=2,weight=2"], pytest.param([SUMS, OWN], marks=gym)])
+def test_killed_run_ends_with_the_same_bits(tasks, flags, tmp_path, capsys):
+    (tmp_path / "killer.py").write_text(KILLER.format(mark=str(tmp_path / "mark")))
+    settings = {"reward": f"{tmp_path / 'killer.py'}:share", "steps": 6, "group_size": 2, "checkpoint_every": 2}
+    argv = ["train", "grpo", *flags("killed", *tasks, **settings)]
+    assert subprocess.run([*WHET, *argv], capture_output=True, timeout=300).returncode == -signal.SIGKILL
+    assert main(argv) == 0
+    assert "step-000002" in capsys.readouterr().out
+    assert main(["train", "grpo", *flags("whole", *tasks, **settings)]) == 0
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    assert (killed / "completions.jsonl").read_bytes() == (whole / "completions.jsonl").read_bytes()
+    weights = [folder / "model" / "model.safetensors" for folder in (killed, whole)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_another_task_is_another_run(flags, tmp_path, error_of):
+    file = tmp_path / "tasks.py"
+    file.write_text((ROOT / "examples" / "tasks.py").read_text())
+    settings = {"steps": 1, "group_size": 2}
+    assert main(["train", "grpo", *flags("run", f"{file}:SortLetters", **settings)]) == 0
+    settings["steps"] = 2
+    error = error_of("train", "grpo", *flags("run", f"{file}:SortLetters,letters=3", **settings))
+    assert f"holds a run with task = ['{file}:SortLetters'], and here it is ['{file}:SortLetters,letters=3']" in error
+    file.write_text(file.read_text() + "\n")
+    error = error_of("train", "grpo", *flags("run", f"{file}:SortLetters", **settings))
+    assert f"{file} (task) has changed" in error
+
+
+def test_a_folder_of_an_older_version_has_no_tasks(files, tmp_path):
+    settings = {**files.online, "group_size": 2}
+    assert main(["train", "grpo", *files("run", steps=1, **settings)]) == 0
+    config = files.folder / "run" / "config.toml"
+    lines = config.read_text().splitlines()
+    config.write_text("\n".join(line for line in lines if not line.startswith(("task =", "eval_items ="))) + "\n")
+    assert main(["train", "grpo", *files("run", steps=2, **settings)]) == 0
+
+
+# --- mistakes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--task", OWN, "--data=x"], "GRPORun: data is 'x' and has no effect: task brings rows"),
+        (["--task", OWN, "--eval-data=x"], "eval_data is 'x' and has no effect: task brings rows"),
+        (["--data=x", "--reward=y", "--eval-items=3"], "eval_items is 3 and has no effect: there is no task"),
+        (["--task", OWN, "--eval-every=3"], "eval_every is 3 and has no effect: there is no eval_items"),
+        (["--task", f"{OWN},size=1,held_out=1"], "none of the 1 rows of sort_letters belongs to 'train'"),
+        (["--task", f"{OWN},size=9,held_out=0.5", "--eval-items=20"], "eval_items is 20, and sort_letters has "),
+        pytest.param(["--task", "reasoning_gym:chainsum"], "Did you mean reasoning_gym:chain_sum", marks=gym),
+    ],
+)
+def test_mistakes(argv, expected, tmp_path, tiny_model, error_of):
+    assert expected in error_of("train", "grpo", f"--model={tiny_model}", f"--output-dir={tmp_path / 'run'}", *argv)
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("chain_sum", "name is 'chain_sum', expected reasoning_gym:NAME"),
+        (f"{OWN},letters", "'letters' is no new option"),
+    ],
+)
+def test_flags_that_are_no_tasks(task, expected, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", "grpo", "--model=x", "--output-dir=y", "--task", task])
+    assert exit_.value.code == 2 and expected in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_a_wrong_table_names_the_file(tmp_path, error_of):
+    toml = tmp_path / "run.toml"
+    toml.write_text('[[task]]\nname = "a:B"\nseed = -1\n')
+    error = error_of("train", "grpo", toml)
+    assert str(toml) in error and "seed is -1, expected an integer from 0" in error
+
+
+LONG = """
+class Long:
+    name, system_prompt = "long", ""
+    rows = [{"prompt": "a" * (40 * i + 1)} for i in range(20)]
+
+    def score(self, completion, row):
+        return 0.0
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "best-of-n"])
+def test_prompts_beyond_the_context_are_counted_before_the_run(command, flags, tmp_path, tiny_model, error_of):
+    (tmp_path / "long.py").write_text(LONG)
+    spec = f"{tmp_path / 'long.py'}:Long,held_out=0"
+    commands = {
+        "train": ["train", "grpo", *flags("run", spec, steps=1)],
+        "best-of-n": ["best-of-n", f"--model={tiny_model}", f"--task={spec}"],
+    }
+    error = error_of(*commands[command])
+    assert "7 of the first 20 prompts do not fit into the model's 512 positions" in error
+    assert "(long; the longest has 761 tokens)" in error
+
+
+def test_best_of_n_takes_one_source_of_prompts(tiny_model, error_of):
+    for more in (["--prompt=a"], ["--prompts=x"]):
+        error = error_of("best-of-n", f"--model={tiny_model}", f"--task={OWN}", *more)
+        assert "expected one of --prompts (a file), --prompt (a text) and --task" in error
+
+
+def test_the_example_task_is_loaded_as_reward_functions_are():
+    assert load_function(OWN).name == "sort_letters"

@@ -1,0 +1,38 @@
+"""Tasks of a user's own, right ones and wrong ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class Doubles:
+    """Numbers to be doubled."""
+
+    name = "doubles"
+    system_prompt = "Double it."
+
+    def __init__(self, seed: int = 0, size: int = 40, factor: int = 2) -> None:
+        self.rows = [{"prompt": str(i), "answer": str(factor * i)} for i in range(seed, seed + size)]
+
+    def score(self, completion: str, row: Mapping[str, Any]) -> float:
+        return float(completion == row["answer"])
+
+
+class Chats(Doubles):
+    """The same in chat messages."""
+
+    name = "chats"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in self.rows]
+
+
+class NoScore:
+    name, system_prompt, rows = "no_score", "", ()
+
+
+class NoPrompt(Doubles):
+    def __init__(self) -> None:
+        self.rows = [{"question": "1"}]
