@@ -1,10 +1,15 @@
 """``whet eval`` as a user has it: tables, the JSON file, two models, and what it refuses."""
 
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
+import time
 
 import pytest
+from tests.processes import WHET
 from tests.tiny import with_lora
 
 from whet.cli import main
@@ -176,6 +181,35 @@ def test_a_model_without_a_template_says_how_to_give_one(run, error_of, tasks, t
     assert "has no chat template" in error_of(*asked) and "--raw" in error_of(*asked)
     run(*asked[1:], "--raw")
     run(*asked[1:], "--tokenizer", tiny_gguf)
+
+
+def test_ctrl_c_leaves_no_result_and_no_child(tasks, tiny_model, tmp_path):
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        TASK + "    def score(self, completion, row):\n"
+        "        import os, pathlib, time\n"
+        f"        pathlib.Path({str(tmp_path)!r}, 'child').write_text(str(os.getpid()))\n"
+        "        time.sleep(60)\n"
+    )
+    asked = [
+        "eval",
+        str(tiny_model),
+        "--task",
+        f"{slow}:Failing,held_out=1",
+        *SHORT,
+        "--out",
+        str(tmp_path / "out.json"),
+    ]
+    process = subprocess.Popen([*WHET, *asked], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = tmp_path / "child"
+    while process.poll() is None and not (child.exists() and child.read_text()):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "whet: interrupted\n")
+    assert not (tmp_path / "out.json").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(child.read_text()), 0)
 
 
 @pytest.mark.parametrize(

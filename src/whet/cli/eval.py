@@ -165,7 +165,8 @@ def _for_each(asked: EvalConfig, name: str) -> list[Any]:
 
 def _sampling(asked: EvalConfig) -> SamplingParams:
     """Without stop tokens, which are each model's own."""
-    temperature = float(asked.n > 1) if asked.temperature is None else asked.temperature
+    usual = 1.0 if asked.n > 1 else 0.0
+    temperature = usual if asked.temperature is None else asked.temperature
     always = "temperature is 0, which takes the most probable token always"
     check_used(asked, ["n", "top_k", "top_p", "min_p", "seed"], temperature > 0, always)
     return SamplingParams.of(asked, temperature=temperature, stop_token_ids=())
@@ -211,10 +212,17 @@ def _evaluate(
 def _progress(text: str, n_items: int) -> Iterator[Callable[[], object]]:
     """A bar on standard error where that is a terminal; what moves it on."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # No thread that refreshes it: what scores is forked, and could inherit a lock that the thread holds.
+    bar = Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal)
+    with bar:
         row = bar.add_task(text, total=n_items)
-        yield lambda: bar.advance(row)
+
+        def on_item() -> None:
+            bar.advance(row)
+            bar.refresh()
+
+        yield on_item
 
 
 def _say(label: str, result: TaskResult) -> None:
