@@ -167,9 +167,11 @@ def _sampling(asked: EvalConfig) -> SamplingParams:
     """Without stop tokens, which are each model's own."""
     usual = 1.0 if asked.n > 1 else 0.0
     temperature = usual if asked.temperature is None else asked.temperature
+    filters = ("top_k", "top_p", "min_p")
     always = "temperature is 0, which takes the most probable token always"
-    check_used(asked, ["n", "top_k", "top_p", "min_p", "seed"], temperature > 0, always)
-    return SamplingParams.of(asked, temperature=temperature, stop_token_ids=())
+    check_used(asked, ["n", *filters, "seed"], temperature > 0, always)
+    given = {name: getattr(asked, name) for name in ("max_new_tokens", *filters, "repetition_penalty", "seed")}
+    return SamplingParams(temperature=temperature, **given)
 
 
 def _open_tasks(asked: EvalConfig) -> list[Task]:

@@ -204,7 +204,6 @@ def evaluate(
         WhetValueError: as the engine's ``generate``.
     """
     start_s = time.perf_counter()
-    # The engine gives results as they come, another one's pool all at once.
     generate: Callable[..., Iterable[list[Completion]]] = getattr(engine, "generate_each", engine.generate)
     completions = []
     for group in generate(items.prompt_ids, n, sampling, **options):
