@@ -12,6 +12,7 @@ import pytest
 from tests.processes import WHET
 from tests.tiny import with_lora
 
+import whet
 from whet.cli import main
 
 TASK = """
@@ -73,6 +74,7 @@ def test_a_table_and_a_file(run, tasks, tiny_model, tmp_path, monkeypatch):
     assert err.startswith("model: letters, 10 items in ") and err.count("\n") == 1
     found = json.loads(file.read_text())
     assert found["schema"] == 1 and found["comparison"] == [] and found["settings"]["temperature"] == 0
+    assert found["versions"]["whet"] == whet.__version__ and found["isa"] == whet.isa()
     [model] = found["models"]
     [task] = model["tasks"]
     assert (model["model"], task["task"], task["items"], task["samples"]) == (str(tiny_model), "letters", 10, 1)

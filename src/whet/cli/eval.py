@@ -29,6 +29,7 @@ from whet.evaluation import Estimate, RewardedRows, TaskResult, compare, evaluat
 from whet.files import replace_text
 from whet.models.formats import Weights
 from whet.models.sources.gguf_container import GGUFFile
+from whet.report.page import versions
 from whet.rewards.functions import load_function
 from whet.tasks import Task, open_task
 from whet.tasks.settings import read_spec
@@ -299,7 +300,7 @@ def _report(
 
     return {
         "schema": 1,
-        "whet": whet.__version__,
+        "versions": versions(),
         "isa": whet.isa(),
         "n_threads": whet.get_num_threads(),
         "settings": {**dataclasses.asdict(asked), "temperature": sampling.temperature},
