@@ -175,26 +175,29 @@ def _sampling(asked: EvalConfig) -> SamplingParams:
     return SamplingParams(temperature=temperature, **given)
 
 
-def _open_tasks(asked: EvalConfig) -> list[Task]:
-    """The tasks, with rows that are generated once for all models."""
+def _open_tasks(asked: EvalConfig) -> list[tuple[Task, list[Any]]]:
+    """The tasks, and their rows, which are generated once for all models."""
     sizes = [asked.size or read_spec(spec).size or _SIZE for spec in asked.task]
     tasks: list[Task] = [open_task(spec, split="eval", size=n) for spec, n in zip(asked.task, sizes, strict=True)]
     if asked.data:
         tasks = [RewardedRows(asked.data, [load_function(spec) for spec in asked.reward])]
-    for task in tasks:
-        task.rows = task.rows[: asked.size]
-    return tasks
+    return [(task, list(task.rows[: asked.size])) for task in tasks]
 
 
 # --- the work -------------------------------------------------------------------------------------------
 
 
 def _evaluate(
-    asked: EvalConfig, side: Side, label: str, model: str | GGUFFile, sampling: SamplingParams, tasks: Sequence[Task]
+    asked: EvalConfig,
+    side: Side,
+    label: str,
+    model: str | GGUFFile,
+    sampling: SamplingParams,
+    tasks: Sequence[tuple[Task, list[Any]]],
 ) -> list[TaskResult]:
     """The results of a model, which is in memory meanwhile."""
     tokenizer = load_tokenizer(asked.tokenizer or model)
-    every = [read_items(task, tokenizer, raw=asked.raw, where=_WHERE) for task in tasks]
+    every = [read_items(task, tokenizer, rows=rows, raw=asked.raw, where=_WHERE) for task, rows in tasks]
     longest = max(len(prompt) for items in every for prompt in items.prompt_ids)
     with load_engine(model, side.weights, longest + sampling.max_new_tokens) as engine:
         for items in every:

@@ -68,17 +68,25 @@ class Items:
         )
 
 
-def read_items(task: Task, tokenizer: Any, *, raw: bool = False, where: str = "evaluate") -> Items:
-    """All items of a task as the tokens of a model, asked as in training (``whet.tasks.prompt_of``).
+def read_items(
+    task: Task,
+    tokenizer: Any,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    raw: bool = False,
+    where: str = "evaluate",
+) -> Items:
+    """Items of a task as the tokens of a model, asked as in training (``whet.tasks.prompt_of``).
 
     Args:
+        rows: of the task; None: all of them.
         raw: ask without a chat template: the contents of messages as paragraphs.
 
     Raises:
         WhetValueError: the task has no items; or it asks in chat messages, the tokenizer has no chat template, and
             there is no ``raw``.
     """
-    rows = list(task.rows)
+    rows = list(task.rows if rows is None else rows)
     if not rows:
         raise WhetValueError(f"{where}: the task {task.name} has no items.")
     prompts = [prompt_of(task, row) for row in rows]

@@ -28,7 +28,7 @@ class RewardedRows:
     def __init__(self, path: str, functions: Sequence[Callable[..., Any]]) -> None:
         self.name = Path(path).stem
         self.system_prompt = ""
-        self.rows: Sequence[Mapping[str, Any]] = read_rows(path)
+        self.rows = read_rows(path)
         self._functions = RewardFunctions(functions)
         for i, row in enumerate(self.rows):
             if row.get("prompt") is None:
