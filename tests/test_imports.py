@@ -17,6 +17,7 @@ assert config.slots()['layers.0.qkv'] == (24, 8)"""
         ("import whet.config", "torch"),
         ("import whet.training.phases", "torch"),
         ("import whet.data.rows, whet.rewards.functions", "torch transformers pyarrow"),
+        ("import whet.evaluation, whet.models.published", "torch transformers tokenizers rich tyro"),
         ("import whet.training.loggers", "torch rich tensorboard wandb matplotlib typing_extensions"),
         ("import whet.models.tokenizers", "torch transformers tokenizers jinja2"),
         (DESCRIBED, "torch transformers peft"),

@@ -65,6 +65,10 @@ class DiskFullError(WhetError, OSError):
         return str(self.strerror)
 
 
+class DownloadError(WhetError, OSError):
+    """A published file cannot be had, or is not the one that was published."""
+
+
 def check_integer(where: str, name: str, value: Any, least: int, *, optional: bool = False) -> Any:
     """``value`` as an int of at least ``least``; with ``optional``, None too. ``where`` is the caller's name.
 

@@ -58,10 +58,18 @@ def tiny_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_gguf(tiny_model):
     """The same model and tokenizer as a GGUF file, but that "qz" is a token, in place of the byte 0xAD."""
-    from tests.gguf_files import write_gguf
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    vocab = AutoTokenizer.from_pretrained(tiny_model).get_vocab()
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    return write_tiny_gguf(model, tiny_model, tiny_model.parent / "tiny.gguf")
+
+
+def write_tiny_gguf(model, folder, path):
+    """A model's GGUF file at ``path``, with the tokenizer of ``folder``, but for that token."""
+    from tests.gguf_files import write_gguf
+    from transformers import AutoTokenizer
+
+    vocab = AutoTokenizer.from_pretrained(folder).get_vocab()
     tokens = [*sorted(vocab, key=lambda token: vocab[token])[:-1], "qz"]
     keys = {
         "tokenizer.ggml.model": "gpt2",
@@ -73,8 +81,7 @@ def tiny_gguf(tiny_model):
         "tokenizer.ggml.padding_token_id": 0,
         "tokenizer.chat_template": CHAT_TEMPLATE,
     }
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    return write_gguf(model, tiny_model.parent / "tiny.gguf", keys=keys)
+    return write_gguf(model, path, keys=keys)
 
 
 @pytest.fixture(autouse=True)

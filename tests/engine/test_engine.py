@@ -167,6 +167,23 @@ def test_stop_tokens_lengths_and_the_last_position():
             engine.generate(prompts(64), 1, PLAIN)
 
 
+def test_results_come_prompt_after_prompt_and_closing_ends_the_rest():
+    model, rows, sampling = llama(), prompts(5, 70, 9), SamplingParams(max_new_tokens=20, seed=4)
+    with Engine.from_model(model, weights="float32") as engine:
+        expected = engine.generate(rows, 2, sampling)
+        each = engine.generate_each(rows, 2, sampling)
+        assert everything([next(each)]) == everything(expected[:1])
+        with pytest.raises(EngineBusyError, match="1 calls are under way"):
+            engine.sync(model)
+        assert everything(list(each)) == everything(expected[1:])
+        dropped = engine.generate_each(rows, 2, sampling)
+        next(dropped)
+        dropped.close()
+        engine.sync(model)
+        with pytest.raises(WhetValueError, match="generate: n is 0"):
+            next(engine.generate_each(rows, 0))
+
+
 def test_sync_shows_in_the_next_rollout_and_stale_pointers_cannot_be():
     model = llama()
     with Engine.from_model(model, weights="float32") as engine:

@@ -11,7 +11,7 @@ Does not decode text, and does not train.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -192,6 +192,21 @@ class Engine:
                 a token, one sequence larger than ``kv_bytes``, or logits that hold NaN or infinity.
             WhetTypeError: token ids that are no integers.
         """
+        return list(self.generate_each(prompt_ids, n, sampling, adapter=adapter, logprobs_mode=logprobs_mode))
+
+    def generate_each(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+        *,
+        adapter: int | Sequence[int | None] | None = None,
+        logprobs_mode: LogprobsMode = "sampling",
+    ) -> Iterator[list[Completion]]:
+        """The results of ``generate``, prompt after prompt, each as soon as it and those before it are complete.
+
+        All prompts are sampled in one batch meanwhile, whose weights are fixed until the iterator ends or is closed.
+        """
         where = "Engine.generate"
         n = check_integer(where, "n", n, 1)
         prompts = check_token_rows(prompt_ids, self.config, where, "prompt_ids")
@@ -204,8 +219,9 @@ class Engine:
                 self._add_prompt(session, where, f"prompt_ids[{i}]", prompt, n, sampling, i, number, model_logprobs)
                 for i, (prompt, number) in enumerate(zip(prompts, adapters, strict=True))
             ]
-            session.run(jobs)
-            return [[session.completion(job, j, self.policy_version) for j in range(n)] for job in jobs]
+            for job in jobs:
+                session.run([job])
+                yield [session.completion(job, j, self.policy_version) for j in range(n)]
 
     def stream(
         self,

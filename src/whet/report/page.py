@@ -329,7 +329,7 @@ def inline_svg(figure: Any, title: str) -> str:
 def versions() -> dict[str, str]:
     """The versions of Whet, Python and the packages a run depends on, the system and the processor."""
     found = {"whet": __version__, "python": platform.python_version()}
-    for package in ("torch", "transformers", "peft", "safetensors", "numpy"):
+    for package in ("torch", "transformers", "tokenizers", "peft", "safetensors", "numpy", "reasoning-gym"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

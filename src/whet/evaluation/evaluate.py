@@ -1,0 +1,298 @@
+"""Evaluation of a model on a task: its items are sampled for on an engine, scored in child processes, and counted.
+
+Sampling and scoring do not overlap: both use every processor. Items are independent of each other, of their number and
+of the engine's batch: an item's completions depend only on the weights, the settings, the seed and the item's index.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from whet.config.sampling import Completion, SamplingParams
+from whet.data.rows import is_messages, tokenize_prompt
+from whet.errors import WhetValueError
+from whet.evaluation.statistics import Estimate, mean, pass_at_k, share, share_difference, sign_test
+from whet.rewards.processes import call_in_children, summary
+from whet.rollout.protocol import RolloutEngine
+from whet.tasks import Task, prompt_of
+
+FULL_SCORE = 1.0
+"""A completion with this score, or more, solves its item."""
+_CHUNK = 64
+"""Completions that a child process scores, unless one of them hangs."""
+
+
+@dataclass(frozen=True)
+class Items:
+    """The items of a task that a model is evaluated on, as its tokens.
+
+    Attributes:
+        task: they are of.
+        rows: N of its rows.
+        prompt_ids: N prompts.
+    """
+
+    task: Task
+    rows: Sequence[Mapping[str, Any]]
+    prompt_ids: Sequence[Sequence[int]]
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Of the rows."""
+        return [row["prompt"] for row in self.rows]
+
+    def check_context(self, max_new_tokens: int, max_position: int, where: str) -> None:
+        """Refuse prompts that leave less room than ``max_new_tokens`` in a context of ``max_position``.
+
+        Raises:
+            WhetValueError: saying how many, and what would fit.
+        """
+        lengths = [len(prompt) for prompt in self.prompt_ids]
+        n_long, longest = sum(length + max_new_tokens > max_position for length in lengths), max(lengths)
+        if not n_long:
+            return
+        room = max_position - longest
+        fix = f"Lower max_new_tokens to {room}" if room > 0 else "Make the task's items shorter"
+        raise WhetValueError(
+            f"{where}: {n_long:,} of {len(lengths):,} prompts of {self.task.name} exceed the model's context: it has "
+            f"{max_position:,} positions, max_new_tokens takes {max_new_tokens:,} of them, and the longest prompt has "
+            f"{longest:,} tokens. {fix}, or take a model with a longer context."
+        )
+
+
+def read_items(
+    task: Task,
+    tokenizer: Any,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    raw: bool = False,
+    where: str = "evaluate",
+) -> Items:
+    """Items of a task as the tokens of a model, asked as in training (``whet.tasks.prompt_of``).
+
+    Args:
+        rows: of the task; None: all of them.
+        raw: ask without a chat template: the contents of messages as paragraphs.
+
+    Raises:
+        WhetValueError: the task has no items; or it asks in chat messages, the tokenizer has no chat template, and
+            there is no ``raw``.
+    """
+    rows = list(task.rows if rows is None else rows)
+    if not rows:
+        raise WhetValueError(f"{where}: the task {task.name} has no items.")
+    prompts = [prompt_of(task, row) for row in rows]
+    if raw:
+        prompts = [_as_text(prompt) for prompt in prompts]
+    elif not tokenizer.chat_template and any(map(is_messages, prompts)):
+        raise WhetValueError(
+            f"{where}: {task.name} asks in chat messages, and the model has no chat template. Pass a tokenizer that "
+            f"has one (--tokenizer with a folder or .gguf file), or raw (--raw) to ask in plain text."
+        )
+    asked = [{**row, "prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
+    return Items(task, rows, [tokenize_prompt(row, tokenizer) for row in asked])
+
+
+def _as_text(prompt: Any) -> Any:
+    return "\n\n".join(message["content"] for message in prompt) if is_messages(prompt) else prompt
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """The completions of N items of a task, n of each, and their scores.
+
+    Attributes:
+        items: they are of.
+        completions: N x n.
+        texts: of the completions, as they were scored.
+        scores: (N, n) float64.
+        failures: (item, sample) -> why scoring failed; the score is then 0.
+        elapsed_s: seconds that sampling and scoring took.
+    """
+
+    items: Items
+    completions: list[list[Completion]]
+    texts: list[list[str]]
+    scores: np.ndarray
+    failures: Mapping[tuple[int, int], str]
+    elapsed_s: float
+
+    @property
+    def solved(self) -> np.ndarray:
+        """(N, n) bool: full scores."""
+        return self.scores >= FULL_SCORE
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether a score is neither 0 nor 1, so that their mean is not the accuracy."""
+        return bool(np.any((self.scores != 0) & (self.scores != 1)))
+
+    @property
+    def accuracy(self) -> Estimate:
+        """The share of completions that solve their item."""
+        return share(self.solved.mean(axis=1), self.scores.shape[1])
+
+    @property
+    def score(self) -> Estimate:
+        """The mean score."""
+        return mean(self.scores.mean(axis=1))
+
+    @property
+    def pass_at(self) -> dict[int, Estimate]:
+        """k -> the probability that one of k completions solves an item, for k = 1, 2, 4 ... up to n."""
+        n = self.scores.shape[1]
+        powers = [1 << i for i in range(n.bit_length())]
+        return {k: share(pass_at_k(self.solved, k), n // k) for k in powers}
+
+    def summary(self) -> dict[str, Any]:
+        """As a JSON value, without the completions."""
+        every = [completion for group in self.completions for completion in group]
+        n_items, n = self.scores.shape
+        return {
+            "task": self.items.task.name,
+            "items": n_items,
+            "samples": n,
+            "accuracy": as_json(self.accuracy),
+            "score": as_json(self.score) if self.is_graded else as_json(self.accuracy),
+            "pass_at": {str(k): as_json(estimate) for k, estimate in self.pass_at.items()},
+            "prompt_tokens": float(np.mean([len(prompt) for prompt in self.items.prompt_ids])),
+            "completion_tokens": float(np.mean([len(completion.token_ids) for completion in every])),
+            "truncated": float(np.mean([completion.finish_reason == "length" for completion in every])),
+            "scoring_failures": len(self.failures),
+            "elapsed_s": self.elapsed_s,
+        }
+
+    def records(self) -> list[dict[str, Any]]:
+        """Per item its plain fields and its completions, each with its score, as JSON values."""
+
+        def sample(i: int, j: int) -> dict[str, Any]:
+            completion = self.completions[i][j]
+            failure = {"failure": self.failures[i, j]} if (i, j) in self.failures else {}
+            return {
+                "text": self.texts[i][j],
+                "score": float(self.scores[i, j]),
+                "n_tokens": len(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                **failure,
+            }
+
+        plain = [{name: v for name, v in row.items() if isinstance(v, (str, int, float))} for row in self.items.rows]
+        n = self.scores.shape[1]
+        return [{"item": i, **row, "completions": [sample(i, j) for j in range(n)]} for i, row in enumerate(plain)]
+
+
+def evaluate(
+    engine: RolloutEngine,
+    items: Items,
+    tokenizer: Any,
+    *,
+    n: int = 1,
+    sampling: SamplingParams,
+    timeout_s: float = 10.0,
+    on_item: Callable[[], object] = lambda: None,
+    **options: Any,
+) -> TaskResult:
+    """Sample ``n`` completions of each item, and score them.
+
+    Scoring that raises, gives no finite number, or takes longer than ``timeout_s``, scores 0 and is counted.
+
+    Args:
+        on_item: called when an item is sampled.
+        options: of the engine's ``generate``, such as ``adapter``.
+
+    Raises:
+        WhetValueError: as the engine's ``generate``.
+    """
+    start_s = time.perf_counter()
+    generate: Callable[..., Iterable[list[Completion]]] = getattr(engine, "generate_each", engine.generate)
+    completions = []
+    for group in generate(items.prompt_ids, n, sampling, **options):
+        completions.append(group)
+        on_item()
+    texts = [[tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group] for group in completions]
+    scores, failures = score_completions(items.task, items.rows, texts, timeout_s)
+    return TaskResult(items, completions, texts, scores, failures, time.perf_counter() - start_s)
+
+
+# --- two models -----------------------------------------------------------------------------------------
+
+
+def compare(first: TaskResult, second: TaskResult) -> dict[str, Any]:
+    """The differences of ``second`` from ``first`` on the same items, as a JSON value.
+
+    Raises:
+        WhetValueError: they are of different items.
+    """
+    if first.items.prompts != second.items.prompts:
+        raise WhetValueError("compare: the results are of different items. Evaluate both models on the same ones.")
+    solved = [result.solved.mean(axis=1) for result in (first, second)]
+    scores = [result.scores.mean(axis=1) for result in (first, second)]
+    accuracy = share_difference(*solved)
+    graded = first.is_graded or second.is_graded
+    return {
+        "task": first.items.task.name,
+        "accuracy_difference": as_json(accuracy),
+        "score_difference": as_json(mean(scores[1] - scores[0]) if graded else accuracy),
+        "better": int(np.sum(scores[1] > scores[0])),
+        "worse": int(np.sum(scores[1] < scores[0])),
+        "p_value": sign_test(*scores),
+    }
+
+
+def as_json(estimate: Estimate) -> dict[str, float | None]:
+    """An estimate by its fields; None for what cannot be computed."""
+    return {name: None if math.isnan(value) else value for name, value in estimate._asdict().items()}
+
+
+# --- scoring --------------------------------------------------------------------------------------------
+
+
+def score_completions(
+    task: Task, rows: Sequence[Mapping[str, Any]], texts: Sequence[Sequence[str]], timeout_s: float
+) -> tuple[np.ndarray, dict[tuple[int, int], str]]:
+    """(N, n) scores of the completions of N rows, in child processes; and why those failed that did, which score 0.
+
+    A child has ``timeout_s`` for ``_CHUNK`` completions. If it is late or dies, each of them gets a child of its own.
+    """
+    scores = np.zeros((len(texts), len(texts[0])))
+    places = [(i, j) for i, group in enumerate(texts) for j in range(len(group))]
+    chunks = [places[start : start + _CHUNK] for start in range(0, len(places), _CHUNK)]
+    outcomes: dict[tuple[int, int], tuple[float, str]] = {}
+    while chunks:
+        wave, chunks = chunks[: _n_cpus()], chunks[_n_cpus() :]
+        calls = [partial(_score_each, task, [(texts[i][j], rows[i]) for i, j in chunk]) for chunk in wave]
+        for chunk, result in zip(wave, call_in_children(calls, list, timeout_s), strict=True):
+            if not isinstance(result, BaseException):
+                outcomes |= zip(chunk, result, strict=True)
+            elif len(chunk) > 1:
+                chunks += [[place] for place in chunk]
+            else:
+                outcomes[chunk[0]] = 0.0, str(summary(result))
+    for place, (score, _) in outcomes.items():
+        scores[place] = score
+    return scores, {place: outcomes[place][1] for place in places if outcomes[place][1]}
+
+
+def _score_each(task: Task, pairs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[float, str]]:
+    """(score, "") of each completion, or (0, why there is none)."""
+    return [_score(task, completion, row) for completion, row in pairs]
+
+
+def _score(task: Task, completion: str, row: Mapping[str, Any]) -> tuple[float, str]:
+    try:
+        score = float(task.score(completion, row))
+    except Exception as error:
+        return 0.0, f"it raised {summary(error)}"
+    return (score, "") if math.isfinite(score) else (0.0, f"it gave {score}")
+
+
+def _n_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,255 @@
+"""``whet eval`` as a user has it: tables, the JSON file, two models, and what it refuses."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+from tests.processes import WHET
+from tests.tiny import with_lora
+
+import whet
+from whet.cli import main
+
+TASK = """
+class Letters:
+    name = "letters"
+    system_prompt = "Say one letter."
+
+    def __init__(self, size=12, weight=1, template=True):
+        prompts = [f"word {i}" for i in range(size)]
+        self.rows = [{"prompt": [{"role": "user", "content": p}] if template else p, "parity": i % 2}
+                     for i, p in enumerate(prompts)]
+
+    def score(self, completion, row):
+        return float(sum(map(ord, completion)) % 2 == row["parity"])
+
+
+class Graded(Letters):
+    name = "graded"
+
+    def score(self, completion, row):
+        if "bad" in row:
+            raise ValueError("bad")
+        return sum(map(ord, completion)) % 5 / 4
+
+
+class Failing(Letters):
+    name = "failing"
+
+    def score(self, completion, row):
+        return 1 / row["parity"]
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    path = tmp_path / "tasks.py"
+    path.write_text(TASK)
+    return lambda name: f"{path}:{name},held_out=1"
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*argv, status=0):
+        capsys.readouterr()
+        assert main(["eval", *map(str, argv)]) == status
+        return capsys.readouterr()
+
+    return run
+
+
+SHORT = ["--max-new-tokens", "5"]
+
+
+def test_a_table_and_a_file(run, tasks, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    file = tmp_path / "found.json"
+    out, err = run(tiny_model, "--task", tasks("Letters"), *SHORT, "--size", "10", "--out", file, "--records")
+    assert "letters: 10 items" in out and tiny_model.name in out and "pass@" not in out and "score" not in out
+    assert err.startswith("model: letters, 10 items in ") and err.count("\n") == 1
+    found = json.loads(file.read_text())
+    assert found["schema"] == 1 and found["comparison"] == [] and found["settings"]["temperature"] == 0
+    assert found["versions"]["whet"] == whet.__version__ and found["isa"] == whet.isa()
+    [model] = found["models"]
+    [task] = model["tasks"]
+    assert (model["model"], task["task"], task["items"], task["samples"]) == (str(tiny_model), "letters", 10, 1)
+    scores = [record["completions"][0]["score"] for record in task["records"]]
+    assert task["accuracy"]["value"] == sum(scores) / 10 and 0 < task["accuracy"]["low"] < task["accuracy"]["high"] < 1
+    assert f"accuracy  {10 * sum(scores):.1f}% ({100 * task['accuracy']['low']:.1f} to" in out
+    for record in task["records"]:
+        text = record["completions"][0]["text"]
+        assert record["completions"][0]["score"] == float(sum(map(ord, text)) % 2 == record["parity"])
+
+
+def test_what_a_file_leaves_out_unless_asked(run, tasks, tiny_model, tmp_path):
+    run(tiny_model, "--task", tasks("Letters"), *SHORT, "--out", tmp_path / "found.json")
+    assert "records" not in json.loads((tmp_path / "found.json").read_text())["models"][0]["tasks"][0]
+
+
+def test_items_are_asked_and_answered_as_by_hand(run, tasks, tiny_model, tmp_path):
+    """The system prompt and the chat template as in training, greedy, up to the model's stop tokens."""
+    from transformers import AutoTokenizer
+
+    from whet import SamplingParams
+    from whet.engine import Engine
+
+    file = tmp_path / "found.json"
+    options = ["--weights", "float32", *SHORT, "--out", file, "--records"]
+    run(tiny_model, "--task", tasks("Letters"), "--size", "2", *options)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    text = "<system>Say one letter.<eos><user>word {}<eos><assistant>"
+    ids = [tokenizer(text.format(i), add_special_tokens=False)["input_ids"] for i in range(2)]
+    with Engine.from_pretrained(tiny_model, weights="float32") as engine:
+        sampling = SamplingParams(temperature=0, max_new_tokens=5, stop_token_ids=[1])
+        groups = engine.generate(ids, 1, sampling)
+    expected = [tokenizer.decode(group[0].token_ids, skip_special_tokens=True) for group in groups]
+    records = json.loads(file.read_text())["models"][0]["tasks"][0]["records"]
+    assert [record["completions"][0]["text"] for record in records] == expected
+
+
+def test_several_completions_and_several_tasks(run, tasks, tiny_gguf, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    file = tmp_path / "found.json"
+    options = ["-n", "3", *SHORT, "--out", file]
+    out, err = run(tiny_gguf, "--task", tasks("Letters"), "--task", tasks("Graded") + ",size=4", *options)
+    assert "letters: 12 items, 3 completions each" in out and "graded: 4 items" in out
+    letters, graded = out.split("graded: ")
+    assert "pass@2" in letters and "score" not in letters and "score" in graded and err.count("\n") == 2
+    found = json.loads(file.read_text())
+    assert found["settings"]["temperature"] == 1
+    by_task = found["models"][0]["tasks"]
+    assert [list(task["pass_at"]) for task in by_task] == [["1", "2"]] * 2
+    assert by_task[0]["pass_at"]["1"] == by_task[0]["accuracy"]
+
+
+def test_two_models_side_by_side(run, tasks, tiny_model, tiny_gguf, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    file = tmp_path / "found.json"
+    out, _ = run(tiny_model, tiny_gguf, "--task", tasks("Letters"), *SHORT, "-n", "4", "--out", file)
+    assert out.splitlines()[1].split() == [tiny_model.name, tiny_gguf.name, "difference"]
+    [found] = json.loads(file.read_text())["comparison"]
+    difference = found["accuracy_difference"]
+    first, second = (m["tasks"][0]["accuracy"]["value"] for m in json.loads(file.read_text())["models"])
+    assert difference["value"] == pytest.approx(second - first)
+    assert difference["low"] < difference["value"] < difference["high"]
+    line = next(line for line in out.splitlines() if line.startswith("accuracy"))
+    assert f"{100 * difference['value']:+.1f}% ({100 * difference['low']:+.1f} to" in line and "(sign test)" in out
+    assert f"better on {found['better']} items and worse on {found['worse']}" in out
+
+
+def test_one_model_in_two_formats_and_with_an_adapter(run, tasks, tiny_model, tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setenv("COLUMNS", "240")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with_lora(model, b_std=0.5, target_modules=["v_proj", "down_proj"]).save_pretrained(tmp_path / "lora")
+    task = ["--task", tasks("Letters"), *SHORT]
+    out, _ = run(tiny_model, tiny_model, *task, "--weights", "float32", "--weights", "int8")
+    assert "model float32" in out and "model int8" in out
+    both = ["--adapter", "none", "--adapter", tmp_path / "lora", "--weights", "float32"]
+    out, _ = run(tiny_model, tiny_model, *task, *both, "--out", tmp_path / "a.json", "--records")
+    assert f"model float32 with {tmp_path / 'lora'}" in out
+    alone = [tiny_model, *task, "--adapter", tmp_path / "lora", "--weights", "float32"]
+    run(*alone, "--out", tmp_path / "b.json", "--records")
+    base, adapted = (m["tasks"][0]["records"] for m in json.loads((tmp_path / "a.json").read_text())["models"])
+    assert adapted == json.loads((tmp_path / "b.json").read_text())["models"][0]["tasks"][0]["records"] != base
+
+
+def test_rows_with_a_reward(run, files, tiny_model):
+    out, _ = run(tiny_model, "--data", files.folder / "rows.jsonl", "--reward", files.online["reward"], *SHORT)
+    assert "rows: 8 items" in out and "score" in out
+
+
+def test_scoring_that_fails_is_told(run, tasks, tiny_model):
+    out, err = run(tiny_model, "--task", tasks("Failing"), *SHORT)
+    assert "not scored" in out and "50.0%" in out
+    warning = "whet: warning: failing could not score 6 completions, which count as 0; the first is of item 0"
+    assert warning in err and "ZeroDivisionError" in err
+
+
+def test_a_model_without_a_template_says_how_to_give_one(run, error_of, tasks, tiny_model, tiny_gguf, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_model, bare)
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((bare / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (bare / "tokenizer_config.json").write_text(json.dumps(config))
+    asked = ["eval", bare, "--task", tasks("Letters"), *SHORT]
+    assert "has no chat template" in error_of(*asked) and "--raw" in error_of(*asked)
+    run(*asked[1:], "--raw")
+    run(*asked[1:], "--tokenizer", tiny_gguf)
+
+
+def test_ctrl_c_leaves_no_result_and_no_child(tasks, tiny_model, tmp_path):
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        TASK + "    def score(self, completion, row):\n"
+        "        import os, pathlib, time\n"
+        f"        pathlib.Path({str(tmp_path)!r}, 'child').write_text(str(os.getpid()))\n"
+        "        time.sleep(60)\n"
+    )
+    asked = [
+        "eval",
+        str(tiny_model),
+        "--task",
+        f"{slow}:Failing,held_out=1",
+        *SHORT,
+        "--out",
+        str(tmp_path / "out.json"),
+    ]
+    process = subprocess.Popen([*WHET, *asked], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = tmp_path / "child"
+    while process.poll() is None and not (child.exists() and child.read_text()):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "whet: interrupted\n")
+    assert not (tmp_path / "out.json").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(child.read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "expected one of --task (such as reasoning_gym:chain_sum) and --data"),
+        (["--task", "chain_sum"], "name is 'chain_sum', expected reasoning_gym:NAME"),
+        (["--task", "TASKS:Leters"], "nothing callable named 'Leters'; it has"),
+        (["--task", "TASKS:Letters", "-n", "0"], "n is 0, expected an integer >= 1"),
+        (["--task", "TASKS:Letters", "--size", "0"], "size is 0, expected an integer >= 1"),
+        (["--task", "TASKS:Letters,size=0"], "size is 0, expected an integer >= 1"),
+        (["--task", "TASKS:Letters,held_out=0"], "none of the 12 rows of letters belongs to 'eval'"),
+        (["--task", "TASKS:Letters", "--temperature", "0", "-n", "2"], "n is 2 and has no effect: temperature is 0"),
+        (["--task", "TASKS:Letters", "--seed", "1"], "seed is 1 and has no effect: temperature is 0"),
+        (["--task", "TASKS:Letters", "--records"], "records is True and has no effect: there is no file (--out)"),
+        (["--task", "TASKS:Letters", "--out", "TASKS"], "is there already. Remove it, or choose another file"),
+        (["--task", "TASKS:Letters", "--out", "no/such/found.json"], "there is no folder 'no/such' to write"),
+        (["--task", "TASKS:Letters", "--data", "rows.jsonl"], "expected one of --task"),
+        (["--data", "rows.jsonl"], "--data and --reward come together"),
+        (["--task", "TASKS:Letters", "--score-timeout-s", "0"], "score_timeout_s is 0.0, expected seconds > 0"),
+        (["--task", "TASKS:Letters", "--weights", "int8", "--weights", "bf16"], "--weights is given 2 times for 1"),
+        (["MODEL", "--task", "TASKS:Letters"], "both models are"),
+        (["MODEL", "MODEL", "--task", "TASKS:Letters"], "expected one model, or two to compare; there are 3"),
+        (["--task", "TASKS:Letters,held_out=1", "--max-new-tokens", "480"], "12 of 12 prompts of letters exceed"),
+        (["--task", "TASKS:Letters,held_out=1", "--adapter", "nowhere"], "nowhere"),
+        (["nowhere", "--task", "TASKS:Letters,held_out=1"], "there is no 'nowhere'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(error_of, tiny_model, tmp_path, options, message):
+    (tmp_path / "tasks.py").write_text(TASK)
+    names = {"TASKS": str(tmp_path / "tasks.py"), "MODEL": str(tiny_model)}
+    given = [re.sub("TASKS|MODEL", lambda found: names[found[0]], option) for option in options]
+    models = [tiny_model] if given[:1] != ["nowhere"] else []
+    assert message in error_of("eval", *models, *given)
+
+
+def test_a_second_model_is_looked_for_before_the_first_is_evaluated(error_of, tasks, tiny_model, monkeypatch):
+    from whet.cli import eval as command
+
+    monkeypatch.setattr(command, "_evaluate", None)
+    assert "there is no 'nowhere'" in error_of("eval", tiny_model, "nowhere", "--task", tasks("Letters"))

@@ -1,0 +1,196 @@
+"""Items asked, sampled, scored and counted; scorers that break, hang or die; two models on the same items."""
+
+import os
+import time
+
+import numpy as np
+import pytest
+from tests.raising import assert_raises
+from tests.tiny import EOS, ScriptedEngine, letters_tokenizer, tiny_llama
+
+from whet.config.sampling import SamplingParams
+from whet.engine import Engine
+from whet.errors import WhetValueError
+from whet.evaluation import RewardedRows, compare, evaluate, read_items
+from whet.evaluation.statistics import share
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=4, stop_token_ids=(EOS,))
+A, B, C, D = range(4, 8)
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}h{% endif %}"
+
+
+class Letters:
+    """A right completion says its letter, and nothing else scores as much as half of it."""
+
+    name = "letters"
+    system_prompt = ""
+
+    def __init__(self, prompts="abcd"):
+        self.rows = [{"prompt": prompt, "answer": prompt, "metadata": {}} for prompt in prompts]
+
+    def score(self, completion, row):
+        return 1.0 if completion == row["answer"] else 0.5 * (row["answer"] in completion)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return letters_tokenizer()
+
+
+def run(groups, tokenizer, task=None, **options):
+    items = read_items(task or Letters(), tokenizer)
+    return evaluate(ScriptedEngine(groups), items, tokenizer, sampling=GREEDY, n=len(groups[0]), **options)
+
+
+RIGHT = [[A, EOS]], [[B, EOS]], [[C, EOS]], [[D, EOS]]
+
+
+def test_what_is_sampled_is_scored_and_counted(tokenizer):
+    seen = []
+    engine = ScriptedEngine([[[A, EOS]], [[C, EOS]], [[A, C, A, A]], [[D, EOS]]])
+    items = read_items(Letters(), tokenizer)
+    result = evaluate(engine, items, tokenizer, sampling=GREEDY, on_item=lambda: seen.append(1))
+    assert engine.asked == [([[A], [B], [C], [D]], 1, GREEDY)] and len(seen) == 4
+    assert result.texts == [["a"], ["c"], ["acaa"], ["d"]]
+    assert result.scores.tolist() == [[1], [0], [0.5], [1]] and result.is_graded and not result.failures
+    found = result.summary()
+    assert found["accuracy"] == share(np.array([1.0, 0, 0, 1]))._asdict()
+    assert found["score"]["value"] == 0.625 and found["pass_at"] == {"1": found["accuracy"]}
+    assert (found["items"], found["samples"], found["truncated"]) == (4, 1, 0.25)
+    assert (found["prompt_tokens"], found["completion_tokens"]) == (1, 2.5)
+    records = result.records()
+    assert records[0] == {
+        "item": 0, "prompt": "a", "answer": "a",
+        "completions": [{"text": "a", "score": 1.0, "n_tokens": 2, "finish_reason": "stop"}],
+    }  # fmt: skip
+
+
+def test_several_completions_give_pass_at_k(tokenizer):
+    groups = [[[A, EOS], [B, EOS], [A, EOS]], [[A, EOS], [A, EOS], [A, EOS]]]
+    result = run(groups, tokenizer, Letters("ab"))
+    found = result.summary()
+    assert not result.is_graded and found["score"] == found["accuracy"]
+    assert found["accuracy"]["value"] == pytest.approx(1 / 3)
+    assert {k: e["value"] for k, e in found["pass_at"].items()} == pytest.approx({"1": 1 / 3, "2": 0.5})
+
+
+def test_a_task_asks_as_in_training(tokenizer):
+    task = Letters("ab")
+    task.system_prompt = "cd"
+    assert read_items(task, tokenizer).prompt_ids == [[C, D, 3, 3, A], [C, D, 3, 3, B]]  # a paragraph before it
+    chat = Letters()
+    chat.system_prompt = "d"
+    chat.rows = [{"prompt": [{"role": "user", "content": "a"}]}]
+    assert_raises(WhetValueError, "no chat template. Pass a tokenizer that has one", read_items, chat, tokenizer)
+    assert read_items(chat, tokenizer, raw=True).prompt_ids == [[D, 3, 3, A]]
+    templated = letters_tokenizer()
+    templated.chat_template = TEMPLATE
+    assert read_items(chat, templated).prompt_ids == [[D, 3, A, 3, 11]]
+    chat.rows = []
+    assert_raises(WhetValueError, "eval: the task letters has no items", read_items, chat, tokenizer, where="eval")
+
+
+def test_prompts_that_exceed_the_context_are_counted(tokenizer):
+    items = read_items(Letters(["a", "abc", "abcdefgh"]), tokenizer)
+    items.check_context(8, 16, "eval")
+    message = (
+        "eval: 2 of 3 prompts of letters exceed the model's context: it has 10 positions, max_new_tokens takes 8 of "
+        "them, and the longest prompt has 8 tokens. Lower max_new_tokens to 2"
+    )
+    assert_raises(WhetValueError, message, items.check_context, 8, 10, "eval")
+    assert_raises(WhetValueError, "Make the task's items shorter", items.check_context, 8, 8, "eval")
+
+
+def test_an_evaluation_depends_on_neither_batch_nor_size():
+    task, tokenizer = Letters("abcdefgh"), letters_tokenizer()
+    sampling = SamplingParams(max_new_tokens=6, stop_token_ids=(EOS,), seed=5)
+    few = Letters("abc")
+    model = tiny_llama()
+    with Engine.from_model(model, weights="float32") as engine:
+        result = evaluate(engine, read_items(task, tokenizer), tokenizer, n=3, sampling=sampling)
+        part = evaluate(engine, read_items(few, tokenizer), tokenizer, n=3, sampling=sampling)
+    with Engine.from_model(model, weights="float32", max_batch=2) as engine:
+        narrow = evaluate(engine, read_items(task, tokenizer), tokenizer, n=3, sampling=sampling)
+    assert narrow.texts == result.texts and narrow.completions == result.completions
+    assert part.texts == result.texts[:3] and part.scores.tolist() == result.scores[:3].tolist()
+    assert len({text for group in result.texts for text in group}) > 3
+
+
+class Broken(Letters):
+    """Scores in many ways that are wrong."""
+
+    def score(self, completion, row):
+        if row["answer"] == "b":
+            raise RuntimeError("no such letter")
+        if row["answer"] == "c":
+            return float("nan")
+        if row["answer"] == "d":
+            time.sleep(60)
+        if row["answer"] == "e":
+            os._exit(3)
+        return super().score(completion, row)
+
+
+def test_scoring_that_fails_costs_the_completion_and_no_other(tokenizer):
+    letters = "abcdeafa"
+    groups = [[[4 + "abcdefgh".index(letter), EOS]] for letter in letters]
+    result = run(groups, tokenizer, Broken(letters), timeout_s=0.5)
+    assert result.scores[:, 0].tolist() == [1, 0, 0, 0, 0, 1, 1, 1]
+    assert result.failures == {
+        (1, 0): "it raised RuntimeError: no such letter",
+        (2, 0): "it gave nan",
+        (3, 0): "CallTimeout: it did not return within timeout_s=0.5",
+        (4, 0): "its process died with exit code 3",
+    }
+    assert result.summary()["scoring_failures"] == 4
+    assert result.records()[3]["completions"][0]["failure"].startswith("CallTimeout")
+
+
+def test_more_completions_than_a_child_takes(tokenizer):
+    letters = "abcdefgh" * 40
+    groups = [[[4 + "abcdefgh".index(letter), EOS], [A, EOS]] for letter in letters]
+    result = run(groups, tokenizer, Letters(letters))
+    assert result.solved[:, 0].all() and result.solved[:, 1].mean() == 1 / 8
+
+
+def test_two_models_are_compared_item_by_item(tokenizer):
+    first = run([[[A, EOS]], [[A, EOS]], [[A, EOS]], [[A, EOS]]], tokenizer)
+    second = run(list(RIGHT), tokenizer)
+    found = compare(first, second)
+    assert found["accuracy_difference"]["value"] == 0.75 and found["score_difference"] == found["accuracy_difference"]
+    assert (found["better"], found["worse"], found["p_value"]) == (3, 0, 0.25)
+    half = run([[[A, B, EOS]], [[A, B, EOS]], [[C, EOS]], [[D, EOS]]], tokenizer)
+    graded = compare(half, second)
+    assert graded["accuracy_difference"]["value"] == 0.5 and graded["score_difference"]["value"] == 0.25
+    other = run([[[A, EOS]]], tokenizer, Letters("a"))
+    assert_raises(WhetValueError, "different items", compare, first, other)
+
+
+# --- rows of a file -------------------------------------------------------------------------------------
+
+
+def length(completions):
+    return [len(text) / 2 for text in completions]
+
+
+def right(completions, answer):
+    return [None if a is None else float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def test_rows_with_reward_functions_are_a_task(tmp_path, tokenizer):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "answer": "a"}\n{"prompt": "b", "answer": null}\n')
+    result = run([[[A, EOS]], [[B, EOS]]], tokenizer, RewardedRows(str(path), [length, right]))
+    assert result.items.task.name == "rows"
+    assert result.scores.tolist() == [[1.5], [0.5]] and not result.failures
+    unscored = run([[[A, EOS]], [[B, EOS]]], tokenizer, RewardedRows(str(path), [right]))
+    assert unscored.scores.tolist() == [[1], [0]] and unscored.failures == {(1, 0): "it gave nan"}
+
+
+def test_rows_that_cannot_be_scored_are_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    assert_raises(WhetValueError, "row 1 of .*rows.jsonl has no prompt", RewardedRows, str(path), [length])
+    path.write_text('{"prompt": "a"}\n')
+    by_ids = lambda completion_ids: [0.0]  # noqa: E731
+    assert_raises(WhetValueError, "declares completion_ids", RewardedRows, str(path), [by_ids])
