@@ -80,7 +80,7 @@ def _memory(tensor: Any) -> tuple[int, tuple[int, ...]]:
 
 
 def _rows(piece: Piece) -> dict[str, Any]:
-    """Where the core finds a piece, which is a matrix or one row; strides in elements."""
+    """The place of a piece in memory, as the core takes it: a matrix or one row, strides in elements."""
     address, strides = _memory(piece.tensor)
     *n, width = piece.tensor.shape
     return {
