@@ -41,6 +41,13 @@ def test_other_mistakes_with_files(tmp_path, error_of):
     assert "two config files, a.toml and b.toml" in error_of("train", "sft", "a.toml", "b.toml")
 
 
+@pytest.mark.parametrize("flag", ["--task", "--reward", "--lora-layers", "--stop_token_ids"])
+def test_flags_of_several_values_are_given_once(flag, error_of):
+    name = flag.replace("_", "-")
+    expected = f"whet train grpo: {name} is there twice. Name all its values after one: {name} A B."
+    assert error_of("train", "grpo", "--model", "m", flag, "1", "2", f"{flag}=3").strip().endswith(expected)
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

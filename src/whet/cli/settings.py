@@ -6,7 +6,9 @@ setting by name.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,7 +44,20 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str, descriptio
     except WhetError as error:
         raise type(error)(f"{files[0]}: {str(error).removeprefix(config_class.__name__ + ': ')}") from None
     flags = [argument for argument in argv if argument not in files]
+    _check_once(config_class, flags, prog)
     return tyro.cli(config_class, args=flags, default=default, prog=f"{prog} [CONFIG.toml]", description=description)
+
+
+def _check_once(config_class: type, flags: Sequence[str], prog: str) -> None:
+    """Raise for a flag of several values that is there again: the parser would take those of the last only."""
+    names = [flag.partition("=")[0].replace("_", "-") for flag in flags]
+    hints = typing.get_type_hints(config_class)
+    for field in dataclasses.fields(config_class):
+        flag = "--" + field.name.replace("_", "-")
+        kind = typing.get_origin(hints[field.name])
+        has_several = isinstance(kind, type) and issubclass(kind, Sequence)
+        if has_several and names.count(flag) > 1:
+            raise WhetValueError(f"{prog}: {flag} is there twice. Name all its values after one: {flag} A B.")
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
