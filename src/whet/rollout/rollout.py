@@ -144,7 +144,12 @@ def sample(engine: RolloutEngine, prompts: Prompts, n: int, sampling: SamplingPa
         prompt_ids=repeated(prompts.ids),
         prompts=repeated(prompts.shown),
         completions=completions,
-        shown=[as_shown(completion.token_ids, tokenizer) for completion in completions],
+        shown=[
+            as_shown(completion.token_ids, tokenizer)
+            if tokenizer is None or completion.text is None
+            else completion.text
+            for completion in completions
+        ],
         columns={name: repeated(values) for name, values in prompts.columns.items()},
     )
 
