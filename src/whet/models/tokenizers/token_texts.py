@@ -3,6 +3,9 @@
 A decoder of the library ``tokenizers`` is a chain of steps on the texts of tokens. Of those that are read here each
 says what a token becomes whatever its neighbours are, so that the text of tokens is their bytes, one after the other.
 Read are the decoders of byte-level BPE, of SentencePiece with bytes or without, and of unigram models.
+
+One departure: of tokens of single bytes among which some are no UTF-8 SentencePiece's decoder turns all to U+FFFD, and
+this only those.
 """
 
 from __future__ import annotations
@@ -95,14 +98,14 @@ def read_token_texts(tokenizer: Any, where: str) -> TokenTexts:
     """
     backend = _backend(tokenizer, where)
     if backend.decoder is None:
-        raise _refusal(where, backend, "it has no decoder")
+        raise _refusal(where, "it has no decoder")
+    vocabulary: Mapping[str, int] = backend.get_vocab(with_added_tokens=True)
     try:
-        steps, drops_first_space = _read_steps(json.loads(backend.decoder.__getstate__()))
+        steps, drops_first_space = _read_steps(json.loads(backend.decoder.__getstate__()), vocabulary)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _refusal(where, backend, f"its decoder is not read: {error}") from None
+        raise _refusal(where, f"its decoder is not read: {error}") from None
     added = backend.get_added_tokens_decoder()
     special = {i for i, token in added.items() if token.special}
-    vocabulary: Mapping[str, int] = backend.get_vocab(with_added_tokens=True)
     tokens = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for text, i in vocabulary.items():
         if i not in special:
@@ -112,11 +115,11 @@ def read_token_texts(tokenizer: Any, where: str) -> TokenTexts:
         ids = backend.encode(probe, add_special_tokens=False).ids
         expected, found = backend.decode(ids, skip_special_tokens=True), texts.text_of(ids)
         if found != expected:
-            raise _refusal(where, backend, f"its tokens one by one say {found!r:.60}, and together {expected!r:.60}")
+            raise _refusal(where, f"its tokens one by one say {found!r:.60}, and together {expected!r:.60}")
     return texts
 
 
-def _refusal(where: str, backend: Any, why: str) -> WhetValueError:
+def _refusal(where: str, why: str) -> WhetValueError:
     return WhetValueError(
         f"{where}: stop needs a tokenizer whose tokens have a text of their own, and that of this one is not known: "
         f"{why}. Pass stop_token_ids, or a tokenizer of byte-level BPE, SentencePiece or unigram."
@@ -151,7 +154,7 @@ def _apply(steps: Sequence[_Step], text: str) -> bytes:
     return said.encode() if isinstance(said, str) else said
 
 
-def _read_steps(decoder: Mapping[str, Any]) -> tuple[list[_Step], bool]:
+def _read_steps(decoder: Mapping[str, Any], vocabulary: Iterable[str]) -> tuple[list[_Step], bool]:
     """What the steps of a decoder do to one token, and whether they leave out a first space."""
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     steps: list[_Step] = []
@@ -173,6 +176,9 @@ def _read_steps(decoder: Mapping[str, Any]) -> tuple[list[_Step], bool]:
         elif kind == "Metaspace":
             steps.append(_replace(part["replacement"], " "))
             drops_first_space = part.get("prepend_scheme", "always") != "never"
+            several = next((token for token in vocabulary if part["replacement"] in token[1:]), None)
+            if drops_first_space and several is not None:
+                raise ValueError(f"of {several!r} it leaves out all spaces in the beginning of a text, and no others")
         else:
             raise ValueError(f"it has the step {kind}")
     return steps, drops_first_space
