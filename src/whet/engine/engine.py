@@ -453,7 +453,7 @@ class Engine:
     def _make_request(
         self, n: int, s: SamplingParams, model_logprobs: bool, texts: TokenTexts | None, where: str
     ) -> dict[str, Any]:
-        """What the requests of a call have in common, as the core takes it."""
+        """The common part of a call's requests, as the core takes it."""
         check_sampling(s, self.config, where)
         names = [*DISTRIBUTION, "top_logprobs"]
         settings = {name: getattr(s, name) for name in names} | {"top_k": min(s.top_k, self.config.vocab_size)}

@@ -162,7 +162,7 @@ class Session:
         return self._core().scores(job)
 
     def drawn(self, job: int, i: int) -> _Drawn:
-        """What a job's only sample has from token i on, computed if need be; no token past its end."""
+        """The tokens of a job's only sample from i on, computed if need be; none past its end."""
         while True:
             try:
                 drawn = _Drawn(*self._core().sample(job, 0, i))

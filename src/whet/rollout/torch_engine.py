@@ -167,9 +167,9 @@ def token_uniforms(seed: int, prompt_index: int, sample_index: int, n: int) -> n
 
 
 def find_stop(text: bytes, stop: Sequence[bytes], n_searched: int = 0) -> int | None:
-    """Where a text is cut: before the string whose last byte comes first, of several before the longest.
+    """The place where a text is cut: before the string whose last byte comes first, of several before the longest.
 
-    None: there is none of them. Only strings count that end behind the first ``n_searched`` bytes.
+    None where there is none of them. Only strings count that end behind the first ``n_searched`` bytes.
     """
     found = [(text.find(string, max(0, n_searched + 1 - len(string))), len(string)) for string in stop]
     ends = [(begin + length, begin) for begin, length in found if begin >= 0]

@@ -155,7 +155,7 @@ def _apply(steps: Sequence[_Step], text: str) -> bytes:
 
 
 def _read_steps(decoder: Mapping[str, Any], vocabulary: Iterable[str]) -> tuple[list[_Step], bool]:
-    """What the steps of a decoder do to one token, and whether they leave out a first space."""
+    """The steps of a decoder as functions of one token, and whether they leave out a first space."""
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     steps: list[_Step] = []
     drops_first_space = is_fused = False
