@@ -26,9 +26,9 @@ struct Sampling {
     float temperature = 1, top_p = 1, min_p = 0, repetition_penalty = 1;
     float presence_penalty = 0, frequency_penalty = 0;
     int32_t top_k = 0;
-    bool model_logprobs = false;        // report log-probs under the model: nothing added, temperature 1, no filter
-    size_t top_logprobs = 0;            // alternatives that are reported with each token
-    std::vector<TokenBias> logit_bias;  // each token once, in the vocabulary
+    bool model_logprobs = false;          // report log-probs under the model: nothing added, temperature 1, no filter
+    size_t top_logprobs = 0;              // alternatives that are reported with each token
+    std::vector<TokenBias> logit_bias{};  // each token once, in the vocabulary
 
     bool counts_tokens() const { return presence_penalty != 0 || frequency_penalty != 0; }
 };
@@ -40,9 +40,9 @@ struct TokenCount {
 
 // The sequence that a token is drawn for, as far as the settings ask for it.
 struct History {
-    const uint64_t* seen = nullptr;         // bitmap of the tokens already in the sequence; null: no repetition penalty
-    std::span<const TokenCount> generated;  // tokens of the completion, for the frequency and the presence penalty
-    std::span<const int32_t> banned;        // tokens that may not come yet
+    const uint64_t* seen = nullptr;  // bitmap of the tokens already in the sequence; null: no repetition penalty
+    std::span<const TokenCount> generated{};  // tokens of the completion, for the frequency and the presence penalty
+    std::span<const int32_t> banned{};        // tokens that may not come yet
 };
 
 // A token and its log-probability.

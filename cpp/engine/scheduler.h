@@ -98,9 +98,9 @@ private:
         Job* job;
         size_t sample;
         std::vector<int32_t> pages;
-        std::vector<uint64_t> seen;  // tokens of the sequence, a bit each; empty without a repetition penalty
-        size_t reserved;             // pages that it may still allocate
-        bool fresh;                  // its first token comes from the prompt's last hidden state
+        std::vector<uint64_t> seen;        // tokens of the sequence, a bit each; empty without a repetition penalty
+        size_t reserved;                   // pages that it may still allocate
+        bool fresh;                        // its first token comes from the prompt's last hidden state
         std::vector<TokenCount> counts{};  // of its tokens, in order of id; empty without penalties on them
         StopStrings::State stop_state{};
 

@@ -192,7 +192,7 @@ def test_rewards_see_the_text_up_to_a_stop_string_and_all_tokens_are_trained_on(
     [{"presence_penalty": 1.0}, {"frequency_penalty": 1.0}, {"logit_bias": {4: 2.0}}, {"min_new_tokens": 4}],
 )
 def test_what_changes_the_distribution_is_measured_and_corrected_as_filters_are(settings):
-    """As top_k: GRPO's log-probs are the model's; the engine's are of what it drew from, and importance weights know."""
+    """As with top_k, GRPO's log-probs are the model's, and the engine's those of what it drew from."""
     step = grpo(max_new_tokens=8, sampler_correction="token_truncate", **settings).train_step(PROMPTS)
     assert step["sampler/log_ratio"] > 1e-3 and step["sampler/weight"] != 1
     trainer = OnlineDPO(tiny_llama(), reward_fn=fours, max_new_tokens=8, **settings)

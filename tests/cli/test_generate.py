@@ -258,7 +258,10 @@ def test_generate_mistakes_are_one_line(tiny_model, tmp_path, error_of):
     for flags, message in (
         (["--stop", ""], "stop is ('',), expected at most 64 strings that are not empty"),
         (["--presence-penalty", "3"], "presence_penalty is 3.0, expected a number from -2 to 2"),
-        (["--logit-bias", "5", "101"], "logit_bias is {5: 101.0}, expected token ids >= 0 with numbers from -100 to 100"),
+        (
+            ["--logit-bias", "5", "101"],
+            "logit_bias is {5: 101.0}, expected token ids >= 0 with numbers from -100 to 100",
+        ),
         (["--logit-bias", "258", "1"], "logit_bias holds 258, outside 0 ... 257"),
         (["--min-new-tokens", "300"], "min_new_tokens is 300, expected at most max_new_tokens=256"),
         (["--top-logprobs", "21"], "top_logprobs is 21, expected an integer from 0 to 20"),

@@ -94,4 +94,6 @@ def test_numbers_of_numpy_become_pythons_own():
 def test_stop_is_one_string_or_several():
     assert SamplingParams(stop="ab").stop == ("ab",) == SamplingParams(stop=["ab"]).stop
     assert SamplingParams(stop=["ab", "c"]).stop == ("ab", "c") and SamplingParams().stop == ()
-    assert hash(SamplingParams(stop="ab", logit_bias={1: 2.0})) == hash(SamplingParams(stop=["ab"], logit_bias={3: 1.0}))
+    assert hash(SamplingParams(stop="ab", logit_bias={1: 2.0})) == hash(
+        SamplingParams(stop=["ab"], logit_bias={3: 1.0})
+    )

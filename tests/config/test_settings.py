@@ -214,5 +214,5 @@ def test_a_setting_that_changes_the_distribution_is_not_plain(name):
 def test_a_bias_in_toml_is_a_table(tmp_path):
     config = RolloutConfig(logit_bias={4: 2.0, 11: -100})
     write_toml(tmp_path / "config.toml", dataclasses.asdict(config))
-    assert '[logit_bias]\n4 = 2.0\n11 = -100' in (tmp_path / "config.toml").read_text()
+    assert "[logit_bias]\n4 = 2.0\n11 = -100" in (tmp_path / "config.toml").read_text()
     assert make_config(RolloutConfig, None, read_toml(tmp_path / "config.toml")) == config

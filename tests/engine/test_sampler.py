@@ -183,9 +183,7 @@ def test_model_logprobs_are_those_of_the_logits_as_they_came(settings: dict[str,
     counts = rng.integers(0, 3, logits.shape, dtype=np.int32) if "frequency_penalty" in settings else None
     before = logits.copy()
     history = {"seen": seen, "counts": counts}
-    ids, logprobs, tops = draw_all(
-        logits, uniforms, **history, model_logprobs=True, **{**settings, "top_logprobs": 5}
-    )
+    ids, logprobs, tops = draw_all(logits, uniforms, **history, model_logprobs=True, **{**settings, "top_logprobs": 5})
     np.testing.assert_array_equal(ids, draw(logits, uniforms, **history, **settings)[0])
     np.testing.assert_array_equal(logits, before)
     np.testing.assert_allclose(logprobs, exact_logprobs(logits, ids), atol=2e-6)
@@ -351,7 +349,12 @@ def test_logits_that_are_not_proper_give_nan(settings: dict[str, Any], size: int
 
 def test_what_is_not_the_plain_case_is_not_implemented() -> None:
     x, u = np.zeros((2, 3), np.float32), np.zeros(2)
-    rest: dict[str, Any] = {"sampling": core_settings(), "seen": None, "counts": None, "banned": np.array([1], np.int32)}
+    rest: dict[str, Any] = {
+        "sampling": core_settings(),
+        "seen": None,
+        "counts": None,
+        "banned": np.array([1], np.int32),
+    }
     assert _core.draw_tokens(x, u, **rest) is not NotImplemented
     seen = np.zeros((2, 3), bool)
     for bad in (

@@ -179,7 +179,7 @@ def test_greedy_follows_bias_and_penalties(engine: Any) -> None:
     [[plain]] = engine.generate(PROMPTS[:1], 1, greedy)
     [[biased]] = engine.generate(PROMPTS[:1], 1, dataclasses.replace(greedy, logit_bias={9: 100.0}))
     assert biased.token_ids == [9] * 12
-    banned = {token: -100.0 for token in plain.token_ids}
+    banned = dict.fromkeys(plain.token_ids, -100.0)
     [[other]] = engine.generate(PROMPTS[:1], 1, dataclasses.replace(greedy, logit_bias=banned))
     assert not set(other.token_ids) & set(plain.token_ids)
     both = dataclasses.replace(greedy, logit_bias={9: 100.0, 8: 99.5}, frequency_penalty=1.0)
@@ -209,9 +209,7 @@ def test_log_probs_of_the_model_know_nothing_of_settings(engine: Any) -> None:
 
 def test_alternatives_are_of_the_distribution_drawn_from(engine: Any) -> None:
     for completion in itertools.chain(*engine.generate(PROMPTS, 3, SamplingParams(**{**ALL, "top_k": 3}))):
-        for token, logprob, top in zip(
-            completion.token_ids, completion.logprobs, completion.top_logprobs, strict=True
-        ):
+        for token, logprob, top in zip(completion.token_ids, completion.logprobs, completion.top_logprobs, strict=True):
             assert 1 <= len(top) <= 3 and (token, logprob) in top  # what is filtered out is not there
             assert abs(math.fsum(math.exp(x) for _, x in top) - 1) < 1e-5
 
@@ -230,15 +228,15 @@ def test_stop_needs_a_tokenizer(model: Any) -> None:
     sampling = SamplingParams(stop="x", max_new_tokens=3)
     with Engine.from_model(model) as engine:
         for call in (lambda: engine.generate([[1]], 1, sampling), lambda: engine.stream([1], sampling)):
-            assert_raises(WhetValueError, r"Engine.(generate|stream): stop is \('x',\), and the engine has no token", call)
+            assert_raises(
+                WhetValueError, r"Engine.(generate|stream): stop is \('x',\), and the engine has no token", call
+            )
         engine.tokenizer = object()
         assert_raises(WhetTypeError, "tokenizer is a object, expected a fast", engine.generate, [[1]], 1, sampling)
         assert engine.generate([[1]], 1, SamplingParams(max_new_tokens=3))
         engine.tokenizer = TOKENIZER
         assert engine.tokenizer is TOKENIZER and engine.generate([[1]], 1, sampling)[0][0].text is not None
-    assert_raises(
-        WhetValueError, "TorchEngine.generate: stop is", TorchEngine(model).generate, [[1]], 1, sampling
-    )
+    assert_raises(WhetValueError, "TorchEngine.generate: stop is", TorchEngine(model).generate, [[1]], 1, sampling)
 
 
 def test_a_model_s_own_tokenizer_is_read_when_it_is_needed(model: Any, tmp_path: Any) -> None:

@@ -198,8 +198,8 @@ class Engine:
         Args:
             prompt_ids: rows of token ids without padding, at least one token each.
             n: completions per prompt.
-            sampling: the distribution, when a completion ends, and what is reported of it. A completion that reaches the model's last position
-                ends there, with the finish reason "length".
+            sampling: the distribution, when a completion ends, and what is reported of it. A completion that reaches
+                the model's last position ends there, with the finish reason "length".
             adapter: what ``add_adapter`` returned, for all prompts or for each; None: the model's own adapters, if any.
             logprobs_mode: "sampling": of the distribution that was drawn from; "model": of the model's own, at
                 temperature 1, without filters, penalties and bias. ``top_logprobs`` are of the same.

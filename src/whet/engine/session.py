@@ -215,9 +215,7 @@ class _Drawn(NamedTuple):
             return []
         shape = (len(self.token_ids), -1)
         ids, logprobs = self.top_ids.reshape(shape).tolist(), self.top_logprobs.reshape(shape).tolist()
-        return [
-            [pair for pair in zip(*row, strict=True) if pair[0] >= 0] for row in zip(ids, logprobs, strict=True)
-        ]
+        return [[pair for pair in zip(*row, strict=True) if pair[0] >= 0] for row in zip(ids, logprobs, strict=True)]
 
 
 class NewAdapter:

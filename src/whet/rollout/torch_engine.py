@@ -373,9 +373,7 @@ class _Row:
     def completion(self, policy_version: int) -> Completion:
         logprobs = self.logprobs if self.has_logprobs else None
         text = None if self.texts is None else self.texts.text_of(self.token_ids, self.n_held)
-        return Completion(
-            self.token_ids, logprobs, self.finish_reason, policy_version, text, self.top_logprobs or None
-        )
+        return Completion(self.token_ids, logprobs, self.finish_reason, policy_version, text, self.top_logprobs or None)
 
 
 class _Decoding:
@@ -430,7 +428,6 @@ class _Decoding:
             for i, row in enumerate(self.rows):
                 self.seen[i, row.prompt] = True
         return self.seen[self.live]
-
 
     def _counts(self, logits: Tensor) -> Tensor | None:
         """(n_live, V) int64, how often each live row's completion has each token; None without penalties on it."""
