@@ -149,8 +149,10 @@ void Scheduler::draw(const HeadRow& row, float* logits, void* scratch) {
     const double uniform = token_uniform(request.seed, request.prompt_index, running.sample, position);
     History history{running.seen.empty() ? nullptr : running.seen.data(), running.counts, {}};
     if (position < request.min_new_tokens) history.banned = request.stop_tokens;
+    const size_t n_top = request.sampling.top_logprobs;
+    sample.alternatives.resize((position + 1) * n_top);  // there is room
     drawn_[row.index] = draw_token(logits, transformer_.config().vocab_size, request.sampling, history, uniform,
-                                   scratch, sample.alternatives.data() + position * request.sampling.top_logprobs);
+                                   scratch, sample.alternatives.data() + position * n_top);
 }
 
 // The rows of prompts are in the cache now. A prompt that is computed is done (scored), or its samples may start.

@@ -25,7 +25,7 @@ enum class Finish : uint8_t { kRunning, kStop, kLength, kCancelled };
 struct Sample {
     std::vector<int32_t> tokens;
     std::vector<float> logprobs;
-    std::vector<Drawn> alternatives;  // top_logprobs for each token, with room for those to come
+    std::vector<Drawn> alternatives;  // top_logprobs for each token, perhaps also for one that is not among them yet
     std::vector<int32_t> held;        // with stop strings, per token: bytes at the end of its text that are not shown
     Finish finish = Finish::kRunning;
 };
