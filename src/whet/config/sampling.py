@@ -49,7 +49,8 @@ class SamplingParams:
     The meaning of each setting is vLLM's, with these departures: min_p comes after top_k and top_p, not before; a bias
     out of range is refused, not clipped; log-probs are of the distribution drawn from unless ``logprobs_mode`` says
     otherwise; top_logprobs leaves out tokens that cannot be drawn, and does not add the one that was; the first of
-    ``stop`` is the one whose last byte comes first, not that which the list has first.
+    ``stop`` is the one whose last byte comes first, not that which the list has first, and the text that it is found in
+    is that of the completion decoded by itself, where SentencePiece leaves out a first space.
 
     Attributes:
         temperature: divides the logits; 0 takes the most probable token (greedy).
@@ -92,9 +93,9 @@ class SamplingParams:
 
     @classmethod
     def of(cls, settings: Any, **others: Any) -> SamplingParams:
-        """Of an object with attributes of these names, but for ``others``."""
+        """Of an object with attributes of these names, but for ``others``; what it does not have is at its default."""
         names = [field.name for field in dataclasses.fields(cls) if field.name not in others]
-        return cls(**{name: getattr(settings, name) for name in names}, **others)
+        return cls(**{name: getattr(settings, name) for name in names if hasattr(settings, name)}, **others)
 
     def __post_init__(self) -> None:
         stops: Any = self.stop_token_ids

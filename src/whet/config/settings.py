@@ -253,7 +253,7 @@ class RolloutConfig:
 
     def sampling(self, stop_ids: Sequence[int], seed: int) -> SamplingParams:
         """The sampling settings for an engine; ``stop_ids`` are the model's, used if the config has none."""
-        return SamplingParams.of(self, stop_token_ids=self.stop_token_ids or stop_ids, top_logprobs=0, seed=seed)
+        return SamplingParams.of(self, stop_token_ids=self.stop_token_ids or stop_ids, seed=seed)
 
 
 @dataclass(kw_only=True)
