@@ -103,7 +103,7 @@ def _operations(folder: Path) -> list[tuple[str, Operation]]:
             one.remove_adapter(number)
 
     def synced() -> tuple[Callable[[], Any], Callable[[], Any]]:
-        one = whet.Engine.from_model(model, weights="int8", kv_bytes=1 << 20)
+        one = whet.Engine.from_model(model, weights="int8", kv_bytes=1 << 20, tokenizer=folder)
         return lambda: one.sync(model), lambda: (one.sync(model), answers(one))[1]
 
     return [
