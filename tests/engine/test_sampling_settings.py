@@ -140,6 +140,17 @@ def test_text_is_what_the_tokenizer_decodes_where_no_stop_string_comes(engine: A
         assert completion.text == TOKENIZER.decode(completion.token_ids, skip_special_tokens=True)
 
 
+def test_the_name_of_a_special_token_makes_it_a_stop_token(engine: Any, model: Any) -> None:
+    named = SamplingParams(stop=["<x>", "zzz"], max_new_tokens=30, logit_bias={1: 4.0}, seed=4)
+    groups = engine.generate(PROMPTS, 4, named)
+    completions = list(itertools.chain(*groups))
+    assert any(c.token_ids[-1] == 1 and c.finish_reason == "stop" for c in completions)
+    assert not any(1 in c.token_ids[:-1] or "<x>" in c.text for c in completions)
+    assert_same(groups, TorchEngine(model, tokenizer=TOKENIZER).generate(PROMPTS, 4, named))
+    by_id = dataclasses.replace(named, stop="zzz", stop_token_ids=[1])
+    assert everything(engine.generate(PROMPTS, 4, by_id)) == everything(groups)
+
+
 def test_a_stream_says_what_generate_says_and_never_shows_a_stop_string(engine: Any) -> None:
     for seed, stop in itertools.product(range(6), (["ab", "日", "c d"], "a", "\n\n")):
         sampling = SamplingParams(**{**ALL, "stop": stop, "seed": seed, "min_new_tokens": seed % 3})

@@ -66,8 +66,8 @@ class SamplingParams:
         max_new_tokens: longest completion, the stop token included.
         stop_token_ids: a completion ends with, and includes, the first of these.
         stop: a string or several; the text of a completion ends before the first of them, wherever its tokens begin and
-            end. Of two that end with the same byte the longer one counts. The engine needs a tokenizer; special tokens
-            have no text.
+            end. Of two that end with the same byte the longer one counts. Special tokens have no text; the name of one,
+            such as "<|im_end|>", makes it a stop token. The engine needs a tokenizer.
         top_logprobs: how many of the most probable tokens to report with each token, from 0 to 20.
         seed: completions depend only on (seed, prompt index, sample index, position); from 0 to 2^64 - 1.
 

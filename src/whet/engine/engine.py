@@ -457,11 +457,12 @@ class Engine:
         check_sampling(s, self.config, where)
         names = [*DISTRIBUTION, "top_logprobs"]
         settings = {name: getattr(s, name) for name in names} | {"top_k": min(s.top_k, self.config.vocab_size)}
+        special = texts.special_among(s.stop) if texts else []
         return {
             "n": n,
             "min_new_tokens": s.min_new_tokens,
             "max_new_tokens": s.max_new_tokens,
-            "stop_tokens": np.array(s.stop_token_ids, np.int32),
+            "stop_tokens": np.array([*s.stop_token_ids, *special], np.int32),
             "stop_strings": texts and _core.StopStrings(texts.core, [text.encode() for text in s.stop]),
             "seed": s.seed % 2**64,
             "sampling": {**settings, "model_logprobs": model_logprobs},

@@ -19,6 +19,7 @@ penalty (Keskar et al. 2019).
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import math
@@ -235,6 +236,9 @@ class TorchEngine:
         prompts = token_lists(prompt_ids, where, "prompt_ids", allow_empty=False)
         budgets = [self._budget(i, len(prompt), sampling) for i, prompt in enumerate(prompts)]
         texts = self._texts_for(sampling)
+        if texts is not None:
+            stops = (*sampling.stop_token_ids, *texts.special_among(sampling.stop))
+            sampling = dataclasses.replace(sampling, stop_token_ids=stops)
         rows = [_Row(prompt, budgets[i], i, sample, texts) for i, prompt in enumerate(prompts) for sample in range(n)]
         with module_mode(self.model, training=False):
             if _is_hugging_face(self.model):

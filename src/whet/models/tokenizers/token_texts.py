@@ -13,6 +13,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -37,11 +38,19 @@ class TokenTexts:
     Args:
         tokens: the bytes of each, in order of id; special tokens have none.
         drops_first_space: whether the decoder leaves out a space that the text begins with.
+        special_ids: special tokens by their names.
     """
 
-    def __init__(self, tokens: Sequence[bytes], drops_first_space: bool = False) -> None:
+    def __init__(
+        self, tokens: Sequence[bytes], drops_first_space: bool = False, special_ids: Mapping[str, int] | None = None
+    ) -> None:
         self.tokens = tokens
         self.drops_first_space = drops_first_space
+        self.special_ids = special_ids or {}
+
+    def special_among(self, stop: Iterable[str]) -> list[int]:
+        """The special tokens that some of these strings name."""
+        return [self.special_ids[text] for text in stop if text in self.special_ids]
 
     def bytes_of(self, token_ids: Iterable[int]) -> bytes:
         """The text of tokens that begin a text, in UTF-8, whose last character may be incomplete."""
@@ -105,12 +114,12 @@ def read_token_texts(tokenizer: Any, where: str) -> TokenTexts:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _refusal(where, f"its decoder is not read: {error}") from None
     added = backend.get_added_tokens_decoder()
-    special = {i for i, token in added.items() if token.special}
+    special = {token.content: i for i, token in added.items() if token.special}
     tokens = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for text, i in vocabulary.items():
-        if i not in special:
+        if text not in special:
             tokens[i] = _apply(steps, text)
-    texts = TokenTexts(tokens, drops_first_space)
+    texts = TokenTexts(tokens, drops_first_space, special)
     for probe in _PROBES:
         ids = backend.encode(probe, add_special_tokens=False).ids
         expected, found = backend.decode(ids, skip_special_tokens=True), texts.text_of(ids)
@@ -190,12 +199,8 @@ def _replace(old: str, new: str) -> _Step:
 
 def _from_byte_token(said: str | bytes) -> str | bytes:
     """<0x41> is the byte 65."""
-    if isinstance(said, str) and len(said) == 6 and said.startswith("<0x") and said.endswith(">"):
-        try:
-            return bytes([int(said[3:5], 16)])
-        except ValueError:
-            return said
-    return said
+    byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", said) if isinstance(said, str) else None
+    return said if byte is None else bytes.fromhex(byte[1])
 
 
 def _make_byte_alphabet() -> dict[str, int]:
