@@ -127,6 +127,9 @@ bool Scheduler::start_sample(Job& job) {
     Sample& sample = job.samples[job.started];
     sample.tokens.reserve(request.max_new_tokens);
     sample.logprobs.reserve(request.max_new_tokens);
+    sample.alternatives.reserve(request.max_new_tokens * request.sampling.top_logprobs);
+    if (request.stop_strings != nullptr) sample.held.reserve(request.max_new_tokens);
+    if (request.sampling.counts_tokens()) running.counts.reserve(request.max_new_tokens);
     running.pages.assign(job.pages.begin(), job.pages.begin() + static_cast<ptrdiff_t>(n_full));
     for (int32_t page : running.pages) cache_.ref(page);
     if (!job.first_reserved) reserved_ += tail;

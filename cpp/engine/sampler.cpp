@@ -264,8 +264,9 @@ void apply_top_p(Candidates& candidates, const Row& row, const Sampling& samplin
     keep_best(candidates, true, limit, row.top, scratch);
 }
 
-Drawn draw_filtered(Row row, const Sampling& sampling, double uniform, const Scratch& scratch) {
-    Candidates candidates{scratch.values, scratch.ids, scratch.weights};
+// Leaves the row's top and total those of the candidates that are left.
+Drawn draw_filtered(Row& row, Candidates& candidates, const Sampling& sampling, double uniform,
+                    const Scratch& scratch) {
     const bool by_k = sampling.top_k > 0 && static_cast<size_t>(sampling.top_k) < row.size;
     if (by_k) {
         apply_top_k(candidates, row, static_cast<size_t>(sampling.top_k), scratch);
@@ -299,38 +300,82 @@ void penalise(float* logits, size_t size, const uint64_t* seen, float penalty) {
     }
 }
 
+void adjust(float* logits, size_t size, const Sampling& sampling, const History& history) {
+    for (int32_t token : history.banned) logits[token] = -std::numeric_limits<float>::infinity();
+    for (const TokenBias& bias : sampling.logit_bias) logits[bias.token] += bias.bias;
+    if (history.seen != nullptr && sampling.repetition_penalty != 1) {
+        penalise(logits, size, history.seen, sampling.repetition_penalty);
+    }
+    for (const TokenCount& of : history.generated) {
+        const float frequency = sampling.frequency_penalty * static_cast<float>(of.count);
+        logits[of.token] = logits[of.token] - frequency - sampling.presence_penalty;
+    }
+}
+
+bool adjusts(const Sampling& sampling, const History& history) {
+    return (history.seen != nullptr && sampling.repetition_penalty != 1) || !history.generated.empty() ||
+           !history.banned.empty() || !sampling.logit_bias.empty();
+}
+
+// The n greatest of `size` values, in falling order, as tokens with their log-probs in the row. Values are in rising
+// order of their tokens' ids, which are their places where `ids` is null.
+void list_best(const Row& row, const float* values, const int32_t* ids, size_t size, Drawn* best, size_t n) {
+    constexpr float kInfinity = std::numeric_limits<float>::infinity();
+    std::fill_n(best, n, Drawn{-1, -kInfinity});
+    for (size_t i = 0; i < size; ++i) {
+        if (!(values[i] > best[n - 1].logprob)) continue;
+        size_t at = n - 1;
+        for (; at > 0 && best[at - 1].logprob < values[i]; --at) best[at] = best[at - 1];
+        best[at] = {ids == nullptr ? static_cast<int32_t>(i) : ids[i], values[i]};
+    }
+    for (size_t i = 0; i < n; ++i) {
+        if (best[i].token < 0) break;
+        best[i].logprob = row.logprob(best[i].logprob);
+        if (best[i].logprob == -kInfinity) best[i].token = -1;
+    }
+}
+
 }  // namespace
 
 size_t sampler_scratch_bytes(size_t vocab_size) { return Scratch(0, vocab_size).bytes; }
 
-Drawn draw_token(float* logits, size_t vocab_size, const Sampling& sampling, const uint64_t* seen, double uniform,
-                 void* memory) {
+Drawn draw_token(float* logits, size_t vocab_size, const Sampling& sampling, const History& history, double uniform,
+                 void* memory, Drawn* alternatives) {
     const Scratch scratch(reinterpret_cast<uintptr_t>(memory), vocab_size);
     const bool greedy = sampling.temperature == 0;
-    const bool penalised = seen != nullptr && sampling.repetition_penalty != 1;
+    const bool adjusted = adjusts(sampling, history);
     const bool filtered = !greedy && (sampling.top_k > 0 || sampling.top_p < 1 || sampling.min_p > 0);
     const float temperature = greedy ? 1.0f : sampling.temperature;
-    const bool is_model = !penalised && !filtered && temperature == 1;
+    const bool reports_model = sampling.model_logprobs && (adjusted || filtered || temperature != 1);
 
     Row model;
-    if (sampling.model_logprobs && !is_model) {
+    if (reports_model) {
         model = sum_weights(logits, vocab_size, 1.0f, scratch);
-        if (penalised) {
+        if (adjusted) {
             std::memcpy(scratch.model_logits, logits, vocab_size * sizeof *logits);
             model.logits = scratch.model_logits;
         }
     }
-    if (penalised) penalise(logits, vocab_size, seen, sampling.repetition_penalty);
+    if (adjusted) adjust(logits, vocab_size, sampling, history);
 
+    Row row{logits, vocab_size, temperature};
+    Candidates candidates{scratch.values, scratch.ids, scratch.weights};
     Drawn drawn;
     if (filtered) {
-        drawn = draw_filtered({logits, vocab_size, temperature}, sampling, uniform, scratch);
+        drawn = draw_filtered(row, candidates, sampling, uniform, scratch);
     } else {
-        const Row row = sum_weights(logits, vocab_size, temperature, scratch);
+        row = sum_weights(logits, vocab_size, temperature, scratch);
         drawn = greedy ? draw_greedy(row, scratch) : draw_plain(row, uniform, scratch);
     }
-    if (sampling.model_logprobs && !is_model && !std::isnan(drawn.logprob)) {
-        drawn.logprob = model.logprob(model.logits[drawn.token]);
+    if (std::isnan(drawn.logprob)) return drawn;
+    if (reports_model) drawn.logprob = model.logprob(model.logits[drawn.token]);
+    if (sampling.top_logprobs > 0) {
+        const Row& reported = reports_model ? model : row;
+        if (filtered && !reports_model) {
+            list_best(row, candidates.values, candidates.ids, candidates.n, alternatives, sampling.top_logprobs);
+        } else {
+            list_best(reported, reported.logits, nullptr, vocab_size, alternatives, sampling.top_logprobs);
+        }
     }
     return drawn;
 }

@@ -144,10 +144,15 @@ void Scheduler::score(const HeadRow& row, const float* logits) {
 void Scheduler::draw(const HeadRow& row, float* logits, void* scratch) {
     const Running& running = running_[row.index];
     const Request& request = running.job->request;
-    const size_t position = running.job->samples[running.sample].tokens.size();
+    Sample& sample = running.job->samples[running.sample];
+    const size_t position = sample.tokens.size();
     const double uniform = token_uniform(request.seed, request.prompt_index, running.sample, position);
-    drawn_[row.index] = draw_token(logits, transformer_.config().vocab_size, request.sampling,
-                                   running.seen.empty() ? nullptr : running.seen.data(), uniform, scratch);
+    History history{running.seen.empty() ? nullptr : running.seen.data(), running.counts, {}};
+    if (position < request.min_new_tokens) history.banned = request.stop_tokens;
+    const size_t n_top = request.sampling.top_logprobs;
+    sample.alternatives.resize((position + 1) * n_top);  // there is room
+    drawn_[row.index] = draw_token(logits, transformer_.config().vocab_size, request.sampling, history, uniform,
+                                   scratch, sample.alternatives.data() + position * n_top);
 }
 
 // The rows of prompts are in the cache now. A prompt that is computed is done (scored), or its samples may start.
@@ -188,12 +193,37 @@ void Scheduler::append(Running& running, const Drawn& drawn) {
     sample.tokens.push_back(drawn.token);
     sample.logprobs.push_back(drawn.logprob);
     if (!running.seen.empty()) running.mark_seen(drawn.token);
-    const auto& stops = job.request.stop_tokens;
-    if (std::find(stops.begin(), stops.end(), drawn.token) != stops.end()) {
-        end(running, Finish::kStop);
-    } else if (sample.tokens.size() == job.request.max_new_tokens) {
-        end(running, Finish::kLength);
+    if (job.request.sampling.counts_tokens()) running.count(drawn.token);
+    const Finish finish = finish_after(running);
+    if (finish != Finish::kRunning) end(running, finish);
+}
+
+void Scheduler::Running::count(int32_t token) {
+    const auto is_before = [](const TokenCount& of, int32_t other) { return of.token < other; };
+    const auto at = std::lower_bound(counts.begin(), counts.end(), token, is_before);
+    if (at != counts.end() && at->token == token) {
+        ++at->count;
+    } else {
+        counts.insert(at, {token, 1});
     }
+}
+
+// Whether the last token ends its sample. Reads its text where there are stop strings.
+Finish Scheduler::finish_after(Running& running) const {
+    const Request& request = running.job->request;
+    Sample& sample = running.job->samples[running.sample];
+    const size_t n = sample.tokens.size();
+    if (request.stop_strings != nullptr) {
+        const bool may_end = n > request.min_new_tokens;
+        const auto reading = request.stop_strings->read(running.stop_state, sample.tokens.back(), may_end);
+        sample.held.push_back(reading.held);
+        if (reading.is_complete) return Finish::kStop;
+    }
+    const auto& stops = request.stop_tokens;
+    const bool is_stop = std::find(stops.begin(), stops.end(), sample.tokens.back()) != stops.end();
+    if (!is_stop && n < request.max_new_tokens) return Finish::kRunning;
+    if (request.stop_strings != nullptr) sample.held.back() = 0;  // no stop string can come of it any more
+    return is_stop ? Finish::kStop : Finish::kLength;
 }
 
 // Frees the sample's pages; erase_ended() then removes it from running_.

@@ -15,6 +15,7 @@
 
 #include "engine/kv_cache.h"
 #include "engine/sampler.h"
+#include "engine/stop_strings.h"
 #include "engine/transformer.h"
 
 namespace whet {
@@ -24,6 +25,8 @@ enum class Finish : uint8_t { kRunning, kStop, kLength, kCancelled };
 struct Sample {
     std::vector<int32_t> tokens;
     std::vector<float> logprobs;
+    std::vector<Drawn> alternatives;  // top_logprobs for each token, perhaps also for one that is not among them yet
+    std::vector<int32_t> held;        // with stop strings, per token: bytes at the end of its text that are not shown
     Finish finish = Finish::kRunning;
 };
 
@@ -31,9 +34,10 @@ struct Request {
     std::vector<int32_t> tokens;  // the prompt, or a sequence to score
     uint64_t adapter = 0;         // 0: none
     // To sample:
-    size_t n = 0, max_new_tokens = 0;
+    size_t n = 0, min_new_tokens = 0, max_new_tokens = 0;
     Sampling sampling;
-    std::vector<int32_t> stop_tokens;
+    std::vector<int32_t> stop_tokens;                 // these and the stop strings come after min_new_tokens tokens
+    std::shared_ptr<const StopStrings> stop_strings;  // null: none
     uint64_t seed = 0, prompt_index = 0;
     // To score, where n is 0: log-probs (and entropies) of the tokens from `score_from` on, which is 1 at least.
     size_t score_from = 1;
@@ -94,11 +98,14 @@ private:
         Job* job;
         size_t sample;
         std::vector<int32_t> pages;
-        std::vector<uint64_t> seen;  // tokens of the sequence, a bit each; empty without a repetition penalty
-        size_t reserved;             // pages that it may still allocate
-        bool fresh;                  // its first token comes from the prompt's last hidden state
+        std::vector<uint64_t> seen;        // tokens of the sequence, a bit each; empty without a repetition penalty
+        size_t reserved;                   // pages that it may still allocate
+        bool fresh;                        // its first token comes from the prompt's last hidden state
+        std::vector<TokenCount> counts{};  // of its tokens, in order of id; empty without penalties on them
+        StopStrings::State stop_state{};
 
         void mark_seen(int32_t token) { seen[static_cast<size_t>(token) / 64] |= uint64_t{1} << token % 64; }
+        void count(int32_t token);
     };
     enum class Kind : uint8_t { kDraw, kScore };
     struct HeadRow {
@@ -146,6 +153,7 @@ private:
     void advance_prompts(const float* hidden);
     void append_drawn();
     void append(Running& running, const Drawn& drawn);
+    Finish finish_after(Running& running) const;
     void end(Running& running, Finish finish);
     void erase_ended();
     void release_prompt(Job& job);

@@ -163,10 +163,29 @@ void fail_each(const std::string& name, const Work& work) {
     }
 }
 
+// Stop strings that every token begins and none completes.
+std::shared_ptr<const StopStrings> never_found() {
+    auto texts = std::make_shared<TokenTexts>();
+    for (int32_t i = 0; i < 97; ++i) {
+        texts->bytes += i % 2 == 0 ? "ab" : "a";
+        texts->ends.push_back(static_cast<int32_t>(texts->bytes.size()));
+    }
+    return std::make_shared<const StopStrings>(texts, std::vector<std::string>{"abx", "aax"});
+}
+
 // A prompt whose samples know every setting that keeps memory of its own.
 Request rich_prompt(size_t length, size_t n, size_t max_new, uint64_t index) {
     Request r = prompt(length, n, max_new, index);
-    r.sampling = {.temperature = 0.8f, .top_p = 0.9f, .min_p = 0.01f, .repetition_penalty = 1.2f, .top_k = 20};
+    r.sampling = {.temperature = 0.8f,
+                  .top_p = 0.9f,
+                  .min_p = 0.01f,
+                  .repetition_penalty = 1.2f,
+                  .presence_penalty = 0.5f,
+                  .frequency_penalty = 0.1f,
+                  .top_k = 20,
+                  .top_logprobs = 3,
+                  .logit_bias = {{5, 1.0f}}};
+    r.stop_strings = never_found();
     return r;
 }
 
@@ -365,6 +384,7 @@ void test_decoding(const std::string& name, WeightFormat format, const Sampling&
     Scheduler s(model.transformer, {some_pages(model), 8, 32});
     Request r = prompt(20, 5, 300, 0);
     r.sampling = sampling;
+    if (sampling.counts_tokens()) r.stop_strings = never_found(), r.min_new_tokens = 300, r.stop_tokens = {3};
     if (with_adapter) {
         r.adapter = 1;
         s.add_adapter(r.adapter, adapter_of(model.transformer.config()));

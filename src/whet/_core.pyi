@@ -103,18 +103,16 @@ def attention(
 ) -> Any: ...
 def decode_attention(q: Any, k_cache: Any, v_cache: Any, lengths: Any, scale: Any, window: Any, out: Any) -> Any: ...
 def draw_tokens(
-    logits: Any,
-    uniforms: Any,
-    *,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    repetition_penalty: float,
-    seen: Any,
-    model_logprobs: bool,
+    logits: Any, uniforms: Any, *, sampling: dict[str, Any], seen: Any, counts: Any, banned: Any
 ) -> Any: ...
 def token_uniforms(seed: int, prompt: int, sample: int, n: int) -> Any: ...
+
+class TokenTexts:
+    def __init__(self, bytes: bytes, *, ends: Any, drops_first_space: bool) -> None: ...
+
+class StopStrings:
+    def __init__(self, texts: TokenTexts, strings: Any) -> None: ...
+    def read(self, tokens: Any, *, min_new_tokens: int) -> tuple[list[int], bool]: ...
 
 class StoredType(enum.Enum):
     float32 = ...
@@ -168,17 +166,14 @@ class Engine:
         *,
         tokens: Any,
         n: int,
+        min_new_tokens: int,
         max_new_tokens: int,
         stop_tokens: Any,
+        stop_strings: StopStrings | None,
         seed: int,
         prompt_index: int,
         adapter: int,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        min_p: float,
-        repetition_penalty: float,
-        model_logprobs: bool,
+        sampling: dict[str, Any],
     ) -> int: ...
     def add_score(
         self,
@@ -193,7 +188,7 @@ class Engine:
     ) -> int: ...
     def add_adapter(self, adapter: int, parts: Any) -> None: ...
     def step(self, job: int) -> bool: ...
-    def sample(self, job: int, sample: int, start: int) -> tuple[Any, Any, str]: ...
+    def sample(self, job: int, sample: int, start: int) -> tuple[Any, Any, Any, Any, Any, str]: ...
     def scores(self, job: int) -> tuple[Any, Any, Any]: ...
     def remove_adapter(self, adapter: int) -> None: ...
     def begin_session(self, session: int, exclusive: bool) -> int: ...

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from tests.tiny import EOS, OwnGenerate, Recorded, assert_same_weights, fours, tiny_llama
+from tests.tiny import EOS, OwnGenerate, Recorded, assert_same_weights, fours, letters_tokenizer, tiny_llama
 
 from whet.algorithms.best_of_n import BestOfN
 from whet.algorithms.grpo import GRPO
@@ -156,3 +156,44 @@ def test_unsupported_models_fall_back_with_one_warning_and_native_refuses():
     assert len(told) == 1 and "GRPO: torch samples" in str(told[0].message) and told[0].filename == __file__
     with pytest.raises(WhetValueError, match="the model has learned prompts"):
         grpo(model(), engine="native")
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_rewards_see_the_text_up_to_a_stop_string_and_all_tokens_are_trained_on(name):
+    seen = []
+
+    def reward(completions, completion_ids):
+        seen.extend(zip(completions, completion_ids, strict=True))
+        return [float(len(text)) for text in completions]
+
+    tokenizer = letters_tokenizer()
+    settings = {"stop": ["ab", "c"], "min_new_tokens": 2, "max_new_tokens": 12, "engine": name}
+    trainer = grpo(reward_fn=reward, tokenizer=tokenizer, **settings)
+    step = trainer.train_step(PROMPTS)
+    stopped = 0
+    for text, ids in seen:
+        whole = tokenizer.decode(ids, skip_special_tokens=True)
+        assert whole.startswith(text) and len(ids) >= 2
+        end = whole[len(text) :]
+        assert end in ("", "ab", "c")
+        stopped += end != ""
+    assert stopped > 0 and math.isfinite(step["loss"])
+    assert completions(trainer) == [text for text, _ in seen]
+    best = BestOfN(tiny_llama(), reward, tokenizer=tokenizer, n=4, **settings)
+    sequences, _, _ = best.generate([[5]], return_all=True)
+    assert sequences.shape[1] > 1
+    without = grpo(**settings)
+    with pytest.raises(WhetValueError, match=r"stop is \('ab', 'c'\), and .* no tokenizer"):
+        without.train_step(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"presence_penalty": 1.0}, {"frequency_penalty": 1.0}, {"logit_bias": {4: 2.0}}, {"min_new_tokens": 4}],
+)
+def test_what_changes_the_distribution_is_measured_and_corrected_as_filters_are(settings):
+    """As with top_k, GRPO's log-probs are the model's, and the engine's those of what it drew from."""
+    step = grpo(max_new_tokens=8, sampler_correction="token_truncate", **settings).train_step(PROMPTS)
+    assert step["sampler/log_ratio"] > 1e-3 and step["sampler/weight"] != 1
+    trainer = OnlineDPO(tiny_llama(), reward_fn=fours, max_new_tokens=8, **settings)
+    assert "sampler/log_ratio" not in trainer.train_step(PROMPTS)

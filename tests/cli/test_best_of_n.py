@@ -47,6 +47,14 @@ def test_best_candidate_is_the_first_of_the_highest_score(best_of_n):
     assert len({json.dumps(row["candidates"]) for row in rows}) == 12
 
 
+def test_texts_end_before_a_stop_string(best_of_n):
+    argv = ["--prompts=examples/data/best_of_n.jsonl", "--n=2", "--all-candidates", "--max-new-tokens=40", "--seed=1"]
+    texts = [[c["completion"] for c in row["candidates"]] for row in best_of_n(*argv)[1]]
+    stop = next(character for character in texts[0][0][1:] if character.isalnum())
+    cut = [[c["completion"] for c in row["candidates"]] for row in best_of_n(*argv, "--stop", stop)[1]]
+    assert cut == [[text.partition(stop)[0] for text in row] for row in texts]
+
+
 def test_seed_decides(best_of_n):
     argv = ["--prompt=Say something:", "--n=4", "--all-candidates"]
     (_, [first], _), (_, [again], _) = best_of_n(*argv), best_of_n(*argv)

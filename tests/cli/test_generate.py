@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -87,6 +88,44 @@ def test_it_writes_what_the_engine_draws(run, tiny_model, tokenizer):
     chatted = run(*argv, "--temperature", "0")
     assert chatted.out == tokenizer.decode(greedy.token_ids, skip_special_tokens=True) + "\n"
     assert chatted.err.startswith(f"{len(chat_ids)} + 12 tokens") and "(length)" in chatted.err
+
+
+def test_it_stops_before_a_text_and_shows_nothing_of_it(run, tiny_model, tiny_gguf, tokenizer):
+    argv = ["--prompt", "x", "--max-new-tokens", "60", "--weights", "float32", "--raw"]
+    whole = run("generate", tiny_model, *argv, "--seed", "1").out[:-1]
+    at = next(i for i in range(5, len(whole)) if whole[i : i + 2].isascii() and whole.index(whole[i : i + 2]) == i)
+    stop = ["--stop", "never seen", whole[at : at + 2]]
+    for model in (tiny_model, tiny_gguf):
+        free = run("generate", model, *argv, "--seed", "1").out[:-1]
+        out, err = run("generate", model, *argv, "--seed", "1", *stop)
+        assert out == free[: free.index(stop[2])] + "\n" and "(stop)" in err
+    several = run("generate", tiny_model, *argv, "--seed", "1", *stop, "-n", "3").out
+    assert several.startswith(f"--- 1/3 (stop)\n{whole[:at]}\n--- 2/3 (") and stop[2] not in several
+    # What could begin it is held back until it is certain, and shown in the end.
+    ids = ids_of(tokenizer, "xyz")
+    bias = ["--logit-bias", str(ids[0]), "100", "--max-new-tokens", "3"]
+    assert run("generate", tiny_model, *argv, *bias, "--stop", "xxxx").out == "xxx\n"
+    assert run("generate", tiny_model, *argv, *bias, "--stop", "xx", "--min-new-tokens", "2").out == "x\n"
+    assert run("generate", tiny_model, *argv, *bias, "--stop", "xx").out == "\n"
+
+
+def test_it_lists_alternatives(run, tiny_model, tokenizer):
+    argv = ["generate", tiny_model, "--prompt", "x", "--max-new-tokens", "4", "--temperature", "0", "--raw"]
+    out, err = run(*argv, "--top-logprobs", "2")
+    assert out == run(*argv).out
+    lines = err.splitlines()
+    assert len(lines) == 5 and lines[-1].startswith("1 + 4 tokens")
+    token, first, second = re.fullmatch(r"('.*?' -\d\.\d{3}): ('.*' -\d\.\d{3}), ('.*' -\d\.\d{3})", lines[0]).groups()
+    assert token == first and float(first.split()[-1]) > float(second.split()[-1])
+    several = run(*argv[:-3], "--raw", "--top-logprobs", "1", "-n", "2")
+    assert several.err.count(": ") == several.err.count("\n") - 1
+
+
+def test_penalties_change_what_comes(run, tiny_model):
+    argv = ["generate", tiny_model, "--prompt", "x", "--max-new-tokens", "30", "--temperature", "0", "--raw"]
+    plain = run(*argv).out
+    for flags in (["--presence-penalty", "2"], ["--frequency-penalty", "1"]):
+        assert run(*argv, *flags).out != plain
 
 
 def test_longrope_of_a_short_text_is_that_of_transformers(run, tiny_model, tokenizer, tmp_path):
@@ -216,6 +255,18 @@ def test_generate_mistakes_are_one_line(tiny_model, tmp_path, error_of):
     assert "there is no folder or file 'nope'" in error_of("generate", tiny_model, *tokenizer)
     assert "n is 0, expected an integer >= 1" in error_of("generate", tiny_model, "--prompt", "x", "-n", "0")
     assert "temperature is -1.0" in error_of("generate", tiny_model, "--prompt", "x", "--temperature", "-1")
+    for flags, message in (
+        (["--stop", ""], "stop is ('',), expected at most 64 strings that are not empty"),
+        (["--presence-penalty", "3"], "presence_penalty is 3.0, expected a number from -2 to 2"),
+        (
+            ["--logit-bias", "5", "101"],
+            "logit_bias is {5: 101.0}, expected token ids >= 0 with numbers from -100 to 100",
+        ),
+        (["--logit-bias", "258", "1"], "logit_bias holds 258, outside 0 ... 257"),
+        (["--min-new-tokens", "300"], "min_new_tokens is 300, expected at most max_new_tokens=256"),
+        (["--top-logprobs", "21"], "top_logprobs is 21, expected an integer from 0 to 20"),
+    ):
+        assert message in error_of("generate", tiny_model, "--prompt", "x", *flags)
     for flag in ("n", "top_k"):
         given = ["--temperature", "0", f"--{flag.replace('_', '-')}", "2"]
         assert f"{flag} is 2 and has no effect: temperature is 0" in error_of(

@@ -249,6 +249,22 @@ def test_resolved_config_repeats_the_run(files):
     assert not same_weights(files.folder / "first", files.folder / "third")
 
 
+def test_stop_strings_and_biases_go_through_flags_and_files(files, tiny_model, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    [a, b] = tokenizer("ab", add_special_tokens=False)["input_ids"]
+    flags = ["--logit-bias", str(a), "5", str(b), "100", "--stop", "bb", "never", "--min-new-tokens=1"]
+    online = {**files.online, "group_size": 2}
+    assert main(["train", "grpo", *files("run", steps=1, **online), *flags]) == 0
+    completions = [row["completion"] for row in read_jsonl(files.folder / "run" / "completions.jsonl")]
+    assert completions and set(completions) == {""}  # b and b, and the first b may not end it alone
+    config = read_toml(files.folder / "run" / "config.toml")
+    assert config["logit_bias"] == {str(a): 5.0, str(b): 100.0} and config["stop"] == ["bb", "never"]
+    capsys.readouterr()
+    given = [str(files.folder / "run" / "config.toml"), f"--output-dir={files.folder / 'run'}", "--steps=2"]
+    assert main(["train", "grpo", *given]) == 0
+    assert "from here on" not in capsys.readouterr().out
+
+
 # --- mistakes in what a run needs -----------------------------------------------------------------------
 
 

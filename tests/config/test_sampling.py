@@ -30,6 +30,15 @@ from whet.errors import WhetTypeError, WhetValueError
         ({"stop_token_ids": ["1"]}, "stop_token_ids is ('1',), expected a list of int values"),
         ({"stop_token_ids": [None]}, "stop_token_ids is (None,), expected a list of int values"),
         ({"stop_token_ids": [True]}, "stop_token_ids is (True,), expected a list of int values"),
+        ({"stop": 3}, "stop is 3, expected a list of str values"),
+        ({"stop": ["a", None]}, "stop is ('a', None), expected a list of str values"),
+        ({"stop": b"a"}, "stop is b'a', expected a list of str values"),
+        ({"logit_bias": [3]}, "logit_bias is [3], expected a table of int to float"),
+        ({"logit_bias": {"x": 1}}, "logit_bias is {'x': 1}, expected a table of int to float"),
+        ({"logit_bias": {1.5: 1}}, "logit_bias is {1.5: 1}, expected a table of int to float"),
+        ({"logit_bias": {3: "1"}}, "logit_bias is {3: '1'}, expected a table of int to float"),
+        ({"top_logprobs": 1.0}, "top_logprobs is 1.0, expected int"),
+        ({"min_new_tokens": True}, "min_new_tokens is True, expected int"),
         ({"stop_token_ids": np.array([1.0])}, "stop_token_ids is (1.0,), expected a list of int values"),
     ],
 )
@@ -51,6 +60,19 @@ def test_another_type_is_refused_when_made(settings, message):
         ("seed", -1),
         ("seed", 1 << 64),
         ("stop_token_ids", [3, -1]),
+        *((name, value) for name in ("presence_penalty", "frequency_penalty") for value in (-2.1, 2.1, math.nan)),
+        ("logit_bias", {-1: 0.0}),
+        ("logit_bias", {3: 100.5}),
+        ("logit_bias", {3: math.nan}),
+        ("logit_bias", {3: -math.inf}),
+        ("min_new_tokens", -1),
+        ("min_new_tokens", 129),
+        ("top_logprobs", -1),
+        ("top_logprobs", 21),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", ["a"] * 65),
+        ("stop", "\ud800"),
     ],
 )
 def test_a_value_out_of_range_is_refused_when_made(name, value):
@@ -65,3 +87,13 @@ def test_numbers_of_numpy_become_pythons_own():
     numbers = [made.temperature, made.top_k, made.max_new_tokens, *made.stop_token_ids]
     assert [type(number) for number in numbers] == [float, int, int, int, int]
     assert SamplingParams(stop_token_ids={7}).stop_token_ids == (7,)
+    bias = SamplingParams(logit_bias={np.int64(3): np.float32(0.5), "4": 1}).logit_bias
+    assert bias == {3: 0.5, 4: 1} and [type(part) for pair in bias.items() for part in pair] == [int, float, int, int]
+
+
+def test_stop_is_one_string_or_several():
+    assert SamplingParams(stop="ab").stop == ("ab",) == SamplingParams(stop=["ab"]).stop
+    assert SamplingParams(stop=["ab", "c"]).stop == ("ab", "c") and SamplingParams().stop == ()
+    assert hash(SamplingParams(stop="ab", logit_bias={1: 2.0})) == hash(
+        SamplingParams(stop=["ab"], logit_bias={3: 1.0})
+    )

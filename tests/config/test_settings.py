@@ -7,11 +7,13 @@ import inspect
 import math
 import re
 import typing
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.raising import assert_raises
 
+from whet.cli.settings import read_toml, write_toml
 from whet.config import (
     BestOfNConfig,
     DPOConfig,
@@ -23,7 +25,7 @@ from whet.config import (
     settings,
 )
 from whet.config.fields import make_config
-from whet.config.sampling import SamplingParams
+from whet.config.sampling import DISTRIBUTION, SamplingParams
 from whet.errors import WhetTypeError, WhetValueError
 
 ALL = [SFTConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, BestOfNConfig]
@@ -33,7 +35,7 @@ ALL = [SFTConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, BestOfNConfig]
 def test_defaults_are_valid_flat_and_plain(config_class):
     config = config_class()
     for name, value in dataclasses.asdict(config).items():
-        assert value is None or isinstance(value, (bool, int, float, str, list)), name
+        assert value is None or isinstance(value, (bool, int, float, str, list, dict)), name
     assert make_config(config_class, None, dataclasses.asdict(config)) == config
 
 
@@ -184,12 +186,13 @@ def test_numbers_of_numpy_and_whole_floats_do():
 
 def test_the_sampling_fields_are_those_of_the_engine():
     ours = {f.name for f in dataclasses.fields(RolloutConfig)}
-    assert {f.name for f in dataclasses.fields(SamplingParams)} <= ours
-    config = RolloutConfig(top_k=3, top_p=0.5, min_p=0.1, temperature=0.7, repetition_penalty=1.1, max_new_tokens=9)
-    expected = SamplingParams(
-        top_k=3, top_p=0.5, min_p=0.1, temperature=0.7, repetition_penalty=1.1, max_new_tokens=9, stop_token_ids=(2,),
-        seed=5,
-    )  # fmt: skip
+    assert {f.name for f in dataclasses.fields(SamplingParams)} - ours == {"top_logprobs"}  # no algorithm reads them
+    settings: dict[str, Any] = {
+        "top_k": 3, "top_p": 0.5, "min_p": 0.1, "temperature": 0.7, "repetition_penalty": 1.1, "max_new_tokens": 9,
+        "presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"4": 2}, "min_new_tokens": 2,
+    }  # fmt: skip
+    config = RolloutConfig(**settings, stop=["\n"])
+    expected = SamplingParams(**settings, stop="\n", stop_token_ids=(2,), seed=5)
     assert config.sampling([2], 5) == expected
     assert RolloutConfig(stop_token_ids=[8]).sampling([2], 5).stop_token_ids == (8,)
 
@@ -198,3 +201,18 @@ def test_shared_fields_mean_the_same_everywhere():
     hints = typing.get_type_hints(TrainerConfig)
     for name in set(hints) & set(typing.get_type_hints(RolloutConfig)):
         assert hints[name] == typing.get_type_hints(RolloutConfig)[name]
+
+
+@pytest.mark.parametrize("name", DISTRIBUTION)
+def test_a_setting_that_changes_the_distribution_is_not_plain(name):
+    values = {"temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "logit_bias": {3: 1.0}}
+    assert RolloutConfig().samples_plainly()
+    assert not RolloutConfig(**{name: values.get(name, 2)}).samples_plainly()
+    assert RolloutConfig(stop=["x"]).samples_plainly()
+
+
+def test_a_bias_in_toml_is_a_table(tmp_path):
+    config = RolloutConfig(logit_bias={4: 2.0, 11: -100})
+    write_toml(tmp_path / "config.toml", dataclasses.asdict(config))
+    assert "[logit_bias]\n4 = 2.0\n11 = -100" in (tmp_path / "config.toml").read_text()
+    assert make_config(RolloutConfig, None, read_toml(tmp_path / "config.toml")) == config

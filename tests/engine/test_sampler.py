@@ -12,27 +12,45 @@ import torch
 from tests.isas import printed_by_isa
 
 from whet import _core
-from whet.config.sampling import SamplingParams
+from whet.config.sampling import DISTRIBUTION, SamplingParams
 from whet.rollout.torch_engine import Sampler, token_uniforms
 
 INF, NAN = math.inf, math.nan
 
 
-def draw(
-    logits: Any, uniforms: Any, *, seen: np.ndarray | None = None, model_logprobs: bool = False, **settings: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    s = SamplingParams(**settings)
-    return _core.draw_tokens(
+def core_settings(model_logprobs: bool = False, **settings: Any) -> dict[str, Any]:
+    """What the core takes of ``SamplingParams(**settings)``."""
+    params = SamplingParams(**settings)
+    names = [*DISTRIBUTION, "top_logprobs"]
+    return {name: getattr(params, name) for name in names} | {"model_logprobs": model_logprobs}
+
+
+def draw_all(
+    logits: Any,
+    uniforms: Any,
+    *,
+    seen: np.ndarray | None = None,
+    counts: np.ndarray | None = None,
+    banned: Any = (),
+    **settings: Any,
+) -> tuple[np.ndarray, np.ndarray, list[list[tuple[int, float]]]]:
+    """Tokens, log-probs and alternatives."""
+    ids, logprobs, top_ids, top_logprobs = _core.draw_tokens(
         np.array(logits, dtype=np.float32, ndmin=2),
         np.array(uniforms, dtype=np.float64, ndmin=1),
-        temperature=s.temperature,
-        top_k=s.top_k,
-        top_p=s.top_p,
-        min_p=s.min_p,
-        repetition_penalty=s.repetition_penalty,
+        sampling=core_settings(**settings),
         seen=seen,
-        model_logprobs=model_logprobs,
+        counts=counts,
+        banned=np.array(banned, np.int32),
     )
+    n = settings.get("top_logprobs", 0)
+    pairs = list(zip(top_ids.tolist(), top_logprobs.tolist(), strict=True))
+    tops = [pairs[i : i + n] for i in range(0, len(pairs), n or 1)]
+    return ids, logprobs, [[pair for pair in row if pair[0] >= 0] for row in tops]
+
+
+def draw(logits: Any, uniforms: Any, **settings: Any) -> tuple[np.ndarray, np.ndarray]:
+    return draw_all(logits, uniforms, **settings)[:2]
 
 
 def tokens_over_the_unit(logits: Any, **settings: Any) -> list[int]:
@@ -59,6 +77,20 @@ def rows_of_all_kinds(rng: np.random.Generator, n: int, size: int) -> np.ndarray
     return x.astype(np.float32)
 
 
+def random_additions(rng: np.random.Generator, size: int) -> dict[str, Any]:
+    """Penalties, bias, stop tokens that may not come yet, and alternatives, each of them or not."""
+    ids = 1 + rng.choice(size - 1, min(size - 1, 6), replace=False)  # token 0 is ruled out nowhere
+    additions: dict[str, Any] = {
+        "presence_penalty": float(rng.uniform(-2, 2)),
+        "frequency_penalty": float(rng.uniform(-2, 2)),
+        "logit_bias": {int(i): float(rng.choice([-100, -1.5, 0.25, 3])) for i in ids[:3]},
+        "min_new_tokens": int(rng.integers(0, 5)),
+        "top_logprobs": int(rng.integers(0, 21)),
+    }
+    chosen = {name: value for name, value in additions.items() if rng.random() < 0.7}
+    return {**chosen, "stop_token_ids": ids[3:].tolist()}
+
+
 def exact_logprobs(kept: np.ndarray, ids: np.ndarray) -> np.ndarray:
     wide = kept.astype(np.float64)
     top = wide.max(axis=1)
@@ -67,16 +99,27 @@ def exact_logprobs(kept: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 def test_draws_what_the_torch_sampler_draws() -> None:
     rng = np.random.default_rng(0)
-    n_rows = n_other = n_edges = 0
+    n_rows = n_other = n_edges = n_tops = n_other_tops = 0
     for i, settings in enumerate(COMBINATIONS):
         size = (5, 33, 500, 1024, 2500)[i % 5]
         logits, uniforms = rows_of_all_kinds(rng, 48, size), rng.random(48)
         seen = rng.random(logits.shape) < 0.2
+        settings = settings | random_additions(rng, size) if i % 3 else settings
         sampler = Sampler(SamplingParams(**settings))
-        arguments = torch.from_numpy(logits), torch.from_numpy(uniforms), torch.from_numpy(seen)
-        expected, _ = sampler.draw(*arguments)
-        kept = sampler.filtered_logits(arguments[0], arguments[2]).numpy()
-        ids, logprobs = draw(logits, uniforms, seen=seen, **settings)
+        counts = rng.integers(0, 4, logits.shape, dtype=np.int32) * (rng.random(logits.shape) < 0.2)
+        history = {"seen": torch.from_numpy(seen), "counts": torch.from_numpy(counts), "n_drawn": i % 5}
+        kept = sampler.filtered_logits(torch.from_numpy(logits), **history)
+        expected, _ = sampler.draw_from(kept, torch.from_numpy(uniforms))
+        banned = settings.get("stop_token_ids", ()) if i % 5 < settings.get("min_new_tokens", 0) else ()
+        ids, logprobs, tops = draw_all(
+            logits, uniforms, seen=seen, counts=counts.astype(np.int32), banned=banned, **settings
+        )
+        for row, expected_row in zip(tops, sampler.alternatives(kept), strict=True) if tops else ():
+            n_tops += 1
+            n_other_tops += [token for token, _ in row] != [token for token, _ in expected_row] or not np.allclose(
+                [logprob for _, logprob in row], [logprob for _, logprob in expected_row], atol=2e-5
+            )
+        kept = kept.numpy()
         n_rows += len(ids)
         n_other += np.count_nonzero(ids != expected.numpy())
         # A token's weight on either side of top-p's or min-p's edge, by rounding, changes the others' log-probs.
@@ -84,7 +127,8 @@ def test_draws_what_the_torch_sampler_draws() -> None:
         same = np.abs(logprobs - exact) <= 1e-5
         n_edges += np.count_nonzero(~same)
         assert np.isfinite(exact).mean() > 0.95, settings
-    assert n_rows == 180 * 48
+    assert n_rows == 180 * 48 and n_tops > 48 * 60
+    assert n_other_tops <= 3, n_other_tops
     assert n_other <= 3 and n_edges <= 3, (n_other, n_edges)
 
 
@@ -109,7 +153,7 @@ def test_greedy_and_its_logprob_are_the_torch_sampler_s() -> None:
         settings: dict[str, Any] = {"temperature": 0.0, "top_k": 3, "repetition_penalty": penalty}
         sampler = Sampler(SamplingParams(**settings))
         expected, expected_logprobs = sampler.draw(
-            torch.from_numpy(logits), torch.zeros(32, dtype=torch.float64), torch.from_numpy(seen)
+            torch.from_numpy(logits), torch.zeros(32, dtype=torch.float64), seen=torch.from_numpy(seen)
         )
         ids, logprobs = draw(logits, np.zeros(32), seen=seen, **settings)
         np.testing.assert_array_equal(ids, expected.numpy())
@@ -127,17 +171,26 @@ def test_greedy_and_its_logprob_are_the_torch_sampler_s() -> None:
         {"repetition_penalty": 1.7},
         {"temperature": 0.0, "repetition_penalty": 1.7},
         {"repetition_penalty": 0.5, "top_k": 5, "temperature": 2.0},
+        {"presence_penalty": 1.5, "frequency_penalty": -0.5, "logit_bias": {3: 5.0}},
+        {"temperature": 0.0, "frequency_penalty": 2.0},
+        {"banned": [1, 5]},
     ],
 )
 def test_model_logprobs_are_those_of_the_logits_as_they_came(settings: dict[str, Any]) -> None:
     rng = np.random.default_rng(3)
     logits, uniforms = (rng.normal(size=(64, 2100)) * 3).astype(np.float32), rng.random(64)
     seen = rng.random(logits.shape) < 0.4
+    counts = rng.integers(0, 3, logits.shape, dtype=np.int32) if "frequency_penalty" in settings else None
     before = logits.copy()
-    ids, logprobs = draw(logits, uniforms, seen=seen, model_logprobs=True, **settings)
-    np.testing.assert_array_equal(ids, draw(logits, uniforms, seen=seen, **settings)[0])
+    history = {"seen": seen, "counts": counts}
+    ids, logprobs, tops = draw_all(logits, uniforms, **history, model_logprobs=True, **{**settings, "top_logprobs": 5})
+    np.testing.assert_array_equal(ids, draw(logits, uniforms, **history, **settings)[0])
     np.testing.assert_array_equal(logits, before)
     np.testing.assert_allclose(logprobs, exact_logprobs(logits, ids), atol=2e-6)
+    best = np.argsort(-logits, axis=1, kind="stable")[:, :5]
+    np.testing.assert_array_equal([[token for token, _ in row] for row in tops], best)
+    for j in range(5):
+        np.testing.assert_allclose([row[j][1] for row in tops], exact_logprobs(logits, best[:, j]), atol=2e-6)
 
 
 def test_the_log_prob_of_a_near_certain_token_keeps_its_digits() -> None:
@@ -226,6 +279,47 @@ def test_repetition_penalty_by_hand() -> None:
     assert draw([[4.0, -4.0, 3.0]], 0.0, temperature=0.0, repetition_penalty=2.0)[0].tolist() == [0]
 
 
+def test_bias_and_penalties_by_hand_in_their_order() -> None:
+    # 1 + 3 = 4 -> / 2 = 2 -> - 2 * 0.5 - 0.25 = 0.75;  -1 * 2 = -2, without a count;  0 banned;  1 as it was.
+    logits = [[1.0, -1.0, 0.0, 1.0]]
+    settings: dict[str, Any] = {
+        "logit_bias": {0: 3.0}, "repetition_penalty": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.25,
+        "seen": np.array([[True, True, False, False]]), "counts": np.array([[2, 0, 0, 0]], np.int32),
+        "banned": [2], "top_logprobs": 4,
+    }  # fmt: skip
+    total = math.exp(0.75) + math.exp(-2) + math.exp(1)
+    expected = [(3, 1 - math.log(total)), (0, 0.75 - math.log(total)), (1, -2 - math.log(total))]
+    for temperature, uniform in ((1.0, 0.99), (0.0, 0.0)):
+        ids, logprobs, [top] = draw_all(logits, uniform, temperature=temperature, **settings)
+        assert ids.tolist() == [3] and [token for token, _ in top] == [3, 0, 1]  # the banned one is not there
+        np.testing.assert_allclose([logprob for _, logprob in top], [logprob for _, logprob in expected], atol=1e-6)
+        np.testing.assert_allclose(logprobs, [expected[0][1]], atol=1e-6)
+
+
+def test_a_bias_chooses_at_temperature_0() -> None:
+    logits = [[0.0, 5.0, 1.0]]
+    assert draw(logits, 0.0, temperature=0.0, logit_bias={2: 4.5})[0].tolist() == [2]
+    assert draw(logits, 0.0, temperature=0.0, logit_bias={1: -100.0})[0].tolist() == [2]
+    assert draw(logits, 0.0, temperature=0.0, frequency_penalty=2.0, counts=np.array([[0, 3, 0]], np.int32))[0][0] == 2
+
+
+def test_alternatives_are_those_that_the_filters_keep_and_ties_are_in_order_of_id() -> None:
+    logits = [[1.0, 2.0, 1.0, 1.0, -INF]]
+    for settings, kept in (
+        ({}, [1, 0, 2, 3]), ({"top_k": 2}, [1, 0]), ({"top_p": 0.5}, [1, 0]), ({"min_p": 0.5}, [1]),
+        ({"temperature": 0.0, "top_k": 1}, [1, 0, 2, 3]),
+    ):  # fmt: skip
+        _, logprobs, [top] = draw_all(logits, 0.0, top_logprobs=20, **settings)
+        assert [token for token, _ in top] == kept, settings
+        total = math.fsum(math.exp(logprob) for _, logprob in top)
+        assert abs(total - 1) < 1e-6 and logprobs[0] in [np.float32(logprob) for _, logprob in top]
+        _, _, [fewer] = draw_all(logits, 0.0, top_logprobs=1, **settings)
+        assert fewer == top[:1]
+    assert draw_all([[-INF, 1.0]], 0.0, top_logprobs=3)[2] == [[(1, 0.0)]]
+    # A weight that is 0 in float32, but no log-prob of -inf.
+    assert [token for token, _ in draw_all([[-200.0, 0.0]], 0.0, top_logprobs=3)[2][0]] == [1, 0]
+
+
 BROKEN = [[NAN, 1.0, 2.0], [1.0, NAN, -INF], [0.0, INF, 1.0], [INF, INF, 0.0], [-INF] * 3, [NAN] * 3, [INF, NAN, -INF]]
 
 
@@ -255,19 +349,30 @@ def test_logits_that_are_not_proper_give_nan(settings: dict[str, Any], size: int
 
 def test_what_is_not_the_plain_case_is_not_implemented() -> None:
     x, u = np.zeros((2, 3), np.float32), np.zeros(2)
-    rest = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-    assert _core.draw_tokens(x, u, **rest, seen=None, model_logprobs=False) is not NotImplemented
+    rest: dict[str, Any] = {
+        "sampling": core_settings(),
+        "seen": None,
+        "counts": None,
+        "banned": np.array([1], np.int32),
+    }
+    assert _core.draw_tokens(x, u, **rest) is not NotImplemented
     seen = np.zeros((2, 3), bool)
     for bad in (
-        (x.astype(np.float64), u, None),
-        (x[0], u, None),
-        (x[:, ::2], u, None),
-        (x, u[:1], None),
-        (x, u.astype(np.float32), None),
-        (x, u, seen[:1]),
-        (x, u, seen.astype(np.int32)),
+        {"logits": x.astype(np.float64)},
+        {"logits": x[0]},
+        {"logits": x[:, ::2]},
+        {"uniforms": u[:1]},
+        {"uniforms": u.astype(np.float32)},
+        {"seen": seen[:1]},
+        {"seen": seen.astype(np.int32)},
+        {"counts": seen},
+        {"counts": np.zeros((2, 4), np.int32)},
+        {"banned": np.zeros(1)},
     ):
-        assert _core.draw_tokens(bad[0], bad[1], **rest, seen=bad[2], model_logprobs=False) is NotImplemented
+        assert _core.draw_tokens(**{"logits": x, "uniforms": u, **rest, **bad}) is NotImplemented, bad
+    for outside in ({"banned": np.array([3], np.int32)}, {"sampling": core_settings(logit_bias={3: 1.0})}):
+        with pytest.raises(ValueError, match="token id 3 is outside the vocabulary"):
+            _core.draw_tokens(x, u, **{**rest, **outside})
 
 
 # ---------------------------------------------------------------- uniforms
@@ -332,9 +437,15 @@ for n_threads in (1, 3):
         for temperature in (0., 1., .6):
             for k, p, min_p in ((0, 1., 0.), (7, 1., 0.), (0, .9, 0.), (0, 1., .05), (40, .9, .05), (0, .6, .01)):
                 for penalty, model_logprobs in ((1., False), (1.2, True)):
+                    more = dict(presence_penalty=penalty, frequency_penalty=.3, logit_bias={0: .7}, top_logprobs=4)
+                    plain = dict(presence_penalty=0., frequency_penalty=0., logit_bias={}, top_logprobs=0)
+                    sampling = dict(
+                        temperature=temperature, top_k=k, top_p=p, min_p=min_p, repetition_penalty=penalty,
+                        model_logprobs=model_logprobs, **(more if model_logprobs else plain),
+                    )
+                    counts = seen.astype(np.int32) * 2 if model_logprobs else None
                     for out in _core.draw_tokens(
-                        x, u, temperature=temperature, top_k=k, top_p=p, min_p=min_p, repetition_penalty=penalty,
-                        seen=seen, model_logprobs=model_logprobs,
+                        x, u, sampling=sampling, seen=seen, counts=counts, banned=np.zeros(0, np.int32)
                     ):
                         h.update(out.tobytes())
     digests.add(h.hexdigest())

@@ -65,6 +65,17 @@ def test_what_is_sampled_is_scored_and_counted(tokenizer):
     }  # fmt: skip
 
 
+def test_texts_end_before_stop_strings(tokenizer):
+    items = read_items(Letters(), tokenizer)
+    whole, cut = (
+        SamplingParams(max_new_tokens=12, temperature=2.0, seed=1, **stop) for stop in ({}, {"stop": ["b", "c"]})
+    )
+    with Engine.from_model(tiny_llama(), weights="float32", tokenizer=tokenizer) as engine:
+        texts = [evaluate(engine, items, tokenizer, sampling=sampling, n=2).texts for sampling in (whole, cut)]
+    expected = [[min(text.partition(stop)[0] for stop in "bc") for text in group] for group in texts[0]]
+    assert texts[1] == expected != texts[0]
+
+
 def test_several_completions_give_pass_at_k(tokenizer):
     groups = [[[A, EOS], [B, EOS], [A, EOS]], [[A, EOS], [A, EOS], [A, EOS]]]
     result = run(groups, tokenizer, Letters("ab"))

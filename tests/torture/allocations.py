@@ -65,7 +65,10 @@ def _operations(folder: Path) -> list[tuple[str, Operation]]:
     from whet.cli.models import load_model
 
     torch.set_num_threads(1)
-    sampling = whet.SamplingParams(max_new_tokens=70, repetition_penalty=1.1, top_p=0.9, seed=1)
+    sampling = whet.SamplingParams(
+        max_new_tokens=70, repetition_penalty=1.1, frequency_penalty=0.2, top_p=0.9, top_logprobs=2, stop="\x00\x01",
+        logit_bias={5: 0.5}, seed=1,
+    )  # fmt: skip
     model, _ = load_model(str(folder), "float32")
     rng = np.random.default_rng(0)
     adapter = {
@@ -100,7 +103,7 @@ def _operations(folder: Path) -> list[tuple[str, Operation]]:
             one.remove_adapter(number)
 
     def synced() -> tuple[Callable[[], Any], Callable[[], Any]]:
-        one = whet.Engine.from_model(model, weights="int8", kv_bytes=1 << 20)
+        one = whet.Engine.from_model(model, weights="int8", kv_bytes=1 << 20, tokenizer=folder)
         return lambda: one.sync(model), lambda: (one.sync(model), answers(one))[1]
 
     return [

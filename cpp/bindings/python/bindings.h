@@ -2,7 +2,22 @@
 #pragma once
 #include <nanobind/nanobind.h>
 
+#include <memory>
+
+#include "engine/sampler.h"
+#include "engine/stop_strings.h"
+
 namespace whet {
+
+// A Python object that shares a constant of the engine.
+template <class T>
+struct Shared {
+    std::shared_ptr<const T> value;
+};
+
+// Settings by the names of SamplingParams, and "logit_bias" as a dict. Throws std::invalid_argument for a token outside
+// the vocabulary.
+Sampling sampling_of(const nanobind::dict& settings, size_t vocab_size);
 
 void bind_attention(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);

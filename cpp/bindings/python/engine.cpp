@@ -160,24 +160,21 @@ public:
         std::erase(sessions_, session);
     }
 
-    uint64_t add_prompt(uint64_t session, nb::handle tokens, size_t n, size_t max_new_tokens, nb::handle stop_tokens,
-                        uint64_t seed, uint64_t prompt_index, uint64_t adapter, float temperature, int32_t top_k,
-                        float top_p, float min_p, float repetition_penalty, bool model_logprobs) {
+    uint64_t add_prompt(uint64_t session, nb::handle tokens, size_t n, size_t min_new_tokens, size_t max_new_tokens,
+                        nb::handle stop_tokens, const Shared<StopStrings>* stop_strings, uint64_t seed,
+                        uint64_t prompt_index, uint64_t adapter, const nb::dict& sampling) {
         const Turn turn(lock_);
         Request request = request_of(session, tokens, adapter);
         const size_t room =
             model_.config().max_position - std::min(model_.config().max_position, request.tokens.size());
         if (n == 0 || max_new_tokens == 0 || room == 0) throw std::invalid_argument("no token to sample");
         request.n = n;
+        request.min_new_tokens = min_new_tokens;
         request.max_new_tokens = std::min(max_new_tokens, room);
         request.stop_tokens = tokens_of(stop_tokens, model_.config().vocab_size);
         request.seed = seed, request.prompt_index = prompt_index;
-        request.sampling = {.temperature = temperature,
-                            .top_p = top_p,
-                            .min_p = min_p,
-                            .repetition_penalty = repetition_penalty,
-                            .top_k = top_k,
-                            .model_logprobs = model_logprobs};
+        request.sampling = sampling_of(sampling, model_.config().vocab_size);
+        if (stop_strings != nullptr) request.stop_strings = stop_strings->value;
         return scheduler_.add(std::move(request), session);
     }
 
@@ -205,13 +202,26 @@ public:
         return false;
     }
 
+    // Of the tokens from a number on: ids, log-probs, held bytes, ids and log-probs of the alternatives; how it ended.
     nb::tuple sample(uint64_t id, size_t i, size_t from) const {
         const Turn turn(lock_);
-        const Sample& s = scheduler_.job(id).samples.at(i);
+        const Job& job = scheduler_.job(id);
+        const Sample& s = job.samples.at(i);
         from = std::min(from, s.tokens.size());
+        const size_t n = s.tokens.size() - from, n_top = job.request.sampling.top_logprobs;
+        int32_t* top_ids = nullptr;
+        float* top_logprobs = nullptr;
+        nb::object top_ids_array = new_vector(DType::kInt32, n * n_top, top_ids);
+        nb::object top_logprobs_array = new_vector(DType::kFloat32, n * n_top, top_logprobs);
+        for (size_t j = 0; j < n * n_top; ++j) {
+            const Drawn& alternative = s.alternatives[from * n_top + j];
+            top_ids[j] = alternative.token, top_logprobs[j] = alternative.logprob;
+        }
         static const char* const kFinish[] = {"running", "stop", "length", "cancelled"};
         return nb::make_tuple(array_of(std::span(s.tokens).subspan(from)),
-                              array_of(std::span(s.logprobs).subspan(from)), kFinish[static_cast<int>(s.finish)]);
+                              array_of(std::span(s.logprobs).subspan(from)),
+                              array_of(std::span(s.held).subspan(std::min(from, s.held.size()))), top_ids_array,
+                              top_logprobs_array, kFinish[static_cast<int>(s.finish)]);
     }
 
     nb::tuple scores(uint64_t id) const {
@@ -328,9 +338,8 @@ void bind_engine(nb::module_& m) {
         .def("load", &EngineObject::load, arg("slot"), nb::kw_only(), arg("first"), arg("address"), arg("type"),
              arg("n"), arg("width"), arg("row_stride"), arg("column_stride"))
         .def("add_prompt", &EngineObject::add_prompt, arg("session"), nb::kw_only(), arg("tokens"), arg("n"),
-             arg("max_new_tokens"), arg("stop_tokens"), arg("seed"), arg("prompt_index"), arg("adapter"),
-             arg("temperature"), arg("top_k"), arg("top_p"), arg("min_p"), arg("repetition_penalty"),
-             arg("model_logprobs"))
+             arg("min_new_tokens"), arg("max_new_tokens"), arg("stop_tokens"), arg("stop_strings").none(), arg("seed"),
+             arg("prompt_index"), arg("adapter"), arg("sampling"))
         .def("add_score", &EngineObject::add_score, arg("session"), nb::kw_only(), arg("tokens"), arg("score_from"),
              arg("temperature"), arg("entropy"), arg("logits"), arg("adapter"))
         .def("add_adapter", &EngineObject::add_adapter)

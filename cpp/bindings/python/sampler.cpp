@@ -1,13 +1,19 @@
-// Bindings of the sampler and its uniforms, as the tests call them; the engine calls the C++ functions itself.
+// Bindings of the sampler, its uniforms and stop strings. The engine calls the C++ functions itself: draw_tokens,
+// token_uniforms and StopStrings.read are for tests.
 //
 // NotImplemented says that an array is not contiguous, or not of the dtype and shape that it should be.
 #include "engine/sampler.h"
 
 #include <cstdint>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "arrays.h"
 #include "bindings.h"
+#include "engine/stop_strings.h"
 #include "runtime/ceil_div.h"
 #include "runtime/philox.h"
 #include "runtime/thread_pool.h"
@@ -17,52 +23,71 @@ namespace nb = nanobind;
 namespace whet {
 namespace {
 
-// A thread's memory for a draw: a copy of the row, the bitmap of the tokens seen, the sampler's scratch.
+// A thread's memory for a draw: a copy of the row, what was seen and counted, the sampler's scratch.
 struct DrawScratch {
     std::vector<float> logits;
     std::vector<uint64_t> seen;
+    std::vector<TokenCount> counts;
     std::vector<double> memory;
 
-    Drawn draw(const float* row, const bool* row_seen, size_t size, const Sampling& sampling, double uniform) {
+    Drawn draw(const float* row, const bool* row_seen, const int32_t* row_counts, std::span<const int32_t> banned,
+               size_t size, const Sampling& sampling, double uniform, Drawn* alternatives) {
         logits.assign(row, row + size);
         memory.resize(ceil_div(sampler_scratch_bytes(size), sizeof(double)));
         if (row_seen != nullptr) {
             seen.assign(ceil_div(size, 64), 0);
             for (size_t i = 0; i < size; ++i) seen[i / 64] |= static_cast<uint64_t>(row_seen[i]) << (i % 64);
         }
-        return draw_token(logits.data(), size, sampling, row_seen == nullptr ? nullptr : seen.data(), uniform,
-                          memory.data());
+        counts.clear();
+        for (size_t i = 0; row_counts != nullptr && i < size; ++i) {
+            if (row_counts[i] > 0) counts.push_back({static_cast<int32_t>(i), static_cast<uint32_t>(row_counts[i])});
+        }
+        const History history{row_seen == nullptr ? nullptr : seen.data(), counts, banned};
+        return draw_token(logits.data(), size, sampling, history, uniform, memory.data(), alternatives);
     }
 };
 
-nb::object draw_tokens(nb::handle logits_object, nb::handle uniforms_object, double temperature, int32_t top_k,
-                       double top_p, double min_p, double repetition_penalty, nb::handle seen_object,
-                       bool model_logprobs) {
-    Array logits, uniforms, seen;
+void check_token(int64_t token, size_t vocab_size) {
+    if (token < 0 || static_cast<size_t>(token) >= vocab_size) {
+        throw std::invalid_argument("token id " + std::to_string(token) + " is outside the vocabulary");
+    }
+}
+
+// Returns (ids (R,), log-probs (R,), ids and log-probs of the alternatives, (R * top_logprobs,) each).
+nb::object draw_tokens(nb::handle logits_object, nb::handle uniforms_object, const nb::dict& settings,
+                       nb::handle seen_object, nb::handle counts_object, nb::handle banned_object) {
+    Array logits, uniforms, seen, counts, banned;
     if (!view(logits_object.ptr(), logits) || logits.dtype != DType::kFloat32 || logits.ndim != 2 ||
-        !view_vector(uniforms_object, DType::kFloat64, uniforms) || uniforms.shape[0] != logits.shape[0]) {
+        !view_vector(uniforms_object, DType::kFloat64, uniforms) || uniforms.shape[0] != logits.shape[0] ||
+        !view_vector(banned_object, DType::kInt32, banned)) {
         return not_implemented();
     }
-    if (!seen_object.is_none() &&
-        (!view(seen_object.ptr(), seen) || seen.dtype != DType::kBool || !equal_shapes(seen, logits))) {
+    const auto is_like_logits = [&](nb::handle object, DType dtype, Array& array) {
+        return view(object.ptr(), array) && array.dtype == dtype && equal_shapes(array, logits);
+    };
+    const bool has_seen = !seen_object.is_none(), has_counts = !counts_object.is_none();
+    if ((has_seen && !is_like_logits(seen_object, DType::kBool, seen)) ||
+        (has_counts && !is_like_logits(counts_object, DType::kInt32, counts))) {
         return not_implemented();
     }
-    const Sampling sampling{.temperature = static_cast<float>(temperature),
-                            .top_p = static_cast<float>(top_p),
-                            .min_p = static_cast<float>(min_p),
-                            .repetition_penalty = static_cast<float>(repetition_penalty),
-                            .top_k = top_k,
-                            .model_logprobs = model_logprobs};
     const auto rows = static_cast<size_t>(logits.shape[0]), size = static_cast<size_t>(logits.shape[1]);
-    int32_t* ids = nullptr;
-    float* logprobs = nullptr;
+    const Sampling sampling = sampling_of(settings, size);
+    const std::span<const int32_t> banned_tokens(banned.as<int32_t>(), static_cast<size_t>(banned.size()));
+    for (int32_t token : banned_tokens) check_token(token, size);
+    const size_t n_top = sampling.top_logprobs;
+    int32_t *ids = nullptr, *top_ids = nullptr;
+    float *logprobs = nullptr, *top_logprobs = nullptr;
     nb::object ids_object = new_vector(DType::kInt32, rows, ids);
     nb::object logprobs_object = new_vector(DType::kFloat32, rows, logprobs);
+    nb::object top_ids_object = new_vector(DType::kInt32, rows * n_top, top_ids);
+    nb::object top_logprobs_object = new_vector(DType::kFloat32, rows * n_top, top_logprobs);
+    std::vector<Drawn> alternatives(rows * n_top);
     auto draw_row = [&](size_t r) {
         thread_local DrawScratch scratch;
-        const bool* row_seen = seen_object.is_none() ? nullptr : seen.as<bool>() + r * size;
-        const Drawn drawn =
-            scratch.draw(logits.as<float>() + r * size, row_seen, size, sampling, uniforms.as<double>()[r]);
+        const bool* row_seen = has_seen ? seen.as<bool>() + r * size : nullptr;
+        const int32_t* row_counts = has_counts ? counts.as<int32_t>() + r * size : nullptr;
+        const Drawn drawn = scratch.draw(logits.as<float>() + r * size, row_seen, row_counts, banned_tokens, size,
+                                         sampling, uniforms.as<double>()[r], alternatives.data() + r * n_top);
         ids[r] = drawn.token;
         logprobs[r] = drawn.logprob;
     };
@@ -70,7 +95,10 @@ nb::object draw_tokens(nb::handle logits_object, nb::handle uniforms_object, dou
         const nb::gil_scoped_release release;
         parallel_for(rows, draw_row);
     }
-    return nb::make_tuple(ids_object, logprobs_object);
+    for (size_t i = 0; i < alternatives.size(); ++i) {
+        top_ids[i] = alternatives[i].token, top_logprobs[i] = alternatives[i].logprob;
+    }
+    return nb::make_tuple(ids_object, logprobs_object, top_ids_object, top_logprobs_object);
 }
 
 nb::object token_uniforms(uint64_t seed, uint64_t prompt, uint64_t sample, size_t n) {
@@ -80,13 +108,80 @@ nb::object token_uniforms(uint64_t seed, uint64_t prompt, uint64_t sample, size_
     return array;
 }
 
+// ---------------------------------------------------------------- stop strings
+
+using Texts = Shared<TokenTexts>;
+using Stops = Shared<StopStrings>;
+
+std::string string_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+
+void make_texts(Texts* self, const nb::bytes& bytes, nb::handle ends_object, bool drops_first_space) {
+    Array ends;
+    if (!view_vector(ends_object, DType::kInt32, ends)) throw std::invalid_argument("ends: not an int32 array");
+    TokenTexts texts{string_of(bytes), {ends.as<int32_t>(), ends.as<int32_t>() + ends.size()}, drops_first_space};
+    int32_t last = 0;
+    for (int32_t end : texts.ends) {
+        if (end < last) throw std::invalid_argument("ends: not in rising order");
+        last = end;
+    }
+    if (static_cast<size_t>(last) != texts.bytes.size()) throw std::invalid_argument("ends: not those of the bytes");
+    new (self) Texts{std::make_shared<const TokenTexts>(std::move(texts))};
+}
+
+void make_stops(Stops* self, const Texts& texts, const nb::sequence& strings) {
+    std::vector<std::string> all;
+    for (nb::handle string : strings) {
+        all.push_back(string_of(nb::cast<nb::bytes>(string)));
+        if (all.back().empty()) throw std::invalid_argument("an empty stop string");
+    }
+    new (self) Stops{std::make_shared<const StopStrings>(texts.value, all)};
+}
+
+// The bytes held after each token, up to the one that completes a stop string; and whether one does.
+nb::tuple read_tokens(const Stops& self, nb::handle tokens_object, size_t min_new_tokens) {
+    Array tokens;
+    if (!view_vector(tokens_object, DType::kInt32, tokens)) throw std::invalid_argument("tokens: not an int32 array");
+    nb::list held;
+    StopStrings::State state;
+    for (int32_t token : std::span(tokens.as<int32_t>(), static_cast<size_t>(tokens.size()))) {
+        const auto reading = self.value->read(state, token, held.size() >= min_new_tokens);
+        held.append(reading.held);
+        if (reading.is_complete) return nb::make_tuple(held, true);
+    }
+    return nb::make_tuple(held, false);
+}
+
 }  // namespace
 
+Sampling sampling_of(const nb::dict& settings, size_t vocab_size) {
+    const auto number = [&](const char* name) { return static_cast<float>(nb::cast<double>(settings[name])); };
+    Sampling sampling;
+    sampling.temperature = number("temperature");
+    sampling.top_p = number("top_p");
+    sampling.min_p = number("min_p");
+    sampling.repetition_penalty = number("repetition_penalty");
+    sampling.presence_penalty = number("presence_penalty");
+    sampling.frequency_penalty = number("frequency_penalty");
+    sampling.top_k = nb::cast<int32_t>(settings["top_k"]);
+    sampling.model_logprobs = nb::cast<bool>(settings["model_logprobs"]);
+    sampling.top_logprobs = nb::cast<size_t>(settings["top_logprobs"]);
+    for (auto [token, bias] : nb::cast<nb::dict>(settings["logit_bias"])) {
+        check_token(nb::cast<int64_t>(token), vocab_size);
+        sampling.logit_bias.push_back({nb::cast<int32_t>(token), static_cast<float>(nb::cast<double>(bias))});
+    }
+    return sampling;
+}
+
 void bind_sampler(nb::module_& m) {
-    m.def("draw_tokens", &draw_tokens, nb::arg("logits"), nb::arg("uniforms"), nb::kw_only(), nb::arg("temperature"),
-          nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"), nb::arg("repetition_penalty"), nb::arg("seen").none(),
-          nb::arg("model_logprobs"));
-    m.def("token_uniforms", &token_uniforms, nb::arg("seed"), nb::arg("prompt"), nb::arg("sample"), nb::arg("n"));
+    using nb::arg;
+    m.def("draw_tokens", &draw_tokens, arg("logits"), arg("uniforms"), nb::kw_only(), arg("sampling"),
+          arg("seen").none(), arg("counts").none(), arg("banned"));
+    m.def("token_uniforms", &token_uniforms, arg("seed"), arg("prompt"), arg("sample"), arg("n"));
+    nb::class_<Texts>(m, "TokenTexts")
+        .def("__init__", &make_texts, arg("bytes"), nb::kw_only(), arg("ends"), arg("drops_first_space"));
+    nb::class_<Stops>(m, "StopStrings")
+        .def("__init__", &make_stops, arg("texts"), arg("strings"))
+        .def("read", &read_tokens, arg("tokens"), nb::kw_only(), arg("min_new_tokens"));
 }
 
 }  // namespace whet

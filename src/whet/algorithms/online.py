@@ -52,7 +52,7 @@ class OnlineTrainer(Trainer):
         weights = config.rollout_weights
         if weights == "auto" and self.acceleration is not None and self.acceleration.dtype == torch.bfloat16:
             weights = "bf16"  # as the policy's matrix products use them
-        make = partial(make_engine, chosen, model, weights, type(self).__name__)
+        make = partial(make_engine, chosen, model, weights, type(self).__name__, tokenizer=self.tokenizer)
         self.engine = make(config.kv_bytes)
         self._make_engine = make if isinstance(chosen, str) and not config.kv_bytes else None
         self.last_completions: list[dict[str, Any]] = []

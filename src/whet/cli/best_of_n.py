@@ -22,7 +22,7 @@ from whet.data.rows import read_rows
 from whet.errors import WhetValueError
 from whet.rewards.functions import load_function
 from whet.rollout.choose import make_engine, reward_functions
-from whet.rollout.rollout import as_shown
+from whet.rollout.rollout import show_completion
 from whet.tasks.mixture import open_tasks
 
 
@@ -52,7 +52,7 @@ def best_completions(
     """A dict per row, in order; ``batch_size`` prompts are sampled for at a time, each batch from its own seed."""
     settings = {field.name: getattr(run, field.name) for field in dataclasses.fields(BestOfNConfig)}
     rewards = reward_functions(run, functions)
-    settings["engine"] = make_engine(run.engine, model, run.rollout_weights, "whet best-of-n", run.kv_bytes)
+    settings["engine"] = make_engine(run.engine, model, run.rollout_weights, "whet best-of-n", run.kv_bytes, tokenizer)
     settings["kv_bytes"] = 0  # the engine has them
     for start in range(0, len(rows), run.batch_size):
         batch = rows[start : start + run.batch_size]
@@ -60,7 +60,7 @@ def best_completions(
         best_of_n = BestOfN(model, rewards, tokenizer=tokenizer, **settings)
         result: Any = best_of_n.generate(batch, return_scores=True, return_all=True)
         for row, scores, candidates in zip(batch, result.scores.numpy(), result.candidates, strict=True):
-            texts = [as_shown(candidate.token_ids, tokenizer) for candidate in candidates]
+            texts = [show_completion(candidate, tokenizer) for candidate in candidates]
             best = int(np.nanargmax(scores))
             found = {"prompt": row["prompt"], "completion": texts[best], "score": scores[best]}
             if run.all_candidates:

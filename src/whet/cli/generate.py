@@ -10,16 +10,17 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from whet.config.fields import check_range, check_used
-from whet.config.sampling import SamplingParams
+from whet.config.sampling import Completion, SamplingParams
 from whet.data.rows import tokenize_prompt
 from whet.engine import Engine
+from whet.engine.session import Token
 from whet.errors import WhetError, WhetValueError
 from whet.models import tokenizers
 from whet.models.formats import Weights
@@ -40,6 +41,10 @@ class GenerateConfig:
     """Number of continuations. One is streamed, several are shown when all are done."""
     max_new_tokens: int = 256
     """Longest continuation in tokens."""
+    min_new_tokens: int = 0
+    """Tokens before which it does not end."""
+    stop: Sequence[str] = ()
+    """Texts that end it, and are not shown."""
     temperature: float = 1.0
     """Divides the logits; 0: always the most probable token."""
     top_k: int = 0
@@ -49,9 +54,19 @@ class GenerateConfig:
     min_p: float = 0.0
     """Drop tokens less probable than this share of the most probable one; 0: none."""
     repetition_penalty: float = 1.0
-    """Makes tokens that are there already less probable; 1: does not."""
+    """Makes tokens that are there already, in prompt or continuation, less probable; 1: does not."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the continuation has; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """The same for each time that it has them; -2 to 2."""
+    logit_bias: Annotated[Mapping[int, float], tyro.conf.arg(metavar="[TOKEN BIAS [TOKEN BIAS ...]]")] = (
+        dataclasses.field(default_factory=dict)
+    )
+    """Added to the logits of tokens, by id; -100 to 100."""
     seed: int = 0
     """Keys the sampling: the same seed, the same text."""
+    top_logprobs: int = 0
+    """List every token with its log-probability and so many of the most probable ones, on standard error; to 20."""
     weights: Weights | None = None
     """Format of the matrices; none: bf16 of a folder, and of a GGUF file its own."""
     adapter: str = ""
@@ -73,18 +88,22 @@ def main(argv: Sequence[str]) -> int:
         prompt = [{"role": "user", "content": asked.prompt}]
     prompt_ids = tokenize_prompt({"prompt": prompt}, tokenizer)
     engine = load_engine(model, asked.weights, len(prompt_ids) + asked.max_new_tokens)
+    engine.tokenizer = tokenizer
     stops = stop_ids(asked.model, tokenizer, engine.config.vocab_size)
     sampling = SamplingParams.of(asked, stop_token_ids=stops)
     adapter = engine.add_adapter(asked.adapter) if asked.adapter else None
     with engine:
         start_s = time.perf_counter()
         if asked.n == 1:
-            n_tokens, reason = _stream(engine, tokenizer, prompt_ids, sampling, adapter)
+            tokens, reason = _stream(engine, tokenizer, prompt_ids, sampling, adapter)
+            n_tokens = len(tokens)
+            _list_alternatives(tokenizer, tokens)
         else:
             [samples] = engine.generate([prompt_ids], asked.n, sampling, adapter=adapter)
             for i, sample in enumerate(samples, start=1):
                 print(f"--- {i}/{asked.n} ({sample.finish_reason})")
-                print("".join(text_pieces(tokenizer, sample.token_ids)))
+                print("".join(text_pieces(tokenizer, sample.token_ids)) if sample.text is None else sample.text)
+                _list_alternatives(tokenizer, _tokens_of(sample))
             n_tokens, reason = sum(len(sample.token_ids) for sample in samples), f"{asked.n} samples"
         elapsed_s = time.perf_counter() - start_s
     sys.stdout.flush()
@@ -104,22 +123,43 @@ def _check(asked: GenerateConfig) -> None:
 
 def _stream(
     engine: Engine, tokenizer: Any, prompt_ids: list[int], sampling: SamplingParams, adapter: int | None
-) -> tuple[int, str]:
-    """Shows one continuation as it comes; how many tokens it has, and why it ended."""
-    taken: list[int] = []
-    with engine.stream(prompt_ids, sampling, adapter=adapter) as tokens:
+) -> tuple[list[Token], str]:
+    """Shows one continuation as it comes; its tokens, and why it ended."""
+    taken: list[Token] = []
+    with engine.stream(prompt_ids, sampling, adapter=adapter) as stream:
 
-        def ids() -> Iterator[int]:
-            for token in tokens:
-                taken.append(token.token_id)
-                yield token.token_id
+        def tokens() -> Iterator[Token]:
+            for token in stream:
+                taken.append(token)
+                yield token
 
+        if sampling.stop:
+            pieces = (token.text or "" for token in tokens())
+        else:
+            pieces = text_pieces(tokenizer, (token.token_id for token in tokens()))
         try:
-            for piece in text_pieces(tokenizer, ids()):
+            for piece in pieces:
                 print(piece, end="", flush=True)
         finally:
             print(flush=True)  # also where Ctrl-C ends it, so that what follows has a line of its own
-        return len(taken), tokens.finish_reason
+        return taken, stream.finish_reason
+
+
+def _tokens_of(sample: Completion) -> list[Token]:
+    tops = sample.top_logprobs or [None] * len(sample.token_ids)
+    return [Token(*of) for of in zip(sample.token_ids, sample.logprobs or [], [None] * len(tops), tops, strict=True)]
+
+
+def _list_alternatives(tokenizer: Any, tokens: Sequence[Token]) -> None:
+    """A line for each token: itself, and the most probable ones, where these were asked for."""
+
+    def describe(token_id: int, logprob: float) -> str:
+        return f"{tokenizer.decode([token_id])!r} {logprob:.3f}"
+
+    for token in tokens:
+        if token.top_logprobs is not None:
+            others = ", ".join(describe(*pair) for pair in token.top_logprobs)
+            print(f"{describe(token.token_id, token.logprob)}: {others}", file=sys.stderr)
 
 
 def text_pieces(tokenizer: Any, token_ids: Iterable[int]) -> Iterator[str]:

@@ -132,7 +132,7 @@ def _checkpoint_to_resume(run: Any, folder: Path) -> Path | None:
     now = dataclasses.asdict(run)
     # A setting that the run's version of Whet did not have was at its default.
     before = {**dataclasses.asdict(type(run)()), **read_toml(file)} if file.exists() else now
-    changed = [name for name in now if name not in _FREE and before[name] != now[name]]
+    changed = [name for name in now if name not in _FREE and before[name] != _as_read(now[name])]
     for name in changed:
         if name in _IDENTITY:
             raise WhetValueError(
@@ -142,6 +142,11 @@ def _checkpoint_to_resume(run: Any, folder: Path) -> Path | None:
     for name in changed if checkpoint else []:
         _say(f"{name} is {now[name]!r} from here on; it was {before[name]!r}")
     return checkpoint
+
+
+def _as_read(value: Any) -> Any:
+    """A setting as TOML gives it back: the keys of a table are text."""
+    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _algorithm_config(method: str, run: Any) -> Any:

@@ -1,7 +1,7 @@
 """Config dataclasses: made from keyword arguments or a table of a file, and their fields checked.
 
-The types of fields are those of TOML: a number, a string, a boolean, or a list of them; None stands for a missing
-value. Knows no field by name: the configs are in ``whet.config`` and beside what they configure.
+The types of fields are those of TOML: a number, a string, a boolean, a list or a table of them; None stands for a
+missing value. Knows no field by name: the configs are in ``whet.config`` and beside what they configure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,22 @@ Seed = Annotated[int, Range("an integer from 0 to 2^64 - 1", lambda n: 0 <= n < 
 NonNegative = Annotated[float, Range("a finite number >= 0", lambda x: 0 <= x < math.inf)]
 AboveZero = Annotated[float, Range("a finite number > 0", lambda x: 0 < x < math.inf)]
 BelowOne = Annotated[float, Range("a number in [0, 1)", lambda x: 0 <= x < 1)]
+Penalty = Annotated[float, Range("a number from -2 to 2", lambda x: -2 <= x <= 2)]
 TokenIds = Annotated[Sequence[int], Range("token ids >= 0", lambda ids: all(token >= 0 for token in ids))]
+TokenBias = Annotated[
+    Mapping[int, float],
+    Range(
+        "token ids >= 0 with numbers from -100 to 100",
+        lambda bias: all(token >= 0 and -100 <= x <= 100 for token, x in bias.items()),
+    ),
+]
+StopStrings = Annotated[
+    Sequence[str],
+    Range(
+        "at most 64 strings that are not empty, of whole characters",
+        lambda stop: len(stop) <= 64 and all(text and text == text.encode(errors="replace").decode() for text in stop),
+    ),
+]
 
 
 def make_config(config_class: type[Config], config: Config | None, settings: Mapping[str, Any]) -> Config:
@@ -63,7 +78,8 @@ def check_types(config: Any) -> None:
 
     An int is a float, and a tuple a list.
 
-    Numbers of NumPy and others are converted to Python's, for JSON, TOML and native code.
+    Numbers of NumPy and others are converted to Python's, for JSON, TOML and native code; a table's keys that have to
+    be integers also from text, which JSON and TOML make of them.
 
     Raises:
         WhetTypeError: naming the field, its type and the value.
@@ -74,16 +90,19 @@ def check_types(config: Any) -> None:
         value, hint, notes = getattr(config, name), hints[name], ()
         if typing.get_origin(hint) is Annotated:
             hint, *notes = typing.get_args(hint)
+        if isinstance(value, Mapping) and typing.get_args(hint)[:1] == (int,):
+            value = {_as_integer(key): item for key, item in value.items()}
         if not _is_of_type(value, hint):
             error = WhetValueError if isinstance(value, str) and _choices(hint) else WhetTypeError
             raise error(f"{type(config).__name__}: {name} is {value!r}, expected {_describe_type(hint)}.")
-        plain = [_as_python(item) for item in value] if isinstance(value, (list, tuple)) else [_as_python(value)]
-        if any(item != item for item in plain):
+        plain = _as_python(value)
+        items = plain.values() if isinstance(plain, dict) else plain if isinstance(plain, (list, tuple)) else [plain]
+        if any(item != item for item in items):
             raise WhetValueError(f"{type(config).__name__}: {name} is {value!r}, expected a number other than NaN.")
-        object.__setattr__(config, name, type(value)(plain) if isinstance(value, (list, tuple)) else plain[0])
+        object.__setattr__(config, name, plain)
         for note in notes:
             if isinstance(note, Range):
-                check_range(config, name, note.holds(value), note.expected)
+                check_range(config, name, note.holds(plain), note.expected)
 
 
 def check_range(config: Any, name: str, ok: bool, expected: str) -> None:
@@ -117,10 +136,22 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _as_python(value: Any) -> Any:
-    """A number as Python's int or float; anything else unchanged."""
+    """Numbers, also in lists and tables, as Python's int or float; anything else unchanged."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_as_python, value))
+    if isinstance(value, Mapping):
+        return {_as_python(key): _as_python(item) for key, item in value.items()}
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _as_integer(key: Any) -> Any:
+    """The integer that a text is; anything else unchanged."""
+    try:
+        return int(key) if isinstance(key, str) else key
+    except ValueError:
+        return key
 
 
 def _is_of_type(value: Any, hint: Any) -> bool:
@@ -131,6 +162,10 @@ def _is_of_type(value: Any, hint: Any) -> bool:
         return any(_is_of_type(value, member) for member in arguments)
     if origin in (list, Sequence):
         return isinstance(value, (list, tuple)) and all(_is_of_type(item, arguments[0]) for item in value)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(
+            _is_of_type(key, arguments[0]) and _is_of_type(item, arguments[1]) for key, item in value.items()
+        )
     if hint in (int, float):
         return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
     return isinstance(value, hint)
@@ -151,4 +186,6 @@ def _describe_type(hint: Any) -> str:
         return " or ".join(map(_describe_type, arguments))
     if origin in (list, Sequence):
         return f"a list of {_describe_type(arguments[0])} values"
+    if origin is Mapping:
+        return f"a table of {_describe_type(arguments[0])} to {_describe_type(arguments[1])}"
     return "None" if hint is type(None) else hint.__name__

@@ -17,9 +17,12 @@ from whet.config.fields import (
     BelowOne,
     Count,
     NonNegative,
+    Penalty,
     Positive,
     Range,
     Seed,
+    StopStrings,
+    TokenBias,
     TokenIds,
     check_range,
     check_types,
@@ -208,8 +211,19 @@ class RolloutConfig:
     """Drop tokens less probable than this share of the most probable one; 0: none."""
     repetition_penalty: float = 1.0
     """Penalty on the logits of tokens that occurred already; 1: none."""
+    presence_penalty: Penalty = 0.0
+    """Subtracted from the logits of tokens that the completion has already, from -2 to 2."""
+    frequency_penalty: Penalty = 0.0
+    """The same for each time that it has them, from -2 to 2."""
+    logit_bias: TokenBias = field(default_factory=dict)
+    """Numbers from -100 to 100 that are added to the logits of tokens, by token id."""
+    min_new_tokens: Count = 0
+    """Minimum length of a completion in tokens before it may end."""
     stop_token_ids: TokenIds = field(default_factory=list)
     """Tokens that end a completion; empty: the EOS of tokenizer or model."""
+    stop: StopStrings = field(default_factory=list)
+    """Strings that end a completion: reward functions see its text up to there, and all of its tokens are trained on.
+    Needs a tokenizer."""
     engine: EngineName = "auto"
     """Engine that samples: native, or the model through torch; auto: native if it supports the model."""
     rollout_weights: RolloutWeights = "auto"

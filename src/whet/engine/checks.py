@@ -43,23 +43,35 @@ def check_token_row(row: Any, config: ModelConfig, where: str, name: str) -> np.
     return ids.astype(np.int32)
 
 
-def check_can_continue(
-    prompt: np.ndarray, sampling: SamplingParams, config: ModelConfig, where: str, name: str
-) -> None:
-    """Raise for a prompt that leaves no room for a token, or stop tokens that are never drawn.
+def check_can_continue(prompt: np.ndarray, config: ModelConfig, where: str, name: str) -> None:
+    """Raise for a prompt that leaves no room for a token.
 
     Raises:
-        WhetValueError: naming the prompt or the token.
+        WhetValueError: naming the prompt.
     """
     if len(prompt) >= config.max_position:
         raise WhetValueError(
             f"{where}: {name} has {len(prompt)} tokens, which leaves no room to generate: the model's position "
             f"limit is {config.max_position}. Shorten or drop the prompt."
         )
-    if never_drawn := [token for token in sampling.stop_token_ids if not 0 <= token < config.vocab_size]:
+
+
+def check_sampling(sampling: SamplingParams, config: ModelConfig, where: str) -> None:
+    """Raise for tokens that are never drawn, or where none can be.
+
+    Raises:
+        WhetValueError: naming the setting and the token.
+    """
+    for name in ("stop_token_ids", "logit_bias"):
+        if never_drawn := [token for token in getattr(sampling, name) if not 0 <= token < config.vocab_size]:
+            raise WhetValueError(
+                f"{where}: {name} holds {never_drawn[0]}, outside 0 ... {config.vocab_size - 1}, which is never "
+                f"drawn. Pass those of the model's own tokenizer."
+            )
+    if sampling.min_new_tokens and len(set(sampling.stop_token_ids)) == config.vocab_size:
         raise WhetValueError(
-            f"{where}: stop_token_ids holds {never_drawn[0]}, outside 0 ... {config.vocab_size - 1}, which is never "
-            f"drawn. Pass those of the model's own tokenizer."
+            f"{where}: min_new_tokens is {sampling.min_new_tokens}, and stop_token_ids holds the whole vocabulary: no "
+            f"token may be drawn. Leave some out."
         )
 
 

@@ -5,7 +5,7 @@ depends only on (seed, prompt, sample) and the weights, to the bit: not on the b
 memory for keys and values. It is a ``whet.rollout.RolloutEngine``. The forward pass is cpp/engine/transformer.cpp, its
 definition ``whet.models.reference``.
 
-Does not decode text, and does not train.
+Decodes text only to find stop strings, and does not train.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from whet.engine.checks import (
     LogprobsMode,
     check_can_continue,
     check_same_model,
+    check_sampling,
     check_starts,
     check_token_row,
     check_token_rows,
@@ -38,6 +39,7 @@ from whet.models.slots import Source
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.live import describe_module
 from whet.models.sources.pretrained import open_pretrained
+from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 from whet.ops.quant import CORE_FORMATS
 
 
@@ -58,6 +60,9 @@ class Engine:
         kv_bytes: memory for keys and values; work that does not fit waits. It is asked of the system as it is used.
         max_batch: completions that are computed at a time.
         prefill_chunk: tokens of prompts that a step takes beside them.
+        tokenizer: for ``SamplingParams.stop``, which needs the texts of tokens: a fast tokenizer of transformers, or
+            what ``whet.models.tokenizers.read_tokenizer`` gives; or the path of a folder or GGUF file that has one,
+            which is that of the model in ``from_pretrained`` and ``from_gguf``. It is read when stop is first used.
 
     Attributes:
         config: what the model is.
@@ -78,12 +83,14 @@ class Engine:
         kv_bytes: int = 1 << 30,
         max_batch: int = MAX_BATCH,
         prefill_chunk: int = PREFILL_CHUNK,
+        tokenizer: Any = None,
         where: str = "Engine",
     ) -> None:
         for name, value in (("kv_bytes", kv_bytes), ("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
             check_integer(where, name, value, 1)
         self.config: ModelConfig = source.config
         self.policy_version = 0
+        self.tokenizer = tokenizer
         formats = choose_formats(source, weights, embedding, head, where)
         self.formats = {slot: describe_parts(parts) for slot, parts in formats.items()}
         pieces = all_pieces(source, where)
@@ -141,7 +148,7 @@ class Engine:
             WhetValueError: there is no such model, or it is damaged.
         """
         source = open_pretrained(path, max_position=max_position)
-        return cls(source, weights=weights, where="Engine.from_pretrained", **options)
+        return cls(source, weights=weights, where="Engine.from_pretrained", **{"tokenizer": path, **options})
 
     @classmethod
     def from_gguf(
@@ -161,9 +168,19 @@ class Engine:
         Raises:
             WhetValueError: the file holds no such model, or is damaged.
         """
-        return cls(open_gguf(path, max_position=max_position), weights=weights, where="Engine.from_gguf", **options)
+        source = open_gguf(path, max_position=max_position)
+        return cls(source, weights=weights, where="Engine.from_gguf", **{"tokenizer": path, **options})
 
     _merged = False
+
+    @property
+    def tokenizer(self) -> Any:
+        """Whose tokens' texts ``SamplingParams.stop`` is found in; None: there is none. Can be set."""
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._tokenizer, self._texts = tokenizer, None
 
     # ------------------------------------------------------------------ sampling
 
@@ -181,15 +198,16 @@ class Engine:
         Args:
             prompt_ids: rows of token ids without padding, at least one token each.
             n: completions per prompt.
-            sampling: the distribution, and when a completion ends. A completion that reaches the model's last position
-                ends there, with the finish reason "length".
+            sampling: the distribution, when a completion ends, and what is reported of it. A completion that reaches
+                the model's last position ends there, with the finish reason "length".
             adapter: what ``add_adapter`` returned, for all prompts or for each; None: the model's own adapters, if any.
             logprobs_mode: "sampling": of the distribution that was drawn from; "model": of the model's own, at
-                temperature 1 and without filters.
+                temperature 1, without filters, penalties and bias. ``top_logprobs`` are of the same.
 
         Raises:
             WhetValueError: n below 1, an empty prompt, a token outside the vocabulary, a prompt that leaves no room for
-                a token, one sequence larger than ``kv_bytes``, or logits that hold NaN or infinity.
+                a token, one sequence larger than ``kv_bytes``, logits that hold NaN or infinity, or ``stop`` without a
+                tokenizer that tells the texts of its tokens.
             WhetTypeError: token ids that are no integers.
         """
         return list(self.generate_each(prompt_ids, n, sampling, adapter=adapter, logprobs_mode=logprobs_mode))
@@ -211,17 +229,18 @@ class Engine:
         n = check_integer(where, "n", n, 1)
         prompts = check_token_rows(prompt_ids, self.config, where, "prompt_ids")
         sampling = sampling or SamplingParams()
-        model_logprobs = is_model_mode(logprobs_mode, where)
+        texts = self._texts_for(sampling, where)
+        request = self._make_request(n, sampling, is_model_mode(logprobs_mode, where), texts, where)
         with (session := Session(self._calls, where)), session:
             session.begin()
             adapters = self._adapter_ids(adapter, len(prompts), where)
             jobs = [
-                self._add_prompt(session, where, f"prompt_ids[{i}]", prompt, n, sampling, i, number, model_logprobs)
+                self._add_prompt(session, where, f"prompt_ids[{i}]", prompt, request, i, number)
                 for i, (prompt, number) in enumerate(zip(prompts, adapters, strict=True))
             ]
             for job in jobs:
                 session.run([job])
-                yield [session.completion(job, j, self.policy_version) for j in range(n)]
+                yield [session.completion(job, j, self.policy_version, texts) for j in range(n)]
 
     def stream(
         self,
@@ -234,17 +253,20 @@ class Engine:
         """The tokens of one completion, as they are drawn: ``for token in stream`` or ``async for token in stream``.
 
         The same tokens as ``generate([prompt], 1, sampling)``. Leaving the loop early, ``close()`` and a ``with`` block
-        cancel what is left.
+        cancel what is left. With ``SamplingParams.stop`` every token has the text that may be shown once it is there:
+        never a stop string, nor what could be the beginning of one.
         """
         where = "Engine.stream"
         ids = check_token_row(prompt, self.config, where, "prompt")
-        mode = is_model_mode(logprobs_mode, where)
+        sampling = sampling or SamplingParams()
+        texts = self._texts_for(sampling, where)
+        request = self._make_request(1, sampling, is_model_mode(logprobs_mode, where), texts, where)
         session = Session(self._calls, where)
         try:
             session.begin()
             [number] = self._adapter_ids(adapter, 1, where)
-            job = self._add_prompt(session, where, "prompt", ids, 1, sampling or SamplingParams(), 0, number, mode)
-            return TokenStream(session, job)
+            job = self._add_prompt(session, where, "prompt", ids, request, 0, number)
+            return TokenStream(session, job, texts)
         except BaseException:
             session.end()
             raise
@@ -415,33 +437,50 @@ class Engine:
             known = sorted(self._calls.adapters)
             raise WhetValueError(f"{where}: there is no adapter {adapter!r}; there are {known}.")
 
+    def _texts_for(self, sampling: SamplingParams, where: str) -> TokenTexts | None:
+        """The texts of the tokens, where there are stop strings to be found in them."""
+        if not sampling.stop:
+            return None
+        if self._tokenizer is None:
+            raise WhetValueError(
+                f"{where}: stop is {sampling.stop!r}, and the engine has no tokenizer to find it in the text with. Set "
+                f"engine.tokenizer, make the engine with tokenizer=..., or pass stop_token_ids."
+            )
+        if self._texts is None:
+            self._texts = read_token_texts(self._tokenizer, where)
+        return self._texts
+
+    def _make_request(
+        self, n: int, s: SamplingParams, model_logprobs: bool, texts: TokenTexts | None, where: str
+    ) -> dict[str, Any]:
+        """The common part of a call's requests, as the core takes it."""
+        check_sampling(s, self.config, where)
+        names = [*DISTRIBUTION, "top_logprobs"]
+        settings = {name: getattr(s, name) for name in names} | {"top_k": min(s.top_k, self.config.vocab_size)}
+        special = texts.special_among(s.stop) if texts else []
+        return {
+            "n": n,
+            "min_new_tokens": s.min_new_tokens,
+            "max_new_tokens": s.max_new_tokens,
+            "stop_tokens": np.array([*s.stop_token_ids, *special], np.int32),
+            "stop_strings": texts and _core.StopStrings(texts.core, [text.encode() for text in s.stop]),
+            "seed": s.seed % 2**64,
+            "sampling": {**settings, "model_logprobs": model_logprobs},
+        }
+
     def _add_prompt(
         self,
         session: Session,
         where: str,
         name: str,
         prompt: np.ndarray,
-        n: int,
-        s: SamplingParams,
+        request: dict[str, Any],
         index: int,
         adapter: int,
-        model_logprobs: bool,
     ) -> int:
-        check_can_continue(prompt, s, self.config, where, name)
-        return session.add(
-            "prompt",
-            name,
-            "Raise kv_bytes or lower max_new_tokens.",
-            tokens=prompt,
-            n=n,
-            max_new_tokens=s.max_new_tokens,
-            stop_tokens=np.array(s.stop_token_ids, np.int32),
-            seed=s.seed % 2**64,
-            prompt_index=index,
-            adapter=adapter,
-            model_logprobs=model_logprobs,
-            **{name: getattr(s, name) for name in DISTRIBUTION} | {"top_k": min(s.top_k, self.config.vocab_size)},
-        )
+        check_can_continue(prompt, self.config, where, name)
+        hint = "Raise kv_bytes or lower max_new_tokens."
+        return session.add("prompt", name, hint, tokens=prompt, prompt_index=index, adapter=adapter, **request)
 
     def _score(
         self,

@@ -21,6 +21,7 @@ import numpy as np
 
 from whet.config.sampling import Completion
 from whet.errors import WhetError, WhetValueError
+from whet.models.tokenizers.token_texts import TextStream, TokenTexts
 
 _TURN_S = 1e-3
 
@@ -147,27 +148,31 @@ class Session:
                 pass
             self._check_logits(job)
 
-    def completion(self, job: int, sample: int, policy_version: int) -> Completion:
-        """The outcome of a sample."""
-        tokens, logprobs, finish = self._core().sample(job, sample, 0)
-        return Completion(tokens.tolist(), logprobs.tolist(), finish, policy_version)
+    def completion(self, job: int, sample: int, policy_version: int, texts: TokenTexts | None) -> Completion:
+        """The outcome of a sample; with ``texts`` what is shown of its own."""
+        drawn = _Drawn(*self._core().sample(job, sample, 0))
+        token_ids = drawn.token_ids.tolist()
+        text = None if texts is None else texts.text_of(token_ids, drawn.held[-1])
+        return Completion(
+            token_ids, drawn.logprobs.tolist(), drawn.finish, policy_version, text, drawn.alternatives() or None
+        )
 
     def scores(self, job: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(log-probs, entropies, logits) of a sequence."""
         return self._core().scores(job)
 
-    def token(self, job: int, i: int) -> tuple[Token | None, str]:
-        """Token i of a job's only sample, computed if need be, or None past its end; and the finish reason so far."""
+    def drawn(self, job: int, i: int) -> _Drawn:
+        """The tokens of a job's only sample from i on, computed if need be; none past its end."""
         while True:
             try:
-                tokens, logprobs, finish = self._core().sample(job, 0, i)
+                drawn = _Drawn(*self._core().sample(job, 0, i))
             except IndexError:
                 raise self._make_ended_error() from None
-            if len(tokens):
-                return Token(int(tokens[0]), float(logprobs[0])), finish
-            if finish != "running":
+            if len(drawn.token_ids):
+                return drawn
+            if drawn.finish != "running":
                 self._check_logits(job)
-                return None, finish
+                return drawn
             self._step(job)
 
     def _core(self) -> Any:
@@ -185,6 +190,32 @@ class Session:
     def _check_logits(self, job: int) -> None:
         if error := self._core().error(job):
             raise WhetValueError(f"{self._where}: {error}. Look for NaN in the model's weights.")
+
+
+class _Drawn(NamedTuple):
+    """T tokens of a sample, as the core has them.
+
+    Attributes:
+        token_ids, logprobs: (T,).
+        held: (T,), how many bytes at the end of the text are not shown, once a token is there; (0,) without ``stop``.
+        top_ids, top_logprobs: (T * n,), alternatives; -1 as an id stands for none.
+        finish: of the whole sample, so far.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    held: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    finish: Any
+
+    def alternatives(self) -> list[list[tuple[int, float]]]:
+        """Those of each token; empty where none were asked for."""
+        if not len(self.top_ids):
+            return []
+        shape = (len(self.token_ids), -1)
+        ids, logprobs = self.top_ids.reshape(shape).tolist(), self.top_logprobs.reshape(shape).tolist()
+        return [[pair for pair in zip(*row, strict=True) if pair[0] >= 0] for row in zip(ids, logprobs, strict=True)]
 
 
 class NewAdapter:
@@ -218,10 +249,19 @@ def run_to_its_end(action: Callable[[], None]) -> None:
 
 
 class Token(NamedTuple):
-    """One token of a stream."""
+    """One token of a stream.
+
+    Attributes:
+        token_id, logprob: as in a ``Completion``.
+        text: with ``SamplingParams.stop`` what may be shown now beside what was shown before, perhaps nothing; together
+            they are ``Completion.text``. Else None.
+        top_logprobs: its alternatives, as in a ``Completion``; None where none were asked for.
+    """
 
     token_id: int
     logprob: float
+    text: str | None = None
+    top_logprobs: list[tuple[int, float]] | None = None
 
 
 class TokenStream(Iterator[Token], AsyncIterator[Token]):
@@ -231,8 +271,9 @@ class TokenStream(Iterator[Token], AsyncIterator[Token]):
         finish_reason: "running", then "stop", "length" or "cancelled".
     """
 
-    def __init__(self, session: Session, job: int) -> None:
+    def __init__(self, session: Session, job: int, texts: TokenTexts | None) -> None:
         self._session, self._job = session, job
+        self._text = None if texts is None else TextStream(texts)
         self._taken = 0
         self.finish_reason = "running"
 
@@ -240,16 +281,23 @@ class TokenStream(Iterator[Token], AsyncIterator[Token]):
         if self.finish_reason != "running":
             raise StopIteration
         try:
-            token, finish = self._session.token(self._job, self._taken)
-            if token is not None:
+            drawn = self._session.drawn(self._job, self._taken)
+            if len(drawn.token_ids):
                 self._taken += 1
-                return token
-            self.finish_reason = finish
+                return self._make_token(drawn)
+            self.finish_reason = drawn.finish
             self.close()
         except BaseException:
             self.close()
             raise
         raise StopIteration
+
+    def _make_token(self, drawn: _Drawn) -> Token:
+        token_id, text = int(drawn.token_ids[0]), None
+        if self._text is not None:
+            is_last = len(drawn.token_ids) == 1 and drawn.finish != "running"
+            text = self._text.add(token_id, int(drawn.held[0]), is_last)
+        return Token(token_id, float(drawn.logprobs[0]), text, next(iter(drawn.alternatives()), None))
 
     def __iter__(self) -> TokenStream:
         return self

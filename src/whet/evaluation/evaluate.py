@@ -217,7 +217,13 @@ def evaluate(
     for group in generate(items.prompt_ids, n, sampling, **options):
         completions.append(group)
         on_item()
-    texts = [[tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group] for group in completions]
+
+    def text_of(completion: Completion) -> str:
+        if completion.text is not None:  # up to a stop string
+            return completion.text
+        return tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+
+    texts = [list(map(text_of, group)) for group in completions]
     scores, failures = score_completions(items.task, items.rows, texts, timeout_s)
     return TaskResult(items, completions, texts, scores, failures, time.perf_counter() - start_s)
 

@@ -30,6 +30,7 @@ def make_engine(
     weights: RolloutWeights = "auto",
     where: str = "make_engine",
     kv_bytes: int = 0,
+    tokenizer: Any = None,
 ) -> RolloutEngine:
     """The given engine, or one of that name for ``model``.
 
@@ -42,6 +43,7 @@ def make_engine(
             on the length (longrope), its longest sequence is the longest one of the short factors.
         where: the caller's name, for messages.
         kv_bytes: memory of the native engine for keys and values; 0: its default.
+        tokenizer: for stop strings; of a given engine its own.
 
     Raises:
         WhetValueError: "native", and the native engine does not support the model; kv_bytes beside a given engine.
@@ -57,10 +59,10 @@ def make_engine(
             raise WhetValueError(f"{where}: kv_bytes is {kv_bytes} and has no effect: the engine is made already.")
         return engine
     if engine == "native":
-        return _native(model, weights, kv_bytes)
+        return _native(model, weights, kv_bytes, tokenizer)
     if engine == "auto" and hasattr(model, "config") and module_device(model).type == "cpu":
         try:
-            return _native(model, weights, kv_bytes)
+            return _native(model, weights, kv_bytes, tokenizer)
         except WhetTypeError:
             pass  # a custom module, which only torch can run
         except WhetValueError as error:
@@ -69,14 +71,14 @@ def make_engine(
                 f"engine='torch' says so without a warning.",
                 stacklevel=4,
             )
-    return TorchEngine(model)
+    return TorchEngine(model, tokenizer=tokenizer)
 
 
-def _native(model: nn.Module, weights: RolloutWeights, kv_bytes: int) -> Engine:
+def _native(model: nn.Module, weights: RolloutWeights, kv_bytes: int, tokenizer: Any) -> Engine:
     if weights == "auto":
         weights = "bf16" if next(model.parameters()).dtype == torch.bfloat16 else "float32"
     max_position = short_position(getattr(inner_module(model), "config", None))
-    options: dict[str, Any] = {"weights": weights, "max_position": max_position}
+    options: dict[str, Any] = {"weights": weights, "max_position": max_position, "tokenizer": tokenizer}
     options |= {"kv_bytes": kv_bytes} if kv_bytes else {}
     try:
         return Engine.from_model(model, **options)

@@ -17,8 +17,9 @@ class RolloutEngine(Protocol):
     def generate(self, prompt_ids: Sequence[Sequence[int]], n: int, sampling: SamplingParams) -> list[list[Completion]]:
         """Sample ``n`` completions for each prompt: ``result[prompt][sample]``.
 
-        Prompts are token ids without padding and may differ in length. An engine may also have ``generate_each``, which
-        takes the same and yields ``result[prompt]`` in order, each as soon as it is complete.
+        Prompts are token ids without padding and may differ in length. Settings that it cannot follow are errors. An
+        engine may also have ``generate_each``, which takes the same and yields ``result[prompt]`` in order, each as
+        soon as it is complete.
         """
         ...
 

@@ -76,6 +76,13 @@ def as_shown(token_ids: Sequence[int], tokenizer: Any) -> Any:
     return tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
+def show_completion(completion: Completion, tokenizer: Any) -> Any:
+    """A completion as reward functions get it: text up to a stop string, or without a tokenizer its tokens."""
+    if tokenizer is None or completion.text is None:
+        return as_shown(completion.token_ids, tokenizer)
+    return completion.text
+
+
 def as_plain(shown: Any) -> Any:
     """The result of ``as_shown`` as a JSON value."""
     return shown.tolist() if isinstance(shown, torch.Tensor) else shown
@@ -144,7 +151,7 @@ def sample(engine: RolloutEngine, prompts: Prompts, n: int, sampling: SamplingPa
         prompt_ids=repeated(prompts.ids),
         prompts=repeated(prompts.shown),
         completions=completions,
-        shown=[as_shown(completion.token_ids, tokenizer) for completion in completions],
+        shown=[show_completion(completion, tokenizer) for completion in completions],
         columns={name: repeated(values) for name, values in prompts.columns.items()},
     )
 

@@ -11,7 +11,7 @@ Three ways, chosen by the module's interface:
 Tokens are drawn by inverse CDF from uniforms keyed by (seed, prompt, sample, position), so in the first
 and third way a completion does not depend on the rest of the batch if the logits do not.
 
-Does not decode text, and recomputes a prompt for each of its samples.
+Decodes text only to find stop strings, and recomputes a prompt for each of its samples.
 
 Filters: top-k (Fan et al. 2018), top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024), repetition
 penalty (Keskar et al. 2019).
@@ -19,6 +19,7 @@ penalty (Keskar et al. 2019).
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import math
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 
 from whet.config.sampling import DISTRIBUTION, Completion, SamplingParams
 from whet.errors import WhetTypeError, WhetValueError, check_integer
+from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 from whet.nn.causal_lm import causal_logits, padded_batch, token_lists
 from whet.nn.modules import inner_module, module_device, module_mode
 
@@ -41,8 +43,9 @@ from whet.nn.modules import inner_module, module_device, module_mode
 class Sampler:
     """Draws one token per row from logits, by ``SamplingParams``.
 
-    The logits are converted to float32 and go through, in this order: repetition penalty, temperature, top-k,
-    top-p (over what top-k left), min-p. Ties at a filter's threshold are broken towards lower token ids.
+    The logits are converted to float32 and go through, in this order: min_new_tokens, logit bias, repetition penalty,
+    frequency and presence penalty, temperature, top-k, top-p (over what top-k left), min-p. Ties at a filter's
+    threshold are broken towards lower token ids.
     Temperature 0 selects the most probable token, regardless of filters, and its log-probability is that under
     the unfiltered distribution at temperature 1.
     """
@@ -50,21 +53,22 @@ class Sampler:
     def __init__(self, sampling: SamplingParams) -> None:
         self.sampling = sampling
 
-    def draw(self, logits: Tensor, uniforms: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def draw(self, logits: Tensor, uniforms: Tensor, **history: Any) -> tuple[Tensor, Tensor]:
+        """Draw one token per row from ``filtered_logits(logits, **history)``; see ``draw_from``."""
+        return self.draw_from(self.filtered_logits(logits, **history), uniforms)
+
+    def draw_from(self, z: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Draw one token per row.
 
         Args:
-            logits: (R, V), any floating dtype.
+            z: (R, V) float32, as ``filtered_logits`` gives them.
             uniforms: (R,) float64 in [0, 1): the first token, in order of token id, is drawn at
                 which the cumulative probability exceeds its uniform.
-            seen: (R, V) bool, True for the tokens already in the sequence; needed by a repetition
-                penalty only.
 
         Returns:
             ``(token_ids (R,) int64, logprobs (R,) float32)``, the log-probs those of the distribution
             drawn from. Logits that hold NaN or +inf, or nothing but -inf, give a NaN log-prob.
         """
-        z = self.filtered_logits(logits, seen)
         if self.sampling.temperature == 0:
             token_ids = z.argmax(dim=-1, keepdim=True)
         else:
@@ -79,12 +83,33 @@ class Sampler:
         logprobs = torch.where(torch.isfinite(logprobs), logprobs, torch.nan)
         return token_ids.squeeze(-1), logprobs.squeeze(-1)
 
-    def filtered_logits(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """(R, V) float32 logits of the distribution drawn from; -inf where a token is filtered out."""
+    def alternatives(self, z: Tensor) -> list[list[tuple[int, float]]]:
+        """The top_logprobs most probable tokens of each row of ``filtered_logits``, without those it filtered out.
+
+        The most probable first, and of equal ones the lower id.
+        """
+        best, ids = (part[:, : self.sampling.top_logprobs] for part in z.sort(dim=-1, descending=True, stable=True))
+        logprobs = best - torch.logsumexp(z, dim=-1, keepdim=True)
+        rows = zip(ids.tolist(), logprobs.tolist(), strict=True)
+        return [[pair for pair in zip(*row, strict=True) if pair[1] > -math.inf] for row in rows]
+
+    def filtered_logits(
+        self,
+        logits: Tensor,
+        seen: Tensor | None = None,
+        counts: Tensor | None = None,
+        n_drawn: int | None = None,
+    ) -> Tensor:
+        """(R, V) float32 logits of the distribution drawn from; -inf where a token is filtered out.
+
+        Args:
+            logits: (R, V), any floating dtype.
+            seen: (R, V) bool, True for the tokens already in the sequence; needed by a repetition penalty only.
+            counts: (R, V) integers, how often the completion has each token; needed by a frequency or presence penalty.
+            n_drawn: the number of tokens that the completions have; needed by min_new_tokens only.
+        """
         s = self.sampling
-        z = logits.float()
-        if s.repetition_penalty != 1 and seen is not None:
-            z = torch.where(seen, torch.where(z > 0, z / s.repetition_penalty, z * s.repetition_penalty), z)
+        z = self._adjusted_logits(logits.float(), seen, counts, n_drawn)
         if s.temperature == 0:
             return z
         z = z / s.temperature
@@ -93,6 +118,26 @@ class Sampler:
             kept = kept & (z >= z.amax(dim=-1, keepdim=True) + math.log(s.min_p))
         # NaN passes every filter, so that the log-prob is NaN.
         return z.masked_fill(~kept & ~z.isnan(), -torch.inf)
+
+    def _adjusted_logits(self, z: Tensor, seen: Tensor | None, counts: Tensor | None, n_drawn: int | None) -> Tensor:
+        """The logits with what is added to them, and with stop tokens ruled out that may not come yet."""
+        s, vocab_size = self.sampling, z.shape[1]
+        if n_drawn is not None and n_drawn < s.min_new_tokens:
+            stops = [token for token in s.stop_token_ids if token < vocab_size]
+            z = z.index_fill(1, torch.tensor(stops, dtype=torch.int64, device=z.device), -math.inf)
+        if s.logit_bias:
+            if max(s.logit_bias) >= vocab_size:
+                raise WhetValueError(
+                    f"TorchEngine.generate: logit_bias holds {max(s.logit_bias)}, outside 0 ... {vocab_size - 1}. Pass "
+                    f"tokens of the model's own tokenizer."
+                )
+            ids = torch.tensor(list(s.logit_bias), device=z.device)
+            z = z.index_add(1, ids, torch.tensor([*s.logit_bias.values()]).to(z).expand(len(z), -1))
+        if s.repetition_penalty != 1 and seen is not None:
+            z = torch.where(seen, torch.where(z > 0, z / s.repetition_penalty, z * s.repetition_penalty), z)
+        if counts is not None:
+            z = torch.where(counts > 0, z - s.frequency_penalty * counts.to(z) - s.presence_penalty, z)
+        return z
 
     def _top(self, z: Tensor) -> Tensor:
         """(R, V) bool: the tokens that top-k and then top-p keep, a number of most probable ones in each row."""
@@ -122,6 +167,16 @@ def token_uniforms(seed: int, prompt_index: int, sample_index: int, n: int) -> n
     return np.random.Generator(np.random.Philox(key=key, counter=counter)).random(n)
 
 
+def find_stop(text: bytes, stop: Sequence[bytes], n_searched: int = 0) -> int | None:
+    """The place where a text is cut: before the string whose last byte comes first, of several before the longest.
+
+    None where there is none of them. Only strings count that end behind the first ``n_searched`` bytes.
+    """
+    found = [(text.find(string, max(0, n_searched + 1 - len(string))), len(string)) for string in stop]
+    ends = [(begin + length, begin) for begin, length in found if begin >= 0]
+    return min(ends)[1] if ends else None
+
+
 class TorchEngine:
     """A ``RolloutEngine`` over a live torch module: ``generate`` samples with the current weights.
 
@@ -129,13 +184,22 @@ class TorchEngine:
         model: see the top of this file.
         pad_token_id: left padding of shorter prompts; masked, so any valid id works. None: 0.
         max_batch: most rows decoded at a time; None decodes all of them together.
+        tokenizer: for ``SamplingParams.stop``, as in ``whet.Engine``.
 
     Raises:
         WhetTypeError: model is no ``nn.Module``.
         WhetValueError: max_batch is no integer above 0, or pad_token_id no token id.
     """
 
-    def __init__(self, model: nn.Module, *, pad_token_id: int | None = None, max_batch: int | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        pad_token_id: int | None = None,
+        max_batch: int | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        self.tokenizer = tokenizer
         self.model = _check_module(model, "TorchEngine")
         self.pad_token_id = check_integer("TorchEngine", "pad_token_id", pad_token_id, 0, optional=True) or 0
         self.max_batch = check_integer("TorchEngine", "max_batch", max_batch, 1, optional=True)
@@ -151,27 +215,31 @@ class TorchEngine:
         """Sample ``n`` completions for each prompt: ``result[prompt][sample]``.
 
         Runs without gradients and in eval mode; every submodule's mode is restored. Completions end
-        with, and include, the first of ``sampling.stop_token_ids``, and with nothing else of the
-        model's own configuration. A completion for a prompt near the model's position limit is truncated
+        with, and include, the first of ``sampling.stop_token_ids``, or with ``sampling.stop``, and with nothing else of
+        the model's own configuration. A completion for a prompt near the model's position limit is truncated
         there, with the finish reason "length".
 
         Args:
             prompt_ids: rows of token ids without padding, at least one token each.
             n: completions per prompt.
-            sampling: a module's own ``generate`` must take those of its settings (temperature,
-                top_k, top_p, min_p, repetition_penalty) that are not at their defaults.
+            sampling: a module's own ``generate`` must take those of its settings that are not at their defaults and
+                change the distribution (``whet.config.sampling.DISTRIBUTION``), and cannot tell top_logprobs.
 
         Raises:
             WhetTypeError: token ids that are no integers, or a model output that is no logits.
             WhetValueError: n below 1, an empty prompt, a prompt that leaves no room for a token within
-                the model's position limit, logits that hold NaN or infinity, or a setting that the
-                module's own ``generate`` does not support.
+                the model's position limit, logits that hold NaN or infinity, a setting that the
+                module's own ``generate`` does not support, or ``stop`` without a tokenizer.
         """
         where = "TorchEngine.generate"
         n = check_integer(where, "n", n, 1)
         prompts = token_lists(prompt_ids, where, "prompt_ids", allow_empty=False)
         budgets = [self._budget(i, len(prompt), sampling) for i, prompt in enumerate(prompts)]
-        rows = [_Row(prompt, budgets[i], i, sample) for i, prompt in enumerate(prompts) for sample in range(n)]
+        texts = self._texts_for(sampling)
+        if texts is not None:
+            stops = (*sampling.stop_token_ids, *texts.special_among(sampling.stop))
+            sampling = dataclasses.replace(sampling, stop_token_ids=stops)
+        rows = [_Row(prompt, budgets[i], i, sample, texts) for i, prompt in enumerate(prompts) for sample in range(n)]
         with module_mode(self.model, training=False):
             if _is_hugging_face(self.model):
                 # One budget per call: a finished row that remains in the batch does not exceed the limit.
@@ -186,6 +254,16 @@ class TorchEngine:
                     self._decode_recomputing(batch, sampling)
         completions = [row.completion(self.policy_version) for row in rows]
         return [completions[start : start + n] for start in range(0, len(rows), n)]
+
+    def _texts_for(self, sampling: SamplingParams) -> TokenTexts | None:
+        if not sampling.stop:
+            return None
+        if self.tokenizer is None:
+            raise WhetValueError(
+                f"TorchEngine.generate: stop is {sampling.stop!r}, and there is no tokenizer to find it in the text "
+                f"with. Pass tokenizer to TorchEngine, or stop_token_ids."
+            )
+        return read_token_texts(self.tokenizer, "TorchEngine.generate")
 
     def _budget(self, index: int, prompt_length: int, sampling: SamplingParams) -> int:
         limit = position_limit(self.model)
@@ -243,6 +321,11 @@ class TorchEngine:
     def _decode_own(self, rows: list[_Row], sampling: SamplingParams) -> None:
         """The module's own ``generate``, on prompts of one length."""
         model: Any = self.model
+        if sampling.top_logprobs:
+            raise WhetValueError(
+                f"TorchEngine.generate: top_logprobs is {sampling.top_logprobs}, but {type(model).__name__}.generate "
+                f"tells no log-probs. Leave it at 0."
+            )
         prompts = torch.tensor([row.prompt for row in rows], device=module_device(self.model))
         budget = rows[0].budget
         output = model.generate(prompts, max_new_tokens=budget, **_own_settings(self.model, sampling))
@@ -255,11 +338,12 @@ class TorchEngine:
         fits = len(output) == n_rows and output.shape[1] <= length + budget
         if not fits or not output[:, :length].equal(prompts):
             raise WhetValueError(f"{name} returned shape {tuple(output.shape)}, expected {expected}.")
-        stops = set(sampling.stop_token_ids)
         for row, tokens in zip(rows, output[:, length:].tolist(), strict=True):
-            end = next((t + 1 for t, token in enumerate(tokens) if token in stops), None)
-            row.token_ids, row.has_logprobs = tokens[:end], False
-            row.finish_reason = "length" if end is None else "stop"
+            row.has_logprobs = False
+            for token in tokens:
+                row.token_ids.append(token)
+                if row.has_stopped(sampling):
+                    break
 
 
 @dataclass
@@ -270,14 +354,30 @@ class _Row:
     budget: int
     prompt_index: int
     sample_index: int
+    texts: TokenTexts | None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     has_logprobs: bool = True
     finish_reason: Literal["stop", "length"] = "length"
+    n_held: int = 0
+
+    def has_stopped(self, s: SamplingParams) -> bool:
+        """Whether the last token ends the completion: a stop token, or the last one of a stop string."""
+        if self.texts is not None and len(self.token_ids) > s.min_new_tokens:
+            text = self.texts.bytes_of(self.token_ids)
+            searched = self.texts.bytes_of(self.token_ids[:-1])
+            cut = find_stop(text, [string.encode() for string in s.stop], len(searched))
+            if cut is not None:
+                self.finish_reason, self.n_held = "stop", len(text) - cut
+        if self.token_ids[-1] in s.stop_token_ids:
+            self.finish_reason = "stop"
+        return self.finish_reason == "stop"
 
     def completion(self, policy_version: int) -> Completion:
         logprobs = self.logprobs if self.has_logprobs else None
-        return Completion(self.token_ids, logprobs, self.finish_reason, policy_version)
+        text = None if self.texts is None else self.texts.text_of(self.token_ids, self.n_held)
+        return Completion(self.token_ids, logprobs, self.finish_reason, policy_version, text, self.top_logprobs or None)
 
 
 class _Decoding:
@@ -287,20 +387,26 @@ class _Decoding:
         self.rows = rows
         self.live = list(range(len(rows)))
         self.sampler = Sampler(sampling)
-        self.stops = set(sampling.stop_token_ids)
         longest = max(row.budget for row in rows)
         self.uniforms = torch.from_numpy(
             np.stack([token_uniforms(sampling.seed, r.prompt_index, r.sample_index, longest) for r in rows])
         )
         self.seen: Tensor | None = None
+        self.counts: Tensor | None = None
         self.n_steps = 0
 
     def step(self, logits: Tensor) -> Tensor:
         """Draw the next token of every live row from its logits (n_live, V); finished rows leave ``live``."""
-        live = self.live
-        token_ids, logprobs = self.sampler.draw(logits, self.uniforms[live, self.n_steps], self._seen(logits))
+        live, sampling = self.live, self.sampler.sampling
+        z = self.sampler.filtered_logits(logits, self._seen(logits), self._counts(logits), self.n_steps)
+        token_ids, logprobs = self.sampler.draw_from(z, self.uniforms[live, self.n_steps])
         if self.seen is not None:
             self.seen[live, token_ids] = True
+        if self.counts is not None:
+            self.counts[live, token_ids] += 1
+        if sampling.top_logprobs:
+            for i, best in zip(live, self.sampler.alternatives(z), strict=True):
+                self.rows[i].top_logprobs.append(best)
         self.n_steps += 1
         self.live = []
         for i, token, logprob in zip(live, token_ids.tolist(), logprobs.tolist(), strict=True):
@@ -313,9 +419,7 @@ class _Decoding:
                 )
             row.token_ids.append(token)
             row.logprobs.append(logprob)
-            if token in self.stops:
-                row.finish_reason = "stop"
-            elif len(row.token_ids) < row.budget:
+            if not row.has_stopped(sampling) and len(row.token_ids) < row.budget:
                 self.live.append(i)
         return token_ids
 
@@ -328,6 +432,15 @@ class _Decoding:
             for i, row in enumerate(self.rows):
                 self.seen[i, row.prompt] = True
         return self.seen[self.live]
+
+    def _counts(self, logits: Tensor) -> Tensor | None:
+        """(n_live, V) int64, how often each live row's completion has each token; None without penalties on it."""
+        s = self.sampler.sampling
+        if s.frequency_penalty == 0 and s.presence_penalty == 0:
+            return None
+        if self.counts is None:
+            self.counts = torch.zeros(len(self.rows), logits.shape[1], dtype=torch.int64, device=logits.device)
+        return self.counts[self.live]
 
 
 class _OnlyTheDrawnToken:
