@@ -77,7 +77,7 @@ bool Scheduler::admit(Job& job) {
     }
     for (int32_t page : job.pages) cache_.ref(page);
     job.computed = shared * kPage;
-    if (request.keep && cache_.n_free() > needed) copy_kept(job);
+    if (request.keep) copy_kept(job);
     job.reused = job.computed;
     for (size_t i = shared; i < n_pages; ++i) {
         if (i == job.pages.size()) job.pages.push_back(cache_.allocate());
@@ -107,17 +107,14 @@ void Scheduler::find_prefix(Job& job) const {
     }
 }
 
-// A prompt that parts from a kept sequence within a page begins with a copy of that page; it takes one free page more
-// than the prompt needs, since the copied one must not be evicted meanwhile.
+// A prompt that parts from a kept sequence within a page begins with a copy of that page.
 void Scheduler::copy_kept(Job& job) {
     const std::vector<int32_t>& tokens = job.request.tokens;
     const int32_t before = job.pages.empty() ? KvCache::kNone : job.pages.back();
     const size_t left = std::min(tokens.size() - 1 - job.computed, kPage);
     const auto [page, n] = cache_.find_kept(before, job.request.adapter, tokens.data() + job.computed, left);
     if (n == 0) return;
-    cache_.ref(page);
     job.pages.push_back(cache_.copy(page));
-    cache_.unref(page);
     job.computed += n;
 }
 

@@ -49,8 +49,10 @@ int32_t KvCache::allocate() {
 
 int32_t KvCache::copy(int32_t page) {
     const int32_t own = allocate_uncleared();
-    std::memcpy(memory_.data() + static_cast<size_t>(own) * page_bytes_,
-                memory_.data() + static_cast<size_t>(page) * page_bytes_, page_bytes_);
+    if (own != page) {
+        std::memcpy(memory_.data() + static_cast<size_t>(own) * page_bytes_,
+                    memory_.data() + static_cast<size_t>(page) * page_bytes_, page_bytes_);
+    }
     return own;
 }
 

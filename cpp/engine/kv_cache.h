@@ -38,7 +38,7 @@ public:
     int32_t allocate();  // a page of zeros with one reference; there must be a free one
     void ref(int32_t page);
     void unref(int32_t page);
-    int32_t copy(int32_t page);  // a page of its own with the same contents; the copied one is referenced
+    int32_t copy(int32_t page);  // a page of its own with the same contents: the same one, where it is evicted for it
     int32_t ref_count(int32_t page) const { return pages_[static_cast<size_t>(page)].ref_count; }
 
     // The page that holds these 64 tokens after page `before` (kNone: from the start) under `key` (an adapter's

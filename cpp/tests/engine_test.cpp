@@ -157,6 +157,47 @@ void test_turns(bool other) {
     }
 }
 
+// Which pages go when memory is needed, and that a page which is evicted for its own copy is still that copy.
+void test_eviction() {
+    Model model(false, WeightFormat::kFloat32, 16 + 32);
+    const size_t page = KvCache::page_bytes(model.transformer.config(), false);
+    const auto expect_reused = [&](Scheduler& s, const Request& turn, size_t n) {
+        Scheduler alone(model.transformer, {20 * page, 16, 32});
+        const uint64_t id = s.add(turn), right = alone.add(turn);
+        run(s), run(alone);
+        expect(s.job(id).reused == n, "%zu tokens are reused, and %zu are expected", s.job(id).reused, n);
+        expect(said(s, id) == said(alone, right), "the same tokens");
+    };
+    const Request first = turn_of(tokens(128, 1), 64, 1, 2), second = turn_of(tokens(128, 3), 64, 1, 4);
+    Scheduler s(model.transformer, {7 * page, 16, 32});
+    expect_reused(s, first, 0), expect_reused(s, second, 0);  // three pages each
+    Request other = turn_of(tokens(128, 5), 0, 1, 6);
+    other.keep = false;
+    expect_reused(s, other, 0);  // two pages: the free one, and the last one of the first
+    expect_reused(s, second, 191), expect_reused(s, first, 128);
+    Scheduler tight(model.transformer, {page, 16, 32});
+    expect_reused(tight, turn_of(tokens(40, 1), 24, 1, 2), 0);
+    expect_reused(tight, turn_of(tokens(40, 1), 24, 1, 3), 40);
+    Scheduler again(model.transformer, {20 * page, 16, 32});
+    const Request prompt = turn_of(tokens(100, 1), 28, 30, 2);
+    expect_reused(again, prompt, 0), expect_reused(again, prompt, 127);
+    const uint64_t id = again.add(prompt);
+    run(again);
+    expect_reused(again, turn_of(sequence_of(again, id), 5, 3, 3), 128 + 29);
+}
+
+// A page that another prompt has yet to compute is not copied.
+void test_uncomputed_pages() {
+    Model model(false, WeightFormat::kFloat32, 16 + 32);
+    const Limits limits{60 * KvCache::page_bytes(model.transformer.config(), false), 16, 32};
+    const Request turn = turn_of(tokens(40, 1), 30, 5, 8);
+    Scheduler s(model.transformer, limits), alone(model.transformer, limits);
+    s.add(prompt(200, 1, 5, 0));
+    const uint64_t id = s.add(turn), right = alone.add(turn);
+    run(s), run(alone);
+    expect(s.job(id).reused == 0 && said(s, id) == said(alone, right), "as without the other prompt");
+}
+
 // Conversations that go on, part at any token, are cancelled at any step, and need each other's memory.
 void test_conversations() {
     Model model(true, WeightFormat::kBFloat16, 8 + 32);
@@ -168,30 +209,37 @@ void test_conversations() {
         Scheduler right(model.transformer, {60 * page, 8, 32});
         for (Scheduler* each : {&s, &right}) each->add_adapter(5, adapter_of(c));
         std::vector<std::vector<int32_t>> told{{}};
+        std::vector<std::pair<uint64_t, Request>> open;
         size_t n_reused = 0;
-        for (unsigned i = 0; i < 300; ++i) {
-            std::vector<int32_t> before = told[bits() % told.size()];
-            if (bits() % 3 == 0) before.resize(bits() % (before.size() + 1));
-            if (before.size() > 200) before.clear();
-            Request turn = turn_of(std::move(before), 1 + bits() % 60, 1 + bits() % 60, i);
-            turn.adapter = bits() % 4 == 0 ? 5 : 0;
-            turn.keep = bits() % 5 != 0;
-            const uint64_t id = s.add(turn), beside = bits() % 4 == 0 ? s.add(prompt(80, 2, 9, i)) : 0;
-            for (unsigned steps = bits() % 100; steps > 0 && bits() % 2 == 0; --steps) s.step();
-            if (bits() % 3 != 0) run(s);
+        for (unsigned i = 0; i < 600; ++i) {
+            if (open.size() < 4 && bits() % 2 == 0) {
+                std::vector<int32_t> before = told[bits() % told.size()];
+                if (bits() % 3 == 0) before.resize(bits() % (before.size() + 1));
+                if (before.size() > 200) before.clear();
+                Request turn = turn_of(std::move(before), 1 + bits() % 60, 1 + bits() % 60, i);
+                turn.adapter = bits() % 4 == 0 ? 5 : 0;
+                turn.keep = bits() % 5 != 0;
+                open.emplace_back(s.add(turn), std::move(turn));
+            }
+            for (unsigned steps = bits() % 40; steps > 0; --steps) s.step();
+            if (open.empty() || bits() % 2 == 0) continue;
+            const size_t at = bits() % open.size();
+            auto& [id, turn] = open[at];
             if (s.job(id).done) {
-                turn.keep = false;
                 const uint64_t other = right.add(turn);
                 run(right);
                 expect(said(s, id) == said(right, other), "what is kept, found or evicted changes no token");
                 right.remove(other);
+                right.forget_kept();
             }
             n_reused += s.job(id).reused;
             told.push_back(sequence_of(s, id));
             s.remove(id);
-            if (beside != 0) s.remove(beside);
-            expect(s.cache().n_free() == s.cache().n_pages(), "no page is referenced by what has ended");
-            if (i == 150) s.forget_kept();
+            open.erase(open.begin() + static_cast<ptrdiff_t>(at));
+            if (open.empty()) {
+                expect(s.cache().n_free() == s.cache().n_pages(), "no page is referenced by what has ended");
+                if (bits() % 8 == 0) s.forget_kept();
+            }
         }
         expect(n_reused > 1000, "pages are reused: %zu tokens", n_reused);
     }
@@ -227,6 +275,8 @@ int main() {
         test_cancelling();
         test_sessions();
         for (const bool other : {false, true}) test_turns(other);
+        test_eviction();
+        test_uncomputed_pages();
         test_conversations();
         test_adapters();
     });

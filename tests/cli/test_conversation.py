@@ -337,13 +337,13 @@ def test_the_same_reply_is_not_asked_for_twice(engine, tokenizer):
         conversation.ask_again()
 
 
-def test_an_engine_without_the_memory(engine, tokenizer):
-    from tests.tiny import tiny_llama
-
-    page = engine.memory["kv_page_bytes"]
-    model = tiny_llama(vocab_size=258, max_position_embeddings=4096)
-    with Engine.from_model(model, weights="float32", kv_bytes=8 * page) as small:
-        n_pages = small.memory["kv_bytes"] // small.memory["kv_page_bytes"]
-        assert talk(small, tokenizer).context == (n_pages - 2) * 64
-        with pytest.raises(WhetValueError, match=r"context is 4000 tokens, and the engine has memory for \d+"):
+def test_all_of_an_engines_memory_is_context(model, engine, tokenizer):
+    """And no turn of a conversation that fills it lacks a page, or says anything else than with more memory."""
+    with Engine.from_model(model, weights="float32", kv_bytes=6 * engine.memory["kv_page_bytes"]) as small:
+        conversation, other = talk(small, tokenizer), talk(engine, tokenizer, context=5 * 64)
+        assert conversation.context == other.context
+        for n in (30, 100, 7, 150, 64, 20, 90):
+            assert say(conversation.ask("x" * n)) == say(other.ask("x" * n))
+        assert conversation.messages == other.messages and len(other.messages) < 14
+        with pytest.raises(WhetValueError, match=r"context is 4000 tokens, and the engine has memory for 320"):
             talk(small, tokenizer, context=4000)

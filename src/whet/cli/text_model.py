@@ -27,8 +27,8 @@ from whet.models.sources.pretrained import open_pretrained
 
 _KV_BYTES = 1 << 30
 """For keys and values, where the sequence that is asked for does not need more."""
-SPARE_PAGES = 2
-"""Beside those of a sequence: copies of the prompt's last page, and of a kept page that it parts from."""
+SPARE_PAGES = 1
+"""Beside those of a sequence: the prompt's last page, where it is not full, is copied for the completion."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
