@@ -240,6 +240,14 @@ def test_what_a_pipe_cannot_have_is_said_and_shows_in_the_status(piped, endless)
     assert lines[4:] == ["(the reply was cut after 4 tokens)"]
 
 
+def test_stop_strings_end_a_reply_and_are_not_shown(piped, endless):
+    argv = ["--max-new-tokens", "40", "--seed", "2"]
+    status, out, _ = piped(endless, "Hi", argv=argv)
+    stop = next(c for c in out[1:] if c.isascii() and c.isalnum())
+    found = piped(endless, "Hi", argv=[*argv, "--stop", stop])
+    assert status == found[0] == 0 and found[1] == out[: out.index(stop)] + "\n"
+
+
 def test_a_full_context_says_what_it_drops(piped, endless):
     argv = ["--max-new-tokens", "4", "--context", "120"]
     status, _, err = piped(endless, *["message"] * 6, argv=argv)

@@ -79,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
     if asked.chat_template:
         tokenizer.chat_template = _read_template(asked.chat_template)
     with load_engine(model, asked.weights, asked.context or None, _WHERE) as engine:
+        engine.tokenizer = tokenizer  # for stop strings
         stops = stop_ids(asked.model, tokenizer, engine.config.vocab_size, _WHERE)
         conversation = Conversation(
             engine,

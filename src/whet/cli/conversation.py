@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from whet.cli.text_model import SPARE_PAGES, text_pieces
 from whet.config.sampling import SamplingParams
 from whet.data.rows import tokenize_prompt
-from whet.engine import Engine
+from whet.engine import Engine, Token
 from whet.errors import WhetValueError
 from whet.models.formats import PAGE_TOKENS
 
@@ -209,8 +209,12 @@ class Conversation:
     def _render(self, messages: Sequence[Message]) -> list[int]:
         return tokenize_prompt({"prompt": list(messages)}, self.tokenizer)
 
-    def texts(self, token_ids: Iterable[int]) -> Iterator[str]:
+    def texts(self, tokens: Iterable[Token], sampling: SamplingParams) -> Iterator[str]:
         """The text of tokens as they come: ``text_pieces``, with the tags of thinking where they are tokens."""
+        if sampling.stop:  # found by the engine, which tells the text before it
+            yield from (token.text for token in tokens if token.text)
+            return
+        token_ids = (token.token_id for token in tokens if token.token_id not in sampling.stop_token_ids)
         for is_tag, run in itertools.groupby(token_ids, lambda token_id: token_id in self._tags):
             if is_tag:
                 yield from map(self._tags.__getitem__, run)
@@ -263,19 +267,18 @@ class Turn:
         n_said = 0  # of the ids: what follows them has no text, or not yet a whole character
         stream = conversation.engine.stream(prompt_ids, self.sampling, adapter=conversation.adapter, keep=True)
 
-        def drawn() -> Iterator[int]:
+        def drawn() -> Iterator[Token]:
             for token in stream:
                 self.n_tokens += 1
                 if self.n_tokens == 1:
                     self.n_reused, self.first_s = stream.n_reused, time.perf_counter() - begin_s
                 self.rest_s = time.perf_counter() - begin_s - self.first_s
                 ids.append(token.token_id)
-                if token.token_id not in self.sampling.stop_token_ids:
-                    yield token.token_id
+                yield token
 
         def said() -> Iterator[str]:
             nonlocal n_said
-            for text in conversation.texts(drawn()):
+            for text in conversation.texts(drawn(), self.sampling):
                 texts.append(text)
                 n_said = len(ids)
                 yield text
