@@ -68,21 +68,26 @@ bool Scheduler::admit(Job& job) {
     const Request& request = job.request;
     const size_t n_tokens = request.tokens.size(), n_pages = ceil_div(n_tokens, kPage), tail = tail_pages(request);
     find_prefix(job);
-    const size_t shared = job.pages.size();
-    if (cache_.n_free() < reserved_ + n_pages - shared + tail) {
+    const size_t shared = job.pages.size(), needed = reserved_ + n_pages - shared + tail;
+    const auto is_free = [&](int32_t page) { return cache_.ref_count(page) == 0; };  // kept, and not yet referenced
+    const auto kept = std::count_if(job.pages.begin(), job.pages.end(), is_free);
+    if (cache_.n_free() < needed + static_cast<size_t>(kept)) {
         job.pages.clear();  // not referenced yet
         return false;
     }
     for (int32_t page : job.pages) cache_.ref(page);
-    while (job.pages.size() < n_pages) {
-        const size_t i = job.pages.size();
-        job.pages.push_back(cache_.allocate());
-        if ((i + 1) * kPage <= n_tokens) {
-            cache_.insert_prefix(job.pages[i], i == 0 ? KvCache::kNone : job.pages[i - 1], request.adapter,
-                                 request.tokens.data() + i * kPage);
+    job.computed = shared * kPage;
+    if (request.keep) copy_kept(job);
+    job.reused = job.computed;
+    for (size_t i = shared; i < n_pages; ++i) {
+        if (i == job.pages.size()) job.pages.push_back(cache_.allocate());
+        const int32_t before = i == 0 ? KvCache::kNone : job.pages[i - 1];
+        const int32_t* tokens = request.tokens.data() + i * kPage;
+        const bool is_full = (i + 1) * kPage <= n_tokens;
+        if (is_full && cache_.find_prefix(before, request.adapter, tokens) == KvCache::kNone) {
+            cache_.insert_prefix(job.pages[i], before, request.adapter, tokens);
         }
     }
-    job.computed = shared * kPage;
     reserved_ += tail;
     job.first_reserved = true;
     return true;
@@ -100,6 +105,17 @@ void Scheduler::find_prefix(Job& job) const {
         if (page == KvCache::kNone) return;
         job.pages.push_back(page);
     }
+}
+
+// A prompt that parts from a kept sequence within a page begins with a copy of that page.
+void Scheduler::copy_kept(Job& job) {
+    const std::vector<int32_t>& tokens = job.request.tokens;
+    const int32_t before = job.pages.empty() ? KvCache::kNone : job.pages.back();
+    const size_t left = std::min(tokens.size() - 1 - job.computed, kPage);
+    const auto [page, n] = cache_.find_kept(before, job.request.adapter, tokens.data() + job.computed, left);
+    if (n == 0) return;
+    job.pages.push_back(cache_.copy(page));
+    job.computed += n;
 }
 
 // Samples of prompts that are in the cache, in the order of the prompts.

@@ -14,9 +14,9 @@ size_t head_bytes(const ModelConfig& config, bool bf16) {
     return kPageTokens * (words * 4 + columns * (bf16 ? 2 : 4));
 }
 
-uint64_t hash_of(uint64_t before, uint64_t key, const int32_t* tokens) {
+uint64_t hash_of(uint64_t before, uint64_t key, const int32_t* tokens, size_t n) {
     uint64_t hash = before * 0x9e3779b97f4a7c15u ^ key;
-    for (int i = 0; i < kPageTokens; ++i) {
+    for (size_t i = 0; i < n; ++i) {
         hash = (hash ^ static_cast<uint32_t>(tokens[i])) * 0xff51afd7ed558ccdu;
         hash ^= hash >> 32;
     }
@@ -41,54 +41,124 @@ KvCache::KvCache(const ModelConfig& config, bool bf16, size_t budget_bytes)
 }
 
 int32_t KvCache::allocate() {
-    const int32_t page = free_.back();
-    free_.pop_back();
+    const int32_t page = allocate_uncleared();
     // Masked keys get weight 0, but 0 * inf and 0 * NaN are NaN.
     std::memset(memory_.data() + static_cast<size_t>(page) * page_bytes_, 0, page_bytes_);
+    return page;
+}
+
+int32_t KvCache::copy(int32_t page) {
+    const int32_t own = allocate_uncleared();
+    if (own != page) {
+        std::memcpy(memory_.data() + static_cast<size_t>(own) * page_bytes_,
+                    memory_.data() + static_cast<size_t>(page) * page_bytes_, page_bytes_);
+    }
+    return own;
+}
+
+int32_t KvCache::allocate_uncleared() {
+    if (free_.empty()) {
+        const auto key = [](const Page& p) { return p.is_evictable() ? p.released : UINT64_MAX; };
+        const auto oldest = std::min_element(pages_.begin(), pages_.end(),
+                                             [&](const Page& a, const Page& b) { return key(a) < key(b); });
+        evict(static_cast<int32_t>(oldest - pages_.begin()));
+    }
+    const int32_t page = free_.back();
+    free_.pop_back();
     pages_[static_cast<size_t>(page)] = {.ref_count = 1, .serial = ++serial_};
     return page;
+}
+
+void KvCache::ref(int32_t page) {
+    Page& p = pages_[static_cast<size_t>(page)];
+    if (p.is_evictable()) --n_evictable_;
+    ++p.ref_count;
 }
 
 void KvCache::unref(int32_t page) {
     Page& p = pages_[static_cast<size_t>(page)];
     if (--p.ref_count > 0) return;
-    if (p.indexed) {
-        const auto [begin, end] = entries_.equal_range(p.hash);
-        const auto at = std::find_if(begin, end, [&](const auto& entry) { return entry.second.page == page; });
-        if (at != end) entries_.erase(at);
+    if (p.kept) {
+        p.released = ++releases_;
+        ++n_evictable_;
+        return;
     }
+    if (p.indexed) erase_entry(p, page);
     free_.push_back(page);
 }
 
-int32_t KvCache::copy(int32_t page) {
-    const int32_t own = free_.back();
-    free_.pop_back();
-    std::memcpy(memory_.data() + static_cast<size_t>(own) * page_bytes_,
-                memory_.data() + static_cast<size_t>(page) * page_bytes_, page_bytes_);
-    pages_[static_cast<size_t>(own)] = {.ref_count = 1, .serial = ++serial_};
-    return own;
+void KvCache::evict(int32_t page) {
+    Page& p = pages_[static_cast<size_t>(page)];
+    erase_entry(p, page);
+    p.kept = false;
+    --n_evictable_;
+    free_.push_back(page);
+}
+
+void KvCache::forget_kept() {
+    for (size_t i = 0; i < n_pages(); ++i) {
+        if (pages_[i].is_evictable()) evict(static_cast<int32_t>(i));
+    }
 }
 
 int32_t KvCache::find_prefix(int32_t before, uint64_t key, const int32_t* tokens) const {
+    return find(before, key, tokens, kPageTokens);
+}
+
+int32_t KvCache::find(int32_t before, uint64_t key, const int32_t* tokens, size_t n) const {
     const uint64_t serial = serial_of(before);
-    const auto [begin, end] = entries_.equal_range(hash_of(serial, key, tokens));
+    const auto [begin, end] = entries_.equal_range(hash_of(serial, key, tokens, n));
     for (auto at = begin; at != end; ++at) {
         const Entry& entry = at->second;
-        if (entry.before == serial && entry.key == key && std::equal(tokens, tokens + kPageTokens, entry.tokens.data()))
+        if (entry.before == serial && entry.key == key &&
+            std::equal(tokens, tokens + n, entry.tokens.begin(), entry.tokens.end()))
             return entry.page;
     }
     return kNone;
 }
 
 void KvCache::insert_prefix(int32_t page, int32_t before, uint64_t key, const int32_t* tokens) {
+    insert(page, before, key, tokens, kPageTokens);
+}
+
+int32_t KvCache::keep(int32_t page, int32_t before, uint64_t key, const int32_t* tokens, size_t n) {
+    Page& p = pages_[static_cast<size_t>(page)];
+    if (!p.indexed) {
+        const int32_t other = find(before, key, tokens, n);
+        if (other != kNone) return other;
+        insert(page, before, key, tokens, n);
+    }
+    p.kept = p.indexed;
+    return page;
+}
+
+std::pair<int32_t, size_t> KvCache::find_kept(int32_t before, uint64_t key, const int32_t* tokens, size_t n) const {
+    std::pair<int32_t, size_t> best{kNone, 0};
+    for (const auto& [hash, entry] : entries_) {
+        if (entry.before != serial_of(before) || entry.key != key) continue;
+        if (!pages_[static_cast<size_t>(entry.page)].kept) continue;
+        const auto end = std::mismatch(tokens, tokens + n, entry.tokens.begin(), entry.tokens.end()).first;
+        const auto alike = static_cast<size_t>(end - tokens);
+        if (alike > best.second) best = {entry.page, alike};
+    }
+    return best;
+}
+
+void KvCache::insert(int32_t page, int32_t before, uint64_t key, const int32_t* tokens, size_t n) {
     Page& p = pages_[static_cast<size_t>(page)];
     const uint64_t serial = serial_of(before);
-    p.hash = hash_of(serial, key, tokens);
+    p.hash = hash_of(serial, key, tokens, n);
     try {
-        entries_.emplace(p.hash, Entry{page, serial, key, std::vector<int32_t>(tokens, tokens + kPageTokens)});
+        entries_.emplace(p.hash, Entry{page, serial, key, std::vector<int32_t>(tokens, tokens + n)});
         p.indexed = true;
     } catch (const std::bad_alloc&) {  // a page that is not indexed is only not shared
     }
+}
+
+void KvCache::erase_entry(const Page& p, int32_t page) {
+    const auto [begin, end] = entries_.equal_range(p.hash);
+    const auto at = std::find_if(begin, end, [&](const auto& entry) { return entry.second.page == page; });
+    if (at != end) entries_.erase(at);
 }
 
 }  // namespace whet

@@ -1,6 +1,7 @@
 #include "engine/scheduler.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -230,10 +231,34 @@ Finish Scheduler::finish_after(Running& running) const {
 void Scheduler::end(Running& running, Finish finish) {
     Job& job = *running.job;
     job.samples[running.sample].finish = finish;
-    for (int32_t page : running.pages) cache_.unref(page);
+    if (job.request.keep && job.error.empty()) keep(running);
+    unref_all(running.pages);
     reserved_ -= running.reserved;
     running.job = nullptr;
     if (++job.ended == job.request.n) release_prompt(job);
+}
+
+// Keeps the pages of a sequence up to its last token, whose keys and values are not computed.
+void Scheduler::keep(const Running& running) {
+    const Job& job = *running.job;
+    const std::vector<int32_t>&prompt = job.request.tokens, &drawn = job.samples[running.sample].tokens;
+    const size_t n = prompt.size() + std::max<size_t>(drawn.size(), 1) - 1;
+    int32_t before = KvCache::kNone;
+    for (size_t begin = 0; begin < n; begin += kPage) {
+        const size_t count = std::min(kPage, n - begin), i = begin / kPage;
+        std::array<int32_t, kPage> tokens{};
+        for (size_t t = 0; t < count; ++t) {
+            const size_t at = begin + t;
+            tokens[t] = at < prompt.size() ? prompt[at] : drawn[at - prompt.size()];
+        }
+        const int32_t page = i < running.pages.size() ? running.pages[i] : job.pages[i];
+        before = cache_.keep(page, before, job.request.adapter, tokens.data(), count);
+    }
+}
+
+// The last page first: kept pages are evicted in this order, and a page is found by those before it.
+void Scheduler::unref_all(const std::vector<int32_t>& pages) {
+    for (auto page = pages.rbegin(); page != pages.rend(); ++page) cache_.unref(*page);
 }
 
 void Scheduler::erase_ended() {
@@ -242,7 +267,7 @@ void Scheduler::erase_ended() {
 
 // The job is done.
 void Scheduler::release_prompt(Job& job) {
-    for (int32_t page : job.pages) cache_.unref(page);
+    unref_all(job.pages);
     job.pages.clear();
     if (job.first_reserved) reserved_ -= tail_pages(job.request);
     job.first_reserved = false;

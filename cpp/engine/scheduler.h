@@ -3,8 +3,9 @@
 // A step computes one token of every running sample and the next tokens of the admitted prompts, then draws. A prompt
 // is computed once for all its samples, and whole pages of 64 tokens that prompts have in common, once for all of them.
 // Ended samples are replaced by others: admission reserves the pages of a sample's worst case, so there is no
-// preemption; samples of admitted prompts go before new prompts. Tokens are drawn from uniforms of (seed, prompt,
-// sample, position): a sample depends neither on other requests nor on their order.
+// preemption; samples of admitted prompts go before new prompts. A request may keep its sequence in the cache for those
+// that begin like it, such as the next turn of a conversation, until the memory is needed. Tokens are drawn from
+// uniforms of (seed, prompt, sample, position): a sample depends neither on other requests nor on their order.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -33,6 +34,7 @@ struct Sample {
 struct Request {
     std::vector<int32_t> tokens;  // the prompt, or a sequence to score
     uint64_t adapter = 0;         // 0: none
+    bool keep = false;            // prompt and sampled tokens in the cache, for later requests
     // To sample:
     size_t n = 0, min_new_tokens = 0, max_new_tokens = 0;
     Sampling sampling;
@@ -58,6 +60,7 @@ struct Job {
     std::vector<int32_t> pages;
     std::vector<float> hidden;  // after the last token of the prompt
     size_t computed = 0;        // tokens of the prompt that are in the cache
+    size_t reused = 0;          // of these, those that others had computed when it was admitted
     size_t started = 0, ended = 0;
     bool first_reserved = false;  // the pages of its first sample
 
@@ -77,7 +80,8 @@ public:
     // Throws std::out_of_range if there is no such request.
     const Job& job(uint64_t id) const { return *jobs_.at(id); }
     // Erases a request, or all of a session, which are cancelled if they still run: no job, page or index entry of
-    // theirs is left, and other prompts compute the shared pages that they awaited. Does not allocate.
+    // theirs is left, but for pages that they keep, and other prompts compute the shared pages that they awaited. Does
+    // not throw.
     void remove(uint64_t id);
     void end_session(uint64_t session);
 
@@ -87,6 +91,9 @@ public:
     void add_adapter(uint64_t id, std::unique_ptr<Adapter> adapter);  // id: not 0, and new
     void remove_adapter(uint64_t id) { adapters_.erase(id); }
     bool has_adapter(uint64_t id) const { return adapters_.count(id) != 0; }
+
+    // Frees what requests have kept; there are none.
+    void forget_kept() { cache_.forget_kept(); }
 
     const KvCache& cache() const { return cache_; }
     size_t workspace_bytes() const;
@@ -140,6 +147,7 @@ private:
     void admit_waiting();
     bool admit(Job& job);
     void find_prefix(Job& job) const;
+    void copy_kept(Job& job);
     void start_samples();
     bool start_sample(Job& job);
 
@@ -155,6 +163,8 @@ private:
     void append(Running& running, const Drawn& drawn);
     Finish finish_after(Running& running) const;
     void end(Running& running, Finish finish);
+    void keep(const Running& running);
+    void unref_all(const std::vector<int32_t>& pages);
     void erase_ended();
     void release_prompt(Job& job);
     const Adapter* adapter_of(const Job& job) const;

@@ -410,7 +410,9 @@ int main() {
             test_decoding("filtered, with penalties" + number, format, rich_prompt(1, 1, 1, 0).sampling, false);
             test_decoding("top-k alone" + number, format, {.top_k = 7, .model_logprobs = true}, false);
             test_decoding("top-p alone" + number, format, {.top_p = 0.7f, .model_logprobs = true}, true);
-            test_calls("calls" + number, format, {rich_prompt(150, 3, 20, 0), prompt(64, 1, 70, 1), score(140, 70)});
+            Request kept = prompt(64, 1, 70, 1);
+            kept.keep = true;
+            test_calls("calls" + number, format, {rich_prompt(150, 3, 20, 0), kept, score(140, 70)});
             test_loading(format);
         }
         test_making_an_engine();

@@ -5,6 +5,7 @@
 #include <random>
 #include <vector>
 
+#include "runtime/ceil_div.h"
 #include "runtime/thread_pool.h"
 #include "small_model.h"
 #include "tests/checks.h"
@@ -106,6 +107,144 @@ void test_sessions() {
     }
 }
 
+// A turn of a conversation: what was said before, and more.
+Request turn_of(std::vector<int32_t> said_before, size_t n_new, size_t max_new, unsigned seed) {
+    Request r;
+    const std::vector<int32_t> more = tokens(n_new, seed);
+    r.tokens = std::move(said_before);
+    r.tokens.insert(r.tokens.end(), more.begin(), more.end());
+    r.n = 1, r.max_new_tokens = max_new, r.keep = true, r.seed = seed;
+    return r;
+}
+
+std::vector<int32_t> sequence_of(const Scheduler& s, uint64_t id) {
+    std::vector<int32_t> out = s.job(id).request.tokens;
+    const std::vector<int32_t>& drawn = s.job(id).samples[0].tokens;
+    out.insert(out.end(), drawn.begin(), drawn.end());
+    return out;
+}
+
+// A turn computes its new tokens and the last one of the turn before, which was drawn and not computed, and says what
+// it says without the pages that were kept.
+void test_turns(bool other) {
+    Model model(other, other ? WeightFormat::kBFloat16 : WeightFormat::kFloat32, 16 + 32);
+    const Limits limits{60 * KvCache::page_bytes(model.transformer.config(), other), 16, 32};
+    for (const size_t first : {1, 63, 64, 65, 100, 128}) {
+        for (const size_t reply : {1, 2, 28, 64, 70}) {
+            Scheduler s(model.transformer, limits);
+            std::vector<int32_t> so_far;
+            size_t in_cache = 0;
+            for (unsigned i = 0; i < 4; ++i) {
+                const Request turn = turn_of(so_far, i == 0 ? first : 1 + 21 * i, reply, i);
+                const uint64_t id = s.add(turn);
+                run(s);
+                expect(s.job(id).reused == in_cache, "turn %u of %zu + %zu reuses %zu tokens of %zu", i, first, reply,
+                       s.job(id).reused, in_cache);
+                Scheduler alone(model.transformer, limits);
+                expect(said(s, id) == said(alone, (alone.add(turn), run(alone), uint64_t{1})), "as without kept pages");
+                so_far = sequence_of(s, id);
+                in_cache = so_far.size() - 1;
+                s.remove(id);
+            }
+            expect(s.cache().n_free() == s.cache().n_pages(), "kept pages are free for others");
+            expect(s.cache().n_evictable() >= ceil_div(in_cache, kPageTokens), "and stay meanwhile");
+            s.forget_kept();
+            expect(s.cache().n_evictable() == 0 && s.cache().n_free() == s.cache().n_pages(), "until forgotten");
+            const uint64_t id = s.add(turn_of(so_far, 5, 3, 9));
+            run(s);
+            expect(s.job(id).reused == 0, "what was forgotten is computed again");
+        }
+    }
+}
+
+// Which pages go when memory is needed, and that a page which is evicted for its own copy is still that copy.
+void test_eviction() {
+    Model model(false, WeightFormat::kFloat32, 16 + 32);
+    const size_t page = KvCache::page_bytes(model.transformer.config(), false);
+    const auto expect_reused = [&](Scheduler& s, const Request& turn, size_t n) {
+        Scheduler alone(model.transformer, {20 * page, 16, 32});
+        const uint64_t id = s.add(turn), right = alone.add(turn);
+        run(s), run(alone);
+        expect(s.job(id).reused == n, "%zu tokens are reused, and %zu are expected", s.job(id).reused, n);
+        expect(said(s, id) == said(alone, right), "the same tokens");
+    };
+    const Request first = turn_of(tokens(128, 1), 64, 1, 2), second = turn_of(tokens(128, 3), 64, 1, 4);
+    Scheduler s(model.transformer, {7 * page, 16, 32});
+    expect_reused(s, first, 0), expect_reused(s, second, 0);  // three pages each
+    Request other = turn_of(tokens(128, 5), 0, 1, 6);
+    other.keep = false;
+    expect_reused(s, other, 0);  // two pages: the free one, and the last one of the first
+    expect_reused(s, second, 191), expect_reused(s, first, 128);
+    Scheduler tight(model.transformer, {page, 16, 32});
+    expect_reused(tight, turn_of(tokens(40, 1), 24, 1, 2), 0);
+    expect_reused(tight, turn_of(tokens(40, 1), 24, 1, 3), 40);
+    Scheduler again(model.transformer, {20 * page, 16, 32});
+    const Request prompt = turn_of(tokens(100, 1), 28, 30, 2);
+    expect_reused(again, prompt, 0), expect_reused(again, prompt, 127);
+    const uint64_t id = again.add(prompt);
+    run(again);
+    expect_reused(again, turn_of(sequence_of(again, id), 5, 3, 3), 128 + 29);
+}
+
+// A page that another prompt has yet to compute is not copied.
+void test_uncomputed_pages() {
+    Model model(false, WeightFormat::kFloat32, 16 + 32);
+    const Limits limits{60 * KvCache::page_bytes(model.transformer.config(), false), 16, 32};
+    const Request turn = turn_of(tokens(40, 1), 30, 5, 8);
+    Scheduler s(model.transformer, limits), alone(model.transformer, limits);
+    s.add(prompt(200, 1, 5, 0));
+    const uint64_t id = s.add(turn), right = alone.add(turn);
+    run(s), run(alone);
+    expect(s.job(id).reused == 0 && said(s, id) == said(alone, right), "as without the other prompt");
+}
+
+// Conversations that go on, part at any token, are cancelled at any step, and need each other's memory.
+void test_conversations() {
+    Model model(true, WeightFormat::kBFloat16, 8 + 32);
+    const ModelConfig& c = model.transformer.config();
+    const size_t page = KvCache::page_bytes(c, true);
+    for (const size_t n_pages : {7, 12, 60}) {
+        std::mt19937 bits(static_cast<unsigned>(n_pages));
+        Scheduler s(model.transformer, {n_pages * page, 8, 32});
+        Scheduler right(model.transformer, {60 * page, 8, 32});
+        for (Scheduler* each : {&s, &right}) each->add_adapter(5, adapter_of(c));
+        std::vector<std::vector<int32_t>> told{{}};
+        std::vector<std::pair<uint64_t, Request>> open;
+        size_t n_reused = 0;
+        for (unsigned i = 0; i < 600; ++i) {
+            if (open.size() < 4 && bits() % 2 == 0) {
+                std::vector<int32_t> before = told[bits() % told.size()];
+                if (bits() % 3 == 0) before.resize(bits() % (before.size() + 1));
+                if (before.size() > 200) before.clear();
+                Request turn = turn_of(std::move(before), 1 + bits() % 60, 1 + bits() % 60, i);
+                turn.adapter = bits() % 4 == 0 ? 5 : 0;
+                turn.keep = bits() % 5 != 0;
+                open.emplace_back(s.add(turn), std::move(turn));
+            }
+            for (unsigned steps = bits() % 40; steps > 0; --steps) s.step();
+            if (open.empty() || bits() % 2 == 0) continue;
+            const size_t at = bits() % open.size();
+            auto& [id, turn] = open[at];
+            if (s.job(id).done) {
+                const uint64_t other = right.add(turn);
+                run(right);
+                expect(said(s, id) == said(right, other), "what is kept, found or evicted changes no token");
+                right.remove(other);
+                right.forget_kept();
+            }
+            n_reused += s.job(id).reused;
+            told.push_back(sequence_of(s, id));
+            s.remove(id);
+            open.erase(open.begin() + static_cast<ptrdiff_t>(at));
+            if (open.empty()) {
+                expect(s.cache().n_free() == s.cache().n_pages(), "no page is referenced by what has ended");
+                if (bits() % 8 == 0) s.forget_kept();
+            }
+        }
+        expect(n_reused > 1000, "pages are reused: %zu tokens", n_reused);
+    }
+}
+
 void test_adapters() {
     Model model(false, WeightFormat::kBFloat16, 16 + 32);
     const ModelConfig& c = model.transformer.config();
@@ -135,6 +274,10 @@ int main() {
         }
         test_cancelling();
         test_sessions();
+        for (const bool other : {false, true}) test_turns(other);
+        test_eviction();
+        test_uncomputed_pages();
+        test_conversations();
         test_adapters();
     });
 }

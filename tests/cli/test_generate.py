@@ -18,7 +18,7 @@ from tests.tiny import with_lora
 
 import whet
 from whet.cli import main
-from whet.cli.generate import text_pieces
+from whet.cli.text_model import text_pieces
 from whet.engine import Engine
 
 

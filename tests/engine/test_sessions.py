@@ -110,6 +110,7 @@ CALLS: dict[str, Callable[[Engine, Any], Any]] = {
     "logprobs": lambda engine, model: engine.logprobs(PROMPTS),
     "stream": lambda engine, model: list(engine.stream(PROMPTS[0], SAMPLING)),
     "part of a stream": stream_a_little,
+    "a stream that keeps its pages": lambda engine, model: list(engine.stream(PROMPTS[0], SAMPLING, keep=True)),
     "a dropped stream": drop_a_stream,
     "memory": lambda engine, model: engine.memory,
 }
@@ -326,9 +327,9 @@ class Machine(RuleBasedStateMachine):
     def score(self, line: int) -> None:
         self.call(line, lambda: self.engine.logprobs(PROMPTS))
 
-    @rule(line=lines, i=st.integers(0, 3))
-    def stream(self, line: int, i: int) -> None:
-        stream = self.call(line, lambda: self.engine.stream(PROMPTS[i], SAMPLING))
+    @rule(line=lines, i=st.integers(0, 3), keep=st.booleans())
+    def stream(self, line: int, i: int, keep: bool) -> None:
+        stream = self.call(line, lambda: self.engine.stream(PROMPTS[i], SAMPLING, keep=keep))
         self.streams += [] if stream is None else [stream]
 
     @precondition(lambda self: self.streams)

@@ -148,6 +148,7 @@ public:
     size_t begin_session(uint64_t session, bool exclusive) {
         const Turn turn(lock_);
         if (!sessions_.empty() && (exclusive || is_exclusive_)) return sessions_.size();
+        if (exclusive) scheduler_.forget_kept();
         sessions_.push_back(session);
         is_exclusive_ = exclusive;
         return 0;
@@ -162,7 +163,7 @@ public:
 
     uint64_t add_prompt(uint64_t session, nb::handle tokens, size_t n, size_t min_new_tokens, size_t max_new_tokens,
                         nb::handle stop_tokens, const Shared<StopStrings>* stop_strings, uint64_t seed,
-                        uint64_t prompt_index, uint64_t adapter, const nb::dict& sampling) {
+                        uint64_t prompt_index, uint64_t adapter, const nb::dict& sampling, bool keep) {
         const Turn turn(lock_);
         Request request = request_of(session, tokens, adapter);
         const size_t room =
@@ -170,6 +171,7 @@ public:
         if (n == 0 || max_new_tokens == 0 || room == 0) throw std::invalid_argument("no token to sample");
         request.n = n;
         request.min_new_tokens = min_new_tokens;
+        request.keep = keep;
         request.max_new_tokens = std::min(max_new_tokens, room);
         request.stop_tokens = tokens_of(stop_tokens, model_.config().vocab_size);
         request.seed = seed, request.prompt_index = prompt_index;
@@ -224,6 +226,12 @@ public:
                               top_logprobs_array, kFinish[static_cast<int>(s.finish)]);
     }
 
+    // Tokens of its prompt that were in the cache when it was admitted.
+    size_t reused(uint64_t id) const {
+        const Turn turn(lock_);
+        return scheduler_.job(id).reused;
+    }
+
     nb::tuple scores(uint64_t id) const {
         const Turn turn(lock_);
         const Job& job = scheduler_.job(id);
@@ -269,6 +277,7 @@ public:
         out["kv_bytes"] = cache.n_pages() * cache.page_bytes();
         out["kv_page_bytes"] = cache.page_bytes();
         out["kv_used_bytes"] = (cache.n_pages() - cache.n_free()) * cache.page_bytes();
+        out["kv_kept_bytes"] = cache.n_evictable() * cache.page_bytes();
         out["workspace_bytes"] = scheduler_.workspace_bytes();
         return out;
     }
@@ -339,13 +348,14 @@ void bind_engine(nb::module_& m) {
              arg("n"), arg("width"), arg("row_stride"), arg("column_stride"))
         .def("add_prompt", &EngineObject::add_prompt, arg("session"), nb::kw_only(), arg("tokens"), arg("n"),
              arg("min_new_tokens"), arg("max_new_tokens"), arg("stop_tokens"), arg("stop_strings").none(), arg("seed"),
-             arg("prompt_index"), arg("adapter"), arg("sampling"))
+             arg("prompt_index"), arg("adapter"), arg("sampling"), arg("keep"))
         .def("add_score", &EngineObject::add_score, arg("session"), nb::kw_only(), arg("tokens"), arg("score_from"),
              arg("temperature"), arg("entropy"), arg("logits"), arg("adapter"))
         .def("add_adapter", &EngineObject::add_adapter)
         .def("remove_adapter", &EngineObject::remove_adapter)
         .def("step", &EngineObject::step)
         .def("sample", &EngineObject::sample)
+        .def("reused", &EngineObject::reused)
         .def("scores", &EngineObject::scores)
         .def("begin_session", &EngineObject::begin_session)
         .def("end_session", &EngineObject::end_session)

@@ -35,6 +35,7 @@ usage: whet COMMAND ...
   whet train online-dpo CONFIG.toml   sample pairs, judge, learn from them
   whet best-of-n CONFIG.toml          sample, score, keep the best; no training
   whet generate MODEL --prompt TEXT   continue a text
+  whet chat MODEL                     talk to a model
   whet eval MODEL --task TASK         accuracy on a task, of one model or two
   whet fetch NAME                     get a model by name
   whet info MODEL                     what a model is, and whether it runs
@@ -143,6 +144,7 @@ _COMMANDS = {
     "train": ("train",),
     "best-of-n": ("train", "tyro", "rich"),
     "generate": ("train", "tyro", "rich", "tokenizers", "jinja2"),
+    "chat": ("train", "tyro", "rich", "tokenizers", "jinja2"),
     "eval": ("train", "tyro", "rich", "tokenizers", "jinja2"),
     "fetch": ("train", "tyro"),
     "info": ("train", "tyro", "rich"),

@@ -21,7 +21,7 @@ from tyro.conf import UseAppendAction
 
 import whet
 from whet.bench.terminal import terminal_table
-from whet.cli.generate import find_model, load_engine, load_tokenizer, stop_ids
+from whet.cli.text_model import find_model, load_engine, load_tokenizer, stop_ids
 from whet.config.fields import check_range, check_used
 from whet.config.sampling import SamplingParams
 from whet.errors import WhetValueError
@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints a table per task; the exit status is 0."""
     asked = tyro.cli(EvalConfig, args=argv, prog=_WHERE)
     sides, sampling = _check(asked), _sampling(asked)
-    models = [find_model(side.model) for side in sides]
+    models = [find_model(side.model, _WHERE) for side in sides]
     tasks = _open_tasks(asked)
     labels = _labels(sides)
     results = [_evaluate(asked, *each, sampling, tasks) for each in zip(sides, labels, models, strict=True)]
@@ -196,13 +196,13 @@ def _evaluate(
     tasks: Sequence[tuple[Task, list[Any]]],
 ) -> list[TaskResult]:
     """The results of a model, which is in memory meanwhile."""
-    tokenizer = load_tokenizer(asked.tokenizer or model)
+    tokenizer = load_tokenizer(asked.tokenizer or model, _WHERE)
     every = [read_items(task, tokenizer, rows=rows, raw=asked.raw, where=_WHERE) for task, rows in tasks]
     longest = max(len(prompt) for items in every for prompt in items.prompt_ids)
-    with load_engine(model, side.weights, longest + sampling.max_new_tokens) as engine:
+    with load_engine(model, side.weights, longest + sampling.max_new_tokens, _WHERE) as engine:
         for items in every:
             items.check_context(sampling.max_new_tokens, engine.config.max_position, _WHERE)
-        stops = stop_ids(side.model, tokenizer, engine.config.vocab_size)
+        stops = stop_ids(side.model, tokenizer, engine.config.vocab_size, _WHERE)
         sampling = dataclasses.replace(sampling, stop_token_ids=stops)
         adapter = engine.add_adapter(side.adapter) if side.adapter else None
         results = []

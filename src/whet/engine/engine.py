@@ -249,12 +249,20 @@ class Engine:
         *,
         adapter: int | None = None,
         logprobs_mode: LogprobsMode = "sampling",
+        keep: bool = False,
     ) -> TokenStream:
         """The tokens of one completion, as they are drawn: ``for token in stream`` or ``async for token in stream``.
 
         The same tokens as ``generate([prompt], 1, sampling)``. Leaving the loop early, ``close()`` and a ``with`` block
         cancel what is left. With ``SamplingParams.stop`` every token has the text that may be shown once it is there:
         never a stop string, nor what could be the beginning of one.
+
+        Args:
+            keep: keep the keys and values of prompt and completion after the stream, whichever way it ends once its
+                first token is drawn. A later prompt that begins with the same tokens computes only what follows them:
+                to the token where its stream keeps its own, else in pages of 64. The tokens are the same. They are
+                given up, least recently used first, when a call needs their memory, and all of them by ``sync``,
+                ``remove_adapter`` and ``close``; until then they are ``kv_kept_bytes`` of ``memory``.
         """
         where = "Engine.stream"
         ids = check_token_row(prompt, self.config, where, "prompt")
@@ -265,7 +273,7 @@ class Engine:
         try:
             session.begin()
             [number] = self._adapter_ids(adapter, 1, where)
-            job = self._add_prompt(session, where, "prompt", ids, request, 0, number)
+            job = self._add_prompt(session, where, "prompt", ids, request, 0, number, keep)
             return TokenStream(session, job, texts)
         except BaseException:
             session.end()
@@ -378,7 +386,11 @@ class Engine:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes: weights_bytes, kv_bytes (the budget in whole pages), kv_used_bytes, kv_page_bytes, workspace_bytes."""
+        """Bytes by name.
+
+        weights_bytes; kv_bytes: the budget in whole pages; kv_used_bytes: of calls that are under way; kv_kept_bytes:
+        of streams that ended and keep theirs, given up where a call needs them; kv_page_bytes; workspace_bytes.
+        """
         return self._calls.use("Engine.memory").memory()
 
     def close(self) -> None:
@@ -477,10 +489,12 @@ class Engine:
         request: dict[str, Any],
         index: int,
         adapter: int,
+        keep: bool = False,
     ) -> int:
         check_can_continue(prompt, self.config, where, name)
         hint = "Raise kv_bytes or lower max_new_tokens."
-        return session.add("prompt", name, hint, tokens=prompt, prompt_index=index, adapter=adapter, **request)
+        own = {"tokens": prompt, "prompt_index": index, "adapter": adapter, "keep": keep}
+        return session.add("prompt", name, hint, **own, **request)
 
     def _score(
         self,

@@ -161,6 +161,10 @@ class Session:
         """(log-probs, entropies, logits) of a sequence."""
         return self._core().scores(job)
 
+    def n_reused(self, job: int) -> int:
+        """Tokens of the prompt that were not computed for it, once it is under way."""
+        return self._core().reused(job)
+
     def drawn(self, job: int, i: int) -> _Drawn:
         """The tokens of a job's only sample from i on, computed if need be; none past its end."""
         while True:
@@ -269,6 +273,7 @@ class TokenStream(Iterator[Token], AsyncIterator[Token]):
 
     Attributes:
         finish_reason: "running", then "stop", "length" or "cancelled".
+        n_reused: tokens of the prompt whose keys and values were there already, from the first token on.
     """
 
     def __init__(self, session: Session, job: int, texts: TokenTexts | None) -> None:
@@ -276,6 +281,7 @@ class TokenStream(Iterator[Token], AsyncIterator[Token]):
         self._text = None if texts is None else TextStream(texts)
         self._taken = 0
         self.finish_reason = "running"
+        self.n_reused = 0
 
     def __next__(self) -> Token:
         if self.finish_reason != "running":
@@ -283,6 +289,8 @@ class TokenStream(Iterator[Token], AsyncIterator[Token]):
         try:
             drawn = self._session.drawn(self._job, self._taken)
             if len(drawn.token_ids):
+                if self._taken == 0:
+                    self.n_reused = self._session.n_reused(self._job)
                 self._taken += 1
                 return self._make_token(drawn)
             self.finish_reason = drawn.finish

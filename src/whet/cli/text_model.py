@@ -1,0 +1,178 @@
+"""A model that continues text, from flags to pieces of its text: what ``whet generate`` and ``whet chat`` share.
+
+A GGUF file is all that is needed: its own tokenizer, chat template and end-of-turn tokens are used, without torch and
+transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from whet.config.fields import check_used
+from whet.config.sampling import SamplingParams
+from whet.engine import Engine
+from whet.errors import WhetError, WhetValueError
+from whet.models import tokenizers
+from whet.models.formats import PAGE_TOKENS, Weights, choose_formats, kv_format
+from whet.models.sizes import page_bytes
+from whet.models.sources.gguf_container import GGUFFile, read_gguf
+from whet.models.sources.mapped import map_file, parse_json
+from whet.models.sources.pretrained import open_pretrained
+
+_KV_BYTES = 1 << 30
+"""For keys and values, where the sequence that is asked for does not need more."""
+SPARE_PAGES = 1
+"""Beside those of a sequence: the prompt's last page, where it is not full, is copied for the completion."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """The model, and how tokens are drawn."""
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """A folder that save_pretrained wrote, or a .gguf file; of one in parts any of them."""
+    max_new_tokens: int = 256
+    """Longest continuation in tokens."""
+    min_new_tokens: int = 0
+    """Tokens before which it does not end."""
+    stop: Sequence[str] = ()
+    """Texts that end it, and are not shown."""
+    temperature: float = 1.0
+    """Divides the logits; 0: always the most probable token."""
+    top_k: int = 0
+    """Sample from the k most probable tokens; 0: from all."""
+    top_p: float = 1.0
+    """Sample from the most probable tokens that together have this mass; 1: from all."""
+    min_p: float = 0.0
+    """Drop tokens less probable than this share of the most probable one; 0: none."""
+    repetition_penalty: float = 1.0
+    """Makes tokens that are there already, in prompt or continuation, less probable; 1: does not."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the continuation has; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """The same for each time that it has them; -2 to 2."""
+    logit_bias: Annotated[Mapping[int, float], tyro.conf.arg(metavar="[TOKEN BIAS [TOKEN BIAS ...]]")] = (
+        dataclasses.field(default_factory=dict)
+    )
+    """Added to the logits of tokens, by id; -100 to 100."""
+    seed: int = 0
+    """Keys the sampling: the same seed, the same text."""
+    weights: Weights | None = None
+    """Format of the matrices; none: bf16 of a folder, and of a GGUF file its own."""
+    adapter: str = ""
+    """A folder of LoRA adapters that PEFT or whet train saved, for this model."""
+    tokenizer: str = ""
+    """A folder with the tokenizer, or a .gguf file that has it; empty: the model's."""
+
+    def check(self) -> None:
+        """Refuse what is wrong before anything is loaded.
+
+        Raises:
+            WhetValueError: naming the setting.
+        """
+        SamplingParams.of(self, stop_token_ids=())
+        always = "temperature is 0, which takes the most probable token always"
+        check_used(self, ["top_k", "top_p", "min_p"], self.temperature > 0, always)
+
+
+def find_model(path: str, where: str) -> str | GGUFFile:
+    """A folder as it is called; a GGUF file with what its head says, which engine and tokenizer share.
+
+    Raises:
+        WhetValueError: there is neither, or the file is damaged.
+    """
+    if not Path(path).exists():
+        raise WhetValueError(f"{where}: there is no {path!r}. Pass a model's folder or its .gguf file.")
+    return path if Path(path).is_dir() else read_gguf(Path(path), f"{where}: {path}")
+
+
+def load_engine(model: str | GGUFFile, weights: str | None, n_tokens: int | None, where: str) -> Engine:
+    """The engine of a model, for a sequence of up to ``n_tokens``; None: of what a GiB of keys and values holds.
+
+    Frequencies that depend on the length (longrope) are those for so many tokens, as in transformers; None: for the
+    model's last position.
+
+    Raises:
+        WhetValueError: the engine does not run it.
+    """
+    source = open_pretrained(model)
+    if n_tokens is None:
+        return Engine(source, weights=weights, kv_bytes=_KV_BYTES, where=where)
+    if source.short_position is not None and n_tokens <= source.short_position:
+        source = open_pretrained(model, max_position=source.short_position)
+    n_pages = min(n_tokens, source.config.max_position) // PAGE_TOKENS + 1 + SPARE_PAGES
+    kv = kv_format(choose_formats(source, weights, None, None, where))
+    kv_bytes = max(_KV_BYTES, n_pages * page_bytes(source.config, kv))
+    return Engine(source, weights=weights, kv_bytes=kv_bytes, where=where)
+
+
+def load_tokenizer(model: str | GGUFFile, where: str) -> Any:
+    """The tokenizer of a folder or of a GGUF file.
+
+    Raises:
+        WhetValueError: there is none, or it cannot be read.
+        MissingExtraError: of a folder, and transformers is not installed.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        return tokenizers.load_tokenizer(model, where)
+    except WhetValueError as error:
+        raise WhetValueError(f"{error} Or pass --tokenizer with another.") from error
+
+
+def stop_ids(model: str, tokenizer: Any, vocab_size: int, where: str) -> list[int]:
+    """Tokens that end a text: those of a GGUF file's tokenizer, or EOS, and those of the folder's generation config.
+
+    Raises:
+        WhetValueError: one of them is outside the model's vocabulary.
+    """
+    found = set(getattr(tokenizer, "stop_token_ids", [tokenizer.eos_token_id]))
+    for name in ("generation_config.json", "config.json"):
+        path = Path(model) / name
+        if path.is_file():
+            try:
+                eos = parse_json(map_file(path, model).tobytes(), name).get("eos_token_id")
+            except WhetError:
+                continue  # only the config is needed, and the engine has read that
+            found.update(eos if isinstance(eos, list) else [eos])
+            break
+    stops = sorted(i for i in found if isinstance(i, int))
+    for token in stops:
+        if not 0 <= token < vocab_size:
+            raise WhetValueError(
+                f"{where}: EOS is token {token} by the tokenizer or {name}, outside the model's vocabulary of "
+                f"{vocab_size} tokens. Pass --tokenizer with the model's own, or fix {name}."
+            )
+    return stops
+
+
+def text_pieces(tokenizer: Any, token_ids: Iterable[int]) -> Iterator[str]:
+    """The text of tokens, piece by piece, which together are the text of them all.
+
+    A character whose bytes lie in several tokens comes with the last of them. Tokens are decoded with those of the
+    piece before, because what a token says (a blank in front, say) may hang on what it follows.
+    """
+    ids: list[int] = []
+    begin = shown = 0  # ids[begin:shown] is the piece before
+
+    def text(part: list[int]) -> str:
+        return tokenizer.decode(part, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def rest() -> str:
+        return text(ids[begin:])[len(text(ids[begin:shown])) :]
+
+    for token_id in token_ids:
+        ids.append(token_id)
+        piece = rest()
+        if piece and not piece.endswith("\ufffd"):
+            yield piece
+            begin, shown = shown, len(ids)
+    if piece := rest():
+        yield piece

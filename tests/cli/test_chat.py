@@ -1,0 +1,351 @@
+"""``whet chat`` as a user has it: in a terminal (a real one, of two ends), and in a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.processes import WHET
+from tests.real.model import real_model
+
+from whet.cli import main
+from whet.cli.text_model import load_engine
+from whet.data.rows import read_rows, tokenize_completion
+from whet.models.tokenizers import read_tokenizer
+
+GREEDY = ["--temperature", "0"]
+
+
+class Terminal:
+    """A command in a terminal of its own."""
+
+    def __init__(self, *argv: object, **environment: str) -> None:
+        self.end, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [*WHET, "chat", *map(str, argv)],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**os.environ, "TERM": "xterm", **environment},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(theirs)
+        self.shown = ""
+
+    def read(self, pattern: str = "> $") -> str:
+        """What it shows until the pattern comes."""
+        begin, deadline = len(self.shown), time.monotonic() + 60
+        while not re.search(pattern, self.shown[begin:]):
+            assert time.monotonic() < deadline, self.shown
+            if select.select([self.end], [], [], 1)[0]:
+                try:
+                    self.shown += os.read(self.end, 4096).decode(errors="replace").replace("\r\n", "\n")
+                except OSError:  # the other end is closed
+                    raise AssertionError(f"it has ended: {self.shown}") from None
+        return self.shown[begin:]
+
+    def type(self, text: str) -> None:
+        os.write(self.end, text.encode())
+
+    def interrupt(self) -> None:
+        """Ctrl-C at the prompt: readline sees a signal once it waits for a key, not between the prompt and that."""
+        time.sleep(0.5)
+        self.type("\x03")
+
+    def status(self) -> int:
+        with contextlib.suppress(OSError):
+            while data := os.read(self.end, 4096):
+                self.shown += data.decode(errors="replace")
+        return self.process.wait(timeout=60)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.end)
+
+
+@pytest.fixture(scope="session")
+def endless(tiny_gguf, tmp_path_factory) -> Path:
+    """The tiny model with ten million positions, and without an end that it could draw."""
+    path = tmp_path_factory.mktemp("endless") / "endless.gguf"
+    data = tiny_gguf.read_bytes()
+    for key, old, new in ((b"llama.context_length", 512, 10_000_000), (b"tokenizer.ggml.eos_token_id", 1, 0)):
+        head = key + (4).to_bytes(4, "little")
+        assert head + old.to_bytes(4, "little") in data
+        data = data.replace(head + old.to_bytes(4, "little"), head + new.to_bytes(4, "little"))
+    path.write_bytes(data)
+    return path
+
+
+@pytest.fixture
+def piped(capsys, monkeypatch):
+    """Gives the status and what is printed of a chat whose input is these lines."""
+
+    def run(model: object, *lines: str, argv: Any = (), stdin: bytes | None = None) -> tuple[int, str, str]:
+        capsys.readouterr()
+        reading, writing = os.pipe()
+        os.write(writing, stdin if stdin is not None else "".join(line + "\n" for line in lines).encode())
+        os.close(writing)
+        with open(reading, encoding="utf-8") as file:
+            monkeypatch.setattr(sys, "stdin", file)
+            status = main(["chat", str(model), *map(str, argv)])
+        out = capsys.readouterr()
+        return status, out.out, out.err
+
+    return run
+
+
+def thinking(tokenizer_text: str) -> str:
+    """A template whose replies begin inside their thinking."""
+    return tokenizer_text + "{% if add_generation_prompt %}<think>{% endif %}"
+
+
+# ------------------------------------------------------------------ in a terminal
+
+
+def test_a_conversation_in_a_terminal(endless):
+    with Terminal(endless, *GREEDY, "--max-new-tokens", "20", NO_COLOR="1") as terminal:
+        assert "endless.gguf, a context of" in terminal.read()
+        terminal.type("Hi\n")
+        first = terminal.read()
+        assert "(the reply was cut after 20 tokens)" in first and "\x1b[2m" not in first
+        terminal.type("/regenerate\n")
+        assert "temperature is 0, so the same reply would come again" in terminal.read()
+        terminal.type("/nope\n")
+        assert "there is no command '/nope'" in terminal.read()
+        terminal.type("/stats\n")
+        assert "its prompt: 20 tokens, 20 computed, 0 reused" in terminal.read()
+        terminal.type("\x04")
+        assert terminal.status() == 0
+
+
+def test_replies_come_piece_by_piece_and_ctrl_c_stops_one(endless, tmp_path):
+    with Terminal(endless, *GREEDY, "--max-new-tokens", "9000000", "--context", "9900000") as terminal:
+        terminal.read()
+        terminal.type("Hi\n")
+        terminal.read(r"Hi\n(.|\n){30}")  # while it has 9 million tokens to come
+        terminal.type("\x03")
+        stopped = terminal.read()
+        assert terminal.process.poll() is None
+        terminal.type(f"/save {tmp_path / 'talk.jsonl'}\n")
+        assert "written to" in terminal.read()
+        [row] = read_rows(tmp_path / "talk.jsonl")
+        said = row["messages"][1]["content"]
+        assert len(said) >= 30 and said[:20].splitlines()[0] in terminal.shown
+        terminal.type("And?\n")
+        terminal.read(r"And\?\n(.|\n){30}")
+        terminal.type("\x03")
+        terminal.read()
+        terminal.type("/exit\n")
+        assert terminal.status() == 0
+        assert "Traceback" not in terminal.shown + stopped
+
+
+def test_ctrl_c_at_the_prompt_explains_how_to_leave(endless):
+    with Terminal(endless) as terminal:
+        terminal.read()
+        terminal.type("half a line")
+        terminal.read("half a line$")
+        terminal.interrupt()
+        assert "ends the chat" not in terminal.read("\n> $")
+        terminal.interrupt()
+        assert "Ctrl-D or /exit ends the chat" in terminal.read("\n> $")
+        terminal.type("/help\n")
+        assert "/regenerate" in terminal.read()
+        terminal.interrupt()
+        assert "ends the chat" not in terminal.read("\n> $")
+        terminal.type("\x04")
+        assert terminal.status() == 0
+
+
+def test_thinking_is_one_line_of_a_terminal(endless, tmp_path, tiny_gguf):
+    path = tmp_path / "template.jinja"
+    path.write_text(thinking(read_tokenizer(tiny_gguf).chat_template))
+    argv = [endless, *GREEDY, "--max-new-tokens", "12", "--chat-template", path]
+    with Terminal(*argv) as terminal:
+        terminal.read()
+        terminal.type("Hi\n")
+        shown = terminal.read()
+        assert "\r\x1b[2mthinking ... 12 tokens\x1b[22m" in shown
+        assert "\r\x1b[K\x1b[2mthought for 12 tokens\x1b[22m\n" in shown
+        assert "nothing was said, and the message is not kept" in shown
+        terminal.type("/exit\n")
+        assert terminal.status() == 0
+    with Terminal(*argv, "--show-thinking", TERM="dumb") as terminal:
+        terminal.read()
+        terminal.type("Hi\n")
+        shown = terminal.read()
+        assert "<think>" in shown and "</think>" in shown and "\x1b" not in shown
+        terminal.type("\x04")
+        assert terminal.status() == 0
+
+
+# ------------------------------------------------------------------ in a pipe
+
+
+def test_lines_of_a_pipe_are_answered_one_after_the_other(piped, endless, capsys):
+    argv = [*GREEDY, "--max-new-tokens", "10"]
+    status, out, err = piped(endless, "Hi", "", "  And?  ", "/stats", argv=argv)
+    first, second, *stats = out.split("\n")
+    assert status == 0 and first and second and len(stats) == 5
+    assert err == "(the reply was cut after 10 tokens)\n" * 2  # no prompt, no greeting
+    assert main(["generate", str(endless), "--prompt", "Hi", *argv]) == 0
+    assert capsys.readouterr().out == first + "\n"
+    # The last token of the first reply, "<eos><user>And?<eos><assistant>"; before them 20 and all of it but that token.
+    assert stats[1] == "its prompt: 53 tokens, 24 computed, 29 reused" and stats[2].startswith("context: 63 of ")
+    assert "keys and values: 0.0 MB of at most 1073.7 MB" in stats[3]
+    assert piped(endless, "/exit", "Hi", argv=argv) == (0, "", "")
+    # A last line without an end, and bytes that are no UTF-8.
+    assert piped(endless, argv=argv, stdin=b"Hi")[1] == first + "\n"
+    assert piped(endless, argv=argv, stdin=b"H\xff\n")[0] == 0
+
+
+def test_a_folder_an_adapter_and_other_weights(piped, tiny_model, tiny_gguf, tmp_path):
+    from tests.tiny import with_lora
+    from transformers import AutoModelForCausalLM
+
+    argv = ["--max-new-tokens", "8", "--weights", "float32"]
+    expected = piped(tiny_gguf, "Hi", "And?", argv=argv)
+    assert expected[0] == 0 and piped(tiny_model, "Hi", "And?", argv=argv)[1] == expected[1]
+    model = with_lora(AutoModelForCausalLM.from_pretrained(tiny_model), b_std=3.0, r=2, target_modules=["q_proj"])
+    model.save_pretrained(tmp_path / "lora")
+    other = piped(tiny_gguf, "Hi", "And?", argv=[*argv, "--adapter", tmp_path / "lora"])
+    assert other[0] == 0 and other[1] != expected[1]
+
+
+def test_what_a_pipe_cannot_have_is_said_and_shows_in_the_status(piped, endless):
+    argv = [*GREEDY, "--max-new-tokens", "4", "--context", "120"]
+    status, out, err = piped(endless, "x" * 200, "/stat", "/save", "/clear all", "//hi", argv=argv)
+    assert status == 2 and out.count("\n") == 1
+    lines = err.splitlines()
+    assert re.search(r"the message takes 218 tokens .* a context of 120 a reply needs 4, which leaves 116", lines[0])
+    assert "there is no command '/stat'. Did you mean /stats?" in lines[1]
+    assert "/save needs the name of a file" in lines[2]
+    assert "there is no command '/clear all'. Did you mean /clear?" in lines[3]
+    assert lines[4:] == ["(the reply was cut after 4 tokens)"]
+
+
+def test_stop_strings_end_a_reply_and_are_not_shown(piped, endless):
+    argv = ["--max-new-tokens", "40", "--seed", "2"]
+    status, out, _ = piped(endless, "Hi", argv=argv)
+    stop = next(c for c in out[1:] if c.isascii() and c.isalnum())
+    found = piped(endless, "Hi", argv=[*argv, "--stop", stop])
+    assert status == found[0] == 0 and found[1] == out[: out.index(stop)] + "\n"
+
+
+def test_a_full_context_says_what_it_drops(piped, endless):
+    argv = ["--max-new-tokens", "4", "--context", "120"]
+    status, _, err = piped(endless, *["message"] * 6, argv=argv)
+    assert status == 0 and err.count("(the context is full: the ") >= 1
+
+
+def test_commands(piped, endless, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = ["--max-new-tokens", "12", "--system", "Be brief."]
+    lines = ["/system", "Hi", "/save a.jsonl", "/save a.jsonl", "/save no/folder.jsonl", "/regenerate", "/clear"]
+    lines += ["/save b.jsonl", "/system Sing.", "/system", "Hi", "/save b.jsonl"]
+    status, out, err = piped(endless, *lines, argv=argv)
+    assert status == 2 and out.splitlines()[0] == "Be brief." and "Sing." in out
+    assert "there is a file 'a.jsonl' already" in err and "'no/folder.jsonl' cannot be written" in err
+    assert "there is no turn to save" in err and err.count("(the conversation starts over)") == 2
+    [a], [b] = read_rows("a.jsonl"), read_rows("b.jsonl")
+    assert [m["role"] for m in a["messages"]] == ["system", "user", "assistant"]
+    assert [row["messages"][0]["content"] for row in (a, b)] == ["Be brief.", "Sing."]
+    tokenizer = read_tokenizer(endless)
+    assert tokenize_completion(a, tokenizer)[1][:3] == tokenizer.encode(a["messages"][-1]["content"])[:3]
+
+
+def test_what_help_offers_is_there(piped, endless):
+    offered = re.findall(r"^(/\w+)", piped(endless, "/help")[1], re.M)
+    assert set(offered) == {"/help", "/system", "/clear", "/regenerate", "/save", "/stats", "/exit"}
+    assert "there is no command" not in piped(endless, *offered)[2]
+
+
+def test_thinking_is_left_out_of_a_pipe(piped, endless, tmp_path, tiny_gguf):
+    path = tmp_path / "template.jinja"
+    path.write_text(thinking(read_tokenizer(tiny_gguf).chat_template))
+    argv = [*GREEDY, "--max-new-tokens", "12", "--chat-template", path]
+    status, out, err = piped(endless, "Hi", argv=argv)
+    assert (status, out) == (0, "\n") and "nothing was said" in err
+    out = piped(endless, "Hi", argv=[*argv, "--show-thinking"])[1]
+    assert out.startswith("<think>") and out.rstrip().endswith("</think>")
+
+
+def test_ctrl_c_stops_the_reply_to_a_line_and_not_the_next_one(endless):
+    argv = [*WHET, "chat", str(endless), *GREEDY, "--max-new-tokens", "9000000", "--context", "9900000"]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdin and process.stdout
+    try:
+        process.stdin.write(b"Hi\n/save /dev/null\n")
+        process.stdin.flush()
+        assert process.stdout.read(1)
+        process.send_signal(2)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 2 and out.endswith(b"\n") and b"there is a file '/dev/null' already" in err
+
+
+def test_chat_mistakes_are_one_line(error_of, tiny_model, tiny_gguf, tmp_path, monkeypatch):
+    assert "whet chat: there is no 'nope'. Pass a model's folder" in error_of("chat", "nope")
+    assert "ChatConfig: context is -1, expected an integer >= 0" in error_of("chat", tiny_gguf, "--context", "-1")
+    error = error_of("chat", tiny_gguf, "--context", "600")
+    assert "context is 600 tokens, and the model's last position is 512" in error
+    error = error_of("chat", tiny_gguf, "--temperature", "0", "--top-k", "2")
+    assert "top_k is 2 and has no effect: temperature is 0" in error
+    assert "chat_template 'nope' cannot be read" in error_of("chat", tiny_gguf, "--chat-template", "nope")
+    bad = tmp_path / "bad.jinja"
+    bad.write_text("{% for %}")
+    assert "it is no Jinja template" in error_of("chat", tiny_gguf, "--chat-template", bad)
+    bare = tmp_path / "bare.gguf"
+    bare.write_bytes(tiny_gguf.read_bytes().replace(b"tokenizer.chat_template", b"tokenizer.chat_templatX"))
+    error = error_of("chat", bare)
+    assert "has no chat template" in error and "Pass --chat-template with a Jinja file" in error
+
+
+def test_a_model_without_a_template_takes_one(piped, tiny_gguf, tmp_path):
+    bare, path = tmp_path / "bare.gguf", tmp_path / "template.jinja"
+    bare.write_bytes(tiny_gguf.read_bytes().replace(b"tokenizer.chat_template", b"tokenizer.chat_templatX"))
+    path.write_text(read_tokenizer(tiny_gguf).chat_template)
+    argv = [*GREEDY, "--max-new-tokens", "8"]
+    expected = piped(tiny_gguf, "Hi", argv=argv)
+    assert piped(bare, "Hi", argv=[*argv, "--chat-template", path]) == expected and expected[0] == 0
+    assert piped(bare, "Hi", argv=[*argv, "--tokenizer", tiny_gguf]) == expected
+
+
+def test_a_long_context_gets_its_memory(endless):
+    with load_engine(str(endless), None, 9_000_000, "here") as engine:
+        memory = engine.memory
+        assert memory["kv_bytes"] // memory["kv_page_bytes"] * 64 >= 9_000_000
+
+
+def test_it_imports_neither_torch_nor_transformers(tiny_gguf):
+    code = "import sys; from whet.cli import main; "
+    code += f"status = main(['chat', {str(tiny_gguf)!r}, '--max-new-tokens', '2']); "
+    code += "print(status, [name for name in ('torch', 'transformers') if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], input="Hi\n", capture_output=True, text=True, timeout=600)
+    assert run.stdout.endswith("0 []\n"), run
+
+
+def test_a_real_model_answers(piped):
+    argv = [*GREEDY, "--max-new-tokens", "32", "--system", "You are a helpful assistant."]
+    lines = ["What is the capital of France? One word.", "And of Italy? One word.", "/stats"]
+    status, out, _ = piped(real_model(), *lines, argv=argv)
+    assert status == 0 and "Paris" in out and "Rome" in out
+    new = "<|im_end|>\n<|im_start|>user\nAnd of Italy? One word.<|im_end|>\n<|im_start|>assistant\n"
+    assert f"{len(read_tokenizer(real_model()).encode(new))} computed" in out

@@ -1,0 +1,138 @@
+"""Keys and values that streams keep: later prompts compute what follows them, to the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.engine.tiny_models import VOCAB, tiny_model
+from tests.tiny import with_lora
+
+from whet.config.sampling import SamplingParams
+from whet.engine import Engine
+from whet.engine.session import Session
+
+SAMPLING = SamplingParams(max_new_tokens=9, seed=4)
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny_model("llama", max_position_embeddings=512)
+
+
+def engine_of(model: Any, **options: Any) -> Engine:
+    return Engine.from_model(model, weights="float32", **options)
+
+
+def tokens(n: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB, n).tolist()
+
+
+def stream(engine: Engine, prompt: list[int], sampling: SamplingParams = SAMPLING, **options: Any) -> tuple[Any, int]:
+    """The tokens and log-probs of a stream that keeps its own, and how many of its prompt were there."""
+    with engine.stream(prompt, sampling, keep=True, **options) as drawn:
+        return list(drawn), drawn.n_reused
+
+
+def alone(model: Any, prompt: list[int], sampling: SamplingParams = SAMPLING) -> Any:
+    with engine_of(model) as engine:
+        return list(engine.stream(prompt, sampling))
+
+
+@pytest.mark.parametrize("weights", ["float32", "bf16", "int8"])
+def test_a_turn_computes_its_new_tokens_only(model, weights, monkeypatch):
+    """A step computes one token of a prompt here, and one more draws the first token of the reply."""
+    steps = [0]
+    step = Session._step
+    monkeypatch.setattr(Session, "_step", lambda self, job: (steps.__setitem__(0, steps[0] + 1), step(self, job))[1])
+    with (
+        Engine.from_model(model, weights=weights, prefill_chunk=1) as engine,
+        Engine.from_model(model, weights=weights) as other,
+    ):
+        said: list[int] = []
+        for turn, n_new in enumerate((70, 5, 64, 1, 30)):
+            prompt = [*said, *tokens(n_new, turn)]
+            sampling = dataclasses.replace(SAMPLING, seed=turn)
+            steps[0] = 0
+            with engine.stream(prompt, sampling, keep=True) as drawn:
+                first = next(drawn)
+                n_computed = steps[0] - 1
+                reply = [first, *drawn]
+            # The last token of the reply before was drawn, and is computed with the message that follows it.
+            assert n_computed == (n_new + 1 if said else n_new) == len(prompt) - drawn.n_reused
+            assert reply == list(other.stream(prompt, sampling))
+            said = [*prompt, *(token.token_id for token in reply)]
+
+
+def test_another_reply_and_another_message_part_from_what_was_said(model):
+    with engine_of(model) as engine:
+        prompt = tokens(100, 0)
+        first, _ = stream(engine, prompt)
+        again = dataclasses.replace(SAMPLING, seed=5)
+        second, n_reused = stream(engine, prompt, again)
+        assert n_reused == 99 and second == alone(model, prompt, again) != first
+        other = [*prompt[:90], *tokens(20, 1)]
+        assert stream(engine, other) == (alone(model, other), 90)
+        # The first reply goes on as well: its pages are there beside the second one's.
+        said = [*prompt, *(token.token_id for token in first), 7]
+        assert stream(engine, said) == (alone(model, said), len(said) - 2)
+
+
+def test_a_stream_that_is_left_keeps_what_it_has_drawn(model):
+    with engine_of(model) as engine:
+        prompt = tokens(80, 0)
+        with engine.stream(prompt, SAMPLING, keep=True) as drawn:
+            said = [*prompt, next(drawn).token_id, next(drawn).token_id]
+        assert stream(engine, [*said, 5]) == (alone(model, [*said, 5]), len(said) - 1)
+    with engine_of(model, prefill_chunk=1) as engine:
+        with engine.stream(prompt, SAMPLING, keep=True) as drawn:
+            for _ in range(70):  # in the middle of its prompt
+                drawn._session._step(drawn._job)
+        assert engine.memory["kv_kept_bytes"] == 0
+        assert stream(engine, prompt) == (alone(model, prompt), 0)
+
+
+def test_memory_tells_what_is_kept_and_calls_get_it_back(model):
+    with engine_of(model) as engine:
+        page = engine.memory["kv_page_bytes"]
+    with engine_of(model, kv_bytes=4 * page) as engine:
+        prompt = tokens(100, 0)
+        engine.generate([prompt], 1, SAMPLING)
+        list(engine.stream(prompt, SAMPLING))
+        assert engine.memory["kv_kept_bytes"] == engine.memory["kv_used_bytes"] == 0
+        stream(engine, prompt)
+        assert engine.memory["kv_kept_bytes"] == 2 * page and engine.memory["kv_used_bytes"] == 0
+        for row in (tokens(110, 1), tokens(110, 2)):  # each needs three pages, with a copy of its last one
+            [[completion]] = engine.generate([row], 1, SAMPLING)
+            assert completion.token_ids == [token.token_id for token in alone(model, row)]
+        assert engine.memory["kv_kept_bytes"] == page  # the first of the two, which is evicted last
+        assert stream(engine, prompt) == (alone(model, prompt), 64)
+
+
+def test_other_weights_and_other_adapters_are_other_pages(model):
+    lora = with_lora(model, 1, b_std=0.5, r=2, target_modules=["q_proj"]).eval()
+    with engine_of(lora) as engine:
+        number = engine.add_adapter(random_adapter(2))
+        prompt = tokens(100, 0)
+        own, _ = stream(engine, prompt)
+        other, n_reused = stream(engine, prompt, adapter=number)
+        assert n_reused == 0 and other != own
+        assert stream(engine, prompt) == (own, 99)
+        engine.remove_adapter(number)
+        assert engine.memory["kv_kept_bytes"] == 0
+        stream(engine, prompt)
+        for name, parameter in lora.named_parameters():
+            if "up_proj" in name:
+                parameter.data.mul_(1.5)
+        engine.sync(lora)
+        assert engine.memory["kv_kept_bytes"] == 0
+        after, n_reused = stream(engine, prompt)
+        assert n_reused == 0 and after != own
+        assert after == alone(lora, prompt)
+
+
+def random_adapter(seed: int) -> dict[str, Any]:
+    draw = np.random.default_rng(seed)
+    return {"model.layers.0.self_attn.q_proj": (draw.normal(size=(2, 32)), draw.normal(size=(32, 2)), 1.0)}
