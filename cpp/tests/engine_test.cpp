@@ -129,12 +129,12 @@ std::vector<int32_t> sequence_of(const Scheduler& s, uint64_t id) {
 void test_turns(bool other) {
     Model model(other, other ? WeightFormat::kBFloat16 : WeightFormat::kFloat32, 16 + 32);
     const Limits limits{60 * KvCache::page_bytes(model.transformer.config(), other), 16, 32};
-    for (const size_t first : {1, 63, 64, 65, 100, 128}) {
-        for (const size_t reply : {1, 2, 28, 64, 70}) {
+    for (const size_t first : {1, 64, 100}) {
+        for (const size_t reply : {1, 28, 65}) {
             Scheduler s(model.transformer, limits);
             std::vector<int32_t> so_far;
             size_t in_cache = 0;
-            for (unsigned i = 0; i < 4; ++i) {
+            for (unsigned i = 0; i < 3; ++i) {
                 const Request turn = turn_of(so_far, i == 0 ? first : 1 + 21 * i, reply, i);
                 const uint64_t id = s.add(turn);
                 run(s);
@@ -211,7 +211,7 @@ void test_conversations() {
         std::vector<std::vector<int32_t>> told{{}};
         std::vector<std::pair<uint64_t, Request>> open;
         size_t n_reused = 0;
-        for (unsigned i = 0; i < 600; ++i) {
+        for (unsigned i = 0; i < 200; ++i) {
             if (open.size() < 4 && bits() % 2 == 0) {
                 std::vector<int32_t> before = told[bits() % told.size()];
                 if (bits() % 3 == 0) before.resize(bits() % (before.size() + 1));
@@ -241,7 +241,7 @@ void test_conversations() {
                 if (bits() % 8 == 0) s.forget_kept();
             }
         }
-        expect(n_reused > 1000, "pages are reused: %zu tokens", n_reused);
+        expect(n_reused > 500, "pages are reused: %zu tokens", n_reused);
     }
 }
 
