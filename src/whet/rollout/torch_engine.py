@@ -200,6 +200,7 @@ class TorchEngine:
         tokenizer: Any = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._texts: tuple[Any, TokenTexts] | None = None  # of which tokenizer: it takes long, and may be replaced
         self.model = _check_module(model, "TorchEngine")
         self.pad_token_id = check_integer("TorchEngine", "pad_token_id", pad_token_id, 0, optional=True) or 0
         self.max_batch = check_integer("TorchEngine", "max_batch", max_batch, 1, optional=True)
@@ -263,7 +264,9 @@ class TorchEngine:
                 f"TorchEngine.generate: stop is {sampling.stop!r}, and there is no tokenizer to find it in the text "
                 f"with. Pass tokenizer to TorchEngine, or stop_token_ids."
             )
-        return read_token_texts(self.tokenizer, "TorchEngine.generate")
+        if self._texts is None or self._texts[0] is not self.tokenizer:
+            self._texts = self.tokenizer, read_token_texts(self.tokenizer, "TorchEngine.generate")
+        return self._texts[1]
 
     def _budget(self, index: int, prompt_length: int, sampling: SamplingParams) -> int:
         limit = position_limit(self.model)
