@@ -24,24 +24,22 @@ _shelf: dict[Any, Any] = {}
 @functools.lru_cache(1)
 def files_of(shape: ModelShape) -> ModelFiles:
     """The model of a shape, made once; asking for another shape frees it and all that was loaded from it."""
-    while _shelf:
-        _drop(next(iter(_shelf)))
+    _shelf.clear()
     return shape.files()
 
 
 def load_once(key: Any, load: Callable[[], Any]) -> Any:
-    """The result of ``load``, kept under ``key`` until four others have been used since."""
+    """The result of ``load``, kept under ``key`` until four others have been used since.
+
+    It is not closed then: a call that was prepared earlier may hold it, and the last holder frees it.
+    """
     if key in _shelf:
         _shelf[key] = _shelf.pop(key)
     else:
         while len(_shelf) >= _ON_SHELF:
-            _drop(next(iter(_shelf)))
+            _shelf.pop(next(iter(_shelf)))
         _shelf[key] = load()
     return _shelf[key]
-
-
-def _drop(key: Any) -> None:
-    close(_shelf.pop(key))
 
 
 def close(model: Any) -> None:
