@@ -1,5 +1,6 @@
 """``--task`` in ``whet train`` and ``whet best-of-n``: real commands on a tiny model."""
 
+import importlib.metadata
 import importlib.util
 import json
 import signal
@@ -183,6 +184,50 @@ def test_another_task_is_another_run(flags, tmp_path, error_of):
     file.write_text(file.read_text() + "\n")
     error = error_of("train", "grpo", *flags("run", f"{file}:SortLetters", **settings))
     assert f"{file} (task) has changed" in error
+
+
+def test_the_package_of_a_task_is_an_input(flags, tmp_path, error_of, monkeypatch, capsys):
+    """Of an installed package its version and the module's file; a reward's may change."""
+    site = tmp_path / "site"
+    info = site / "letters_tasks-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "top_level.txt").write_text("letters_tasks\n")
+    (site / "letters_tasks.py").write_text(
+        (ROOT / "examples" / "tasks.py").read_text() + "\ndef one(completions):\n    return [1.0] * len(completions)\n"
+    )
+
+    def install(version):
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: letters-tasks\nVersion: {version}\n")
+
+    install("1.0")
+    monkeypatch.syspath_prepend(str(site))
+    settings = {"group_size": 2, "reward": "letters_tasks:one"}
+    argv = ["train", "grpo", *flags("run", "letters_tasks:SortLetters", steps=1, **settings)]
+    assert main(argv) == 0
+    inputs = json.loads((tmp_path / "run" / "inputs.json").read_text())
+    assert list(inputs["task"]) == ["letters-tasks", str(site / "letters_tasks.py")]
+    assert inputs["task"]["letters-tasks"] == inputs["reward"]["letters-tasks"] == {"version": "1.0"}
+    install("1.1")
+    error = error_of("train", "grpo", *flags("run", "letters_tasks:SortLetters", steps=2, **settings))
+    assert "letters-tasks (task) has changed: version 1.0 then, version 1.1 now. Install the old version, or" in error
+    (tmp_path / "run" / "inputs.json").write_text(json.dumps({"reward": inputs["reward"]}))  # as without a task
+    capsys.readouterr()
+    assert main(["train", "grpo", *flags("run", "letters_tasks:SortLetters", steps=2, **settings)]) == 0
+    assert "letters-tasks (reward) has changed: version 1.0 then, version 1.1 now" in capsys.readouterr().out
+
+
+@gym
+def test_the_version_of_reasoning_gym_is_an_input(flags, tmp_path, error_of):
+    assert main(["train", "grpo", *flags("run", SUMS, steps=1, group_size=2)]) == 0
+    file = tmp_path / "run" / "inputs.json"
+    inputs = json.loads(file.read_text())
+    [name] = [name for name in inputs["task"] if "version" in inputs["task"][name]]
+    assert name.replace("_", "-") == "reasoning-gym"
+    assert inputs["task"][name] == {"version": importlib.metadata.version("reasoning-gym")}
+    inputs["task"][name]["version"] = "0.0.1"
+    file.write_text(json.dumps(inputs))
+    error = error_of("train", "grpo", *flags("run", SUMS, steps=2, group_size=2))
+    assert f"{name} (task) has changed: version 0.0.1 then, version" in error and "Install the old version" in error
 
 
 def test_a_folder_of_an_older_version_has_no_tasks(files, tmp_path):

@@ -538,7 +538,7 @@ def test_data_that_has_changed_under_a_run_is_refused(files, error_of):
     for text in (before + before.splitlines()[0] + "\n", before.replace("aaa", "aab"), before.replace("\n", "\n\n", 1)):
         data.write_text(text)
         error = error_of("train", "sft", *files("run", steps=4))
-        assert f"{data} (data) has changed: {len(before):,} bytes then, {len(text):,} now" in error
+        assert f"{data} (data) has changed: {len(before):,} bytes then, {len(text):,} bytes now" in error
         assert "Put the old file back, or choose another output_dir." in error
     data.write_text(before)
     assert main(["train", "sft", *files("run", steps=4)]) == 0

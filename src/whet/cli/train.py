@@ -1,7 +1,7 @@
 """``whet train``: reads what a run needs, trains, and leaves in its folder all that came of it.
 
     config.toml      the settings, resolved: ``whet train METHOD config.toml`` repeats the run
-    inputs.json      sizes and digests of the files that it read
+    inputs.json      sizes and digests of the files that it read, versions of its tasks' packages
     metrics.jsonl    a line per step; completions.jsonl: what was sampled
     checkpoints/     step-000100, ...: the same command continues from the newest whole one, to the bit
     model/           weights, tokenizer, chat template, generation config; of a LoRA run the adapters
