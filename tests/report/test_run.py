@@ -90,6 +90,25 @@ def test_a_run_of_one_step_and_nothing_else_has_a_report(tmp_path):
     assert "0.500 → 0.500" in shown.text and "Configuration" not in shown.text
 
 
+def test_chat_prompts_are_shown_as_messages(tmp_path):
+    JSONLLogger(tmp_path / "metrics.jsonl").log({"loss": 0.5}, 1)
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    row = {"step": 1, "prompt": prompt, "completion": "2", "reward": 1.0}
+    JSONLLogger(tmp_path / "completions.jsonl").write(row)
+    text = Page(write_report(tmp_path, title="t", samples_after=[row]).read_text()).text
+    assert text.count("system: Be brief.\n\nuser: 1+1?") == 2 and "'role'" not in text
+
+
+def test_the_mean_of_each_of_several_tasks_has_a_chart(tmp_path):
+    for names, n_charts in ((["a"], 1), (["a", "b"], 3)):
+        folder = tmp_path / str(n_charts)
+        metrics = JSONLLogger(folder / "metrics.jsonl")
+        for step in (1, 2):
+            metrics.log({"mean_reward": 0.5, **{f"rewards/{name}/mean": math.nan for name in names}}, step)
+        html = write_report(folder, title="t").read_text()
+        assert html.count("<figure>") == n_charts and ("rewards/b/mean" in html) == (n_charts == 3)
+
+
 def test_long_samples_are_cut(tmp_path):
     JSONLLogger(tmp_path / "metrics.jsonl").log({"loss": 0.5}, 1)
     samples = [{"prompt": "p", "completion": "x" * 4000, "reward": None}]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from whet import __version__
+from whet.data.rows import is_messages
 from whet.errors import WhetValueError
 from whet.files import replace_text
 from whet.report.page import Point, ends, headline_row, line_chart, page, pairs_table, safe, table, versions, window
@@ -31,7 +32,8 @@ _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Completion length (tokens)", ("completions/mean_length",)),
     ("Loss", ("loss",)),
 )
-"""The charts of a run: title, and the names that the metric goes by. Other evaluations follow them."""
+"""The charts of a run: title, and the names that the metric goes by. Other evaluations follow them, and where there are
+several tasks or reward functions the mean of each."""
 
 
 def write_report(
@@ -121,7 +123,9 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
 def _charts(curves: Mapping[str, list[Point]]) -> list[str]:
     charts = []
     known = {name for _, names in _CHARTS for name in names}
-    others = tuple((name, (name,)) for name in curves if name.startswith("eval/") and name not in known)
+    means = [name for name in curves if name.startswith("rewards/") and name.endswith("/mean")]
+    evaluations = [name for name in curves if name.startswith("eval/") and name not in known]
+    others = tuple((name, (name,)) for name in [*evaluations, *(means if len(means) > 1 else [])])
     for title, names in _CHARTS + others:
         found = next((name for name in names if name in curves), None)
         if found is not None:
@@ -145,8 +149,15 @@ def _headline(curves: Mapping[str, list[Point]]) -> dict[str, str]:
 _LONGEST_SAMPLE = 1500
 
 
-def _shorten(text: Any) -> str:
-    text = str(text)
+def _as_text(value: Any) -> str:
+    """Chat messages as paragraphs with their roles."""
+    if not is_messages(value):
+        return str(value)
+    return "\n\n".join(f"{message['role']}: {message.get('content') or ''}" for message in value)
+
+
+def _shorten(value: Any) -> str:
+    text = _as_text(value)
     more = len(text) - _LONGEST_SAMPLE
     return text if more <= 0 else f"{text[:_LONGEST_SAMPLE]} … ({more:,} more characters)"
 
@@ -160,8 +171,8 @@ def _before_and_after(before: Sequence[Mapping[str, Any]], after: Sequence[Mappi
     """One row per prompt and sample, with an empty place where one side has no such sample."""
     nothing = {"completion": "–"}
     rows = []
-    for prompt in dict.fromkeys(str(row["prompt"]) for row in (*before, *after)):
-        sides = [[row for row in side if str(row["prompt"]) == prompt] for side in (before, after)]
+    for prompt in dict.fromkeys(_as_text(row["prompt"]) for row in (*before, *after)):
+        sides = [[row for row in side if _as_text(row["prompt"]) == prompt] for side in (before, after)]
         for old, new in zip_longest(*sides, fillvalue=nothing):
             rows.append(
                 [_shorten(prompt), _shorten(old["completion"]), _reward(old), _shorten(new["completion"]), _reward(new)]
