@@ -518,7 +518,8 @@ class _Encoder:
         """Token ids of messages; or the dict with them and a mask that ``own`` asks of the tokenizer."""
         if getattr(self._tokenizer, "chat_template", None) is None:
             raise self.error(
-                "the row holds chat messages, and the tokenizer has no chat_template. Set one, or give the row as text."
+                "the row holds chat messages, and the tokenizer has no chat_template. Set one (in a model's folder the "
+                "file chat_template.jinja), or give the row as text."
             )
         for message in messages:
             if not isinstance(message["role"], str):
