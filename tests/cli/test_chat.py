@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import pty
+import random
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -20,7 +23,10 @@ from tests.processes import WHET
 from tests.real.model import real_model
 
 from whet.cli import main
+from whet.cli.chat import _Chat
+from whet.cli.conversation import Conversation
 from whet.cli.text_model import load_engine
+from whet.config.sampling import SamplingParams
 from whet.data.rows import read_rows, tokenize_completion
 from whet.models.tokenizers import read_tokenizer
 
@@ -173,6 +179,57 @@ def test_ctrl_c_at_the_prompt_explains_how_to_leave(endless):
         assert terminal.status() == 0
 
 
+def test_ctrl_c_at_any_moment_ends_no_chat(endless):
+    """Hundreds, at the prompt, in replies, and while an earlier one is handled."""
+    with Terminal(endless, "--max-new-tokens", "30", "--context", "400") as terminal:
+        terminal.read()
+        moments = random.Random(3)
+        for i in range(300):
+            if i % 3 == 0:
+                terminal.type("Hi\n")
+            time.sleep(moments.expovariate(200))
+            terminal.process.send_signal(signal.SIGINT)
+            while select.select([terminal.end], [], [], 0)[0]:
+                os.read(terminal.end, 4096)
+            assert terminal.process.poll() is None
+        time.sleep(1)
+        terminal.type("\x15\n")  # an empty line, for a signal that has come between prompt and wait
+        terminal.read()
+        terminal.type("/stats\n")
+        assert "keys and values" in terminal.read("values.*\n")
+        terminal.type("/exit\n")
+        assert terminal.status() == 0
+
+
+def test_ctrl_c_while_one_is_handled(endless, monkeypatch):
+    tokenizer = read_tokenizer(endless)
+    lines = ["\x03", "/exit"]
+
+    class Errors:
+        """Where the newline after a Ctrl-C is written, while the next one comes."""
+
+        def write(self, text: str) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+        def flush(self) -> None:
+            pass
+
+    def read_line() -> str:
+        if (line := lines.pop(0)) == "\x03":
+            signal.raise_signal(signal.SIGINT)
+        return line
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    with load_engine(str(endless), None, 100, "here") as engine:
+        chat = _Chat(Conversation(engine, tokenizer, SamplingParams()), show_thinking=False)
+    chat.is_terminal = True
+    monkeypatch.setattr(chat, "_read", read_line)
+    monkeypatch.setattr(sys, "stderr", Errors())
+    before = signal.getsignal(signal.SIGINT)
+    assert chat.run() == 0 and lines == []
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_thinking_is_one_line_of_a_terminal(endless, tmp_path, tiny_gguf):
     path = tmp_path / "template.jinja"
     path.write_text(thinking(read_tokenizer(tiny_gguf).chat_template))
@@ -183,7 +240,7 @@ def test_thinking_is_one_line_of_a_terminal(endless, tmp_path, tiny_gguf):
         shown = terminal.read()
         assert "\r\x1b[2mthinking ... 12 tokens\x1b[22m" in shown
         assert "\r\x1b[K\x1b[2mthought for 12 tokens\x1b[22m\n" in shown
-        assert "nothing was said, and the message is not kept" in shown
+        assert "nothing was said, and nothing of it is kept; /regenerate asks again" in shown
         terminal.type("/exit\n")
         assert terminal.status() == 0
     with Terminal(*argv, "--show-thinking", TERM="dumb") as terminal:
@@ -230,14 +287,16 @@ def test_a_folder_an_adapter_and_other_weights(piped, tiny_model, tiny_gguf, tmp
 
 def test_what_a_pipe_cannot_have_is_said_and_shows_in_the_status(piped, endless):
     argv = [*GREEDY, "--max-new-tokens", "4", "--context", "120"]
-    status, out, err = piped(endless, "x" * 200, "/stat", "/save", "/clear all", "//hi", argv=argv)
-    assert status == 2 and out.count("\n") == 1
+    lines = ["x" * 200, "/stat", "/save", "/clear all", "//hi", "/save --thinking", "/save --thinking  "]
+    status, out, err = piped(endless, *lines, argv=argv)
+    assert status == 2 and out.count("\n") == 1 and not Path("--thinking").exists()
     lines = err.splitlines()
     assert re.search(r"the message takes 218 tokens .* a context of 120 a reply needs 4, which leaves 116", lines[0])
     assert "there is no command '/stat'. Did you mean /stats?" in lines[1]
     assert "/save needs the name of a file" in lines[2]
     assert "there is no command '/clear all'. Did you mean /clear?" in lines[3]
-    assert lines[4:] == ["(the reply was cut after 4 tokens)"]
+    assert lines[4] == "(the reply was cut after 4 tokens)"
+    assert len(lines) == 7 and all("/save needs the name of a file" in line for line in lines[5:])
 
 
 def test_stop_strings_end_a_reply_and_are_not_shown(piped, endless):
@@ -252,6 +311,11 @@ def test_a_full_context_says_what_it_drops(piped, endless):
     argv = ["--max-new-tokens", "4", "--context", "120"]
     status, _, err = piped(endless, *["message"] * 6, argv=argv)
     assert status == 0 and err.count("(the context is full: the ") >= 1
+
+
+def test_stats_are_of_the_conversation_as_it_is(piped, endless):
+    out = piped(endless, "Hi", "/clear", "/stats", argv=["--max-new-tokens", "4"])[1]
+    assert "last reply" not in out and "keys and values" in out
 
 
 def test_commands(piped, endless, tmp_path, monkeypatch):
@@ -284,6 +348,10 @@ def test_thinking_is_left_out_of_a_pipe(piped, endless, tmp_path, tiny_gguf):
     assert (status, out) == (0, "\n") and "nothing was said" in err
     out = piped(endless, "Hi", argv=[*argv, "--show-thinking"])[1]
     assert out.startswith("<think>") and out.rstrip().endswith("</think>")
+    path.write_text(path.read_text().replace("<think>", "[THINK]") + "{# [/THINK] #}")
+    assert piped(endless, "Hi", argv=argv)[1] == "\n"
+    out = piped(endless, "Hi", argv=[*argv, "--show-thinking"])[1]
+    assert out.startswith("[THINK]") and out.rstrip().endswith("[/THINK]")
 
 
 def test_ctrl_c_stops_the_reply_to_a_line_and_not_the_next_one(endless):
@@ -309,7 +377,10 @@ def test_chat_mistakes_are_one_line(error_of, tiny_model, tiny_gguf, tmp_path, m
     error = error_of("chat", tiny_gguf, "--temperature", "0", "--top-k", "2")
     assert "top_k is 2 and has no effect: temperature is 0" in error
     assert "chat_template 'nope' cannot be read" in error_of("chat", tiny_gguf, "--chat-template", "nope")
+    assert "seed is 1 and has no effect: temperature is 0" in error_of("chat", tiny_gguf, *GREEDY, "--seed", "1")
     bad = tmp_path / "bad.jinja"
+    bad.write_text(" \n")
+    assert f"chat_template {str(bad)!r} is empty, expected" in error_of("chat", tiny_gguf, "--chat-template", bad)
     bad.write_text("{% for %}")
     assert "it is no Jinja template" in error_of("chat", tiny_gguf, "--chat-template", bad)
     bare = tmp_path / "bare.gguf"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from tests.tiny import tiny_llama
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from whet.cli.conversation import Conversation, Piece, Turn, tell_apart
+from whet.cli.conversation import Conversation, Piece, Turn, tell_apart, thinking_tags
 from whet.config.sampling import SamplingParams
 from whet.data.rows import tokenize_completion
 from whet.engine import Engine, Token
@@ -171,6 +172,50 @@ def test_earlier_thinking_is_dropped_as_the_template_says(engine, tokenizer):
         assert conversation.row(thinking=True)["messages"][2]["content"] == CLOSED
 
 
+@pytest.mark.parametrize(
+    ("name", "tags"),
+    [
+        *((name, ("<think>", "</think>")) for name in FILES.values()),
+        ("HuggingFaceTB-SmolLM3-3B", ("<think>", "</think>")),
+        ("mistralai-Ministral-3-14B-Reasoning-2512", ("[THINK]", "[/THINK]")),
+        ("ByteDance-Seed-OSS", ("<seed:think>", "</seed:think>")),
+    ],
+)
+def test_the_tags_of_thinking_are_those_of_a_published_template(name, tags):
+    assert thinking_tags(template(name)) == tags
+
+
+@pytest.mark.parametrize(
+    ("text", "tags"),
+    [
+        ("{{ '<|START_THINKING|>' + m.thinking + '<|END_THINKING|>' }}", ("<|START_THINKING|>", "<|END_THINKING|>")),
+        ("<reasoning>{{ m.reasoning }}</reasoning>", ("<reasoning>", "</reasoning>")),
+        ("{{ '<thinking>' + m['thought'] + '</thinking>' }}", ("<thinking>", "</thinking>")),
+        # A part of the system prompt, an index, and a name without a partner.
+        ("<thinking_rules>a</thinking_rules>{{ m[thought] }}[THINK]<a:think></a:think>", ("<a:think>", "</a:think>")),
+        ("{{ m.content.split('</think>')[-1] }}", ("<think>", "</think>")),
+    ],
+)
+def test_the_tags_of_thinking_are_a_pair(text, tags):
+    assert thinking_tags(text) == tags
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_other_tags_of_thinking(opened, engine, tokenizer):
+    prefix = "" if opened else "<|START_THINKING|>"
+    begin = "{% if add_generation_prompt %}<|START_THINKING|>{% endif %}" if opened else ""
+    tokenizer.chat_template += f"{{# <|START_THINKING|> <|END_THINKING|> #}}{begin}"
+    conversation = talk(engine, tokenizer)
+    assert conversation.tags == ("<|START_THINKING|>", "<|END_THINKING|>")
+    turn = conversation.ask("Hi")
+    assert conversation._opens_thinking(turn._prompt.ids) is opened
+    texts = [f"{prefix}hm <|END", "_THINKING|>\n", "yes"]
+    assert list(tell_apart(texts, opened, conversation.tags)) == [Piece("hm ", True), Piece("yes", False)]
+    text = "<|START_THINKING|>hm<|END_THINKING|>yes"
+    conversation._end(turn, turn._prompt, ids_of(tokenizer, text), text)
+    assert conversation.row()["messages"][1]["content"] == "yes"
+
+
 @pytest.mark.parametrize("size", [1, 3, 100])
 @pytest.mark.parametrize(
     ("text", "is_open", "thought", "said"),
@@ -218,15 +263,18 @@ def test_tags_that_are_special_tokens_are_not_lost(engine, tokenizer):
             tags = {"<think>": [opening], "</think>": [closing]}
             return {"input_ids": tags[text]} if text in tags else tokenizer(text, **options)
 
+        def decode(self, ids: list[int], skip_special_tokens: bool = False, **options: Any) -> str:
+            shown = [i for i in ids if not (skip_special_tokens and i in (opening, closing))]
+            return tokenizer.decode(shown, skip_special_tokens=skip_special_tokens, **options)
+
     conversation = talk(engine, Tagged())
     ids = [opening, *ids_of(tokenizer, "xé"), closing, *ids_of(tokenizer, "z")]
-    assert list(conversation.texts((Token(i, 0.0) for i in ids), conversation.sampling)) == [
-        "<think>",
-        "x",
-        "é",
-        "</think>",
-        "z",
-    ]
+    expected = ["<think>", "x", "é", "</think>", "z"]
+    assert list(conversation.texts((Token(i, 0.0) for i in ids), conversation.sampling)) == expected
+    # With stop strings the engine tells the text, and of these tokens none.
+    texts = ["", "x", "", "é", "", "z"]
+    tokens = (Token(i, 0.0, text) for i, text in zip(ids, texts, strict=True))
+    assert list(conversation.texts(tokens, dataclasses.replace(conversation.sampling, stop="!"))) == expected
 
 
 def test_a_reply_that_begins_inside_its_thinking(engine, tokenizer):
@@ -293,10 +341,23 @@ def test_a_full_context_drops_the_oldest_turns_and_keeps_the_system_prompt(engin
     assert kept == [m["content"] for m in conversation.messages if m["role"] == "user"]
 
 
+def test_a_reply_has_room_for_its_least_tokens(engine, tokenizer):
+    sampling = {"max_new_tokens": 100, "min_new_tokens": 60}
+    conversation = talk(engine, tokenizer, context=120, sampling=sampling)
+    for _ in range(4):
+        turn = conversation.ask("Hi")
+        say(turn)
+        assert turn.n_tokens >= 60
+    with pytest.raises(WhetValueError, match=r"of a context of 120 a reply needs 60, which leaves 60\."):
+        conversation.ask("x" * 60)
+
+
 def test_a_conversation_starts_over(engine, tokenizer):
     conversation = talk(engine, tokenizer, system="S")
     say(conversation.ask("Hi"))
+    assert conversation.last is not None
     conversation.restart()
+    assert conversation.last is None  # which is of no use beside another context
     assert conversation.messages == ({"role": "system", "content": "S"},) and conversation.system == "S"
     conversation.restart("T")
     assert conversation.system == "T"

@@ -9,6 +9,7 @@ import subprocess
 import time
 
 import pytest
+from tests.cli.conftest import CHAT_TEMPLATE
 from tests.processes import WHET
 from tests.tiny import with_lora
 
@@ -112,6 +113,36 @@ def test_items_are_asked_and_answered_as_by_hand(run, tasks, tiny_model, tmp_pat
     assert [record["completions"][0]["text"] for record in records] == expected
 
 
+def records_of(file):
+    return [r["completions"] for r in json.loads(file.read_text())["models"][0]["tasks"][0]["records"]]
+
+
+def test_it_samples_with_the_settings_of_generate(run, tasks, tiny_model, tiny_gguf, tmp_path):
+    """Up to stop strings, with penalties, bias and a least length: completion by completion what the engine gives."""
+    from whet import SamplingParams
+    from whet.engine import Engine
+    from whet.models.tokenizers import read_tokenizer
+
+    tokenizer = read_tokenizer(tiny_gguf)
+    settings = {
+        "presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5, "min_new_tokens": 3, "top_k": 50,
+        "top_p": 0.9, "min_p": 0.01, "temperature": 0.8, "seed": 7, "max_new_tokens": 12,
+    }  # fmt: skip
+    [token] = tokenizer.encode("q", add_special_tokens=False)
+    argv = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
+    argv += ["--logit-bias", token, 4, "--stop", "q", "never", "-n", "2", "--weights", "float32"]
+    run(tiny_gguf, "--task", tasks("Letters"), "--size", "4", *argv, "--out", tmp_path / "a.json", "--records")
+    prompts = [tokenizer.encode(f"<system>Say one letter.<eos><user>word {i}<eos><assistant>") for i in range(4)]
+    with Engine.from_gguf(tiny_gguf, weights="float32") as engine:
+        sampling = SamplingParams(**settings, logit_bias={token: 4.0}, stop=["q", "never"], stop_token_ids=[1])
+        expected = [[c.text for c in group] for group in engine.generate(prompts, 2, sampling)]
+    found = [[c["text"] for c in group] for group in records_of(tmp_path / "a.json")]
+    assert found == expected
+    assert any(c["finish_reason"] == "stop" for group in records_of(tmp_path / "a.json") for c in group)
+    settings = json.loads((tmp_path / "a.json").read_text())["settings"]
+    assert settings["stop"] == ["q", "never"] and settings["logit_bias"] == {str(token): 4.0}
+
+
 def test_several_completions_and_several_tasks(run, tasks, tiny_gguf, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     file = tmp_path / "found.json"
@@ -182,7 +213,12 @@ def test_a_model_without_a_template_says_how_to_give_one(run, error_of, tasks, t
     asked = ["eval", bare, "--task", tasks("Letters"), *SHORT]
     assert "has no chat template" in error_of(*asked) and "--raw" in error_of(*asked)
     run(*asked[1:], "--raw")
-    run(*asked[1:], "--tokenizer", tiny_gguf)
+    template = tmp_path / "template.jinja"
+    template.write_text(CHAT_TEMPLATE)
+    for i, more in enumerate((["--tokenizer", tiny_gguf], ["--chat-template", template])):
+        run(*asked[1:], *more, "--out", tmp_path / f"{i}.json", "--records")
+    assert records_of(tmp_path / "0.json") == records_of(tmp_path / "1.json")
+    assert "raw asks without one" in error_of(*asked, "--raw", "--chat-template", template)
 
 
 def test_ctrl_c_leaves_no_result_and_no_child(tasks, tiny_model, tmp_path):
@@ -226,6 +262,10 @@ def test_ctrl_c_leaves_no_result_and_no_child(tasks, tiny_model, tmp_path):
         (["--task", "TASKS:Letters,held_out=0"], "none of the 12 rows of letters belongs to 'eval'"),
         (["--task", "TASKS:Letters", "--temperature", "0", "-n", "2"], "n is 2 and has no effect: temperature is 0"),
         (["--task", "TASKS:Letters", "--seed", "1"], "seed is 1 and has no effect: temperature is 0"),
+        (["--task", "TASKS:Letters", "--stop", ""], "stop is ('',), expected at most 64 strings"),
+        (["--task", "TASKS:Letters", "--logit-bias", "5", "101"], "logit_bias is {5: 101.0}, expected token ids"),
+        (["--task", "TASKS:Letters,held_out=1", "--logit-bias", "258", "1"], "logit_bias holds 258, outside 0 ... 257"),
+        (["--task", "TASKS:Letters", "--chat-template", "nope"], "chat_template 'nope' cannot be read"),
         (["--task", "TASKS:Letters", "--records"], "records is True and has no effect: there is no file (--out)"),
         (["--task", "TASKS:Letters", "--out", "TASKS"], "is there already. Remove it, or choose another file"),
         (["--task", "TASKS:Letters", "--out", "no/such/found.json"], "there is no folder 'no/such' to write"),

@@ -247,6 +247,17 @@ def test_adapters(run, tiny_model, tmp_path):
     assert run(*argv, "--adapter", tmp_path / "lora").out != run(*argv).out
 
 
+def test_another_chat_template(run, tiny_model, tiny_gguf, tokenizer, tmp_path, error_of):
+    path = tmp_path / "template.jinja"
+    path.write_text("{% for m in messages %}{{ m.content }}!{% endfor %}")
+    argv = ["--temperature", "0", "--max-new-tokens", "8", "--weights", "float32"]
+    expected = run("generate", tiny_model, "--prompt", "Hi!", "--raw", *argv).out
+    for model in (tiny_model, tiny_gguf):
+        assert run("generate", model, "--prompt", "Hi", "--chat-template", path, *argv).out == expected
+    error = error_of("generate", tiny_model, "--prompt", "Hi", "--raw", "--chat-template", path)
+    assert "has no effect: raw continues the prompt without one" in error
+
+
 def test_generate_mistakes_are_one_line(tiny_model, tmp_path, error_of):
     assert "there is no 'nope'. Pass a model's folder or its .gguf file." in error_of(
         "generate", "nope", "--prompt", "x"

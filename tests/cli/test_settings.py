@@ -3,7 +3,8 @@
 import pytest
 
 from whet.cli import main
-from whet.cli.settings import read_toml, write_toml
+from whet.cli.runs import GRPORun
+from whet.cli.settings import parse, read_toml, write_toml
 
 
 def test_defaults_then_file_then_flags(files):
@@ -46,6 +47,36 @@ def test_flags_of_several_values_are_given_once(flag, error_of):
     name = flag.replace("_", "-")
     expected = f"whet train grpo: {name} is there twice. Name all its values after one: {name} A B."
     assert error_of("train", "grpo", "--model", "m", flag, "1", "2", f"{flag}=3").strip().endswith(expected)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "eval"])
+@pytest.mark.parametrize("flag", ["--stop", "--logit-bias"])
+def test_flags_of_several_values_are_given_once_to_commands_without_a_file(command, flag, error_of):
+    error = error_of(command, "m", flag, "1", "2", flag, "3", "4")
+    assert f"whet {command}: {flag} is there twice. Name all its values after one: {flag} A B." in error
+
+
+def test_a_table_of_a_file_is_one_flag(tmp_path, capsys):
+    file = tmp_path / "c.toml"
+    file.write_text('model = "m"\n[logit_bias]\n5 = 1.5\n7 = -2\n')
+
+    def bias(*flags):
+        return parse(GRPORun, [str(file), *flags], "whet train grpo", "").logit_bias
+
+    assert bias() == bias("--steps", "3") == {5: 1.5, 7: -2}
+    assert bias("--logit-bias", "5", "3", "9", "-1") == {5: 3.0, 9: -1.0}  # all of the table, as of a list
+    for words, expected in (
+        (["5"], "expected pairs of a key and its value"),
+        (["5", "1", "5", "2"], "each key once, not '5 1 5 2'"),
+        (["x", "1"], "invalid literal for int() with base 10: 'x'"),
+    ):
+        with pytest.raises(SystemExit) as exit_:
+            bias("--logit-bias", *words)
+        assert exit_.value.code == 2 and expected in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    with pytest.raises(SystemExit) as exit_:
+        bias("--help")
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert exit_.value.code == 0 and "--logit-bias [INT FLOAT [INT FLOAT ...]]" in shown and "5 1.5 7 -2" in shown
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,16 @@ import dataclasses
 import difflib
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-import tyro
-
-from whet.cli.conversation import CLOSE, OPEN, Conversation, Turn
-from whet.cli.text_model import TextConfig, find_model, load_engine, load_tokenizer, stop_ids
+from whet.cli.conversation import Conversation, Tags, Turn
+from whet.cli.settings import parse_flags
+from whet.cli.text_model import OneModelConfig, find_model, load_engine, load_tokenizer, stop_ids
 from whet.config.fields import check_range
-from whet.config.sampling import SamplingParams
 from whet.errors import WhetError, WhetValueError
 from whet.files import replace_text
 
@@ -45,7 +44,7 @@ Ctrl-C stops a reply. A message that begins with / is written with //."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChatConfig(TextConfig):
+class ChatConfig(OneModelConfig):
     """A conversation with a model. Each line is a message; /help lists the commands; Ctrl-D ends it."""
 
     max_new_tokens: int = 1024
@@ -60,8 +59,6 @@ class ChatConfig(TextConfig):
     """System prompt; empty: the chat template's own, if it has one."""
     context: int = 0
     """Tokens of prompt and reply, beyond which the oldest turns are dropped; 0: the model's, or what a GiB holds."""
-    chat_template: str = ""
-    """A file with a Jinja chat template; empty: the tokenizer's."""
     show_thinking: bool = False
     """Show what the model thinks before it answers."""
 
@@ -72,19 +69,16 @@ class ChatConfig(TextConfig):
 
 def main(argv: Sequence[str]) -> int:
     """Answers until the input ends; the exit status is 0, or 2 where a line that was no terminal's was refused."""
-    asked = tyro.cli(ChatConfig, args=argv, prog=_WHERE)
+    asked = parse_flags(ChatConfig, argv, _WHERE)
     asked.check()
     model = find_model(asked.model, _WHERE)
-    tokenizer = load_tokenizer(asked.tokenizer or model, _WHERE)
-    if asked.chat_template:
-        tokenizer.chat_template = _read_template(asked.chat_template)
+    tokenizer = load_tokenizer(asked.tokenizer or model, _WHERE, asked.chat_template)
     with load_engine(model, asked.weights, asked.context or None, _WHERE) as engine:
         engine.tokenizer = tokenizer  # for stop strings
-        stops = stop_ids(asked.model, tokenizer, engine.config.vocab_size, _WHERE)
         conversation = Conversation(
             engine,
             tokenizer,
-            SamplingParams.of(asked, stop_token_ids=stops),
+            asked.sampling(stop_ids(asked.model, tokenizer, engine.config.vocab_size, _WHERE)),
             system=asked.system,
             adapter=engine.add_adapter(asked.adapter) if asked.adapter else None,
             context=asked.context or None,
@@ -95,19 +89,14 @@ def main(argv: Sequence[str]) -> int:
         return chat.run()
 
 
-def _read_template(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise WhetValueError(f"{_WHERE}: chat_template {path!r} cannot be read: {error}.") from error
-
-
 class _Chat:
     """The loop over lines of input."""
 
     def __init__(self, conversation: Conversation, show_thinking: bool) -> None:
         self.conversation, self.show_thinking = conversation, show_thinking
         self.is_terminal = sys.stdin.isatty()
+        self._status = self._n_interrupts = 0
+        self._is_interruptible = False
         self.commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: print(_HELP),
             "/system": self._system,
@@ -123,24 +112,52 @@ class _Chat:
 
     def run(self) -> int:
         """Until the end of the input, or /exit."""
-        status = n_interrupts = 0
-        while True:
+        with self._guarded_interrupts():
+            while self._answer_line():
+                pass
+        return self._status
+
+    def _answer_line(self) -> bool:
+        """Whether another line may follow."""
+        try:
             try:
+                self._is_interruptible = True
                 line = self._read()
-                n_interrupts = 0
+                self._n_interrupts = 0
                 if line is None or line == "/exit":
-                    return status
+                    return False
                 self._do(line)
-            except WhetError as error:
-                print(f"whet: {' '.join(str(error).split())}", file=sys.stderr)
-                status = 0 if self.is_terminal else 2
-            except KeyboardInterrupt:
-                if not self.is_terminal:
-                    raise
-                n_interrupts += 1
-                print(file=sys.stderr)
-                if n_interrupts > 1:
-                    _tell("Ctrl-D or /exit ends the chat")
+            finally:
+                self._is_interruptible = False
+        except WhetError as error:
+            print(f"whet: {' '.join(str(error).split())}", file=sys.stderr)
+            self._status = 0 if self.is_terminal else 2
+        except KeyboardInterrupt:
+            if not self.is_terminal:
+                raise
+            self._n_interrupts += 1
+            print(file=sys.stderr)
+            if self._n_interrupts > 1:
+                _tell("Ctrl-D or /exit ends the chat")
+        return True
+
+    @contextlib.contextmanager
+    def _guarded_interrupts(self) -> Iterator[None]:
+        """In a terminal, Ctrl-C interrupts a line, once, and nothing else: not what handles that interrupt either."""
+
+        def interrupt(*_: object) -> None:
+            if self._is_interruptible:
+                self._is_interruptible = False
+                raise KeyboardInterrupt
+
+        if not self.is_terminal:
+            yield
+            return
+        before = signal.signal(signal.SIGINT, interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def _read(self) -> str | None:
         """A line without the blanks around it; None at the end of the input."""
@@ -173,7 +190,7 @@ class _Chat:
         if turn.n_dropped:
             which = f"{turn.n_dropped} oldest turns are" if turn.n_dropped > 1 else "oldest turn is"
             _tell(f"the context is full: the {which} dropped")
-        display = _Display(sys.stdout, self.show_thinking)
+        display = _Display(sys.stdout, self.conversation.tags, self.show_thinking)
         with contextlib.closing(turn.pieces()) as pieces:
             try:
                 for text, is_thinking in pieces:
@@ -183,7 +200,7 @@ class _Chat:
             finally:
                 display.end()
         if not turn.is_kept:
-            _tell("nothing was said, and the message is not kept; /regenerate asks it again")
+            _tell("nothing was said, and nothing of it is kept; /regenerate asks again")
         elif turn.finish_reason == "length":
             _tell(f"the reply was cut after {turn.n_tokens} tokens")
 
@@ -199,7 +216,9 @@ class _Chat:
         _tell("the conversation starts over")
 
     def _save(self, rest: str) -> None:
-        with_thinking, name = rest.startswith("--thinking "), rest.removeprefix("--thinking ").strip()
+        first, _, others = rest.partition(" ")
+        with_thinking = first == "--thinking"
+        name = others.strip() if with_thinking else rest
         if not name:
             raise WhetValueError(f"{_WHERE}: /save needs the name of a file: /save talk.jsonl")
         save(self.conversation, Path(name).expanduser(), with_thinking)
@@ -240,8 +259,8 @@ def _stats(conversation: Conversation) -> str:
 class _Display:
     """A reply on a terminal or elsewhere: thinking folded into one line, in full, or left out."""
 
-    def __init__(self, out: TextIO, show_thinking: bool) -> None:
-        self._out, self._in_full = out, show_thinking
+    def __init__(self, out: TextIO, tags: Tags, show_thinking: bool) -> None:
+        self._out, self._tags, self._in_full = out, tags, show_thinking
         self._is_terminal = _is_terminal(out)
         self._n_thought = 0
         self._is_thinking = False
@@ -266,12 +285,12 @@ class _Display:
 
     def _begin_thinking(self) -> None:
         if self._in_full:
-            self._write(_dim(self._out, OPEN))
+            self._write(_dim(self._out, self._tags.opening))
 
     def _end_thinking(self) -> None:
         self._is_thinking = False
         if self._in_full:
-            self._write(_dim(self._out, CLOSE) + "\n")
+            self._write(_dim(self._out, self._tags.closing) + "\n")
         elif self._is_terminal:
             self._write("\r\x1b[K" + _dim(self._out, f"thought for {self._n_thought} tokens") + "\n")
 

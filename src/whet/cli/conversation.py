@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import re
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,14 +24,38 @@ from whet.errors import WhetValueError
 from whet.models.formats import PAGE_TOKENS
 
 Message = Mapping[str, str]
-OPEN, CLOSE = "<think>", "</think>"
-"""Of the thinking that a reply begins with: Qwen3's, SmolLM3's and DeepSeek-R1's."""
 _WHERE = "whet chat"
+_MARK = re.compile(r"[<\[]\|?[\w:]*(?:think|thinking|thought|reasoning)\|?[>\]]", re.IGNORECASE)
+_TAG_TOKENS = 32
+"""More than a tag has, and the blanks after it."""
 _REPLY_SHARE = 4
 """A reply can count on this part of the context, or on max_new_tokens where those are fewer."""
 _KEPT_WHEN_FULL = 0.75
 """Of the prompt's part of the context: dropping a turn changes all that follows it, which is computed again. So many
 turns are dropped at once that the next ones need not."""
+
+
+class Tags(NamedTuple):
+    """The texts that thinking begins and ends with."""
+
+    opening: str
+    closing: str
+
+
+_USUAL_TAGS = Tags("<think>", "</think>")
+
+
+def thinking_tags(template: str) -> Tags:
+    """The tags of thinking in the text of a chat template; ``<think>`` and ``</think>`` where it has none.
+
+    They are the first name in brackets that ends in "think", "thinking", "thought" or "reasoning" and whose partner is
+    there too: with a slash, as ``[/THINK]``, or with END for START, as ``<|END_THINKING|>``.
+    """
+    for opening in _MARK.findall(template):
+        for closing in (f"{opening[0]}/{opening[1:]}", opening.replace("START", "END")):
+            if closing != opening and closing in template:
+                return Tags(opening, closing)
+    return _USUAL_TAGS
 
 
 class Piece(NamedTuple):
@@ -91,10 +116,10 @@ class Conversation:
                 f"plain text.)"
             )
         self.context = _context(engine, context)
-        self.last: Turn | None = None
+        self.tags = thinking_tags(str(tokenizer.chat_template))
+        encoded = {tag: tokenizer(tag, add_special_tokens=False)["input_ids"] for tag in self.tags}
+        self._unread_tags = {ids[0]: tag for tag, ids in encoded.items() if len(ids) == 1 and not self._show(ids)}
         self._n_replies = 0
-        encoded = {tag: tokenizer(tag, add_special_tokens=False)["input_ids"] for tag in (OPEN, CLOSE)}
-        self._tags = {ids[0]: tag for tag, ids in encoded.items() if len(ids) == 1}
         self.restart(system)
 
     # ------------------------------------------------------------------ what was said
@@ -124,6 +149,7 @@ class Conversation:
             raise WhetValueError(
                 f"{_WHERE}: the chat template leaves the system prompt out. Leave it away, and put it into a message."
             )
+        self.last: Turn | None = None
         self._past, self._asked = _Past(opening), None
 
     def row(self, thinking: bool = False) -> dict[str, Any]:
@@ -137,7 +163,7 @@ class Conversation:
         """
         if len(self.messages) < 2:
             raise WhetValueError(f"{_WHERE}: there is no turn to save.")
-        kept = [dict(m) if thinking else {**m, "content": _answer(m)} for m in self.messages]
+        kept = [dict(m) if thinking else {**m, "content": self._answer(m)} for m in self.messages]
         return {"messages": kept}
 
     # ------------------------------------------------------------------ turns
@@ -174,7 +200,7 @@ class Conversation:
 
     def _make_prompt(self, messages: list[Message]) -> _Prompt:
         """The prompt of the newest messages that leave room for a reply."""
-        room = max(1, min(self.sampling.max_new_tokens, self.context // _REPLY_SHARE))
+        room = max(1, self.sampling.min_new_tokens, min(self.sampling.max_new_tokens, self.context // _REPLY_SHARE))
         most = self.context - room
         n_opening = 1 if self.system else 0
         allowed = most
@@ -206,18 +232,32 @@ class Conversation:
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
+    def _show(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _opens_thinking(self, prompt_ids: list[int]) -> bool:
+        return self._decode(prompt_ids[-_TAG_TOKENS:]).rstrip().endswith(self.tags.opening)
+
+    def _answer(self, message: Message) -> str:
+        """The text of a reply without its thinking; other messages as they are."""
+        content = message["content"]
+        if message["role"] != "assistant" or not content.lstrip().startswith(self.tags.opening):
+            return content
+        return content.partition(self.tags.closing)[2].lstrip()
+
     def _render(self, messages: Sequence[Message]) -> list[int]:
         return tokenize_prompt({"prompt": list(messages)}, self.tokenizer)
 
     def texts(self, tokens: Iterable[Token], sampling: SamplingParams) -> Iterator[str]:
-        """The text of tokens as they come: ``text_pieces``, with the tags of thinking where they are tokens."""
+        """The text of tokens as they come: ``text_pieces``, and the tags of thinking, also where they have no text."""
         if sampling.stop:  # found by the engine, which tells the text before it
-            yield from (token.text for token in tokens if token.text)
+            for token in tokens:
+                yield from filter(None, (self._unread_tags.get(token.token_id), token.text))
             return
         token_ids = (token.token_id for token in tokens if token.token_id not in sampling.stop_token_ids)
-        for is_tag, run in itertools.groupby(token_ids, lambda token_id: token_id in self._tags):
+        for is_tag, run in itertools.groupby(token_ids, lambda token_id: token_id in self._unread_tags):
             if is_tag:
-                yield from map(self._tags.__getitem__, run)
+                yield from map(self._unread_tags.__getitem__, run)
             else:
                 yield from text_pieces(self.tokenizer, run)
 
@@ -225,7 +265,7 @@ class Conversation:
         """Take a reply in, unless it was cut before it said anything."""
         self.last = turn
         reply = {"role": "assistant", "content": text}
-        if turn.finish_reason == "stop" or _answer(reply).strip():
+        if turn.finish_reason == "stop" or self._answer(reply).strip():
             self._past = _Past((*prompt.messages, reply), prompt, tuple(reply_ids))
             turn.is_kept = True
 
@@ -261,8 +301,8 @@ class Turn:
     def pieces(self) -> Generator[Piece, None, None]:
         """The reply as it comes, its thinking told apart, without the tags."""
         conversation, prompt_ids, begin_s = self._conversation, self._prompt.ids, time.perf_counter()
-        texts = [OPEN] if conversation._decode(prompt_ids[-8:]).rstrip().endswith(OPEN) else []
-        is_open = bool(texts)
+        is_open = conversation._opens_thinking(prompt_ids)
+        texts = [conversation.tags.opening] if is_open else []
         ids: list[int] = []
         n_said = 0  # of the ids: what follows them has no text, or not yet a whole character
         stream = conversation.engine.stream(prompt_ids, self.sampling, adapter=conversation.adapter, keep=True)
@@ -285,18 +325,19 @@ class Turn:
 
         try:
             with stream:
-                yield from tell_apart(said(), is_open)
+                yield from tell_apart(said(), is_open, conversation.tags)
         finally:
             self.finish_reason = stream.finish_reason
             conversation._end(self, self._prompt, ids[:n_said], "".join(texts))
 
 
-def tell_apart(texts: Iterable[str], is_open: bool = False) -> Iterator[Piece]:
+def tell_apart(texts: Iterable[str], is_open: bool = False, tags: Tags = _USUAL_TAGS) -> Iterator[Piece]:
     """The pieces of a reply without its tags; what it begins with between tags is thinking.
 
     Args:
         texts: which together are the reply.
         is_open: whether the prompt has opened the thinking.
+        tags: around the thinking.
     """
     texts = iter(texts)
     held = ""
@@ -304,14 +345,14 @@ def tell_apart(texts: Iterable[str], is_open: bool = False) -> Iterator[Piece]:
         text = next(texts, None)
         held += text or ""
         begin = held.lstrip()
-        is_open = begin.startswith(OPEN)
-        if text is None or not (is_open or OPEN.startswith(begin)):
+        is_open = begin.startswith(tags.opening)
+        if text is None or not (is_open or tags.opening.startswith(begin)):
             yield from (Piece(text, False) for text in itertools.chain([held], texts) if text)
             return
-    answer, held = None, held.lstrip().removeprefix(OPEN)
+    answer, held = None, held.lstrip().removeprefix(tags.opening)
     for text in itertools.chain([""], texts):
-        thought, tag, rest = (held + text).partition(CLOSE)
-        n_held = 0 if tag else max(n for n in range(len(CLOSE)) if thought.endswith(CLOSE[:n]))
+        thought, tag, rest = (held + text).partition(tags.closing)
+        n_held = 0 if tag else max(n for n in range(len(tags.closing)) if thought.endswith(tags.closing[:n]))
         shown, held = thought[: len(thought) - n_held], thought[len(thought) - n_held :]
         if shown:
             yield Piece(shown, True)
@@ -324,14 +365,6 @@ def tell_apart(texts: Iterable[str], is_open: bool = False) -> Iterator[Piece]:
         whole = itertools.dropwhile(lambda text: not text.strip(), itertools.chain([answer], texts))
         first = next(whole, "")
         yield from (Piece(text, False) for text in itertools.chain([first.lstrip()], whole) if text)
-
-
-def _answer(message: Message) -> str:
-    """The text of a reply without its thinking; other messages as they are."""
-    content = message["content"]
-    if message["role"] != "assistant" or not content.lstrip().startswith(OPEN):
-        return content
-    return content.partition(CLOSE)[2].lstrip()
 
 
 def _context(engine: Engine, asked: int | None) -> int:

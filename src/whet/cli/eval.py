@@ -21,7 +21,8 @@ from tyro.conf import UseAppendAction
 
 import whet
 from whet.bench.terminal import terminal_table
-from whet.cli.text_model import find_model, load_engine, load_tokenizer, stop_ids
+from whet.cli.settings import parse_flags
+from whet.cli.text_model import TextConfig, find_model, load_engine, load_tokenizer, stop_ids
 from whet.config.fields import check_range, check_used
 from whet.config.sampling import SamplingParams
 from whet.errors import WhetValueError
@@ -39,8 +40,8 @@ _NO_ADAPTER = "none"
 _SIZE = 500
 
 
-@dataclasses.dataclass(frozen=True)
-class EvalConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig(TextConfig):
     """Measures what share of a task's held-out items a model solves; of two models also which is better.
 
     Options that say so may be given once for all models, or once for each."""
@@ -58,34 +59,36 @@ class EvalConfig:
     """Items of each task, or rows of data; None: as the task's options say, or else 500, and all rows of data."""
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
     """Completions of each item."""
-    max_new_tokens: int = 256
-    """Longest completion in tokens."""
-    temperature: float | None = None
+    temperature: float | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Divides the logits; 0: always the most probable token. None: 0, and with several completions 1."""
-    top_k: int = 0
-    """Sample from the k most probable tokens; 0: from all."""
-    top_p: float = 1.0
-    """Sample from the most probable tokens that together have this mass; 1: from all."""
-    min_p: float = 0.0
-    """Drop tokens less probable than this share of the most probable one; 0: none."""
-    repetition_penalty: float = 1.0
-    """Makes tokens that are there already less probable; 1: does not."""
-    seed: int = 0
-    """Keys the sampling: the same seed, the same completions."""
     score_timeout_s: float = 10.0
     """Seconds that scoring a completion may take; it then scores 0."""
     weights: UseAppendAction[list[Weights]] = dataclasses.field(default_factory=list)
     """Format of the matrices, for all models or for each; none: bf16 of a folder, and of a GGUF file its own."""
     adapter: UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
     """A folder of LoRA adapters that PEFT or whet train saved, for all models or for each; "none": without."""
-    tokenizer: str = ""
-    """A folder with the tokenizer, or a .gguf file that has it; empty: the model's."""
     raw: bool = False
     """Ask in plain text, though there is a chat template."""
     out: str = ""
     """A JSON file to write, which must not be there yet."""
     records: bool = False
     """Write every item, its completions and their scores there too."""
+
+    def sampling(self, stop_token_ids: Sequence[int] = ()) -> SamplingParams:
+        usual = 1.0 if self.n > 1 else 0.0
+        temperature = usual if self.temperature is None else self.temperature
+        return SamplingParams.of(self, temperature=temperature, stop_token_ids=stop_token_ids)
+
+    def check(self) -> None:
+        check_range(self, "n", self.n >= 1, "an integer >= 1")
+        super().check()
+        check_range(self, "size", self.size is None or self.size >= 1, "an integer >= 1")
+        check_range(self, "score_timeout_s", 0 < self.score_timeout_s < math.inf, "seconds > 0")
+        check_used(self, ["chat_template"], not self.raw, "raw asks without one")
+        check_used(self, ["records"], bool(self.out), "there is no file (--out) to write them to")
+
+    def unused_if_greedy(self) -> list[str]:
+        return [*super().unused_if_greedy(), "n"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,18 +113,19 @@ def _labels(sides: Sequence[Side]) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Prints a table per task; the exit status is 0."""
-    asked = tyro.cli(EvalConfig, args=argv, prog=_WHERE)
-    sides, sampling = _check(asked), _sampling(asked)
+    asked = parse_flags(EvalConfig, argv, _WHERE)
+    asked.check()
+    sides = _check(asked)
     models = [find_model(side.model, _WHERE) for side in sides]
     tasks = _open_tasks(asked)
     labels = _labels(sides)
-    results = [_evaluate(asked, *each, sampling, tasks) for each in zip(sides, labels, models, strict=True)]
+    results = [_evaluate(asked, *each, tasks) for each in zip(sides, labels, models, strict=True)]
     by_task = [list(pair) for pair in zip(*results, strict=True)]
     comparison = [compare(*pair) for pair in by_task] if len(sides) == 2 else []
     for i, pair in enumerate(by_task):
         _print(labels, pair, comparison[i] if comparison else None)
     if asked.out:
-        replace_text(asked.out, json.dumps(_report(asked, sides, sampling, results, comparison), indent=1) + "\n")
+        replace_text(asked.out, json.dumps(_report(asked, sides, results, comparison), indent=1) + "\n")
     return 0
 
 
@@ -132,14 +136,10 @@ def _check(asked: EvalConfig) -> list[Side]:
     """The models, if what is asked makes sense; nothing is loaded."""
     if len(asked.models) not in (1, 2):
         raise WhetValueError(f"{_WHERE}: expected one model, or two to compare; there are {len(asked.models)}.")
-    check_range(asked, "n", asked.n >= 1, "an integer >= 1")
-    check_range(asked, "size", asked.size is None or asked.size >= 1, "an integer >= 1")
-    check_range(asked, "score_timeout_s", 0 < asked.score_timeout_s < math.inf, "seconds > 0")
     if bool(asked.task) == bool(asked.data):
         raise WhetValueError(f"{_WHERE}: expected one of --task (such as reasoning_gym:chain_sum) and --data (a file).")
     if bool(asked.data) != bool(asked.reward):
         raise WhetValueError(f"{_WHERE}: --data and --reward come together: rows, and functions that score them.")
-    check_used(asked, ["records"], bool(asked.out), "there is no file (--out) to write them to")
     if asked.out and Path(asked.out).exists():
         raise WhetValueError(f"{_WHERE}: {asked.out} is there already. Remove it, or choose another file for --out.")
     if asked.out and not Path(asked.out).absolute().parent.is_dir():
@@ -164,17 +164,6 @@ def _for_each(asked: EvalConfig, name: str) -> list[Any]:
     return list(given) * n if len(given) == 1 else list(given) or [None] * n
 
 
-def _sampling(asked: EvalConfig) -> SamplingParams:
-    """Without stop tokens, which are each model's own."""
-    usual = 1.0 if asked.n > 1 else 0.0
-    temperature = usual if asked.temperature is None else asked.temperature
-    filters = ("top_k", "top_p", "min_p")
-    always = "temperature is 0, which takes the most probable token always"
-    check_used(asked, ["n", *filters, "seed"], temperature > 0, always)
-    given = {name: getattr(asked, name) for name in ("max_new_tokens", *filters, "repetition_penalty", "seed")}
-    return SamplingParams(temperature=temperature, **given)
-
-
 def _open_tasks(asked: EvalConfig) -> list[tuple[Task, list[Any]]]:
     """The tasks, and their rows, which are generated once for all models."""
     sizes = [asked.size or read_spec(spec).size or _SIZE for spec in asked.task]
@@ -192,18 +181,17 @@ def _evaluate(
     side: Side,
     label: str,
     model: str | GGUFFile,
-    sampling: SamplingParams,
     tasks: Sequence[tuple[Task, list[Any]]],
 ) -> list[TaskResult]:
     """The results of a model, which is in memory meanwhile."""
-    tokenizer = load_tokenizer(asked.tokenizer or model, _WHERE)
+    tokenizer = load_tokenizer(asked.tokenizer or model, _WHERE, asked.chat_template)
     every = [read_items(task, tokenizer, rows=rows, raw=asked.raw, where=_WHERE) for task, rows in tasks]
     longest = max(len(prompt) for items in every for prompt in items.prompt_ids)
-    with load_engine(model, side.weights, longest + sampling.max_new_tokens, _WHERE) as engine:
+    with load_engine(model, side.weights, longest + asked.max_new_tokens, _WHERE) as engine:
         for items in every:
-            items.check_context(sampling.max_new_tokens, engine.config.max_position, _WHERE)
-        stops = stop_ids(side.model, tokenizer, engine.config.vocab_size, _WHERE)
-        sampling = dataclasses.replace(sampling, stop_token_ids=stops)
+            items.check_context(asked.max_new_tokens, engine.config.max_position, _WHERE)
+        engine.tokenizer = tokenizer  # for stop strings
+        sampling = asked.sampling(stop_ids(side.model, tokenizer, engine.config.vocab_size, _WHERE))
         adapter = engine.add_adapter(side.adapter) if side.adapter else None
         results = []
         for items in every:
@@ -292,7 +280,6 @@ def _estimate(found: dict[str, float | None]) -> Estimate:
 def _report(
     asked: EvalConfig,
     sides: Sequence[Side],
-    sampling: SamplingParams,
     results: Sequence[Sequence[TaskResult]],
     comparison: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
@@ -306,7 +293,7 @@ def _report(
         "versions": versions(),
         "isa": whet.isa(),
         "n_threads": whet.get_num_threads(),
-        "settings": {**dataclasses.asdict(asked), "temperature": sampling.temperature},
+        "settings": {**dataclasses.asdict(asked), "temperature": asked.sampling().temperature},
         "models": [
             {**dataclasses.asdict(side), "tasks": [of(result) for result in every]}
             for side, every in zip(sides, results, strict=True)

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from whet.cli.text_model import TextConfig, find_model, load_engine, load_tokenizer, stop_ids, text_pieces
+from whet.cli.settings import parse_flags
+from whet.cli.text_model import OneModelConfig, find_model, load_engine, load_tokenizer, stop_ids, text_pieces
 from whet.config.fields import check_range, check_used
 from whet.config.sampling import Completion, SamplingParams
 from whet.data.rows import tokenize_prompt
@@ -24,7 +25,7 @@ _WHERE = "whet generate"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateConfig(TextConfig):
+class GenerateConfig(OneModelConfig):
     """Continues a prompt; of a model with a chat template, as its assistant."""
 
     prompt: str
@@ -37,25 +38,27 @@ class GenerateConfig(TextConfig):
     """Continue the prompt as it stands, though there is a chat template."""
 
     def check(self) -> None:
-        super().check()
         check_range(self, "n", self.n >= 1, "an integer >= 1")
-        check_used(self, ["n"], self.temperature > 0, "temperature is 0, which takes the most probable token always")
+        super().check()
+        check_used(self, ["chat_template"], not self.raw, "raw continues the prompt without one")
+
+    def unused_if_greedy(self) -> list[str]:
+        return [*super().unused_if_greedy(), "n"]
 
 
 def main(argv: Sequence[str]) -> int:
     """Writes the continuations; the exit status is 0."""
-    asked = tyro.cli(GenerateConfig, args=argv, prog=_WHERE)
+    asked = parse_flags(GenerateConfig, argv, _WHERE)
     asked.check()
     model = find_model(asked.model, _WHERE)
-    tokenizer = load_tokenizer(asked.tokenizer or model, _WHERE)
+    tokenizer = load_tokenizer(asked.tokenizer or model, _WHERE, asked.chat_template)
     prompt = asked.prompt
     if tokenizer.chat_template and not asked.raw:
         prompt = [{"role": "user", "content": asked.prompt}]
     prompt_ids = tokenize_prompt({"prompt": prompt}, tokenizer)
     engine = load_engine(model, asked.weights, len(prompt_ids) + asked.max_new_tokens, _WHERE)
     engine.tokenizer = tokenizer
-    stops = stop_ids(asked.model, tokenizer, engine.config.vocab_size, _WHERE)
-    sampling = SamplingParams.of(asked, stop_token_ids=stops)
+    sampling = asked.sampling(stop_ids(asked.model, tokenizer, engine.config.vocab_size, _WHERE))
     adapter = engine.add_adapter(asked.adapter) if asked.adapter else None
     with engine:
         start_s = time.perf_counter()

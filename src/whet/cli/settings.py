@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from whet.config.fields import make_config
 from whet.errors import WhetError, WhetValueError
@@ -44,20 +45,65 @@ def parse(config_class: type[Config], argv: Sequence[str], prog: str, descriptio
     except WhetError as error:
         raise type(error)(f"{files[0]}: {str(error).removeprefix(config_class.__name__ + ': ')}") from None
     flags = [argument for argument in argv if argument not in files]
-    _check_once(config_class, flags, prog)
-    return tyro.cli(config_class, args=flags, default=default, prog=f"{prog} [CONFIG.toml]", description=description)
+    return parse_flags(config_class, flags, prog, " [CONFIG.toml]", default=default, description=description)
+
+
+def parse_flags(config_class: type[Config], argv: Sequence[str], prog: str, more: str = "", **options: Any) -> Config:
+    """The config that flags alone ask for.
+
+    Args:
+        more: what the usage line has after ``prog``.
+        options: of ``tyro.cli``.
+
+    Raises:
+        WhetValueError: a flag of several values is there twice.
+        SystemExit: as ``parse``.
+    """
+    _check_once(config_class, argv, prog)
+    with _TABLES:
+        return tyro.cli(config_class, args=argv, prog=prog + more, **options)
 
 
 def _check_once(config_class: type, flags: Sequence[str], prog: str) -> None:
     """Raise for a flag of several values that is there again: the parser would take those of the last only."""
     names = [flag.partition("=")[0].replace("_", "-") for flag in flags]
-    hints = typing.get_type_hints(config_class)
+    hints, marked = (typing.get_type_hints(config_class, include_extras=extras) for extras in (False, True))
     for field in dataclasses.fields(config_class):
         flag = "--" + field.name.replace("_", "-")
         kind = typing.get_origin(hints[field.name])
-        has_several = isinstance(kind, type) and issubclass(kind, Sequence)
-        if has_several and names.count(flag) > 1:
+        has_several = isinstance(kind, type) and issubclass(kind, Collection)
+        is_repeated = tyro.conf.UseAppendAction in typing.get_args(marked[field.name])
+        if has_several and not is_repeated and names.count(flag) > 1:
             raise WhetValueError(f"{prog}: {flag} is there twice. Name all its values after one: {flag} A B.")
+
+
+_TABLES = ConstructorRegistry()
+
+
+@_TABLES.primitive_rule
+def _table_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[dict[Any, Any]] | None:
+    """A table is one flag, ``--logit-bias 5 1.0 7 -2.0``, also where a file has entries of it.
+
+    tyro's own rule makes a flag of each of those entries.
+    """
+    if info.type_origin is not Mapping:
+        return None
+    of_key, of_value = typing.get_args(info.type)
+    pair = f"{of_key.__name__} {of_value.__name__}".upper()
+
+    def from_words(words: list[str]) -> dict[Any, Any]:
+        keys = [of_key(word) for word in words[::2]]
+        if len(words) % 2 or len(set(keys)) < len(keys):
+            raise ValueError(f"expected pairs of a key and its value, each key once, not {' '.join(words)!r}")
+        return dict(zip(keys, map(of_value, words[1::2]), strict=True))
+
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar=f"[{pair} [{pair} ...]]",
+        instance_from_str=from_words,
+        is_instance=lambda value: isinstance(value, Mapping),
+        str_from_instance=lambda table: [str(word) for entry in table.items() for word in entry],
+    )
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

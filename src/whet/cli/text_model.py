@@ -1,4 +1,4 @@
-"""A model that continues text, from flags to pieces of its text: what ``whet generate`` and ``whet chat`` share.
+"""A model that continues text, from flags to pieces of its text: what ``whet generate``, ``chat`` and ``eval`` share.
 
 A GGUF file is all that is needed: its own tokenizer, chat template and end-of-turn tokens are used, without torch and
 transformers.
@@ -33,10 +33,8 @@ SPARE_PAGES = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextConfig:
-    """The model, and how tokens are drawn."""
+    """How tokens are drawn, and the tokenizer that says what they are."""
 
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """A folder that save_pretrained wrote, or a .gguf file; of one in parts any of them."""
     max_new_tokens: int = 256
     """Longest continuation in tokens."""
     min_new_tokens: int = 0
@@ -63,12 +61,18 @@ class TextConfig:
     """Added to the logits of tokens, by id; -100 to 100."""
     seed: int = 0
     """Keys the sampling: the same seed, the same text."""
-    weights: Weights | None = None
-    """Format of the matrices; none: bf16 of a folder, and of a GGUF file its own."""
-    adapter: str = ""
-    """A folder of LoRA adapters that PEFT or whet train saved, for this model."""
     tokenizer: str = ""
     """A folder with the tokenizer, or a .gguf file that has it; empty: the model's."""
+    chat_template: str = ""
+    """A file with a Jinja chat template; empty: the tokenizer's."""
+
+    def sampling(self, stop_token_ids: Sequence[int] = ()) -> SamplingParams:
+        """The settings for an engine; the stop tokens are the model's.
+
+        Raises:
+            WhetValueError: one is out of range; it is named.
+        """
+        return SamplingParams.of(self, stop_token_ids=stop_token_ids)
 
     def check(self) -> None:
         """Refuse what is wrong before anything is loaded.
@@ -76,9 +80,24 @@ class TextConfig:
         Raises:
             WhetValueError: naming the setting.
         """
-        SamplingParams.of(self, stop_token_ids=())
         always = "temperature is 0, which takes the most probable token always"
-        check_used(self, ["top_k", "top_p", "min_p"], self.temperature > 0, always)
+        check_used(self, self.unused_if_greedy(), self.sampling().temperature > 0, always)
+
+    def unused_if_greedy(self) -> list[str]:
+        """The settings that change nothing where always the most probable token is taken."""
+        return ["top_k", "top_p", "min_p", "seed"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneModelConfig(TextConfig):
+    """A model, and how its tokens are drawn."""
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """A folder that save_pretrained wrote, or a .gguf file; of one in parts any of them."""
+    weights: Weights | None = None
+    """Format of the matrices; none: bf16 of a folder, and of a GGUF file its own."""
+    adapter: str = ""
+    """A folder of LoRA adapters that PEFT or whet train saved, for this model."""
 
 
 def find_model(path: str, where: str) -> str | GGUFFile:
@@ -112,19 +131,33 @@ def load_engine(model: str | GGUFFile, weights: str | None, n_tokens: int | None
     return Engine(source, weights=weights, kv_bytes=kv_bytes, where=where)
 
 
-def load_tokenizer(model: str | GGUFFile, where: str) -> Any:
-    """The tokenizer of a folder or of a GGUF file.
+def load_tokenizer(model: str | GGUFFile, where: str, chat_template: str = "") -> Any:
+    """The tokenizer of a folder or of a GGUF file; ``chat_template`` names a file with a template in place of its own.
 
     Raises:
-        WhetValueError: there is none, or it cannot be read.
+        WhetValueError: there is none, or it or the template cannot be read.
         MissingExtraError: of a folder, and transformers is not installed.
     """
+    template = _read_template(chat_template, where) if chat_template else None
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        return tokenizers.load_tokenizer(model, where)
+        tokenizer = tokenizers.load_tokenizer(model, where)
     except WhetValueError as error:
         raise WhetValueError(f"{error} Or pass --tokenizer with another.") from error
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def _read_template(path: str, where: str) -> str:
+    try:
+        template = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WhetValueError(f"{where}: chat_template {path!r} cannot be read: {error}.") from error
+    if not template.strip():
+        raise WhetValueError(f"{where}: chat_template {path!r} is empty, expected a Jinja template.")
+    return template
 
 
 def stop_ids(model: str, tokenizer: Any, vocab_size: int, where: str) -> list[int]:

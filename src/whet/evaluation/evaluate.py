@@ -94,8 +94,9 @@ def read_items(
         prompts = [_as_text(prompt) for prompt in prompts]
     elif not tokenizer.chat_template and any(map(is_messages, prompts)):
         raise WhetValueError(
-            f"{where}: {task.name} asks in chat messages, and the model has no chat template. Pass a tokenizer that "
-            f"has one (--tokenizer with a folder or .gguf file), or raw (--raw) to ask in plain text."
+            f"{where}: {task.name} asks in chat messages, and the model has no chat template. Give it one "
+            f"(--chat-template with a Jinja file), pass a tokenizer that has one (--tokenizer with a folder or .gguf "
+            f"file), or raw (--raw) to ask in plain text."
         )
     asked = [{**row, "prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
     return Items(task, rows, [tokenize_prompt(row, tokenizer) for row in asked])
