@@ -99,6 +99,31 @@ def test_chat_prompts_are_shown_as_messages(tmp_path):
     assert text.count("system: Be brief.\n\nuser: 1+1?") == 2 and "'role'" not in text
 
 
+def test_an_empty_table_of_the_configuration_is_a_setting(tmp_path):
+    JSONLLogger(tmp_path / "metrics.jsonl").log({"loss": 0.5}, 1)
+    (tmp_path / "config.toml").write_text("seed = 3\n[logit_bias]\n")
+    html = write_report(tmp_path, title="t").read_text()
+    assert "<tr><th>logit_bias</th><td>{}</td></tr>" in html and "<h3>" not in html
+
+
+def test_held_out_and_training_rewards_are_both_in_the_headline(tmp_path):
+    metrics = JSONLLogger(tmp_path / "metrics.jsonl")
+    for step in (1, 2):
+        metrics.log({"eval/mean_reward": 0.25 * step, "mean_reward": 0.125 * step}, step)
+    html = write_report(tmp_path, title="t").read_text()
+    assert "<dt>held-out reward</dt><dd>0.250 → 0.500</dd>" in html
+    assert "<dt>reward</dt><dd>0.125 → 0.250</dd>" in html
+
+
+def test_a_prompt_is_shown_once_beside_its_completions(tmp_path):
+    JSONLLogger(tmp_path / "metrics.jsonl").log({"loss": 0.5}, 1)
+    completions = JSONLLogger(tmp_path / "completions.jsonl")
+    for prompt in ("p1", "p1", "p2", "p1"):
+        completions.write({"step": 1, "prompt": prompt, "completion": "c", "reward": 1.0})
+    html = write_report(tmp_path, title="t").read_text()
+    assert re.findall(r'<td class="text">(p\d|)</td>', html) == ["p1", "", "p2", "p1"]
+
+
 def test_the_mean_of_each_of_several_tasks_has_a_chart(tmp_path):
     for names, n_charts in ((["a"], 1), (["a", "b"], 3)):
         folder = tmp_path / str(n_charts)

@@ -69,6 +69,7 @@ _STYLE = (
     + """* { box-sizing: border-box; }
 body {
   margin: 0 auto; max-width: 68rem; padding: 3rem 1.5rem 4rem; background: var(--paper); color: var(--ink);
+  overflow-wrap: anywhere;
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif;
 }
 h1 { margin: 0; font-size: 1.7rem; line-height: 1.25; font-weight: 600; letter-spacing: -0.01em; }
@@ -86,6 +87,7 @@ strong { color: var(--bad); font-weight: inherit; }
   grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr)); }
 .columns { row-gap: 0; }
 .flow { columns: 2 26rem; column-gap: 2.5rem; }
+.flow .wide { overflow: visible; }
 .flow tr { break-inside: avoid; }
 .flow .wide + h3 { margin-top: 1.5rem; }
 .note { margin: -0.6rem 0 1.2rem; font-size: 0.85rem; }

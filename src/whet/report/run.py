@@ -140,9 +140,12 @@ def _is_share(name: str) -> bool:
 def _headline(curves: Mapping[str, list[Point]]) -> dict[str, str]:
     names = [name for name in curves if name.startswith("eval/")]
     names += [name for name in ("mean_reward", "reward") if name in curves][:1]
-    figures = {
-        name.removeprefix("eval/").removeprefix("mean_"): ends(curves[name], _is_share(name)) for name in names[:4]
-    }
+
+    def label(name: str) -> str:
+        measured = name.removeprefix("eval/").removeprefix("mean_")
+        return f"held-out {measured}" if name == "eval/mean_reward" else measured
+
+    figures = {label(name): ends(curves[name], _is_share(name)) for name in names[:4]}
     return figures | {"steps": f"{max(points[-1][0] for points in curves.values()):,.0f}"}
 
 
@@ -182,12 +185,16 @@ def _before_and_after(before: Sequence[Mapping[str, Any]], after: Sequence[Mappi
 
 
 def _training_samples(rows: Sequence[Mapping[str, Any]], most: int = 8) -> str:
-    """The first completions of the first step and of the last."""
+    """The first completions of the first step and of the last; a prompt stands beside the first of its own."""
     parts = []
     steps = sorted({row["step"] for row in rows})
     for step in dict.fromkeys((*steps[:1], *steps[-1:])):
         shown = [row for row in rows if row["step"] == step][:most]
-        cells = [[_shorten(row.get("prompt", "")), _shorten(row.get("completion", "")), _reward(row)] for row in shown]
+        prompts = [_shorten(row.get("prompt", "")) for row in shown]
+        firsts = [prompt if prompt != before else "" for prompt, before in zip(prompts, [None, *prompts], strict=False)]
+        cells = [
+            [first, _shorten(row.get("completion", "")), _reward(row)] for first, row in zip(firsts, shown, strict=True)
+        ]
         samples = table(["Prompt", "Completion", "Reward"], cells, ["text", "text", "number"])
         parts.append(f"<div><h2>Completions of step {step:,}</h2>{samples}</div>")
     return f'<div class="columns">{"".join(parts)}</div>'
@@ -206,8 +213,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _configuration(config: Mapping[str, Any]) -> str:
     """A table for the settings at the top, and one for each section."""
-    top = {name: value for name, value in config.items() if not isinstance(value, dict)}
-    sections = {name: value for name, value in config.items() if isinstance(value, dict)}
+    sections = {name: value for name, value in config.items() if isinstance(value, dict) and value}
+    top = {name: value for name, value in config.items() if name not in sections}
     tables = [pairs_table(dict(_flat(top)))] if top else []
     tables += [f"<h3>{safe(name)}</h3>{pairs_table(dict(_flat(section)))}" for name, section in sections.items()]
     return f'<div class="flow">{"".join(tables)}</div>'
@@ -215,7 +222,7 @@ def _configuration(config: Mapping[str, Any]) -> str:
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
     for name, value in config.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, default=str)
