@@ -125,13 +125,15 @@ def test_a_prompt_is_shown_once_beside_its_completions(tmp_path):
 
 
 def test_the_mean_of_each_of_several_tasks_has_a_chart(tmp_path):
-    for names, n_charts in ((["a"], 1), (["a", "b"], 3)):
+    for names, n_charts in ((["a"], 2), (["a", "b"], 4)):
         folder = tmp_path / str(n_charts)
         metrics = JSONLLogger(folder / "metrics.jsonl")
         for step in (1, 2):
-            metrics.log({"mean_reward": 0.5, **{f"rewards/{name}/mean": math.nan for name in names}}, step)
+            means = {f"rewards/{name}/mean": math.nan for name in names}
+            metrics.log({"mean_reward": 0.5, "eval/rewards/a/mean": 0.5, **means}, step)
         html = write_report(folder, title="t").read_text()
-        assert html.count("<figure>") == n_charts and ("rewards/b/mean" in html) == (n_charts == 3)
+        captions = re.findall("<figcaption>(.*?)<span>", html)
+        assert captions == ["Reward", "held-out a", *(names if len(names) > 1 else [])] and len(captions) == n_charts
 
 
 def test_long_samples_are_cut(tmp_path):

@@ -93,7 +93,7 @@ strong { color: var(--bad); font-weight: inherit; }
 .note { margin: -0.6rem 0 1.2rem; font-size: 0.85rem; }
 figure { margin: 0; min-width: 0; }
 figcaption { display: flex; justify-content: space-between; gap: 1rem; font-weight: 600; font-size: 0.92rem; }
-figcaption span { color: var(--muted); font-weight: 400; font-variant-numeric: tabular-nums; }
+figcaption span { color: var(--muted); font-weight: 400; font-variant-numeric: tabular-nums; white-space: nowrap; }
 svg { display: block; width: 100%; height: auto; }
 svg text { font-family: inherit; }
 .wide { overflow-x: auto; }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
@@ -125,12 +126,18 @@ def _charts(curves: Mapping[str, list[Point]]) -> list[str]:
     known = {name for _, names in _CHARTS for name in names}
     means = [name for name in curves if name.startswith("rewards/") and name.endswith("/mean")]
     evaluations = [name for name in curves if name.startswith("eval/") and name not in known]
-    others = tuple((name, (name,)) for name in [*evaluations, *(means if len(means) > 1 else [])])
+    others = tuple((_label(name), (name,)) for name in [*evaluations, *(means if len(means) > 1 else [])])
     for title, names in _CHARTS + others:
         found = next((name for name in names if name in curves), None)
         if found is not None:
             charts.append(line_chart(title, {found: curves[found]}, percent=_is_share(found)))
     return charts
+
+
+def _label(metric: str) -> str:
+    """A metric as it is shown: the mean reward of held-out rows, and that of a task or function, by their own names."""
+    found = re.fullmatch(r"(eval/)?(?:mean_(reward)|rewards/(.+)/mean)", metric)
+    return f"{'held-out ' if found[1] else ''}{found[2] or found[3]}" if found else metric
 
 
 def _is_share(name: str) -> bool:
@@ -140,12 +147,7 @@ def _is_share(name: str) -> bool:
 def _headline(curves: Mapping[str, list[Point]]) -> dict[str, str]:
     names = [name for name in curves if name.startswith("eval/")]
     names += [name for name in ("mean_reward", "reward") if name in curves][:1]
-
-    def label(name: str) -> str:
-        measured = name.removeprefix("eval/").removeprefix("mean_")
-        return f"held-out {measured}" if name == "eval/mean_reward" else measured
-
-    figures = {label(name): ends(curves[name], _is_share(name)) for name in names[:4]}
+    figures = {_label(name).removeprefix("eval/"): ends(curves[name], _is_share(name)) for name in names[:4]}
     return figures | {"steps": f"{max(points[-1][0] for points in curves.values()):,.0f}"}
 
 
