@@ -146,6 +146,7 @@ void unpack_blocks(const uint8_t* panel, size_t j, size_t k, uint8_t* row) {
 
 template <class Block, const PanelLayout& layout>
 constexpr FormatTraits block_traits(const char* name, void (*Kernels::*pack_panel)(const PanelTask&),
+                                    void (*Kernels::*unpack_panel)(const UnpackTask&),
                                     void (*Kernels::*linear)(const LinearTask&)) {
     return {.name = name,
             .block_length = Block::kLength,
@@ -156,6 +157,7 @@ constexpr FormatTraits block_traits(const char* name, void (*Kernels::*pack_pane
             .quantize_row = quantize_blocks<Block>,
             .dequantize_row = dequantize_blocks<Block>,
             .pack_panel = pack_panel,
+            .unpack_panel = unpack_panel,
             .linear = linear};
 }
 
@@ -171,6 +173,7 @@ const std::array<FormatTraits, static_cast<size_t>(WeightFormat::kCount)>& forma
          .unpack_row = unpack_numbers<float>,
          .dequantize_row = copy_float32,
          .pack_panel = &Kernels::pack_panel_f32,
+         .unpack_panel = &Kernels::unpack_panel_f32,
          .linear = &Kernels::linear_f32},
         {.name = "bfloat16",
          .block_length = 1,
@@ -180,6 +183,7 @@ const std::array<FormatTraits, static_cast<size_t>(WeightFormat::kCount)>& forma
          .unpack_row = unpack_numbers<uint16_t>,
          .dequantize_row = widen_bfloat16,
          .pack_panel = &Kernels::pack_panel_bf16,
+         .unpack_panel = &Kernels::unpack_panel_bf16,
          .linear = &Kernels::linear_bf16},
         {.name = "int8",
          .block_length = 1,
@@ -191,15 +195,24 @@ const std::array<FormatTraits, static_cast<size_t>(WeightFormat::kCount)>& forma
          .quantize_row = quantize_int8,
          .dequantize_row = dequantize_int8,
          .pack_panel = &Kernels::pack_panel_int8,
+         .unpack_panel = &Kernels::unpack_panel_int8,
          .linear = &Kernels::linear_int8},
-        block_traits<BlockQ8_0, kQ8_0Layout>("q8_0", &Kernels::pack_panel_q8_0, &Kernels::linear_q8_0),
-        block_traits<BlockQ4_0, kQ4_0Layout>("q4_0", &Kernels::pack_panel_q4_0, &Kernels::linear_q4_0),
-        block_traits<BlockQ4_1, kQ4_1Layout>("q4_1", &Kernels::pack_panel_q4_1, &Kernels::linear_q4_1),
-        block_traits<BlockQ5_0, kQ5_0Layout>("q5_0", &Kernels::pack_panel_q5_0, &Kernels::linear_q5_0),
-        block_traits<BlockQ5_1, kQ5_1Layout>("q5_1", &Kernels::pack_panel_q5_1, &Kernels::linear_q5_1),
-        block_traits<BlockQ4_K, kQ4_KLayout>("q4_k", &Kernels::pack_panel_q4_k, &Kernels::linear_q4_k),
-        block_traits<BlockQ5_K, kQ5_KLayout>("q5_k", &Kernels::pack_panel_q5_k, &Kernels::linear_q5_k),
-        block_traits<BlockQ6_K, kQ6_KLayout>("q6_k", &Kernels::pack_panel_q6_k, &Kernels::linear_q6_k),
+        block_traits<BlockQ8_0, kQ8_0Layout>("q8_0", &Kernels::pack_panel_q8_0, &Kernels::unpack_panel_q8_0,
+                                             &Kernels::linear_q8_0),
+        block_traits<BlockQ4_0, kQ4_0Layout>("q4_0", &Kernels::pack_panel_q4_0, &Kernels::unpack_panel_q4_0,
+                                             &Kernels::linear_q4_0),
+        block_traits<BlockQ4_1, kQ4_1Layout>("q4_1", &Kernels::pack_panel_q4_1, &Kernels::unpack_panel_q4_1,
+                                             &Kernels::linear_q4_1),
+        block_traits<BlockQ5_0, kQ5_0Layout>("q5_0", &Kernels::pack_panel_q5_0, &Kernels::unpack_panel_q5_0,
+                                             &Kernels::linear_q5_0),
+        block_traits<BlockQ5_1, kQ5_1Layout>("q5_1", &Kernels::pack_panel_q5_1, &Kernels::unpack_panel_q5_1,
+                                             &Kernels::linear_q5_1),
+        block_traits<BlockQ4_K, kQ4_KLayout>("q4_k", &Kernels::pack_panel_q4_k, &Kernels::unpack_panel_q4_k,
+                                             &Kernels::linear_q4_k),
+        block_traits<BlockQ5_K, kQ5_KLayout>("q5_k", &Kernels::pack_panel_q5_k, &Kernels::unpack_panel_q5_k,
+                                             &Kernels::linear_q5_k),
+        block_traits<BlockQ6_K, kQ6_KLayout>("q6_k", &Kernels::pack_panel_q6_k, &Kernels::unpack_panel_q6_k,
+                                             &Kernels::linear_q6_k),
     }};
     return table;
 }

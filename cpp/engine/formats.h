@@ -31,6 +31,7 @@ struct FormatTraits {
     void (*quantize_row)(const float* x, size_t k, uint8_t* row) = nullptr;
     void (*dequantize_row)(const uint8_t* row, size_t k, float* x);
     void (*Kernels::*pack_panel)(const PanelTask& task);
+    void (*Kernels::*unpack_panel)(const UnpackTask& task);
     void (*Kernels::*linear)(const LinearTask& task);
 
     size_t row_bytes(size_t k) const { return k / block_length * block_bytes + row_scale_bytes; }

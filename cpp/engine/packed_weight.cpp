@@ -4,14 +4,13 @@
 #include <stdexcept>
 #include <string>
 
-#include "engine/scratch.h"
 #include "runtime/ceil_div.h"
 #include "runtime/thread_pool.h"
 
 namespace whet {
 namespace {
 
-constexpr double kNumberNs = 0.25;  // to pack one, roughly
+constexpr double kPackNs = 0.25, kUnpackNs = 0.1;  // of one number, roughly
 
 const FormatTraits& checked(WeightFormat format, size_t k) {
     const FormatTraits& f = traits(format);
@@ -36,18 +35,24 @@ PackedWeight::PackedWeight(WeightFormat format, size_t n, size_t k, std::nullptr
       n_panels_(ceil_div(n, kPanel)),
       panel_bytes_(format_->panel.bytes(steps_)) {}
 
+template <class Visit>
+void PackedWeight::each_panel(size_t first, size_t count, double number_ns, Visit&& visit) const {
+    if (count == 0) return;
+    const size_t first_panel = first / kPanel, n_panels = (first + count - 1) / kPanel - first_panel + 1;
+    parallel_for(n_panels, number_ns * static_cast<double>(count * k_), [&](size_t i) {
+        const size_t panel = first_panel + i;
+        visit(data_ + panel * panel_bytes_, std::max(first, panel * kPanel),
+              std::min(first + count, (panel + 1) * kPanel));
+    });
+}
+
 void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, Source source, ptrdiff_t row_stride,
                              ptrdiff_t column_stride) {
-    if (count == 0) return;
     row_stride *= element_bytes(source);
     if (source == Source::kPacked) source = format_->source, column_stride = 1;
     column_stride *= element_bytes(source);
     const auto pack = kernels().*format_->pack_panel;
-    const size_t first_panel = first / kPanel, n_panels = (first + count - 1) / kPanel - first_panel + 1;
-    parallel_for(n_panels, kNumberNs * static_cast<double>(count * k_), [&](size_t i) {
-        uint8_t* panel = data_ + (first_panel + i) * panel_bytes_;
-        const size_t begin = std::max(first, (first_panel + i) * kPanel);
-        const size_t end = std::min(first + count, (first_panel + i + 1) * kPanel);
+    each_panel(first, count, kPackNs, [&](uint8_t* panel, size_t begin, size_t end) {
         const uint8_t* from = static_cast<const uint8_t*>(rows) + static_cast<ptrdiff_t>(begin - first) * row_stride;
         if (source != Source::kPacked) {
             return pack({from, source, row_stride, column_stride, begin % kPanel, end - begin, k_, panel});
@@ -56,18 +61,20 @@ void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, Sourc
     });
 }
 
-void PackedWeight::unpack_row(size_t i, uint8_t* row) const {
-    format_->unpack_row(data_ + i / kPanel * panel_bytes_, i % kPanel, k_, row);
-}
-
-void PackedWeight::row(size_t i, float* out) const {
-    uint8_t* own = scratch<uint8_t>(format_->row_bytes(k_), Scratch::kRow);
-    unpack_row(i, own);
-    format_->dequantize_row(own, k_, out);
+void PackedWeight::rows(size_t first, size_t count, void* out, bool bf16) const {
+    const auto unpack = kernels().*format_->unpack_panel;
+    const size_t row_bytes = k_ * (bf16 ? sizeof(uint16_t) : sizeof(float));
+    each_panel(first, count, kUnpackNs, [&](const uint8_t* panel, size_t begin, size_t end) {
+        uint8_t* to = static_cast<uint8_t*>(out) + (begin - first) * row_bytes;
+        unpack({panel, begin % kPanel, end - begin, k_, to, bf16});
+    });
 }
 
 void PackedWeight::unpack(void* rows, size_t row_stride) const {
-    for (size_t i = 0; i < n_; ++i) unpack_row(i, static_cast<uint8_t*>(rows) + i * row_stride);
+    for (size_t i = 0; i < n_; ++i) {
+        format_->unpack_row(data_ + i / kPanel * panel_bytes_, i % kPanel, k_,
+                            static_cast<uint8_t*>(rows) + i * row_stride);
+    }
 }
 
 }  // namespace whet

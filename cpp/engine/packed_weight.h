@@ -22,6 +22,8 @@ public:
     size_t k() const { return k_; }
     size_t size_bytes() const { return panel_bytes_ * n_panels_; }
     const void* panel(size_t i) const { return data_ + i * panel_bytes_; }
+    size_t n_panels() const { return n_panels_; }
+    size_t panel_bytes() const { return panel_bytes_; }
     size_t steps() const { return steps_; }
 
     // Rows [first, first + count) from numbers with any strides, in elements; or from the format's own layout, its rows
@@ -29,8 +31,10 @@ public:
     // finite, are those of quantize.h to the bit.
     void pack_rows(size_t first, size_t count, const void* rows, Source source, ptrdiff_t row_stride,
                    ptrdiff_t column_stride);
-    // Row i as numbers.
-    void row(size_t i, float* out) const;
+    // Rows [first, first + count) as numbers, (count, k): float32 or, where `bf16`, rounded to the nearest bfloat16,
+    // ties to even.
+    void rows(size_t first, size_t count, void* out, bool bf16) const;
+    void row(size_t i, float* out) const { rows(i, 1, out, false); }
     // Back to rows in the format's own layout: the same numbers that went in.
     void unpack(void* rows, size_t row_stride) const;
 
@@ -40,7 +44,10 @@ private:
     Zeroed memory_;            // unless it was placed elsewhere
     uint8_t* data_ = nullptr;  // touched first by the threads that pack
 
-    void unpack_row(size_t i, uint8_t* row) const;
+    // visit(panel, begin, end) for the rows of each panel that are among [first, first + count), over the pool where so
+    // many nanoseconds for each number are worth it.
+    template <class Visit>
+    void each_panel(size_t first, size_t count, double number_ns, Visit&& visit) const;
 };
 
 }  // namespace whet

@@ -23,15 +23,10 @@ int64_t common_pages(const Row& a, const Row& b) {
     return i;
 }
 
-void read_row(const Matrix& matrix, size_t i, float* out) {
-    const PackedWeight& part = matrix.part_of(i);
-    part.row(i, out);
-}
-
 }  // namespace
 
-Transformer::Transformer(ModelConfig config, size_t max_rows, bool bf16_cache)
-    : config_(std::move(config)), weights_(config_.n_layers), max_rows_(max_rows), bf16_cache_(bf16_cache) {
+Transformer::Transformer(std::shared_ptr<const Weights> weights, size_t max_rows, bool bf16_cache)
+    : weights_(std::move(weights)), config_(weights_->config()), max_rows_(max_rows), bf16_cache_(bf16_cache) {
     const auto parts = [this] {
         x_ = arena_.take<float>(max_rows_ * config_.hidden_dim);
         h_ = arena_.take<float>(max_rows_ * config_.hidden_dim);
@@ -61,7 +56,7 @@ const float* Transformer::forward(const Row* rows, size_t n, KvCache& cache) {
     embed(rows, n);
     const float* delta = nullptr;  // sublayer output not yet added to the residual stream
     for (size_t i = 0; i < config_.n_layers; ++i) {
-        const LayerWeights& w = weights_.layers[i];
+        const LayerWeights& w = weights_->layers[i];
         add_and_norm(w.norm1, delta, n);
         attention(rows, n, i, cache);
         delta = delta_;
@@ -77,21 +72,21 @@ const float* Transformer::forward(const Row* rows, size_t n, KvCache& cache) {
             });
         }
     }
-    add_and_norm(weights_.final_norm, delta, n);
+    add_and_norm(weights_->final_norm, delta, n);
     return h_;
 }
 
 void Transformer::logits(const float* hidden, size_t n, float* out) const {
-    linear(weights_.output().parts, hidden, false, config_.hidden_dim, n, weights_.head.bias_or_null(), out,
+    linear(weights_->output().parts, hidden, false, config_.hidden_dim, n, weights_->head.bias_or_null(), out,
            config_.vocab_size);
 }
 
 void Transformer::embed(const Row* rows, size_t n) {
     for_rows(n, config_.hidden_dim, [&](size_t i) {
         float* x = x_ + i * config_.hidden_dim;
-        read_row(weights_.embedding, static_cast<size_t>(rows[i].token), x);
+        weights_->embedding.rows(static_cast<size_t>(rows[i].token), 1, x, false);
         if (config_.learned_positions > 0) {
-            read_row(weights_.positions, static_cast<size_t>(rows[i].position), h_ + i * config_.hidden_dim);
+            weights_->positions.rows(static_cast<size_t>(rows[i].position), 1, h_ + i * config_.hidden_dim, false);
             kernels().blend_f32(h_ + i * config_.hidden_dim, config_.hidden_dim, 1.0f, 1.0f, x);
         }
         if (config_.rotary_dim > 0) {
@@ -145,7 +140,7 @@ void Transformer::add_and_norm(const NormWeight& w, const float* delta, size_t n
 
 // delta = W_o attention(W_qkv h).
 void Transformer::attention(const Row* rows, size_t n, size_t layer, KvCache& cache) {
-    const LayerWeights& w = weights_.layers[layer];
+    const LayerWeights& w = weights_->layers[layer];
     product(w.qkv, h_, n, qkv_);
     adapt(rows, n, layer, Target::kQkv, h_, config_.hidden_dim, qkv_, config_.qkv_dim());
     for_rows(n, 2 * config_.qkv_dim(), [&](size_t i) { place(rows[i], i, layer, cache); });
@@ -164,7 +159,7 @@ void Transformer::attention(const Row* rows, size_t n, size_t layer, KvCache& ca
 
 // Norms and rotates a row's queries and keys; writes keys and values to their page, and queries for attend().
 void Transformer::place(const Row& row, size_t i, size_t layer, KvCache& cache) {
-    const LayerWeights& w = weights_.layers[layer];
+    const LayerWeights& w = weights_->layers[layer];
     const Kernels& k = kernels();
     const size_t d = config_.head_dim, group = config_.group();
     float* q = qkv_ + i * config_.qkv_dim();
@@ -243,7 +238,7 @@ void Transformer::attend(const Row* rows, const Group& group, size_t kv_head, si
 
 // out = W_down (act(gate) * up), or W_down act(up), of h.
 void Transformer::mlp(const Row* rows, size_t n, size_t layer, float* out) {
-    const LayerWeights& w = weights_.layers[layer];
+    const LayerWeights& w = weights_->layers[layer];
     const Kernels& k = kernels();
     const size_t f = config_.ffn_dim, width = config_.up_dim();
     product(w.up, h_, n, up_);

@@ -26,11 +26,10 @@ struct Row {
 
 class Transformer {
 public:
-    Transformer(ModelConfig config, size_t max_rows, bool bf16_cache);
+    Transformer(std::shared_ptr<const Weights> weights, size_t max_rows, bool bf16_cache);
 
     const ModelConfig& config() const { return config_; }
-    Weights& weights() { return weights_; }
-    const Weights& weights() const { return weights_; }
+    const Weights& weights() const { return *weights_; }
     size_t max_rows() const { return max_rows_; }
     bool bf16_cache() const { return bf16_cache_; }
     size_t workspace_bytes() const { return arena_.size_bytes() + adapter_delta_.size() * sizeof(float); }
@@ -50,8 +49,8 @@ private:
         int64_t shared;
     };
 
-    ModelConfig config_;
-    Weights weights_;
+    const std::shared_ptr<const Weights> weights_;
+    const ModelConfig& config_;
     size_t max_rows_;
     bool bf16_cache_;
     Arena arena_;

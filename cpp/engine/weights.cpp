@@ -1,9 +1,13 @@
 #include "engine/weights.h"
 
 #include <algorithm>
+#include <mutex>
 #include <stdexcept>
 
+#include "kernels/dispatch.h"
 #include "runtime/ceil_div.h"
+#include "runtime/checksum.h"
+#include "runtime/thread_pool.h"
 
 namespace whet {
 namespace {
@@ -29,6 +33,19 @@ T* found(const std::map<std::string, T*>& slots, const std::string& slot) {
     return at->second;
 }
 
+// visit(part, its first row, how many, how many come before) for the parts that have rows of [first, first + count).
+template <class Parts, class Visit>
+void for_parts(Parts& parts, size_t first, size_t count, Visit&& visit) {
+    size_t part_first = 0;
+    for (auto& part : parts) {
+        const size_t begin = std::max(first, part_first), end = std::min(first + count, part_first + part.n());
+        if (begin < end) visit(part, begin - part_first, end - begin, begin - first);
+        part_first += part.n();
+    }
+}
+
+size_t number_bytes(bool bf16) { return bf16 ? sizeof(uint16_t) : sizeof(float); }
+
 }  // namespace
 
 size_t Matrix::n() const {
@@ -37,12 +54,11 @@ size_t Matrix::n() const {
     return n;
 }
 
-const PackedWeight& Matrix::part_of(size_t& i) const {
-    for (const PackedWeight& part : parts) {
-        if (i < part.n()) return part;
-        i -= part.n();
-    }
-    throw std::out_of_range("a matrix has no such row");
+void Matrix::rows(size_t first, size_t count, void* out, bool bf16) const {
+    if (first > n() || count > n() - first) throw std::out_of_range("a matrix has no such rows");
+    for_parts(parts, first, count, [&](const PackedWeight& part, size_t begin, size_t n, size_t before) {
+        part.rows(begin, n, static_cast<uint8_t*>(out) + before * k() * number_bytes(bf16), bf16);
+    });
 }
 
 Matrix* Weights::matrix_named(const std::string& slot) {
@@ -108,18 +124,15 @@ void Weights::allocate() {
 }
 
 void Weights::pack(const std::string& slot, size_t first, const StoredRows& rows) {
+    const std::unique_lock packing(mutex_);
     if (vectors_.contains(slot)) return pack_vector(slot, first, rows);
     Matrix& matrix = *found(matrices_, slot);
     if (first > matrix.n() || rows.n > matrix.n() - first || rows.k != matrix.k()) {
         throw std::invalid_argument("rows of another shape than \"" + slot + "\" has");
     }
-    const size_t end = first + rows.n;
-    size_t part_first = 0;
-    for (PackedWeight& part : matrix.parts) {
-        const size_t begin = std::max(first, part_first), part_end = std::min(end, part_first + part.n());
-        if (begin < part_end) pack_rows(rows.range(begin - first, part_end - begin), part, begin - part_first);
-        part_first += part.n();
-    }
+    for_parts(matrix.parts, first, rows.n, [&](PackedWeight& part, size_t begin, size_t n, size_t before) {
+        pack_rows(rows.range(before, n), part, begin);
+    });
 }
 
 void Weights::pack_vector(const std::string& slot, size_t first, const StoredRows& row) {
@@ -128,6 +141,46 @@ void Weights::pack_vector(const std::string& slot, size_t first, const StoredRow
         throw std::invalid_argument("values of another shape than \"" + slot + "\" has");
     }
     unpack_rows(row, vector.data() + first);
+}
+
+const std::vector<float>* Weights::vector_at(const std::string& slot) const {
+    const auto at = vectors_.find(slot);
+    return at == vectors_.end() ? nullptr : at->second;
+}
+
+const Matrix& Weights::matrix_at(const std::string& slot) const { return *found(matrices_, slot); }
+
+size_t Weights::k(const std::string& slot) const { return vector_at(slot) ? 1 : matrix_at(slot).k(); }
+
+void Weights::rows(const std::string& slot, size_t first, size_t count, void* out, bool bf16) const {
+    const auto lock = reading();
+    const auto* vector = vector_at(slot);
+    if (vector == nullptr) return matrix_at(slot).rows(first, count, out, bf16);
+    if (first > vector->size() || count > vector->size() - first) throw std::out_of_range("a vector has no such rows");
+    if (bf16) return kernels().bf16_from_f32(vector->data() + first, count, static_cast<uint16_t*>(out));
+    std::copy_n(vector->data() + first, count, static_cast<float*>(out));
+}
+
+void Weights::gather(const std::string& slot, const int64_t* rows, size_t count, void* out, bool bf16) const {
+    constexpr double number_ns = 0.5;  // a panel of 16 rows is read for one of them
+    const auto lock = reading();
+    const Matrix& matrix = matrix_at(slot);
+    const size_t row_bytes = matrix.k() * number_bytes(bf16);
+    parallel_for(count, number_ns * static_cast<double>(count * matrix.k()), [&](size_t i) {
+        matrix.rows(static_cast<size_t>(rows[i]), 1, static_cast<uint8_t*>(out) + i * row_bytes, bf16);
+    });
+}
+
+uint64_t Weights::checksum(const std::string& slot) const {
+    const auto lock = reading();
+    if (const auto* vector = vector_at(slot)) return whet::checksum(vector->data(), vector->size() * sizeof(float));
+    uint64_t sum = 0;
+    for (const PackedWeight& part : matrix_at(slot).parts) {
+        const size_t bytes = part.panel_bytes();
+        sum = mix(sum, checksum_rows(static_cast<const char*>(part.panel(0)), part.n_panels(), bytes,
+                                     static_cast<ptrdiff_t>(bytes)));
+    }
+    return sum;
 }
 
 size_t Weights::size_bytes() const {

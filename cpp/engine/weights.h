@@ -1,9 +1,15 @@
 // The weights of a transformer, each found by the name of its slot: "embedding", "layers.3.qkv", "layers.3.qkv.bias".
+//
+// Engines and trainers may share one. Any number of threads read it, or one packs: who reads more than a call of this
+// class does holds reading() meanwhile.
 #pragma once
 #include <map>
+#include <shared_mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "engine/config.h"
 #include "engine/linear.h"
 #include "engine/stored_rows.h"
 
@@ -15,8 +21,8 @@ struct Matrix {
 
     size_t n() const;
     size_t k() const { return parts.front().k(); }
-    // The part with row i, which becomes the row's number there. Throws std::out_of_range if there is none.
-    const PackedWeight& part_of(size_t& i) const;
+    // Rows [first, first + count) as numbers; see PackedWeight. Throws std::out_of_range if there are not so many.
+    void rows(size_t first, size_t count, void* out, bool bf16) const;
     const float* bias_or_null() const { return bias.empty() ? nullptr : bias.data(); }
 };
 
@@ -32,7 +38,9 @@ struct LayerWeights {
 
 class Weights {
 public:
-    explicit Weights(size_t n_layers) : layers(n_layers) {}
+    explicit Weights(ModelConfig config) : layers(config.n_layers), config_(std::move(config)) {}
+
+    const ModelConfig& config() const { return config_; }
 
     Matrix embedding, head;  // the head is the embedding where it has no weight of its own
     Matrix positions;        // float32
@@ -52,13 +60,30 @@ public:
     // `first` on of a vector. Throws std::invalid_argument if nothing was, or of another shape.
     void pack(const std::string& slot, size_t first, const StoredRows& rows);
 
+    // The numbers of a row; a vector's rows are of one. Throws std::invalid_argument if there is no slot of this name,
+    // as all of these do.
+    size_t k(const std::string& slot) const;
+    // Rows [first, first + count) as numbers, (count, k): float32, or bfloat16, rounded to nearest even. Throws
+    // std::out_of_range if there are not so many.
+    void rows(const std::string& slot, size_t first, size_t count, void* out, bool bf16) const;
+    // The same of a matrix's rows with these numbers.
+    void gather(const std::string& slot, const int64_t* rows, size_t count, void* out, bool bf16) const;
+    // Of all bytes, in the formats that they are packed in.
+    uint64_t checksum(const std::string& slot) const;
     size_t size_bytes() const;
 
+    std::shared_lock<std::shared_mutex> reading() const { return std::shared_lock(mutex_); }
+
 private:
+    const ModelConfig config_;
+    mutable std::shared_mutex mutex_;
     Zeroed memory_;  // of the matrices
     std::map<std::string, Matrix*> matrices_;
     std::map<std::string, std::vector<float>*> vectors_;
 
+    // Of what was added; null if nothing was.
+    const std::vector<float>* vector_at(const std::string& slot) const;
+    const Matrix& matrix_at(const std::string& slot) const;
     Matrix* matrix_named(const std::string& slot);
     std::vector<float>* vector_named(const std::string& slot);
     void pack_vector(const std::string& slot, size_t first, const StoredRows& row);

@@ -27,6 +27,7 @@
 #include "kernels/softmax.h"
 #include "kernels/token_kl.h"
 #include "kernels/token_logprobs.h"
+#include "kernels/unpack.h"
 
 namespace whet::WHET_ISA {
 

@@ -1,4 +1,5 @@
-// What one task of the kernels that pack panels, and of those that multiply by them, works on.
+// What one task of the kernels that pack panels, of those that unpack them, and of those that multiply by them, works
+// on.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -17,6 +18,15 @@ struct PanelTask {
     ptrdiff_t row_stride, column_stride;  // in bytes
     size_t first, count, k;
     void* panel;
+};
+
+// The outputs [first, first + count) of one panel as rows of k numbers, one after the other: float32 or, where `bf16`,
+// bfloat16.
+struct UnpackTask {
+    const void* panel;
+    size_t first, count, k;
+    void* rows;
+    bool bf16;
 };
 
 // Inputs of quantised weights (linear_quantised.h), from a row on: integers, and per block of 32 a scale, the sum of

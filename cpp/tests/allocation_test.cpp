@@ -360,7 +360,7 @@ void test_packing() {
 
 // Every thread of the pool gets its memory for products: which of them take part in a step is chance.
 void warm_threads(Model& model, size_t rows) {
-    Weights& w = model.transformer.weights();
+    const Weights& w = model.transformer.weights();
     std::latch all(kThreads);
     auto task = [&](size_t) {
         all.arrive_and_wait();

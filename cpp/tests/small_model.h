@@ -31,13 +31,15 @@ inline ModelConfig config_of(bool other) {
 }
 
 struct Model {
+    const std::shared_ptr<Weights> weights;
     Transformer transformer;
 
-    Model(bool other, WeightFormat format, size_t max_rows) : transformer(config_of(other), max_rows, other) {
+    Model(bool other, WeightFormat format, size_t max_rows)
+        : weights(std::make_shared<Weights>(config_of(other))), transformer(weights, max_rows, other) {
         const ModelConfig& c = transformer.config();
         std::mt19937 bits(7);
         std::normal_distribution<float> normal;
-        Weights& w = transformer.weights();
+        Weights& w = *weights;
         std::vector<std::function<void()>> fill;  // once all matrices are there
         const auto matrix = [&](const std::string& slot, WeightFormat f, size_t n, size_t k) {
             std::vector<float> x(n * k);

@@ -8,7 +8,6 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,7 +22,9 @@ from tests.processes import run_python
 from tests.raising import assert_raises
 from tests.tiny import with_lora
 
-import whet.engine
+import whet.engine.engine
+import whet.engine.session
+import whet.models.loading
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine, EngineBusyError
 from whet.errors import WhetError, WhetValueError
@@ -32,7 +33,7 @@ SHARED = np.random.default_rng(7).integers(3, VOCAB, 150).tolist()
 PROMPTS = [[*SHARED, 5, 6], SHARED[:70] + [9] * 8, [*SHARED, 7], [3, 4]]
 SAMPLING = SamplingParams(max_new_tokens=3, seed=4)
 # Where calls and weights are; what only reads is as good as one line of it.
-FILES = tuple(str(Path(whet.engine.__file__).parent / name) for name in ("engine.py", "session.py", "loading.py"))
+FILES = (whet.engine.engine.__file__, whet.engine.session.__file__, whet.models.loading.__file__)
 
 
 def policy(seed: int = 1) -> Any:

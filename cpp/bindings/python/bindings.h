@@ -9,10 +9,10 @@
 
 namespace whet {
 
-// A Python object that shares a constant of the engine.
+// A Python object that shares something of the engine.
 template <class T>
 struct Shared {
-    std::shared_ptr<const T> value;
+    std::shared_ptr<T> value;
 };
 
 // Settings by the names of SamplingParams, and "logit_bias" as a dict. Throws std::invalid_argument for a token outside
@@ -31,5 +31,6 @@ void bind_probe(nanobind::module_& m);
 void bind_rope(nanobind::module_& m);
 void bind_sampler(nanobind::module_& m);
 void bind_training(nanobind::module_& m);
+void bind_weights(nanobind::module_& m);
 
 }  // namespace whet

@@ -1,5 +1,6 @@
-// The engine's bindings: a model and its scheduler as one object. whet.engine checks arguments and explains; the checks
-// here keep memory safe. Every method is atomic: a lock serialises threads, and an interrupt falls between two methods.
+// The engine's bindings: a model and its scheduler as one object, on weights that others may read too. whet.engine
+// checks arguments and explains; the checks here keep memory safe. Every method is atomic: a lock serialises threads,
+// and an interrupt falls between two methods.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -13,57 +14,12 @@
 #include "arrays.h"
 #include "bindings.h"
 #include "engine/scheduler.h"
-#include "engine/stored_rows.h"
-#include "runtime/checksum.h"
 #include "runtime/turn_lock.h"
 
 namespace nb = nanobind;
 
 namespace whet {
 namespace {
-
-template <class T>
-T get(const nb::dict& from, const char* name) {
-    return nb::cast<T>(from[name]);
-}
-
-// The member of a bound enum that is named so.
-template <class T>
-T named(const nb::dict& from, const char* name) {
-    return nb::cast<T>(nb::type<T>()[from[name]]);
-}
-
-ModelConfig config_of(const nb::dict& from) {
-    ModelConfig c;
-    c.n_layers = get<size_t>(from, "n_layers");
-    c.n_heads = get<size_t>(from, "n_heads");
-    c.n_kv_heads = get<size_t>(from, "n_kv_heads");
-    c.head_dim = get<size_t>(from, "head_dim");
-    c.hidden_dim = get<size_t>(from, "hidden_dim");
-    c.ffn_dim = get<size_t>(from, "ffn_dim");
-    c.vocab_size = get<size_t>(from, "vocab_size");
-    c.max_position = get<size_t>(from, "max_position");
-    c.norm = named<Norm>(from, "norm");
-    c.norm_eps = get<double>(from, "norm_eps");
-    c.rotary_dim = get<size_t>(from, "rotary_dim");
-    c.is_neox = get<bool>(from, "is_neox");
-    for (nb::handle f : nb::cast<nb::sequence>(from["inv_freq"])) c.inv_freq.push_back(nb::cast<double>(f));
-    c.attention_factor = get<double>(from, "attention_factor");
-    c.learned_positions = get<size_t>(from, "learned_positions");
-    c.parallel_residual = get<bool>(from, "parallel_residual");
-    c.shared_norm = get<bool>(from, "shared_norm");
-    c.qk_norm = get<bool>(from, "qk_norm");
-    c.activation = named<Activation>(from, "activation");
-    c.gated = get<bool>(from, "gated");
-    for (nb::handle w : nb::cast<nb::sequence>(from["windows"])) c.windows.push_back(nb::cast<size_t>(w));
-    c.attention_scale = get<double>(from, "attention_scale");
-    if (c.n_kv_heads == 0 || c.n_heads % c.n_kv_heads != 0 || c.head_dim == 0 || c.head_dim > kAttentionMaxHeadDim ||
-        c.windows.size() != c.n_layers || c.inv_freq.size() * 2 != c.rotary_dim || c.rotary_dim > c.head_dim ||
-        (c.learned_positions > 0 && c.max_position > c.learned_positions)) {
-        throw std::invalid_argument("sizes of the configuration disagree");
-    }
-    return c;
-}
 
 std::vector<int32_t> tokens_of(nb::handle object, size_t vocab_size) {
     Array a;
@@ -101,47 +57,14 @@ private:
     TurnLock& lock_;
 };
 
-// Rows of `width` elements at an address; the strides of StoredRows.
-StoredRows rows_at(uintptr_t address, StoredType type, size_t n, size_t width, ptrdiff_t row_stride,
-                   ptrdiff_t column_stride) {
-    const size_t k = traits(type).row_length(width);
-    return {type, reinterpret_cast<const void*>(address), n, k, row_stride, column_stride};
-}
-
-bool is_finite_call(uintptr_t address, StoredType type, size_t n, size_t width, ptrdiff_t row_stride,
-                    ptrdiff_t column_stride) {
-    const StoredRows rows = rows_at(address, type, n, width, row_stride, column_stride);
-    const nb::gil_scoped_release release;
-    return is_finite(rows);
-}
-
 class EngineObject {
 public:
-    EngineObject(const nb::dict& config, const nb::sequence& slots, size_t kv_bytes, size_t max_batch, size_t chunk,
-                 bool bf16_cache)
-        : model_(config_of(config), max_batch + chunk, bf16_cache), scheduler_(model_, {kv_bytes, max_batch, chunk}) {
-        for (nb::handle slot : slots) {
-            const auto entry = nb::cast<nb::tuple>(slot);
-            const std::string name = nb::cast<const char*>(entry[0]);
-            const auto n = nb::cast<size_t>(entry[2]);
-            if (entry[1].is_none()) {
-                model_.weights().add_vector(name, n);
-            } else {
-                model_.weights().add_matrix(name, static_cast<WeightFormat>(nb::cast<int>(entry[1])), n,
-                                            nb::cast<size_t>(entry[3]));
-            }
-        }
-        model_.weights().allocate();
-    }
+    EngineObject(const Shared<Weights>& weights, size_t kv_bytes, size_t max_batch, size_t chunk, bool bf16_cache)
+        : weights_(weights),
+          model_(weights.value, max_batch + chunk, bf16_cache),
+          scheduler_(model_, {kv_bytes, max_batch, chunk}) {}
 
-    // Names are const char*: nanobind terminates the process where it has no memory to make a std::string of one.
-    void load(const char* slot, size_t first, uintptr_t address, StoredType type, size_t n, size_t width,
-              ptrdiff_t row_stride, ptrdiff_t column_stride) {
-        const Turn turn(lock_);
-        const StoredRows rows = rows_at(address, type, n, width, row_stride, column_stride);
-        const nb::gil_scoped_release release;
-        model_.weights().pack(slot, first, rows);
-    }
+    Shared<Weights> weights() const { return weights_; }
 
     // Opens a call's session; an exclusive one changes the model and has no requests. Returns 0, or, where the session
     // cannot be opened, the number of open ones: an exclusive session excludes all others.
@@ -162,7 +85,7 @@ public:
     }
 
     uint64_t add_prompt(uint64_t session, nb::handle tokens, size_t n, size_t min_new_tokens, size_t max_new_tokens,
-                        nb::handle stop_tokens, const Shared<StopStrings>* stop_strings, uint64_t seed,
+                        nb::handle stop_tokens, const Shared<const StopStrings>* stop_strings, uint64_t seed,
                         uint64_t prompt_index, uint64_t adapter, const nb::dict& sampling, bool keep) {
         const Turn turn(lock_);
         Request request = request_of(session, tokens, adapter);
@@ -200,6 +123,7 @@ public:
         const Turn turn(lock_);
         if (scheduler_.job(id).done) return true;
         const nb::gil_scoped_release release;
+        const auto lock = model_.weights().reading();
         scheduler_.step();
         return false;
     }
@@ -284,6 +208,7 @@ public:
 
 private:
     mutable TurnLock lock_;
+    const Shared<Weights> weights_;
     Transformer model_;
     Scheduler scheduler_;
     std::vector<uint64_t> sessions_;  // open
@@ -323,29 +248,19 @@ private:
     }
 };
 
-// Of rows at an address; the stride in bytes.
-uint64_t checksum_call(uintptr_t address, size_t rows, size_t row_bytes, ptrdiff_t stride) {
-    return checksum_rows(reinterpret_cast<const char*>(address), rows, row_bytes, stride);
-}
-
 }  // namespace
 
 void bind_engine(nb::module_& m) {
     using nb::arg;
-    m.def("checksum", &checksum_call);
-    m.def("is_finite", &is_finite_call, nb::kw_only(), arg("address"), arg("type"), arg("n"), arg("width"),
-          arg("row_stride"), arg("column_stride"));
-    nb::enum_<Norm>(m, "Norm").value("rms", Norm::kRms).value("layer", Norm::kLayer);
     nb::enum_<Target>(m, "Target")
         .value("QKV", Target::kQkv)
         .value("O", Target::kO)
         .value("UP", Target::kUp)
         .value("DOWN", Target::kDown);
     nb::class_<EngineObject>(m, "Engine")
-        .def(nb::init<const nb::dict&, const nb::sequence&, size_t, size_t, size_t, bool>(), arg("config"),
-             arg("slots"), nb::kw_only(), arg("kv_bytes"), arg("max_batch"), arg("chunk"), arg("bf16_cache"))
-        .def("load", &EngineObject::load, arg("slot"), nb::kw_only(), arg("first"), arg("address"), arg("type"),
-             arg("n"), arg("width"), arg("row_stride"), arg("column_stride"))
+        .def(nb::init<const Shared<Weights>&, size_t, size_t, size_t, bool>(), arg("weights"), nb::kw_only(),
+             arg("kv_bytes"), arg("max_batch"), arg("chunk"), arg("bf16_cache"))
+        .def_prop_ro("weights", &EngineObject::weights)
         .def("add_prompt", &EngineObject::add_prompt, arg("session"), nb::kw_only(), arg("tokens"), arg("n"),
              arg("min_new_tokens"), arg("max_new_tokens"), arg("stop_tokens"), arg("stop_strings").none(), arg("seed"),
              arg("prompt_index"), arg("adapter"), arg("sampling"), arg("keep"))

@@ -57,6 +57,7 @@ NB_MODULE(_core, m) {
     whet::bind_kv_cache(m);
     whet::bind_rope(m);
     whet::bind_attention(m);
+    whet::bind_weights(m);
     whet::bind_engine(m);
     whet::bind_files(m);
     whet::bind_sampler(m);

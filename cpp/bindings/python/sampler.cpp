@@ -110,8 +110,8 @@ nb::object token_uniforms(uint64_t seed, uint64_t prompt, uint64_t sample, size_
 
 // ---------------------------------------------------------------- stop strings
 
-using Texts = Shared<TokenTexts>;
-using Stops = Shared<StopStrings>;
+using Texts = Shared<const TokenTexts>;
+using Stops = Shared<const StopStrings>;
 
 std::string string_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from whet.config.sampling import SamplingParams
 from whet.errors import WhetTypeError, WhetValueError, check_choice
 from whet.models.architecture import ModelConfig
+
+if TYPE_CHECKING:
+    from whet.models.base import PackedBase
 
 LogprobsMode = Literal["sampling", "model"]
 
@@ -98,6 +101,26 @@ def is_model_mode(mode: str, where: str) -> bool:
     """
     check_choice(where, "logprobs_mode", mode, LogprobsMode)
     return mode == "model"
+
+
+def check_same_base(mine: PackedBase | None, other: PackedBase | None, where: str) -> None:
+    """Raise for a model whose packed base is not the engine's.
+
+    Raises:
+        WhetValueError: saying which of them has one.
+    """
+    if mine is other:
+        return
+    if mine is None:
+        raise WhetValueError(
+            f"{where}: the model is on a packed base, and the engine has weights of its own. Make the engine with "
+            f"Engine.from_base(base)."
+        )
+    whose = "has weights of its own" if other is None else "is on another one"
+    raise WhetValueError(
+        f"{where}: the engine is on a packed base, and the model {whose}. Pass a model on engine.base, or make a new "
+        f"engine for this one with Engine.from_model(model)."
+    )
 
 
 def check_same_model(mine: ModelConfig, other: ModelConfig, where: str) -> None:

@@ -22,6 +22,7 @@ from whet.engine.adapters import adapter_parts
 from whet.engine.checks import (
     LogprobsMode,
     check_can_continue,
+    check_same_base,
     check_same_model,
     check_sampling,
     check_starts,
@@ -29,24 +30,24 @@ from whet.engine.checks import (
     check_token_rows,
     is_model_mode,
 )  # fmt: skip
-from whet.engine.loading import all_pieces, checked, checksums, load
 from whet.engine.session import Calls, NewAdapter, Session, TokenStream, run_to_its_end
-from whet.errors import WhetValueError, check_integer
+from whet.errors import WhetTypeError, WhetValueError, check_integer
 from whet.models.architecture import ModelConfig, Piece
-from whet.models.formats import choose_formats, describe_parts, kv_format
+from whet.models.base import PackedBase
+from whet.models.formats import choose_formats
+from whet.models.loading import all_pieces, checked, checksums, load
 from whet.models.sizes import MAX_BATCH, PREFILL_CHUNK
 from whet.models.slots import Source
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.live import describe_module
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
-from whet.ops.quant import CORE_FORMATS
 
 
 class Engine:
-    """Samples completions and scores sequences. Made by ``from_model``, ``from_pretrained`` or ``from_gguf``.
+    """Samples completions and scores sequences, made by ``from_model``, ``from_pretrained``, ``from_gguf``, ``from_base``.
 
-    All three take, beside their source:
+    All take, beside their source (a packed base has the first three already):
 
         max_position: tokens of the longest sequence; None: what the model's config says. Rotary frequencies that depend
             on the length are resolved for it: those of longrope are transformers' for sequences of up to the original
@@ -68,6 +69,7 @@ class Engine:
         config: what the model is.
         policy_version: how many times ``sync`` has been called; every completion carries the version it came from.
         formats: slot -> format of every matrix; "q4_k, q6_k" where its parts have several.
+        base: the packed weights that the engine shares with others; None: it has its own, which ``sync`` replaces.
 
     Keys and values are float32 with float32 weights, else bfloat16; everything between products is float32.
     Calls from several threads take turns, a step at a time.
@@ -91,21 +93,16 @@ class Engine:
         self.config: ModelConfig = source.config
         self.policy_version = 0
         self.tokenizer = tokenizer
-        formats = choose_formats(source, weights, embedding, head, where)
-        self.formats = {slot: describe_parts(parts) for slot, parts in formats.items()}
+        self.base = source.base
+        packed = source.base or PackedBase(source, choose_formats(source, weights, embedding, head, where))
+        self.formats = packed.formats
         pieces = all_pieces(source, where)
-        slots = [
-            (slot, CORE_FORMATS.get(format), n, shape[-1])
-            for slot, shape in source.config.slots().items()
-            for n, format in formats.get(slot, [(shape[0], "")])
-        ]
-        bf16_cache = kv_format(formats) == "bfloat16"
         core = _core.Engine(
-            vars(source.config), slots, kv_bytes=kv_bytes, max_batch=max_batch, chunk=prefill_chunk,
-            bf16_cache=bf16_cache,
+            packed.core, kv_bytes=kv_bytes, max_batch=max_batch, chunk=prefill_chunk,
+            bf16_cache=packed.kv_format == "bfloat16",
         )  # fmt: skip
         self._calls = Calls(core)
-        self._base: Any = None
+        self._stored: Any = None
         self._targets = source.targets
         self._replace(pieces, source, where)
 
@@ -120,13 +117,16 @@ class Engine:
             merge_adapters: pack W + scaling B A; else adapters are computed beside W, and ``sync`` updates only them
                 where nothing else has changed.
             max_position: see the class; ``sync`` keeps it.
-            options: see the class.
+            options: see the class. A model on a packed base keeps its formats.
 
         Raises:
             WhetValueError: a model or an option that the engine does not run, by its name.
         """
+        where = "Engine.from_model"
         source = describe_module(model, merged=merge_adapters, max_position=max_position)
-        engine = cls(source, where="Engine.from_model", **options)
+        if source.base is not None:
+            _refuse_formats(options, where)
+        engine = cls(source, where=where, **options)
         engine._merged = merge_adapters
         return engine
 
@@ -170,6 +170,26 @@ class Engine:
         """
         source = open_gguf(path, max_position=max_position)
         return cls(source, weights=weights, where="Engine.from_gguf", **{"tokenizer": path, **options})
+
+    @classmethod
+    def from_base(cls, base: PackedBase, **options: Any) -> Engine:
+        """On weights that ``whet.models.base.pack_base`` packed, which are not copied: others may hold them too.
+
+        ``sync`` takes models on the same base, and copies their LoRA adapters.
+
+        Args:
+            base: weights that never change.
+            options: see the class, but for formats and max_position, which are the base's.
+
+        Raises:
+            WhetTypeError: no base.
+            WhetValueError: an option that is the base's.
+        """
+        where = "Engine.from_base"
+        if not isinstance(base, PackedBase):
+            raise WhetTypeError(f"{where}: base is a {type(base).__name__}, expected what pack_base(source) returns.")
+        _refuse_formats(options, where)
+        return cls(base.source(), where=where, **options)
 
     _merged = False
 
@@ -333,17 +353,20 @@ class Engine:
 
         Shapes and finiteness are checked before the first weight changes; an interrupt that falls between two weights
         is raised when all are replaced. Where the model's LoRA adapters are kept apart and its other weights are, by a
-        64-bit checksum of all their bytes, those that the engine has, only the adapters are copied.
+        64-bit checksum of all their bytes, those that the engine has, only the adapters are copied. So they are of a
+        model on the engine's base, whose other weights nobody changes.
 
         Raises:
             EngineBusyError: a completion is under way.
-            WhetValueError: another model than the engine was made for, or weights that hold NaN or infinity.
+            WhetValueError: another model than the engine was made for, one on another base or on none where the engine
+                is on one, or weights that hold NaN or infinity.
         """
         where = "Engine.sync"
         with (session := Session(self._calls, where)), session:
             session.begin(exclusive=True)
             source = describe_module(model, merged=self._merged, max_position=self.config.max_position)
             check_same_model(self.config, source.config, where)
+            check_same_base(self.base, source.base, where)
             pieces = list(checked(all_pieces(source, where), where))
             self._replace(pieces, source, where, self.policy_version + 1)
 
@@ -416,8 +439,8 @@ class Engine:
         """
         calls = self._calls
         core = calls.use(where)
-        base = checksums(pieces) if source.adapters else None
-        is_packed = base is not None and base == self._base and not calls.torn
+        stored = checksums(pieces) if source.adapters else None
+        is_packed = not pieces or (stored is not None and stored == self._stored and not calls.torn)
         with (new := NewAdapter(calls)), new:
             if source.adapters:
                 core.add_adapter(new.number, adapter_parts({}, self.config, source.adapters, where))
@@ -425,9 +448,9 @@ class Engine:
 
             def replace() -> None:
                 if not is_packed:
-                    calls.torn, self._base = True, None
-                    load(core, pieces if version else checked(pieces, where))
-                calls.own_adapter, self.policy_version, self._base, calls.torn = own_adapter, version, base, False
+                    calls.torn, self._stored = True, None
+                    load(core.weights, pieces if version else checked(pieces, where))
+                calls.own_adapter, self.policy_version, self._stored, calls.torn = own_adapter, version, stored, False
                 core.remove_adapter(before)
 
             if version == 0:
@@ -526,3 +549,12 @@ class Engine:
             ]
             session.run(jobs)
             return [session.scores(job) for job in jobs]
+
+
+def _refuse_formats(options: dict[str, Any], where: str) -> None:
+    for name in ("weights", "embedding", "head"):
+        if name in options:
+            raise WhetValueError(
+                f"{where}: {name} is {options[name]!r}, and the weights are packed already. Leave it out, or pass it to "
+                f"pack_base."
+            )

@@ -302,8 +302,8 @@ def _core_memory(config: ModelConfig, max_batch: int, format: str) -> dict[str, 
     """Memory of a core without weights and pages."""
     bf16 = format == "bfloat16"
     try:
-        core = _core.Engine(vars(config), [], kv_bytes=1, max_batch=max_batch, chunk=PREFILL_CHUNK, bf16_cache=bf16)
-        return core.memory()
+        weights = _core.Weights(vars(config), [])
+        return _core.Engine(weights, kv_bytes=1, max_batch=max_batch, chunk=PREFILL_CHUNK, bf16_cache=bf16).memory()
     except ValueError as error:
         raise WhetValueError(f"estimate: the engine does not run this model: {error}.") from None
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from whet.errors import WhetValueError
 from whet.models.architecture import ModelConfig, Piece
 from whet.models.formats import FLOAT_FORMATS
+
+if TYPE_CHECKING:
+    from whet.models.base import PackedBase
 
 PARTS = ("q", "k", "v", "gate", "up")
 
@@ -99,6 +102,7 @@ class Source(NamedTuple):
         targets: where each module of the Hugging Face model goes, by its name there; for ``place_lora``.
         adapters: LoRA adapters that are no part of the pieces.
         short_position: see ``families.short_position``; the config's frequencies are resolved for its max_position.
+        base: the packed weights that the model's modules share; there are no pieces then.
     """
 
     config: ModelConfig
@@ -106,6 +110,7 @@ class Source(NamedTuple):
     targets: dict[str, Place]
     adapters: tuple[LoRA, ...] = ()
     short_position: int | None = None
+    base: PackedBase | None = None
 
 
 def places(config: ModelConfig, modules: Sequence[Module]) -> Iterator[Place]:

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from whet.errors import WhetTypeError, WhetValueError
 from whet.models.architecture import ModelConfig, Piece
 from whet.models.families import Family, family_of, model_config, module_targets, short_position
 from whet.models.formats import FLOAT_FORMATS
-from whet.models.slots import LoRA, Source, Stored, place_lora, walk
+from whet.models.slots import LoRA, Place, Source, Stored, place_lora, walk
+
+if TYPE_CHECKING:
+    from whet.models.base import PackedBase
 
 _WHERE = "describe_module"
 
@@ -30,16 +33,17 @@ def describe_module(model: Any, *, merged: bool = False, max_position: int | Non
         model: a Hugging Face causal language model of one of the families, on the CPU.
         merged: pieces of W + scaling B A (float32, made when they are asked for) where LoRA adapters are active, and no
             adapters; else pieces of W, and the adapters.
-        max_position: see ``model_config``.
+        max_position: see ``model_config``; of a model on a packed base only that which it was packed for.
 
     Returns:
         A ``Source``, whole. The vocabulary is as large as the embedding is; the head is tied where it has the
         embedding's memory, whatever the config says; rotary frequencies are as rounded as the module's own, which
-        ``model.bfloat16()`` rounds too (and loading in bfloat16 does not).
+        ``model.bfloat16()`` rounds too (and loading in bfloat16 does not). Where its modules have a ``PackedBase`` as
+        ``whet_base``, that is the source's base and its config, and no weight is read.
 
     Raises:
-        WhetValueError: a model, an option or an adapter that the engine does not run, or rotary frequencies that are
-            not those of the config.
+        WhetValueError: a model, an option or an adapter that the engine does not run, rotary frequencies that are not
+            those of the config, or more than LoRA adapters that change beside a packed base.
         WhetTypeError: it is no Hugging Face model.
     """
     inner = _unwrap(model)
@@ -49,6 +53,9 @@ def describe_module(model: Any, *, merged: bool = False, max_position: int | Non
     options: Mapping[str, Any] = config.to_dict()
     family = family_of(options, _WHERE)
     module = _Live(inner)
+    if (base := module.base()) is not None:
+        module.check_on_base(base, merged, max_position)
+        return base.source()._replace(adapters=tuple(module.adapters(base.targets, base.config)))
     described = model_config(options, max_position=max_position, where=_WHERE, **module.head(family, merged))
     as_built = model_config(options, max_position=1, where=_WHERE, **module.head(family, merged))
     described = replace(described, inv_freq=module.frequencies(described.inv_freq, as_built.inv_freq))
@@ -58,7 +65,7 @@ def describe_module(model: Any, *, merged: bool = False, max_position: int | Non
 
     targets = module_targets(options["model_type"], described)
     module.check(described, family)
-    adapters = () if merged else tuple(module.adapters(described, options["model_type"]))
+    adapters = () if merged else tuple(module.adapters(targets, described))
     return Source(described, pieces, targets, adapters, short_position(options, _WHERE))
 
 
@@ -179,8 +186,44 @@ class _Live:
             if parameter.data_ptr() not in seen and not wrapped:
                 raise WhetValueError(f"{_WHERE}: the engine knows no {name}; this is no plain model of its family.")
 
-    def adapters(self, config: ModelConfig, model_type: str) -> Iterator[LoRA]:
-        for name, place in module_targets(model_type, config).items():
+    def base(self) -> PackedBase | None:
+        """The packed weights that the modules share, if any do."""
+        bases = {id(base): base for m in self.modules.values() if (base := getattr(m, "whet_base", None)) is not None}
+        if len(bases) > 1:
+            raise WhetValueError(f"{_WHERE}: the model's modules are on {len(bases)} packed bases, expected one.")
+        return next(iter(bases.values()), None)
+
+    def check_on_base(self, base: PackedBase, merged: bool, max_position: int | None) -> None:
+        """Every weight is the base's, but for LoRA adapters, and options are what it was packed for."""
+        if merged:
+            raise WhetValueError(
+                f"{_WHERE}: merged is True, and the model's weights are a packed base, which does not change. Keep the "
+                f"adapters apart: merge_adapters=False."
+            )
+        if max_position not in (None, base.config.max_position):
+            raise WhetValueError(
+                f"{_WHERE}: max_position is {max_position}, and the base was packed for {base.config.max_position}. "
+                f"Leave it out, or pack the base from a source for that."
+            )
+        for name, place in base.targets.items():
+            if len(place.shape) != 2 or name not in self.modules:
+                continue
+            layer, _ = self.layer([name])
+            if getattr(layer, "whet_base", None) is not base:
+                raise WhetValueError(
+                    f"{_WHERE}: {name} is a {type(layer).__name__} with a weight of its own, and the others are on a "
+                    f"packed base, beside which only LoRA adapters change. Leave it out of modules_to_save, or train "
+                    f"the model without a base."
+                )
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad and ".lora_" not in name:
+                raise WhetValueError(
+                    f"{_WHERE}: {name} requires grad, and the model is on a packed base, beside which only LoRA "
+                    f"adapters change. Freeze it, or train the model without a base."
+                )
+
+    def adapters(self, targets: Mapping[str, Place], config: ModelConfig) -> Iterator[LoRA]:
+        for name, place in targets.items():
             if name not in self.modules:
                 continue
             for wrapper, adapter in self.layer([name])[1]:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from whet import _core
-from whet.engine.loading import load
 from whet.models.architecture import ACTIVATIONS, NORMS, Piece
+from whet.models.loading import load
 from whet.ops.quant import CORE_FORMATS, quantize
 
 N, K = 83, 256
@@ -29,8 +29,9 @@ def engine_with(format, n=N, k=K):
     shapes["layers.0.down"] = (k, 2)
     slots = [(s, CORE_FORMATS[format if s == "embedding" else "float32"], *shape) for s, shape in shapes.items()]
     norms = [(s, None, k, k) for s in ("layers.0.norm1.weight", "layers.0.norm2.weight", "final_norm.weight")]
-    core = _core.Engine(config_of(n, k), slots + norms, kv_bytes=1 << 20, max_batch=4, chunk=16, bf16_cache=False)
-    load(core, [Piece("final_norm.weight", 0, np.ones(k, np.float32), "float32")])
+    weights = _core.Weights(config_of(n, k), slots + norms)
+    core = _core.Engine(weights, kv_bytes=1 << 20, max_batch=4, chunk=16, bf16_cache=False)
+    load(core.weights, [Piece("final_norm.weight", 0, np.ones(k, np.float32), "float32")])
     return core
 
 
@@ -39,7 +40,7 @@ def test_names_of_a_config_are_the_members_of_the_cores_enum(setting, known):
     assert tuple(getattr(_core, setting.capitalize()).__members__) == known
     config = config_of(N, K) | {setting: "unknown"}
     with pytest.raises(KeyError, match="unknown"):
-        _core.Engine(config, [], kv_bytes=1 << 20, max_batch=4, chunk=16, bf16_cache=False)
+        _core.Weights(config, [])
 
 
 def head_of(core, n=N, k=K):
@@ -79,10 +80,10 @@ def test_pieces_and_strides_do_not_matter(format, source):
     core = engine_with(format)
     given = SOURCES[source](weight)
     pieces = [Piece("embedding", first, given[first:end], "float32") for first, end in ((0, 5), (5, 53), (53, N))]
-    load(core, pieces)
+    load(core.weights, pieces)
     got = head_of(core)
     one_by_one = engine_with(format)
-    load(one_by_one, [Piece("embedding", i, weight[i : i + 1], "float32") for i in range(N)])
+    load(one_by_one.weights, [Piece("embedding", i, weight[i : i + 1], "float32") for i in range(N)])
     np.testing.assert_array_equal(got, head_of(one_by_one))
     kept = rounded(weight, format).astype(np.float64)
     normed = kept[::9] / np.sqrt((kept[::9] ** 2).mean(axis=1, keepdims=True))
@@ -99,8 +100,8 @@ def test_halves_are_widened_exactly(dtype, format, transposed):
     given = weight.T.contiguous().T if transposed else weight
     halves, floats = engine_with(format), engine_with(format)
     name = str(dtype).removeprefix("torch.")
-    load(halves, [Piece("embedding", 0, given, name)])
-    load(floats, [Piece("embedding", 0, weight.float(), "float32")])
+    load(halves.weights, [Piece("embedding", 0, given, name)])
+    load(floats.weights, [Piece("embedding", 0, weight.float(), "float32")])
     np.testing.assert_array_equal(head_of(halves), head_of(floats))
 
 
@@ -110,8 +111,8 @@ def test_float64_is_rounded_to_float32_first(format, transposed):
     wide = np.random.default_rng(0).normal(size=(600, K))
     cores = [engine_with(format, 600) for _ in range(2)]
     given = np.asfortranarray(wide) if transposed else wide
-    load(cores[0], [Piece("embedding", 0, given, "float64")])
-    load(cores[1], [Piece("embedding", 0, wide.astype(np.float32), "float32")])
+    load(cores[0].weights, [Piece("embedding", 0, given, "float64")])
+    load(cores[1].weights, [Piece("embedding", 0, wide.astype(np.float32), "float32")])
     np.testing.assert_array_equal(head_of(cores[0], 600), head_of(cores[1], 600))
 
 
@@ -124,9 +125,9 @@ def test_blocks_become_any_format(stored, format):
     cores = [engine_with(format, 600) for _ in range(2)]
     for first in (0, 1):
         piece = Piece("embedding", 300 * first, blocks.data[first::2], stored)
-        load(cores[0], [piece])
+        load(cores[0].weights, [piece])
         plain = Piece("embedding", 300 * first, values[first::2], "float32" if stored != format else stored)
-        load(cores[1], [plain])
+        load(cores[1].weights, [plain])
     np.testing.assert_array_equal(head_of(cores[0], 600), head_of(cores[1], 600))
 
 
@@ -139,8 +140,8 @@ def test_vectors_of_every_float_type(format, step):
     cores = [engine_with("float32") for _ in range(2)]
     rows = np.random.default_rng(0).normal(size=(N, K)).astype(np.float32)
     for core, vector in zip(cores, ((given, format), (weight.float(), "float32")), strict=True):
-        load(core, [Piece("embedding", 0, rows, "float32")])
-        load(core, [Piece("final_norm.weight", 0, *vector)])
+        load(core.weights, [Piece("embedding", 0, rows, "float32")])
+        load(core.weights, [Piece("final_norm.weight", 0, *vector)])
     np.testing.assert_array_equal(*map(head_of, cores))
     first = rows[0] / np.sqrt((rows[0].astype(np.float64) ** 2).mean()) * weight.double().numpy()
     np.testing.assert_allclose(head_of(cores[0])[0].ravel(), rows @ first, atol=1e-3)
@@ -151,7 +152,7 @@ def test_rows_of_odd_length():
     for given in (weight, np.asfortranarray(weight)):
         for format in ("float32", "bfloat16"):
             core = engine_with(format, 33, 37)
-            load(core, [Piece("embedding", 0, given, "float32")])
+            load(core.weights, [Piece("embedding", 0, given, "float32")])
             kept = rounded(weight, format).astype(np.float64)
             normed = kept[::9] / np.sqrt((kept[::9] ** 2).mean(axis=1, keepdims=True))
             np.testing.assert_allclose(

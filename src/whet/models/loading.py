@@ -16,13 +16,14 @@ from whet.models.sources.mapped import let_go
 
 
 def all_pieces(source: Source, where: str) -> list[Piece]:
-    """The pieces of a source.
+    """The pieces of a source; none of a model on a packed base.
 
     Raises:
         WhetValueError: a slot that they do not fill.
     """
     pieces = list(source.pieces())
-    missing = {slot: shape[0] for slot, shape in source.config.slots().items()}
+    slots = source.config.slots() if source.base is None else {}
+    missing = {slot: shape[0] for slot, shape in slots.items()}
     for piece in pieces:
         missing[piece.slot] -= len(piece.tensor)
     for slot, rows in missing.items():
@@ -45,7 +46,7 @@ def checked(pieces: Iterable[Piece], where: str) -> Iterator[Piece]:
         yield piece
 
 
-def load(core: Any, pieces: Iterable[Piece]) -> None:
+def load(weights: _core.Weights, pieces: Iterable[Piece]) -> None:
     """Packs finite pieces; those of vectors become float32.
 
     A file's pages are let go with each tensor, so that packed weights and the file are not in memory both.
@@ -53,7 +54,7 @@ def load(core: Any, pieces: Iterable[Piece]) -> None:
     for slot, of_tensor in itertools.groupby(pieces, lambda piece: piece.slot):
         tensors = []
         for piece in of_tensor:
-            core.load(slot, first=piece.first_row, **_rows(piece))
+            weights.pack(slot, first=piece.first_row, **_rows(piece))
             tensors.append(piece.tensor)
         let_go(tensors)
 

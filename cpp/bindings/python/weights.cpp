@@ -1,0 +1,168 @@
+// Bindings of the weights of a model, which engines and trainers share, and of what is asked of tensors before they are
+// packed. whet.models.base checks arguments and explains; the checks here keep memory safe.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "arrays.h"
+#include "bindings.h"
+#include "engine/stored_rows.h"
+#include "engine/weights.h"
+#include "runtime/checksum.h"
+
+namespace nb = nanobind;
+
+namespace whet {
+namespace {
+
+template <class T>
+T get(const nb::dict& from, const char* name) {
+    return nb::cast<T>(from[name]);
+}
+
+// The member of a bound enum that is named so.
+template <class T>
+T named(const nb::dict& from, const char* name) {
+    return nb::cast<T>(nb::type<T>()[from[name]]);
+}
+
+ModelConfig config_of(const nb::dict& from) {
+    ModelConfig c;
+    c.n_layers = get<size_t>(from, "n_layers");
+    c.n_heads = get<size_t>(from, "n_heads");
+    c.n_kv_heads = get<size_t>(from, "n_kv_heads");
+    c.head_dim = get<size_t>(from, "head_dim");
+    c.hidden_dim = get<size_t>(from, "hidden_dim");
+    c.ffn_dim = get<size_t>(from, "ffn_dim");
+    c.vocab_size = get<size_t>(from, "vocab_size");
+    c.max_position = get<size_t>(from, "max_position");
+    c.norm = named<Norm>(from, "norm");
+    c.norm_eps = get<double>(from, "norm_eps");
+    c.rotary_dim = get<size_t>(from, "rotary_dim");
+    c.is_neox = get<bool>(from, "is_neox");
+    for (nb::handle f : nb::cast<nb::sequence>(from["inv_freq"])) c.inv_freq.push_back(nb::cast<double>(f));
+    c.attention_factor = get<double>(from, "attention_factor");
+    c.learned_positions = get<size_t>(from, "learned_positions");
+    c.parallel_residual = get<bool>(from, "parallel_residual");
+    c.shared_norm = get<bool>(from, "shared_norm");
+    c.qk_norm = get<bool>(from, "qk_norm");
+    c.activation = named<Activation>(from, "activation");
+    c.gated = get<bool>(from, "gated");
+    for (nb::handle w : nb::cast<nb::sequence>(from["windows"])) c.windows.push_back(nb::cast<size_t>(w));
+    c.attention_scale = get<double>(from, "attention_scale");
+    if (c.n_kv_heads == 0 || c.n_heads % c.n_kv_heads != 0 || c.head_dim == 0 || c.head_dim > kAttentionMaxHeadDim ||
+        c.windows.size() != c.n_layers || c.inv_freq.size() * 2 != c.rotary_dim || c.rotary_dim > c.head_dim ||
+        (c.learned_positions > 0 && c.max_position > c.learned_positions)) {
+        throw std::invalid_argument("sizes of the configuration disagree");
+    }
+    return c;
+}
+
+// Rows of `width` elements at an address; the strides of StoredRows.
+StoredRows rows_at(uintptr_t address, StoredType type, size_t n, size_t width, ptrdiff_t row_stride,
+                   ptrdiff_t column_stride) {
+    const size_t k = traits(type).row_length(width);
+    return {type, reinterpret_cast<const void*>(address), n, k, row_stride, column_stride};
+}
+
+bool is_finite_call(uintptr_t address, StoredType type, size_t n, size_t width, ptrdiff_t row_stride,
+                    ptrdiff_t column_stride) {
+    const StoredRows rows = rows_at(address, type, n, width, row_stride, column_stride);
+    const nb::gil_scoped_release release;
+    return is_finite(rows);
+}
+
+// Of rows at an address; the stride in bytes.
+uint64_t checksum_call(uintptr_t address, size_t rows, size_t row_bytes, ptrdiff_t stride) {
+    return checksum_rows(reinterpret_cast<const char*>(address), rows, row_bytes, stride);
+}
+
+std::shared_ptr<Weights> make_weights(const nb::dict& config, const nb::sequence& slots) {
+    auto weights = std::make_shared<Weights>(config_of(config));
+    for (nb::handle slot : slots) {
+        const auto entry = nb::cast<nb::tuple>(slot);
+        const std::string name = nb::cast<const char*>(entry[0]);
+        const auto n = nb::cast<size_t>(entry[2]);
+        if (entry[1].is_none()) {
+            weights->add_vector(name, n);
+        } else {
+            weights->add_matrix(name, static_cast<WeightFormat>(nb::cast<int>(entry[1])), n,
+                                nb::cast<size_t>(entry[3]));
+        }
+    }
+    weights->allocate();
+    return weights;
+}
+
+// Names are const char*: nanobind terminates the process where it has no memory to make a std::string of one.
+void pack_call(const Shared<Weights>& weights, const char* slot, size_t first, uintptr_t address, StoredType type,
+               size_t n, size_t width, ptrdiff_t row_stride, ptrdiff_t column_stride) {
+    const StoredRows rows = rows_at(address, type, n, width, row_stride, column_stride);
+    const nb::gil_scoped_release release;
+    weights.value->pack(slot, first, rows);
+}
+
+// Whether a float32 or bfloat16 array has the places of so many rows of a slot, contiguous: (count, k), or one axis of
+// as many numbers.
+bool view_out(nb::handle object, const Weights& weights, const char* slot, size_t count, Array& out) {
+    Rows rows;
+    return view_strided(object.ptr(), out, true) && out.is_narrow_float() && out.ndim <= 2 && rows_of(out, rows) &&
+           rows.is_contiguous() && static_cast<size_t>(out.size()) == count * weights.k(slot) &&
+           (out.ndim == 1 || static_cast<size_t>(out.shape[0]) == count);
+}
+
+nb::object rows_call(const Shared<Weights>& weights, const char* slot, size_t first, size_t n, nb::handle object) {
+    Array out;
+    if (!view_out(object, *weights.value, slot, n, out)) return not_implemented();
+    nb::object result = nb::borrow(object);
+    const nb::gil_scoped_release release;
+    weights.value->rows(slot, first, n, out.data, out.dtype == DType::kBFloat16);
+    return result;
+}
+
+nb::object gather_call(const Shared<Weights>& weights, const char* slot, nb::handle ids, nb::handle object) {
+    Array rows, out;
+    if (!view_vector(ids, DType::kInt64, rows) ||
+        !view_out(object, *weights.value, slot, static_cast<size_t>(rows.size()), out)) {
+        return not_implemented();
+    }
+    nb::object result = nb::borrow(object);
+    const nb::gil_scoped_release release;
+    weights.value->gather(slot, rows.as<int64_t>(), static_cast<size_t>(rows.size()), out.data,
+                          out.dtype == DType::kBFloat16);
+    return result;
+}
+
+}  // namespace
+
+void bind_weights(nb::module_& m) {
+    using nb::arg;
+    m.def("checksum", &checksum_call);
+    m.def("is_finite", &is_finite_call, nb::kw_only(), arg("address"), arg("type"), arg("n"), arg("width"),
+          arg("row_stride"), arg("column_stride"));
+    nb::enum_<Norm>(m, "Norm").value("rms", Norm::kRms).value("layer", Norm::kLayer);
+    nb::class_<Shared<Weights>>(m, "Weights")
+        .def(
+            "__init__",
+            [](Shared<Weights>* self, const nb::dict& config, const nb::sequence& slots) {
+                auto weights = make_weights(config, slots);
+                new (self) Shared<Weights>{std::move(weights)};
+            },
+            arg("config"), arg("slots"))
+        .def("pack", &pack_call, arg("slot"), nb::kw_only(), arg("first"), arg("address"), arg("type"), arg("n"),
+             arg("width"), arg("row_stride"), arg("column_stride"))
+        .def("rows", &rows_call, arg("slot"), arg("first"), arg("n"), arg("out"))
+        .def("gather", &gather_call, arg("slot"), arg("ids"), arg("out"))
+        .def("checksum",
+             [](const Shared<Weights>& weights, const char* slot) {
+                 const nb::gil_scoped_release release;
+                 return weights.value->checksum(slot);
+             })
+        .def_prop_ro("size_bytes", [](const Shared<Weights>& weights) { return weights.value->size_bytes(); });
+}
+
+}  // namespace whet

@@ -1,0 +1,172 @@
+// One panel of 16 outputs as rows of numbers: the way back from pack.h and pack_quantised.h, and what the format's
+// dequantize_row (engine/formats.h) makes of a row, to the bit. bfloat16 is that number, rounded to nearest even.
+//
+// All goes through tiles: some inputs of the 16 outputs, whose words a panel has side by side. They are transposed in
+// registers while they are words of several inputs, which takes one shuffle for 4 inputs of a quantised format and for
+// 2 of bfloat16, and become numbers row by row, by the scales of their own output.
+#pragma once
+#include "kernels/linear_quantised.h"
+#include "kernels/panel_task.h"
+#include "kernels/rows.h"
+#include "simd/lanes.h"
+#include "simd/vec.h"
+
+namespace whet::WHET_ISA {
+namespace {
+
+namespace unpack {
+
+// 16 words of 16 outputs, word by word, to `tile` output by output.
+template <class T>
+WHET_INLINE void put_transposed(f32x16 (&words)[16], T* tile) {
+    transpose(words);
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; ++j) store(reinterpret_cast<float*>(tile) + 16 * j, words[j]);
+}
+
+// The words [first, first + 16) of the n that a panel has of an output; after the last, zeros.
+template <class T>
+WHET_INLINE void read_words(const void* panel, size_t first, size_t n, T* tile) {
+    const float* from = static_cast<const float*>(panel) + 16 * first;
+    f32x16 words[16];
+    if (n - first >= 16) {
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) words[i] = load(from + 16 * i);
+    } else {
+        for (size_t i = 0; i < 16; ++i) words[i] = i < n - first ? load(from + 16 * i) : f32x16(0.0f);
+    }
+    put_transposed(words, tile);
+}
+
+// A tile reads the inputs from `at` on of all outputs, and puts the first n of output j into a row.
+
+struct Float32Tile {
+    static constexpr size_t kInputs = 16;
+    float numbers[16 * kInputs];
+
+    WHET_INLINE void read(const UnpackTask& task, size_t at) { read_words(task.panel, at, task.k, numbers); }
+    template <class T>
+    WHET_INLINE void put(size_t j, size_t n, T* row) const {
+        rows::put(row, load(numbers + kInputs * j), static_cast<int>(n));
+    }
+};
+
+struct BFloat16Tile {
+    static constexpr size_t kInputs = 32;
+    uint16_t numbers[16 * kInputs];
+
+    WHET_INLINE void read(const UnpackTask& task, size_t at) {
+        read_words(task.panel, at / 2, (task.k + 1) / 2, numbers);
+    }
+    WHET_INLINE void put(size_t j, size_t n, uint16_t* row) const {
+        __builtin_memcpy(row, numbers + kInputs * j, n * sizeof *row);
+    }
+    WHET_INLINE void put(size_t j, size_t n, float* row) const {
+        rows::each(0, n, [&](size_t i, int count) WHET_INLINE_LAMBDA {
+            rows::put(row + i, load_bf16(numbers + kInputs * j + i), count);
+        });
+    }
+};
+
+// Inputs 4 v to 4 v + 3 of a block as bytes of a word: q, with a sign.
+template <class Panel, int v>
+WHET_INLINE f32x16 four_integers(const uint8_t* block) {
+    u8x64 u;
+    if constexpr (Panel::kBits == 8) {
+        u = load(block + 64 * v);
+    } else if constexpr (Panel::kBits == 4) {
+        u = v < 4 ? low_halves(load(block + 64 * v)) : high_halves(load(block + 64 * (v % 4)));
+    } else {
+        u = whole_integers<Panel::kBits, v>(block);
+    }
+    return bit_cast<f32x16>(u - u8x64(Panel::kBias));
+}
+
+template <class Panel, int v = 0>
+WHET_INLINE void read_block(const uint8_t* block, f32x16* words) {
+    words[v] = four_integers<Panel, v>(block);
+    if constexpr (v < 7) read_block<Panel, v + 1>(block, words);
+}
+
+// Two blocks of 32 inputs; the second may be beyond the end.
+template <class Panel>
+struct QuantisedTile {
+    static constexpr PanelLayout kLayout = Panel::kLayout;
+    static constexpr size_t kInputs = 2 * kQuantBlock, kGroup = kLayout.group < 2 ? 2 : kLayout.group;
+    int8_t q[16 * kInputs];
+    float scales[4][16], lowests[4][16];  // of 16 inputs each
+    typename Panel::Scales group;
+
+    WHET_INLINE void read(const UnpackTask& task, size_t at) {
+        const size_t blocks = (task.k + kQuantBlock - 1) / kQuantBlock, first = at / kQuantBlock;
+        const auto* bytes = static_cast<const uint8_t*>(task.panel);
+        const bool both = first + 1 < blocks;
+        f32x16 words[16];
+        read_block<Panel>(bytes + first * kLayout.step_bytes, words);
+        if (both) {
+            read_block<Panel>(bytes + (first + 1) * kLayout.step_bytes, words + 8);
+        } else {
+            for (int v = 8; v < 16; ++v) words[v] = f32x16(0.0f);
+        }
+        put_transposed(words, q);
+        const uint8_t* all_scales = bytes + blocks * kLayout.step_bytes;
+        if (Panel::kScaling != Scaling::kOutput && first % kGroup == 0) group.open(all_scales, first);
+        for (size_t i = 0; i < 4; ++i) {
+            const size_t block = first % kGroup + i / 2;
+            if (!both && i >= 2) break;
+            if constexpr (Panel::kScaling == Scaling::kOutput) {
+                store(scales[i], load(reinterpret_cast<const float*>(all_scales)));
+            } else {
+                store(scales[i], group.scale(Panel::kScales * block + (Panel::kScales == 2 ? i % 2 : 0)));
+            }
+            if constexpr (Panel::kScaling == Scaling::kBlockLowest) store(lowests[i], group.lowest(block));
+        }
+    }
+    template <class T>
+    WHET_INLINE void put(size_t j, size_t n, T* row) const {
+        rows::each(0, n, [&](size_t i, int count) WHET_INLINE_LAMBDA {
+            f32x16 x = f32x16(scales[i / 16][j]) * to_f32(load_bytes(q + kInputs * j + i));
+            if constexpr (Panel::kScaling == Scaling::kBlockLowest) x += f32x16(lowests[i / 16][j]);
+            rows::put(row + i, x, count);
+        });
+    }
+};
+
+template <class Tile, class T>
+WHET_INLINE void put_rows(const UnpackTask& task) {
+    Tile tile;
+    for (size_t at = 0; at < task.k; at += Tile::kInputs) {
+        tile.read(task, at);
+        T* row = static_cast<T*>(task.rows) + at;
+        const size_t n = task.k - at;
+        for (size_t j = task.first; j < task.first + task.count; ++j, row += task.k) {
+            n < Tile::kInputs ? tile.put(j, n, row) : tile.put(j, Tile::kInputs, row);
+        }
+    }
+}
+
+template <class Tile>
+WHET_INLINE void put_rows(const UnpackTask& task) {
+    task.bf16 ? put_rows<Tile, uint16_t>(task) : put_rows<Tile, float>(task);
+}
+
+}  // namespace unpack
+
+void unpack_panel_f32(const UnpackTask& task) { unpack::put_rows<unpack::Float32Tile>(task); }
+void unpack_panel_bf16(const UnpackTask& task) { unpack::put_rows<unpack::BFloat16Tile>(task); }
+
+#define WHET_UNPACK(name, Panel) \
+    void unpack_panel_##name(const UnpackTask& task) { unpack::put_rows<unpack::QuantisedTile<Panel>>(task); }
+WHET_UNPACK(int8, Int8Panel)
+WHET_UNPACK(q8_0, Q8_0Panel)
+WHET_UNPACK(q4_0, Q4_0Panel)
+WHET_UNPACK(q4_1, Q4_1Panel)
+WHET_UNPACK(q5_0, Q5_0Panel)
+WHET_UNPACK(q5_1, Q5_1Panel)
+WHET_UNPACK(q4_k, Q4_KPanel)
+WHET_UNPACK(q5_k, Q5_KPanel)
+WHET_UNPACK(q6_k, Q6_KPanel)
+#undef WHET_UNPACK
+
+}  // namespace
+}  // namespace whet::WHET_ISA

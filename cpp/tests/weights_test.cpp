@@ -1,0 +1,188 @@
+// The weights of a model as engines and trainers share them: rows of every format as numbers, against the definition of
+// each format, on heap buffers of exactly their size; and packing while others read.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "engine/weights.h"
+#include "tests/checks.h"
+
+using namespace whet;
+
+namespace {
+
+const std::string kSlot = "layers.0.qkv";
+
+ModelConfig one_layer() {
+    ModelConfig config;
+    config.n_layers = 1;
+    return config;
+}
+
+// Rows below each other, n of each format, and the numbers that they are.
+struct Packed {
+    const size_t n, k;
+    Weights weights{one_layer()};
+    std::vector<float> numbers;
+
+    Packed(const std::vector<WeightFormat>& formats, size_t n, size_t k) : n(n * formats.size()), k(k) {
+        for (const WeightFormat format : formats) weights.add_matrix(kSlot, format, n, k);
+        weights.add_vector(kSlot + ".bias", k);
+        weights.allocate();
+        numbers = normal(this->n * k, 1);
+        pack(0, this->n, numbers);
+        for (size_t part = 0; part < formats.size(); ++part) {
+            for (size_t i = 0; i < n; ++i) define(traits(formats[part]), numbers.data() + (part * n + i) * k);
+        }
+    }
+
+    void pack(size_t first, size_t count, const std::vector<float>& x) {
+        weights.pack(kSlot, first, {StoredType::kFloat32, x.data(), count, k, static_cast<ptrdiff_t>(k), 1});
+    }
+
+    // A row becomes what its format keeps of it.
+    void define(const FormatTraits& format, float* x) const {
+        std::vector<uint8_t> row(format.row_bytes(k));
+        if (format.source == Source::kFloat32) {
+            std::memcpy(row.data(), x, row.size());
+        } else if (format.source == Source::kBFloat16) {
+            kernels().bf16_from_f32(x, k, reinterpret_cast<uint16_t*>(row.data()));
+        } else {
+            format.quantize_row(x, k, row.data());
+        }
+        format.dequantize_row(row.data(), k, x);
+    }
+
+    std::vector<uint16_t> halves() const {
+        std::vector<uint16_t> out(numbers.size());
+        kernels().bf16_from_f32(numbers.data(), numbers.size(), out.data());
+        return out;
+    }
+};
+
+template <class T>
+bool same_rows(const Packed& packed, const std::vector<T>& all, size_t first, size_t count) {
+    std::vector<T> out(count * packed.k);
+    packed.weights.rows(kSlot, first, count, out.data(), sizeof(T) == sizeof(uint16_t));
+    return std::memcmp(out.data(), all.data() + first * packed.k, out.size() * sizeof(T)) == 0;
+}
+
+template <class T>
+bool same_gathered(const Packed& packed, const std::vector<T>& all, const std::vector<int64_t>& rows) {
+    std::vector<T> out(rows.size() * packed.k);
+    packed.weights.gather(kSlot, rows.data(), rows.size(), out.data(), sizeof(T) == sizeof(uint16_t));
+    bool same = true;
+    for (size_t i = 0; i < rows.size(); ++i) {
+        const T* row = all.data() + static_cast<size_t>(rows[i]) * packed.k;
+        same = same && std::memcmp(out.data() + i * packed.k, row, packed.k * sizeof(T)) == 0;
+    }
+    return same;
+}
+
+void test_rows(const std::vector<WeightFormat>& formats, size_t n, size_t k) {
+    const Packed packed(formats, n, k);
+    const std::vector<uint16_t> halves = packed.halves();
+    const char* name = traits(formats.front()).name;
+    const auto last = static_cast<int64_t>(packed.n - 1);
+    for (const auto& [first, count] :
+         {std::pair<size_t, size_t>{0, packed.n}, {packed.n / 2, packed.n - packed.n / 2}, {packed.n - 1, 1}}) {
+        expect(same_rows(packed, packed.numbers, first, count) && same_rows(packed, halves, first, count),
+               "%s and %zu more: rows %zu + %zu of %zu x %zu", name, formats.size() - 1, first, count, packed.n, k);
+    }
+    const std::vector<int64_t> rows{last, 0, last / 2, last};
+    expect(same_gathered(packed, packed.numbers, rows) && same_gathered(packed, halves, rows),
+           "%s: rows here and there of %zu x %zu", name, packed.n, k);
+}
+
+void test_vectors() {
+    Packed packed({WeightFormat::kFloat32}, 3, 20);
+    const std::vector<float> bias = normal(20, 2);
+    packed.weights.pack(kSlot + ".bias", 0, {StoredType::kFloat32, bias.data(), 1, 20, 0, 1});
+    std::vector<float> out(7);
+    packed.weights.rows(kSlot + ".bias", 5, 7, out.data(), false);
+    expect(std::equal(out.begin(), out.end(), bias.begin() + 5), "numbers of a vector");
+}
+
+template <class Error, class Call>
+void expect_refused(const char* what, Call&& call) {
+    try {
+        call();
+    } catch (const Error&) {
+        return;
+    }
+    expect(false, "%s is refused", what);
+}
+
+void test_refusals() {
+    const Packed packed({WeightFormat::kBFloat16, WeightFormat::kInt8}, 17, 6);
+    std::vector<float> out(40 * 6);
+    const std::vector<int64_t> outside{34}, below{-1};
+    const Weights& w = packed.weights;
+    expect_refused<std::out_of_range>("a row too many", [&] { w.rows(kSlot, 10, 25, out.data(), false); });
+    expect_refused<std::out_of_range>("a row beyond", [&] { w.rows(kSlot, 35, 0, out.data(), false); });
+    expect_refused<std::out_of_range>("a number too many", [&] { w.rows(kSlot + ".bias", 1, 6, out.data(), false); });
+    expect_refused<std::out_of_range>("the row after the last",
+                                      [&] { w.gather(kSlot, outside.data(), 1, out.data(), false); });
+    expect_refused<std::out_of_range>("a row below 0", [&] { w.gather(kSlot, below.data(), 1, out.data(), false); });
+    expect_refused<std::invalid_argument>("an unknown slot", [&] { w.rows("head", 0, 1, out.data(), false); });
+    expect_refused<std::invalid_argument>("its checksum", [&] { w.checksum("head"); });
+}
+
+void test_checksums() {
+    Packed a({WeightFormat::kQ8_0, WeightFormat::kFloat32}, 20, 64),
+        b({WeightFormat::kQ8_0, WeightFormat::kFloat32}, 20, 64);
+    expect(a.weights.checksum(kSlot) == b.weights.checksum(kSlot), "the same weights have the same checksum");
+    for (const size_t row : {size_t{3}, size_t{39}}) {
+        const uint64_t before = b.weights.checksum(kSlot);
+        b.pack(row, 1, std::vector<float>(64, 0.5f));
+        expect(b.weights.checksum(kSlot) != before, "row %zu is in the checksum", row);
+    }
+}
+
+// A reader sees all rows from before or all from after.
+void test_packing_while_others_read() {
+    Packed packed({WeightFormat::kBFloat16}, 64, 64);
+    const std::vector<float> ones(64 * 64, 1.0f), twos(64 * 64, 2.0f);
+    packed.pack(0, 64, ones);
+    std::thread packer([&] {
+        for (int i = 0; i < 50; ++i) packed.pack(0, 64, i % 2 == 0 ? twos : ones);
+    });
+    std::vector<float> out(64 * 64);
+    bool whole = true;
+    for (int i = 0; i < 50; ++i) {
+        packed.weights.rows(kSlot, 0, 64, out.data(), false);
+        whole = whole && std::equal(out.begin() + 1, out.end(), out.begin());
+    }
+    packer.join();
+    expect(whole, "rows are read before or after they are packed");
+}
+
+}  // namespace
+
+int main() {
+    return run_tests([] {
+        for (const int n_threads : {1, 3}) {
+            set_num_threads(n_threads);
+            for (size_t i = 0; i < format_table().size(); ++i) {
+                const auto format = static_cast<WeightFormat>(i);
+                const size_t block = traits(format).block_length;
+                for (const size_t n : {1, 16, 37}) {
+                    for (const size_t k : {size_t{1}, size_t{2}, size_t{3}}) test_rows({format}, n, k * block);
+                    if (block == 1) test_rows({format}, n, 95);
+                    if (block == 1) test_rows({format}, n, 64);
+                }
+            }
+            test_rows({WeightFormat::kQ4_K, WeightFormat::kQ6_K, WeightFormat::kBFloat16}, 35, 512);
+        }
+        test_vectors();
+        test_refusals();
+        test_checksums();
+        test_packing_while_others_read();
+    });
+}

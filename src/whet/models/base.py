@@ -1,0 +1,194 @@
+"""The weights of a model, packed once in the core's memory: engines sample from them and frozen modules multiply by them.
+
+Nothing here knows torch: an ``out`` of torch is written where it lies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from whet import _core
+from whet.errors import WhetTypeError, WhetValueError
+from whet.models.formats import Part, choose_formats, describe_parts, kv_format
+from whet.models.loading import all_pieces, checked, load
+from whet.models.slots import Place, Source, whole
+from whet.ops.quant import CORE_FORMATS
+
+
+class PackedBase:
+    """Packed weights, found by the names of the Hugging Face model's modules. Made by ``pack_base``.
+
+    They do not change, so that any number of engines and trainers may hold them at once; a copy is the same object.
+
+    Attributes:
+        config: what the model computes.
+        formats: slot -> format of every matrix; "q4_k, q6_k" where its parts have several.
+        kv_format: the format of an engine's keys and values, "float32" or "bfloat16".
+        targets, short_position: as in ``Source``.
+        core: the core's weights, by slot.
+    """
+
+    def __init__(self, source: Source, formats: Mapping[str, tuple[Part, ...]]) -> None:
+        """Zeros in the shapes and formats of a source's matrices; see ``pack_base``."""
+        self.config = source.config
+        self.targets = source.targets
+        self.short_position = source.short_position
+        self.formats = {slot: describe_parts(parts) for slot, parts in formats.items()}
+        self.kv_format = kv_format(formats)
+        self._shapes = source.config.slots()
+        slots = [
+            (slot, CORE_FORMATS.get(format), n, shape[-1])
+            for slot, shape in self._shapes.items()
+            for n, format in formats.get(slot, [(shape[0], "")])
+        ]
+        self.core = _core.Weights(vars(source.config), slots)
+
+    def source(self) -> Source:
+        """The model as an engine takes it: nothing is left to pack."""
+        return Source(self.config, lambda: iter(()), self.targets, (), self.short_position, self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        return self.core.size_bytes
+
+    def digest(self) -> str:
+        """sha-256, in hexadecimal, of every slot's name and format and of 64-bit checksums of its packed bytes.
+
+        The same weights have the same on every machine and instruction set.
+        """
+        slots = (f"{slot} {self.formats.get(slot, 'float32')} {self.core.checksum(slot):x}" for slot in self._shapes)
+        return hashlib.sha256("\n".join(slots).encode()).hexdigest()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """That of a module's weight as ``rows`` has it: (n, k), or (n,) of a norm.
+
+        Raises:
+            WhetValueError: there is no such module.
+        """
+        return self._place(name, "PackedBase.shape").shape
+
+    def rows(self, name: str, out: Any, first: int = 0) -> Any:
+        """Rows [first, first + len(out)) of a module's weight, dequantised into ``out``, which is returned.
+
+        Args:
+            name: of the module in the Hugging Face model, "model.layers.0.self_attn.q_proj"; a tied head's rows are
+                the embedding's.
+            out: contiguous float32 or bfloat16, torch or NumPy (ml_dtypes), on the CPU and without gradient: (n, k), a
+                row for each output of the module as it numbers them, also where it keeps its weight transposed; (n,) of
+                a norm. bfloat16 is the float32 number, rounded to nearest even.
+            first: 0 where the slot has the module's rows in another order (GPT-NeoX's query_key_value), and then
+                ``out`` has all of them.
+
+        Raises:
+            WhetValueError: there is no such module, or it has no such rows.
+            WhetTypeError: another kind of ``out``.
+        """
+        place = self._place(name, "PackedBase.rows")
+        return self._read("PackedBase.rows", name, place, self._weight_slot(place), out, first)
+
+    def bias(self, name: str, out: Any) -> Any:
+        """A module's bias (n,), in ``out`` as in ``rows``.
+
+        Raises:
+            WhetValueError, WhetTypeError: as ``rows``; the module has no bias.
+        """
+        place = self._place(name, "PackedBase.bias")
+        if place.bias is None:
+            raise WhetValueError(f"PackedBase.bias: {name} has no bias.")
+        return self._read("PackedBase.bias", name, place, place.bias, out, 0)
+
+    def gather(self, name: str, ids: Any, out: Any) -> Any:
+        """Rows of an embedding: ``out[i]`` is row ``ids[i]``.
+
+        Args:
+            name: of the module, whose weight has a slot of its own.
+            ids: (m,) int64, contiguous.
+            out: (m, k), as in ``rows``.
+
+        Raises:
+            WhetValueError, WhetTypeError: as ``rows``; ids outside the embedding.
+        """
+        where = "PackedBase.gather"
+        place = self._place(name, where)
+        slot = self._weight_slot(place)
+        if self._shapes[slot] != place.shape or place.module.cut is not whole:
+            raise WhetValueError(f"{where}: {name} is no embedding. Read its rows with rows().")
+        try:
+            found = self.core.gather(slot, ids, out)
+        except IndexError:
+            raise WhetValueError(f"{where}: ids of {name} lie outside 0 ... {place.shape[0] - 1}.") from None
+        if found is NotImplemented:
+            expected = f"ids int64 (m,), and out contiguous float32 or bfloat16 (m, {place.shape[-1]})"
+            raise WhetTypeError(f"{where}: ids are {_describe(ids)} and out is {_describe(out)}, expected {expected}.")
+        return out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedBase:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise WhetTypeError(
+            "PackedBase: packed weights are not pickled. Keep the model's folder or file, and pack it again."
+        )
+
+    def __repr__(self) -> str:
+        formats = ", ".join(dict.fromkeys(self.formats.values()))
+        return f"PackedBase({self.config.n_parameters:,} parameters, {formats}, {self.nbytes:,} bytes)"
+
+    def _place(self, name: str, where: str) -> Place:
+        if name not in self.targets:
+            raise WhetValueError(f"{where}: the model has no module {name!r}; it has {', '.join(sorted(self.targets)[:4])}, ...")
+        return self.targets[name]
+
+    def _weight_slot(self, place: Place) -> str:
+        return place.weight if place.weight in self._shapes else "embedding"  # of a tied head
+
+    def _read(self, where: str, name: str, place: Place, slot: str, out: Any, first: int) -> Any:
+        if not getattr(out, "shape", ()):
+            raise WhetTypeError(f"{where}: out is {_describe(out)}, expected an array of NumPy or torch.")
+        n_rows, n = place.shape[0], len(out)
+        if not 0 <= first <= n_rows - n:
+            raise WhetValueError(f"{where}: {name} has {n_rows} rows, and rows {first} ... {first + n - 1} are asked for.")
+        if place.module.cut is not whole and n != n_rows:
+            raise WhetValueError(f"{where}: {name} is read whole: {n_rows} rows, not {n}. Pass an out for all of them.")
+        for begin, view in place.module.cut(self.config, out):
+            if self.core.rows(slot, place.first_row + first + begin, len(view), view) is NotImplemented:
+                shape = (n_rows, *self._shapes[slot][1:])
+                raise WhetTypeError(
+                    f"{where}: out is {_describe(out)}, expected contiguous float32 or bfloat16 {shape}, or fewer rows, "
+                    f"on the CPU and without gradient."
+                )
+        return out
+
+
+def pack_base(
+    source: Source,
+    *,
+    weights: str | None = None,
+    embedding: str | None = None,
+    head: str | None = None,
+    where: str = "pack_base",
+) -> PackedBase:
+    """Pack a model's weights once, for engines and trainers to share.
+
+    Args:
+        source: a model that ``open_pretrained``, ``open_gguf`` or ``describe_module`` gives; LoRA adapters that it
+            tells apart are no part of the base.
+        weights, embedding, head: formats, as in ``Engine``; None keeps those of a GGUF file, and takes floats as bf16.
+        where: begins the errors.
+
+    Raises:
+        WhetValueError: a format that there is not, weights that hold NaN or infinity, or a model on a packed base.
+    """
+    if source.base is not None:
+        raise WhetValueError(f"{where}: the model's weights are packed already. Share its base, which is source.base.")
+    base = PackedBase(source, choose_formats(source, weights, embedding, head, where))
+    load(base.core, checked(all_pieces(source, where), where))
+    return base
+
+
+def _describe(array: Any) -> str:
+    shape = getattr(array, "shape", None)
+    return type(array).__name__ if shape is None else f"{getattr(array, 'dtype', 'of no dtype')} {tuple(shape)}"
