@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "engine/weights.h"
+#include "runtime/thread_pool.h"
 #include "tests/checks.h"
 
 using namespace whet;

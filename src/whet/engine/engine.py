@@ -45,7 +45,9 @@ from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 
 
 class Engine:
-    """Samples completions and scores sequences, made by ``from_model``, ``from_pretrained``, ``from_gguf``, ``from_base``.
+    """Samples completions and scores sequences.
+
+    Made by ``from_model``, ``from_pretrained``, ``from_gguf`` or ``from_base``.
 
     All take, beside their source (a packed base has the first three already):
 
@@ -555,6 +557,6 @@ def _refuse_formats(options: dict[str, Any], where: str) -> None:
     for name in ("weights", "embedding", "head"):
         if name in options:
             raise WhetValueError(
-                f"{where}: {name} is {options[name]!r}, and the weights are packed already. Leave it out, or pass it to "
-                f"pack_base."
+                f"{where}: {name} is {options[name]!r}, and the weights are packed already. Leave it out, or pass it "
+                f"to pack_base."
             )

@@ -1,4 +1,4 @@
-"""The weights of a model, packed once in the core's memory: engines sample from them and frozen modules multiply by them.
+"""The weights of a model, packed once in the core's memory: engines sample from them, frozen modules multiply by them.
 
 Nothing here knows torch: an ``out`` of torch is written where it lies.
 """
@@ -139,7 +139,9 @@ class PackedBase:
 
     def _place(self, name: str, where: str) -> Place:
         if name not in self.targets:
-            raise WhetValueError(f"{where}: the model has no module {name!r}; it has {', '.join(sorted(self.targets)[:4])}, ...")
+            raise WhetValueError(
+                f"{where}: the model has no module {name!r}; it has {', '.join(sorted(self.targets)[:4])}, ..."
+            )
         return self.targets[name]
 
     def _weight_slot(self, place: Place) -> str:
@@ -150,15 +152,17 @@ class PackedBase:
             raise WhetTypeError(f"{where}: out is {_describe(out)}, expected an array of NumPy or torch.")
         n_rows, n = place.shape[0], len(out)
         if not 0 <= first <= n_rows - n:
-            raise WhetValueError(f"{where}: {name} has {n_rows} rows, and rows {first} ... {first + n - 1} are asked for.")
+            raise WhetValueError(
+                f"{where}: {name} has {n_rows} rows, and rows {first} ... {first + n - 1} are asked for."
+            )
         if place.module.cut is not whole and n != n_rows:
             raise WhetValueError(f"{where}: {name} is read whole: {n_rows} rows, not {n}. Pass an out for all of them.")
         for begin, view in place.module.cut(self.config, out):
             if self.core.rows(slot, place.first_row + first + begin, len(view), view) is NotImplemented:
                 shape = (n_rows, *self._shapes[slot][1:])
                 raise WhetTypeError(
-                    f"{where}: out is {_describe(out)}, expected contiguous float32 or bfloat16 {shape}, or fewer rows, "
-                    f"on the CPU and without gradient."
+                    f"{where}: out is {_describe(out)}, expected contiguous float32 or bfloat16 {shape}, or fewer "
+                    f"rows, on the CPU and without gradient."
                 )
         return out
 
