@@ -30,6 +30,7 @@ from whet.algorithms.dpo import DPO
 from whet.algorithms.sft import SFT
 from whet.config import DPOLossType
 from whet.errors import WhetTypeError, WhetValueError
+from whet.nn import frozen_model
 from whet.training.reference_cache import model_digest
 
 PROMPTS = [[5, 6], [7], [8, 9, 10]]
@@ -182,6 +183,13 @@ def test_a_reference_cache_of_adapters_is_of_their_base(tmp_path):
     with torch.no_grad():
         list(base.parameters())[-1].add_(1.0)
     assert model_digest(base, frozen_only=True) == before and model_digest(base) != frozen
+
+
+def test_a_reference_cache_is_of_the_packed_base():
+    """Whose matrices are in no state_dict."""
+    digests = {model_digest(frozen_model(tiny_llama(seed), base)) for seed in (0, 1) for base in ("bf16", "float32")}
+    assert len(digests) == 4
+    assert model_digest(frozen_model(tiny_llama(), "bf16")) in digests
 
 
 def test_a_reference_cache_is_of_the_models_settings(tmp_path):

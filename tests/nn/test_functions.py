@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from tests.raising import assert_raises
@@ -137,6 +140,12 @@ def test_linear_logprobs(n_rows, n_words, dtype):
 
     def function(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         head = functions.Head(weight, bias, weight.detach().to(dtype))
+        rows, still = weight.detach().to(dtype), bias.detach()
+        frozen = functions.FrozenHead(lambda first, n, dtype: rows[first : first + n], (n_words, 40), still, dtype)
+        x, other = (hidden.detach().clone().requires_grad_() for _ in range(2))
+        for same, given in ((x, functions.Head(weight.detach(), still, rows)), (other, frozen)):
+            functions.linear_logprobs(same, given, targets, 0.7, False)[0].sum().backward()
+        assert torch.equal(x.grad, other.grad)  # pyright: ignore[reportArgumentType]
         logprobs, entropy = functions.linear_logprobs(hidden, head, targets, 0.7, True)
         every = ((hidden @ weight.t() + bias) / 0.7).double().log_softmax(-1)
         assert entropy is not None
@@ -160,6 +169,95 @@ def test_linear_and_embedding(dtype):
         return torch.nn.functional.linear(x, weight, bias)
 
     hold(function, definition, [normal(5, 33), normal(17, 33), normal(17)], BOUNDS[dtype])
+
+
+def kept_bytes(outputs_of: Callable[[], Any]) -> int:
+    """What a call keeps for its backward, memory that is kept twice counted once."""
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        outputs = outputs_of()
+    del outputs
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_adapters_beside_frozen_products(dtype):
+    """Two products of one input, the first with two adapters."""
+    weights = normal(24, 33, dtype=dtype), normal(17, 33, dtype=dtype)
+
+    def layers(a1: Tensor, b1: Tensor, a2: Tensor, b2: Tensor, bias: Tensor) -> list[functions.Product]:
+        adapters = functions.Adapter(a1, b1, 0.5), functions.Adapter(a2, b2, 2.0)
+        return [
+            functions.Product(lambda: weights[0], None, adapters),
+            functions.Product(lambda: weights[1], bias),
+        ]
+
+    def function(x: Tensor, *parameters: Tensor) -> Tensor:
+        return torch.cat(functions.frozen_linears(x, layers(*parameters), dtype), -1).float()
+
+    def definition(x: Tensor, a1: Tensor, b1: Tensor, a2: Tensor, b2: Tensor, bias: Tensor) -> Tensor:
+        first = x @ weights[0].double().t() + 0.5 * (x @ a1.t()) @ b1.t() + 2 * (x @ a2.t()) @ b2.t()
+        return torch.cat((first, x @ weights[1].double().t() + bias), -1)
+
+    inputs = [normal(2, 5, 33), normal(4, 33), normal(24, 4), normal(3, 33), normal(24, 3), normal(17)]
+    hold(function, definition, inputs, BOUNDS[dtype])
+
+
+def test_dropout_is_drawn_again_in_the_backward():
+    """The same elements of x are dropped, a share as large as asked for, and other ones the next time."""
+    x, a, b = normal(40, 50), torch.eye(50), torch.eye(50)
+    zero = torch.zeros(50, 50)
+
+    def function(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        adapter = functions.Adapter(a, b, 1.5, 0.25)
+        return functions.frozen_linears(x, [functions.Product(lambda: zero, None, (adapter,))], torch.float32)[0]
+
+    mask = (function(torch.ones(40, 50), a, b) != 0).double()
+    assert 0.7 < mask.mean() < 0.8
+    hold(function, lambda x, a, b: 1.5 * (x * mask / 0.75) @ a.t() @ b.t(), [x, normal(4, 50), normal(50, 4)], 5e-6)
+    torch.manual_seed(4)
+    adapter = functions.Adapter(a, b, 1.0, 0.25)
+    (other,) = functions.frozen_linears(
+        torch.ones(40, 50), [functions.Product(lambda: zero, None, (adapter,))], torch.float32
+    )
+    assert not torch.equal(other != 0, mask.bool())
+
+
+def test_a_frozen_weight_keeps_no_input():
+    x, weight, (a, b) = normal(100, 64).requires_grad_(), normal(32, 64), (normal(2, 64), normal(32, 2))
+    assert kept_bytes(lambda: functions.linear(x, weight, None, weight)) == weight.nbytes
+    product = functions.Product(lambda: weight, None)
+    assert kept_bytes(lambda: functions.frozen_linears(x, [product], torch.float32)) == 0
+    adapted = product._replace(adapters=(functions.Adapter(a.requires_grad_(), b.requires_grad_(), 1.0),))
+    once = kept_bytes(lambda: functions.frozen_linears(x, [adapted], torch.float32))
+    assert once == x.nbytes + 100 * 2 * 4 + a.nbytes + b.nbytes
+    assert kept_bytes(lambda: functions.frozen_linears(x, [adapted, adapted], torch.float32)) == once + 100 * 2 * 4
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_inputs_of_adapters_are_computed_again(dtype):
+    """A norm's and a SwiGLU's results are not kept; gradients are to the bit those of kept ones."""
+    a, b = normal(2, 64), normal(32, 2)
+
+    def run(x: Tensor, recipes: bool) -> tuple[Tensor, ...]:
+        inner = functions.rms_norm(functions.swiglu(x, 2 * x), torch.ones(64), 1e-5, dtype)
+        inner = inner if recipes else inner.view_as(inner)  # another tensor, without a recipe
+        adapter = functions.Adapter(a.requires_grad_(), b.requires_grad_(), 1.0)
+        return functions.frozen_linears(inner, [functions.Product(lambda: normal_weight, None, (adapter,))], dtype)
+
+    normal_weight = normal(32, 64, dtype=dtype)
+    x = normal(100, 64).requires_grad_()
+    gradients = [torch.autograd.grad(run(x, recipes)[0].float().square().sum(), (x, a, b)) for recipes in (True, False)]
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+    kept = [kept_bytes(lambda recipes=recipes: run(x, recipes)) for recipes in (True, False)]
+    assert kept[1] - kept[0] == 100 * 64 * dtype.itemsize
 
 
 def test_adamw():

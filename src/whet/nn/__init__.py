@@ -11,6 +11,7 @@ except ImportError as error:
 
 from whet.nn.accelerate import Acceleration, accelerate
 from whet.nn.causal_lm import CompletionLogprobs, completion_logprobs
+from whet.nn.frozen import frozen_model
 from whet.nn.optim import AdamW
 
-__all__ = ["Acceleration", "AdamW", "CompletionLogprobs", "accelerate", "completion_logprobs"]
+__all__ = ["Acceleration", "AdamW", "CompletionLogprobs", "accelerate", "completion_logprobs", "frozen_model"]

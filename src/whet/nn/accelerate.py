@@ -1,8 +1,9 @@
 """Whet's training kernels in a Hugging Face model, by one call, and out of it again.
 
 ``accelerate(model)`` puts autograd functions over native kernels in the place of the model's own: linear layers with
-bfloat16 products over float32 master weights (where the processor has them), RMSNorm, SwiGLU, RoPE, and attention over
-packed batches. The model's parameters, state dict, adapters and hooks stay what they are. ``completion_logprobs`` then
+bfloat16 products over float32 master weights (where the processor has them) or over packed ones that do not train,
+PEFT's LoRA beside them, RMSNorm, SwiGLU, RoPE, and attention over packed batches. The model's parameters, state dict,
+adapters and hooks stay what they are. ``completion_logprobs`` then
 runs batches packed, with shared prompts computed once, and projects the vocabulary only where a token counts.
 """
 
@@ -13,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from whet.config.settings import Compute, ComputeDtype
 from whet.errors import WhetTypeError, WhetValueError, check_choice
 from whet.models.families import FAMILIES
 from whet.nn import functions
+from whet.nn.frozen import FrozenLinear, FrozenWeight, check_trainable, special_adapters
 from whet.nn.modules import inner_module, module_device
 from whet.nn.packed import PackedBatch
 from whet.nn.threads import openmp_fork
@@ -39,7 +41,8 @@ def accelerate(model: nn.Module, dtype: ComputeDtype = "auto") -> Acceleration:
 
     Args:
         model: a Hugging Face causal model of one of the families (or a PEFT model over one) on the CPU, its weights
-            float32. It may be called as before, trained by other loops too; outputs are those of ``dtype``.
+            float32, or packed by ``frozen_model``. It may be called as before, trained by other loops too; outputs are
+            those of ``dtype``. LoRA adapters of linear layers whose weight does not train are computed with the layer.
         dtype: of products: "bfloat16" rounds weights and activations that are multiplied, and keeps master weights,
             gradients, norms, the residual stream, the logits and every sum in float32. "float32" changes no more than
             the order of sums. "auto": bfloat16 where the processor has bfloat16 products.
@@ -51,7 +54,7 @@ def accelerate(model: nn.Module, dtype: ComputeDtype = "auto") -> Acceleration:
     Raises:
         WhetTypeError: not a Hugging Face causal model.
         WhetValueError: a model of another family, on another device or in another dtype, one that has been accelerated
-            already, or an unknown ``dtype``.
+            already, an adapter that a packed weight does not take, or an unknown ``dtype``.
     """
     acceleration = Acceleration(model, dtype)
     acceleration.install()
@@ -79,9 +82,12 @@ def choose_accelerations(
         By model; empty where torch computes.
 
     Raises:
-        WhetTypeError, WhetValueError: the kernels do not fit a model, and ``compute`` is "bfloat16" or "float32".
+        WhetTypeError, WhetValueError: the kernels do not fit a model, and ``compute`` is "bfloat16" or "float32"; or an
+            adapter does not fit a packed weight.
     """
     accelerations: dict[nn.Module, Acceleration] = {}
+    for model in models:
+        check_trainable(model, where)
     for model in models:
         acceleration = _choose_acceleration(model, compute, training_mode, where)
         if acceleration is None:
@@ -133,9 +139,10 @@ class Acceleration:
             raise WhetTypeError(
                 "accelerate: the model has virtual tokens, which stand before its input. Pass LoRA adapters, or none."
             )
+        check_trainable(self._model, "accelerate")
         self._decoder, self._head_module = _find_head(self._model)
         self._copies: MutableMapping[Tensor, _Copy] = WeakTensorKeyDictionary()
-        self._head: functions.Head | None = None
+        self._head: functions.Head | functions.FrozenHead | None = None
         self._head_generation = 0
         self._packed = False
         self._replaced: list[tuple[nn.Module, str, Any]] = []
@@ -146,6 +153,7 @@ class Acceleration:
         """Put the kernels in; all of them, or none where it is interrupted."""
         if acceleration_of(self._model) is not None:
             raise WhetValueError("accelerate: the model is accelerated already. Call remove() on what that returned.")
+        _warn_of_special_adapters(self._model)
         _accelerated[self._model] = self
         try:
             for module in self._model.modules():
@@ -203,14 +211,22 @@ class Acceleration:
             self._packed = False
         return output[0][0]
 
-    def head(self) -> functions.Head:
-        """The projection on the vocabulary, with the weights as they are."""
-        weight, bias = self._head_module.weight, self._head_module.bias
+    def head(self) -> functions.Head | functions.FrozenHead:
+        """The projection on the vocabulary, with weights and adapters as they are."""
+        layer, adapters = _split_adapters(self._head_module)
+        if not isinstance(layer, FrozenLinear):
+            self._head = self._float_head(layer.weight, layer.bias)
+        elif self._head is None:
+            self._head = layer.head(self.dtype)
+        self._head.adapters = adapters or ()
+        return self._head
+
+    def _float_head(self, weight: Tensor, bias: Tensor | None) -> functions.Head:
         tensor = self.copy(weight)
         made, head = self._copies.get(weight), self._head
         generation = 0 if made is None else made.generation
-        if head is None or head.weight is not weight or head.bias is not bias or not _same_memory(head.copy, tensor):
-            head = self._head = functions.Head(weight, bias, tensor)
+        if not (isinstance(head, functions.Head) and head.is_of(weight, bias, tensor)):
+            head = functions.Head(weight, bias, tensor)
         elif generation != self._head_generation:
             head.repack()
         self._head_generation = generation
@@ -251,13 +267,41 @@ class Acceleration:
             x.numel() <= _FEW_ROWS * x.shape[-1]
             and self.dtype == torch.bfloat16
             and not (self._packed or torch.is_grad_enabled())
+            and not isinstance(weight, FrozenWeight)
             and weight.dtype == torch.float32
             and weight.is_contiguous()
         )
 
+    def linears(self, x: Tensor, *modules: Any) -> Sequence[Tensor]:
+        """What some linear layers make of one input.
+
+        Where none of their weights trains it is one function, which keeps x once, if at all, and sums its gradient in
+        place.
+        """
+        products = [self.product(module, x) for module in modules]
+        if None in products or any(map(_has_hooks, modules)):
+            return [module(x) for module in modules]
+        return functions.frozen_linears(x, cast("list[functions.Product]", products), self.dtype)
+
+    def product(self, module: Any, x: Tensor) -> functions.Product | None:
+        """A linear layer whose weight does not train, with its active LoRA adapters; None: it is none."""
+        layer, adapters = _split_adapters(module)
+        if adapters is None:
+            return None
+        if isinstance(layer, FrozenLinear):
+            return layer.product(self.dtype, adapters)
+        kind = type(layer).__name__
+        fits = (type(layer) is nn.Linear or kind == "Conv1D") and not layer.weight.requires_grad
+        if not fits or self.rounds_on_the_way(x, layer):
+            return None
+        copy = self.copy(layer.weight)
+        return functions.Product(lambda: copy.t() if kind == "Conv1D" else copy, layer.bias, adapters)
+
     def _forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
         """The function that replaces a module's forward."""
         kind = type(module).__name__
+        if type(module) is FrozenLinear or _is_lora(module):
+            return partial(_frozen_linear, self, module, module.forward)
         if type(module) is nn.Linear:
             return partial(_linear, self, module)
         if type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq:
@@ -267,10 +311,10 @@ class Acceleration:
         if kind.endswith("RMSNorm"):
             return partial(_rms_norm, self, module)
         if kind.endswith("MLP") and _is_silu(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)):
-            return partial(_swiglu_fused if hasattr(module, "gate_up_proj") else _swiglu, module)
+            return partial(_swiglu_fused if hasattr(module, "gate_up_proj") else _swiglu, self, module)
         if kind.endswith("Attention") and hasattr(module, "q_proj"):
             is_gptj = FAMILIES[self._model.config.model_type].rope == "gptj"
-            return partial(_gptj_attention if is_gptj else _attention, module, module.forward)
+            return partial(_gptj_attention if is_gptj else _attention, self, module, module.forward)
         return None
 
 
@@ -304,10 +348,6 @@ def _check_master(weight: Tensor) -> None:
         )
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
-
-
 def _asks_interface(module: nn.Module) -> bool:
     """Whether an attention module finds its function by the config's ``_attn_implementation``."""
     return type(module).__name__.endswith("Attention") and hasattr(getattr(module, "config", None), "model_type")
@@ -322,7 +362,8 @@ def _find_head(inner: Any) -> tuple[nn.Module, Any]:
     if family not in FAMILIES:
         raise WhetValueError(f"accelerate: model_type is {family!r}; the kernels fit {', '.join(sorted(FAMILIES))}.")
     head, decoder = inner.get_output_embeddings(), getattr(inner, inner.base_model_prefix, None)
-    if type(head) is not nn.Linear or decoder is None or decoder is inner:
+    layer = None if _is_lora(head) and special_adapters(head) else getattr(head, "base_layer", head)
+    if type(layer) not in (nn.Linear, FrozenLinear) or decoder is None or decoder is inner:
         raise WhetValueError(
             f"accelerate: {type(inner).__name__} has no plain linear head over a decoder. Pass a causal language model."
         )
@@ -356,6 +397,58 @@ def _linear(acceleration: Acceleration, module: Any, x: Tensor) -> Tensor:
     return functions.linear(x, module.weight, module.bias, acceleration.copy(module.weight), acceleration.in_place)
 
 
+def _frozen_linear(
+    acceleration: Acceleration, module: Any, plain: Callable[..., Any], x: Tensor, *args: Any, **options: Any
+) -> Tensor:
+    product = None if args or options else acceleration.product(module, x)  # such as PEFT's adapter_names
+    if product is None:
+        return plain(x, *args, **options)
+    return functions.frozen_linears(x, [product], acceleration.dtype)[0]
+
+
+def _is_lora(module: Any) -> bool:
+    """Whether it is PEFT's LoRA around a linear layer."""
+    kind = type(module)
+    return kind.__name__ == "Linear" and kind.__module__ == "peft.tuners.lora.layer"
+
+
+def _split_adapters(module: Any) -> tuple[Any, tuple[functions.Adapter, ...] | None]:
+    """A linear layer, and the adapters that are active in PEFT's layer around it; None: only PEFT computes them."""
+    if not _is_lora(module):
+        return module, ()
+    if module.disable_adapters and module.merged:
+        module.unmerge()  # as PEFT's own forward does
+    if module.disable_adapters or module.merged:
+        return module.base_layer, ()
+    if special_adapters(module):
+        return module.base_layer, None
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    return module.base_layer, tuple(
+        functions.Adapter(
+            module.lora_A[name].weight,
+            module.lora_B[name].weight,
+            module.scaling[name],
+            getattr(module.lora_dropout[name], "p", 0.0) if module.training else 0.0,
+        )
+        for name in names
+    )
+
+
+def _has_hooks(module: Any) -> bool:
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in names)
+
+
+def _warn_of_special_adapters(model: nn.Module) -> None:
+    kinds = {kind: None for module in model.modules() if _is_lora(module) for kind in special_adapters(module)}
+    if kinds:
+        warnings.warn(
+            f"accelerate: PEFT's own functions compute {', '.join(kinds)}, which is slower and takes more memory than "
+            "plain LoRA.",
+            stacklevel=4,
+        )
+
+
 def _conv1d(acceleration: Acceleration, module: Any, x: Tensor) -> Tensor:
     if acceleration.rounds_on_the_way(x, module):
         return functions.rounded_linear(x, module.weight, module.bias, by_columns=True)
@@ -368,11 +461,11 @@ def _rms_norm(acceleration: Acceleration, module: Any, hidden_states: Tensor) ->
     return functions.rms_norm(hidden_states, module.weight, eps, acceleration.dtype)
 
 
-def _swiglu(module: Any, x: Tensor) -> Tensor:
-    return module.down_proj(functions.swiglu(module.gate_proj(x), module.up_proj(x)))
+def _swiglu(acceleration: Acceleration, module: Any, x: Tensor) -> Tensor:
+    return module.down_proj(functions.swiglu(*acceleration.linears(x, module.gate_proj, module.up_proj)))
 
 
-def _swiglu_fused(module: Any, hidden_states: Tensor) -> Tensor:
+def _swiglu_fused(acceleration: Acceleration, module: Any, hidden_states: Tensor) -> Tensor:
     return module.down_proj(functions.swiglu(*module.gate_up_proj(hidden_states).chunk(2, dim=-1)))
 
 
@@ -396,6 +489,7 @@ def _batch_of(attention_mask: Tensor | None) -> PackedBatch | None:
 
 
 def _attention(
+    acceleration: Acceleration,
     module: Any,
     plain: Callable[..., Any],
     hidden_states: Tensor,
@@ -409,12 +503,10 @@ def _attention(
     if batch is None:
         return plain(hidden_states, position_embeddings, attention_mask, *args, **options)
     _refuse_dropout(module.attention_dropout if module.training else 0.0)
-    q, k, v = _project(module, hidden_states)
+    q, k, v = _project(acceleration, module, hidden_states)
     if hasattr(module, "q_norm"):
         q, k = module.q_norm(q), module.k_norm(k)
-    cos, sin = position_embeddings
-    half = cos.shape[-1] // 2
-    table = torch.cat((cos[0, :, :half], sin[0, :, :half]), 1).float()
+    table = _rope_table(*position_embeddings)
     q, k = functions.rope(q, table), functions.rope(k, table)
     window = getattr(module, "sliding_window", None)
     if FAMILIES[module.config.model_type].window == "all":
@@ -423,7 +515,16 @@ def _attention(
     return module.o_proj(out.view(1, len(q), -1)), None
 
 
+def _rope_table(cos: Any, sin: Tensor) -> Tensor:
+    """(N, R): cosines and sines of a packed batch. All layers have the same, and keep it for their backward."""
+    if not hasattr(cos, "whet_table"):
+        half = cos.shape[-1] // 2
+        cos.whet_table = torch.cat((cos[0, :, :half], sin[0, :, :half]), 1).float()
+    return cos.whet_table
+
+
 def _gptj_attention(
+    acceleration: Acceleration,
     module: Any,
     plain: Callable[..., Any],
     hidden_states: Tensor,
@@ -438,7 +539,7 @@ def _gptj_attention(
     if batch is None:
         return plain(hidden_states, layer_past, attention_mask, position_ids, *args, **options)
     _refuse_dropout(module.attn_dropout.p if module.training else 0.0)
-    q, k, v = _project(module, hidden_states)
+    q, k, v = _project(acceleration, module, hidden_states)
     sin, cos = module.embed_positions[position_ids[0]].chunk(2, dim=1)
     table = torch.cat((cos, sin), 1).float()
     q, k = (functions.rope(x, table, is_neox=False) for x in (q, k))
@@ -446,12 +547,10 @@ def _gptj_attention(
     return module.resid_dropout(module.out_proj(out.view(1, len(q), -1))), None
 
 
-def _project(module: Any, hidden_states: Tensor) -> list[Tensor]:
+def _project(acceleration: Acceleration, module: Any, hidden_states: Tensor) -> list[Tensor]:
     """Query, key and value of a packed batch: (N, heads, head_dim)."""
-    x = hidden_states[0]
-    return [
-        projection(x).view(len(x), -1, module.head_dim) for projection in (module.q_proj, module.k_proj, module.v_proj)
-    ]
+    parts = acceleration.linears(hidden_states, module.q_proj, module.k_proj, module.v_proj)
+    return [part.view(part.shape[1], -1, module.head_dim) for part in parts]
 
 
 def _attention_interface(

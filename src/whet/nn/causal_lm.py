@@ -135,7 +135,7 @@ def _packed_logprobs(
     """The same without padding, each prompt once, and without logits in memory."""
     where = "completion_logprobs"
     batch, head = pack_batch(prompts, completions), acceleration.head()
-    _check_vocabulary(where, batch.targets, len(head.weight))
+    _check_vocabulary(where, batch.targets, head.bounds[-1][1])
     try:
         hidden = acceleration.hidden_states(batch)
     except IndexError as error:

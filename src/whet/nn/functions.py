@@ -1,7 +1,8 @@
 """The parts of a transformer's training step as autograd functions over native kernels, on the CPU.
 
 Each computes in the dtype of its input, float32 or bfloat16, with float32 sums, and keeps for its backward no more than
-the inputs. Products of bfloat16 are torch's, which are at the machine's ceiling; of float32 they are Whet's, as torch's
+the inputs; the input of a product that trains adapters is computed again, where that takes only what is kept anyway.
+Products of bfloat16 are torch's, which are at the machine's ceiling; of float32 they are Whet's, as torch's
 reach two fifths of a Zen 5's. Weights are float32 masters; where products are bfloat16, a rounded copy of the weight
 stands beside it, and its gradient is float32.
 
@@ -10,7 +11,9 @@ Arguments are checked by those who call: see ``whet.nn.accelerate``.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -113,9 +116,11 @@ def _mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _add_mm(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a b to float32 rows."""
+    """Add a b to rows of float32, or of the dtype that a and b have."""
     if a.dtype == torch.float32 and into.is_contiguous():
         gemm(a.detach(), b.detach(), beta=1.0, out=into)
+    elif into.dtype == a.dtype:
+        into.addmm_(a, b)
     else:
         into.add_(_mm(a, b))
 
@@ -124,7 +129,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, copy: Tensor, in_place: bool) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).to(copy.dtype)
-        ctx.save_for_backward(rows, copy)
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, copy)
         ctx.weight, ctx.in_place = weight, in_place
         ctx.shape, ctx.bias_dtype = x.shape, None if bias is None else bias.dtype
         out = _mm(rows, copy.t(), bias)
@@ -147,24 +152,160 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
+class Recipe(NamedTuple):
+    """How a tensor, which has it as ``whet_recipe``, is computed again from tensors that are saved in any case."""
+
+    compute: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter (Hu et al. 2021) beside a product: scale drop(x) a^T b^T.
+
+    Attributes:
+        a: (r, K) float32: gets a gradient.
+        b: (N, r) float32: gets a gradient.
+        scale: alpha / r, or alpha / sqrt(r) of rsLoRA (Kalajdzievski 2023).
+        dropout: the share of x that is set to 0, at random, where the rest is divided by 1 - dropout; 0: none.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    dropout: float = 0.0
+
+    @property
+    def gain(self) -> float:
+        """What the product of those elements of x that dropout keeps is multiplied by."""
+        return self.scale / (1 - self.dropout)
+
+    def narrow(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """a and gain b in the dtype of products."""
+        return self.a.detach().to(dtype), (self.b.detach() * self.gain).to(dtype)
+
+
+class Product(NamedTuple):
+    """x weight^T + bias of a weight that does not train, and adapters beside it.
+
+    Attributes:
+        weight: returns (N, K) in the dtype of products, perhaps in memory that the next call writes again.
+        bias: (N,) or None: gets a gradient.
+    """
+
+    weight: Callable[[], Tensor]
+    bias: Tensor | None
+    adapters: tuple[Adapter, ...] = ()
+
+
+def frozen_linears(x: Tensor, products: Sequence[Product], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Products of one input in ``dtype``: (..., N) each.
+
+    y = x W^T + bias + sum_i s_i t_i B_i^T with t_i = drop_i(x) A_i^T; backward, with u_i = s_i dy B_i:
+    dB_i = s_i dy^T t_i, dA_i = u_i^T drop_i(x), dx = dy W + sum_i drop_i(u_i A_i). Nothing is kept of x where no
+    adapter trains; else it is kept once for all products, or computed again where it has a ``Recipe``. Random numbers
+    of dropout are drawn again in the backward.
+
+    Args:
+        x: (..., K) of any float dtype.
+    """
+    parameters = [p for product in products for p in (product.bias, *(w for a in product.adapters for w in a[:2]))]
+    return _FrozenLinears.apply(  # pyright: ignore[reportReturnType]
+        x, getattr(x, "whet_recipe", None), tuple(products), dtype, *parameters
+    )
+
+
+class _FrozenLinears(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, recipe: Recipe | None, products: tuple[Product, ...], dtype: torch.dtype,
+        *parameters: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
+        outs, low, ctx.seeds = [], [], []
+        for product in products:
+            out = _mm(rows, product.weight().t(), product.bias)
+            for adapter in product.adapters:
+                a, b = adapter.narrow(dtype)
+                ctx.seeds.append(int(torch.randint(2**63 - 1, ())) if adapter.dropout else 0)
+                low.append(_mm(_masked(rows, _mask(rows, adapter.dropout, ctx.seeds[-1])), a.t()))
+                _add_mm(out, low[-1], b.t())
+            outs.append(out.view(*x.shape[:-1], out.shape[1]))
+        source = Recipe(_as_it_is, (rows,)) if recipe is None else recipe
+        ctx.compute, ctx.products, ctx.dtype, ctx.shape = source.compute, products, dtype, x.shape
+        weights = [w for product in products for adapter in product.adapters for w in adapter[:2]]
+        ctx.trains = any(w.requires_grad for w in weights)
+        ctx.save_for_backward(*weights, *((*low, *source.inputs) if ctx.trains else ()))
+        return tuple(outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        n, saved = len(ctx.seeds), ctx.saved_tensors
+        low, inputs = saved[2 * n : 3 * n], saved[3 * n :]
+        needs_x, needs = ctx.needs_input_grad[0], iter(ctx.needs_input_grad[4:])
+        rows: Any = ctx.compute(*inputs).reshape(-1, ctx.shape[-1]).to(ctx.dtype) if ctx.trains else None
+        grad_x: Any = None
+        parameter_grads, i = [], 0
+        for product, grad in zip(ctx.products, grads, strict=True):
+            grad = grad.reshape(-1, grad.shape[-1]).to(ctx.dtype)
+            if needs_x and grad_x is None:
+                grad_x = _mm(grad, product.weight())
+            elif needs_x:
+                _add_mm(grad_x, grad, product.weight())
+            parameter_grads.append(grad.sum(0, dtype=torch.float32) if next(needs) else None)
+            for adapter in product.adapters:
+                a, b = adapter.narrow(ctx.dtype)
+                low_grad, mask = _mm(grad, b), _mask(grad, adapter.dropout, ctx.seeds[i], ctx.shape[-1])
+                parameter_grads.append(_mm(low_grad.t(), _masked(rows, mask)).float() if next(needs) else None)
+                parameter_grads.append(_mm(grad.t(), low[i]).float().mul_(adapter.gain) if next(needs) else None)
+                if needs_x and mask is not None:
+                    grad_x.add_(_mm(low_grad, a).mul_(mask))
+                elif needs_x:
+                    _add_mm(grad_x, low_grad, a)
+                i += 1
+        return None if grad_x is None else grad_x.view(ctx.shape), None, None, None, *parameter_grads
+
+
+def _as_it_is(rows: Tensor) -> Tensor:
+    return rows
+
+
+def _mask(rows: Tensor, dropout: float, seed: int, width: int | None = None) -> Tensor | None:
+    """1 for elements of rows that dropout keeps, 0 for the others, the same for the same seed; None: it keeps all."""
+    if not dropout:
+        return None
+    mask = rows.new_empty((len(rows), rows.shape[1] if width is None else width))
+    return mask.bernoulli_(1 - dropout, generator=torch.Generator().manual_seed(seed))
+
+
+def _masked(rows: Tensor, mask: Tensor | None) -> Tensor:
+    return rows if mask is None else rows * mask
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, of (..., n), in ``dtype``; weight float32."""
     if x.dtype not in (torch.float32, dtype):
         x = x.float()
-    return _RMSNorm.apply(x, weight, eps, dtype)  # pyright: ignore[reportReturnType]
+    x = x.contiguous()
+    out: Any = _RMSNorm.apply(x, weight, eps, dtype)
+    out.whet_recipe = Recipe(partial(_norm, eps=eps, dtype=dtype), (x, weight))
+    return out
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    if x.dtype == dtype:
+        return _core.rms_norm(x.detach(), weight.detach(), eps, None, None)
+    out = torch.empty_like(x, dtype=dtype)
+    _core.rms_norm_to_bf16(x.detach(), weight.detach(), eps, out)
+    return out
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        x = x.contiguous()
         ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.dtype = eps, dtype
-        if x.dtype == dtype:
-            return _core.rms_norm(x.detach(), weight.detach(), eps, None, None)
-        out = torch.empty_like(x, dtype=dtype)
-        _core.rms_norm_to_bf16(x.detach(), weight.detach(), eps, out)
-        return out
+        ctx.eps = eps
+        return _norm(x, weight, eps, dtype)
 
     @staticmethod
     @once_differentiable
@@ -179,16 +320,22 @@ class _RMSNorm(torch.autograd.Function):
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) up, element by element."""
-    return _SwiGLU.apply(*_of_one_dtype(gate, up))  # pyright: ignore[reportReturnType]
+    gate, up = (x.contiguous() for x in _of_one_dtype(gate, up))
+    out: Any = _SwiGLU.apply(gate, up)
+    out.whet_recipe = Recipe(_gated, (gate, up))
+    return out
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    n = gate.shape[-1]
+    return _core.swiglu(gate.detach().view(-1, n), up.detach().view(-1, n), None).view(gate.shape)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        n = gate.shape[-1]
-        return _core.swiglu(gate.detach().view(-1, n), up.detach().view(-1, n), None).view(gate.shape)
+        return _gated(gate, up)
 
     @staticmethod
     @once_differentiable
@@ -277,6 +424,33 @@ def _make_attention_task(
     )  # fmt: skip
 
 
+class Tile(NamedTuple):
+    """Rows of the head's weight, perhaps in memory that the next tile overwrites.
+
+    Attributes:
+        rows: (n, K) in the dtype of products.
+        packed: the same for products with float32 results; None: rows are float32.
+        bias: (n,) float32 or None.
+        up: (n, r) float32: the adapters' rows, or None.
+    """
+
+    rows: Tensor
+    packed: PackedWeight | None
+    bias: Tensor | None
+    up: Tensor | None = None
+
+    def logits(self, hidden: Tensor, low: Tensor | None, out: Tensor) -> None:
+        """The float32 logits of (M, K) float32 rows, and ``low`` (M, r) of them, to ``out`` (M, n)."""
+        if self.packed is not None:
+            packed_linear(hidden, self.packed, self.bias, out=out)
+        else:
+            gemm(hidden, self.rows, transpose_b=True, out=out)
+            if self.bias is not None:
+                out += self.bias
+        if low is not None:
+            gemm(low, self.up, transpose_b=True, beta=1.0, out=out)
+
+
 class Head:
     """The projection on the vocabulary, as its products take it: tiles of the weight, packed where it is bfloat16.
 
@@ -286,38 +460,81 @@ class Head:
         copy: weight itself, or its bfloat16 copy.
 
     Attributes:
+        bounds: first row and end of each tile.
         in_place: as ``linear`` takes it.
+        adapters: beside the product.
     """
 
+    adapters: tuple[Adapter, ...] = ()
+
     def __init__(self, weight: Tensor, bias: Tensor | None, copy: Tensor) -> None:
-        self.weight, self.bias, self.copy = weight, bias, copy
+        self.weight, self.bias, self.copy, self.dtype = weight, bias, copy, copy.dtype
         self.in_place = False
-        self.tiles = [(start, min(start + _TILE, len(copy))) for start in range(0, len(copy), _TILE)]
+        self.bounds = _tile_bounds(len(copy))
         self._packed: list[PackedWeight] = []
         if copy.dtype == torch.bfloat16:
-            self._packed = [PackedWeight("bfloat16", (end - start, copy.shape[1])) for start, end in self.tiles]
+            self._packed = [PackedWeight("bfloat16", (end - start, copy.shape[1])) for start, end in self.bounds]
             self.repack()
+
+    def is_of(self, weight: Tensor, bias: Tensor | None, copy: Tensor) -> bool:
+        """Whether it is made of these, in the same memory."""
+        same = self.copy.data_ptr() == copy.data_ptr() and self.copy.shape == copy.shape
+        return self.weight is weight and self.bias is bias and same and self.copy.stride() == copy.stride()
 
     def repack(self) -> None:
         """Take the weights as they are now."""
         if self._packed:
-            for packed, (start, end) in zip(self._packed, self.tiles, strict=True):
+            for packed, (start, end) in zip(self._packed, self.bounds, strict=True):
                 packed.update(self.copy[start:end])
 
-    def logits(self, hidden: Tensor, i: int, out: Tensor) -> None:
-        """The float32 logits of tile i, of (M, K) float32 rows, to ``out`` (M, n)."""
-        start, end = self.tiles[i]
-        bias = None if self.bias is None else self.bias.detach()[start:end].float()
-        if self._packed:
-            packed_linear(hidden, self._packed[i], bias, out=out)
-            return
-        gemm(hidden, self.copy[start:end], transpose_b=True, out=out)
-        if bias is not None:
-            out += bias
+    def tile(self, i: int) -> Tile:
+        start, end = self.bounds[i]
+        return Tile(self.copy[start:end], self._packed[i] if self._packed else None, _part(self.bias, start, end))
+
+
+class FrozenHead:
+    """The same of a weight that does not train, without a copy: each tile is made when it is asked for.
+
+    Args:
+        rows: (first row, number of rows, dtype) -> rows of the weight, perhaps in memory that the next call overwrites.
+        shape: (V, K) of the weight.
+        bias: (V,) or None.
+        dtype: of products.
+    """
+
+    weight = None
+    in_place = False
+    adapters: tuple[Adapter, ...] = ()
+
+    def __init__(
+        self, rows: Callable[[int, int, torch.dtype], Tensor], shape: tuple[int, int], bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.bias, self.dtype, self.bounds = bias, dtype, _tile_bounds(shape[0])
+        self._rows = rows
+        self._packed: dict[int, PackedWeight] = {}
+        if dtype == torch.bfloat16:
+            sizes = {end - start for start, end in self.bounds}
+            self._packed = {n: PackedWeight("bfloat16", (n, shape[1])) for n in sizes}
+
+    def tile(self, i: int) -> Tile:
+        start, end = self.bounds[i]
+        rows, packed = self._rows(start, end - start, self.dtype), self._packed.get(end - start)
+        if packed is not None:
+            packed.update(rows)
+        return Tile(rows, packed, _part(self.bias, start, end))
+
+
+def _tile_bounds(n_words: int) -> list[tuple[int, int]]:
+    return [(start, min(start + _TILE, n_words)) for start in range(0, n_words, _TILE)]
+
+
+def _part(bias: Tensor | None, start: int, end: int) -> Tensor | None:
+    return None if bias is None else bias.detach()[start:end].float()
 
 
 def linear_logprobs(
-    hidden: Tensor, head: Head, targets: Tensor, temperature: float, with_entropy: bool
+    hidden: Tensor, head: Head | FrozenHead, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of tokens, and entropies, from hidden states: the vocabulary's projection and the log-softmax in one.
 
@@ -336,29 +553,39 @@ def linear_logprobs(
         (M,) float32 each; None for the entropy that was not asked for.
     """
     logprobs, entropy = _LinearLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        hidden, head.weight, head.bias, head, targets, temperature, with_entropy
+        hidden, head.weight, head.bias, *_low_rank(hidden, head.adapters), head, targets, temperature, with_entropy
     )
     return logprobs, entropy if with_entropy else None
+
+
+def _low_rank(hidden: Tensor, adapters: Sequence[Adapter]) -> tuple[Tensor | None, Tensor | None]:
+    """(M, R) and (V, R) float32, whose product all adapters add to the logits."""
+    if not adapters:
+        return None, None
+    x = hidden.float()
+    low = [torch.nn.functional.dropout(x, adapter.dropout) @ adapter.a.t() for adapter in adapters]
+    return torch.cat(low, 1), torch.cat([adapter.b * adapter.scale for adapter in adapters], 1)
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Tensor, temperature: float,
-        with_entropy: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, low: Tensor | None, up: Tensor | None,
+        head: Head | FrozenHead, targets: Tensor, temperature: float, with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         wide, targets = hidden.detach().float().contiguous(), targets.contiguous()
         logprobs, lse, entropy = (torch.zeros(len(wide)) for _ in range(3))
         rows = _core.TokenLogprobs(targets, temperature, with_entropy)
         logits = torch.empty(_ROWS * _TILE)
-        for i, (first, last) in enumerate(head.tiles):
+        for i, (first, last) in enumerate(head.bounds):
+            tile = head.tile(i)._replace(up=_part(up, first, last))
             for start in range(0, len(wide), _ROWS):
                 part = wide[start : start + _ROWS]
                 z = logits[: len(part) * (last - first)].view(len(part), -1)
-                head.logits(part, i, z)
+                tile.logits(part, _part(low, start, start + _ROWS), z)
                 rows.add(z, start, first)
         rows.end(logprobs, lse, entropy)
-        ctx.save_for_backward(hidden, targets, logprobs, lse)
+        ctx.save_for_backward(hidden, targets, logprobs, lse, low, up)
         ctx.head, ctx.temperature = head, temperature
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -366,32 +593,42 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        hidden, targets, logprobs, lse = ctx.saved_tensors
-        head: Head = ctx.head
+        saved: list[Any] = [x if x is None else x.detach() for x in ctx.saved_tensors]
+        hidden, targets, logprobs, lse, low, up = saved
+        head: Head | FrozenHead = ctx.head
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dtype = head.copy.dtype
-        wide, rows = hidden.detach().float().contiguous(), hidden.detach().to(dtype).contiguous()
+        dtype = head.dtype
+        wide = hidden.float().contiguous()
+        rows = hidden.to(dtype).contiguous() if needs_weight else wide
         scale = grads[0].float().contiguous()
         n = len(wide)
         grad_hidden = torch.zeros_like(wide)
-        into = _grad_of(head.weight, head.in_place) if needs_weight else None
-        grad_weight = torch.empty_like(head.weight) if needs_weight and into is None else None
+        into = grad_weight = None
+        if needs_weight and head.weight is not None:
+            into = _grad_of(head.weight, head.in_place)
+            grad_weight = torch.empty_like(head.weight) if into is None else None
         grad_bias = torch.empty_like(head.bias) if needs_bias and head.bias is not None else None
+        grad_low, grad_up = (None, None) if low is None else (torch.zeros_like(low), torch.empty_like(up))
         logits = torch.empty(n * _TILE)
         narrow = logits if dtype == torch.float32 else torch.empty(n * _TILE, dtype=dtype)
-        for i, (first, last) in enumerate(head.tiles):
+        for i, (first, last) in enumerate(head.bounds):
+            tile = head.tile(i)._replace(up=_part(up, first, last))
             z, grad_z = (x[: n * (last - first)].view(n, last - first) for x in (logits, narrow))
-            head.logits(wide, i, z)
+            tile.logits(wide, low, z)
             _core.token_logprobs_backward(
                 logits=z, tokens=targets, first_token=first, temperature=ctx.temperature, lse=lse,
-                logprobs=logprobs.detach(), grads=scale, out=grad_z,
+                logprobs=logprobs, grads=scale, out=grad_z,
             )  # fmt: skip
             if needs_hidden:
-                _add_mm(grad_hidden, grad_z, head.copy[first:last])
+                _add_mm(grad_hidden, grad_z, tile.rows)
             if into is not None:
                 _add_mm(into[first:last], grad_z.t(), rows)
             elif grad_weight is not None:
                 grad_weight[first:last] = _mm(grad_z.t(), rows)
             if grad_bias is not None:
                 grad_bias[first:last] = grad_z.sum(0, dtype=torch.float32)
-        return grad_hidden if needs_hidden else None, grad_weight, grad_bias, None, None, None, None
+            if low is not None and grad_low is not None and grad_up is not None:
+                _add_mm(grad_low, grad_z.float(), cast(Tensor, tile.up))
+                grad_up[first:last] = _mm(grad_z.float().t(), low)
+        grad_hidden = grad_hidden if needs_hidden else None
+        return grad_hidden, grad_weight, grad_bias, grad_low, grad_up, None, None, None, None

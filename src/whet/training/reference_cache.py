@@ -76,7 +76,8 @@ class ReferenceCache:
 
 
 def model_digest(model: nn.Module, frozen_only: bool = False) -> str:
-    """SHA-256 of a model's tensors, their names, and its settings: equal weights may compute other log-probs.
+    """SHA-256 of a model's tensors, their names, its packed base, and its settings: equal weights may compute other
+    log-probs.
 
     The settings are the config of a Hugging Face model, without its origin, or the ``repr`` of any other module, which
     shows names, sizes and constants.
@@ -87,6 +88,9 @@ def model_digest(model: nn.Module, frozen_only: bool = False) -> str:
             continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(_bytes(tensor))
+    packed = next((module for module in model.modules() if hasattr(module, "whet_base")), None)
+    if packed is not None:
+        digest.update(packed.whet_base.digest().encode())  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     return digest.hexdigest()
 
 

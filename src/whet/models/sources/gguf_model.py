@@ -12,7 +12,7 @@ import numpy as np
 
 from whet.errors import WhetValueError, check_installed
 from whet.models.architecture import ModelConfig, Piece
-from whet.models.families import GGUF_NAMES
+from whet.models.families import GGUF_NAMES, model_config
 from whet.models.reference import piece_values
 from whet.models.slots import Source
 from whet.models.sources.gguf import open_gguf, read_options
@@ -48,23 +48,29 @@ def load_gguf_model(path: str | os.PathLike[str] | GGUFFile, dtype: str = "float
     import torch
     import transformers
 
-    file = path if isinstance(path, GGUFFile) else read_gguf(Path(path), f'load_gguf_model("{path}")')
-    where = f'load_gguf_model("{file.paths[0]}")'
     if dtype not in ("float32", "bfloat16"):
-        raise WhetValueError(f"{where}: dtype is {dtype!r}, expected float32 or bfloat16.")
-    source, tokenizer = open_gguf(file), read_tokenizer(file)
-    if len(tokenizer) > source.config.vocab_size:
-        raise WhetValueError(
-            f"{where}: the tokenizer has {len(tokenizer)} tokens and the embedding {source.config.vocab_size} rows. "
-            f"Convert the model again."
-        )
-    config = _make_config(file, source.config, tokenizer, where)
+        raise WhetValueError(f'load_gguf_model("{path}"): dtype is {dtype!r}, expected float32 or bfloat16.')
+    file = path if isinstance(path, GGUFFile) else read_gguf(Path(path), f'load_gguf_model("{path}")')
+    config, tokenizer = read_gguf_config(file)
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    live = describe_module(model)
-    _check_same(source.config, live.config, where)
-    _copy_weights(source, live)
+    _copy_weights(open_gguf(file), describe_module(model))
     model.generation_config.eos_token_id = tokenizer.stop_token_ids or None
     return model.eval(), tokenizer.to_transformers()
+
+
+def read_gguf_config(path: str | os.PathLike[str] | GGUFFile) -> tuple[Any, GGUFTokenizer]:
+    """The config of transformers that describes a GGUF file, and its tokenizer; arguments and errors as above."""
+    file = path if isinstance(path, GGUFFile) else read_gguf(Path(path), f'load_gguf_model("{path}")')
+    where = f'load_gguf_model("{file.paths[0]}")'
+    described, tokenizer = open_gguf(file).config, read_tokenizer(file)
+    if len(tokenizer) > described.vocab_size:
+        raise WhetValueError(
+            f"{where}: the tokenizer has {len(tokenizer)} tokens and the embedding {described.vocab_size} rows. "
+            f"Convert the model again."
+        )
+    config = _make_config(file, described, tokenizer, where)
+    _check_same(described, model_config(config, where=where), where)
+    return config, tokenizer
 
 
 def _make_config(file: GGUFFile, described: ModelConfig, tokenizer: GGUFTokenizer, where: str) -> Any:

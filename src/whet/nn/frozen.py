@@ -1,0 +1,341 @@
+"""Models whose matrices are packed once, in any format of the engine, and do not train: the base of adapters.
+
+A product with a frozen matrix dequantises it into one piece of memory that all layers share, in the dtype of products,
+forward and backward: y = x W^T, dx = dy W. No layer holds floats of it, keeps its input, or has a gradient. The bytes
+are those of a ``whet.models.base.PackedBase``, which an engine may sample from at the same time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from whet.errors import WhetTypeError, WhetValueError
+from whet.models.base import PackedBase, pack_base
+from whet.models.slots import Source
+from whet.models.sources.gguf_container import GGUFFile
+from whet.models.sources.gguf_model import read_gguf_config
+from whet.models.sources.live import describe_module
+from whet.models.sources.pretrained import open_pretrained
+from whet.nn import functions
+from whet.nn.modules import inner_module
+
+_MERGE = (
+    "Save the adapter with save_pretrained, and merge it into the model in floats: "
+    "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter).merge_and_unload()."
+)
+_OTHER = "it is the base of another model. Pass that of this one, or a format."
+
+
+class FrozenWeight(Tensor):
+    """What ``.weight`` of a frozen module is: its shape, and float32 numbers once something is computed with it.
+
+    Torch computes with a dequantised copy, made each time. Writing to it, as PEFT does to merge an adapter, raises a
+    WhetTypeError: the numbers would be lost.
+    """
+
+    _module: Any
+
+    @staticmethod
+    def __new__(cls, module: _Packed) -> FrozenWeight:
+        shape = module.whet_base.shape(module.name)
+        weight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device="cpu")  # pyright: ignore
+        weight._module = module
+        return weight
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        arguments = func._schema.arguments
+        for argument, value in [*zip(arguments, args, strict=False), *((a, kwargs.get(a.name)) for a in arguments)]:
+            if isinstance(value, FrozenWeight) and argument.alias_info is not None and argument.alias_info.is_write:
+                raise value._no_writing()
+
+        def dequantise(x: Any) -> Any:
+            return x.dequantise() if isinstance(x, FrozenWeight) else x
+
+        return func(*tree_map(dequantise, args), **tree_map(dequantise, kwargs))
+
+    def dequantise(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(N, K) float32: a copy of the numbers."""
+        return self._module.whet_base.rows(self._module.name, torch.empty(self.shape))
+
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.dequantise()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise self._no_writing()
+
+    def _no_writing(self) -> WhetTypeError:
+        return WhetTypeError(
+            f"{self._module.name}.weight: it is packed, and nothing writes to it; merging an adapter would, and so do "
+            f"some kinds of init_lora_weights. {_MERGE}"
+        )
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"FrozenWeight({self._module.name}, {tuple(self.shape)}, {self._module.formats})"
+
+
+class _Packed(nn.Module):
+    """What frozen modules share: a base, and the name of the module of the Hugging Face model there."""
+
+    whet_base: PackedBase
+    name: str
+
+    @property
+    def formats(self) -> str:
+        """The format of the matrix; "q4_k, q6_k" where its parts have several."""
+        place = self.whet_base.targets[self.name]
+        return self.whet_base.formats.get(place.weight) or self.whet_base.formats["embedding"]
+
+    @property
+    def weight(self) -> FrozenWeight:
+        """The matrix, dequantised when it is read."""
+        return FrozenWeight(self)
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        raise self.weight._no_writing()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name == "weight":
+            raise self.weight._no_writing()
+        super().register_parameter(name, param)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        device = fn(torch.empty(0)).device
+        if device.type != "cpu":
+            raise WhetValueError(
+                f"{self.name}: it is packed for the CPU, and cannot go to {device}. Load the model in floats: "
+                "AutoModelForCausalLM.from_pretrained(folder)."
+            )
+        return super()._apply(fn, recurse)
+
+
+class FrozenLinear(_Packed, nn.Linear):
+    """A linear layer (or transformers' Conv1D) whose weight is packed and does not train.
+
+    Args:
+        base: has the weight.
+        name: of the layer, in ``base.targets``.
+        bias: (N,) or None.
+    """
+
+    def __init__(self, base: PackedBase, name: str, bias: Tensor | None) -> None:
+        nn.Module.__init__(self)
+        self.whet_base, self.name = base, name
+        self.out_features, self.in_features = base.shape(name)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x W^T + bias in the dtype of x: (..., N); computed in bfloat16 where x is, else in float32."""
+        dtype = torch.bfloat16 if input.dtype == torch.bfloat16 else torch.float32
+        return functions.frozen_linears(input, [self.product(dtype)], dtype)[0].to(input.dtype)
+
+    def product(self, dtype: torch.dtype, adapters: tuple[functions.Adapter, ...] = ()) -> functions.Product:
+        """The layer and its adapters, for ``functions.frozen_linears``."""
+        return functions.Product(partial(self.rows, 0, self.out_features, dtype), self.bias, adapters)
+
+    def head(self, dtype: torch.dtype) -> functions.FrozenHead:
+        """The layer as the projection on the vocabulary."""
+        return functions.FrozenHead(self.rows, (self.out_features, self.in_features), self.bias, dtype)
+
+    def rows(self, first: int, n: int, dtype: torch.dtype) -> Tensor:
+        """(n, K): rows of the weight, in memory that the next call on this thread writes again."""
+        return self.whet_base.rows(self.name, _scratch.take(n, self.in_features, dtype), first)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, weight={self.formats}"
+
+
+class FrozenEmbedding(_Packed, nn.Embedding):
+    """An embedding whose table is packed and does not train; rows are float32.
+
+    Args:
+        base: has the table.
+        name: of the module, in ``base.targets``.
+        padding_idx: as nn.Embedding has it; it only matters to what reads it.
+    """
+
+    def __init__(self, base: PackedBase, name: str, padding_idx: int | None) -> None:
+        nn.Module.__init__(self)
+        self.whet_base, self.name = base, name
+        self.num_embeddings, self.embedding_dim = base.shape(name)
+        self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
+        self.scale_grad_by_freq = self.sparse = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The rows at the ids: (..., K) float32.
+
+        Raises:
+            IndexError: an id outside the table, as of nn.Embedding.
+        """
+        ids = input.reshape(-1).long().contiguous()
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:
+            raise IndexError(f"{self.name}: an id is outside the table of {self.num_embeddings} rows.")
+        out = torch.empty((len(ids), self.embedding_dim))
+        return self.whet_base.gather(self.name, ids, out).view(*input.shape, -1)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, weight={self.formats}"
+
+
+class _Scratch(threading.local):
+    """Memory for one dequantised matrix, which every product of the thread writes again."""
+
+    buffer = torch.empty(0)
+
+    def take(self, n: int, k: int, dtype: torch.dtype) -> Tensor:
+        """(n, k), not initialised."""
+        size = n * k * dtype.itemsize
+        if len(self.buffer) < size:
+            self.buffer = torch.empty(size, dtype=torch.uint8)
+        return self.buffer[:size].view(dtype).view(n, k)
+
+
+_scratch = _Scratch()
+
+
+def frozen_model(model: str | os.PathLike[str] | GGUFFile | nn.Module, base: str | PackedBase | None = None) -> Any:
+    """A Hugging Face model whose matrices are packed and frozen, the base of adapters: pass it to ``get_peft_model``.
+
+    Embedding, linear layers and head become ``FrozenEmbedding`` and ``FrozenLinear``; norms and biases are float32 and
+    frozen too. There is no float copy of a matrix at any time, but of a live model's own, which go as they are
+    replaced. state_dict has no matrices.
+
+    Args:
+        model: a Hugging Face folder, a GGUF file, or a live model of one of the families, which is changed in place.
+        base: format of the matrices, as ``weights`` of ``Engine``; None: bf16, and of a GGUF file its own. Or the
+            packed base of this model, to share it.
+
+    Returns:
+        The model, on the CPU, in eval mode; the base is ``whet_base`` of each frozen module.
+
+    Raises:
+        WhetValueError: a model or a format that the engine does not run, or the base of another model.
+    """
+    packed = base if isinstance(base, PackedBase) else pack_base(_source(model), weights=base, where="frozen_model")
+    hf = model if isinstance(model, nn.Module) else _build(model)
+    inner: Any = inner_module(hf)
+    modules = {name: module for name in packed.targets if (module := _submodule(inner, name)) is not None}
+    for name, module in modules.items():
+        _check_shapes(name, module, packed)
+    for name, module in modules.items():
+        _freeze(inner, name, module, packed)
+    left = [name for name, tensor in (*inner.named_parameters(), *inner.named_buffers()) if tensor.is_meta]
+    if left:
+        raise WhetValueError(f"frozen_model: the base has no {left[0]}: {_OTHER}")
+    inner.save_pretrained = _refuse_saving
+    return hf.eval()
+
+
+def check_trainable(model: nn.Module, where: str) -> None:
+    """Raise a WhetValueError where PEFT is to train something of a frozen matrix beside plain LoRA."""
+    for module in model.modules():
+        original: Any = getattr(module, "original_module", None)
+        if isinstance(original, _Packed) and getattr(module, "modules_to_save", None):
+            raise WhetValueError(
+                f"{where}: modules_to_save names {original.name}, which is packed as {original.formats} and does not "
+                "train. Give it an adapter by target_modules, or load the model in floats."
+            )
+        layer: Any = module
+        if isinstance(getattr(module, "base_layer", None), _Packed) and (kinds := special_adapters(layer)):
+            raise WhetValueError(
+                f"{where}: {', '.join(kinds)} of {layer.base_layer.name} needs its weight in floats, and it is packed "
+                f"as {layer.base_layer.formats}. Use plain LoRA, or load the model in floats."
+            )
+
+
+def special_adapters(layer: Any) -> list[str]:
+    """The adapters of one of PEFT's layers that are more than W + scaling B A, with what they are."""
+    variants, biases = getattr(layer, "lora_variant", {}), getattr(layer, "lora_bias", {})
+    found = {name: type(variant).__name__ for name, variant in variants.items()}
+    found |= {name: "DoRA" for name, used in getattr(layer, "use_dora", {}).items() if used and name not in found}
+    found |= {name: "lora_bias" for name, used in biases.items() if used}
+    return [f"adapter {name!r} ({kind})" for name, kind in found.items()]
+
+
+class _NoMemory(TorchFunctionMode):
+    """Gives ``torch.empty``, which parameters are made with, no memory; buffers get theirs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **{**kwargs, "device": "meta"} if func is torch.empty else kwargs)
+
+
+def _source(model: str | os.PathLike[str] | GGUFFile | nn.Module) -> Source:
+    return describe_module(model) if isinstance(model, nn.Module) else open_pretrained(model)
+
+
+def _build(path: str | os.PathLike[str] | GGUFFile) -> Any:
+    """The Hugging Face model of a folder or a GGUF file, its matrices without memory."""
+    import transformers
+
+    stops = None
+    if isinstance(path, GGUFFile) or os.path.isfile(path):
+        config, tokenizer = read_gguf_config(path)
+        stops = tokenizer.stop_token_ids or None
+    else:
+        config = transformers.AutoConfig.from_pretrained(path)
+    with _NoMemory():
+        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if stops:
+        model.generation_config.eos_token_id = stops
+    elif not isinstance(path, GGUFFile) and os.path.isfile(os.path.join(path, "generation_config.json")):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    return model
+
+
+def _submodule(model: nn.Module, name: str) -> Any:
+    """The module of this name, inside PEFT's adapters; None: it has another name in this model."""
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        return None
+    return getattr(module, "base_layer", module)
+
+
+def _check_shapes(name: str, module: Any, base: PackedBase) -> None:
+    """Raise a WhetValueError where a module's tensors are not those of the base."""
+    place, shape = base.targets[name], tuple(module.weight.shape)
+    if (shape[::-1] if place.module.transposed else shape) != place.shape:
+        raise WhetValueError(f"frozen_model: {name}.weight is {shape}, and {place.shape} in the base: {_OTHER}")
+    if (getattr(module, "bias", None) is None) != (place.bias is None):
+        raise WhetValueError(f"frozen_model: only one of {name} and its place in the base has a bias: {_OTHER}")
+
+
+def _freeze(model: nn.Module, name: str, module: Any, base: PackedBase) -> None:
+    """Put a frozen module in the place of one with a matrix; give one with a vector its numbers."""
+    place = base.targets[name]
+    bias = None if place.bias is None else base.bias(name, torch.empty(place.shape[0]))
+    if len(place.shape) == 1:
+        module.weight = nn.Parameter(base.rows(name, torch.empty(place.shape)), requires_grad=False)
+        if bias is not None:
+            module.bias = nn.Parameter(bias, requires_grad=False)
+        return
+    is_table = isinstance(module, nn.Embedding)
+    frozen = FrozenEmbedding(base, name, module.padding_idx) if is_table else FrozenLinear(base, name, bias)
+    holder, _, attribute = name.rpartition(".")
+    parent: Any = model.get_submodule(holder)
+    if hasattr(getattr(parent, attribute), "base_layer"):
+        parent, attribute = getattr(parent, attribute), "base_layer"
+    setattr(parent, attribute, frozen)
+
+
+def _refuse_saving(*args: Any, **options: Any) -> None:
+    raise WhetTypeError(
+        "save_pretrained: the matrices are packed, and a folder of them has no reader. Save the adapter: "
+        "get_peft_model(model, ...).save_pretrained(folder). The base is where it was loaded from."
+    )

@@ -1,0 +1,344 @@
+"""Models whose matrices are packed and frozen, and adapters on them, against the same numbers in floats."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tests.raising import assert_raises
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+import peft
+from tests.engine.tiny_models import VOCAB, tiny_model
+from tests.gguf_files import Q8_0, write_gguf
+from tests.models.sources.test_gguf_model import KEYS
+from tests.tiny import with_lora
+from torch import nn
+
+from whet import WhetTypeError, WhetValueError
+from whet.models.base import pack_base
+from whet.models.sources.gguf_model import load_gguf_model
+from whet.models.sources.live import describe_module
+from whet.nn import accelerate, completion_logprobs
+from whet.nn.accelerate import Acceleration, choose_accelerations
+from whet.nn.frozen import FrozenEmbedding, FrozenLinear, frozen_model
+from whet.nn.functions import linear_logprobs
+
+GENERATOR = torch.Generator().manual_seed(7)
+FAMILIES = ["llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2", "gptj", "phi3"]
+LARGE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+"""Rows of whole blocks of 256, for the K-quants."""
+
+
+def ids(n: int) -> list[int]:
+    return torch.randint(0, VOCAB, (n,), generator=GENERATOR).tolist()
+
+
+SHARED = ids(7)
+PROMPTS, COMPLETIONS = [SHARED, ids(3), SHARED], [ids(6), ids(4), ids(9)]
+WEIGHTS = torch.randn(3, 9, generator=GENERATOR)
+
+
+def lora(model: Any, **settings: Any) -> Any:
+    return with_lora(model, b_std=0.1, **{"target_modules": "all-linear", **settings})
+
+
+def in_floats(case: str, frozen: Any, **options: Any) -> Any:
+    """The model of the case with the numbers of the frozen one."""
+    model = tiny_model(case, **options)
+    with torch.no_grad():
+        for name, module in frozen.named_modules():
+            if isinstance(module, (FrozenLinear, FrozenEmbedding)):
+                plain, numbers = model.get_submodule(name), module.weight.clone()
+                plain.weight.copy_(numbers.t() if type(plain).__name__ == "Conv1D" else numbers)
+    return model
+
+
+def logprobs_and_gradients(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    model.zero_grad()
+    result = completion_logprobs(model, PROMPTS, COMPLETIONS, temperature=0.8).logprobs
+    (result * WEIGHTS.to(result)).sum().backward()
+    gradients = [p.grad.double().flatten() for name, p in model.named_parameters() if p.requires_grad]
+    return result.detach(), torch.cat(gradients)
+
+
+def hold(case: str, base: str, **options: Any) -> None:
+    """Log-probs and gradients of adapters are those of the numbers in floats, in float64."""
+    frozen = frozen_model(tiny_model(case, **options), base)
+    exact_log, exact = logprobs_and_gradients(lora(in_floats(case, frozen, **options)).double())
+    _, own = logprobs_and_gradients(lora(in_floats(case, frozen, **options)))
+    model = lora(frozen)
+    with accelerate(model, "float32"):
+        log, gradients = logprobs_and_gradients(model)
+    assert gradients.shape == exact.shape
+    assert (gradients - exact).norm() < 4 * (own - exact).norm() + 1e-5 * exact.norm()
+    torch.testing.assert_close(log.double(), exact_log, rtol=1e-5, atol=1e-4)
+    with accelerate(model, "bfloat16"):
+        assert torch.cosine_similarity(logprobs_and_gradients(model)[1], exact, 0) > 0.999
+
+
+@pytest.mark.parametrize("base", ["float32", "bf16", "q8_0", "q4_k_m"])
+def test_gradients_of_every_kind_of_base(base):
+    hold("llama", base, initializer_range=0.1, **LARGE)
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_gradients_of_every_family(case):
+    hold(case, "q8_0", initializer_range=0.1)
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-biases-tied", "gpt_neox", "gpt2", "gptj"])
+def test_torch_computes_the_same(case):
+    """Without the kernels: logits of a padded batch, and generation."""
+    frozen = frozen_model(tiny_model(case), "bf16")
+    model = in_floats(case, frozen)
+    rows = torch.tensor([ids(9), ids(9)])
+    torch.testing.assert_close(frozen(rows).logits, model(rows).logits, rtol=1e-4, atol=1e-4)
+    said = [m.generate(rows, max_new_tokens=5, do_sample=False, pad_token_id=0) for m in (model, frozen)]
+    assert torch.equal(*said)
+    with accelerate(frozen, "float32"):
+        again = frozen.generate(rows, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert torch.equal(said[0], again)
+
+
+def test_no_float_of_a_matrix_stays():
+    """Neither in the modules, nor in state_dict, nor in what a training step keeps."""
+    base = pack_base(describe_module(tiny_model("llama", **LARGE)), weights="q8_0")
+    model = lora(frozen_model(tiny_model("llama", **LARGE), base), r=2)
+    assert all(p.ndim == 1 or "lora_" in name for name, p in model.named_parameters())
+    assert all("norm" in name or "lora_" in name for name in model.state_dict())
+    assert not any(p.requires_grad for name, p in model.named_parameters() if "lora_" not in name)
+    kept: list[torch.Tensor] = []
+    with (
+        accelerate(model, "bfloat16"),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x),
+    ):
+        completion_logprobs(model, PROMPTS, COMPLETIONS)
+    n_tokens = sum(map(len, PROMPTS)) + sum(map(len, COMPLETIONS))
+    assert max(x.untyped_storage().nbytes() for x in kept) <= 4 * 512 * n_tokens < 2 * 256 * 256
+
+
+def test_a_weight_is_read_and_not_written():
+    model = frozen_model(tiny_model("gpt_neox"), "bf16")
+    layer, original = model.gpt_neox.layers[0].attention.query_key_value, tiny_model("gpt_neox")
+    right = original.gpt_neox.layers[0].attention.query_key_value.weight.bfloat16().float()
+    weight = layer.weight
+    assert (weight.shape, weight.dtype, weight.device.type) == (right.shape, torch.float32, "cpu")
+    for value in (weight.clone(), weight.data, weight.detach(), weight * 1, weight.to(torch.float64).float()):
+        assert type(value) is torch.Tensor and torch.equal(value, right)
+    assert "bfloat16" in repr(layer) and "bfloat16" in repr(weight)
+    table = model.gpt_neox.embed_in
+    assert torch.equal(table.weight.clone(), original.gpt_neox.embed_in.weight.bfloat16().float())
+    rows = torch.tensor([[3, 0], [3, VOCAB - 1]])
+    assert torch.equal(table(rows), original.gpt_neox.embed_in.weight.bfloat16().float()[rows])
+    assert_raises(IndexError, "outside the table of 48", table, torch.tensor([VOCAB]))
+    assert_raises(IndexError, "outside the table of 48", table, torch.tensor([-1]))
+    message = r"query_key_value.weight: it is packed, and nothing writes to it.*merge_and_unload"
+
+    def assign() -> None:
+        weight.data += 1
+
+    for write in (lambda: weight.add_(1), lambda: weight.copy_(right), lambda: nn.init.zeros_(weight), assign):
+        assert_raises(WhetTypeError, message, write)
+    assert_raises(WhetTypeError, message, setattr, layer, "weight", nn.Parameter(right))
+    assert_raises(WhetTypeError, message, setattr, layer, "weight", right)
+    assert torch.equal(layer.weight.clone(), right)
+
+
+def test_copies_share_the_bytes_and_dtypes_change_only_the_rest():
+    model = frozen_model(tiny_model("llama"), "q8_0")
+    again = copy.deepcopy(model)
+    assert again.lm_head.whet_base is model.model.embed_tokens.whet_base
+    assert again.model.norm.weight is not model.model.norm.weight
+    rows = torch.tensor([ids(6)])
+    assert torch.equal(again(rows).logits, model(rows).logits)
+    assert again.bfloat16().lm_head.weight.dtype == torch.float32
+    assert again.model.norm.weight.dtype == torch.bfloat16
+    assert torch.cosine_similarity(again(rows).logits.float().flatten(), model(rows).logits.flatten(), 0) > 0.99
+    assert_raises(WhetValueError, "packed for the CPU, and cannot go to meta.*from_pretrained", model.to, "meta")
+    assert not model.model.norm.weight.is_meta
+
+
+def test_adapters_are_saved_and_continued(tmp_path):
+    model = lora(frozen_model(tiny_model("llama"), "q8_0"))
+    log = completion_logprobs(model, PROMPTS, COMPLETIONS).logprobs
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.safetensors")} == {"adapter_model.safetensors"}
+    again = peft.PeftModel.from_pretrained(frozen_model(tiny_model("llama"), "q8_0"), tmp_path, is_trainable=True)
+    assert torch.equal(completion_logprobs(again, PROMPTS, COMPLETIONS).logprobs, log)
+    assert_raises(
+        WhetTypeError, "save_pretrained: the matrices are packed.*Save the adapter", again.unload().save_pretrained
+    )
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_an_adapter_is_not_merged(safe):
+    model = lora(frozen_model(tiny_model("llama"), "q8_0"))
+    log = completion_logprobs(model, PROMPTS, COMPLETIONS).logprobs
+    for merge in (model.merge_and_unload, model.merge_adapter):
+        assert_raises(
+            WhetTypeError, r"merging an adapter would.*Save the adapter with save_pretrained", merge, safe_merge=safe
+        )
+        assert torch.equal(completion_logprobs(model, PROMPTS, COMPLETIONS).logprobs, log)
+
+
+def test_what_a_packed_weight_does_not_take_is_refused():
+    def frozen() -> Any:
+        return frozen_model(tiny_model("llama"), "q8_0")
+
+    for settings, message in (
+        ({"use_dora": True}, "DoraLinearVariant.* of model.layers.0.self_attn.q_proj needs its weight in floats.*q8_0"),
+        ({"lora_bias": True}, r"adapter 'default' \(lora_bias\) of model"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save names lm_head, which is packed as q8_0"),
+    ):
+        model = lora(frozen(), **settings)
+        assert_raises(WhetValueError, message, accelerate, model)
+        for compute in ("auto", "torch"):
+            assert_raises(WhetValueError, message, choose_accelerations, [model], compute, True, "GRPO")
+    for init in ("olora", "pissa_niter_2"):
+        assert_raises(WhetTypeError, "some kinds of init_lora_weights", lora, frozen(), init_lora_weights=init)
+    other = pack_base(describe_module(tiny_model("llama", intermediate_size=64)), weights="q8_0")
+    message = r"gate_proj.weight is \(40, 32\), and \(64, 32\) in the base: it is the base of another model"
+    assert_raises(WhetValueError, message, frozen_model, tiny_model("llama"), other)
+    assert_raises(WhetValueError, "weights is 'int3'", frozen_model, tiny_model("llama"), "int3")
+    assert_raises(TypeError, "pickle", pickle.dumps, frozen())
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_folder_is_packed_without_floats(case, tmp_path):
+    model = tiny_model(case)
+    model.generation_config.eos_token_id = [3, 4]
+    model.save_pretrained(tmp_path)
+    frozen = frozen_model(tmp_path, "q8_0")
+    assert type(frozen) is type(model) and not frozen.training
+    rows = torch.tensor([ids(9)])
+    assert torch.equal(frozen(rows).logits, frozen_model(model, "q8_0")(rows).logits)
+    assert frozen.generation_config.eos_token_id == [3, 4]
+    assert frozen.name_or_path == str(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "gpt2"])
+def test_a_gguf_file_keeps_its_bytes(case, tmp_path):
+    model = tiny_model(case, **({} if case == "gpt2" else {"intermediate_size": 64}))
+    path = write_gguf(model, tmp_path / "model.gguf", Q8_0, keys=KEYS)
+    floats, _ = load_gguf_model(path)
+    frozen = frozen_model(path)
+    assert set(frozen.lm_head.whet_base.formats.values()) <= {"q8_0", "float32"}
+    rows = torch.tensor([ids(9)])
+    torch.testing.assert_close(frozen(rows).logits, floats(rows).logits, rtol=1e-4, atol=1e-4)
+    assert frozen.generation_config.eos_token_id == floats.generation_config.eos_token_id
+    assert frozen_model(path, "q4_0").lm_head.whet_base.formats["layers.0.o"] == "q4_0"
+
+
+@pytest.mark.parametrize("base", ["float32", "q8_0"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_head_works_from_the_base(base, dtype):
+    """Over several tiles of the vocabulary, the last one of another size."""
+    frozen = frozen_model(tiny_model("llama", vocab_size=5000, hidden_size=64), base)
+    model = in_floats("llama", frozen, vocab_size=5000, hidden_size=64)
+    hidden, targets = torch.randn(30, 64, generator=GENERATOR), torch.randint(0, 5000, (30,), generator=GENERATOR)
+    results = []
+    for one in (model, frozen):
+        x = hidden.clone().requires_grad_()
+        head = Acceleration(one, "float32" if dtype == torch.float32 else "bfloat16").head()
+        logprobs, entropy = linear_logprobs(x, head, targets, 0.7, True)
+        logprobs.sum().backward()
+        results.append((logprobs, entropy, x.grad))
+    for got, right in zip(*results, strict=True):
+        assert torch.equal(got, right)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora": {"use_rslora": True, "lora_alpha": 3},
+    "by name": {"target_modules": ["v_proj", "down_proj"], "layers_to_transform": [1]},
+    "head": {"target_modules": ["lm_head", "v_proj"], "lora_alpha": 3},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "dora": {"use_dora": True},
+    "lora_bias": {"lora_bias": True},
+    "biases": {"bias": "all"},
+    "norms": {"modules_to_save": ["norm"]},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.filterwarnings("ignore:accelerate. PEFT's own functions")
+@pytest.mark.filterwarnings("ignore:.*lora_bias=True")
+def test_adapters_on_a_float_model_are_pefts(settings):
+    model = lora(tiny_model("llama-biases-tied"), **SETTINGS[settings])
+    right_log, right = logprobs_and_gradients(model)
+    with accelerate(model, "float32"):
+        log, gradients = logprobs_and_gradients(model)
+    torch.testing.assert_close(log, right_log, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradients, right, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("base", [None, "q8_0"])
+def test_active_adapters(base):
+    """Two at once, one of them, none, all off, and different ones by row."""
+    model = tiny_model("llama") if base is None else frozen_model(tiny_model("llama"), base)
+    model = lora(model)
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    rows = torch.tensor([ids(9), ids(9)])
+
+    def logits() -> list[torch.Tensor]:
+        with torch.no_grad():
+            found = []
+            for names in (["default", "second"], ["second"], ["default"]):
+                model.base_model.set_adapter(names)
+                found.append(model(rows).logits)
+            with model.disable_adapter():
+                found.append(model(rows).logits)
+            found.append(model.eval()(rows, adapter_names=["second", "__base__"]).logits)
+        return found
+
+    plain = logits()
+    with accelerate(model, "float32"):
+        for one, right in zip(logits(), plain, strict=True):
+            torch.testing.assert_close(one, right, rtol=1e-4, atol=1e-4)
+    assert not any(torch.allclose(a, b) for i, a in enumerate(plain) for b in plain[:i])
+
+
+def test_an_adapter_merged_into_floats_is_computed_once():
+    model = lora(tiny_model("llama"))
+    rows = torch.tensor([ids(9)])
+    with torch.no_grad(), accelerate(model, "float32"):
+        apart = model(rows).logits
+        model.merge_adapter()
+        torch.testing.assert_close(model(rows).logits, apart, rtol=1e-4, atol=1e-4)
+        with model.disable_adapter():
+            off = model(rows).logits
+    torch.testing.assert_close(off, tiny_model("llama")(rows).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_peft_computes_what_is_more_than_lora_and_it_is_said():
+    model = lora(tiny_model("llama"), use_dora=True)
+    with pytest.warns(UserWarning, match=r"PEFT's own functions compute adapter 'default' \(DoraLinearVariant\)"):
+        accelerate(model).remove()
+
+
+def test_dropout_of_adapters_is_seeded():
+    model = lora(frozen_model(tiny_model("llama"), "q8_0"), lora_dropout=0.5).train()
+    with accelerate(model, "float32"):
+        results = []
+        for seed in (0, 0, 1):
+            torch.manual_seed(seed)
+            results.append(logprobs_and_gradients(model)[1])
+        assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+        kept = logprobs_and_gradients(model.eval())[1]
+    assert not torch.equal(kept, results[0])
+
+
+def test_checkpointed_layers_are_computed_again():
+    model = lora(frozen_model(tiny_model("llama"), "q8_0"), lora_dropout=0.25).train()
+    with accelerate(model, "float32"):
+        torch.manual_seed(0)
+        _, kept = logprobs_and_gradients(model)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(0)
+        _, again = logprobs_and_gradients(model)
+    assert torch.equal(kept, again)
