@@ -192,7 +192,7 @@ def assert_close_weights(a: nn.Module, b: nn.Module, **tolerance: Any) -> None:
 def make_trainer(algorithm: Callable[..., Any], model: nn.Module | None = None, **settings: Any) -> Any:
     """A trainer whose step can be written out: no clipping, and float32 where Whet's kernels compute."""
     given: dict[str, Any] = {"learning_rate": 0.02, "max_grad_norm": 0.0}
-    if hasattr(model, "config") and not hasattr(model, "peft_config"):
+    if hasattr(model, "config"):
         given["compute"] = "float32"
     return algorithm(TinyModel() if model is None else model, **{**given, **settings})
 
