@@ -4,6 +4,8 @@
 #include <cstring>
 #include <new>
 
+#include "runtime/pages.h"
+
 namespace whet {
 namespace {
 
@@ -65,7 +67,7 @@ int32_t KvCache::allocate_uncleared() {
     }
     const int32_t page = free_.back();
     free_.pop_back();
-    pages_[static_cast<size_t>(page)] = {.ref_count = 1, .serial = ++serial_};
+    pages_[static_cast<size_t>(page)] = {.ref_count = 1, .serial = ++serial_, .committed = true};
     return page;
 }
 
@@ -99,6 +101,25 @@ void KvCache::forget_kept() {
     for (size_t i = 0; i < n_pages(); ++i) {
         if (pages_[i].is_evictable()) evict(static_cast<int32_t>(i));
     }
+}
+
+size_t KvCache::n_committed() const {
+    return static_cast<size_t>(std::count_if(pages_.begin(), pages_.end(), [](const Page& p) { return p.committed; }));
+}
+
+// Neighbours are released together: their huge pages then go back whole.
+size_t KvCache::release_free() {
+    const auto is_releasable = [](const Page& p) { return p.is_releasable(); };
+    size_t n = 0;
+    for (auto end = pages_.begin(); end != pages_.end();) {
+        const auto begin = std::find_if(end, pages_.end(), is_releasable);
+        end = std::find_if_not(begin, pages_.end(), is_releasable);
+        const auto first = static_cast<size_t>(begin - pages_.begin()), count = static_cast<size_t>(end - begin);
+        release_pages(memory_.data() + first * page_bytes_, count * page_bytes_);
+        std::for_each(begin, end, [](Page& p) { p.committed = false; });
+        n += count;
+    }
+    return n;
 }
 
 int32_t KvCache::find_prefix(int32_t before, uint64_t key, const int32_t* tokens) const {

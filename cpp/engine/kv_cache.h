@@ -5,7 +5,7 @@
 // indexed by its tokens and the page before it, so that a sequence that begins with the same tokens finds it (prefix
 // caching). A page that is kept stays in the index without a reference, until its memory is needed: the one that was
 // released first is evicted first. Pages have one size, so memory does not fragment; it is committed when a page is
-// first used.
+// first used, and stays so until release_free().
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -29,6 +29,7 @@ public:
     size_t n_pages() const { return pages_.size(); }
     size_t n_free() const { return free_.size() + n_evictable_; }  // kept pages without a reference among them
     size_t n_evictable() const { return n_evictable_; }
+    size_t n_committed() const;
     size_t page_bytes() const { return page_bytes_; }
     bool bf16() const { return bf16_; }
     uint8_t* data() const { return memory_.data(); }
@@ -53,15 +54,19 @@ public:
     std::pair<int32_t, size_t> find_kept(int32_t before, uint64_t key, const int32_t* tokens, size_t n) const;
     void forget_kept();  // frees the kept pages that are not referenced
 
+    // Gives the memory of free pages, kept ones not among them, back to the system; how many pages it was.
+    size_t release_free();
+
 private:
     struct Page {
         int32_t ref_count = 0;
         uint64_t serial = 0;  // of its present allocation: pages that follow it are indexed by this number
         uint64_t hash = 0;
         uint64_t released = 0;  // when its last reference went, in releases
-        bool indexed = false, kept = false;
+        bool indexed = false, kept = false, committed = false;
 
         bool is_evictable() const { return kept && ref_count == 0; }
+        bool is_releasable() const { return committed && !kept && ref_count == 0; }
     };
     struct Entry {
         int32_t page;

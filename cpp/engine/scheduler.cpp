@@ -8,6 +8,7 @@
 
 #include "kernels/dispatch.h"
 #include "runtime/ceil_div.h"
+#include "runtime/pages.h"
 #include "runtime/philox.h"
 #include "runtime/thread_pool.h"
 
@@ -44,6 +45,7 @@ bool Scheduler::step() {
     add_decode_rows();
     add_prompt_rows();
     if (rows_.empty() && running_.empty()) return false;
+    has_workspace_ = true;
     const float* hidden = rows_.empty() ? nullptr : transformer_.forward(rows_.data(), rows_.size(), cache_);
     collect_heads(hidden);
     run_heads();
@@ -276,6 +278,27 @@ void Scheduler::release_prompt(Job& job) {
 
 size_t Scheduler::workspace_bytes() const {
     return transformer_.workspace_bytes() + (head_in_.size() + logits_.size()) * sizeof(float) + scratch_.size();
+}
+
+size_t Scheduler::release_memory() {
+    const size_t workspace = committed_workspace_bytes();
+    transformer_.release_workspace();
+    release_pages(logits_.data(), logits_.size() * sizeof(float));
+    release_pages(scratch_.data(), scratch_.size());
+    has_workspace_ = false;
+    return workspace + cache_.release_free() * cache_.page_bytes();
+}
+
+size_t Scheduler::adapters_bytes() const {
+    size_t bytes = 0;
+    for (const auto& [id, adapter] : adapters_) {
+        for (const auto& layer : adapter->layers) {
+            for (const auto& of_target : layer) {
+                for (const LowRank& part : of_target) bytes += part.a->size_bytes() + part.b->size_bytes();
+            }
+        }
+    }
+    return bytes;
 }
 
 const Adapter* Scheduler::adapter_of(const Job& job) const {

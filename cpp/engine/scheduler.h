@@ -95,8 +95,14 @@ public:
     // Frees what requests have kept; there are none.
     void forget_kept() { cache_.forget_kept(); }
 
+    // Gives the memory of free pages and of the workspace back to the system, until the next step. Kept pages stay.
+    // How many bytes it was, at most.
+    size_t release_memory();
+
     const KvCache& cache() const { return cache_; }
     size_t workspace_bytes() const;
+    size_t committed_workspace_bytes() const { return has_workspace_ ? workspace_bytes() : 0; }
+    size_t adapters_bytes() const;
 
 private:
     static constexpr size_t kPage = kPageTokens;
@@ -140,6 +146,7 @@ private:
     std::vector<float> head_in_, logits_;
     std::vector<uint8_t> scratch_;
     size_t head_tile_;
+    bool has_workspace_ = false;  // whether a step has used it since it was made or released
 
     // admission.cpp
     size_t tail_pages(const Request& request) const;

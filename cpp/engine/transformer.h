@@ -32,6 +32,7 @@ public:
     const Weights& weights() const { return *weights_; }
     size_t max_rows() const { return max_rows_; }
     bool bf16_cache() const { return bf16_cache_; }
+    void release_workspace() { arena_.release(); }  // to the system, until the next forward()
     size_t workspace_bytes() const { return arena_.size_bytes() + adapter_delta_.size() * sizeof(float); }
 
     // Room for adapters up to this rank.

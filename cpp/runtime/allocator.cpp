@@ -7,9 +7,12 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include <cstddef>
+#include <algorithm>
 #include <cstdint>
 #include <mutex>
+#include <vector>
+
+#include "runtime/pages.h"
 #endif
 
 namespace whet {
@@ -32,18 +35,35 @@ void grow_heap_into_huge_pages() {
     mallopt(M_MMAP_MAX, 1 << 16);  // glibc's default
 }
 
+constexpr size_t kMmapThreshold = size_t{32} << 20;
+
 }  // namespace
 
 void keep_freed_memory() {
     static std::once_flag once;
     std::call_once(once, [] {
-        mallopt(M_MMAP_THRESHOLD, 32 << 20);
+        mallopt(M_MMAP_THRESHOLD, kMmapThreshold);
         mallopt(M_TRIM_THRESHOLD, -1);
         grow_heap_into_huge_pages();
     });
 }
+
+// By allocating blocks, which come from what is kept, releasing their pages and freeing them: malloc_trim would release
+// all that is kept.
+void release_freed_memory(size_t bytes) {
+    constexpr size_t kBlock = kMmapThreshold / 2;
+    std::vector<void*> blocks;
+    while (bytes > 0) {
+        const size_t size = std::min(bytes, kBlock);
+        blocks.push_back(std::malloc(size));
+        if (blocks.back() != nullptr) release_pages(blocks.back(), size);
+        bytes -= size;
+    }
+    for (void* block : blocks) std::free(block);
+}
 #else
 void keep_freed_memory() {}
+void release_freed_memory(size_t) {}
 #endif
 
 }  // namespace whet

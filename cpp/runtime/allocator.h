@@ -1,5 +1,6 @@
 // The C library's allocator, as a training step wants it.
 #pragma once
+#include <cstddef>
 
 namespace whet {
 
@@ -10,5 +11,9 @@ namespace whet {
 // in the products, another tenth. Half of the machine's memory is reserved as addresses, which costs nothing until it
 // is touched; where the address space is limited (RLIMIT_AS), none is.
 void keep_freed_memory();
+
+// Give so many bytes of the memory that is kept so back to the system, or all of it where it is less. What else is to
+// be allocated then adds nothing to the peak; the page faults come back with the next step, for these bytes alone.
+void release_freed_memory(size_t bytes);
 
 }  // namespace whet

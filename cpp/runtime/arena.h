@@ -6,6 +6,8 @@
 #include <memory>
 #include <new>
 
+#include "runtime/pages.h"
+
 namespace whet {
 
 class Arena {
@@ -23,6 +25,7 @@ public:
         used_ = 0;
     }
     size_t size_bytes() const { return used_; }
+    void release() { release_pages(memory_.get(), used_); }  // its contents, not its addresses
 
 private:
     struct Free {

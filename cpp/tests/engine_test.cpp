@@ -245,6 +245,34 @@ void test_conversations() {
     }
 }
 
+void test_released_memory() {
+    Model model(false, WeightFormat::kBFloat16, 16 + 32);
+    const size_t page = KvCache::page_bytes(model.transformer.config(), false);
+    Scheduler s(model.transformer, {60 * page, 16, 32});
+    expect(s.release_memory() == 0, "nothing is committed before it is used");
+    Request kept = prompt(130, 1, 20, 0);
+    kept.keep = true;
+    const uint64_t first = s.add(kept);
+    run(s);
+    const auto expected = said(s, first);
+    s.release_memory();
+    const uint64_t other = s.add(prompt(200, 3, 40, 1));
+    for (int i = 0; i < 12; ++i) s.step();
+    const size_t workspace = s.workspace_bytes();
+    expect(s.committed_workspace_bytes() == workspace, "a step commits the workspace");
+    expect(s.release_memory() == workspace, "what is running or kept has all pages that were used");
+    run(s);
+    const auto others = said(s, other);
+    expect(s.release_memory() > workspace, "pages of what has ended go back");
+    expect(s.cache().n_committed() == s.cache().n_evictable(), "and those that are kept stay");
+    Request next = prompt(130, 1, 20, 0);
+    next.keep = true;
+    const uint64_t again = s.add(next), later = s.add(prompt(200, 3, 40, 1));
+    run(s);
+    expect(s.job(again).reused == 129, "kept pages are found: %zu tokens", s.job(again).reused);
+    expect(said(s, again) == expected && said(s, later) == others, "released memory changes no token");
+}
+
 void test_adapters() {
     Model model(false, WeightFormat::kBFloat16, 16 + 32);
     const ModelConfig& c = model.transformer.config();
@@ -278,6 +306,7 @@ int main() {
         test_eviction();
         test_uncomputed_pages();
         test_conversations();
+        test_released_memory();
         test_adapters();
     });
 }

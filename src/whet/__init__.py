@@ -16,6 +16,7 @@ from whet.ops import inputs as _inputs
 if TYPE_CHECKING:
     from whet.config.sampling import Completion, SamplingParams
     from whet.engine import Engine
+    from whet.memory import memory_report
 
 __version__ = "0.1.0"
 
@@ -56,7 +57,12 @@ def set_num_threads(n: int) -> None:
     _core.set_num_threads(n)
 
 
-_LATER = {"Engine": "whet.engine", "Completion": "whet.config.sampling", "SamplingParams": "whet.config.sampling"}
+_LATER = {
+    "Engine": "whet.engine",
+    "Completion": "whet.config.sampling",
+    "SamplingParams": "whet.config.sampling",
+    "memory_report": "whet.memory",
+}
 """Names that are imported when they are asked for."""
 
 
@@ -69,5 +75,5 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = ["WhetError", "WhetTypeError", "WhetValueError", "build_info", "get_num_threads", "isa", "set_num_threads"]
-__all__ += ["Completion", "Engine", "SamplingParams"]
+__all__ += ["Completion", "Engine", "SamplingParams", "memory_report"]
 __all__ += ops.__all__

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from tests.tiny import EOS, OwnGenerate, Recorded, assert_same_weights, fours, letters_tokenizer, tiny_llama
+from tests.tiny import EOS, OwnGenerate, Recorded, assert_same_weights, fours, letters_tokenizer, tiny_llama, with_lora
 
 from whet.algorithms.best_of_n import BestOfN
 from whet.algorithms.grpo import GRPO
@@ -132,6 +132,30 @@ def test_the_engine_is_made_once():
     for _ in range(3):
         trainer.train_step(PROMPTS)
     assert trainer.engine is engine and engine.policy_version == 3
+
+
+def test_an_update_has_the_memory_of_sampling():
+    trainer = grpo()
+    held = []
+    update = trainer.update
+    trainer.update = lambda: (held.append(trainer.engine.memory), update())[1]
+    for _ in range(2):
+        trainer.train_step(PROMPTS)
+    assert [memory["kv_committed_bytes"] + memory["workspace_committed_bytes"] for memory in held] == [0, 0]
+    assert trainer.evaluate(PROMPTS) >= 0
+    assert trainer.engine.memory["kv_committed_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("compute", "format"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("torch", "float32")]
+)
+@pytest.mark.parametrize("make_model", [tiny_llama, lambda: with_lora(tiny_llama())])
+def test_auto_samples_from_the_weights_as_they_are_multiplied(compute, format, make_model):
+    trainer = grpo(make_model(), compute=compute)
+    assert trainer.engine.formats["layers.0.o"] == format
+    step = trainer.train_step(PROMPTS)
+    # Of bfloat16 weights, what is left is that training rounds activations as well.
+    assert 0 <= step["sampler/log_ratio"] < (0.02 if format == "bfloat16" else 1e-5)
 
 
 def test_names_in_the_config_and_beside_it():

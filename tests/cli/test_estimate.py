@@ -5,7 +5,8 @@ import json
 import pytest
 
 from whet.cli import main
-from whet.models.sizes import estimate, load_source, machine_bytes, training
+from whet.memory import machine_bytes
+from whet.models.sizes import estimate, load_source, training
 
 
 def test_table(capsys, monkeypatch):
@@ -68,3 +69,33 @@ def test_mistakes(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["estimate", "--help"])
     assert exit_.value.code == 0 and "A preset such as llama-2-7b" in capsys.readouterr().out
+
+
+def test_memory_of_a_run_as_a_table_and_as_json(tiny_model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    (tmp_path / "run.toml").write_text(f'model = "{tiny_model}"\nbatch_size = 4\nlora_rank = 2\n')
+    argv = ["estimate", "--train", "grpo", str(tmp_path / "run.toml"), "--group-size", "4", "--prompt-tokens", "9"]
+    assert main([*argv, "--max-new-tokens", "30", "--json"]) == 0
+    got = json.loads(capsys.readouterr().out)
+    assert got["total_bytes"] == sum(got["parts"].values()) and got["parts"]["interpreter"] > 1e8
+    # q, k, v and o of 32 to 32, 16, 16 and 32; gate, up and down of 32 to 64, in 2 layers: two matrices of rank 2 each.
+    n_trained = 2 * 2 * (2 * (32 + 32) + 2 * (16 + 32) + 3 * (64 + 32))
+    assert got["parts"]["gradients"] == 4 * n_trained and got["parts"]["moments"] == 8 * n_trained
+    assert main(["estimate", "smollm-135m", "--train=dpo", "--completion-tokens", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "whet train dpo of smollm-135m" in out and "weights of the reference model" in out
+    assert "538.06 MB" in out and "1.08 GB" in out  # weights, gradients, reference; moments
+
+
+def test_mistakes_in_the_memory_of_a_run(capsys):
+    for arguments, error in (
+        (["smollm-135m", "--train", "rlhf"], "--train is 'rlhf', expected one of sft, dpo, grpo, online-dpo"),
+        (["smollm-135m", "--train"], "--train is '', expected one of"),
+        (["--train", "sft"], "model is missing"),
+        (["smollm-135m", "--train", "sft", "--compute", "torch"], "compute is 'torch'"),
+        (["smollm-135m", "--train", "sft", "--lora-rank", "8", "--lora-layers", "c_attn"], "has no such layers"),
+    ):
+        assert main(["estimate", *arguments]) == 2
+        assert error in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # of sft, which samples nothing
+        main(["estimate", "smollm-135m", "--train", "sft", "--group-size", "8"])

@@ -136,3 +136,24 @@ def test_other_weights_and_other_adapters_are_other_pages(model):
 def random_adapter(seed: int) -> dict[str, Any]:
     draw = np.random.default_rng(seed)
     return {"model.layers.0.self_attn.q_proj": (draw.normal(size=(2, 32)), draw.normal(size=(32, 2)), 1.0)}
+
+
+def test_released_memory_leaves_what_is_kept_and_what_runs(model):
+    with engine_of(model) as engine:
+        prompt = tokens(150, 0)
+        said, _ = stream(engine, prompt)
+        other = tokens(200, 1)
+        engine.release_memory()
+        with engine.stream(other, SAMPLING) as running:
+            first = next(running)
+            assert engine.memory["workspace_committed_bytes"] == engine.memory["workspace_bytes"] > 0
+            assert engine.release_memory() == engine.memory["workspace_bytes"]
+            assert [first, *running] == alone(model, other)
+        memory = engine.memory
+        assert memory["kv_committed_bytes"] > memory["kv_kept_bytes"] > 0
+        freed = memory["kv_committed_bytes"] - memory["kv_kept_bytes"]
+        assert engine.release_memory() == freed + memory["workspace_bytes"]
+        assert engine.memory["kv_committed_bytes"] == memory["kv_kept_bytes"]
+        assert engine.release_memory() == engine.memory["workspace_committed_bytes"] == 0
+        again = [*prompt, *(token.token_id for token in said), 5]
+        assert stream(engine, again) == (alone(model, again), len(again) - 2)

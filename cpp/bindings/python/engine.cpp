@@ -193,6 +193,13 @@ public:
         return scheduler_.job(id).error;
     }
 
+    // How many bytes it was, at most.
+    size_t release_memory() {
+        const Turn turn(lock_);
+        const nb::gil_scoped_release release;
+        return scheduler_.release_memory();
+    }
+
     nb::dict memory() const {
         const Turn turn(lock_);
         nb::dict out;
@@ -202,7 +209,10 @@ public:
         out["kv_page_bytes"] = cache.page_bytes();
         out["kv_used_bytes"] = (cache.n_pages() - cache.n_free()) * cache.page_bytes();
         out["kv_kept_bytes"] = cache.n_evictable() * cache.page_bytes();
+        out["kv_committed_bytes"] = cache.n_committed() * cache.page_bytes();
         out["workspace_bytes"] = scheduler_.workspace_bytes();
+        out["workspace_committed_bytes"] = scheduler_.committed_workspace_bytes();
+        out["adapters_bytes"] = scheduler_.adapters_bytes();
         return out;
     }
 
@@ -275,7 +285,8 @@ void bind_engine(nb::module_& m) {
         .def("begin_session", &EngineObject::begin_session)
         .def("end_session", &EngineObject::end_session)
         .def("error", &EngineObject::error)
-        .def("memory", &EngineObject::memory);
+        .def("memory", &EngineObject::memory)
+        .def("release_memory", &EngineObject::release_memory);
 }
 
 }  // namespace whet

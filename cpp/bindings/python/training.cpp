@@ -232,6 +232,7 @@ void bind_training(nb::module_& m) {
     using Release = nb::call_guard<nb::gil_scoped_release>;
     using nb::arg;
     m.def("keep_freed_memory", &keep_freed_memory);
+    m.def("release_freed_memory", &release_freed_memory, arg("bytes"), Release());
     m.def("refresh_bf16", &refresh_bf16_call, array("weight"), array("copy"), Release());
     m.def("rounded_linear", &rounded_linear_call, array("x"), array("weight"), nb::kw_only(), arg("by_columns"),
           array("bias").none(), array("out"), Release());

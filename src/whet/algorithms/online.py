@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from whet import _core
 from whet.config.settings import EngineName
 from whet.errors import WhetTypeError
 from whet.rewards.functions import RewardFn, RewardFunctions
@@ -56,6 +58,7 @@ class OnlineTrainer(Trainer):
         self.engine = make(config.kv_bytes)
         self._make_engine = make if isinstance(chosen, str) and not config.kv_bytes else None
         self.last_completions: list[dict[str, Any]] = []
+        self._sampler_bytes = 0
 
     def as_row(self, item: Any) -> Mapping[str, Any]:
         """An item of a dataset as a dict; a bare prompt is a row too."""
@@ -92,14 +95,36 @@ class OnlineTrainer(Trainer):
         if not isinstance(functions, RewardFunctions):
             functions = reward_functions(self.config, functions)
         self.engine.sync(self.model)
-        batches = enumerate(self.in_order(dataset))
-        return mean_rewards([self._sample(batch, 1, i, where, temperature).score(functions) for i, (batch,) in batches])
+        scored = []
+        with self._sampler_memory():
+            for i, (batch,) in enumerate(self.in_order(dataset)):
+                scored.append(self._sample(batch, 1, i, where, temperature).score(functions))
+        return mean_rewards(scored)
 
     def sample(self, prompt_batch: Any, n: int) -> Rollout:
         """``n`` completions per prompt from the policy as it is, the same ones for one (seed, step)."""
         with phase("sync"):
             self.engine.sync(self.model)
-        return self._sample(prompt_batch, n, self.step, type(self).__name__)
+        with self._sampler_memory():
+            return self._sample(prompt_batch, n, self.step, type(self).__name__)
+
+    @contextmanager
+    def _sampler_memory(self) -> Iterator[None]:
+        """Sampling takes the memory that updates have left, and gives it back: the peak is of one of them, not of both.
+
+        The allocator keeps what an update frees, and the engine what its sequences had. As much of the former goes back
+        to the system before as the engine took the last time, and all of the latter afterwards.
+        """
+        if self.acceleration is not None:
+            with phase("generation"):
+                _core.release_freed_memory(self._sampler_bytes)
+        try:
+            yield
+        finally:
+            release = getattr(self.engine, "release_memory", None)
+            if release is not None:
+                with phase("generation"):
+                    self._sampler_bytes = release()
 
     def _sample(self, batch: Any, n: int, key: int, where: str, temperature: float | None = None) -> Rollout:
         """``n`` completions per prompt, the same ones for one (seed, key) and the engine's weights."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import whet
-from whet.models.sizes import machine_bytes
+from whet.memory import machine_bytes
 from whet.ops import probe
 from whet.report.page import processor
 

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
+from whet.cli.runs import DPORun, GRPORun, OnlineDPORun, SFTRun
+from whet.cli.settings import parse
+from whet.config.fields import Positive
+from whet.errors import WhetValueError, check_installed
+from whet.memory import PARTS, machine_bytes
 from whet.models.formats import FORMATS, MIXTURES
 from whet.models.sizes import ModelMemory, TrainingEstimate, load_source, model_memory
+from whet.models.slots import Source
+from whet.training.sizes import Lengths, RunMemory, run_memory
 
 _WEIGHTS = tyro.conf.arg(metavar="{" + ",".join(FORMATS) + "}")
 _EMBEDDINGS = tyro.conf.arg(metavar="{" + ",".join(name for name in FORMATS if name not in MIXTURES) + "}")
@@ -20,7 +29,9 @@ _EMBEDDINGS = tyro.conf.arg(metavar="{" + ",".join(name for name in FORMATS if n
 
 @dataclasses.dataclass(frozen=True)
 class EstimateConfig:
-    """How much memory a model takes: weights with their scales, keys and values, workspace, and training."""
+    """How much memory a model takes: weights with their scales, keys and values, workspace, and training.
+
+    With ``--train METHOD`` and the settings of ``whet train METHOD``: what that run comes to hold, part by part."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """A preset such as llama-2-7b, a config.json, the folder that holds one, or a .gguf file."""
@@ -36,8 +47,51 @@ class EstimateConfig:
     """Print JSON, in bytes, in place of the table."""
 
 
+@dataclasses.dataclass(kw_only=True)
+class _OnlineRows:
+    """Beside the settings of a ``whet train`` that samples."""
+
+    prompt_tokens: Positive = 128
+    """Tokens of a prompt."""
+    json: bool = False
+    """Print JSON, in bytes, in place of the table."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _OfflineRows(_OnlineRows):
+    """Beside those of others."""
+
+    completion_tokens: Positive = 128
+    """Tokens of a completion."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _SFT(_OfflineRows, SFTRun):
+    """Memory of ``whet train sft``."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _DPO(_OfflineRows, DPORun):
+    """Memory of ``whet train dpo``."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _GRPO(_OnlineRows, GRPORun):
+    """Memory of ``whet train grpo``."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _OnlineDPO(_OnlineRows, OnlineDPORun):
+    """Memory of ``whet train online-dpo``."""
+
+
+_RUNS = {"sft": _SFT, "dpo": _DPO, "grpo": _GRPO, "online-dpo": _OnlineDPO}
+
+
 def main(argv: Sequence[str]) -> int:
     """Prints the estimate; the exit status is 0."""
+    if any(argument.partition("=")[0] == "--train" for argument in argv):
+        return _train(list(argv))
     asked = tyro.cli(EstimateConfig, args=argv, prog="whet estimate")
     memory = model_memory(load_source(asked.model), asked.context, asked.batch, asked.embeddings)
     if asked.json:
@@ -55,6 +109,79 @@ def main(argv: Sequence[str]) -> int:
     console.print(_training(memory.training))
     console.print("GB are 10^9 bytes, and bits per weight count scales, embeddings and norms.", style="dim")
     return 0
+
+
+_TRAIN = """\
+How much memory a whet train comes to hold: MODEL --train METHOD, and its settings. Its rows are not read:
+
+--prompt-tokens says how long they are, and, where nothing is sampled, --completion-tokens."""
+
+
+def _train(argv: list[str]) -> int:
+    """``whet estimate MODEL --train METHOD``, with the settings of ``whet train METHOD``."""
+    where = "whet estimate"
+    argv = [
+        part
+        for argument in argv
+        for part in (argument.split("=", 1) if argument.startswith("--train=") else [argument])
+    ]
+    at = argv.index("--train")
+    method = "".join(argv[at + 1 : at + 2])
+    if method not in _RUNS:
+        raise WhetValueError(f"{where}: --train is {method!r}, expected one of {', '.join(_RUNS)}.")
+    del argv[at : at + 2]
+    if argv and not argv[0].startswith("-") and not argv[0].endswith(".toml"):
+        argv[:1] = ["--model", argv[0]]
+    asked: Any = parse(_RUNS[method], argv, where, _TRAIN)
+    if not asked.model:
+        raise WhetValueError(f"{where}: model is missing. Name it first, or in the config file.")
+    if asked.dtype != "float32":
+        raise WhetValueError(
+            f"{where}: dtype is {asked.dtype!r}, and Whet's kernels train float32 weights. Leave it out."
+        )
+    check_installed(where, "torch", "transformers", *(["peft"] if asked.lora_rank else []))
+    lengths = Lengths(asked.prompt_tokens, getattr(asked, "completion_tokens", 0) or asked.max_new_tokens)
+    interpreter = measure_interpreter(with_adapters=asked.lora_rank > 0)
+    _print_run(asked, method, memory_of(asked, load_source(asked.model), lengths, interpreter=interpreter))
+    return 0
+
+
+def memory_of(run: Any, source: Source, lengths: Lengths, *, interpreter: int) -> RunMemory:
+    """``run_memory`` with the settings of a run."""
+    adapters = {"lora_rank": run.lora_rank, "lora_layers": run.lora_layers, "base": getattr(run, "base", "")}
+    return run_memory(source, run, lengths, interpreter=interpreter, **adapters)
+
+
+def measure_interpreter(with_adapters: bool) -> int:
+    """Memory of a process that has imported what ``whet train`` imports, and nothing else: measured in one."""
+    names = "AutoModelForCausalLM, AutoTokenizer" + (", PreTrainedModel; import peft" if with_adapters else "")
+    code = f"import whet.cli.train; from transformers import {names}; print(whet.memory.resident_bytes())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if done.returncode:
+        raise WhetValueError(f"whet estimate: the imports of whet train fail: {done.stderr.strip()[-300:]}")
+    return int(done.stdout)
+
+
+def _print_run(asked: Any, method: str, memory: RunMemory) -> None:
+    parts, machine = memory.at_its_fullest(), machine_bytes()
+    if asked.json:
+        figures = {"parts": parts, "total_bytes": memory.total, "update_bytes": sum(memory.update.values())}
+        figures |= {"sampling_bytes": sum(memory.sampling.values()), "memory_bytes": machine}
+        print(json.dumps({"model": asked.model, "method": method, **figures}, indent=2))
+        return
+    console, lent = Console(), min(sum(memory.update.values()), sum(memory.sampling.values()))
+    table = Table(title=f"whet train {method} of {asked.model}", title_justify="left")
+    table.add_column("Held by")
+    table.add_column("Memory", justify="right")
+    for name, n_bytes in parts.items():
+        table.add_row(PARTS[name], in_bytes(n_bytes))
+    table.add_row("in all", in_bytes(memory.total), style="bold")
+    console.print(table)
+    if lent:
+        less = "Sampling" if "activations" in parts else "An update"
+        console.print(f"{less} takes {in_bytes(lent)}, which the other has given back before.")
+    verdict = "fits" if memory.total <= machine else "does not fit"
+    console.print(f"It {verdict} into this machine's {in_bytes(machine)}. GB are 10^9 bytes.")
 
 
 def _table(asked: EstimateConfig, memory: ModelMemory) -> Table:

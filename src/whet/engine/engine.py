@@ -11,7 +11,7 @@ Decodes text only to find stop strings, and does not train.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,11 +32,12 @@ from whet.engine.checks import (
 )  # fmt: skip
 from whet.engine.session import Calls, NewAdapter, Session, TokenStream, run_to_its_end
 from whet.errors import WhetTypeError, WhetValueError, check_integer
+from whet.memory import register_holder
 from whet.models.architecture import ModelConfig, Piece
 from whet.models.base import PackedBase
 from whet.models.formats import choose_formats
 from whet.models.loading import all_pieces, checked, checksums, load
-from whet.models.sizes import MAX_BATCH, PREFILL_CHUNK
+from whet.models.sizes import KV_BYTES, MAX_BATCH, PREFILL_CHUNK
 from whet.models.slots import Source
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.live import describe_module
@@ -84,7 +85,7 @@ class Engine:
         weights: str | None = "bf16",
         embedding: str | None = None,
         head: str | None = None,
-        kv_bytes: int = 1 << 30,
+        kv_bytes: int = KV_BYTES,
         max_batch: int = MAX_BATCH,
         prefill_chunk: int = PREFILL_CHUNK,
         tokenizer: Any = None,
@@ -107,6 +108,7 @@ class Engine:
         self._stored: Any = None
         self._targets = source.targets
         self._replace(pieces, source, where)
+        register_holder(self)
 
     @classmethod
     def from_model(
@@ -413,10 +415,36 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Bytes by name.
 
-        weights_bytes; kv_bytes: the budget in whole pages; kv_used_bytes: of calls that are under way; kv_kept_bytes:
-        of streams that ended and keep theirs, given up where a call needs them; kv_page_bytes; workspace_bytes.
+        weights_bytes; adapters_bytes; kv_bytes: the budget in whole pages; kv_used_bytes: of calls that are under way;
+        kv_kept_bytes: of streams that ended and keep theirs, given up where a call needs them; kv_page_bytes;
+        workspace_bytes. Of the budget and the workspace, kv_committed_bytes and workspace_committed_bytes are what the
+        system has given for them: pages that were ever used, and not released since.
         """
         return self._calls.use("Engine.memory").memory()
+
+    def release_memory(self) -> int:
+        """Give the memory of free pages and of the workspace back to the system, such as before a training step.
+
+        Nothing else changes: calls that are under way go on, what streams keep stays, and the next call asks the system
+        for memory again as it needs it.
+
+        Returns:
+            How many bytes it was, at most.
+        """
+        return self._calls.use("Engine.release_memory").release_memory()
+
+    def held_memory(self) -> Iterator[tuple[str, Hashable, int]]:
+        """What the engine holds, for ``whet.memory_report``; nothing once it is closed."""
+        core = self._calls.core
+        if core is None:
+            return
+        memory = core.memory()
+        for part, *names in (
+            ("sampler_weights", "weights_bytes", "adapters_bytes"),
+            ("kv_cache", "kv_committed_bytes"),
+            ("workspace", "workspace_committed_bytes"),
+        ):
+            yield part, (part, id(core)), sum(memory[name] for name in names)
 
     def close(self) -> None:
         """Give the memory back, and end the calls that are under way. Idempotent."""

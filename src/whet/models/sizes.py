@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -17,8 +16,9 @@ from typing import Any, NamedTuple
 
 from whet import _core
 from whet.errors import WhetValueError, check_integer
+from whet.memory import machine_bytes
 from whet.models.architecture import ModelConfig
-from whet.models.families import model_config
+from whet.models.families import model_config, module_targets
 from whet.models.formats import FORMATS, PAGE_TOKENS, choose_formats, core_format, describe_parts, kv_format, usual_name
 from whet.models.slots import Source
 from whet.models.sources.folder import read_config
@@ -31,6 +31,8 @@ MAX_BATCH = 64
 """The engine's default: completions that are computed at a time."""
 PREFILL_CHUNK = 256
 """The engine's default: tokens of prompts that a step takes beside them."""
+KV_BYTES = 1 << 30
+"""The engine's default: memory for keys and values."""
 
 
 def _llama(vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
@@ -180,14 +182,6 @@ def default_context(config: ModelConfig) -> int:
     return min(4096, config.max_position)
 
 
-def machine_bytes() -> int:
-    """This machine's memory, or what its container may use of it."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else ""
-    return min(memory, int(text)) if text.isdigit() else memory
-
-
 def load_source(model: str) -> Source:
     """A preset, a config.json, the folder that holds one, or a .gguf file; of the first three without weights.
 
@@ -214,7 +208,8 @@ def source_of_config(config: Mapping[str, Any], where: str = "config") -> Source
     Raises:
         WhetValueError: a model_type, an option or a size that the engine does not run.
     """
-    return Source(model_config(config, where=where), lambda: iter(()), {})
+    described = model_config(config, where=where)
+    return Source(described, lambda: iter(()), module_targets(config["model_type"], described))
 
 
 def estimate(

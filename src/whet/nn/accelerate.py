@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from whet import _core
 from whet.config.settings import Compute, ComputeDtype
 from whet.errors import WhetTypeError, WhetValueError, check_choice
+from whet.memory import tensor_memory
 from whet.models.families import FAMILIES
 from whet.nn import functions
 from whet.nn.frozen import FrozenLinear, FrozenWeight, check_trainable, special_adapters
@@ -255,6 +256,12 @@ class Acceleration:
         """The weight's copy, for someone who changes the weight and the copy with it; None if there is none."""
         made = self._copies.get(weight)
         return None if made is None or made.tensor.shape != weight.shape else made
+
+    def held_memory(self) -> Iterator[tuple[str, Hashable, int]]:
+        """The weights as they are multiplied, for ``whet.memory_report``."""
+        yield from tensor_memory("copies", (made.tensor for made in list(self._copies.values())))
+        if self._head is not None:
+            yield "copies", ("head", id(self._head)), self._head.packed_bytes
 
     def rounds_on_the_way(self, x: Tensor, module: Any) -> bool:
         """Whether x is multiplied by the weight itself, rounded where it is read.

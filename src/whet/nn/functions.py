@@ -481,6 +481,11 @@ class Head:
         same = self.copy.data_ptr() == copy.data_ptr() and self.copy.shape == copy.shape
         return self.weight is weight and self.bias is bias and same and self.copy.stride() == copy.stride()
 
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of the packed tiles."""
+        return sum(packed.size_bytes for packed in self._packed)
+
     def repack(self) -> None:
         """Take the weights as they are now."""
         if self._packed:

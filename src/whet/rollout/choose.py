@@ -39,7 +39,8 @@ def make_engine(
             CPU, else torch. If the native engine does not support such a model, a warning says why.
         model: to sample from.
         weights: format of the native engine's matrices; "auto": as the model has them, bfloat16 or else float32, so
-            that what is sampled from is the policy and no rounding of it. So are rotary frequencies: where they depend
+            that what is sampled from is the policy and no rounding of it (a trainer whose products are bfloat16 passes
+            "bf16": its policy is the rounded weights). So are rotary frequencies: where they depend
             on the length (longrope), its longest sequence is the longest one of the short factors.
         where: the caller's name, for messages.
         kv_bytes: memory of the native engine for keys and values; 0: its default.

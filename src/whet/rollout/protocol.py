@@ -19,7 +19,8 @@ class RolloutEngine(Protocol):
 
         Prompts are token ids without padding and may differ in length. Settings that it cannot follow are errors. An
         engine may also have ``generate_each``, which takes the same and yields ``result[prompt]`` in order, each as
-        soon as it is complete.
+        soon as it is complete; and ``release_memory()``, which gives the memory of sampling back to the system, and
+        returns how many bytes that is.
         """
         ...
 

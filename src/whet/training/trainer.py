@@ -16,7 +16,7 @@ import itertools
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -29,6 +29,7 @@ from whet.config.settings import TrainerConfig, learning_rate_at
 from whet.data.batches import as_row, batch_stream, batches_in_order
 from whet.data.rows import token_rows
 from whet.errors import NonFiniteError, WhetTypeError, WhetValueError, check_integer
+from whet.memory import MemoryWatch, register_holder, tensor_memory
 from whet.nn.accelerate import acceleration_of, choose_accelerations
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.modules import module_device, module_mode, stop_token_ids
@@ -95,11 +96,14 @@ class Update:
         metrics: ``loss`` and the other metrics; after the update also ``grad_norm``, as it was before clipping.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: MemoryWatch) -> None:
         self.metrics = {"loss": 0.0}
+        self._memory = memory
+        memory.begin()
 
     def add(self, loss: Tensor, metrics: Mapping[str, float]) -> None:
         """Add the gradient of a micro-batch's loss, and its metrics."""
+        self._memory.look()
         with phase("backward"):
             loss.backward()
         for name, value in {"loss": loss.item(), **metrics}.items():
@@ -126,6 +130,7 @@ class Trainer(ABC):
         num_tokens: tokens of prompts and completions seen.
         skipped_steps: updates skipped because the loss or a gradient was not finite.
         n_updates: optimizer updates done.
+        memory: the memory of the process in the fullest step.
         should_stop: set by a callback to end ``train`` after the step.
     """
 
@@ -185,6 +190,8 @@ class Trainer(ABC):
             eps=self.config.adam_epsilon,
         )
         self.step = self.position = self.num_tokens = self.skipped_steps = self.n_updates = 0
+        self.memory = MemoryWatch()
+        register_holder(self)
         self.should_stop = False
         self._skipped_in_a_row = self._horizon = self._drawn = 0
         # An iterator cannot give the batch of a failed step again: it and the batch, for the next call of train.
@@ -238,10 +245,10 @@ class Trainer(ABC):
         Raises:
             NonFiniteError: ``max_skipped_steps`` updates in a row were skipped.
         """
-        update = Update()
         # The gradients' memory is kept: page faults for new memory cost more than writing zeros.
         with phase("optimizer"):
             self.optimizer.zero_grad(set_to_none=False)
+        update = Update(self.memory)
         with module_mode(self.model, self.config.training_mode), self.acceleration or nullcontext():
             yield update
         with phase("optimizer"):
@@ -478,6 +485,17 @@ class Trainer(ABC):
         for part in (self.model, self.tokenizer):
             if part is not None:
                 cast(Any, part).save_pretrained(folder)
+
+    def held_memory(self) -> Iterator[tuple[str, Hashable, int]]:
+        """What the trainer holds, for ``whet.memory_report``."""
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        for part, model in (("weights", self.model), ("reference", self.ref_model)):
+            if model is not None:
+                yield from tensor_memory(part, itertools.chain(model.parameters(), model.buffers()))
+        for acceleration in self.accelerations.values():
+            yield from acceleration.held_memory()
+        yield from tensor_memory("gradients", (p.grad for p in self.trainable.values() if p.grad is not None))
+        yield from tensor_memory("moments", (value for value in states if isinstance(value, Tensor)))
 
     def own_tensors(self) -> dict[str, Tensor]:
         """Tensors that a checkpoint keeps for an algorithm beside model and optimizer."""

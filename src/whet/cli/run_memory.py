@@ -1,0 +1,96 @@
+"""The memory of a ``whet train`` before it starts: from its settings and some of its rows, and what would fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from whet.cli.estimate import in_bytes, memory_of
+from whet.config.settings import TrainerConfig
+from whet.data.rows import tokenize_completion, tokenize_preference, tokenize_prompt
+from whet.errors import WhetError
+from whet.memory import available_bytes, resident_bytes
+from whet.models.slots import Source
+from whet.models.sources.live import describe_module
+from whet.training.sizes import Lengths, RunMemory
+
+_LOOKED_AT = 64
+"""Rows whose lengths are known before the run."""
+_SMALLEST_PASS = 256
+"""Tokens of a pass below which fewer save hardly any memory."""
+
+
+def predict_memory(method: str, run: Any, model: nn.Module, tokenizer: Any, rows: Sequence[Any]) -> RunMemory | None:
+    """The memory of a run whose model is loaded, without its adapters; warns where the process may not have so much.
+
+    None: nothing is known of it, as the system is not Linux, or Whet's kernels do not compute it.
+    """
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    try:
+        if sys.platform != "linux" or weights != 4 * sum(parameter.numel() for parameter in model.parameters()):
+            return None
+        source, lengths = describe_module(model), mean_lengths(run, tokenizer, rows[:_LOOKED_AT])
+        settings = {"interpreter": max(0, resident_bytes() - weights)}
+        predicted = memory_of(run, source, lengths, **settings)
+    except WhetError:  # the run says itself what is wrong with it
+        return None
+    available = available_bytes()
+    if predicted.total > available:
+        hint = fitting_settings(run, source, lengths, available, **settings)
+        warnings.warn(
+            f"whet train {method}: the run comes to hold about {in_bytes(predicted.total)}, and "
+            f"{in_bytes(available)} are there for it. {hint}",
+            stacklevel=2,
+        )
+    return predicted
+
+
+def fitting_settings(run: Any, source: Source, lengths: Lengths, available: int, *, interpreter: int) -> str:
+    """Advice: the first settings with which the run fits, from those that change the least."""
+    for change in _smaller_runs(run):
+        smaller = dataclasses.replace(run, **change)
+        total = memory_of(smaller, source, lengths, interpreter=interpreter).total
+        if total <= available:
+            flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
+            return f"With {flags} it is {in_bytes(total)}."
+    return "No setting makes it fit: take a smaller model, or a machine with more memory."
+
+
+def _smaller_runs(run: TrainerConfig) -> list[dict[str, Any]]:
+    """Changes of a run that make it smaller: tokens of a pass first, which change no result."""
+    n_halvings = int(math.log2(max(1, run.max_tokens_per_step / _SMALLEST_PASS)))
+    passes = [{"max_tokens_per_step": run.max_tokens_per_step >> i} for i in range(1, n_halvings + 1)]
+    if run.micro_batch_size:
+        passes = [{"micro_batch_size": 1}] if run.micro_batch_size > 1 else []
+    elif not run.max_tokens_per_step:
+        passes = [{"max_tokens_per_step": _SMALLEST_PASS}]
+    smallest = passes[-1] if passes else {}
+    references = [{"precompute_reference": True}] if _may_precompute(run) else []
+    adapters = [{"lora_rank": 16}] if not getattr(run, "lora_rank", 0) else []
+    together = [{**change, **smallest} for change in (*references, *adapters)]
+    return [*passes, *references, *adapters, *together]
+
+
+def _may_precompute(run: TrainerConfig) -> bool:
+    return not getattr(run, "precompute_reference", True) and run.has_reference() and not getattr(run, "lora_rank", 0)
+
+
+def mean_lengths(run: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> Lengths:
+    """Tokens of prompts and completions, the mean of some rows."""
+    if hasattr(run, "max_new_tokens"):
+        prompts = [len(tokenize_prompt(row, tokenizer)) for row in rows]
+        completions = [run.max_new_tokens]
+    elif hasattr(run, "label_smoothing"):
+        pairs = [tokenize_preference(row, tokenizer) for row in rows]
+        prompts = [len(prompt) for prompt, _, _ in pairs]
+        completions = [len(ids) for _, *both in pairs for ids in both]
+    else:
+        texts = [tokenize_completion(row, tokenizer) for row in rows]
+        prompts, completions = [len(prompt) for prompt, _ in texts], [len(completion) for _, completion in texts]
+    return Lengths(*(math.ceil(sum(lengths) / len(lengths)) for lengths in (prompts, completions)))

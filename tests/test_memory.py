@@ -1,0 +1,124 @@
+"""Who holds a process's memory, against what can be counted by hand; and what control groups leave."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tests.processes import printed_by
+
+import whet
+from whet.memory import PARTS, _control_groups, available_bytes, machine_bytes, memory_report, resident_bytes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells who holds memory")
+
+# A model of 22 M parameters: large beside what libraries allocate by the way.
+STEPS = """
+import json, resource, sys
+import torch, transformers, whet
+from tests.tiny import fours, tiny_llama, with_lora
+from whet.algorithms.grpo import GRPO
+from whet.memory import resident_bytes
+from whet.models.sources.live import describe_module
+from whet.training.sizes import Lengths, run_memory
+
+lora = json.loads(sys.argv[1])
+layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+prompts = [[5 + i, 6, 7, 8] * 10 for i in range(8)]
+settings = dict(reward_fn=lambda completions: [float(c[0] % 7) for c in completions], group_size=4, max_new_tokens=20)
+
+def adapted(model):
+    return with_lora(model, r=8, target_modules=layers) if lora else model
+
+GRPO(adapted(tiny_llama(max_position_embeddings=128, vocab_size=64)), **settings).train_step(prompts)
+model = tiny_llama
+sizes = dict(vocab_size=8192, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
+             num_key_value_heads=2, max_position_embeddings=512, eos_token_id=None, tie_word_embeddings=True)
+before = resident_bytes()
+model = tiny_llama(**sizes)
+source = describe_module(model)
+trainer = GRPO(adapted(model), **settings)
+for _ in range(3):
+    trainer.train_step(prompts)
+lora_settings = dict(lora_rank=8, lora_layers=layers) if lora else {}
+predicted = run_memory(source, trainer.config, Lengths(40, 20), interpreter=before, **lora_settings)
+n_trained = sum(p.numel() for p in trainer.trainable.values())
+n_all = sum(p.numel() for p in trainer.model.parameters())
+now, fullest = whet.memory_report(), trainer.memory.fullest
+print(json.dumps({
+    "before": before, "now": now.parts, "resident": now.resident, "fullest": fullest.parts,
+    "predicted": predicted.at_its_fullest(), "total": predicted.total, "n_trained": n_trained, "n_all": n_all,
+    "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "text": str(now),
+    "sampler": trainer.engine.memory,
+}))
+"""
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_memory_of_a_process_is_reported_and_was_predicted(lora):
+    found = json.loads(printed_by(STEPS, json.dumps(lora)))
+    now, resident = found["now"], found["resident"]
+    assert now["weights"] == pytest.approx(4 * found["n_all"], rel=1e-3)
+    assert now["gradients"] == 4 * found["n_trained"]
+    assert now["moments"] == pytest.approx(8 * found["n_trained"], rel=1e-3)
+    sampler = found["sampler"]
+    assert now["sampler_weights"] == sampler["weights_bytes"] + sampler["adapters_bytes"]
+    assert "kv_cache" not in now and "workspace" not in now and "activations" not in now
+    # What nobody has claimed is what the process had before there was a model.
+    assert sum(now.values()) == resident
+    assert now["interpreter"] == pytest.approx(found["before"], abs=0.05 * resident)
+    assert PARTS["gradients"] in found["text"] and "in all" in found["text"]
+    fullest, predicted = found["fullest"], found["predicted"]
+    for part in ("weights", "gradients", "moments", "sampler_weights", "copies"):
+        assert predicted.get(part) == pytest.approx(fullest.get(part), rel=0.01), part
+    assert predicted["activations"] == pytest.approx(fullest["activations"], rel=0.1)
+    assert found["total"] == pytest.approx(found["peak"], rel=0.1)
+
+
+def test_a_process_without_a_model_holds_its_libraries():
+    parts = json.loads(printed_by("import json, whet; print(json.dumps(whet.memory_report().parts))"))
+    assert set(parts) <= {"interpreter", "allocator"} and parts["interpreter"] > 1e7
+
+
+def test_an_engine_is_reported_while_it_is_open():
+    before = memory_report().parts.get("sampler_weights", 0)
+    from tests.engine.tiny_models import tiny_model
+
+    with whet.Engine.from_model(tiny_model("llama")) as engine:
+        held = memory_report().parts["sampler_weights"] - before
+        assert held == engine.memory["weights_bytes"]
+    assert memory_report().parts.get("sampler_weights", 0) == before
+
+
+def test_what_a_process_may_hold_is_no_more_than_the_machine_has():
+    assert resident_bytes() < available_bytes() <= machine_bytes()
+
+
+def write_group(folder: Path, **files: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{value}\n")
+
+
+def test_control_groups_of_version_2_count_with_those_around_them(tmp_path):
+    groups = tmp_path / "sys/fs/cgroup"
+    write_group(tmp_path / "proc/self", cgroup="0::/user/job")
+    stat = {"memory__stat": "anon 1\ninactive_file 300"}
+    write_group(groups / "user", memory__max=5000, memory__current=2000, **stat)
+    write_group(groups / "user/job", memory__max="max", memory__current=1500, **stat)
+    assert list(_control_groups(tmp_path)) == [(5000, 1700)]
+    (groups / "user/job/memory.max").write_text("4000\n")
+    assert list(_control_groups(tmp_path)) == [(4000, 1200), (5000, 1700)]
+
+
+def test_control_groups_of_version_1_and_of_a_container(tmp_path):
+    write_group(tmp_path / "proc/self", cgroup="7:cpu,cpuacct:/x\n4:memory:/docker/1")
+    group = tmp_path / "sys/fs/cgroup/memory"
+    values = {"memory__usage_in_bytes": 900, "memory__stat": "cache 7\ntotal_inactive_file 100"}
+    write_group(group, memory__limit_in_bytes=9223372036854771712, **values)
+    assert list(_control_groups(tmp_path)) == []
+    write_group(group, memory__limit_in_bytes=2000)  # the path is the host's, which is not there
+    assert list(_control_groups(tmp_path)) == [(2000, 800)]
+    assert list(_control_groups(tmp_path / "nowhere")) == []

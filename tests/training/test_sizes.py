@@ -1,0 +1,184 @@
+"""The predicted memory of a run: what trainers and engines really hold, and what autograd keeps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.models.test_sizes import LLAMA
+from tests.raising import assert_raises
+from tests.tiny import with_lora
+
+from whet import _core
+from whet.algorithms import GRPO
+from whet.config import DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
+from whet.errors import WhetValueError
+from whet.models.sizes import estimate, load_source, source_of_config
+from whet.models.sources.live import describe_module
+from whet.nn import accelerate
+from whet.nn.causal_lm import completion_logprobs
+from whet.training.sizes import Lengths, run_memory
+
+CONFIGS = {
+    "llama": LLAMA,
+    "qwen2-tied": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16},
+    "phi3": {**LLAMA, "model_type": "phi3", "pad_token_id": 0, "eos_token_id": 2},
+}
+NARROW = "bf16" in _core.isa()
+
+
+def make_model(name: str) -> Any:
+    settings = dict(CONFIGS[name])
+    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def held(trainer: Any) -> Counter[str]:
+    blocks = {key: (part, n_bytes) for part, key, n_bytes in reversed(list(trainer.held_memory()))}
+    total: Counter[str] = Counter()
+    for part, n_bytes in blocks.values():
+        total[part] += n_bytes
+    return total
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"] if NARROW else ["float32"])
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("lora", [False, True])
+def test_trainers_and_engines_hold_what_was_predicted(name, compute, lora):
+    model = make_model(name)
+    source = describe_module(model)
+    adapters: dict[str, Any] = {}
+    if lora:
+        model = with_lora(model, r=4, target_modules="all-linear")
+        adapters = {"lora_rank": 4}
+    trainer = GRPO(
+        model, reward_fn=lambda completions: [float(c[0]) for c in completions], compute=compute, beta=0.1, group_size=2
+    )
+    trainer.train_step([[5, 6, 7], [8, 9]])
+    predicted = run_memory(source, trainer.config, Lengths(3, 128), interpreter=0, **adapters).parts
+    found = held(trainer)
+    for part in ("weights", "reference", "copies", "gradients", "moments"):
+        # Beside the parameters, models have the frequencies of rotary embeddings, and AdamW counts its steps.
+        assert found[part] == pytest.approx(predicted[part], abs=8192, rel=1e-3), part
+    memory = trainer.engine.memory
+    assert predicted["sampler_weights"] == memory["weights_bytes"] + memory["adapters_bytes"]
+
+
+def kept_by_autograd(model: Any, prompts: list[list[int]], completions: list[list[int]]) -> int:
+    """Bytes of all tensors that a forward pass keeps, parameters and their copies not among them."""
+    storages: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with accelerate(model) as acceleration, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logprobs = completion_logprobs(model, prompts, completions).logprobs  # noqa: F841  (holds what is kept)
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        own |= {key for _, key, _ in acceleration.held_memory()}
+    return sum(n_bytes for address, n_bytes in storages.items() if address not in own)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("lora", [False, True])
+def test_autograd_keeps_what_was_predicted(name, lora):
+    model = make_model(name)
+    source, adapters = describe_module(model), {}
+    if lora:
+        model, adapters = with_lora(model, r=4, target_modules="all-linear"), {"lora_rank": 4}
+    prompts = [[5 + i, 6, 7, 8] * 25 for i in range(4)]
+    kept = kept_by_autograd(model, prompts, [[9, 10]] * 4)
+    config = SFTConfig(batch_size=4, max_tokens_per_step=0, training_mode=False)
+    predicted = run_memory(source, config, Lengths(100, 2), interpreter=0, **adapters).update["activations"]
+    # The head computes logits, and the gradients of hidden states, in its backward pass.
+    head = 8 * (2048 * (6 if NARROW else 4) + (8 if NARROW else 4) * LLAMA["hidden_size"])
+    assert kept == pytest.approx(predicted - head, rel=0.03)
+
+
+def test_tokens_of_a_pass_limit_the_activations():
+    source = load_source("smollm-135m")
+
+    def activations(config, completion=128):
+        return run_memory(source, config, Lengths(128, completion), interpreter=0).update["activations"]
+
+    small = activations(SFTConfig(batch_size=1))
+    assert activations(SFTConfig(batch_size=4)) == pytest.approx(4 * small, rel=0.01)
+    assert activations(SFTConfig(batch_size=64)) < 7 * small  # 1,536 tokens, 6 rows
+    assert activations(SFTConfig(batch_size=64, max_tokens_per_step=512)) < 2.1 * small
+    assert activations(SFTConfig(batch_size=64, micro_batch_size=3)) == pytest.approx(3 * small, rel=0.01)
+    pair = activations(DPOConfig(batch_size=64, micro_batch_size=1))
+    assert small < pair < 2 * small  # a prompt is there once
+    group = activations(GRPOConfig(batch_size=1, group_size=8))
+    assert group == pytest.approx(activations(GRPOConfig(batch_size=8, group_size=8, micro_batch_size=8)))
+
+
+def test_sampling_and_an_update_share_their_memory():
+    source = load_source("qwen2-0.5b")
+    config = GRPOConfig(batch_size=8, max_new_tokens=1000)
+    memory = run_memory(source, config, Lengths(100, 1000), interpreter=10)
+    update, sampling = (sum(parts.values()) for parts in (memory.update, memory.sampling))
+    assert memory.total == sum(memory.parts.values()) + max(update, sampling)
+    # 2 pages of each of 8 prompts, and of each of 64 completions from 64 to 1,099 tokens.
+    page = 24 * 2 * 64 * 64 * 2 * 2
+    assert memory.sampling["kv_cache"] == min(1 << 30, (8 * 2 + 64 * 17) * page)
+    assert not run_memory(source, SFTConfig(), Lengths(9, 9), interpreter=0).sampling
+    torch_samples = run_memory(source, OnlineDPOConfig(engine="torch"), Lengths(9, 9), interpreter=0)
+    assert not torch_samples.sampling and "sampler_weights" not in torch_samples.parts
+
+
+def test_references_are_counted_where_they_are_models():
+    source = load_source("smollm-135m")
+    for config, lora_rank, expected in (
+        (DPOConfig(), 0, True),
+        (DPOConfig(precompute_reference=True), 0, False),
+        (DPOConfig(), 8, False),
+        (GRPOConfig(), 0, False),
+        (GRPOConfig(beta=0.1), 0, True),
+    ):
+        parts = run_memory(source, config, Lengths(9, 9), interpreter=0, lora_rank=lora_rank).parts
+        assert bool(parts["reference"]) == expected
+
+
+def test_layers_by_name():
+    source = source_of_config(CONFIGS["phi3"])
+
+    def n_trained(**settings):
+        return run_memory(source, SFTConfig(), Lengths(9, 9), interpreter=0, lora_rank=2, **settings).parts["gradients"]
+
+    hidden, ffn, qkv = LLAMA["hidden_size"], LLAMA["intermediate_size"], 8 * 24
+    down, up, fused, o = (2 * LLAMA["num_hidden_layers"] * (n + k) for n, k in (
+        (hidden, ffn), (2 * ffn, hidden), (qkv, hidden), (hidden, 4 * 24),
+    ))  # fmt: skip
+    assert n_trained(lora_layers=["down_proj"]) == 4 * down
+    assert n_trained() == 4 * (down + up + fused + o)
+    assert_raises(
+        WhetValueError, r"lora_layers is \['q_proj'\], and the model has no such", n_trained, lora_layers=["q_proj"]
+    )
+    assert_raises(
+        WhetValueError,
+        "compute is 'torch'",
+        run_memory,
+        source,
+        SFTConfig(compute="torch"),
+        Lengths(9, 9),
+        interpreter=0,
+    )
+
+
+def test_a_packed_base_is_there_once():
+    source = load_source("qwen2-0.5b")
+    options = {"lengths": Lengths(128, 128), "interpreter": 0, "lora_rank": 16}
+    config = GRPOConfig(batch_size=4, group_size=8)
+    plain, packed = (run_memory(source, config, base=base, **options) for base in ("", "q8_0"))
+    weights = estimate(source, "q8_0")
+    assert packed.parts["weights"] == weights.weights + weights.norms + packed.parts["gradients"]
+    assert packed.parts["sampler_weights"] < 1.1 * packed.parts["gradients"]  # adapters, in panels
+    assert packed.total < plain.total - 3.5 * source.config.n_parameters
+    with pytest.raises(WhetValueError, match="base is 'q8_0', and lora_rank 0"):
+        run_memory(source, config, Lengths(9, 9), interpreter=0, base="q8_0")
