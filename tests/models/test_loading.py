@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
+from tests.gguf_files import write_gguf
+from tests.processes import printed_by
+from tests.tiny import tiny_llama
 
 from whet import _core
 from whet.models.architecture import ACTIVATIONS, NORMS, Piece
@@ -158,3 +163,23 @@ def test_rows_of_odd_length():
             np.testing.assert_allclose(
                 head_of(core, 33, 37), normed @ kept.T, atol=0.05 if format != "float32" else 1e-5
             )
+
+
+PEAK = """
+import sys, whet
+from whet.memory import memory_report
+whet.Engine, whet.set_num_threads(1)
+before = memory_report().resident
+engine = whet.Engine.from_pretrained(sys.argv[1], kv_bytes=1 << 20, max_batch=1, prefill_chunk=1)
+print(memory_report().peak - before, engine.memory["weights_bytes"])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells the peak of a process")
+@pytest.mark.parametrize("is_file", [False, True])
+def test_loading_takes_the_packed_weights_and_not_the_file_beside_them(tmp_path, is_file):
+    model = tiny_llama(vocab_size=512, hidden_size=512, intermediate_size=2048, num_hidden_layers=12)
+    model.bfloat16().save_pretrained(tmp_path)
+    path = write_gguf(model, tmp_path / "model.gguf") if is_file else tmp_path
+    peak, packed = map(int, printed_by(PEAK, path).split())
+    assert packed > 80e6 and peak < packed + 30e6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 import transformers
 from tests.engine.tiny_models import logits_of, naive_logits, tiny_model, token_ids
 from tests.gguf_files import F32, Q8_0, write_gguf
+from tests.models.sources.test_mapped import resident_kib
 from tests.raising import assert_raises
 
 from whet.errors import WhetValueError
 from whet.models.sources.gguf import open_gguf
+from whet.models.sources.gguf_container import read_gguf
 from whet.models.sources.gguf_model import _check_same, load_gguf_model
 from whet.models.sources.live import describe_module
 
@@ -132,3 +135,12 @@ def test_what_cannot_be_loaded(tmp_path):
     assert_raises(
         WhetValueError, "here: norm_eps is 1.0, and in transformers it would be", _check_same, other, config, "here"
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts resident pages")
+def test_a_file_is_released_while_its_weights_are_read(tmp_path):
+    path = make(tmp_path, "llama", vocab_size=2048, hidden_size=256, intermediate_size=512)
+    file = read_gguf(path, "test")
+    load_gguf_model(file)
+    assert path.stat().st_size > 3 << 20
+    assert resident_kib(path) < 512  # its head

@@ -25,3 +25,16 @@ def test_all_of_a_tensor_is_let_go_though_its_views_have_strides(tmp_path):
     assert resident_kib(path) == 768
     let_go([rows[64:].T])
     assert resident_kib(path) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts resident pages")
+def test_parts_of_a_weight_in_several_files_are_let_go(tmp_path):
+    """As of q, k and v of a layer whose shards part it."""
+    parts = []
+    for name in ("first", "second"):
+        np.ones(1 << 16, np.uint8).tofile(tmp_path / name)
+        parts.append(map_file(tmp_path / name, "test"))
+    for several in (parts, parts[::-1]):
+        assert sum(int(part.sum()) for part in several) == 2 << 16
+        let_go([*several, np.ones(9)])
+        assert resident_kib(tmp_path / "first") == resident_kib(tmp_path / "second") == 0

@@ -18,6 +18,7 @@ from whet.models.slots import Source
 from whet.models.sources.gguf import open_gguf, read_options
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.live import describe_module
+from whet.models.sources.mapped import let_go
 from whet.models.tokenizers import GGUFTokenizer, read_tokenizer
 from whet.ops.rope_scaling import rope_frequencies
 
@@ -141,6 +142,7 @@ def _copy_weights(source: Source, live: Source) -> None:
         values = np.empty(shapes[slot], np.float32)
         for piece in pieces:
             values[piece.first_row : piece.first_row + len(piece.tensor)] = piece_values(piece)
+            let_go([piece.tensor])
         for piece in parameters[slot]:
             rows = values[piece.first_row : piece.first_row + len(piece.tensor)]
             piece.tensor.copy_(torch.from_numpy(rows))

@@ -46,19 +46,23 @@ def parse_container(parse: Callable[[np.ndarray], Any], data: np.ndarray, where:
 
 
 def let_go(arrays: Sequence[Any]) -> None:
-    """Take the pages of a mapped tensor, all of whose views these are, out of the process's memory.
+    """Take the pages of mapped tensors, of each of which these are all views, out of the process's memory.
 
-    The file has them still. Of other arrays, nothing.
+    The files have them still. Of other arrays, nothing.
     """
-    whole = owner = arrays[0]
-    while isinstance(owner, np.ndarray):
-        whole, owner = owner, owner.base
-    owner = owner.obj if isinstance(owner, memoryview) else owner
-    if isinstance(owner, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        begin = min(array.ctypes.data for array in arrays) - whole.ctypes.data
-        end = max(array.ctypes.data + _extent(array) for array in arrays) - whole.ctypes.data
+    mappings: dict[int, tuple[mmap.mmap, int, list[Any]]] = {}
+    for array in arrays:
+        whole = owner = array
+        while isinstance(owner, np.ndarray):
+            whole, owner = owner, owner.base
+        owner = owner.obj if isinstance(owner, memoryview) else owner
+        if isinstance(owner, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            mappings.setdefault(id(owner), (owner, whole.ctypes.data, []))[2].append(array)
+    for mapping, address, views in mappings.values():
+        begin = min(view.ctypes.data for view in views) - address
+        end = max(view.ctypes.data + _extent(view) for view in views) - address
         begin -= begin % mmap.PAGESIZE
-        owner.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 def _extent(array: np.ndarray) -> int:
