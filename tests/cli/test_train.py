@@ -1,5 +1,6 @@
 """``whet train`` as a user has it: real commands on a tiny model, what they leave, and what they answer to mistakes."""
 
+import dataclasses
 import gc
 import json
 import os
@@ -17,10 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whet.algorithms import DPO
 from whet.cli import main
+from whet.cli.run_memory import fitting_settings, memory_of
+from whet.cli.runs import DPORun, SFTRun
 from whet.cli.settings import read_toml
 from whet.cli.train import add_reference_logprobs
 from whet.config import DPOConfig
+from whet.models.sources.pretrained import open_pretrained
 from whet.rewards.functions import load_function
+from whet.training.sizes import Lengths
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -654,3 +659,49 @@ def test_reward_functions_may_change_on_the_way(files, capsys):
     assert "reward is ['" in capsys.readouterr().out
     card = (files.folder / "run" / "README.md").read_text()
     assert "| Metric | Step 0 | Step 2 |" in card and "| mean_reward |" in card
+
+
+# --- memory ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_who_held_memory_and_what_was_predicted(files):
+    assert main(["train", "grpo", *files("run", steps=2, group_size=2, **files.online)]) == 0
+    figures = json.loads((files.folder / "run" / "memory.json").read_text())
+    measured, predicted = figures["measured"], figures["predicted"]
+    assert sum(measured.values()) == figures["resident"] <= figures["peak"]
+    for part in ("weights", "gradients", "moments", "sampler_weights"):
+        assert measured[part] == pytest.approx(predicted[part], abs=2000)
+    assert sum(predicted.values()) == pytest.approx(figures["peak"], rel=0.25)  # of other tests, too
+    assert "Memory of the fullest step" in (files.folder / "run" / "report.html").read_text()
+
+
+def test_a_run_that_does_not_fit_says_so_and_what_would(files, capsys, monkeypatch):
+    monkeypatch.setattr("whet.cli.run_memory.available_bytes", lambda: 1_000_000)
+    assert main(["train", "sft", *files("run", steps=1, batch_size=8)]) == 0
+    error = capsys.readouterr().err
+    assert "whet: warning: whet train sft: the run comes to hold about" in error
+    assert "and 1.00 MB are there for it. No setting makes it fit" in error
+
+
+def test_the_advice_is_the_least_change_that_fits(tiny_model):
+    source = open_pretrained(tiny_model)
+    lengths, options = Lengths(100, 100), {"interpreter": 0}
+
+    def total(run):
+        return memory_of(run, source, lengths, **options).total
+
+    run = DPORun(batch_size=64)
+    for available, advice in (
+        (total(dataclasses.replace(run, max_tokens_per_step=768)), "With --max-tokens-per-step 768 it is"),
+        (total(dataclasses.replace(run, max_tokens_per_step=256)), "With --max-tokens-per-step 256 it is"),
+        (total(dataclasses.replace(run, max_tokens_per_step=256, precompute_reference=True)), "--precompute-reference"),
+        (100, "No setting makes it fit"),
+    ):
+        assert advice in fitting_settings(run, source, lengths, available, **options)
+    rows = DPORun(batch_size=64, micro_batch_size=4)
+    least = total(dataclasses.replace(rows, micro_batch_size=1))
+    assert "With --micro-batch-size 1 it is" in fitting_settings(rows, source, lengths, least, **options)
+    small = SFTRun(batch_size=64, max_tokens_per_step=256)
+    assert "With --lora-rank 16 it is" in fitting_settings(
+        small, source, lengths, total(dataclasses.replace(small, lora_rank=16)), **options
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 
@@ -10,6 +11,7 @@ from tests.raising import assert_raises
 from tests.report.parsed_page import EVIL, Page
 
 from whet.errors import WhetValueError
+from whet.memory import PARTS
 from whet.report.run import write_report
 from whet.training.loggers import JSONLLogger
 
@@ -50,6 +52,23 @@ def test_the_report_shows_the_run(run):
     cells = [re.findall(r'<td class="\w*">(.*?)</td>', row) for row in rows]
     assert ["1+1=", "3", "0", "2", "1"] in cells
     assert ["only before", "z", "–", "–", "–"] in cells
+
+
+def test_the_report_shows_who_held_memory(run):
+    figures = {"measured": {"weights": 3_000_000, "activations": 7e6}, "resident": 10_000_000, "peak": 11_000_000}
+    (run / "memory.json").write_text(json.dumps({**figures, "predicted": {"weights": 3e6, "allocator": 5e5}}))
+    html = write_report(run, title="t").read_text()
+    assert "Memory of the fullest step" in Page(html).text
+    cells = [re.findall(r'<td class="\w*">(.*?)</td>', row) for row in re.findall(r"<tr>(.*?)</tr>", html)]
+    for words, measured, predicted in (
+        (PARTS["weights"], "3", "3"),
+        (PARTS["activations"], "7", "0"),
+        (PARTS["allocator"], "0", "0"),
+        ("in all", "10", "4"),
+    ):
+        assert [words, measured, predicted] in cells
+    (run / "memory.json").write_text("{")
+    assert_raises(WhetValueError, "memory.json cannot be read", write_report, run, title="t")
 
 
 def test_the_report_loads_and_runs_nothing(run):

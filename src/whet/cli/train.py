@@ -5,6 +5,7 @@
     metrics.jsonl    a line per step; completions.jsonl: what was sampled
     checkpoints/     step-000100, ...: the same command continues from the newest whole one, to the bit
     model/           weights, tokenizer, chat template, generation config; of a LoRA run the adapters
+    memory.json      who held how much memory in the fullest step, and what was predicted
     README.md        the model's card
     report.html      curves, samples, settings
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import json
 import os
 import random
 import re
@@ -28,6 +30,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
+from whet import _core
 from whet.algorithms.dpo import DPO
 from whet.algorithms.grpo import GRPO
 from whet.algorithms.online_dpo import OnlineDPO
@@ -37,15 +40,18 @@ from whet.cli.card import model_card
 from whet.cli.inputs import check_inputs, read_inputs, write_inputs
 from whet.cli.models import add_lora, describe_size, load_model
 from whet.cli.rows import check_prompts_fit, open_rows
+from whet.cli.run_memory import predict_memory
 from whet.cli.runs import OnlineRunConfig
 from whet.cli.settings import read_toml, write_toml
 from whet.errors import DiskFullError, WhetValueError
 from whet.files import force_to_disk, replace_text, temporary_beside, told_if_full
+from whet.memory import MemoryReport
 from whet.report.run import write_report
 from whet.rewards.functions import RewardFunctions, load_function
 from whet.rollout.choose import reward_functions
 from whet.training.callbacks import CheckpointCallback, CompletionsCallback, EvaluationCallback
 from whet.training.loggers import CSVLogger, JSONLLogger, Logger, ProgressLogger, TensorBoardLogger, WandbLogger
+from whet.training.sizes import RunMemory
 from whet.training.trainer import Trainer
 
 ALGORITHMS: dict[str, type[Trainer]] = {"sft": SFT, "dpo": DPO, "grpo": GRPO, "online-dpo": OnlineDPO}
@@ -86,6 +92,7 @@ def _train(method: str, run: Any) -> int:
     if getattr(run, "task", []):
         for part in (rows, held_out):
             check_prompts_fit(model, tokenizer, part, f"whet train {method}")
+    predicted = predict_memory(method, run, model, tokenizer, rows)
     if run.lora_rank:
         model = add_lora(model, run.model, run.lora_rank, run.lora_alpha, run.lora_layers)
     _say(f"{ALGORITHMS[method].__name__} of {run.model}: {describe_size(model)}")
@@ -107,6 +114,10 @@ def _train(method: str, run: Any) -> int:
         write_inputs(folder / "inputs.json", inputs)
         stack.enter_context(checkpoints)
         trainer.train(rows, run.steps - trainer.step)
+    if trainer.memory.fullest is not None:
+        _write_memory(folder / "memory.json", trainer.memory.fullest, predicted)
+        # There is no further step, and what draws the report needs memory.
+        _core.release_freed_memory(trainer.memory.fullest.parts.get("activations", 0))
     _finish(trainer, run, folder, len(rows), evaluation.history)
     return 0
 
@@ -276,6 +287,13 @@ def _save_model(trainer: Trainer, folder: Path) -> None:
         for file in temporary.iterdir():
             force_to_disk(file)
             os.replace(file, folder / file.name)
+
+
+def _write_memory(file: Path, fullest: MemoryReport, predicted: RunMemory | None) -> None:
+    """The memory of the fullest step, part by part in bytes, and what was predicted of it."""
+    parts = {} if predicted is None else predicted.at_its_fullest()
+    figures = {"measured": fullest.parts, "resident": fullest.resident, "peak": fullest.peak, "predicted": parts}
+    replace_text(file, json.dumps(figures, indent=2) + "\n")
 
 
 def _finish(trainer: Trainer, run: Any, folder: Path, n_rows: int, evaluations: list[dict[str, float]]) -> None:

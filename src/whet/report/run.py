@@ -18,6 +18,7 @@ from whet import __version__
 from whet.data.rows import is_messages
 from whet.errors import WhetValueError
 from whet.files import replace_text
+from whet.memory import PARTS
 from whet.report.page import Point, ends, headline_row, line_chart, page, pairs_table, safe, table, versions, window
 
 try:
@@ -49,7 +50,7 @@ def write_report(
     """Writes ``run_dir/report.html`` from what a run left there.
 
     Read are ``metrics.jsonl`` (as ``JSONLLogger`` writes it), and where they are there ``config.toml`` or
-    ``config.json`` and ``completions.jsonl`` (of which the first and the last step are shown).
+    ``config.json``, ``memory.json`` and ``completions.jsonl`` (of which the first and the last step are shown).
 
     Args:
         run_dir: the run's folder.
@@ -89,6 +90,8 @@ def write_report(
         body += ["<h2>Samples before and after</h2>", _before_and_after(samples_before, samples_after)]
     if (folder / "completions.jsonl").exists():
         body.append(_training_samples(_read_rows(folder / "completions.jsonl")))
+    if (folder / "memory.json").exists():
+        body += ["<h2>Memory of the fullest step</h2>", _memory(_read_json(folder / "memory.json"))]
     if config := _read_config(folder):
         body += ["<h2>Configuration</h2>", _configuration(config)]
     body += ["<h2>Versions</h2>", pairs_table(versions())]
@@ -200,6 +203,22 @@ def _training_samples(rows: Sequence[Mapping[str, Any]], most: int = 8) -> str:
         samples = table(["Prompt", "Completion", "Reward"], cells, ["text", "text", "number"])
         parts.append(f"<div><h2>Completions of step {step:,}</h2>{samples}</div>")
     return f'<div class="columns">{"".join(parts)}</div>'
+
+
+def _memory(figures: Mapping[str, Any]) -> str:
+    """Who held how much, and what was predicted of it."""
+    measured, predicted = figures["measured"], figures["predicted"]
+    totals = {"in all": (sum(measured.values()), sum(predicted.values()))}
+    rows = {PARTS[name]: (measured.get(name, 0), predicted.get(name, 0)) for name in {**measured, **predicted}}
+    cells = [[words, *(f"{n_bytes / 1e6:,.0f}" for n_bytes in pair)] for words, pair in (rows | totals).items()]
+    return table(["Held by", "MB", "MB predicted"], cells, ["text", "number", "number"])
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise WhetValueError(f"write_report: {path} cannot be read: {error}.") from error
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
