@@ -693,8 +693,8 @@ def test_the_advice_is_the_least_change_that_fits(tiny_model):
     run = DPORun(batch_size=64)
     for available, advice in (
         (total(dataclasses.replace(run, max_tokens_per_step=768)), "With --max-tokens-per-step 768 it is"),
-        (total(dataclasses.replace(run, max_tokens_per_step=256)), "With --max-tokens-per-step 256 it is"),
-        (total(dataclasses.replace(run, max_tokens_per_step=256, precompute_reference=True)), "--precompute-reference"),
+        (total(dataclasses.replace(run, max_tokens_per_step=384)), "With --max-tokens-per-step 384 it is"),
+        (total(dataclasses.replace(run, max_tokens_per_step=384, precompute_reference=True)), "--precompute-reference"),
         (100, "No setting makes it fit"),
     ):
         assert advice in fitting_settings(run, source, lengths, available, **options)
