@@ -16,6 +16,7 @@ from whet.algorithms.online_dpo import OnlineDPO
 from whet.config import GRPOConfig
 from whet.engine import Engine
 from whet.errors import WhetValueError
+from whet.nn.frozen import base_of, frozen_model
 from whet.rollout.torch_engine import TorchEngine
 
 PROMPTS = [[5], [6, 4], [7]]
@@ -221,3 +222,26 @@ def test_what_changes_the_distribution_is_measured_and_corrected_as_filters_are(
     assert step["sampler/log_ratio"] > 1e-3 and step["sampler/weight"] != 1
     trainer = OnlineDPO(tiny_llama(), reward_fn=fours, max_new_tokens=8, **settings)
     assert "sampler/log_ratio" not in trainer.train_step(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "format, compute, corrected, gap",
+    [("float32", "float32", False, 1e-5), ("bf16", "auto", False, 0.05), ("q8_0", "float32", True, 0.2)],
+)
+def test_policy_and_sampler_share_a_packed_base(format, compute, corrected, gap):
+    model = with_lora(frozen_model(tiny_llama(), format), target_modules="all-linear")
+    trainer = grpo(model, compute=compute)
+    assert isinstance(trainer.engine, Engine) and trainer.engine.base is base_of(model)
+    for _ in range(2):
+        metrics = trainer.train_step(PROMPTS)
+        assert metrics["sampler/log_ratio_max"] < gap
+        assert ("sampler/weight" in metrics) is corrected
+    key = "base", id(base_of(model).core)
+    [held] = {block for holder in (trainer, trainer.engine) for block in holder.held_memory() if block[1] == key}
+    assert held == ("weights", key, base_of(model).nbytes)
+
+
+def test_formats_of_a_sampler_on_a_packed_base_are_the_base_s():
+    model = with_lora(frozen_model(tiny_llama(), "q8_0"), target_modules="all-linear")
+    with pytest.raises(WhetValueError, match="weights is 'int8', and the weights are packed already"):
+        grpo(model, engine="native", rollout_weights="int8")

@@ -42,6 +42,7 @@ from whet.config.settings import (
 )
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
+from whet.nn.frozen import base_of
 from whet.nn.modules import module_device
 from whet.ops import compute_batch_group_advantages
 from whet.rewards.functions import RewardFn, RewardFunctions
@@ -79,7 +80,15 @@ class GRPO(OnlineTrainer):
             arguments["beta"] = kl_coef
         super().__init__(model, ref_model, **arguments)
         self.rewards = reward_functions(self.config, reward_fn)
+        self._correction = self._choose_correction()
         self._begun: _Step | None = None
+
+    def _choose_correction(self) -> SamplerCorrection | None:
+        """The config's; "auto" corrects on a quantised base too, where the sampler alone rounds inputs to 8 bits."""
+        base = base_of(self.model)
+        if self.config.sampler_correction == "auto" and base is not None and base.is_quantised:
+            return "token_truncate"
+        return self.config.correction()
 
     @training_step
     def train_step(self, prompt_batch: Any) -> dict[str, float]:
@@ -160,7 +169,7 @@ class GRPO(OnlineTrainer):
         reference = old = None
         if self.uses_reference():
             reference = self.reference_logprobs(prompts, completions, config.temperature)
-        sampler, correction = rollout.sampler_logprobs(rows), config.correction()
+        sampler, correction = rollout.sampler_logprobs(rows), self._correction
         if correction and sampler is None and config.sampler_correction != "auto":
             raise WhetValueError(
                 "GRPO: sampler_correction needs log-probs, and the engine records none. Set it to 'off'."
@@ -186,7 +195,7 @@ class GRPO(OnlineTrainer):
                 sampler_logprobs=sampler_logprobs,
             )
             if old_logprobs is not None:
-                batch.set_old_logprobs(old_logprobs, config)
+                batch.set_old_logprobs(old_logprobs, correction, config.sampler_cap)
             batches.append(batch)
         return batches
 
@@ -199,7 +208,7 @@ class GRPO(OnlineTrainer):
             )
         with phase("loss"):
             if batch.old_logprobs is None:  # the first update starts from the policy that sampled
-                batch.set_old_logprobs(logprobs.detach(), config)
+                batch.set_old_logprobs(logprobs.detach(), self._correction, config.sampler_cap)
             old = cast(Tensor, batch.old_logprobs)
             loss, metrics = _masked_loss(
                 logprobs, old, batch.advantages, batch.mask, batch.weights, batch.ref_logprobs, config, step.counts
@@ -277,15 +286,15 @@ class _MicroBatch:
     weights: Tensor | None = None
     sampler_gap: tuple[float, float] = (0.0, 0.0)
 
-    def set_old_logprobs(self, logprobs: Tensor, config: GRPOConfig) -> None:
+    def set_old_logprobs(self, logprobs: Tensor, correction: SamplerCorrection | None, cap: float) -> None:
         """Set the log-probs of the policy that sampled, and derive gap, importance weights and mask from them."""
         self.old_logprobs = logprobs
         if self.sampler_logprobs is None:
             return
         self.sampler_gap = sampler_gap(logprobs, self.sampler_logprobs, self.mask)
-        if correction := config.correction():
+        if correction:
             self.weights, kept = importance_weights(
-                logprobs, self.sampler_logprobs, self.mask, correction=correction, cap=config.sampler_cap
+                logprobs, self.sampler_logprobs, self.mask, correction=correction, cap=cap
             )
             self.mask, self.n_rows = kept, count_rows(self.mask, kept)
 

@@ -15,6 +15,7 @@ from torch import nn
 from whet import _core
 from whet.config.settings import EngineName
 from whet.errors import WhetTypeError
+from whet.nn.frozen import base_of
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import mean_rewards
 from whet.rollout.choose import check_lengths, make_engine, reward_functions, with_room
@@ -52,7 +53,8 @@ class OnlineTrainer(Trainer):
         config = self.config
         chosen = config.engine if engine is None else engine
         weights = config.rollout_weights
-        if weights == "auto" and self.acceleration is not None and self.acceleration.dtype == torch.bfloat16:
+        rounds = self.acceleration is not None and self.acceleration.dtype == torch.bfloat16
+        if weights == "auto" and rounds and base_of(self.model) is None:
             weights = "bf16"  # as the policy's matrix products use them
         make = partial(make_engine, chosen, model, weights, type(self).__name__, tokenizer=self.tokenizer)
         self.engine = make(config.kv_bytes)

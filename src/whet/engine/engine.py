@@ -439,8 +439,11 @@ class Engine:
         if core is None:
             return
         memory = core.memory()
+        if self.base is not None:
+            yield from self.base.held_memory()
+        own = ["weights_bytes"] if self.base is None else []
         for part, *names in (
-            ("sampler_weights", "weights_bytes", "adapters_bytes"),
+            ("sampler_weights", *own, "adapters_bytes"),
             ("kv_cache", "kv_committed_bytes"),
             ("workspace", "workspace_committed_bytes"),
         ):

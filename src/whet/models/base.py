@@ -6,12 +6,12 @@ Nothing here knows torch: an ``out`` of torch is written where it lies.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from whet import _core
 from whet.errors import WhetTypeError, WhetValueError
-from whet.models.formats import Part, choose_formats, describe_parts, kv_format
+from whet.models.formats import TABLE, Part, choose_formats, describe_parts, kv_format
 from whet.models.loading import all_pieces, checked, load
 from whet.models.slots import Place, Source, whole
 from whet.ops.quant import CORE_FORMATS
@@ -26,6 +26,7 @@ class PackedBase:
         config: what the model computes.
         formats: slot -> format of every matrix; "q4_k, q6_k" where its parts have several.
         kv_format: the format of an engine's keys and values, "float32" or "bfloat16".
+        is_quantised: whether a matrix is in blocks of integers, whose inputs an engine rounds to 8 bits.
         targets, short_position: as in ``Source``.
         core: the core's weights, by slot.
     """
@@ -37,6 +38,7 @@ class PackedBase:
         self.short_position = source.short_position
         self.formats = {slot: describe_parts(parts) for slot, parts in formats.items()}
         self.kv_format = kv_format(formats)
+        self.is_quantised = not all(TABLE[part.format].is_float for parts in formats.values() for part in parts)
         self._shapes = source.config.slots()
         slots = [
             (slot, CORE_FORMATS.get(format), n, shape[-1])
@@ -53,6 +55,10 @@ class PackedBase:
     def nbytes(self) -> int:
         """Bytes of all weights."""
         return self.core.size_bytes
+
+    def held_memory(self) -> Iterator[tuple[str, Hashable, int]]:
+        """What the base holds, for ``whet.memory_report``: once, however many engines and trainers have it."""
+        yield "weights", ("base", id(self.core)), self.nbytes
 
     def digest(self) -> str:
         """sha-256, in hexadecimal, of every slot's name and format and of 64-bit checksums of its packed bytes.

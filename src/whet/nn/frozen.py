@@ -241,6 +241,11 @@ def frozen_model(model: str | os.PathLike[str] | GGUFFile | nn.Module, base: str
     return hf.eval()
 
 
+def base_of(model: nn.Module) -> PackedBase | None:
+    """The packed base of a model's frozen modules, or of those inside PEFT; None: its matrices are floats."""
+    return next((module.whet_base for module in model.modules() if isinstance(module, _Packed)), None)
+
+
 def check_trainable(model: nn.Module, where: str) -> None:
     """Raise a WhetValueError where PEFT is to train something of a frozen matrix beside plain LoRA."""
     for module in model.modules():

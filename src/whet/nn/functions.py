@@ -522,6 +522,11 @@ class FrozenHead:
             sizes = {end - start for start, end in self.bounds}
             self._packed = {n: PackedWeight("bfloat16", (n, shape[1])) for n in sizes}
 
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of the tiles that are packed again each time."""
+        return sum(packed.size_bytes for packed in self._packed.values())
+
     def tile(self, i: int) -> Tile:
         start, end = self.bounds[i]
         rows, packed = self._rows(start, end - start, self.dtype), self._packed.get(end - start)

@@ -18,6 +18,7 @@ from whet.engine import Engine
 from whet.errors import WhetTypeError, WhetValueError
 from whet.models.families import short_position
 from whet.models.formats import PAGE_TOKENS
+from whet.nn.frozen import base_of
 from whet.nn.modules import inner_module, module_device
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rollout.protocol import RolloutEngine
@@ -38,10 +39,10 @@ def make_engine(
         engine: "native" (``whet.Engine``); "torch" (``TorchEngine``); "auto": native for a Hugging Face model on the
             CPU, else torch. If the native engine does not support such a model, a warning says why.
         model: to sample from.
-        weights: format of the native engine's matrices; "auto": as the model has them, bfloat16 or else float32, so
-            that what is sampled from is the policy and no rounding of it (a trainer whose products are bfloat16 passes
-            "bf16": its policy is the rounded weights). So are rotary frequencies: where they depend
-            on the length (longrope), its longest sequence is the longest one of the short factors.
+        weights: format of the native engine's matrices; "auto": as the model has them, packed, bfloat16 or else
+            float32, so that what is sampled from is the policy and no rounding of it (a trainer whose products are
+            bfloat16 passes "bf16": its policy is the rounded weights). So are rotary frequencies: where they depend on
+            the length (longrope), its longest sequence is the longest one of the short factors.
         where: the caller's name, for messages.
         kv_bytes: memory of the native engine for keys and values; 0: its default.
         tokenizer: for stop strings; of a given engine its own.
@@ -76,11 +77,15 @@ def make_engine(
 
 
 def _native(model: nn.Module, weights: RolloutWeights, kv_bytes: int, tokenizer: Any) -> Engine:
+    max_position = short_position(getattr(inner_module(model), "config", None))
+    options: dict[str, Any] = {"max_position": max_position, "tokenizer": tokenizer}
+    options |= {"kv_bytes": kv_bytes} if kv_bytes else {}
+    if base_of(model) is not None:
+        options |= {} if weights == "auto" else {"weights": weights}  # which the engine refuses: they are packed
+        return Engine.from_model(model, **options)
     if weights == "auto":
         weights = "bf16" if next(model.parameters()).dtype == torch.bfloat16 else "float32"
-    max_position = short_position(getattr(inner_module(model), "config", None))
-    options: dict[str, Any] = {"weights": weights, "max_position": max_position, "tokenizer": tokenizer}
-    options |= {"kv_bytes": kv_bytes} if kv_bytes else {}
+    options["weights"] = weights
     try:
         return Engine.from_model(model, **options)
     except WhetValueError:

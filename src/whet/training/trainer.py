@@ -32,6 +32,7 @@ from whet.errors import NonFiniteError, WhetTypeError, WhetValueError, check_int
 from whet.memory import MemoryWatch, register_holder, tensor_memory
 from whet.nn.accelerate import acceleration_of, choose_accelerations
 from whet.nn.causal_lm import completion_logprobs
+from whet.nn.frozen import base_of
 from whet.nn.modules import module_device, module_mode, stop_token_ids
 from whet.nn.optim import AdamW
 from whet.nn.packed import token_batches
@@ -492,6 +493,8 @@ class Trainer(ABC):
         for part, model in (("weights", self.model), ("reference", self.ref_model)):
             if model is not None:
                 yield from tensor_memory(part, itertools.chain(model.parameters(), model.buffers()))
+                base = base_of(model)
+                yield from base.held_memory() if base is not None else ()
         for acceleration in self.accelerations.values():
             yield from acceleration.held_memory()
         yield from tensor_memory("gradients", (p.grad for p in self.trainable.values() if p.grad is not None))
