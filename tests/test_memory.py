@@ -10,8 +10,10 @@ import pytest
 from tests.processes import printed_by
 
 import whet
+from whet import _core
 from whet.memory import PARTS, _control_groups, available_bytes, machine_bytes, memory_report, resident_bytes
 
+NARROW = "bf16" in _core.isa()
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells who holds memory")
 
 # A model of 22 M parameters: large beside what libraries allocate by the way.
@@ -73,7 +75,9 @@ def test_the_memory_of_a_process_is_reported_and_was_predicted(lora):
     fullest, predicted = found["fullest"], found["predicted"]
     for part in ("weights", "gradients", "moments", "sampler_weights", "copies"):
         assert predicted.get(part) == pytest.approx(fullest.get(part), rel=0.01), part
-    assert predicted["activations"] == pytest.approx(fullest["activations"], rel=0.1)
+    # The head computes logits, and the gradients of hidden states, in its backward pass: 8 x 4 x 20 tokens here.
+    head = 640 * (2048 * (6 if NARROW else 4) + (8 if NARROW else 4) * 384)
+    assert predicted["activations"] - head == pytest.approx(fullest["activations"], rel=0.1)
     assert found["total"] == pytest.approx(found["peak"], rel=0.1)
 
 

@@ -70,7 +70,7 @@ def register_holder(holder: Holder) -> None:
 
 
 def tensor_memory(part: str, tensors: Iterable[Any]) -> Iterator[tuple[str, Hashable, int]]:
-    """What torch tensors hold, for ``Holder.held_memory``; those of a GPU are left out, and views are one block."""
+    """The memory of torch tensors, for ``Holder.held_memory``; those of a GPU are left out, and views are one block."""
     for tensor in tensors:
         if tensor.device.type == "cpu":
             storage = tensor.untyped_storage()
@@ -119,6 +119,7 @@ class MemoryWatch:
     def __init__(self) -> None:
         self.fullest: MemoryReport | None = None
         self._before: int | None = None
+        self._n_steps = 0
 
     def begin(self) -> None:
         """Call before the first forward pass of a step."""
@@ -128,7 +129,9 @@ class MemoryWatch:
         """Call after a forward pass. Later ones of a step are not looked at: they have gradients that it has made."""
         if self._before is None:
             return
-        if self.fullest is None or resident_bytes() > 1.01 * self.fullest.resident:
+        # From the second step on there are gradients and moments. Those after it are looked at where they are fuller.
+        self._n_steps += 1
+        if self._n_steps <= 2 or self.fullest is None or resident_bytes() > 1.01 * self.fullest.resident:
             self.fullest = memory_report(max(0, allocated_bytes() - self._before))
         self._before = None
 
@@ -143,7 +146,7 @@ def resident_bytes() -> int:
 
 
 def allocated_bytes() -> int:
-    """What is allocated in the C library now; 0 where that does not tell."""
+    """Bytes that are allocated in the C library now; 0 where that does not tell."""
     return sum(_allocated_bytes())
 
 
@@ -154,7 +157,7 @@ def machine_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """What this process may come to hold: what it holds, and what machine and control groups have left.
+    """The most that this process may hold: what it holds, and what machine and control groups have left.
 
     Raises:
         WhetError: the system is not Linux.

@@ -92,7 +92,7 @@ def test_a_task_asks_as_in_training(tokenizer):
     chat = Letters()
     chat.system_prompt = "d"
     chat.rows = [{"prompt": [{"role": "user", "content": "a"}]}]
-    assert_raises(WhetValueError, "no chat template. Pass a tokenizer that has one", read_items, chat, tokenizer)
+    assert_raises(WhetValueError, "no chat template. Give it one", read_items, chat, tokenizer)
     assert read_items(chat, tokenizer, raw=True).prompt_ids == [[D, 3, 3, A]]
     templated = letters_tokenizer()
     templated.chat_template = TEMPLATE

@@ -80,7 +80,7 @@ class GRPO(OnlineTrainer):
             arguments["beta"] = kl_coef
         super().__init__(model, ref_model, **arguments)
         self.rewards = reward_functions(self.config, reward_fn)
-        self._correction = self._choose_correction()
+        self._correction: SamplerCorrection | None = self._choose_correction()
         self._begun: _Step | None = None
 
     def _choose_correction(self) -> SamplerCorrection | None:

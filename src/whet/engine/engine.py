@@ -434,7 +434,7 @@ class Engine:
         return self._calls.use("Engine.release_memory").release_memory()
 
     def held_memory(self) -> Iterator[tuple[str, Hashable, int]]:
-        """What the engine holds, for ``whet.memory_report``; nothing once it is closed."""
+        """The memory that the engine holds, for ``whet.memory_report``; nothing once it is closed."""
         core = self._calls.core
         if core is None:
             return

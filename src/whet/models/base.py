@@ -57,7 +57,7 @@ class PackedBase:
         return self.core.size_bytes
 
     def held_memory(self) -> Iterator[tuple[str, Hashable, int]]:
-        """What the base holds, for ``whet.memory_report``: once, however many engines and trainers have it."""
+        """The memory of the base, for ``whet.memory_report``: one block, however many engines and trainers have it."""
         yield "weights", ("base", id(self.core)), self.nbytes
 
     def digest(self) -> str:

@@ -280,7 +280,7 @@ class Acceleration:
         )
 
     def linears(self, x: Tensor, *modules: Any) -> Sequence[Tensor]:
-        """What some linear layers make of one input.
+        """The outputs of some linear layers for one input.
 
         Where none of their weights trains it is one function, which keeps x once, if at all, and sums its gradient in
         place.

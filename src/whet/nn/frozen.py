@@ -36,7 +36,7 @@ _OTHER = "it is the base of another model. Pass that of this one, or a format."
 
 
 class FrozenWeight(Tensor):
-    """What ``.weight`` of a frozen module is: its shape, and float32 numbers once something is computed with it.
+    """The ``.weight`` of a frozen module: its shape, and float32 numbers once something is computed with it.
 
     Torch computes with a dequantised copy, made each time. Writing to it, as PEFT does to merge an adapter, raises a
     WhetTypeError: the numbers would be lost.
@@ -89,7 +89,7 @@ class FrozenWeight(Tensor):
 
 
 class _Packed(nn.Module):
-    """What frozen modules share: a base, and the name of the module of the Hugging Face model there."""
+    """The base class of frozen modules: a packed base, and the name of the module of the Hugging Face model there."""
 
     whet_base: PackedBase
     name: str

@@ -176,7 +176,7 @@ class Adapter(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """What the product of those elements of x that dropout keeps is multiplied by."""
+        """The factor of the product of those elements of x that dropout keeps."""
         return self.scale / (1 - self.dropout)
 
     def narrow(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

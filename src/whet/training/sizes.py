@@ -99,7 +99,7 @@ def run_memory(
         "interpreter": interpreter,
         "weights": whole.weights + 4 * n_adapter,
         "reference": whole.weights if own_reference else 0,
-        "copies": (2 if own_reference else 1) * copies + (2 * n_adapter if narrow else 0),
+        "copies": (2 if own_reference else 1) * copies,
         "gradients": 4 * n_trained,
         "moments": 8 * n_trained,
     }
@@ -108,8 +108,8 @@ def run_memory(
         largest = max(math.prod(shape) for shape in model.slots().values())
         # Trainer and sampler have norms and biases of their own; products dequantise a matrix at a time.
         parts["weights"] = packed.weights + packed.norms + 4 * n_adapter
-        parts["copies"] = (2 if narrow else 4) * largest + (2 * n_adapter if narrow else 0)
-    activations = _activation_bytes(source, config, lengths, [] if base else adapters, 2 if narrow else 4)
+        parts["copies"] = (2 if narrow else 4) * largest
+    activations = _activation_bytes(source, config, lengths, bool(adapters), 2 if narrow else 4)
     activations += _step_tokens(config, lengths)[0] * len(adapters) * lora_rank * (2 if narrow else 4)
     update = {"activations": activations, "allocator": int(_FRAGMENTATION * activations)}
     sampling: dict[str, int] = {}
@@ -163,14 +163,13 @@ def _step_tokens(config: TrainerConfig, lengths: Lengths) -> tuple[int, int]:
     return tokens, targets
 
 
-def _activation_bytes(
-    source: Source, config: TrainerConfig, lengths: Lengths, adapters: list[tuple[int, int]], size: int
-) -> int:
-    """What the forward pass of a micro-batch keeps, and what the head needs at the beginning of its backward pass.
+def _activation_bytes(source: Source, config: TrainerConfig, lengths: Lengths, with_adapters: bool, size: int) -> int:
+    """Tensors that the forward pass of a micro-batch keeps, and that the head makes at the beginning of its backward.
 
     Per token and layer: the residual stream before each norm (float32), each norm's output, q, k and v, attention's
     output and log-sum-exps, rotary cosines and sines, and of the MLP what its activation reads and what it gives.
-    ``size``: bytes of a number that is multiplied; ``adapters``: (outputs, inputs) of PEFT's.
+    Layers with adapters compute their inputs again from what the norm and the activation before them read.
+    ``size``: bytes of a number that is multiplied.
     """
     model, rounded = source.config, 2 if size == 2 else 0
     tokens, targets = _step_tokens(config, lengths)
@@ -184,10 +183,8 @@ def _activation_bytes(
         per_layer += size * (q + kv)  # the values are a view of q, k and v in one
     else:
         per_layer += 4 * model.rotary_dim
+    if with_adapters:
+        per_layer -= size * (n_norms * hidden + (model.ffn_dim if model.gated else 0))
     per_token = model.n_layers * per_layer + 4 * hidden
-    if adapters:
-        # PEFT casts the input of each adapted layer to float32; rounded again, it is another tensor. No gradient passes
-        # the first norm.
-        per_token += sum(rounded * k for _, k in adapters) - (4 + size) * hidden
     logits, states = _VOCAB_TILE * (4 + rounded), (4 + 2 * rounded) * hidden
     return tokens * per_token + targets * (size * hidden + logits + states)

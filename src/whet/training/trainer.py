@@ -488,7 +488,7 @@ class Trainer(ABC):
                 cast(Any, part).save_pretrained(folder)
 
     def held_memory(self) -> Iterator[tuple[str, Hashable, int]]:
-        """What the trainer holds, for ``whet.memory_report``."""
+        """The memory that the trainer holds, for ``whet.memory_report``."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         for part, model in (("weights", self.model), ("reference", self.ref_model)):
             if model is not None:
