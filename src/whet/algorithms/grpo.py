@@ -80,10 +80,10 @@ class GRPO(OnlineTrainer):
             arguments["beta"] = kl_coef
         super().__init__(model, ref_model, **arguments)
         self.rewards = reward_functions(self.config, reward_fn)
-        self._correction: SamplerCorrection | None = self._choose_correction()
         self._begun: _Step | None = None
 
-    def _choose_correction(self) -> SamplerCorrection | None:
+    @property
+    def _correction(self) -> SamplerCorrection | None:
         """The config's; "auto" corrects on a quantised base too, where the sampler alone rounds inputs to 8 bits."""
         base = base_of(self.model)
         if self.config.sampler_correction == "auto" and base is not None and base.is_quantised:

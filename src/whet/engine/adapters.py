@@ -11,7 +11,7 @@ import numpy as np
 from whet import _core
 from whet.errors import WhetTypeError, WhetValueError
 from whet.models.architecture import ModelConfig
-from whet.models.slots import LoRA, Place, place_lora
+from whet.models.slots import LoRA, Place, find_place, place_lora
 from whet.models.sources.live import describe_module
 from whet.ops.micro_lora import MicroLoRA
 
@@ -57,14 +57,13 @@ def _lora(targets: Mapping[str, Place], config: ModelConfig, adapter: Any, where
 
 
 def _of_module(targets: Mapping[str, Place], config: ModelConfig, name: str, value: Any, where: str) -> LoRA:
-    if name not in targets:
-        raise WhetValueError(f"{where}: the model has no module {name!r}; it has {', '.join(sorted(targets)[:4])}, ...")
+    place = find_place(targets, name, where)
     if isinstance(value, MicroLoRA):
         a, b, scaling = value.A, value.B.T, value.alpha / value.rank
     else:
         a, b, scaling = value
     a, b = _float32(a), _float32(b)
-    return place_lora(config, targets[name], a, b, float(scaling), where)
+    return place_lora(config, place, a, b, float(scaling), where)
 
 
 def _part(lora: LoRA, where: str) -> tuple[int, _core.Target, int, np.ndarray, np.ndarray]:

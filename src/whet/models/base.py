@@ -13,7 +13,7 @@ from whet import _core
 from whet.errors import WhetTypeError, WhetValueError
 from whet.models.formats import TABLE, Part, choose_formats, describe_parts, kv_format
 from whet.models.loading import all_pieces, checked, load
-from whet.models.slots import Place, Source, whole
+from whet.models.slots import Place, Source, find_place, whole
 from whet.ops.quant import CORE_FORMATS
 
 
@@ -144,11 +144,7 @@ class PackedBase:
         return f"PackedBase({self.config.n_parameters:,} parameters, {formats}, {self.nbytes:,} bytes)"
 
     def _place(self, name: str, where: str) -> Place:
-        if name not in self.targets:
-            raise WhetValueError(
-                f"{where}: the model has no module {name!r}; it has {', '.join(sorted(self.targets)[:4])}, ..."
-            )
-        return self.targets[name]
+        return find_place(self.targets, name, where)
 
     def _weight_slot(self, place: Place) -> str:
         return place.weight if place.weight in self._shapes else "embedding"  # of a tied head

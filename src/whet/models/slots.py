@@ -6,7 +6,7 @@ by one; here they are checked against the config's slots and cut into views. Not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -165,6 +165,17 @@ def walk(
             rows = stored.tensor.T if transposed else stored.tensor
             for first, view in place.module.cut(config, rows):
                 yield Piece(slot, place.first_row + first, view, stored.format)
+
+
+def find_place(targets: Mapping[str, Place], name: str, where: str) -> Place:
+    """The place of a module, by its name in the Hugging Face model.
+
+    Raises:
+        WhetValueError: there is no such module.
+    """
+    if name not in targets:
+        raise WhetValueError(f"{where}: the model has no module {name!r}; it has {', '.join(sorted(targets)[:4])}, ...")
+    return targets[name]
 
 
 def place_lora(config: ModelConfig, place: Place, a: Any, b: Any, scaling: float, where: str) -> LoRA:

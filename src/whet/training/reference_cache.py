@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from whet.errors import WhetValueError
 from whet.files import drop_torn_line
+from whet.nn.frozen import base_of
 from whet.nn.modules import inner_module
 
 _ORIGINS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
@@ -88,9 +89,9 @@ def model_digest(model: nn.Module, frozen_only: bool = False) -> str:
             continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(_bytes(tensor))
-    packed = next((module for module in model.modules() if hasattr(module, "whet_base")), None)
-    if packed is not None:
-        digest.update(packed.whet_base.digest().encode())  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    base = base_of(model)
+    if base is not None:
+        digest.update(base.digest().encode())
     return digest.hexdigest()
 
 
