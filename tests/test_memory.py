@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells who
 
 # A model of 22 M parameters: large beside what libraries allocate by the way.
 STEPS = """
-import json, resource, sys
+import json, sys
 import torch, transformers, whet
 from tests.tiny import fours, tiny_llama, with_lora
 from whet.algorithms.grpo import GRPO
@@ -52,7 +52,7 @@ now, fullest = whet.memory_report(), trainer.memory.fullest
 print(json.dumps({
     "before": before, "now": now.parts, "resident": now.resident, "fullest": fullest.parts,
     "predicted": predicted.at_its_fullest(), "total": predicted.total, "n_trained": n_trained, "n_all": n_all,
-    "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "text": str(now),
+    "peak": now.peak, "text": str(now),
     "sampler": trainer.engine.memory,
 }))
 """
