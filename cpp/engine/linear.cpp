@@ -52,6 +52,7 @@ struct Layer {
     const float* bias;
     float* y;
     size_t ldy;
+    bool add;
 
     size_t k() const { return parts.front().k(); }
     size_t steps() const { return parts.front().steps(); }
@@ -67,6 +68,7 @@ struct Layer {
             LinearTask task = inputs(row);
             task.rows = n_rows;
             task.ldy = ldy;
+            task.add = add;
             size_t first_panel = 0, first_output = 0;  // of a part
             for (const PackedWeight& part : parts) {
                 const size_t part_panels = ceil_div(part.n(), kPanel);
@@ -139,20 +141,29 @@ void multiply_quantised(const Layer& layer) {
     layer.multiply([&](size_t row) { return LinearTask{.quantised = row_at(quantised.memory(), row)}; });
 }
 
-}  // namespace
-
-void linear(std::span<const PackedWeight> w, const void* x, bool x_bf16, size_t ldx, size_t rows, const float* bias,
-            float* y, size_t ldy) {
+void multiply(std::span<const PackedWeight> w, const void* x, bool x_bf16, size_t ldx, size_t rows, const float* bias,
+              float* y, size_t ldy, bool add) {
     for (size_t end = 0, first = 0; !w.empty(); w = w.subspan(end), end = 0) {
         const Source source = w.front().format().source;
         size_t n = 0;
         while (end < w.size() && w[end].format().source == source) n += w[end++].n();
-        const auto multiply = source == Source::kFloat32    ? multiply_float32
-                              : source == Source::kBFloat16 ? multiply_bfloat16
-                                                            : multiply_quantised;
-        multiply({w.first(end), x, x_bf16, ldx, rows, bias == nullptr ? nullptr : bias + first, y + first, ldy});
+        const auto product = source == Source::kFloat32    ? multiply_float32
+                             : source == Source::kBFloat16 ? multiply_bfloat16
+                                                           : multiply_quantised;
+        product({w.first(end), x, x_bf16, ldx, rows, bias == nullptr ? nullptr : bias + first, y + first, ldy, add});
         first += n;
     }
+}
+
+}  // namespace
+
+void linear(std::span<const PackedWeight> w, const void* x, bool x_bf16, size_t ldx, size_t rows, const float* bias,
+            float* y, size_t ldy) {
+    multiply(w, x, x_bf16, ldx, rows, bias, y, ldy, false);
+}
+
+void add_linear(const PackedWeight& w, const float* x, size_t ldx, size_t rows, float* y, size_t ldy) {
+    multiply({&w, 1}, x, false, ldx, rows, nullptr, y, ldy, true);
 }
 
 }  // namespace whet

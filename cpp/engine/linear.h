@@ -16,4 +16,7 @@ inline void linear(const PackedWeight& w, const void* x, bool x_bf16, size_t ldx
     linear({&w, 1}, x, x_bf16, ldx, rows, bias, y, ldy);
 }
 
+// y (rows, n) += x (rows, k) w^T, all float32. ldx and ldy in elements.
+void add_linear(const PackedWeight& w, const float* x, size_t ldx, size_t rows, float* y, size_t ldy);
+
 }  // namespace whet

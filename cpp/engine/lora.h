@@ -1,8 +1,9 @@
 // Low-rank adapters of a transformer's matrices, a request's own: y[first_row ...] += B (A x), with the scaling in B.
 #pragma once
+#include <algorithm>
 #include <array>
 #include <cstddef>
-#include <memory>
+#include <utility>
 #include <vector>
 
 #include "engine/linear.h"
@@ -12,15 +13,27 @@ namespace whet {
 enum class Target { kQkv, kO, kUp, kDown };  // as in LayerWeights
 constexpr size_t kTargets = 4;
 
+// What is added to the outputs of one matrix: each B (n, rank) to those from its first row on.
 struct LowRank {
-    size_t first_row;
-    std::unique_ptr<PackedWeight> a, b;  // (rank, k) and (n, rank), float32
+    std::vector<PackedWeight> a, b;  // (rank, k) and (n, rank)
+    std::vector<size_t> first_rows;
 };
 
 struct Adapter {
     explicit Adapter(size_t n_layers) : layers(n_layers) {}
-    std::vector<std::array<std::vector<LowRank>, kTargets>> layers;
-    size_t max_rank = 0;
+
+    void add(size_t layer, Target target, size_t first_row, PackedWeight a, PackedWeight b) {
+        LowRank& low = layers[layer][static_cast<size_t>(target)];
+        low.a.push_back(std::move(a));
+        low.b.push_back(std::move(b));
+        low.first_rows.push_back(first_row);
+        size_t rank = 0;
+        for (const PackedWeight& part : low.a) rank += part.n();
+        max_rank = std::max(max_rank, rank);
+    }
+
+    std::vector<std::array<LowRank, kTargets>> layers;
+    size_t max_rank = 0;  // of all adapters of a matrix together
 };
 
 }  // namespace whet

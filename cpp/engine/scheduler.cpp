@@ -293,8 +293,9 @@ size_t Scheduler::adapters_bytes() const {
     size_t bytes = 0;
     for (const auto& [id, adapter] : adapters_) {
         for (const auto& layer : adapter->layers) {
-            for (const auto& of_target : layer) {
-                for (const LowRank& part : of_target) bytes += part.a->size_bytes() + part.b->size_bytes();
+            for (const LowRank& low : layer) {
+                for (const PackedWeight& a : low.a) bytes += a.size_bytes();
+                for (const PackedWeight& b : low.b) bytes += b.size_bytes();
             }
         }
     }

@@ -22,19 +22,23 @@ void for_tiles(size_t n_panels, size_t rows, size_t k, F&& body) {
     constexpr size_t kTaskWork = 150000;  // multiply-adds of one task at least
     const size_t work = n_panels * kPanel * rows * k;
     if (!is_worth_threads(kMultiplyAddNs * static_cast<double>(work))) return body(0, n_panels, 0, rows);
-    const size_t row_tasks = ceil_div(rows, kTaskRows), threads = static_cast<size_t>(num_threads());
+    const size_t threads = static_cast<size_t>(num_threads());
+    // A low-rank product has fewer tiles of panels than there are threads: its rows are cut for them.
+    const size_t row_threads = ceil_div(threads, ceil_div(n_panels, kTilePanels));
+    const size_t task_rows = std::clamp(ceil_div(rows, row_threads * kFewRows) * kFewRows, kFewRows, kTaskRows);
+    const size_t row_tasks = ceil_div(rows, task_rows);
     // Whole tiles of panels: tasks large enough to be worth claiming, and enough of them that threads end together.
     // Few rows are bound by memory, which is read fastest in long runs. With many, few enough panels to stay in the L2
     // cache.
     size_t panels = kTilePanels;
-    if (row_tasks == 1) {
+    if (rows <= kTaskRows && row_threads == 1) {
         const size_t per_thread = std::clamp<size_t>(work / kTaskWork / threads, 1, rows < kFewRows ? 1 : 16);
         panels *= std::max<size_t>(1, n_panels / kTilePanels / (per_thread * threads));
     }
     const size_t panel_tasks = ceil_div(n_panels, panels);
     auto task = [&](size_t i) {
-        const size_t panel = i / row_tasks * panels, row = i % row_tasks * kTaskRows;
-        body(panel, std::min(panels, n_panels - panel), row, std::min(kTaskRows, rows - row));
+        const size_t panel = i / row_tasks * panels, row = i % row_tasks * task_rows;
+        body(panel, std::min(panels, n_panels - panel), row, std::min(task_rows, rows - row));
     };
     parallel_for(panel_tasks * row_tasks, task);
 }

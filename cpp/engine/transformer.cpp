@@ -46,9 +46,7 @@ Transformer::Transformer(std::shared_ptr<const Weights> weights, size_t max_rows
 }
 
 void Transformer::reserve_adapters(size_t rank) {
-    const size_t widest = std::max({config_.hidden_dim, config_.up_dim(), config_.qkv_dim()});
     adapter_hidden_.resize(std::max(adapter_hidden_.size(), max_rows_ * rank));
-    adapter_delta_.resize(max_rows_ * widest);
 }
 
 const float* Transformer::forward(const Row* rows, size_t n, KvCache& cache) {
@@ -268,15 +266,14 @@ void Transformer::adapt(const Row* rows, size_t n, size_t layer, Target target, 
         for (end = begin + 1; end < n && rows[end].adapter == adapter; ++end) {
         }
         if (adapter == nullptr) continue;
+        const LowRank& low = adapter->layers[layer][static_cast<size_t>(target)];
         const size_t count = end - begin;
-        for (const LowRank& low : adapter->layers[layer][static_cast<size_t>(target)]) {
-            const size_t rank = low.a->n(), width = low.b->n();
-            linear(*low.a, x + begin * ldx, false, ldx, count, nullptr, adapter_hidden_.data(), rank);
-            linear(*low.b, adapter_hidden_.data(), false, rank, count, nullptr, adapter_delta_.data(), width);
-            for (size_t i = 0; i < count; ++i) {
-                float* out = y + (begin + i) * ldy + low.first_row;
-                kernels().blend_f32(adapter_delta_.data() + i * width, width, 1.0f, 1.0f, out);
-            }
+        size_t ranks = 0, first = 0;
+        for (const PackedWeight& a : low.a) ranks += a.n();
+        linear(low.a, x + begin * ldx, false, ldx, count, nullptr, adapter_hidden_.data(), ranks);
+        for (size_t i = 0; i < low.b.size(); first += low.a[i++].n()) {
+            add_linear(low.b[i], adapter_hidden_.data() + first, ranks, count, y + begin * ldy + low.first_rows[i],
+                       ldy);
         }
     }
 }

@@ -33,9 +33,9 @@ public:
     size_t max_rows() const { return max_rows_; }
     bool bf16_cache() const { return bf16_cache_; }
     void release_workspace() { arena_.release(); }  // to the system, until the next forward()
-    size_t workspace_bytes() const { return arena_.size_bytes() + adapter_delta_.size() * sizeof(float); }
+    size_t workspace_bytes() const { return arena_.size_bytes() + adapter_hidden_.size() * sizeof(float); }
 
-    // Room for adapters up to this rank.
+    // Room for adapters up to this rank, of a matrix together.
     void reserve_adapters(size_t rank);
 
     // The last hidden states (n, hidden_dim) of n <= max_rows rows, normed for the head; valid until the next call.
@@ -59,7 +59,7 @@ private:
     uint8_t* queries_;
     int32_t* positions_;
     std::vector<Group> groups_;
-    std::vector<float> adapter_delta_, adapter_hidden_;
+    std::vector<float> adapter_hidden_;
 
     void embed(const Row* rows, size_t n);
     void group(const Row* rows, size_t n);

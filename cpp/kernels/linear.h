@@ -38,6 +38,7 @@ struct Outputs {  // the last of the panels may be cut short: n outputs in all
     float* y;
     size_t ld, n;
     const float* bias;  // null: none
+    bool add;           // to what is there
 };
 
 template <int n_rows, int n_panels>
@@ -52,7 +53,8 @@ WHET_INLINE void store_tile(const f32x16 (&sum)[n_rows][n_panels], const Outputs
 #pragma GCC unroll 8
         for (int r = 0; r < n_rows; ++r) {
             float* y = out.y + (row + r) * out.ld + at;
-            const f32x16 sums = out.bias == nullptr ? sum[r][p] : sum[r][p] + bias;
+            f32x16 sums = out.bias == nullptr ? sum[r][p] : sum[r][p] + bias;
+            if (out.add) sums += whole ? load(y) : load_first(y, n, 0.0f);
             whole ? store(y, sums) : store_first(y, sums, n);
         }
     }
@@ -131,12 +133,12 @@ WHET_INLINE void linear(InputRows<T> in, const T* panels, size_t steps, const Ou
 
 void linear_f32(const LinearTask& t) {
     linear<float>({static_cast<const float*>(t.x), t.ldx, t.rows}, static_cast<const float*>(t.panels), t.steps,
-                  {t.y, t.ldy, t.n, t.bias});
+                  {t.y, t.ldy, t.n, t.bias, t.add});
 }
 
 void linear_bf16(const LinearTask& t) {
     linear<uint16_t>({static_cast<const uint16_t*>(t.x), t.ldx, t.rows}, static_cast<const uint16_t*>(t.panels),
-                     t.steps, {t.y, t.ldy, t.n, t.bias});
+                     t.steps, {t.y, t.ldy, t.n, t.bias, t.add});
 }
 
 }  // namespace

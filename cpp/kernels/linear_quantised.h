@@ -373,9 +373,9 @@ WHET_INLINE void linear_quantised(const QuantisedRows& in, const void* panels, c
     for (; panel < n_panels; ++panel) quantised_panels<Panel, 1>(in, bytes, panel, out);
 }
 
-#define WHET_LINEAR(name, Panel)                                                                      \
-    void linear_##name(const LinearTask& t) {                                                         \
-        linear_quantised<Panel>({t.quantised, t.rows, t.steps}, t.panels, {t.y, t.ldy, t.n, t.bias}); \
+#define WHET_LINEAR(name, Panel)                                                                             \
+    void linear_##name(const LinearTask& t) {                                                                \
+        linear_quantised<Panel>({t.quantised, t.rows, t.steps}, t.panels, {t.y, t.ldy, t.n, t.bias, t.add}); \
     }
 WHET_LINEAR(int8, Int8Panel)
 WHET_LINEAR(q8_0, Q8_0Panel)

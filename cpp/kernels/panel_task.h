@@ -37,7 +37,7 @@ struct QuantisedInputs {
     int32_t *offsets = nullptr, *half_offsets = nullptr;
 };
 
-// y (rows, n) = x w^T + bias for the panels of n outputs. A null bias is none.
+// y (rows, n) = x w^T + bias for the panels of n outputs, or += where `add`. A null bias is none.
 struct LinearTask {
     const void* x = nullptr;  // of float weights; rows ldx apart
     size_t ldx = 0, rows = 0;
@@ -47,6 +47,7 @@ struct LinearTask {
     const float* bias = nullptr;
     float* y = nullptr;  // rows ldy apart
     size_t ldy = 0;
+    bool add = false;
 };
 
 }  // namespace whet

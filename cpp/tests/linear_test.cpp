@@ -66,6 +66,13 @@ void test_linear(WeightFormat format, const char* name, size_t m, size_t n, size
             expect_near(name, m, n, k, y[i * n + j], expected, 1e-5 * size);
         }
     }
+    std::vector<float> sums(m * (n + 1), 3.0f);  // wider than n: what lies between the rows stays as it is
+    whet::add_linear(packed, x.data(), k, m, sums.data(), n + 1);
+    for (size_t i = 0; i < m * (n + 1); ++i) {
+        const size_t row = i / (n + 1), column = i % (n + 1);
+        const float expected = 3.0f + (column < n ? y[row * n + column] : 0.0f);
+        expect(sums[i] == expected, "%s: %zu x %zu x %zu added at %zu", name, m, n, k, i);
+    }
 }
 
 // A number in a source's bits, and the float32 that it stands for.
@@ -240,6 +247,7 @@ int main() {
                 }
             }
             if (block == 1) test_linear(format, name, 11, 49, 67);
+            test_linear(format, name, 101, 17, 768);  // rows cut for the threads
             test_packing_in_every_way(format, name);
         }
         for (size_t m : {1, 4, 9}) {

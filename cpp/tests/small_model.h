@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <random>
 #include <string>
 #include <utility>
@@ -90,17 +89,15 @@ inline Request prompt(size_t length, size_t n, size_t max_new, uint64_t index) {
 // Rank 3, on rows of the first layer's second product and on the whole of another.
 inline std::unique_ptr<Adapter> adapter_of(const ModelConfig& c) {
     auto adapter = std::make_unique<Adapter>(c.n_layers);
-    const auto low = [](size_t first, size_t n, size_t k) {
-        LowRank part{first, std::make_unique<PackedWeight>(WeightFormat::kFloat32, 3, k),
-                     std::make_unique<PackedWeight>(WeightFormat::kFloat32, n, 3)};
+    const auto add = [&](size_t layer, Target target, size_t first, size_t n, size_t k) {
+        PackedWeight a(WeightFormat::kFloat32, 3, k), b(WeightFormat::kFloat32, n, 3);
         const std::vector<float> values(3 * std::max(n, k), 0.05f);
-        part.a->pack_rows(0, 3, values.data(), Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
-        part.b->pack_rows(0, n, values.data(), Source::kFloat32, 3, 1);
-        return part;
+        a.pack_rows(0, 3, values.data(), Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
+        b.pack_rows(0, n, values.data(), Source::kFloat32, 3, 1);
+        adapter->add(layer, target, first, std::move(a), std::move(b));
     };
-    adapter->layers[0][0].push_back(low(20, 40, c.hidden_dim));
-    adapter->layers[1][3].push_back(low(0, c.hidden_dim, c.ffn_dim));
-    adapter->max_rank = 3;
+    add(0, Target::kQkv, 20, 40, c.hidden_dim);
+    add(1, Target::kDown, 0, c.hidden_dim, c.ffn_dim);
     return adapter;
 }
 

@@ -690,7 +690,7 @@ def test_the_advice_is_the_least_change_that_fits(tiny_model):
     def total(run):
         return memory_of(run, source, lengths, **options).total
 
-    run = DPORun(batch_size=64)
+    run = DPORun(batch_size=64, max_tokens_per_step=1536)
     for available, advice in (
         (total(dataclasses.replace(run, max_tokens_per_step=768)), "With --max-tokens-per-step 768 it is"),
         (total(dataclasses.replace(run, max_tokens_per_step=384)), "With --max-tokens-per-step 384 it is"),

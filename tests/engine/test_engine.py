@@ -283,6 +283,20 @@ def test_adapters_of_peft_apart_and_merged_are_the_model():
             expected = flipped
 
 
+@pytest.mark.parametrize("weights", ["float32", "bf16", "q8_0"])
+def test_adapters_are_rounded_to_bfloat16_but_beside_float32(weights):
+    model = lora_model(rank=16)
+    row = token_ids()[0].tolist()
+    with Engine.from_model(model, weights=weights) as engine:
+        given = engine.logits(row)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:  # the scaling, in B already, is a power of 2
+                    parameter.copy_(parameter.bfloat16().float())
+        engine.sync(model)
+        assert np.array_equal(engine.logits(row), given) == (weights != "float32")
+
+
 def test_one_batch_holds_prompts_with_adapters_of_their_own(tmp_path):
     base = llama()
     model = lora_model()

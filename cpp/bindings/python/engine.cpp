@@ -163,6 +163,7 @@ public:
     }
 
     // parts: (layer, target, first row, A (rank, k), B (n, rank)) with contiguous float32 arrays, the scaling in B.
+    // They are multiplied in float32 beside a float32 matrix, else in bfloat16.
     void add_adapter(uint64_t id, const nb::sequence& parts) {
         const Turn turn(lock_);
         auto adapter = std::make_unique<Adapter>(model_.config().n_layers);
@@ -171,13 +172,13 @@ public:
             const auto layer = nb::cast<size_t>(entry[0]);
             const auto target = nb::cast<Target>(entry[1]);
             const auto first_row = nb::cast<size_t>(entry[2]);
-            LowRank low{first_row, packed(entry[3]), packed(entry[4])};
-            if (layer >= adapter->layers.size() || low.a->n() != low.b->k() || low.a->k() != inputs(target) ||
-                first_row + low.b->n() > outputs(target)) {
+            if (layer >= adapter->layers.size()) throw std::invalid_argument("no such layer");
+            const WeightFormat format = adapter_format(layer, target);
+            PackedWeight a = packed(entry[3], format), b = packed(entry[4], format);
+            if (a.n() != b.k() || a.k() != inputs(target) || first_row + b.n() > outputs(target)) {
                 throw std::invalid_argument("an adapter of other shapes than its matrix");
             }
-            adapter->max_rank = std::max(adapter->max_rank, low.a->n());
-            adapter->layers[layer][static_cast<size_t>(target)].push_back(std::move(low));
+            adapter->add(layer, target, first_row, std::move(a), std::move(b));
         }
         scheduler_.add_adapter(id, std::move(adapter));
     }
@@ -237,14 +238,24 @@ private:
         return request;
     }
 
-    static std::unique_ptr<PackedWeight> packed(nb::handle object) {
+    WeightFormat adapter_format(size_t layer, Target target) const {
+        const LayerWeights& w = model_.weights().layers[layer];
+        const Matrix& matrix = target == Target::kQkv  ? w.qkv
+                               : target == Target::kO  ? w.o
+                               : target == Target::kUp ? w.up
+                                                       : w.down;
+        const bool wide = matrix.parts.front().format().source == Source::kFloat32;
+        return wide ? WeightFormat::kFloat32 : WeightFormat::kBFloat16;
+    }
+
+    static PackedWeight packed(nb::handle object, WeightFormat format) {
         Array a;
         if (!view(object.ptr(), a) || a.dtype != DType::kFloat32 || a.ndim != 2) {
             throw std::invalid_argument("not a float32 matrix");
         }
         const auto n = static_cast<size_t>(a.shape[0]), k = static_cast<size_t>(a.shape[1]);
-        auto weight = std::make_unique<PackedWeight>(WeightFormat::kFloat32, n, k);
-        weight->pack_rows(0, n, a.data, Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
+        PackedWeight weight(format, n, k);
+        weight.pack_rows(0, n, a.data, Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
         return weight;
     }
 

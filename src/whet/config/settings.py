@@ -80,7 +80,7 @@ class TrainerConfig:
     """Rows of the dataset per step, in ``train``."""
     micro_batch_size: Count = 0
     """Rows per forward and backward pass; 0: see max_tokens_per_step. Fewer need less memory; the same gradient."""
-    max_tokens_per_step: Count = 1536
+    max_tokens_per_step: Count = 768
     """Tokens per forward and backward pass on Whet's kernels if micro_batch_size is 0; 0: all at once. The same
     gradient."""
     compute: Compute = "auto"

@@ -116,8 +116,9 @@ def run_memory(
     if isinstance(config, OnlineConfig) and config.engine != "torch":
         weights = ("bf16" if narrow else "float32") if config.rollout_weights == "auto" else config.rollout_weights
         engine = estimate(source, base or weights, batch=MAX_BATCH)
+        apart = "float32" if (base or weights) == "float32" else "bfloat16"  # format of adapters beside the weights
         parts["sampler_weights"] = (0 if base else engine.weights) + sum(
-            slot_bytes((lora_rank, k), "float32") + slot_bytes((n, lora_rank), "float32") for n, k in adapters
+            slot_bytes((lora_rank, k), apart) + slot_bytes((n, lora_rank), apart) for n, k in adapters
         )
         kv_cache = _n_pages(config, lengths) * page_bytes(model, engine.kv_format)
         sampling = {"kv_cache": min(kv_cache, config.kv_bytes or KV_BYTES), "workspace": engine.workspace}
