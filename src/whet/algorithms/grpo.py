@@ -32,6 +32,7 @@ from whet.algorithms.loss_terms import (
     token_kl,
 )
 from whet.algorithms.online import OnlineTrainer
+from whet.config.fields import check_used
 from whet.config.settings import (
     GRPOConfig,
     GRPOLossType,
@@ -79,6 +80,8 @@ class GRPO(OnlineTrainer):
                 raise WhetTypeError("GRPO: kl_coef and beta are one setting. Pass one of them.")
             arguments["beta"] = kl_coef
         super().__init__(model, ref_model, **arguments)
+        plain = "sampler_correction is 'auto', and the model, which is on no quantised base, is sampled from as it is"
+        check_used(self.config, ["sampler_cap"], self._correction is not None, plain)
         self.rewards = reward_functions(self.config, reward_fn)
         self._begun: _Step | None = None
 

@@ -334,7 +334,9 @@ class GRPOConfig(OnlineConfig):
         taus = ["sapo_tau_positive", "sapo_tau_negative"]
         check_used(self, taus, loss_type == "sapo", f"{loss_type!r} has no temperature")
         check_used(self, ["kl_estimator"], self.beta != 0, "beta is 0, and there is no KL term")
-        check_used(self, ["sampler_cap"], self.correction() is not None, "sampler_correction is off")
+        # With "auto" twice it is the model that decides: a quantised base is corrected, and GRPO sees it.
+        may_correct = self.correction() is not None or self.sampler_correction == self.rollout_weights == "auto"
+        check_used(self, ["sampler_cap"], may_correct, "sampler_correction is off")
         spread = ["advantage_ddof", "advantage_eps"]
         check_used(self, spread, self.scale_rewards != "none", "scale_rewards is 'none', and nothing divides")
 

@@ -48,7 +48,8 @@ def make_engine(
         tokenizer: for stop strings; of a given engine its own.
 
     Raises:
-        WhetValueError: "native", and the native engine does not support the model; kv_bytes beside a given engine.
+        WhetValueError: "native", and the native engine does not support the model; kv_bytes beside a given engine, or
+            weights of a model on a packed base.
         WhetTypeError: neither an engine nor the name of one; "native", and it is no Hugging Face model.
     """
     names = get_args(EngineName)
@@ -60,6 +61,11 @@ def make_engine(
         if kv_bytes:
             raise WhetValueError(f"{where}: kv_bytes is {kv_bytes} and has no effect: the engine is made already.")
         return engine
+    if weights != "auto" and base_of(model) is not None:
+        raise WhetValueError(
+            f"{where}: rollout_weights is {weights!r}, and the model's weights are packed already, for sampling too. "
+            f"Leave it at 'auto', or pack the base in that format."
+        )
     if engine == "native":
         return _native(model, weights, kv_bytes, tokenizer)
     if engine == "auto" and hasattr(model, "config") and module_device(model).type == "cpu":
@@ -81,7 +87,6 @@ def _native(model: nn.Module, weights: RolloutWeights, kv_bytes: int, tokenizer:
     options: dict[str, Any] = {"max_position": max_position, "tokenizer": tokenizer}
     options |= {"kv_bytes": kv_bytes} if kv_bytes else {}
     if base_of(model) is not None:
-        options |= {} if weights == "auto" else {"weights": weights}  # which the engine refuses: they are packed
         return Engine.from_model(model, **options)
     if weights == "auto":
         weights = "bf16" if next(model.parameters()).dtype == torch.bfloat16 else "float32"
