@@ -29,7 +29,10 @@ from whet.checkpoint.folder import latest_checkpoint, load_checkpoint, save_chec
 from whet.config import SFTConfig, learning_rate_at
 from whet.data.rows import shuffled_batches
 from whet.errors import CheckpointError, NonFiniteError, WhetTypeError, WhetValueError
+from whet.models.base import pack_recorded, read_record
+from whet.models.sources.live import describe_module
 from whet.nn.causal_lm import completion_logprobs
+from whet.nn.frozen import base_of, frozen_model
 from whet.nn.modules import module_mode, stop_token_ids
 from whet.training.callbacks import Callback, CheckpointCallback, EvaluationCallback
 from whet.training.loggers import CSVLogger
@@ -56,6 +59,10 @@ def llama():
 
 def lora():
     return with_lora(llama(), r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.2, task_type=None)
+
+
+def packed():
+    return with_lora(frozen_model(llama(), "q8_0"), r=2, target_modules="all-linear", lora_dropout=0.2)
 
 
 def ones(completions):
@@ -546,7 +553,7 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.parametrize("make", [lambda: Net(dropout=0.3), lambda: Sampling(dropout=0.3), llama, lora])
+@pytest.mark.parametrize("make", [lambda: Net(dropout=0.3), lambda: Sampling(dropout=0.3), llama, lora, packed])
 def test_a_resumed_run_is_the_same_to_the_bit(name, make, tmp_path):
     algorithm, dataset, own = RESUMED[name]
     settings = {"learning_rate": 0.01, "batch_size": 3, "warmup_steps": 2, "lr_schedule": "cosine"}
@@ -568,7 +575,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(name, make, tmp_path):
     first.train(dataset, steps=4)
     first.save(tmp_path / "checkpoint")
     torch.manual_seed(99)  # a new process has other random states
-    given = {"model": make()} if make is lora else {}
+    given = {"model": make()} if make in (lora, packed) else {}
     callables = {"reward_fn": ones} if "reward_fn" in own else {}
     resumed = algorithm.from_checkpoint(tmp_path / "checkpoint", **given, **callables)
     assert resumed.step == resumed.position == 4 and resumed.config == first.config
@@ -655,6 +662,44 @@ def test_only_the_trained_part_is_saved(tmp_path):
     assert_raises(CheckpointError, "holds only the trained part of its model", SFT.from_checkpoint, tmp_path / "c")
     with pytest.raises(CheckpointError, match="the trained parameters of the checkpoint and of model differ in"):
         SFT.from_checkpoint(tmp_path / "c", model=llama())
+
+
+def test_adapters_go_on_and_are_saved_with_the_base_that_they_were_trained_on(tmp_path):
+    trainer = SFT(packed(), learning_rate=0.01)
+    trainer.train_step(ROWS[:3])
+    trainer.save(tmp_path / "c")
+    trainer.save_pretrained(tmp_path / "model")
+    record = read_record(tmp_path / "model", "test")
+    assert record == base_of(trainer.model).record() and record["weights"] == "q8_0"
+
+    def on(base, model=None):
+        return with_lora(frozen_model(model or llama(), base), r=2, target_modules="all-linear")
+
+    again = SFT.from_checkpoint(tmp_path / "c", model=on(pack_recorded(describe_module(llama()), record, "t", "c")))
+    assert again.step == 1
+    for model, names in (
+        (on("bf16"), r"a base in int8 \(\w{12}\), and this model is on a base in bf16 \(\w{12}\)"),
+        (
+            on("q8_0", tiny_llama(1, num_key_value_heads=2)),
+            r"a base in int8 \(\w{12}\), and .* a base in int8 \(\w{12}\)",
+        ),
+        (lora(), r"a base in int8 \(\w{12}\), and this model is on floats"),
+    ):
+        assert_raises(CheckpointError, f"c was trained on {names}", SFT.from_checkpoint, tmp_path / "c", model=model)
+    other = tiny_llama(1, num_key_value_heads=2, tie_word_embeddings=True)
+    for model, asked, names in (
+        (other, record, r"a base in int8 \(\w{12}\), and this model is on a base in int8"),
+        (llama(), {**record, "weights": "bf16"}, "a base in int8, and this one is in bf16"),
+    ):
+        args = describe_module(model), asked, "load", "model"
+        assert_raises(CheckpointError, f"load: model was trained on {names}", pack_recorded, *args)
+    (tmp_path / "model" / "whet_base.json").write_text('{"formats": "int8"}')
+    assert_raises(CheckpointError, "is no record of a base", read_record, tmp_path / "model", "test")
+    beside_floats = SFT(lora(), learning_rate=0.01)
+    beside_floats.save(tmp_path / "f")
+    assert_raises(CheckpointError, "f was trained on floats, and", SFT.from_checkpoint, tmp_path / "f", model=packed())
+    beside_floats.save_pretrained(tmp_path / "model2")
+    assert read_record(tmp_path / "model2", "test") is None
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,22 @@ Nothing here knows torch: an ``out`` of torch is written where it lies.
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from collections.abc import Hashable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
 from typing import Any, NoReturn
 
 from whet import _core
-from whet.errors import WhetTypeError, WhetValueError
-from whet.models.formats import TABLE, Part, choose_formats, describe_parts, kv_format
+from whet.errors import CheckpointError, WhetTypeError, WhetValueError
+from whet.files import replace_text
+from whet.models.formats import TABLE, Part, choose_formats, describe_parts, kv_format, summarise
 from whet.models.loading import all_pieces, checked, load
 from whet.models.slots import Place, Source, find_place, whole
 from whet.ops.quant import CORE_FORMATS
+
+_RECORD = "whet_base.json"
 
 
 class PackedBase:
@@ -25,6 +32,7 @@ class PackedBase:
     Attributes:
         config: what the model computes.
         formats: slot -> format of every matrix; "q4_k, q6_k" where its parts have several.
+        summary: these formats, each once.
         kv_format: the format of an engine's keys and values, "float32" or "bfloat16".
         is_quantised: whether a matrix is in blocks of integers, whose inputs an engine rounds to 8 bits.
         targets, short_position: as in ``Source``.
@@ -37,8 +45,10 @@ class PackedBase:
         self.targets = source.targets
         self.short_position = source.short_position
         self.formats = {slot: describe_parts(parts) for slot, parts in formats.items()}
+        self.summary = summarise(formats)
         self.kv_format = kv_format(formats)
         self.is_quantised = not all(TABLE[part.format].is_float for parts in formats.values() for part in parts)
+        self._asked: dict[str, str | None] = {}
         self._shapes = source.config.slots()
         slots = [
             (slot, CORE_FORMATS.get(format), n, shape[-1])
@@ -65,8 +75,19 @@ class PackedBase:
 
         The same weights have the same on every machine and instruction set.
         """
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         slots = (f"{slot} {self.formats.get(slot, 'float32')} {self.core.checksum(slot):x}" for slot in self._shapes)
         return hashlib.sha256("\n".join(slots).encode()).hexdigest()
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint of adapters, or their folder, remembers of their base: how it was packed, and the digest.
+
+        ``check_record`` compares it with a base, ``pack_recorded`` packs the same one.
+        """
+        return {**self._asked, "formats": self.summary, "is_quantised": self.is_quantised, "digest": self.digest()}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """That of a module's weight as ``rows`` has it: (n, k), or (n,) of a norm.
@@ -140,8 +161,7 @@ class PackedBase:
         )
 
     def __repr__(self) -> str:
-        formats = ", ".join(dict.fromkeys(self.formats.values()))
-        return f"PackedBase({self.config.n_parameters:,} parameters, {formats}, {self.nbytes:,} bytes)"
+        return f"PackedBase({self.config.n_parameters:,} parameters, {self.summary}, {self.nbytes:,} bytes)"
 
     def _place(self, name: str, where: str) -> Place:
         return find_place(self.targets, name, where)
@@ -191,8 +211,90 @@ def pack_base(
     if source.base is not None:
         raise WhetValueError(f"{where}: the model's weights are packed already. Share its base, which is source.base.")
     base = PackedBase(source, choose_formats(source, weights, embedding, head, where))
+    base._asked = {"weights": weights, "embedding": embedding, "head": head}
     load(base.core, checked(all_pieces(source, where), where))
     return base
+
+
+def write_record(folder: str | os.PathLike[str], base: PackedBase) -> None:
+    """Leave the record of a base beside the adapters that were trained on it."""
+    replace_text(Path(folder) / _RECORD, json.dumps(base.record(), indent=1) + "\n")
+
+
+def read_record(folder: str | os.PathLike[str], where: str) -> dict[str, Any] | None:
+    """The record in a folder of adapters; None: they were trained beside floats, or by something else than Whet.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    path = Path(folder) / _RECORD
+    if not path.is_file():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        for name, kind in (("formats", str), ("is_quantised", bool), ("digest", str)):
+            if not isinstance(record[name], kind):
+                raise ValueError(f"{name} is {record[name]!r}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{where}: {path} is no record of a base: {error}. Save the adapters again.") from None
+    return record
+
+
+def pack_recorded(source: Source, record: Mapping[str, Any], where: str, adapters: str) -> PackedBase:
+    """The base that a record is of, packed from a source.
+
+    Raises:
+        CheckpointError: the source has other weights.
+    """
+    asked = {name: record.get(name) for name in ("weights", "embedding", "head")}
+    check_formats(source, asked, record, where, adapters)
+    base = pack_base(source, **asked, where=where)
+    check_record(record, base, where, adapters)
+    return base
+
+
+def check_formats(
+    source: Source, asked: Mapping[str, str | None], record: Mapping[str, Any], where: str, adapters: str
+) -> None:
+    """Raise where a model packed as ``asked`` is in other formats than a record's base; nothing is packed.
+
+    Raises:
+        CheckpointError: naming the formats of both.
+    """
+    if source.base is not None:
+        formats = source.base.summary
+    else:
+        weights, embedding, head = (asked.get(name) for name in ("weights", "embedding", "head"))
+        formats = summarise(choose_formats(source, weights, embedding, head, where))
+    if formats != record["formats"]:
+        raise CheckpointError(
+            f"{where}: {adapters} was trained on a base in {record['formats']}, and this one is in {formats}. Leave "
+            f"the format out, and name the model that it was trained on."
+        )
+
+
+def check_record(record: Mapping[str, Any] | None, base: PackedBase | None, where: str, adapters: str) -> None:
+    """Raise where adapters were trained on another base than the one they are for.
+
+    Args:
+        record: what ``PackedBase.record`` gave; None: there was no packed base.
+        base: of the model; None: its weights are floats.
+        where: begins the error.
+        adapters: their checkpoint or folder.
+
+    Raises:
+        CheckpointError: naming the formats of both.
+    """
+    then, now = record and record["digest"], base and base.digest()
+    if then != now:
+        names = [
+            f"a base in {known['formats']} ({known['digest'][:12]})" if known else "floats"
+            for known in (record, base and base.record())
+        ]
+        raise CheckpointError(
+            f"{where}: {adapters} was trained on {names[0]}, and this model is on {names[1]}. Make it of the same "
+            f"weights in the same format."
+        )
 
 
 def _describe(array: Any) -> str:

@@ -143,6 +143,33 @@ def choose_formats(
     return formats
 
 
+def check_fits(source: Source, weights: str, where: str) -> None:
+    """Refuse a format whose blocks divide the rows of no matrix of a model's layers.
+
+    Raises:
+        WhetValueError: naming the formats that would be taken in its place.
+    """
+    mixture = MIXTURES.get(weights)
+    wanted = {mixture.base, mixture.more} if mixture else {core_format(weights, "base", where)}
+    formats = choose_formats(source, weights, None, None, where)
+    layers = {slot: parts for slot, parts in formats.items() if slot.startswith("layers.")}
+    if not any(part.format in wanted for parts in layers.values() for part in parts):
+        length = TABLE[min(wanted)].block_length
+        rows = sorted({source.config.slots()[slot][1] for slot in layers})
+        raise WhetValueError(
+            f"{where}: base is {weights!r}, whose blocks have {length} numbers, and the rows of the model's matrices "
+            f"have {' and '.join(map(str, rows))}: none would be in it. Pass {summarise(layers).replace(', ', ' or ')}."
+        )
+
+
+def is_quantised(source: Source) -> bool:
+    """Whether a model is stored, or packed, in blocks of integers."""
+    if source.base is not None:
+        return source.base.is_quantised
+    formats = choose_formats(source, None, None, None, "is_quantised")
+    return not all(TABLE[part.format].is_float for parts in formats.values() for part in parts)
+
+
 def kv_format(formats: Mapping[str, tuple[Part, ...]]) -> str:
     """The format of keys and values: float32 with float32 weights, else bfloat16."""
     return "float32" if {part.format for part in formats["layers.0.o"]} == {"float32"} else "bfloat16"
@@ -151,6 +178,11 @@ def kv_format(formats: Mapping[str, tuple[Part, ...]]) -> str:
 def describe_parts(parts: Iterable[Part]) -> str:
     """The formats of a matrix: "q4_k", or "q4_k, q6_k" of one in several."""
     return ", ".join(dict.fromkeys(part.format for part in parts))
+
+
+def summarise(formats: Mapping[str, tuple[Part, ...]]) -> str:
+    """The formats of a model's matrices by their names in settings, each once: "q4_k, q8_0"."""
+    return ", ".join(dict.fromkeys(TABLE[part.format].usual_name for parts in formats.values() for part in parts))
 
 
 def core_format(name: str, argument: str, where: str) -> str:

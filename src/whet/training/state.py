@@ -20,6 +20,8 @@ from whet.checkpoint.folder import capture_rng, load_checkpoint, restore_rng, sa
 from whet.checkpoint.modules import build_module, describe_module, load_module_tensors, module_tensors
 from whet.config.fields import make_config
 from whet.errors import CheckpointError, WhetError
+from whet.models.base import check_record
+from whet.nn.frozen import base_of
 from whet.nn.modules import module_device
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ _COUNTERS = (
 
 def save_trainer(trainer: Trainer, path: str | os.PathLike[str]) -> None:
     """``Trainer.save``."""
+    base = base_of(trainer.model)
     whole = all(parameter.requires_grad for parameter in trainer.model.parameters())
     tensors = {"model": module_tensors(trainer.model) if whole else dict(trainer.trainable), "optimizer": {}}
     for name, parameter in trainer.trainable.items():
@@ -49,6 +52,7 @@ def save_trainer(trainer: Trainer, path: str | os.PathLike[str]) -> None:
         "rng": capture_rng(),
         "whole_model": whole,
         "model": describe_module(trainer.model),
+        "base": None if base is None else base.record(),
         "ref_model": None,
     }
     if trainer.ref_model is not None and trainer.uses_reference():
@@ -79,6 +83,8 @@ def load_trainer(
         saved = trainer_class.config_class(**state["config"])
     config = arguments.setdefault("config", make_config(trainer_class.config_class, saved, changed))
     with _report_as_malformed(path):
+        if model is not None and "base" in state:
+            check_record(state["base"], base_of(model), where, str(path))
         model = build_module(state["model"]) if model is None else model
         if state["whole_model"]:
             load_module_tensors(model, tensors["model"])

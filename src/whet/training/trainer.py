@@ -30,6 +30,7 @@ from whet.data.batches import as_row, batch_stream, batches_in_order
 from whet.data.rows import token_rows
 from whet.errors import NonFiniteError, WhetTypeError, WhetValueError, check_integer
 from whet.memory import MemoryWatch, register_holder, tensor_memory
+from whet.models.base import write_record
 from whet.nn.accelerate import acceleration_of, choose_accelerations
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.frozen import base_of
@@ -436,7 +437,8 @@ class Trainer(ABC):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint folder: weights, optimizer, schedule, random states, place in the data, config.
 
-        Of a model with frozen parameters only the trained ones are kept. The reference is kept if it
+        Of a model with frozen parameters only the trained ones are kept, and of adapters on a packed base its
+        ``PackedBase.record``: they load on that base only. The reference is kept if it
         is a module of its own. What was at ``path`` stays until the new checkpoint is complete.
 
         Raises:
@@ -475,6 +477,8 @@ class Trainer(ABC):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the model and the tokenizer, if any, as Hugging Face's ``from_pretrained`` reads them.
 
+        Of adapters on a packed base, with the record of that base, by which Whet packs the same one for them.
+
         Raises:
             WhetTypeError: the model has no ``save_pretrained``.
         """
@@ -486,6 +490,8 @@ class Trainer(ABC):
         for part in (self.model, self.tokenizer):
             if part is not None:
                 cast(Any, part).save_pretrained(folder)
+        if (base := base_of(self.model)) is not None:
+            write_record(folder, base)
 
     def held_memory(self) -> Iterator[tuple[str, Hashable, int]]:
         """The memory that the trainer holds, for ``whet.memory_report``."""
