@@ -25,6 +25,7 @@ from whet.algorithms.grpo import GRPO
 from whet.memory import resident_bytes
 from whet.models.sources.live import describe_module
 from whet.training.sizes import Lengths, run_memory
+from whet.models.lora import choose_adapted
 
 lora = json.loads(sys.argv[1])
 layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -44,8 +45,8 @@ source = describe_module(model)
 trainer = GRPO(adapted(model), **settings)
 for _ in range(3):
     trainer.train_step(prompts)
-lora_settings = dict(lora_rank=8, lora_layers=layers) if lora else {}
-predicted = run_memory(source, trainer.config, Lengths(40, 20), interpreter=before, **lora_settings)
+adapters = choose_adapted(source, 8, layers) if lora else None
+predicted = run_memory(source, trainer.config, Lengths(40, 20), interpreter=before, adapters=adapters)
 n_trained = sum(p.numel() for p in trainer.trainable.values())
 n_all = sum(p.numel() for p in trainer.model.parameters())
 now, fullest = whet.memory_report(), trainer.memory.fullest

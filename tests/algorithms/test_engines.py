@@ -244,7 +244,9 @@ def test_policy_and_sampler_share_a_packed_base(format, compute, corrected, gap)
 def test_formats_of_a_sampler_on_a_packed_base_are_the_base_s():
     model = with_lora(frozen_model(tiny_llama(), "q8_0"), target_modules="all-linear")
     for engine in ("native", "auto"):
-        with pytest.raises(WhetValueError, match="rollout_weights is 'int8', and the model's weights are packed already"):
+        with pytest.raises(
+            WhetValueError, match="rollout_weights is 'int8', and the model's weights are packed already"
+        ):
             grpo(model, engine=engine, rollout_weights="int8")
 
 
@@ -255,6 +257,8 @@ def test_the_cap_of_importance_weights_needs_a_model_that_is_corrected():
     capped, plain = (make("q8_0", **settings).train_step(PROMPTS) for settings in ({"sampler_cap": 0.5}, {}))
     assert capped["sampler/weight"] == pytest.approx(0.5) and plain["sampler/weight"] == pytest.approx(1, abs=0.05)
     for model in (lambda: make("bf16", sampler_cap=2.0), lambda: grpo(sampler_cap=2.0)):
-        with pytest.raises(WhetValueError, match=r"sampler_cap is 2\.0 and has no effect: sampler_correction is 'auto', and"):
+        with pytest.raises(
+            WhetValueError, match=r"sampler_cap is 2\.0 and has no effect: sampler_correction is 'auto', and"
+        ):
             model()
     assert "sampler/weight" in make("bf16", sampler_cap=2.0, sampler_correction="token_truncate").train_step(PROMPTS)

@@ -64,7 +64,7 @@ def tiny_gguf(tiny_model):
     return write_tiny_gguf(model, tiny_model, tiny_model.parent / "tiny.gguf")
 
 
-def write_tiny_gguf(model, folder, path):
+def write_tiny_gguf(model, folder, path, *types):
     """A model's GGUF file at ``path``, with the tokenizer of ``folder``, but for that token."""
     from tests.gguf_files import write_gguf
     from transformers import AutoTokenizer
@@ -81,7 +81,7 @@ def write_tiny_gguf(model, folder, path):
         "tokenizer.ggml.padding_token_id": 0,
         "tokenizer.chat_template": CHAT_TEMPLATE,
     }
-    return write_gguf(model, path, keys=keys)
+    return write_gguf(model, path, *types, keys=keys)
 
 
 @pytest.fixture(autouse=True)

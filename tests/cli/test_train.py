@@ -337,14 +337,14 @@ def test_a_gguf_file_that_changed_is_another_run(files, tiny_gguf, error_of):
 
 
 def test_adapters_of_a_gguf_file(files, tiny_gguf, capsys):
-    """They remember the file, and are merged into it by the next command."""
+    """They remember the file, and the next command takes them beside it."""
     settings = {"model": tiny_gguf, "steps": 4, "learning_rate": 1e-1, "lora_rank": 2, "compute": "float32"}
     assert main(["train", "sft", *files("run", **settings)]) == 0
     folder = files.folder / "run" / "model"
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tiny_gguf)
     prompt = ["--prompt=say a:", "--max-new-tokens=8", "--temperature", "0"]
     capsys.readouterr()
-    assert main(["generate", str(tiny_gguf), *prompt, "--adapter", str(folder), "--weights", "float32", "--raw"]) == 0
+    assert main(["generate", str(tiny_gguf), *prompt, "--adapter", str(folder), "--raw"]) == 0
     text = capsys.readouterr().out.removesuffix("\n")
     reward = f"--reward={files.folder / 'letters.py'}:share"
     (files.folder / "one.jsonl").write_text('{"prompt": "say a:", "answer": "a"}\n')

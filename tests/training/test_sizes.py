@@ -16,6 +16,7 @@ from whet import _core
 from whet.algorithms import GRPO
 from whet.config import DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
 from whet.errors import WhetValueError
+from whet.models.lora import choose_adapted
 from whet.models.sizes import estimate, load_source, source_of_config
 from whet.models.sources.live import describe_module
 from whet.nn import accelerate
@@ -55,7 +56,7 @@ def test_trainers_and_engines_hold_what_was_predicted(name, compute, lora):
     adapters: dict[str, Any] = {}
     if lora:
         model = with_lora(model, r=4, target_modules="all-linear")
-        adapters = {"lora_rank": 4}
+        adapters = {"adapters": choose_adapted(source, 4)}
     trainer = GRPO(
         model, reward_fn=lambda completions: [float(c[0]) for c in completions], compute=compute, beta=0.1, group_size=2
     )
@@ -91,7 +92,7 @@ def test_autograd_keeps_what_was_predicted(name, lora):
     model = make_model(name)
     source, adapters = describe_module(model), {}
     if lora:
-        model, adapters = with_lora(model, r=4, target_modules="all-linear"), {"lora_rank": 4}
+        model, adapters = with_lora(model, r=4, target_modules="all-linear"), {"adapters": choose_adapted(source, 4)}
     prompts = [[5 + i, 6, 7, 8] * 25 for i in range(4)]
     kept = kept_by_autograd(model, prompts, [[9, 10]] * 4)
     config = SFTConfig(batch_size=4, max_tokens_per_step=0, training_mode=False)
@@ -141,7 +142,8 @@ def test_references_are_counted_where_they_are_models():
         (GRPOConfig(), 0, False),
         (GRPOConfig(beta=0.1), 0, True),
     ):
-        parts = run_memory(source, config, Lengths(9, 9), interpreter=0, lora_rank=lora_rank).parts
+        adapters = choose_adapted(source, lora_rank) if lora_rank else None
+        parts = run_memory(source, config, Lengths(9, 9), interpreter=0, adapters=adapters).parts
         assert bool(parts["reference"]) == expected
 
 
@@ -149,17 +151,19 @@ def test_layers_by_name():
     source = source_of_config(CONFIGS["phi3"])
 
     def n_trained(**settings):
-        return run_memory(source, SFTConfig(), Lengths(9, 9), interpreter=0, lora_rank=2, **settings).parts["gradients"]
+        adapters = choose_adapted(source, 2, **settings)
+        return run_memory(source, SFTConfig(), Lengths(9, 9), interpreter=0, adapters=adapters).parts["gradients"]
 
     hidden, ffn, qkv = LLAMA["hidden_size"], LLAMA["intermediate_size"], 8 * 24
     down, up, fused, o = (2 * LLAMA["num_hidden_layers"] * (n + k) for n, k in (
         (hidden, ffn), (2 * ffn, hidden), (qkv, hidden), (hidden, 4 * 24),
     ))  # fmt: skip
-    assert n_trained(lora_layers=["down_proj"]) == 4 * down
+    assert n_trained(layers=["down_proj"]) == 4 * down
     assert n_trained() == 4 * (down + up + fused + o)
-    assert_raises(
-        WhetValueError, r"lora_layers is \['q_proj'\], and the model has no such", n_trained, lora_layers=["q_proj"]
-    )
+    vocab, n_layers = LLAMA["vocab_size"], LLAMA["num_hidden_layers"]
+    outer = n_trained(layers=["embed_tokens", "down_proj"], modules_to_save=["lm_head", "norm"])
+    # "norm" is the end of the names of all norms, as PEFT reads it.
+    assert outer == 4 * (down + 2 * (vocab + hidden) + vocab * hidden + (2 * n_layers + 1) * hidden)
     assert_raises(
         WhetValueError,
         "compute is 'torch'",
@@ -173,12 +177,12 @@ def test_layers_by_name():
 
 def test_a_packed_base_is_there_once():
     source = load_source("qwen2-0.5b")
-    options = {"lengths": Lengths(128, 128), "interpreter": 0, "lora_rank": 16}
+    options = {"lengths": Lengths(128, 128), "interpreter": 0, "adapters": choose_adapted(source, 16)}
     config = GRPOConfig(batch_size=4, group_size=8)
-    plain, packed = (run_memory(source, config, base=base, **options) for base in ("", "q8_0"))
+    plain, packed = (run_memory(source, config, base=base, **options) for base in ("none", "q8_0"))
     weights = estimate(source, "q8_0")
     assert packed.parts["weights"] == weights.weights + weights.norms + packed.parts["gradients"]
     assert packed.parts["sampler_weights"] < 1.1 * packed.parts["gradients"]  # adapters, in panels
     assert packed.total < plain.total - 3.5 * source.config.n_parameters
-    with pytest.raises(WhetValueError, match="base is 'q8_0', and lora_rank 0"):
+    with pytest.raises(WhetValueError, match="base is 'q8_0', and there are no adapters"):
         run_memory(source, config, Lengths(9, 9), interpreter=0, base="q8_0")

@@ -62,15 +62,16 @@ def model_card(algorithm: str, run: Any, n_rows: int, n_tokens: int, evaluations
         "Reward functions": ", ".join(getattr(run, "reward", [])),
         "Preference function": getattr(run, "preference", None),
         "Correction of the sampler's log-probabilities": getattr(run, "sampler_correction", None),
-        "Trained": f"LoRA adapters of rank {run.lora_rank}" if run.lora_rank else "every weight",
+        "Trained": _trained(run),
         "Base model": run.model,
+        "Base packed in": run.base if run.has_adapters() and run.base != "none" else None,
         "Data": f"{run.trained_on()}, {n_rows:,} rows",
         "Steps": f"{run.steps:,} of {run.batch_size} rows, {n_tokens:,} tokens in all",
         "Learning rate": f"{run.learning_rate:g}, {run.lr_schedule}",
         "Seed": run.seed,
     }
     return _CARD.format(
-        library="peft" if run.lora_rank else "transformers",
+        library="peft" if run.has_adapters() else "transformers",
         tag=algorithm.lower(),
         base="" if Path(run.model).exists() else f"base_model: {run.model}\n",
         name=Path(run.output_dir).resolve().name,
@@ -79,6 +80,12 @@ def model_card(algorithm: str, run: Any, n_rows: int, n_tokens: int, evaluations
         evaluation=_evaluation(run.evaluated_on(), evaluations),
         versions=_table(("Package", "Version"), versions().items()),
     )
+
+
+def _trained(run: Any) -> str:
+    if run.adapter:
+        return f"the LoRA adapters of {run.adapter}"
+    return f"LoRA adapters of rank {run.lora_rank}" if run.lora_rank else "every weight"
 
 
 def _evaluation(data: str, evaluations: Sequence[Mapping[str, float]]) -> str:

@@ -22,7 +22,7 @@ from typing import TextIO
 
 from whet.cli.conversation import Conversation, Tags, Turn
 from whet.cli.settings import parse_flags
-from whet.cli.text_model import OneModelConfig, find_model, load_engine, load_tokenizer, stop_ids
+from whet.cli.text_model import OneModelConfig, find_model, load_engine, load_tokenizer, stop_ids, with_adapters
 from whet.config.fields import check_range
 from whet.errors import WhetError, WhetValueError
 from whet.files import replace_text
@@ -71,16 +71,17 @@ def main(argv: Sequence[str]) -> int:
     """Answers until the input ends; the exit status is 0, or 2 where a line that was no terminal's was refused."""
     asked = parse_flags(ChatConfig, argv, _WHERE)
     asked.check()
-    model = find_model(asked.model, _WHERE)
+    path, adapter_path = with_adapters(asked.model, asked.adapter, _WHERE)
+    model = find_model(path, _WHERE)
     tokenizer = load_tokenizer(asked.tokenizer or model, _WHERE, asked.chat_template)
-    with load_engine(model, asked.weights, asked.context or None, _WHERE) as engine:
+    with load_engine(model, asked.weights, asked.context or None, _WHERE, adapter_path) as engine:
         engine.tokenizer = tokenizer  # for stop strings
         conversation = Conversation(
             engine,
             tokenizer,
-            asked.sampling(stop_ids(asked.model, tokenizer, engine.config.vocab_size, _WHERE)),
+            asked.sampling(stop_ids(path, tokenizer, engine.config.vocab_size, _WHERE)),
             system=asked.system,
-            adapter=engine.add_adapter(asked.adapter) if asked.adapter else None,
+            adapter=engine.add_adapter(adapter_path) if adapter_path else None,
             context=asked.context or None,
         )
         chat = _Chat(conversation, asked.show_thinking)

@@ -13,6 +13,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from whet.cli.adapters import plan_adapters
 from whet.cli.runs import DPORun, GRPORun, OnlineDPORun, SFTRun
 from whet.cli.settings import parse
 from whet.config.fields import Positive
@@ -135,21 +136,25 @@ def _train(argv: list[str]) -> int:
     asked: Any = parse(_RUNS[method], argv, where, _TRAIN)
     if not asked.model:
         raise WhetValueError(f"{where}: model is missing. Name it first, or in the config file.")
+    asked.check_adapters()
     if asked.dtype != "float32":
         raise WhetValueError(
             f"{where}: dtype is {asked.dtype!r}, and Whet's kernels train float32 weights. Leave it out."
         )
-    check_installed(where, "torch", "transformers", *(["peft"] if asked.lora_rank else []))
+    check_installed(where, "torch", "transformers", *(["peft"] if asked.has_adapters() else []))
     lengths = Lengths(asked.prompt_tokens, getattr(asked, "completion_tokens", 0) or asked.max_new_tokens)
-    interpreter = measure_interpreter(with_adapters=asked.lora_rank > 0)
-    _print_run(asked, method, memory_of(asked, load_source(asked.model), lengths, interpreter=interpreter))
+    source = load_source(asked.model)
+    asked.base = plan_adapters(asked, source, where).base  # before anything is measured
+    interpreter = measure_interpreter(with_adapters=asked.has_adapters())
+    _print_run(asked, method, memory_of(asked, source, lengths, interpreter=interpreter))
     return 0
 
 
 def memory_of(run: Any, source: Source, lengths: Lengths, *, interpreter: int) -> RunMemory:
     """``run_memory`` with the settings of a run."""
-    adapters = {"lora_rank": run.lora_rank, "lora_layers": run.lora_layers, "base": getattr(run, "base", "")}
-    return run_memory(source, run, lengths, interpreter=interpreter, **adapters)
+    plan = plan_adapters(run, source, "whet estimate")
+    base = "none" if plan.adapters is None else plan.base
+    return run_memory(source, run, lengths, interpreter=interpreter, adapters=plan.adapters, base=base)
 
 
 def measure_interpreter(with_adapters: bool) -> int:

@@ -22,7 +22,7 @@ from tyro.conf import UseAppendAction
 import whet
 from whet.bench.terminal import terminal_table
 from whet.cli.settings import parse_flags
-from whet.cli.text_model import TextConfig, find_model, load_engine, load_tokenizer, stop_ids
+from whet.cli.text_model import TextConfig, find_model, load_engine, load_tokenizer, stop_ids, with_adapters
 from whet.config.fields import check_range, check_used
 from whet.config.sampling import SamplingParams
 from whet.errors import WhetValueError
@@ -47,7 +47,8 @@ class EvalConfig(TextConfig):
     Options that say so may be given once for all models, or once for each."""
 
     models: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="MODEL [MODEL]")]
-    """Folders that save_pretrained wrote, or .gguf files. Of two, the second is compared with the first."""
+    """Folders that save_pretrained or whet train wrote, adapters too, or .gguf files. Of two, the second is compared
+    with the first."""
     task: UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
     """reasoning_gym:NAME, package.module:Class or path/file.py:Class, with options as in
     reasoning_gym:chain_sum,max_terms=2; may be given several times."""
@@ -64,7 +65,8 @@ class EvalConfig(TextConfig):
     score_timeout_s: float = 10.0
     """Seconds that scoring a completion may take; it then scores 0."""
     weights: UseAppendAction[list[Weights]] = dataclasses.field(default_factory=list)
-    """Format of the matrices, for all models or for each; none: bf16 of a folder, and of a GGUF file its own."""
+    """Format of the matrices, for all models or for each; none: bf16 of a folder, of a GGUF file its own, and beside
+    adapters that of their base."""
     adapter: UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
     """A folder of LoRA adapters that PEFT or whet train saved, for all models or for each; "none": without."""
     raw: bool = False
@@ -116,10 +118,11 @@ def main(argv: Sequence[str]) -> int:
     asked = parse_flags(EvalConfig, argv, _WHERE)
     asked.check()
     sides = _check(asked)
-    models = [find_model(side.model, _WHERE) for side in sides]
+    loaded = [_resolve(side) for side in sides]
+    models = [find_model(side.model, _WHERE) for side in loaded]
     tasks = _open_tasks(asked)
     labels = _labels(sides)
-    results = [_evaluate(asked, *each, tasks) for each in zip(sides, labels, models, strict=True)]
+    results = [_evaluate(asked, *each, tasks) for each in zip(loaded, labels, models, strict=True)]
     by_task = [list(pair) for pair in zip(*results, strict=True)]
     comparison = [compare(*pair) for pair in by_task] if len(sides) == 2 else []
     for i, pair in enumerate(by_task):
@@ -156,6 +159,12 @@ def _check(asked: EvalConfig) -> list[Side]:
     return sides
 
 
+def _resolve(side: Side) -> Side:
+    """The model and the adapters that are loaded, where a folder of adapters was named as a model."""
+    model, adapter = with_adapters(side.model, side.adapter, _WHERE)
+    return Side(model, side.weights, adapter)
+
+
 def _for_each(asked: EvalConfig, name: str) -> list[Any]:
     """An option's value for each model."""
     given, n = getattr(asked, name), len(asked.models)
@@ -187,7 +196,7 @@ def _evaluate(
     tokenizer = load_tokenizer(asked.tokenizer or model, _WHERE, asked.chat_template)
     every = [read_items(task, tokenizer, rows=rows, raw=asked.raw, where=_WHERE) for task, rows in tasks]
     longest = max(len(prompt) for items in every for prompt in items.prompt_ids)
-    with load_engine(model, side.weights, longest + asked.max_new_tokens, _WHERE) as engine:
+    with load_engine(model, side.weights, longest + asked.max_new_tokens, _WHERE, side.adapter) as engine:
         for items in every:
             items.check_context(asked.max_new_tokens, engine.config.max_position, _WHERE)
         engine.tokenizer = tokenizer  # for stop strings

@@ -14,7 +14,15 @@ from typing import Annotated, Any
 import tyro
 
 from whet.cli.settings import parse_flags
-from whet.cli.text_model import OneModelConfig, find_model, load_engine, load_tokenizer, stop_ids, text_pieces
+from whet.cli.text_model import (
+    OneModelConfig,
+    find_model,
+    load_engine,
+    load_tokenizer,
+    stop_ids,
+    text_pieces,
+    with_adapters,
+)
 from whet.config.fields import check_range, check_used
 from whet.config.sampling import Completion, SamplingParams
 from whet.data.rows import tokenize_prompt
@@ -50,16 +58,17 @@ def main(argv: Sequence[str]) -> int:
     """Writes the continuations; the exit status is 0."""
     asked = parse_flags(GenerateConfig, argv, _WHERE)
     asked.check()
-    model = find_model(asked.model, _WHERE)
+    path, adapter_path = with_adapters(asked.model, asked.adapter, _WHERE)
+    model = find_model(path, _WHERE)
     tokenizer = load_tokenizer(asked.tokenizer or model, _WHERE, asked.chat_template)
     prompt = asked.prompt
     if tokenizer.chat_template and not asked.raw:
         prompt = [{"role": "user", "content": asked.prompt}]
     prompt_ids = tokenize_prompt({"prompt": prompt}, tokenizer)
-    engine = load_engine(model, asked.weights, len(prompt_ids) + asked.max_new_tokens, _WHERE)
+    engine = load_engine(model, asked.weights, len(prompt_ids) + asked.max_new_tokens, _WHERE, adapter_path)
     engine.tokenizer = tokenizer
-    sampling = asked.sampling(stop_ids(asked.model, tokenizer, engine.config.vocab_size, _WHERE))
-    adapter = engine.add_adapter(asked.adapter) if asked.adapter else None
+    sampling = asked.sampling(stop_ids(path, tokenizer, engine.config.vocab_size, _WHERE))
+    adapter = engine.add_adapter(adapter_path) if adapter_path else None
     with engine:
         start_s = time.perf_counter()
         if asked.n == 1:

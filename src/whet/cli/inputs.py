@@ -42,6 +42,8 @@ def _files(run: Any) -> Iterator[tuple[str, list[Path]]]:
         yield setting, _existing([getattr(run, setting)])
     for setting in _CODE:
         yield setting, _existing(list(map(_source, _places(run, setting))))
+    if run.adapter:
+        yield "adapter", [path for path in sorted(Path(run.adapter).glob("adapter_*")) if path.is_file()]
     model = Path(run.model)
     if model.is_file():
         yield "model", list(read_gguf(model, "whet train").paths)  # its tokenizer is in no checkpoint
@@ -79,7 +81,7 @@ def _existing(names: list[str]) -> list[Path]:
 def _matters(path: Path, run: Any) -> bool:
     """Whether a file of the base model is part of the run: weights are where its checkpoints hold only adapters."""
     if path.suffix in _WEIGHTS:
-        return run.lora_rank > 0
+        return run.has_adapters()
     return path.suffix != ".md" and not path.name.startswith(".") and path.name != ADAPTERS
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -14,23 +13,32 @@ from torch import nn
 
 from whet.cli import without_collection
 from whet.cli.estimate import in_bytes
-from whet.errors import MissingExtraError, WhetValueError, check_installed
+from whet.cli.runs import RunConfig
+from whet.errors import CheckpointError, MissingExtraError, WhetValueError, check_installed
+from whet.models.adapter_files import read_peft_config
+from whet.models.base import check_record, pack_recorded, read_record
 from whet.models.formats import TABLE
+from whet.models.lora import ALL_LINEAR
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.gguf_container import read_gguf
 from whet.models.sources.gguf_model import load_gguf_model
+from whet.models.sources.pretrained import open_pretrained
+from whet.models.tokenizers import read_tokenizer
+from whet.nn.frozen import base_of, frozen_model
 
 ADAPTERS = "adapter_config.json"
 
 
-def load_model(name: str, dtype: str) -> tuple[nn.Module, Any]:
+def load_model(name: str, dtype: str, base: str = "none") -> tuple[nn.Module, Any]:
     """The causal model of a folder, .gguf file or hub name, on the GPU if there is one, and its tokenizer.
 
-    Of a folder of LoRA adapters: its base model with the adapters merged in.
+    Of a folder of LoRA adapters: its base model with the adapters merged in, or beside the packed base that they were
+    trained on.
 
     Args:
         name: a folder that ``save_pretrained`` wrote, a .gguf file, or a name on the hub.
         dtype: of the weights, "auto" for that which they are stored in; those of a GGUF file become float32.
+        base: format in which they are packed, on the CPU, in place of dtype; "own": that of the file; "none": floats.
 
     Raises:
         WhetValueError: there is no such model, or it, or its tokenizer, cannot be read.
@@ -47,29 +55,48 @@ def load_model(name: str, dtype: str) -> tuple[nn.Module, Any]:
         print(f"{name!r} is no folder here: asking the Hugging Face hub for it", file=sys.stderr)
     try:
         with without_collection():  # transformers imports the model's module now
-            model, tokenizer = _load(source, dtype)
-    except MissingExtraError:
+            model, tokenizer = _load(source, dtype, base)
+    except (MissingExtraError, CheckpointError):
         raise
     except Exception as error:  # these libraries raise whatever the damage makes them trip over
         raise WhetValueError(
             f"load_model: {name!r} cannot be loaded: {error} Pass a folder that save_pretrained wrote (model and "
             f"tokenizer, as safetensors), a .gguf file, or, where there is a network, a name on the hub."
         ) from error
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
-
-
-def _load(source: str, dtype: str) -> tuple[Any, Any]:
-    adapters = Path(source) / ADAPTERS
-    base = source
-    if adapters.is_file():
-        base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    model, tokenizer = _load_gguf(base, dtype) if Path(base).is_file() else (_load_folder(base, dtype), None)
-    if tokenizer is None or base != source:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    tokenizer("")  # settings that make no sense to it fail here, not in the first batch
-    if base != source:
-        model = _peft().PeftModel.from_pretrained(model, source).merge_and_unload().requires_grad_(True)
+    if base_of(model) is None and torch.cuda.is_available():
+        model = model.to("cuda")
     return model, tokenizer
+
+
+def _load(source: str, dtype: str, base: str) -> tuple[Any, Any]:
+    if not (Path(source) / ADAPTERS).is_file():
+        model, tokenizer = _load_base(source, dtype, base)
+        tokenizer("")  # settings that make no sense to it fail here, not in the first batch
+        return model, tokenizer
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    tokenizer("")
+    path, record = base_path(source, "load_model"), read_record(source, "load_model")
+    if record is None:
+        model = _peft().PeftModel.from_pretrained(_load_base(path, dtype, "none")[0], source)
+        return model.merge_and_unload().requires_grad_(True), tokenizer
+    packed = pack_recorded(open_pretrained(path), record, "load_model", source)
+    return _peft().PeftModel.from_pretrained(frozen_model(path, packed), source), tokenizer
+
+
+def base_path(adapters: str | os.PathLike[str], where: str) -> str:
+    """The model that the adapters in a folder are of, as PEFT remembers it."""
+    config = read_peft_config(where, Path(adapters) / ADAPTERS)
+    return str(config.get("base_model_name_or_path") or "")
+
+
+def _load_base(source: str, dtype: str, base: str) -> tuple[Any, Any]:
+    if not Path(source).is_file():
+        model = _load_folder(source, dtype) if base == "none" else frozen_model(source, base)
+        return model, transformers.AutoTokenizer.from_pretrained(source)
+    if base == "none":
+        return _load_gguf(source, dtype)
+    file = read_gguf(Path(source), "load_model")
+    return frozen_model(file, None if base == "own" else base), read_tokenizer(file).to_transformers()
 
 
 def _load_folder(base: str, dtype: str) -> Any:
@@ -93,31 +120,41 @@ def _load_gguf(path: str, dtype: str) -> tuple[Any, Any]:
     return load_gguf_model(file, dtype)
 
 
-def add_lora(model: nn.Module, name: str, rank: int, alpha: int, layers: list[str]) -> nn.Module:
-    """The model, frozen, with LoRA adapters (Hu et al. 2021) beside its linear layers.
+def add_adapters(model: nn.Module, run: RunConfig) -> nn.Module:
+    """The model, frozen, with the LoRA adapters (Hu et al. 2021) of a run: new ones, or those of its ``adapter``.
 
     Raises:
-        WhetValueError: the model, called ``name``, came from a folder of adapters, or has no such layers.
+        WhetValueError: PEFT finds no place for them.
+        CheckpointError: they were trained on another base.
         MissingExtraError: peft is not installed.
     """
-    if (Path(name) / ADAPTERS).is_file():
-        raise WhetValueError(
-            f"add_lora: {name!r} holds adapters, and adapters upon adapters cannot be saved. Pass lora_rank=0 to "
-            f"train the model with these merged in."
-        )
-    peft = _peft()
-    settings = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers or "all-linear", task_type="CAUSAL_LM")
+    peft, where = _peft(), "whet train"
+    if run.adapter:
+        if (record := read_record(run.adapter, where)) is not None:
+            check_record(record, base_of(model), where, run.adapter)
+        return peft.PeftModel.from_pretrained(model, run.adapter, is_trainable=True)
+    settings = peft.LoraConfig(
+        r=run.lora_rank,
+        lora_alpha=run.lora_alpha,
+        lora_dropout=run.lora_dropout,
+        use_rslora=run.use_rslora,
+        target_modules=ALL_LINEAR if run.lora_layers in ([], [ALL_LINEAR]) else run.lora_layers,
+        modules_to_save=run.modules_to_save or None,
+        task_type="CAUSAL_LM",
+    )
     try:
         return peft.get_peft_model(model, settings)
     except ValueError as error:
-        raise WhetValueError(f"add_lora: lora_layers is {layers!r}: {error}") from error
+        raise WhetValueError(f"{where}: lora_layers is {run.lora_layers!r}: {error}") from error
 
 
 def describe_size(model: nn.Module) -> str:
-    """Number of parameters, of trained ones, their dtype and device, in words."""
+    """Number of parameters, of trained ones, their dtype and device, or the formats of their base, in words."""
     parameters = list(model.parameters())
     total = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
+    if (base := base_of(model)) is not None:
+        return f"{base.config.n_parameters:,} parameters, packed in {base.summary}, and {trained:,} of adapters"
     size = f"{total:,} parameters" + (f" ({trained:,} of them trained)" if trained < total else "")
     return f"{size} in {str(parameters[0].dtype).removeprefix('torch.')} on {parameters[0].device}"
 

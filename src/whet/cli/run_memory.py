@@ -9,15 +9,17 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from whet.cli.estimate import in_bytes, memory_of
-from whet.config.settings import TrainerConfig
+from whet.config.settings import DPOConfig, OnlineConfig, PreferenceConfig
 from whet.data.rows import tokenize_completion, tokenize_preference, tokenize_prompt
 from whet.errors import WhetError
 from whet.memory import available_bytes, resident_bytes
 from whet.models.slots import Source
 from whet.models.sources.live import describe_module
+from whet.nn.frozen import base_of
 from whet.training.sizes import Lengths, RunMemory
 
 _LOOKED_AT = 64
@@ -31,9 +33,10 @@ def predict_memory(method: str, run: Any, model: nn.Module, tokenizer: Any, rows
 
     None: nothing is known of it, as the system is not Linux, or Whet's kernels do not compute it.
     """
-    weights = sum(parameter.nbytes for parameter in model.parameters())
+    base = base_of(model)
+    weights = sum(parameter.nbytes for parameter in model.parameters()) + (0 if base is None else base.nbytes)
     try:
-        if sys.platform != "linux" or weights != 4 * sum(parameter.numel() for parameter in model.parameters()):
+        if sys.platform != "linux" or any(parameter.dtype != torch.float32 for parameter in model.parameters()):
             return None
         source, lengths = describe_module(model), mean_lengths(run, tokenizer, rows[:_LOOKED_AT])
         settings = {"interpreter": max(0, resident_bytes() - weights)}
@@ -55,14 +58,17 @@ def fitting_settings(run: Any, source: Source, lengths: Lengths, available: int,
     """Advice: the first settings with which the run fits, from those that change the least."""
     for change in _smaller_runs(run):
         smaller = dataclasses.replace(run, **change)
-        total = memory_of(smaller, source, lengths, interpreter=interpreter).total
+        try:
+            total = memory_of(smaller, source, lengths, interpreter=interpreter).total
+        except WhetError:  # the model does not take it
+            continue
         if total <= available:
             flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
             return f"With {flags} it is {in_bytes(total)}."
     return "No setting makes it fit: take a smaller model, or a machine with more memory."
 
 
-def _smaller_runs(run: TrainerConfig) -> list[dict[str, Any]]:
+def _smaller_runs(run: Any) -> list[dict[str, Any]]:
     """Changes of a run that make it smaller: tokens of a pass first, which change no result."""
     n_halvings = int(math.log2(max(1, run.max_tokens_per_step / _SMALLEST_PASS)))
     passes = [{"max_tokens_per_step": run.max_tokens_per_step >> i} for i in range(1, n_halvings + 1)]
@@ -72,21 +78,24 @@ def _smaller_runs(run: TrainerConfig) -> list[dict[str, Any]]:
         passes = [{"max_tokens_per_step": _SMALLEST_PASS}]
     smallest = passes[-1] if passes else {}
     references = [{"precompute_reference": True}] if _may_precompute(run) else []
-    adapters = [{"lora_rank": 16}] if not getattr(run, "lora_rank", 0) else []
+    packed = [{"base": "q8_0"}] if run.base in ("auto", "float32", "bf16") and run.dtype == "float32" else []
+    adapters = [{"lora_rank": 16}, {"lora_rank": 16, "base": "q8_0"}] if not run.has_adapters() else packed
     together = [{**change, **smallest} for change in (*references, *adapters)]
     return [*passes, *references, *adapters, *together]
 
 
-def _may_precompute(run: TrainerConfig) -> bool:
-    return not getattr(run, "precompute_reference", True) and run.has_reference() and not getattr(run, "lora_rank", 0)
+def _may_precompute(run: Any) -> bool:
+    if run.has_adapters() or not run.has_reference():
+        return False
+    return isinstance(run, DPOConfig) and not run.precompute_reference
 
 
 def mean_lengths(run: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> Lengths:
     """Tokens of prompts and completions, the mean of some rows."""
-    if hasattr(run, "max_new_tokens"):
+    if isinstance(run, OnlineConfig):
         prompts = [len(tokenize_prompt(row, tokenizer)) for row in rows]
         completions = [run.max_new_tokens]
-    elif hasattr(run, "label_smoothing"):
+    elif isinstance(run, PreferenceConfig):
         pairs = [tokenize_preference(row, tokenizer) for row in rows]
         prompts = [len(prompt) for prompt, _, _ in pairs]
         completions = [len(ids) for _, *both in pairs for ids in both]

@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from whet.config.fields import Count, NonNegative, Positive, check_range, check_used
+from whet.config.fields import BelowOne, Count, NonNegative, Positive, check_range, check_used
 from whet.config.settings import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
 from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
+from whet.models.formats import Weights
 from whet.tasks.settings import spec_text
 
 StoredDtype = Literal["auto", "float32", "bfloat16"]
+Base = Literal["auto", "none", "own", Weights]
 
 
 @dataclass(kw_only=True)
@@ -38,8 +40,22 @@ class RunConfig:
     """Train adapters of this rank beside the frozen model; 0: train the model itself."""
     lora_alpha: Positive = 32
     """The adapters' output is multiplied by this and divided by their rank."""
+    lora_dropout: BelowOne = 0.0
+    """Share of the adapters' inputs that is dropped in training mode."""
+    use_rslora: bool = False
+    """Divide the adapters' output by the root of their rank (rsLoRA), not by the rank."""
     lora_layers: list[str] = field(default_factory=list)
-    """Names of the layers that get adapters; empty: every linear layer but the head."""
+    """Names of the layers that get adapters, embed_tokens and lm_head among them; empty or all-linear: every linear
+    layer but the head."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Names of modules that are trained whole, beside adapters, and saved with them."""
+    adapter: str = ""
+    """A folder of adapters that PEFT or whet train saved, to go on with; it says rank, alpha and layers itself."""
+    base: Base = "auto"
+    """Format in which the model beside adapters is packed, once, to train on and to sample from; none: float weights.
+
+    own: a GGUF file's own. auto: that, of a quantised file; else bf16 where products are bfloat16, and float32 where
+    they are not: the numbers that are multiplied anyway. Where adapters, dtype or a GPU need float weights, none."""
     eval_every: Positive = 100
     """Steps between evaluations; there is one before the first step and one after the last in any case."""
     checkpoint_every: Positive = 100
@@ -63,11 +79,29 @@ class RunConfig:
         rows, measured = self.sources()
         check_given(where, self, "model", rows, "output_dir")
         check_range(self, "loggers", len(set(self.loggers)) == len(self.loggers), "each of them once")
-        check_used(self, ["lora_alpha", "lora_layers"], self.lora_rank > 0, "lora_rank is 0, and there are no adapters")
+        self.check_adapters()
         check_used(self, ["eval_every"], bool(getattr(self, measured)), f"there is no {measured}")
         check_used(self, ["wandb_project"], "wandb" in self.loggers, "'wandb' is not among loggers")
-        for package in [*(name for name in self.loggers if name != "csv"), *(["peft"] if self.lora_rank else [])]:
+        for package in [*(name for name in self.loggers if name != "csv"), *(["peft"] if self.has_adapters() else [])]:
             check_installed(where, package, extra=package)
+
+    def check_adapters(self) -> None:
+        """Refuse settings of adapters that have no effect.
+
+        Raises:
+            WhetValueError: naming the setting.
+        """
+        shape = ["lora_alpha", "lora_dropout", "use_rslora", "lora_layers", "modules_to_save"]
+        check_used(self, ["lora_rank", *shape], not self.adapter, "adapter names a folder that says it itself")
+        check_used(self, shape, self.has_adapters(), "lora_rank is 0, and there are no adapters")
+        in_training = getattr(self, "training_mode", True)
+        check_used(self, ["lora_dropout"], in_training, "training_mode is off, in which nothing is dropped")
+        check_used(self, ["base"], self.has_adapters(), "lora_rank is 0, and every weight is trained")
+        check_used(self, ["dtype"], self.base in ("auto", "none"), "base is the format of the weights")
+
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained beside a frozen model."""
+        return self.lora_rank > 0 or self.adapter != ""
 
     def sources(self) -> tuple[str, str]:
         """The settings that name the rows to train on, and those that only measure."""
@@ -116,6 +150,8 @@ class OnlineRunConfig(RunConfig):
         check_used(self, ["eval_items"], bool(self.task), "there is no task; eval_data names rows that only measure")
         measured = self.sources()[1]
         check_used(self, ["eval_temperature"], bool(getattr(self, measured)), f"there is no {measured}")
+        is_float = self.base in ("auto", "none")
+        check_used(self, ["rollout_weights"], is_float, "base is packed for sampling too")
 
     def sources(self) -> tuple[str, str]:
         return ("task", "eval_items") if self.task else super().sources()

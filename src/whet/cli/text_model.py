@@ -19,7 +19,9 @@ from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.errors import WhetError, WhetValueError
 from whet.models import tokenizers
-from whet.models.formats import PAGE_TOKENS, Weights, choose_formats, kv_format
+from whet.models.adapter_files import read_peft_config
+from whet.models.base import check_formats, pack_recorded, read_record
+from whet.models.formats import PAGE_TOKENS, Weights, choose_formats, is_quantised, kv_format
 from whet.models.sizes import page_bytes
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.mapped import map_file, parse_json
@@ -93,11 +95,36 @@ class OneModelConfig(TextConfig):
     """A model, and how its tokens are drawn."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """A folder that save_pretrained wrote, or a .gguf file; of one in parts any of them."""
+    """A folder that save_pretrained or whet train wrote, also of adapters, or a .gguf file; of parts any of them."""
     weights: Weights | None = None
-    """Format of the matrices; none: bf16 of a folder, and of a GGUF file its own."""
+    """Format of the matrices; none: bf16 of a folder, of a GGUF file its own, and of adapters that of their base."""
     adapter: str = ""
     """A folder of LoRA adapters that PEFT or whet train saved, for this model."""
+
+
+def with_adapters(model: str, adapter: str, where: str) -> tuple[str, str]:
+    """A model's path and that of its adapters: of a folder of adapters, the model that they were trained on.
+
+    Args:
+        model: what was asked for; the folder of a ``whet train`` stands for the model in it.
+        adapter: what was asked for with it; empty: nothing.
+
+    Raises:
+        WhetValueError: a folder of adapters, and others for it, or its model is not there.
+    """
+    if (Path(model) / "config.toml").is_file() and (Path(model) / "model").is_dir():
+        model = str(Path(model) / "model")
+    if not (Path(model) / "adapter_config.json").is_file():
+        return model, adapter
+    base = read_peft_config(where, Path(model) / "adapter_config.json").get("base_model_name_or_path")
+    if adapter:
+        raise WhetValueError(f"{where}: {model!r} holds adapters, of {base!r}: name that with --adapter {adapter}.")
+    if not isinstance(base, str) or not Path(base).exists():
+        raise WhetValueError(
+            f"{where}: {model!r} holds adapters of {base!r}, which is not there. Name the model that they were trained "
+            f"on, and --adapter {model}."
+        )
+    return base, model
 
 
 def find_model(path: str, where: str) -> str | GGUFFile:
@@ -111,23 +138,37 @@ def find_model(path: str, where: str) -> str | GGUFFile:
     return path if Path(path).is_dir() else read_gguf(Path(path), f"{where}: {path}")
 
 
-def load_engine(model: str | GGUFFile, weights: str | None, n_tokens: int | None, where: str) -> Engine:
+def load_engine(
+    model: str | GGUFFile, weights: str | None, n_tokens: int | None, where: str, adapter: str = ""
+) -> Engine:
     """The engine of a model, for a sequence of up to ``n_tokens``; None: of what a GiB of keys and values holds.
 
     Frequencies that depend on the length (longrope) are those for so many tokens, as in transformers; None: for the
     model's last position.
 
+    Args:
+        weights: format of the matrices; None: as in ``Engine``, or that of the base that the adapters were trained on.
+        adapter: a folder of LoRA adapters that will be added to it; empty: none.
+
     Raises:
         WhetValueError: the engine does not run it.
+        CheckpointError: adapters that were trained on other weights, or on a quantised base in another format.
     """
     source = open_pretrained(model)
-    if n_tokens is None:
-        return Engine(source, weights=weights, kv_bytes=_KV_BYTES, where=where)
-    if source.short_position is not None and n_tokens <= source.short_position:
+    if n_tokens is not None and source.short_position is not None and n_tokens <= source.short_position:
         source = open_pretrained(model, max_position=source.short_position)
-    n_pages = min(n_tokens, source.config.max_position) // PAGE_TOKENS + 1 + SPARE_PAGES
-    kv = kv_format(choose_formats(source, weights, None, None, where))
-    kv_bytes = max(_KV_BYTES, n_pages * page_bytes(source.config, kv))
+    record = read_record(adapter, where) if adapter else None
+    # Adapters make up for the rounding of a quantised base; beside floats they were trained for any format.
+    is_free = record is not None and not record["is_quantised"] and (weights is not None or is_quantised(source))
+    if record is not None and not is_free:
+        if weights is not None:
+            check_formats(source, {"weights": weights}, record, where, adapter)
+        source = pack_recorded(source, record, where, adapter).source()
+    kv_bytes = _KV_BYTES
+    if n_tokens is not None:
+        n_pages = min(n_tokens, source.config.max_position) // PAGE_TOKENS + 1 + SPARE_PAGES
+        kv = source.base.kv_format if source.base else kv_format(choose_formats(source, weights, None, None, where))
+        kv_bytes = max(_KV_BYTES, n_pages * page_bytes(source.config, kv))
     return Engine(source, weights=weights, kv_bytes=kv_bytes, where=where)
 
 

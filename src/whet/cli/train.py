@@ -4,7 +4,8 @@
     inputs.json      sizes and digests of the files that it read, versions of its tasks' packages
     metrics.jsonl    a line per step; completions.jsonl: what was sampled
     checkpoints/     step-000100, ...: the same command continues from the newest whole one, to the bit
-    model/           weights, tokenizer, chat template, generation config; of a LoRA run the adapters
+    model/           weights, tokenizer, chat template, generation config; of a LoRA run the adapters,
+                     and the digest of the packed base that they are trained on
     memory.json      who held how much memory in the fullest step, and what was predicted
     README.md        the model's card
     report.html      curves, samples, settings
@@ -36,9 +37,10 @@ from whet.algorithms.grpo import GRPO
 from whet.algorithms.online_dpo import OnlineDPO
 from whet.algorithms.sft import SFT
 from whet.checkpoint.folder import latest_checkpoint, step_folder
+from whet.cli.adapters import plan_adapters
 from whet.cli.card import model_card
 from whet.cli.inputs import check_inputs, read_inputs, write_inputs
-from whet.cli.models import add_lora, describe_size, load_model
+from whet.cli.models import ADAPTERS, add_adapters, describe_size, load_model
 from whet.cli.rows import check_prompts_fit, open_rows
 from whet.cli.run_memory import predict_memory
 from whet.cli.runs import OnlineRunConfig
@@ -46,6 +48,9 @@ from whet.cli.settings import read_toml, write_toml
 from whet.errors import DiskFullError, WhetValueError
 from whet.files import force_to_disk, replace_text, temporary_beside, told_if_full
 from whet.memory import MemoryReport
+from whet.models.base import read_record
+from whet.models.slots import Source
+from whet.models.sources.pretrained import open_pretrained
 from whet.report.run import write_report
 from whet.rewards.functions import RewardFunctions, load_function
 from whet.rollout.choose import reward_functions
@@ -56,7 +61,10 @@ from whet.training.trainer import Trainer
 
 ALGORITHMS: dict[str, type[Trainer]] = {"sft": SFT, "dpo": DPO, "grpo": GRPO, "online-dpo": OnlineDPO}
 
-_IDENTITY = ("model", "data", "task", "seed", "dtype", "lora_rank", "lora_alpha", "lora_layers")
+_IDENTITY = (
+    "model", "data", "task", "seed", "dtype", "base", "adapter", "lora_rank", "lora_alpha", "lora_dropout",
+    "use_rslora", "lora_layers", "modules_to_save",
+)  # fmt: skip
 """Settings that a run keeps for good. Others may change when it is continued, which is said."""
 
 _FREE = (
@@ -80,6 +88,11 @@ def main(method: str, run: Any) -> int:
 def _train(method: str, run: Any) -> int:
     folder = Path(run.output_dir)
     checkpoint = _checkpoint_to_resume(run, folder)
+    where = f"whet train {method}"
+    plan = plan_adapters(run, _open_source(run, where), where, torch.cuda.is_available())
+    run.base = plan.base
+    if plan.why_floats:
+        _say(f"adapters are trained beside float weights: {plan.why_floats}")
     rows, held_out, functions = open_rows(run)
     rewards = reward_functions(run, functions) if functions else None
     inputs = read_inputs(run)
@@ -87,14 +100,14 @@ def _train(method: str, run: Any) -> int:
         _say(note)
     run.steps = run.steps or max(1, len(rows) // run.batch_size)
 
-    _set_seed(run.seed % 2**32)  # NumPy's generator takes no more bits
-    model, tokenizer = load_model(run.model, run.dtype)
+    model, tokenizer = load_model(run.model, run.dtype, run.base if run.has_adapters() else "none")
     if getattr(run, "task", []):
         for part in (rows, held_out):
-            check_prompts_fit(model, tokenizer, part, f"whet train {method}")
+            check_prompts_fit(model, tokenizer, part, where)
     predicted = predict_memory(method, run, model, tokenizer, rows)
-    if run.lora_rank:
-        model = add_lora(model, run.model, run.lora_rank, run.lora_alpha, run.lora_layers)
+    _set_seed(run.seed % 2**32)  # NumPy's generator takes no more bits
+    if run.has_adapters():
+        model = add_adapters(model, run)
     _say(f"{ALGORITHMS[method].__name__} of {run.model}: {describe_size(model)}")
     arguments = {"config": _algorithm_config(method, run), "tokenizer": tokenizer, **_judges(run, rewards)}
     if getattr(run, "precompute_reference", False):
@@ -122,6 +135,28 @@ def _train(method: str, run: Any) -> int:
     return 0
 
 
+def _open_source(run: Any, where: str) -> Source | None:
+    """The model that adapters are to be trained on, its weights unread; None: it is not here, or runs in torch only.
+
+    Raises:
+        WhetValueError: it holds adapters itself.
+    """
+    path = Path(run.model)
+    if (path / ADAPTERS).is_file() and (run.has_adapters() or read_record(path, where)):
+        raise WhetValueError(
+            f"{where}: {run.model!r} holds adapters. Go on with them: --model with the model that they are of, and "
+            f"--adapter {run.model}."
+        )
+    if not run.has_adapters() or not path.exists():
+        return None
+    try:
+        return open_pretrained(path)
+    except WhetValueError:
+        if run.base not in ("auto", "none"):
+            raise
+        return None  # transformers may run it
+
+
 def _set_seed(seed: int) -> None:
     """Seed every global generator. (``transformers.set_seed`` would import peft and all that it needs: a second.)"""
     random.seed(seed)
@@ -141,8 +176,12 @@ def _checkpoint_to_resume(run: Any, folder: Path) -> Path | None:
         return None
     checkpoint, file = latest_checkpoint(folder / "checkpoints"), folder / "config.toml"
     now = dataclasses.asdict(run)
+    # Runs from before there were packed bases had none; the machine decides "auto" once.
+    saved = {"base": "none" if run.has_adapters() else "auto", **read_toml(file)} if file.exists() else now
+    if run.base == "auto":
+        run.base = now["base"] = saved["base"]
     # A setting that the run's version of Whet did not have was at its default.
-    before = {**dataclasses.asdict(type(run)()), **read_toml(file)} if file.exists() else now
+    before = {**dataclasses.asdict(type(run)()), **saved}
     changed = [name for name in now if name not in _FREE and before[name] != _as_read(now[name])]
     for name in changed:
         if name in _IDENTITY:

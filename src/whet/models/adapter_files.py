@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from whet.files import replace_bytes
 from whet.ops.micro_lora import MicroLoRA
 
 _FORMAT = "whet-micro-lora-1"
-_PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
+"""Before the names of modules in PEFT's files."""
 
 
 def save_adapters(path: str | os.PathLike[str], adapters: Mapping[str, MicroLoRA]) -> None:
@@ -112,7 +113,7 @@ def read_peft(source: Any, adapter_name: str | None = None) -> dict[str, tuple[n
     """As ``from_peft``, of any rank: by module name A (r, in), B (out, r) and the scaling of B A."""
     if isinstance(source, (str, os.PathLike)):
         folder, where = Path(source), f"from_peft({str(source)!r})"
-        config = _read_config(where, folder / "adapter_config.json")
+        config = read_peft_config(where, folder / "adapter_config.json")
         tensors, _ = _read_tensors(where, folder / "adapter_model.safetensors")
     else:
         where = "from_peft"
@@ -120,7 +121,7 @@ def read_peft(source: Any, adapter_name: str | None = None) -> dict[str, tuple[n
     _check_plain(where, config)
     pairs: dict[str, dict[str, np.ndarray]] = {}
     for name, value in tensors.items():
-        match = re.fullmatch(rf"{re.escape(_PREFIX)}(.+)\.lora_([AB])\.weight", name)
+        match = re.fullmatch(rf"{re.escape(PEFT_PREFIX)}(.+)\.lora_([AB])\.weight", name)
         if match is None or value.ndim != 2:
             raise CheckpointError(f"{where}: {name} {value.shape} is no factor of a linear layer. Merge it with PEFT.")
         pairs.setdefault(match[1], {})[match[2]] = value
@@ -170,8 +171,8 @@ def to_peft(path: str | os.PathLike[str], adapters: Mapping[str, MicroLoRA], bas
     }
     tensors = {}
     for module, adapter in adapters.items():
-        tensors[f"{_PREFIX}{module}.lora_A.weight"] = adapter.A
-        tensors[f"{_PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(adapter.B.T)
+        tensors[f"{PEFT_PREFIX}{module}.lora_A.weight"] = adapter.A
+        tensors[f"{PEFT_PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(adapter.B.T)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     _write_tensors("to_peft", folder / "adapter_model.safetensors", tensors, {"format": "pt"})
@@ -196,19 +197,40 @@ _PLAIN = {
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
+def describe_special(config: Mapping[str, Any], where: str) -> str:
+    """What of a folder's adapters is more than plain LoRA, modules that are trained whole aside; empty: nothing.
+
+    Raises:
+        CheckpointError: they are no LoRA.
+    """
+    _check_lora(where, config)
+    return next((f"{key}={config[key]!r}" for key, _ in _specials(config) if key != "modules_to_save"), "")
+
+
 def _check_plain(where: str, config: Mapping[str, Any]) -> None:
+    _check_lora(where, config)
+    for _, message in _specials(config):
+        raise CheckpointError(f"{where}: {message}")
+
+
+def _check_lora(where: str, config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"{where}: peft_type is {config.get('peft_type')!r}, expected 'LORA'.")
+
+
+def _specials(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The settings that are more than plain LoRA, and why they are refused."""
     for key, plain in _PLAIN.items():
         if config.get(key) not in (plain, None, False, []):
-            raise CheckpointError(f"{where}: {key} is {config[key]!r}; only plain LoRA is read. Merge it with PEFT.")
+            yield key, f"{key} is {config[key]!r}; only plain LoRA is read. Merge it with PEFT."
     if config.get("bias", "none") != "none":
-        raise CheckpointError(f"{where}: bias is {config['bias']!r}, expected 'none': trained biases are not LoRA.")
+        yield "bias", f"bias is {config['bias']!r}, expected 'none': trained biases are not LoRA."
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
-        raise CheckpointError(
-            f"{where}: init_lora_weights is {init!r}, which changes the base model too. Convert it with PEFT's "
-            "save_pretrained(path_initial_model_for_weight_conversion=...)."
+        yield (
+            "init_lora_weights",
+            f"init_lora_weights is {init!r}, which changes the base model too. Convert it with PEFT's "
+            "save_pretrained(path_initial_model_for_weight_conversion=...).",
         )
 
 
@@ -240,7 +262,12 @@ def _of_model(model: Any, adapter_name: str | None) -> tuple[dict[str, Any], dic
     return model.peft_config[name].to_dict(), {key: value.float().cpu().numpy() for key, value in state.items()}
 
 
-def _read_config(where: str, path: Path) -> dict[str, Any]:
+def read_peft_config(where: str, path: Path) -> dict[str, Any]:
+    """The object that adapter_config.json holds.
+
+    Raises:
+        CheckpointError: it cannot be read, or is none.
+    """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

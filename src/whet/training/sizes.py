@@ -8,13 +8,13 @@ backward passes, token by token. Not counted are the rows of the dataset and wha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from whet import _core
-from whet.config.settings import OnlineConfig, TrainerConfig
+from whet.config.settings import DPOConfig, GRPOConfig, OnlineConfig, PreferenceConfig, TrainerConfig
 from whet.errors import WhetValueError
 from whet.models.formats import PAGE_TOKENS
+from whet.models.lora import Adapted
 from whet.models.sizes import KV_BYTES, MAX_BATCH, estimate, page_bytes, slot_bytes, training
 from whet.models.slots import Source
 
@@ -62,9 +62,8 @@ def run_memory(
     lengths: Lengths,
     *,
     interpreter: int,
-    lora_rank: int = 0,
-    lora_layers: Sequence[str] = (),
-    base: str = "",
+    adapters: Adapted | None = None,
+    base: str = "none",
 ) -> RunMemory:
     """The memory of training a float32 model on Whet's kernels.
 
@@ -73,28 +72,27 @@ def run_memory(
         config: of the algorithm.
         lengths: of the rows; where they differ, of the longest that a step takes.
         interpreter: bytes of Python and its libraries.
-        lora_rank: of adapters beside the frozen model; 0: every weight is trained.
-        lora_layers: names of the layers that get adapters; empty: every linear layer but the head.
-        base: format of a frozen model that is packed once, for the trainer and the sampler; empty: float32 parameters.
+        adapters: beside the frozen model; None: every weight is trained.
+        base: format of a frozen model that is packed once, for the trainer and the sampler, "own" for those of a GGUF
+            file; "none": float32 parameters.
 
     Raises:
-        WhetValueError: torch computes, of which nothing is known; a base without adapters; no such layers or format; or
-            a model that the engine does not run.
+        WhetValueError: torch computes, of which nothing is known; a base without adapters; no such format; or a model
+            that the engine does not run.
     """
-    if base and not lora_rank:
-        raise WhetValueError(f"run_memory: base is {base!r}, and lora_rank 0: no weight of a packed base is trained.")
+    is_packed, weights = base != "none", None if base == "own" else base
+    if is_packed and adapters is None:
+        raise WhetValueError(f"run_memory: base is {base!r}, and there are no adapters: nothing of it is trained.")
     if config.compute == "torch":
         raise WhetValueError("run_memory: compute is 'torch'. The memory of a step is known of Whet's kernels only.")
-    narrow = config.compute == "bfloat16" or (config.compute == "auto" and "bf16" in _core.isa())
-    adapters = list(_adapter_shapes(source, lora_layers)) if lora_rank else []
-    if lora_rank and not adapters:
-        raise WhetValueError(f"run_memory: lora_layers is {list(lora_layers)!r}, and the model has no such layers.")
+    narrow = multiplies_bfloat16(config)
     model = source.config
-    n_adapter = sum(lora_rank * (n + k) for n, k in adapters)
+    n_adapter = 0 if adapters is None else adapters.n_parameters
     n_trained = n_adapter or model.n_parameters
     whole = training(model)
     copies = whole.copies if narrow else 0
-    own_reference = config.has_reference() and not lora_rank and not getattr(config, "precompute_reference", False)
+    is_precomputed = isinstance(config, DPOConfig) and config.precompute_reference
+    own_reference = config.has_reference() and adapters is None and not is_precomputed
     parts = {
         "interpreter": interpreter,
         "weights": whole.weights + 4 * n_adapter,
@@ -103,41 +101,45 @@ def run_memory(
         "gradients": 4 * n_trained,
         "moments": 8 * n_trained,
     }
-    if base:
-        packed = estimate(source, base)
+    if is_packed:
+        packed = estimate(source, weights)
+        n_bytes = packed.weights if source.base is None else source.base.nbytes
         largest = max(math.prod(shape) for shape in model.slots().values())
         # Trainer and sampler have norms and biases of their own; products dequantise a matrix at a time.
-        parts["weights"] = packed.weights + packed.norms + 4 * n_adapter
+        parts["weights"] = n_bytes + packed.norms + 4 * n_adapter
         parts["copies"] = (2 if narrow else 4) * largest
-    activations = _activation_bytes(source, config, lengths, bool(adapters), 2 if narrow else 4)
-    activations += _step_tokens(config, lengths)[0] * len(adapters) * lora_rank * (2 if narrow else 4)
+    activations = _activation_bytes(source, config, lengths, adapters is not None, 2 if narrow else 4)
+    if adapters is not None:
+        activations += (
+            _step_tokens(config, lengths)[0] * sum(rank for _, rank in adapters.factors) * (2 if narrow else 4)
+        )
     update = {"activations": activations, "allocator": int(_FRAGMENTATION * activations)}
     sampling: dict[str, int] = {}
     if isinstance(config, OnlineConfig) and config.engine != "torch":
-        weights = ("bf16" if narrow else "float32") if config.rollout_weights == "auto" else config.rollout_weights
-        engine = estimate(source, base or weights, batch=MAX_BATCH)
-        apart = "float32" if (base or weights) == "float32" else "bfloat16"  # format of adapters beside the weights
-        parts["sampler_weights"] = (0 if base else engine.weights) + sum(
-            slot_bytes((lora_rank, k), apart) + slot_bytes((n, lora_rank), apart) for n, k in adapters
+        if not is_packed:
+            weights = ("bf16" if narrow else "float32") if config.rollout_weights == "auto" else config.rollout_weights
+        engine = estimate(source, weights, batch=MAX_BATCH)
+        apart = "float32" if weights == "float32" else "bfloat16"  # format of adapters beside the weights
+        beside = adapters.factors if adapters is not None and adapters.is_apart else ()
+        parts["sampler_weights"] = (0 if is_packed else engine.weights) + sum(
+            slot_bytes((rank, place.shape[1]), apart) + slot_bytes((place.shape[0], rank), apart)
+            for place, rank in beside
         )
         kv_cache = _n_pages(config, lengths) * page_bytes(model, engine.kv_format)
         sampling = {"kv_cache": min(kv_cache, config.kv_bytes or KV_BYTES), "workspace": engine.workspace}
     return RunMemory(parts, update, sampling)
 
 
+def multiplies_bfloat16(config: TrainerConfig) -> bool:
+    """Whether Whet's kernels have the products of a step in bfloat16, on this machine."""
+    return config.compute == "bfloat16" or (config.compute == "auto" and "bf16" in _core.isa())
+
+
 def rows_per_prompt(config: TrainerConfig) -> int:
     """Completions of each prompt that a step is trained on."""
-    if hasattr(config, "group_size"):
-        return int(getattr(config, "group_size"))  # noqa: B009
-    return 2 if hasattr(config, "label_smoothing") else 1
-
-
-def _adapter_shapes(source: Source, layers: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """(outputs, inputs) of the linear layers that get adapters."""
-    for place in dict.fromkeys(source.targets.values()):
-        chosen = [f".{name}".endswith(f".{layer}") for name in place.names for layer in layers]
-        if place.weight.startswith("layers.") and len(place.shape) == 2 and (any(chosen) or not layers):
-            yield place.shape[0], place.shape[1]
+    if isinstance(config, GRPOConfig):
+        return config.group_size
+    return 2 if isinstance(config, PreferenceConfig) else 1
 
 
 def _n_pages(config: Any, lengths: Lengths) -> int:
@@ -151,7 +153,7 @@ def _step_tokens(config: TrainerConfig, lengths: Lengths) -> tuple[int, int]:
     """Tokens of the largest micro-batch, and how many of them predict one that counts."""
     per_prompt = rows_per_prompt(config)
     rows = config.batch_size * per_prompt
-    in_pairs = per_prompt if not hasattr(config, "group_size") else 1
+    in_pairs = 1 if isinstance(config, GRPOConfig) else per_prompt
     if config.micro_batch_size:
         rows = min(rows, config.micro_batch_size * in_pairs)
     targets = rows * lengths.completion

@@ -1,0 +1,172 @@
+"""LoRA adapters before their model is loaded: which of its modules they change, by settings or in a folder of PEFT's.
+
+Of the model its config or the head of its GGUF file is read, of a folder adapter_config.json and the header of
+adapter_model.safetensors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from whet.errors import CheckpointError, WhetValueError
+from whet.models.adapter_files import PEFT_PREFIX, describe_special, read_peft_config
+from whet.models.slots import Place, Source
+from whet.models.sources.folder import read_safetensors
+
+ALL_LINEAR = "all-linear"
+"""PEFT's name of every linear layer but the head."""
+_FACTOR = re.compile(r"(.+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
+_WHOLE = re.compile(r"(.+)\.(?:weight|bias)")
+
+
+class Adapted(NamedTuple):
+    """What adapters change of a model.
+
+    Attributes:
+        factors: the place of every matrix with an adapter W + scaling B A, and its rank.
+        whole: places of modules of which a copy is trained, PEFT's ``modules_to_save``.
+        special: what is more than plain LoRA, as DoRA; empty: nothing.
+    """
+
+    factors: tuple[tuple[Place, int], ...]
+    whole: tuple[Place, ...] = ()
+    special: str = ""
+
+    @property
+    def n_parameters(self) -> int:
+        """Numbers that are trained."""
+        copies = sum(math.prod(place.shape) + (place.shape[0] if place.bias else 0) for place in self.whole)
+        return sum(rank * sum(place.shape) for place, rank in self.factors) + copies
+
+    @property
+    def needs_floats(self) -> str:
+        """What of it a packed matrix does not take; empty: nothing."""
+        matrices = [place.names[0] for place in self.whole if len(place.shape) == 2]
+        return self.special or (f"{matrices[0]} in modules_to_save" if matrices else "")
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether an engine computes all of it beside the weights."""
+        return not self.special and not self.whole and all(_is_in_layers(place) for place, _ in self.factors)
+
+
+def choose_adapted(
+    source: Source, rank: int, layers: Sequence[str] = (), modules_to_save: Sequence[str] = (), where: str = "LoRA"
+) -> Adapted:
+    """New adapters of a model.
+
+    Args:
+        source: the model; its weights are not read.
+        rank: of every adapter.
+        layers: PEFT's ``target_modules``: modules by name or the end of it, or "all-linear", which is the same as none.
+        modules_to_save: modules that are trained whole, by the end of their names.
+        where: begins the errors.
+
+    Raises:
+        WhetValueError: no such module, with near names; one that has no matrix, or is named for both; or a rank beyond
+            the smaller side of a matrix, with the rank that fits all.
+    """
+    if list(layers) in ([], [ALL_LINEAR]):
+        chosen = [place for place in _places(source) if _is_in_layers(place) and len(place.shape) == 2]
+    else:
+        chosen = [place for name in layers for place in _find(source, name, f".{name}", "lora_layers", where)]
+    whole = [place for name in modules_to_save for place in _find(source, name, name, "modules_to_save", where)]
+    for place in chosen:
+        if len(place.shape) != 2:
+            raise WhetValueError(
+                f"{where}: lora_layers names {place.names[0]}, which is no matrix. Train it whole: modules_to_save."
+            )
+        if place in whole:
+            raise WhetValueError(
+                f"{where}: {place.names[0]} is in modules_to_save, and has an adapter too. Name it in one of them."
+            )
+    smallest = min(chosen, key=lambda place: min(place.shape))
+    if rank > min(smallest.shape):
+        n, k = smallest.shape
+        raise WhetValueError(
+            f"{where}: lora_rank is {rank}, and {smallest.names[0]} is {n} x {k}: its adapter has a rank of "
+            f"{min(n, k)} at most. Pass {min(n, k)}, or leave that layer out of lora_layers."
+        )
+    return Adapted(tuple((place, rank) for place in dict.fromkeys(chosen)), tuple(dict.fromkeys(whole)))
+
+
+def read_adapted(folder: str | os.PathLike[str], source: Source, where: str) -> Adapted:
+    """The adapters in a folder that PEFT saved, for a model.
+
+    Raises:
+        CheckpointError: there are none, they are damaged, no LoRA, or of another model.
+    """
+    label = f'{where}: "{folder}"'
+    config = read_peft_config(label, Path(folder) / "adapter_config.json")
+    path = Path(folder) / "adapter_model.safetensors"
+    if not path.is_file():
+        raise CheckpointError(f"{label}: there is no {path.name}. Save the adapters with save_pretrained.")
+    shapes = {name: entry.shape for name, entry in read_safetensors(path, where).items()}
+    pairs: dict[tuple[Place, bool], dict[str, tuple[int, ...]]] = {}
+    whole: dict[Place, None] = {}
+    for name, shape in shapes.items():
+        name = name.removeprefix(PEFT_PREFIX)
+        if match := _FACTOR.fullmatch(name):
+            place = _place(source, match[1], label)
+            pairs.setdefault((place, match[3] is not None), {})[match[2] or match[3]] = shape
+        elif (match := _WHOLE.fullmatch(name)) and ".base_layer." not in name and ".lora_" not in name:
+            whole[_place(source, match[1], label)] = None
+    if not pairs:
+        raise CheckpointError(f"{label}: there is no lora_A or lora_B in it.")
+    factors = tuple((place, _rank(place, is_table, pair, label)) for (place, is_table), pair in pairs.items())
+    return Adapted(factors, tuple(whole), describe_special(config, label))
+
+
+def _places(source: Source) -> list[Place]:
+    return list(dict.fromkeys(source.targets.values()))
+
+
+def _is_in_layers(place: Place) -> bool:
+    return place.weight.startswith("layers.")
+
+
+def _find(source: Source, name: str, end: str, setting: str, where: str) -> list[Place]:
+    """The places of modules whose names, after a dot, end so."""
+    found = [place for place in _places(source) if any(f".{known}".endswith(end) for known in place.names)]
+    if not name or not found:
+        raise WhetValueError(
+            f"{where}: {setting} names {name!r}, and the model has no such module. {_near(source, name)}"
+        )
+    return found
+
+
+def _near(source: Source, name: str) -> str:
+    """The names of modules nearest to one that there is not."""
+    full = [place.names[0] for place in _places(source)]
+    short = list(dict.fromkeys(known.rpartition(".")[2] for known in full))
+    close = difflib.get_close_matches(name, short, n=2) or difflib.get_close_matches(name, full, n=2)
+    return f"Did you mean {' or '.join(close)}?" if close else f"It has {', '.join(short)}."
+
+
+def _place(source: Source, module: str, label: str) -> Place:
+    if module not in source.targets:
+        raise CheckpointError(
+            f"{label}: it is an adapter of another model: it has {module}, and the model has not. "
+            f"{_near(source, module)}"
+        )
+    return source.targets[module]
+
+
+def _rank(place: Place, is_table: bool, pair: Mapping[str, tuple[int, ...]], label: str) -> int:
+    """The rank of an adapter whose shapes are those of its matrix, or of its table of embeddings."""
+    a, b = pair.get("A", ()), pair.get("B", ())
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not a[0]:
+        raise CheckpointError(f"{label}: {place.names[0]} has {dict(pair)}, expected A (r, k) and B (n, r).")
+    shape = (a[1], b[0]) if is_table else (b[0], a[1])
+    if shape != place.shape:
+        raise CheckpointError(
+            f"{label}: it is an adapter of another model: that of {place.names[0]} is for a matrix of {shape}, and the "
+            f"model has one of {place.shape}."
+        )
+    return a[0]

@@ -1,0 +1,320 @@
+"""``whet train`` of adapters on a packed base: what it takes and refuses, how it goes on, what others make of it."""
+
+import json
+import shutil
+import signal
+import subprocess
+
+import pytest
+import torch
+from tests.cli.conftest import write_tiny_gguf
+from tests.gguf_files import Q8_0
+from tests.processes import WHET
+from transformers import AutoModelForCausalLM
+
+from whet import _core
+from whet.cli import main
+from whet.cli.adapters import plan_adapters
+from whet.cli.run_memory import fitting_settings, memory_of
+from whet.cli.runs import GRPORun, SFTRun
+from whet.cli.settings import read_toml
+from whet.models.base import pack_base, read_record
+from whet.models.sources.pretrained import open_pretrained
+from whet.training.sizes import Lengths
+
+NARROW = "bf16" if "bf16" in _core.isa() else "float32"
+LORA = {"lora_rank": 2, "learning_rate": 1e-2}
+
+
+@pytest.fixture(scope="session")
+def q8_gguf(tiny_model):
+    """The tiny model as a GGUF file in Q8_0."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    return write_tiny_gguf(model, tiny_model, tiny_model.parent / "q8.gguf", Q8_0)
+
+
+def adapter(folder):
+    return (folder / "model" / "adapter_model.safetensors").read_bytes()
+
+
+# --- the base of a run ----------------------------------------------------------------------------------
+
+
+def test_a_base_is_decided_once_and_is_part_of_the_run(files, tiny_gguf, q8_gguf, capsys, error_of):
+    for name, model, asked, base, formats in (
+        ("folder", {}, {}, NARROW, NARROW),
+        ("exact", {}, {"compute": "float32"}, "float32", "float32"),
+        ("floats", {"model": tiny_gguf}, {}, NARROW, NARROW),
+        ("own", {"model": q8_gguf}, {}, "own", "q8_0"),
+        ("other", {"model": q8_gguf}, {"base": "int4"}, "int4", "q8_0, int4"),
+        ("none", {}, {"base": "none"}, "none", "in float32 on"),
+    ):
+        argv = ["train", "sft", *files(name, steps=1, **model, **asked, **LORA)]
+        capsys.readouterr()
+        assert main(argv) == 0
+        out = capsys.readouterr().out
+        assert formats in out.splitlines()[0]
+        assert read_toml(files.folder / name / "config.toml")["base"] == base
+        record = read_record(files.folder / name / "model", "test")
+        assert (record is None) == (base == "none")
+        assert record is None or record["formats"] == formats
+        assert f"| Base packed in | {base} |" in (files.folder / name / "README.md").read_text() or base == "none"
+        assert main([*argv, "--steps=2"]) == 0 and "continuing from" in capsys.readouterr().out
+    settings = {"steps": 3, **LORA}
+    argv = ["train", "sft", *files("folder", **settings, base="q8_0")]
+    assert f"holds a run with base = '{NARROW}', and here it is 'q8_0'" in error_of(*argv)
+    config = files.folder / "folder" / "config.toml"
+    config.write_text(config.read_text().replace(f'base = "{NARROW}"', 'base = "q8_0"'))
+    error = error_of(*argv)
+    assert f"was trained on a base in {NARROW} (" in error and "and this model is on a base in q8_0 (" in error
+
+
+def test_a_run_from_before_there_were_bases_goes_on_beside_floats(files):
+    argv = ["train", "sft", *files("run", steps=1, **LORA)]
+    assert main([*argv, "--base=none"]) == 0
+    config = files.folder / "run" / "config.toml"
+    config.write_text(config.read_text().replace('base = "none"\n', ""))
+    assert main([*argv, "--steps=2"]) == 0
+    assert read_toml(config)["base"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16'"),
+        ({"modules_to_save": "lm_head"}, "lm_head in modules_to_save needs them"),
+    ],
+)
+def test_what_needs_float_weights_has_them_and_it_is_said(settings, why, files, capsys):
+    assert main(["train", "sft", *files("run", steps=1, **LORA, **settings)]) == 0
+    assert f"adapters are trained beside float weights: {why}" in capsys.readouterr().out
+
+
+def test_where_sampling_needs_float_weights(tiny_model):
+    source = open_pretrained(tiny_model)
+
+    def plan(on_gpu=False, **settings):
+        return plan_adapters(GRPORun(model=str(tiny_model), lora_rank=2, **settings), source, "here", on_gpu)
+
+    assert plan().base == NARROW and plan(engine="torch", lora_layers=["embed_tokens"]).base == NARROW
+    assert plan(lora_layers=["embed_tokens"]).why_floats == "the engine merges adapters outside the layers into them"
+    assert plan(rollout_weights="int8").why_floats == "rollout_weights is 'int8'"
+    assert plan(on_gpu=True).base == "none"
+    assert plan(lora_layers=["lm_head"], base="q8_0").base == "q8_0"  # torch samples, which a warning tells
+    assert plan_adapters(SFTRun(lora_rank=2, lora_layers=["lm_head"]), source, "here").base == NARROW
+
+
+# --- settings of adapters -------------------------------------------------------------------------------
+
+
+def test_settings_are_pefts(files):
+    settings = {
+        **LORA, "lora_alpha": 5, "lora_dropout": 0.25, "lora_layers": "embed_tokens", "base": "q8_0",
+        "modules_to_save": "model.norm",
+    }  # fmt: skip
+    assert main(["train", "sft", *files("run", steps=2, **settings), "--use-rslora"]) == 0
+    config = json.loads((files.folder / "run" / "model" / "adapter_config.json").read_text())
+    expected = {"r": 2, "lora_alpha": 5, "lora_dropout": 0.25, "use_rslora": True, "target_modules": ["embed_tokens"]}
+    assert {name: config[name] for name in expected} == expected and config["modules_to_save"] == ["model.norm"]
+    assert main(["train", "sft", *files("all", steps=1, **LORA, lora_layers="all-linear")]) == 0
+    config = json.loads((files.folder / "all" / "model" / "adapter_config.json").read_text())
+    assert len(config["target_modules"]) == 14  # of two layers
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"lora_rank": 0, "base": "q8_0"}, "base is 'q8_0' and has no effect: lora_rank is 0, and every weight"),
+        ({"lora_rank": 0, "lora_dropout": 0.1}, "lora_dropout is 0.1 and has no effect: lora_rank is 0"),
+        ({"lora_rank": 0, "modules_to_save": "norm"}, "modules_to_save is ['norm'] and has no effect"),
+        ({"base": "q8_0", "dtype": "auto"}, "dtype is 'auto' and has no effect: base is the format of the weights"),
+        ({"lora_dropout": 0.1, "no_training_mode": None}, "training_mode is off, in which nothing is dropped"),
+        ({"adapter": "x"}, "lora_rank is 2 and has no effect: adapter names a folder that says it itself"),
+        ({"adapter": "x", "lora_rank": 0, "lora_alpha": 4}, "lora_alpha is 4 and has no effect: adapter names"),
+        ({"adapter": "x", "lora_rank": 0}, '"x": '),
+        ({"lora_rank": 17}, "model.layers.0.self_attn.k_proj is 16 x 32: its adapter has a rank of 16 at most. Pass"),
+        ({"lora_layers": "qproj"}, "lora_layers names 'qproj', and the model has no such module. Did you mean q_proj"),
+        ({"lora_layers": "norm"}, "lora_layers names model.norm, which is no matrix"),
+        ({"lora_layers": "c_attn"}, "has no such module. "),
+        ({"modules_to_save": "lm_haed"}, "names 'lm_haed', and the model has no such module. Did you mean lm_head"),
+        ({"modules_to_save": "q_proj"}, "q_proj is in modules_to_save, and has an adapter too"),
+        ({"modules_to_save": "lm_head", "base": "bf16"}, "base is 'bf16', and lm_head in modules_to_save needs float"),
+        ({"base": "q4_k"}, "blocks have 256 numbers, and the rows of the model's matrices have 32 and 64"),
+        ({"base": "q4_k"}, "Pass q5_0."),
+        ({"base": "q5_k_m"}, "none would be in it. Pass q5_1 or q8_0."),
+        ({"base": "own"}, "base is 'own', and the model is stored in floats"),
+        ({"base": "q8_0", "model": "nobody/nothing"}, "'nobody/nothing' is no folder or .gguf file of a model that"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_before_the_model_is_loaded(settings, expected, files, error_of, monkeypatch):
+    monkeypatch.setattr("whet.cli.train.load_model", None)
+    given = files("run", **{**LORA, **{name: value for name, value in settings.items() if value is not None}})
+    flags = [f"--{name.replace('_', '-')}" for name, value in settings.items() if value is None]
+    assert expected in error_of("train", "sft", *given, *flags)
+
+
+def test_formats_of_sampling_are_the_base_s(files, error_of):
+    argv = ["train", "grpo", *files("run", **{**files.online, **LORA, "base": "q8_0", "rollout_weights": "int8"})]
+    assert "rollout_weights is 'int8' and has no effect: base is packed for sampling too" in error_of(*argv)
+
+
+# --- going on with adapters -----------------------------------------------------------------------------
+
+
+def test_a_saved_adapter_goes_on(files, tiny_model, q8_gguf, error_of, monkeypatch):
+    first = {**LORA, "lora_alpha": 7, "model": q8_gguf, "lora_layers": "q_proj"}
+    assert main(["train", "sft", *files("first", steps=2, **first)]) == 0
+    folder = files.folder / "first" / "model"
+    given = {"adapter": folder, "model": q8_gguf, "learning_rate": 0}
+    assert main(["train", "sft", *files("second", steps=1, **given)]) == 0
+    second = files.folder / "second" / "model"
+    assert adapter(files.folder / "second") == adapter(files.folder / "first")
+    configs = [json.loads((path / "adapter_config.json").read_text()) for path in (folder, second)]
+    assert configs[0] == configs[1] and read_record(second, "test") == read_record(folder, "test")
+    assert f"the LoRA adapters of {folder}" in (second / "README.md").read_text()
+    other = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight.neg_()
+    other.save_pretrained(shutil.copytree(tiny_model, files.folder / "other"))
+    argv = ["train", "sft", *files("third", steps=1, **{**given, "model": files.folder / "other", "base": "q8_0"})]
+    error = error_of(*argv)
+    assert "was trained on a base in q8_0 (" in error and "and this model is on a base in q8_0 (" in error
+    monkeypatch.setattr("whet.cli.train.load_model", None)  # the formats alone tell that these do not fit
+    for settings, message in (
+        ({"base": "int4"}, "was trained on a base in q8_0, and this one is in q8_0, int4"),
+        ({"base": "none"}, "was trained on a base in q8_0, and base is 'none'"),
+        ({"model": tiny_model}, "was trained on a base in q8_0, and this one is in bf16"),
+    ):
+        assert message in error_of("train", "sft", *files("third", steps=1, **{**given, **settings}))
+
+
+def test_an_adapter_of_another_model_is_refused_before_it_is_loaded(files, tiny_model, error_of, monkeypatch):
+    assert main(["train", "sft", *files("run", steps=1, **LORA)]) == 0
+    folder = files.folder / "run" / "model"
+    smaller = shutil.copytree(tiny_model, files.folder / "smaller")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    model.config.layer_types = None
+    model.save_pretrained(smaller)
+    monkeypatch.setattr("whet.cli.train.load_model", None)
+    argv = ["train", "sft", *files("other", steps=1, adapter=folder, model=smaller)]
+    error = error_of(*argv)
+    assert "it is an adapter of another model: it has model.layers.1." in error
+    assert f"--adapter {folder}" in error_of("train", "sft", *files("other", steps=1, model=folder))
+    (folder / "adapter_model.safetensors").unlink()
+    assert "there is no adapter_model.safetensors" in error_of("train", "sft", *files("other", steps=1, adapter=folder))
+
+
+# --- to the bit -----------------------------------------------------------------------------------------
+
+KILLING = """
+import os, signal
+from pathlib import Path
+
+import whet.training.trainer as trainer
+
+made = trainer.Trainer.log
+
+def log(self, metrics):
+    if self.step == 3 and not Path({mark!r}).exists():
+        Path({mark!r}).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    made(self, metrics)
+
+trainer.Trainer.log = log
+"""
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "online-dpo"])
+def test_a_killed_run_on_a_packed_base_ends_with_the_same_bits(method, files):
+    data = {"dpo": "pairs.jsonl"}.get(method, "rows.jsonl")
+    settings = {**LORA, "base": "q8_0", "steps": 4, "checkpoint_every": 2}
+    settings |= files.online if method in ("grpo", "online-dpo") else {}
+    settings |= {"group_size": 2, "beta": 0.1} if method == "grpo" else {}
+    settings |= {"lora_dropout": 0.25} if method == "sft" else {}
+    argv = ["train", method, *files("killed", data, **settings)]
+    code = KILLING.format(mark=str(files.folder / "mark")) + WHET[-1]
+    assert subprocess.run([*WHET[:-1], code, *argv], capture_output=True, timeout=300).returncode == -signal.SIGKILL
+    assert [path.name for path in (files.folder / "killed" / "checkpoints").glob("step-*")] == ["step-000002"]
+    assert main(argv) == 0
+    assert main(["train", method, *files("whole", data, **settings)]) == 0
+    assert adapter(files.folder / "killed") == adapter(files.folder / "whole")
+    rows = [json.loads(line) for line in (files.folder / "killed" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and all(row["grad_norm"] > 0 for row in rows)
+    if method == "grpo":
+        assert all(0 < row["sampler/log_ratio"] < 0.5 and "sampler/weight" in row for row in rows)
+
+
+# --- elsewhere ------------------------------------------------------------------------------------------
+
+
+def test_other_commands_take_the_adapters_with_their_base(files, tiny_model, q8_gguf, capsys, error_of):
+    """The same text from the base and the adapters, from the folder of adapters, and from that of the run."""
+    settings = {"steps": 4, "lora_rank": 2, "learning_rate": 0.3, "model": q8_gguf}
+    assert main(["train", "sft", *files("run", **settings)]) == 0
+    run = files.folder / "run"
+    prompt = ["--prompt=say a:", "--max-new-tokens=8", "--temperature=0", "--raw"]
+
+    def said(*argv):
+        capsys.readouterr()
+        assert main(["generate", *map(str, argv), *prompt]) == 0
+        return capsys.readouterr().out
+
+    text = said(q8_gguf, "--adapter", run / "model")
+    assert text == said(run / "model") == said(run) == said(run, "--weights=q8_0") != said(q8_gguf)
+    reward = f"--reward={files.folder / 'letters.py'}:share"
+    (files.folder / "one.jsonl").write_text('{"prompt": "say a:", "answer": "a"}\n')
+    rows = f"--prompts={files.folder / 'one.jsonl'}"
+    best_of_n = ["best-of-n", rows, reward, "--n=2", "--max-new-tokens=8", "--temperature=0.001"]
+    capsys.readouterr()
+    assert main([*best_of_n, f"--model={run / 'model'}"]) == 0
+    assert json.loads(capsys.readouterr().out)["completion"] == text.removesuffix("\n")
+    assert main(["eval", str(run), str(q8_gguf), f"--data={files.folder / 'rows.jsonl'}", reward, "--raw"]) == 0
+    assert "accuracy" in capsys.readouterr().out
+    for argv, message in (
+        ([q8_gguf, "--adapter", run / "model", "--weights=bf16"], "on a base in q8_0, and this one is in bf16"),
+        ([tiny_model, "--adapter", run / "model"], "on a base in q8_0, and this one is in bf16"),
+        ([run, "--adapter", run / "model"], "holds adapters, of"),
+    ):
+        assert message in error_of("generate", *argv, *prompt)
+    assert f"--adapter {run / 'model'}" in error_of("train", "sft", *files("next", steps=1, model=run / "model"))
+    config = run / "model" / "adapter_config.json"
+    config.write_text(config.read_text().replace(str(q8_gguf), "/nowhere/model.gguf"))
+    assert "holds adapters of '/nowhere/model.gguf', which is not there" in error_of("generate", run, *prompt)
+
+
+# --- memory ---------------------------------------------------------------------------------------------
+
+
+def test_the_prediction_knows_the_base(tiny_model, q8_gguf, capsys):
+    def parts(model, *argv):
+        capsys.readouterr()
+        assert main(["estimate", str(model), "--train=sft", "--lora-rank=2", "--json", *argv]) == 0
+        return json.loads(capsys.readouterr().out)["parts"]
+
+    for model, base, weights in ((tiny_model, "q8_0", "q8_0"), (tiny_model, "auto", NARROW), (q8_gguf, "own", None)):
+        packed = pack_base(open_pretrained(model), weights=weights)
+        norms = 4 * 5 * 32
+        n_bytes = parts(model, f"--base={base}")
+        assert n_bytes["weights"] == packed.nbytes + norms + n_bytes["gradients"]
+    floats = parts(tiny_model, "--base=none", "--modules-to-save=lm_head")
+    assert floats["gradients"] == parts(tiny_model)["gradients"] + 4 * 258 * 32
+    capsys.readouterr()
+    assert main(["estimate", str(tiny_model), "--train=sft", "--lora-rank=2", "--base=q4_k"]) == 2
+    assert "whose blocks have 256 numbers" in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_fit_is_told_the_base_that_would(tiny_model):
+    source, lengths = open_pretrained(tiny_model), Lengths(10, 10)
+    run = SFTRun(model=str(tiny_model), lora_rank=2, base="bf16", max_tokens_per_step=256)
+    available = memory_of(SFTRun(lora_rank=2, base="q8_0"), source, lengths, interpreter=0).total
+    assert "With --base q8_0 it is" in fitting_settings(run, source, lengths, available, interpreter=0)
+
+
+def test_a_run_on_a_packed_base_holds_what_was_predicted(files):
+    settings = {**LORA, "base": "q8_0", "group_size": 2, "steps": 2}
+    assert main(["train", "grpo", *files("run", **{**files.online, **settings})]) == 0
+    figures = json.loads((files.folder / "run" / "memory.json").read_text())
+    for part in ("weights", "gradients", "moments", "sampler_weights"):
+        assert figures["measured"][part] == pytest.approx(figures["predicted"][part], abs=2000)

@@ -1,0 +1,83 @@
+"""Adapters by their settings, or in a folder of PEFT's, against a model of which only the config is known."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from tests.raising import assert_raises
+from tests.tiny import tiny_llama, with_lora
+
+from whet.errors import CheckpointError, WhetValueError
+from whet.models.lora import choose_adapted, read_adapted
+from whet.models.sizes import source_of_config
+
+pytest.importorskip("peft")
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "all-linear": {"target_modules": "all-linear"},
+    "by name": {"target_modules": ["self_attn.q_proj", "down_proj"]},
+    "outer": {"target_modules": ["embed_tokens", "lm_head", "v_proj"]},
+    "whole": {"target_modules": ["up_proj"], "modules_to_save": ["norm", "lm_head"]},
+    "two ranks": {"target_modules": ["q_proj", "up_proj"], "rank_pattern": {"up_proj": 5}},
+}
+
+
+def source(**options: Any) -> Any:
+    return source_of_config(tiny_llama(**options).config.to_dict())
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers.")
+def test_what_is_trained_is_what_peft_trains(name, tmp_path):
+    settings = SETTINGS[name]
+    model = with_lora(tiny_llama(), **settings)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    model.save_pretrained(tmp_path)
+    read = read_adapted(tmp_path, source(), "test")
+    assert read.n_parameters == trained and not read.special
+    if "rank_pattern" not in settings:
+        layers = settings["target_modules"]
+        layers = [layers] if isinstance(layers, str) else layers
+        chosen = choose_adapted(source(), 4, layers, settings.get("modules_to_save", ()))
+        assert {place.names[0]: rank for place, rank in chosen.factors} == {p.names[0]: r for p, r in read.factors}
+        assert set(chosen.whole) == set(read.whole) and chosen.n_parameters == trained
+    assert read.is_apart == (name not in ("outer", "whole"))
+    assert read.needs_floats == ("lm_head in modules_to_save" if name == "whole" else "")
+
+
+def test_what_is_more_than_lora_is_told(tmp_path):
+    with_lora(tiny_llama(), use_dora=True, target_modules=["q_proj"]).save_pretrained(tmp_path)
+    adapted = read_adapted(tmp_path, source(), "test")
+    assert adapted.special == adapted.needs_floats == "use_dora=True" and not adapted.is_apart
+
+
+def test_adapters_of_another_model_are_told_by_a_name_or_a_shape(tmp_path):
+    with_lora(tiny_llama(), target_modules=["q_proj", "up_proj"]).save_pretrained(tmp_path)
+    for other, message in (
+        ({"num_hidden_layers": 1}, r"has model.layers.1.\S+, and the model has not. Did you mean model.layers.0"),
+        (
+            {"intermediate_size": 48},
+            r"that of model.layers.0.mlp.up_proj is for a matrix of \(32, 16\), and .* \(48, 16\)",
+        ),
+    ):
+        assert_raises(CheckpointError, message, read_adapted, tmp_path, source(**other), "test")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "IA3"}))
+    assert_raises(CheckpointError, "peft_type is 'IA3', expected 'LORA'", read_adapted, tmp_path, source(), "test")
+    assert_raises(CheckpointError, "cannot be read", read_adapted, tmp_path / "nothing", source(), "test")
+
+
+def test_names_and_ranks_that_do_not_fit():
+    for arguments, message in (
+        ((4, ["qproj"]), "lora_layers names 'qproj', and the model has no such module. Did you mean q_proj"),
+        ((4, ["zzz"]), "no such module. It has embed_tokens, "),
+        ((4, ["norm"]), "model.norm, which is no matrix"),
+        ((4, ["q_proj"], ["q_proj"]), "q_proj is in modules_to_save, and has an adapter too"),
+        ((9,), "lora_rank is 9, and model.layers.0.self_attn.k_proj is 8 x 16: its adapter has a rank of 8 at most"),
+    ):
+        assert_raises(WhetValueError, message, choose_adapted, source(), *arguments)
+    choose_adapted(source(), 16, ["q_proj"])
+    assert math.isclose(choose_adapted(source(), 8).n_parameters, 2 * 8 * (2 * 32 + 2 * 24 + 3 * 48))
