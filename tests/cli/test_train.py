@@ -182,9 +182,9 @@ def test_lora_leaves_adapters_and_the_next_command_takes_them(files, tiny_model,
     assert first["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-5)
     capsys.readouterr()
     error = error_of("train", "sft", *files("more", model=model_folder, lora_rank=2))
-    assert "holds adapters" in error and "lora_rank=0" in error
+    assert "holds adapters" in error and f"--adapter {model_folder}" in error and "lora_rank=0" in error
     error = error_of("train", "sft", *files("more", lora_rank=2), "--lora-layers", "nosuch_proj")
-    assert "lora_layers is ['nosuch_proj']" in error
+    assert "lora_layers names 'nosuch_proj', and the model has no such module" in error
 
 
 def test_bfloat16_and_stored_dtype(files):

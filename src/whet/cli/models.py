@@ -32,8 +32,8 @@ ADAPTERS = "adapter_config.json"
 def load_model(name: str, dtype: str, base: str = "none") -> tuple[nn.Module, Any]:
     """The causal model of a folder, .gguf file or hub name, on the GPU if there is one, and its tokenizer.
 
-    Of a folder of LoRA adapters: its base model with the adapters merged in, or beside the packed base that they were
-    trained on.
+    Of a folder of LoRA adapters: its base model with the adapters merged in, or beside the quantised base that they
+    were trained on.
 
     Args:
         name: a folder that ``save_pretrained`` wrote, a .gguf file, or a name on the hub.
@@ -76,7 +76,7 @@ def _load(source: str, dtype: str, base: str) -> tuple[Any, Any]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     tokenizer("")
     path, record = base_path(source, "load_model"), read_record(source, "load_model")
-    if record is None:
+    if record is None or not record["is_quantised"]:
         model = _peft().PeftModel.from_pretrained(_load_base(path, dtype, "none")[0], source)
         return model.merge_and_unload().requires_grad_(True), tokenizer
     packed = pack_recorded(open_pretrained(path), record, "load_model", source)
@@ -153,9 +153,11 @@ def describe_size(model: nn.Module) -> str:
     parameters = list(model.parameters())
     total = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    if (base := base_of(model)) is not None:
-        return f"{base.config.n_parameters:,} parameters, packed in {base.summary}, and {trained:,} of adapters"
+    base = base_of(model)
+    total = total if base is None else base.config.n_parameters + trained
     size = f"{total:,} parameters" + (f" ({trained:,} of them trained)" if trained < total else "")
+    if base is not None:
+        return f"{size}, packed in {base.summary}"
     return f"{size} in {str(parameters[0].dtype).removeprefix('torch.')} on {parameters[0].device}"
 
 

@@ -142,10 +142,14 @@ def _open_source(run: Any, where: str) -> Source | None:
         WhetValueError: it holds adapters itself.
     """
     path = Path(run.model)
-    if (path / ADAPTERS).is_file() and (run.has_adapters() or read_record(path, where)):
+    is_adapter = (path / ADAPTERS).is_file()
+    record = read_record(path, where) if is_adapter else None
+    is_quantised = record is not None and record["is_quantised"]
+    if is_adapter and (run.has_adapters() or is_quantised):
+        merged = "" if is_quantised else ", or pass lora_rank=0 to train the model with them merged in"
         raise WhetValueError(
-            f"{where}: {run.model!r} holds adapters. Go on with them: --model with the model that they are of, and "
-            f"--adapter {run.model}."
+            f"{where}: {run.model!r} holds adapters. Go on with them by --model with the model that they are of, and "
+            f"--adapter {run.model}{merged}."
         )
     if not run.has_adapters() or not path.exists():
         return None
