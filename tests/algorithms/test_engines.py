@@ -250,6 +250,19 @@ def test_formats_of_a_sampler_on_a_packed_base_are_the_base_s():
             grpo(model, engine=engine, rollout_weights="int8")
 
 
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings")
+def test_torch_samples_where_adapters_of_a_packed_base_are_outside_its_layers():
+    model = with_lora(frozen_model(tiny_llama(), "q8_0"), b_std=0.1, target_modules=["embed_tokens", "lm_head"])
+    with pytest.warns(
+        UserWarning, match="torch samples, which is slower, as the native engine does not run this model"
+    ):
+        trainer = grpo(model, compute="float32")
+    assert isinstance(trainer.engine, TorchEngine)
+    assert trainer.train_step(PROMPTS)["sampler/log_ratio_max"] < 1e-4
+    with pytest.raises(WhetValueError, match="changes the embedding"):
+        grpo(model, engine="native")
+
+
 def test_the_cap_of_importance_weights_needs_a_model_that_is_corrected():
     def make(base, **settings):
         return grpo(with_lora(frozen_model(tiny_llama(), base), target_modules="all-linear"), **settings)

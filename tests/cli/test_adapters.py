@@ -10,16 +10,21 @@ import torch
 from tests.cli.conftest import write_tiny_gguf
 from tests.gguf_files import Q8_0
 from tests.processes import WHET
+from tests.raising import assert_raises
+from tests.tiny import with_lora
 from transformers import AutoModelForCausalLM
 
 from whet import _core
 from whet.cli import main
 from whet.cli.adapters import plan_adapters
+from whet.cli.models import load_model
 from whet.cli.run_memory import fitting_settings, memory_of
 from whet.cli.runs import GRPORun, SFTRun
 from whet.cli.settings import read_toml
+from whet.errors import WhetValueError
 from whet.models.base import pack_base, read_record
 from whet.models.sources.pretrained import open_pretrained
+from whet.nn.frozen import base_of
 from whet.training.sizes import Lengths
 
 NARROW = "bf16" if "bf16" in _core.isa() else "float32"
@@ -102,6 +107,23 @@ def test_where_sampling_needs_float_weights(tiny_model):
     assert plan(on_gpu=True).base == "none"
     assert plan(lora_layers=["lm_head"], base="q8_0").base == "q8_0"  # torch samples, which a warning tells
     assert plan_adapters(SFTRun(lora_rank=2, lora_layers=["lm_head"]), source, "here").base == NARROW
+
+
+def test_more_than_plain_lora_is_for_float_weights(tiny_model, tmp_path):
+    with_lora(AutoModelForCausalLM.from_pretrained(tiny_model), use_dora=True, r=2).save_pretrained(tmp_path)
+    source, run = open_pretrained(tiny_model), SFTRun(model=str(tiny_model), adapter=str(tmp_path))
+    assert plan_adapters(run, source, "here").why_floats == "use_dora=True needs them"
+    run.base = "q8_0"
+    assert_raises(
+        WhetValueError, "base is 'q8_0', and use_dora=True needs float weights", plan_adapters, run, source, "here"
+    )
+
+
+def test_a_packed_model_has_no_floats_of_matrices(tiny_model, q8_gguf):
+    for path, base, formats in ((tiny_model, "int4", {"int4"}), (q8_gguf, "own", {"q8_0"})):
+        model, tokenizer = load_model(str(path), "float32", base)
+        assert all(p.ndim == 1 and not p.requires_grad for p in model.parameters())
+        assert formats <= set(base_of(model).summary.split(", ")) and tokenizer("a")["input_ids"]
 
 
 # --- settings of adapters -------------------------------------------------------------------------------

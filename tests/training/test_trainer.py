@@ -678,18 +678,18 @@ def test_adapters_go_on_and_are_saved_with_the_base_that_they_were_trained_on(tm
     again = SFT.from_checkpoint(tmp_path / "c", model=on(pack_recorded(describe_module(llama()), record, "t", "c")))
     assert again.step == 1
     for model, names in (
-        (on("bf16"), r"a base in int8 \(\w{12}\), and this model is on a base in bf16 \(\w{12}\)"),
+        (on("bf16"), r"a base in int8, q8_0 \(\w{12}\), and this model is on a base in bf16 \(\w{12}\)"),
         (
             on("q8_0", tiny_llama(1, num_key_value_heads=2)),
-            r"a base in int8 \(\w{12}\), and .* a base in int8 \(\w{12}\)",
+            r"a base in int8, q8_0 \(\w{12}\), and .* a base in int8, q8_0 \(\w{12}\)",
         ),
-        (lora(), r"a base in int8 \(\w{12}\), and this model is on floats"),
+        (lora(), r"a base in int8, q8_0 \(\w{12}\), and this model is on floats"),
     ):
         assert_raises(CheckpointError, f"c was trained on {names}", SFT.from_checkpoint, tmp_path / "c", model=model)
     other = tiny_llama(1, num_key_value_heads=2, tie_word_embeddings=True)
     for model, asked, names in (
-        (other, record, r"a base in int8 \(\w{12}\), and this model is on a base in int8"),
-        (llama(), {**record, "weights": "bf16"}, "a base in int8, and this one is in bf16"),
+        (other, record, r"a base in int8, q8_0 \(\w{12}\), and this model is on a base in int8, q8_0"),
+        (llama(), {**record, "weights": "bf16"}, "a base in int8, q8_0, and this one is in bf16"),
     ):
         args = describe_module(model), asked, "load", "model"
         assert_raises(CheckpointError, f"load: model was trained on {names}", pack_recorded, *args)

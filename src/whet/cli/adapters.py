@@ -15,7 +15,7 @@ from whet.training.sizes import multiplies_bfloat16
 
 
 class Plan(NamedTuple):
-    """What is trained beside which base.
+    """The adapters that are trained, and the base beside them.
 
     Attributes:
         adapters: None: none, or those of a model of which nothing is known before it is loaded.

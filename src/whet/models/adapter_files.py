@@ -198,7 +198,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def describe_special(config: Mapping[str, Any], where: str) -> str:
-    """What of a folder's adapters is more than plain LoRA, modules that are trained whole aside; empty: nothing.
+    """The setting by which a folder's adapters are more than plain LoRA, whole modules aside; empty: none.
 
     Raises:
         CheckpointError: they are no LoRA.

@@ -83,7 +83,7 @@ class PackedBase:
         return hashlib.sha256("\n".join(slots).encode()).hexdigest()
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint of adapters, or their folder, remembers of their base: how it was packed, and the digest.
+        """The description by which checkpoints and folders of adapters know their base: how it was packed, its digest.
 
         ``check_record`` compares it with a base, ``pack_recorded`` packs the same one.
         """

@@ -26,7 +26,7 @@ _WHOLE = re.compile(r"(.+)\.(?:weight|bias)")
 
 
 class Adapted(NamedTuple):
-    """What adapters change of a model.
+    """The matrices and modules of a model that adapters change.
 
     Attributes:
         factors: the place of every matrix with an adapter W + scaling B A, and its rank.
@@ -46,7 +46,7 @@ class Adapted(NamedTuple):
 
     @property
     def needs_floats(self) -> str:
-        """What of it a packed matrix does not take; empty: nothing."""
+        """The first thing that a packed matrix does not take, in words; empty: it takes all."""
         matrices = [place.names[0] for place in self.whole if len(place.shape) == 2]
         return self.special or (f"{matrices[0]} in modules_to_save" if matrices else "")
 

@@ -487,10 +487,13 @@ class Trainer(ABC):
                 f"save_pretrained: {type(self.model).__name__} is no Hugging Face model. Use save, or "
                 f"torch.nn.Module.state_dict."
             )
-        for part in (self.model, self.tokenizer):
-            if part is not None:
-                cast(Any, part).save_pretrained(folder)
-        if (base := base_of(self.model)) is not None:
+        base = base_of(self.model)
+        # PEFT would look for embeddings to save, in a folder of the hub's too; packed ones are not saved.
+        options = {} if base is None else {"save_embedding_layers": False}
+        cast(Any, self.model).save_pretrained(folder, **options)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+        if base is not None:
             write_record(folder, base)
 
     def held_memory(self) -> Iterator[tuple[str, Hashable, int]]:
