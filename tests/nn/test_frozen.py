@@ -208,6 +208,22 @@ def test_what_a_packed_weight_does_not_take_is_refused():
     assert_raises(TypeError, "pickle", pickle.dumps, frozen())
 
 
+@pytest.mark.parametrize("base", [None, "q8_0"])
+def test_adapters_that_add_in_place(base):
+    """AdaLoRA adds to what the layer returns."""
+    settings = peft.AdaLoraConfig(target_modules=["q_proj", "down_proj"], total_step=9, init_lora_weights=False)
+    torch.manual_seed(3)
+    frozen = frozen_model(tiny_model("llama"), "q8_0")
+    models = [peft.get_peft_model(m, settings) for m in (in_floats("llama", frozen), frozen)]
+    models[1].load_state_dict({k: v for k, v in models[0].state_dict().items() if "lora_" in k}, strict=False)
+    right, gradients = logprobs_and_gradients(models[0])
+    model = models[0] if base is None else models[1]
+    with accelerate(model, "float32"):
+        found, own = logprobs_and_gradients(model)
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(own, gradients, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("case", FAMILIES)
 def test_a_folder_is_packed_without_floats(case, tmp_path):
     model = tiny_model(case)

@@ -90,6 +90,11 @@ def rounded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, by_columns: b
     return out.view(*x.shape[:-1], n)
 
 
+def _in_shape_of(x: Tensor, out: Tensor) -> Tensor:
+    """The result ``out`` of all rows of x, (..., N): no view, so that those who get it may add to it in place."""
+    return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], out.shape[1]])
+
+
 def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, all bfloat16 or all float32."""
     if all(x.dtype == torch.bfloat16 for x in tensors):
@@ -132,8 +137,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, copy)
         ctx.weight, ctx.in_place = weight, in_place
         ctx.shape, ctx.bias_dtype = x.shape, None if bias is None else bias.dtype
-        out = _mm(rows, copy.t(), bias)
-        return out.view(*x.shape[:-1], copy.shape[0])
+        return _in_shape_of(x, _mm(rows, copy.t(), bias))
 
     @staticmethod
     @once_differentiable
@@ -229,7 +233,7 @@ class _FrozenLinears(torch.autograd.Function):
                 ctx.seeds.append(int(torch.randint(2**63 - 1, ())) if adapter.dropout else 0)
                 low.append(_mm(_masked(rows, _mask(rows, adapter.dropout, ctx.seeds[-1])), a.t()))
                 _add_mm(out, low[-1], b.t())
-            outs.append(out.view(*x.shape[:-1], out.shape[1]))
+            outs.append(_in_shape_of(x, out))
         source = Recipe(_as_it_is, (rows,)) if recipe is None else recipe
         ctx.compute, ctx.products, ctx.dtype, ctx.shape = source.compute, products, dtype, x.shape
         weights = [w for product in products for adapter in product.adapters for w in adapter[:2]]
