@@ -224,6 +224,20 @@ def test_adapters_that_add_in_place(base):
     torch.testing.assert_close(own, gradients, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("base", [None, "q8_0"])
+def test_what_a_hook_changes_in_place_is_what_adapters_learn_from(base):
+    """A norm's output is computed again in the backward only where it is still what the norm gave."""
+    frozen = frozen_model(tiny_model("llama"), "q8_0")
+    plain = lora(in_floats("llama", frozen))
+    model = plain if base is None else lora(frozen)
+    for one in {id(m): m for m in (plain, model)}.values():
+        for layer in one.get_base_model().model.layers:
+            layer.input_layernorm.register_forward_hook(lambda module, args, output: output.add_(0.5))
+    right = logprobs_and_gradients(plain)[1]
+    with accelerate(model, "float32"):
+        torch.testing.assert_close(logprobs_and_gradients(model)[1], right, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("case", FAMILIES)
 def test_a_folder_is_packed_without_floats(case, tmp_path):
     model = tiny_model(case)

@@ -157,10 +157,20 @@ class _Linear(torch.autograd.Function):
 
 
 class Recipe(NamedTuple):
-    """How a tensor, which has it as ``whet_recipe``, is computed again from tensors that are saved in any case."""
+    """How a tensor is computed again from tensors that are saved in any case."""
 
     compute: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
+
+
+def _attach(recipe: Recipe, out: Any) -> None:
+    out.whet_recipe = recipe, out._version
+
+
+def _recipe_of(x: Tensor) -> Recipe | None:
+    """That of a tensor which nobody, such as a hook, has changed since."""
+    recipe, version = getattr(x, "whet_recipe", (None, 0))
+    return recipe if x._version == version else None
 
 
 class Adapter(NamedTuple):
@@ -214,7 +224,7 @@ def frozen_linears(x: Tensor, products: Sequence[Product], dtype: torch.dtype) -
     """
     parameters = [p for product in products for p in (product.bias, *(w for a in product.adapters for w in a[:2]))]
     return _FrozenLinears.apply(  # pyright: ignore[reportReturnType]
-        x, getattr(x, "whet_recipe", None), tuple(products), dtype, *parameters
+        x, _recipe_of(x), tuple(products), dtype, *parameters
     )
 
 
@@ -292,7 +302,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tenso
         x = x.float()
     x = x.contiguous()
     out: Any = _RMSNorm.apply(x, weight, eps, dtype)
-    out.whet_recipe = Recipe(partial(_norm, eps=eps, dtype=dtype), (x, weight))
+    _attach(Recipe(partial(_norm, eps=eps, dtype=dtype), (x, weight)), out)
     return out
 
 
@@ -326,7 +336,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) up, element by element."""
     gate, up = (x.contiguous() for x in _of_one_dtype(gate, up))
     out: Any = _SwiGLU.apply(gate, up)
-    out.whet_recipe = Recipe(_gated, (gate, up))
+    _attach(Recipe(_gated, (gate, up)), out)
     return out
 
 
