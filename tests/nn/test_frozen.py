@@ -238,6 +238,16 @@ def test_what_a_hook_changes_in_place_is_what_adapters_learn_from(base):
         torch.testing.assert_close(logprobs_and_gradients(model)[1], right, rtol=1e-3, atol=1e-3)
 
 
+def test_dropout_of_everything():
+    """Nothing of the adapters is left, and nothing divides by it."""
+    model = lora(frozen_model(tiny_model("llama"), "q8_0"), lora_dropout=1.0).train()
+    with accelerate(model, "float32"):
+        log, gradients = logprobs_and_gradients(model)
+        with model.disable_adapter():
+            torch.testing.assert_close(log, completion_logprobs(model, PROMPTS, COMPLETIONS, temperature=0.8).logprobs)
+    assert not gradients.any()
+
+
 @pytest.mark.parametrize("case", FAMILIES)
 def test_a_folder_is_packed_without_floats(case, tmp_path):
     model = tiny_model(case)

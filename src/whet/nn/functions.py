@@ -190,8 +190,8 @@ class Adapter(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """The factor of the product of those elements of x that dropout keeps."""
-        return self.scale / (1 - self.dropout)
+        """The factor of the product of those elements of x that dropout keeps; 0 where it keeps none."""
+        return self.scale / (1 - self.dropout) if self.dropout < 1 else 0.0
 
     def narrow(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """a and gain b in the dtype of products."""
