@@ -193,12 +193,14 @@ def test_what_a_packed_weight_does_not_take_is_refused():
     for settings, message in (
         ({"use_dora": True}, "DoraLinearVariant.* of model.layers.0.self_attn.q_proj needs its weight in floats.*q8_0"),
         ({"lora_bias": True}, r"adapter 'default' \(lora_bias\) of model"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save names lm_head, which is packed as q8_0"),
     ):
         model = lora(frozen(), **settings)
         assert_raises(WhetValueError, message, accelerate, model)
         for compute in ("auto", "torch"):
             assert_raises(WhetValueError, message, choose_accelerations, [model], compute, True, "GRPO")
+    for name in ("lm_head", "embed_tokens", "q_proj"):
+        message = f"{name}: it is packed as q8_0, and a copy of it alone, such as of modules_to_save, does not train"
+        assert_raises(WhetValueError, message, lora, frozen(), target_modules=["v_proj"], modules_to_save=[name])
     for init in ("olora", "pissa_niter_2"):
         assert_raises(WhetTypeError, "some kinds of init_lora_weights", lora, frozen(), init_lora_weights=init)
     other = pack_base(describe_module(tiny_model("llama", intermediate_size=64)), weights="q8_0")

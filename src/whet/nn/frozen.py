@@ -7,6 +7,7 @@ are those of a ``whet.models.base.PackedBase``, which an engine may sample from 
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Callable
@@ -113,6 +114,16 @@ class _Packed(nn.Module):
         if name == "weight":
             raise self.weight._no_writing()
         super().register_parameter(name, param)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if not memo:  # not as a part of a model: PEFT's modules_to_save copies a module to train the copy
+            raise WhetValueError(
+                f"{self.name}: it is packed as {self.formats}, and a copy of it alone, such as of modules_to_save, "
+                "does not train. Give it an adapter by target_modules, or load the model in floats."
+            )
+        again = memo[id(self)] = self.__new__(type(self))
+        again.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return again
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         device = fn(torch.empty(0)).device
@@ -249,12 +260,6 @@ def base_of(model: nn.Module) -> PackedBase | None:
 def check_trainable(model: nn.Module, where: str) -> None:
     """Raise a WhetValueError where PEFT is to train something of a frozen matrix beside plain LoRA."""
     for module in model.modules():
-        original: Any = getattr(module, "original_module", None)
-        if isinstance(original, _Packed) and getattr(module, "modules_to_save", None):
-            raise WhetValueError(
-                f"{where}: modules_to_save names {original.name}, which is packed as {original.formats} and does not "
-                "train. Give it an adapter by target_modules, or load the model in floats."
-            )
         layer: Any = module
         if isinstance(getattr(module, "base_layer", None), _Packed) and (kinds := special_adapters(layer)):
             raise WhetValueError(
