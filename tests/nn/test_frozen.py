@@ -210,6 +210,21 @@ def test_what_a_packed_weight_does_not_take_is_refused():
     assert_raises(TypeError, "pickle", pickle.dumps, frozen())
 
 
+@pytest.mark.parametrize("case", ["llama", "llama-biases-tied"])
+def test_the_vocabulary_stays(case):
+    """Ties are left, the same size changes nothing, and another one is refused before anything is lost."""
+    model = frozen_model(tiny_model(case), "q8_0")
+    rows = torch.tensor([ids(6)])
+    logits, head = model(rows).logits, model.lm_head
+    model.tie_weights()
+    assert model.resize_token_embeddings(VOCAB) is model.get_input_embeddings()
+    for size in (VOCAB + 16, VOCAB - 8):
+        message = "embed_tokens.weight: it is packed.*another size of the vocabulary.*Do that to the model in floats"
+        assert_raises(WhetTypeError, message, model.resize_token_embeddings, size)
+    assert model.config.vocab_size == VOCAB and model.lm_head is head
+    assert torch.equal(model(rows).logits, logits)
+
+
 @pytest.mark.parametrize("base", [None, "q8_0"])
 def test_adapters_that_add_in_place(base):
     """AdaLoRA adds to what the layer returns."""

@@ -30,7 +30,7 @@ from whet.nn import functions
 from whet.nn.modules import inner_module
 
 _MERGE = (
-    "Save the adapter with save_pretrained, and merge it into the model in floats: "
+    "Do that to the model in floats. Save the adapter with save_pretrained, and merge it there: "
     "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter).merge_and_unload()."
 )
 _OTHER = "it is the base of another model. Pass that of this one, or a format."
@@ -82,7 +82,7 @@ class FrozenWeight(Tensor):
     def _no_writing(self) -> WhetTypeError:
         return WhetTypeError(
             f"{self._module.name}.weight: it is packed, and nothing writes to it; merging an adapter would, and so do "
-            f"some kinds of init_lora_weights. {_MERGE}"
+            f"another size of the vocabulary and some kinds of init_lora_weights. {_MERGE}"
         )
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -248,7 +248,7 @@ def frozen_model(model: str | os.PathLike[str] | GGUFFile | nn.Module, base: str
     left = [name for name, tensor in (*inner.named_parameters(), *inner.named_buffers()) if tensor.is_meta]
     if left:
         raise WhetValueError(f"frozen_model: the base has no {left[0]}: {_OTHER}")
-    inner.save_pretrained = _refuse_saving
+    inner.save_pretrained, inner.tie_weights = _refuse_saving, _leave_tied
     return hf.eval()
 
 
@@ -349,3 +349,7 @@ def _refuse_saving(*args: Any, **options: Any) -> None:
         "save_pretrained: the matrices are packed, and a folder of them has no reader. Save the adapter: "
         "get_peft_model(model, ...).save_pretrained(folder). The base is where it was loaded from."
     )
+
+
+def _leave_tied(*args: Any, **options: Any) -> None:
+    """In place of ``tie_weights``: the base has one matrix for embedding and head, or two, whatever is called."""
