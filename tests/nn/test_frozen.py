@@ -225,6 +225,22 @@ def test_the_vocabulary_stays(case):
     assert torch.equal(model(rows).logits, logits)
 
 
+def test_a_compiled_model_is_the_same():
+    """Products stay out of the graph, which does not know of the memory that they share."""
+    model = lora(frozen_model(tiny_model("llama", num_hidden_layers=1), "q8_0"))
+    rows = torch.tensor([ids(6)])
+
+    def gradients(of: Any) -> list[torch.Tensor]:
+        model.zero_grad()
+        of(rows).logits.square().sum().backward()
+        return [p.grad for p in model.parameters() if p.requires_grad]
+
+    right = gradients(model)
+    torch._dynamo.reset()
+    for got, one in zip(gradients(torch.compile(model, backend="aot_eager")), right, strict=True):
+        torch.testing.assert_close(got, one)
+
+
 @pytest.mark.parametrize("base", [None, "q8_0"])
 def test_adapters_that_add_in_place(base):
     """AdaLoRA adds to what the layer returns."""
@@ -253,6 +269,19 @@ def test_what_a_hook_changes_in_place_is_what_adapters_learn_from(base):
     right = logprobs_and_gradients(plain)[1]
     with accelerate(model, "float32"):
         torch.testing.assert_close(logprobs_and_gradients(model)[1], right, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig"])
+def test_virtual_tokens_before_a_frozen_model(kind):
+    frozen = frozen_model(tiny_model("llama"), "q8_0")
+    settings = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    rows, results = torch.tensor([ids(6)]), []
+    for model in (in_floats("llama", frozen), frozen):
+        torch.manual_seed(0)
+        prompted = peft.get_peft_model(model, settings)
+        prompted.word_embeddings = model.get_input_embeddings()
+        results.append(prompted(rows).logits)
+    torch.testing.assert_close(*results)
 
 
 def test_dropout_of_everything():

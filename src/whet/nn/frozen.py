@@ -150,6 +150,7 @@ class FrozenLinear(_Packed, nn.Linear):
         self.out_features, self.in_features = base.shape(name)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
 
+    @torch.compiler.disable  # which would trace into memory that it does not know
     def forward(self, input: Tensor) -> Tensor:
         """x W^T + bias in the dtype of x: (..., N); computed in bfloat16 where x is, else in float32."""
         dtype = torch.bfloat16 if input.dtype == torch.bfloat16 else torch.float32
@@ -187,6 +188,7 @@ class FrozenEmbedding(_Packed, nn.Embedding):
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
         self.scale_grad_by_freq = self.sparse = False
 
+    @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
         """The rows at the ids: (..., K) float32.
 
@@ -224,7 +226,8 @@ def frozen_model(model: str | os.PathLike[str] | GGUFFile | nn.Module, base: str
 
     Embedding, linear layers and head become ``FrozenEmbedding`` and ``FrozenLinear``; norms and biases are float32 and
     frozen too. There is no float copy of a matrix at any time, but of a live model's own, which go as they are
-    replaced. state_dict has no matrices.
+    replaced. state_dict has no matrices. torch.compile leaves the products of frozen modules as they are. PEFT's prompt
+    tuning looks for the embedding among parameters: ``peft_model.word_embeddings = model.get_input_embeddings()``.
 
     Args:
         model: a Hugging Face folder, a GGUF file, or a live model of one of the families, which is changed in place.
