@@ -69,7 +69,10 @@ def _of_module(targets: Mapping[str, Place], config: ModelConfig, name: str, val
 def _part(lora: LoRA, where: str) -> tuple[int, _core.Target, int, np.ndarray, np.ndarray]:
     _, layer, kind = lora.slot.split(".") if lora.slot.count(".") == 2 else ("", "", lora.slot)
     if kind not in _TARGETS:
-        raise WhetValueError(f"{where}: an adapter of the {kind} cannot be kept apart. Merge it: merge_adapters=True.")
+        raise WhetValueError(
+            f"{where}: an adapter of the {kind} cannot be kept apart. Merge it: merge_adapters=True; or, of a model on "
+            f"a packed base, let torch sample: engine='torch'."
+        )
     a, b = _float32(lora.a), _float32(lora.b)
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         raise WhetValueError(f"{where}: the adapter of {lora.slot} holds NaN or infinity.")
