@@ -9,7 +9,7 @@ import pytest
 from tests.timed import timed
 
 from whet.bench import Case, NotMeasured, Provider, Table, Timed
-from whet.bench.case import relative_error
+from whet.bench.case import WholeRun, relative_error
 from whet.bench.harness import Effort, run_case
 from whet.bench.machine import cpu_seconds, fastest_possible, highest, peak_bytes, watch_others
 from whet.bench.stats import paired_ratio
@@ -285,3 +285,19 @@ def test_errors_of_tensors_keep_their_precision():
     torch = pytest.importorskip("torch")
     assert relative_error(torch.tensor([1 + 2**-40], dtype=torch.float64), [1.0]) == 2**-40
     assert relative_error(torch.tensor([1.5], dtype=torch.bfloat16), [1.0]) == 0.5
+
+
+def test_a_whole_run_is_made_once():
+    made = []
+
+    def once(answer):
+        made.append(answer)
+        return WholeRun(answer, [2.0, 4.0, 3.0], 7.0, {"forward": [1.0, 2.0, 1.5]}, 9 << 20, {"weights": 5}, [(0, 0.5)])
+
+    rows = run([Provider("whet", lambda x: lambda: once(1.0)), Provider("wrong", lambda x: lambda: once(2.0))])
+    assert made == [1.0, 2.0]
+    row = rows["whet"]
+    assert row.status == "measured" and row.samples_s == [2.0, 4.0, 3.0] and row.start_s == 7.0
+    assert row.parts == {"forward": [1.0, 2.0, 1.5]} and row.peak_bytes == 9 << 20
+    assert row.memory == {"weights": 5} and row.curve == [(0, 0.5)]
+    assert rows["wrong"].status == "wrong" and rows["wrong"].samples_s == []

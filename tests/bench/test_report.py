@@ -25,7 +25,7 @@ from tests.bench.results import (
 from tests.report.parsed_page import EVIL, Page
 
 from whet.bench.formatting import duration, items_rate, rate, share, significant, size, times
-from whet.bench.plots import parts_figure, ratio_figure, size_figure, threads_figure
+from whet.bench.plots import learning_figure, parts_figure, ratio_figure, size_figure, threads_figure
 from whet.bench.report import rich_table, write_report
 from whet.bench.stats import Ratio
 from whet.errors import MissingExtraError
@@ -200,6 +200,25 @@ def test_parts_are_told_in_seconds_and_shares(folder):
     bars = figure.axes[0].patches
     assert len(bars) == 16 and sum(bar.get_width() for bar in bars) == pytest.approx(2.0)  # seven parts and the rest
     assert "3 smaller" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_a_run_tells_its_start_its_memory_and_its_scores(tmp_path):
+    rng = np.random.default_rng(0)
+    memory = {"weights": 3 << 20, "activations": 5 << 20}
+    runs = [
+        a_row("whet", rng, 1.0, start_s=4.5, memory=memory, curve=[(0, 0.25), (10, 0.5)]),
+        a_row("TRL", rng, 9.0, start_s=12.0),
+    ]
+    again = [a_row("whet", rng, 1.0, start_s=4.5, curve=[(0, 0.35), (10, 0.8)])]
+    table = a_table("Runs", [a_case("seed 1", runs), a_case("seed 2", again)])
+    write_report(make_results([table]), tmp_path)
+    markdown = (tmp_path / "report.md").read_text(encoding="utf-8").replace("\\", "")
+    assert grid_cells(markdown, "whet")[0][-2:] == ["4.50 s", "0.250 → 0.500"]
+    assert grid_cells(markdown, "TRL")[0][-2:] == ["12.0 s", ""]
+    assert "| activations of a training step | 5 MiB |" in markdown and "| in all | 8 MiB |" in markdown
+    (line,) = learning_figure(table, 2, LIGHT_COLORS).axes[0].lines
+    assert line.get_xdata().tolist() == [0, 10] and line.get_ydata() == pytest.approx([0.3, 0.65])
+    assert (tmp_path / "runs-learning.png").exists()
 
 
 def test_verification_gives_the_worst_case_of_every_provider(tmp_path):

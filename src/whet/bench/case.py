@@ -142,6 +142,29 @@ class Timed:
     peak_bytes: int | None = None
 
 
+@dataclass(frozen=True)
+class WholeRun:
+    """The return value of a call that is made once: a run of a process of its own, from its start to its end.
+
+    Attributes:
+        value: its answer.
+        samples_s: the seconds of each of its steps that counts, which are the row's samples.
+        start_s: the seconds from the start of the process to its first step.
+        parts: the seconds of the parts of each of these steps.
+        peak_bytes: the most memory that the process ever had; None where the system does not tell.
+        memory: who held it in the fullest step, by the names in ``whet.memory.PARTS``; empty: unknown.
+        curve: (step, score) of a run that learns.
+    """
+
+    value: Any
+    samples_s: Sequence[float]
+    start_s: float
+    parts: Mapping[str, Sequence[float]]
+    peak_bytes: int | None = None
+    memory: Mapping[str, int] = field(default_factory=dict)
+    curve: Sequence[tuple[int, float]] = ()
+
+
 def seconds_of(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
     """The result of ``work(*arguments)``, and the seconds it took."""
     started = time.perf_counter()

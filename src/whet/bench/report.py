@@ -33,6 +33,7 @@ from whet.bench.results import (
 from whet.bench.stats import Ratio, summary
 from whet.bench.terminal import terminal_table
 from whet.files import replace_text
+from whet.memory import PARTS
 from whet.report.page import markdown_page
 
 if TYPE_CHECKING:
@@ -215,6 +216,8 @@ def _columns(table: Json) -> list[_Column]:
         _Column("max error", lambda case, row: formatting.error(row["error"])),
         _Column("CPUs", lambda case, row: "" if row["cpus"] is None else f"{row['cpus']:.1f}"),
         _Column("peak memory", _peak_cell),
+        _Column("to the first step", _start_cell),
+        _Column("score", _score_cell),
         _Column(_PUBLISHED, _published_cell),
     ]
     always = columns[:4]
@@ -230,6 +233,18 @@ def _ratio_cell(case: Json, row: Json) -> str | Cell:
 
 def _peak_cell(case: Json, row: Json) -> str:
     return "" if row["peak_bytes"] is None else formatting.size(row["peak_bytes"])
+
+
+def _start_cell(case: Json, row: Json) -> str:
+    return "" if row["start_s"] is None else duration(row["start_s"])
+
+
+def _score_cell(case: Json, row: Json) -> str:
+    """The scores of a run that learns, before its first step and after its last."""
+    if not row["curve"]:
+        return ""
+    (_, first), (_, last) = row["curve"][0], row["curve"][-1]
+    return f"{first:.3f} → {last:.3f}"
 
 
 def _published_cell(case: Json, row: Json) -> str:
@@ -262,6 +277,9 @@ def _table_section(table: Json, threads: int) -> Iterator[str]:
     yield from (span(note, "muted") for note in _notes(table, threads))
     if any(row["parts"] for _, row in rows_of(table)):
         yield _parts_table(table, threads)
+    if any(row["memory"] for _, row in rows_of(table)):
+        yield span("Who held the memory of the process in its fullest step, as Whet reports it.", "muted")
+        yield _memory_table(table, threads)
 
 
 def _grid(table: Json, columns: list[_Column], threads: int) -> tuple[list[str], list[list[str | Cell]]]:
@@ -311,6 +329,19 @@ def _parts_table(table: Json, threads: int) -> str:
     names = dict.fromkeys(name for parts in columns.values() for name in parts)
     body = [[name, *(_part(parts, name) for parts in columns.values())] for name in names]
     return markdown_table(["part", *columns], [False, *[True] * len(columns)], body)
+
+
+def _memory_table(table: Json, threads: int) -> str:
+    """A row per part, a column per row of the table whose memory is known."""
+    columns = {
+        f"{case_label(case, threads)} · {row['provider']}": row["memory"]
+        for case, row in rows_of(table)
+        if row["memory"]
+    }
+    names = [name for name in PARTS if any(name in memory for memory in columns.values())]
+    body = [[PARTS[n], *(formatting.size(m[n]) if n in m else "" for m in columns.values())] for n in names]
+    body.append(["in all", *(formatting.size(sum(memory.values())) for memory in columns.values())])
+    return markdown_table(["memory", *columns], [False, *[True] * len(columns)], body)
 
 
 def _part(parts: Mapping[str, float], name: str) -> str:

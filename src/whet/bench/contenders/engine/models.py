@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
 import math
 import shutil
 import tempfile
@@ -182,6 +183,36 @@ def random_model(shape: ModelShape) -> Any:
                 parameter.add_(torch.randn_like(parameter), alpha=DEVIATION)
             parameter.copy_(parameter.bfloat16())
     return model
+
+
+def write_random_folder(shape: ModelShape, folder: Path) -> None:
+    """Write a Hugging Face folder of random weights in bfloat16, a layer a file: no more than a layer is in memory.
+
+    Raises:
+        ImportError: torch, transformers or safetensors is missing.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    with torch.device("meta"):
+        model = _new_model(shape)
+    model.config.dtype = torch.bfloat16
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    files: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, parameter in model.named_parameters():  # which has a tied matrix once
+        layer = next((part for part in name.split(".") if part.isdigit()), "outer")
+        files.setdefault(f"model-{layer}.safetensors", {})[name] = tuple(parameter.shape)
+    generator = torch.Generator().manual_seed(SEED)
+    for file, shapes in files.items():
+        tensors = {}
+        for name, size in shapes.items():
+            values = torch.empty(size, dtype=torch.bfloat16).normal_(0, DEVIATION, generator=generator)
+            tensors[name] = values.add_(1) if name.endswith("norm.weight") else values
+        save_file(tensors, folder / file, {"format": "pt"})
+    places = {name: file for file, shapes in files.items() for name in shapes}
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 class ModelFiles:

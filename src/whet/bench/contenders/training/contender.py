@@ -7,6 +7,7 @@ next one's figures, and the peak of its memory is its own peak.
 from __future__ import annotations
 
 import multiprocessing
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -83,17 +84,19 @@ class Session:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._is_ready = False
-        self._kept_bytes: int | None = None
+        self._kept_bytes = 0
+        self._begun_s = 0.0
 
     def build(self, make: Callable[..., Any], *arguments: Any) -> Any:
         """The model that ``make`` returns. Memory counts from here: the libraries have to be loaded.
 
-        What its weights and AdamW's moments take, the same for everybody, is not the step's.
+        What its weights and AdamW's moments take, the same for everybody, is not the step's. Where nothing is built
+        so, all memory of the process counts, from its start to the end of the step.
         """
         with suppress(OSError):
             self._kept_bytes = machine.resident_bytes()
         model = make(*arguments)
-        if self._kept_bytes is not None:
+        if self._kept_bytes:
             self._kept_bytes += ADAM_BYTES * sum(parameter.numel() for parameter in model.parameters())
         return model
 
@@ -110,13 +113,20 @@ class Session:
             self._connection.recv()
         except (EOFError, OSError):
             raise SystemExit from None
-        with suppress(OSError):
-            machine.reset_peak()
+        if self._kept_bytes:
+            with suppress(OSError):
+                machine.reset_peak()
+        self._begun_s = time.perf_counter()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._begun_s
 
     def end(self, value: Any, parts: Mapping[str, float]) -> None:
         """The step has been taken: its answer, and the seconds of its parts."""
         note, peak_bytes = "", None
-        if self._kept_bytes is not None:
+        with suppress(OSError):
             peak = machine.resident_bytes(peak=True)
             peak_bytes, note = max(0, peak - self._kept_bytes), f"its process at its peak: {peak / 1e9:.1f} GB"
         self._connection.send(Timed(value, dict(parts), note=note, peak_bytes=peak_bytes))

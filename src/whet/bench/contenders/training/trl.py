@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from whet.bench.contenders.training import workload
+from whet.bench.contenders.training import lora, workload
 from whet.bench.contenders.training.contender import Session
+from whet.bench.contenders.training.lora import Work
 from whet.bench.contenders.training.workload import Answer, DPOShape, GRPOShape, Watch
 from whet.training.phases import phase, record
 
@@ -73,7 +74,8 @@ def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> 
         )
         _time_as(trainer, "_generate_single_turn", "generation")
         _time_as(trainer, "_get_per_token_logps_and_entropies", "forward")
-        _run(trainer, session, sampled, sum)
+        watch = Watch(policy)
+        _run(trainer, session, lambda losses, norm: Answer(sum(losses), norm, watch.moved(), list(sampled)))
 
 
 def serve_dpo(session: Session, shape: DPOShape, settings: dict[str, Any]) -> None:
@@ -93,7 +95,130 @@ def serve_dpo(session: Session, shape: DPOShape, settings: dict[str, Any]) -> No
             processing_class=tokenizer,
         )
         _time_as(trainer.ref_model, "forward", "logprobs")
-        _run(trainer, session, [], statistics.mean)
+        watch = Watch(policy)
+        _run(trainer, session, lambda losses, norm: Answer(statistics.mean(losses), norm, watch.moved()))
+
+
+def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
+    """Steps of TRL's trainers on PEFT's adapters.
+
+    Args:
+        settings: those of the method's config, with ``micro_batch``; ``base``: dtype of the frozen weights, or "nf4",
+            which bitsandbytes quantizes; "": all weights are trained, in float32.
+    """
+    with _quiet() as folder:
+        import trl
+        from datasets import Dataset
+
+        settings = dict(settings)
+        base = settings.pop("base")
+        tokenizer = work.tokenizer()
+        config_class = getattr(trl, f"{work.method.upper()}Config")
+        trainer_class = getattr(trl, f"{work.method.upper()}Trainer")
+        rate = lora.LEARNING_RATES["adapters" if base else "all weights"]
+        options = {**OURS, "learning_rate": rate, "seed": work.seed, **_batches(work.n_rows, settings)}
+        options["model_init_kwargs"] = _weights_of(base)
+        own: dict[str, Any] = {}
+        sampled: list[Any] = []
+        if work.method == "grpo":
+            own["reward_funcs"] = _recording(work.reward, sampled)
+            options |= {
+                "num_generations": work.group_size,
+                "max_completion_length": work.max_new_tokens,
+                "shuffle_dataset": False,
+                "beta": 0.0,
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "top_k": 0,
+            }
+        else:
+            options |= {"max_length": None, "dataloader_drop_last": True}
+            if work.method == "dpo":
+                options["beta"] = workload.DPO_BETA
+        trainer = trainer_class(
+            model=work.folder,
+            args=config_class(output_dir=folder, **options),
+            train_dataset=Dataset.from_list([row for step in range(work.n_steps) for row in work.rows(step)]),
+            processing_class=tokenizer,
+            peft_config=lora.lora_config() if base else None,
+            **own,
+        )
+        seen: list[list[int]] = []
+        if work.method == "grpo":
+            _note_prompts(trainer, seen, work.group_size)
+            _time_as(trainer, "_generate_single_turn", "generation")
+            _time_as(trainer, "_get_per_token_logps_and_entropies", "forward")
+        else:
+            _note_rows(trainer, seen)
+        n_trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+        scores: list[float | None] = []
+        engine = _evaluating_engine(trainer.model, tokenizer) if work.evaluate_every else None
+
+        def evaluate() -> None:
+            seen.clear()
+            evaluated = work.is_evaluated(len(scores))
+            scores.append(lora.held_out_score(engine, trainer.model, work, tokenizer) if evaluated else None)
+
+        def answer(losses: list[float], norm: float) -> lora.Step:
+            seconds = session.elapsed_s
+            loss = sum(losses) if work.method == "grpo" else statistics.mean(losses)
+            tokens = lora.Tokens(lora.digest(seen), sum(map(len, sampled)))
+            return lora.Step(tokens, n_trained, loss, norm, seconds, score=scores[-1])
+
+        _run(trainer, session, answer, evaluate)
+
+
+def _weights_of(base: str) -> dict[str, Any]:
+    """Arguments of ``from_pretrained``."""
+    if base != "nf4":
+        return {"dtype": base or "float32"}
+    import bitsandbytes  # noqa: F401  (to be missed by its name)
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+    return {"dtype": "bfloat16", "quantization_config": quantization, "device_map": {"": "cpu"}}
+
+
+def _evaluating_engine(model: Any, tokenizer: Any) -> Any:
+    from whet.rollout.choose import make_engine
+
+    return make_engine("native", model, "float32", "whet bench", tokenizer=tokenizer)
+
+
+def _recording(reward: Callable[..., Any], sampled: list[Any]) -> Callable[..., Any]:
+    """The reward function, which leaves the completions of the step in ``sampled``."""
+
+    def score(**columns: Any) -> Any:
+        sampled[:] = columns["completion_ids"]
+        return reward(**columns)
+
+    return score
+
+
+def _note_prompts(trainer: Any, seen: list[list[int]], group_size: int) -> None:
+    """Leave the prompts of every generation in ``seen``, each once."""
+    inner = trainer._generate_single_turn
+
+    def generate(prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.extend(list(ids) for ids in prompt_ids[::group_size])
+        return inner(prompt_ids, *args, **kwargs)
+
+    trainer._generate_single_turn = generate
+
+
+def _note_rows(trainer: Any, seen: list[list[int]]) -> None:
+    """Leave the rows of every forward pass in ``seen``, without their padding."""
+    inner = trainer.compute_loss
+
+    def compute(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        pairs = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+        seen.extend(ids[mask.bool()].tolist() for ids, mask in pairs)
+        return inner(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = compute
 
 
 @contextmanager
@@ -138,18 +263,22 @@ def _time_as(owner: Any, name: str, part: str, results: list[Any] | None = None)
     setattr(owner, name, timed)
 
 
-def _run(trainer: Any, session: Session, sampled: list[list[int]], loss_of: Callable[[list[float]], float]) -> None:
+def _run(
+    trainer: Any,
+    session: Session,
+    answer: Callable[[list[float], float], Any],
+    between: Callable[[], object] = lambda: None,
+) -> None:
     """Train, a step each time that the session asks for one; ends with the process.
 
     Args:
-        sampled: the completions of the step, once it has been taken.
-        loss_of: the step's loss, of those of its micro-batches as the trainer computes them.
+        answer: of a step, from the losses of its micro-batches as the trainer computes them, and the gradient's norm.
+        between: called before a step is asked for.
     """
     from transformers import PrinterCallback, TrainerCallback
 
     losses: list[Any] = []
     norms: list[Any] = []
-    watch = Watch(trainer.model)
     _time_as(trainer, "compute_loss", "loss", losses)
     _time_as(trainer.accelerator, "backward", "backward")
     _time_as(trainer.accelerator, "clip_grad_norm_", "optimizer", norms)
@@ -158,6 +287,7 @@ def _run(trainer: Any, session: Session, sampled: list[list[int]], loss_of: Call
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             losses.clear()
             norms.clear()
+            between()
             session.begin()
             self.record = ExitStack()
             self.seconds = self.record.enter_context(record())
@@ -172,8 +302,7 @@ def _run(trainer: Any, session: Session, sampled: list[list[int]], loss_of: Call
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             self.record.close()
             parts = {name: part_s for name, part_s in self.seconds.items() if name != "other"}
-            loss = loss_of([float(loss) for loss in losses])
-            session.end(Answer(loss, float(norms[-1]), watch.moved(), list(sampled)), parts)
+            session.end(answer([float(loss) for loss in losses], float(norms[-1])), parts)
 
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Halt())

@@ -1,0 +1,171 @@
+"""The LoRA suites: runs do the same work in Whet and in TRL, are judged by it, and are kept where they take hours."""
+
+import importlib.util
+import math
+from dataclasses import replace
+
+import pytest
+
+from whet.bench import NotMeasured
+from whet.bench.contenders.training import lora, native, trl
+from whet.bench.contenders.training.lora import Weights, Work, run_error, run_whole
+from whet.bench.contenders.training.workload import DPOShape, GRPOShape
+from whet.bench.harness import QUICK, run_case
+from whet.bench.suites import lora as suite
+from whet.bench.suites import lora_learning
+from whet.bench.suites.grpo import TINY
+
+HAS_TRL = importlib.util.find_spec("trl") is not None
+SHAPES = {
+    "grpo": GRPOShape(TINY, n_prompts=2, group_size=4, prompt_length=9, completion_length=12, seed=3),
+    "dpo": DPOShape(TINY, n_pairs=3, prompt_length=9, completion_length=12, seed=3),
+    "sft": DPOShape(TINY, n_pairs=3, prompt_length=9, completion_length=12, seed=3),
+}
+PEER = {"base": "float32", "bf16": False, "gradient_checkpointing": False, "micro_batch": 2}
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return Weights.random(TINY)
+
+
+def work_of(weights, method, **settings):
+    if method == "sums":
+        sizes = {"n_prompts": 2, "group_size": 2, "max_new_tokens": 5, "n_held_out": 4}
+        return Work.on_sums(weights, TINY, **{**sizes, "n_steps": 2, **settings})
+    return Work.of_shape(method, weights, SHAPES[method], **{"n_steps": 2, **settings})
+
+
+@pytest.mark.parametrize("method", ["grpo", "dpo", "sft", "sums"])
+def test_a_run_of_whet_does_its_work(weights, method):
+    run = run_whole(native.serve_lora, work := work_of(weights, method), {"base": "q8_0"})
+    assert run_error(run.value, work) == 0
+    assert len(run.samples_s) == 1 and run.start_s > 0 and run.curve == []
+    assert {"forward", "backward", "optimizer"} <= set(run.parts)
+    assert 0 < sum(sum(part) for part in run.parts.values()) <= 1.01 * sum(run.samples_s)
+    assert run.peak_bytes is None or (run.memory["weights"] > 0 and sum(run.memory.values()) <= run.peak_bytes)
+
+
+@pytest.mark.skipif(not HAS_TRL, reason="TRL is not installed")
+@pytest.mark.parametrize("method", ["grpo", "dpo", "sft", "sums"])
+def test_trl_has_the_same_rows_and_loss(weights, method):
+    work = work_of(weights, method)
+    theirs = run_whole(trl.serve_lora, work, PEER)
+    assert run_error(theirs.value, work) == 0
+    ours = run_whole(native.serve_lora, work, {"base": "float32"})
+    assert [step.tokens.rows for step in ours.value.steps] == [step.tokens.rows for step in theirs.value.steps]
+    first = [run.value.steps[0] for run in (ours, theirs)]
+    assert first[0].n_trained == first[1].n_trained == lora.n_adapter_parameters(TINY)
+    if method in ("dpo", "sft"):
+        assert first[0].loss == pytest.approx(first[1].loss, rel=0.02)  # bfloat16, where the machine has it
+        assert method != "dpo" or first[1].loss == pytest.approx(math.log(2), rel=1e-4)
+
+
+def test_all_weights_are_trained_where_there_is_no_base(weights):
+    run = run_whole(native.serve_lora, work := work_of(weights, "grpo"), {"base": ""})
+    assert run_error(run.value, work) == 0
+    assert run.value.steps[0].n_trained == TINY.config.n_parameters
+
+
+def test_a_run_that_did_other_work_is_wrong(weights):
+    run = run_whole(native.serve_lora, work := work_of(weights, "grpo"), {"base": "bf16"})
+    steps = list(run.value.steps)
+    tokens = steps[1].tokens
+    others = [
+        steps[:1],
+        [steps[0], steps[1]._replace(tokens=tokens._replace(rows="other"))],
+        [steps[0], steps[1]._replace(tokens=tokens._replace(n_completion=tokens.n_completion - 1))],
+        [steps[0], steps[1]._replace(n_trained=7)],
+        [steps[0], steps[1]._replace(loss=math.nan)],
+    ]
+    assert run_error(lora.Answer(steps), work) == 0
+    assert [run_error(lora.Answer(other), work) for other in others] == [1.0] * len(others)
+
+
+def test_seeds_have_orders_of_their_own(weights):
+    first, again, second = (work_of(weights, "sums", seed=seed) for seed in (1, 1, 2))
+    assert first.expected() == again.expected() != second.expected()
+    trained = {str(row["prompt"]) for step in range(3) for row in first.rows(step)}
+    assert len(trained) == 6 and not trained & {str(row["prompt"]) for row in first.held_out()}
+
+
+def test_the_reward_takes_texts_and_messages(weights):
+    work = work_of(weights, "sums")
+    rows = work.rows(0)
+    right = [work._sums[0].rows[row["row"]]["answer"] for row in rows]
+    numbers = [row["row"] for row in rows]
+    assert work.reward(right, row=numbers) == [1.0, 1.0]
+    messages = [[{"role": "assistant", "content": text}] for text in [right[0], "none"]]
+    assert work.reward(messages, row=numbers)[0] == 1.0 > work.reward(messages, row=numbers)[1]
+
+
+def test_a_run_is_a_row_of_its_samples(weights):
+    case = suite.run_case("run", lambda seed: work_of(weights, "grpo", n_steps=3, seed=seed), 8, 1e3)
+    providers = [suite.whet("whet", "q4_k_m"), suite.contender("broken", native.serve_lora, base="q9")]
+    table = suite.run_table("runs", [case], providers, "", 2)
+    good, bad = run_case(table, case, providers, 1, QUICK, 0).rows
+    assert good.status == "measured" and len(good.samples_s) == 2 and good.start_s > 0
+    assert good.peak_bytes is None or good.memory
+    assert bad.status == "failed" and "q9" in bad.why
+
+
+def test_operations_by_hand():
+    shape = SHAPES["grpo"]
+    config, tokens, completions = TINY.config, 2 * 9 + 8 * 12, 8 * 12
+    head = config.vocab_size * config.hidden_dim
+    matrices = 2 * (tokens * (TINY.n_weights - head) + completions * head)
+    adapters = 8 * tokens * lora.n_adapter_parameters(TINY)
+    keys = 2 * 9**2 / 2 + completions * (9 + 6)
+    attention = 4 * config.n_layers * config.n_heads * config.head_dim * keys
+    expected = 3 * matrices + 4.5 * attention + 2 * completions * head + adapters
+    assert lora.lora_step_flops(shape, quantised=False) == pytest.approx(expected)
+    saved = 0.5 * (matrices + attention)
+    assert lora.lora_step_flops(shape, quantised=True) == pytest.approx(expected - saved)
+
+
+def test_random_folders_are_the_same_for_everybody(weights):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(weights.folder, dtype=torch.float32)
+    assert sum(p.numel() for p in model.parameters()) == TINY.config.n_parameters
+    deviation = model.model.layers[1].mlp.up_proj.weight.std().item()
+    assert deviation == pytest.approx(0.02, rel=0.05)
+    assert model.model.norm.weight.mean().item() == pytest.approx(1, abs=0.02)
+    folder = weights.folder
+    other = Weights.random(TINY)
+    assert [f.read_bytes() for f in sorted(folder.glob("*.safetensors"))] == [
+        f.read_bytes() for f in sorted(other.folder.glob("*.safetensors"))
+    ]
+    gone = other.folder
+    del other
+    assert not gone.exists()
+
+
+def test_runs_that_learn_are_kept(weights, tmp_path):
+    provider = lora_learning.kept(suite.whet("whet", "q8_0"), tmp_path)
+    work = work_of(weights, "sums", n_steps=3, seed=1, evaluate_every=1)
+    run = provider.prepare(work)()
+    assert [step for step, _ in run.curve] == [0, 1, 2] and all(0 <= score <= 1 for _, score in run.curve)
+    (file,) = tmp_path.iterdir()
+    changed = file.read_text().replace(f'"start_s": {run.start_s}', '"start_s": 12.5')
+    file.write_text(changed)
+    again = provider.prepare(work)()
+    assert again.start_s == 12.5 and again.curve == run.curve and run_error(again.value, work) == 0
+    assert again.value == run.value
+    with pytest.raises(NotMeasured, match="seed 2 only"):
+        lora_learning.kept(suite.peer("TRL"), tmp_path, 2).prepare(replace(work, seed=3))
+
+
+def test_the_suites_have_every_row():
+    tables = {table.title: table for table in suite.tables(suite.LoraOptions())}
+    names = {provider.name for provider in tables["GRPO on sums, LoRA, SmolLM2-135M"].providers}
+    bases = {"whet", "whet float32", "whet q8_0", "whet q4_k_m", "whet all weights"}
+    assert bases | {"TRL + PEFT", "TRL + PEFT 4 bits", "TRL all weights"} <= names
+    for title in ("GRPO, LoRA, 0.5 B Qwen2", "GRPO, LoRA, 1.5 B Qwen2"):
+        (case,) = tables[title].cases
+        assert case.n_items == 4 * 8 * (128 + 128) and case.n_flops > 0
+    assert {f"{m}, LoRA, {size}" for m in ("DPO", "SFT") for size in ("SmolLM2-135M", "0.5 B Qwen2")} <= set(tables)
+    assert suite.QWEN2_1500M.config.n_parameters == pytest.approx(1.54e9, rel=0.01)
+    with pytest.raises(ValueError, match="steps is 1"):
+        suite.tables(suite.LoraOptions(steps=1))
