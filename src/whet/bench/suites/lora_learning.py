@@ -1,4 +1,4 @@
-"""What LoRA learns on each format of the base: the held-out score of GRPO on sums, beside TRL and PEFT at equal steps.
+"""LoRA learns on each format of the base: held-out scores of GRPO on sums, beside TRL and PEFT at equal steps.
 
 SmolLM2-135M-Instruct, three seeds of rows, adapters and sampling; TRL and PEFT on the first of them. Held-out sums are
 answered greedily by the native engine. It takes hours; a run that has ended is kept, and not made again.
@@ -102,7 +102,7 @@ def tables(options: LearningOptions) -> Sequence[Table]:
 
 SUITE = Suite(
     name="lora-learning",
-    title="What LoRA learns on a packed base, beside TRL and PEFT",
+    title="Learning with LoRA on a packed base, beside TRL and PEFT",
     summary="Held-out scores of GRPO on sums over its steps, by the format of the base.",
     tables=tables,
     options=LearningOptions,

@@ -80,7 +80,7 @@ def _temporary_folder() -> Path:
 
 
 class Tokens(NamedTuple):
-    """What a step was given and what it made of it.
+    """The tokens of a step.
 
     Attributes:
         rows: a digest of the token ids: of GRPO's prompts, else of the whole rows.
