@@ -132,13 +132,16 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
                 "top_k": 0,
             }
         else:
-            options |= {"max_length": None, "dataloader_drop_last": True}
+            options["max_length"] = None
             if work.method == "dpo":
                 options["beta"] = workload.DPO_BETA
+        # Without sampling every step has the same rows, in whatever order TRL shuffles them.
+        n_epoch = work.n_steps if work.method == "grpo" else 1
+        rows = [row for step in range(n_epoch) for row in work.rows(step)]
         trainer = trainer_class(
             model=work.folder,
             args=config_class(output_dir=folder, **options),
-            train_dataset=Dataset.from_list([row for step in range(work.n_steps) for row in work.rows(step)]),
+            train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
             peft_config=lora.lora_config() if base else None,
             **own,
@@ -161,7 +164,7 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
 
         def answer(losses: list[float], norm: float) -> lora.Step:
             seconds = session.elapsed_s
-            loss = sum(losses) if work.method == "grpo" else statistics.mean(losses)
+            loss = statistics.mean(losses) if work.method == "dpo" else sum(losses)
             tokens = lora.Tokens(lora.digest(seen), sum(map(len, sampled)))
             return lora.Step(tokens, n_trained, loss, norm, seconds, score=scores[-1])
 
@@ -242,6 +245,8 @@ def _batches(n_rows: int, settings: dict[str, Any]) -> dict[str, Any]:
     """The settings with ``micro_batch`` as Hugging Face's trainers call it."""
     settings = dict(settings)
     micro_batch = min(settings.pop("micro_batch", n_rows), n_rows)
+    if n_rows % micro_batch:
+        raise ValueError(f"micro_batch is {micro_batch}, which does not divide the {n_rows} rows of a step")
     return {
         **settings,
         "per_device_train_batch_size": micro_batch,
