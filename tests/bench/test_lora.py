@@ -17,6 +17,7 @@ from whet.bench.harness import QUICK, run_case
 from whet.bench.suites import lora as suite
 from whet.bench.suites import lora_learning
 from whet.bench.suites.grpo import TINY
+from whet.errors import WhetValueError
 
 HAS_TRL = importlib.util.find_spec("trl") is not None
 SHAPES = {
@@ -131,9 +132,9 @@ def test_the_reward_takes_texts_and_messages(weights):
 
 
 def test_a_run_is_a_row_of_its_samples(weights):
-    case = suite.run_case("run", lambda seed: work_of(weights, "grpo", n_steps=3, seed=seed), 8, 1e3)
+    case = suite.work_case("run", lambda seed: work_of(weights, "grpo", n_steps=3, seed=seed), 8, 1e3)
     providers = [suite.whet("whet", "q4_k_m"), suite.contender("broken", native.serve_lora, base="q9")]
-    table = suite.run_table("runs", [case], providers, "", 2)
+    table = suite.work_table("runs", [case], providers, "", 2)
     good, bad = run_case(table, case, providers, 1, QUICK, 0).rows
     assert good.status == "measured" and len(good.samples_s) == 2 and good.start_s is not None
     assert good.peak_bytes is None or good.memory
@@ -174,18 +175,20 @@ def test_random_folders_are_the_same_for_everybody(weights):
 
 
 def test_runs_that_learn_are_kept(weights, tmp_path):
-    provider = lora_learning.kept(suite.whet("whet", "q8_0"), tmp_path)
-    work = work_of(weights, "sums", n_steps=3, seed=1, evaluate_every=1)
-    run = provider.prepare(work)()
+    def make(seed):
+        return work_of(weights, "sums", n_steps=3, seed=seed, evaluate_every=1)
+
+    provider, work = lora_learning.kept(suite.whet("whet", "q8_0"), make, tmp_path), make(1)
+    run = provider.prepare(1)()
     assert [step for step, _ in run.curve] == [0, 1, 2] and all(0 <= score <= 1 for _, score in run.curve)
     (file,) = tmp_path.iterdir()
     changed = file.read_text().replace(f'"start_s": {run.start_s}', '"start_s": 12.5')
     file.write_text(changed)
-    again = provider.prepare(work)()
+    again = provider.prepare(1)()
     assert again.start_s == 12.5 and again.curve == run.curve and run_error(again.value, work) == 0
     assert again.value == run.value
     with pytest.raises(NotMeasured, match="seed 2 only"):
-        lora_learning.kept(suite.peer("TRL"), tmp_path, 2).prepare(replace(work, seed=3))
+        lora_learning.kept(suite.peer("TRL"), make, tmp_path, 2).prepare(3)
 
 
 def test_the_suites_have_every_row():
@@ -198,5 +201,12 @@ def test_the_suites_have_every_row():
         assert case.n_items == 4 * 8 * (128 + 128) and case.n_flops > 0
     assert {f"{m}, LoRA, {size}" for m in ("DPO", "SFT") for size in ("SmolLM2-135M", "0.5 B Qwen2")} <= set(tables)
     assert suite.QWEN2_1500M.config.n_parameters == pytest.approx(1.54e9, rel=0.01)
-    with pytest.raises(ValueError, match="steps is 1"):
+
+
+def test_settings_that_measure_nothing_are_refused():
+    with pytest.raises(WhetValueError, match="whet bench lora: steps is 1, expected at least 2"):
         suite.tables(suite.LoraOptions(steps=1))
+    with pytest.raises(WhetValueError, match="smollm2 is 'none', and there is no such file"):
+        suite.tables(suite.LoraOptions(smollm2="none"))
+    with pytest.raises(WhetValueError, match="whet bench lora-learning: steps is 0, expected at least 1"):
+        lora_learning.tables(lora_learning.LearningOptions(steps=0))

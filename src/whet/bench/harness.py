@@ -157,7 +157,7 @@ def run_case(
             _time(turns, effort, random.Random(seed), on_round)
     finally:
         gc.enable()
-    return CaseResult(case, threads, rows, others.get("cpus"))
+    return CaseResult(case, threads, rows, others.get("cpus") if turns else None)
 
 
 # --- correctness ----------------------------------------------------------------------------------------

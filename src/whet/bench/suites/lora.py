@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 from whet.bench.case import BenchOptions, Call, Case, Provider, Suite, Table
@@ -45,7 +46,7 @@ class LoraOptions(BenchOptions):
     smollm2: str = ""
     """SmolLM2-135M-Instruct as a GGUF file; random weights of its shape, and a tokenizer of bytes, if not given."""
     steps: int = 5
-    """Steps of a run, at least 2: the first does not count."""
+    """Steps of a run, at least 2, as the first does not count."""
 
 
 def contender(name: str, serve: Callable[..., None], note: str = "", **settings: Any) -> Provider:
@@ -106,7 +107,7 @@ def weights_of(shape: ModelShape, given: str = "") -> Weights:
     return Weights.of_file(given) if given else Weights.random(shape)
 
 
-def run_case(name: str, make: Callable[[int], Work], n_items: float, n_flops: float = 0, note: str = "") -> Case:
+def work_case(name: str, make: Callable[[int], Work], n_items: float, n_flops: float = 0, note: str = "") -> Case:
     """A run; ``make`` gets a seed."""
     return Case(
         name,
@@ -120,7 +121,7 @@ def run_case(name: str, make: Callable[[int], Work], n_items: float, n_flops: fl
     )
 
 
-def run_table(title: str, cases: Sequence[Case], providers: Sequence[Provider], note: str, micro_batch: int) -> Table:
+def work_table(title: str, cases: Sequence[Case], providers: Sequence[Provider], note: str, micro_batch: int) -> Table:
     """Runs by these contenders."""
     return Table(
         title,
@@ -141,11 +142,11 @@ def sums_case(shape: ModelShape, options: LoraOptions, **settings: Any) -> Case:
 
     n_prompts, group_size = settings.get("n_prompts", 8), settings.get("group_size", 8)
     name = f"{n_prompts} x {group_size}, at most {settings.get('max_new_tokens', 24)} tokens"
-    return run_case(name, make, n_prompts * group_size)
+    return work_case(name, make, n_prompts * group_size)
 
 
 def sums_note(options: LoraOptions) -> str:
-    """What the model of the sums is."""
+    """The model of the sums, in words."""
     source = (
         "SmolLM2-135M-Instruct, the GGUF file that was given, its numbers in float32 for TRL."
         if options.smollm2
@@ -162,7 +163,7 @@ def shape_case(
     def make(seed: int) -> Work:
         return Work.of_shape(method, weights_of(shape.model), shape, n_steps=options.steps, seed=seed)
 
-    return run_case(name, make, shape.n_tokens, n_flops)
+    return work_case(name, make, shape.n_tokens, n_flops)
 
 
 def pair_tables(model: ModelShape, n_pairs: int, options: LoraOptions) -> list[Table]:
@@ -171,7 +172,7 @@ def pair_tables(model: ModelShape, n_pairs: int, options: LoraOptions) -> list[T
     lengths = f"{shape.prompt_length} + {shape.completion_length}"
     titles: Mapping[Method, str] = {"dpo": f"{n_pairs} pairs, {lengths}", "sft": f"{2 * n_pairs} rows, {lengths}"}
     return [
-        run_table(
+        work_table(
             f"{method.upper()}, LoRA, {model.name}",
             [shape_case(name, method, shape, options)],
             [whet("whet", "bf16"), whet("whet q8_0", "q8_0"), *peers(4)],
@@ -182,28 +183,37 @@ def pair_tables(model: ModelShape, n_pairs: int, options: LoraOptions) -> list[T
     ]
 
 
+def check(options: Any, suite: str, least_steps: int) -> None:
+    """Raise a WhetValueError for settings of a LoRA suite with which nothing can be measured."""
+    if options.steps < least_steps:
+        raise WhetValueError(f"whet bench {suite}: steps is {options.steps}, expected at least {least_steps}.")
+    if options.smollm2 and not Path(options.smollm2).is_file():
+        raise WhetValueError(f"whet bench {suite}: smollm2 is {options.smollm2!r}, and there is no such file.")
+
+
 def tables(options: LoraOptions) -> list[Table]:
-    """All of it; runs of a tiny model if it has to be quick."""
-    if options.steps < 2:
-        raise WhetValueError(
-            f"whet bench lora: steps is {options.steps}, and the first step does not count. Pass at least 2."
-        )
+    """All of it; runs of a tiny model if it has to be quick.
+
+    Raises:
+        WhetValueError: fewer than two steps, or a model that is no file.
+    """
+    check(options, "lora", least_steps=2)
     if options.quick:
         shape = GRPOShape(TINY, n_prompts=2, group_size=4, prompt_length=16, completion_length=16)
         case = shape_case("2 x 4, 16 + 16", "grpo", shape, options)
-        return [run_table("GRPO, LoRA, tiny Llama", [case], [whet("whet", "bf16"), *peers(8)], _LONG, 8)]
+        return [work_table("GRPO, LoRA, tiny Llama", [case], [whet("whet", "bf16"), *peers(8)], _LONG, 8)]
     small, large = GRPOShape(QWEN2_500M), GRPOShape(QWEN2_1500M)
     sums = [sums_case(SMOLLM2_135M, options)]
     long = "4 x 8, 128 + 128"
     small_case = shape_case(long, "grpo", small, options, lora_step_flops(small, quantised=True))
     large_case = shape_case(long, "grpo", large, options, lora_step_flops(large, quantised=True))
     return [
-        run_table("GRPO on sums, LoRA, SmolLM2-135M", sums, real_providers(), sums_note(options), 16),
-        run_table("TRL's settings, GRPO on sums", sums, settings_of_trl(), sums_note(options), 16),
+        work_table("GRPO on sums, LoRA, SmolLM2-135M", sums, real_providers(), sums_note(options), 16),
+        work_table("TRL's settings, GRPO on sums", sums, settings_of_trl(), sums_note(options), 16),
         *pair_tables(SMOLLM2_135M, 8, options),
-        run_table("GRPO, LoRA, 0.5 B Qwen2", [small_case], [whet("whet", "q8_0"), *peers(2)], _LONG, 2),
+        work_table("GRPO, LoRA, 0.5 B Qwen2", [small_case], [whet("whet", "q8_0"), *peers(2)], _LONG, 2),
         *pair_tables(QWEN2_500M, 4, options),
-        run_table("GRPO, LoRA, 1.5 B Qwen2", [large_case], [whet("whet", "q4_k_m")], _LONG, 2),
+        work_table("GRPO, LoRA, 1.5 B Qwen2", [large_case], [whet("whet", "q4_k_m")], _LONG, 2),
     ]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from whet.bench.case import BenchOptions, Call, Case, NotMeasured, Provider, Suite, Table, WholeRun
 from whet.bench.contenders.engine.models import SMOLLM2_135M, smollm2_original
 from whet.bench.contenders.training.lora import Answer, Step, Tokens, Work, run_error
-from whet.bench.suites.lora import peer, weights_of, whet
+from whet.bench.suites.lora import check, peer, weights_of, whet
 from whet.files import replace_text
 
 SEEDS = (1, 2, 3)
@@ -34,17 +34,17 @@ class LearningOptions(BenchOptions):
     """Folder of the runs that have ended; remove it to make them again."""
 
 
-def kept(provider: Provider, folder: Path, peer_seed: int | None = None) -> Provider:
-    """A provider whose runs stay in a folder; a peer runs one seed."""
+def kept(provider: Provider, make: Callable[[int], Work], folder: Path, peer_seed: int | None = None) -> Provider:
+    """A provider whose runs, by their seeds, stay in a folder; a peer runs one seed."""
 
-    def prepare(work: Work) -> Call:
-        if peer_seed is not None and work.seed != peer_seed:
+    def prepare(seed: int) -> Call:
+        if peer_seed is not None and seed != peer_seed:
             raise NotMeasured(f"it runs seed {peer_seed} only")
-        call = provider.prepare(work)
+        work = make(seed)
         model = Path(work.path).stem
         steps = f"{work.n_steps - 1}-steps-every-{work.evaluate_every}-of-{work.n_held_out}"
-        name = f"{provider.name.replace(' ', '-')}-{model}-{steps}-seed-{work.seed}.json"
-        return lambda: keep(call, folder / name)
+        name = f"{provider.name.replace(' ', '-')}-{model}-{steps}-seed-{seed}.json"
+        return lambda: keep(provider.prepare(work), folder / name)
 
     return replace(provider, prepare=prepare)
 
@@ -66,22 +66,27 @@ def _read(fields: dict) -> WholeRun:
 
 
 def tables(options: LearningOptions) -> Sequence[Table]:
-    """Three seeds of sixty steps; one of two if it has to be quick."""
+    """Three seeds of sixty steps; one of two if it has to be quick.
+
+    Raises:
+        WhetValueError: no step, or a model that is no file.
+    """
+    check(options, "lora-learning", least_steps=1)
     n_steps, every = (2, 1) if options.quick else (options.steps, EVALUATE_EVERY)
     seeds = SEEDS[:1] if options.quick else SEEDS
 
-    def case(seed: int) -> Case:
-        def make(_: object) -> Work:
-            weights = weights_of(SMOLLM2_135M, str(smollm2_original(options.smollm2)))
-            # The step after the last one has the score that it led to.
-            return Work.on_sums(weights, SMOLLM2_135M, n_steps=n_steps + 1, seed=seed, evaluate_every=every)
+    def make(seed: int) -> Work:
+        weights = weights_of(SMOLLM2_135M, str(smollm2_original(options.smollm2)))
+        # The step after the last one has the score that it led to.
+        return Work.on_sums(weights, SMOLLM2_135M, n_steps=n_steps + 1, seed=seed, evaluate_every=every)
 
-        return Case(f"seed {seed}", make, lambda work: work, tolerance=0.0, n_items=64)
+    def case(seed: int) -> Case:
+        return Case(f"seed {seed}", lambda rng: seed, make, tolerance=0.0, n_items=64)
 
     folder = Path(options.runs)
     bases = {"whet": "bf16", "whet float32": "float32", "whet q8_0": "q8_0", "whet q4_k_m": "q4_k_m"}
-    providers = [kept(whet(name, base), folder) for name, base in bases.items()]
-    providers.append(kept(peer("TRL + PEFT", micro_batch=16), folder, seeds[0]))
+    providers = [kept(whet(name, base), make, folder) for name, base in bases.items()]
+    providers.append(kept(peer("TRL + PEFT", micro_batch=16), make, folder, seeds[0]))
     note = (
         f"SmolLM2-135M-Instruct, reasoning-gym's chain_sum of two terms of one or two digits, {n_steps} steps of 8 x 8 "
         f"completions of at most 24 tokens; every {every} steps the mean score of 200 held-out sums, answered "
