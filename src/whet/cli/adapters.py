@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from whet.cli.runs import OnlineRunConfig
-from whet.config.settings import RolloutConfig
+from whet.config.settings import OnlineConfig
 from whet.errors import CheckpointError, WhetValueError
-from whet.models.base import check_formats, read_record
+from whet.models.base import check_formats, read_binding
 from whet.models.formats import check_fits, is_quantised
 from whet.models.lora import Adapted, choose_adapted, read_adapted
 from whet.models.slots import Source
@@ -21,11 +20,13 @@ class Plan(NamedTuple):
         adapters: None: none, or those of a model of which nothing is known before it is loaded.
         base: ``run.base``, decided.
         why_floats: why that is "none" where the run left it open; empty: it did not.
+        record: of the base that the adapters to go on with were trained on, where they go with that only.
     """
 
     adapters: Adapted | None
     base: str
     why_floats: str = ""
+    record: dict[str, Any] | None = None
 
 
 def plan_adapters(run: Any, source: Source | None, where: str, on_gpu: bool = False) -> Plan:
@@ -52,7 +53,8 @@ def plan_adapters(run: Any, source: Source | None, where: str, on_gpu: bool = Fa
             )
         return Plan(None, "none", "the engine does not run the model, or it is not here yet")
     if run.adapter:
-        adapters, record = read_adapted(run.adapter, source, where), read_record(run.adapter, where)
+        adapters = read_adapted(run.adapter, source, where)
+        record = read_binding(run.adapter, source, run.base != "auto" or on_gpu, where)
     else:
         settings = run.lora_rank, run.lora_layers, run.modules_to_save
         adapters, record = choose_adapted(source, *settings, where), None
@@ -70,7 +72,7 @@ def plan_adapters(run: Any, source: Source | None, where: str, on_gpu: bool = Fa
                 f"{where}: {run.adapter} was trained on a base in {record['formats']}, and base is 'none'."
             )
         check_formats(source, {"weights": None if base == "own" else base}, record, where, run.adapter)
-    return Plan(adapters, base, why)
+    return Plan(adapters, base, why, record)
 
 
 def _usual_base(run: Any, source: Source) -> str:
@@ -88,7 +90,7 @@ def _why_floats(run: Any, adapters: Adapted, on_gpu: bool) -> str:
         return f"dtype is {run.dtype!r}"
     if adapters.needs_floats:
         return f"{adapters.needs_floats} needs them"
-    if isinstance(run, OnlineRunConfig) and isinstance(run, RolloutConfig):
+    if isinstance(run, OnlineConfig):
         if run.rollout_weights != "auto":
             return f"rollout_weights is {run.rollout_weights!r}"
         if not adapters.is_apart and run.engine != "torch":

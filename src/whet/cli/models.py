@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from whet.cli import without_collection
 from whet.cli.estimate import in_bytes
 from whet.cli.runs import RunConfig
 from whet.errors import CheckpointError, MissingExtraError, WhetValueError, check_installed
-from whet.models.adapter_files import read_peft_config
+from whet.models.adapter_files import base_name
 from whet.models.base import check_record, pack_recorded, read_record
 from whet.models.formats import TABLE
 from whet.models.lora import ALL_LINEAR
@@ -75,18 +76,12 @@ def _load(source: str, dtype: str, base: str) -> tuple[Any, Any]:
         return model, tokenizer
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     tokenizer("")
-    path, record = base_path(source, "load_model"), read_record(source, "load_model")
+    path, record = base_name(source, "load_model"), read_record(source, "load_model")
     if record is None or not record["is_quantised"]:
         model = _peft().PeftModel.from_pretrained(_load_base(path, dtype, "none")[0], source)
         return model.merge_and_unload().requires_grad_(True), tokenizer
     packed = pack_recorded(open_pretrained(path), record, "load_model", source)
     return _peft().PeftModel.from_pretrained(frozen_model(path, packed), source), tokenizer
-
-
-def base_path(adapters: str | os.PathLike[str], where: str) -> str:
-    """The model that the adapters in a folder are of, as PEFT remembers it."""
-    config = read_peft_config(where, Path(adapters) / ADAPTERS)
-    return str(config.get("base_model_name_or_path") or "")
 
 
 def _load_base(source: str, dtype: str, base: str) -> tuple[Any, Any]:
@@ -120,8 +115,11 @@ def _load_gguf(path: str, dtype: str) -> tuple[Any, Any]:
     return load_gguf_model(file, dtype)
 
 
-def add_adapters(model: nn.Module, run: RunConfig) -> nn.Module:
+def add_adapters(model: nn.Module, run: RunConfig, record: Mapping[str, Any] | None = None) -> nn.Module:
     """The model, frozen, with the LoRA adapters (Hu et al. 2021) of a run: new ones, or those of its ``adapter``.
+
+    Args:
+        record: of the base that those go with only; None: they go with any.
 
     Raises:
         WhetValueError: PEFT finds no place for them.
@@ -130,7 +128,7 @@ def add_adapters(model: nn.Module, run: RunConfig) -> nn.Module:
     """
     peft, where = _peft(), "whet train"
     if run.adapter:
-        if (record := read_record(run.adapter, where)) is not None:
+        if record is not None:
             check_record(record, base_of(model), where, run.adapter)
         return peft.PeftModel.from_pretrained(model, run.adapter, is_trainable=True)
     settings = peft.LoraConfig(

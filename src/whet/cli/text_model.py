@@ -19,9 +19,9 @@ from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.errors import WhetError, WhetValueError
 from whet.models import tokenizers
-from whet.models.adapter_files import read_peft_config
-from whet.models.base import check_formats, pack_recorded, read_record
-from whet.models.formats import PAGE_TOKENS, Weights, choose_formats, is_quantised, kv_format
+from whet.models.adapter_files import base_name
+from whet.models.base import check_formats, pack_recorded, read_binding
+from whet.models.formats import PAGE_TOKENS, Weights, choose_formats, kv_format
 from whet.models.sizes import page_bytes
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.mapped import map_file, parse_json
@@ -116,10 +116,10 @@ def with_adapters(model: str, adapter: str, where: str) -> tuple[str, str]:
         model = str(Path(model) / "model")
     if not (Path(model) / "adapter_config.json").is_file():
         return model, adapter
-    base = read_peft_config(where, Path(model) / "adapter_config.json").get("base_model_name_or_path")
+    base = base_name(model, where)
     if adapter:
         raise WhetValueError(f"{where}: {model!r} holds adapters, of {base!r}: name that with --adapter {adapter}.")
-    if not isinstance(base, str) or not Path(base).exists():
+    if not Path(base).exists():
         raise WhetValueError(
             f"{where}: {model!r} holds adapters of {base!r}, which is not there. Name the model that they were trained "
             f"on, and --adapter {model}."
@@ -157,10 +157,8 @@ def load_engine(
     source = open_pretrained(model)
     if n_tokens is not None and source.short_position is not None and n_tokens <= source.short_position:
         source = open_pretrained(model, max_position=source.short_position)
-    record = read_record(adapter, where) if adapter else None
-    # Adapters make up for the rounding of a quantised base; beside floats they were trained for any format.
-    is_free = record is not None and not record["is_quantised"] and (weights is not None or is_quantised(source))
-    if record is not None and not is_free:
+    record = read_binding(adapter, source, weights is not None, where) if adapter else None
+    if record is not None:
         if weights is not None:
             check_formats(source, {"weights": weights}, record, where, adapter)
         source = pack_recorded(source, record, where, adapter).source()

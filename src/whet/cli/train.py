@@ -107,7 +107,7 @@ def _train(method: str, run: Any) -> int:
     predicted = predict_memory(method, run, model, tokenizer, rows)
     _set_seed(run.seed % 2**32)  # NumPy's generator takes no more bits
     if run.has_adapters():
-        model = add_adapters(model, run)
+        model = add_adapters(model, run, plan.record)
     _say(f"{ALGORITHMS[method].__name__} of {run.model}: {describe_size(model)}")
     arguments = {"config": _algorithm_config(method, run), "tokenizer": tokenizer, **_judges(run, rewards)}
     if getattr(run, "precompute_reference", False):

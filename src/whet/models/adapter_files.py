@@ -279,6 +279,19 @@ def read_peft_config(where: str, path: Path) -> dict[str, Any]:
     return config
 
 
+def base_name(folder: str | os.PathLike[str], where: str) -> str:
+    """The path or the name of the model that the adapters in a folder of PEFT's are of.
+
+    Raises:
+        CheckpointError: adapter_config.json cannot be read, or does not say it.
+    """
+    path = Path(folder) / "adapter_config.json"
+    name = read_peft_config(where, path).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise CheckpointError(f"{where}: {path} has base_model_name_or_path {name!r:.60}, expected the model's path.")
+    return name
+
+
 def _plain_number(x: float) -> float | int:
     return int(x) if x.is_integer() else x
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from whet import _core
 from whet.errors import CheckpointError, WhetTypeError, WhetValueError
 from whet.files import replace_text
-from whet.models.formats import TABLE, Part, choose_formats, describe_parts, kv_format, summarise
+from whet.models.formats import TABLE, Part, choose_formats, describe_parts, is_quantised, kv_format, summarise
 from whet.models.loading import all_pieces, checked, load
 from whet.models.slots import Place, Source, find_place, whole
 from whet.ops.quant import CORE_FORMATS
@@ -238,6 +238,26 @@ def read_record(folder: str | os.PathLike[str], where: str) -> dict[str, Any] | 
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{where}: {path} is no record of a base: {error}. Save the adapters again.") from None
     return record
+
+
+def read_binding(folder: str | os.PathLike[str], source: Source, is_named: bool, where: str) -> dict[str, Any] | None:
+    """The record of the only base that a folder of adapters goes with; None: they go with the model in any format.
+
+    Adapters make up for the rounding of a quantised base. Those of a float one go with any format that is named, or
+    that a file is stored in.
+
+    Args:
+        source: the model that they are for.
+        is_named: whether its format was asked for.
+        where: begins the errors.
+
+    Raises:
+        CheckpointError: the record is damaged.
+    """
+    record = read_record(folder, where)
+    if record is None or record["is_quantised"]:
+        return record
+    return None if is_named or is_quantised(source) else record
 
 
 def pack_recorded(source: Source, record: Mapping[str, Any], where: str, adapters: str) -> PackedBase:
