@@ -306,6 +306,15 @@ def test_other_commands_take_the_adapters_with_their_base(files, tiny_model, q8_
     assert "holds adapters of '/nowhere/model.gguf', which is not there" in error_of("generate", run, *prompt)
 
 
+def test_adapters_of_a_float_base_go_with_any_format_that_is_named(files, tiny_model, q8_gguf, capsys):
+    assert main(["train", "sft", *files("run", steps=1, **LORA)]) == 0
+    folder = files.folder / "run" / "model"
+    for argv in ([folder], [tiny_model, "--adapter", folder, "--weights=int8"], [q8_gguf, "--adapter", folder]):
+        assert main(["generate", *map(str, argv), "--prompt=say a:", "--max-new-tokens=4", "--raw"]) == 0
+    argv = ["train", "sft", *files("next", steps=1, adapter=folder, base="q8_0")]
+    assert main(argv) == 0 and "packed in q8_0" in capsys.readouterr().out
+
+
 # --- memory ---------------------------------------------------------------------------------------------
 
 
