@@ -2,11 +2,12 @@
 
 import gc
 import os
+import shlex
 import subprocess
 import sys
 
 import pytest
-from tests.processes import printed_by
+from tests.processes import WHET, printed_by
 
 from whet.cli import main, without_collection
 
@@ -110,6 +111,15 @@ def test_reader_that_goes_away_is_no_traceback(unbuffered):
     pipe = ["bash", "-c", f"{command} | true; echo ${{PIPESTATUS[0]}}"]
     run = subprocess.run(pipe, capture_output=True, text=True, env=environment)
     assert (run.stdout, run.stderr) == ("141\n", "")
+
+
+@pytest.mark.parametrize(
+    ("closed", "argv", "status"), [("<&-", "chat MODEL", 0), (">&-", "--version", 0), ("2>&-", "trian", 2)]
+)
+def test_a_closed_stream_is_the_null_device(closed, argv, status, tiny_gguf):
+    command = f"{shlex.join(WHET)} {argv.replace('MODEL', str(tiny_gguf))} {closed}"
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == (status, "", "")
 
 
 def test_unexpected_errors_keep_their_traceback(files, monkeypatch):

@@ -87,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: after a help text (0), or for flags that are not understood (2).
     """
+    _replace_closed_streams()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of other packages, for their callers
         warnings.showwarning = _show_warning
@@ -104,6 +105,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:  # whoever read standard output, such as head, has gone
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
+
+
+def _replace_closed_streams() -> None:
+    """Open the null device for a standard stream that the caller closed, which is None here.
+
+    A file that is opened later would get its descriptor, and what child processes print would go there.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
 
 
 def _run(argv: list[str]) -> int:
