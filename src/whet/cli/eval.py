@@ -27,7 +27,7 @@ from whet.config.fields import check_range, check_used
 from whet.config.sampling import SamplingParams
 from whet.errors import WhetValueError
 from whet.evaluation import Estimate, RewardedRows, TaskResult, compare, evaluate, read_items
-from whet.files import replace_text
+from whet.files import replace_text, temporary_beside
 from whet.models.formats import Weights
 from whet.models.sources.gguf_container import GGUFFile
 from whet.report.page import versions
@@ -143,10 +143,8 @@ def _check(asked: EvalConfig) -> list[Side]:
         raise WhetValueError(f"{_WHERE}: expected one of --task (such as reasoning_gym:chain_sum) and --data (a file).")
     if bool(asked.data) != bool(asked.reward):
         raise WhetValueError(f"{_WHERE}: --data and --reward come together: rows, and functions that score them.")
-    if asked.out and Path(asked.out).exists():
-        raise WhetValueError(f"{_WHERE}: {asked.out} is there already. Remove it, or choose another file for --out.")
-    if asked.out and not Path(asked.out).absolute().parent.is_dir():
-        raise WhetValueError(f"{_WHERE}: there is no folder {str(Path(asked.out).parent)!r} to write {asked.out} to.")
+    if asked.out:
+        _check_out(Path(asked.out))
     weights, adapters = _for_each(asked, "weights"), _for_each(asked, "adapter")
     sides = [
         Side(model, weights[i], "" if adapters[i] in (None, _NO_ADAPTER) else adapters[i])
@@ -165,6 +163,21 @@ def _resolve(side: Side) -> Side:
     return Side(model, side.weights, adapter)
 
 
+def _check_out(path: Path) -> None:
+    """Raise a WhetValueError unless a file can be made there."""
+    try:
+        if path.exists():
+            raise WhetValueError(f"{_WHERE}: {path} is there already. Remove it, or choose another file for --out.")
+        if not path.absolute().parent.is_dir():
+            raise WhetValueError(f"{_WHERE}: there is no folder {str(path.parent)!r} to write {path} to.")
+        with temporary_beside(path, "writing"):
+            pass
+    except OSError as error:
+        raise WhetValueError(
+            f"{_WHERE}: {path} cannot be written: {error.strerror}. Choose another file for --out."
+        ) from error
+
+
 def _for_each(asked: EvalConfig, name: str) -> list[Any]:
     """An option's value for each model."""
     given, n = getattr(asked, name), len(asked.models)
@@ -175,7 +188,10 @@ def _for_each(asked: EvalConfig, name: str) -> list[Any]:
 
 def _open_tasks(asked: EvalConfig) -> list[tuple[Task, list[Any]]]:
     """The tasks, and their rows, which are generated once for all models."""
-    sizes = [asked.size or read_spec(spec).size or _SIZE for spec in asked.task]
+    every = [read_spec(spec) for spec in asked.task]
+    for settings in every:
+        check_used(settings, ["weight"], False, "each task is evaluated for itself")
+    sizes = [asked.size or settings.size or _SIZE for settings in every]
     tasks: list[Task] = [open_task(spec, split="eval", size=n) for spec, n in zip(asked.task, sizes, strict=True)]
     if asked.data:
         tasks = [RewardedRows(asked.data, [load_function(spec) for spec in asked.reward])]
