@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def load_model(name: str, dtype: str, base: str = "none") -> tuple[nn.Module, An
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    # PEFT asks every model for it.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     source = name
     if Path(name).exists():
         source = str(Path(name).resolve())  # adapters remember where their base is
