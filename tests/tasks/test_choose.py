@@ -1,5 +1,6 @@
 """A user's own tasks, the split of their rows, and several tasks as one data set."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,35 @@ def test_what_is_refused(spec, error, message):
     with pytest.raises(error) as raised:
         open_task(spec)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("name = 7", "name of FILE:Odd is 7, expected a text"),
+        ("system_prompt = 5", "system_prompt of FILE:Odd is 5, expected a text"),
+        ("rows = None", "rows of FILE:Odd is None, expected a list"),
+        ("rows = (row for row in Plain.rows)", "rows of FILE:Odd is <generator"),
+        ("score = 3", "score of FILE:Odd is 3, expected a method (completion, row) -> float"),
+    ],
+)
+def test_a_part_of_another_kind_is_refused_before_the_work(line, message, tmp_path):
+    file = tmp_path / "odd.py"
+    file.write_text(
+        f"""
+class Plain:
+    name, system_prompt, rows = "plain", "", [{{"prompt": "1"}}]
+
+    def score(self, completion, row):
+        return 1.0
+
+
+class Odd(Plain):
+    {line}
+"""
+    )
+    with pytest.raises(WhetTypeError, match=re.escape(message.replace("FILE", str(file)))):
+        open_task(f"{file}:Odd,held_out=0")
 
 
 def test_an_unknown_split():

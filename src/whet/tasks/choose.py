@@ -85,4 +85,13 @@ def _make(settings: TaskSettings) -> Task:
     missing = [name for name in ("name", "system_prompt", "rows", "score") if not hasattr(task, name)]
     if missing:
         raise WhetTypeError(f"open_task: {settings.name} has no {', '.join(missing)}, which a task needs.")
+    for attribute, is_right, expected in (
+        ("name", isinstance(task.name, str), "a text"),
+        ("system_prompt", isinstance(task.system_prompt, (str, type(None))), 'a text, or "" for none'),
+        ("rows", hasattr(task.rows, "__len__") and hasattr(task.rows, "__getitem__"), "a list, or what has a length"),
+        ("score", callable(task.score), "a method (completion, row) -> float"),
+    ):
+        if not is_right:
+            value = getattr(task, attribute)
+            raise WhetTypeError(f"open_task: {attribute} of {settings.name} is {value!r:.60}, expected {expected}.")
     return task
