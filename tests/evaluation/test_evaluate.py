@@ -198,6 +198,17 @@ def test_rows_with_reward_functions_are_a_task(tmp_path, tokenizer):
     assert unscored.scores.tolist() == [[1], [0]] and unscored.failures == {(1, 0): "it gave nan"}
 
 
+def test_what_a_task_prints_goes_to_standard_error(tokenizer, capfd):
+    class Chatty(Letters):
+        def score(self, completion, row):
+            os.write(1, b"scoring\n")
+            return super().score(completion, row)
+
+    result = run(RIGHT, tokenizer, Chatty())
+    assert result.scores.all()
+    assert capfd.readouterr() == ("", "scoring\n" * 4)
+
+
 def test_rows_that_cannot_be_scored_are_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a"}\n{"text": "b"}\n')

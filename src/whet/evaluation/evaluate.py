@@ -6,6 +6,7 @@ of the engine's batch: an item's completions depend only on the weights, the set
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -289,7 +290,9 @@ def score_completions(
 
 
 def _score_each(task: Task, pairs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[float, str]]:
-    """(score, "") of each completion, or (0, why there is none)."""
+    """(score, "") of each completion, or (0, why there is none); in a child process, which prints to standard error."""
+    with contextlib.suppress(OSError):  # that is closed
+        os.dup2(2, 1)  # a task's own prints do not come between the lines of the command
     return [_score(task, completion, row) for completion, row in pairs]
 
 
