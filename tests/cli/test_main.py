@@ -122,6 +122,17 @@ def test_a_closed_stream_is_the_null_device(closed, argv, status, tiny_gguf):
     assert (run.returncode, run.stdout, run.stderr) == (status, "", "")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
+@pytest.mark.parametrize("argv", ["--help", "info {model}", "chat {model} --max-new-tokens 2"])
+def test_output_that_cannot_be_written_is_one_line(argv, tiny_gguf):
+    """Whether a line's end, the end of the command or the end of the process sends it."""
+    command = f"{shlex.join(WHET)} {argv.format(model=shlex.quote(str(tiny_gguf)))} > /dev/full"
+    run = subprocess.run(["bash", "-c", command], input="hello\n", capture_output=True, text=True)
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].startswith("whet: standard output cannot be written: No space left on device")
+    assert "Traceback" not in run.stderr and "Exception" not in run.stderr
+
+
 def test_unexpected_errors_keep_their_traceback(files, monkeypatch):
     monkeypatch.setattr("whet.cli.train.write_report", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -36,3 +36,8 @@ class NoScore:
 class NoPrompt(Doubles):
     def __init__(self) -> None:
         self.rows = [{"question": "1"}]
+
+
+class OddPrompt(Doubles):
+    def __init__(self) -> None:
+        self.rows = [{"prompt": [{"role": "user", "content": {1, 2}}]}]

@@ -103,8 +103,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("whet: interrupted" if signal_number == signal.SIGINT else "whet: terminated", file=sys.stderr)
             return 128 + signal_number
         except BrokenPipeError:  # whoever read standard output, such as head, has gone
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _discard_output()
             return 141
+        except OSError as error:
+            if not _is_output_unwritable():
+                raise
+            _discard_output()
+            print(f"whet: standard output cannot be written: {error.strerror}. Give it another place.", file=sys.stderr)
+            return 2
+
+
+def _is_output_unwritable() -> bool:
+    """Whether standard output takes no line any more, such as on a full disk."""
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
+
+
+def _discard_output() -> None:
+    """Send standard output to the null device, or the interpreter would fail to write the rest as it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _replace_closed_streams() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,13 @@ def _prompt(task: Task, i: int) -> Any:
     row = task.rows[i]
     if not isinstance(row, Mapping) or "prompt" not in row:
         raise WhetTypeError(f"open_task: rows[{i}] of {task.name} is {row!r:.60}, expected a dict with a prompt.")
+    try:
+        json.dumps(row["prompt"])  # the split is a hash of it
+    except (TypeError, ValueError) as error:
+        raise WhetTypeError(
+            f"open_task: rows[{i}] of {task.name} has the prompt {row['prompt']!r:.60}, expected text or chat "
+            f"messages: {error}."
+        ) from error
     return row["prompt"]
 
 
