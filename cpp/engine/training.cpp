@@ -1,7 +1,6 @@
 #include "engine/training.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 
 #include "kernels/dispatch.h"
@@ -61,14 +60,9 @@ void token_logprobs_backward_rows(Kernel kernel, const TokenLogprobsTile& t, T* 
 
 }  // namespace
 
-bool refresh_bf16(const float* weight, size_t n, uint16_t* copy) {
-    std::atomic<bool> changed{false};
-    parallel_split(n, 65536, work_of(n), [&](size_t begin, size_t end) {
-        if (kernels().refresh_bf16(weight + begin, end - begin, copy + begin)) {
-            changed.store(true, std::memory_order_relaxed);
-        }
-    });
-    return changed.load();
+void bf16_from_f32(const float* x, size_t n, uint16_t* out) {
+    parallel_split(n, 65536, work_of(n),
+                   [&](size_t begin, size_t end) { kernels().bf16_from_f32(x + begin, end - begin, out + begin); });
 }
 
 void rounded_linear(bool by_columns, const float* weight, size_t n, size_t k, const uint16_t* x, size_t m,
@@ -143,7 +137,7 @@ void token_logprobs_backward(const TokenLogprobsTile& tile, uint16_t* out) {
     token_logprobs_backward_rows(kernels().token_logprobs_backward_bf16, tile, out);
 }
 
-void adamw(const AdamW& settings, size_t n, float* p, const float* grad, float* m, float* v, uint16_t* copy) {
+void adamw(const AdamW& settings, size_t n, float* p, const float* grad, float* m, float* v) {
     const auto& [lr, beta1, beta2, eps, weight_decay, t, grad_scale] = settings;
     const AdamWStep step{.keep = static_cast<float>(1.0 - lr * weight_decay),
                          .beta2 = static_cast<float>(beta2),
@@ -154,8 +148,7 @@ void adamw(const AdamW& settings, size_t n, float* p, const float* grad, float* 
                          .step = static_cast<float>(lr / (1.0 - std::pow(beta1, t))),
                          .grad_scale = static_cast<float>(grad_scale)};
     parallel_split(n, 65536, work_of(n), [&](size_t begin, size_t end) {
-        kernels().adamw_f32(step, end - begin, p + begin, grad + begin, m + begin, v + begin,
-                            copy == nullptr ? nullptr : copy + begin);
+        kernels().adamw_f32(step, end - begin, p + begin, grad + begin, m + begin, v + begin);
     });
 }
 

@@ -11,8 +11,7 @@
 
 namespace whet {
 
-// Updates the bfloat16 copy of n weights; returns whether it was out of date.
-bool refresh_bf16(const float* weight, size_t n, uint16_t* copy);
+void bf16_from_f32(const float* x, size_t n, uint16_t* out);
 
 // out (m, n) = x (m, k) bf16(weight)^T + bias for a few rows; weight is (n, k), or (k, n) by columns. No bias: null.
 void rounded_linear(bool by_columns, const float* weight, size_t n, size_t k, const uint16_t* x, size_t m,
@@ -66,7 +65,6 @@ struct AdamW {
     double lr, beta1, beta2, eps, weight_decay, t;
     double grad_scale;  // multiplies every gradient
 };
-// copy: gets the new parameters rounded to bfloat16; null: none.
-void adamw(const AdamW& settings, size_t n, float* p, const float* grad, float* m, float* v, uint16_t* copy);
+void adamw(const AdamW& settings, size_t n, float* p, const float* grad, float* m, float* v);
 
 }  // namespace whet

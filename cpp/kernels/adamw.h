@@ -4,8 +4,7 @@
 //   p -= lr decay p,   m += (1 - beta1) (g - m),   v = beta2 v + (1 - beta2) g^2
 //   p -= step m / (sqrt(v) / root + eps),   step = lr / (1 - beta1^t),   root = sqrt(1 - beta2^t)
 //
-// g is grad * grad_scale. `copy`, if it is not null, gets the new parameters rounded to bfloat16. All is float32, each
-// operation rounded once, in the order of torch.optim.AdamW.
+// g is grad * grad_scale. All is float32, each operation rounded once, in the order of torch.optim.AdamW.
 #pragma once
 #include "kernels/adamw_step.h"
 #include "kernels/rows.h"
@@ -14,7 +13,7 @@
 namespace whet::WHET_ISA {
 namespace {
 
-void adamw_f32(const AdamWStep& s, size_t n, float* p, const float* grad, float* m, float* v, uint16_t* copy) {
+void adamw_f32(const AdamWStep& s, size_t n, float* p, const float* grad, float* m, float* v) {
     const f32x16 keep(s.keep), beta2(s.beta2), toward(s.toward), square(s.square), root(s.root), eps(s.eps);
     const f32x16 step(s.step), grad_scale(s.grad_scale);
     rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
@@ -28,7 +27,6 @@ void adamw_f32(const AdamWStep& s, size_t n, float* p, const float* grad, float*
         rows::put(m + at, new_m, count);
         rows::put(v + at, new_v, count);
         rows::put(p + at, new_p, count);
-        if (copy != nullptr) rows::put(copy + at, new_p, count);
     });
 }
 

@@ -12,21 +12,6 @@ void bf16_from_f32(const float* x, size_t n, uint16_t* out) {
     for (; i < n; ++i) out[i] = bf16_of(x[i]);
 }
 
-// Makes `copy` the rounded x, and says whether it was not. What is the same already is read, not written.
-bool refresh_bf16(const float* x, size_t n, uint16_t* copy) {
-    constexpr size_t kBlock = 512;
-    uint16_t rounded[kBlock];
-    bool changed = false;
-    for (size_t i = 0; i < n; i += kBlock) {
-        const size_t count = n - i < kBlock ? n - i : kBlock;
-        bf16_from_f32(x + i, count, rounded);
-        if (__builtin_memcmp(copy + i, rounded, count * sizeof(uint16_t)) == 0) continue;
-        __builtin_memcpy(copy + i, rounded, count * sizeof(uint16_t));
-        changed = true;
-    }
-    return changed;
-}
-
 void f32_from_bf16(const uint16_t* x, size_t n, float* out) {
     size_t i = 0;
     for (; i + 16 <= n; i += 16) store(out + i, load_bf16(x + i));

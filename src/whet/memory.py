@@ -22,7 +22,7 @@ PARTS = {
     "interpreter": "Python, its libraries and their data",
     "weights": "weights that are trained, and frozen ones beside them",
     "reference": "weights of the reference model",
-    "copies": "weights as they are multiplied, in bfloat16",
+    "copies": "the weight that is multiplied, rounded or dequantised",
     "gradients": "gradients",
     "moments": "the optimizer's moments",
     "sampler_weights": "weights of the sampler",
@@ -110,30 +110,28 @@ def memory_report(activations: int = 0) -> MemoryReport:
 
 
 class MemoryWatch:
-    """The memory of the process where training steps have most: between the first forward pass and its backward.
+    """The memory of the process where training steps have most: after a forward pass, or after its backward.
 
     Attributes:
-        fullest: the report of the fullest step so far; None: there was none, or the system is not Linux.
+        fullest: the report of the fullest moment so far; None: there was none, or the system is not Linux.
     """
 
     def __init__(self) -> None:
         self.fullest: MemoryReport | None = None
-        self._before: int | None = None
-        self._n_steps = 0
+        self._before = self._most = 0
 
     def begin(self) -> None:
         """Call before the first forward pass of a step."""
-        self._before = allocated_bytes() if sys.platform == "linux" else None
+        self._before = allocated_bytes() if sys.platform == "linux" else 0
 
-    def look(self) -> None:
-        """Call after a forward pass. Later ones of a step are not looked at: they have gradients that it has made."""
-        if self._before is None:
+    def look(self, gradients: int) -> None:
+        """Call after a forward pass, and after a backward; ``gradients``: their bytes, of this step."""
+        if sys.platform != "linux":
             return
-        # From the second step on there are gradients and moments. Those after it are looked at where they are fuller.
-        self._n_steps += 1
-        if self._n_steps <= 2 or self.fullest is None or resident_bytes() > 1.01 * self.fullest.resident:
-            self.fullest = memory_report(max(0, allocated_bytes() - self._before))
-        self._before = None
+        allocated = allocated_bytes()
+        if allocated > 1.01 * self._most:
+            self._most = allocated
+            self.fullest = memory_report(max(0, allocated - self._before - gradients))
 
 
 def resident_bytes() -> int:

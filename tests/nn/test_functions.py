@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from whet import _core
 from whet.nn import functions
 from whet.nn.optim import AdamW
 from whet.nn.packed import PackedBatch, pack_batch
+from whet.nn.scratch import rounded
 
 GENERATOR = torch.Generator().manual_seed(11)
 BOUNDS = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
@@ -139,13 +141,10 @@ def test_linear_logprobs(n_rows, n_words, dtype):
         return logprobs.gather(1, targets[:, None])[:, 0]
 
     def function(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        head = functions.Head(weight, bias, weight.detach().to(dtype))
-        rows, still = weight.detach().to(dtype), bias.detach()
-        frozen = functions.FrozenHead(lambda first, n, dtype: rows[first : first + n], (n_words, 40), still, dtype)
-        x, other = (hidden.detach().clone().requires_grad_() for _ in range(2))
-        for same, given in ((x, functions.Head(weight.detach(), still, rows)), (other, frozen)):
-            functions.linear_logprobs(same, given, targets, 0.7, False)[0].sum().backward()
-        assert torch.equal(x.grad, other.grad)  # pyright: ignore[reportArgumentType]
+        def rows(first: int, n: int) -> Tensor:
+            return rounded(weight[first : first + n], dtype)
+
+        head = functions.Head(rows, (n_words, 40), bias, dtype, weight)
         logprobs, entropy = functions.linear_logprobs(hidden, head, targets, 0.7, True)
         every = ((hidden @ weight.t() + bias) / 0.7).double().log_softmax(-1)
         assert entropy is not None
@@ -156,13 +155,18 @@ def test_linear_logprobs(n_rows, n_words, dtype):
     hold(function, definition, inputs, {torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype])
 
 
+def product_of(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> functions.Product:
+    """Of a weight that trains."""
+    return functions.Product(lambda: rounded(weight, dtype), bias, master=weight)
+
+
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_linear_and_embedding(dtype):
     ids = torch.tensor([[3, 0, 3], [1, 4, 3]])
 
     def function(table: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         x = functions.embedding(ids, table, 0, False)
-        return functions.linear(x, weight, bias, weight.detach().to(dtype)).float()
+        return functions.linears(x, [product_of(weight, bias, dtype)], dtype)[0].float()
 
     def definition(table: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         x = torch.nn.functional.embedding(ids, table, 0)
@@ -198,7 +202,7 @@ def test_adapters_beside_frozen_products(dtype):
         ]
 
     def function(x: Tensor, *parameters: Tensor) -> Tensor:
-        return torch.cat(functions.frozen_linears(x, layers(*parameters), dtype), -1).float()
+        return torch.cat(functions.linears(x, layers(*parameters), dtype), -1).float()
 
     def definition(x: Tensor, a1: Tensor, b1: Tensor, a2: Tensor, b2: Tensor, bias: Tensor) -> Tensor:
         first = x @ weights[0].double().t() + 0.5 * (x @ a1.t()) @ b1.t() + 2 * (x @ a2.t()) @ b2.t()
@@ -216,44 +220,45 @@ def test_dropout_is_drawn_again_in_the_backward():
     def function(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         torch.manual_seed(3)
         adapter = functions.Adapter(a, b, 1.5, 0.25)
-        return functions.frozen_linears(x, [functions.Product(lambda: zero, None, (adapter,))], torch.float32)[0]
+        return functions.linears(x, [functions.Product(lambda: zero, None, (adapter,))], torch.float32)[0]
 
     mask = (function(torch.ones(40, 50), a, b) != 0).double()
     assert 0.7 < mask.mean() < 0.8
     hold(function, lambda x, a, b: 1.5 * (x * mask / 0.75) @ a.t() @ b.t(), [x, normal(4, 50), normal(50, 4)], 5e-6)
     torch.manual_seed(4)
     adapter = functions.Adapter(a, b, 1.0, 0.25)
-    (other,) = functions.frozen_linears(
-        torch.ones(40, 50), [functions.Product(lambda: zero, None, (adapter,))], torch.float32
-    )
+    (other,) = functions.linears(torch.ones(40, 50), [functions.Product(lambda: zero, None, (adapter,))], torch.float32)
     assert not torch.equal(other != 0, mask.bool())
 
 
 def test_a_frozen_weight_keeps_no_input():
     x, weight, (a, b) = normal(100, 64).requires_grad_(), normal(32, 64), (normal(2, 64), normal(32, 2))
-    assert kept_bytes(lambda: functions.linear(x, weight, None, weight)) == weight.nbytes
     product = functions.Product(lambda: weight, None)
-    assert kept_bytes(lambda: functions.frozen_linears(x, [product], torch.float32)) == 0
+    assert kept_bytes(lambda: functions.linears(x, [product], torch.float32)) == 0
     adapted = product._replace(adapters=(functions.Adapter(a.requires_grad_(), b.requires_grad_(), 1.0),))
-    once = kept_bytes(lambda: functions.frozen_linears(x, [adapted], torch.float32))
+    once = kept_bytes(lambda: functions.linears(x, [adapted], torch.float32))
     assert once == x.nbytes + 100 * 2 * 4 + a.nbytes + b.nbytes
-    assert kept_bytes(lambda: functions.frozen_linears(x, [adapted, adapted], torch.float32)) == once + 100 * 2 * 4
+    trained = product_of(weight.requires_grad_(), None, torch.float32)
+    assert kept_bytes(lambda: functions.linears(x, [trained, trained], torch.float32)) == x.nbytes + weight.nbytes
+    assert kept_bytes(lambda: functions.linears(x, [adapted, adapted], torch.float32)) == once + 100 * 2 * 4
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_inputs_of_adapters_are_computed_again(dtype):
+@pytest.mark.parametrize("trains", ["the weight", "an adapter"])
+def test_inputs_of_products_are_computed_again(dtype, trains):
     """A norm's and a SwiGLU's results are not kept; gradients are to the bit those of kept ones."""
-    a, b = normal(2, 64), normal(32, 2)
+    a, b, weight = normal(2, 64).requires_grad_(), normal(32, 2).requires_grad_(), normal(32, 64).requires_grad_()
+    adapted = functions.Product(partial(rounded, weight, dtype), None, (functions.Adapter(a, b, 1.0),))
+    product, parameters = (product_of(weight, None, dtype), [weight]) if trains == "the weight" else (adapted, [a, b])
 
     def run(x: Tensor, recipes: bool) -> tuple[Tensor, ...]:
         inner = functions.rms_norm(functions.swiglu(x, 2 * x), torch.ones(64), 1e-5, dtype)
         inner = inner if recipes else inner.view_as(inner)  # another tensor, without a recipe
-        adapter = functions.Adapter(a.requires_grad_(), b.requires_grad_(), 1.0)
-        return functions.frozen_linears(inner, [functions.Product(lambda: normal_weight, None, (adapter,))], dtype)
+        return functions.linears(inner, [product], dtype)
 
-    normal_weight = normal(32, 64, dtype=dtype)
     x = normal(100, 64).requires_grad_()
-    gradients = [torch.autograd.grad(run(x, recipes)[0].float().square().sum(), (x, a, b)) for recipes in (True, False)]
+    losses = [run(x, recipes)[0].float().square().sum() for recipes in (True, False)]
+    gradients = [torch.autograd.grad(loss, (x, *parameters)) for loss in losses]
     for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other)
     kept = [kept_bytes(lambda recipes=recipes: run(x, recipes)) for recipes in (True, False)]
@@ -277,13 +282,13 @@ def test_adamw():
 
 def test_the_core_takes_no_tensor_that_it_would_have_to_convert():
     """A result written to a converted copy would be lost; a float64 read as float32 would be nonsense."""
-    x, weight, copy = torch.ones(2, 8), torch.ones(8), torch.zeros(2, 8, dtype=torch.bfloat16)
-    assert _core.refresh_bf16(x, copy)
-    assert torch.equal(copy, x.bfloat16())
+    x, weight, out = torch.ones(2, 8), torch.ones(8), torch.zeros(2, 8, dtype=torch.bfloat16)
+    _core.bf16_from_f32(x, out)
+    assert torch.equal(out, x.bfloat16())
     for wrong in (x.double(), torch.ones(2, 16)[:, ::2]):
-        assert_raises(TypeError, "incompatible function arguments", _core.refresh_bf16, wrong, copy)
+        assert_raises(TypeError, "incompatible function arguments", _core.bf16_from_f32, wrong, out)
         assert_raises(TypeError, "incompatible function arguments", _core.rms_norm_to_bf16, x, weight, 1e-5, wrong)
-    assert_raises(ValueError, "different shapes", _core.refresh_bf16, x, copy[0])
+    assert_raises(ValueError, "different shapes", _core.bf16_from_f32, x, out[0])
     with pytest.raises(ValueError, match="the readers do not fit"):
         batch = pack_batch([[1, 2]], [[3, 4]])
         q = torch.zeros(len(batch.input_ids), 1, 32)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.raising import assert_raises
 
-from whet.nn import AdamW, accelerate
+from whet.nn import AdamW
 
 
 def pair(**settings):
@@ -113,20 +113,6 @@ def test_a_changed_parameter_is_noticed():
     p.grad = torch.ones(3)
     AdamW([p], lr=0.1).step()
     assert_raises(RuntimeError, "modified by an inplace operation", loss.backward)
-
-
-def test_copies_are_written_in_the_same_pass():
-    pytest.importorskip("transformers")
-    from tests.engine.tiny_models import tiny_model
-
-    model = tiny_model("llama").requires_grad_(True)
-    with accelerate(model, "bfloat16") as acceleration:
-        weight = model.model.layers[0].mlp.up_proj.weight
-        model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
-        made = acceleration.copy(weight)
-        AdamW(model.parameters(), lr=0.1, acceleration=acceleration).step()
-        assert torch.equal(made, weight.detach().bfloat16())
-        assert acceleration.copy(weight) is made
 
 
 def test_a_state_of_another_shape_is_refused_and_no_memory_beyond_it_touched():

@@ -66,9 +66,9 @@ bool same_shape(const A& a, const B& b) {
 
 // ---------------------------------------------------------------- weights, rows
 
-bool refresh_bf16_call(const Contiguous<const float>& weight, const Contiguous<BFloat16>& copy) {
-    require(same_shape(weight, copy), "refresh_bf16: weight and copy have different shapes");
-    return refresh_bf16(data(weight), weight.size(), data(copy));
+void bf16_from_f32_call(const Contiguous<const float>& x, const Contiguous<BFloat16>& out) {
+    require(same_shape(x, out), "bf16_from_f32: x and out have different shapes");
+    bf16_from_f32(data(x), x.size(), data(out));
 }
 
 void rounded_linear_call(const Matrix<const BFloat16>& x, const Matrix<const float>& weight, bool by_columns,
@@ -147,12 +147,10 @@ void token_logprobs_backward_call(const Matrix<const float>& logits, const Vecto
 // ---------------------------------------------------------------- AdamW
 
 void adamw_call(const Contiguous<float>& p, const Contiguous<const float>& grad, const Contiguous<float>& m,
-                const Contiguous<float>& v, const std::optional<Contiguous<BFloat16>>& copy, double lr, double beta1,
-                double beta2, double eps, double weight_decay, double t, double grad_scale) {
-    require(same_shape(p, grad) && same_shape(p, m) && same_shape(p, v) && (!copy || same_shape(p, *copy)),
-            "adamw: the arrays have different shapes");
-    adamw({lr, beta1, beta2, eps, weight_decay, t, grad_scale}, p.size(), data(p), data(grad), data(m), data(v),
-          copy ? data(*copy) : nullptr);
+                const Contiguous<float>& v, double lr, double beta1, double beta2, double eps, double weight_decay,
+                double t, double grad_scale) {
+    require(same_shape(p, grad) && same_shape(p, m) && same_shape(p, v), "adamw: the arrays have different shapes");
+    adamw({lr, beta1, beta2, eps, weight_decay, t, grad_scale}, p.size(), data(p), data(grad), data(m), data(v));
 }
 
 // ---------------------------------------------------------------- attention
@@ -233,7 +231,7 @@ void bind_training(nb::module_& m) {
     using nb::arg;
     m.def("keep_freed_memory", &keep_freed_memory);
     m.def("release_freed_memory", &release_freed_memory, arg("bytes"), Release());
-    m.def("refresh_bf16", &refresh_bf16_call, array("weight"), array("copy"), Release());
+    m.def("bf16_from_f32", &bf16_from_f32_call, array("x"), array("out"), Release());
     m.def("rounded_linear", &rounded_linear_call, array("x"), array("weight"), nb::kw_only(), arg("by_columns"),
           array("bias").none(), array("out"), Release());
     m.def("rms_norm_to_bf16", &rms_norm_to_bf16_call, array("x"), array("weight"), arg("eps"), array("out"), Release());
@@ -265,9 +263,8 @@ void bind_training(nb::module_& m) {
     };
     def_token_logprobs_backward(&token_logprobs_backward_call<float>);
     def_token_logprobs_backward(&token_logprobs_backward_call<BFloat16>);
-    m.def("adamw", &adamw_call, nb::kw_only(), array("p"), array("grad"), array("m"), array("v"), array("copy").none(),
-          arg("lr"), arg("beta1"), arg("beta2"), arg("eps"), arg("weight_decay"), arg("t"), arg("grad_scale"),
-          Release());
+    m.def("adamw", &adamw_call, nb::kw_only(), array("p"), array("grad"), array("m"), array("v"), arg("lr"),
+          arg("beta1"), arg("beta2"), arg("eps"), arg("weight_decay"), arg("t"), arg("grad_scale"), Release());
     nb::class_<AttentionObject>(m, "TrainingAttention")
         .def(nb::init<HeadsIn, HeadsIn, HeadsIn, ContiguousOut, Matrix<float>, Vector<const int64_t>,
                       Vector<const int64_t>, Vector<const int64_t>, std::optional<int64_t>, double>(),

@@ -205,9 +205,8 @@ def _table(asked: EstimateConfig, memory: ModelMemory) -> Table:
 def _training(trained: TrainingEstimate) -> str:
     return (
         f"Training of all weights takes {in_bytes(trained.total)} and the activations: weights "
-        f"{in_bytes(trained.weights)}, gradients {in_bytes(trained.gradients)}, AdamW's moments "
-        f"{in_bytes(trained.moments)} (float32), and {in_bytes(trained.copies)} of copies where products are bfloat16. "
-        f"A reference model adds {in_bytes(trained.reference)}."
+        f"{in_bytes(trained.weights)}, gradients {in_bytes(trained.gradients)}, and AdamW's moments "
+        f"{in_bytes(trained.moments)} (float32). A reference model adds {in_bytes(trained.reference)}."
     )
 
 

@@ -111,14 +111,11 @@ class TrainingEstimate(NamedTuple):
         weights: the master weights.
         gradients: of all weights.
         moments: AdamW's two.
-        copies: the bfloat16 weights that are multiplied, where products are bfloat16: those of all layers, and the
-            head twice, as rows for the backward pass and in panels for the forward one.
     """
 
     weights: int
     gradients: int
     moments: int
-    copies: int
 
     @property
     def total(self) -> int:
@@ -127,7 +124,7 @@ class TrainingEstimate(NamedTuple):
     @property
     def reference(self) -> int:
         """A frozen reference beside the model."""
-        return self.weights + self.copies
+        return self.weights
 
 
 class ModelMemory(NamedTuple):
@@ -267,12 +264,8 @@ def estimate(
 
 def training(config: ModelConfig) -> TrainingEstimate:
     """The memory that training takes beside activations: every weight trained, float32, AdamW."""
-    slots = config.slots()
-    head = slots["embedding"]
-    layers = [shape for slot, shape in slots.items() if slot.startswith("layers.") and len(shape) == 2]
     weights = 4 * config.n_parameters
-    copies = 2 * sum(map(math.prod, [*layers, head])) + slot_bytes(head, "bfloat16")
-    return TrainingEstimate(weights, weights, 2 * weights, copies)
+    return TrainingEstimate(weights, weights, 2 * weights)
 
 
 def slot_bytes(shape: tuple[int, ...], format: str | None) -> int:

@@ -12,13 +12,12 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from whet import _core
 from whet.config.settings import Compute, ComputeDtype
@@ -29,11 +28,12 @@ from whet.nn import functions
 from whet.nn.frozen import FrozenLinear, FrozenWeight, check_trainable, special_adapters
 from whet.nn.modules import inner_module, module_device
 from whet.nn.packed import PackedBatch
+from whet.nn.scratch import rounded, scratch_memory
 from whet.nn.threads import openmp_fork
 
 _NAME = "whet"
 _FEW_ROWS = 32
-"""Up to so many rows it is faster to read only the float32 weight than to compare a copy with it first."""
+"""Up to so many rows it is faster to round weights as they are read than all of them first."""
 _accelerated: weakref.WeakKeyDictionary[nn.Module, Acceleration] = weakref.WeakKeyDictionary()
 
 
@@ -142,9 +142,7 @@ class Acceleration:
             )
         check_trainable(self._model, "accelerate")
         self._decoder, self._head_module = _find_head(self._model)
-        self._copies: MutableMapping[Tensor, _Copy] = WeakTensorKeyDictionary()
-        self._head: functions.Head | functions.FrozenHead | None = None
-        self._head_generation = 0
+        self._head: functions.Head | None = None
         self._packed = False
         self._replaced: list[tuple[nn.Module, str, Any]] = []
         _register()
@@ -212,62 +210,27 @@ class Acceleration:
             self._packed = False
         return output[0][0]
 
-    def head(self) -> functions.Head | functions.FrozenHead:
+    def head(self) -> functions.Head:
         """The projection on the vocabulary, with weights and adapters as they are."""
         layer, adapters = _split_adapters(self._head_module)
-        if not isinstance(layer, FrozenLinear):
-            self._head = self._float_head(layer.weight, layer.bias)
-        elif self._head is None:
-            self._head = layer.head(self.dtype)
-        self._head.adapters = adapters or ()
+        weight = None if isinstance(layer, FrozenLinear) else layer.weight
+        if weight is not None:
+            _check_master(weight)
+        if self._head is None or self._head.weight is not weight or self._head.bias is not layer.bias:
+            self._head = layer.head(self.dtype) if weight is None else _float_head(weight, layer.bias, self.dtype)
+        self._head.in_place, self._head.adapters = self.in_place, adapters or ()
         return self._head
-
-    def _float_head(self, weight: Tensor, bias: Tensor | None) -> functions.Head:
-        tensor = self.copy(weight)
-        made, head = self._copies.get(weight), self._head
-        generation = 0 if made is None else made.generation
-        if not (isinstance(head, functions.Head) and head.is_of(weight, bias, tensor)):
-            head = functions.Head(weight, bias, tensor)
-        elif generation != self._head_generation:
-            head.repack()
-        self._head_generation = generation
-        head.in_place = self.in_place
-        return head
-
-    def copy(self, weight: Tensor) -> Tensor:
-        """The weight in the dtype of products: itself, or its bfloat16 copy as the weight is now.
-
-        The copy is compared with the weight, number by number, each time that it is asked for: optimizers, ``.data``,
-        PEFT and NumPy write weights in ways that leave no other trace.
-
-        Raises:
-            WhetValueError: the weight is not float32 on the CPU any more.
-        """
-        _check_master(weight)
-        if self.dtype == torch.float32:
-            return weight.detach()
-        made = self.copy_of(weight)
-        if made is None:
-            made = self._copies[weight] = _Copy(torch.empty(weight.shape, dtype=self.dtype))
-        made.refresh(weight)
-        return made.tensor
-
-    def copy_of(self, weight: Tensor) -> _Copy | None:
-        """The weight's copy, for someone who changes the weight and the copy with it; None if there is none."""
-        made = self._copies.get(weight)
-        return None if made is None or made.tensor.shape != weight.shape else made
 
     def held_memory(self) -> Iterator[tuple[str, Hashable, int]]:
         """The weights as they are multiplied, for ``whet.memory_report``."""
-        yield from tensor_memory("copies", (made.tensor for made in list(self._copies.values())))
+        yield from tensor_memory("copies", [scratch_memory()])
         if self._head is not None:
             yield "copies", ("head", id(self._head)), self._head.packed_bytes
 
     def rounds_on_the_way(self, x: Tensor, module: Any) -> bool:
         """Whether x is multiplied by the weight itself, rounded where it is read.
 
-        Of a few rows, as in generation, the product takes the time of reading the weight once: a copy would have to be
-        compared with the weight first, which reads both.
+        Of a few rows, as in generation, the product takes the time of reading the weight once.
         """
         weight = module.weight
         return (
@@ -282,39 +245,35 @@ class Acceleration:
     def linears(self, x: Tensor, *modules: Any) -> Sequence[Tensor]:
         """The outputs of some linear layers for one input.
 
-        Where none of their weights trains it is one function, which keeps x once, if at all, and sums its gradient in
-        place.
+        It is one function, which keeps x once, if at all, and sums its gradient in place.
         """
         products = [self.product(module, x) for module in modules]
         if None in products or any(map(_has_hooks, modules)):
             return [module(x) for module in modules]
-        return functions.frozen_linears(x, cast("list[functions.Product]", products), self.dtype)
+        return functions.linears(x, cast("list[functions.Product]", products), self.dtype, self.in_place)
 
     def product(self, module: Any, x: Tensor) -> functions.Product | None:
-        """A linear layer whose weight does not train, with its active LoRA adapters; None: it is none."""
+        """A linear layer with its active LoRA adapters; None: it is computed otherwise."""
         layer, adapters = _split_adapters(module)
         if adapters is None:
             return None
         if isinstance(layer, FrozenLinear):
             return layer.product(self.dtype, adapters)
-        kind = type(layer).__name__
-        fits = (type(layer) is nn.Linear or kind == "Conv1D") and not layer.weight.requires_grad
-        if not fits or self.rounds_on_the_way(x, layer):
+        by_columns = type(layer).__name__ == "Conv1D"
+        if not (by_columns or type(layer) is nn.Linear) or self.rounds_on_the_way(x, layer):
             return None
-        copy = self.copy(layer.weight)
-        return functions.Product(lambda: copy.t() if kind == "Conv1D" else copy, layer.bias, adapters)
+        _check_master(layer.weight)
+        weight = layer.weight.t() if by_columns else layer.weight
+        master = weight if layer.weight.requires_grad else None
+        return functions.Product(partial(rounded, weight, self.dtype), layer.bias, adapters, master)
 
     def _forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
         """The function that replaces a module's forward."""
         kind = type(module).__name__
-        if type(module) is FrozenLinear or _is_lora(module):
-            return partial(_frozen_linear, self, module, module.forward)
-        if type(module) is nn.Linear:
-            return partial(_linear, self, module)
+        if type(module) in (FrozenLinear, nn.Linear) or kind == "Conv1D" or _is_lora(module):
+            return partial(_linear, self, module, module.forward)
         if type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq:
             return partial(_embedding, self, module)
-        if kind == "Conv1D":
-            return partial(_conv1d, self, module)
         if kind.endswith("RMSNorm"):
             return partial(_rms_norm, self, module)
         if kind.endswith("MLP") and _is_silu(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)):
@@ -325,27 +284,6 @@ class Acceleration:
         return None
 
 
-class _Copy:
-    """A weight rounded to bfloat16.
-
-    Attributes:
-        tensor: the rounded weight, contiguous.
-        generation: how many times it was written, for what is derived from it.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.generation = 0
-
-    def refresh(self, weight: Tensor) -> None:
-        """Make it the weight as it is now."""
-        if not weight.is_contiguous():
-            self.tensor.copy_(weight.detach())
-            self.generation += 1
-        elif _core.refresh_bf16(weight.detach(), self.tensor):
-            self.generation += 1
-
-
 def _check_master(weight: Tensor) -> None:
     """Raise a WhetValueError where a weight is not float32 on the CPU any more."""
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
@@ -353,6 +291,13 @@ def _check_master(weight: Tensor) -> None:
             f"accelerate: a weight of shape {tuple(weight.shape)} has become {weight.dtype} on {weight.device}, "
             "expected float32 on the CPU. Call remove() before the model is converted, or convert it back."
         )
+
+
+def _float_head(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> functions.Head:
+    def rows(first: int, n: int) -> Tensor:
+        return rounded(weight[first : first + n], dtype)
+
+    return functions.Head(rows, (weight.shape[0], weight.shape[1]), bias, dtype, weight)
 
 
 def _asks_interface(module: nn.Module) -> bool:
@@ -398,19 +343,15 @@ def _embedding(acceleration: Acceleration, module: Any, input: Tensor) -> Tensor
     return functions.embedding(input, module.weight, module.padding_idx, acceleration.in_place)
 
 
-def _linear(acceleration: Acceleration, module: Any, x: Tensor) -> Tensor:
-    if acceleration.rounds_on_the_way(x, module):
-        return functions.rounded_linear(x, module.weight, module.bias, by_columns=False)
-    return functions.linear(x, module.weight, module.bias, acceleration.copy(module.weight), acceleration.in_place)
-
-
-def _frozen_linear(
+def _linear(
     acceleration: Acceleration, module: Any, plain: Callable[..., Any], x: Tensor, *args: Any, **options: Any
 ) -> Tensor:
     product = None if args or options else acceleration.product(module, x)  # such as PEFT's adapter_names
-    if product is None:
+    if product is not None:
+        return functions.linears(x, [product], acceleration.dtype, acceleration.in_place)[0]
+    if args or options or _is_lora(module):
         return plain(x, *args, **options)
-    return functions.frozen_linears(x, [product], acceleration.dtype)[0]
+    return functions.rounded_linear(x, module.weight, module.bias, by_columns=type(module) is not nn.Linear)
 
 
 def _is_lora(module: Any) -> bool:
@@ -454,12 +395,6 @@ def _warn_of_special_adapters(model: nn.Module) -> None:
             "plain LoRA.",
             stacklevel=4,
         )
-
-
-def _conv1d(acceleration: Acceleration, module: Any, x: Tensor) -> Tensor:
-    if acceleration.rounds_on_the_way(x, module):
-        return functions.rounded_linear(x, module.weight, module.bias, by_columns=True)
-    return functions.linear(x, module.weight.t(), module.bias, acceleration.copy(module.weight).t())
 
 
 def _rms_norm(acceleration: Acceleration, module: Any, hidden_states: Tensor) -> Tensor:

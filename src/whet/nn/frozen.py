@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import os
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from whet.models.sources.live import describe_module
 from whet.models.sources.pretrained import open_pretrained
 from whet.nn import functions
 from whet.nn.modules import inner_module
+from whet.nn.scratch import scratch_matrix
 
 _MERGE = (
     "Do that to the model in floats. Save the adapter with save_pretrained, and merge it there: "
@@ -154,19 +154,20 @@ class FrozenLinear(_Packed, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """x W^T + bias in the dtype of x: (..., N); computed in bfloat16 where x is, else in float32."""
         dtype = torch.bfloat16 if input.dtype == torch.bfloat16 else torch.float32
-        return functions.frozen_linears(input, [self.product(dtype)], dtype)[0].to(input.dtype)
+        return functions.linears(input, [self.product(dtype)], dtype)[0].to(input.dtype)
 
     def product(self, dtype: torch.dtype, adapters: tuple[functions.Adapter, ...] = ()) -> functions.Product:
-        """The layer and its adapters, for ``functions.frozen_linears``."""
+        """The layer and its adapters, for ``functions.linears``."""
         return functions.Product(partial(self.rows, 0, self.out_features, dtype), self.bias, adapters)
 
-    def head(self, dtype: torch.dtype) -> functions.FrozenHead:
+    def head(self, dtype: torch.dtype) -> functions.Head:
         """The layer as the projection on the vocabulary."""
-        return functions.FrozenHead(self.rows, (self.out_features, self.in_features), self.bias, dtype)
+        shape = self.out_features, self.in_features
+        return functions.Head(partial(self.rows, dtype=dtype), shape, self.bias, dtype)
 
     def rows(self, first: int, n: int, dtype: torch.dtype) -> Tensor:
         """(n, K): rows of the weight, in memory that the next call on this thread writes again."""
-        return self.whet_base.rows(self.name, _scratch.take(n, self.in_features, dtype), first)
+        return self.whet_base.rows(self.name, scratch_matrix(n, self.in_features, dtype), first)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, weight={self.formats}"
@@ -203,22 +204,6 @@ class FrozenEmbedding(_Packed, nn.Embedding):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, weight={self.formats}"
-
-
-class _Scratch(threading.local):
-    """Memory for one dequantised matrix, which every product of the thread writes again."""
-
-    buffer = torch.empty(0)
-
-    def take(self, n: int, k: int, dtype: torch.dtype) -> Tensor:
-        """(n, k), not initialised."""
-        size = n * k * dtype.itemsize
-        if len(self.buffer) < size:
-            self.buffer = torch.empty(size, dtype=torch.uint8)
-        return self.buffer[:size].view(dtype).view(n, k)
-
-
-_scratch = _Scratch()
 
 
 def frozen_model(model: str | os.PathLike[str] | GGUFFile | nn.Module, base: str | PackedBase | None = None) -> Any:

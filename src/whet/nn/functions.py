@@ -1,10 +1,10 @@
 """The parts of a transformer's training step as autograd functions over native kernels, on the CPU.
 
 Each computes in the dtype of its input, float32 or bfloat16, with float32 sums, and keeps for its backward no more than
-the inputs; the input of a product that trains adapters is computed again, where that takes only what is kept anyway.
+the inputs; a product's input is computed again, where that takes only what is kept anyway.
 Products of bfloat16 are torch's, which are at the machine's ceiling; of float32 they are Whet's, as torch's
-reach two fifths of a Zen 5's. Weights are float32 masters; where products are bfloat16, a rounded copy of the weight
-stands beside it, and its gradient is float32.
+reach two fifths of a Zen 5's. Weights are float32 masters; where products are bfloat16, each rounds its weight, in
+memory that all share, and the gradient is float32.
 
 Arguments are checked by those who call: see ``whet.nn.accelerate``.
 """
@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from whet import _core
 from whet.nn.packed import PackedBatch
+from whet.nn.scratch import empty
 from whet.ops.linear import PackedWeight, gemm
 from whet.ops.linear import linear as packed_linear
 from whet.ops.rope import apply_rope
@@ -34,7 +35,7 @@ _ROWS = 512
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None, in_place: bool) -> Tensor:
     """The rows of weight (V, K) at the ids, of any shape; that of ``padding_idx`` gets no gradient.
 
-    ``in_place``: see ``linear``.
+    ``in_place``: see ``linears``.
     """
     return _Embedding.apply(ids, weight, padding_idx, in_place)  # pyright: ignore[reportReturnType]
 
@@ -58,23 +59,8 @@ class _Embedding(torch.autograd.Function):
         return None, total if into is None else None, None, None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, copy: Tensor, in_place: bool = False) -> Tensor:
-    """x weight^T + bias in the dtype of ``copy``, the weight as it is multiplied.
-
-    Args:
-        x: (..., K) of any float dtype.
-        weight: (N, K) float32: gets the gradient.
-        bias: (N,) or None.
-        copy: (N, K): weight itself, or its rounded copy.
-        in_place: add the gradient to ``weight.grad`` where it is computed, and give autograd none: one pass less, for
-            a loop that calls ``backward`` and looks only at ``.grad``. Where the weight is no leaf, or has hooks that
-            want to see its gradient, autograd gets it.
-    """
-    return _Linear.apply(x, weight, bias, copy, in_place)  # pyright: ignore[reportReturnType]
-
-
 def rounded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, by_columns: bool) -> Tensor:
-    """x bf16(weight)^T + bias for a few rows x, without a copy of the weight and without gradients; bfloat16.
+    """x bf16(weight)^T + bias for a few rows x, the weight rounded as it is read, without gradients; bfloat16.
 
     Args:
         x: (..., K) of any float dtype, rounded to bfloat16.
@@ -102,10 +88,15 @@ def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.float() for x in tensors)
 
 
+def _takes_in_place(weight: Tensor, in_place: bool) -> bool:
+    """Whether the gradient of a weight goes to ``.grad`` where it is computed."""
+    hooks = getattr(weight, "_backward_hooks", None) or getattr(weight, "_post_accumulate_grad_hooks", None)
+    return in_place and weight.is_leaf and not hooks
+
+
 def _grad_of(weight: Tensor, in_place: bool) -> Tensor | None:
     """``weight.grad`` to add to, or None where autograd has to get the gradient."""
-    hooks = getattr(weight, "_backward_hooks", None) or getattr(weight, "_post_accumulate_grad_hooks", None)
-    if not in_place or not weight.is_leaf or hooks:
+    if not _takes_in_place(weight, in_place):
         return None
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
@@ -114,9 +105,10 @@ def _grad_of(weight: Tensor, in_place: bool) -> Tensor | None:
 
 def _mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a b + bias, of the dtype that a and b have."""
+    out = empty((len(a), b.shape[1]), a.dtype)
     if a.dtype == torch.bfloat16:
-        return torch.mm(a, b) if bias is None else torch.addmm(bias.to(a.dtype), a, b)
-    out = gemm(a.detach(), b.detach())
+        return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias.to(a.dtype), a, b, out=out)
+    gemm(a.detach(), b.detach(), out=out)
     return out if bias is None else out.add_(bias)
 
 
@@ -128,32 +120,6 @@ def _add_mm(into: Tensor, a: Tensor, b: Tensor) -> None:
         into.addmm_(a, b)
     else:
         into.add_(_mm(a, b))
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, copy: Tensor, in_place: bool) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).to(copy.dtype)
-        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, copy)
-        ctx.weight, ctx.in_place = weight, in_place
-        ctx.shape, ctx.bias_dtype = x.shape, None if bias is None else bias.dtype
-        return _in_shape_of(x, _mm(rows, copy.t(), bias))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        rows, copy = ctx.saved_tensors
-        grad = grads[0].reshape(-1, copy.shape[0]).to(copy.dtype)
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = _mm(grad, copy).view(ctx.shape) if needs_x else None
-        grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
-        into = _grad_of(ctx.weight, ctx.in_place) if needs_weight else None
-        grad_weight = None
-        if into is not None:
-            _add_mm(into, grad.t(), rows)
-        elif needs_weight:
-            grad_weight = _mm(grad.t(), rows).float()
-        return grad_x, grad_weight, grad_bias, None, None
 
 
 class Recipe(NamedTuple):
@@ -199,39 +165,49 @@ class Adapter(NamedTuple):
 
 
 class Product(NamedTuple):
-    """x weight^T + bias of a weight that does not train, and adapters beside it.
+    """x weight^T + bias, and adapters beside it.
 
     Attributes:
         weight: returns (N, K) in the dtype of products, perhaps in memory that the next call writes again.
         bias: (N,) or None: gets a gradient.
+        adapters: of the layer.
+        master: (N, K) float32, the weight where it trains: gets a gradient. None: it does not train.
     """
 
     weight: Callable[[], Tensor]
     bias: Tensor | None
     adapters: tuple[Adapter, ...] = ()
+    master: Tensor | None = None
+
+    def parameters(self) -> list[Tensor | None]:
+        """master, bias, and a and b of every adapter."""
+        return [self.master, self.bias, *(w for adapter in self.adapters for w in adapter[:2])]
 
 
-def frozen_linears(x: Tensor, products: Sequence[Product], dtype: torch.dtype) -> tuple[Tensor, ...]:
+def linears(x: Tensor, products: Sequence[Product], dtype: torch.dtype, in_place: bool = False) -> tuple[Tensor, ...]:
     """Products of one input in ``dtype``: (..., N) each.
 
-    y = x W^T + bias + sum_i s_i t_i B_i^T with t_i = drop_i(x) A_i^T; backward, with u_i = s_i dy B_i:
-    dB_i = s_i dy^T t_i, dA_i = u_i^T drop_i(x), dx = dy W + sum_i drop_i(u_i A_i). Nothing is kept of x where no
-    adapter trains; else it is kept once for all products, or computed again where it has a ``Recipe``. Random numbers
-    of dropout are drawn again in the backward.
+    y = x W^T + bias + sum_i s_i t_i B_i^T with t_i = drop_i(x) A_i^T; backward, with u_i = s_i dy B_i: dW = dy^T x,
+    dB_i = s_i dy^T t_i, dA_i = u_i^T drop_i(x), dx = dy W + sum_i drop_i(u_i A_i). Nothing is kept of x where neither
+    a weight nor an adapter trains; else it is kept once for all products, or computed again where it has a ``Recipe``.
+    Random numbers of dropout are drawn again in the backward.
 
     Args:
         x: (..., K) of any float dtype.
+        in_place: add the gradient of a master to its ``.grad`` where it is computed, and give autograd none: one pass
+            less, for a loop that calls ``backward`` and looks only at ``.grad``. Where the weight is no leaf, or has
+            hooks that want to see its gradient, autograd gets it.
     """
-    parameters = [p for product in products for p in (product.bias, *(w for a in product.adapters for w in a[:2]))]
-    return _FrozenLinears.apply(  # pyright: ignore[reportReturnType]
-        x, _recipe_of(x), tuple(products), dtype, *parameters
+    parameters = [parameter for product in products for parameter in product.parameters()]
+    return _Linears.apply(  # pyright: ignore[reportReturnType]
+        x, _recipe_of(x), tuple(products), dtype, in_place, *parameters
     )
 
 
-class _FrozenLinears(torch.autograd.Function):
+class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, recipe: Recipe | None, products: tuple[Product, ...], dtype: torch.dtype,
+        ctx: Any, x: Tensor, recipe: Recipe | None, products: tuple[Product, ...], dtype: torch.dtype, in_place: bool,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
@@ -245,18 +221,20 @@ class _FrozenLinears(torch.autograd.Function):
                 _add_mm(out, low[-1], b.t())
             outs.append(_in_shape_of(x, out))
         source = Recipe(_as_it_is, (rows,)) if recipe is None else recipe
-        ctx.compute, ctx.products, ctx.dtype, ctx.shape = source.compute, products, dtype, x.shape
-        weights = [w for product in products for adapter in product.adapters for w in adapter[:2]]
+        ctx.compute, ctx.products, ctx.shape = source.compute, products, x.shape
+        ctx.dtype, ctx.in_place = dtype, in_place
+        weights = [w for product in products for w in product.parameters() if w is not None and w is not product.bias]
         ctx.trains = any(w.requires_grad for w in weights)
+        ctx.n_weights = len(weights)  # which are saved so that autograd tells where one has changed before the backward
         ctx.save_for_backward(*weights, *((*low, *source.inputs) if ctx.trains else ()))
         return tuple(outs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        n, saved = len(ctx.seeds), ctx.saved_tensors
-        low, inputs = saved[2 * n : 3 * n], saved[3 * n :]
-        needs_x, needs = ctx.needs_input_grad[0], iter(ctx.needs_input_grad[4:])
+        n, saved = len(ctx.seeds), ctx.saved_tensors[ctx.n_weights :]
+        low, inputs = saved[:n], saved[n:]
+        needs_x, needs = ctx.needs_input_grad[0], iter(ctx.needs_input_grad[5:])
         rows: Any = ctx.compute(*inputs).reshape(-1, ctx.shape[-1]).to(ctx.dtype) if ctx.trains else None
         grad_x: Any = None
         parameter_grads, i = [], 0
@@ -266,6 +244,7 @@ class _FrozenLinears(torch.autograd.Function):
                 grad_x = _mm(grad, product.weight())
             elif needs_x:
                 _add_mm(grad_x, grad, product.weight())
+            parameter_grads.append(_weight_grad(product.master, grad, rows, ctx.in_place) if next(needs) else None)
             parameter_grads.append(grad.sum(0, dtype=torch.float32) if next(needs) else None)
             for adapter in product.adapters:
                 a, b = adapter.narrow(ctx.dtype)
@@ -277,7 +256,18 @@ class _FrozenLinears(torch.autograd.Function):
                 elif needs_x:
                     _add_mm(grad_x, low_grad, a)
                 i += 1
-        return None if grad_x is None else grad_x.view(ctx.shape), None, None, None, *parameter_grads
+        return None if grad_x is None else grad_x.view(ctx.shape), None, None, None, None, *parameter_grads
+
+
+def _weight_grad(weight: Any, grad: Tensor, rows: Tensor, in_place: bool) -> Tensor | None:
+    """grad^T rows; None where it went to ``weight.grad``."""
+    if not _takes_in_place(weight, in_place):
+        return _mm(grad.t(), rows).float()
+    if weight.grad is None:
+        weight.grad = _mm(grad.t(), rows).float()
+    else:
+        _add_mm(weight.grad, grad.t(), rows)
+    return None
 
 
 def _as_it_is(rows: Tensor) -> Tensor:
@@ -307,9 +297,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tenso
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    out = empty(x.shape, dtype)
     if x.dtype == dtype:
-        return _core.rms_norm(x.detach(), weight.detach(), eps, None, None)
-    out = torch.empty_like(x, dtype=dtype)
+        return _core.rms_norm(x.detach(), weight.detach(), eps, None, out)
     _core.rms_norm_to_bf16(x.detach(), weight.detach(), eps, out)
     return out
 
@@ -325,7 +315,7 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         x, weight = (tensor.detach() for tensor in ctx.saved_tensors)
-        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+        grad_x, grad_weight = empty(x.shape, x.dtype), torch.empty_like(weight)
         _core.rms_norm_backward(
             x=x, weight=weight, grad=grads[0].contiguous(), eps=ctx.eps, grad_x=grad_x, grad_weight=grad_weight
         )
@@ -341,8 +331,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:
-    n = gate.shape[-1]
-    return _core.swiglu(gate.detach().view(-1, n), up.detach().view(-1, n), None).view(gate.shape)
+    out, n = empty(gate.shape, gate.dtype), gate.shape[-1]
+    _core.swiglu(gate.detach().view(-1, n), up.detach().view(-1, n), out.view(-1, n))
+    return out
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -355,7 +346,7 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
         gate, up = (tensor.detach() for tensor in ctx.saved_tensors)
-        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        grad_gate, grad_up = empty(gate.shape, gate.dtype), empty(up.shape, up.dtype)
         _core.swiglu_backward(gate=gate, up=up, grad=grads[0].contiguous(), grad_gate=grad_gate, grad_up=grad_up)
         return grad_gate, grad_up
 
@@ -381,7 +372,7 @@ class _Rope(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, table: Tensor, is_neox: bool, inverse: bool) -> Tensor:
-    out = x.detach().clone(memory_format=torch.contiguous_format)
+    out = empty(x.shape, x.dtype).copy_(x.detach())
     apply_rope(torch.arange(len(out)), out, None, out.shape[2], table, is_neox, inverse=inverse)
     return out
 
@@ -409,7 +400,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, scale: float, window: int | None
     ) -> Tensor:
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = empty(q.shape, q.dtype)
         lse = torch.empty(q.shape[:2])
         _make_attention_task(q, k, v, out, lse, batch, scale, window).forward()
         ctx.save_for_backward(q, k, v, out, lse)
@@ -421,7 +412,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         batch: PackedBatch = ctx.settings[0]
-        grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+        grad_q, grad_k, grad_v = (empty(x.shape, x.dtype) for x in (q, k, v))
         _make_attention_task(q, k, v, out, lse, *ctx.settings).backward(
             grad_out=grads[0].contiguous(), grad_q=grad_q, grad_k=grad_k, grad_v=grad_v,
             reader_offsets=batch.reader_offsets, readers=batch.readers,
@@ -466,70 +457,30 @@ class Tile(NamedTuple):
 
 
 class Head:
-    """The projection on the vocabulary, as its products take it: tiles of the weight, packed where it is bfloat16.
+    """The projection on the vocabulary, as its products take it: tiles of the weight, made when they are asked for.
 
     Args:
-        weight: (V, K) float32: gets the gradient.
-        bias: (V,) or None.
-        copy: weight itself, or its bfloat16 copy.
-
-    Attributes:
-        bounds: first row and end of each tile.
-        in_place: as ``linear`` takes it.
-        adapters: beside the product.
-    """
-
-    adapters: tuple[Adapter, ...] = ()
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, copy: Tensor) -> None:
-        self.weight, self.bias, self.copy, self.dtype = weight, bias, copy, copy.dtype
-        self.in_place = False
-        self.bounds = _tile_bounds(len(copy))
-        self._packed: list[PackedWeight] = []
-        if copy.dtype == torch.bfloat16:
-            self._packed = [PackedWeight("bfloat16", (end - start, copy.shape[1])) for start, end in self.bounds]
-            self.repack()
-
-    def is_of(self, weight: Tensor, bias: Tensor | None, copy: Tensor) -> bool:
-        """Whether it is made of these, in the same memory."""
-        same = self.copy.data_ptr() == copy.data_ptr() and self.copy.shape == copy.shape
-        return self.weight is weight and self.bias is bias and same and self.copy.stride() == copy.stride()
-
-    @property
-    def packed_bytes(self) -> int:
-        """Memory of the packed tiles."""
-        return sum(packed.size_bytes for packed in self._packed)
-
-    def repack(self) -> None:
-        """Take the weights as they are now."""
-        if self._packed:
-            for packed, (start, end) in zip(self._packed, self.bounds, strict=True):
-                packed.update(self.copy[start:end])
-
-    def tile(self, i: int) -> Tile:
-        start, end = self.bounds[i]
-        return Tile(self.copy[start:end], self._packed[i] if self._packed else None, _part(self.bias, start, end))
-
-
-class FrozenHead:
-    """The same of a weight that does not train, without a copy: each tile is made when it is asked for.
-
-    Args:
-        rows: (first row, number of rows, dtype) -> rows of the weight, perhaps in memory that the next call overwrites.
+        rows: (first row, number of rows) -> rows of the weight in ``dtype``, perhaps in memory that the next call
+            writes again.
         shape: (V, K) of the weight.
         bias: (V,) or None.
         dtype: of products.
+        weight: (V, K) float32, which gets the gradient; None: it does not train.
+
+    Attributes:
+        bounds: first row and end of each tile.
+        in_place: as ``linears`` takes it.
+        adapters: beside the product.
     """
 
-    weight = None
     in_place = False
     adapters: tuple[Adapter, ...] = ()
 
     def __init__(
-        self, rows: Callable[[int, int, torch.dtype], Tensor], shape: tuple[int, int], bias: Tensor | None,
-        dtype: torch.dtype,
+        self, rows: Callable[[int, int], Tensor], shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype,
+        weight: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.bias, self.dtype, self.bounds = bias, dtype, _tile_bounds(shape[0])
+        self.weight, self.bias, self.dtype, self.bounds = weight, bias, dtype, _tile_bounds(shape[0])
         self._rows = rows
         self._packed: dict[int, PackedWeight] = {}
         if dtype == torch.bfloat16:
@@ -543,7 +494,7 @@ class FrozenHead:
 
     def tile(self, i: int) -> Tile:
         start, end = self.bounds[i]
-        rows, packed = self._rows(start, end - start, self.dtype), self._packed.get(end - start)
+        rows, packed = self._rows(start, end - start), self._packed.get(end - start)
         if packed is not None:
             packed.update(rows)
         return Tile(rows, packed, _part(self.bias, start, end))
@@ -558,7 +509,7 @@ def _part(bias: Tensor | None, start: int, end: int) -> Tensor | None:
 
 
 def linear_logprobs(
-    hidden: Tensor, head: Head | FrozenHead, targets: Tensor, temperature: float, with_entropy: bool
+    hidden: Tensor, head: Head, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of tokens, and entropies, from hidden states: the vocabulary's projection and the log-softmax in one.
 
@@ -595,7 +546,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, low: Tensor | None, up: Tensor | None,
-        head: Head | FrozenHead, targets: Tensor, temperature: float, with_entropy: bool,
+        head: Head, targets: Tensor, temperature: float, with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         wide, targets = hidden.detach().float().contiguous(), targets.contiguous()
         logprobs, lse, entropy = (torch.zeros(len(wide)) for _ in range(3))
@@ -619,7 +570,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         saved: list[Any] = [x if x is None else x.detach() for x in ctx.saved_tensors]
         hidden, targets, logprobs, lse, low, up = saved
-        head: Head | FrozenHead = ctx.head
+        head: Head = ctx.head
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dtype = head.dtype
         wide = hidden.float().contiguous()

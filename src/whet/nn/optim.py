@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from whet import _core
-from whet.nn.accelerate import Acceleration
 
 
 class AdamW(torch.optim.AdamW):
@@ -21,12 +20,7 @@ class AdamW(torch.optim.AdamW):
 
     Args:
         params, **settings: of ``torch.optim.AdamW``.
-        acceleration: of the model; its bfloat16 copies of the weights are written in the same pass.
     """
-
-    def __init__(self, params: Any, *, acceleration: Acceleration | None = None, **settings: Any) -> None:
-        super().__init__(params, **settings)
-        self.acceleration = acceleration
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -42,37 +36,47 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         others: list[Tensor] = []
         for group in self.param_groups:
-            plain = not (group["amsgrad"] or group["maximize"] or group["capturable"] or group["differentiable"])
             for p in group["params"]:
-                if p.grad is not None and not (plain and self._native_step(p, group, grad_scale)):
+                if p.grad is not None and not (_is_plain(group) and self._native_step(p, group, grad_scale)):
                     others.append(p)
         if others:
             self._torch_step(others, grad_scale)
         return loss
 
-    def _native_step(self, p: Tensor, group: dict[str, Any], grad_scale: float) -> bool:
-        grad, state = p.grad, self.state[p]
-        assert grad is not None
+    def make_moments(self) -> None:
+        """Make the moments now that the first step would make.
+
+        That would have them in the memory that its activations leave, and what lies between them there is too small for
+        activations of another size.
+        """
+        for group in self.param_groups:
+            for p in group["params"] if _is_plain(group) else []:
+                self._moments_of(p)
+
+    def _moments_of(self, p: Tensor) -> dict[str, Any]:
+        state = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        return state
+
+    def _native_step(self, p: Tensor, group: dict[str, Any], grad_scale: float) -> bool:
+        grad, state = p.grad, self._moments_of(p)
+        assert grad is not None
         parts = (p, grad, state["exp_avg"], state["exp_avg_sq"])
         if any(x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous() for x in parts):
             return False
         if any(x.shape != p.shape for x in parts):
             return False  # torch tells of it; the kernel would read and write past their end
         state["step"] += 1
-        copy = None if self.acceleration is None else self.acceleration.copy_of(p)
         beta1, beta2 = group["betas"]
         _core.adamw(
-            p=p.detach(), grad=grad.detach(), m=state["exp_avg"], v=state["exp_avg_sq"],
-            copy=None if copy is None else copy.tensor, lr=float(group["lr"]), beta1=beta1, beta2=beta2,
-            eps=group["eps"], weight_decay=group["weight_decay"], t=state["step"].item(), grad_scale=grad_scale,
+            p=p.detach(), grad=grad.detach(), m=state["exp_avg"], v=state["exp_avg_sq"], lr=float(group["lr"]),
+            beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"], t=state["step"].item(),
+            grad_scale=grad_scale,
         )  # fmt: skip
         torch.autograd.graph.increment_version(p)
-        if copy is not None:
-            copy.generation += 1
         return True
 
     def _torch_step(self, others: list[Tensor], grad_scale: float) -> None:
@@ -86,3 +90,8 @@ class AdamW(torch.optim.AdamW):
         finally:
             for p, grad in grads:
                 p.grad = grad
+
+
+def _is_plain(group: dict[str, Any]) -> bool:
+    """Whether the native step has the settings of a group."""
+    return not (group["amsgrad"] or group["maximize"] or group["capturable"] or group["differentiable"])

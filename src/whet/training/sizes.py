@@ -1,6 +1,6 @@
 """The memory of a training run before it starts: the parts of ``whet.memory``, from its model and its settings.
 
-Nothing is loaded. Weights, gradients, moments and copies are counted number by number, the sampler's weights, pages and
+Nothing is loaded. Weights, gradients and moments are counted number by number, the sampler's weights, pages and
 workspace as ``whet.models.sizes`` does, and activations by what the autograd functions of ``whet.nn`` keep for their
 backward passes, token by token. Not counted are the rows of the dataset and what reward functions hold.
 """
@@ -37,17 +37,21 @@ class RunMemory(NamedTuple):
 
     Attributes:
         parts: what it holds all the time, by the names in ``whet.memory.PARTS``.
-        update: parts of an update: activations, and what the allocator loses.
+        update: parts of an update at the beginning of its last backward pass: activations, gradients, and what the
+            allocator loses.
+        gradients: at the end of that pass, which has all of them and no activations.
         sampling: parts of sampling: keys and values, and workspace. They take the memory that updates have left.
     """
 
     parts: dict[str, int]
     update: dict[str, int]
+    gradients: int
     sampling: dict[str, int]
 
     def at_its_fullest(self) -> dict[str, int]:
         """The parts at the moment when they are most, whose sum is ``total``."""
-        last = max(self.update, self.sampling, key=lambda parts: sum(parts.values()))
+        moments = self.update, {"gradients": self.gradients}, self.sampling
+        last = max(moments, key=lambda parts: sum(parts.values()))
         return {name: n_bytes for name, n_bytes in {**self.parts, **last}.items() if n_bytes}
 
     @property
@@ -90,30 +94,27 @@ def run_memory(
     n_adapter = 0 if adapters is None else adapters.n_parameters
     n_trained = n_adapter or model.n_parameters
     whole = training(model)
-    copies = whole.copies if narrow else 0
     is_precomputed = isinstance(config, DPOConfig) and config.precompute_reference
     own_reference = config.has_reference() and adapters is None and not is_precomputed
     parts = {
         "interpreter": interpreter,
         "weights": whole.weights + 4 * n_adapter,
         "reference": whole.weights if own_reference else 0,
-        "copies": (2 if own_reference else 1) * copies,
-        "gradients": 4 * n_trained,
+        "copies": _multiplied_bytes(source, narrow, is_packed, n_models=2 if own_reference else 1),
         "moments": 8 * n_trained,
     }
     if is_packed:
         packed = estimate(source, weights)
         n_bytes = packed.weights if source.base is None else source.base.nbytes
-        largest = max(math.prod(shape) for shape in model.slots().values())
-        # Trainer and sampler have norms and biases of their own; products dequantise a matrix at a time.
+        # Trainer and sampler have norms and biases of their own.
         parts["weights"] = n_bytes + packed.norms + 4 * n_adapter
-        parts["copies"] = (2 if narrow else 4) * largest
-    activations = _activation_bytes(source, config, lengths, adapters is not None, 2 if narrow else 4)
+    largest = _step_tokens(config, lengths)
+    activations = _activation_bytes(source, config, lengths, 2 if narrow else 4)
     if adapters is not None:
-        activations += (
-            _step_tokens(config, lengths)[0] * sum(rank for _, rank in adapters.factors) * (2 if narrow else 4)
-        )
-    update = {"activations": activations, "allocator": int(_FRAGMENTATION * activations)}
+        activations += largest.tokens * sum(rank for _, rank in adapters.factors) * (2 if narrow else 4)
+    # The first gradient of a backward pass is the head's.
+    first = math.prod(model.slots()["embedding"]) if adapters is None and not largest.is_part else n_trained
+    update = {"activations": activations, "gradients": 4 * first, "allocator": int(_FRAGMENTATION * activations)}
     sampling: dict[str, int] = {}
     if isinstance(config, OnlineConfig) and config.engine != "torch":
         if not is_packed:
@@ -127,7 +128,7 @@ def run_memory(
         )
         kv_cache = _n_pages(config, lengths) * page_bytes(model, engine.kv_format)
         sampling = {"kv_cache": min(kv_cache, config.kv_bytes or KV_BYTES), "workspace": engine.workspace}
-    return RunMemory(parts, update, sampling)
+    return RunMemory(parts, update, 4 * n_trained, sampling)
 
 
 def multiplies_bfloat16(config: TrainerConfig) -> bool:
@@ -142,6 +143,17 @@ def rows_per_prompt(config: TrainerConfig) -> int:
     return 2 if isinstance(config, PreferenceConfig) else 1
 
 
+def _multiplied_bytes(source: Source, narrow: bool, is_packed: bool, n_models: int) -> int:
+    """The largest matrix, where it is not multiplied as it lies, and tiles of the head in panels."""
+    vocab, hidden = source.config.slots()["embedding"]
+    tile = min(_VOCAB_TILE, vocab)
+    shapes = [place.shape for place in source.targets.values() if place.weight.startswith("layers.")]
+    size = 2 if narrow else 4 if is_packed else 0
+    tiles = {tile, vocab % _VOCAB_TILE} - {0} if narrow else ()
+    panels = sum(slot_bytes((n, hidden), "bfloat16") for n in tiles)
+    return size * max(map(math.prod, [*shapes, (tile, hidden)])) + n_models * panels
+
+
 def _n_pages(config: Any, lengths: Lengths) -> int:
     """Pages of the sequences that are sampled at a time, those of prompts shared by their completions."""
     n_sequences = min(config.batch_size * rows_per_prompt(config), MAX_BATCH)
@@ -149,45 +161,53 @@ def _n_pages(config: Any, lengths: Lengths) -> int:
     return config.batch_size * math.ceil(lengths.prompt / PAGE_TOKENS) + n_sequences * own
 
 
-def _step_tokens(config: TrainerConfig, lengths: Lengths) -> tuple[int, int]:
-    """Tokens of the largest micro-batch, and how many of them predict one that counts."""
+class _Pass(NamedTuple):
+    """tokens of a micro-batch; how many of them predict one that counts; whether it is only a part of the step."""
+
+    tokens: int
+    targets: int
+    is_part: bool
+
+
+def _step_tokens(config: TrainerConfig, lengths: Lengths) -> _Pass:
+    """The largest micro-batch."""
     per_prompt = rows_per_prompt(config)
     rows = config.batch_size * per_prompt
     in_pairs = 1 if isinstance(config, GRPOConfig) else per_prompt
     if config.micro_batch_size:
         rows = min(rows, config.micro_batch_size * in_pairs)
+    is_part = rows < config.batch_size * per_prompt
     targets = rows * lengths.completion
     tokens = math.ceil(rows / per_prompt) * lengths.prompt + targets - rows
     most = 0 if config.micro_batch_size else config.max_tokens_per_step
     if most and tokens > most:
         # Parts of one prompt's completions fill a micro-batch to within half a completion.
         full = max(most - lengths.completion // 2, lengths.prompt + lengths.completion - 1)
-        tokens, targets = full, targets * full // tokens
-    return tokens, targets
+        tokens, targets, is_part = full, targets * full // tokens, True
+    return _Pass(tokens, targets, is_part)
 
 
-def _activation_bytes(source: Source, config: TrainerConfig, lengths: Lengths, with_adapters: bool, size: int) -> int:
+def _activation_bytes(source: Source, config: TrainerConfig, lengths: Lengths, size: int) -> int:
     """Tensors that the forward pass of a micro-batch keeps, and that the head makes at the beginning of its backward.
 
-    Per token and layer: the residual stream before each norm (float32), each norm's output, q, k and v, attention's
-    output and log-sum-exps, rotary cosines and sines, and of the MLP what its activation reads and what it gives.
-    Layers with adapters compute their inputs again from what the norm and the activation before them read.
+    Per token and layer: the residual stream before each norm (float32), q, k and v, attention's output and
+    log-sum-exps, rotary cosines and sines, and of the MLP what its activation reads. Products compute their inputs
+    again from what the norm or the activation before them keeps, but for layer norms and activations of one input,
+    whose outputs are kept.
     ``size``: bytes of a number that is multiplied.
     """
     model, rounded = source.config, 2 if size == 2 else 0
-    tokens, targets = _step_tokens(config, lengths)
+    tokens, targets, _ = _step_tokens(config, lengths)
     q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     hidden, n_norms = model.hidden_dim, 1 if model.shared_norm else 2
-    per_layer = n_norms * (4 + size) * hidden + size * (2 * q + 2 * kv) + 4 * model.n_heads
-    per_layer += size * (3 if model.gated else 2) * model.ffn_dim
+    per_layer = n_norms * (4 if model.norm == "rms" else 4 + size) * hidden
+    per_layer += size * (2 * q + 2 * kv + 2 * model.ffn_dim) + 4 * model.n_heads
     if model.qk_norm:
         per_layer += size * (q + kv)
     if any(place.weight == "layers.0.qkv" and not place.module.part for place in source.targets.values()):
         per_layer += size * (q + kv)  # the values are a view of q, k and v in one
     else:
         per_layer += 4 * model.rotary_dim
-    if with_adapters:
-        per_layer -= size * (n_norms * hidden + (model.ffn_dim if model.gated else 0))
     per_token = model.n_layers * per_layer + 4 * hidden
     logits, states = _VOCAB_TILE * (4 + rounded), (4 + 2 * rounded) * hidden
     return tokens * per_token + targets * (size * hidden + logits + states)

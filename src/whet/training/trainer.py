@@ -98,18 +98,22 @@ class Update:
         metrics: ``loss`` and the other metrics; after the update also ``grad_norm``, as it was before clipping.
     """
 
-    def __init__(self, memory: MemoryWatch) -> None:
+    def __init__(self, memory: MemoryWatch, parameters: Sequence[Tensor]) -> None:
         self.metrics = {"loss": 0.0}
-        self._memory = memory
+        self._memory, self._parameters = memory, parameters
         memory.begin()
 
     def add(self, loss: Tensor, metrics: Mapping[str, float]) -> None:
         """Add the gradient of a micro-batch's loss, and its metrics."""
-        self._memory.look()
+        self._look()
         with phase("backward"):
             loss.backward()
+        self._look()
         for name, value in {"loss": loss.item(), **metrics}.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+    def _look(self) -> None:
+        self._memory.look(sum(p.grad.nbytes for p in self._parameters if p.grad is not None))
 
 
 class Trainer(ABC):
@@ -186,7 +190,6 @@ class Trainer(ABC):
         vectors = [p for p in self.trainable.values() if p.ndim <= 1]
         self.optimizer = AdamW(
             [{"params": matrices, "weight_decay": self.config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            acceleration=self.acceleration,
             lr=self.config.learning_rate,
             betas=(self.config.adam_beta1, self.config.adam_beta2),
             eps=self.config.adam_epsilon,
@@ -247,16 +250,15 @@ class Trainer(ABC):
         Raises:
             NonFiniteError: ``max_skipped_steps`` updates in a row were skipped.
         """
-        # The gradients' memory is kept: page faults for new memory cost more than writing zeros.
         with phase("optimizer"):
-            self.optimizer.zero_grad(set_to_none=False)
-        update = Update(self.memory)
+            self.optimizer.zero_grad()  # what others left
+            self.optimizer.make_moments()
+        update = Update(self.memory, list(self.trainable.values()))
         with module_mode(self.model, self.config.training_mode), self.acceleration or nullcontext():
             yield update
         with phase("optimizer"):
-            grads = [p.grad for p in self.trainable.values() if p.grad is not None]
             loss = update.metrics["loss"]
-            norm = update.metrics["grad_norm"] = nn.utils.get_total_norm(grads).item()
+            norm = update.metrics["grad_norm"] = self._grad_norm()
             if math.isfinite(loss) and math.isfinite(norm):
                 for group in self.optimizer.param_groups:
                     group["lr"] = self.learning_rate
@@ -268,12 +270,17 @@ class Trainer(ABC):
             else:
                 self.skipped_steps += 1
                 self._skipped_in_a_row += 1
+            # Each backward pass makes gradients in memory that its activations leave: there is never room for both.
+            self.optimizer.zero_grad()
         if self._skipped_in_a_row >= self.config.max_skipped_steps:
             raise NonFiniteError(
                 f"{type(self).__name__}: {self._skipped_in_a_row} updates in a row had a loss or gradient "
                 f"that is not finite (last: loss {loss}, gradient norm {norm}, at step {self.step}). Lower the "
                 f"learning rate, or check the weights and the data for NaN."
             )
+
+    def _grad_norm(self) -> float:
+        return nn.utils.get_total_norm([p.grad for p in self.trainable.values() if p.grad is not None]).item()
 
     @torch.no_grad()
     def logprobs(
