@@ -216,10 +216,12 @@ class Acceleration:
         weight = None if isinstance(layer, FrozenLinear) else layer.weight
         if weight is not None:
             _check_master(weight)
-        if self._head is None or self._head.weight is not weight or self._head.bias is not layer.bias:
-            self._head = layer.head(self.dtype) if weight is None else _float_head(weight, layer.bias, self.dtype)
-        self._head.in_place, self._head.adapters = self.in_place, adapters or ()
-        return self._head
+        head = self._head
+        if head is None or head.weight is not weight or head.bias is not layer.bias:
+            head = layer.head(self.dtype) if weight is None else _float_head(weight, layer.bias, self.dtype)
+        head.in_place, head.adapters = self.in_place, adapters or ()
+        self._head = head
+        return head
 
     def held_memory(self) -> Iterator[tuple[str, Hashable, int]]:
         """The weights as they are multiplied, for ``whet.memory_report``."""

@@ -64,7 +64,7 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _round(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    out = scratch_matrix(*weight.shape, dtype)
+    out = scratch_matrix(weight.shape[0], weight.shape[1], dtype)
     if not weight.is_contiguous():
         return out.copy_(weight)
     _core.bf16_from_f32(weight, out)
