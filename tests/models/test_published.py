@@ -73,6 +73,13 @@ def test_another_file_in_its_place_is_left_alone(index, tmp_path):
     assert_raises(WhetValueError, "Remove it, or choose another folder", fetch, "tiny", tmp_path)
 
 
+def test_a_place_that_takes_no_files_is_told_before_the_download(index, tmp_path):
+    (tmp_path / "file").touch()
+    assert_raises(
+        WhetValueError, "nothing can be written to .*Not a directory. Choose", fetch, "tiny", tmp_path / "file/x"
+    )
+
+
 @pytest.mark.parametrize(
     ("content", "member", "message"),
     [

