@@ -347,5 +347,5 @@ def test_a_run_on_a_packed_base_holds_what_was_predicted(files):
     settings = {**LORA, "base": "q8_0", "group_size": 2, "steps": 2}
     assert main(["train", "grpo", *files("run", **{**files.online, **settings})]) == 0
     figures = json.loads((files.folder / "run" / "memory.json").read_text())
-    for part in ("weights", "gradients", "moments", "sampler_weights"):
+    for part in ("weights", "moments", "sampler_weights"):
         assert figures["measured"][part] == pytest.approx(figures["predicted"][part], abs=2000)

