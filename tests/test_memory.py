@@ -67,7 +67,7 @@ def test_the_memory_of_a_process_is_reported_and_was_predicted(lora):
     assert now["weights"] == pytest.approx(4 * found["n_all"], rel=1e-3)
     assert now["moments"] == pytest.approx(8 * found["n_trained"], rel=1e-3)
     sampler = found["sampler"]
-    assert now["sampler_weights"] == sampler["weights_bytes"] + sampler["adapters_bytes"]
+    assert now.get("sampler_weights", 0) == (sampler["weights_bytes"] + sampler["adapters_bytes"] if lora else 0)
     assert not {"kv_cache", "workspace", "activations", "gradients"} & set(now)
     # What nobody has claimed is what the process had before there was a model.
     assert sum(now.values()) == resident
@@ -75,7 +75,7 @@ def test_the_memory_of_a_process_is_reported_and_was_predicted(lora):
     assert PARTS["moments"] in found["text"] and "in all" in found["text"]
     fullest, predicted = found["fullest"], found["predicted"]
     for part in ("weights", "moments", "sampler_weights", "copies"):
-        assert predicted.get(part) == pytest.approx(fullest.get(part), rel=0.01), part
+        assert predicted.get(part, 0) == pytest.approx(fullest.get(part, 0), rel=0.01), part
     # The head makes its gradient, logits, and the gradients of hidden states in its backward pass: 8 x 4 x 20 tokens.
     assert "gradients" not in fullest and predicted["gradients"] == 4 * (found["n_trained"] if lora else 8192 * 384)
     head = 640 * (2048 * (6 if NARROW else 4) + (8 if NARROW else 4) * 384)

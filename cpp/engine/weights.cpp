@@ -7,6 +7,7 @@
 #include "kernels/dispatch.h"
 #include "runtime/ceil_div.h"
 #include "runtime/checksum.h"
+#include "runtime/pages.h"
 #include "runtime/thread_pool.h"
 
 namespace whet {
@@ -119,6 +120,7 @@ void Weights::allocate() {
     };
     each_part([&](PackedWeight&, size_t size) { bytes += size; });
     memory_ = Zeroed(bytes);
+    memory_bytes_ = bytes;
     uint8_t* at = memory_.data();
     each_part([&](PackedWeight& part, size_t size) { part.place(at), at += size; });
 }
@@ -190,6 +192,12 @@ size_t Weights::size_bytes() const {
     }
     for (const auto& [slot, vector] : vectors_) bytes += vector->size() * sizeof(float);
     return bytes;
+}
+
+size_t Weights::release() {
+    const std::unique_lock packing(mutex_);
+    release_pages(memory_.data(), memory_bytes_);
+    return memory_bytes_;
 }
 
 }  // namespace whet

@@ -71,6 +71,8 @@ public:
     // Of all bytes, in the formats that they are packed in.
     uint64_t checksum(const std::string& slot) const;
     size_t size_bytes() const;
+    // Gives the memory of the matrices back to the system: zeros, until they are packed again.
+    size_t release();
 
     std::shared_lock<std::shared_mutex> reading() const { return std::shared_lock(mutex_); }
 
@@ -78,6 +80,7 @@ private:
     const ModelConfig config_;
     mutable std::shared_mutex mutex_;
     Zeroed memory_;  // of the matrices
+    size_t memory_bytes_ = 0;
     std::map<std::string, Matrix*> matrices_;
     std::map<std::string, std::vector<float>*> vectors_;
 

@@ -198,6 +198,30 @@ def test_a_sync_that_is_stopped_twice_is_known_to_be_torn(monkeypatch):
             assert answers(engine) == answers(fresh) != old
 
 
+def test_released_weights_are_gone_until_the_next_sync():
+    model = policy().merge_and_unload()
+    with engine_of(model) as engine:
+        said, n_bytes = answers(engine), engine.memory["weights_bytes"]
+        with engine.stream([1, 2], SAMPLING) as stream:
+            next(stream)
+            with pytest.raises(EngineBusyError, match="release_weights: 1 calls are under way"):
+                engine.release_weights()
+        assert answers(engine) == said
+        assert 0 < engine.release_weights() <= n_bytes
+        assert {part: n for part, _, n in engine.held_memory()}["sampler_weights"] == 0
+        for call in (engine.generate, engine.logprobs):
+            assert_raises(WhetError, r"release_weights gave the memory .* back\. Call sync\(model\)", call, [[1, 2]])
+        engine.sync(model)
+        assert answers(engine) == said
+
+
+def test_weights_that_a_sync_keeps_are_not_released():
+    with engine_of(policy()) as engine:
+        said = answers(engine)
+        assert engine.release_weights() == 0
+        assert answers(engine) == said
+
+
 def test_merged_unmerged_and_a_base_that_changed():
     """What is packed is what the model computes, whichever of its weights changed and however."""
     model = policy()

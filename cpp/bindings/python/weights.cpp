@@ -162,6 +162,9 @@ void bind_weights(nb::module_& m) {
                  const nb::gil_scoped_release release;
                  return weights.value->checksum(slot);
              })
+        .def(
+            "release", [](const Shared<Weights>& weights) { return weights.value->release(); },
+            nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("size_bytes", [](const Shared<Weights>& weights) { return weights.value->size_bytes(); });
 }
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from whet import _core
 from whet.config.settings import EngineName
+from whet.engine import Engine
 from whet.errors import WhetTypeError
 from whet.nn.frozen import base_of
 from whet.rewards.functions import RewardFn, RewardFunctions
@@ -58,7 +59,8 @@ class OnlineTrainer(Trainer):
             weights = "bf16"  # as the policy's matrix products use them
         make = partial(make_engine, chosen, model, weights, type(self).__name__, tokenizer=self.tokenizer)
         self.engine = make(config.kv_bytes)
-        self._make_engine = make if isinstance(chosen, str) and not config.kv_bytes else None
+        self._is_own_engine = isinstance(chosen, str)
+        self._make_engine = make if self._is_own_engine and not config.kv_bytes else None
         self.last_completions: list[dict[str, Any]] = []
         self._sampler_bytes = 0
 
@@ -96,30 +98,30 @@ class OnlineTrainer(Trainer):
             raise WhetTypeError(f"{where}: there is no reward function, but a preference_fn. Pass reward_fn.")
         if not isinstance(functions, RewardFunctions):
             functions = reward_functions(self.config, functions)
-        self.engine.sync(self.model)
         scored = []
-        with self._sampler_memory():
+        with self._synced_engine():
             for i, (batch,) in enumerate(self.in_order(dataset)):
                 scored.append(self._sample(batch, 1, i, where, temperature).score(functions))
         return mean_rewards(scored)
 
     def sample(self, prompt_batch: Any, n: int) -> Rollout:
         """``n`` completions per prompt from the policy as it is, the same ones for one (seed, step)."""
-        with phase("sync"):
-            self.engine.sync(self.model)
-        with self._sampler_memory():
+        with self._synced_engine():
             return self._sample(prompt_batch, n, self.step, type(self).__name__)
 
     @contextmanager
-    def _sampler_memory(self) -> Iterator[None]:
+    def _synced_engine(self) -> Iterator[None]:
         """Sampling takes the memory that updates have left, and gives it back: the peak is of one of them, not of both.
 
         The allocator keeps what an update frees, and the engine what its sequences had. As much of the former goes back
-        to the system before as the engine took the last time, and all of the latter afterwards.
+        to the system before as the engine took the last time, and all of the latter afterwards; weights that the next
+        sync packs anew, too.
         """
         if self.acceleration is not None:
             with phase("generation"):
                 _core.release_freed_memory(self._sampler_bytes)
+        with phase("sync"):
+            self.engine.sync(self.model)
         try:
             yield
         finally:
@@ -127,6 +129,9 @@ class OnlineTrainer(Trainer):
             if release is not None:
                 with phase("generation"):
                     self._sampler_bytes = release()
+        if self._is_own_engine and isinstance(self.engine, Engine):  # a user's may sample again without a sync
+            with phase("generation"):
+                self._sampler_bytes += self.engine.release_weights()
 
     def _sample(self, batch: Any, n: int, key: int, where: str, temperature: float | None = None) -> Rollout:
         """``n`` completions per prompt, the same ones for one (seed, key) and the engine's weights."""

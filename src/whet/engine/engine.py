@@ -44,6 +44,12 @@ from whet.models.sources.live import describe_module
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 
+_TORN = (
+    "a sync was stopped among the weights, which are neither those before nor those after. Call sync again, or make a "
+    "new engine"
+)
+_RELEASED = "release_weights gave the memory of the weights back. Call sync(model) before"
+
 
 class Engine:
     """Samples completions and scores sequences.
@@ -433,6 +439,26 @@ class Engine:
         """
         return self._calls.use("Engine.release_memory").release_memory()
 
+    def release_weights(self) -> int:
+        """Give the memory of weights that the next ``sync`` packs anew back to the system, until then.
+
+        Before a training step that changes all of them, which then has it for gradients. Nothing happens where ``sync``
+        keeps weights: those of a base, and those beside adapters that are kept apart.
+
+        Returns:
+            How many bytes it was.
+
+        Raises:
+            EngineBusyError: a completion is under way.
+        """
+        where = "Engine.release_weights"
+        with (session := Session(self._calls, where)), session:
+            session.begin(exclusive=True)
+            if self.base is not None or self._stored is not None:
+                return 0
+            self._calls.unusable = _RELEASED
+            return self._calls.use(where).weights.release()
+
     def held_memory(self) -> Iterator[tuple[str, Hashable, int]]:
         """The memory that the engine holds, for ``whet.memory_report``; nothing once it is closed."""
         core = self._calls.core
@@ -441,7 +467,7 @@ class Engine:
         memory = core.memory()
         if self.base is not None:
             yield from self.base.held_memory()
-        own = ["weights_bytes"] if self.base is None else []
+        own = ["weights_bytes"] if self.base is None and self._calls.unusable != _RELEASED else []
         for part, *names in (
             ("sampler_weights", *own, "adapters_bytes"),
             ("kv_cache", "kv_committed_bytes"),
@@ -473,7 +499,7 @@ class Engine:
         calls = self._calls
         core = calls.use(where)
         stored = checksums(pieces) if source.adapters else None
-        is_packed = not pieces or (stored is not None and stored == self._stored and not calls.torn)
+        is_packed = not pieces or (stored is not None and stored == self._stored and not calls.unusable)
         with (new := NewAdapter(calls)), new:
             if source.adapters:
                 core.add_adapter(new.number, adapter_parts({}, self.config, source.adapters, where))
@@ -481,9 +507,9 @@ class Engine:
 
             def replace() -> None:
                 if not is_packed:
-                    calls.torn, self._stored = True, None
+                    calls.unusable, self._stored = _TORN, None
                     load(core.weights, pieces if version else checked(pieces, where))
-                calls.own_adapter, self.policy_version, self._stored, calls.torn = own_adapter, version, stored, False
+                calls.own_adapter, self.policy_version, self._stored, calls.unusable = own_adapter, version, stored, ""
                 core.remove_adapter(before)
 
             if version == 0:

@@ -38,7 +38,7 @@ class Calls:
         numbers, adapter_numbers: of the next session and adapter.
         adapters: those that ``add_adapter`` gives out.
         own_adapter: the model's own; 0: none.
-        torn: whether the weights are half those before and half those after a ``sync``.
+        unusable: what is wrong with the weights until the next ``sync``; "": nothing.
     """
 
     def __init__(self, core: Any) -> None:
@@ -46,7 +46,7 @@ class Calls:
         self.numbers, self.adapter_numbers = itertools.count(1), itertools.count(1)
         self.adapters: set[int] = set()
         self.own_adapter = 0
-        self.torn = False
+        self.unusable = ""
         # Held by weak references, which are put among the dropped ones by no Python code: that could be interrupted.
         self._sessions: dict[int, weakref.KeyedRef[int, Session]] = {}
         self._dropped: deque[weakref.KeyedRef[int, Session]] = deque()
@@ -72,7 +72,7 @@ class Calls:
 
         Raises:
             WhetValueError: the engine is closed.
-            WhetError: the weights are torn, and the session is for requests.
+            WhetError: the weights are unusable, and the session is for requests.
             EngineBusyError: the session is to be exclusive, and others are under way.
         """
         self._sessions[session.number] = weakref.KeyedRef(session, self._dropped.append, session.number)
@@ -83,11 +83,8 @@ class Calls:
                     f"weights. Finish or close them first."
                 )
             time.sleep(_TURN_S)
-        if self.torn and not exclusive:
-            raise WhetError(
-                f"{where}: a sync was stopped among the weights, which are neither those before nor those after. Call "
-                f"sync again, or make a new engine."
-            )
+        if self.unusable and not exclusive:
+            raise WhetError(f"{where}: {self.unusable}.")
 
     def end(self, number: int) -> None:
         """Nothing of this session is left; nothing happens where it has ended."""

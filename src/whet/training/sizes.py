@@ -40,7 +40,8 @@ class RunMemory(NamedTuple):
         update: parts of an update at the beginning of its last backward pass: activations, gradients, and what the
             allocator loses.
         gradients: at the end of that pass, which has all of them and no activations.
-        sampling: parts of sampling: keys and values, and workspace. They take the memory that updates have left.
+        sampling: parts of sampling: keys and values, workspace, and weights that each sync packs anew. They take the
+            memory that updates have left.
     """
 
     parts: dict[str, int]
@@ -120,14 +121,16 @@ def run_memory(
         if not is_packed:
             weights = ("bf16" if narrow else "float32") if config.rollout_weights == "auto" else config.rollout_weights
         engine = estimate(source, weights, batch=MAX_BATCH)
-        apart = "float32" if weights == "float32" else "bfloat16"  # format of adapters beside the weights
-        beside = adapters.factors if adapters is not None and adapters.is_apart else ()
-        parts["sampler_weights"] = (0 if is_packed else engine.weights) + sum(
-            slot_bytes((rank, place.shape[1]), apart) + slot_bytes((place.shape[0], rank), apart)
-            for place, rank in beside
-        )
         kv_cache = _n_pages(config, lengths) * page_bytes(model, engine.kv_format)
         sampling = {"kv_cache": min(kv_cache, config.kv_bytes or KV_BYTES), "workspace": engine.workspace}
+        if adapters is not None and adapters.is_apart:
+            apart = "float32" if weights == "float32" else "bfloat16"  # format of adapters beside the weights
+            parts["sampler_weights"] = (0 if is_packed else engine.weights) + sum(
+                slot_bytes((rank, place.shape[1]), apart) + slot_bytes((place.shape[0], rank), apart)
+                for place, rank in adapters.factors
+            )
+        elif not is_packed:  # given back before the update
+            sampling["sampler_weights"] = engine.weights
     return RunMemory(parts, update, 4 * n_trained, sampling)
 
 
