@@ -323,8 +323,10 @@ def test_commands(piped, endless, tmp_path, monkeypatch):
     argv = ["--max-new-tokens", "12", "--system", "Be brief."]
     lines = ["/system", "Hi", "/save a.jsonl", "/save a.jsonl", "/save no/folder.jsonl", "/regenerate", "/clear"]
     lines += ["/save b.jsonl", "/system Sing.", "/system", "Hi", "/save b.jsonl"]
-    status, out, err = piped(endless, *lines, argv=argv)
+    odd = ["/save " + "x" * 300, "/save a\0b", "/save ~nobody-of-this-name/a.jsonl"]
+    status, out, err = piped(endless, *lines, *odd, argv=argv)
     assert status == 2 and out.splitlines()[0] == "Be brief." and "Sing." in out
+    assert err.count("cannot be written") == 1 + len(odd) and "File name too long" in err and "null byte" in err
     assert "there is a file 'a.jsonl' already" in err and "'no/folder.jsonl' cannot be written" in err
     assert "there is no turn to save" in err and err.count("(the conversation starts over)") == 2
     [a], [b] = read_rows("a.jsonl"), read_rows("b.jsonl")

@@ -122,6 +122,13 @@ def test_a_closed_stream_is_the_null_device(closed, argv, status, tiny_gguf):
     assert (run.returncode, run.stdout, run.stderr) == (status, "", "")
 
 
+@pytest.mark.parametrize("argv", ["info {}", "generate {} --prompt x", "chat {}", "estimate {}"])
+def test_a_name_that_no_file_can_have_is_one_line(argv, capsys):
+    assert main(argv.format("x" * 300).split()) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("whet: 'xxx") and line.endswith("File name too long. Name another place.")
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
 @pytest.mark.parametrize("argv", ["--help", "info {model}", "chat {model} --max-new-tokens 2"])
 def test_output_that_cannot_be_written_is_one_line(argv, tiny_gguf):

@@ -139,6 +139,8 @@ class Broken(Letters):
             time.sleep(60)
         if row["answer"] == "e":
             os._exit(3)
+        if row["answer"] == "f":
+            return "1"
         return super().score(completion, row)
 
 
@@ -146,14 +148,15 @@ def test_scoring_that_fails_costs_the_completion_and_no_other(tokenizer):
     letters = "abcdeafa"
     groups = [[[4 + "abcdefgh".index(letter), EOS]] for letter in letters]
     result = run(groups, tokenizer, Broken(letters), timeout_s=3)
-    assert result.scores[:, 0].tolist() == [1, 0, 0, 0, 0, 1, 1, 1]
+    assert result.scores[:, 0].tolist() == [1, 0, 0, 0, 0, 1, 0, 1]
     assert result.failures == {
         (1, 0): "it raised RuntimeError: no such letter",
-        (2, 0): "it gave nan",
+        (2, 0): "it gave nan, which is no finite number",
+        (6, 0): "it gave '1', which is no finite number",
         (3, 0): "CallTimeout: it did not return within timeout_s=3",
         (4, 0): "its process died with exit code 3",
     }
-    assert result.summary()["scoring_failures"] == 4
+    assert result.summary()["scoring_failures"] == 5
     assert result.records()[3]["completions"][0]["failure"].startswith("CallTimeout")
 
 
@@ -195,7 +198,9 @@ def test_rows_with_reward_functions_are_a_task(tmp_path, tokenizer):
     assert result.items.task.name == "rows"
     assert result.scores.tolist() == [[1.5], [0.5]] and not result.failures
     unscored = run([[[A, EOS]], [[B, EOS]]], tokenizer, RewardedRows(str(path), [right]))
-    assert unscored.scores.tolist() == [[1], [0]] and unscored.failures == {(1, 0): "it gave nan"}
+    assert unscored.scores.tolist() == [[1], [0]] and unscored.failures == {
+        (1, 0): "it gave nan, which is no finite number"
+    }
 
 
 def test_what_a_task_prints_goes_to_standard_error(tokenizer, capfd):

@@ -41,3 +41,13 @@ class NoPrompt(Doubles):
 class OddPrompt(Doubles):
     def __init__(self) -> None:
         self.rows = [{"prompt": [{"role": "user", "content": {1, 2}}]}]
+
+
+class TokenPrompt(Doubles):
+    def __init__(self) -> None:
+        self.rows = [{"prompt": [5, 6]}]
+
+
+class HalfPrompt(Doubles):
+    def __init__(self) -> None:
+        self.rows = [{"prompt": "\ud800"}]

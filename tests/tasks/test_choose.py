@@ -67,6 +67,8 @@ def test_a_system_prompt_is_a_message_or_a_paragraph(system_prompt, text, first)
         (f"{OWN}:NoScore", WhetTypeError, "has no score, which a task needs"),
         (f"{OWN}:NoPrompt", WhetTypeError, "rows[0] of doubles is {'question': '1'}, expected a dict with a prompt"),
         (f"{OWN}:OddPrompt", WhetTypeError, "has the prompt [{'role': 'user', 'content': {1, 2}}], expected text or"),
+        (f"{OWN}:TokenPrompt", WhetTypeError, "has the prompt [5, 6], expected text or chat messages: it is a list"),
+        (f"{OWN}:HalfPrompt", WhetTypeError, "surrogates not allowed"),
         (f"{OWN}:Doubles,size=1,held_out=1", WhetValueError, "none of the 1 rows of doubles belongs to 'train'"),
     ],
 )

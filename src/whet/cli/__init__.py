@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import difflib
+import errno
 import gc
 import importlib
 import os
@@ -78,6 +79,11 @@ Samples n completions per prompt and gives the best as a line of JSON.
 Flags override the settings of CONFIG.toml, if there is one."""
 
 
+_PLACES = {
+    errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP, errno.ENOTDIR
+}  # fmt: skip
+"""What is wrong with a path that a user named, wherever it is found."""
+
 atexit.register(gc.freeze)  # or the interpreter looks through all of torch for garbage, twice, before it ends: a second
 
 
@@ -106,6 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             _discard_output()
             return 141
         except OSError as error:
+            if error.errno in _PLACES and error.filename is not None:
+                print(f"whet: {str(error.filename)!r:.200}: {error.strerror}. Name another place.", file=sys.stderr)
+                return 2
             if not _is_output_unwritable():
                 raise
             _discard_output()

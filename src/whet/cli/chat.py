@@ -222,7 +222,7 @@ class _Chat:
         name = others.strip() if with_thinking else rest
         if not name:
             raise WhetValueError(f"{_WHERE}: /save needs the name of a file: /save talk.jsonl")
-        save(self.conversation, Path(name).expanduser(), with_thinking)
+        save(self.conversation, Path(os.path.expanduser(name)), with_thinking)
         _tell(f"written to {name}")
 
 
@@ -233,12 +233,16 @@ def save(conversation: Conversation, path: Path, thinking: bool) -> None:
         WhetValueError: nothing has been said, there is such a file, or it cannot be written.
     """
     row = conversation.row(thinking)
-    if path.exists():
-        raise WhetValueError(f"{_WHERE}: there is a file {str(path)!r} already. Choose another name, or remove it.")
     try:
+        if os.path.lexists(path):
+            raise WhetValueError(f"{_WHERE}: there is a file {str(path)!r} already. Choose another name, or remove it.")
         replace_text(path, json.dumps(row, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise WhetValueError(f"{_WHERE}: {str(path)!r} cannot be written: {error}.") from error
+    except (OSError, ValueError) as error:  # ValueError: names with NUL, text with lone surrogates
+        if isinstance(error, WhetValueError):
+            raise
+        raise WhetValueError(
+            f"{_WHERE}: {str(path)!r:.200} cannot be written: {error}. Choose another name."
+        ) from error
 
 
 def _stats(conversation: Conversation) -> str:

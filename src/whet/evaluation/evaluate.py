@@ -21,6 +21,7 @@ from whet.config.sampling import Completion, SamplingParams
 from whet.data.rows import is_messages, tokenize_prompt
 from whet.errors import WhetValueError
 from whet.evaluation.statistics import Estimate, mean, pass_at_k, share, share_difference, sign_test
+from whet.rewards.functions import as_score
 from whet.rewards.processes import call_in_children, summary
 from whet.rollout.protocol import RolloutEngine
 from whet.tasks import Task, prompt_of
@@ -298,10 +299,13 @@ def _score_each(task: Task, pairs: Sequence[tuple[str, Mapping[str, Any]]]) -> l
 
 def _score(task: Task, completion: str, row: Mapping[str, Any]) -> tuple[float, str]:
     try:
-        score = float(task.score(completion, row))
+        given = task.score(completion, row)
     except Exception as error:
         return 0.0, f"it raised {summary(error)}"
-    return (score, "") if math.isfinite(score) else (0.0, f"it gave {score}")
+    score = as_score(given)
+    if score is None or not math.isfinite(score):
+        return 0.0, f"it gave {given!r:.60}, which is no finite number"
+    return score, ""
 
 
 def _n_cpus() -> int:

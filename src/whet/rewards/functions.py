@@ -315,13 +315,13 @@ def _check_scores(n: int, result: Any) -> _Scored:
         return _Scored([], [], f"it returned {type(result).__name__}, expected a list of {n} numbers")
     if len(values) != n:
         return _Scored([], [], f"it returned {len(values)} scores for {n} completions")
-    scores = [_as_float(value) for value in values]
+    scores = [as_score(value) for value in values]
     bad = [i for i, score in enumerate(scores) if score is not None and not math.isfinite(score)]
     faults = [(i, f"it gave {values[i]!r:.60}, which is no finite number") for i in bad]
     return _Scored([None if i in set(bad) else score for i, score in enumerate(scores)], faults)
 
 
-def _as_float(value: Any) -> float | None:
+def as_score(value: Any) -> float | None:
     """``value`` as a float; None stays None, and anything that is no number becomes NaN."""
     if value is None:
         return None

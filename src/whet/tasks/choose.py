@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whet.config.fields import check_used
+from whet.data.rows import is_messages
 from whet.errors import WhetTypeError, WhetValueError
 from whet.rewards.functions import load_function
 from whet.tasks.protocol import Split, Task, split_of
@@ -73,14 +74,17 @@ def _prompt(task: Task, i: int) -> Any:
     row = task.rows[i]
     if not isinstance(row, Mapping) or "prompt" not in row:
         raise WhetTypeError(f"open_task: rows[{i}] of {task.name} is {row!r:.60}, expected a dict with a prompt.")
+    prompt = row["prompt"]
     try:
-        json.dumps(row["prompt"])  # the split is a hash of it
+        if not (isinstance(prompt, str) or is_messages(prompt)):
+            raise TypeError(f"it is a {type(prompt).__name__}")
+        json.dumps(prompt, ensure_ascii=False).encode()  # the split is a hash of it
     except (TypeError, ValueError) as error:
         raise WhetTypeError(
-            f"open_task: rows[{i}] of {task.name} has the prompt {row['prompt']!r:.60}, expected text or chat "
+            f"open_task: rows[{i}] of {task.name} has the prompt {prompt!r:.60}, expected text or chat "
             f"messages: {error}."
         ) from error
-    return row["prompt"]
+    return prompt
 
 
 def _make(settings: TaskSettings) -> Task:
