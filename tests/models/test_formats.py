@@ -6,7 +6,17 @@ import gguf
 import pytest
 
 from whet.config import RolloutWeights
-from whet.models.formats import FORMATS, MIXTURES, TABLE, Part, Weights, choose_formats, core_format
+from whet.models.formats import (
+    FILE_TYPES,
+    FORMATS,
+    MIXTURES,
+    TABLE,
+    FileType,
+    Part,
+    Weights,
+    choose_formats,
+    core_format,
+)
 from whet.models.sizes import source_of_config
 from whet.ops.quant import CORE_TABLE
 
@@ -43,7 +53,14 @@ def test_there_is_a_format_for_rows_of_any_length():
 
 def test_written_lists_are_the_tables():
     assert set(get_args(Weights)) == set(FORMATS) and len(get_args(Weights)) == len(FORMATS)
+    assert get_args(FileType) == tuple(FILE_TYPES)
     assert get_args(RolloutWeights) == ("auto", *get_args(Weights))
+
+
+@pytest.mark.parametrize("name", FILE_TYPES)
+def test_file_types_are_those_of_the_gguf_package(name):
+    prefix = "ALL" if name == "f32" else "MOSTLY"
+    assert FILE_TYPES[name].file_type == gguf.LlamaFileType[f"{prefix}_{name.upper()}"]
 
 
 LLAMA_CPPS = {

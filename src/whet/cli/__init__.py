@@ -38,6 +38,7 @@ usage: whet COMMAND ...
   whet generate MODEL --prompt TEXT   continue a text
   whet chat MODEL                     talk to a model
   whet eval MODEL --task TASK         accuracy on a task, of one model or two
+  whet export MODEL OUT.gguf          write it for llama.cpp and Ollama
   whet fetch NAME                     get a model by name
   whet info MODEL                     what a model is, and whether it runs
   whet estimate MODEL                 memory of a model, in every format
@@ -186,6 +187,7 @@ _COMMANDS = {
     "generate": ("train", "tyro", "rich", "tokenizers", "jinja2"),
     "chat": ("train", "tyro", "rich", "tokenizers", "jinja2"),
     "eval": ("train", "tyro", "rich", "tokenizers", "jinja2"),
+    "export": ("train", "tyro", "rich", "tokenizers", "jinja2"),
     "fetch": ("train", "tyro"),
     "info": ("train", "tyro", "rich"),
     "estimate": ("train", "tyro", "rich"),

@@ -177,7 +177,7 @@ def load_tokenizer(model: str | GGUFFile, where: str, chat_template: str = "") -
         WhetValueError: there is none, or it or the template cannot be read.
         MissingExtraError: of a folder, and transformers is not installed.
     """
-    template = _read_template(chat_template, where) if chat_template else None
+    template = read_template(chat_template, where) if chat_template else None
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
@@ -189,7 +189,12 @@ def load_tokenizer(model: str | GGUFFile, where: str, chat_template: str = "") -
     return tokenizer
 
 
-def _read_template(path: str, where: str) -> str:
+def read_template(path: str, where: str) -> str:
+    """The chat template in a file.
+
+    Raises:
+        WhetValueError: it cannot be read, or is empty.
+    """
     try:
         template = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -11,9 +11,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from whet.errors import WhetValueError
 
@@ -164,6 +167,17 @@ class ModelConfig:
     def n_parameters(self) -> int:
         """Every weight, a shared one once."""
         return sum(math.prod(shape) for shape in self.slots().values())
+
+
+def find_difference(a: ModelConfig, b: ModelConfig) -> str | None:
+    """The first field in which two models compute something else; frequencies may differ by rounding to float32."""
+    for field in dataclasses.fields(ModelConfig):
+        one, other = getattr(a, field.name), getattr(b, field.name)
+        is_number = field.name in ("inv_freq", "attention_factor", "attention_scale", "norm_eps")
+        is_close = is_number and np.shape(one) == np.shape(other)
+        if not (np.allclose(one, other, rtol=1e-5, atol=0) if is_close else one == other):
+            return field.name
+    return None
 
 
 def _wrong(name: str, got: Any, expected: str) -> WhetValueError:

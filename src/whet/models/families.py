@@ -145,6 +145,17 @@ def short_position(config: Any, where: str = "short_position") -> int | None:
     return original if longer and scaling.get("short_factor") != scaling.get("long_factor") else None
 
 
+def trained_position(config: Mapping[str, Any], where: str) -> int:
+    """Tokens of the longest sequence by a Hugging Face config."""
+    return _Options(config, family_of(config, where), where).size("max_position")
+
+
+def rope_scaling(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The settings of a Hugging Face config's rotary embedding, from whichever places say them."""
+    options = _Options(config, family_of(config, where), where)
+    return _scaling(options, options.size("max_position"))
+
+
 def module_targets(model_type: str, config: ModelConfig) -> dict[str, Place]:
     """The place of every module of the Hugging Face model, by its name there."""
     return {name: place for place in places(config, FAMILIES[model_type].modules) for name in place.names}

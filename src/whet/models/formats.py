@@ -14,12 +14,15 @@ from whet.errors import WhetValueError
 from whet.ops.quant import CORE_TABLE
 
 if TYPE_CHECKING:
-    from whet.models.slots import Source
+    from whet.models.architecture import ModelConfig
+    from whet.models.slots import Place, Source
 
 Weights = Literal[
     "float32", "bf16", "int8", "int4", "q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "q4_k_m", "q5_k_m"
 ]
 """``FORMATS``, for type checkers and the command line."""
+FileType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k"]
+"""``FILE_TYPES``, for type checkers and the command line."""
 PAGE_TOKENS = 64
 """Tokens of a page of the KV cache: the core's kPageTokens."""
 
@@ -67,14 +70,42 @@ class Format(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """A mixture of llama.cpp's: ``more`` for attention's values and the MLP's way down in the layers that need it.
+    """A file type of llama.cpp: the formats of a model's matrices. Norms, biases and positions are float32.
+
+    Attributes:
+        file_type: llama.cpp's number, ``general.file_type``.
+        base: the format of most matrices.
+        more: that of attention's values and the MLP's way down in the layers that need it.
+        head: that of the head, or of the embedding where it is the head.
+        is_spread: whether ``more`` is for layers all over the model; else for the first.
 
     Source: llama.cpp, src/llama-quant.cpp.
     """
 
+    file_type: int
     base: str
     more: str
     head: str
+    is_spread: bool = True
+
+    @classmethod
+    def of(cls, file_type: int, base: str, more: str = "", head: str = "", is_spread: bool = True) -> Mixture:
+        """A mixture whose formats are ``base`` where they are not given."""
+        return cls(file_type, base, more or base, head or base, is_spread)
+
+    def outer_format(self, slot: str, tied_head: bool) -> str:
+        """The format of the embedding or the head."""
+        return self.head if slot == "head" or tied_head else self.base
+
+    def layer_format(self, matrix: str, i: int, n_layers: int) -> str:
+        """The format of a matrix of layer i: "values" (or q, k and v in one), "down", or another."""
+        if matrix not in ("values", "down"):
+            return self.base
+        if self.is_spread:
+            needs_more = i < n_layers // 8 or i >= 7 * n_layers // 8 or (i - n_layers // 8) % 3 == 2
+        else:
+            needs_more = i < (4 if matrix == "values" else n_layers // 8)
+        return self.more if needs_more else self.base
 
 
 class Part(NamedTuple):
@@ -101,7 +132,23 @@ _ROWS = [*_core.stored_types(), ("int8",)]
 TABLE = {row[0]: Format(*row, **_SETTINGS.get(row[0], {})) for row in _ROWS}
 if wrong := [n for n, c in CORE_TABLE.items() if n not in TABLE or TABLE[n][3:5] != (c.block_length, c.block_bytes)]:
     raise ImportError(f"whet.models.formats: the core's tables do not agree on {', '.join(wrong)}. Build it again.")
-MIXTURES = {"q4_k_m": Mixture("q4_k", "q6_k", "q6_k"), "q5_k_m": Mixture("q5_k", "q6_k", "q6_k")}
+FILE_TYPES = {
+    "f32": Mixture.of(0, "float32"),
+    "f16": Mixture.of(1, "float16"),
+    "bf16": Mixture.of(32, "bfloat16"),
+    "q8_0": Mixture.of(7, "q8_0"),
+    "q4_0": Mixture.of(2, "q4_0", head="q6_k"),
+    "q4_1": Mixture.of(3, "q4_1", head="q6_k"),
+    "q5_0": Mixture.of(8, "q5_0", head="q6_k"),
+    "q4_k_s": Mixture.of(14, "q4_k", "q5_k", "q6_k", is_spread=False),
+    "q4_k_m": Mixture.of(15, "q4_k", "q6_k", "q6_k"),
+    "q5_k_s": Mixture.of(16, "q5_k", head="q6_k"),
+    "q5_k_m": Mixture.of(17, "q5_k", "q6_k", "q6_k"),
+    "q6_k": Mixture.of(18, "q6_k"),
+}
+"""The mixtures that GGUF files are written in, by the names that llama-quantize has."""
+MIXTURES = {name: FILE_TYPES[name] for name in ("q4_k_m", "q5_k_m")}
+"""Of these the values of ``weights`` that are no format."""
 FLOAT_FORMATS = tuple(name for name, format in TABLE.items() if format.is_float)
 FORMATS = (*(TABLE[name].usual_name for name in CORE_TABLE), *MIXTURES)
 """Values of ``weights``, by the names that documents use."""
@@ -207,6 +254,20 @@ def usual_name(weights: str, where: str) -> str:
     return weights if weights in MIXTURES else TABLE[core_format(weights, "weights", where)].usual_name
 
 
+def file_format(mixture: Mixture, config: ModelConfig, place: Place) -> str:
+    """The format of a tensor of a GGUF file; of rows that no blocks divide float16, as llama-quantize has it."""
+    if len(place.shape) == 1 or place.weight == "positions":
+        return "float32"
+    _, number, name = place.weight.split(".") if "." in place.weight else ("", "", place.weight)
+    if not number:
+        format = mixture.outer_format(name, config.tied_head)
+    else:
+        matrix = "values" if name == "qkv" and place.module.part in ("", "v") else name
+        format = mixture.layer_format(matrix, int(number), config.n_layers)
+    format = _fit(format, place.shape[-1])
+    return format if TABLE[format].gguf_type is not None else "float16"
+
+
 def _fit(format: str, k: int) -> str:
     """The format, or the next one whose blocks divide rows of k."""
     while k % TABLE[format].block_length:
@@ -239,15 +300,11 @@ def _mixed_parts(mixture: Mixture, source: Source, slot: str, n_rows: int) -> li
     """The parts of a matrix in a mixture, before it is seen whether blocks divide its rows."""
     config = source.config
     if slot in ("embedding", "head"):
-        return [Part(n_rows, mixture.head if slot == "head" or config.tied_head else mixture.base)]
+        return [Part(n_rows, mixture.outer_format(slot, config.tied_head))]
     _, number, name = slot.split(".")
-    i, n = int(number), config.n_layers
-    needs_more = i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
-    format = mixture.more if needs_more else mixture.base
-    if name == "down":
-        return [Part(n_rows, format)]
+    format = mixture.layer_format("values" if name == "qkv" else name, int(number), config.n_layers)
     if name != "qkv":
-        return [Part(n_rows, mixture.base)]
+        return [Part(n_rows, format)]
     if any(place.weight == slot and not place.module.part for place in source.targets.values()):
         return [Part(n_rows, format)]  # the model stores q, k and v as one matrix
     n_values = config.n_kv_heads * config.head_dim

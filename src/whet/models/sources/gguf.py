@@ -57,9 +57,7 @@ def open_gguf(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | No
     """
     file = path if isinstance(path, GGUFFile) else read_gguf(Path(path), f'open_gguf("{path}")')
     where = f'open_gguf("{file.paths[0]}")'
-    options = read_options(file, where)
-    described = model_config(options, max_position=max_position, where=where)
-    described = _with_rope_freqs(described, file.tensors, where)
+    options, described = describe_gguf(file, max_position, where)
     modules = FAMILIES[options["model_type"]].gguf_modules
     architecture = file.metadata["general.architecture"]
     tensors = _split_qkv(file.tensors, modules, described, where)
@@ -82,6 +80,17 @@ def open_gguf(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | No
     return Source(described, lambda: iter(pieces), targets, short_position=short_position(options, where))
 
 
+def describe_gguf(file: GGUFFile, max_position: int | None, where: str) -> tuple[dict[str, Any], ModelConfig]:
+    """``read_options`` of a file, and the model that they and its ``rope_freqs`` describe.
+
+    Raises:
+        WhetValueError: as ``open_gguf``.
+    """
+    options = read_options(file, where)
+    described = model_config(options, max_position=max_position, where=where)
+    return options, _with_rope_freqs(described, file.tensors, where)
+
+
 def read_options(file: GGUFFile, where: str) -> dict[str, Any]:
     """The options of a file's model in the words of its Hugging Face config, but for the tensor ``rope_freqs``.
 
@@ -94,6 +103,21 @@ def read_options(file: GGUFFile, where: str) -> dict[str, Any]:
             f"{where}: general.architecture is {architecture!r:.60}; this engine reads {', '.join(_ARCHITECTURES)}."
         )
     return _Metadata(file, architecture, where).options()
+
+
+def model_type_of(path: str | os.PathLike[str] | GGUFFile, where: str) -> str:
+    """The name of the family of a file's model.
+
+    Raises:
+        WhetValueError: as ``read_options``.
+    """
+    return read_options(path if isinstance(path, GGUFFile) else read_gguf(Path(path), where), where)["model_type"]
+
+
+def own_vectors(path: str | os.PathLike[str] | GGUFFile) -> dict[str, np.ndarray]:
+    """The tensors of a file that are no weights: numbers of its rotary embedding."""
+    file = path if isinstance(path, GGUFFile) else read_gguf(Path(path), f'open_gguf("{path}")')
+    return {name: file.tensors[name].tensor for name in _ROPE_TENSORS.values() if name in file.tensors}
 
 
 def tensor_name(model_type: str, name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from whet.errors import WhetValueError, check_installed
-from whet.models.architecture import ModelConfig, Piece
+from whet.models.architecture import ModelConfig, Piece, find_difference
 from whet.models.families import GGUF_NAMES, model_config
 from whet.models.reference import piece_values
 from whet.models.slots import Source
@@ -123,14 +122,11 @@ def _divided_rope(config: ModelConfig, theta: float) -> dict[str, Any]:
 
 def _check_same(ours: ModelConfig, theirs: ModelConfig, where: str) -> None:
     """Refuse a model that transformers' config does not describe."""
-    for field in dataclasses.fields(ModelConfig):
-        a, b = getattr(ours, field.name), getattr(theirs, field.name)
-        is_close = field.name in ("inv_freq", "attention_factor", "attention_scale") and np.shape(a) == np.shape(b)
-        if not (np.allclose(a, b, rtol=1e-5, atol=0) if is_close else a == b):
-            raise WhetValueError(
-                f"{where}: {field.name} is {a!r:.80}, and in transformers it would be {b!r:.80}: this model cannot be "
-                f"trained from the file. Train its Hugging Face folder."
-            )
+    if (name := find_difference(ours, theirs)) is not None:
+        raise WhetValueError(
+            f"{where}: {name} is {getattr(ours, name)!r:.80}, and in transformers it would be "
+            f"{getattr(theirs, name)!r:.80}: this model cannot be trained from the file. Train its Hugging Face folder."
+        )
 
 
 def _copy_weights(source: Source, live: Source) -> None:

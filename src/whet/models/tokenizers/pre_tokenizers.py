@@ -19,7 +19,8 @@ Source: llama.cpp, src/llama-vocab.cpp (the names, what each implies, and the pa
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 
 class PreTokenizer(NamedTuple):
@@ -93,7 +94,7 @@ _KIMI = (
 
 _TABLE = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": PreTokenizer(
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": PreTokenizer(
         (_LLAMA3,), ignore_merges=True, add_bos=True
     ),
     "minicpm5": PreTokenizer((r"\p{N}{1,3}", _words(r"\p{N}+")), ignore_merges=True),
@@ -121,7 +122,7 @@ _TABLE = {
         ignore_merges=True,
     ),
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
-    "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": PreTokenizer((r"\p{N}", _GPT2)),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": PreTokenizer((r"\p{N}", _GPT2)),
     "gpt-2 phi-2 jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe gigachat a.x-4.0 mellum "
     "modern-bert mpt olmo jais trillion granite-docling exaone4": PreTokenizer((_GPT2,)),
     "qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 hunyuan solar-open megrez grok-2": PreTokenizer((_QWEN2,)),
@@ -161,3 +162,37 @@ _TABLE = {
 
 PRE_TOKENIZERS = {name: entry for names, entry in _TABLE.items() for name in names.split()}
 """``tokenizer.ggml.pre`` -> its meaning."""
+
+
+def find_name(parts: Sequence[Mapping[str, Any]], ignore_merges: bool) -> str | None:
+    """The name of the pre-tokenizer of a ``tokenizer.json``, by its expressions; None: it has none.
+
+    Args:
+        parts: of the pre-tokenizer, in order.
+        ignore_merges: the option of its BPE. Where names have the same expressions, one that agrees is preferred.
+    """
+    patterns = [_pattern_of(part) for part in parts]
+    wanted = [_canonical(pattern) for pattern in patterns if pattern]
+    if None in patterns or not wanted:
+        return None
+    names = [name for name, entry in PRE_TOKENIZERS.items() if list(map(_canonical, entry.patterns)) == wanted]
+    names = [name for name in names if PRE_TOKENIZERS[name].byte_level]
+    return next((name for name in names if PRE_TOKENIZERS[name].ignore_merges == ignore_merges), (*names, None)[0])
+
+
+def _pattern_of(part: Mapping[str, Any]) -> str | None:
+    """The expression whose matches a part isolates; empty: it splits nothing; None: it does something else."""
+    kind = part.get("type")
+    if kind == "Split" and "Regex" in part["pattern"]:
+        is_isolated = part["behavior"] == "Isolated" and not part["invert"]
+        return part["pattern"]["Regex"] if is_isolated or (part["behavior"] == "Removed" and part["invert"]) else None
+    if kind == "Digits":
+        return r"\p{N}" if part["individual_digits"] else r"\p{N}+"
+    if kind == "ByteLevel" and not part["add_prefix_space"]:
+        return _GPT2 if part.get("use_regex", True) else ""
+    return None
+
+
+def _canonical(pattern: str) -> str:
+    """Spaces that no branch matches are a piece of their own anyway."""
+    return pattern.removesuffix(r"|\s+")

@@ -1,0 +1,164 @@
+"""A model as a GGUF file that llama.cpp opens, in the mixtures of llama-quantize; needs no compiler and no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from whet.errors import WhetValueError
+from whet.models.families import FAMILIES, model_config
+from whet.models.formats import FILE_TYPES, Mixture, file_format
+from whet.models.gguf_keys import Keys, architecture_of, check_keys, make_keys
+from whet.models.gguf_writer import Progress, Tensor, check_place, encoded_metadata, write_gguf
+from whet.models.rows import Rows
+from whet.models.slots import LoRA, Module, Place, Source, places
+from whet.models.sources.folder import read_config
+from whet.models.sources.gguf import model_type_of, own_vectors
+from whet.models.sources.gguf_container import GGUFFile
+from whet.models.sources.mapped import map_file
+from whet.models.sources.pretrained import open_pretrained
+from whet.models.tokenizers.metadata import tokenizer_metadata
+
+_QUANTIZATION_VERSION = 2
+"""Of the layouts of blocks, which GGUF files say."""
+
+
+class Exported(NamedTuple):
+    """A file that was written: its bytes, and the number of its tensors in each format."""
+
+    size_bytes: int
+    formats: dict[str, int]
+
+
+def export_gguf(
+    model: str | os.PathLike[str] | GGUFFile,
+    path: str | os.PathLike[str],
+    quantize: str = "q4_k_m",
+    *,
+    source: Source | None = None,
+    adapters: Sequence[LoRA] = (),
+    tokenizer: str | os.PathLike[str] | None = None,
+    pre: str | None = None,
+    chat_template: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write a model as a GGUF file, with its tokenizer and chat template.
+
+    Each matrix gets the type that llama-quantize gives it in a mixture: more bits for some values and down projections,
+    and other blocks where its rows are no whole number of blocks. Norms and biases are float32. Tensors that are stored
+    in their type already keep their bytes. Memory is that of one tensor's rows, some at a time.
+
+    Args:
+        model: a Hugging Face folder, or a GGUF file, as ``open_pretrained`` takes them.
+        path: of the file to write.
+        quantize: of ``FILE_TYPES``.
+        source: the weights, where they are not the model's own: on a packed base, say.
+        adapters: merged into them.
+        tokenizer: a folder with a tokenizer.json; None: the model's.
+        pre: llama.cpp's name of the pre-tokenizer; None: the one that has the expressions of tokenizer.json. Of a
+            folder's tokenizer.
+        chat_template: in place of the tokenizer's.
+        overwrite: whether a file that is there is replaced.
+        progress: called with the bytes that are written, and those that will be.
+
+    Raises:
+        WhetValueError: no such type; a model that the engine does not run or that GGUF has no place for; a damaged
+            file; NaN or infinity; or nothing can be written there.
+        DiskFullError: there is no room for it. Whatever fails, nothing is left at ``path`` that was not there.
+    """
+    where = f'export_gguf("{path}")'
+    mixture = find_mixture(quantize, where)
+    check_place(Path(path), overwrite, where)
+    opened = open_pretrained(model) if source is None else source
+    opened = opened._replace(adapters=(*opened.adapters, *adapters))
+    if isinstance(model, GGUFFile) or Path(model).is_file():
+        metadata, keys, modules = _of_gguf(model, where)
+    else:
+        metadata, keys, modules = _of_folder(Path(model), opened, where)
+    rows = Rows(opened, where)
+    tensors = list(_tensors(rows, opened, modules, mixture))
+    if keys is not None:
+        check_keys(keys, tensors, opened.config, where)
+        metadata |= keys.metadata
+        vectors = keys.vectors
+    else:
+        vectors = own_vectors(model)
+    if keys is not None or tokenizer is not None:
+        folder = Path(model if tokenizer is None else tokenizer)  # type: ignore[arg-type]
+        metadata = {key: value for key, value in metadata.items() if not key.startswith("tokenizer.")}
+        metadata |= tokenizer_metadata(folder, opened.config.vocab_size, where, pre, chat_template)
+    elif pre is not None:
+        raise WhetValueError(f"{where}: pre is {pre!r}, and the tokenizer is a GGUF file's, which says its own.")
+    elif chat_template is not None:
+        metadata["tokenizer.chat_template"] = chat_template
+    metadata |= {"general.file_type": mixture.file_type, "general.quantization_version": _QUANTIZATION_VERSION}
+    tensors = [*(_vector_tensor(name, vector) for name, vector in vectors.items()), *tensors]
+    size_bytes = write_gguf(path, metadata, tensors, overwrite=overwrite, where=where, progress=progress)
+    formats = [tensor.format for tensor in tensors]
+    return Exported(size_bytes, {name: formats.count(name) for name in dict.fromkeys(formats)})
+
+
+def find_mixture(name: str, where: str) -> Mixture:
+    """A file type by its name.
+
+    Raises:
+        WhetValueError: there is none of that name.
+    """
+    if name not in FILE_TYPES:
+        raise WhetValueError(f"{where}: quantize is {name!r}, expected one of {', '.join(FILE_TYPES)}.")
+    return FILE_TYPES[name]
+
+
+def _of_gguf(
+    model: str | os.PathLike[str] | GGUFFile, where: str
+) -> tuple[dict[str, Any], Keys | None, tuple[Module, ...]]:
+    """A file's own metadata, to be written again as they are, and where its tensors go."""
+    path = model.paths[0] if isinstance(model, GGUFFile) else Path(model)
+    metadata: dict[str, Any] = {
+        key: value for key, value in encoded_metadata(map_file(path, where)).items() if not key.startswith("split.")
+    }
+    return metadata, None, FAMILIES[model_type_of(model, where)].gguf_modules
+
+
+def _of_folder(folder: Path, source: Source, where: str) -> tuple[dict[str, Any], Keys, tuple[Module, ...]]:
+    config = read_config(folder, where)
+    config = {**config, "tie_word_embeddings": source.config.tied_head}
+    architecture_of(config, where)
+    described = model_config(config, vocab_size=source.config.vocab_size, where=where)
+    keys = make_keys(config, described, where)
+    name = folder.resolve().name
+    return {"general.type": "model", "general.name": name}, keys, FAMILIES[config["model_type"]].gguf_modules
+
+
+def _tensors(rows: Rows, source: Source, modules: Sequence[Module], mixture: Mixture) -> Iterator[Tensor]:
+    """The tensors, layer by layer."""
+    slots = source.config.slots()
+    found = [place for place in places(source.config, modules) if place.weight in slots or place.bias]
+    for place in sorted(found, key=lambda place: _depth(place, source.config.n_layers)):
+        for suffix, slot in (("weight", place.weight), ("bias", place.bias)):
+            if slot not in slots or slot is None:
+                continue
+            shape = place.shape if suffix == "weight" else place.shape[:1]
+            format = file_format(mixture, source.config, place) if suffix == "weight" else "float32"
+
+            def chunks(place: Place = place, slot: str = slot, format: str = format) -> Iterator[np.ndarray]:
+                return rows.chunks(place, slot, format)
+
+            yield Tensor(f"{place.names[0]}.{suffix}", format, shape, chunks)
+
+
+def _depth(place: Place, n_layers: int) -> int:
+    """The place of a tensor in the file: before the layers, in one of them, or behind."""
+    begin, _, rest = place.weight.partition(".")
+    if begin == "layers":
+        return int(rest.partition(".")[0])
+    return -1 if begin in ("embedding", "positions") else n_layers
+
+
+def _vector_tensor(name: str, vector: np.ndarray) -> Tensor:
+    return Tensor(name, "float32", vector.shape, lambda: [vector])

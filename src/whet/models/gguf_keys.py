@@ -1,0 +1,135 @@
+"""The metadata of a GGUF file from a Hugging Face config: the inverse of ``sources.gguf.read_options``.
+
+Names come from families.json. What is written is read back as ``open_gguf`` does, and refused where that describes
+another model: GGUF has no place for all that a config can say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from whet.errors import WhetValueError
+from whet.models.architecture import ModelConfig, find_difference
+from whet.models.families import FAMILIES, GGUF_NAMES, family_of, rope_scaling, trained_position
+from whet.models.gguf_writer import Tensor
+from whet.models.slots import Stored
+from whet.models.sources.gguf import describe_gguf
+from whet.models.sources.gguf_container import GGUFFile
+
+_KEYS: dict[str, str] = GGUF_NAMES["keys"]
+_ROPE_TENSORS: dict[str, str] = GGUF_NAMES["rope_tensors"]
+
+
+class Keys(NamedTuple):
+    """A model's options in a file.
+
+    Attributes:
+        metadata: ``general.architecture`` and all keys of the architecture.
+        vectors: float32 tensors of rotary frequencies, by name.
+    """
+
+    metadata: dict[str, Any]
+    vectors: dict[str, np.ndarray]
+
+
+def architecture_of(config: Mapping[str, Any], where: str) -> str:
+    """GGUF's name of a config's family.
+
+    Raises:
+        WhetValueError: it has none.
+    """
+    family = family_of(config, where)
+    if family.gguf is None:
+        known = ", ".join(name for name, family in FAMILIES.items() if family.gguf is not None)
+        raise WhetValueError(
+            f"{where}: model_type is {config['model_type']!r}, which GGUF has no architecture for; it has {known}."
+        )
+    return family.gguf["architecture"]
+
+
+def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> Keys:
+    """The options of a Hugging Face config as a GGUF file has them.
+
+    Args:
+        config: the dict of config.json.
+        described: ``model_config`` of it.
+        where: begins the errors.
+
+    Raises:
+        WhetValueError: an option that GGUF has no place for.
+    """
+    architecture, family = architecture_of(config, where), family_of(config, where)
+    given: dict[str, Any] = {
+        "n_layers": described.n_layers,
+        "max_position": trained_position(config, where),
+        "hidden_dim": described.hidden_dim,
+        "ffn_dim": described.ffn_dim,
+        "n_heads": described.n_heads,
+        "n_kv_heads": described.n_kv_heads,
+        "head_dim": described.head_dim,
+        "value_dim": described.head_dim,
+        "rms_norm_eps" if described.norm == "rms" else "layer_norm_eps": described.norm_eps,
+    }
+    if family.window == "all" and any(described.windows):
+        given["sliding_window"] = max(described.windows)
+    if "parallel_residual" in family.settings:
+        given["use_parallel_residual"] = described.parallel_residual
+    vectors: dict[str, np.ndarray] = {}
+    if described.rotary_dim:
+        given["rotary_dim"] = described.rotary_dim
+        rope, vectors = _rope(described, rope_scaling(config, where), where)
+        given |= rope
+    metadata: dict[str, Any] = {"general.architecture": architecture}
+    metadata |= {f"{architecture}.{_KEYS[name]}": value for name, value in given.items()}
+    metadata[f"{architecture}.vocab_size"] = described.vocab_size
+    return Keys(metadata, vectors)
+
+
+def check_keys(keys: Keys, tensors: Sequence[Tensor], described: ModelConfig, where: str) -> None:
+    """Read back what will be written.
+
+    Raises:
+        WhetValueError: the file would describe another model.
+    """
+    stored = {tensor.name: Stored(None, tensor.format, tensor.shape) for tensor in tensors}
+    stored |= {name: Stored(vector, "float32", vector.shape) for name, vector in keys.vectors.items()}
+    file = GGUFFile((Path(where),), keys.metadata, stored)
+    _, found = describe_gguf(file, described.max_position, where)
+    if (name := find_difference(described, found)) is not None:
+        raise WhetValueError(
+            f"{where}: GGUF has no place for this model's {name}: it is {getattr(described, name)!r:.80}, and the file "
+            f"would say {getattr(found, name)!r:.80}."
+        )
+
+
+def _rope(
+    described: ModelConfig, scaling: Mapping[str, Any], where: str
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The keys of rotary embedding, and its tensors."""
+    kind, theta = scaling["rope_type"], float(scaling.get("rope_theta", 10000.0))
+    given: dict[str, Any] = {"rope_theta": theta}
+    original = scaling.get("original_max_position_embeddings")
+    if kind in ("linear", "yarn"):
+        factor = float(scaling["factor"])
+        given |= {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            given["original_max_position_embeddings"] = original
+            given["attention_factor"] = described.attention_factor / (0.1 * math.log(max(factor, 1.0)) + 1.0)
+            given |= {name: float(scaling[name]) for name in ("beta_fast", "beta_slow") if name in scaling}
+        return given, {}
+    if kind == "longrope":
+        given |= {"original_max_position_embeddings": original, "attention_factor": described.attention_factor}
+        names = ("long_factor", "short_factor")
+        return given, {_ROPE_TENSORS[name]: np.array(scaling[name], np.float32) for name in names}
+    plain = theta ** (-2 * np.arange(described.rotary_dim // 2) / described.rotary_dim)
+    if not all(described.inv_freq):
+        raise WhetValueError(f"{where}: GGUF has no place for rope_type {kind!r} with frequencies of 0.")
+    divisors = plain / np.array(described.inv_freq)
+    if np.allclose(divisors, 1.0, rtol=1e-6, atol=0):
+        return given, {}
+    return given, {_ROPE_TENSORS["divisors"]: divisors.astype(np.float32)}

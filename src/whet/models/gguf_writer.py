@@ -1,0 +1,224 @@
+"""Writes GGUF files: the header, the metadata, and tensors whose bytes are made while they are written.
+
+The file appears whole or not at all. Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md;
+``cpp/files/gguf.h`` reads it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from whet.errors import WhetTypeError, WhetValueError
+from whet.files import force_to_disk, temporary_beside, told_if_full
+from whet.models.formats import TABLE
+from whet.models.rows import row_bytes
+
+_VERSION = 3
+_ALIGNMENT = 32
+_STRING, _ARRAY, _BOOL, _UINT32, _UINT64, _INT64, _FLOAT32, _INT32 = 8, 9, 7, 4, 10, 11, 6, 5
+_OF_DTYPES = {"u1": 0, "i1": 1, "u2": 2, "i2": 3, "u4": 4, "i4": 5, "f4": 6, "b1": 7, "u8": 10, "i8": 11, "f8": 12}
+"""NumPy's names of types of values -> the format's numbers."""
+_SIZES = {number: int(name[1]) for name, number in _OF_DTYPES.items()}
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that are written, and those that will be."""
+
+
+class Tensor(NamedTuple):
+    """A tensor of a file that is being written.
+
+    Attributes:
+        name: in the file.
+        format: of the table of formats.
+        shape: in numbers, the slowest axis first.
+        chunks: makes its rows, some at a time, as ``format`` stores them.
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    chunks: Callable[[], Iterable[np.ndarray]]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape[:-1]) * row_bytes(self.format, self.shape[-1])
+
+
+class Encoded(bytes):
+    """A value's bytes in a file, its type first."""
+
+
+def write_gguf(
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, Any],
+    tensors: Sequence[Tensor],
+    *,
+    overwrite: bool = False,
+    where: str = "write_gguf",
+    progress: Progress | None = None,
+) -> int:
+    """Write a file and force it to disk; returns its bytes. Where it fails, what was at ``path`` is left alone.
+
+    Args:
+        path: of the file, in a folder that there is.
+        metadata: key -> bool, text, int (uint32, or as wide as it needs), float (float32), a list of texts, an array of
+            NumPy, or ``Encoded``.
+        tensors: in the order of the file.
+        overwrite: whether a file that is there is replaced.
+        where: begins the errors.
+        progress: told of every chunk.
+
+    Raises:
+        WhetValueError: there is such a file, or none can be written there; or what ``chunks`` raises.
+        WhetTypeError: a value that GGUF does not have.
+        DiskFullError: there is no room for it.
+    """
+    path = Path(path)
+    check_place(path, overwrite, where)
+    keys = [_text(key) + encode_value(key, value, where) for key, value in metadata.items()]
+    infos, offset = [], 0
+    for tensor in tensors:
+        sizes = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *reversed(tensor.shape))
+        infos.append(_text(tensor.name) + sizes + struct.pack("<IQ", _type_number(tensor, where), offset))
+        offset += tensor.size_bytes + _padding(tensor.size_bytes)
+    head = b"".join([b"GGUF", struct.pack("<IQQ", _VERSION, len(tensors), len(metadata)), *keys, *infos])
+    head += bytes(_padding(len(head)))
+    total = len(head) + offset
+    try:
+        with told_if_full(path, total), temporary_beside(path, "exporting") as temporary:
+            with temporary.open("wb", buffering=0) as file:
+                for n_written in _write(file, head, tensors, where):
+                    if progress is not None:
+                        progress(n_written, total)
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        force_to_disk(path.parent)
+    except PermissionError as error:
+        raise _unwritable(path, where, error) from error
+    return total
+
+
+def check_place(path: Path, overwrite: bool, where: str) -> None:
+    """Refuse a place that nothing can be written to, before anything is read.
+
+    Raises:
+        WhetValueError: there is something that is not to be replaced, or no folder for it.
+    """
+    if path.is_dir() or (path.exists() and not overwrite):
+        what = "is a folder" if path.is_dir() else "is there already"
+        raise WhetValueError(f"{where}: {path} {what}. Choose another name, or replace a file with --overwrite.")
+    if not path.parent.is_dir():
+        raise WhetValueError(f"{where}: there is no folder {path.parent}. Make it first.")
+    if not os.access(path.parent, os.W_OK):
+        raise _unwritable(path, where, PermissionError(13, "Permission denied"))
+
+
+def _unwritable(path: Path, where: str, error: OSError) -> WhetValueError:
+    return WhetValueError(
+        f"{where}: nothing can be written to {path.absolute().parent}: {error.strerror}. Choose another folder."
+    )
+
+
+def _write(file: Any, head: bytes, tensors: Sequence[Tensor], where: str) -> Iterator[int]:
+    """Write everything; yields how much is written."""
+    n_written = _write_all(file, head)
+    yield n_written
+    for tensor in tensors:
+        begun = n_written
+        for chunk in tensor.chunks():
+            n_written += _write_all(file, np.ascontiguousarray(chunk).data.cast("B"))
+            yield n_written
+        if n_written - begun != tensor.size_bytes:
+            raise WhetValueError(
+                f"{where}: {tensor.name} has {n_written - begun} bytes, expected {tensor.size_bytes} for "
+                f"{tensor.shape} in {tensor.format}."
+            )
+        n_written += _write_all(file, bytes(_padding(tensor.size_bytes)))
+    yield n_written
+
+
+def _write_all(file: Any, data: Any) -> int:
+    rest = memoryview(data)
+    while rest:  # a disk that is almost full takes a part
+        rest = rest[file.write(rest) :]
+    return len(data)
+
+
+def encode_value(key: str, value: Any, where: str = "encode_value") -> bytes:
+    """A value as the file has it: its type, and its bytes.
+
+    Raises:
+        WhetTypeError: GGUF has no such value.
+    """
+    if isinstance(value, Encoded):
+        return value
+    if isinstance(value, bool):
+        return struct.pack("<I?", _BOOL, value)
+    if isinstance(value, str):
+        return struct.pack("<I", _STRING) + _text(value)
+    if isinstance(value, int):
+        kind, code = (_UINT32, "I") if 0 <= value < 1 << 32 else (_UINT64, "Q") if value > 0 else (_INT64, "q")
+        return struct.pack(f"<I{code}", kind, value)
+    if isinstance(value, float):
+        return struct.pack("<If", _FLOAT32, value)
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.str[1:] in _OF_DTYPES:
+        head = struct.pack("<IIQ", _ARRAY, _OF_DTYPES[value.dtype.str[1:]], len(value))
+        return head + np.ascontiguousarray(value, value.dtype.newbyteorder("<")).tobytes()
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_text, value))
+    raise WhetTypeError(f"{where}: {key} is {value!r:.60}, a {type(value).__name__}, which GGUF does not have.")
+
+
+def encoded_metadata(data: np.ndarray) -> dict[str, Encoded]:
+    """Key -> the bytes of its value, to be written again, of a file's bytes that ``parse_gguf`` has taken."""
+    memory = data.data
+    version, _, n_keys = struct.unpack_from("<IQQ", memory, 4)
+    assert version in (2, 3)
+    at, found = 24, {}
+    for _ in range(n_keys):
+        (length,) = struct.unpack_from("<Q", memory, at)
+        key = bytes(memory[at + 8 : at + 8 + length]).decode()
+        at += 8 + length
+        (kind,) = struct.unpack_from("<I", memory, at)
+        end = _end_of(memory, at + 4, kind)
+        found[key] = Encoded(memory[at:end])
+        at = end
+    return found
+
+
+def _end_of(memory: memoryview, at: int, kind: int) -> int:
+    """The end of a value that begins there."""
+    if kind == _STRING:
+        return at + 8 + struct.unpack_from("<Q", memory, at)[0]
+    if kind != _ARRAY:
+        return at + _SIZES[kind]
+    item, count = struct.unpack_from("<IQ", memory, at)
+    at += 12
+    if item in _SIZES:
+        return at + count * _SIZES[item]
+    for _ in range(count):
+        at = _end_of(memory, at, item)
+    return at
+
+
+def _type_number(tensor: Tensor, where: str) -> int:
+    number = TABLE[tensor.format].gguf_type
+    if number is None:
+        raise WhetValueError(f"{where}: {tensor.name} is {tensor.format}, which GGUF does not have.")
+    return number
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _padding(size: int) -> int:
+    return -size % _ALIGNMENT

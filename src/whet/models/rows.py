@@ -1,0 +1,171 @@
+"""The weights of a source by rows of its slots, in any format, whatever pieces they lie in, with adapters merged in.
+
+What is stored in the wanted format already is copied as it is. Memory is that of some rows: ``encode`` takes a few at a
+time, and the pages of mapped files are let go behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from whet.errors import WhetValueError
+from whet.models.architecture import ModelConfig, Piece
+from whet.models.formats import TABLE
+from whet.models.loading import all_pieces, checked
+from whet.models.reference import piece_values
+from whet.models.slots import Place, Source
+from whet.models.sources.mapped import let_go
+from whet.ops.linear import pack_weight
+from whet.ops.quant import bf16_bits
+
+_CHUNK_BYTES = 32 << 20
+"""Of float32 rows that are converted at a time: enough for the threads, and little memory."""
+_PANEL_ROWS = 16
+
+
+def row_order(config: ModelConfig, place: Place) -> np.ndarray:
+    """(n,): the slot's row of each row of a module's tensor."""
+    order = np.empty(place.shape[0], np.int64)
+    for first, rows in place.module.cut(config, np.arange(place.shape[0])):
+        order[rows] = place.first_row + first + np.arange(len(rows))
+    return order
+
+
+class Rows:
+    """The rows of a source's slots.
+
+    Args:
+        source: a model, on a packed base or not; its adapters are merged into the rows.
+        where: begins the errors.
+
+    Raises:
+        WhetValueError: a slot that the source does not fill.
+    """
+
+    def __init__(self, source: Source, where: str) -> None:
+        self.config, self.base, self.where = source.config, source.base, where
+        self._pieces: dict[str, list[Piece]] = {}
+        for piece in sorted(all_pieces(source, where), key=lambda piece: piece.first_row):
+            self._pieces.setdefault(piece.slot, []).append(piece)
+        self._adapters = source.adapters
+
+    def chunks(self, place: Place, slot: str, format: str) -> Iterator[np.ndarray]:
+        """A module's tensor, its rows in their order there: some at a time, in a format.
+
+        Args:
+            slot: its weight or its bias.
+            format: of the table of formats; norms and biases are numbers.
+
+        Raises:
+            WhetValueError: NaN or infinity, or numbers beyond float16 where that is the format.
+        """
+        order = row_order(self.config, place)
+        k = self.config.slots()[slot][-1] if len(self.config.slots()[slot]) == 2 else 1
+        step = max(1, _CHUNK_BYTES // (4 * k * _PANEL_ROWS)) * _PANEL_ROWS
+        for begin in range(0, len(order), step):
+            yield self.encode(slot, order[begin : begin + step], format)
+        let_go([piece.tensor for piece in self._pieces.get(slot, ()) if isinstance(piece.tensor, np.ndarray)])
+
+    def encode(self, slot: str, order: np.ndarray, format: str) -> np.ndarray:
+        """Rows of a slot, in an order, as ``format`` stores them: numbers, the bits of bfloat16, bytes of blocks."""
+        if self.stored_format(slot, order) == format:
+            parts = [(at, piece.tensor) for at, piece in self._parts(slot, order)]
+            return _put_together(parts, len(order))
+        return encode(self.values(slot, order), format, f"{self.where}: {slot}")
+
+    def stored_format(self, slot: str, order: np.ndarray) -> str | None:
+        """The format that all these rows are stored in; None: several, or not stored as they are."""
+        if self.base is not None or any(self._changed(slot, order)):
+            return None
+        formats = {piece.format for _, piece in self._parts(slot, order)}
+        is_module = any(hasattr(piece.tensor, "detach") for piece in self._pieces[slot])
+        return None if is_module or len(formats) > 1 else formats.pop()
+
+    def values(self, slot: str, order: np.ndarray) -> np.ndarray:
+        """Rows of a slot, in an order, as float32."""
+        if self.base is not None:
+            rows = self._base_rows(slot, order)
+        else:
+            rows = _put_together([(at, piece_values(piece)) for at, piece in self._parts(slot, order)], len(order))
+        rows = np.asarray(rows, np.float32)
+        for at, delta in self._changed(slot, order):
+            rows = rows if rows.flags.writeable and rows.flags.owndata else rows.copy()
+            rows[at] += delta
+        return rows
+
+    def _changed(self, slot: str, order: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The rows that adapters change, and by how much."""
+        for adapter in self._adapters:
+            at = np.flatnonzero((order >= adapter.first_row) & (order < adapter.first_row + len(adapter.b)))
+            if adapter.slot == slot and len(at):
+                b = _array(adapter.b)[order[at] - adapter.first_row]
+                yield at, np.float32(adapter.scaling) * (b @ _array(adapter.a))
+
+    def _base_rows(self, slot: str, order: np.ndarray) -> np.ndarray:
+        assert self.base is not None
+        first, last = int(order.min()), int(order.max())
+        out = np.empty((last + 1 - first, *self.config.slots()[slot][1:]), np.float32)
+        self.base.core.rows(slot, first, len(out), out)
+        return out[order - first]
+
+    def _parts(self, slot: str, order: np.ndarray) -> Iterator[tuple[Any, Piece]]:
+        """The places of rows, and those rows as a piece; each looked at for NaN and infinity."""
+        is_run = bool((np.diff(order) == 1).all())
+        for piece in self._pieces[slot]:
+            end = piece.first_row + len(piece.tensor)
+            at: Any = np.flatnonzero((order >= piece.first_row) & (order < end))
+            if not len(at):
+                continue
+            rows: Any = order[at] - piece.first_row
+            if is_run:  # views, not copies
+                at, rows = slice(int(at[0]), int(at[-1]) + 1), slice(int(rows[0]), int(rows[-1]) + 1)
+            some = Piece(slot, int(order[0]), piece.tensor[rows], piece.format)
+            yield at, next(checked([some], self.where))
+
+
+def encode(values: np.ndarray, format: str, label: str) -> np.ndarray:
+    """float32 rows as a format stores them, quantised as ``whet.quantize`` does.
+
+    Raises:
+        WhetValueError: numbers beyond float16 where that is the format.
+    """
+    if format == "float32":
+        return np.ascontiguousarray(values)
+    if format == "bfloat16":
+        return bf16_bits(values)
+    if format == "float16":
+        halves = _to_float16(values)
+        if not np.isfinite(halves).all():
+            raise WhetValueError(f"{label} has numbers beyond float16's 65504. Write bf16 or f32.")
+        return halves
+    return pack_weight(values, format).unpack().data
+
+
+def _to_float16(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return values.astype(np.float16)
+
+
+def row_bytes(format: str, k: int) -> int:
+    """Bytes of a row of k numbers in a format, as ``encode`` gives it."""
+    row = TABLE[format]
+    return k * np.dtype(row.dtype).itemsize if row.is_float else k // row.block_length * row.block_bytes
+
+
+def _put_together(parts: list[tuple[Any, np.ndarray]], n: int) -> np.ndarray:
+    """Rows at their places; those of one part as they are."""
+    [(at, first), *rest] = parts
+    if not rest and isinstance(at, slice):
+        return first
+    out = np.empty((n, *first.shape[1:]), first.dtype)
+    for at, rows in parts:
+        out[at] = rows
+    return out
+
+
+def _array(factor: Any) -> np.ndarray:
+    """A factor of an adapter, NumPy's or torch's, as float32."""
+    return np.asarray(factor.detach().float().numpy() if hasattr(factor, "detach") else factor, np.float32)

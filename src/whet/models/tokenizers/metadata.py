@@ -1,0 +1,207 @@
+"""The keys ``tokenizer.*`` of a GGUF file from the files of a Hugging Face folder: the inverse of ``vocabulary``.
+
+Written are byte-level BPE ("gpt2") and SentencePiece's BPE ("llama"), out of ``tokenizer.json``. What is written is
+read back, and has to give the same tokens as the folder's own tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from whet.errors import WhetValueError, check_installed
+from whet.models.sources.mapped import map_file, parse_json
+from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS, find_name
+from whet.models.tokenizers.tokenizer import GGUFTokenizer
+from whet.models.tokenizers.vocabulary import TokenType
+
+_PROBES = (
+    "Hello, world!  It's 12:30.\n\n\tx = [1, 2]", "naïve 日本語 👩‍🚀 été", " a", "don't WE'LL 1234567 3.14e-10",
+    "def f(x):\r\n    return x**2  # ok\n\n\n", "CamelCaseHTTPServer snake_case", "Привет, мир! ΑΒΓ … “quoted”", "    ",
+)  # fmt: skip
+_ROLES = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "pad_token": "padding",
+    "sep_token": "seperator",
+    "cls_token": "cls",
+    "mask_token": "mask",
+}
+_SPACE = "\u2581"
+
+
+def tokenizer_metadata(
+    folder: Path, n_rows: int, where: str, pre: str | None = None, chat_template: str | None = None
+) -> dict[str, Any]:
+    """The keys of a folder's tokenizer and chat template.
+
+    Args:
+        folder: with tokenizer.json, and what goes with it.
+        n_rows: of the embedding; ids without a token get one that is not used.
+        where: begins the errors.
+        pre: the name of its pre-tokenizer, in place of the one that has its expressions.
+        chat_template: in place of its own.
+
+    Raises:
+        WhetValueError: there is no tokenizer.json, it is of a kind that is not written, it has more tokens than the
+            embedding, or it splits texts in a way that has no name in llama.cpp.
+        MissingExtraError: tokenizers is not installed.
+    """
+    check_installed(where, "tokenizers")
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise WhetValueError(
+            f"{where}: {folder} has no tokenizer.json. Save the tokenizer there with transformers' save_pretrained, or "
+            f"pass --tokenizer with the folder that has one."
+        )
+    made = parse_json(map_file(path, where).tobytes(), f"{where}: tokenizer.json")
+    settings = {**_read(folder / "special_tokens_map.json", where), **_read(folder / "tokenizer_config.json", where)}
+    try:
+        found = _tokens(made, n_rows, where, pre)
+        ids = _special_ids(made, settings, folder, where)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise WhetValueError(
+            f"{where}: tokenizer.json is not read: {error!r:.80}. Save it again with transformers."
+        ) from error
+    found |= {f"tokenizer.ggml.{role}_token_id": i for role, i in ids.items()}
+    found |= (
+        _templates(folder, settings, where) if chat_template is None else {"tokenizer.chat_template": chat_template}
+    )
+    _check_same(path, found, ids, where, is_named=pre is not None)
+    return found
+
+
+def _tokens(made: Mapping[str, Any], n_rows: int, where: str, pre: str | None) -> dict[str, Any]:
+    """The model, its tokens, and what merges them."""
+    model, added = made["model"], {token["id"]: token for token in made["added_tokens"]}
+    parts = _sequence(made["pre_tokenizer"], "pretokenizers")
+    is_byte_level = any(part["type"] == "ByteLevel" for part in parts)
+    if model["type"] != "BPE" or not (is_byte_level or model.get("byte_fallback")):
+        raise WhetValueError(
+            f"{where}: tokenizer.json is a {model['type']} model, expected BPE over bytes, or SentencePiece's with "
+            f"byte_fallback: llama.cpp's other kinds are not written."
+        )
+    texts = {i: text for text, i in model["vocab"].items()} | {i: token["content"] for i, token in added.items()}
+    if max(texts) >= n_rows:
+        raise WhetValueError(
+            f"{where}: the tokenizer has {max(texts) + 1} tokens and the embedding {n_rows} rows. It is another "
+            f"model's: pass --tokenizer with the model's own, or resize the embedding."
+        )
+    unknown = model.get("unk_token")
+
+    def type_of(i: int) -> TokenType:
+        if i not in texts:
+            return TokenType.UNUSED
+        if not is_byte_level and texts[i] == unknown:
+            return TokenType.UNKNOWN
+        if i in added:
+            return TokenType.CONTROL if added[i]["special"] else TokenType.USER_DEFINED
+        is_byte = not is_byte_level and len(texts[i]) == 6 and texts[i].startswith("<0x")
+        return TokenType.BYTE if is_byte else TokenType.NORMAL
+
+    merges = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    found: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2" if is_byte_level else "llama",
+        "tokenizer.ggml.tokens": [texts.get(i, f"[PAD{i}]") for i in range(n_rows)],
+        "tokenizer.ggml.token_type": np.array([type_of(i) for i in range(n_rows)], np.int32),
+    }
+    if is_byte_level:
+        found["tokenizer.ggml.pre"] = _name(parts, bool(model.get("ignore_merges")), where, pre)
+        if merges:
+            found["tokenizer.ggml.merges"] = [f"{left} {right}" for left, right in merges]
+        return found
+    # The order of merges is that of scores, which SentencePiece's own models count down from 0 in the same way.
+    ranks = {left + right: rank for rank, (left, right) in reversed(list(enumerate(merges)))}
+    scores = [-float(ranks.get(texts.get(i, ""), len(merges))) for i in range(n_rows)]
+    found["tokenizer.ggml.scores"] = np.array(scores, np.float32)
+    found["tokenizer.ggml.add_space_prefix"] = _adds_space(made["normalizer"], parts)
+    return found
+
+
+def _name(parts: Sequence[Mapping[str, Any]], ignore_merges: bool, where: str, pre: str | None) -> str:
+    if pre is None:
+        pre = find_name(parts, ignore_merges)
+    elif pre not in PRE_TOKENIZERS:
+        raise WhetValueError(
+            f"{where}: pre is {pre!r}, expected a name that llama.cpp has: {', '.join(PRE_TOKENIZERS)}."
+        )
+    if pre is None:
+        raise WhetValueError(
+            f"{where}: the tokenizer splits texts by {json.dumps(list(parts))[:200]}, and no pre-tokenizer of "
+            f"llama.cpp has these expressions. Name the nearest with --pre: {', '.join(list(PRE_TOKENIZERS)[1:5])}, ..."
+        )
+    return pre
+
+
+def _adds_space(normalizer: Mapping[str, Any] | None, parts: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a space comes before a text."""
+    steps = [*_sequence(normalizer, "normalizers"), *parts]
+    return any(
+        (step["type"] == "Prepend" and step["prepend"] in (_SPACE, " "))
+        or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+        for step in steps
+    )
+
+
+def _sequence(part: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
+    if part is None:
+        return []
+    return list(part[name]) if part["type"] == "Sequence" else [part]
+
+
+def _special_ids(made: Mapping[str, Any], settings: Mapping[str, Any], folder: Path, where: str) -> dict[str, int]:
+    """Role -> id, as the tokenizer's settings say, or the model's config."""
+    index = {**made["model"]["vocab"], **{token["content"]: token["id"] for token in made["added_tokens"]}}
+    config = _read(folder / "config.json", where)
+    ids: dict[str, int] = {}
+    for name, role in _ROLES.items():
+        text = settings.get(name)
+        text = text.get("content") if isinstance(text, Mapping) else text
+        i = index.get(text) if isinstance(text, str) else config.get(f"{name}_id") if name not in settings else None
+        if isinstance(i, int) and not isinstance(i, bool) and i >= 0:
+            ids[role] = i
+    ends = _read(folder / "generation_config.json", where).get("eos_token_id")
+    others = [i for i in ends if isinstance(i, int) and i != ids.get("eos")] if isinstance(ends, list) else []
+    if others and "eos" in ids:
+        ids["eot"] = others[0]
+    return ids
+
+
+def _templates(folder: Path, settings: Mapping[str, Any], where: str) -> dict[str, str]:
+    """The chat templates: the files, or those among the settings."""
+    template, file = settings.get("chat_template"), folder / "chat_template.jinja"
+    named = {each["name"]: each["template"] for each in template} if isinstance(template, list) else {}
+    if isinstance(template, str):
+        named["default"] = template
+    if file.is_file():
+        named["default"] = map_file(file, where).tobytes().decode()
+    for other in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        named[other.stem] = map_file(other, where).tobytes().decode()
+    return {f"tokenizer.chat_template{'' if name == 'default' else f'.{name}'}": text for name, text in named.items()}
+
+
+def _check_same(path: Path, found: dict[str, Any], ids: Mapping[str, int], where: str, is_named: bool) -> None:
+    """Add whether BOS and EOS go around a text, and compare the tokens of some texts with the folder's own."""
+    from tokenizers import Tokenizer
+
+    own = Tokenizer.from_file(str(path))
+    inner, outer = (own.encode("a", add_special_tokens=added).ids for added in (False, True))
+    found["tokenizer.ggml.add_bos_token"] = outer[:1] != inner[:1] and outer[:1] == [ids.get("bos")]
+    found["tokenizer.ggml.add_eos_token"] = outer[-1:] != inner[-1:] and outer[-1:] == [ids.get("eos")]
+    lists = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in found.items()}
+    written = GGUFTokenizer(lists, where)
+    for text in () if is_named else _PROBES:
+        if written.encode(text) != own.encode(text).ids:
+            raise WhetValueError(
+                f"{where}: as a GGUF file this tokenizer would say other tokens for {text!r}: it normalises or splits "
+                f"texts in a way that llama.cpp does not. Name the nearest pre-tokenizer with --pre."
+            )
+
+
+def _read(path: Path, where: str) -> dict[str, Any]:
+    return parse_json(map_file(path, where).tobytes(), f"{where}: {path.name}") if path.is_file() else {}

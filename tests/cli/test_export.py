@@ -1,0 +1,60 @@
+"""``whet export``: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.engine.tiny_models import tiny_model
+from tests.models.test_export import N_ROWS, N_TOKENS, PRE_TOKENIZERS, save
+from tests.models.tokenizers import vocab_files
+
+from whet.cli import main
+from whet.models.sources.gguf import open_gguf
+from whet.models.sources.gguf_container import read_gguf
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    tokenizer = vocab_files.train_byte_level(list(PRE_TOKENIZERS["qwen2"].patterns), N_TOKENS)
+    model = tiny_model("qwen3", vocab_size=N_ROWS, hidden_size=64, intermediate_size=64)
+    return save(model, tokenizer, tmp_path_factory.mktemp("export") / "tiny")
+
+
+def test_a_folder_in_a_mixture(folder, tmp_path, capsys):
+    out = tmp_path / "tiny.gguf"
+    assert main(["export", str(folder), str(out), "--quantize", "q4_k_m"]) == 0
+    assert capsys.readouterr().out.startswith(f"{out}: ") and open_gguf(out).config.hidden_dim == 64
+    assert main(["export", str(out), str(tmp_path / "two.gguf"), "--quantize", "f16"]) == 0
+    assert "F16 16" in capsys.readouterr().out
+
+
+def test_a_template_of_the_users(folder, tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ messages[-1].content }}!")
+    out = tmp_path / "tiny.gguf"
+    options = ["--chat-template", str(tmp_path / "t.jinja"), "--pre", "smollm"]
+    assert main(["export", str(folder), str(out), *options]) == 0
+    metadata = read_gguf(out, "here").metadata
+    assert metadata["tokenizer.chat_template"].endswith("!") and metadata["tokenizer.ggml.pre"] == "smollm"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{folder}", "{out}/there.gguf"], "there.gguf is there already"),
+        (["{folder}", "{out}/no/model.gguf"], "there is no folder"),
+        (["{out}/none", "{out}/model.gguf"], "Pass a model's folder or its .gguf file"),
+        (["{out}/cut.gguf", "{out}/model.gguf"], "cut short"),
+        (["{folder}", "{out}/model.gguf", "--pre", "qwen"], "pre is 'qwen', expected a name that llama.cpp has"),
+    ],
+)
+def test_one_line_for_what_is_wrong(arguments, message, folder, tmp_path, capsys):
+    assert main(["export", str(folder), str(tmp_path / "there.gguf"), "--quantize", "f32"]) == 0
+    (tmp_path / "cut.gguf").write_bytes((tmp_path / "there.gguf").read_bytes()[:-64])
+    names = {path.name for path in tmp_path.iterdir()}
+    capsys.readouterr()
+    given = [argument.format(folder=folder, out=tmp_path) for argument in arguments]
+    assert main(["export", *given]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == names

@@ -1,0 +1,291 @@
+"""Exported GGUF files: against the folders and files they are made from, and as Whet, gguf and llama.cpp read them."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tests.engine.tiny_models import CASES, logits_of, tiny_model, token_ids
+from tests.models.tokenizers import vocab_files
+from tests.models.tokenizers.texts import make_texts
+from tests.raising import assert_raises
+from tokenizers import Regex, pre_tokenizers
+
+import whet
+from whet.engine import Engine
+from whet.errors import DiskFullError, WhetValueError
+from whet.models import gguf_writer
+from whet.models.architecture import find_difference
+from whet.models.export import export_gguf
+from whet.models.families import FAMILIES
+from whet.models.formats import FILE_TYPES, TABLE
+from whet.models.reference import naive_weights
+from whet.models.sources.folder import open_folder
+from whet.models.sources.gguf import open_gguf
+from whet.models.sources.gguf_container import read_gguf
+from whet.models.tokenizers import read_tokenizer
+from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
+
+N_TOKENS = 400
+N_ROWS = 416
+WITHOUT_PLACE = {
+    "qwen2-windows": "windows",
+    "qwen3-biases-windows": "windows",
+    "llama-gelu": "activation",
+    "llama-proportional": "rope_type 'proportional' with frequencies of 0",
+    "gpt2-untied-unscaled": "attention_scale",
+    "gpt2-reordered": "activation",
+}
+"""Cases with options that GGUF has no key for."""
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return vocab_files.train_byte_level(list(PRE_TOKENIZERS["qwen2"].patterns), N_TOKENS)
+
+
+def save(model: Any, tokenizer: Any, folder: Path, **settings: Any) -> Path:
+    """A Hugging Face folder."""
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": "{{ messages[0].content }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**names, **settings}))
+    return folder
+
+
+def weights_of(source: Any) -> dict[str, np.ndarray]:
+    return naive_weights(source.config, source.pieces(), np.float32)
+
+
+def assert_same_model(ours: Any, theirs: Any) -> None:
+    assert find_difference(ours.config, theirs.config) is None
+    found, expected = weights_of(ours), weights_of(theirs)
+    assert found.keys() == expected.keys()
+    for slot in expected:
+        np.testing.assert_array_equal(found[slot], expected[slot], err_msg=slot)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float32_keeps_every_bit_of_every_family(case, tokenizer, tmp_path):
+    folder = save(tiny_model(case, vocab_size=N_ROWS), tokenizer, tmp_path / "model")
+    out = tmp_path / "model.gguf"
+    if case in WITHOUT_PLACE:
+        message = f"GGUF has no place for .*{WITHOUT_PLACE[case]}"
+        return assert_raises(WhetValueError, message, export_gguf, folder, out, "f32")
+    if FAMILIES[CASES[case][0]].gguf is None:
+        return assert_raises(WhetValueError, "which GGUF has no architecture for", export_gguf, folder, out, "f32")
+    export_gguf(folder, out, "f32")
+    assert_same_model(open_gguf(out), open_folder(folder))
+    return None
+
+
+@pytest.mark.parametrize("name", FILE_TYPES)
+def test_every_type(name, tokenizer, tmp_path):
+    """Rows of 256 and of 288, which no block of 256 divides; each tensor is what ``whet.quantize`` makes of it."""
+    model = tiny_model("llama", vocab_size=N_ROWS, hidden_size=256, intermediate_size=288, head_dim=64)
+    folder = save(model, tokenizer, tmp_path / "model")
+    written = export_gguf(folder, tmp_path / "model.gguf", name)
+    assert written.size_bytes == (tmp_path / "model.gguf").stat().st_size
+    exact = weights_of(open_folder(folder))
+    file, source = read_gguf(tmp_path / "model.gguf", "here"), open_gguf(tmp_path / "model.gguf")
+    assert file.metadata["general.file_type"] == FILE_TYPES[name].file_type
+    for piece in source.pieces():
+        values = exact[piece.slot][piece.first_row : piece.first_row + len(piece.tensor)]
+        if not TABLE[piece.format].is_float:
+            np.testing.assert_array_equal(piece.tensor, whet.quantize(values, piece.format).data)
+        elif piece.format == "float16":
+            np.testing.assert_array_equal(piece.tensor, values.astype(np.float16))
+        elif piece.format == "bfloat16":
+            np.testing.assert_array_equal(
+                piece.tensor, torch.tensor(values).bfloat16().view(torch.uint16).numpy(), err_msg=piece.slot
+            )
+        else:
+            np.testing.assert_array_equal(piece.tensor, values)
+    assert sum(written.formats.values()) == len(file.tensors)
+    down = TABLE[file.tensors["blk.0.ffn_down.weight"].format].block_length
+    assert down <= 32 and file.tensors["blk.0.attn_norm.weight"].format == "float32"
+    for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors:  # the package finds every tensor in its place
+        kind = TABLE[file.tensors[tensor.name].format].gguf_name
+        assert tensor.tensor_type.name == kind and tensor.n_bytes == file.tensors[tensor.name].tensor.nbytes
+
+
+@pytest.mark.parametrize("name", FILE_TYPES)
+def test_a_file_in_its_own_types_keeps_its_bytes(name, tokenizer, tmp_path):
+    model = tiny_model("llama-llama3", vocab_size=N_ROWS, hidden_size=256, intermediate_size=288)
+    export_gguf(save(model, tokenizer, tmp_path / "model"), tmp_path / "one.gguf", name)
+    export_gguf(tmp_path / "one.gguf", tmp_path / "two.gguf", name)
+    one, two = (read_gguf(tmp_path / f"{which}.gguf", "here") for which in ("one", "two"))
+    assert one.tensors.keys() == two.tensors.keys() and one.metadata.keys() == two.metadata.keys()
+    for key in one.tensors:
+        assert one.tensors[key].format == two.tensors[key].format
+        np.testing.assert_array_equal(one.tensors[key].tensor, two.tensors[key].tensor, err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("case", ["llama-biases-tied", "qwen3", "gpt_neox", "phi3-longrope"])
+def test_the_engine_gives_the_same_logprobs(case, name, tokenizer, tmp_path):
+    model = tiny_model(case, vocab_size=N_ROWS).to({"f16": torch.float16, "bf16": torch.bfloat16}.get(name))
+    folder, ids = save(model, tokenizer, tmp_path / "model"), token_ids(12)[0].tolist()
+    export_gguf(folder, tmp_path / "model.gguf", name)
+    found = []
+    for path in (folder, tmp_path / "model.gguf"):
+        with Engine.from_pretrained(path, weights="float32", embedding="float32", head="float32") as engine:
+            found.append(engine.logprobs([ids])[0])
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "smollm", "gpt-2", "tekken", "gpt-4o", "deepseek-v3", "qwen35"])
+def test_the_pre_tokenizer_is_found_by_its_expressions(pre, tmp_path):
+    trained = vocab_files.train_byte_level(list(PRE_TOKENIZERS[pre].patterns), N_TOKENS)
+    made = json.loads(trained.to_str())
+    made["model"]["ignore_merges"] = PRE_TOKENIZERS[pre].ignore_merges
+    trained = trained.from_str(json.dumps(made))
+    export_gguf(save(tiny_model("qwen2", vocab_size=N_ROWS), trained, tmp_path / "m"), tmp_path / "m.gguf", "f32")
+    metadata = read_gguf(tmp_path / "m.gguf", "here").metadata
+    assert metadata["tokenizer.ggml.pre"] == pre
+    written = read_tokenizer(tmp_path / "m.gguf")
+    for text in make_texts(2000, seed=2):
+        assert written.encode(text) == trained.encode(text).ids, text
+    assert (written.bos_token_id, written.eos_token_id) == (0, 1) and written.stop_token_ids == [1]
+    assert written.chat_template == "{{ messages[0].content }}" and len(written) == N_ROWS
+    assert set(metadata["tokenizer.ggml.token_type"][N_TOKENS + 1 :]) == {5}
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+        [pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    ],
+)
+def test_parts_that_are_no_expressions(splits, tokenizer, tmp_path):
+    other = tokenizer.from_str(tokenizer.to_str())
+    other.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    export_gguf(save(tiny_model("llama", vocab_size=N_ROWS), other, tmp_path / "m"), tmp_path / "m.gguf", "f16")
+    assert read_gguf(tmp_path / "m.gguf", "here").metadata["tokenizer.ggml.pre"] == "smollm"
+
+
+def test_an_unknown_pre_tokenizer_is_named_by_the_user(tokenizer, tmp_path):
+    other = tokenizer.from_str(tokenizer.to_str())
+    other.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"[a-f]+"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    folder, out = save(tiny_model("llama", vocab_size=N_ROWS), other, tmp_path / "m"), tmp_path / "m.gguf"
+    assert_raises(WhetValueError, r"\[a-f\]\+.*Name the nearest with --pre", export_gguf, folder, out)
+    message = "pre is 'qwen', expected a name that llama.cpp has"
+    assert_raises(WhetValueError, message, export_gguf, folder, out, pre="qwen")
+    export_gguf(folder, out, pre="qwen2")
+    assert read_gguf(out, "here").metadata["tokenizer.ggml.pre"] == "qwen2"
+
+
+def test_sentencepiece(tmp_path):
+    """BPE out of a folder that Whet saved, whose merges stand for the scores."""
+    options = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    made = vocab_files.sentencepiece_metadata(vocab_files.train_sentencepiece("bpe", **options))
+    path = vocab_files.write_file(tmp_path / "v.gguf", made)
+    own = read_tokenizer(path)
+    model = tiny_model("llama", vocab_size=len(own))
+    model.save_pretrained(tmp_path / "m")
+    own.to_transformers().save_pretrained(tmp_path / "m")
+    export_gguf(tmp_path / "m", tmp_path / "m.gguf", "f32")
+    written = read_tokenizer(tmp_path / "m.gguf")
+    assert written.vocabulary.kind == own.vocabulary.kind and written.vocabulary.types == own.vocabulary.types
+    for text in make_texts(2000, seed=3):
+        assert written.encode(text) == own.encode(text), text
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="a peer, not installed")
+@pytest.mark.parametrize("case", ["llama", "llama-llama3", "llama-yarn", "qwen2", "qwen3", "gpt2", "phi3-longrope"])
+def test_llama_cpp_opens_it(case, tokenizer, tmp_path):
+    import llama_cpp
+
+    sizes = {} if case in ("gpt2", "llama-llama3", "llama-yarn") else {"head_dim": 8}
+    model, ids = tiny_model(case, vocab_size=N_ROWS, **sizes), token_ids(12)
+    export_gguf(save(model, tokenizer, tmp_path / "m"), tmp_path / "m.gguf", "f32")
+    llama = llama_cpp.Llama(str(tmp_path / "m.gguf"), n_ctx=16, logits_all=True, verbose=False, n_threads=1)
+    text = "Hello, world!  It's 12:30."
+    assert llama.tokenize(text.encode(), add_bos=False) == tokenizer.encode(text).ids
+    llama.eval(ids[0].tolist())
+    np.testing.assert_allclose(llama.scores[:12], logits_of(model, ids), rtol=0, atol=0.05)
+    llama.close()
+
+
+# --- what cannot be written ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tokenizer, tmp_path) -> Path:
+    (tmp_path / "out").mkdir()
+    return save(tiny_model("llama", vocab_size=N_ROWS), tokenizer, tmp_path / "model")
+
+
+def refuse(folder: Path, message: str, error: Any = WhetValueError, **options: Any) -> None:
+    """The export fails, and leaves what was there."""
+    out = folder.parent / "out"
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert_raises(error, message, export_gguf, folder, out / "m.gguf", **options)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_a_file_that_is_there(folder, tmp_path):
+    (tmp_path / "out" / "m.gguf").write_bytes(b"mine")
+    refuse(folder, "m.gguf is there already. Choose another name, or replace a file with --overwrite")
+    export_gguf(folder, tmp_path / "out" / "m.gguf", overwrite=True)
+    open_gguf(tmp_path / "out" / "m.gguf")
+
+
+def test_places_that_cannot_be_written(folder, tmp_path, monkeypatch):
+    assert_raises(WhetValueError, "there is no folder .*nowhere", export_gguf, folder, tmp_path / "nowhere" / "m.gguf")
+    assert_raises(WhetValueError, "out is a folder", export_gguf, folder, tmp_path / "out")
+    monkeypatch.setattr(gguf_writer.os, "access", lambda *_: False)
+    refuse(folder, "nothing can be written to .*out: Permission denied. Choose another folder")
+
+
+def test_a_full_disk(folder, monkeypatch):
+    def write(file: Any, data: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(gguf_writer, "_write_all", write)
+    refuse(folder, "the disk is full", DiskFullError)
+
+
+def test_a_model_that_is_damaged(folder):
+    weights = folder / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-100])
+    refuse(folder, "model.safetensors")
+    weights.write_bytes(data)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    refuse(folder, "there is no tensor model.layers.2.* which the config asks for")
+
+
+def test_numbers_that_no_file_takes(tokenizer, tmp_path):
+    (tmp_path / "out").mkdir()
+    model = tiny_model("llama", vocab_size=N_ROWS)
+    model.model.layers[1].mlp.up_proj.weight[3, 4] = 1e5
+    refuse(save(model, tokenizer, tmp_path / "model"), "gate_up has numbers beyond float16's 65504", quantize="f16")
+    model.model.layers[1].mlp.up_proj.weight[3, 4] = float("nan")
+    for name in ("f32", "f16", "q8_0"):
+        refuse(save(model, tokenizer, tmp_path / "model"), "layers.1.gate_up.*NaN or infinity", quantize=name)
+
+
+def test_tokenizers_that_do_not_fit(folder, tmp_path):
+    config = json.loads((folder / "tokenizer.json").read_text())
+    config["added_tokens"].append({**config["added_tokens"][0], "id": N_ROWS, "content": "<more>"})
+    (folder / "tokenizer.json").write_text(json.dumps(config))
+    refuse(folder, f"the tokenizer has {N_ROWS + 1} tokens and the embedding {N_ROWS} rows")
+    (folder / "tokenizer.json").unlink()
+    refuse(folder, "has no tokenizer.json. Save the tokenizer there")
+
+
+def test_an_unknown_type(folder):
+    refuse(folder, "quantize is 'q3_k_m', expected one of f32, f16", quantize="q3_k_m")
