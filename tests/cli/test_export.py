@@ -8,6 +8,8 @@ import pytest
 from tests.engine.tiny_models import tiny_model
 from tests.models.test_export import N_ROWS, N_TOKENS, PRE_TOKENIZERS, save
 from tests.models.tokenizers import vocab_files
+from tests.tiny import with_lora
+from transformers import AutoModelForCausalLM
 
 from whet.cli import main
 from whet.models.sources.gguf import open_gguf
@@ -27,6 +29,17 @@ def test_a_folder_in_a_mixture(folder, tmp_path, capsys):
     assert capsys.readouterr().out.startswith(f"{out}: ") and open_gguf(out).config.hidden_dim == 64
     assert main(["export", str(out), str(tmp_path / "two.gguf"), "--quantize", "f16"]) == 0
     assert "F16 16" in capsys.readouterr().out
+
+
+def test_adapters_by_their_folder(folder, tmp_path):
+    """Named with the model, or alone: they know their base."""
+    adapted = with_lora(AutoModelForCausalLM.from_pretrained(folder), b_std=0.1, target_modules=["o_proj"])
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert main(["export", str(folder), str(tmp_path / "plain.gguf")]) == 0
+    assert main(["export", str(folder), str(tmp_path / "one.gguf"), "--adapter", str(tmp_path / "adapter")]) == 0
+    assert main(["export", str(tmp_path / "adapter"), str(tmp_path / "two.gguf")]) == 0
+    plain, one, two = ((tmp_path / f"{name}.gguf").read_bytes() for name in ("plain", "one", "two"))
+    assert one == two != plain and len(one) == len(plain)
 
 
 def test_a_template_of_the_users(folder, tmp_path):

@@ -17,6 +17,7 @@ from tests.engine.tiny_models import CASES, logits_of, tiny_model, token_ids
 from tests.models.tokenizers import vocab_files
 from tests.models.tokenizers.texts import make_texts
 from tests.raising import assert_raises
+from tests.tiny import with_lora
 from tokenizers import Regex, pre_tokenizers
 
 import whet
@@ -24,10 +25,11 @@ from whet.engine import Engine
 from whet.errors import DiskFullError, WhetValueError
 from whet.models import gguf_writer
 from whet.models.architecture import find_difference
-from whet.models.export import export_gguf
+from whet.models.export import export_gguf, read_adapters
 from whet.models.families import FAMILIES
 from whet.models.formats import FILE_TYPES, TABLE
 from whet.models.reference import naive_weights
+from whet.models.slots import place_lora
 from whet.models.sources.folder import open_folder
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.gguf_container import read_gguf
@@ -140,6 +142,33 @@ def test_the_engine_gives_the_same_logprobs(case, name, tokenizer, tmp_path):
         with Engine.from_pretrained(path, weights="float32", embedding="float32", head="float32") as engine:
             found.append(engine.logprobs([ids])[0])
     np.testing.assert_allclose(*found, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt_neox", "phi3"])
+def test_adapters_are_merged(case, tokenizer, tmp_path):
+    """As PEFT merges them, in the rows that a file has in another order too."""
+    model = tiny_model(case, vocab_size=N_ROWS)
+    folder = save(model, tokenizer, tmp_path / "model")
+    targets = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt_neox": ["query_key_value"], "phi3": ["qkv_proj"]}[case]
+    adapted = with_lora(model, b_std=0.1, target_modules=targets)
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapters = read_adapters(tmp_path / "adapter", open_folder(folder), "here")
+    export_gguf(folder, tmp_path / "model.gguf", "f32", adapters=adapters)
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    found, expected = weights_of(open_gguf(tmp_path / "model.gguf")), weights_of(open_folder(tmp_path / "merged"))
+    for slot in expected:
+        np.testing.assert_allclose(found[slot], expected[slot], rtol=0, atol=1e-6, err_msg=slot)
+    plain = weights_of(open_folder(folder))
+    assert any((found[slot] != plain[slot]).any() for slot in plain)
+
+
+def test_an_adapter_of_a_tied_head_is_refused(tokenizer, tmp_path):
+    folder = save(tiny_model("qwen2", vocab_size=N_ROWS), tokenizer, tmp_path / "model")
+    source = open_folder(folder)
+    a, b = np.ones((1, 32), np.float32), np.ones((N_ROWS, 1), np.float32)
+    adapters = [place_lora(source.config, source.targets["lm_head"], a, b, 1.0, "here")]
+    message = "an adapter changes the head, which is the embedding in this model"
+    assert_raises(WhetValueError, message, export_gguf, folder, tmp_path / "m.gguf", adapters=adapters)
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "smollm", "gpt-2", "tekken", "gpt-4o", "deepseek-v3", "qwen35"])

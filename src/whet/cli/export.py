@@ -14,11 +14,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from whet.cli.estimate import in_bytes
 from whet.cli.text_model import find_model, read_template, with_adapters
-from whet.errors import WhetValueError
-from whet.models.export import export_gguf
+from whet.models.base import pack_recorded, read_binding
+from whet.models.export import export_gguf, read_adapters
 from whet.models.formats import TABLE, FileType
 from whet.models.gguf_writer import Progress as Told
 from whet.models.gguf_writer import check_place
+from whet.models.sources.pretrained import open_pretrained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +27,13 @@ class ExportConfig:
     """Write a model as a GGUF file, with its tokenizer and chat template."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """A folder that save_pretrained or whet train wrote, or a .gguf file."""
+    """A folder that save_pretrained or whet train wrote, also of adapters, or a .gguf file."""
     output: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT.gguf")]
     """The file to write."""
     quantize: FileType = "q4_k_m"
     """The types of its matrices, mixed as llama-quantize does."""
+    adapter: str = ""
+    """A folder of LoRA adapters that PEFT or whet train saved, for this model: merged into it."""
     tokenizer: str = ""
     """A folder with a tokenizer.json in place of the model's own; empty: the model's."""
     pre: str = ""
@@ -46,15 +49,19 @@ def main(argv: Sequence[str]) -> int:
     asked = tyro.cli(ExportConfig, args=argv, prog="whet export")
     where, output = "whet export", Path(asked.output)
     check_place(output, asked.overwrite, where)
-    model, adapter = with_adapters(asked.model, "", where)
-    if adapter:
-        raise WhetValueError(f"{where}: {adapter!r} holds adapters. Merge them with PEFT first.")
+    model, adapter = with_adapters(asked.model, asked.adapter, where)
+    opened = find_model(model, where)
+    source = open_pretrained(opened)
+    if adapter and (record := read_binding(adapter, source, False, where)) is not None:
+        source = pack_recorded(source, record, where, adapter).source()  # the numbers that they were trained beside
     template = read_template(asked.chat_template, where) if asked.chat_template else None
     with told_of(output.name) as progress:
         found = export_gguf(
-            find_model(model, where),
+            opened,
             output,
             asked.quantize,
+            source=source,
+            adapters=read_adapters(adapter, source, where) if adapter else (),
             tokenizer=asked.tokenizer or None,
             pre=asked.pre or None,
             chat_template=template,

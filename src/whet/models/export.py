@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whet.errors import WhetValueError
+from whet.models.adapter_files import read_peft
 from whet.models.families import FAMILIES, model_config
 from whet.models.formats import FILE_TYPES, Mixture, file_format
 from whet.models.gguf_keys import Keys, architecture_of, check_keys, make_keys
 from whet.models.gguf_writer import Progress, Tensor, check_place, encoded_metadata, write_gguf
 from whet.models.rows import Rows
-from whet.models.slots import LoRA, Module, Place, Source, places
+from whet.models.slots import LoRA, Module, Place, Source, find_place, place_lora, places
 from whet.models.sources.folder import read_config
 from whet.models.sources.gguf import model_type_of, own_vectors
 from whet.models.sources.gguf_container import GGUFFile
@@ -58,7 +59,7 @@ def export_gguf(
         path: of the file to write.
         quantize: of ``FILE_TYPES``.
         source: the weights, where they are not the model's own: on a packed base, say.
-        adapters: merged into them.
+        adapters: merged into them, as ``read_adapters`` gives them.
         tokenizer: a folder with a tokenizer.json; None: the model's.
         pre: llama.cpp's name of the pre-tokenizer; None: the one that has the expressions of tokenizer.json. Of a
             folder's tokenizer.
@@ -101,6 +102,20 @@ def export_gguf(
     size_bytes = write_gguf(path, metadata, tensors, overwrite=overwrite, where=where, progress=progress)
     formats = [tensor.format for tensor in tensors]
     return Exported(size_bytes, {name: formats.count(name) for name in dict.fromkeys(formats)})
+
+
+def read_adapters(folder: str | os.PathLike[str], source: Source, where: str) -> list[LoRA]:
+    """The LoRA adapters in a folder of PEFT's, for a model.
+
+    Raises:
+        CheckpointError: they are damaged, or more than plain LoRA.
+        WhetValueError: they are another model's.
+        MissingExtraError: safetensors is not installed.
+    """
+    return [
+        place_lora(source.config, find_place(source.targets, module, where), a, b, scaling, where)
+        for module, (a, b, scaling) in read_peft(folder).items()
+    ]
 
 
 def find_mixture(name: str, where: str) -> Mixture:

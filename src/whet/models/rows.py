@@ -42,7 +42,7 @@ class Rows:
         where: begins the errors.
 
     Raises:
-        WhetValueError: a slot that the source does not fill.
+        WhetValueError: a slot that the source does not fill, or an adapter of a head that is the embedding.
     """
 
     def __init__(self, source: Source, where: str) -> None:
@@ -51,6 +51,12 @@ class Rows:
         for piece in sorted(all_pieces(source, where), key=lambda piece: piece.first_row):
             self._pieces.setdefault(piece.slot, []).append(piece)
         self._adapters = source.adapters
+        slots = self.config.slots()
+        if lost := next((adapter.slot for adapter in self._adapters if adapter.slot not in slots), None):
+            raise WhetValueError(
+                f"{where}: an adapter changes the {lost}, which is the embedding in this model: merged it would change "
+                f"both. Train without it, or untie them."
+            )
 
     def chunks(self, place: Place, slot: str, format: str) -> Iterator[np.ndarray]:
         """A module's tensor, its rows in their order there: some at a time, in a format.
