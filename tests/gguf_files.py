@@ -13,7 +13,7 @@ from whet.ops.quant import FORMATS
 
 F32, F16, BF16, Q8_0 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0"))
 _PLACES_OF_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
-_ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox"}
+_ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox", "phi": "phi2"}
 _BY_NAME = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
@@ -32,7 +32,7 @@ def gguf_name(config: Any, name: str) -> str:
 def as_llama_cpp(config: Any, name: str, array: np.ndarray) -> np.ndarray:
     """The order in which llama.cpp's converter writes a tensor."""
     n_heads = config.num_attention_heads
-    if config.model_type in ("llama", "mistral") and (".q_proj." in name or ".k_proj." in name):
+    if config.model_type in ("llama", "mistral", "smollm3", "granite") and (".q_proj." in name or ".k_proj." in name):
         heads = n_heads if ".q_proj." in name else config.num_key_value_heads
         rest = array.shape[1:]
         return array.reshape(heads, 2, -1, *rest).swapaxes(1, 2).reshape(array.shape)
@@ -82,14 +82,20 @@ def write_gguf(
         writer.add_value_length(head_dim)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
-        writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.layer_norm_epsilon)
+        names = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+        writer.add_layer_norm_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
     settings = getattr(config, "rope_parameters", None)
     if settings:
         writer.add_rope_freq_base(settings["rope_theta"])
         writer.add_rope_dimension_count(int(head_dim * settings.get("partial_rotary_factor", 1.0)))
-    if config.model_type in ("mistral", "phi3") and config.sliding_window:
+    if config.model_type in ("mistral", "phi3", "starcoder2") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
-    if config.model_type == "gpt_neox":
+    if config.model_type == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if config.model_type in ("gpt_neox", "stablelm"):
         writer.add_parallel_residual(config.use_parallel_residual)
     add_keys(writer, keys or TOKENIZER)
     if change:

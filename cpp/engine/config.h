@@ -25,7 +25,12 @@ struct ModelConfig {
     bool gated = true;            // activation(gate) * up
     std::vector<size_t> windows;  // per layer; 0: all keys
     double attention_scale = 0.0;
+    std::vector<bool> rope_layers;  // whether a layer rotates; empty: all do
+    float embedding_scale = 1.0f;   // of embeddings, before the first layer
+    float residual_scale = 1.0f;    // of what attention and MLP add to the residual stream
+    float logits_scale = 1.0f;
 
+    bool rotates(size_t layer) const { return rotary_dim > 0 && (rope_layers.empty() || rope_layers[layer]); }
     size_t group() const { return n_heads / n_kv_heads; }
     size_t qkv_dim() const { return (n_heads + 2 * n_kv_heads) * head_dim; }
     size_t up_dim() const { return gated ? 2 * ffn_dim : ffn_dim; }

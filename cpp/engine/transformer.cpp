@@ -23,6 +23,10 @@ int64_t common_pages(const Row& a, const Row& b) {
     return i;
 }
 
+void scale(float factor, float* x, size_t n) {
+    if (factor != 1.0f) kernels().blend_f32(x, n, factor, 0.0f, x);
+}
+
 }  // namespace
 
 Transformer::Transformer(std::shared_ptr<const Weights> weights, size_t max_rows, bool bf16_cache)
@@ -52,7 +56,7 @@ void Transformer::reserve_adapters(size_t rank) {
 const float* Transformer::forward(const Row* rows, size_t n, KvCache& cache) {
     group(rows, n);
     embed(rows, n);
-    const float* delta = nullptr;  // sublayer output not yet added to the residual stream
+    float* delta = nullptr;  // sublayer output not yet added to the residual stream
     for (size_t i = 0; i < config_.n_layers; ++i) {
         const LayerWeights& w = weights_->layers[i];
         add_and_norm(w.norm1, delta, n);
@@ -71,6 +75,7 @@ const float* Transformer::forward(const Row* rows, size_t n, KvCache& cache) {
         }
     }
     add_and_norm(weights_->final_norm, delta, n);
+    scale(config_.logits_scale, h_, n * config_.hidden_dim);
     return h_;
 }
 
@@ -83,6 +88,7 @@ void Transformer::embed(const Row* rows, size_t n) {
     for_rows(n, config_.hidden_dim, [&](size_t i) {
         float* x = x_ + i * config_.hidden_dim;
         weights_->embedding.rows(static_cast<size_t>(rows[i].token), 1, x, false);
+        scale(config_.embedding_scale, x, config_.hidden_dim);
         if (config_.learned_positions > 0) {
             weights_->positions.rows(static_cast<size_t>(rows[i].position), 1, h_ + i * config_.hidden_dim, false);
             kernels().blend_f32(h_ + i * config_.hidden_dim, config_.hidden_dim, 1.0f, 1.0f, x);
@@ -121,12 +127,16 @@ void Transformer::group(const Row* rows, size_t n) {
     }
 }
 
-// x += delta; h = norm(x).
-void Transformer::add_and_norm(const NormWeight& w, const float* delta, size_t n) {
+// x += residual_scale delta, which is scaled in place; h = norm(x).
+void Transformer::add_and_norm(const NormWeight& w, float* delta, size_t n) {
     const size_t d = config_.hidden_dim;
     for_rows(n, d, [&](size_t i) {
         float *x = x_ + i * d, *h = h_ + i * d;
-        const float* from = delta == nullptr ? x : delta + i * d;
+        const float* from = x;
+        if (delta != nullptr) {
+            scale(config_.residual_scale, delta + i * d, d);
+            from = delta + i * d;
+        }
         float* residual = delta == nullptr ? nullptr : x;
         if (config_.norm == Norm::kRms) {
             kernels().rms_norm_f32(from, residual, w.weight.data(), d, config_.norm_eps, false, h);
@@ -168,7 +178,7 @@ void Transformer::place(const Row& row, size_t i, size_t layer, KvCache& cache) 
             k.rms_norm_f32(q + head * d, nullptr, weight.data(), d, config_.norm_eps, false, q + head * d);
         }
     }
-    if (config_.rotary_dim > 0) {
+    if (config_.rotates(layer)) {
         const auto turn = config_.is_neox ? k.rope_neox_f32 : k.rope_gptj_f32;
         turn(q, config_.n_heads + config_.n_kv_heads, static_cast<ptrdiff_t>(d), cos_sin_ + i * config_.rotary_dim,
              config_.rotary_dim, false);

@@ -63,7 +63,7 @@ private:
 
     void embed(const Row* rows, size_t n);
     void group(const Row* rows, size_t n);
-    void add_and_norm(const NormWeight& w, const float* delta, size_t n);
+    void add_and_norm(const NormWeight& w, float* delta, size_t n);
     void attention(const Row* rows, size_t n, size_t layer, KvCache& cache);
     void place(const Row& row, size_t i, size_t layer, KvCache& cache);
     void attend(const Row* rows, const Group& group, size_t kv_head, size_t layer, const KvCache& cache);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import os
 import signal
@@ -49,8 +50,9 @@ def test_every_logit_is_that_of_transformers(case):
     model, ids = tiny_model(case), token_ids()
     expected = logits_of(model, ids)
     scale = np.abs(expected).max()
+    own_error = np.abs(expected - logits_of(copy.deepcopy(model).double(), ids)).max()
     with Engine.from_model(model, weights="float32") as engine:
-        assert np.abs(engine.logits(ids[0].tolist()) - expected).max() < 2e-6 * scale
+        assert np.abs(engine.logits(ids[0].tolist()) - expected).max() < max(2e-6 * scale, 4 * own_error)
     with Engine.from_model(model, weights="bf16") as engine:
         assert np.abs(engine.logits(ids[0].tolist()) - expected).max() < 0.06 * scale
 

@@ -45,6 +45,8 @@ WITHOUT_PLACE = {
     "llama-proportional": "rope_type 'proportional' with frequencies of 0",
     "gpt2-untied-unscaled": "attention_scale",
     "gpt2-reordered": "activation",
+    "smollm3": "rope_layers",
+    "smollm3-windows": "windows",
 }
 """Cases with options that GGUF has no key for."""
 

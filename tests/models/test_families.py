@@ -191,7 +191,10 @@ def test_old_configs():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type is 'mixtral'; the engine runs gpt2, gpt_neox, gptj, llama, mistral"),
+        (
+            {"model_type": "mixtral"},
+            "model_type is 'mixtral'; the engine runs gpt2, gpt_neox, gptj, granite, llama, mistral",
+        ),
         ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu', expected one of silu"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0, expected an integer from 1"),

@@ -65,6 +65,8 @@ class ModelConfig:
         gated: the MLP is down(act(gate x) * up x), else down(act(up x)).
         windows: per layer; 0: all keys before, w: a query sees itself and the w - 1 keys before it.
         attention_scale: multiplies query . key.
+        rope_layers: per layer, whether it rotates; (): all do.
+        embedding_scale: multiplies embeddings; residual_scale what attention and MLP add to x; logits_scale logits.
         tied_head: the head is the embedding.
         qkv_bias, o_bias, mlp_bias, head_bias: which matrices have biases. Layer norms always have.
 
@@ -88,6 +90,10 @@ class ModelConfig:
     is_neox: bool = True
     inv_freq: tuple[float, ...] = ()
     attention_factor: float = 1.0
+    rope_layers: tuple[bool, ...] = ()
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
     learned_positions: int = 0
     parallel_residual: bool = False
     shared_norm: bool = False
@@ -110,7 +116,8 @@ class ModelConfig:
             if getattr(self, name) not in known:
                 raise _wrong(name, getattr(self, name), f"one of {', '.join(known)}")
         _check_number("norm_eps", self.norm_eps, at_least=0.0)
-        _check_number("attention_scale", self.attention_scale)
+        for name in ("attention_scale", "embedding_scale", "residual_scale", "logits_scale"):
+            _check_number(name, getattr(self, name))
         if len(self.windows) != self.n_layers:
             raise _wrong("windows", f"{len(self.windows)} numbers", f"one for each of n_layers={self.n_layers}")
         for window in self.windows:
@@ -130,6 +137,8 @@ class ModelConfig:
         for frequency in self.inv_freq:
             _check_number("inv_freq", frequency)
         _check_number("attention_factor", self.attention_factor)
+        if self.rope_layers and (len(self.rope_layers) != self.n_layers or not set(self.rope_layers) <= {True, False}):
+            raise _wrong("rope_layers", self.rope_layers, f"n_layers={self.n_layers} of true and false, or none")
 
     def slots(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every weight: matrices (outputs, inputs), norms and biases (n,)."""
@@ -173,7 +182,7 @@ def find_difference(a: ModelConfig, b: ModelConfig) -> str | None:
     """The first field in which two models compute something else; frequencies may differ by rounding to float32."""
     for field in dataclasses.fields(ModelConfig):
         one, other = getattr(a, field.name), getattr(b, field.name)
-        is_number = field.name in ("inv_freq", "attention_factor", "attention_scale", "norm_eps")
+        is_number = field.name in ("inv_freq", "attention_factor", "norm_eps") or field.name.endswith("_scale")
         is_close = is_number and np.shape(one) == np.shape(other)
         if not (np.allclose(one, other, rtol=1e-5, atol=0) if is_close else one == other):
             return field.name

@@ -57,6 +57,7 @@ class Family:
         rope: "neox" or "gptj", the pairing; "none".
         partial_rotary: whether partial_rotary_factor says what part of a head rotates. transformers' other families
             rotate whole heads, whatever it says.
+        rope_off: whether layers whose no_rope_layers is 0 do not rotate, or every no_rope_layer_interval-th.
     """
 
     keys: Mapping[str, str]
@@ -68,6 +69,7 @@ class Family:
     window: str = "none"
     rope: str = "neox"
     partial_rotary: bool = False
+    rope_off: bool = False
 
     @property
     def prefix(self) -> str:
@@ -99,6 +101,8 @@ def _make_family(entry: dict[str, Any]) -> Family:
     return Family(**entry, modules=tuple(modules), gguf_modules=tuple(gguf_modules))
 
 
+SCALES = ("attention_scale", "embedding_scale", "residual_scale", "logits_divisor")
+"""Factors that only some families' configs have, by our names."""
 FAMILIES: dict[str, Family] = {name: _make_family(_resolve(name)) for name in _DATA["families"]}
 
 
@@ -125,6 +129,15 @@ def layer_windows(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
     """
     options = _Options(config, family_of(config, where), where)
     return options.windows(options.size("n_layers"), LARGEST_SIZE)
+
+
+def logits_scale(config: Mapping[str, Any], where: str) -> float:
+    """The factor of the logits that a Hugging Face config says.
+
+    Raises:
+        WhetValueError: another model_type than the engine's, or a factor that cannot be.
+    """
+    return 1 / _Options(config, family_of(config, where), where).scale("logits_divisor")
 
 
 def short_position(config: Any, where: str = "short_position") -> int | None:
@@ -195,7 +208,7 @@ def model_config(
         options.check_heads(hidden_dim, n_heads)
     trained = options.size("max_position")
     length = trained if max_position is None else max_position
-    scale = 1.0 if options.get("scale_attn_weights") is False else 1 / math.sqrt(head_dim)
+    plain = 1.0 if options.get("scale_attn_weights") is False else 1 / math.sqrt(head_dim)
     settings: dict[str, Any] = {
         name: options.flag(value[1:]) if isinstance(value, str) and value.startswith("@") else value
         for name, value in family.settings.items()
@@ -213,7 +226,11 @@ def model_config(
             max_position=length,
             norm_eps=options.number("norm_eps"),
             windows=options.windows(n_layers, length),
-            attention_scale=scale,
+            attention_scale=options.scale("attention_scale", plain),
+            embedding_scale=options.scale("embedding_scale"),
+            residual_scale=options.scale("residual_scale"),
+            logits_scale=1 / options.scale("logits_divisor"),
+            rope_layers=options.rope_layers(n_layers),
             learned_positions=trained if family.rope == "none" else 0,
             activation=options.activation(),
             gated=settings.pop("gated", True),
@@ -262,6 +279,28 @@ class _Options:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
             raise self.wrong(name, "a finite number")
         return float(value)
+
+    def scale(self, name: str, plain: float = 1.0) -> float:
+        """A factor that only some families have."""
+        if name not in self.family.keys:
+            return plain
+        value = self.number(name)
+        if not value > 0:
+            raise self.wrong(name, "a number above 0")
+        return value
+
+    def rope_layers(self, n_layers: int) -> tuple[bool, ...]:
+        if not self.family.rope_off:
+            return ()
+        given = self.get("no_rope_layers")
+        if given is None:
+            interval = self.get("no_rope_layer_interval")
+            if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+                raise self.wrong("no_rope_layer_interval", "an integer of at least 1")
+            return tuple((i + 1) % interval != 0 for i in range(n_layers))
+        if not isinstance(given, (list, tuple)) or len(given) < n_layers or not set(given) <= {0, 1}:
+            raise self.wrong("no_rope_layers", f"a 0 or 1 for each of {n_layers} layers")
+        return tuple(map(bool, given[:n_layers]))
 
     def flag(self, name: str) -> bool:
         value = self.get(name)

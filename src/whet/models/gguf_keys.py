@@ -15,7 +15,7 @@ import numpy as np
 
 from whet.errors import WhetValueError
 from whet.models.architecture import ModelConfig, find_difference
-from whet.models.families import FAMILIES, GGUF_NAMES, family_of, rope_scaling, trained_position
+from whet.models.families import FAMILIES, GGUF_NAMES, SCALES, family_of, rope_scaling, trained_position
 from whet.models.gguf_writer import Tensor
 from whet.models.slots import Stored
 from whet.models.sources.gguf import describe_gguf
@@ -79,6 +79,8 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
         given["sliding_window"] = max(described.windows)
     if "parallel_residual" in family.settings:
         given["use_parallel_residual"] = described.parallel_residual
+    scales = {**vars(described), "logits_divisor": 1 / described.logits_scale}
+    given |= {name: scales[name] for name in SCALES if name in family.keys}
     vectors: dict[str, np.ndarray] = {}
     if described.rotary_dim:
         given["rotary_dim"] = described.rotary_dim

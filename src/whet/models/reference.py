@@ -28,20 +28,23 @@ def naive_forward(config: ModelConfig, weights: Mapping[str, np.ndarray], token_
         token_ids: (T,) integers.
     """
     tokens = np.asarray(token_ids)
-    x = weights["embedding"][tokens]
+    x = config.embedding_scale * weights["embedding"][tokens]
     if config.learned_positions:
         x = x + weights["positions"][: len(tokens)]
+    scale = config.residual_scale
     for i in range(config.n_layers):
         layer = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
         normed = _norm(config, layer, "norm1", x)
-        attended = _attention(config, layer, normed, config.windows[i])
+        attended = scale * _attention(config, layer, normed, i)
         if config.parallel_residual:
-            x = x + attended + _mlp(config, layer, normed if config.shared_norm else _norm(config, layer, "norm2", x))
+            read = normed if config.shared_norm else _norm(config, layer, "norm2", x)
+            x = x + attended + scale * _mlp(config, layer, read)
         else:
             x = x + attended
-            x = x + _mlp(config, layer, _norm(config, layer, "norm2", x))
+            x = x + scale * _mlp(config, layer, _norm(config, layer, "norm2", x))
     head = weights["embedding"] if config.tied_head else weights["head"]
-    return _norm(config, weights, "final_norm", x) @ head.T + weights.get("head.bias", x.dtype.type(0))
+    hidden = config.logits_scale * _norm(config, weights, "final_norm", x)
+    return hidden @ head.T + weights.get("head.bias", x.dtype.type(0))
 
 
 def naive_weights(config: ModelConfig, pieces: Iterable[Piece], dtype: Any = np.float64) -> dict[str, np.ndarray]:
@@ -79,8 +82,9 @@ def _linear(weights: Mapping[str, np.ndarray], name: str, x: np.ndarray) -> np.n
     return x @ weights[name].T + weights.get(f"{name}.bias", x.dtype.type(0))
 
 
-def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray, window: int) -> np.ndarray:
-    """softmax(scale q k^T) v per head, each query over itself and the keys before it, up to the window."""
+def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray, i: int) -> np.ndarray:
+    """softmax(scale q k^T) v per head, each query over itself and the keys before it, up to the window of layer i."""
+    window = config.windows[i]
     n, dim, group = len(x), config.head_dim, config.n_heads // config.n_kv_heads
     ends = np.cumsum([config.n_heads, config.n_kv_heads])
     q, k, v = np.split(_linear(layer, "qkv", x).reshape(n, -1, dim), ends, axis=1)
@@ -88,7 +92,7 @@ def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarr
         q = naive_rms_norm(q, layer["q_norm.weight"], config.norm_eps)
         k = naive_rms_norm(k, layer["k_norm.weight"], config.norm_eps)
     positions = np.arange(n)
-    if config.rotary_dim:
+    if config.rotary_dim and (not config.rope_layers or config.rope_layers[i]):
         table = naive_cos_sin_cache(np.array(config.inv_freq), n, config.attention_factor)
         q, k = (naive_rope(positions, part, dim, table, config.is_neox) for part in (q, k))
     back = positions[:, None] - positions

@@ -23,7 +23,7 @@ from whet import _core
 from whet.config.settings import Compute, ComputeDtype
 from whet.errors import WhetTypeError, WhetValueError, check_choice
 from whet.memory import tensor_memory
-from whet.models.families import FAMILIES
+from whet.models.families import FAMILIES, logits_scale
 from whet.nn import functions
 from whet.nn.frozen import FrozenLinear, FrozenWeight, check_trainable, special_adapters
 from whet.nn.modules import inner_module, module_device
@@ -142,6 +142,7 @@ class Acceleration:
             )
         check_trainable(self._model, "accelerate")
         self._decoder, self._head_module = _find_head(self._model)
+        self._logits_scale = logits_scale(self._model.config.to_dict(), "accelerate")
         self._head: functions.Head | None = None
         self._packed = False
         self._replaced: list[tuple[nn.Module, str, Any]] = []
@@ -208,7 +209,7 @@ class Acceleration:
             )
         finally:
             self._packed = False
-        return output[0][0]
+        return output[0][0] * self._logits_scale if self._logits_scale != 1 else output[0][0]
 
     def head(self) -> functions.Head:
         """The projection on the vocabulary, with weights and adapters as they are."""
@@ -278,11 +279,19 @@ class Acceleration:
             return partial(_embedding, self, module)
         if kind.endswith("RMSNorm"):
             return partial(_rms_norm, self, module)
-        if kind.endswith("MLP") and _is_silu(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)):
+        is_gated = hasattr(module, "gate_proj") or hasattr(module, "gate_up_proj")
+        if (
+            kind.endswith("MLP")
+            and is_gated
+            and _is_silu(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None))
+        ):
             return partial(_swiglu_fused if hasattr(module, "gate_up_proj") else _swiglu, self, module)
         if kind.endswith("Attention") and hasattr(module, "q_proj"):
-            is_gptj = FAMILIES[self._model.config.model_type].rope == "gptj"
-            return partial(_gptj_attention if is_gptj else _attention, self, module, module.forward)
+            family = FAMILIES[self._model.config.model_type]
+            if family.rope == "gptj":
+                return partial(_gptj_attention, self, module, module.forward)
+            if not family.partial_rotary and not getattr(module, "residual_dropout", 0):
+                return partial(_attention, self, module, module.forward)
         return None
 
 
@@ -450,8 +459,9 @@ def _attention(
     q, k, v = _project(acceleration, module, hidden_states)
     if hasattr(module, "q_norm"):
         q, k = module.q_norm(q), module.k_norm(k)
-    table = _rope_table(*position_embeddings)
-    q, k = functions.rope(q, table), functions.rope(k, table)
+    if getattr(module, "use_rope", True):
+        table = _rope_table(*position_embeddings)
+        q, k = functions.rope(q, table), functions.rope(k, table)
     window = getattr(module, "sliding_window", None)
     if FAMILIES[module.config.model_type].window == "all":
         window = module.config.sliding_window

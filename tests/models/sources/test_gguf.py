@@ -28,7 +28,8 @@ QUANTISED = tuple(gguf.GGMLQuantizationType(f.gguf_type) for f in TABLE.values()
 
 
 CASES = ("llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neox-serial", "gpt2",
-         "gpt2-untied-unscaled", "phi3")  # fmt: skip
+         "gpt2-untied-unscaled", "phi3", "granite", "smollm3-interval", "starcoder2", "starcoder2-untied",
+         "stablelm", "stablelm-parallel", "phi", "phi-rotary")  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -439,7 +440,7 @@ def test_sizes_that_cannot_be(small, tmp_path, name, value):
         ),
         (None, {"rope_freqs.weight": np.zeros(4, np.float32)}, "expected 4 finite numbers above 0"),
         (None, {"rope_factors_long.weight": np.ones(4, np.float32)}, "rope_factors_long are 1-D F32 tensors"),
-        (lambda w: w.add_float32("llama.logit_scale", 2.0), None, "does not know the option llama.logit_scale"),
+        (lambda w: w.add_float32("llama.logit_scale", 2.0), None, "llama.logit_scale is 2.0, expected none"),
         (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), None, "rope.scaling.type is 'longrope'"),
         (lambda w: w.add_float32("llama.rope.scaling.attn_factor", float("nan")), None, "attn_factor is nan, expected"),
     ],

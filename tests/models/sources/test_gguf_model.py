@@ -30,7 +30,8 @@ KEYS = {
     "tokenizer.ggml.eos_token_id": 4,
     "tokenizer.chat_template": "{{ messages[0]['content'] }}",
 }
-CASES = ("llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neox-serial", "gpt2", "phi3")
+CASES = ("llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neox-serial", "gpt2", "phi3",
+         "granite", "smollm3-interval", "starcoder2", "stablelm", "stablelm-parallel", "phi")  # fmt: skip
 
 
 def make(tmp_path: Path, case: str, kind: Any = F32, *, keys: Any = KEYS, change: Any = None, extra: Any = None,

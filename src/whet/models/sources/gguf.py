@@ -24,12 +24,14 @@ import numpy as np
 
 from whet.errors import WhetValueError
 from whet.models.architecture import ModelConfig
-from whet.models.families import FAMILIES, GGUF_NAMES, model_config, module_targets, short_position
+from whet.models.families import FAMILIES, GGUF_NAMES, SCALES, Family, model_config, module_targets, short_position
 from whet.models.slots import Module, Source, Stored, places, walk
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 
 _KEYS: dict[str, str] = GGUF_NAMES["keys"]
 _ROPE_TENSORS: dict[str, str] = GGUF_NAMES["rope_tensors"]
+_BIASED = {"qkv_bias": ("qkv:", "qkv:q"), "o_bias": ("o:",), "mlp_bias": ("gate_up:gate", "up:")}
+"""``ModelConfig``'s field -> slots that tell whether it is true."""
 _FUSED_QKV: str = GGUF_NAMES["fused_qkv"]
 _OF_MODEL_TYPE = {name: family.gguf["architecture"] for name, family in FAMILIES.items() if family.gguf is not None}
 _ARCHITECTURES = {
@@ -209,14 +211,31 @@ class _Metadata:
             family.keys["norm_eps"]: epsilon,
             "vocab_size": table.shape[0],
             "tie_word_embeddings": f"{names['head:']}.weight" not in self.tensors,
-            "attention_bias": not biased.isdisjoint({"layers.{i}.qkv:", "layers.{i}.qkv:q"}),
-            "mlp_bias": "layers.{i}.gate_up:gate" in biased,
+            **self.biases(family, biased),
+            **self.scales(family, sizes["head_dim"]),
             "use_parallel_residual": self.given.get("use_parallel_residual", True),
             "sliding_window": self.given.get("sliding_window") or None,
             "rope_parameters": rope,
             # Where both places say it, transformers believes this one.
             "original_max_position_embeddings": rope.get("original_max_position_embeddings"),
         }
+
+    def biases(self, family: Family, biased: set[str]) -> dict[str, bool]:
+        """Whether matrices have biases, which is known by their tensors, under the names of the family's options."""
+        found: dict[str, bool] = {}
+        for field, parts in _BIASED.items():
+            option = family.settings.get(field)
+            if isinstance(option, str):
+                found.setdefault(option[1:], any(f"layers.{{i}}.{part}" in biased for part in parts))
+        return found
+
+    def scales(self, family: Family, head_dim: int) -> dict[str, float]:
+        """The factors that only some families have."""
+        plain = dict.fromkeys(SCALES, 1.0) | {"attention_scale": 1 / math.sqrt(head_dim)}
+        for name in SCALES:
+            if name in self.given and name not in family.keys:
+                raise self.wrong(name, "none")
+        return {family.keys[name]: self.number(name, plain[name]) for name in SCALES if name in family.keys}
 
     def rope(self, sizes: Mapping[str, int], rotary_dim: int) -> dict[str, Any]:
         """Hugging Face's rope_parameters. (A half more than rotary_dim: its share is rounded down to it.)"""
