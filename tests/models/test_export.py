@@ -276,6 +276,8 @@ def test_a_file_that_is_there(folder, tmp_path):
 def test_places_that_cannot_be_written(folder, tmp_path, monkeypatch):
     assert_raises(WhetValueError, "there is no folder .*nowhere", export_gguf, folder, tmp_path / "nowhere" / "m.gguf")
     assert_raises(WhetValueError, "out is a folder", export_gguf, folder, tmp_path / "out")
+    if Path("/proc/self").is_dir():  # where access() allows everything to root, and nothing can be made
+        assert_raises(WhetValueError, "nothing can be written to /proc: ", export_gguf, folder, "/proc/m.gguf")
     monkeypatch.setattr(gguf_writer.os, "access", lambda *_: False)
     refuse(folder, "nothing can be written to .*out: Permission denied. Choose another folder")
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from whet.errors import WhetTypeError, WhetValueError
+from whet.errors import DiskFullError, WhetTypeError, WhetValueError
 from whet.files import force_to_disk, temporary_beside, told_if_full
 from whet.models.formats import TABLE
 from whet.models.rows import row_bytes
@@ -100,7 +100,9 @@ def write_gguf(
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         force_to_disk(path.parent)
-    except PermissionError as error:
+    except DiskFullError:
+        raise
+    except OSError as error:
         raise _unwritable(path, where, error) from error
     return total
 
