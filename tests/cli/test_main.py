@@ -91,6 +91,8 @@ def test_unknown_names(error_of):
 
 @pytest.mark.parametrize("package", ["tyro", "torch", "matplotlib"])
 def test_missing_package_is_one_line_with_the_mend(package, files, error_of, monkeypatch):
+    with pytest.raises(SystemExit):
+        main(["train", "sft", "--help"])  # the first time that it is used, tyro imports what sys.modules names
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     error = error_of("train", "sft", *files("run", steps=1))
     assert error == f"whet: whet train sft needs {package}. Install it with: pip install 'whet[train]'"
