@@ -45,13 +45,10 @@ uint64_t Scheduler::add(Request request, uint64_t session) {
                                     " bytes of KV cache, and kv_bytes is " + std::to_string(limits_.kv_bytes));
     }
     const uint64_t id = next_id_++;
-    const auto at = jobs_.emplace(id, make_job(std::move(request), session)).first;
-    try {
-        if (!at->second->done) waiting_.push_back(at->second.get());
-    } catch (...) {
-        jobs_.erase(at);
-        throw;
-    }
+    std::map<uint64_t, std::unique_ptr<Job>> added;
+    Job* const job = added.emplace(id, make_job(std::move(request), session)).first->second.get();
+    if (!job->done) waiting_.push_back(job);
+    jobs_.merge(added);  // which allocates nothing: a job that waits is always among the jobs
     return id;
 }
 

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 
+#include "runtime/has_memory_for.h"
 #include "runtime/pages.h"
 
 namespace whet {
@@ -169,11 +169,9 @@ void KvCache::insert(int32_t page, int32_t before, uint64_t key, const int32_t* 
     Page& p = pages_[static_cast<size_t>(page)];
     const uint64_t serial = serial_of(before);
     p.hash = hash_of(serial, key, tokens, n);
-    try {
-        entries_.emplace(p.hash, Entry{page, serial, key, std::vector<int32_t>(tokens, tokens + n)});
-        p.indexed = true;
-    } catch (const std::bad_alloc&) {  // a page that is not indexed is only not shared
-    }
+    // A page that is not indexed is only not shared.
+    p.indexed = has_memory_for(
+        [&] { entries_.emplace(p.hash, Entry{page, serial, key, std::vector<int32_t>(tokens, tokens + n)}); });
 }
 
 void KvCache::erase_entry(const Page& p, int32_t page) {

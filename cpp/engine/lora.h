@@ -6,12 +6,25 @@
 #include <utility>
 #include <vector>
 
-#include "engine/linear.h"
+#include "engine/weights.h"
 
 namespace whet {
 
 enum class Target { kQkv, kO, kUp, kDown };  // as in LayerWeights
 constexpr size_t kTargets = 4;
+
+inline const Matrix& matrix_of(const LayerWeights& layer, Target target) {
+    return target == Target::kQkv  ? layer.qkv
+           : target == Target::kO  ? layer.o
+           : target == Target::kUp ? layer.up
+                                   : layer.down;
+}
+
+// The format of an adapter's factors beside a matrix: float32 beside float32, else bfloat16.
+inline WeightFormat adapter_format(const Matrix& matrix) {
+    const bool wide = matrix.parts.front().format().source == Source::kFloat32;
+    return wide ? WeightFormat::kFloat32 : WeightFormat::kBFloat16;
+}
 
 // What is added to the outputs of one matrix: each B (n, rank) to those from its first row on.
 struct LowRank {

@@ -1,7 +1,6 @@
 #include "engine/weights.h"
 
 #include <algorithm>
-#include <mutex>
 #include <stdexcept>
 
 #include "kernels/dispatch.h"
@@ -48,6 +47,15 @@ void for_parts(Parts& parts, size_t first, size_t count, Visit&& visit) {
 size_t number_bytes(bool bf16) { return bf16 ? sizeof(uint16_t) : sizeof(float); }
 
 }  // namespace
+
+void check(const ModelConfig& c) {
+    if (c.n_kv_heads == 0 || c.n_heads % c.n_kv_heads != 0 || c.head_dim == 0 || c.head_dim > kAttentionMaxHeadDim ||
+        c.windows.size() != c.n_layers || (!c.rope_layers.empty() && c.rope_layers.size() != c.n_layers) ||
+        c.inv_freq.size() * 2 != c.rotary_dim || c.rotary_dim > c.head_dim ||
+        (c.learned_positions > 0 && c.max_position > c.learned_positions)) {
+        throw std::invalid_argument("sizes of the configuration disagree");
+    }
+}
 
 size_t Matrix::n() const {
     size_t n = 0;
@@ -126,7 +134,7 @@ void Weights::allocate() {
 }
 
 void Weights::pack(const std::string& slot, size_t first, const StoredRows& rows) {
-    const std::unique_lock packing(mutex_);
+    const auto packing = lock_.writing();
     if (vectors_.contains(slot)) return pack_vector(slot, first, rows);
     Matrix& matrix = *found(matrices_, slot);
     if (first > matrix.n() || rows.n > matrix.n() - first || rows.k != matrix.k()) {
@@ -195,7 +203,7 @@ size_t Weights::size_bytes() const {
 }
 
 size_t Weights::release() {
-    const std::unique_lock packing(mutex_);
+    const auto packing = lock_.writing();
     release_pages(memory_.data(), memory_bytes_);
     return memory_bytes_;
 }

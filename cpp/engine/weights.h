@@ -4,7 +4,6 @@
 // class does holds reading() meanwhile.
 #pragma once
 #include <map>
-#include <shared_mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,6 +11,7 @@
 #include "engine/config.h"
 #include "engine/linear.h"
 #include "engine/stored_rows.h"
+#include "runtime/read_write_lock.h"
 
 namespace whet {
 
@@ -35,6 +35,9 @@ struct LayerWeights {
     NormWeight norm1, norm2, q_norm, k_norm;
     Matrix qkv, o, up, down;  // up: the gate's rows before its own, where there is a gate
 };
+
+// Throws std::invalid_argument for sizes that the engine would go wrong with.
+void check(const ModelConfig& config);
 
 class Weights {
 public:
@@ -74,11 +77,11 @@ public:
     // Gives the memory of the matrices back to the system: zeros, until they are packed again.
     size_t release();
 
-    std::shared_lock<std::shared_mutex> reading() const { return std::shared_lock(mutex_); }
+    auto reading() const { return lock_.reading(); }
 
 private:
     const ModelConfig config_;
-    mutable std::shared_mutex mutex_;
+    mutable ReadWriteLock lock_;
     Zeroed memory_;  // of the matrices
     size_t memory_bytes_ = 0;
     std::map<std::string, Matrix*> matrices_;

@@ -6,9 +6,9 @@
 #pragma once
 #include <cstdint>
 #include <limits>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <vector>
 
@@ -33,11 +33,15 @@ public:
     using std::invalid_argument::invalid_argument;
 };
 
+inline void append_part(std::string& text, std::string_view part) { text += part; }
+inline void append_part(std::string& text, uint64_t number) { text += std::to_string(number); }
+
+// Texts and counts side by side. (A stream would bring its locales into a WebAssembly build.)
 template <class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
-    std::ostringstream text;
-    (text << ... << parts);
-    throw FileError(text.str());
+    std::string text;
+    (append_part(text, parts), ...);
+    throw FileError(text);
 }
 
 // The file goes on behind the bytes that were given, and so does what the parser needs: give it at least so many.

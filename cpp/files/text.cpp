@@ -1,7 +1,6 @@
 #include "files/text.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <iterator>
 
 namespace whet {
@@ -66,11 +65,10 @@ std::string quoted(std::string_view text, size_t most) {
             out += text.substr(from, at - from);
             continue;
         }
-        char escape[16];
         const uint32_t shown = character == kInvalid ? static_cast<uint8_t>(text[from]) : character;
-        const char* format = shown > 0xffff ? "\\U%08x" : shown > 0xff ? "\\u%04x" : "\\x%02x";
-        std::snprintf(escape, sizeof escape, format, static_cast<unsigned>(shown));
-        out += escape;
+        out += shown > 0xffff ? "\\U" : shown > 0xff ? "\\u" : "\\x";
+        const int n_digits = shown > 0xffff ? 8 : shown > 0xff ? 4 : 2;
+        for (int digit = n_digits - 1; digit >= 0; --digit) out += "0123456789abcdef"[shown >> (4 * digit) & 15];
     }
     return out.size() < most ? out + "'" : out + "...";
 }

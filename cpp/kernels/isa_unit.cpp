@@ -19,7 +19,6 @@
 #include "kernels/norm.h"
 #include "kernels/pack.h"
 #include "kernels/pack_quantised.h"
-#include "kernels/probe.h"
 #include "kernels/rope.h"
 #include "kernels/rounded_linear.h"
 #include "kernels/rows.h"
@@ -28,6 +27,9 @@
 #include "kernels/token_kl.h"
 #include "kernels/token_logprobs.h"
 #include "kernels/unpack.h"
+#if !defined(__wasm__)
+#include "kernels/probe.h"
+#endif
 
 namespace whet::WHET_ISA {
 

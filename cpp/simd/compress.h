@@ -20,6 +20,8 @@ WHET_INLINE uint32_t lane_bits(i32x16 mask) {
         typedef uint32_t Word __attribute__((vector_size(16)));
         const Word weights = {1, 2, 4, 8};
         const uint32_t part = vaddvq_u32((uint32x4_t)((Word)mask.part[p] & weights));
+#elif defined(__wasm__)
+        const auto part = static_cast<uint32_t>(__builtin_wasm_bitmask_i32x4(mask.part[p]));
 #else
         uint32_t part = 0;
         for (int i = 0; i < i32x16::kPartLanes; ++i) part |= (mask.part[p][i] & 1u) << i;

@@ -152,6 +152,8 @@ WHET_INLINE NativeU32 add_products(NativeU32 sum, NativeI16 x, NativeI16 y) {
     return sum + (NativeU32)_mm256_madd_epi16((__m256i)x, (__m256i)y);
 #elif defined(__aarch64__)
     return (NativeU32)vpadalq_s16((int32x4_t)sum, x * y);
+#elif defined(__wasm__)
+    return sum + (NativeU32)__builtin_wasm_dot_s_i32x4_i16x8(x, y);
 #else
     const i32x16::Native products = (i32x16::Native)(x * y);
     return sum + (NativeU32)(products >> 16) + (NativeU32)((i32x16::Native)((NativeU32)products << 16) >> 16);

@@ -295,7 +295,15 @@ WHET_INLINE typename Vec<T>::Mask load_mask(const uint8_t* x) {
 #define WHET_INTRINSIC(name) _mm256_##name
 #endif
 
-#if !defined(WHET_INTRINSIC) && !defined(__aarch64__)
+#if defined(__wasm__)
+// The multiply-add of relaxed SIMD is fused on every engine but some; who loads the module asks is_fused(). SIMD128
+// alone has none, and emulation takes 20 times as long: there the product is rounded.
+#if defined(__wasm_relaxed_simd__)
+#define WHET_WASM_MADD(type, a, b, c) __builtin_wasm_relaxed_madd_##type(a, b, c)
+#else
+#define WHET_WASM_MADD(type, a, b, c) (a) * (b) + (c)
+#endif
+#elif !defined(WHET_INTRINSIC) && !defined(__aarch64__)
 // Every lane is a call of the C library. In line they made two thirds of the unit's code.
 template <class T>
 __attribute__((noinline)) void fma_lanes(T* a, const T* b, const T* c) {
@@ -319,6 +327,9 @@ WHET_INLINE Vec<T> fma(Vec<T> a, Vec<T> b, Vec<T> c) {
                        WHET_INTRINSIC(fmadd_pd)(a.part[p], b.part[p], c.part[p]))
 #elif defined(__aarch64__)
         WHET_PER_WIDTH(vfmaq_f32(c.part[p], a.part[p], b.part[p]), vfmaq_f64(c.part[p], a.part[p], b.part[p]))
+#elif defined(__wasm__)
+        WHET_PER_WIDTH((WHET_WASM_MADD(f32x4, a.part[p], b.part[p], c.part[p])),
+                       (WHET_WASM_MADD(f64x2, a.part[p], b.part[p], c.part[p])))
 #else
         fma_lanes((T*)&a.part[p], (const T*)&b.part[p], (const T*)&c.part[p]);
 #endif
@@ -333,6 +344,8 @@ WHET_INLINE Vec<T> sqrt(Vec<T> a) {
         WHET_PER_WIDTH(WHET_INTRINSIC(sqrt_ps)(a.part[p]), WHET_INTRINSIC(sqrt_pd)(a.part[p]))
 #elif defined(__aarch64__)
         WHET_PER_WIDTH(vsqrtq_f32(a.part[p]), vsqrtq_f64(a.part[p]))
+#elif defined(__wasm__)
+        WHET_PER_WIDTH(__builtin_wasm_sqrt_f32x4(a.part[p]), __builtin_wasm_sqrt_f64x2(a.part[p]))
 #else
         for (int i = 0; i < Vec<T>::kPartLanes; ++i) {
             if constexpr (sizeof(T) == 4) {

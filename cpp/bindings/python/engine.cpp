@@ -173,7 +173,7 @@ public:
             const auto target = nb::cast<Target>(entry[1]);
             const auto first_row = nb::cast<size_t>(entry[2]);
             if (layer >= adapter->layers.size()) throw std::invalid_argument("no such layer");
-            const WeightFormat format = adapter_format(layer, target);
+            const WeightFormat format = adapter_format(matrix_of(model_.weights().layers[layer], target));
             PackedWeight a = packed(entry[3], format), b = packed(entry[4], format);
             if (a.n() != b.k() || a.k() != inputs(target) || first_row + b.n() > outputs(target)) {
                 throw std::invalid_argument("an adapter of other shapes than its matrix");
@@ -236,16 +236,6 @@ private:
         if (adapter != 0 && !scheduler_.has_adapter(adapter)) throw std::invalid_argument("no such adapter");
         request.adapter = adapter;
         return request;
-    }
-
-    WeightFormat adapter_format(size_t layer, Target target) const {
-        const LayerWeights& w = model_.weights().layers[layer];
-        const Matrix& matrix = target == Target::kQkv  ? w.qkv
-                               : target == Target::kO  ? w.o
-                               : target == Target::kUp ? w.up
-                                                       : w.down;
-        const bool wide = matrix.parts.front().format().source == Source::kFloat32;
-        return wide ? WeightFormat::kFloat32 : WeightFormat::kBFloat16;
     }
 
     static PackedWeight packed(nb::handle object, WeightFormat format) {

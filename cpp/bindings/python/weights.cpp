@@ -58,12 +58,7 @@ ModelConfig config_of(const nb::dict& from) {
     c.embedding_scale = get<float>(from, "embedding_scale");
     c.residual_scale = get<float>(from, "residual_scale");
     c.logits_scale = get<float>(from, "logits_scale");
-    if (c.n_kv_heads == 0 || c.n_heads % c.n_kv_heads != 0 || c.head_dim == 0 || c.head_dim > kAttentionMaxHeadDim ||
-        c.windows.size() != c.n_layers || (!c.rope_layers.empty() && c.rope_layers.size() != c.n_layers) ||
-        c.inv_freq.size() * 2 != c.rotary_dim || c.rotary_dim > c.head_dim ||
-        (c.learned_positions > 0 && c.max_position > c.learned_positions)) {
-        throw std::invalid_argument("sizes of the configuration disagree");
-    }
+    check(c);
     return c;
 }
 

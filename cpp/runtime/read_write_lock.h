@@ -1,0 +1,29 @@
+// A lock that any number of readers, or one writer, hold. It counts for nothing in WebAssembly, where one thread calls
+// the core.
+#pragma once
+#if !defined(__wasm__)
+#include <mutex>
+#include <shared_mutex>
+#endif
+
+namespace whet {
+
+class ReadWriteLock {
+public:
+#if defined(__wasm__)
+    struct Held {
+        Held() {}
+        ~Held() {}  // a guard, and no unused variable
+    };
+    Held reading() { return {}; }
+    Held writing() { return {}; }
+#else
+    std::shared_lock<std::shared_mutex> reading() { return std::shared_lock(mutex_); }
+    std::unique_lock<std::shared_mutex> writing() { return std::unique_lock(mutex_); }
+
+private:
+    std::shared_mutex mutex_;
+#endif
+};
+
+}  // namespace whet
