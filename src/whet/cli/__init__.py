@@ -39,6 +39,8 @@ usage: whet COMMAND ...
   whet chat MODEL                     talk to a model
   whet eval MODEL --task TASK         accuracy on a task, of one model or two
   whet export MODEL OUT.gguf          write it for llama.cpp and Ollama
+  whet merge MODEL OUT                a folder with the adapters merged
+  whet convert MODEL.gguf OUT         a GGUF file as a folder
   whet fetch NAME                     get a model by name
   whet info MODEL                     what a model is, and whether it runs
   whet estimate MODEL                 memory of a model, in every format
@@ -188,6 +190,8 @@ _COMMANDS = {
     "chat": ("train", "tyro", "rich", "tokenizers", "jinja2"),
     "eval": ("train", "tyro", "rich", "tokenizers", "jinja2"),
     "export": ("train", "tyro", "rich", "tokenizers", "jinja2"),
+    "merge": ("train", "tyro", "rich", "torch", "transformers", "peft"),
+    "convert": ("train", "tyro", "rich", "torch", "transformers"),
     "fetch": ("train", "tyro"),
     "info": ("train", "tyro", "rich"),
     "estimate": ("train", "tyro", "rich"),

@@ -1,0 +1,144 @@
+"""``whet merge``: a model with its LoRA adapters merged as a Hugging Face folder, which ``whet convert`` writes too."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from safetensors import SafetensorError
+
+from whet.cli.estimate import in_bytes
+from whet.cli.models import load_model
+from whet.cli.text_model import find_model, with_adapters
+from whet.errors import DiskFullError, WhetValueError
+from whet.files import replace_folder, temporary_beside, told_if_full
+from whet.models.base import PackedBase, pack_recorded, read_binding
+from whet.models.formats import TABLE
+from whet.models.sources.gguf_container import GGUFFile
+from whet.models.sources.pretrained import open_pretrained
+
+FolderDtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeConfig:
+    """Write a model with its LoRA adapters merged as a Hugging Face folder, with its tokenizer."""
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """A folder that save_pretrained or whet train wrote, also of adapters, or a .gguf file."""
+    output: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
+    """The folder to write."""
+    adapter: str = ""
+    """A folder of LoRA adapters that PEFT or whet train saved, for this model; empty: MODEL is one."""
+    dtype: FolderDtype = "auto"
+    """Of the weights; auto: that of the model's, and bfloat16 of a quantised one."""
+    overwrite: bool = False
+    """Replace a folder that is there."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the folder; the exit status is 0."""
+    asked = tyro.cli(MergeConfig, args=argv, prog="whet merge")
+    where = "whet merge"
+    model, adapter = with_adapters(asked.model, asked.adapter, where)
+    if not adapter:
+        raise WhetValueError(f"{where}: {model!r} holds no adapters. Name them with --adapter FOLDER.")
+    write_folder(model, adapter, asked.output, asked.dtype, asked.overwrite, where)
+    return 0
+
+
+def write_folder(model: str, adapter: str, output: str, dtype: FolderDtype, overwrite: bool, where: str) -> None:
+    """A model, with adapters merged, as a Hugging Face folder that appears whole or not at all.
+
+    Products of adapters are float32, and rounded with the weight. Adapters that were trained beside a quantised base
+    are merged into its numbers.
+
+    Args:
+        adapter: the folder of the adapters; empty: none.
+
+    Raises:
+        WhetValueError: there is no such model, adapters that are not the model's, or nothing can be written there.
+        DiskFullError: there is no room for it.
+    """
+    out = Path(output)
+    check_place(out, overwrite, where)
+    opened = find_model(model, where)
+    kind = stored_dtype(opened) if dtype == "auto" else dtype
+    module, tokenizer = load_model(model, "float32")
+    module = module.cpu()
+    if adapter:
+        import peft
+
+        source = open_pretrained(opened)
+        if (record := read_binding(adapter, source, False, where)) is not None:
+            copy_base(pack_recorded(source, record, where, adapter), module)
+        try:
+            module = peft.PeftModel.from_pretrained(module, adapter).merge_and_unload()
+        except (RuntimeError, ValueError, OSError, KeyError, TypeError) as error:
+            raise WhetValueError(f"{where}: {adapter!r} does not fit {model!r}: {error}") from error
+    module = module.to(getattr(torch, kind))
+    size_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    try:
+        with told_if_full(out, size_bytes), temporary_beside(out, "merging", folder=True) as temporary:
+            save(module, tokenizer, temporary)
+            replace_folder(temporary, out)
+    except DiskFullError:
+        raise
+    except OSError as error:
+        place = out.absolute().parent
+        raise WhetValueError(f"{where}: nothing can be written to {place}: {error.strerror or error}.") from error
+    print(f"{out}: {in_bytes(size_bytes)} of {kind}")
+
+
+def check_place(out: Path, overwrite: bool, where: str) -> None:
+    """Refuse a place where no folder can be made, before anything is read.
+
+    Raises:
+        WhetValueError: there is something that is not to be replaced, or no folder for it.
+    """
+    if not out.absolute().parent.is_dir():
+        raise WhetValueError(f"{where}: there is no folder {out.absolute().parent}. Make it first.")
+    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not overwrite):
+        what = "is a file" if out.is_file() else "is there already"
+        raise WhetValueError(f"{where}: {out} {what}. Choose another name, or replace a folder with --overwrite.")
+
+
+def save(module: Any, tokenizer: Any, folder: Path) -> None:
+    """Write model and tokenizer.
+
+    Raises:
+        OSError: with the system's number, also where safetensors keeps it in its text.
+    """
+    try:
+        module.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
+
+
+def stored_dtype(model: str | GGUFFile) -> FolderDtype:
+    """The dtype of most of a model's numbers; bfloat16 where they are quantised."""
+    count: Counter[str] = Counter()
+    for piece in open_pretrained(model).pieces():
+        count[piece.format] += piece.tensor.shape[0] * piece.tensor[0].size if piece.tensor.ndim > 1 else 0
+    [(most, _)] = count.most_common(1)
+    return most if TABLE[most].is_float and most != "float64" else "bfloat16"  # type: ignore[return-value]
+
+
+@torch.no_grad()
+def copy_base(base: PackedBase, module: Any) -> None:
+    """A packed base's numbers into the parameters of the model that it is of."""
+    for name, child in module.named_modules():
+        if name not in base.targets or not hasattr(child, "weight"):
+            continue
+        by_columns = type(child).__name__ == "Conv1D"
+        rows = base.rows(name, torch.empty(child.weight.t().shape if by_columns else child.weight.shape))
+        child.weight.copy_(rows.t() if by_columns else rows)

@@ -1,0 +1,113 @@
+"""``whet merge`` and ``whet convert``: what their folders hold, and what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from tests.engine.tiny_models import tiny_model
+from tests.models.test_export import N_ROWS, N_TOKENS, PRE_TOKENIZERS, make_texts, save
+from tests.models.tokenizers import vocab_files
+from tests.tiny import with_lora
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from whet.cli import main
+from whet.models.base import pack_base, write_record
+from whet.models.sources.gguf_container import read_gguf
+from whet.models.sources.pretrained import open_pretrained
+from whet.models.tokenizers import read_tokenizer
+from whet.nn import frozen_model
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gpt2"])
+def folder(request, tmp_path_factory) -> Path:
+    tokenizer = vocab_files.train_byte_level(list(PRE_TOKENIZERS["qwen2"].patterns), N_TOKENS)
+    sizes = {"n_embd": 64} if request.param == "gpt2" else {"hidden_size": 64, "intermediate_size": 64}
+    model = tiny_model(request.param, vocab_size=N_ROWS, **sizes)
+    return save(model, tokenizer, tmp_path_factory.mktemp("merge") / request.param)
+
+
+def adapters_of(model: Any, path: Path, is_gpt2: bool) -> Any:
+    names = ["c_attn", "c_fc"] if is_gpt2 else ["q_proj", "down_proj"]
+    adapted = with_lora(model, b_std=0.1, target_modules=names, fan_in_fan_out=is_gpt2)
+    adapted.save_pretrained(path)
+    return adapted
+
+
+def weights_of(path: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(path, dtype="auto").state_dict()
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_a_file_becomes_a_folder_and_the_same_file_again(folder, dtype, tmp_path, capsys):
+    first, second = tmp_path / "1.gguf", tmp_path / "2.gguf"
+    half = {"f16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    AutoModelForCausalLM.from_pretrained(folder, dtype=half).save_pretrained(tmp_path / "half")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "half")
+    assert main(["export", str(tmp_path / "half"), str(first), "--quantize", dtype]) == 0
+    assert main(["convert", str(first), str(tmp_path / "folder")]) == 0
+    assert str(half).removeprefix("torch.") in capsys.readouterr().out.splitlines()[-1]
+    assert main(["export", str(tmp_path / "folder"), str(second), "--quantize", dtype]) == 0
+    a, b = (read_gguf(path, "here").tensors for path in (first, second))
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name].tensor.view(np.uint8), b[name].tensor.view(np.uint8), err_msg=name)
+    ours, again = read_tokenizer(first), read_tokenizer(second)
+    assert all(ours.encode(text) == again.encode(text) for text in make_texts(300, seed=1))
+
+
+def test_adapters_are_merged_as_peft_merges_them(folder, tmp_path):
+    adapted = adapters_of(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "lora", folder.name == "gpt2")
+    expected = adapted.merge_and_unload().state_dict()
+    assert main(["merge", str(folder), str(tmp_path / "a"), "--adapter", str(tmp_path / "lora")]) == 0
+    assert main(["merge", str(tmp_path / "lora"), str(tmp_path / "b")]) == 0
+    for found in map(weights_of, (tmp_path / "a", tmp_path / "b")):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert AutoTokenizer.from_pretrained(tmp_path / "a").encode("Hello") == AutoTokenizer.from_pretrained(
+        folder
+    ).encode("Hello")
+
+
+def test_adapters_of_a_quantised_base_are_merged_into_its_numbers(folder, tmp_path):
+    base = pack_base(open_pretrained(folder), weights="q4_0")
+    names = ["c_fc"] if folder.name == "gpt2" else ["down_proj"]
+    adapted = peft.get_peft_model(frozen_model(folder, base), peft.LoraConfig(r=2, target_modules=names))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1)
+    adapted.save_pretrained(tmp_path / "lora")
+    write_record(tmp_path / "lora", base)
+    given = [str(folder), str(tmp_path / "merged"), "--adapter", str(tmp_path / "lora"), "--dtype", "float32"]
+    assert main(["merge", *given]) == 0
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
+        torch.testing.assert_close(merged, adapted(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["merge", "{folder}", "{out}/new"], "holds no adapters. Name them with --adapter FOLDER"),
+        (["merge", "{folder}", "{folder}", "--adapter", "{out}"], "is there already"),
+        (["merge", "{folder}", "{out}/no/new", "--adapter", "{out}"], "there is no folder"),
+        (["merge", "{folder}", "{out}/new", "--adapter", "{out}"], "does not fit"),
+        (["merge", "{out}/none", "{out}/new", "--adapter", "{out}"], "Pass a model's folder or its .gguf file"),
+        (["convert", "{folder}", "{out}/new"], "is a folder. Name a .gguf file"),
+        (["convert", "{out}/cut.gguf", "{out}/new"], "cut short"),
+    ],
+)
+def test_one_line_for_what_is_wrong(arguments, message, folder, tmp_path, capsys):
+    assert main(["export", str(folder), str(tmp_path / "whole.gguf")]) == 0
+    (tmp_path / "cut.gguf").write_bytes((tmp_path / "whole.gguf").read_bytes()[:-64])
+    names = {path.name for path in tmp_path.iterdir()}
+    capsys.readouterr()
+    assert main([argument.format(folder=folder, out=tmp_path) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == names
