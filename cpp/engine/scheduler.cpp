@@ -149,7 +149,8 @@ void Scheduler::draw(const HeadRow& row, float* logits, void* scratch) {
     const Request& request = running.job->request;
     Sample& sample = running.job->samples[running.sample];
     const size_t position = sample.tokens.size();
-    const double uniform = token_uniform(request.seed, request.prompt_index, running.sample, position);
+    const double uniform =
+        token_uniform(request.seed, request.prompt_index, request.first_sample + running.sample, position);
     History history{running.seen.empty() ? nullptr : running.seen.data(), running.counts, {}};
     if (position < request.min_new_tokens) history.banned = request.stop_tokens;
     const size_t n_top = request.sampling.top_logprobs;
@@ -188,8 +189,8 @@ void Scheduler::append(Running& running, const Drawn& drawn) {
     running.fresh = false;
     if (std::isnan(drawn.logprob)) {
         job.error = "the model's logits for prompt " + std::to_string(job.request.prompt_index) + ", sample " +
-                    std::to_string(running.sample) + ", token " + std::to_string(sample.tokens.size()) +
-                    " hold NaN or +inf, or nothing but -inf";
+                    std::to_string(job.request.first_sample + running.sample) + ", token " +
+                    std::to_string(sample.tokens.size()) + " hold NaN or +inf, or nothing but -inf";
         failed_.push_back(&job);
         return;
     }

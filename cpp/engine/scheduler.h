@@ -40,7 +40,7 @@ struct Request {
     Sampling sampling;
     std::vector<int32_t> stop_tokens;                 // these and the stop strings come after min_new_tokens tokens
     std::shared_ptr<const StopStrings> stop_strings;  // null: none
-    uint64_t seed = 0, prompt_index = 0;
+    uint64_t seed = 0, prompt_index = 0, first_sample = 0;  // its samples are first_sample ... first_sample + n - 1
     // To score, where n is 0: log-probs (and entropies) of the tokens from `score_from` on, which is 1 at least.
     size_t score_from = 1;
     bool entropy = false;

@@ -14,7 +14,7 @@ from whet.ops import *  # noqa: F403
 from whet.ops import inputs as _inputs
 
 if TYPE_CHECKING:
-    from whet.config.sampling import Completion, SamplingParams
+    from whet.config.sampling import Completion, SamplingParams, StreamKey
     from whet.engine import Engine
     from whet.memory import memory_report
 
@@ -61,6 +61,7 @@ _LATER = {
     "Engine": "whet.engine",
     "Completion": "whet.config.sampling",
     "SamplingParams": "whet.config.sampling",
+    "StreamKey": "whet.config.sampling",
     "memory_report": "whet.memory",
 }
 """Names that are imported when they are asked for."""
@@ -75,5 +76,5 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = ["WhetError", "WhetTypeError", "WhetValueError", "build_info", "get_num_threads", "isa", "set_num_threads"]
-__all__ += ["Completion", "Engine", "SamplingParams", "memory_report"]
+__all__ += ["Completion", "Engine", "SamplingParams", "StreamKey", "memory_report"]
 __all__ += ops.__all__

@@ -179,6 +179,7 @@ class Engine:
         stop_strings: StopStrings | None,
         seed: int,
         prompt_index: int,
+        first_sample: int,
         adapter: int,
         sampling: dict[str, Any],
         keep: bool,

@@ -18,7 +18,7 @@ from tests.raising import assert_raises
 from tests.threads import threads
 from tests.tiny import with_lora
 
-from whet.config.sampling import SamplingParams
+from whet.config.sampling import SamplingParams, StreamKey
 from whet.engine import Engine, EngineBusyError
 from whet.errors import WhetTypeError, WhetValueError
 from whet.ops.micro_lora import MicroLoRA
@@ -55,6 +55,35 @@ def test_every_logit_is_that_of_transformers(case):
         assert np.abs(engine.logits(ids[0].tolist()) - expected).max() < max(2e-6 * scale, 4 * own_error)
     with Engine.from_model(model, weights="bf16") as engine:
         assert np.abs(engine.logits(ids[0].tolist()) - expected).max() < 0.06 * scale
+
+
+@pytest.mark.parametrize("make", [Engine.from_model, TorchEngine])
+def test_a_batch_divided_by_keys_is_the_whole_batch(make):
+    """Prompts in another order, and a group in two calls, on engines of their own."""
+    model, given = llama(), prompts(5, 9, 7)
+    sampling = SamplingParams(max_new_tokens=6, seed=11)
+    shown = tokens_of if make is TorchEngine else everything  # torch's last digits depend on the batch
+    whole = shown(make(model).generate(given, 4, sampling))
+    assert len({str(completion) for group in whole for completion in group}) == 12
+    turned = make(model).generate(given[::-1], 4, sampling, keys=[StreamKey(i) for i in (2, 1, 0)])
+    assert shown(turned) == whole[::-1]
+    first = make(model).generate(given[1:], 1, sampling, keys=[StreamKey(1), StreamKey(2)])
+    rest = make(model).generate(given[1:], 3, sampling, keys=[StreamKey(1, 1), StreamKey(2, 1)])
+    assert [a + b for a, b in zip(shown(first), shown(rest), strict=True)] == whole[1:]
+
+
+@pytest.mark.parametrize("make", [Engine.from_model, TorchEngine])
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ([StreamKey(0)], "keys has 1 entries, expected one for each of 2 prompts"),
+        ([StreamKey(0), StreamKey(-1)], r"keys\[1\] is StreamKey\(prompt_index=-1, first_sample=0\), expected"),
+        ([StreamKey(0), StreamKey(0, 2**63)], r"keys\[1\] is .* from 0 to 2\*\*63 - 1"),
+        ([0, 1], r"keys\[0\] is 0, expected StreamKey"),
+    ],
+)
+def test_keys_that_are_none(make, keys, message):
+    assert_raises(WhetValueError, message, make(llama()).generate, prompts(5, 9), 1, SamplingParams(), keys=keys)
 
 
 def test_an_engine_made_for_shorter_sequences_takes_new_weights(tmp_path):

@@ -86,7 +86,8 @@ public:
 
     uint64_t add_prompt(uint64_t session, nb::handle tokens, size_t n, size_t min_new_tokens, size_t max_new_tokens,
                         nb::handle stop_tokens, const Shared<const StopStrings>* stop_strings, uint64_t seed,
-                        uint64_t prompt_index, uint64_t adapter, const nb::dict& sampling, bool keep) {
+                        uint64_t prompt_index, uint64_t first_sample, uint64_t adapter, const nb::dict& sampling,
+                        bool keep) {
         const Turn turn(lock_);
         Request request = request_of(session, tokens, adapter);
         const size_t room =
@@ -97,7 +98,7 @@ public:
         request.keep = keep;
         request.max_new_tokens = std::min(max_new_tokens, room);
         request.stop_tokens = tokens_of(stop_tokens, model_.config().vocab_size);
-        request.seed = seed, request.prompt_index = prompt_index;
+        request.seed = seed, request.prompt_index = prompt_index, request.first_sample = first_sample;
         request.sampling = sampling_of(sampling, model_.config().vocab_size);
         if (stop_strings != nullptr) request.stop_strings = stop_strings->value;
         return scheduler_.add(std::move(request), session);
@@ -274,7 +275,7 @@ void bind_engine(nb::module_& m) {
         .def_prop_ro("weights", &EngineObject::weights)
         .def("add_prompt", &EngineObject::add_prompt, arg("session"), nb::kw_only(), arg("tokens"), arg("n"),
              arg("min_new_tokens"), arg("max_new_tokens"), arg("stop_tokens"), arg("stop_strings").none(), arg("seed"),
-             arg("prompt_index"), arg("adapter"), arg("sampling"), arg("keep"))
+             arg("prompt_index"), arg("first_sample"), arg("adapter"), arg("sampling"), arg("keep"))
         .def("add_score", &EngineObject::add_score, arg("session"), nb::kw_only(), arg("tokens"), arg("score_from"),
              arg("temperature"), arg("entropy"), arg("logits"), arg("adapter"))
         .def("add_adapter", &EngineObject::add_adapter)

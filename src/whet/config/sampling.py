@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from numbers import Integral
+from typing import Annotated, Any, Literal, NamedTuple
 
 from whet.config.fields import (
     AboveZero,
@@ -22,7 +23,7 @@ from whet.config.fields import (
     check_range,
     check_types,
 )
-from whet.errors import WhetTypeError
+from whet.errors import WhetTypeError, WhetValueError
 
 _Mass = Annotated[float, Range("a number in (0, 1]", lambda p: 0 < p <= 1)]
 
@@ -107,6 +108,40 @@ class SamplingParams:
         check_types(self)
         at_most = f"at most max_new_tokens={self.max_new_tokens}"
         check_range(self, "min_new_tokens", self.min_new_tokens <= self.max_new_tokens, at_most)
+
+
+class StreamKey(NamedTuple):
+    """The random numbers that the completions of a prompt are drawn with, beside the seed.
+
+    Completion j of n has those of (prompt_index, first_sample + j), so that a batch, or a group, may be divided among
+    calls and engines, and every completion is the one that the undivided call gives.
+    """
+
+    prompt_index: int
+    first_sample: int = 0
+
+
+def stream_keys(keys: Sequence[StreamKey] | None, n_prompts: int, where: str) -> list[StreamKey]:
+    """Keys as they were given; None: those of prompts 0, 1, 2, ...
+
+    Raises:
+        WhetValueError: not one key for each prompt, or numbers outside 0 ... 2**63 - 1.
+    """
+    if keys is None:
+        return [StreamKey(i) for i in range(n_prompts)]
+    if len(keys) != n_prompts:
+        raise WhetValueError(f"{where}: keys has {len(keys)} entries, expected one for each of {n_prompts} prompts.")
+    return [_checked_key(key, f"keys[{i}]", where) for i, key in enumerate(keys)]
+
+
+def _checked_key(key: StreamKey, name: str, where: str) -> StreamKey:
+    numbers = tuple(key) if isinstance(key, tuple) else ()
+    if not 1 <= len(numbers) <= 2 or not all(isinstance(n, Integral) and 0 <= n < 2**63 for n in numbers):
+        raise WhetValueError(
+            f"{where}: {name} is {key!r:.80}, expected StreamKey(prompt_index, first_sample) of integers from 0 to "
+            f"2**63 - 1."
+        )
+    return StreamKey(*map(int, numbers))
 
 
 @dataclass

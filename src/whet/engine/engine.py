@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from whet import _core
-from whet.config.sampling import DISTRIBUTION, Completion, SamplingParams
+from whet.config.sampling import DISTRIBUTION, Completion, SamplingParams, StreamKey, stream_keys
 from whet.engine.adapters import adapter_parts
 from whet.engine.checks import (
     LogprobsMode,
@@ -222,6 +222,7 @@ class Engine:
         *,
         adapter: int | Sequence[int | None] | None = None,
         logprobs_mode: LogprobsMode = "sampling",
+        keys: Sequence[StreamKey] | None = None,
     ) -> list[list[Completion]]:
         """Sample ``n`` completions for each prompt: ``result[prompt][sample]``.
 
@@ -233,6 +234,7 @@ class Engine:
             adapter: what ``add_adapter`` returned, for all prompts or for each; None: the model's own adapters, if any.
             logprobs_mode: "sampling": of the distribution that was drawn from; "model": of the model's own, at
                 temperature 1, without filters, penalties and bias. ``top_logprobs`` are of the same.
+            keys: the random numbers of each prompt's completions; None: those of prompts 0, 1, 2, ...
 
         Raises:
             WhetValueError: n below 1, an empty prompt, a token outside the vocabulary, a prompt that leaves no room for
@@ -240,7 +242,9 @@ class Engine:
                 tokenizer that tells the texts of its tokens.
             WhetTypeError: token ids that are no integers.
         """
-        return list(self.generate_each(prompt_ids, n, sampling, adapter=adapter, logprobs_mode=logprobs_mode))
+        return list(
+            self.generate_each(prompt_ids, n, sampling, adapter=adapter, logprobs_mode=logprobs_mode, keys=keys)
+        )
 
     def generate_each(
         self,
@@ -250,6 +254,7 @@ class Engine:
         *,
         adapter: int | Sequence[int | None] | None = None,
         logprobs_mode: LogprobsMode = "sampling",
+        keys: Sequence[StreamKey] | None = None,
     ) -> Iterator[list[Completion]]:
         """The results of ``generate``, prompt after prompt, each as soon as it and those before it are complete.
 
@@ -258,6 +263,7 @@ class Engine:
         where = "Engine.generate"
         n = check_integer(where, "n", n, 1)
         prompts = check_token_rows(prompt_ids, self.config, where, "prompt_ids")
+        chosen = stream_keys(keys, len(prompts), where)
         sampling = sampling or SamplingParams()
         texts = self._texts_for(sampling, where)
         request = self._make_request(n, sampling, is_model_mode(logprobs_mode, where), texts, where)
@@ -265,8 +271,8 @@ class Engine:
             session.begin()
             adapters = self._adapter_ids(adapter, len(prompts), where)
             jobs = [
-                self._add_prompt(session, where, f"prompt_ids[{i}]", prompt, request, i, number)
-                for i, (prompt, number) in enumerate(zip(prompts, adapters, strict=True))
+                self._add_prompt(session, where, f"prompt_ids[{i}]", prompt, request, key, number)
+                for i, (prompt, key, number) in enumerate(zip(prompts, chosen, adapters, strict=True))
             ]
             for job in jobs:
                 session.run([job])
@@ -303,7 +309,7 @@ class Engine:
         try:
             session.begin()
             [number] = self._adapter_ids(adapter, 1, where)
-            job = self._add_prompt(session, where, "prompt", ids, request, 0, number, keep)
+            job = self._add_prompt(session, where, "prompt", ids, request, StreamKey(0), number, keep)
             return TokenStream(session, job, texts)
         except BaseException:
             session.end()
@@ -569,13 +575,13 @@ class Engine:
         name: str,
         prompt: np.ndarray,
         request: dict[str, Any],
-        index: int,
+        key: StreamKey,
         adapter: int,
         keep: bool = False,
     ) -> int:
         check_can_continue(prompt, self.config, where, name)
         hint = "Raise kv_bytes or lower max_new_tokens."
-        own = {"tokens": prompt, "prompt_index": index, "adapter": adapter, "keep": keep}
+        own = {"tokens": prompt, "adapter": adapter, "keep": keep, **key._asdict()}
         return session.add("prompt", name, hint, **own, **request)
 
     def _score(

@@ -18,7 +18,8 @@ class RolloutEngine(Protocol):
         """Sample ``n`` completions for each prompt: ``result[prompt][sample]``.
 
         Prompts are token ids without padding and may differ in length. Settings that it cannot follow are errors. An
-        engine may also have ``generate_each``, which takes the same and yields ``result[prompt]`` in order, each as
+        engine may also take ``keys=``, a ``StreamKey`` for each prompt, with which a batch is divided among calls; have
+        ``generate_each``, which takes the same and yields ``result[prompt]`` in order, each as
         soon as it is complete; and ``release_memory()``, which gives the memory of sampling back to the system, and
         returns how many bytes that is.
         """

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whet.config.sampling import DISTRIBUTION, Completion, SamplingParams
+from whet.config.sampling import DISTRIBUTION, Completion, SamplingParams, StreamKey, stream_keys
 from whet.errors import WhetTypeError, WhetValueError, check_integer
 from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 from whet.nn.causal_lm import causal_logits, padded_batch, token_lists
@@ -212,7 +212,14 @@ class TorchEngine:
         self.policy_version += 1
 
     @torch.no_grad()
-    def generate(self, prompt_ids: Sequence[Sequence[int]], n: int, sampling: SamplingParams) -> list[list[Completion]]:
+    def generate(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        n: int,
+        sampling: SamplingParams,
+        *,
+        keys: Sequence[StreamKey] | None = None,
+    ) -> list[list[Completion]]:
         """Sample ``n`` completions for each prompt: ``result[prompt][sample]``.
 
         Runs without gradients and in eval mode; every submodule's mode is restored. Completions end
@@ -225,6 +232,7 @@ class TorchEngine:
             n: completions per prompt.
             sampling: a module's own ``generate`` must take those of its settings that are not at their defaults and
                 change the distribution (``whet.config.sampling.DISTRIBUTION``), and cannot tell top_logprobs.
+            keys: as of the native engine. A module's own ``generate`` draws otherwise, and takes none.
 
         Raises:
             WhetTypeError: token ids that are no integers, or a model output that is no logits.
@@ -240,7 +248,13 @@ class TorchEngine:
         if texts is not None:
             stops = (*sampling.stop_token_ids, *texts.special_among(sampling.stop))
             sampling = dataclasses.replace(sampling, stop_token_ids=stops)
-        rows = [_Row(prompt, budgets[i], i, sample, texts) for i, prompt in enumerate(prompts) for sample in range(n)]
+        if keys is not None and _has_own_generate(self.model) and not _is_hugging_face(self.model):
+            raise WhetValueError(f"{where}: keys are given, and the model's own generate draws otherwise.")
+        rows = [
+            _Row(prompt, budget, key.prompt_index, key.first_sample + sample, texts)
+            for prompt, budget, key in zip(prompts, budgets, stream_keys(keys, len(prompts), where), strict=True)
+            for sample in range(n)
+        ]
         with module_mode(self.model, training=False):
             if _is_hugging_face(self.model):
                 # One budget per call: a finished row that remains in the batch does not exceed the limit.
