@@ -30,7 +30,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whet.errors import DiskFullError, FolderInUseError
+from whet.errors import DiskFullError, FolderInUseError, WhetValueError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
@@ -162,6 +162,39 @@ def told_if_full(path: Path, size_bytes: int, then: str = "try again") -> Iterat
         sizes = f"{size_bytes:,} bytes needed, {shutil.disk_usage(path.parent).free:,} free"
         message = f"{path} was not written: {what} ({sizes}). What was there before is whole. {fix}, then {then}."
         raise DiskFullError(error.errno, message) from error
+
+
+def check_folder_of(path: Path, where: str) -> None:
+    """Refuse a path in whose folder nothing can be made, before the work.
+
+    Raises:
+        WhetValueError: there is no such folder, or nothing may be written there.
+    """
+    if not path.parent.is_dir():
+        raise WhetValueError(f"{where}: there is no folder {path.parent}. Make it first.")
+    if not os.access(path.parent, os.W_OK):
+        raise _unwritable(path, where, os.strerror(errno.EACCES))
+
+
+@contextlib.contextmanager
+def told_if_unwritable(path: Path, where: str) -> Iterator[None]:
+    """Turn the system's other errors of writing into one that says where; a full disk is ``told_if_full``'s.
+
+    Raises:
+        WhetValueError: in place of an OSError.
+    """
+    try:
+        yield
+    except DiskFullError:
+        raise
+    except OSError as error:
+        raise _unwritable(path, where, error.strerror or str(error)) from error
+
+
+def _unwritable(path: Path, where: str, reason: str) -> WhetValueError:
+    return WhetValueError(
+        f"{where}: nothing can be written to {path.absolute().parent}: {reason}. Choose another folder."
+    )
 
 
 def drop_torn_line(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,12 @@ def test_adapters_of_a_quantised_base_are_merged_into_its_numbers(folder, tmp_pa
     with torch.no_grad():
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
         torch.testing.assert_close(merged, adapted(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_without_peft_its_extra_is_named(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert main(["merge", str(folder), str(tmp_path / "new"), "--adapter", str(tmp_path)]) == 2
+    assert "needs peft. Install it with: pip install 'whet[peft]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ _COMMANDS = {
     "chat": ("train", "tyro", "rich", "tokenizers", "jinja2"),
     "eval": ("train", "tyro", "rich", "tokenizers", "jinja2"),
     "export": ("train", "tyro", "rich", "tokenizers", "jinja2"),
-    "merge": ("train", "tyro", "rich", "torch", "transformers", "peft"),
+    "merge": ("train", "tyro", "rich", "torch", "transformers"),
     "convert": ("train", "tyro", "rich", "torch", "transformers"),
     "fetch": ("train", "tyro"),
     "info": ("train", "tyro", "rich"),

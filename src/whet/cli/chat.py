@@ -234,15 +234,15 @@ def save(conversation: Conversation, path: Path, thinking: bool) -> None:
     """
     row = conversation.row(thinking)
     try:
-        if os.path.lexists(path):
-            raise WhetValueError(f"{_WHERE}: there is a file {str(path)!r} already. Choose another name, or remove it.")
-        replace_text(path, json.dumps(row, ensure_ascii=False) + "\n")
+        is_there = os.path.lexists(path)
+        if not is_there:
+            replace_text(path, json.dumps(row, ensure_ascii=False) + "\n")
     except (OSError, ValueError) as error:  # ValueError: names with NUL, text with lone surrogates
-        if isinstance(error, WhetValueError):
-            raise
         raise WhetValueError(
             f"{_WHERE}: {str(path)!r:.200} cannot be written: {error}. Choose another name."
         ) from error
+    if is_there:
+        raise WhetValueError(f"{_WHERE}: there is a file {str(path)!r} already. Choose another name, or remove it.")
 
 
 def _stats(conversation: Conversation) -> str:

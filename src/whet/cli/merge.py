@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,16 +10,15 @@ from typing import Annotated, Any, Literal
 
 import torch
 import tyro
-from safetensors import SafetensorError
 
 from whet.cli.estimate import in_bytes
-from whet.cli.models import load_model
+from whet.cli.models import import_peft, load_model, system_errors
 from whet.cli.text_model import find_model, with_adapters
-from whet.errors import DiskFullError, WhetValueError
-from whet.files import replace_folder, temporary_beside, told_if_full
+from whet.errors import WhetValueError
+from whet.files import check_folder_of, replace_folder, temporary_beside, told_if_full, told_if_unwritable
 from whet.models.base import PackedBase, pack_recorded, read_binding
 from whet.models.formats import TABLE
-from whet.models.sources.gguf_container import GGUFFile
+from whet.models.slots import Source
 from whet.models.sources.pretrained import open_pretrained
 
 FolderDtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -70,13 +67,13 @@ def write_folder(model: str, adapter: str, output: str, dtype: FolderDtype, over
     out = Path(output)
     check_place(out, overwrite, where)
     opened = find_model(model, where)
-    kind = stored_dtype(opened) if dtype == "auto" else dtype
+    source = open_pretrained(opened)
+    kind = stored_dtype(source) if dtype == "auto" else dtype
+    peft = import_peft() if adapter else None
+    module: Any
     module, tokenizer = load_model(model, "float32")
     module = module.cpu()
-    if adapter:
-        import peft
-
-        source = open_pretrained(opened)
+    if peft is not None:
         if (record := read_binding(adapter, source, False, where)) is not None:
             copy_base(pack_recorded(source, record, where, adapter), module)
         try:
@@ -85,15 +82,15 @@ def write_folder(model: str, adapter: str, output: str, dtype: FolderDtype, over
             raise WhetValueError(f"{where}: {adapter!r} does not fit {model!r}: {error}") from error
     module = module.to(getattr(torch, kind))
     size_bytes = sum(parameter.nbytes for parameter in module.parameters())
-    try:
-        with told_if_full(out, size_bytes), temporary_beside(out, "merging", folder=True) as temporary:
-            save(module, tokenizer, temporary)
-            replace_folder(temporary, out)
-    except DiskFullError:
-        raise
-    except OSError as error:
-        place = out.absolute().parent
-        raise WhetValueError(f"{where}: nothing can be written to {place}: {error.strerror or error}.") from error
+    with (
+        told_if_unwritable(out, where),
+        told_if_full(out, size_bytes),
+        temporary_beside(out, "merging", folder=True) as temporary,
+    ):
+        with system_errors():
+            module.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+        replace_folder(temporary, out)
     print(f"{out}: {in_bytes(size_bytes)} of {kind}")
 
 
@@ -103,31 +100,16 @@ def check_place(out: Path, overwrite: bool, where: str) -> None:
     Raises:
         WhetValueError: there is something that is not to be replaced, or no folder for it.
     """
-    if not out.absolute().parent.is_dir():
-        raise WhetValueError(f"{where}: there is no folder {out.absolute().parent}. Make it first.")
+    check_folder_of(out, where)
     if out.is_file() or (out.is_dir() and any(out.iterdir()) and not overwrite):
         what = "is a file" if out.is_file() else "is there already"
         raise WhetValueError(f"{where}: {out} {what}. Choose another name, or replace a folder with --overwrite.")
 
 
-def save(module: Any, tokenizer: Any, folder: Path) -> None:
-    """Write model and tokenizer.
-
-    Raises:
-        OSError: with the system's number, also where safetensors keeps it in its text.
-    """
-    try:
-        module.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
-
-
-def stored_dtype(model: str | GGUFFile) -> FolderDtype:
+def stored_dtype(source: Source) -> FolderDtype:
     """The dtype of most of a model's numbers; bfloat16 where they are quantised."""
     count: Counter[str] = Counter()
-    for piece in open_pretrained(model).pieces():
+    for piece in source.pieces():
         count[piece.format] += piece.tensor.shape[0] * piece.tensor[0].size if piece.tensor.ndim > 1 else 0
     [(most, _)] = count.most_common(1)
     return most if TABLE[most].is_float and most != "float64" else "bfloat16"  # type: ignore[return-value]

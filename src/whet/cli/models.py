@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 
 from whet.cli import without_collection
@@ -81,10 +85,10 @@ def _load(source: str, dtype: str, base: str) -> tuple[Any, Any]:
     tokenizer("")
     path, record = base_name(source, "load_model"), read_record(source, "load_model")
     if record is None or not record["is_quantised"]:
-        model = _peft().PeftModel.from_pretrained(_load_base(path, dtype, "none")[0], source)
+        model = import_peft().PeftModel.from_pretrained(_load_base(path, dtype, "none")[0], source)
         return model.merge_and_unload().requires_grad_(True), tokenizer
     packed = pack_recorded(open_pretrained(path), record, "load_model", source)
-    return _peft().PeftModel.from_pretrained(frozen_model(path, packed), source), tokenizer
+    return import_peft().PeftModel.from_pretrained(frozen_model(path, packed), source), tokenizer
 
 
 def _load_base(source: str, dtype: str, base: str) -> tuple[Any, Any]:
@@ -129,7 +133,7 @@ def add_adapters(model: nn.Module, run: RunConfig, record: Mapping[str, Any] | N
         CheckpointError: they were trained on another base.
         MissingExtraError: peft is not installed.
     """
-    peft, where = _peft(), "whet train"
+    peft, where = import_peft(), "whet train"
     if run.adapter:
         if record is not None:
             check_record(record, base_of(model), where, run.adapter)
@@ -149,6 +153,20 @@ def add_adapters(model: nn.Module, run: RunConfig, record: Mapping[str, Any] | N
         raise WhetValueError(f"{where}: lora_layers is {run.lora_layers!r}: {error}") from error
 
 
+@contextlib.contextmanager
+def system_errors() -> Iterator[None]:
+    """Turn safetensors' errors into the system's, whose numbers they have in their texts.
+
+    Raises:
+        OSError: in place of a SafetensorError.
+    """
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
+
+
 def describe_size(model: nn.Module) -> str:
     """Number of parameters, of trained ones, their dtype and device, or the formats of their base, in words."""
     parameters = list(model.parameters())
@@ -162,7 +180,12 @@ def describe_size(model: nn.Module) -> str:
     return f"{size} in {str(parameters[0].dtype).removeprefix('torch.')} on {parameters[0].device}"
 
 
-def _peft() -> Any:
+def import_peft() -> Any:
+    """The package.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
     check_installed("LoRA", "peft", extra="peft")
     import peft
 

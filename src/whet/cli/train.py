@@ -21,7 +21,6 @@ import errno
 import json
 import os
 import random
-import re
 import signal
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -29,7 +28,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 
 from whet import _core
 from whet.algorithms.dpo import DPO
@@ -40,7 +38,7 @@ from whet.checkpoint.folder import latest_checkpoint, step_folder
 from whet.cli.adapters import plan_adapters
 from whet.cli.card import model_card
 from whet.cli.inputs import check_inputs, read_inputs, write_inputs
-from whet.cli.models import ADAPTERS, add_adapters, describe_size, load_model
+from whet.cli.models import ADAPTERS, add_adapters, describe_size, load_model, system_errors
 from whet.cli.rows import check_prompts_fit, open_rows
 from whet.cli.run_memory import predict_memory
 from whet.cli.runs import OnlineRunConfig
@@ -321,11 +319,8 @@ def _save_model(trainer: Trainer, folder: Path) -> None:
     """Write model and tokenizer, first beside their folder: a full disk leaves whole what is in it."""
     size_bytes = sum(parameter.nbytes for parameter in trainer.model.parameters())
     with told_if_full(folder, size_bytes), temporary_beside(folder, "saving", folder=True) as temporary:
-        try:
+        with system_errors():
             trainer.save_pretrained(temporary)
-        except SafetensorError as error:
-            number = re.search(r"os error (\d+)", str(error))
-            raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
         folder.mkdir(exist_ok=True)
         for file in temporary.iterdir():
             force_to_disk(file)

@@ -11,7 +11,7 @@ import numpy as np
 from whet import _core
 from whet.errors import WhetTypeError, WhetValueError
 from whet.models.architecture import ModelConfig
-from whet.models.slots import LoRA, Place, find_place, place_lora
+from whet.models.slots import LoRA, Place, factor_values, find_place, place_lora
 from whet.models.sources.live import describe_module
 from whet.ops.micro_lora import MicroLoRA
 
@@ -62,7 +62,7 @@ def _of_module(targets: Mapping[str, Place], config: ModelConfig, name: str, val
         a, b, scaling = value.A, value.B.T, value.alpha / value.rank
     else:
         a, b, scaling = value
-    a, b = _float32(a), _float32(b)
+    a, b = factor_values(a), factor_values(b)
     return place_lora(config, place, a, b, float(scaling), where)
 
 
@@ -73,12 +73,8 @@ def _part(lora: LoRA, where: str) -> tuple[int, _core.Target, int, np.ndarray, n
             f"{where}: an adapter of the {kind} cannot be kept apart. Merge it: merge_adapters=True; or, of a model on "
             f"a packed base, let torch sample: engine='torch'."
         )
-    a, b = _float32(lora.a), _float32(lora.b)
+    a, b = factor_values(lora.a), factor_values(lora.b)
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         raise WhetValueError(f"{where}: the adapter of {lora.slot} holds NaN or infinity.")
     scaled = np.ascontiguousarray(np.float32(lora.scaling) * b)
     return int(layer), _TARGETS[kind], lora.first_row, np.ascontiguousarray(a), scaled
-
-
-def _float32(x: Any) -> np.ndarray:
-    return np.asarray(x.detach().float() if hasattr(x, "detach") else x, np.float32)

@@ -18,8 +18,8 @@ from whet.models.gguf_writer import Progress, Tensor, check_place, encoded_metad
 from whet.models.rows import Rows
 from whet.models.slots import LoRA, Module, Place, Source, find_place, place_lora, places
 from whet.models.sources.folder import read_config
-from whet.models.sources.gguf import model_type_of, own_vectors
-from whet.models.sources.gguf_container import GGUFFile
+from whet.models.sources.gguf import own_vectors, read_options
+from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.mapped import map_file
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers.metadata import tokenizer_metadata
@@ -75,24 +75,25 @@ def export_gguf(
     where = f'export_gguf("{path}")'
     mixture = find_mixture(quantize, where)
     check_place(Path(path), overwrite, where)
+    if not isinstance(model, GGUFFile) and Path(model).is_file():
+        model = read_gguf(Path(model), f'open_gguf("{model}")')
     opened = open_pretrained(model) if source is None else source
     opened = opened._replace(adapters=(*opened.adapters, *adapters))
-    if isinstance(model, GGUFFile) or Path(model).is_file():
-        metadata, keys, modules = _of_gguf(model, where)
+    keys: Keys | None = None
+    if isinstance(model, GGUFFile):
+        metadata, modules, vectors = _of_gguf(model, where)
     else:
-        metadata, keys, modules = _of_folder(Path(model), opened, where)
+        metadata, modules, keys = _of_folder(Path(model), opened, where)
+        vectors = keys.vectors
     rows = Rows(opened, where)
     tensors = list(_tensors(rows, opened, modules, mixture))
     if keys is not None:
         check_keys(keys, tensors, opened.config, where)
         metadata |= keys.metadata
-        vectors = keys.vectors
-    else:
-        vectors = own_vectors(model)
-    if keys is not None or tokenizer is not None:
-        folder = Path(model if tokenizer is None else tokenizer)  # type: ignore[arg-type]
+    folder = model if tokenizer is None else tokenizer
+    if not isinstance(folder, GGUFFile):
         metadata = {key: value for key, value in metadata.items() if not key.startswith("tokenizer.")}
-        metadata |= tokenizer_metadata(folder, opened.config.vocab_size, where, pre, chat_template)
+        metadata |= tokenizer_metadata(Path(folder), opened.config.vocab_size, where, pre, chat_template)
     elif pre is not None:
         raise WhetValueError(f"{where}: pre is {pre!r}, and the tokenizer is a GGUF file's, which says its own.")
     elif chat_template is not None:
@@ -129,25 +130,22 @@ def find_mixture(name: str, where: str) -> Mixture:
     return FILE_TYPES[name]
 
 
-def _of_gguf(
-    model: str | os.PathLike[str] | GGUFFile, where: str
-) -> tuple[dict[str, Any], Keys | None, tuple[Module, ...]]:
-    """A file's own metadata, to be written again as they are, and where its tensors go."""
-    path = model.paths[0] if isinstance(model, GGUFFile) else Path(model)
-    metadata: dict[str, Any] = {
-        key: value for key, value in encoded_metadata(map_file(path, where)).items() if not key.startswith("split.")
-    }
-    return metadata, None, FAMILIES[model_type_of(model, where)].gguf_modules
+def _of_gguf(file: GGUFFile, where: str) -> tuple[dict[str, Any], tuple[Module, ...], dict[str, np.ndarray]]:
+    """A file's own metadata, to be written again as they are, where its tensors go, and those that are no weights."""
+    values = encoded_metadata(map_file(file.paths[0], where))
+    metadata: dict[str, Any] = {key: value for key, value in values.items() if not key.startswith("split.")}
+    return metadata, FAMILIES[read_options(file, where)["model_type"]].gguf_modules, own_vectors(file)
 
 
-def _of_folder(folder: Path, source: Source, where: str) -> tuple[dict[str, Any], Keys, tuple[Module, ...]]:
+def _of_folder(folder: Path, source: Source, where: str) -> tuple[dict[str, Any], tuple[Module, ...], Keys]:
+    """The metadata that a folder's name gives, where tensors go, and the options of its config."""
     config = read_config(folder, where)
     config = {**config, "tie_word_embeddings": source.config.tied_head}
     architecture_of(config, where)
     described = model_config(config, vocab_size=source.config.vocab_size, where=where)
     keys = make_keys(config, described, where)
     name = folder.resolve().name
-    return {"general.type": "model", "general.name": name}, keys, FAMILIES[config["model_type"]].gguf_modules
+    return {"general.type": "model", "general.name": name}, FAMILIES[config["model_type"]].gguf_modules, keys
 
 
 def _tensors(rows: Rows, source: Source, modules: Sequence[Module], mixture: Mixture) -> Iterator[Tensor]:

@@ -11,7 +11,8 @@ What is data stands in families.json, which builds without Python embed:
                  ``rope_tensors``: numbers that llama.cpp keeps as tensors; ``fused_qkv``: q, k and v in one, which any
                  architecture may have in place of three
     families     model_type -> a ``Family``, by the names of its attributes; ``like``: another family, with which these
-                 ``keys``, ``settings`` and ``defaults`` are merged and of which all else is taken that is not given.
+                 ``keys``, ``settings``, ``defaults`` and ``modules`` are merged, and of which all else is taken that is
+                 not given; a key or module that is null is one that this family does not have.
                  ``modules``: "slot" or "slot:part" -> ``hf``, the module's name (``hf_also``: another that it may
                  have), ``hf_layout``, how its rows lie in the slot's ("by_head", "transposed", or as they are), and
                  ``gguf``, the tensor's name. "{i}": the layer's number.
@@ -83,7 +84,9 @@ def _resolve(name: str) -> dict[str, Any]:
     if "like" not in entry:
         return entry
     base = _resolve(entry.pop("like"))
-    merged = {field: {**base[field], **entry.get(field, {})} for field in ("keys", "settings", "defaults")}
+    merged = {field: {**base[field], **entry.get(field, {})} for field in ("keys", "settings", "defaults", "modules")}
+    for field in ("keys", "modules"):
+        merged[field] = {name: value for name, value in merged[field].items() if value is not None}
     return {**base, **entry, **merged}
 
 

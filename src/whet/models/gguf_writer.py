@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from whet.errors import DiskFullError, WhetTypeError, WhetValueError
-from whet.files import force_to_disk, temporary_beside, told_if_full
+from whet.errors import WhetTypeError, WhetValueError
+from whet.files import check_folder_of, force_to_disk, temporary_beside, told_if_full, told_if_unwritable
 from whet.models.formats import TABLE
 from whet.models.rows import row_bytes
 
@@ -91,7 +91,7 @@ def write_gguf(
     head = b"".join([b"GGUF", struct.pack("<IQQ", _VERSION, len(tensors), len(metadata)), *keys, *infos])
     head += bytes(_padding(len(head)))
     total = len(head) + offset
-    try:
+    with told_if_unwritable(path, where):
         with told_if_full(path, total), temporary_beside(path, "exporting") as temporary:
             with temporary.open("wb", buffering=0) as file:
                 for n_written in _write(file, head, tensors, where):
@@ -100,10 +100,6 @@ def write_gguf(
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         force_to_disk(path.parent)
-    except DiskFullError:
-        raise
-    except OSError as error:
-        raise _unwritable(path, where, error) from error
     return total
 
 
@@ -116,16 +112,7 @@ def check_place(path: Path, overwrite: bool, where: str) -> None:
     if path.is_dir() or (path.exists() and not overwrite):
         what = "is a folder" if path.is_dir() else "is there already"
         raise WhetValueError(f"{where}: {path} {what}. Choose another name, or replace a file with --overwrite.")
-    if not path.parent.is_dir():
-        raise WhetValueError(f"{where}: there is no folder {path.parent}. Make it first.")
-    if not os.access(path.parent, os.W_OK):
-        raise _unwritable(path, where, PermissionError(13, "Permission denied"))
-
-
-def _unwritable(path: Path, where: str, error: OSError) -> WhetValueError:
-    return WhetValueError(
-        f"{where}: nothing can be written to {path.absolute().parent}: {error.strerror}. Choose another folder."
-    )
+    check_folder_of(path, where)
 
 
 def _write(file: Any, head: bytes, tensors: Sequence[Tensor], where: str) -> Iterator[int]:

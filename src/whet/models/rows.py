@@ -16,7 +16,7 @@ from whet.models.architecture import ModelConfig, Piece
 from whet.models.formats import TABLE
 from whet.models.loading import all_pieces, checked
 from whet.models.reference import piece_values
-from whet.models.slots import Place, Source
+from whet.models.slots import Place, Source, factor_values
 from whet.models.sources.mapped import let_go
 from whet.ops.linear import pack_weight
 from whet.ops.quant import bf16_bits
@@ -107,8 +107,8 @@ class Rows:
         for adapter in self._adapters:
             at = np.flatnonzero((order >= adapter.first_row) & (order < adapter.first_row + len(adapter.b)))
             if adapter.slot == slot and len(at):
-                b = _array(adapter.b)[order[at] - adapter.first_row]
-                yield at, np.float32(adapter.scaling) * (b @ _array(adapter.a))
+                b = factor_values(adapter.b)[order[at] - adapter.first_row]
+                yield at, np.float32(adapter.scaling) * (b @ factor_values(adapter.a))
 
     def _base_rows(self, slot: str, order: np.ndarray) -> np.ndarray:
         assert self.base is not None
@@ -170,8 +170,3 @@ def _put_together(parts: list[tuple[Any, np.ndarray]], n: int) -> np.ndarray:
     for at, rows in parts:
         out[at] = rows
     return out
-
-
-def _array(factor: Any) -> np.ndarray:
-    """A factor of an adapter, NumPy's or torch's, as float32."""
-    return np.asarray(factor.detach().float().numpy() if hasattr(factor, "detach") else factor, np.float32)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from whet.errors import WhetValueError
 from whet.models.architecture import ModelConfig, Piece
 from whet.models.formats import FLOAT_FORMATS
@@ -91,6 +93,11 @@ class LoRA(NamedTuple):
     a: Any
     b: Any
     scaling: float
+
+
+def factor_values(factor: Any) -> np.ndarray:
+    """A factor of an adapter, NumPy's or torch's, as float32."""
+    return np.asarray(factor.detach().float() if hasattr(factor, "detach") else factor, np.float32)
 
 
 class Source(NamedTuple):

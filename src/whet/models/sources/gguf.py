@@ -107,18 +107,8 @@ def read_options(file: GGUFFile, where: str) -> dict[str, Any]:
     return _Metadata(file, architecture, where).options()
 
 
-def model_type_of(path: str | os.PathLike[str] | GGUFFile, where: str) -> str:
-    """The name of the family of a file's model.
-
-    Raises:
-        WhetValueError: as ``read_options``.
-    """
-    return read_options(path if isinstance(path, GGUFFile) else read_gguf(Path(path), where), where)["model_type"]
-
-
-def own_vectors(path: str | os.PathLike[str] | GGUFFile) -> dict[str, np.ndarray]:
+def own_vectors(file: GGUFFile) -> dict[str, np.ndarray]:
     """The tensors of a file that are no weights: numbers of its rotary embedding."""
-    file = path if isinstance(path, GGUFFile) else read_gguf(Path(path), f'open_gguf("{path}")')
     return {name: file.tensors[name].tensor for name in _ROPE_TENSORS.values() if name in file.tensors}
 
 
