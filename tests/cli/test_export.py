@@ -42,6 +42,20 @@ def test_adapters_by_their_folder(folder, tmp_path):
     assert one == two != plain and len(one) == len(plain)
 
 
+def test_adapters_alone(folder, tmp_path, capsys):
+    adapted = with_lora(AutoModelForCausalLM.from_pretrained(folder), b_std=0.1, target_modules=["o_proj"])
+    adapted.save_pretrained(tmp_path / "adapter")
+    out = str(tmp_path / "lora.gguf")
+    assert main(["export", str(folder), out, "--adapter", str(tmp_path / "adapter"), "--adapter-only"]) == 0
+    assert f"tensors: F32 4; adapters for {folder}" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "adapter"), out, "--adapter-only", "--quantize=f16", "--overwrite"]) == 0
+    assert "tensors: F16 4" in capsys.readouterr().out
+    assert main(["export", str(folder), out, "--adapter-only", "--overwrite"]) == 2
+    assert "there are no adapters. Name them with --adapter FOLDER" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "adapter"), out, "--adapter-only", "--pre=qwen2", "--overwrite"]) == 2
+    assert "--pre has no effect: with --adapter-only there is no tokenizer" in capsys.readouterr().err
+
+
 def test_a_template_of_the_users(folder, tmp_path):
     (tmp_path / "t.jinja").write_text("{{ messages[-1].content }}!")
     out = tmp_path / "tiny.gguf"

@@ -14,8 +14,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from whet.cli.estimate import in_bytes
 from whet.cli.text_model import find_model, read_template, with_adapters
+from whet.errors import WhetValueError
 from whet.models.base import pack_recorded, read_binding
-from whet.models.export import export_gguf, read_adapters
+from whet.models.export import Exported, export_gguf, read_adapters
+from whet.models.export_adapters import export_adapters
 from whet.models.formats import TABLE, FileType
 from whet.models.gguf_writer import Progress as Told
 from whet.models.gguf_writer import check_place
@@ -30,10 +32,12 @@ class ExportConfig:
     """A folder that save_pretrained or whet train wrote, also of adapters, or a .gguf file."""
     output: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT.gguf")]
     """The file to write."""
-    quantize: FileType = "q4_k_m"
-    """The types of its matrices, mixed as llama-quantize does."""
+    quantize: FileType | None = None
+    """The types of its matrices, mixed as llama-quantize does; none: q4_k_m, and f32 of adapters alone."""
     adapter: str = ""
     """A folder of LoRA adapters that PEFT or whet train saved, for this model: merged into it."""
+    adapter_only: bool = False
+    """Write the adapters alone, to load beside a GGUF file of the model that they are of."""
     tokenizer: str = ""
     """A folder with a tokenizer.json in place of the model's own; empty: the model's."""
     pre: str = ""
@@ -52,25 +56,39 @@ def main(argv: Sequence[str]) -> int:
     model, adapter = with_adapters(asked.model, asked.adapter, where)
     opened = find_model(model, where)
     source = open_pretrained(opened)
-    if adapter and (record := read_binding(adapter, source, False, where)) is not None:
+    if adapter and not asked.adapter_only and (record := read_binding(adapter, source, False, where)) is not None:
         source = pack_recorded(source, record, where, adapter).source()  # the numbers that they were trained beside
+    adapters = read_adapters(adapter, source, where) if adapter else ()
+    if asked.adapter_only:
+        given = {"--tokenizer": asked.tokenizer, "--pre": asked.pre, "--chat-template": asked.chat_template}
+        if unused := [flag for flag, value in given.items() if value]:
+            raise WhetValueError(f"{where}: {unused[0]} has no effect: with --adapter-only there is no tokenizer.")
+        quantize = asked.quantize or "f32"
+        found = export_adapters(opened, output, adapters, quantize, overwrite=asked.overwrite)
+        print(f"{output}: {describe(found)}; adapters for {model}")
+        return 0
     template = read_template(asked.chat_template, where) if asked.chat_template else None
     with told_of(output.name) as progress:
         found = export_gguf(
             opened,
             output,
-            asked.quantize,
+            asked.quantize or "q4_k_m",
             source=source,
-            adapters=read_adapters(adapter, source, where) if adapter else (),
+            adapters=adapters,
             tokenizer=asked.tokenizer or None,
             pre=asked.pre or None,
             chat_template=template,
             overwrite=asked.overwrite,
             progress=progress,
         )
-    counts = ", ".join(f"{TABLE[format].gguf_name} {n}" for format, n in found.formats.items())
-    print(f"{output}: {in_bytes(found.size_bytes)}; tensors: {counts}")
+    print(f"{output}: {describe(found)}")
     return 0
+
+
+def describe(found: Exported) -> str:
+    """The size and the tensors of a file."""
+    counts = ", ".join(f"{TABLE[format].gguf_name} {n}" for format, n in found.formats.items())
+    return f"{in_bytes(found.size_bytes)}; tensors: {counts}"
 
 
 @contextlib.contextmanager

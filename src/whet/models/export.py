@@ -101,8 +101,7 @@ def export_gguf(
     metadata |= {"general.file_type": mixture.file_type, "general.quantization_version": _QUANTIZATION_VERSION}
     tensors = [*(_vector_tensor(name, vector) for name, vector in vectors.items()), *tensors]
     size_bytes = write_gguf(path, metadata, tensors, overwrite=overwrite, where=where, progress=progress)
-    formats = [tensor.format for tensor in tensors]
-    return Exported(size_bytes, {name: formats.count(name) for name in dict.fromkeys(formats)})
+    return Exported(size_bytes, count_formats(tensors))
 
 
 def read_adapters(folder: str | os.PathLike[str], source: Source, where: str) -> list[LoRA]:
@@ -117,6 +116,12 @@ def read_adapters(folder: str | os.PathLike[str], source: Source, where: str) ->
         place_lora(source.config, find_place(source.targets, module, where), a, b, scaling, where)
         for module, (a, b, scaling) in read_peft(folder).items()
     ]
+
+
+def count_formats(tensors: Sequence[Tensor]) -> dict[str, int]:
+    """The number of tensors in each format."""
+    formats = [tensor.format for tensor in tensors]
+    return {name: formats.count(name) for name in dict.fromkeys(formats)}
 
 
 def find_mixture(name: str, where: str) -> Mixture:

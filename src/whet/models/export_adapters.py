@@ -1,0 +1,121 @@
+"""LoRA adapters as a GGUF file of their own, which llama.cpp and Ollama load beside the model's.
+
+llama.cpp multiplies by ``alpha / rank`` with one alpha for all adapters and the rank of each; where PEFT's patterns
+give some another alpha, B takes the difference. Rows are those of the model's file: Llama's q and k in llama.cpp's
+order, and adapters of modules that are one tensor there as one of the sum of their ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from whet.errors import WhetValueError
+from whet.models.export import Exported, count_formats, find_mixture
+from whet.models.families import FAMILIES
+from whet.models.formats import TABLE
+from whet.models.gguf_keys import architecture_of
+from whet.models.gguf_writer import Progress, Tensor, check_place, write_gguf
+from whet.models.rows import encode, row_order
+from whet.models.slots import LoRA, Module, Source, factor_values, places
+from whet.models.sources.folder import read_config
+from whet.models.sources.gguf import read_options
+from whet.models.sources.gguf_container import GGUFFile, read_gguf
+from whet.models.sources.pretrained import open_pretrained
+
+
+def export_adapters(
+    model: str | os.PathLike[str] | GGUFFile,
+    path: str | os.PathLike[str],
+    adapters: Sequence[LoRA],
+    quantize: str = "f32",
+    *,
+    name: str = "",
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write adapters alone, for a GGUF file of the model that they are of.
+
+    Args:
+        model: a Hugging Face folder, or a GGUF file; of its weights nothing is read.
+        path: of the file to write.
+        adapters: as ``read_adapters`` gives them.
+        quantize: the floats of ``FILE_TYPES``: f32, f16 or bf16.
+        name: that the file says; empty: that of the file.
+        overwrite: whether a file that is there is replaced.
+        progress: called with the bytes that are written, and those that will be.
+
+    Raises:
+        WhetValueError: no such type, no adapters, one of a tensor that the model's file does not have, or a place that
+            cannot be written.
+        DiskFullError: there is no room for it.
+    """
+    where = f'export_adapters("{path}")'
+    mixture = find_mixture(quantize, where)
+    if not TABLE[mixture.base].is_float:
+        raise WhetValueError(f"{where}: quantize is {quantize!r}, and adapters alone are floats: f32, f16 or bf16.")
+    check_place(Path(path), overwrite, where)
+    if not isinstance(model, GGUFFile) and Path(model).is_file():
+        model = read_gguf(Path(model), f'open_gguf("{model}")')
+    options = read_options(model, where) if isinstance(model, GGUFFile) else read_config(Path(model), where)
+    architecture = architecture_of(options, where)
+    if not adapters:
+        raise WhetValueError(f"{where}: there are no adapters. Name them with --adapter FOLDER.")
+    source, modules = open_pretrained(model), FAMILIES[options["model_type"]].gguf_modules
+    alpha = adapters[0].scaling * len(adapters[0].a) or 1.0
+    tensors = []
+    for name_there, a, b in _factors(source, modules, adapters, alpha, where):
+        tensors += [_tensor(f"{name_there}.lora_a", a, mixture.base), _tensor(f"{name_there}.lora_b", b, mixture.base)]
+    metadata: dict[str, Any] = {
+        "general.type": "adapter",
+        "general.architecture": architecture,
+        "general.name": name or Path(path).stem,
+        "general.file_type": mixture.file_type,
+        "adapter.type": "lora",
+        "adapter.lora.alpha": float(alpha),
+    }
+    size_bytes = write_gguf(path, metadata, tensors, overwrite=overwrite, where=where, progress=progress)
+    return Exported(size_bytes, count_formats(tensors))
+
+
+def _factors(
+    source: Source, modules: Sequence[Module], adapters: Sequence[LoRA], alpha: float, where: str
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Of each tensor with adapters its name, A (r, k), and B (n, r) in the tensor's rows, for alpha / r."""
+    slots = source.config.slots()
+    for adapter in adapters:
+        if adapter.slot not in slots:
+            raise WhetValueError(
+                f"{where}: an adapter changes the {adapter.slot}, which is the embedding in this model, and its file "
+                f"has no such tensor. Merge it: leave out --adapter-only."
+            )
+        if not all(np.isfinite(factor_values(factor)).all() for factor in (adapter.a, adapter.b)):
+            raise WhetValueError(f"{where}: the adapter of {adapter.slot} holds NaN or infinity. Look at what made it.")
+    for place in places(source.config, modules):
+        order = row_order(source.config, place)
+        parts = list(_of_rows(place.weight, order, adapters))
+        if not parts:
+            continue
+        rank, column = sum(len(part.a) for _, part in parts), 0
+        b = np.zeros((len(order), rank), np.float32)
+        for rows, part in parts:
+            factor = np.float32(part.scaling * rank / alpha)
+            b[rows, column : column + len(part.a)] = factor * factor_values(part.b)[order[rows] - part.first_row]
+            column += len(part.a)
+        yield f"{place.names[0]}.weight", np.concatenate([factor_values(part.a) for _, part in parts]), b
+
+
+def _of_rows(slot: str, order: np.ndarray, adapters: Sequence[LoRA]) -> Iterator[tuple[np.ndarray, LoRA]]:
+    """The adapters that change rows of a slot, and where these are among them."""
+    for adapter in adapters:
+        rows = np.flatnonzero((order >= adapter.first_row) & (order < adapter.first_row + len(adapter.b)))
+        if adapter.slot == slot and len(rows):
+            yield rows, adapter
+
+
+def _tensor(name: str, values: np.ndarray, format: str) -> Tensor:
+    return Tensor(name, format, values.shape, lambda: [encode(values, format, name)])
