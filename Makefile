@@ -1,5 +1,6 @@
 # make demo    post-train a small model from nothing, in under 5 minutes
 # make test    the whole Python test suite
+# make web     the core as WebAssembly and the npm package around it, in web/dist; make web-test tests it
 # make fuzz    a minute of hostile bytes for each kind of model file
 # make test-real  a real model beside llama.cpp, in every mixture of types: 3 GB in build/real, half an hour
 # make torture kills, full disks, damaged files, memory that is refused: docs/reliability.md, under 20 minutes
@@ -10,7 +11,7 @@ BUILD  := build/release
 BIN    := $(VENV)/bin
 NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.txt tools/set_up.py
 
-.PHONY: demo test test-real fuzz torture lint cpp-test wheel-test setup-test check format clean
+.PHONY: demo test test-real web web-test fuzz torture lint cpp-test wheel-test setup-test check format clean
 .NOTPARALLEL:  # two extras must not be installed into one environment at once; each recipe uses all cores
 
 # One stamp per extra: `make demo` on a fresh machine installs no test tools. All of them, and the C++ tests, share one
@@ -62,6 +63,15 @@ cpp-test-%: $(VENV)/.installed-dev
 	$(BIN)/cmake --build $(dir)
 	$(BIN)/ctest --test-dir $(dir) --output-on-failure -j2
 
+# pip brings Node and npm; Debian the compiler (web/Makefile).
+web: $(VENV)/.installed-web
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(MAKE) -C web -j2
+
+# The package against the native engine: tokens and bits.
+web-test: $(VENV)/.installed-test web
+	PYTHONPATH=. $(BIN)/python web/test/fixtures.py build/web/fixtures
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(MAKE) -C web test
+
 # Files as an enemy writes them.
 fuzz: $(VENV)/.installed-fuzz
 	for kind in containers safetensors config gguf blocks tokenizer; do \
@@ -81,7 +91,7 @@ wheel-test: $(VENV)/.installed-test
 setup-test: $(VENV)/.installed-test
 	$(BIN)/python tests/set_ups.py pythons
 
-check: test lint cpp-test wheel-test setup-test
+check: test lint cpp-test web-test wheel-test setup-test
 
 clean:
 	rm -rf build $(VENV)

@@ -1,0 +1,199 @@
+// The engine for JavaScript: one model and its scheduler for each instance of the module.
+//
+// web/src checks arguments and explains; the checks here keep memory safe. Settings come as an array of doubles, in the
+// order in which web/src/core.ts writes them.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+#include "bindings/wasm/exports.h"
+#include "bindings/wasm/result.h"
+#include "engine/scheduler.h"
+
+namespace whet {
+namespace {
+
+std::shared_ptr<Weights> weights;
+std::optional<Transformer> model;
+std::optional<Scheduler> scheduler;
+std::unique_ptr<Adapter> adapter;  // in the making
+
+// Reads one number after another.
+class Settings {
+public:
+    Settings(const double* at, size_t n) : at_(at), end_(at + n) {}
+    double number() {
+        if (at_ == end_) throw std::invalid_argument("too few settings");
+        return *at_++;
+    }
+    size_t size() { return static_cast<size_t>(number()); }
+    bool flag() { return number() != 0; }
+
+private:
+    const double *at_, *end_;
+};
+
+Scheduler& running() {
+    if (!scheduler) throw std::logic_error("no model is loaded");
+    return *scheduler;
+}
+
+std::vector<int32_t> tokens_of(const int32_t* tokens, size_t n) {
+    std::vector<int32_t> checked(tokens, tokens + n);
+    for (const int32_t token : checked) {
+        if (token < 0 || static_cast<size_t>(token) >= model->config().vocab_size) {
+            throw std::invalid_argument("token id " + std::to_string(token) + " is outside the vocabulary");
+        }
+    }
+    return checked;
+}
+
+Request request_of(const int32_t* tokens, size_t n, uint32_t adapter_id) {
+    running();
+    Request request;
+    request.tokens = tokens_of(tokens, n);
+    if (n == 0) throw std::invalid_argument("no tokens");
+    if (n > model->config().max_position) throw std::invalid_argument("too many tokens");
+    if (adapter_id != 0 && !running().has_adapter(adapter_id)) throw std::invalid_argument("no such adapter");
+    request.adapter = adapter_id;
+    return request;
+}
+
+const Sample& sample_of(uint32_t id, size_t i) { return running().job(id).samples.at(i); }
+
+}  // namespace
+
+WHET_EXPORT(begin_model) void begin_model(const double* numbers, size_t n) {
+    Settings from(numbers, n);
+    ModelConfig c;
+    c.n_layers = from.size(), c.n_heads = from.size(), c.n_kv_heads = from.size(), c.head_dim = from.size();
+    c.hidden_dim = from.size(), c.ffn_dim = from.size(), c.vocab_size = from.size(), c.max_position = from.size();
+    c.norm = static_cast<Norm>(from.size()), c.norm_eps = from.number();
+    c.rotary_dim = from.size(), c.is_neox = from.flag(), c.attention_factor = from.number();
+    c.learned_positions = from.size();
+    c.parallel_residual = from.flag(), c.shared_norm = from.flag(), c.qk_norm = from.flag();
+    c.activation = static_cast<Activation>(from.size()), c.gated = from.flag();
+    c.attention_scale = from.number();
+    c.embedding_scale = static_cast<float>(from.number()), c.residual_scale = static_cast<float>(from.number());
+    c.logits_scale = static_cast<float>(from.number());
+    for (size_t i = from.size(); i > 0; --i) c.rope_layers.push_back(from.flag());
+    for (size_t i = 0; i < c.n_layers; ++i) c.windows.push_back(from.size());
+    for (size_t i = 0; i < c.rotary_dim / 2; ++i) c.inv_freq.push_back(from.number());
+    check(c);
+    weights = std::make_shared<Weights>(std::move(c));
+}
+
+WHET_EXPORT(add_matrix) void add_matrix(const char* slot, size_t size, int format, size_t n, size_t k) {
+    weights->add_matrix({slot, size}, static_cast<WeightFormat>(format), n, k);
+}
+WHET_EXPORT(add_vector) void add_vector(const char* slot, size_t size, size_t n) {
+    weights->add_vector({slot, size}, n);
+}
+WHET_EXPORT(allocate_weights) void allocate_weights() { weights->allocate(); }
+
+// Rows of `width` elements; false where one is NaN or infinite.
+WHET_EXPORT(pack)
+bool pack(const char* slot, size_t size, size_t first, int type, const void* data, size_t n, size_t width,
+          ptrdiff_t row_stride, ptrdiff_t column_stride) {
+    const auto stored = static_cast<StoredType>(type);
+    const StoredRows rows{stored, data, n, traits(stored).row_length(width), row_stride, column_stride};
+    if (!is_finite(rows)) return false;
+    weights->pack({slot, size}, first, rows);
+    return true;
+}
+
+WHET_EXPORT(begin_engine) void begin_engine(size_t kv_bytes, size_t max_batch, size_t chunk, bool bf16_cache) {
+    model.emplace(weights, max_batch + chunk, bf16_cache);
+    scheduler.emplace(*model, Limits{kv_bytes, max_batch, chunk});
+}
+
+WHET_EXPORT(kv_page_bytes) size_t kv_page_bytes(bool bf16) { return KvCache::page_bytes(weights->config(), bf16); }
+WHET_EXPORT(weights_bytes) size_t weights_bytes() { return weights->size_bytes(); }
+WHET_EXPORT(kv_bytes) size_t kv_bytes() { return running().cache().n_pages() * running().cache().page_bytes(); }
+WHET_EXPORT(kv_used_bytes) size_t kv_used_bytes() {
+    const KvCache& cache = running().cache();
+    return (cache.n_pages() - cache.n_free()) * cache.page_bytes();
+}
+
+WHET_EXPORT(add_prompt)
+uint32_t add_prompt(const int32_t* tokens, size_t n_tokens, const int32_t* stops, size_t n_stops, const double* numbers,
+                    size_t n_numbers) {
+    Settings from(numbers, n_numbers);
+    Request request = request_of(tokens, n_tokens, static_cast<uint32_t>(from.size()));
+    const size_t room = model->config().max_position - n_tokens;
+    request.n = from.size(), request.min_new_tokens = from.size();
+    request.max_new_tokens = std::min(from.size(), room);
+    if (request.n == 0 || request.max_new_tokens == 0) throw std::invalid_argument("no token to sample");
+    request.keep = from.flag();
+    request.seed = static_cast<uint64_t>(from.number()), request.prompt_index = static_cast<uint64_t>(from.number());
+    Sampling& sampling = request.sampling;
+    sampling.temperature = static_cast<float>(from.number()), sampling.top_p = static_cast<float>(from.number());
+    sampling.min_p = static_cast<float>(from.number());
+    sampling.repetition_penalty = static_cast<float>(from.number());
+    sampling.presence_penalty = static_cast<float>(from.number());
+    sampling.frequency_penalty = static_cast<float>(from.number());
+    sampling.top_k = static_cast<int32_t>(from.number());
+    request.stop_tokens = tokens_of(stops, n_stops);
+    return static_cast<uint32_t>(running().add(std::move(request)));
+}
+
+WHET_EXPORT(add_score)
+uint32_t add_score(const int32_t* tokens, size_t n, size_t score_from, float temperature, uint32_t adapter_id) {
+    Request request = request_of(tokens, n, adapter_id);
+    if (score_from == 0 || score_from > n) throw std::invalid_argument("score_from is outside the tokens");
+    request.score_from = score_from;
+    request.sampling.temperature = temperature;
+    return static_cast<uint32_t>(running().add(std::move(request)));
+}
+
+WHET_EXPORT(step) bool step() { return running().step(); }
+WHET_EXPORT(is_done) bool is_done(uint32_t id) { return running().job(id).done; }
+WHET_EXPORT(job_error) void job_error(uint32_t id) { result = running().job(id).error; }
+WHET_EXPORT(remove) void remove_job(uint32_t id) { running().remove(id); }
+
+WHET_EXPORT(sample_size) size_t sample_size(uint32_t id, size_t i) { return sample_of(id, i).tokens.size(); }
+WHET_EXPORT(sample_tokens) const int32_t* sample_tokens(uint32_t id, size_t i) {
+    return sample_of(id, i).tokens.data();
+}
+WHET_EXPORT(sample_logprobs) const float* sample_logprobs(uint32_t id, size_t i) {
+    return sample_of(id, i).logprobs.data();
+}
+WHET_EXPORT(sample_finish) int sample_finish(uint32_t id, size_t i) {
+    return static_cast<int>(sample_of(id, i).finish);
+}
+WHET_EXPORT(scores) const float* scores(uint32_t id) { return running().job(id).logprobs.data(); }
+
+// ---------------------------------------------------------------- adapters
+
+WHET_EXPORT(begin_adapter) void begin_adapter() { adapter = std::make_unique<Adapter>(weights->config().n_layers); }
+
+// A (rank, k) and B (n, rank), contiguous float32, the scaling in B.
+WHET_EXPORT(add_adapter_part)
+void add_adapter_part(size_t layer, int target, size_t first_row, const float* a, const float* b, size_t rank, size_t k,
+                      size_t n) {
+    if (layer >= adapter->layers.size()) throw std::invalid_argument("no such layer");
+    const Target to = static_cast<Target>(target);
+    const Matrix& matrix = matrix_of(weights->layers[layer], to);
+    if (k != matrix.k() || first_row + n > matrix.n()) {
+        throw std::invalid_argument("an adapter of other shapes than its matrix");
+    }
+    const WeightFormat format = adapter_format(matrix);
+    PackedWeight down(format, rank, k), up(format, n, rank);
+    down.pack_rows(0, rank, a, Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
+    up.pack_rows(0, n, b, Source::kFloat32, static_cast<ptrdiff_t>(rank), 1);
+    adapter->add(layer, to, first_row, std::move(down), std::move(up));
+}
+WHET_EXPORT(end_adapter) void end_adapter(uint32_t id) { running().add_adapter(id, std::move(adapter)); }
+WHET_EXPORT(remove_adapter) void remove_adapter(uint32_t id) { running().remove_adapter(id); }
+
+// ---------------------------------------------------------------- numbers that do not depend on the host's libm
+
+WHET_EXPORT(power) double power(double base, double exponent) { return std::pow(base, exponent); }
+WHET_EXPORT(logarithm) double logarithm(double x) { return std::log(x); }
+
+}  // namespace whet

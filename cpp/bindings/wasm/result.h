@@ -1,0 +1,20 @@
+// The text that the last call left for JavaScript.
+#pragma once
+#include <string>
+#include <string_view>
+
+namespace whet {
+
+inline std::string result;
+
+// 'text' as JSON. The core's names are UTF-8 without control characters.
+inline void append_json(std::string_view text) {
+    result += '"';
+    for (const char c : text) {
+        if (c == '"' || c == '\\') result += '\\';
+        result += c;
+    }
+    result += '"';
+}
+
+}  // namespace whet

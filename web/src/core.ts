@@ -1,0 +1,156 @@
+/** One instance of the core's WebAssembly module: its memory, its exports, and its exceptions as errors. */
+import { OutOfMemoryError, WhetError } from "./errors.js";
+
+const PAGE = 65536;
+const LARGEST_PAGES = 65536;
+
+/** A C++ exception: its type as the compiler spells it, and its text. */
+export class CoreError extends WhetError {
+  constructor(
+    readonly type: string,
+    text: string,
+  ) {
+    super(text);
+  }
+}
+
+type Exports = Record<string, (...args: number[]) => number> & {
+  __stack_pointer: WebAssembly.Global<"i32">;
+  __tls_size?: WebAssembly.Global<"i32">;
+};
+
+/** What a worker needs to run the core's tasks on the same memory. */
+export interface Thread {
+  module: WebAssembly.Module;
+  memory: WebAssembly.Memory;
+  stack: number;
+  tls: number;
+}
+
+export class Core {
+  private constructor(
+    readonly module: WebAssembly.Module,
+    readonly memory: WebAssembly.Memory,
+    private readonly exports: Exports,
+  ) {}
+
+  /** `shared`: memory that threads can share; only of the module that is built for it. */
+  static async create(module: WebAssembly.Module, shared: boolean): Promise<Core> {
+    const memory = new WebAssembly.Memory({ initial: 64, maximum: LARGEST_PAGES, shared });
+    const core = await Core.attach(module, memory);
+    core.call("__wasm_call_ctors"); // once for all threads: what it makes lies in the memory
+    return core;
+  }
+
+  static async attach(module: WebAssembly.Module, memory: WebAssembly.Memory): Promise<Core> {
+    const text = (at: number, n: number) => new TextDecoder().decode(new Uint8Array(memory.buffer, at, n).slice());
+    const raise = (type: number, typeSize: number, at: number, size: number) => {
+      throw new CoreError(text(type, typeSize), text(at, size));
+    };
+    const instance = await WebAssembly.instantiate(module, { env: { memory }, host: { raise } });
+    return new Core(module, memory, instance.exports as unknown as Exports);
+  }
+
+  /** Calls an export. An exception leaves the stack as it was. */
+  call(name: string, ...args: number[]): number {
+    const stack = this.exports.__stack_pointer.value;
+    try {
+      return this.exports[name](...args);
+    } catch (error) {
+      this.exports.__stack_pointer.value = stack;
+      if (error instanceof CoreError && error.type.includes("bad_alloc")) {
+        throw new OutOfMemoryError(
+          `The engine has no memory left: it holds ${Math.round(this.memory.buffer.byteLength / 1e6)} MB. Load a ` +
+            "smaller model, or pass a smaller contextLength.",
+        );
+      }
+      throw error;
+    }
+  }
+
+  has(name: string): boolean {
+    return name in this.exports;
+  }
+
+  allocate(bytes: number): number {
+    return this.call("allocate", bytes) >>> 0;
+  }
+
+  release(at: number): void {
+    this.call("release", at);
+  }
+
+  bytes(at: number, n: number): Uint8Array<ArrayBufferLike> {
+    return new Uint8Array(this.memory.buffer, at >>> 0, n);
+  }
+
+  /** Copies of typed arrays in the core's memory while `use` runs with their addresses. */
+  with<T>(arrays: ArrayBufferView[], use: (...at: number[]) => T): T {
+    const places: number[] = [];
+    try {
+      for (const array of arrays) {
+        places.push(this.allocate(Math.max(1, array.byteLength)));
+        const from = new Uint8Array(array.buffer, array.byteOffset, array.byteLength);
+        this.bytes(places[places.length - 1], array.byteLength).set(from);
+      }
+      return use(...places);
+    } finally {
+      for (const at of places) this.release(at);
+    }
+  }
+
+  withText<T>(text: string, use: (at: number, n: number) => T): T {
+    const bytes = new TextEncoder().encode(text);
+    return this.with([bytes], (at) => use(at, bytes.length));
+  }
+
+  floats(at: number, n: number): Float32Array<ArrayBuffer> {
+    return new Float32Array(this.memory.buffer, at >>> 0, n).slice() as Float32Array<ArrayBuffer>;
+  }
+
+  integers(at: number, n: number): Int32Array<ArrayBuffer> {
+    return new Int32Array(this.memory.buffer, at >>> 0, n).slice() as Int32Array<ArrayBuffer>;
+  }
+
+  /** The text that the last call left. */
+  result(): string {
+    const at = this.call("result_data");
+    return new TextDecoder().decode(this.bytes(at, this.call("result_size")).slice());
+  }
+
+  json<T>(name: string, ...args: number[]): T {
+    this.call(name, ...args);
+    return JSON.parse(this.result()) as T;
+  }
+
+  /** Bytes of memory that the module has; it never shrinks. */
+  get memoryBytes(): number {
+    return this.memory.buffer.byteLength;
+  }
+
+  // ------------------------------------------------------------- threads
+
+  /** A stack and thread-local memory for another instance on this memory. */
+  newThread(): Thread {
+    const stackBytes = 4 * PAGE;
+    const stack = this.allocate(stackBytes) + stackBytes;
+    const tls = this.allocate(Math.max(16, this.exports.__tls_size?.value ?? 0));
+    return { module: this.module, memory: this.memory, stack: stack - (stack % 16), tls };
+  }
+
+  /** Runs the core's tasks on this thread, for ever. `ready` is called before the first. */
+  static async runThread(thread: Thread, ready: () => void): Promise<never> {
+    const core = await Core.attach(thread.module, thread.memory);
+    core.exports.__stack_pointer.value = thread.stack;
+    core.exports.__wasm_init_tls(thread.tls);
+    ready();
+    for (;;) {
+      try {
+        core.exports.work();
+      } catch {
+        core.exports.__stack_pointer.value = thread.stack;
+        core.exports.fail_task();
+      }
+    }
+  }
+}

@@ -1,0 +1,352 @@
+/** A GGUF file's model: the core's parser, the metadata as a config, the tensors as pieces of the engine's slots.
+ *
+ * As whet.models.sources.gguf: an option or a tensor that is not known is an error, since it may change what the model
+ * computes. */
+import { Core, CoreError } from "./core.js";
+import { WhetError } from "./errors.js";
+import { families as DATA } from "./families.js";
+import { FAMILIES, type Family, type ModelConfig, partRows, ropeFrequencies, slots, toCamel } from "./model.js";
+import type { Reader } from "./reader.js";
+
+export interface Tensor {
+  name: string;
+  type: string;
+  shape: number[];
+  offset: number;
+  sizeBytes: number;
+}
+
+export type Value = number | bigint | boolean | string | Value[] | null;
+
+export interface GgufFile {
+  metadata: Map<string, Value>;
+  tensors: Map<string, Tensor>;
+}
+
+/** Rows of a tensor on their way into a slot. */
+export interface Piece {
+  slot: string;
+  firstRow: number;
+  tensor: Tensor;
+  /** First row of the tensor, how many, and the distance between them in rows. */
+  row: number;
+  count: number;
+  every: number;
+}
+
+const SMALLEST_HEAD = 1 << 20;
+
+/** Parses the head of a file, of which more is read until it is whole. */
+export async function readGguf(core: Core, reader: Reader): Promise<GgufFile> {
+  for (let n = Math.min(SMALLEST_HEAD, reader.size); ; ) {
+    const head = await reader.read(0, n);
+    try {
+      return core.with([head], (at) => {
+        const found = core.json<{ metadata: [string, number, number, number, number, number][]; tensors: [string, string, number[], number, number][] }>(
+          "parse_gguf", at, head.length, reader.size,
+        );
+        return {
+          metadata: new Map(found.metadata.map(([key, ...place]) => [key, readValue(head, place)])),
+          tensors: new Map(
+            found.tensors.map(([name, type, shape, offset, sizeBytes]) => [name, { name, type, shape, offset, sizeBytes }]),
+          ),
+        };
+      });
+    } catch (error) {
+      if (!(error instanceof CoreError)) throw error;
+      if (!error.type.includes("MoreBytesNeeded")) throw new WhetError(`Engine.load: ${reader.name}: ${error.message}`);
+      n = Math.min(reader.size, Math.max(2 * n, Number(/\d+/.exec(error.message)?.[0])));
+    }
+  }
+}
+
+const STRING = 8;
+const ARRAY = 9;
+const SIZES = [1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8];
+
+function readValue(head: Uint8Array, [type, itemType, count, offset, bytes]: number[]): Value {
+  const view = new DataView(head.buffer, head.byteOffset, head.byteLength);
+  const text = (at: number, n: number) => new TextDecoder().decode(head.slice(at, at + n));
+  const number = (kind: number, at: number): Value => {
+    switch (kind) {
+      case 0: return view.getUint8(at);
+      case 1: return view.getInt8(at);
+      case 2: return view.getUint16(at, true);
+      case 3: return view.getInt16(at, true);
+      case 4: return view.getUint32(at, true);
+      case 5: return view.getInt32(at, true);
+      case 6: return view.getFloat32(at, true);
+      case 7: return view.getUint8(at) !== 0;
+      case 10: return Number(view.getBigUint64(at, true));
+      case 11: return Number(view.getBigInt64(at, true));
+      default: return view.getFloat64(at, true);
+    }
+  };
+  if (type === STRING) return text(offset, bytes);
+  if (type !== ARRAY) return number(type, offset);
+  if (itemType === ARRAY) return null; // no key that is read has one
+  const items: Value[] = [];
+  for (let i = 0, at = offset; i < count; ++i) {
+    if (itemType !== STRING) {
+      items.push(number(itemType, offset + i * SIZES[itemType]));
+      continue;
+    }
+    const n = Number(view.getBigUint64(at, true));
+    items.push(text(at + 8, n));
+    at += 8 + n;
+  }
+  return items;
+}
+
+const KEYS: Record<string, string> = DATA.gguf.keys;
+
+class Metadata {
+  private readonly given: Record<string, Value> = {};
+  readonly architecture: string;
+
+  constructor(
+    file: GgufFile,
+    private readonly where: string,
+  ) {
+    const architecture = file.metadata.get("general.architecture");
+    const known = new Set(Object.values(FAMILIES).flatMap((family) => family.gguf?.architecture ?? []));
+    if (typeof architecture !== "string" || !known.has(architecture)) {
+      throw new WhetError(`${where}: general.architecture is ${show(architecture)}; this engine reads ${[...known].join(", ")}.`);
+    }
+    this.architecture = architecture;
+    const begin = `${architecture}.`;
+    for (const [key, value] of file.metadata) {
+      if (!key.startsWith(begin)) continue;
+      const option = key.slice(begin.length);
+      const names = Object.keys(KEYS).filter((name) => KEYS[name] === option);
+      if (names.length === 0 && !DATA.gguf.ignored_keys.includes(option)) {
+        throw new WhetError(`${where}: the engine does not know the option ${key} of this model.`);
+      }
+      for (const name of names) this.given[name] = value;
+    }
+  }
+
+  has(name: string): boolean {
+    return name in this.given;
+  }
+
+  get(name: string): Value | undefined {
+    return this.given[name];
+  }
+
+  wrong(name: string, expected: string): WhetError {
+    return new WhetError(`${this.where}: ${this.architecture}.${KEYS[name]} is ${show(this.given[name])}, expected ${expected}.`);
+  }
+
+  size(name: string, otherwise?: number): number {
+    let value: Value | undefined = this.given[name] ?? otherwise;
+    if (Array.isArray(value) && value.length > 0 && value.every((each) => each === (value as Value[])[0])) value = value[0];
+    if (typeof value !== "number" || !Number.isInteger(value) || value < 1 || value >= 2 ** 31) {
+      throw this.wrong(name, "an integer of at least 1");
+    }
+    return value;
+  }
+
+  number(name: string, otherwise = 0): number {
+    const value = this.given[name] ?? otherwise;
+    if (typeof value !== "number" || !(value > 0 && value < Infinity)) throw this.wrong(name, "a finite number above 0");
+    return value;
+  }
+
+  /** The architecture's family; of several the one with a window where the file has one. */
+  family(): Family {
+    const all = Object.values(FAMILIES).filter((family) => family.gguf?.architecture === this.architecture);
+    if (!this.given.sliding_window) return all[0];
+    const found = all.find((family) => family.window === "all");
+    if (found === undefined) throw this.wrong("sliding_window", "none: it is not said which layers have it");
+    return found;
+  }
+}
+
+const show = (value: unknown) => String(JSON.stringify(value) ?? "missing").slice(0, 80);
+
+async function floatsOf(tensor: Tensor | undefined, reader: Reader, where: string): Promise<number[] | undefined> {
+  if (tensor === undefined) return undefined;
+  if (tensor.type !== "F32" || tensor.shape.length !== 1) {
+    throw new WhetError(`${where}: ${tensor.name} is ${tensor.type} of ${tensor.shape.length} axes, expected F32 of one.`);
+  }
+  const bytes = (await reader.read(tensor.offset, tensor.sizeBytes)).slice();
+  return Array.from(new Float32Array(bytes.buffer));
+}
+
+/** The config of a file's model, and where its tensors go. `maxPosition`: tokens of the longest sequence. */
+export async function describe(
+  core: Core,
+  file: GgufFile,
+  reader: Reader,
+  maxPosition: number | undefined,
+): Promise<{ config: ModelConfig; pieces: Piece[] }> {
+  const where = `Engine.load: ${reader.name}`;
+  const meta = new Metadata(file, where);
+  const family = meta.family();
+  const moduleName = (slot: string) => (family.modules[slot].gguf ?? "").replace("{i}", "0");
+  const [nLayers, trained, hiddenDim, ffnDim, nHeads] = ["n_layers", "max_position", "hidden_dim", "ffn_dim", "n_heads"].map((name) => meta.size(name));
+  if (hiddenDim % nHeads !== 0 && !meta.has("head_dim")) throw meta.wrong("hidden_dim", `a multiple of ${KEYS.n_heads}=${nHeads}`);
+  const nKvHeads = meta.size("n_kv_heads", nHeads);
+  const headDim = meta.size("head_dim", Math.trunc(hiddenDim / nHeads));
+  if (meta.size("value_dim", headDim) !== headDim) throw meta.wrong("value_dim", `${KEYS.head_dim}=${headDim}`);
+  for (const [name, value, implied] of [["n_kv_heads", nKvHeads, nHeads], ["head_dim", headDim, Math.trunc(hiddenDim / nHeads)]] as const) {
+    if (!(name in family.keys) && value !== implied) throw meta.wrong(name, `${implied} for this architecture`);
+  }
+  if (nHeads % nKvHeads !== 0) throw meta.wrong("n_heads", `a multiple of ${KEYS.n_kv_heads}=${nKvHeads}`);
+  const epsilon = ["rms_norm_eps", "layer_norm_eps"].find((name) => meta.has(name));
+  if (epsilon === undefined) throw meta.wrong("rms_norm_eps", "a number above 0");
+  const table = file.tensors.get(`${moduleName("embedding")}.weight`);
+  if (table?.shape.length !== 2) throw new WhetError(`${where}: there is no ${moduleName("embedding")}.weight of two axes, the embedding.`);
+  const hasBias = (slot: string) => slot in family.modules && file.tensors.has(`${moduleName(slot)}.bias`);
+  const fused = (DATA.gguf.fused_qkv as string).replace("{i}", "0");
+  const biases: Record<string, boolean> = {
+    qkv_bias: hasBias("layers.{i}.qkv") || hasBias("layers.{i}.qkv:q") || file.tensors.has(`${fused}.bias`),
+    o_bias: hasBias("layers.{i}.o"),
+    mlp_bias: hasBias("layers.{i}.gate_up:gate") || hasBias("layers.{i}.up"),
+  };
+  const options: Record<string, unknown> = {
+    ...family.defaults,
+    ...optionsOfBiases(family, biases),
+    use_parallel_residual: meta.get("use_parallel_residual") ?? true,
+  };
+  const settings: Record<string, unknown> = { gated: true, normal: true };
+  for (const [name, value] of Object.entries(family.settings)) {
+    settings[toCamel(name)] = typeof value === "string" && value.startsWith("@") ? Boolean(options[value.slice(1)]) : value;
+  }
+  delete settings.normal;
+  const length = maxPosition ?? trained;
+  if (!(Number.isInteger(length) && length >= 1)) throw new WhetError(`${where}: contextLength is ${show(maxPosition)}, expected an integer of at least 1.`);
+  const rotary = await rotaryOf(core, meta, family, file, reader, headDim, trained, length, where);
+  if (family.rope === "none" && length > trained) throw new WhetError(`${where}: contextLength is ${length}, and the model has ${trained} positions.`);
+  const window = family.window === "all" && meta.get("sliding_window") ? meta.size("sliding_window") : 0;
+  const config: ModelConfig = {
+    nLayers, nHeads, nKvHeads, headDim, hiddenDim, ffnDim,
+    vocabSize: table.shape[0],
+    maxPosition: length,
+    norm: "rms",
+    normEps: meta.number(epsilon),
+    learnedPositions: family.rope === "none" ? trained : 0,
+    parallelResidual: false, sharedNorm: false, qkNorm: false, gated: true,
+    activation: (DATA.activations as Record<string, string>)[family.defaults.activation as string] as ModelConfig["activation"],
+    windows: Array<number>(nLayers).fill(window >= length ? 0 : window),
+    ...scales(meta, family, headDim),
+    ropeLayers: family.rope_off ? ropeLayers(nLayers, family.defaults.no_rope_layer_interval as number) : [],
+    tiedHead: !file.tensors.has(`${moduleName("head")}.weight`),
+    qkvBias: false, oBias: false, mlpBias: false, headBias: false,
+    ...rotary,
+    ...settings,
+  };
+  return { config, pieces: findPieces(config, family, file, where) };
+}
+
+/** Whether matrices have biases, which is known by their tensors, under the names of the family's options. */
+function optionsOfBiases(family: Family, biases: Record<string, boolean>): Record<string, boolean> {
+  const found: Record<string, boolean> = {};
+  for (const [field, has] of Object.entries(biases)) {
+    const option = family.settings[field];
+    if (typeof option === "string") found[option.slice(1)] ??= has;
+  }
+  return found;
+}
+
+/** The factors that only some families have. */
+function scales(meta: Metadata, family: Family, headDim: number) {
+  const plain = { attention_scale: 1 / Math.sqrt(headDim), embedding_scale: 1, residual_scale: 1, logits_divisor: 1 };
+  const given = (name: keyof typeof plain): number => {
+    if (meta.has(name) && !(name in family.keys)) throw meta.wrong(name, "none");
+    return meta.number(name, plain[name]);
+  };
+  return {
+    attentionScale: given("attention_scale"),
+    embeddingScale: given("embedding_scale"),
+    residualScale: given("residual_scale"),
+    logitsScale: 1 / given("logits_divisor"),
+  };
+}
+
+/** Every interval-th layer does not rotate. */
+const ropeLayers = (n: number, interval: number) => Array.from({ length: n }, (_, i) => (i + 1) % interval !== 0);
+
+async function rotaryOf(
+  core: Core, meta: Metadata, family: Family, file: GgufFile, reader: Reader, headDim: number, trained: number, length: number, where: string,
+): Promise<Pick<ModelConfig, "rotaryDim" | "isNeox" | "invFreq" | "attentionFactor">> {
+  if (family.rope === "none") return { rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1 };
+  const rotaryDim = meta.size("rotary_dim", headDim);
+  if (rotaryDim !== headDim && !family.partial_rotary) throw meta.wrong("rotary_dim", `the whole head, ${headDim}`);
+  const names = DATA.gguf.rope_tensors;
+  const kind = (meta.get("rope_type") ?? "none") as "none" | "linear" | "yarn";
+  const [shortFactor, longFactor] = await Promise.all([names.short_factor, names.long_factor].map((name) => floatsOf(file.tensors.get(name), reader, where)));
+  const isLong = shortFactor !== undefined || longFactor !== undefined;
+  if (!isLong && kind !== "none" && kind !== "linear" && kind !== "yarn") {
+    throw meta.wrong("rope_type", "none, linear, yarn, or longrope with its rope_factors tensors");
+  }
+  const given = meta.number("attention_factor", 1);
+  const factor = meta.number("factor", 1);
+  const original = isLong || kind === "yarn" ? meta.size("original_max_position_embeddings", trained) : trained;
+  const found = ropeFrequencies(core, headDim, length, {
+    kind: isLong ? "longrope" : kind === "none" ? "default" : kind,
+    theta: meta.number("rope_theta", 10000),
+    partial: rotaryDim === headDim ? 1 : (rotaryDim + 0.5) / headDim,
+    factor: isLong ? trained / original : factor,
+    original,
+    attentionFactor: isLong ? given : kind === "yarn" ? given * (0.1 * core.call("logarithm", Math.max(factor, 1)) + 1) : undefined,
+    betaFast: meta.number("beta_fast", 32),
+    betaSlow: meta.number("beta_slow", 1),
+    shortFactor,
+    longFactor,
+  });
+  const divisors = await floatsOf(file.tensors.get(names.divisors), reader, where);
+  if (divisors !== undefined) {
+    if (divisors.length !== found.invFreq.length || !divisors.every((x) => x > 0 && x < Infinity)) {
+      throw new WhetError(`${where}: ${names.divisors} has ${divisors.length} numbers, expected ${found.invFreq.length} finite ones above 0.`);
+    }
+    found.invFreq = found.invFreq.map((f, i) => f / divisors[i]);
+  }
+  return { rotaryDim: 2 * found.invFreq.length, isNeox: true, ...found };
+}
+
+/** The pieces that fill every slot once; each tensor of the file is used. */
+function findPieces(config: ModelConfig, family: Family, file: GgufFile, where: string): Piece[] {
+  const shapes = slots(config);
+  const used = new Set<string>(Object.values(DATA.gguf.rope_tensors as Record<string, string>));
+  const pieces: Piece[] = [];
+  for (const [target, names] of Object.entries(family.modules)) {
+    const [pattern, part = ""] = target.split(":");
+    for (let i = 0; i < (pattern.includes("{i}") ? config.nLayers : 1); ++i) {
+      const fill = (text: string) => text.replace("{i}", String(i));
+      const slot = fill(pattern);
+      for (const [suffix, candidates] of [["weight", [slot, `${slot}.weight`]], ["bias", [`${slot}.bias`]]] as const) {
+        const name = candidates.find((each) => shapes.has(each));
+        if (name === undefined) continue;
+        const [rows, ...rest] = shapes.get(name)!;
+        const [firstRow, count] = partRows(config, part, rows);
+        let tensor = file.tensors.get(`${fill(names.gguf ?? "")}.${suffix}`);
+        let row = 0;
+        const whole = "qkv".includes(part) && part !== "" ? file.tensors.get(`${fill(DATA.gguf.fused_qkv)}.${suffix}`) : undefined;
+        if (tensor !== undefined && whole !== undefined) throw new WhetError(`${where}: there are both ${whole.name} and ${tensor.name}. Convert the model again.`);
+        let shape = [count, ...rest];
+        if (whole !== undefined) [tensor, row, shape] = [whole, firstRow, [rows, ...rest]];
+        if (tensor === undefined) throw new WhetError(`${where}: there is no tensor ${fill(names.gguf ?? "")}.${suffix}, which this model needs.`);
+        used.add(tensor.name);
+        if (tensor.shape.join() !== shape.join()) {
+          throw new WhetError(`${where}: ${tensor.name} has shape (${tensor.shape.join(", ")}), expected (${shape.join(", ")}). The file is damaged.`);
+        }
+        if (family.gguf?.interleaved && (part === "q" || part === "k")) {
+          // llama.cpp's order of Llama's q and k: row 2i + p of a head was row i + p headDim / 2
+          for (let head = 0; head < count; head += config.headDim) {
+            for (let parity = 0; parity < 2; ++parity) {
+              const half = config.headDim / 2;
+              pieces.push({ slot: name, firstRow: firstRow + head + parity * half, tensor, row: row + head + parity, count: half, every: 2 });
+            }
+          }
+        } else {
+          pieces.push({ slot: name, firstRow, tensor, row, count, every: 1 });
+        }
+      }
+    }
+  }
+  const unknown = [...file.tensors.keys()].filter((name) => !used.has(name)).sort()[0];
+  if (unknown !== undefined) throw new WhetError(`${where}: a model of this kind has no ${unknown}; the engine does not know it.`);
+  return pieces;
+}

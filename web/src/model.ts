@@ -1,0 +1,171 @@
+/** A model's computation as sizes and switches, its weights' shapes, and the places of a GGUF file's tensors in them. */
+import type { Core } from "./core.js";
+import { WhetError } from "./errors.js";
+import { families as DATA } from "./families.js";
+
+export interface ModelConfig {
+  nLayers: number;
+  nHeads: number;
+  nKvHeads: number;
+  headDim: number;
+  hiddenDim: number;
+  ffnDim: number;
+  vocabSize: number;
+  maxPosition: number;
+  norm: "rms" | "layer";
+  normEps: number;
+  rotaryDim: number;
+  isNeox: boolean;
+  invFreq: number[];
+  attentionFactor: number;
+  learnedPositions: number;
+  parallelResidual: boolean;
+  sharedNorm: boolean;
+  qkNorm: boolean;
+  activation: "silu" | "gelu" | "gelu_tanh";
+  gated: boolean;
+  windows: number[];
+  attentionScale: number;
+  /** Per layer, whether it rotates; empty: all do. */
+  ropeLayers: boolean[];
+  embeddingScale: number;
+  residualScale: number;
+  logitsScale: number;
+  tiedHead: boolean;
+  qkvBias: boolean;
+  oBias: boolean;
+  mlpBias: boolean;
+  headBias: boolean;
+}
+
+export interface Family {
+  keys: Record<string, string>;
+  settings: Record<string, unknown>;
+  defaults: Record<string, unknown>;
+  modules: Record<string, { hf: string; hf_also?: string; hf_layout?: string; gguf?: string }>;
+  gguf: { architecture: string; interleaved?: boolean } | null;
+  window: "none" | "all" | "some";
+  rope: "neox" | "gptj" | "none";
+  partial_rotary: boolean;
+  rope_off: boolean;
+}
+
+const FIELDS = ["keys", "settings", "defaults", "modules"] as const;
+
+/** A family's entry with what it takes from the one that it is like; a key or a module that is null is left out. */
+function resolve(name: string): Family {
+  const { like, ...entry } = DATA.families[name] as Partial<Family> & { like?: string };
+  const plain = { window: "none", rope: "neox", partial_rotary: false, rope_off: false, gguf: null };
+  if (like === undefined) return { ...plain, ...entry } as Family;
+  const base = resolve(like);
+  const merged = FIELDS.map((field) => {
+    const all = Object.entries({ ...base[field], ...entry[field] });
+    const leavesOut = field === "keys" || field === "modules";
+    return [field, Object.fromEntries(all.filter(([, value]) => !(leavesOut && value === null)))];
+  });
+  return { ...base, ...entry, ...Object.fromEntries(merged) } as Family;
+}
+
+export const FAMILIES: Record<string, Family> = Object.fromEntries(
+  Object.keys(DATA.families).map((name) => [name, resolve(name)]),
+);
+
+export const toCamel = (name: string) => name.replace(/_(\w)/g, (_, letter: string) => letter.toUpperCase());
+
+/** Name -> shape of every weight, as in whet.models.architecture. */
+export function slots(c: ModelConfig): Map<string, number[]> {
+  const q = c.nHeads * c.headDim;
+  const found = new Map<string, number[]>([["embedding", [c.vocabSize, c.hiddenDim]]]);
+  if (c.learnedPositions > 0) found.set("positions", [c.learnedPositions, c.hiddenDim]);
+  const parts = c.norm === "layer" ? ["weight", "bias"] : ["weight"];
+  const matrices: [string, number, number, boolean][] = [
+    ["qkv", q + 2 * c.nKvHeads * c.headDim, c.hiddenDim, c.qkvBias],
+    ["o", c.hiddenDim, q, c.oBias],
+    [c.gated ? "gate_up" : "up", (c.gated ? 2 : 1) * c.ffnDim, c.hiddenDim, c.mlpBias],
+    ["down", c.hiddenDim, c.ffnDim, c.mlpBias],
+  ];
+  for (let i = 0; i < c.nLayers; ++i) {
+    for (const norm of c.sharedNorm ? ["norm1"] : ["norm1", "norm2"]) {
+      for (const part of parts) found.set(`layers.${i}.${norm}.${part}`, [c.hiddenDim]);
+    }
+    if (c.qkNorm) for (const which of "qk") found.set(`layers.${i}.${which}_norm.weight`, [c.headDim]);
+    for (const [name, n, k, biased] of matrices) {
+      found.set(`layers.${i}.${name}`, [n, k]);
+      if (biased) found.set(`layers.${i}.${name}.bias`, [n]);
+    }
+  }
+  for (const part of parts) found.set(`final_norm.${part}`, [c.hiddenDim]);
+  if (!c.tiedHead) found.set("head", [c.vocabSize, c.hiddenDim]);
+  if (c.headBias) found.set("head.bias", [c.vocabSize]);
+  return found;
+}
+
+/** A module's rows in a slot: "q", "k" or "v" of qkv, "gate" or "up" of gate_up; "": all. */
+export function partRows(c: ModelConfig, part: string, rows: number): [first: number, count: number] {
+  const q = c.nHeads * c.headDim;
+  const kv = c.nKvHeads * c.headDim;
+  const parts: Record<string, [number, number]> = {
+    "": [0, rows],
+    q: [0, q],
+    k: [q, kv],
+    v: [q + kv, kv],
+    gate: [0, c.ffnDim],
+    up: [c.ffnDim, c.ffnDim],
+  };
+  return parts[part];
+}
+
+/** The numbers in the order in which bindings/wasm/engine.cpp reads them. */
+export function configNumbers(c: ModelConfig): Float64Array {
+  return Float64Array.from([
+    c.nLayers, c.nHeads, c.nKvHeads, c.headDim, c.hiddenDim, c.ffnDim, c.vocabSize, c.maxPosition,
+    ["rms", "layer"].indexOf(c.norm), c.normEps, c.rotaryDim, +c.isNeox, c.attentionFactor, c.learnedPositions,
+    +c.parallelResidual, +c.sharedNorm, +c.qkNorm, ["silu", "gelu", "gelu_tanh"].indexOf(c.activation), +c.gated,
+    c.attentionScale, c.embeddingScale, c.residualScale, c.logitsScale, c.ropeLayers.length,
+    ...c.ropeLayers.map(Number), ...c.windows, ...c.invFreq,
+  ]);
+}
+
+export interface RopeScaling {
+  kind: "default" | "linear" | "yarn" | "longrope";
+  theta: number;
+  partial: number;
+  factor: number;
+  original: number;
+  attentionFactor?: number;
+  betaFast: number;
+  betaSlow: number;
+  shortFactor?: number[];
+  longFactor?: number[];
+}
+
+/** Frequencies and the factor of cosines and sines, as in whet.ops.rope_scaling; `core` has powers and logarithms. */
+export function ropeFrequencies(
+  core: Core,
+  headDim: number,
+  length: number,
+  s: RopeScaling,
+): { invFreq: number[]; attentionFactor: number } {
+  const dim = Math.trunc(headDim * s.partial);
+  const log = (x: number) => core.call("logarithm", x);
+  const plain = Array.from({ length: dim / 2 }, (_, i) => core.call("power", s.theta, -(2 * i) / dim));
+  if (s.kind === "linear") return { invFreq: plain.map((f) => f / s.factor), attentionFactor: 1 };
+  if (s.kind === "yarn") {
+    const pairOf = (turns: number) => (dim * log(s.original / (turns * 2 * Math.PI))) / (2 * log(s.theta));
+    const low = Math.max(Math.floor(pairOf(s.betaFast)), 0);
+    const high = Math.min(Math.ceil(pairOf(s.betaSlow)), dim - 1);
+    const ramp = plain.map((_, i) => Math.min(Math.max((i - low) / (high - low || 0.001), 0), 1));
+    const inferred = s.factor > 1 ? 0.1 * log(s.factor) + 1 : 1;
+    const invFreq = plain.map((f, i) => f * (ramp[i] / s.factor + 1 - ramp[i]));
+    return { invFreq, attentionFactor: s.attentionFactor ?? inferred };
+  }
+  if (s.kind === "longrope") {
+    const stretch = (length > s.original ? s.longFactor : s.shortFactor) ?? [];
+    if (stretch.length !== plain.length) {
+      throw new WhetError(`Engine.load: longrope has ${stretch.length} factors, expected ${plain.length}, one for each pair.`);
+    }
+    const inferred = s.factor > 1 ? Math.sqrt(1 + log(s.factor) / log(s.original)) : 1;
+    return { invFreq: plain.map((f, i) => f / stretch[i]), attentionFactor: s.attentionFactor ?? inferred };
+  }
+  return { invFreq: plain, attentionFactor: 1 };
+}

@@ -1,0 +1,76 @@
+/** Workers and their messages, the same in browsers, Deno, Bun and Node. */
+export interface Port {
+  postMessage(message: unknown): void;
+  onMessage(listener: (message: any) => void): void;
+}
+
+export interface WorkerPort extends Port {
+  onError(listener: (error: Error) => void): void;
+  terminate(): void;
+}
+
+export const isNode = typeof process !== "undefined" && Boolean(process.versions?.node) && !("Bun" in globalThis) && !("Deno" in globalThis);
+
+function ofWebWorker(worker: Worker): WorkerPort {
+  return {
+    postMessage: (message) => worker.postMessage(message),
+    onMessage: (listener) => worker.addEventListener("message", (event) => listener(event.data)),
+    onError: (listener) => worker.addEventListener("error", (event) => listener(new Error(event.message))),
+    terminate: () => worker.terminate(),
+  };
+}
+
+async function ofNodeWorker(url: URL): Promise<WorkerPort> {
+  const { Worker } = await import("node:worker_threads");
+  const worker = new Worker(url);
+  worker.unref();
+  let pending = 0; // the process lives while an answer is awaited
+  return {
+    postMessage: (message) => {
+      if (++pending === 1) worker.ref();
+      worker.postMessage(message);
+    },
+    onMessage: (listener) =>
+      worker.on("message", (message) => {
+        if (!("event" in message) && --pending <= 0) worker.unref();
+        listener(message);
+      }),
+    onError: (listener) => {
+      worker.on("error", (error) => listener(error as Error));
+      worker.on("exit", (code) => listener(new Error(`it ended with code ${code}`)));
+    },
+    terminate: () => void worker.terminate(),
+  };
+}
+
+export async function startEngineWorker(): Promise<WorkerPort> {
+  if (isNode) return ofNodeWorker(new URL("./worker.js", import.meta.url));
+  return ofWebWorker(new Worker(new URL("./worker.js", import.meta.url), { type: "module" }));
+}
+
+export async function startThreadWorker(): Promise<WorkerPort> {
+  if (isNode) return ofNodeWorker(new URL("./thread.js", import.meta.url));
+  return ofWebWorker(new Worker(new URL("./thread.js", import.meta.url), { type: "module" }));
+}
+
+/** In a worker: the way to whoever started it. */
+export async function parent(): Promise<Port> {
+  if (isNode) {
+    const { parentPort } = await import("node:worker_threads");
+    return { postMessage: (message) => parentPort!.postMessage(message), onMessage: (listener) => void parentPort!.on("message", listener) };
+  }
+  return { postMessage: (message) => postMessage(message), onMessage: (listener) => addEventListener("message", (event) => listener(event.data)) };
+}
+
+/** Lets messages come in. (Timers of zero would wait for 4 ms.) */
+export function breathe(): Promise<void> {
+  if (isNode) return new Promise((resolve) => setImmediate(resolve));
+  return new Promise((resolve) => {
+    const { port1, port2 } = new MessageChannel();
+    port1.onmessage = () => {
+      port1.close();
+      resolve();
+    };
+    port2.postMessage(null);
+  });
+}
