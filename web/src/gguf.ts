@@ -6,7 +6,7 @@ import { Core, CoreError } from "./core.js";
 import { WhetError } from "./errors.js";
 import { families as DATA } from "./families.js";
 import { FAMILIES, type Family, type ModelConfig, partRows, ropeFrequencies, slots, toCamel } from "./model.js";
-import type { Reader } from "./reader.js";
+import type { Reader } from "./sources.js";
 
 export interface Tensor {
   name: string;
@@ -180,7 +180,7 @@ export async function describe(
   file: GgufFile,
   reader: Reader,
   maxPosition: number | undefined,
-): Promise<{ config: ModelConfig; pieces: Piece[] }> {
+): Promise<{ config: ModelConfig; family: Family; pieces: Piece[] }> {
   const where = `Engine.load: ${reader.name}`;
   const meta = new Metadata(file, where);
   const family = meta.family();
@@ -237,7 +237,7 @@ export async function describe(
     ...rotary,
     ...settings,
   };
-  return { config, pieces: findPieces(config, family, file, where) };
+  return { config, family, pieces: findPieces(config, family, file, where) };
 }
 
 /** Whether matrices have biases, which is known by their tensors, under the names of the family's options. */

@@ -1,15 +1,20 @@
 /** The engine itself, in a worker of its own: a model in the core's memory, and the requests that run on it. */
+import { readAdapter, TARGETS } from "./adapters.js";
 import { Core } from "./core.js";
 import { WhetError } from "./errors.js";
-import { describe, type Piece, readGguf } from "./gguf.js";
-import { configNumbers, type ModelConfig, slots } from "./model.js";
+import { describe, type GgufFile, type Piece } from "./gguf.js";
+import { configNumbers, type Family, type ModelConfig, slots } from "./model.js";
+import { type ModelReader, openModel, readHeads } from "./parts.js";
 import { breathe, isNode, startThreadWorker, type WorkerPort } from "./port.js";
-import type { AdapterPart, Info, LoadOptions, Sampling, Token } from "./protocol.js";
-import { openReader, type Progress, type Source } from "./reader.js";
+import type { Call, Estimate, Files, Info, LoadOptions, PromptOptions, Request, Token } from "./protocol.js";
+import { openReader, type Reader } from "./sources.js";
+import type { DownloadOptions } from "./download.js";
+import { type Message, TextTokenizer } from "./tokenizer.js";
+import type { TextStream } from "./token_texts.js";
 
 const CHUNK = 64; // tokens of prompts in a step
-const FINISH = [undefined, "stop", "length", "cancelled"] as const;
-const TARGETS = ["qkv", "o", "up", "down"];
+const FINISH = [undefined, "stop", "length"] as const; // as the core counts them; a cancelled request has no further tokens
+const MOST_CONTEXT = 4096; // tokens, where the caller says nothing
 
 interface StoredType {
   name: string;
@@ -21,58 +26,64 @@ interface StoredType {
 
 const isFloat = (type: StoredType) => type.block === 1;
 
+/** A model's file, and what the engine makes of it. */
+interface Plan {
+  file: GgufFile;
+  config: ModelConfig;
+  family: Family;
+  pieces: Piece[];
+  formats: Map<string, Part[]>;
+  types: Map<string, StoredType>;
+}
+
 export class Host {
   private readonly threads: WorkerPort[] = [];
-  private adapters = 0;
+  private readonly adapters = new Set<number>();
+  private nextAdapter = 1;
+  private tokenizer: TextTokenizer | undefined;
 
   private constructor(
     private readonly core: Core,
-    private readonly config: ModelConfig,
+    private readonly plan: Omit<Plan, "pieces">,
     private readonly about: Omit<Info, "memoryBytes">,
   ) {}
 
-  static async load(source: Source, options: LoadOptions, isolated: boolean, progress: Progress, signal: AbortSignal): Promise<Host> {
+  static async load(files: Files, options: LoadOptions, isolated: boolean, from: DownloadOptions): Promise<Host> {
     const { core, build } = await startCore(isolated);
-    const reader = await openReader(source, progress, signal);
+    const reader = await openModel(files, from);
     try {
-      const file = await readGguf(core, reader);
-      const trained = file.metadata.get(`${String(file.metadata.get("general.architecture"))}.context_length`);
-      const contextLength = options.contextLength ?? Math.min(Number(trained), 4096);
-      const { config, pieces } = await describe(core, file, reader, contextLength);
+      const { pieces, ...plan } = await makePlan(core, reader, options.contextLength);
+      const { config, formats, types } = plan;
       const threads: WorkerPort[] = [];
       const n = build === "threads" && isolated ? (options.threads ?? Math.max(1, Math.floor(navigator.hardwareConcurrency / 2))) : 1;
       for (let i = 1; i < n; ++i) threads.push(await startThread(core));
       core.call("set_threads", n);
-      const types = storedTypes(core);
-      const formats = chooseFormats(config, pieces, types);
       allocate(core, config, formats);
       let loadedBytes = 0;
       let last: { piece: Piece; bytes: Uint8Array } | undefined;
       for (const piece of pieces) {
-        if (signal.aborted) throw signal.reason;
+        if (from.signal.aborted) throw from.signal.reason;
         if (last?.piece.tensor !== piece.tensor) {
           const bytes = await reader.read(piece.tensor.offset, piece.tensor.sizeBytes);
           loadedBytes += bytes.length;
           last = { piece, bytes };
-          progress({ loadedBytes, totalBytes: reader.size });
+          from.onProgress({ loadedBytes, totalBytes: reader.size, phase: "pack" });
         }
         pack(core, piece, last.bytes, types, reader.name);
       }
-      const bf16 = [...formats].some(([slot, parts]) => slot === "layers.0.o" && parts.some((part) => part.format !== "float32"));
-      const page = core.call("kv_page_bytes", +bf16);
+      const isBf16 = hasBf16Cache(formats);
+      const page = core.call("kv_page_bytes", +isBf16);
       const maxBatch = options.maxBatch ?? 4;
       // A sequence of all its tokens, and the page that a further sample begins with.
-      const kvBytes = options.kvBytes ?? page * (Math.ceil(contextLength / 64) + 2 * maxBatch);
-      core.call("begin_engine", kvBytes, maxBatch, CHUNK, +bf16);
-      const host = new Host(core, config, {
-        architecture: String(file.metadata.get("general.architecture")),
-        parameters: [...slots(config).values()].reduce((sum, shape) => sum + shape.reduce((a, b) => a * b), 0),
-        contextLength,
+      const kvBytes = options.kvBytes ?? page * (Math.ceil(config.maxPosition / 64) + 2 * maxBatch);
+      core.call("begin_engine", kvBytes, maxBatch, CHUNK, +isBf16);
+      const host = new Host(core, plan, {
+        ...describePlan(plan),
         vocabSize: config.vocabSize,
         threads: n,
         build,
         exact: core.call("is_fused") === 1,
-        formats: [...new Set([...formats.values()].flatMap((parts) => parts.map((part) => part.format)))],
+        hasChatTemplate: plan.file.metadata.has("tokenizer.chat_template"),
         weightsBytes: core.call("weights_bytes") >>> 0,
         kvBytes: core.call("kv_bytes") >>> 0,
       });
@@ -87,85 +98,186 @@ export class Host {
     return { ...this.about, memoryBytes: this.core.memoryBytes };
   }
 
-  /** Samples; each token as soon as a step has drawn it. */
-  async generate(prompt: Int32Array, sampling: Sampling, signal: AbortSignal, emit: (tokens: Token[]) => void): Promise<void> {
-    const n = sampling.n ?? 1;
-    const stops = Int32Array.from(sampling.stopTokens ?? []);
-    const room = this.config.maxPosition - prompt.length;
-    if (room < 1) {
-      throw new WhetError(`Engine.generate: the prompt has ${prompt.length} tokens, and contextLength is ${this.config.maxPosition}. Load the model with a longer one.`);
+  /** Made when text first comes: token ids need none. */
+  private text(where: string): TextTokenizer {
+    return (this.tokenizer ??= TextTokenizer.ofGguf(this.plan.file.metadata, where));
+  }
+
+  tokenize(text: string, addSpecialTokens: boolean): number[] {
+    return this.text("Engine.tokenize").encode(text, addSpecialTokens);
+  }
+
+  detokenize(tokens: Int32Array): string {
+    return this.text("Engine.detokenize").decode(tokens);
+  }
+
+  render(messages: Message[], options: PromptOptions): string {
+    return this.text("Engine.render").render(messages, options, "Engine.render");
+  }
+
+  private idsOf(prompt: string | Message[] | Int32Array, options: PromptOptions, where: string): Int32Array {
+    if (prompt instanceof Int32Array) return prompt;
+    const tokenizer = this.text(where);
+    const text = typeof prompt === "string" ? prompt : tokenizer.render(prompt, options, where);
+    const ids = tokenizer.encode(text, typeof prompt === "string"); // a template writes its own special tokens
+    if (ids.length === 0) throw new WhetError(`${where}: prompt has no tokens, expected at least one. Give a text that is not empty.`);
+    return Int32Array.from(ids);
+  }
+
+  private checkIds(ids: Int32Array, name: string, room: number, where: string): void {
+    const { vocabSize, maxPosition } = this.plan.config;
+    const bad = ids.find((id) => id < 0 || id >= vocabSize);
+    if (bad !== undefined) throw new WhetError(`${where}: ${name} has the token ${bad}, expected ids from 0 to ${vocabSize - 1}. Use the model's own tokenizer.`);
+    if (ids.length + room > maxPosition) {
+      throw new WhetError(`${where}: ${name} has ${ids.length} tokens, expected at most ${maxPosition - room} with contextLength=${maxPosition}. Shorten it, or load the model with a larger contextLength.`);
     }
+  }
+
+  private checkAdapter(adapter: number, where: string): void {
+    if (adapter === 0 || this.adapters.has(adapter)) return;
+    throw new WhetError(`${where}: adapter is ${adapter}, and there is no such adapter. Pass what loadAdapter returned.`);
+  }
+
+  /** Samples; each token as soon as a step has drawn it. */
+  async generate(request: Request, signal: AbortSignal, emit: (tokens: Token[]) => void): Promise<void> {
+    const where = "Engine.generate";
+    const { sampling, n, adapter } = request;
+    const prompt = this.idsOf(request.prompt, request.options, where);
+    this.checkIds(prompt, "prompt", 1, where);
+    const own = request.stopsByItself ? this.text(where).stopIds : [];
+    const stops = Int32Array.from(new Set([...sampling.stopTokenIds, ...own]));
+    this.checkIds(stops, "stopTokenIds", 0, where);
+    this.checkAdapter(adapter, where);
     const numbers = Float64Array.from([
-      sampling.adapter ?? 0, n, sampling.minNewTokens ?? 0, sampling.maxNewTokens ?? room, 1, sampling.seed ?? 0,
-      sampling.promptIndex ?? 0, sampling.temperature ?? 1, sampling.topP ?? 1, sampling.minP ?? 0,
-      sampling.repetitionPenalty ?? 1, sampling.presencePenalty ?? 0, sampling.frequencyPenalty ?? 0, sampling.topK ?? 0,
+      adapter, n, sampling.minNewTokens, sampling.maxNewTokens, 1, sampling.seed, request.promptIndex, sampling.temperature,
+      sampling.topP, sampling.minP, sampling.repetitionPenalty, sampling.presencePenalty, sampling.frequencyPenalty, sampling.topK,
     ]);
     const id = this.core.with([prompt, stops, numbers], (tokens, stop, settings) =>
       this.core.call("add_prompt", tokens, prompt.length, stop, stops.length, settings, numbers.length),
     );
+    const texts = this.hasText ? Array.from({ length: n }, () => this.text(where).stream()) : [];
     const sent = Array<number>(n).fill(0);
     try {
       while (!signal.aborted) {
         const isDone = this.core.call("is_done", id) === 1;
-        const drawn = sent.flatMap((from, sample) => this.drawnSince(id, sample, from));
+        const drawn = sent.flatMap((from, sample) => this.drawnSince(id, sample, from, texts[sample]));
         for (const { sample } of drawn) ++sent[sample];
         if (drawn.length > 0) emit(drawn);
         if (isDone) break;
         this.core.call("step");
         await breathe();
       }
+      if (signal.aborted) throw signal.reason;
       this.core.call("job_error", id);
       const error = this.core.result();
-      if (error !== "") throw new WhetError(`Engine.generate: ${error}`);
-      if (signal.aborted) throw signal.reason;
+      if (error !== "") throw new WhetError(`${where}: ${error}`);
     } finally {
       this.core.call("remove", id);
     }
   }
 
-  private drawnSince(id: number, sample: number, from: number): Token[] {
+  private get hasText(): boolean {
+    return this.plan.file.metadata.has("tokenizer.ggml.model");
+  }
+
+  private drawnSince(id: number, sample: number, from: number, text: TextStream | undefined): Token[] {
     const n = this.core.call("sample_size", id, sample);
     if (n === from) return [];
     const tokens = this.core.integers(this.core.call("sample_tokens", id, sample), n);
     const logprobs = this.core.floats(this.core.call("sample_logprobs", id, sample), n);
     const finish = FINISH[this.core.call("sample_finish", id, sample)];
-    return Array.from({ length: n - from }, (_, i) => ({
-      sample,
-      token: tokens[from + i],
-      logprob: logprobs[from + i],
-      ...(from + i === n - 1 && finish !== undefined ? { finish } : {}),
-    }));
+    return Array.from({ length: n - from }, (_, i) => {
+      const isLast = from + i === n - 1 && finish !== undefined;
+      const token = tokens[from + i];
+      return { sample, token, text: text?.add(token, isLast) ?? "", logprob: logprobs[from + i], ...(isLast ? { finish } : {}) };
+    });
   }
 
-  async logprobs(tokens: Int32Array, scoreFrom: number, temperature: number, adapter: number, signal: AbortSignal): Promise<Float32Array> {
-    const id = this.core.with([tokens], (at) => this.core.call("add_score", at, tokens.length, scoreFrom, temperature, adapter));
+  async logprobs({ prompt, start, temperature, adapter }: Extract<Call, { method: "logprobs" }>, signal: AbortSignal): Promise<Float32Array> {
+    const where = "Engine.logprobs";
+    const tokens = this.idsOf(prompt, {}, where);
+    this.checkIds(tokens, "tokens", 0, where);
+    this.checkAdapter(adapter, where);
+    if (start > tokens.length) throw new WhetError(`${where}: start is ${start}, expected 1 to ${tokens.length}, the number of tokens.`);
+    const id = this.core.with([tokens], (at) => this.core.call("add_score", at, tokens.length, start, temperature, adapter));
     try {
       while (this.core.call("is_done", id) === 0) {
         this.core.call("step");
         await breathe();
         if (signal.aborted) throw signal.reason;
       }
-      return this.core.floats(this.core.call("scores", id), tokens.length - scoreFrom);
+      return this.core.floats(this.core.call("scores", id), tokens.length - start);
     } finally {
       this.core.call("remove", id);
     }
   }
 
-  loadAdapter(parts: AdapterPart[]): number {
-    this.core.call("begin_adapter");
-    for (const { layer, target, firstRow, rank, a, b } of parts) {
-      this.core.with([a, b], (down, up) =>
-        this.core.call("add_adapter_part", layer, TARGETS.indexOf(target), firstRow, down, up, rank, a.length / rank, b.length / rank),
-      );
+  async loadAdapter(files: Files, from: DownloadOptions): Promise<number> {
+    const readers: Reader[] = [];
+    try {
+      for (const [name, file] of files) readers.push({ ...(await openReader(name, file, from)), name });
+      const parts = await readAdapter(readers, this.plan.config, this.plan.family, from.where);
+      this.core.call("begin_adapter");
+      for (const { layer, target, firstRow, rank, a, b } of parts) {
+        this.core.with([a, b], (down, up) =>
+          this.core.call("add_adapter_part", layer, TARGETS.indexOf(target), firstRow, down, up, rank, a.length / rank, b.length / rank),
+        );
+      }
+      this.core.call("end_adapter", this.nextAdapter);
+      this.adapters.add(this.nextAdapter);
+      return this.nextAdapter++;
+    } finally {
+      for (const reader of readers) await reader.close?.();
     }
-    this.core.call("end_adapter", ++this.adapters);
-    return this.adapters;
   }
 
   removeAdapter(adapter: number): void {
+    this.checkAdapter(adapter, "Engine.removeAdapter");
     this.core.call("remove_adapter", adapter);
+    this.adapters.delete(adapter);
   }
 }
+
+/** A model's memory, from the heads of its files. */
+export async function estimate(files: Files, contextLength: number | undefined, from: DownloadOptions): Promise<Estimate> {
+  const { core } = await startCore(false);
+  const reader = await openModel(files, from, { headsOnly: true });
+  try {
+    const { pieces, ...plan } = await makePlan(core, reader, contextLength);
+    const { config, formats } = plan;
+    const block = new Map([...plan.types.values()].map((type) => [type.name, type.blockBytes / type.block]));
+    const shapes = slots(config);
+    let weightsBytes = 0;
+    for (const [slot, shape] of shapes) {
+      const parts = formats.get(slot);
+      if (parts === undefined) weightsBytes += 4 * shape[0];
+      for (const { rows, format } of parts ?? []) weightsBytes += rows * shape[1] * block.get(format)!;
+    }
+    const perToken = 2 * config.nLayers * config.nKvHeads * config.headDim * (hasBf16Cache(formats) ? 2 : 4);
+    return { ...describePlan(plan), fileBytes: reader.size, weightsBytes: Math.round(weightsBytes), kvBytes: perToken * config.maxPosition };
+  } finally {
+    await reader.close?.();
+  }
+}
+
+async function makePlan(core: Core, reader: ModelReader, given: number | undefined): Promise<Plan> {
+  const file = await readHeads(core, reader);
+  const trained = Number(file.metadata.get(`${String(file.metadata.get("general.architecture"))}.context_length`));
+  const { config, family, pieces } = await describe(core, file, reader, given ?? Math.min(trained, MOST_CONTEXT));
+  const types = storedTypes(core);
+  return { file, config, family, pieces, types, formats: chooseFormats(config, pieces, types) };
+}
+
+function describePlan({ file, config, formats }: Pick<Plan, "file" | "config" | "formats">) {
+  return {
+    architecture: String(file.metadata.get("general.architecture")),
+    parameters: [...slots(config).values()].reduce((sum, shape) => sum + shape.reduce((a, b) => a * b), 0),
+    contextLength: config.maxPosition,
+    formats: [...new Set([...formats.values()].flatMap((parts) => parts.map((part) => part.format)))],
+  };
+}
+
+const hasBf16Cache = (formats: Map<string, Part[]>) => formats.get("layers.0.o")!.some((part) => part.format !== "float32");
 
 /** The module that this engine of WebAssembly runs: relaxed SIMD and threads, or SIMD128 alone. */
 async function startCore(isolated: boolean): Promise<{ core: Core; build: "threads" | "plain" }> {
@@ -175,7 +287,7 @@ async function startCore(isolated: boolean): Promise<{ core: Core; build: "threa
     if (!WebAssembly.validate(bytes)) continue;
     return { core: await Core.create(await WebAssembly.compile(bytes), build === "threads"), build };
   }
-  throw new WhetError("Engine.load: this WebAssembly engine has no SIMD. Use Chrome 91, Firefox 89, Safari 16.4, Node 18 or later.");
+  throw new WhetError("Engine.load: this WebAssembly engine has no SIMD, which the core needs. Use Chrome 91, Firefox 89, Safari 16.4, Node 18 or later.");
 }
 
 async function fetchBytes(url: URL): Promise<Uint8Array<ArrayBuffer>> {

@@ -15,7 +15,7 @@ function ofWebWorker(worker: Worker): WorkerPort {
   return {
     postMessage: (message) => worker.postMessage(message),
     onMessage: (listener) => worker.addEventListener("message", (event) => listener(event.data)),
-    onError: (listener) => worker.addEventListener("error", (event) => listener(new Error(event.message))),
+    onError: (listener) => worker.addEventListener("error", (event) => listener(new Error(event.message || "its script could not be loaded; serve the package's worker.js, thread.js and wasm files from the page's own origin"))),
     terminate: () => worker.terminate(),
   };
 }
@@ -43,14 +43,47 @@ async function ofNodeWorker(url: URL): Promise<WorkerPort> {
   };
 }
 
-export async function startEngineWorker(): Promise<WorkerPort> {
-  if (isNode) return ofNodeWorker(new URL("./worker.js", import.meta.url));
-  return ofWebWorker(new Worker(new URL("./worker.js", import.meta.url), { type: "module" }));
+/** The engine's worker; `assets`: where the package's files are served, if not beside this one. */
+export async function startEngineWorker(assets: string | URL | undefined): Promise<WorkerPort> {
+  const given = assets === undefined ? undefined : new URL("worker.js", new URL(assets, globalThis.location?.href));
+  if (isNode) return ofNodeWorker(given ?? new URL("./worker.js", import.meta.url));
+  const name = `whet-web-${crypto.randomUUID()}`;
+  // Bundlers look for the whole expression.
+  const worker = given === undefined ? new Worker(new URL("./worker.js", import.meta.url), { type: "module", name }) : new Worker(given, { type: "module", name });
+  return watched(ofWebWorker(worker), name);
 }
 
 export async function startThreadWorker(): Promise<WorkerPort> {
   if (isNode) return ofNodeWorker(new URL("./thread.js", import.meta.url));
   return ofWebWorker(new Worker(new URL("./thread.js", import.meta.url), { type: "module" }));
+}
+
+/** A browser says nothing when it ends a worker. The worker holds a lock, which is free once it is gone. */
+function watched(port: WorkerPort, name: string): WorkerPort {
+  if (navigator.locks === undefined) return port;
+  const listeners: ((error: Error) => void)[] = [];
+  const left = new AbortController();
+  let isWatched = false;
+  port.onMessage(() => {
+    if (isWatched) return; // a first answer: the lock is held
+    isWatched = true;
+    navigator.locks
+      .request(name, { signal: left.signal }, () => {
+        for (const listener of listeners) listener(new Error("it was ended from outside"));
+      })
+      .catch(() => {}); // this side has ended it
+  });
+  return {
+    ...port,
+    onError(listener) {
+      listeners.push(listener);
+      port.onError(listener);
+    },
+    terminate() {
+      left.abort();
+      port.terminate();
+    },
+  };
 }
 
 /** In a worker: the way to whoever started it. */
@@ -59,6 +92,8 @@ export async function parent(): Promise<Port> {
     const { parentPort } = await import("node:worker_threads");
     return { postMessage: (message) => parentPort!.postMessage(message), onMessage: (listener) => void parentPort!.on("message", listener) };
   }
+  // Until the worker ends; see watched().
+  if (navigator.locks !== undefined && self.name !== "") void navigator.locks.request(self.name, () => new Promise(() => {}));
   return { postMessage: (message) => postMessage(message), onMessage: (listener) => addEventListener("message", (event) => listener(event.data)) };
 }
 

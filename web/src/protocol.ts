@@ -1,5 +1,9 @@
-/** What goes between an Engine and its worker. */
-import type { Source } from "./reader.js";
+/** Messages between an Engine and its worker. */
+import type { Sampling } from "./sampling.js";
+import type { Progress, Source } from "./sources.js";
+import type { Message as ChatMessage } from "./tokenizer.js";
+
+export type Files = [name: string, file: Source][];
 
 export interface LoadOptions {
   /** Threads of the engine, its own among them; half of the processors where it is left out. */
@@ -8,37 +12,50 @@ export interface LoadOptions {
   contextLength?: number;
   /** Bytes of keys and values; enough for one sequence of contextLength where it is left out. */
   kvBytes?: number;
-  /** Sequences that are sampled at a time. */
+  /** Samples that are computed at a time. */
   maxBatch?: number;
 }
 
-export interface Sampling {
-  temperature?: number;
-  topK?: number;
-  topP?: number;
-  minP?: number;
-  repetitionPenalty?: number;
-  presencePenalty?: number;
-  frequencyPenalty?: number;
-  maxNewTokens?: number;
-  minNewTokens?: number;
-  /** Tokens after which a sample ends. */
-  stopTokens?: number[];
-  /** Samples of the prompt. */
-  n?: number;
-  seed?: number;
-  promptIndex?: number;
-  /** The number that loadAdapter gave. */
-  adapter?: number;
+export interface FileOptions {
+  /** Of the file, or of each by name: 64 hexadecimal digits. A download that has them is not asked for again. */
+  sha256?: string | Readonly<Record<string, string>>;
+  /** Keep downloads in the browser's private file system; true where it is left out. */
+  cache?: boolean;
+}
+
+export interface PromptOptions {
+  /** JSON schemas of functions, for the chat template. */
+  tools?: unknown[];
+  /** End where the assistant begins; true where it is left out. */
+  addGenerationPrompt?: boolean;
+  /** Further variables of the chat template, such as enable_thinking. */
+  templateOptions?: Record<string, unknown>;
+}
+
+/** A text, messages for the model's chat template, or token ids. */
+export type Prompt = string | readonly ChatMessage[] | ArrayLike<number>;
+
+export interface Request {
+  prompt: string | ChatMessage[] | Int32Array;
+  options: PromptOptions;
+  sampling: Required<Sampling>;
+  /** Whether the model's own stop tokens end a sample. */
+  stopsByItself: boolean;
+  n: number;
+  promptIndex: number;
+  adapter: number;
 }
 
 export interface Token {
   /** Which of the n samples. */
   sample: number;
   token: number;
+  /** The whole characters that the token completes; special tokens have none. Empty of a model without a tokenizer. */
+  text: string;
+  /** Of the distribution that the token was drawn from. */
   logprob: number;
   /** Of the sample's last token: why it ended. */
-  finish?: "stop" | "length" | "cancelled";
+  finish?: "stop" | "length";
 }
 
 export interface Info {
@@ -53,32 +70,40 @@ export interface Info {
   exact: boolean;
   /** Formats of the weights, each once. */
   formats: string[];
+  /** Whether messages can be prompts. */
+  hasChatTemplate: boolean;
   weightsBytes: number;
   kvBytes: number;
+  /** All memory of the engine's WebAssembly. */
   memoryBytes: number;
 }
 
-/** One matrix of an adapter: W[firstRow ...] += b a, with a (rank, k) and b (n, rank), the scaling in b. */
-export interface AdapterPart {
-  layer: number;
-  target: "qkv" | "o" | "up" | "down";
-  firstRow: number;
-  rank: number;
-  a: Float32Array;
-  b: Float32Array;
+export interface Estimate {
+  architecture: string;
+  parameters: number;
+  contextLength: number;
+  formats: string[];
+  /** Of the download. */
+  fileBytes: number;
+  weightsBytes: number;
+  kvBytes: number;
 }
 
 export type Call =
-  | { method: "load"; source: Source; options: LoadOptions; isolated: boolean }
-  | { method: "generate"; prompt: Int32Array; sampling: Sampling }
-  | { method: "logprobs"; tokens: Int32Array; scoreFrom: number; temperature: number; adapter: number }
-  | { method: "loadAdapter"; parts: AdapterPart[] }
+  | { method: "load"; files: Files; options: LoadOptions & FileOptions; isolated: boolean }
+  | { method: "estimate"; files: Files; options: { contextLength?: number } }
+  | { method: "generate"; request: Request }
+  | { method: "logprobs"; prompt: string | Int32Array; start: number; temperature: number; adapter: number }
+  | { method: "tokenize"; text: string; addSpecialTokens: boolean }
+  | { method: "detokenize"; tokens: Int32Array }
+  | { method: "render"; messages: ChatMessage[]; options: PromptOptions }
+  | { method: "loadAdapter"; files: Files; options: FileOptions }
   | { method: "removeAdapter"; adapter: number }
   | { method: "info" };
 
 export type Message = { id: number; call: Call } | { id: number; abort: true };
 
 export type Answer =
-  | { id: number; event: unknown }
+  | { id: number; event: Token[] | Progress }
   | { id: number; result: unknown }
   | { id: number; error: { name: string; message: string } };

@@ -6,3 +6,17 @@ export const FIXTURES = new URL("../build/web/fixtures/", `file://${process.cwd(
 export async function readFixture(name) {
   return JSON.parse(await readFile(new URL(`${name}.json`, FIXTURES), "utf8"));
 }
+
+export const bits = (numbers) => [...new Uint32Array(Float32Array.from(numbers).buffer)];
+
+/** All samples of a request, whole. */
+export async function samplesOf(engine, prompt, options) {
+  const samples = Array.from({ length: options.n ?? 1 }, () => ({ tokens: [], logprobs: [], text: "" }));
+  for await (const { sample, token, logprob, text, finish } of engine.generate(prompt, options)) {
+    samples[sample].tokens.push(token);
+    samples[sample].logprobs.push(logprob);
+    samples[sample].text += text;
+    samples[sample].finish = finish;
+  }
+  return samples;
+}

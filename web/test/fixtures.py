@@ -1,4 +1,4 @@
-"""Write what the tests of the package compare with: small models, and what the native engine makes of them.
+"""Write what the tests of the package compare with: tokenizers, chat templates and settings as Python has them.
 
 python web/test/fixtures.py FOLDER
 """
@@ -12,36 +12,148 @@ from typing import Any
 
 import gguf
 from tests.gguf_files import write_gguf
-from tests.tiny import tiny_llama
+from tests.models.tokenizers import vocab_files
+from tests.models.tokenizers.texts import make_texts
+from tests.tiny import tiny_llama, with_lora
 
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
+from whet.errors import WhetTypeError, WhetValueError
+from whet.models.tokenizers import GGUFTokenizer, read_tokenizer
+from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
+from whet.models.tokenizers.template import ChatTemplate
+
+ROOT = Path(__file__).resolve().parents[2]
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Say 'a' < \"b\" & é 日本"},
+    {"role": "assistant", "content": "a\n"},
+    {"role": "user", "content": "Why?"},
+]
+
+
+def tokenizers() -> list[dict[str, Any]]:
+    """Vocabularies trained here, and the ids and texts of Python's tokenizer of each."""
+    cases: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    for pre in ("gpt-2", "llama-bpe", "qwen2", "smollm", "deepseek-v3", "gpt-4o", "kimi-k2", "superbpe"):
+        trained = vocab_files.train_byte_level(list(PRE_TOKENIZERS[pre].patterns))
+        cases[pre] = vocab_files.byte_level_metadata(trained, pre), ["<|im_end|>", "<|tool|>", "<s>"]
+    for prefix in (True, False):
+        model = vocab_files.train_sentencepiece("bpe", add_dummy_prefix=prefix, byte_fallback=True)
+        keys = vocab_files.sentencepiece_metadata(model) | {"tokenizer.ggml.precompiled_charsmap": []}
+        cases[f"llama, add_space_prefix={prefix}"] = keys, [] if prefix else ["<tool>"]
+    keys = cases["llama, add_space_prefix=True"][0]
+    cases["llama, with BOS"] = keys | {"tokenizer.ggml.add_bos_token": True}, []
+    found = []
+    for name, (metadata, special) in cases.items():
+        tokenizer = read_tokenizer(metadata)
+        texts = make_texts(400, special)
+        ids = [tokenizer.encode(text) for text in texts]
+        decoded = [tokenizer.decode(each, skip_special_tokens=True) for each in ids]
+        found.append(
+            {"name": name, "metadata": metadata, "texts": texts, "ids": ids, "decoded": decoded}
+            | {"stopIds": tokenizer.stop_token_ids, "roles": tokenizer.vocabulary.special_ids}
+        )
+    return found
+
+
+def templates() -> list[dict[str, Any]]:
+    """Published templates, and the texts that Python renders."""
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    found = []
+    for path in sorted((ROOT / "tests/fixtures/templates").glob("*.jinja")):
+        source = path.read_text(encoding="utf-8")
+        for prompt in (True, False):
+            try:
+                text = ChatTemplate(source).render(MESSAGES, add_generation_prompt=prompt, tools=None, **tokens)
+            except WhetValueError:
+                text = None
+            found.append({"name": path.stem, "source": source, "prompt": prompt, "text": text})
+    return found
+
+
+def settings() -> list[dict[str, Any]]:
+    """Whether Python takes a value of a setting."""
+    numbers: list[Any] = [-3, -2, -1, -0.5, 0, 0.25, 1, 1.5, 2, 2.5, 21, 129, "1", True, None, [1], [], [-1], [0.5]]
+    names = {"temperature": "temperature", "top_k": "topK", "top_p": "topP", "min_p": "minP", "seed": "seed"}
+    names |= {"repetition_penalty": "repetitionPenalty", "presence_penalty": "presencePenalty"}
+    names |= {"frequency_penalty": "frequencyPenalty", "min_new_tokens": "minNewTokens"}
+    names |= {"max_new_tokens": "maxNewTokens", "stop_token_ids": "stopTokenIds"}
+    found = []
+    for name, camel in names.items():
+        for value in numbers:
+            try:
+                SamplingParams(**{name: value})
+                is_taken = True
+            except (WhetTypeError, WhetValueError):
+                is_taken = False
+            found.append({"name": camel, "value": value, "isTaken": is_taken})
+    return found
+
+
+def model(folder: Path) -> None:
+    """A small Llama as GGUF files and as a folder, an adapter, and what the native engine makes of them."""
+    trained = vocab_files.train_byte_level(list(PRE_TOKENIZERS["smollm"].patterns), 400)
+    template = (ROOT / "tests/fixtures/templates/HuggingFaceTB-SmolLM2-135M-Instruct.jinja").read_text(encoding="utf-8")
+    keys = vocab_files.byte_level_metadata(trained, "smollm") | {"tokenizer.chat_template": template}
+    sizes = {
+        "vocab_size": trained.get_vocab_size(),
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    llama = tiny_llama(
+        **sizes, **heads, bos_token_id=0, eos_token_id=1, initializer_range=0.2, tie_word_embeddings=True
+    )
+    adapter = with_lora(tiny_llama(**sizes, **heads, bos_token_id=0, eos_token_id=1), b_std=0.2, **ADAPTER)
+    adapter.save_pretrained(folder / "adapter")
+    llama.save_pretrained(folder / "folder")
+    trained.save(str(folder / "folder/tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": template}
+    (folder / "folder/tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    expected: dict[str, Any] = {}
+    for kind in KINDS:
+        path = write_gguf(llama, folder / f"{kind.lower()}.gguf", gguf.GGMLQuantizationType[kind], keys=keys)
+        expected[path.stem] = answers(Engine.from_gguf(path), read_tokenizer(path), folder / "adapter")
+    expected["folder"] = answers(Engine.from_pretrained(folder / "folder"), read_tokenizer(path), folder / "adapter")
+    write_gguf(llama, folder / "part.gguf", keys=keys, split_max_tensors=8)
+    (folder / "model.json").write_text(json.dumps({"prompt": PROMPT, "messages": MESSAGES, "cases": expected}))
+
 
 KINDS = ("F32", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-PROMPT = [3, 141, 59, 26, 53, 58, 97, 93, 238, 46]
-SIZES = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+ADAPTER = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "lora_alpha": 16}
+PROMPT = "The model is in café, and"
 
 
-def answers(engine: Engine) -> dict[str, Any]:
-    """Samples, scores and the most probable tokens."""
-    sampling = SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=24, seed=7, stop_token_ids=[1])
-    [samples] = engine.generate([PROMPT], 2, sampling)
-    [scores] = engine.logprobs([[*PROMPT, *samples[0].token_ids]])
-    [[greedy]] = engine.generate([PROMPT], 1, SamplingParams(temperature=0, max_new_tokens=16))
-    plain = {"samples": [{"tokens": s.token_ids, "logprobs": s.logprobs} for s in samples], "scores": scores.tolist()}
-    return {"ids": PROMPT, "plain": plain, "greedy": greedy.token_ids}
+def answers(engine: Engine, tokenizer: GGUFTokenizer, adapter: Path) -> dict[str, Any]:
+    """Samples and log-probs, without and with an adapter."""
+    ids = tokenizer.encode(PROMPT)
+    sampling = SamplingParams(
+        temperature=0.8, top_p=0.9, max_new_tokens=24, seed=7, stop_token_ids=tokenizer.stop_token_ids
+    )
+    number = engine.add_adapter(str(adapter))
+    found: dict[str, Any] = {"ids": ids}
+    for name, which in (("plain", None), ("adapted", number)):
+        [samples] = engine.generate([ids], 2, sampling, adapter=which)
+        [scores] = engine.logprobs([[*ids, *samples[0].token_ids]], adapter=which)
+        found[name] = {
+            "samples": [{"tokens": sample.token_ids, "logprobs": sample.logprobs, "finish": sample.finish_reason,
+                         "text": tokenizer.decode(sample.token_ids, skip_special_tokens=True)} for sample in samples],
+            "scores": scores.tolist(),
+        }  # fmt: skip
+    [[greedy]] = engine.generate([ids], 1, SamplingParams(temperature=0, max_new_tokens=16))
+    chat = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    return found | {"greedy": greedy.token_ids, "chat": chat}
 
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    llama = tiny_llama(**SIZES, **HEADS, initializer_range=0.2, tie_word_embeddings=True)
-    cases = {}
-    for kind in KINDS:
-        path = write_gguf(llama, folder / f"{kind.lower()}.gguf", gguf.GGMLQuantizationType[kind])
-        with Engine.from_gguf(path) as engine:
-            cases[path.stem] = answers(engine)
-    (folder / "model.json").write_text(json.dumps({"cases": cases}), encoding="utf-8")
+    model(folder)
+    for name, made in (("tokenizers", tokenizers()), ("templates", templates()), ("settings", settings())):
+        (folder / f"{name}.json").write_text(
+            json.dumps({"messages": MESSAGES, "cases": made}, ensure_ascii=True), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

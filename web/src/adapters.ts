@@ -1,0 +1,122 @@
+/** PEFT's adapters: adapter_config.json and adapter_model.safetensors, as parts of the engine's matrices. */
+import { WhetError } from "./errors.js";
+import { adapters as RULES } from "./facts.js";
+import { type Family, type ModelConfig, partRows, slots } from "./model.js";
+import { readFloats, readSafetensors } from "./safetensors.js";
+import { show } from "./sampling.js";
+import type { Reader } from "./sources.js";
+
+/** One matrix of an adapter: W[firstRow ...] += b a, with a (rank, k) and b (n, rank), the scaling in b. */
+export interface AdapterPart {
+  layer: number;
+  target: (typeof TARGETS)[number];
+  firstRow: number;
+  rank: number;
+  a: Float32Array;
+  b: Float32Array;
+}
+
+/** In the order of the core's Target. */
+export const TARGETS = ["qkv", "o", "up", "down"] as const;
+const CONFIG = "adapter_config.json";
+const WEIGHTS = "adapter_model.safetensors";
+
+interface Place {
+  slot: string;
+  layer: number;
+  target: AdapterPart["target"] | undefined;
+  firstRow: number;
+  shape: [n: number, k: number];
+}
+
+/** Where each module of the Hugging Face model lies. */
+function placesOf(config: ModelConfig, family: Family): Map<string, Place> {
+  const found = new Map<string, Place>();
+  const shapes = slots(config);
+  for (const [target, names] of Object.entries(family.modules)) {
+    const [pattern, part = ""] = target.split(":");
+    for (let i = 0; i < (pattern.includes("{i}") ? config.nLayers : 1); ++i) {
+      const slot = pattern.replace("{i}", String(i));
+      const shape = shapes.get(slot);
+      if (shape === undefined || shape.length !== 2) continue;
+      const [firstRow, n] = partRows(config, part, shape[0]);
+      const kind = /^layers\.\d+\.(\w+)$/.exec(slot)?.[1].replace("gate_up", "up") as AdapterPart["target"] | undefined;
+      const reordered = names.hf_layout !== undefined;
+      found.set(names.hf.replace("{i}", String(i)), { slot, layer: i, target: reordered ? undefined : kind, firstRow, shape: [n, shape[1]] });
+    }
+  }
+  return found;
+}
+
+/** The parts of an adapter for a model. */
+export async function readAdapter(readers: Reader[], config: ModelConfig, family: Family, where: string): Promise<AdapterPart[]> {
+  const find = (name: string): Reader => {
+    const found = readers.find((reader) => reader.name.split("/").pop() === name);
+    if (found === undefined) {
+      throw new WhetError(`${where}: source has ${readers.map((reader) => reader.name).join(", ")}, and no ${name}. Give both files that PEFT saves: ${CONFIG} and ${WEIGHTS}.`);
+    }
+    return found;
+  };
+  const [configFile, weights] = [find(CONFIG), find(WEIGHTS)];
+  const settings = parseConfig(new TextDecoder().decode((await configFile.read(0, configFile.size)).slice()), where);
+  const entries = await readSafetensors(weights, where);
+  const places = placesOf(config, family);
+  const pairs = new Map<string, { A?: string; B?: string }>();
+  for (const [name, { shape }] of entries) {
+    const match = /^(.+)\.lora_([AB])\.weight$/.exec(name.startsWith(RULES.prefix) ? name.slice(RULES.prefix.length) : "");
+    if (match === null || shape.length !== 2) throw new WhetError(`${where}: ${name} (${shape.join(", ")}) is no factor of a linear layer. Merge it with PEFT.`);
+    pairs.set(match[1], { ...pairs.get(match[1]), [match[2]]: name });
+  }
+  if (pairs.size === 0) throw new WhetError(`${where}: there is no lora_A or lora_B in ${weights.name}.`);
+  const parts: AdapterPart[] = [];
+  for (const [module, { A, B }] of pairs) {
+    const [a, b] = [entries.get(A ?? ""), entries.get(B ?? "")];
+    const place = places.get(module);
+    if (place === undefined) throw new WhetError(`${where}: it is an adapter of another model: it has ${module}, and this model has not.`);
+    if (place.target === undefined) throw new WhetError(`${where}: an adapter of ${module} cannot be kept apart. Merge it with whet merge, and load the result.`);
+    const [n, k] = place.shape;
+    if (a === undefined || b === undefined || a.shape[0] < 1 || a.shape[0] !== b.shape[1] || a.shape[1] !== k || b.shape[0] !== n) {
+      throw new WhetError(`${where}: ${module} has A (${a?.shape.join(", ") ?? "none"}) and B (${b?.shape.join(", ") ?? "none"}), expected (r, ${k}) and (${n}, r): it is an adapter of another model.`);
+    }
+    const rank = a.shape[0];
+    const scaling = Math.fround(alphaOf(settings, module, where) / (settings.use_rslora ? Math.sqrt(rank) : rank));
+    const [down, up] = [await readFloats(weights, A!, a, where), await readFloats(weights, B!, b, where)];
+    const scaled = up.map((x) => scaling * x); // both float32, rounded once as in Python
+    if (!down.every(Number.isFinite) || !scaled.every(Number.isFinite)) throw new WhetError(`${where}: the adapter of ${module} holds NaN or infinity. Look at what made it.`);
+    parts.push({ layer: place.layer, target: place.target, firstRow: place.firstRow, rank, a: down, b: scaled });
+  }
+  return parts;
+}
+
+function parseConfig(text: string, where: string): Record<string, any> {
+  let config: Record<string, any>;
+  try {
+    config = JSON.parse(text);
+  } catch (error) {
+    throw new WhetError(`${where}: ${CONFIG} is not JSON: ${(error as Error).message}.`);
+  }
+  if (typeof config !== "object" || config === null || config.peft_type !== "LORA") throw new WhetError(`${where}: peft_type is ${show(config?.peft_type)}, expected "LORA".`);
+  for (const [key, plain] of Object.entries(RULES.plain)) {
+    const value = config[key];
+    const isPlain = value === undefined || value === null || value === false || value === plain || (Array.isArray(value) && value.length === 0);
+    if (!isPlain) throw new WhetError(`${where}: ${key} is ${show(value)}; only plain LoRA is read. Merge it with PEFT.`);
+  }
+  if ((config.bias ?? "none") !== "none") throw new WhetError(`${where}: bias is ${show(config.bias)}, expected "none": trained biases are not LoRA.`);
+  const init: unknown = config.init_lora_weights;
+  if (typeof init === "string" && RULES.changesBase.some((name) => init.toLowerCase().startsWith(name))) {
+    throw new WhetError(`${where}: init_lora_weights is ${show(init)}, which changes the base model too. Convert it with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...).`);
+  }
+  return config;
+}
+
+/** The first entry of alpha_pattern whose name, a regular expression, is the module or its end (PEFT's rule), or lora_alpha. */
+function alphaOf(config: Record<string, any>, module: string, where: string): number {
+  let alpha: unknown = config.lora_alpha ?? 8;
+  for (const [name, value] of Object.entries(config.alpha_pattern ?? {})) {
+    if (!new RegExp(`^(.*\\.)?(${name})$`).test(module)) continue;
+    alpha = value;
+    break;
+  }
+  if (typeof alpha !== "number" || !Number.isFinite(alpha)) throw new WhetError(`${where}: the alpha of ${module} is ${show(alpha)}, expected a finite number.`);
+  return alpha;
+}

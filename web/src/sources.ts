@@ -1,0 +1,126 @@
+/** Where a model's bytes come from: URLs, Files, bytes; read in ranges, so that the file is not in memory as a whole. */
+import { sha256 } from "@noble/hashes/sha2.js";
+import { bytesToHex } from "@noble/hashes/utils.js";
+import { WhetError } from "./errors.js";
+import { download, type DownloadOptions } from "./download.js";
+import { show } from "./sampling.js";
+
+/** One file. */
+export type Source = string | URL | Blob | ArrayBuffer | SharedArrayBuffer | Uint8Array;
+/** One file, or several: the parts of a split GGUF file, or the files of a folder by name. */
+export type Sources = Source | readonly Source[] | { readonly files: Readonly<Record<string, Source>> };
+
+export interface Reader {
+  name: string;
+  size: number;
+  read(offset: number, n: number): Promise<Uint8Array>;
+  close?(): Promise<void>;
+}
+
+export interface Progress {
+  /** Of the file or its parts. */
+  loadedBytes: number;
+  /** 0 where the server does not say. */
+  totalBytes: number;
+  /** "download": bytes from the network; "pack": bytes that the engine has taken in. */
+  phase: "download" | "pack";
+}
+
+/** The name of a source's last part: "model.gguf". */
+export function nameOf(source: Source): string {
+  if (typeof source === "string" || source instanceof URL) return decodeURIComponent(new URL(source, base()).pathname.split("/").pop() ?? "");
+  if (source instanceof Blob) return "name" in source ? String(source.name) : "Blob";
+  return "bytes";
+}
+
+const base = () => globalThis.location?.href ?? (typeof process === "undefined" ? undefined : `file://${process.cwd()}/`);
+
+/** A list of [name, file]; URLs are absolute, as texts. */
+export function listFiles(sources: Sources, where: string): [string, Source][] {
+  const wrong = (what: unknown) =>
+    new WhetError(`${where}: source is ${show(what)}, expected a URL, a File or Blob, the bytes of a file, an array of such parts, or {files: {name: file}}.`);
+  const check = (source: unknown): Source => {
+    const isFile =
+      (typeof source === "string" && source !== "") || source instanceof URL || source instanceof Blob || source instanceof Uint8Array ||
+      source instanceof ArrayBuffer || (typeof SharedArrayBuffer !== "undefined" && source instanceof SharedArrayBuffer);
+    if (!isFile) throw wrong(source);
+    if (!isUrl(source as Source)) return source as Source;
+    if (!URL.canParse(source as string, base())) throw wrong(source);
+    return new URL(source as string, base()).href;
+  };
+  if (Array.isArray(sources)) {
+    if (sources.length === 0) throw wrong(sources);
+    return sources.map((source) => [nameOf(check(source)), check(source)]);
+  }
+  if (typeof sources === "object" && sources !== null && "files" in sources) {
+    const files = Object.entries(sources.files ?? {});
+    if (files.length === 0) throw wrong(sources);
+    return files.map(([name, source]) => [name, check(source)]);
+  }
+  return [[nameOf(check(sources)), check(sources)]];
+}
+
+/** A reader of one file. URLs are downloaded as a whole, into the cache where there is one. */
+export async function openReader(name: string, source: Source, options: DownloadOptions): Promise<Reader> {
+  const reader = await open(name, source, options);
+  const expected = sha256Of(options.sha256, name);
+  if (expected !== undefined && !isUrl(source)) await checkSha256(reader, expected, options.where);
+  return reader;
+}
+
+export const isUrl = (source: Source): source is string | URL => typeof source === "string" || source instanceof URL;
+
+async function open(name: string, source: Source, options: DownloadOptions): Promise<Reader> {
+  if (source instanceof Uint8Array) return ofBytes(source, name);
+  if (source instanceof Blob) return ofBlob(source, name);
+  if (!isUrl(source)) return ofBytes(new Uint8Array(source), name);
+  const url = new URL(source, base());
+  if (url.protocol === "file:") return ofFile(url, options.where);
+  return download(url, name, { ...options, sha256: sha256Of(options.sha256, name) });
+}
+
+function sha256Of(given: DownloadOptions["sha256"], name: string): string | undefined {
+  return typeof given === "string" ? given : given?.[name];
+}
+
+export function ofBytes(bytes: Uint8Array, name: string): Reader {
+  return { name, size: bytes.length, read: async (offset, n) => bytes.subarray(offset, offset + n) };
+}
+
+export function ofBlob(blob: Blob, name: string): Reader {
+  return { name, size: blob.size, read: async (offset, n) => new Uint8Array(await blob.slice(offset, offset + n).arrayBuffer()) };
+}
+
+async function ofFile(url: URL, where: string): Promise<Reader> {
+  const { open: openFile } = await import("node:fs/promises");
+  const file = await openFile(url).catch((error: Error) => {
+    throw new WhetError(`${where}: ${url.pathname} cannot be read (${error.message}). Give the path of a model file.`);
+  });
+  return {
+    name: url.pathname,
+    size: (await file.stat()).size,
+    async read(offset, n) {
+      const bytes = new Uint8Array(n);
+      for (let done = 0; done < n; ) {
+        const { bytesRead } = await file.read(bytes, done, n - done, offset + done);
+        if (bytesRead === 0) throw new WhetError(`${where}: ${url.pathname} ends at byte ${offset + done}. It was cut while it was read.`);
+        done += bytesRead;
+      }
+      return bytes;
+    },
+    close: () => file.close(),
+  };
+}
+
+const PIECE = 4 << 20;
+
+/** Throws where the file's SHA-256 is another. */
+export async function checkSha256(reader: Reader, expected: string, where: string): Promise<void> {
+  if (!/^[0-9a-f]{64}$/i.test(expected)) throw new WhetError(`${where}: sha256 is ${show(expected)}, expected 64 hexadecimal digits.`);
+  const hash = sha256.create();
+  for (let at = 0; at < reader.size; at += PIECE) hash.update(await reader.read(at, Math.min(PIECE, reader.size - at)));
+  const found = bytesToHex(hash.digest());
+  if (found !== expected.toLowerCase()) {
+    throw new WhetError(`${where}: ${reader.name} has SHA-256 ${found}, expected ${expected.toLowerCase()}. It is another file, or damaged: download it again, or correct sha256.`);
+  }
+}

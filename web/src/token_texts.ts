@@ -1,0 +1,88 @@
+/** The bytes that each token of a tokenizer decodes to: text is told apart from tokens one by one. */
+import { WhetError } from "./errors.js";
+import type { TokenizerJson } from "./vocabulary.js";
+
+type Step = (text: string) => string | Uint8Array;
+
+const encoder = new TextEncoder();
+const NOTHING = new Uint8Array(0);
+
+/** GPT-2's characters of bytes: printable ones of Latin-1 for themselves, 256, 257, ... for the others. */
+const BYTES = (() => {
+  const found = new Map<string, number>();
+  let others = 256;
+  for (let byte = 0; byte < 256; ++byte) {
+    const isPrintable = (byte > 32 && byte < 127) || (byte > 160 && byte !== 173);
+    found.set(String.fromCharCode(isPrintable ? byte : others++), byte);
+  }
+  return found;
+})();
+
+const STEPS: Record<string, (part: any) => Step> = {
+  ByteLevel: () => (text) => {
+    const bytes = [...text].map((character) => BYTES.get(character));
+    return bytes.includes(undefined) ? text : Uint8Array.from(bytes as number[]); // with another character it is text as it stands
+  },
+  ByteFallback: () => (text) => {
+    const byte = /^<0x([0-9A-Fa-f]{2})>$/.exec(text);
+    return byte === null ? text : Uint8Array.of(parseInt(byte[1], 16));
+  },
+  Replace: (part) => (text) => text.replaceAll(part.pattern.String, part.content),
+  Metaspace: (part) => (text) => text.replaceAll(part.replacement, " "),
+};
+
+/** Reads a tokenizer.json's decoder as steps of which each says what a token becomes whatever its neighbours are. */
+export class TokenTexts {
+  private readonly steps: Step[] = [];
+  readonly dropsFirstSpace: boolean = false;
+  private readonly texts: string[] = [];
+  private readonly special = new Set<number>();
+
+  constructor(json: TokenizerJson, where: string) {
+    const decoder = json.decoder;
+    for (const part of decoder?.type === "Sequence" ? decoder.decoders : decoder === null ? [] : [decoder]) {
+      if (part.type === "Fuse") continue;
+      const isFirstSpace = part.type === "Strip" && part.content === " " && part.start === 1 && part.stop === 0;
+      if (isFirstSpace || (part.type === "Metaspace" && part.prepend_scheme !== "never")) this.dropsFirstSpace = true;
+      if (isFirstSpace) continue;
+      const step = STEPS[part.type];
+      if (step === undefined || (part.type === "Replace" && typeof part.pattern?.String !== "string")) {
+        throw new WhetError(`${where}: the tokenizer's decoder has the step ${part.type}, which this package does not read. Give prompts as token ids, and decode by your own tokenizer.`);
+      }
+      this.steps.push(step(part));
+    }
+    const vocab: [string, number][] = Array.isArray(json.model.vocab) ? json.model.vocab.map(([text]: [string], i: number) => [text, i]) : Object.entries(json.model.vocab);
+    for (const [text, id] of vocab) this.texts[id] = text;
+    for (const { id, content, special } of json.added_tokens ?? []) {
+      this.texts[id] = content;
+      if (special) this.special.add(id);
+    }
+  }
+
+  /** A token's bytes within a text; special tokens have none, nor has a token that the tokenizer lacks. */
+  bytesOf(token: number): Uint8Array {
+    const text = this.texts[token];
+    if (text === undefined || this.special.has(token)) return NOTHING;
+    let said: string | Uint8Array = text;
+    for (const step of this.steps) if (typeof said === "string") said = step(said);
+    return typeof said === "string" ? encoder.encode(said) : said;
+  }
+}
+
+/** The text of tokens that come one by one; what is no UTF-8 becomes U+FFFD. */
+export class TextStream {
+  private readonly decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+  private isEmpty = true;
+
+  constructor(private readonly texts: TokenTexts) {}
+
+  /** The whole characters that a token makes certain; with `isLast` all that is left. */
+  add(token: number, isLast: boolean): string {
+    let bytes = this.texts.bytesOf(token);
+    if (this.isEmpty && bytes.length > 0) {
+      this.isEmpty = false;
+      if (this.texts.dropsFirstSpace && bytes[0] === 0x20) bytes = bytes.subarray(1);
+    }
+    return this.decoder.decode(bytes, { stream: !isLast });
+  }
+}

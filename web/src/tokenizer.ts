@@ -1,0 +1,120 @@
+/** Text to token ids and back, and messages to text. */
+import { Template } from "@huggingface/jinja";
+import { Tokenizer } from "@huggingface/tokenizers";
+import { WhetError } from "./errors.js";
+import { TextStream, TokenTexts } from "./token_texts.js";
+import { type Metadata, readVocabulary, type TokenizerJson } from "./vocabulary.js";
+
+export interface Message {
+  role: string;
+  content: string | unknown[];
+  [key: string]: unknown;
+}
+
+export interface ChatOptions {
+  /** JSON schemas of functions. */
+  tools?: unknown[];
+  /** End where the assistant begins; true where it is left out. */
+  addGenerationPrompt?: boolean;
+  /** Further variables of the template, such as enable_thinking. */
+  templateOptions?: Record<string, unknown>;
+}
+
+/** transformers' names of special tokens, and GGUF's. */
+const ROLES = { bos_token: "bos", eos_token: "eos", unk_token: "unknown", pad_token: "padding", sep_token: "seperator", mask_token: "mask", cls_token: "cls" };
+const TEMPLATE = "tokenizer.chat_template";
+
+interface Parts {
+  json: TokenizerJson;
+  /** Texts of special tokens by transformers' names. */
+  specialTokens: Record<string, string>;
+  stopIds: number[];
+  /** Sources by name; "default" is the usual one. */
+  templates: Map<string, string>;
+}
+
+export class TextTokenizer {
+  private readonly backend: Tokenizer;
+  private readonly texts: TokenTexts;
+  private readonly compiled = new Map<string, Template>();
+  readonly stopIds: number[];
+
+  private constructor(
+    private readonly parts: Parts,
+    where: string,
+  ) {
+    this.stopIds = parts.stopIds;
+    this.texts = new TokenTexts(parts.json, where);
+    try {
+      this.backend = new Tokenizer(parts.json, {});
+    } catch (error) {
+      throw new WhetError(`${where}: the tokenizer cannot be built: ${String((error as Error)?.message ?? error)}. Give prompts as token ids.`);
+    }
+  }
+
+  /** Of a GGUF file's metadata, by key. */
+  static ofGguf(metadata: Metadata, where: string): TextTokenizer {
+    const { json, roles, stopIds } = readVocabulary(metadata, where);
+    const tokens = metadata.get("tokenizer.ggml.tokens") as string[];
+    const specialTokens = Object.fromEntries(
+      Object.entries(ROLES).flatMap(([name, role]) => (roles.has(role) ? [[name, tokens[roles.get(role)!]]] : [])),
+    );
+    const templates = new Map<string, string>();
+    for (const [key, value] of metadata) {
+      if (key !== TEMPLATE && !key.startsWith(`${TEMPLATE}.`)) continue;
+      if (typeof value !== "string") throw new WhetError(`${where}: ${key} is ${JSON.stringify(value)?.slice(0, 60)}, expected a text. Remove the key.`);
+      templates.set(key === TEMPLATE ? "default" : key.slice(TEMPLATE.length + 1), value);
+    }
+    return new TextTokenizer({ json, specialTokens, stopIds, templates }, where);
+  }
+
+  /** Of a folder's tokenizer.json, and its tokenizer_config.json and chat_template.jinja where there are such. */
+  static ofFolder(json: TokenizerJson, config: Record<string, any>, template: string | undefined, stopIds: number[], where: string): TextTokenizer {
+    const specialTokens: Record<string, string> = {};
+    for (const name of Object.keys(ROLES)) {
+      const text = config[name]?.content ?? config[name];
+      if (typeof text === "string") specialTokens[name] = text;
+    }
+    const given: unknown = template ?? config.chat_template;
+    const templates = new Map<string, string>(
+      typeof given === "string" ? [["default", given]] : Array.isArray(given) ? given.map((each) => [String(each.name), String(each.template)]) : [],
+    );
+    return new TextTokenizer({ json, specialTokens, stopIds, templates }, where);
+  }
+
+  /** The ids of a text; special tokens in it are those tokens. With BOS and EOS, as the model says, by `addSpecialTokens`. */
+  encode(text: string, addSpecialTokens = true): number[] {
+    return this.backend.encode(text, { add_special_tokens: addSpecialTokens }).ids;
+  }
+
+  stream(): TextStream {
+    return new TextStream(this.texts);
+  }
+
+  /** The text of ids, without special tokens. */
+  decode(ids: Iterable<number>): string {
+    const stream = this.stream();
+    let text = "";
+    for (const id of ids) text += stream.add(id, false);
+    return text + stream.add(-1, true);
+  }
+
+  get hasTemplate(): boolean {
+    return this.parts.templates.size > 0;
+  }
+
+  /** Messages as a text, by the model's chat template. */
+  render(messages: Message[], { tools, addGenerationPrompt = true, templateOptions = {} }: ChatOptions, where: string): string {
+    const { templates, specialTokens } = this.parts;
+    const name = tools !== undefined && templates.has("tool_use") ? "tool_use" : "default";
+    const source = templates.get(name);
+    if (source === undefined) throw new WhetError(`${where}: the model has no chat template. Give the prompt as a text or as token ids.`);
+    try {
+      let template = this.compiled.get(source);
+      if (template === undefined) this.compiled.set(source, (template = new Template(source)));
+      return template.render({ ...specialTokens, ...templateOptions, messages, tools: tools ?? null, documents: templateOptions.documents ?? null, add_generation_prompt: addGenerationPrompt });
+    } catch (error) {
+      throw new WhetError(`${where}: the chat template cannot render these messages (${String((error as Error)?.message ?? error)}). Change the messages, or give the prompt as a text.`);
+    }
+  }
+}

@@ -1,0 +1,256 @@
+/** The keys tokenizer.ggml.* of a GGUF file, as a tokenizer.json: whet.models.tokenizers' rules on its own tables. */
+import { WhetError } from "./errors.js";
+import { preTokenizers, vocabulary as RULES } from "./facts.js";
+
+export type Metadata = ReadonlyMap<string, unknown>;
+/** A tokenizer.json. */
+export type TokenizerJson = Record<string, any>;
+
+interface Kind {
+  name: string;
+  specialIds: Record<string, number>;
+  addBos: boolean;
+  addEos: boolean;
+  addSpacePrefix: boolean;
+}
+
+interface PreTokenizer {
+  patterns: readonly string[];
+  ignoreMerges: boolean;
+  addBos: boolean;
+  byteLevel: boolean;
+}
+
+export interface Vocabulary {
+  json: TokenizerJson;
+  /** Ids by GGUF's role: bos, eos, unknown and so on. */
+  roles: Map<string, number>;
+  /** Tokens that end a generation, ascending. */
+  stopIds: number[];
+}
+
+const TYPE = RULES.types;
+const SPACE = "\u2581";
+
+const PRE_TOKENIZERS = new Map<string, PreTokenizer>(
+  (preTokenizers as readonly (readonly [readonly string[], PreTokenizer])[]).flatMap(([names, meaning]) =>
+    names.map((name) => [name, meaning] as const),
+  ),
+);
+
+/** The tokenizer that a file's metadata describe. */
+export function readVocabulary(metadata: Metadata, where: string): Vocabulary {
+  return new VocabularyReader(metadata, where).read();
+}
+
+class VocabularyReader {
+  constructor(
+    private readonly metadata: Metadata,
+    private readonly where: string,
+  ) {}
+
+  private wrong(name: string, found: unknown, expected: string): WhetError {
+    const shown = String(JSON.stringify(found) ?? "missing").slice(0, 80);
+    return new WhetError(`${this.where}: tokenizer.ggml.${name} is ${shown}, expected ${expected}. Convert the model again, or give prompts as token ids.`);
+  }
+
+  private value<T>(name: string, kind: "string" | "number" | "boolean", expected: string, otherwise: T): T {
+    const value = this.metadata.get(`tokenizer.ggml.${name}`);
+    if (value === undefined) return otherwise;
+    if (typeof value !== kind) throw this.wrong(name, value, expected);
+    return value as T;
+  }
+
+  private items<T>(name: string, kind: "string" | "number", n?: number): T[] {
+    const items = this.metadata.get(`tokenizer.ggml.${name}`) ?? [];
+    if (!Array.isArray(items)) throw this.wrong(name, items, `an array of ${kind}s`);
+    if (items.length > 0 && n !== undefined && items.length !== n) throw this.wrong(name, `${items.length} items`, `one for each of the ${n} tokens`);
+    const bad = items.find((item) => typeof item !== kind);
+    if (bad !== undefined) throw this.wrong(name, bad, `an array of ${kind}s`);
+    return items as T[];
+  }
+
+  read(): Vocabulary {
+    const model = this.value<string>("model", "string", "a text", "missing");
+    const kind = (RULES.kinds as Record<string, Kind>)[model];
+    if (kind === undefined || model === "t5" || this.items("precompiled_charsmap", "number").length > 0) {
+      const refused = (RULES.refused as Record<string, string>)[model];
+      const why = kind !== undefined ? "has a compiled normalisation" : refused !== undefined ? `is ${refused}` : "is not known";
+      throw new WhetError(
+        `${this.where}: tokenizer.ggml.model is "${model}", which ${why}; this package reads gpt2, gemma4 and llama without one. Give prompts as token ids.`,
+      );
+    }
+    const tokens = this.tokens();
+    const index = new Map(tokens.map((token, i) => [token, i]));
+    const types = this.types(tokens.length);
+    const pre = model === "llama" ? undefined : this.preTokenizer(model);
+    const ids = this.specialIds(kind, tokens.length);
+    const stopIds = markSpecial(index, types, ids);
+    const addBos = this.value("add_bos_token", "boolean", "a bool", kind.addBos || (pre?.addBos ?? false));
+    const addEos = this.value("add_eos_token", "boolean", "a bool", kind.addEos);
+    for (const [role, isNeeded] of [["bos", addBos], ["eos", addEos]] as const) {
+      if (isNeeded && !ids.has(role)) throw this.wrong(`${role}_token_id`, undefined, "an id: this tokenizer needs the token");
+    }
+    for (const [role, isControl] of [["bos", addBos], ["eos", true], ["unknown", model === "llama"]] as const) {
+      const id = ids.get(role);
+      if (isControl && id !== undefined && !isSpecial(types[id])) types[id] = TYPE.CONTROL;
+    }
+    const roles = new Map([...ids].filter(([role, id]) => (RULES.roles as readonly string[]).includes(role) && isSpecial(types[id])));
+    const parts = pre === undefined ? this.pieces(tokens, types, roles, kind) : this.bytePairs(tokens, index, pre);
+    const stripped = this.stripsRight(tokens, types);
+    const added = tokens.flatMap((content, id) =>
+      isSpecial(types[id])
+        ? [{ id, content, special: types[id] !== TYPE.USER_DEFINED, single_word: false, lstrip: false, rstrip: stripped.has(id), normalized: false }]
+        : [],
+    );
+    const token = (role: string) => ({ SpecialToken: { id: tokens[ids.get(role)!], type_id: 0 } });
+    const template = [...(addBos ? [token("bos")] : []), { Sequence: { id: "A", type_id: 0 } }, ...(addEos ? [token("eos")] : [])];
+    return {
+      json: { ...parts, added_tokens: added, post_processor: { type: "TemplateProcessing", single: template, pair: template } },
+      roles,
+      stopIds,
+    };
+  }
+
+  private tokens(): string[] {
+    const tokens = this.items<string>("tokens", "string").map((token, i) => token || `[EMPTY_${i}]`);
+    if (tokens.length < 1 || tokens.length > RULES.mostTokens) throw this.wrong("tokens", `${tokens.length} items`, `1 to ${RULES.mostTokens} tokens`);
+    const seen = new Set<string>();
+    for (const token of tokens) {
+      if (seen.has(token)) throw this.wrong("tokens", token, "each token once: it is there twice");
+      seen.add(token);
+    }
+    return tokens;
+  }
+
+  private types(n: number): number[] {
+    const types = this.items<number>("token_type", "number", n).map((type) => type || TYPE.UNUSED);
+    const bad = types.find((type) => !Object.values(TYPE).includes(type as never));
+    if (bad !== undefined) throw this.wrong("token_type", bad, "0 to 6");
+    return types.length > 0 ? types : Array<number>(n).fill(TYPE.NORMAL);
+  }
+
+  private preTokenizer(model: string): PreTokenizer {
+    const name = model === "gemma4" ? model : this.value("pre", "string", "a text", "default");
+    const found = PRE_TOKENIZERS.get(name);
+    if (found === undefined) throw this.wrong("pre", name, `a pre-tokenizer that is known, such as ${[...PRE_TOKENIZERS.keys()].slice(0, 4).join(", ")}`);
+    return found;
+  }
+
+  private specialIds(kind: Kind, n: number): Map<string, number> {
+    const ids = new Map(Object.entries(kind.specialIds).filter(([, id]) => id < n));
+    for (const role of [...RULES.roles, ...Object.keys(RULES.fillInTheMiddle)]) {
+      const found = this.value<number | undefined>(`${role}_token_id`, "number", "an id", undefined);
+      if (found === undefined) continue;
+      if (!Number.isInteger(found) || found < 0 || found >= n) throw this.wrong(`${role}_token_id`, found, `one of the ${n} tokens`);
+      ids.set(role, found);
+    }
+    return ids;
+  }
+
+  private bytePairs(tokens: string[], index: Map<string, number>, pre: PreTokenizer): TokenizerJson {
+    if (!this.metadata.has("tokenizer.ggml.merges")) throw this.wrong("merges", undefined, "an array of texts");
+    const merges = [...new Set(this.items<string>("merges", "string"))].map((merge) => {
+      const space = merge.indexOf(" ", 1);
+      const [left, right] = [merge.slice(0, space), merge.slice(space + 1)];
+      if (space < 0 || !index.has(left) || !index.has(right) || !index.has(left + right)) {
+        throw this.wrong("merges", merge, "two tokens, with a space between them, that make a third");
+      }
+      return [left, right];
+    });
+    const splits: object[] = pre.patterns.map((pattern) => ({ type: "Split", pattern: { Regex: pattern }, behavior: "Isolated", invert: false }));
+    const model = { type: "BPE", vocab: vocabOf(tokens), merges, ignore_merges: pre.ignoreMerges, byte_fallback: !pre.byteLevel };
+    if (pre.byteLevel) {
+      splits.push({ type: "ByteLevel", add_prefix_space: false, trim_offsets: true, use_regex: false });
+      return { model, normalizer: null, pre_tokenizer: { type: "Sequence", pretokenizers: splits }, decoder: { type: "ByteLevel" } };
+    }
+    return {
+      model,
+      normalizer: replace(" ", SPACE),
+      pre_tokenizer: { type: "Sequence", pretokenizers: splits },
+      decoder: { type: "Sequence", decoders: [replace(SPACE, " "), { type: "ByteFallback" }, { type: "Fuse" }] },
+    };
+  }
+
+  private pieces(tokens: string[], types: number[], roles: Map<string, number>, kind: Kind): TokenizerJson {
+    const scores = this.items<number>("scores", "number", tokens.length);
+    if (scores.length === 0) throw this.wrong("scores", undefined, `an array of ${tokens.length} numbers`);
+    const bad = scores.find((score) => !Number.isFinite(score));
+    if (bad !== undefined) throw this.wrong("scores", String(bad), "finite numbers");
+    const unknown = roles.get("unknown");
+    const addsSpace = this.value("add_space_prefix", "boolean", "a bool", kind.addSpacePrefix);
+    const bytes = new Set(tokens.filter((_, i) => types[i] === TYPE.BYTE));
+    const hasBytes = Array.from({ length: 256 }, (_, i) => `<0x${i.toString(16).toUpperCase().padStart(2, "0")}>`).every((token) => bytes.has(token));
+    const steps: object[] = [];
+    if (this.value("remove_extra_whitespaces", "boolean", "a bool", false)) {
+      steps.push({ type: "Replace", pattern: { Regex: "^ +| +$" }, content: "" }, { type: "Replace", pattern: { Regex: " {2,}" }, content: " " });
+    }
+    if (addsSpace) steps.push({ type: "Prepend", prepend: " " });
+    const decoders: object[] = [replace(SPACE, " "), { type: "ByteFallback" }, { type: "Fuse" }];
+    if (addsSpace) decoders.push({ type: "Strip", content: " ", start: 1, stop: 0 });
+    return {
+      model: {
+        type: "BPE",
+        vocab: vocabOf(tokens),
+        merges: mergesOfScores(tokens, types, scores),
+        unk_token: unknown === undefined ? null : tokens[unknown],
+        fuse_unk: true,
+        byte_fallback: hasBytes,
+      },
+      normalizer: { type: "Sequence", normalizers: [...steps, replace(" ", SPACE)] },
+      pre_tokenizer: null,
+      decoder: { type: "Sequence", decoders },
+    };
+  }
+
+  /** Phi-3's special tokens take the whitespace behind them: GGUF has no place for it. */
+  private stripsRight(tokens: string[], types: number[]): Set<number> {
+    const name = this.metadata.get("general.name");
+    if (typeof name !== "string" || !/phi-?3/i.test(name)) return new Set();
+    return new Set(types.flatMap((type, i) => (isSpecial(type) && !["<unk>", "<s>", "<|endoftext|>"].includes(tokens[i]) ? [i] : [])));
+  }
+}
+
+const isSpecial = (type: number) => (RULES.special as readonly number[]).includes(type);
+const replace = (from: string, to: string) => ({ type: "Replace", pattern: { String: from }, content: to });
+const vocabOf = (tokens: string[]) => Object.fromEntries(tokens.map((token, i) => [token, i]));
+
+/** All pairs of pieces that make a piece, those of the best score first. */
+function mergesOfScores(tokens: string[], types: number[], scores: number[]): string[][] {
+  const kept = types.flatMap((type, i) => (type === TYPE.NORMAL || type === TYPE.USER_DEFINED || type === TYPE.UNUSED ? [i] : []));
+  const pieces = new Set(kept.map((i) => tokens[i]));
+  const merges: string[][] = [];
+  for (const i of kept.sort((a, b) => scores[b] - scores[a] || a - b)) {
+    const characters = [...tokens[i]];
+    for (let k = 1; k < characters.length; ++k) {
+      const pair = [characters.slice(0, k).join(""), characters.slice(k).join("")];
+      if (pieces.has(pair[0]) && pieces.has(pair[1])) merges.push(pair);
+    }
+  }
+  return merges;
+}
+
+/** Makes control tokens of those whose text says so; adds roles found by text; the tokens that end a generation. */
+function markSpecial(index: Map<string, number>, types: number[], ids: Map<string, number>): number[] {
+  for (const [role, texts] of Object.entries(RULES.fillInTheMiddle)) {
+    const text = texts.find((each) => index.has(each));
+    if (ids.has(role) || text === undefined) continue;
+    ids.set(role, index.get(text)!);
+    types[index.get(text)!] = TYPE.CONTROL;
+  }
+  const ends = RULES.ends.filter((text) => index.has(text));
+  for (const text of ends) types[index.get(text)!] = TYPE.CONTROL;
+  for (const text of RULES.alwaysShown) if (index.has(text)) types[index.get(text)!] = TYPE.USER_DEFINED;
+  const stops = new Set(ends.map((text) => index.get(text)!));
+  for (const role of RULES.endsGeneration) if (ids.has(role)) stops.add(ids.get(role)!);
+  const has = (text: string) => (ends as string[]).includes(text);
+  if ((has("<|return|>") || has("<|flush|>")) && (has("<|call|>") || has("<|calls|>")) && has("<|end|>")) {
+    stops.delete(index.get("<|end|>")!); // ends a message there, not the generation
+    types[index.get("<|end|>")!] = TYPE.USER_DEFINED;
+  }
+  if (has("</s>") && (has("<|tool_response>") || stops.has(index.get("<|plamo:eos|>") ?? -1))) {
+    stops.delete(index.get("</s>")!); // a piece of HTML there
+    types[index.get("</s>")!] = TYPE.NORMAL;
+  }
+  return [...stops].sort((a, b) => a - b);
+}

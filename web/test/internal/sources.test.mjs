@@ -1,0 +1,86 @@
+// Files by URL, Blob and bytes: resumed, cut, damaged and wrong downloads, against a real server.
+import assert from "node:assert/strict";
+import { createHash } from "node:crypto";
+import { mkdtemp, writeFile } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { after, test } from "node:test";
+import { pathToFileURL } from "node:url";
+import { listFiles, openReader } from "../../src/sources.ts";
+import { serve } from "../server.mjs";
+
+const bytes = Uint8Array.from({ length: 300_000 }, (_, i) => (i * 2654435761) >>> 24);
+const sha256 = createHash("sha256").update(bytes).digest("hex");
+const server = await serve({ "a.gguf": Buffer.from(bytes) });
+after(() => server.close());
+
+async function load(source, options = {}) {
+  const progress = [];
+  const signal = options.signal ?? new AbortController().signal;
+  const [[name, file]] = listFiles(source, "Engine.load");
+  const reader = await openReader(name, file, { where: "Engine.load", onProgress: (each) => progress.push(each), ...options, signal });
+  const read = await reader.read(0, reader.size);
+  assert.deepEqual(await reader.read(100, 7), bytes.slice(100, 107));
+  await reader.close?.();
+  return { read: new Uint8Array(read), name, progress };
+}
+
+test("URLs, Blobs, Files, bytes and paths give the same bytes", async () => {
+  const path = `${await mkdtemp(`${tmpdir()}/whet-`)}/a.gguf`;
+  await writeFile(path, bytes);
+  const shared = new SharedArrayBuffer(bytes.length);
+  new Uint8Array(shared).set(bytes);
+  for (const source of [server.url("a.gguf"), new URL(server.url("a.gguf")), new Blob([bytes]), new File([bytes], "a.gguf"), bytes, bytes.buffer, shared, pathToFileURL(path), path]) {
+    const { read } = await load(source, { sha256 });
+    assert.deepEqual(read, bytes);
+  }
+});
+
+test("progress tells bytes and total, and ends with all", async () => {
+  const { progress } = await load(server.url("a.gguf"));
+  assert.deepEqual(progress.at(-1), { loadedBytes: bytes.length, totalBytes: bytes.length, phase: "download" });
+});
+
+test("a download that is cut goes on where it was", async () => {
+  const before = server.requests.length;
+  const { read } = await load(server.url("a.gguf?cut=100000"), { sha256 });
+  assert.deepEqual(read, bytes);
+  assert.deepEqual(server.requests.slice(before).map(({ range }) => range), [undefined, "bytes=100000-"]);
+});
+
+test("without an ETag it begins again, as the file may be another", async () => {
+  const before = server.requests.length;
+  assert.deepEqual((await load(server.url("a.gguf?cut=100000&etag=none"))).read, bytes);
+  assert.deepEqual(server.requests.slice(before).map(({ range }) => range), [undefined, undefined]);
+});
+
+test("a download that is cut again and again says how far it came", async () => {
+  await assert.rejects(load(server.url("a.gguf?cut=1&always&etag=none")), /could not be downloaded \(.*; 1 bytes came\). Load it again/);
+});
+
+test("a compressed answer is taken, whose length is not the file's", async () => {
+  assert.deepEqual((await load(server.url("a.gguf?gzip"))).read, bytes);
+});
+
+test("another hash, a wrong hash, no file and no server are told", async () => {
+  for (const source of [server.url("a.gguf"), bytes]) {
+    await assert.rejects(load(source, { sha256: "0".repeat(64) }), new RegExp(`has SHA-256 ${sha256}, expected 0{64}. It is another file, or damaged`));
+    await assert.rejects(load(source, { sha256: "xyz" }), /sha256 is "xyz", expected 64 hexadecimal digits/);
+  }
+  await assert.rejects(load(server.url("b.gguf")), /answered 404 Not Found, expected the file. Correct the URL/);
+  await assert.rejects(load("/nowhere/a.gguf"), /nowhere\/a.gguf cannot be read \(ENOENT/);
+});
+
+test("a download is aborted at once", async () => {
+  const controller = new AbortController();
+  const loading = load(server.url("a.gguf?cut=1000&always"), { signal: controller.signal });
+  setTimeout(() => controller.abort(), 50);
+  await assert.rejects(loading, { name: "AbortError" });
+});
+
+test("what is no file is refused", () => {
+  for (const wrong of [undefined, null, 7, "", [], {}, { files: {} }, [7], { files: { a: 7 } }, "http://"]) {
+    assert.throws(() => listFiles(wrong, "Engine.load"), /^WhetError: Engine.load: source is .*, expected a URL, a File or Blob/, String(wrong));
+  }
+  assert.deepEqual(listFiles({ files: { "config.json": bytes } }, "f"), [["config.json", bytes]]);
+  assert.deepEqual(listFiles([new URL("http://a/b/c%20d.gguf?x=1")], "f").map(([name]) => name), ["c d.gguf"]);
+});

@@ -1,0 +1,48 @@
+// A server of files for tests, whose behaviour a path's query says: ?cut=N ends after N bytes, once; ?etag=X; ?gzip.
+import { createServer } from "node:http";
+import { gzipSync } from "node:zlib";
+
+export async function serve(files, headers = {}) {
+  const requests = [];
+  const cuts = new Set();
+  const server = createServer((request, response) => {
+    const url = new URL(request.url, "http://localhost");
+    requests.push({ method: request.method, path: url.pathname, range: request.headers.range });
+    let body = files[url.pathname.slice(1)];
+    if (body === undefined) return response.writeHead(404, headers).end();
+    const etag = url.searchParams.get("etag") === "none" ? undefined : `"${server.etag}"`;
+    const all = { ...headers, ...(etag ? { etag } : {}), "content-type": typeFor(url.pathname) };
+    if (url.searchParams.has("gzip")) return response.writeHead(200, { ...all, "content-encoding": "gzip" }).end(gzipSync(body));
+    const range = /bytes=(\d+)-(\d*)/.exec(request.headers.range ?? "");
+    const isSame = request.headers["if-range"] === undefined || request.headers["if-range"] === etag;
+    let status = 200;
+    if (range && isSame) {
+      const [begin, end] = [Number(range[1]), range[2] === "" ? body.length : Number(range[2]) + 1];
+      if (begin >= body.length) return response.writeHead(416, all).end();
+      all["content-range"] = `bytes ${begin}-${end - 1}/${body.length}`;
+      body = body.subarray(begin, end);
+      status = 206;
+    }
+    response.writeHead(status, { ...all, "content-length": body.length });
+    if (request.method === "HEAD") return response.end();
+    const cut = Number(url.searchParams.get("cut"));
+    if (cut > 0 && (url.searchParams.has("always") || !cuts.has(request.url))) {
+      cuts.add(request.url);
+      response.write(body.subarray(0, cut), () => setTimeout(() => response.destroy(), 20));
+    } else response.end(body);
+  });
+  server.etag = "1";
+  await new Promise((resolve) => server.listen(0, "127.0.0.1", resolve));
+  const { port } = server.address();
+  return {
+    url: (path) => `http://127.0.0.1:${port}/${path}`,
+    requests,
+    set etag(value) {
+      server.etag = value;
+    },
+    close: () => new Promise((resolve) => (server.closeAllConnections(), server.close(resolve))),
+  };
+}
+
+const TYPES = { js: "text/javascript", wasm: "application/wasm", html: "text/html; charset=utf-8", css: "text/css", json: "application/json" };
+const typeFor = (path) => TYPES[path.split(".").pop()] ?? "application/octet-stream";
