@@ -144,6 +144,13 @@ void unpack_blocks(const uint8_t* panel, size_t j, size_t k, uint8_t* row) {
     }
 }
 
+// A WebAssembly build does not quantise weights.
+#if defined(__wasm__)
+#define QUANTISER(...) nullptr
+#else
+#define QUANTISER(...) __VA_ARGS__
+#endif
+
 template <class Block, const PanelLayout& layout>
 constexpr FormatTraits block_traits(const char* name, void (*Kernels::*pack_panel)(const PanelTask&),
                                     void (*Kernels::*unpack_panel)(const UnpackTask&),
@@ -154,7 +161,7 @@ constexpr FormatTraits block_traits(const char* name, void (*Kernels::*pack_pane
             .panel = layout,
             .pack_row = pack_blocks<Block, layout>,
             .unpack_row = unpack_blocks<Block, layout>,
-            .quantize_row = quantize_blocks<Block>,
+            .quantize_row = QUANTISER(quantize_blocks<Block>),
             .dequantize_row = dequantize_blocks<Block>,
             .pack_panel = pack_panel,
             .unpack_panel = unpack_panel,
@@ -192,7 +199,7 @@ const std::array<FormatTraits, static_cast<size_t>(WeightFormat::kCount)>& forma
          .panel = kInt8Layout,
          .pack_row = pack_int8,
          .unpack_row = unpack_int8,
-         .quantize_row = quantize_int8,
+         .quantize_row = QUANTISER(quantize_int8),
          .dequantize_row = dequantize_int8,
          .pack_panel = &Kernels::pack_panel_int8,
          .unpack_panel = &Kernels::unpack_panel_int8,

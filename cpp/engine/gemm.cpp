@@ -7,6 +7,7 @@
 #include "engine/scratch.h"
 #include "engine/tiles.h"
 #include "kernels/dispatch.h"
+#include "runtime/array.h"
 
 namespace whet {
 namespace {
@@ -166,7 +167,7 @@ void gemv(bool bf16, size_t m, size_t n, float alpha, const void* a, ptrdiff_t a
     const bool in_place = alpha == 1.0f && beta == 0.0f;
     float* sums = in_place ? y : scratch<float>(m, Scratch::kSums);
     const Kernels& k = kernels();
-    if (bf16) {
+    if (!kFloat32Alone && bf16) {
         gemv_of(k.gemv_rows_bf16, k.gemv_columns_bf16, m, n, static_cast<const uint16_t*>(a), a_row, a_column, x, sums);
     } else {
         gemv_of(k.gemv_rows_f32, k.gemv_columns_f32, m, n, static_cast<const float*>(a), a_row, a_column, x, sums);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "runtime/ceil_div.h"
 #include "runtime/thread_pool.h"
@@ -51,11 +52,14 @@ void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, Sourc
     row_stride *= element_bytes(source);
     if (source == Source::kPacked) source = format_->source, column_stride = 1;
     column_stride *= element_bytes(source);
-    const auto pack = kernels().*format_->pack_panel;
+    if (source != Source::kPacked && kernels().*format_->pack_panel == nullptr) {
+        throw std::invalid_argument(std::string("this build does not quantise weights to ") + format_->name);
+    }
     each_panel(first, count, kPackNs, [&](uint8_t* panel, size_t begin, size_t end) {
         const uint8_t* from = static_cast<const uint8_t*>(rows) + static_cast<ptrdiff_t>(begin - first) * row_stride;
         if (source != Source::kPacked) {
-            return pack({from, source, row_stride, column_stride, begin % kPanel, end - begin, k_, panel});
+            return (kernels().*format_->pack_panel)(
+                {from, source, row_stride, column_stride, begin % kPanel, end - begin, k_, panel});
         }
         for (size_t row = begin; row < end; ++row, from += row_stride) format_->pack_row(from, k_, panel, row % kPanel);
     });
@@ -63,11 +67,20 @@ void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, Sourc
 
 void PackedWeight::rows(size_t first, size_t count, void* out, bool bf16) const {
     const auto unpack = kernels().*format_->unpack_panel;
+    if (unpack == nullptr) return rows_one_by_one(first, count, static_cast<float*>(out));
     const size_t row_bytes = k_ * (bf16 ? sizeof(uint16_t) : sizeof(float));
     each_panel(first, count, kUnpackNs, [&](const uint8_t* panel, size_t begin, size_t end) {
         uint8_t* to = static_cast<uint8_t*>(out) + (begin - first) * row_bytes;
         unpack({panel, begin % kPanel, end - begin, k_, to, bf16});
     });
+}
+
+void PackedWeight::rows_one_by_one(size_t first, size_t count, float* out) const {
+    std::vector<uint8_t> row(format_->row_bytes(k_));
+    for (size_t i = first; i < first + count; ++i, out += k_) {
+        format_->unpack_row(data_ + i / kPanel * panel_bytes_, i % kPanel, k_, row.data());
+        format_->dequantize_row(row.data(), k_, out);
+    }
 }
 
 void PackedWeight::unpack(void* rows, size_t row_stride) const {

@@ -33,7 +33,7 @@ public:
                    ptrdiff_t column_stride);
     // Rows [first, first + count) as numbers, (count, k): float32 or, where `bf16`, rounded to the nearest bfloat16,
     // ties to even.
-    void rows(size_t first, size_t count, void* out, bool bf16) const;
+    void rows(size_t first, size_t count, void* out, bool bf16) const;  // float32 alone in a WebAssembly build
     void row(size_t i, float* out) const { rows(i, 1, out, false); }
     // Back to rows in the format's own layout: the same numbers that went in.
     void unpack(void* rows, size_t row_stride) const;
@@ -44,6 +44,7 @@ private:
     Zeroed memory_;            // unless it was placed elsewhere
     uint8_t* data_ = nullptr;  // touched first by the threads that pack
 
+    void rows_one_by_one(size_t first, size_t count, float* out) const;
     // visit(panel, begin, end) for the rows of each panel that are among [first, first + count), over the pool where so
     // many nanoseconds for each number are worth it.
     template <class Visit>

@@ -101,7 +101,7 @@ void gae_rows(void (*kernel)(const T*, const T*, const uint8_t*, double, size_t,
 void token_kl(bool schulman, const ArrayView& p, const ArrayView& q, const uint8_t* mask, size_t rows, size_t columns,
               double* sums) {
     const Kernels& k = kernels();
-    if (p.dtype == DType::kFloat32) {
+    if (p.is_float32()) {
         sum_rows(schulman ? k.token_kl_schulman_f32 : k.token_kl_f32, p.as<float>(), q.as<float>(), mask, rows, columns,
                  sums);
     } else {
@@ -113,7 +113,7 @@ void token_kl(bool schulman, const ArrayView& p, const ArrayView& q, const uint8
 void group_advantages(const ArrayView& rewards, size_t n_groups, size_t group_size, AdvantageScale scale, double ddof,
                       double eps, void* out) {
     const Kernels& k = kernels();
-    if (rewards.dtype == DType::kFloat32) {
+    if (rewards.is_float32()) {
         scale_groups(k.group_advantages_f32, k.batch_deviation_f32, rewards.as<float>(), n_groups, group_size, scale,
                      ddof, eps, static_cast<float*>(out));
     } else {
@@ -125,7 +125,7 @@ void group_advantages(const ArrayView& rewards, size_t n_groups, size_t group_si
 void token_logprobs(const ArrayView& logits, const int64_t* token_ids, double temperature, float* logprobs,
                     float* entropy) {
     const Kernels& k = kernels();
-    if (logits.dtype == DType::kFloat32) {
+    if (logits.is_float32()) {
         logprobs_of_rows(k.token_logprobs_f32, logits, token_ids, temperature, logprobs, entropy);
     } else {
         logprobs_of_rows(k.token_logprobs_bf16, logits, token_ids, temperature, logprobs, entropy);
@@ -135,7 +135,7 @@ void token_logprobs(const ArrayView& logits, const int64_t* token_ids, double te
 void gae(const ArrayView& rewards, const ArrayView& values, const uint8_t* dones, const double* last_values,
          double gamma, double lambda, void* advantages, void* returns) {
     const Kernels& k = kernels();
-    if (rewards.dtype == DType::kFloat32) {
+    if (rewards.is_float32()) {
         gae_rows(k.gae_f32, rewards, values, dones, last_values, gamma, lambda, advantages, returns);
     } else {
         gae_rows(k.gae_f64, rewards, values, dones, last_values, gamma, lambda, advantages, returns);

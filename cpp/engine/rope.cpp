@@ -53,7 +53,7 @@ void rotate_heads(const Rope& rope, const RopeHeads& heads, ptrdiff_t offset, co
     const auto run = [&](auto kernel, auto* x) {
         kernel(x + offset, heads.count, heads.stride, cos_sin, rope.rotary_dim, rope.inverse);
     };
-    if (heads.array.dtype == DType::kFloat32) {
+    if (heads.array.is_float32()) {
         run(rope.is_neox ? k.rope_neox_f32 : k.rope_gptj_f32, heads.array.as<float>());
     } else {
         run(rope.is_neox ? k.rope_neox_bf16 : k.rope_gptj_bf16, heads.array.as<uint16_t>());

@@ -108,11 +108,9 @@ struct Visible {
     }
 };
 
-// Sixteen rows as a panel: word i of row j at out[16 i + j]; row_of(j) is null for a row of zeros.
-template <class Format, class RowOf>
-WHET_INLINE void pack_panel(float* out, ptrdiff_t n_words, RowOf&& row_of) {
-    const typename Format::Element* from[16];
-    for (int j = 0; j < 16; ++j) from[j] = row_of(j);
+// Sixteen rows as a panel: word i of row j at out[16 i + j]; a null row is zeros.
+template <class Format>
+WHET_SHARED void pack_rows_of_panel(float* out, ptrdiff_t n_words, const typename Format::Element* const* from) {
     for (ptrdiff_t word = 0; word < n_words; word += 16) {
         const int n = static_cast<int>(n_words - word < 16 ? n_words - word : 16);
         f32x16 rows[16];
@@ -126,6 +124,12 @@ WHET_INLINE void pack_panel(float* out, ptrdiff_t n_words, RowOf&& row_of) {
             if (i < n) store(out + (word + i) * 16, rows[i]);
         }
     }
+}
+template <class Format, class RowOf>
+WHET_INLINE void pack_panel(float* out, ptrdiff_t n_words, RowOf&& row_of) {
+    const typename Format::Element* from[16];
+    for (int j = 0; j < 16; ++j) from[j] = row_of(j);
+    pack_rows_of_panel<Format>(out, n_words, from);
 }
 
 // Query rows in panels of two tiles, and the state of the softmax before the first key.

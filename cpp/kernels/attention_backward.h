@@ -25,7 +25,6 @@ using attention::kPanel;
 using attention::kPanels;
 using attention::kStep;
 using attention::kTileRows;
-using attention::pack_panel;
 using attention::Visible;
 
 constexpr ptrdiff_t kRows = 64, kKeys = 64;  // of a block; rows are queries x heads
@@ -66,16 +65,16 @@ struct BackwardLayout {
 
 // Rows in panels of 16, as attention.h packs keys, to a whole panel; row_of(i) is null past the end.
 template <class Format>
-__attribute__((noinline)) void pack_rows_of_panel(float* out, ptrdiff_t n_words,
-                                                  const typename Format::Element* const* from) {
-    pack_panel<Format>(out, n_words, [&](int j) WHET_INLINE_LAMBDA { return from[j]; });
+__attribute__((noinline)) void pack_one_panel(float* out, ptrdiff_t n_words,
+                                              const typename Format::Element* const* from) {
+    attention::pack_rows_of_panel<Format>(out, n_words, from);
 }
 template <class Format, class RowOf>
 WHET_INLINE void pack_panels(float* out, ptrdiff_t n_rows, ptrdiff_t n_words, RowOf&& row_of) {
     for (ptrdiff_t panel = 0; panel < n_rows; panel += kPanel) {
         const typename Format::Element* from[kPanel];
         for (int j = 0; j < kPanel; ++j) from[j] = row_of(panel + j);
-        pack_rows_of_panel<Format>(out + panel * n_words, n_words, from);
+        pack_one_panel<Format>(out + panel * n_words, n_words, from);
     }
 }
 

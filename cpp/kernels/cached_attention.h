@@ -28,7 +28,12 @@ using attention::kNoWeight;
 using attention::where_seen;
 
 constexpr int64_t kTokens = kPageTokens;
+#if defined(__wasm__)
+constexpr int kFewRows = 0, kManyRows = 4;  // registers of 128 bits
+#else
 constexpr int kFewRows = 4;  // their sums fit in registers while a page is streamed
+constexpr int kManyRows = 8;
+#endif
 
 WHET_INLINE int64_t columns_of(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 template <class Format>
@@ -128,11 +133,15 @@ template <class Format>
 WHET_INLINE void attend(const CachedTask& t) {
     for (int64_t page = t.begin; page < t.end; ++page) {
         int64_t row = 0;
-        for (; row + 8 <= t.rows; row += 8) add_page<Format, 8>(t, row, page);
+        for (; row + kManyRows <= t.rows; row += kManyRows) add_page<Format, kManyRows>(t, row, page);
         if (row + 4 <= t.rows) add_page<Format, 4>(t, row, page), row += 4;
+#if defined(__wasm__)
+        for (; row < t.rows; ++row) add_page<Format, 1>(t, row, page);
+#else
         if (row + 3 == t.rows) add_page<Format, 3>(t, row, page), row += 3;  // of a query's heads, often
         if (row + 2 <= t.rows) add_page<Format, 2>(t, row, page), row += 2;
         if (row < t.rows) add_page<Format, 1>(t, row, page);
+#endif
     }
 }
 

@@ -63,7 +63,7 @@ struct GroupMoments {
 // Moments of n rewards or, with width < 8, of the 8 / width groups in one vector. With `some_unscored` NaN is left out.
 // The mean is exact in two parts however its first is rounded, so a product with 1 / count serves.
 template <int width, bool some_unscored, class T>
-WHET_INLINE GroupMoments moments_of(const T* rewards, size_t n, const Counts& c) {
+WHET_SHARED GroupMoments moments_of(const T* rewards, size_t n, const Counts& c) {
     const f64x8 zero(0.0);
     const auto scored = [&](f64x8 r, f64x8 x)
                             WHET_INLINE_LAMBDA { return some_unscored ? select(r == r, x, zero) : x; };
@@ -109,7 +109,7 @@ WHET_INLINE GroupMoments group_moments(const T* rewards, size_t n, double ddof, 
 }
 
 template <int width, class T>
-WHET_INLINE void advantages_of(const T* rewards, size_t n, double ddof, double eps, double batch_scale,
+WHET_SHARED void advantages_of(const T* rewards, size_t n, double ddof, double eps, double batch_scale,
                                const Counts& whole, T* out) {
     const f64x8 zero(0.0);
     const GroupMoments m = group_moments<width>(rewards, n, ddof, whole);
@@ -147,6 +147,7 @@ template <class T>
 WHET_INLINE void group_advantages(const T* rewards, size_t n_groups, size_t group_size, double ddof, double eps,
                                   double batch_scale, T* out) {
     const size_t n = n_groups * group_size;
+#if !defined(__wasm__)  // the general case gives the same bits
     switch (group_size) {
         case 2:
             return advantages_of_each<2, 8>(rewards, n, group_size, ddof, eps, batch_scale, out);
@@ -156,9 +157,9 @@ WHET_INLINE void group_advantages(const T* rewards, size_t n_groups, size_t grou
             return advantages_of_each<8, 8>(rewards, n, group_size, ddof, eps, batch_scale, out);
         case 16:
             return advantages_of_each<8, 16>(rewards, n, group_size, ddof, eps, batch_scale, out);
-        default:
-            return advantages_of_each<8, 0>(rewards, n, group_size, ddof, eps, batch_scale, out);
     }
+#endif
+    advantages_of_each<8, 0>(rewards, n, group_size, ddof, eps, batch_scale, out);
 }
 
 void group_advantages_f32(const float* rewards, size_t n_groups, size_t group_size, double ddof, double eps,

@@ -39,6 +39,9 @@ extern const Kernels table;
 const Kernels table = {
     WHET_STRING(WHET_ISA),
 #define KERNEL(result, name, parameters) name,
+#if defined(__wasm__)
+#define NATIVE_KERNEL(result, name, parameters) nullptr,
+#endif
 #include "kernels/kernels.def"
 #undef KERNEL
 };

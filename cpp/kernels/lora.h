@@ -69,34 +69,34 @@ void lora_down(const T* x, ptrdiff_t x_stride, size_t rows, size_t n, const floa
         for (size_t row = 0; row < rows; ++row) {
             const T* at = x + static_cast<ptrdiff_t>(row) * x_stride;
             f32x16 s[unroll][rank];
-#pragma GCC unroll 4
+            WHET_UNROLL(4)
             for (int u = 0; u < unroll; ++u) {
-#pragma GCC unroll 8
+                WHET_UNROLL(8)
                 for (int j = 0; j < rank; ++j) s[u][j] = sums[row][u][j];
             }
             size_t i = begin;
             for (; i + 16 * unroll <= end; i += 16 * unroll) {
-#pragma GCC unroll 4
+                WHET_UNROLL(4)
                 for (int u = 0; u < unroll; ++u) {
                     const f32x16 v = lora_load(at + i + 16 * u);
-#pragma GCC unroll 8
+                    WHET_UNROLL(8)
                     for (int j = 0; j < rank; ++j) s[u][j] = fma(v, load(a + j * n + i + 16 * u), s[u][j]);
                 }
             }
             for (; i + 16 <= end; i += 16) {
                 const f32x16 v = lora_load(at + i);
-#pragma GCC unroll 8
+                WHET_UNROLL(8)
                 for (int j = 0; j < rank; ++j) s[0][j] = fma(v, load(a + j * n + i), s[0][j]);
             }
             if (i < end) {
                 const int rest = static_cast<int>(end - i);
                 const f32x16 v = lora_load_first(at + i, rest);
-#pragma GCC unroll 8
+                WHET_UNROLL(8)
                 for (int j = 0; j < rank; ++j) s[0][j] = fma(v, load_first(a + j * n + i, rest, 0.0f), s[0][j]);
             }
-#pragma GCC unroll 4
+            WHET_UNROLL(4)
             for (int u = 0; u < unroll; ++u) {
-#pragma GCC unroll 8
+                WHET_UNROLL(8)
                 for (int j = 0; j < rank; ++j) sums[row][u][j] = s[u][j];
             }
         }
@@ -118,19 +118,19 @@ void lora_up(const float* hidden, size_t rows, size_t n, const float* b, float s
         for (size_t row = 0; row < rows; ++row) {
             T* at = y + static_cast<ptrdiff_t>(row) * y_stride;
             f32x16 h[rank];
-#pragma GCC unroll 8
+            WHET_UNROLL(8)
             for (int j = 0; j < rank; ++j) h[j] = f32x16(scale * hidden[row * rank + j]);
             size_t i = begin;
             for (; i + 16 <= end; i += 16) {
                 f32x16 delta = h[0] * load(b + i);
-#pragma GCC unroll 8
+                WHET_UNROLL(8)
                 for (int j = 1; j < rank; ++j) delta = fma(h[j], load(b + j * n + i), delta);
                 lora_store(at + i, lora_load(at + i) + delta);
             }
             if (i < end) {
                 const int rest = static_cast<int>(end - i);
                 f32x16 delta = h[0] * load_first(b + i, rest, 0.0f);
-#pragma GCC unroll 8
+                WHET_UNROLL(8)
                 for (int j = 1; j < rank; ++j) delta = fma(h[j], load_first(b + j * n + i, rest, 0.0f), delta);
                 lora_store_first(at + i, lora_load_first(at + i, rest) + delta, rest);
             }
@@ -146,23 +146,23 @@ void lora_outer_piece(const float* hidden, size_t hidden_stride, const T* x, ptr
     size_t i = 0;
     for (; i + 16 * unroll <= n; i += 16 * unroll) {
         f32x16 s[unroll][rank];
-#pragma GCC unroll 4
+        WHET_UNROLL(4)
         for (int u = 0; u < unroll; ++u) {
-#pragma GCC unroll 4
+            WHET_UNROLL(4)
             for (int j = 0; j < rank; ++j) s[u][j] = f32x16(0.0f);
         }
         for (size_t row = 0; row < rows; ++row) {
             const T* at = x + static_cast<ptrdiff_t>(row) * x_stride + i;
-#pragma GCC unroll 4
+            WHET_UNROLL(4)
             for (int u = 0; u < unroll; ++u) {
                 const f32x16 v = lora_load(at + 16 * u);
-#pragma GCC unroll 4
+                WHET_UNROLL(4)
                 for (int j = 0; j < rank; ++j) s[u][j] = fma(f32x16(hidden[row * hidden_stride + j]), v, s[u][j]);
             }
         }
-#pragma GCC unroll 4
+        WHET_UNROLL(4)
         for (int u = 0; u < unroll; ++u) {
-#pragma GCC unroll 4
+            WHET_UNROLL(4)
             for (int j = 0; j < rank; ++j) {
                 float* g = grad + j * grad_stride + i + 16 * u;
                 store(g, fma(f32x16(scale), s[u][j], load(g)));

@@ -18,7 +18,7 @@ constexpr size_t kTile = kQuantBlock;  // inputs
 
 // Sixteen neighbours as float32.
 template <Source source>
-WHET_INLINE f32x16 widened(const uint8_t* x) {
+WHET_SHARED f32x16 widened(const uint8_t* x) {
     if constexpr (source == Source::kFloat32) return load(reinterpret_cast<const float*>(x));
     if constexpr (source == Source::kBFloat16) return load_bf16(reinterpret_cast<const uint16_t*>(x));
     if constexpr (source == Source::kFloat16) return load_f16(reinterpret_cast<const uint16_t*>(x));

@@ -108,13 +108,13 @@ WHET_INLINE void rotate_block(T* x, size_t n_heads, ptrdiff_t head_stride, const
                               f32x16 sign) {
     constexpr size_t kStep = f32x16::kLanes;
     f32x16 cos[n], sin[n];
-#pragma GCC unroll 4
+    WHET_UNROLL(4)
     for (size_t i = 0; i < n; ++i) {
         cos[i] = load(cos_sin + at + i * kStep);
         sin[i] = sign * load(cos_sin + half + at + i * kStep);
     }
     for (size_t head = 0; head < n_heads; ++head, x += head_stride) {
-#pragma GCC unroll 4
+        WHET_UNROLL(4)
         for (size_t i = 0; i < n; ++i) {
             Pairs::put(x, half, at + i * kStep, rotate(Pairs::get(x, half, at + i * kStep), cos[i], sin[i]));
         }
@@ -128,14 +128,14 @@ WHET_INLINE void rotate_by_32(uint16_t* x, size_t n_heads, ptrdiff_t head_stride
                               size_t at, f32x16 sign) {
     constexpr size_t kStep = u16x32::kLanes, kLanes = f32x16::kLanes;
     F32Pairs cos[n], sin[n];
-#pragma GCC unroll 2
+    WHET_UNROLL(2)
     for (size_t i = 0; i < n; ++i) {
         const float *c = cos_sin + at + i * kStep, *s = c + half;
         cos[i] = unzip(load(c), load(c + kLanes));
         sin[i] = unzip(sign * load(s), sign * load(s + kLanes));
     }
     for (size_t head = 0; head < n_heads; ++head, x += head_stride) {
-#pragma GCC unroll 2
+        WHET_UNROLL(2)
         for (size_t i = 0; i < n; ++i) {
             uint16_t *first = x + at + i * kStep, *second = first + half;
             const u16x32 a = load(first), b = load(second);

@@ -37,7 +37,7 @@ WHET_INLINE void put(uint16_t* out, f32x16 v, int count) {
 template <class Body>
 WHET_INLINE void each(size_t begin, size_t n, Body body) {
     size_t at = begin;
-#pragma GCC unroll 4
+    WHET_UNROLL(4)
     for (; at + 16 <= n; at += 16) body(at, 16);
     if (at < n) body(at, static_cast<int>(n - at));
 }
@@ -49,7 +49,7 @@ WHET_INLINE void each(size_t begin, size_t n, Body body) {
 template <class T, class Value>
 WHET_INLINE void write(size_t n, T* out, bool streaming, Value value, const T* next = nullptr) {
     size_t begin = 0;
-    if constexpr (sizeof(T) == sizeof(float)) {
+    if constexpr (kStreams && sizeof(T) == sizeof(float)) {
         if (streaming) {
             const size_t to_line = (64 - reinterpret_cast<uintptr_t>(out) % 64) % 64 / sizeof(float);
             begin = to_line < n ? to_line : n;
@@ -80,8 +80,11 @@ WHET_INLINE void sum(size_t n, double (&total)[kSums], Add add) {
         for (auto& sums : part) {
             for (f32x16& sum : sums) sum = f32x16(0.0f);
         }
-#pragma GCC unroll 16
-        for (size_t i = 0; i < 16; ++i) add(part[i % 4], at + 16 * i, 16);
+        WHET_UNROLL(4)
+        for (size_t i = 0; i < 16; i += 4) {
+#pragma GCC unroll 4
+            for (size_t j = 0; j < 4; ++j) add(part[j], at + 16 * (i + j), 16);
+        }
         for (int k = 0; k < kSums; ++k) add_to_total(k, (part[0][k] + part[1][k]) + (part[2][k] + part[3][k]));
     }
     f32x16 rest[kSums];

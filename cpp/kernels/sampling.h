@@ -36,12 +36,16 @@ WHET_INLINE double weigh(const float* x, size_t n, float top, float scale, Use u
     size_t at = 0;
     for (; at + kRun <= n; at += kRun) {
         f32x16 run[2] = {f32x16(0.0f), f32x16(0.0f)};
-#pragma GCC unroll 8
-        for (size_t i = 0; i < kRun; i += 16) {
-            __builtin_prefetch(x + n + at + i);
-            const f32x16 weights = weight_of(load(x + at + i), all_top, all_scale);
-            run[i / 16 % 2] += weights;
-            use(weights, at + i, 16);
+        WHET_UNROLL(4)
+        for (size_t pair = 0; pair < kRun; pair += 32) {
+#pragma GCC unroll 2
+            for (size_t i = 0; i < 2; ++i) {
+                const size_t from = at + pair + 16 * i;
+                __builtin_prefetch(x + n + from);
+                const f32x16 weights = weight_of(load(x + from), all_top, all_scale);
+                run[i] += weights;
+                use(weights, from, 16);
+            }
         }
         add(run[0] + run[1]);
     }
@@ -91,7 +95,7 @@ float lane_tops_f32(const float* x, size_t n, float* tops) {
         f32x16 top(kLowest);
         if (begin + kSpan <= n) {
             f32x16 other(kLowest);
-#pragma GCC unroll 8
+            WHET_UNROLL(8)
             for (size_t i = 0; i < kSpan; i += 32) {
                 __builtin_prefetch(x + begin + 4 * kSpan + i);
                 __builtin_prefetch(x + begin + 4 * kSpan + i + 16);

@@ -37,7 +37,7 @@ WHET_INLINE void raise_top(TokenSums& row, float top, float scale) {
 }
 
 template <bool with_entropy, class T>
-WHET_INLINE void add_chunk(TokenSums& row, const T* logits, int n_vectors, float scale) {
+WHET_SHARED void add_chunk(TokenSums& row, const T* logits, int n_vectors, float scale) {
     // Two independent maxima: one would be bound by latency.
     f32x16 even(-__builtin_inff()), odd(-__builtin_inff());
     for (int i = 0; i + 1 < n_vectors; i += 2) {

@@ -8,6 +8,13 @@ namespace whet {
 
 enum class DType { kFloat32, kFloat64, kBFloat16, kBool, kInt32, kInt64, kInt8, kUInt8 };
 
+// Whether no function computes in another type: a WebAssembly build has no such kernels.
+#if defined(__wasm__)
+constexpr bool kFloat32Alone = true;
+#else
+constexpr bool kFloat32Alone = false;
+#endif
+
 constexpr size_t item_size(DType dtype) {
     constexpr size_t kSizes[] = {4, 8, 2, 1, 4, 8, 1, 1};
     return kSizes[static_cast<size_t>(dtype)];
@@ -24,6 +31,7 @@ struct ArrayView {
 
     ptrdiff_t size() const { return shape[0] * shape[1] * shape[2] * shape[3]; }
     ptrdiff_t last() const { return shape[ndim - 1]; }
+    bool is_float32() const { return kFloat32Alone || dtype == DType::kFloat32; }
     bool is_float() const { return dtype == DType::kFloat32 || dtype == DType::kFloat64; }
     bool is_narrow_float() const { return dtype == DType::kFloat32 || dtype == DType::kBFloat16; }
     bool is_integer() const { return dtype == DType::kInt32 || dtype == DType::kInt64; }
@@ -84,7 +92,7 @@ struct Rows {
     int n_axes = 0;
     ptrdiff_t shape[ArrayView::kMaxAxes] = {}, stride[ArrayView::kMaxAxes] = {};
 
-    bool is_bf16() const { return dtype == DType::kBFloat16; }
+    bool is_bf16() const { return !kFloat32Alone && dtype == DType::kBFloat16; }
     template <class T>
     T* row(size_t i) const {
         return data == nullptr ? nullptr : static_cast<T*>(data) + offset(i);

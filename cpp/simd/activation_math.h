@@ -9,7 +9,7 @@ namespace {
 
 // exp(x + low), within 1 ULP, where `low` is what x lacks: an ULP of x or less. Out of exp's range, and where it is not
 // a number, low counts for nothing.
-WHET_INLINE f32x16 exp(f32x16 x, f32x16 low) {
+WHET_SHARED f32x16 exp(f32x16 x, f32x16 low) {
     using C = ExpConstants<float>;
     low = select(low * low < f32x16(1e-9f), low, f32x16(0.0f));
     x = min(f32x16(C::kHighest), max(f32x16(C::kLowest), x));
@@ -21,7 +21,7 @@ WHET_INLINE f32x16 exp(f32x16 x, f32x16 low) {
 
 // P(N > a) for a >= 0, the tail of the normal distribution, within 4 ULP: exp(-a^2 / 2) t p(t) with
 // t = 1 / (1 + 0.35 a), p minimax in relative error for a <= 14.6 (4e-8), beyond which the tail is 0.
-WHET_INLINE f32x16 normal_tail(f32x16 a) {
+WHET_SHARED f32x16 normal_tail(f32x16 a) {
     constexpr float kP[] = {0.13962129378647622f, 0.1398637361656891f,    0.11981973311388595f,
                             0.10555848080306243f, -0.023226136407297808f, 0.1593392721562159f,
                             -0.2558557921013152f, 0.1440388922371874f,    -0.029159495745136425f};

@@ -42,7 +42,7 @@ WHET_INLINE void swap_pairs(f32x16 (&v)[16]) {
 }
 
 // Lane j of vector i becomes lane i of vector j.
-WHET_INLINE void transpose(f32x16 (&v)[16]) {
+WHET_SHARED void transpose(f32x16 (&v)[16]) {
     swap_pairs<1>(v);
     swap_pairs<2>(v);
     swap_pairs<4>(v);
@@ -59,7 +59,7 @@ WHET_INLINE void fold_pairs(f32x16 (&v)[n], F&& combine) {
 }
 
 // Lane i is the sum of all lanes of v[i]. Overwrites v.
-WHET_INLINE f32x16 sum_each(f32x16 (&v)[16]) {
+WHET_SHARED f32x16 sum_each(f32x16 (&v)[16]) {
     const auto add = [](f32x16 a, f32x16 b) WHET_INLINE_LAMBDA { return a + b; };
     fold_pairs<1>(v, add);
     fold_pairs<2>(v, add);
@@ -69,7 +69,7 @@ WHET_INLINE f32x16 sum_each(f32x16 (&v)[16]) {
 }
 
 // Lanes i and i + 8 are the greatest lane of v[i]. Overwrites v.
-WHET_INLINE f32x16 max_each(f32x16 (&v)[8]) {
+WHET_SHARED f32x16 max_each(f32x16 (&v)[8]) {
     const auto greater = [](f32x16 a, f32x16 b) WHET_INLINE_LAMBDA { return max(a, b); };
     fold_pairs<1>(v, greater);
     fold_pairs<2>(v, greater);
@@ -80,7 +80,7 @@ WHET_INLINE f32x16 max_each(f32x16 (&v)[8]) {
 }
 
 // Lane i is the greatest lane of v[i]. Overwrites v.
-WHET_INLINE f32x16 max_each(f32x16 (&v)[16]) {
+WHET_SHARED f32x16 max_each(f32x16 (&v)[16]) {
     const auto greater = [](f32x16 a, f32x16 b) WHET_INLINE_LAMBDA { return max(a, b); };
     fold_pairs<1>(v, greater);
     fold_pairs<2>(v, greater);
@@ -99,12 +99,12 @@ WHET_INLINE f32x16 fold_lanes(f32x16 v, F&& combine) {
 }
 
 // The sum of all lanes: of both halves, of both halves of that, and so on.
-WHET_INLINE float sum_lanes(f32x16 v) {
+WHET_SHARED float sum_lanes(f32x16 v) {
     return fold_lanes<8>(v, [](f32x16 a, f32x16 b) WHET_INLINE_LAMBDA { return a + b; })[0];
 }
 
 // The greatest lane, in all lanes.
-WHET_INLINE f32x16 max_lanes(f32x16 v) {
+WHET_SHARED f32x16 max_lanes(f32x16 v) {
     return fold_lanes<8>(v, [](f32x16 a, f32x16 b) WHET_INLINE_LAMBDA { return max(a, b); });
 }
 

@@ -47,7 +47,7 @@ WHET_INLINE Vec<T> polynomial(Vec<T> t, const T (&c)[n]) {
 
 // exp(x), within 1 ULP; subnormal results, 0, infinity and NaN as they should be.
 template <class T>
-WHET_INLINE Vec<T> exp(Vec<T> x) {
+WHET_SHARED Vec<T> exp(Vec<T> x) {
     using C = ExpConstants<T>;
     x = min(Vec<T>(C::kHighest), max(Vec<T>(C::kLowest), x));
     const Vec<T> n = Rounded<T>(x, Vec<T>(C::kLog2E)).value();
@@ -57,7 +57,7 @@ WHET_INLINE Vec<T> exp(Vec<T> x) {
 }
 
 // 2^x for -126 <= x <= 1, within 2e-7 relative; 2^0 is exact.
-WHET_INLINE f32x16 exp2_fast(f32x16 x) {
+WHET_SHARED f32x16 exp2_fast(f32x16 x) {
     constexpr float kExp2[] = {0x1.62e42ep-1f, 0x1.ebfa4cp-3f, 0x1.c6b27p-5f, 0x1.3cbf26p-7f, 0x1.5d87dcp-10f};
     const Rounded<float> n(x, f32x16(1.0f));
     const f32x16 fraction = x - n.value();
@@ -73,7 +73,7 @@ constexpr float kNothing = -0x1.fffffep+127f;
 //   exp(x) - 1 - x = 2 [(h - 1/2) (1 + t) + h t^2 q(t) - n ln2 / 2],
 // and what the reduction rounded away, n ln2_low, enters once, as h times itself.
 template <class T>
-WHET_INLINE Vec<T> exp_minus_1_minus_x(Vec<T> x) {
+WHET_SHARED Vec<T> exp_minus_1_minus_x(Vec<T> x) {
     using C = ExpConstants<T>;
     const Vec<T> clamped = min(Vec<T>(C::kHighest), max(Vec<T>(C::kNegligible), x));
     const Rounded<T> exponent(clamped, Vec<T>(C::kLog2E));
@@ -99,7 +99,7 @@ WHET_INLINE V two_sum(V sum, V x, V& error) {
 
 // Every lane becomes the sum over its segment of `width` lanes (a butterfly; all lanes of a segment agree).
 template <int width>
-WHET_INLINE f64x8 segment_sum(f64x8 x) {
+WHET_SHARED f64x8 segment_sum(f64x8 x) {
     if constexpr (width >= 2) x = x + swap_lanes<1>(x);
     if constexpr (width >= 4) x = x + swap_lanes<2>(x);
     if constexpr (width >= 8) x = x + swap_lanes<4>(x);
@@ -108,7 +108,7 @@ WHET_INLINE f64x8 segment_sum(f64x8 x) {
 
 // The same for a sum and the error beside it.
 template <int width>
-WHET_INLINE f64x8 segment_two_sum(f64x8 x, f64x8& error) {
+WHET_SHARED f64x8 segment_two_sum(f64x8 x, f64x8& error) {
     if constexpr (width >= 2) {
         error += swap_lanes<1>(error);
         x = two_sum(x, swap_lanes<1>(x), error);
@@ -129,13 +129,13 @@ struct ExactSum {
     f64x8 sum = f64x8(0.0), error = f64x8(0.0);
 
     WHET_INLINE void add(f64x8 x) { sum = two_sum(sum, x, error); }
-    WHET_INLINE void add(f32x16 x) {
+    WHET_SHARED void add(f32x16 x) {
         const F64Pair wide = widen(x);
         add(wide.low + wide.high);
     }
 
     // Adds all lanes to total[0], and the dropped part to total[1].
-    WHET_INLINE void add_to(double total[2]) {
+    WHET_SHARED void add_to(double total[2]) {
         const f64x8 all = segment_two_sum<8>(sum, error);
         double dropped = error[0];
         total[0] = two_sum(total[0], all[0], dropped);

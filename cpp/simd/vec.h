@@ -33,6 +33,16 @@ constexpr int kParts = kVecBytes / kNativeBytes;
 
 #define WHET_INLINE inline __attribute__((always_inline))
 #define WHET_INLINE_LAMBDA __attribute__((always_inline))
+// Of a function that many kernels have in them: one copy for all in a WebAssembly build, whose size is a download.
+// Likewise WHET_UNROLL, of loops that run as well by the turn.
+#define WHET_PRAGMA(x) _Pragma(#x)
+#if defined(__wasm__)
+#define WHET_SHARED inline __attribute__((noinline))
+#define WHET_UNROLL(n) WHET_PRAGMA(GCC unroll 1)
+#else
+#define WHET_SHARED WHET_INLINE
+#define WHET_UNROLL(n) WHET_PRAGMA(GCC unroll n)
+#endif
 #define WHET_EACH_PART(p) _Pragma("GCC unroll 4") for (int p = 0; p < kParts; ++p)
 
 // The integer type with as many bits as T: what comparisons of T yield, lane by lane (0 or -1).
@@ -137,6 +147,13 @@ WHET_INLINE void store(T* out, Vec<T> v) {
     WHET_EACH_PART(p) __builtin_memcpy(out + p * Vec<T>::kPartLanes, &v.part[p], kNativeBytes);
 }
 
+// Whether there is a store that leaves the caches as they are.
+#if defined(__x86_64__)
+constexpr bool kStreams = true;
+#else
+constexpr bool kStreams = false;
+#endif
+
 // Past the caches, where the processor has such a store (`out` aligned to 64 bytes); an ordinary store elsewhere.
 // finish_streaming() must be called before another thread reads what was stored.
 WHET_INLINE void store_streaming(float* out, f32x16 v) {
@@ -158,7 +175,7 @@ WHET_INLINE void finish_streaming() {
 
 // The first n lanes; the others are `fill` on a load and untouched in memory on a store.
 template <class T>
-WHET_INLINE Vec<T> load_first(const T* x, int n, T fill) {
+WHET_SHARED Vec<T> load_first(const T* x, int n, T fill) {
     Vec<T> v(fill);
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == 4) {
@@ -180,7 +197,7 @@ WHET_INLINE Vec<T> load_first(const T* x, int n, T fill) {
 }
 
 template <class T>
-WHET_INLINE void store_first(T* out, Vec<T> v, int n) {
+WHET_SHARED void store_first(T* out, Vec<T> v, int n) {
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == 4) {
         _mm512_mask_storeu_ps(out, static_cast<__mmask16>((1u << n) - 1), (__m512)v.part[0]);

@@ -1,11 +1,12 @@
 /** The engine itself, in a worker of its own: a model in the core's memory, and the requests that run on it. */
 import { readAdapter, TARGETS } from "./adapters.js";
-import { Core } from "./core.js";
+import type { Core } from "./core.js";
 import { WhetError } from "./errors.js";
 import { describe, type GgufFile, type Piece } from "./gguf.js";
 import { configNumbers, type Family, type ModelConfig, slots } from "./model.js";
 import { type ModelReader, openModel, readHeads } from "./parts.js";
-import { breathe, isNode, startThreadWorker, type WorkerPort } from "./port.js";
+import { breathe, startThreadWorker, type WorkerPort } from "./port.js";
+import { startCore } from "./start.js";
 import type { Call, Estimate, Files, Info, LoadOptions, PromptOptions, Request, Token } from "./protocol.js";
 import { openReader, type Reader } from "./sources.js";
 import type { DownloadOptions } from "./download.js";
@@ -49,7 +50,7 @@ export class Host {
   ) {}
 
   static async load(files: Files, options: LoadOptions, isolated: boolean, from: DownloadOptions): Promise<Host> {
-    const { core, build } = await startCore(isolated);
+    const { core, build } = await startCore(isolated, "Engine.load");
     const reader = await openModel(files, from);
     try {
       const { pieces, ...plan } = await makePlan(core, reader, options.contextLength);
@@ -240,7 +241,7 @@ export class Host {
 
 /** A model's memory, from the heads of its files. */
 export async function estimate(files: Files, contextLength: number | undefined, from: DownloadOptions): Promise<Estimate> {
-  const { core } = await startCore(false);
+  const { core } = await startCore(false, "Engine.estimate");
   const reader = await openModel(files, from, { headsOnly: true });
   try {
     const { pieces, ...plan } = await makePlan(core, reader, contextLength);
@@ -278,24 +279,6 @@ function describePlan({ file, config, formats }: Pick<Plan, "file" | "config" | 
 }
 
 const hasBf16Cache = (formats: Map<string, Part[]>) => formats.get("layers.0.o")!.some((part) => part.format !== "float32");
-
-/** The module that this engine of WebAssembly runs: relaxed SIMD and threads, or SIMD128 alone. */
-async function startCore(isolated: boolean): Promise<{ core: Core; build: "threads" | "plain" }> {
-  for (const [build, url] of [["threads", new URL("./threads.wasm", import.meta.url)], ["plain", new URL("./plain.wasm", import.meta.url)]] as const) {
-    if (build === "threads" && (!isolated || (isNode && process.env.WHET_WEB_BUILD === "plain"))) continue;
-    const bytes = await fetchBytes(url);
-    if (!WebAssembly.validate(bytes)) continue;
-    return { core: await Core.create(await WebAssembly.compile(bytes), build === "threads"), build };
-  }
-  throw new WhetError("Engine.load: this WebAssembly engine has no SIMD, which the core needs. Use Chrome 91, Firefox 89, Safari 16.4, Node 18 or later.");
-}
-
-async function fetchBytes(url: URL): Promise<Uint8Array<ArrayBuffer>> {
-  if (url.protocol === "file:") return new Uint8Array(await (await import("node:fs/promises")).readFile(url));
-  const response = await fetch(url);
-  if (!response.ok) throw new WhetError(`Engine.load: ${url.href} answered ${response.status}. Serve the package's wasm files beside its scripts.`);
-  return new Uint8Array(await response.arrayBuffer());
-}
 
 async function startThread(core: Core): Promise<WorkerPort> {
   const worker = await startThreadWorker();

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 from tests.gguf_files import write_gguf
 from tests.models.tokenizers import vocab_files
 from tests.models.tokenizers.texts import make_texts
 from tests.tiny import tiny_llama, with_lora
 
+import whet
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.errors import WhetTypeError, WhetValueError
@@ -147,9 +149,60 @@ def answers(engine: Engine, tokenizer: GGUFTokenizer, adapter: Path) -> dict[str
     return found | {"greedy": greedy.token_ids, "chat": chat}
 
 
+def ops() -> dict[str, Any]:
+    """Arguments and results of primitives and kernels, at sizes that no vector divides."""
+    rng = np.random.default_rng(3)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    rewards, p, q, logits = normal(7 * 5), -np.abs(normal(3 * 37)), -np.abs(normal(3 * 37)), 4 * normal(5, 301)
+    rewards[3] = np.nan
+    mask, tokens, dones = rng.random(3 * 37) < 0.8, rng.integers(0, 301, 5), rng.random(2 * 19) < 0.2
+    x, weight, bias = normal(4, 83), normal(83), normal(83)
+    q3, k3, v3 = normal(9, 4, 40), normal(21, 2, 40), normal(21, 2, 40)
+    positions, heads, freqs = rng.integers(0, 5000, 6), normal(6, 3, 40), 1e4 ** (-np.arange(16) / 16)
+    rotated, lora = heads.copy(), whet.MicroLoRA(83, 45, rank=3, alpha=6)
+    whet.apply_rope_freqs(positions, rotated, None, 40, freqs)
+    lora.A[:], lora.B[:] = normal(3, 83), normal(3, 45)
+    lora_a, lora_b, grad, y = lora.A.copy(), lora.B.copy(), normal(4, 45), normal(4, 45)
+    forward = lora.forward(x, y.copy())
+    lora.accumulate(x, grad)
+    lora.accumulate(x[:1], grad[:1])
+    lora.sgd_step(0.1)
+    sgd = lora.A.copy(), lora.B.copy()
+    lora.accumulate(x, grad)
+    lora.adam_step(0.01, weight_decay=0.1)
+    logprobs, entropy = whet.compute_token_logprobs(logits, tokens, temperature=0.7, return_entropy=True)
+    r2, v2 = normal(2, 19), normal(2, 19)
+    advantages, returns = whet.compute_gae(r2, v2, dones.reshape(2, 19), [0.5, -1.0], 0.97, 0.9)
+    lengths = rng.integers(1, 90, 41)
+    found = {
+        "rewards": rewards, "groups": whet.compute_batch_group_advantages(rewards, 5),
+        "trl": whet.compute_batch_group_advantages(rewards, 5, ddof=1, eps=1e-4),
+        "batch": whet.compute_batch_group_advantages(rewards, 5, scale="batch"),
+        "pairs": whet.compute_batch_group_advantages(rewards[:34], 2),
+        "p": p, "q": q, "mask": mask, "kl": whet.compute_batch_token_kl(p.astype(np.float32), q, 37, mask=mask),
+        "schulman": whet.compute_batch_token_kl_schulman(p, q, 37), "logits": logits, "tokens": tokens,
+        "logprobs": logprobs, "entropy": entropy, "r2": r2, "v2": v2, "dones": dones, "advantages": advantages,
+        "returns": returns, "lengths": lengths, "bins": whet.pack_sequences(lengths, 100), "x": x, "weight": weight,
+        "bias": bias, "rms": whet.rms_norm(x, weight), "norm": whet.layer_norm(x, weight, bias),
+        "softmax": whet.softmax(x), "log_softmax": whet.log_softmax(x), "silu": whet.silu(x), "gelu": whet.gelu(x),
+        "swiglu": whet.swiglu(x, x[::-1].copy()), "gemv": whet.gemv(x, weight), "q3": q3, "k3": k3, "v3": v3,
+        "attention": whet.attention(q3, k3, v3), "window": whet.attention(q3, k3, v3, window=7),
+        "positions": positions, "heads": heads, "freqs": freqs, "rotated": rotated, "y": y, "grad": grad,
+        "lora_a": lora_a, "lora_b": lora_b, "forward": forward, "sgd_a": sgd[0], "sgd_b": sgd[1],
+        "adam_a": lora.A, "adam_b": lora.B,
+    }  # fmt: skip
+    return {
+        k: [None if v != v else v for v in x.ravel().tolist()] if hasattr(x, "ravel") else x for k, x in found.items()
+    }
+
+
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model(folder)
+    (folder / "ops.json").write_text(json.dumps(ops()), encoding="utf-8")
     for name, made in (("tokenizers", tokenizers()), ("templates", templates()), ("settings", settings())):
         (folder / f"{name}.json").write_text(
             json.dumps({"messages": MESSAGES, "cases": made}, ensure_ascii=True), encoding="utf-8"

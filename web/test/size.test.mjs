@@ -13,7 +13,21 @@ test("the scripts are at most 80 KB, compressed, of which ours are 30 KB", async
   const names = ["index", "worker", "thread"].map((name) => new URL(`../dist/${name}.js`, import.meta.url));
   const all = sizeOf(await Promise.all(names.map((name) => readFile(name))));
   assert.ok(all <= 80 * KB, `${all} bytes`);
-  const { outputFiles } = await build({ ...options, external: [...options.external, ...libraries], write: false });
+  const entryPoints = options.entryPoints.filter((path) => !path.endsWith("ops.ts"));
+  const { outputFiles } = await build({ ...options, entryPoints, external: [...options.external, ...libraries], write: false });
   const ours = sizeOf(outputFiles.map(({ contents }) => contents));
   assert.ok(ours <= 30 * KB, `${ours} bytes`);
 });
+
+test("the primitives and kernels, which a page may have alone, are at most 8 KB", async () => {
+  const bytes = await readFile(new URL("../dist/ops.js", import.meta.url));
+  assert.ok(sizeOf([bytes]) <= 8 * KB, `${sizeOf([bytes])} bytes`);
+});
+
+for (const name of ["threads", "plain"]) {
+  test(`${name}.wasm is at most 400 KB, compressed 150 KB`, async () => {
+    const bytes = await readFile(new URL(`../dist/${name}.wasm`, import.meta.url));
+    assert.ok(bytes.length <= 400 * KB, `${bytes.length} bytes`);
+    assert.ok(sizeOf([bytes]) <= 150 * KB, `${sizeOf([bytes])} bytes, compressed`);
+  });
+}

@@ -1,0 +1,358 @@
+/** The primitives and kernels on typed arrays, under their Python names: float32, on the calling thread.
+ *
+ * What each computes stands beside its Python function, in src/whet/ops; the bits are the same where `exact`. Arrays are
+ * copied into the module's memory and back. */
+import type { Core } from "./core.js";
+import { WhetError } from "./errors.js";
+import { show } from "./sampling.js";
+import { startCore } from "./start.js";
+
+type Floats = ArrayLike<number>;
+const ACTIVATIONS = ["silu", "gelu", "gelu_tanh"];
+const SCALES = ["group", "batch", "none"];
+const MAX_RANK = 8;
+
+function fail(name: string, what: string, value: unknown, expected: string): never {
+  throw new WhetError(`${name}: ${what} is ${show(value)}, expected ${expected}.`);
+}
+
+function floats(name: string, what: string, x: unknown, length?: number): Float32Array {
+  if (!Array.isArray(x) && !ArrayBuffer.isView(x)) fail(name, what, x, "numbers, as in a Float32Array");
+  const array = x instanceof Float32Array ? x : Float32Array.from(x as Floats);
+  if (length !== undefined && array.length !== length) throw new WhetError(`${name}: ${what} has ${array.length} numbers, expected ${length}.`);
+  return array;
+}
+
+function size(name: string, what: string, value: unknown): number {
+  if (!Number.isSafeInteger(value) || (value as number) < 1) fail(name, what, value, "an integer >= 1");
+  return value as number;
+}
+
+function number(name: string, what: string, value: unknown, isRight: (x: number) => boolean, expected: string): number {
+  if (typeof value !== "number" || !isRight(value)) fail(name, what, value, expected);
+  return value;
+}
+
+/** Rows of `columns` numbers; one row where `columns` is left out. */
+function rowsOf(name: string, x: Float32Array, columns: number | undefined): [rows: number, columns: number] {
+  const n = columns === undefined ? x.length : size(name, "columns", columns);
+  if (n === 0 || x.length % n !== 0) throw new WhetError(`${name}: there are ${x.length} numbers, expected a multiple of ${n}, at least one row.`);
+  return [x.length / n, n];
+}
+
+function integers(name: string, what: string, x: ArrayLike<number>, length: number, below: number): number[] {
+  if (x?.length !== length) throw new WhetError(`${name}: ${what} has ${x?.length} numbers, expected ${length}.`);
+  const found = Array.from(x);
+  const bad = found.find((value) => !Number.isSafeInteger(value) || value < 0 || value >= below);
+  if (bad !== undefined) fail(name, what, bad, `integers from 0 to ${below - 1}`);
+  return found;
+}
+
+export class Ops {
+  private constructor(
+    private readonly core: Core,
+    /** Whether the bits are the native kernels'. */
+    readonly exact: boolean,
+  ) {}
+
+  /** `assets`: where the package's wasm files are served; beside this script where it is left out. */
+  static async load({ assets }: { assets?: string | URL } = {}): Promise<Ops> {
+    const { core } = await startCore(globalThis.crossOriginIsolated !== false, "Ops.load", assets);
+    return new Ops(core, core.call("is_fused") === 1);
+  }
+
+  /** Runs an export on copies of arrays (null: a null pointer) and on fresh float32 results of these lengths. */
+  private run(name: string, arrays: (ArrayBufferView | null)[], results: number[], args: (at: number[], out: number[]) => number[]): Float32Array[] {
+    const given = arrays.filter((array) => array !== null);
+    const made = results.map((n) => new Float32Array(n));
+    return this.core.with([...given, ...made], (...places) => {
+      let next = 0;
+      const at = arrays.map((array) => (array === null ? 0 : places[next++]));
+      const out = places.slice(given.length);
+      this.core.call(`op_${name}`, ...args(at, out));
+      return results.map((n, i) => this.core.floats(out[i], n));
+    });
+  }
+
+  computeGroupAdvantages(rewards: Floats, options: { ddof?: 0 | 1; eps?: number } = {}): Float32Array {
+    return this.computeBatchGroupAdvantages(rewards, rewards.length, options);
+  }
+
+  computeBatchGroupAdvantages(
+    rewards: Floats,
+    groupSize: number,
+    { scale = "group", ddof = 0, eps }: { scale?: "group" | "batch" | "none"; ddof?: 0 | 1; eps?: number } = {},
+  ): Float32Array {
+    const name = "computeBatchGroupAdvantages";
+    const r = floats(name, "rewards", rewards);
+    if (!SCALES.includes(scale)) fail(name, "scale", scale, "group, batch or none");
+    if (ddof !== 0 && ddof !== 1) fail(name, "ddof", ddof, "0 (population) or 1 (sample)");
+    if (eps !== undefined) number(name, "eps", eps, (x) => x >= 0 && x < Infinity, "a finite number >= 0, or none");
+    const [groups, n] = rowsOf(name, r, size(name, "groupSize", groupSize));
+    return this.run("group_advantages", [r], [r.length], ([at], [out]) => [at, groups, n, SCALES.indexOf(scale), ddof, eps ?? -1, out])[0];
+  }
+
+  computeTokenKl(policy: Floats, reference: Floats, options: { mask?: ArrayLike<number | boolean> } = {}): number {
+    return this.tokenKl("computeTokenKl", false, policy, reference, undefined, options)[0];
+  }
+  computeTokenKlSchulman(policy: Floats, reference: Floats, options: { mask?: ArrayLike<number | boolean> } = {}): number {
+    return this.tokenKl("computeTokenKlSchulman", true, policy, reference, undefined, options)[0];
+  }
+  computeBatchTokenKl(policy: Floats, reference: Floats, seqLen: number, options: { mask?: ArrayLike<number | boolean> } = {}): Float64Array {
+    return this.tokenKl("computeBatchTokenKl", false, policy, reference, seqLen, options);
+  }
+  computeBatchTokenKlSchulman(policy: Floats, reference: Floats, seqLen: number, options: { mask?: ArrayLike<number | boolean> } = {}): Float64Array {
+    return this.tokenKl("computeBatchTokenKlSchulman", true, policy, reference, seqLen, options);
+  }
+
+  private tokenKl(
+    name: string, schulman: boolean, policy: Floats, reference: Floats, seqLen: number | undefined, { mask }: { mask?: ArrayLike<number | boolean> },
+  ): Float64Array {
+    const p = floats(name, "policy", policy);
+    const q = floats(name, "reference", reference, p.length);
+    const [rows, n] = rowsOf(name, p, seqLen);
+    if (mask !== undefined && mask.length !== p.length) throw new WhetError(`${name}: mask has ${mask.length} entries, expected ${p.length}.`);
+    const m = mask === undefined ? null : Uint8Array.from(mask as ArrayLike<number>, Number);
+    const sums = this.run("token_kl", [p, q, m], [2 * rows], ([at, other, which], [out]) => [+schulman, at, other, which, rows, n, out]);
+    return new Float64Array(sums[0].buffer);
+  }
+
+  /** Log-probs of one token a row of logits, and entropies. */
+  computeTokenLogprobs(logits: Floats, tokenIds: ArrayLike<number>, { temperature = 1 }: { temperature?: number } = {}): { logprobs: Float32Array; entropy: Float32Array } {
+    const name = "computeTokenLogprobs";
+    const x = floats(name, "logits", logits);
+    const rows = size(name, "the length of tokenIds", tokenIds?.length);
+    if (x.length === 0 || x.length % rows !== 0) throw new WhetError(`${name}: logits has ${x.length} numbers, expected a multiple of the ${rows} tokens.`);
+    number(name, "temperature", temperature, (t) => t > 0 && t < Infinity, "a finite number above 0");
+    const ids = BigInt64Array.from(integers(name, "tokenIds", tokenIds, rows, x.length / rows), BigInt);
+    const [logprobs, entropy] = this.run("token_logprobs", [x, ids], [rows, rows], ([at, tokens], out) => [at, rows, x.length / rows, tokens, temperature, ...out]);
+    return { logprobs, entropy };
+  }
+
+  /** Of trajectories of `length` steps; `lastValues`: one for each. */
+  computeGae(
+    rewards: Floats, values: Floats, dones: ArrayLike<number | boolean>, lastValues: number | Floats, gamma: number, lambda: number, length?: number,
+  ): { advantages: Float32Array; returns: Float32Array } {
+    const name = "computeGae";
+    const r = floats(name, "rewards", rewards);
+    const v = floats(name, "values", values, r.length);
+    const [rows, n] = rowsOf(name, r, length);
+    if (dones?.length !== r.length) throw new WhetError(`${name}: dones has ${dones?.length} entries, expected ${r.length}.`);
+    const isShare = (x: number) => x >= 0 && x <= 1;
+    number(name, "gamma", gamma, isShare, "a number in [0, 1]");
+    number(name, "lambda", lambda, isShare, "a number in [0, 1]");
+    const last = Float64Array.from(typeof lastValues === "number" ? [lastValues] : lastValues);
+    if (last.length !== rows) throw new WhetError(`${name}: lastValues has ${last.length} numbers, expected ${rows}.`);
+    const ended = Uint8Array.from(dones as ArrayLike<number>, Number);
+    const [advantages, returns] = this.run("gae", [r, v, ended, last], [r.length, r.length], (at, out) => [...at, rows, n, gamma, lambda, ...out]);
+    return { advantages, returns };
+  }
+
+  /** First-fit decreasing: the indices of each bin, whose lengths sum to at most `maxLength`. */
+  packSequences(lengths: ArrayLike<number>, maxLength: number): number[][] {
+    const name = "packSequences";
+    size(name, "maxLength", maxLength);
+    const n = lengths?.length ?? 0;
+    const given = BigInt64Array.from(integers(name, "lengths", lengths, n, maxLength + 1), BigInt);
+    return this.core.with([given, new BigInt64Array(n), new BigInt64Array(n + 1)], (at, indices, begins) => {
+      const count = this.core.call("op_pack_sequences", at, n, maxLength, indices, begins);
+      const read = (from: number, length: number) => Array.from(new BigInt64Array(this.core.bytes(from, 8 * length).slice().buffer), Number);
+      const [order, first] = [read(indices, n), read(begins, count + 1)];
+      return Array.from({ length: count }, (_, i) => order.slice(first[i], first[i + 1]));
+    });
+  }
+
+  rmsNorm(x: Floats, weight: Floats | null, { eps = 1e-6, columns }: { eps?: number; columns?: number } = {}): Float32Array {
+    const a = floats("rmsNorm", "x", x);
+    const [rows, n] = rowsOf("rmsNorm", a, columns ?? weight?.length);
+    const w = weight === null ? null : floats("rmsNorm", "weight", weight, n);
+    return this.run("rms_norm", [a, w], [a.length], ([at, by], [out]) => [at, 0, by, rows, n, eps, out])[0];
+  }
+
+  layerNorm(x: Floats, weight: Floats | null, bias: Floats | null, { eps = 1e-5, columns }: { eps?: number; columns?: number } = {}): Float32Array {
+    const a = floats("layerNorm", "x", x);
+    const [rows, n] = rowsOf("layerNorm", a, columns ?? weight?.length);
+    const [w, b] = [weight, bias].map((each, i) => (each === null ? null : floats("layerNorm", ["weight", "bias"][i], each, n)));
+    return this.run("layer_norm", [a, w, b], [a.length], ([at, by, plus], [out]) => [at, 0, by, plus, rows, n, eps, out])[0];
+  }
+
+  softmax(x: Floats, { columns, scale = 1 }: { columns?: number; scale?: number } = {}): Float32Array {
+    return this.weigh("softmax", x, columns, scale, false);
+  }
+  logSoftmax(x: Floats, { columns, scale = 1 }: { columns?: number; scale?: number } = {}): Float32Array {
+    return this.weigh("logSoftmax", x, columns, scale, true);
+  }
+  private weigh(name: string, x: Floats, columns: number | undefined, scale: number, log: boolean): Float32Array {
+    const a = floats(name, "x", x);
+    const [rows, n] = rowsOf(name, a, columns);
+    number(name, "scale", scale, Number.isFinite, "a finite number");
+    return this.run("softmax", [a], [a.length], ([at], [out]) => [at, rows, n, scale, +log, out])[0];
+  }
+
+  silu(x: Floats): Float32Array {
+    return this.activate("silu", x);
+  }
+  gelu(x: Floats, { approximate = "none" }: { approximate?: "none" | "tanh" } = {}): Float32Array {
+    if (approximate !== "none" && approximate !== "tanh") fail("gelu", "approximate", approximate, "none or tanh");
+    return this.activate(approximate === "tanh" ? "gelu_tanh" : "gelu", x);
+  }
+  private activate(name: string, x: Floats): Float32Array {
+    const a = floats(name, "x", x);
+    return this.run("activate", [a], [a.length], ([at], [out]) => [ACTIVATIONS.indexOf(name), at, a.length, out])[0];
+  }
+  swiglu(gate: Floats, up: Floats): Float32Array {
+    const g = floats("swiglu", "gate", gate);
+    const u = floats("swiglu", "up", up, g.length);
+    return this.run("swiglu", [g, u], [g.length], (at, out) => [...at, g.length, ...out])[0];
+  }
+
+  /** A x, of A (m, x.length) row by row. */
+  gemv(a: Floats, x: Floats): Float32Array {
+    const by = floats("gemv", "x", x);
+    const matrix = floats("gemv", "a", a);
+    const [m, n] = rowsOf("gemv", matrix, size("gemv", "the length of x", by.length));
+    return this.run("gemv", [matrix, by], [m], ([at, vector], [out]) => [at, m, n, vector, out])[0];
+  }
+
+  /** q (queries, heads, headDim) on k and v (keys, kvHeads, headDim), its queries aligned with the end of the keys. */
+  attention(
+    q: Floats, k: Floats, v: Floats,
+    { heads, kvHeads = heads, headDim, causal = true, window, scale }: { heads: number; kvHeads?: number; headDim: number; causal?: boolean; window?: number; scale?: number },
+  ): Float32Array {
+    const name = "attention";
+    for (const [what, value] of Object.entries({ heads, kvHeads, headDim })) size(name, what, value);
+    if (heads % kvHeads !== 0) fail(name, "heads", heads, `a multiple of kvHeads=${kvHeads}`);
+    if (headDim < 32 || headDim > 256 || headDim % 8 !== 0) fail(name, "headDim", headDim, "a multiple of 8 from 32 to 256");
+    if (window !== undefined) size(name, "window", window);
+    if (window !== undefined && !causal) fail(name, "window", window, "none where causal is false");
+    const [queries, keys] = [floats(name, "q", q), floats(name, "k", k)];
+    const values = floats(name, "v", v, keys.length);
+    const [nQueries] = rowsOf(`${name}: q`, queries, heads * headDim);
+    const [nKeys] = rowsOf(`${name}: k`, keys, kvHeads * headDim);
+    const factor = number(name, "scale", scale ?? 1 / Math.sqrt(headDim), Number.isFinite, "a finite number");
+    return this.run("attention", [queries, keys, values], [queries.length], (at, out) =>
+      [...at, nQueries, nKeys, heads, kvHeads, headDim, +causal, window ?? 0, factor, ...out])[0];
+  }
+
+  /** x (positions, heads, headDim) rotated by position * invFreq: the first 2 invFreq.length elements of each head. */
+  applyRope(
+    positions: ArrayLike<number>, x: Floats, headDim: number, invFreq: Floats,
+    { isNeox = true, attentionFactor = 1, inverse = false }: { isNeox?: boolean; attentionFactor?: number; inverse?: boolean } = {},
+  ): Float32Array {
+    const name = "applyRope";
+    const a = floats(name, "x", x);
+    const tokens = size(name, "the length of positions", positions?.length);
+    const [rows] = rowsOf(name, a, size(name, "headDim", headDim));
+    if (rows % tokens !== 0) throw new WhetError(`${name}: x has ${rows} heads, expected a multiple of the ${tokens} positions.`);
+    const at = Int32Array.from(integers(name, "positions", positions, tokens, 2 ** 31));
+    const frequencies = Float64Array.from(invFreq);
+    if (frequencies.length < 1 || 2 * frequencies.length > headDim) fail(name, "the length of invFreq", frequencies.length, `from 1 to ${headDim / 2}`);
+    return this.core.with([at, a, frequencies], (where, out, by) => {
+      this.core.call("op_apply_rope", where, tokens, out, rows / tokens, headDim, by, 2 * frequencies.length, +isNeox, attentionFactor, +inverse);
+      return this.core.floats(out, a.length);
+    });
+  }
+
+  /** @internal */
+  loraForward(x: Float32Array, y: Float32Array, a: Float32Array, b: Float32Array, rank: number, scale: number): Float32Array {
+    const [n, m] = [a.length / rank, b.length / rank];
+    return this.core.with([x, y, a, b], (from, to, down, up) => {
+      this.core.call("op_lora_forward", from, to, x.length / n, n, m, down, up, rank, scale);
+      return this.core.floats(to, y.length);
+    });
+  }
+  /** @internal */
+  loraAccumulate(x: Float32Array, grad: Float32Array, a: Float32Array, b: Float32Array, rank: number, scale: number, sums: [Float32Array, Float32Array]): [Float32Array, Float32Array] {
+    const [n, m] = [a.length / rank, b.length / rank];
+    return this.core.with([x, grad, a, b, ...sums], (from, by, down, up, gradA, gradB) => {
+      this.core.call("op_lora_accumulate", from, by, x.length / n, n, m, down, up, rank, scale, gradA, gradB);
+      return [this.core.floats(gradA, a.length), this.core.floats(gradB, b.length)];
+    });
+  }
+  /** @internal */
+  adamw(settings: number[], arrays: Float32Array[]): Float32Array[] {
+    return this.core.with(arrays, (...at) => {
+      this.core.call("op_adamw", ...settings, arrays[0].length, ...at);
+      return at.map((from) => this.core.floats(from, arrays[0].length));
+    });
+  }
+}
+
+/** A low-rank adapter of a linear layer that learns: y += alpha / rank (x A^T) B, A (rank, in), B (rank, out). */
+export class MicroLoRA {
+  a: Float32Array;
+  b: Float32Array;
+  private sums: [Float32Array, Float32Array];
+  private losses = 0;
+  private steps = 0;
+  private moments: Float32Array[];
+
+  /** A is uniform in (-1, 1) / sqrt(in), or what is given; B is 0. */
+  constructor(
+    private readonly ops: Ops,
+    readonly inFeatures: number,
+    readonly outFeatures: number,
+    readonly rank: number,
+    { alpha = rank, a, b }: { alpha?: number; a?: Floats; b?: Floats } = {},
+  ) {
+    for (const [what, value] of Object.entries({ inFeatures, outFeatures, rank })) size("MicroLoRA", what, value);
+    if (rank > MAX_RANK) fail("MicroLoRA", "rank", rank, `from 1 to ${MAX_RANK}`);
+    this.scale = number("MicroLoRA", "alpha", alpha, Number.isFinite, "a finite number") / rank;
+    const sample = () => (2 * Math.random() - 1) / Math.sqrt(inFeatures);
+    this.a = floats("MicroLoRA", "a", a ?? Float32Array.from({ length: rank * inFeatures }, sample), rank * inFeatures).slice();
+    this.b = floats("MicroLoRA", "b", b ?? new Float32Array(rank * outFeatures), rank * outFeatures).slice();
+    this.sums = [new Float32Array(this.a.length), new Float32Array(this.b.length)];
+    this.moments = [this.a, this.b, this.a, this.b].map(({ length }) => new Float32Array(length));
+  }
+  readonly scale: number;
+
+  /** y + the delta of x, for rows of x (rows, in) and y (rows, out). */
+  forward(x: Floats, y: Floats): Float32Array {
+    const rows = floats("MicroLoRA.forward", "x", x);
+    const [n] = rowsOf("MicroLoRA.forward", rows, this.inFeatures);
+    return this.ops.loraForward(rows, floats("MicroLoRA.forward", "y", y, n * this.outFeatures), this.a, this.b, this.rank, this.scale);
+  }
+
+  /** Adds the gradient of a loss, of x (rows, in) and dL/dy (rows, out). */
+  accumulate(x: Floats, gradY: Floats): void {
+    const rows = floats("MicroLoRA.accumulate", "x", x);
+    const [n] = rowsOf("MicroLoRA.accumulate", rows, this.inFeatures);
+    const grad = floats("MicroLoRA.accumulate", "gradY", gradY, n * this.outFeatures);
+    this.sums = this.ops.loraAccumulate(rows, grad, this.a, this.b, this.rank, this.scale, this.sums);
+    ++this.losses;
+  }
+
+  zeroGrad(): void {
+    for (const sum of this.sums) sum.fill(0);
+    this.losses = 0;
+  }
+
+  sgdStep(lr: number): void {
+    const rate = Math.fround(number("MicroLoRA.sgdStep", "lr", lr, (x) => x >= 0 && x < Infinity, "a finite number >= 0"));
+    const [gradA, gradB] = this.meanGradients("MicroLoRA.sgdStep");
+    this.a = this.a.map((x, i) => x - Math.fround(rate * gradA[i]));
+    this.b = this.b.map((x, i) => x - Math.fround(rate * gradB[i]));
+    this.zeroGrad();
+  }
+
+  /** AdamW, as torch.optim has it. */
+  adamStep(lr: number, { betas = [0.9, 0.999], eps = 1e-8, weightDecay = 0 }: { betas?: [number, number]; eps?: number; weightDecay?: number } = {}): void {
+    const name = "MicroLoRA.adamStep";
+    for (const [what, value] of Object.entries({ lr, weightDecay })) number(name, what, value, (x) => x >= 0 && x < Infinity, "a finite number >= 0");
+    for (const beta of betas) number(name, "betas", beta, (x) => x >= 0 && x < 1, "two numbers in [0, 1)");
+    number(name, "eps", eps, (x) => x > 0 && x < Infinity, "a finite number above 0");
+    const gradients = this.meanGradients(name);
+    const settings = [lr, ...betas, eps, weightDecay, ++this.steps, 1];
+    const [a, , mA, vA] = this.ops.adamw(settings, [this.a, gradients[0], this.moments[0], this.moments[2]]);
+    const [b, , mB, vB] = this.ops.adamw(settings, [this.b, gradients[1], this.moments[1], this.moments[3]]);
+    [this.a, this.b, this.moments] = [a, b, [mA, mB, vA, vB]];
+    this.zeroGrad();
+  }
+
+  private meanGradients(name: string): Float32Array[] {
+    if (this.losses === 0) throw new WhetError(`${name}: there is no gradient. Call accumulate first.`);
+    const means = this.sums.map((sum) => sum.map((x) => x / this.losses));
+    if (!means.every((mean) => mean.every(Number.isFinite))) throw new WhetError(`${name}: the gradient is not finite. Call zeroGrad, and look at the loss.`);
+    return means;
+  }
+}
