@@ -16,6 +16,7 @@ from whet.algorithms.online_dpo import OnlineDPO
 from whet.config import GRPOConfig
 from whet.engine import Engine
 from whet.errors import WhetValueError
+from whet.models.sources.arrays import named_arrays
 from whet.nn.frozen import base_of, frozen_model
 from whet.rollout.torch_engine import TorchEngine
 
@@ -275,3 +276,39 @@ def test_the_cap_of_importance_weights_needs_a_model_that_is_corrected():
         ):
             model()
     assert "sampler/weight" in make("bf16", sampler_cap=2.0, sampler_correction="token_truncate").train_step(PROMPTS)
+
+
+class Lagging:
+    """Samples from the weights of the sync before the last one."""
+
+    def __init__(self, model, lag):
+        self.engine, self.lag, self.policy_version = Engine.from_model(model, weights="float32"), lag, 0
+        self.pending = []
+
+    def sync(self, model):
+        self.policy_version += 1
+        self.pending.append((self.policy_version, named_arrays(model)))
+        if len(self.pending) > self.lag:
+            version, arrays = self.pending.pop(0)
+            self.engine.sync(arrays, version=version)
+
+    def generate(self, prompt_ids, n, sampling):
+        return self.engine.generate(prompt_ids, n, sampling)
+
+
+def test_completions_of_an_older_policy_are_corrected_by_themselves():
+    for lag in (0, 1):
+        model = tiny_llama()
+        trainer = grpo(model, engine=Lagging(model, lag), learning_rate=0.05, compute="float32")
+        steps = [trainer.train_step(PROMPTS) for _ in range(3)]
+        if not lag:
+            assert all("sampler/weight" not in step for step in steps)
+            continue
+        assert all(0 < step["sampler/weight"] <= 3 for step in steps)
+        assert steps[0]["sampler/log_ratio"] < 1e-5 < 1e-3 < steps[2]["sampler/log_ratio"]
+    with pytest.raises(WhetValueError, match="sampler_cap"):
+        grpo(sampler_cap=2.0)
+    trainer = grpo(model := tiny_llama(), engine=Lagging(model, 1), sampler_cap=2.0)
+    assert trainer.train_step(PROMPTS)["sampler/weight"] <= 2
+    off = grpo(model := tiny_llama(), engine=Lagging(model, 1), sampler_correction="off")
+    assert "sampler/weight" not in off.train_step(PROMPTS)

@@ -81,15 +81,18 @@ class GRPO(OnlineTrainer):
             arguments["beta"] = kl_coef
         super().__init__(model, ref_model, **arguments)
         plain = "sampler_correction is 'auto', and the model, which is on no quantised base, is sampled from as it is"
-        check_used(self.config, ["sampler_cap"], self._correction is not None, plain)
+        may_correct = self._correction() is not None or not self._is_own_engine  # which may lag behind the policy
+        check_used(self.config, ["sampler_cap"], may_correct, plain)
         self.rewards = reward_functions(self.config, reward_fn)
         self._begun: _Step | None = None
 
-    @property
-    def _correction(self) -> SamplerCorrection | None:
-        """The config's; "auto" corrects on a quantised base too, where the sampler alone rounds inputs to 8 bits."""
-        base = base_of(self.model)
-        if self.config.sampler_correction == "auto" and base is not None and base.is_quantised:
+    def _correction(self, rollout: Rollout | None = None) -> SamplerCorrection | None:
+        """The config's. "auto" corrects on a quantised base too, where the sampler alone rounds inputs to 8 bits, and
+        completions that an older policy sampled.
+        """
+        base, version = base_of(self.model), self.engine.policy_version
+        is_older = rollout is not None and any(each.policy_version < version for each in rollout.completions)
+        if self.config.sampler_correction == "auto" and (is_older or (base is not None and base.is_quantised)):
             return "token_truncate"
         return self.config.correction()
 
@@ -172,7 +175,7 @@ class GRPO(OnlineTrainer):
         reference = old = None
         if self.uses_reference():
             reference = self.reference_logprobs(prompts, completions, config.temperature)
-        sampler, correction = rollout.sampler_logprobs(rows), self._correction
+        sampler, correction = rollout.sampler_logprobs(rows), self._correction(rollout)
         if correction and sampler is None and config.sampler_correction != "auto":
             raise WhetValueError(
                 "GRPO: sampler_correction needs log-probs, and the engine records none. Set it to 'off'."
@@ -196,9 +199,10 @@ class GRPO(OnlineTrainer):
                 n_rows=len(part),
                 ref_logprobs=ref_logprobs,
                 sampler_logprobs=sampler_logprobs,
+                correction=correction,
             )
             if old_logprobs is not None:
-                batch.set_old_logprobs(old_logprobs, correction, config.sampler_cap)
+                batch.set_old_logprobs(old_logprobs, config.sampler_cap)
             batches.append(batch)
         return batches
 
@@ -211,7 +215,7 @@ class GRPO(OnlineTrainer):
             )
         with phase("loss"):
             if batch.old_logprobs is None:  # the first update starts from the policy that sampled
-                batch.set_old_logprobs(logprobs.detach(), self._correction, config.sampler_cap)
+                batch.set_old_logprobs(logprobs.detach(), config.sampler_cap)
             old = cast(Tensor, batch.old_logprobs)
             loss, metrics = _masked_loss(
                 logprobs, old, batch.advantages, batch.mask, batch.weights, batch.ref_logprobs, config, step.counts
@@ -273,6 +277,7 @@ class _MicroBatch:
         n_rows: completions that count.
         ref_logprobs: (b, t); None: no KL term.
         sampler_logprobs: (b, t), as the engine recorded them; None: it does not.
+        correction: of the difference between that policy and the sampler; None: none.
         old_logprobs: (b, t), of the policy that sampled; None before the first update, whose own they are.
         weights: (b, t), importance weights; None without a correction.
         sampler_gap: sum and maximum of |old_logprobs - sampler_logprobs|.
@@ -285,19 +290,20 @@ class _MicroBatch:
     n_rows: int
     ref_logprobs: Tensor | None
     sampler_logprobs: Tensor | None
+    correction: SamplerCorrection | None
     old_logprobs: Tensor | None = None
     weights: Tensor | None = None
     sampler_gap: tuple[float, float] = (0.0, 0.0)
 
-    def set_old_logprobs(self, logprobs: Tensor, correction: SamplerCorrection | None, cap: float) -> None:
+    def set_old_logprobs(self, logprobs: Tensor, cap: float) -> None:
         """Set the log-probs of the policy that sampled, and derive gap, importance weights and mask from them."""
         self.old_logprobs = logprobs
         if self.sampler_logprobs is None:
             return
         self.sampler_gap = sampler_gap(logprobs, self.sampler_logprobs, self.mask)
-        if correction:
+        if self.correction:
             self.weights, kept = importance_weights(
-                logprobs, self.sampler_logprobs, self.mask, correction=correction, cap=cap
+                logprobs, self.sampler_logprobs, self.mask, correction=self.correction, cap=cap
             )
             self.mask, self.n_rows = kept, count_rows(self.mask, kept)
 

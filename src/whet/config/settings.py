@@ -295,7 +295,7 @@ class GRPOConfig(OnlineConfig):
     """sapo's temperature for the others."""
     sampler_correction: Literal["auto", "off"] | SamplerCorrection = "auto"
     """Importance correction for an engine whose log-probs differ from the policy's; auto: token_truncate if
-    rollout_weights is bf16 or narrower or the model is on a quantised base, else off."""
+    rollout_weights is bf16 or narrower, the model is on a quantised base, or an older policy sampled; else off."""
     sampler_cap: _Cap = 3.0
     """Cap of the importance weights."""
     scale_rewards: Literal["group", "batch", "none"] = "group"

@@ -11,7 +11,7 @@ Decodes text only to find stop strings, and does not train.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from whet.models.formats import choose_formats
 from whet.models.loading import all_pieces, checked, checksums, load
 from whet.models.sizes import KV_BYTES, MAX_BATCH, PREFILL_CHUNK
 from whet.models.slots import Source
+from whet.models.sources.arrays import describe_arrays
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.live import describe_module
 from whet.models.sources.pretrained import open_pretrained
@@ -76,7 +77,8 @@ class Engine:
 
     Attributes:
         config: what the model is.
-        policy_version: how many times ``sync`` has been called; every completion carries the version it came from.
+        policy_version: how many times ``sync`` has been called, or what the last call said; every completion carries
+            the version it came from.
         formats: slot -> format of every matrix; "q4_k, q6_k" where its parts have several.
         base: the packed weights that the engine shares with others; None: it has its own, which ``sync`` replaces.
 
@@ -364,27 +366,42 @@ class Engine:
 
     # ------------------------------------------------------------------ weights
 
-    def sync(self, model: Any) -> None:
-        """Take over the weights of ``model`` as they are now, all or none; ``policy_version`` goes up by one.
+    def sync(self, model: Any, version: int | None = None) -> None:
+        """Take over the weights of ``model`` as they are now, all or none.
 
         Shapes and finiteness are checked before the first weight changes; an interrupt that falls between two weights
         is raised when all are replaced. Where the model's LoRA adapters are kept apart and its other weights are, by a
         64-bit checksum of all their bytes, those that the engine has, only the adapters are copied. So they are of a
         model on the engine's base, whose other weights nobody changes.
 
+        Args:
+            model: a live module; or, for an engine far from it, the arrays that
+                ``whet.models.sources.arrays.named_arrays`` makes of one: all weights, the adapters, or both. Adapters
+                alone are put beside the weights that the engine has.
+            version: what ``policy_version`` becomes, at least 1; None: one more than it is.
+
         Raises:
             EngineBusyError: a completion is under way.
             WhetValueError: another model than the engine was made for, one on another base or on none where the engine
-                is on one, or weights that hold NaN or infinity.
+                is on one, weights that hold NaN or infinity, or adapters alone where the weights are torn or released.
+            WhetTypeError: arrays of other types.
         """
         where = "Engine.sync"
+        if version is not None:
+            check_integer(where, "version", version, 1)
         with (session := Session(self._calls, where)), session:
             session.begin(exclusive=True)
-            source = describe_module(model, merged=self._merged, max_position=self.config.max_position)
-            check_same_model(self.config, source.config, where)
-            check_same_base(self.base, source.base, where)
-            pieces = list(checked(all_pieces(source, where), where))
-            self._replace(pieces, source, where, self.policy_version + 1)
+            if isinstance(model, Mapping):
+                source = describe_arrays(model, self.config, self._targets, self.base, where)
+                pieces = list(checked(source.pieces(), where))
+                if not pieces and self._calls.unusable:
+                    raise WhetValueError(f"{where}: these are adapters alone, and {self._calls.unusable}.")
+            else:
+                source = describe_module(model, merged=self._merged, max_position=self.config.max_position)
+                check_same_model(self.config, source.config, where)
+                check_same_base(self.base, source.base, where)
+                pieces = list(checked(all_pieces(source, where), where))
+            self._replace(pieces, source, where, self.policy_version + 1 if version is None else version)
 
     def add_adapter(self, adapter: Any) -> int:
         """Take in a LoRA adapter that ``generate(adapter=...)`` then names, beside others and in one batch with them.
@@ -504,7 +521,7 @@ class Engine:
         """
         calls = self._calls
         core = calls.use(where)
-        stored = checksums(pieces) if source.adapters else None
+        stored = self._stored if not pieces else checksums(pieces) if source.adapters else None
         is_packed = not pieces or (stored is not None and stored == self._stored and not calls.unusable)
         with (new := NewAdapter(calls)), new:
             if source.adapters:

@@ -15,7 +15,7 @@ from whet.errors import WhetTypeError, WhetValueError
 from whet.models.architecture import ModelConfig, Piece
 from whet.models.families import Family, family_of, model_config, module_targets, short_position
 from whet.models.formats import FLOAT_FORMATS
-from whet.models.slots import LoRA, Place, Source, Stored, place_lora, walk
+from whet.models.slots import LoRA, Place, Source, Stored, place_lora, places, walk
 
 if TYPE_CHECKING:
     from whet.models.base import PackedBase
@@ -67,6 +67,20 @@ def describe_module(model: Any, *, merged: bool = False, max_position: int | Non
     module.check(described, family)
     adapters = () if merged else tuple(module.adapters(targets, described))
     return Source(described, pieces, targets, adapters, short_position(options, _WHERE))
+
+
+def live_parameters(model: Any, source: Source) -> Iterator[tuple[str, Any]]:
+    """Name -> tensor of every weight of a module that ``source`` describes."""
+    module, config = _Live(_unwrap(model)), source.config
+    for place in places(config, list(dict.fromkeys(place.module for place in source.targets.values()))):
+        for suffix, slot in (("weight", place.weight), ("bias", place.bias)):
+            if slot in config.slots():
+                yield f"{place.names[0]}.{suffix}", module.tensor(place.names, suffix).tensor
+
+
+def live_adapters(model: Any, source: Source) -> Iterator[tuple[str, Any, Any, float]]:
+    """Module name, A, B and scaling of every active adapter of a module that ``source`` describes."""
+    return _Live(_unwrap(model)).factors(source.targets)
 
 
 def _unwrap(model: Any) -> Any:
@@ -223,7 +237,11 @@ class _Live:
                 )
 
     def adapters(self, targets: Mapping[str, Place], config: ModelConfig) -> Iterator[LoRA]:
-        for name, place in targets.items():
+        for name, a, b, scaling in self.factors(targets):
+            yield place_lora(config, targets[name], a, b, scaling, _WHERE)
+
+    def factors(self, targets: Mapping[str, Place]) -> Iterator[tuple[str, Any, Any, float]]:
+        for name in targets:
             if name not in self.modules:
                 continue
             for wrapper, adapter in self.layer([name])[1]:
@@ -233,7 +251,7 @@ class _Live:
                         f"with PEFT's merge_and_unload()."
                     )
                 a, b = wrapper.lora_A[adapter].weight.detach(), wrapper.lora_B[adapter].weight.detach()
-                yield place_lora(config, place, a, b, float(wrapper.scaling[adapter]), _WHERE)
+                yield name, a, b, float(wrapper.scaling[adapter])
 
 
 def _close(found: tuple[float, ...], exact: tuple[float, ...]) -> bool:

@@ -1,0 +1,112 @@
+"""A model's weights as named arrays, on their way between processes: what a trainer sends, and what an engine takes.
+
+The names are those of the parameters in the Hugging Face model; an adapter's is its module's. An array is NumPy's, of
+float32, float16, float64, or uint16 that holds bfloat16. Torch is needed only where the model is one of its modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from whet.errors import WhetTypeError, WhetValueError
+from whet.models.architecture import ModelConfig
+from whet.models.formats import FLOAT_FORMATS
+from whet.models.slots import LoRA, Place, Source, Stored, factor_values, find_place, place_lora, walk
+
+if TYPE_CHECKING:
+    from whet.models.base import PackedBase
+
+_FORMATS = {"uint16": "bfloat16"} | {name: name for name in FLOAT_FORMATS if name != "bfloat16"}
+
+
+def named_arrays(model: Any, *, adapters_alone: bool = False) -> dict[str, Any]:
+    """The parameters of a live Hugging Face model, and its active LoRA adapters, copied.
+
+    Args:
+        model: as ``whet.Engine.from_model`` takes it. Of one on a packed base there are only the adapters.
+        adapters_alone: leave the weights out, which the engine has already.
+
+    Returns:
+        Name -> array, and for each adapter module name -> (A (r, k), B (n, r), scaling): what ``Engine.sync`` takes.
+
+    Raises:
+        WhetValueError: as ``describe_module``; or ``adapters_alone`` of a model without adapters.
+    """
+    from whet.models.sources.live import describe_module, live_adapters, live_parameters
+
+    source = describe_module(model)
+    found: dict[str, Any] = {}
+    if source.base is None and not adapters_alone:
+        found = {name: _array(tensor) for name, tensor in live_parameters(model, source)}
+    for name, a, b, scaling in live_adapters(model, source):
+        found[name] = (factor_values(a).copy(), factor_values(b).copy(), scaling)
+    if not found:
+        raise WhetValueError("named_arrays: the model has no active LoRA adapter. Send its weights too.")
+    return found
+
+
+def describe_arrays(
+    arrays: Mapping[str, Any], config: ModelConfig, targets: Mapping[str, Place], base: PackedBase | None, where: str
+) -> Source:
+    """Named arrays as a source for the engine of this config: all weights, or none, and any adapters.
+
+    Args:
+        targets: where modules go, as in ``Source``.
+        base: the packed weights that the engine shares; its weights do not come as arrays then.
+        where: begins the errors.
+
+    Raises:
+        WhetTypeError: a value that is neither an array nor an adapter, or an array's dtype.
+        WhetValueError: a weight that is missing, has another shape, or that the model does not have.
+    """
+    if not arrays:
+        raise WhetValueError(f"{where}: there are no arrays. Send weights, adapters, or both.")
+    weights = {name: value for name, value in arrays.items() if hasattr(value, "ndim")}
+    adapters = [_adapter(config, targets, name, value, where) for name, value in arrays.items() if name not in weights]
+    if weights and base is not None:
+        name = next(iter(weights))
+        raise WhetValueError(f"{where}: {name} is among the arrays, and the engine's weights are a packed base, which "
+                             "does not change. Send the adapters alone.")  # fmt: skip
+    used: set[str] = set()
+
+    def tensor(names: Sequence[str], suffix: str) -> Stored:
+        name = next((found for each in names if (found := f"{each}.{suffix}") in weights), None)
+        if name is None:
+            raise WhetValueError(
+                f"{where}: there is no array {names[0]}.{suffix}. Send all weights, or adapters alone."
+            )
+        used.add(name)
+        array = weights[name]
+        if not isinstance(array, np.ndarray) or str(array.dtype) not in _FORMATS:
+            kind = f"{type(array).__name__} of {getattr(array, 'dtype', None)}"
+            raise WhetTypeError(
+                f"{where}: {name} is a {kind}, expected a NumPy array of {', '.join(_FORMATS)}, bfloat16 as uint16."
+            )
+        return Stored(array, _FORMATS[str(array.dtype)], array.shape)
+
+    modules = list(dict.fromkeys(place.module for place in targets.values()))
+    pieces = list(walk(config, modules, tensor, where)) if weights else []
+    if unknown := sorted(weights.keys() - used):
+        raise WhetValueError(f"{where}: the model has no parameter {unknown[0]}; it is another model's.")
+    return Source(config, lambda: iter(pieces), dict(targets), tuple(adapters), base=base)
+
+
+def _adapter(config: ModelConfig, targets: Mapping[str, Place], name: str, value: Any, where: str) -> LoRA:
+    if not isinstance(value, (tuple, list)) or len(value) != 3:
+        raise WhetTypeError(
+            f"{where}: {name} is a {type(value).__name__}, expected an array, or (A, B, scaling) of an adapter."
+        )
+    a, b, scaling = value
+    return place_lora(config, find_place(targets, name, where), factor_values(a), factor_values(b), scaling, where)
+
+
+def _array(tensor: Any) -> np.ndarray:
+    """A copy of a torch tensor; bfloat16 as uint16."""
+    import torch
+
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(np.uint16).copy()
+    return tensor.contiguous().numpy().copy()

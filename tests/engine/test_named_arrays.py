@@ -1,0 +1,146 @@
+"""An engine far from the trainer: weights and adapters as named arrays, with the trainer's version."""
+
+import copy
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from tests.engine.tiny_models import CASES, tiny_model
+from tests.tiny import tiny_llama, with_lora
+
+from whet import Engine, SamplingParams
+from whet.errors import WhetError, WhetTypeError, WhetValueError
+from whet.models.base import pack_base
+from whet.models.sources.arrays import named_arrays
+from whet.models.sources.live import describe_module
+
+SAMPLING = SamplingParams(max_new_tokens=6, seed=3)
+PROMPTS = [[3, 5, 7], [4, 4]]
+
+
+def said(engine):
+    return [[(c.token_ids, c.logprobs) for c in group] for group in engine.generate(PROMPTS, 2, SAMPLING)]
+
+
+def changed(model, seed=1):
+    other = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return other
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_come_as_arrays(case):
+    model = tiny_model(case)
+    other = changed(model)
+    with Engine.from_model(model, weights="float32") as far, Engine.from_model(other, weights="float32") as near:
+        far.sync(named_arrays(other), version=7)
+        assert said(far) == said(near)
+        assert far.policy_version == 7
+        assert {c.policy_version for group in far.generate(PROMPTS, 1, SAMPLING) for c in group} == {7}
+        far.sync(model)  # and as a module again
+        assert far.policy_version == 8
+        with Engine.from_model(model, weights="float32") as first:
+            assert said(far) == said(first)
+
+
+def test_bfloat16_comes_as_its_bits():
+    model = tiny_llama().bfloat16()
+    arrays = named_arrays(model)
+    assert {str(array.dtype) for array in arrays.values()} == {"uint16"}
+    with Engine.from_model(changed(model)) as far, Engine.from_model(model) as near:
+        far.sync(arrays)
+        assert said(far) == said(near) and far.policy_version == 1
+
+
+@pytest.mark.parametrize("base", [None, "q8_0"])
+def test_adapters_come_alone_or_with_the_weights(base):
+    plain = tiny_llama(hidden_size=32, intermediate_size=32)
+    adapted = with_lora(copy.deepcopy(plain), b_std=0.5, r=2, target_modules=["q_proj", "v_proj", "down_proj"])
+    alone = named_arrays(adapted, adapters_alone=True)
+    assert all(isinstance(value, tuple) for value in alone.values()) and len(alone) == 6
+    with Engine.from_model(adapted, weights=base or "float32") as near:
+        expected = said(near)
+    engine = Engine.from_base(pack_base(describe_module(plain), weights=base)) if base else Engine.from_model(
+        plain, weights="float32"
+    )  # fmt: skip
+    with engine as far:
+        before = said(far)
+        far.sync(alone, version=3)
+        assert said(far) == expected != before and far.policy_version == 3
+        if base:
+            with pytest.raises(WhetValueError, match="weight is among the arrays, and the engine"):
+                far.sync(named_arrays(plain))
+            return
+        far.sync(named_arrays(plain))
+        assert said(far) == before
+        far.sync(named_arrays(adapted))
+        assert said(far) == expected
+        far.sync(adapted)
+        assert said(far) == expected
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing():
+    model = tiny_llama()
+    arrays = named_arrays(model)
+    name = "model.layers.0.mlp.up_proj.weight"
+    adapter = (np.zeros((2, 8), np.float32), np.zeros((8, 2), np.float32), 1.0)
+    cases = {
+        "there are no arrays": {},
+        f"there is no array {name}. Send all weights": {k: v for k, v in arrays.items() if k != name},
+        "has shape (3, 3), expected": {**arrays, name: np.zeros((3, 3), np.float32)},
+        "the model has no parameter model.more": {**arrays, "model.more": np.zeros(3, np.float32)},
+        "holds NaN or infinity": {**arrays, name: np.full_like(arrays[name], np.nan)},
+        "the model has no module 'q'": {"q": adapter},
+        "expected (r, k) and (n, r)": {"model.layers.0.self_attn.q_proj": adapter},
+    }
+    with Engine.from_model(model, weights="float32") as engine:
+        before = said(engine)
+        for message, wrong in cases.items():
+            with pytest.raises(WhetValueError) as error:
+                engine.sync(wrong)
+            assert message in str(error.value) and str(error.value).startswith("Engine.sync: ")
+        for message, wrong in {
+            "is a ndarray of int64, expected a NumPy array of": {**arrays, name: np.zeros((1, 1), np.int64)},
+            "is a Tensor of torch.float32": {**arrays, name: torch.zeros(1, 1)},
+            "is a int, expected an array, or (A, B, scaling)": {**arrays, "model.layers.0.mlp.up_proj": 3},
+        }.items():
+            with pytest.raises(WhetTypeError) as type_error:
+                engine.sync(wrong)
+            assert message in str(type_error.value)
+        for version in (0, -1, 1.5):
+            with pytest.raises(WhetError, match="version"):
+                engine.sync(arrays, version=version)
+        assert said(engine) == before and engine.policy_version == 0
+        engine.release_weights()
+        with pytest.raises(WhetValueError, match="these are adapters alone, and release_weights gave"):
+            engine.sync(named_arrays(with_lora(tiny_llama(), b_std=0.1), adapters_alone=True))
+        engine.sync(arrays)
+        assert said(engine) == before
+    with pytest.raises(WhetValueError, match="no active LoRA adapter"):
+        named_arrays(model, adapters_alone=True)
+
+
+def test_a_worker_needs_no_torch(tmp_path):
+    model = tiny_llama()
+    model.save_pretrained(tmp_path / "model")
+    np.savez(tmp_path / "arrays.npz", **named_arrays(changed(model)))
+    code = f"""
+import sys
+import numpy as np
+import whet
+engine = whet.Engine.from_pretrained({str(tmp_path / "model")!r}, weights="float32", tokenizer=None)
+engine.sync(dict(np.load({str(tmp_path / "arrays.npz")!r})), version=5)
+[[completion]] = engine.generate([[3, 5, 7]], 1, whet.SamplingParams(max_new_tokens=4))
+assert completion.policy_version == 5 and "torch" not in sys.modules
+print(completion.token_ids)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    with Engine.from_model(changed(model), weights="float32") as engine:
+        assert ran.stdout.strip() == str(
+            engine.generate([[3, 5, 7]], 1, SamplingParams(max_new_tokens=4))[0][0].token_ids
+        )
