@@ -1,5 +1,6 @@
 # make demo    post-train a small model from nothing, in under 5 minutes
 # make test    the whole Python test suite
+# make test-scale  pools of sampling workers, with Ray
 # make web     the core as WebAssembly and the npm package around it, in web/dist; make web-test tests it
 # make fuzz    a minute of hostile bytes for each kind of model file
 # make test-real  a real model beside llama.cpp, in every mixture of types: 3 GB in build/real, half an hour
@@ -11,7 +12,7 @@ BUILD  := build/release
 BIN    := $(VENV)/bin
 NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.txt tools/set_up.py
 
-.PHONY: demo test test-real web web-test fuzz torture lint cpp-test wheel-test setup-test check format clean
+.PHONY: demo test test-scale test-real web web-test fuzz torture lint cpp-test wheel-test setup-test check format clean
 .NOTPARALLEL:  # two extras must not be installed into one environment at once; each recipe uses all cores
 
 # One stamp per extra: `make demo` on a fresh machine installs no test tools. All of them, and the C++ tests, share one
@@ -28,6 +29,10 @@ demo: $(VENV)/.installed-train
 # gym comes after test: pip builds some of what it brings with the setuptools that torch brings.
 test: $(VENV)/.installed-test $(VENV)/.installed-gym
 	$(BIN)/python -m pytest -n auto
+
+# Pools of workers, which are started, killed and stopped.
+test-scale: $(VENV)/.installed-test $(VENV)/.installed-ray
+	$(BIN)/python -m pytest -q tests/scale
 
 # Compiles llama.cpp. Not in check, which has llama.cpp's log-probs and tokens. `make test-real ONLY=Q4_K_M` is one file.
 test-real: $(VENV)/.installed-real
@@ -91,7 +96,7 @@ wheel-test: $(VENV)/.installed-test
 setup-test: $(VENV)/.installed-test
 	$(BIN)/python tests/set_ups.py pythons
 
-check: test lint cpp-test web-test wheel-test setup-test
+check: test test-scale lint cpp-test web-test wheel-test setup-test
 
 clean:
 	rm -rf build $(VENV)

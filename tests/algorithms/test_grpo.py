@@ -520,8 +520,8 @@ def test_bad_arguments_are_named():
     assert_raises(WhetTypeError, r"GRPO: reward_fn is None", GRPO, TinyModel())
     assert_raises(WhetTypeError, "kl_coef and beta are one setting", make, kl_coef=0.1, beta=0.1)
     assert_raises(WhetTypeError, r"no setting 'group_sise'\. Did you mean group_size", make, group_sise=4)
-    assert_raises(WhetValueError, "engine is 'vllm', expected one of 'auto', 'native', 'torch'", make, engine="vllm")
-    with pytest.raises(WhetTypeError, match="GRPO: engine is 3, expected 'auto', 'native', 'torch' or a RolloutEngine"):
+    assert_raises(WhetValueError, "engine is 'vllm', expected one of 'auto', 'native'", make, engine="vllm")
+    with pytest.raises(WhetTypeError, match="GRPO: engine is 3, expected 'auto', 'native', 'torch', 'ray' or a Rollo"):
         make(engine=3)
     assert_raises(WhetValueError, "loss_type is 'ppo', expected one of 'grpo'", make, loss_type="ppo")
     assert_raises(WhetValueError, r"temperature is 0\.0, expected a finite number > 0", GRPOConfig, temperature=0.0)

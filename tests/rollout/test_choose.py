@@ -194,5 +194,5 @@ def test_a_long_sequence_does_not_end_a_run():
 
 @pytest.mark.parametrize("engine", ["vllm", None, 3])
 def test_what_is_no_engine_is_named(engine):
-    with pytest.raises(WhetTypeError, match=r"GRPO: engine is .*, expected 'auto', 'native', 'torch' or a Rollout"):
+    with pytest.raises(WhetTypeError, match=r"GRPO: engine is .*, expected 'auto', 'native', 'torch', 'ray' or a"):
         make_engine(engine, OwnModule(), where="GRPO")

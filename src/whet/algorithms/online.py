@@ -57,7 +57,8 @@ class OnlineTrainer(Trainer):
         rounds = self.acceleration is not None and self.acceleration.dtype == torch.bfloat16
         if weights == "auto" and rounds and base_of(self.model) is None:
             weights = "bf16"  # as the policy's matrix products use them
-        make = partial(make_engine, chosen, model, weights, type(self).__name__, tokenizer=self.tokenizer)
+        pool = {"workers": config.rollout_workers, "address": config.ray_address}
+        make = partial(make_engine, chosen, model, weights, type(self).__name__, tokenizer=self.tokenizer, **pool)
         self.engine = make(config.kv_bytes)
         self._is_own_engine = isinstance(chosen, str)
         self._make_engine = make if self._is_own_engine and not config.kv_bytes else None

@@ -52,8 +52,11 @@ def best_completions(
     """A dict per row, in order; ``batch_size`` prompts are sampled for at a time, each batch from its own seed."""
     settings = {field.name: getattr(run, field.name) for field in dataclasses.fields(BestOfNConfig)}
     rewards = reward_functions(run, functions)
-    settings["engine"] = make_engine(run.engine, model, run.rollout_weights, "whet best-of-n", run.kv_bytes, tokenizer)
-    settings["kv_bytes"] = 0  # the engine has them
+    settings["engine"] = make_engine(
+        run.engine, model, run.rollout_weights, "whet best-of-n", run.kv_bytes, tokenizer,
+        run.rollout_workers, run.ray_address,
+    )  # fmt: skip
+    settings |= {"kv_bytes": 0, "rollout_workers": 0, "ray_address": ""}  # the engine has them
     for start in range(0, len(rows), run.batch_size):
         batch = rows[start : start + run.batch_size]
         settings["seed"] = int(np.random.SeedSequence([run.seed % 2**64, start]).generate_state(1)[0])

@@ -38,7 +38,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 ComputeDtype = Literal["auto", "bfloat16", "float32"]
 Compute = Literal[ComputeDtype, "torch"]
-EngineName = Literal["auto", "native", "torch"]
+EngineName = Literal["auto", "native", "torch", "ray"]
 RolloutWeights = Literal["auto", Weights]
 DPOLossType = Literal[
     "sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
@@ -225,7 +225,12 @@ class RolloutConfig:
     """Strings that end a completion: reward functions see its text up to there, and all of its tokens are trained on.
     Needs a tokenizer."""
     engine: EngineName = "auto"
-    """Engine that samples: native, or the model through torch; auto: native if it supports the model."""
+    """Engine that samples: native, or the model through torch; auto: native if it supports the model. ray: native ones
+    in processes of their own, on this machine or many, with the same completions."""
+    rollout_workers: Count = 0
+    """Processes that sample with engine='ray'; 0: 2."""
+    ray_address: str = ""
+    """Of the Ray cluster, auto for the one that this machine belongs to; empty: one of this machine alone."""
     rollout_weights: RolloutWeights = "auto"
     """Weight format of the native engine; auto: bf16 or float32, as in the policy's matrix products."""
     kv_bytes: Count = 0
@@ -244,6 +249,9 @@ class RolloutConfig:
         check_types(self)
         native = ["rollout_weights", "kv_bytes"]
         check_used(self, native, self.engine != "torch", "engine is 'torch', which samples from the model")
+        check_used(
+            self, ["rollout_workers", "ray_address"], self.engine == "ray", f"engine is {self.engine!r}, not 'ray'"
+        )
         self.sampling((), self.seed)
 
     def samples_plainly(self) -> bool:

@@ -24,6 +24,9 @@ from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.torch_engine import TorchEngine
 
+_WORKERS = 2
+"""Of a pool, where no number is given."""
+
 
 def make_engine(
     engine: RolloutEngine | EngineName,
@@ -32,12 +35,15 @@ def make_engine(
     where: str = "make_engine",
     kv_bytes: int = 0,
     tokenizer: Any = None,
+    workers: int = 0,
+    address: str = "",
 ) -> RolloutEngine:
     """The given engine, or one of that name for ``model``.
 
     Args:
         engine: "native" (``whet.Engine``); "torch" (``TorchEngine``); "auto": native for a Hugging Face model on the
-            CPU, else torch. If the native engine does not support such a model, a warning says why.
+            CPU, else torch. If the native engine does not support such a model, a warning says why. "ray": a
+            ``RayPool``.
         model: to sample from.
         weights: format of the native engine's matrices; "auto": as the model has them, packed, bfloat16 or else
             float32, so that what is sampled from is the policy and no rounding of it (a trainer whose products are
@@ -46,6 +52,7 @@ def make_engine(
         where: the caller's name, for messages.
         kv_bytes: memory of the native engine for keys and values; 0: its default.
         tokenizer: for stop strings; of a given engine its own.
+        workers, address: of the pool; 0: two workers.
 
     Raises:
         WhetValueError: "native", and the native engine does not support the model; kv_bytes beside a given engine, or
@@ -68,6 +75,11 @@ def make_engine(
         )
     if engine == "native":
         return _native(model, weights, kv_bytes, tokenizer)
+    if engine == "ray":
+        from whet.rollout.ray_pool import RayPool
+
+        options = _options(model, weights, kv_bytes, tokenizer)
+        return RayPool(model, workers=workers or _WORKERS, address=address, **options)
     if engine == "auto" and hasattr(model, "config") and module_device(model).type == "cpu":
         try:
             return _native(model, weights, kv_bytes, tokenizer)
@@ -82,15 +94,22 @@ def make_engine(
     return TorchEngine(model, tokenizer=tokenizer)
 
 
-def _native(model: nn.Module, weights: RolloutWeights, kv_bytes: int, tokenizer: Any) -> Engine:
+def _options(model: nn.Module, weights: RolloutWeights, kv_bytes: int, tokenizer: Any) -> dict[str, Any]:
+    """Of a native engine."""
     max_position = short_position(getattr(inner_module(model), "config", None))
     options: dict[str, Any] = {"max_position": max_position, "tokenizer": tokenizer}
     options |= {"kv_bytes": kv_bytes} if kv_bytes else {}
     if base_of(model) is not None:
-        return Engine.from_model(model, **options)
+        return options
     if weights == "auto":
         weights = "bf16" if next(model.parameters()).dtype == torch.bfloat16 else "float32"
-    options["weights"] = weights
+    return options | {"weights": weights}
+
+
+def _native(model: nn.Module, weights: RolloutWeights, kv_bytes: int, tokenizer: Any) -> Engine:
+    options = _options(model, weights, kv_bytes, tokenizer)
+    if base_of(model) is not None:
+        return Engine.from_model(model, **options)
     try:
         return Engine.from_model(model, **options)
     except WhetValueError:

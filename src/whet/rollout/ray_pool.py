@@ -1,0 +1,271 @@
+"""A pool of sampling workers on one machine or many, by Ray: a RolloutEngine like any other.
+
+Completions are those of the engine in this process, to the bit, however many workers there are, whichever of them
+samples what, and whether some die: a call is a pure function of (weights, version, prompt, key, sampling), which Ray
+runs again where its worker is lost. Weights go out once for each version, and adapters alone where only they have
+changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from whet.config.sampling import Completion, SamplingParams, StreamKey, stream_keys
+from whet.errors import MissingExtraError, WhetError, WhetValueError, check_integer
+from whet.models.loading import all_pieces, checked, checksums
+from whet.models.sizes import MAX_BATCH
+from whet.models.sources.arrays import named_arrays
+from whet.models.sources.live import describe_module
+from whet.rollout.ray_worker import Policy, Worker, versions
+
+_CONNECT_S = 5
+_ATTEMPTS = 3
+"""Times that a call may exceed its limit, each on another worker."""
+
+
+class _Part(NamedTuple):
+    """Samples [first, first + count) of a prompt."""
+
+    prompt: int
+    first: int
+    count: int
+
+
+def divide(n_prompts: int, n: int, n_workers: int) -> list[_Part]:
+    """Groups, in as many parts as let every worker have one where there are fewer groups than workers."""
+    pieces = min(n, max(1, -(-n_workers // max(1, n_prompts))))
+    bounds = [n * i // pieces for i in range(pieces + 1)]
+    return [_Part(prompt, a, b - a) for prompt in range(n_prompts) for a, b in itertools.pairwise(bounds)]
+
+
+class RayPool:
+    """Workers that sample from the weights of the last ``sync``.
+
+    Args:
+        model: a live Hugging Face module whose weights are floats, perhaps in PEFT's LoRA.
+        workers: processes that sample.
+        address: of a Ray cluster, as ``ray.init`` takes it ("auto": the one of this machine); empty: the one that this
+            process is connected to, or else a new one of this machine, which ends with ``close``.
+        threads: of each worker; 0: this machine's processors, divided.
+        start_timeout_s: until when all workers have to run.
+        call_timeout_s: a worker that takes longer for a group than this is replaced.
+        options: of ``whet.Engine``.
+
+    Attributes:
+        policy_version: how many times ``sync`` has been called.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        WhetValueError: a model that the pool does not take.
+        WhetError: no cluster at the address, too few processors, workers that do not start, or that have another
+            version of Whet or Python.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        workers: int,
+        address: str = "",
+        threads: int = 0,
+        start_timeout_s: float = 60,
+        call_timeout_s: float = 600,
+        **options: Any,
+    ) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise MissingExtraError("RayPool", "Ray", "ray") from error
+        workers = check_integer("RayPool", "workers", workers, 1)
+        max_position = options.pop("max_position", None)
+        self._describe = lambda model: describe_module(model, max_position=max_position)
+        if self._describe(model).base is not None:
+            raise WhetValueError(
+                "RayPool: the model's weights are a packed base, which workers do not get. Load it in floats, with "
+                "base='none'."
+            )
+        self._ray: Any = ray
+        self._options, self.policy_version = options, 0
+        self._policy: Policy | None = None
+        self._stored: Any = None
+        self._call_timeout_s = call_timeout_s
+        self._is_own = _connect(ray, address)
+        cpus = ray.cluster_resources().get("CPU", 0)
+        self._threads = threads or max(1, int(cpus) // workers)
+        self._workers: list[Any] = []
+        try:
+            if workers * self._threads > cpus:
+                raise WhetError(
+                    f"RayPool: {workers} workers of {self._threads} threads need {workers * self._threads} CPUs, and "
+                    f"the cluster has {cpus:g}. Ask for fewer workers, or start more nodes."
+                )
+            self._workers = [self._start() for _ in range(workers)]
+            self._check_workers(start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> Any:
+        actor = self._ray.remote(Worker).options(
+            num_cpus=self._threads,
+            max_restarts=-1,
+            max_task_retries=-1,
+            max_concurrency=MAX_BATCH,
+            runtime_env={"env_vars": {"WHET_NUM_THREADS": str(self._threads)}},
+        )
+        return actor.remote()
+
+    def _check_workers(self, timeout_s: float) -> None:
+        try:
+            found = self._ray.get([worker.versions.remote() for worker in self._workers], timeout=timeout_s)
+        except self._ray.exceptions.GetTimeoutError:
+            free = self._ray.available_resources().get("CPU", 0)
+            raise WhetError(
+                f"RayPool: after {timeout_s:g} s not all of {len(self._workers)} workers run. They need "
+                f"{self._threads} CPUs each, and {free:g} are free. Ask for fewer, or end what holds the others."
+            ) from None
+        own = versions()
+        for other in found:
+            for name, version in own.items():
+                if other[name] != version:
+                    raise WhetError(
+                        f"RayPool: a worker has {name} {other[name]}, and this process {version}. Install the same on "
+                        f"every node."
+                    )
+
+    # ------------------------------------------------------------------ the protocol
+
+    def sync(self, model: Any) -> None:
+        """Weights for the calls from now on, all or none; what is sampled before keeps its own.
+
+        Raises:
+            WhetValueError: as ``Engine.sync``.
+        """
+        source = self._describe(model)
+        pieces = list(checked(all_pieces(source, "RayPool.sync"), "RayPool.sync"))
+        stored, version, before = checksums(pieces), self.policy_version + 1, self._policy
+        adapters = []
+        if source.adapters:
+            adapters = [self._ray.put(named_arrays(model, adapters_alone=True))]
+        if before is not None and stored == self._stored and adapters:
+            policy = before._replace(version=version, adapters=adapters)
+        else:
+            arrays = {name: value for name, value in named_arrays(model).items() if hasattr(value, "ndim")}
+            sent = self._ray.put((source.config, source.targets, self._options, arrays))
+            policy = Policy(version, [sent], version, adapters)
+        self._policy, self._stored, self.policy_version = policy, stored, version
+
+    def generate(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        n: int,
+        sampling: SamplingParams,
+        *,
+        keys: Sequence[StreamKey] | None = None,
+    ) -> list[list[Completion]]:
+        """As ``Engine.generate``.
+
+        Raises:
+            WhetError: of the engine; or a call that exceeded its limit on several workers.
+        """
+        where = "RayPool.generate"
+        n = check_integer(where, "n", n, 1)
+        chosen = stream_keys(keys, len(prompt_ids), where)
+        if self._policy is None:
+            raise WhetValueError(f"{where}: there are no weights. Call sync(model) before.")
+        found: dict[_Part, list[Completion]] = {}
+        for part, completions in self._run(
+            divide(len(prompt_ids), n, len(self._workers)), prompt_ids, sampling, chosen
+        ):
+            found[part] = completions
+        groups: list[list[Completion]] = [[] for _ in prompt_ids]
+        for part in sorted(found):
+            groups[part.prompt] += found[part]
+        return groups
+
+    def _run(
+        self, parts: Sequence[_Part], prompts: Sequence[Sequence[int]], sampling: SamplingParams, keys: list[StreamKey]
+    ) -> Iterator[tuple[_Part, list[Completion]]]:
+        ray, waiting, policy = self._ray, deque(parts), self._policy
+        slots = max(1, MAX_BATCH // max(part.count for part in parts)) if parts else 1
+        running: dict[Any, tuple[_Part, int, float]] = {}  # call -> part, worker, end of its time
+        attempts = dict.fromkeys(parts, 0)
+        load = [0] * len(self._workers)
+        while waiting or running:
+            while waiting and min(load) < slots:
+                part, worker = waiting.popleft(), load.index(min(load))
+                prompt, first = keys[part.prompt]
+                key = StreamKey(prompt, first + part.first)
+                call = self._workers[worker].generate.remote(
+                    policy, list(map(int, prompts[part.prompt])), part.count, sampling, key
+                )
+                running[call], load[worker] = (part, worker, time.monotonic() + self._call_timeout_s), load[worker] + 1
+            until = min(end for _, _, end in running.values())
+            done, _ = ray.wait(list(running), timeout=max(0.0, until - time.monotonic()))
+            for call in done:
+                part, worker, _ = running.pop(call)
+                load[worker] -= 1
+                try:
+                    yield part, ray.get(call)
+                except ray.exceptions.RayTaskError as error:
+                    raise (error.cause if isinstance(error.cause, Exception) else error) from None
+                except ray.exceptions.RayActorError:
+                    self._retry(part, attempts, waiting)
+            late = {worker for _, worker, end in running.values() if end <= time.monotonic()}
+            for worker in late:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.kill(self._workers[worker], no_restart=True)
+                self._workers[worker] = self._start()
+                for call in [call for call, (_, other, _) in running.items() if other == worker]:
+                    self._retry(running.pop(call)[0], attempts, waiting)
+                load[worker] = 0
+
+    def _retry(self, part: _Part, attempts: dict[_Part, int], waiting: deque[_Part]) -> None:
+        attempts[part] += 1
+        if attempts[part] == _ATTEMPTS:
+            raise WhetError(
+                f"RayPool.generate: prompt {part.prompt} was lost on {_ATTEMPTS} workers, or took them longer than "
+                f"{self._call_timeout_s:g} s. Look at the nodes' memory, or raise call_timeout_s."
+            )
+        waiting.appendleft(part)
+
+    def close(self) -> None:
+        """End the workers, and Ray where the pool started it."""
+        for worker in self._workers:
+            with contextlib.suppress(Exception):
+                self._ray.kill(worker, no_restart=True)
+        self._workers = []
+        if self._is_own and self._ray.is_initialized():
+            self._ray.shutdown()
+            self._is_own = False
+
+
+def _connect(ray: Any, address: str) -> bool:
+    """Whether a Ray was started for this process alone."""
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet = {"log_to_driver": False, "logging_level": "error"}
+    if not address:
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
+        return True
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if host and port.isdigit():  # Ray would wait for minutes
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        ray.init(address=address, **quiet)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise WhetError(
+            f"RayPool: there is no Ray cluster at {address!r} ({reason}). Start one with `ray start --head`, or leave "
+            f"the address out for one of this machine."
+        ) from None
+    return True

@@ -1,0 +1,87 @@
+"""A sampling worker: an engine in a process that Ray starts, without torch.
+
+A call carries all that its result depends on, so that any worker gives the same completions, also one that was started
+after another was killed: Ray's retries need nothing more.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import whet
+from whet.config.sampling import Completion, SamplingParams, StreamKey
+from whet.engine import Engine
+from whet.engine.session import EngineBusyError
+from whet.models.sources.arrays import describe_arrays
+
+_POLL_S = 0.05
+
+
+class Policy(NamedTuple):
+    """The weights that a call samples from.
+
+    Attributes:
+        version: of all, the trainer's.
+        weights: [reference]: config, targets, options of the engine, and named arrays; in a list, so that Ray passes it
+            on without fetching what it refers to.
+        weights_version: of these weights, that of the call of ``sync`` which sent them; adapters may be newer.
+        adapters: [reference] of named adapters, or none.
+    """
+
+    version: int
+    weights: list[Any]
+    weights_version: int
+    adapters: list[Any]
+
+
+def versions() -> dict[str, str]:
+    """By name, those that driver and workers must have alike."""
+    return {"Whet": whet.__version__, "Python": ".".join(platform.python_version_tuple()[:2])}
+
+
+class Worker:
+    """Made by Ray; see ``whet.rollout.ray_pool``."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._weights_version = 0
+        self._loading = threading.Lock()
+
+    def versions(self) -> dict[str, str]:
+        return versions()
+
+    def generate(
+        self, policy: Policy, prompt_ids: Sequence[int], n: int, sampling: SamplingParams, key: StreamKey
+    ) -> list[Completion]:
+        """``n`` completions of a prompt. Calls on several threads share the engine's batch."""
+        return self._load(policy).generate([prompt_ids], n, sampling, keys=[key])[0]
+
+    def _load(self, policy: Policy) -> Engine:
+        import ray
+
+        with self._loading:
+            if self._weights_version != policy.weights_version:
+                config, targets, options, arrays = ray.get(policy.weights[0])
+                if self._engine is None:
+                    source = describe_arrays(arrays, config, targets, None, "RayPool")
+                    self._engine = Engine(source, where="RayPool", **options)
+                self._sync(self._engine, arrays, policy.weights_version)
+                self._weights_version = policy.weights_version
+                is_plain = True
+            else:
+                assert self._engine is not None
+                is_plain = False
+            if policy.adapters and (is_plain or self._engine.policy_version != policy.version):
+                self._sync(self._engine, ray.get(policy.adapters[0]), policy.version)
+            return self._engine
+
+    def _sync(self, engine: Engine, arrays: dict[str, Any], version: int) -> None:
+        while True:
+            try:
+                return engine.sync(arrays, version=version)
+            except EngineBusyError:  # a call of another version, whose driver has given it up
+                time.sleep(_POLL_S)

@@ -1,0 +1,212 @@
+"""A pool of sampling workers gives the completions of the engine in this process, whatever happens to its workers."""
+
+import contextlib
+import copy
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.tiny import fours, timeless, tiny_llama, with_lora
+
+from whet import Engine, SamplingParams, StreamKey
+from whet.algorithms.grpo import GRPO
+from whet.errors import WhetError, WhetValueError
+from whet.nn.frozen import frozen_model
+from whet.rollout.ray_pool import RayPool, divide
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+PROMPTS = [[3, 5, 7], [4, 4], [9], [6, 8, 3, 2], [5]]
+SAMPLING = SamplingParams(max_new_tokens=12, seed=3)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    import ray
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield ray
+    ray.shutdown()
+
+
+def said(groups):
+    return [[(c.token_ids, c.logprobs, c.finish_reason, c.policy_version) for c in group] for group in groups]
+
+
+def changed(model, seed):
+    other = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return other
+
+
+def pool_of(model, workers, **options):
+    return RayPool(model, workers=workers, threads=1, weights="float32", **options)
+
+
+@given(n_prompts=st.integers(1, 40), n=st.integers(1, 20), n_workers=st.integers(1, 40))
+def test_every_sample_is_in_one_part(n_prompts, n, n_workers):
+    parts = divide(n_prompts, n, n_workers)
+    assert sorted((p.prompt, i) for p in parts for i in range(p.first, p.first + p.count)) == [
+        (prompt, i) for prompt in range(n_prompts) for i in range(n)
+    ]
+    assert len(parts) >= min(n_workers, n_prompts * n) or n_prompts >= n_workers
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_pool_gives_the_completions_of_one_engine(cluster, workers):
+    model = tiny_llama()
+    pool = pool_of(model, workers)
+    try:
+        with Engine.from_model(model, weights="float32") as engine, pytest.raises(WhetValueError, match="no weights"):
+            pool.generate(PROMPTS, 1, SAMPLING)
+        for seed in (0, 1):
+            other = changed(model, seed)
+            pool.sync(other)
+            engine = Engine.from_model(model, weights="float32")
+            engine.sync(other, version=pool.policy_version)
+            assert said(pool.generate(PROMPTS, 4, SAMPLING)) == said(engine.generate(PROMPTS, 4, SAMPLING))
+            assert said(pool.generate(PROMPTS[:1], 7, SAMPLING)) == said(engine.generate(PROMPTS[:1], 7, SAMPLING))
+            keys = [StreamKey(8, 2), StreamKey(1, 5)]
+            of_keys = engine.generate(PROMPTS[:2], 3, SAMPLING, keys=keys)
+            assert said(pool.generate(PROMPTS[:2], 3, SAMPLING, keys=keys)) == said(of_keys)
+        assert pool.generate([], 2, SAMPLING) == []
+    finally:
+        pool.close()
+
+
+def test_adapters_alone_follow_the_weights_once(cluster):
+    model = with_lora(tiny_llama(), b_std=0.3, target_modules=["q_proj", "down_proj"])
+    pool = pool_of(model, 2)
+    try:
+        for seed in range(3):
+            torch.manual_seed(seed)
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora_B" in name:
+                        parameter.normal_(std=0.3)
+            pool.sync(model)
+            assert pool._policy.weights_version == 1 and pool._policy.version == seed + 1
+            engine = Engine.from_model(model, weights="float32")
+            engine.sync(model, version=seed + 1)
+            assert said(pool.generate(PROMPTS, 2, SAMPLING)) == said(engine.generate(PROMPTS, 2, SAMPLING))
+    finally:
+        pool.close()
+
+
+def workers_of(cluster):
+    """Process ids of the pool's workers: of this process's Ray, of which others may run."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "ray::Worker" in " ".join(process.cmdline()):
+                found.append(process.pid)
+    return found
+
+
+@pytest.mark.parametrize("killed", ["one", "all", "at sync"])
+def test_killed_workers_change_nothing(cluster, killed):
+    model = tiny_llama(num_hidden_layers=4, hidden_size=64, max_position_embeddings=2048)
+    long = SamplingParams(max_new_tokens=600, seed=3)
+    pool = pool_of(model, 2)
+    try:
+        pool.sync(model)
+        engine = Engine.from_model(model, weights="float32")
+        engine.sync(model)
+        expected = said(engine.generate(PROMPTS, 4, long))
+        pool.generate(PROMPTS, 1, SAMPLING)
+        pids = workers_of(cluster)
+        assert len(pids) == 2
+
+        def kill():
+            time.sleep(0.0 if killed == "at sync" else 0.1)
+            for pid in pids[: 1 if killed == "one" else 2]:
+                os.kill(pid, signal.SIGKILL)
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        if killed == "at sync":
+            pool.sync(model)
+            engine.sync(model)
+            expected = said(engine.generate(PROMPTS, 4, long))
+        assert said(pool.generate(PROMPTS, 4, long)) == expected
+        thread.join()
+        assert not set(workers_of(cluster)) & set(pids[: 1 if killed == "one" else 2])
+    finally:
+        pool.close()
+
+
+def test_a_worker_that_hangs_is_replaced(cluster):
+    model = tiny_llama()
+    pool = pool_of(model, 2, call_timeout_s=4)
+    try:
+        pool.sync(model)
+        expected = said(pool.generate(PROMPTS, 4, SAMPLING))
+        stopped = workers_of(cluster)[0]
+        os.kill(stopped, signal.SIGSTOP)
+        assert said(pool.generate(PROMPTS, 4, SAMPLING)) == expected
+        end = time.monotonic() + 30
+        while stopped in workers_of(cluster) and time.monotonic() < end:
+            time.sleep(0.2)
+    finally:
+        pool.close()
+        with contextlib.suppress(ProcessLookupError):  # Ray cannot end what does not run
+            os.kill(stopped, signal.SIGKILL)
+
+
+def test_errors_come_as_they_are(cluster):
+    model = tiny_llama()
+    with pytest.raises(WhetError, match="9 workers of 1 threads need 9 CPUs, and the cluster has 4"):
+        pool_of(model, 9)
+    with pytest.raises(WhetValueError, match="workers is 0"):
+        pool_of(model, 0)
+    holder = pool_of(model, 3)
+    try:
+        with pytest.raises(WhetError, match="after 3 s not all of 2 workers run"):
+            pool_of(model, 2, start_timeout_s=3)
+        holder.sync(model)
+        with pytest.raises(WhetValueError, match=r"prompt_ids\[0\] holds token 999"):
+            holder.generate([[999]], 1, SAMPLING)
+        assert len(holder.generate(PROMPTS, 1, SAMPLING)) == 5
+    finally:
+        holder.close()
+
+
+def test_grpo_takes_the_steps_that_it_takes_alone(cluster):
+    runs = []
+    for settings in ({"engine": "native"}, {"engine": "ray", "rollout_workers": 2}):
+        trainer = GRPO(
+            tiny_llama(), reward_fn=fours, group_size=4, max_new_tokens=5, learning_rate=0.01, **settings
+        )  # fmt: skip
+        runs.append([timeless(trainer.train_step(PROMPTS)) for _ in range(3)] + [trainer.last_completions])
+        getattr(trainer.engine, "close", lambda: None)()
+    assert runs[0] == runs[1]
+    with pytest.raises(WhetValueError, match="rollout_workers is 3 and has no effect: engine is 'auto', not 'ray'"):
+        GRPO(tiny_llama(), reward_fn=fours, rollout_workers=3)
+
+
+def test_a_cluster_that_is_not_there_is_refused():
+    code = """
+from tests.tiny import tiny_llama
+from whet.rollout.ray_pool import RayPool
+RayPool(tiny_llama(), workers=1, address="127.0.0.1:9", weights="float32")
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "there is no Ray cluster at '127.0.0.1:9'" in ran.stderr.splitlines()[-1]
+
+
+def test_a_packed_base_is_refused(cluster, tmp_path):
+    tiny_llama(hidden_size=32, intermediate_size=32).save_pretrained(tmp_path)
+    with pytest.raises(WhetValueError, match="the model's weights are a packed base"):
+        pool_of(frozen_model(tmp_path, "q8_0"), 1)
