@@ -29,6 +29,21 @@ async function folder(): Promise<FileSystemDirectoryHandle | undefined> {
   }
 }
 
+const ATTEMPTS = 40;
+const PAUSE_MS = 25;
+
+/** Firefox frees a file some time after it was closed or read. */
+async function openHandle(file: { createSyncAccessHandle(): Promise<SyncHandle> }): Promise<SyncHandle> {
+  for (let attempt = 1; ; ++attempt) {
+    try {
+      return await file.createSyncAccessHandle();
+    } catch (error) {
+      if ((error as Error)?.name !== "NoModificationAllowedError" || attempt >= ATTEMPTS) throw error;
+      await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
+    }
+  }
+}
+
 async function keyOf(url: URL): Promise<string> {
   const digest = await crypto.subtle.digest("SHA-256", new TextEncoder().encode(url.href));
   return Array.from(new Uint8Array(digest), (byte) => byte.toString(16).padStart(2, "0")).join("");
@@ -95,7 +110,7 @@ export class Stored {
   private async write(note: Note): Promise<void> {
     this.note = note;
     const file = (await this.directory.getFileHandle(`${this.key}.json`, { create: true })) as FileSystemFileHandle & { createSyncAccessHandle(): Promise<SyncHandle> };
-    const handle = await file.createSyncAccessHandle();
+    const handle = await openHandle(file);
     try {
       handle.truncate(0);
       handle.write(new TextEncoder().encode(JSON.stringify(note)), { at: 0 });
@@ -129,7 +144,7 @@ export async function openCache(url: URL): Promise<Stored | undefined> {
   const key = await keyOf(url);
   try {
     const file = (await directory.getFileHandle(key, { create: true })) as FileSystemFileHandle & { createSyncAccessHandle(): Promise<SyncHandle> };
-    return new Stored(directory, key, url, file, await file.createSyncAccessHandle(), await readNote(directory, key));
+    return new Stored(directory, key, url, file, await openHandle(file), await readNote(directory, key));
   } catch {
     return undefined;
   }

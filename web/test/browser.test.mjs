@@ -1,0 +1,163 @@
+// The package in Chromium, and in Firefox where it is installed: served as files, by a page of its own.
+import assert from "node:assert/strict";
+import { existsSync } from "node:fs";
+import { readFile } from "node:fs/promises";
+import { after, before, describe, test } from "node:test";
+import { chromium } from "playwright-core";
+import puppeteer from "puppeteer-core";
+import { FIXTURES, readFixture } from "./fixtures.mjs";
+import { serve } from "./server.mjs";
+
+const { cases } = await readFixture("model");
+const { ids, plain, greedy } = cases.q8_0;
+const ISOLATED = { "cross-origin-opener-policy": "same-origin", "cross-origin-embedder-policy": "require-corp" };
+const CSP = { "content-security-policy": "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; worker-src 'self'; connect-src 'self'" };
+
+const BROWSERS = {
+  chromium: {
+    path: "/usr/bin/chromium",
+    launch: (executablePath) => chromium.launch({ executablePath, args: ["--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"] }),
+  },
+  firefox: {
+    path: "/usr/bin/firefox-esr",
+    launch: (executablePath) => puppeteer.launch({ browser: "firefox", executablePath, headless: true }),
+  },
+};
+
+async function files() {
+  const found = { "index.html": Buffer.from("<!doctype html><title>whet-web</title>") };
+  for (const name of ["index.js", "worker.js", "thread.js", "threads.wasm", "plain.wasm"]) found[name] = await readFile(new URL(`../dist/${name}`, import.meta.url));
+  for (const name of ["q8_0.gguf", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"]) found[name] = await readFile(new URL(name, FIXTURES));
+  return found;
+}
+
+for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
+  describe(name, { skip: existsSync(path) ? false : `${path} is not installed` }, () => {
+    let browser;
+    const servers = {};
+    before(async () => {
+      browser = await launch(path);
+      const all = await files();
+      servers.isolated = await serve(all, ISOLATED);
+      servers.plain = await serve(all);
+      servers.strict = await serve(all, { ...ISOLATED, ...CSP });
+    });
+    after(async () => {
+      await browser?.close();
+      for (const server of Object.values(servers)) await server.close();
+    });
+
+    async function open(kind) {
+      const page = await browser.newPage();
+      const messages = [];
+      page.on("console", (message) => messages.push(message.text()));
+      await page.goto(servers[kind].url("index.html"));
+      return { page, messages };
+    }
+
+    test("an isolated page has threads and the native engine's tokens and bits", async () => {
+      const { page } = await open("isolated");
+      const found = await page.evaluate(async ([ids]) => {
+        const { Engine } = await import("/index.js");
+        const engine = await Engine.load("q8_0.gguf", { threads: 2, cache: false });
+        const info = await engine.info();
+        const tokens = [];
+        for await (const { sample, token, logprob } of engine.generate(ids, { n: 2, temperature: 0.8, topP: 0.9, maxNewTokens: 24, seed: 7, stopTokenIds: [1] })) if (sample === 0) tokens.push([token, logprob]);
+        engine.close();
+        return { info, tokens };
+      }, [ids]);
+      assert.deepEqual([found.info.build, found.info.threads, found.info.exact], ["threads", 2, true]);
+      assert.deepEqual(found.tokens.map(([token]) => token), plain.samples[0].tokens);
+      assert.deepEqual(found.tokens.map(([, logprob]) => logprob), plain.samples[0].logprobs);
+      await page.close();
+    });
+
+    test("a page that is not isolated has one thread, and is told the headers once", async () => {
+      const { page, messages } = await open("plain");
+      const info = await page.evaluate(async () => {
+        const { Engine } = await import("/index.js");
+        for (let i = 0; i < 2; ++i) (await Engine.load("q8_0.gguf", { cache: false })).close();
+        const engine = await Engine.load("q8_0.gguf", { cache: false });
+        return engine.info();
+      });
+      assert.equal(info.threads, 1);
+      const warnings = messages.filter((text) => text.includes("Cross-Origin-Opener-Policy: same-origin and Cross-Origin-Embedder-Policy"));
+      assert.equal(warnings.length, 1);
+      await page.close();
+    });
+
+    test("a strict content security policy admits it", async () => {
+      const { page } = await open("strict");
+      // Scripts of the page itself are refused there, so that the test asks by the debugger.
+      const tokens = await page.evaluate(async ([ids]) => {
+        const { Engine } = await import("/index.js");
+        const engine = await Engine.load("q8_0.gguf", { threads: 2, cache: false });
+        const tokens = [];
+        for await (const { token } of engine.generate(ids, { temperature: 0, maxNewTokens: 16 })) tokens.push(token);
+        return tokens;
+      }, [ids]);
+      assert.deepEqual(tokens, greedy);
+      await page.close();
+    });
+
+    test("a download stays in the origin's file system, and is asked for again where the server has another", async () => {
+      const { page } = await open("isolated");
+      const load = () =>
+        page.evaluate(async () => {
+          const { Engine, listCache } = await import("/index.js");
+          (await Engine.load("q8_0.gguf", { threads: 1 })).close();
+          return listCache();
+        });
+      const count = () => servers.isolated.requests.filter((request) => request.method === "GET" && request.path === "/q8_0.gguf").length;
+      const before = count();
+      const [entry, ...others] = await load();
+      assert.deepEqual([entry.isComplete, others.length, count() - before], [true, 0, 1]);
+      await load();
+      assert.equal(count() - before, 1);
+      servers.isolated.etag = "2";
+      await load();
+      assert.equal(count() - before, 2);
+      assert.deepEqual(
+        await page.evaluate(async () => {
+          const { clearCache, listCache } = await import("/index.js");
+          await clearCache();
+          return listCache();
+        }),
+        [],
+      );
+      await page.close();
+    });
+
+    test("a worker's script that is not there is told, and the page lives", async () => {
+      const { page } = await open("isolated");
+      const message = await page.evaluate(async () => {
+        const { Engine } = await import("/index.js");
+        return Engine.load("q8_0.gguf", { assets: "/elsewhere/" }).catch((error) => `${error.name}: ${error.message}`);
+      });
+      assert.match(message, /^WhetError: Engine: its worker has failed: its script could not be loaded; serve the package's worker.js/);
+      await page.close();
+    });
+
+    test("a signal ends a request in the midst, and adapters are by request", async () => {
+      const { page } = await open("isolated");
+      const found = await page.evaluate(async ([ids]) => {
+        const { Engine } = await import("/index.js");
+        const engine = await Engine.load(await (await fetch("q8_0.gguf")).blob(), { threads: 1 });
+        const controller = new AbortController();
+        let n = 0;
+        let name;
+        try {
+          for await (const _ of engine.generate(ids, { maxNewTokens: 400, signal: controller.signal })) if (++n === 3) controller.abort();
+        } catch (error) {
+          name = error.name;
+        }
+        const adapter = await engine.loadAdapter(["adapter/adapter_config.json", "adapter/adapter_model.safetensors"]);
+        return { n, name, adapted: Array.from(await engine.logprobs(ids, { adapter })), plain: Array.from(await engine.logprobs(ids)) };
+      }, [ids]);
+      assert.deepEqual([found.n, found.name], [3, "AbortError"]);
+      assert.deepEqual(found.plain, plain.scores.slice(0, ids.length - 1));
+      assert.deepEqual(found.adapted, cases.q8_0.adapted.scores.slice(0, ids.length - 1));
+      await page.close();
+    });
+  });
+}
