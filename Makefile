@@ -1,7 +1,7 @@
 # make demo    post-train a small model from nothing, in under 5 minutes
 # make test    the whole Python test suite
 # make test-scale  pools of sampling workers, with Ray
-# make web     the core as WebAssembly and the npm package around it, in web/dist; make web-test tests it
+# make web     the core as WebAssembly and the npm package around it, in web/dist; make web-test tests it, make web-demo shows it
 # make fuzz    a minute of hostile bytes for each kind of model file
 # make test-real  a real model beside llama.cpp, in every mixture of types: 3 GB in build/real, half an hour
 # make torture kills, full disks, damaged files, memory that is refused: docs/reliability.md, under 20 minutes
@@ -12,7 +12,7 @@ BUILD  := build/release
 BIN    := $(VENV)/bin
 NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.txt tools/set_up.py
 
-.PHONY: demo test test-scale test-real web web-test fuzz torture lint cpp-test wheel-test setup-test check format clean
+.PHONY: demo test test-scale test-real web web-test web-demo fuzz torture lint cpp-test wheel-test setup-test check format clean
 .NOTPARALLEL:  # two extras must not be installed into one environment at once; each recipe uses all cores
 
 # One stamp per extra: `make demo` on a fresh machine installs no test tools. All of them, and the C++ tests, share one
@@ -76,6 +76,10 @@ web: $(VENV)/.installed-web
 web-test: $(VENV)/.installed-test web
 	PYTHONPATH=. $(BIN)/python web/test/fixtures.py build/web/fixtures
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(MAKE) -C web test
+
+# The example page; models in models/ (`whet fetch smollm2`) can be chosen there.
+web-demo: web
+	$(BIN)/node web/example/serve.mjs 8000 models
 
 # Files as an enemy writes them.
 fuzz: $(VENV)/.installed-fuzz

@@ -1,0 +1,173 @@
+// The page's state is one engine and one chat; every action of the page is one function below.
+import { Engine } from "./dist/index.js";
+
+const at = (id) => document.getElementById(id);
+const inputs = ["message", "send", "clear", "measure"];
+let engine, chat, adapter, running;
+
+function say(text, isError = false) {
+  at("status").textContent = text;
+  at("status").classList.toggle("error", isError);
+}
+
+function enable(isReady) {
+  for (const id of inputs) at(id).disabled = !isReady;
+  at("stop").disabled = isReady || running === undefined;
+  at("adapters").disabled = !isReady;
+}
+
+const megabytes = (bytes) => `${Math.round(bytes / 1e6).toLocaleString()} MB`;
+
+async function open(source, name) {
+  running?.abort();
+  engine?.close();
+  engine = chat = adapter = undefined;
+  at("adapted").checked = false;
+  at("adapted").disabled = true;
+  enable(false);
+  at("facts").replaceChildren();
+  at("progress").hidden = false;
+  say(`Loading ${name} ...`);
+  try {
+    const onProgress = ({ loadedBytes, totalBytes }) => (at("progress").value = totalBytes > 0 ? loadedBytes / totalBytes : 0);
+    engine = await Engine.load(source, { contextLength: 2048, onProgress });
+    show(await engine.info());
+    startChat();
+    say(`${name} is ready.`);
+    enable(true);
+    at("message").focus();
+  } catch (error) {
+    say(error.message, true);
+  } finally {
+    at("progress").hidden = true;
+  }
+}
+
+function show(info) {
+  const facts = {
+    Architecture: info.architecture,
+    Parameters: `${(info.parameters / 1e6).toFixed(0)} million`,
+    Weights: `${megabytes(info.weightsBytes)} (${info.formats.join(", ")})`,
+    Memory: megabytes(info.memoryBytes),
+    Threads: String(info.threads),
+    "Native bits": info.exact ? "yes" : "no: this browser rounds twice",
+  };
+  at("facts").replaceChildren(
+    ...Object.entries(facts).flatMap(([name, value]) => {
+      const [term, text] = [document.createElement("dt"), document.createElement("dd")];
+      [term.textContent, text.textContent] = [name, value];
+      return [term, text];
+    }),
+  );
+}
+
+function startChat() {
+  const options = { temperature: Number(at("temperature").value), maxNewTokens: 512 };
+  chat = engine.chat(at("adapted").checked ? { ...options, adapter } : options);
+  at("chat").replaceChildren();
+  at("rate").value = "";
+}
+
+function add(role, text) {
+  const item = document.createElement("li");
+  item.className = role;
+  item.dataset.role = role === "user" ? "You" : "Model";
+  item.textContent = text;
+  at("chat").append(item);
+  at("chat").scrollTop = at("chat").scrollHeight;
+  return item;
+}
+
+async function send() {
+  const text = at("message").value.trim();
+  if (text === "" || running !== undefined) return;
+  at("message").value = "";
+  add("user", text);
+  const answer = add("model", "");
+  running = new AbortController();
+  enable(false);
+  let n = 0;
+  let first;
+  try {
+    for await (const token of chat.send(text, { signal: running.signal })) {
+      first ??= performance.now();
+      answer.append(token.text);
+      at("chat").scrollTop = at("chat").scrollHeight;
+      if (n++ > 0) at("rate").value = `${((n - 1) / ((performance.now() - first) / 1000)).toFixed(1)} tokens/s`;
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") say(error.message, true);
+  } finally {
+    running = undefined;
+    enable(true);
+    at("message").focus();
+  }
+}
+
+async function measure() {
+  enable(false);
+  say("Measuring ...");
+  try {
+    const { vocabSize } = await engine.info();
+    const prompt = Array.from({ length: 256 }, (_, i) => 5 + ((i * 7919) % (vocabSize - 5)));
+    const times = [performance.now()];
+    for await (const _ of engine.generate(prompt, { temperature: 0, minNewTokens: 65, maxNewTokens: 65 })) times.push(performance.now());
+    const rates = [(256 / (times[1] - times[0])) * 1000, (64 / (times[65] - times[1])) * 1000];
+    for (const [i, rate] of rates.entries()) at("speeds").rows[i].cells[1].textContent = rate.toFixed(1);
+    say("Measured.");
+  } catch (error) {
+    say(error.message, true);
+  } finally {
+    enable(true);
+  }
+}
+
+async function openAdapter() {
+  try {
+    if (adapter !== undefined) await engine.removeAdapter(adapter);
+    adapter = await engine.loadAdapter([...at("adapter").files]);
+    at("adapted").disabled = false;
+    at("adapted").checked = true;
+    startChat();
+    say("The adapter is ready. A new chat begins.");
+  } catch (error) {
+    say(error.message, true);
+  }
+}
+
+at("open").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const url = at("url").value.trim();
+  if (url !== "") open(new URL(url, location.href), url);
+});
+at("file").addEventListener("change", () => {
+  const files = [...at("file").files].sort((a, b) => (a.name < b.name ? -1 : 1));
+  if (files.length > 0) open(files.length === 1 ? files[0] : files, files[0].name);
+});
+at("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+at("message").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  send();
+});
+at("stop").addEventListener("click", () => running?.abort());
+at("clear").addEventListener("click", startChat);
+at("temperature").addEventListener("change", startChat);
+at("measure").addEventListener("click", measure);
+at("adapter").addEventListener("change", openAdapter);
+at("adapted").addEventListener("change", startChat);
+for (const name of ["dragover", "dragleave", "drop"]) {
+  document.body.addEventListener(name, (event) => {
+    event.preventDefault();
+    document.body.classList.toggle("dropping", name === "dragover");
+    const files = name === "drop" ? [...event.dataTransfer.files] : [];
+    if (files.length > 0) open(files.length === 1 ? files[0] : files, files[0].name);
+  });
+}
+
+const listed = await fetch("models.json").then((response) => (response.ok ? response.json() : []), () => []);
+at("models").replaceChildren(...listed.map((value) => Object.assign(document.createElement("option"), { value })));
+at("url").value = listed[0] ?? "";

@@ -1,0 +1,51 @@
+// The example page in Chromium: a model is loaded, chatted with and measured, by keyboard; wide and narrow, light and dark.
+import assert from "node:assert/strict";
+import { spawn } from "node:child_process";
+import { existsSync } from "node:fs";
+import { test } from "node:test";
+import { fileURLToPath } from "node:url";
+import { FIXTURES } from "./fixtures.mjs";
+
+const executablePath = ["/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"].find(existsSync);
+
+test("the example page", { skip: executablePath === undefined && "Chromium is not installed" }, async () => {
+  const { chromium } = await import("playwright-core");
+  const path = fileURLToPath(new URL("../example/serve.mjs", import.meta.url));
+  const server = spawn(process.execPath, [path, "0", fileURLToPath(FIXTURES)], { stdio: ["ignore", "pipe", "inherit"] });
+  const url = await new Promise((resolve) => server.stdout.once("data", (data) => resolve(String(data).trim())));
+  const browser = await chromium.launch({ executablePath, args: ["--no-sandbox"] });
+  try {
+    const page = await browser.newPage({ viewport: { width: 1200, height: 900 } });
+    const problems = [];
+    page.on("pageerror", (error) => problems.push(error.message));
+    await page.goto(url);
+    const status = (text) => page.waitForFunction((end) => document.querySelector("#status").textContent.includes(end), text);
+    await page.fill("#url", "models/none.gguf");
+    await page.press("#url", "Enter");
+    await status("answered 404");
+    await page.fill("#url", "models/q8_0.gguf");
+    await page.press("#url", "Enter");
+    await status("q8_0.gguf is ready.");
+    assert.match(await page.textContent("#facts"), /Architecturellama.*Native bitsyes/);
+    await page.keyboard.type("Why?"); // the message has the focus
+    await page.keyboard.press("Enter");
+    await page.waitForFunction(() => !document.querySelector("#send").disabled);
+    assert.match(await page.textContent("#chat"), /^Why\?.+/s);
+    assert.equal(await page.textContent("#status"), "models/q8_0.gguf is ready.");
+    await page.click("#measure");
+    await status("Measured.");
+    for (const speed of await page.locator("#speeds td").allTextContents()) assert.ok(Number(speed) > 0, speed);
+    for (const [colorScheme, width] of [["light", 1200], ["dark", 1200], ["dark", 360], ["light", 360]]) {
+      await page.emulateMedia({ colorScheme });
+      await page.setViewportSize({ width, height: 800 });
+      assert.ok(await page.evaluate(() => document.documentElement.scrollWidth <= innerWidth), `it is wider than ${width}`);
+    }
+    const unnamed = await page.$$eval("input, textarea, button, progress", (all) =>
+      all.filter((each) => !(each.labels?.length || each.textContent || each.ariaLabel)).map(({ id }) => id),
+    );
+    assert.deepEqual([unnamed, problems], [[], []]);
+  } finally {
+    await browser.close();
+    server.kill();
+  }
+});
