@@ -1,6 +1,6 @@
 # make demo    post-train a small model from nothing, in under 5 minutes
 # make test    the whole Python test suite
-# make test-scale  pools of sampling workers, with Ray
+# make test-scale  several processes: ranks under torchrun, and pools of sampling workers with Ray
 # make web     the core as WebAssembly and the npm package around it, in web/dist; make web-test tests it, make web-demo shows it
 # make fuzz    a minute of hostile bytes for each kind of model file
 # make test-real  a real model beside llama.cpp, in every mixture of types: 3 GB in build/real, half an hour
@@ -30,7 +30,7 @@ demo: $(VENV)/.installed-train
 test: $(VENV)/.installed-test $(VENV)/.installed-gym
 	$(BIN)/python -m pytest -n auto
 
-# Pools of workers, which are started, killed and stopped.
+# Ranks, which make test has too, and workers, which are started, killed and stopped.
 test-scale: $(VENV)/.installed-test $(VENV)/.installed-ray
 	$(BIN)/python -m pytest -q tests/scale
 

@@ -51,6 +51,10 @@ class NonFiniteError(WhetError, ArithmeticError):
     """Loss or gradients stayed NaN or infinite for too many steps in a row."""
 
 
+class RankError(WhetError, RuntimeError):
+    """Processes that train together do not reach each other, or one of them failed."""
+
+
 class FolderInUseError(WhetValueError):
     """Another process has locked the folder of a run, or of its checkpoints."""
 

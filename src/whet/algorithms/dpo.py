@@ -184,7 +184,9 @@ class DPO(Trainer):
         token_rows = self._tokenize([done[i] for i in missing]).rows()
         cache, arithmetic = self.config.reference_cache, self.acceleration.dtype if self.acceleration else "torch"
         open_cache = partial(self.reference.open_cache, cache, str(arithmetic).removeprefix("torch."))
-        known = self._sums.add(token_rows, self._reference_sums, self.config.batch_size, open_cache if cache else None)
+        known = self._sums.add(
+            token_rows, self._reference_sums, self.config.batch_size, open_cache if cache else None, self.ranks
+        )
         for i, sums in zip(missing, known, strict=True):
             done[i] = {**done[i], **dict(zip(_REFERENCE, sums, strict=True))}
         return done
@@ -310,9 +312,10 @@ def update_on_pairs(trainer: Trainer, pairs: Pairs) -> dict[str, float]:
     pairs = with_reference(trainer, pairs)
     n_pairs, n_chosen = len(pairs.prompt_ids), sum(map(len, pairs.chosen_ids))
     n_completion = n_chosen + sum(map(len, pairs.rejected_ids))
-    gaps: list[float] = []
     with trainer.update() as update:
-        for part in map(pairs.select, trainer.micro_batches(pairs.rows())):
+        rows = pairs.rows()
+        for part in map(pairs.select, trainer.deal(update, rows, trainer.micro_batches(rows))):
+            largest: dict[str, float] = {}
             with phase("forward"):
                 logprobs, entropy, mask = completion_logprobs(
                     trainer.model, part.prompt_ids * 2, part.chosen_ids + part.rejected_ids, return_entropy=True
@@ -324,13 +327,11 @@ def update_on_pairs(trainer: Trainer, pairs: Pairs) -> dict[str, float]:
                 )
             if part.sampler_logprobs is not None:
                 recorded = torch.cat([side[:, : mask.shape[1]] for side in part.sampler_logprobs]).to(mask.device)
-                gap, largest = sampler_gap(logprobs, recorded, mask)
+                gap, largest["sampler/log_ratio_max"] = sampler_gap(logprobs, recorded, mask)
                 metrics["sampler/log_ratio"] = gap / max(1, n_completion)
-                gaps.append(largest)
             metrics["entropy"] = cast(Tensor, entropy).sum().item() / max(1, n_completion)
-            update.add(loss, metrics)
-    largest = {"sampler/log_ratio_max": max(gaps)} if gaps else {}
-    return {**update.metrics, **largest, "num_tokens": n_completion + 2 * sum(map(len, pairs.prompt_ids))}
+            update.add(loss, metrics, largest)
+    return {**update.metrics, **update.maxima, "num_tokens": n_completion + 2 * sum(map(len, pairs.prompt_ids))}
 
 
 def dpo_loss(

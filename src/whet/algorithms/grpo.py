@@ -117,9 +117,12 @@ class GRPO(OnlineTrainer):
         self._begun = step = self._continued(prompt_batch) or self._begin(prompt_batch)
         while step.counts.n_tokens and len(step.updates) < self.config.num_iterations:
             with self.update() as update:
-                for batch in step.batches:
-                    update.add(*self._loss(batch, step))
+                for batch in update.deal(step.batches, [batch.n_tokens() for batch in step.batches]):
+                    loss, metrics = self._loss(batch, step)
+                    known = batch.sampler_logprobs is not None
+                    update.add(loss, metrics, {"sampler/log_ratio_max": batch.sampler_gap[1]} if known else None)
             step.updates.append(update.metrics)
+            step.maxima = update.maxima
         self._begun = None
         return step.all_metrics()
 
@@ -135,7 +138,7 @@ class GRPO(OnlineTrainer):
         config, size = self.config, self.config.group_size
         rollout = self.sample(prompt_batch, size)
         with phase("reward"):
-            scored = rollout.score(self.rewards)
+            scored = self.ranks.from_first(lambda: rollout.score(self.rewards))
         with phase("advantages"):
             options = {"scale": config.scale_rewards, "ddof": config.advantage_ddof, "eps": config.advantage_eps}
             advantages = compute_batch_group_advantages(scored.rewards, size, **options)
@@ -238,6 +241,7 @@ class _Step:
         counts: what their sums are divided by.
         metrics: of the completions.
         updates: metrics of each update so far.
+        maxima: of all micro-batches, by name.
     """
 
     number: int
@@ -247,15 +251,14 @@ class _Step:
     counts: _Counts
     metrics: dict[str, float]
     updates: list[dict[str, float]] = field(default_factory=list)
+    maxima: dict[str, float] = field(default_factory=dict)
 
     def all_metrics(self) -> dict[str, float]:
         """The means over the updates, and the metrics of the completions."""
         if not self.updates:
             return {"loss": 0.0, "grad_norm": 0.0, **self.metrics}
         means = {name: sum(update[name] for update in self.updates) / len(self.updates) for name in self.updates[0]}
-        if self.batches[0].sampler_logprobs is not None:
-            means["sampler/log_ratio_max"] = max(batch.sampler_gap[1] for batch in self.batches)
-        return {**means, **self.metrics}
+        return {**means, **self.maxima, **self.metrics}
 
 
 class _Counts(NamedTuple):
@@ -294,6 +297,10 @@ class _MicroBatch:
     old_logprobs: Tensor | None = None
     weights: Tensor | None = None
     sampler_gap: tuple[float, float] = (0.0, 0.0)
+
+    def n_tokens(self) -> int:
+        """Those that go through the model, a shared prompt once."""
+        return sum(map(len, {*map(tuple, self.prompt_ids)})) + sum(map(len, self.completion_ids))
 
     def set_old_logprobs(self, logprobs: Tensor, cap: float) -> None:
         """Set the log-probs of the policy that sampled, and derive gap, importance weights and mask from them."""

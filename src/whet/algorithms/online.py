@@ -22,12 +22,16 @@ from whet.rewards.metrics import mean_rewards
 from whet.rollout.choose import check_lengths, make_engine, reward_functions, with_room
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import Rollout, as_prompt_row, read_prompts, sample
+from whet.training.distributed import DividedEngine
 from whet.training.phases import phase
 from whet.training.trainer import Trainer
 
 
 class OnlineTrainer(Trainer):
     """The base of the training algorithms that sample.
+
+    Every rank samples its share of a batch; rank 0 alone calls reward and preference functions, with the whole batch,
+    so that one that compares completions, or keeps a state, gives what it gives in one process.
 
     Args:
         engine: samples the completions; "auto", "native" or "torch" set ``config.engine``; None: as that says.
@@ -102,7 +106,8 @@ class OnlineTrainer(Trainer):
         scored = []
         with self._synced_engine():
             for i, (batch,) in enumerate(self.in_order(dataset)):
-                scored.append(self._sample(batch, 1, i, where, temperature).score(functions))
+                rollout = self._sample(batch, 1, i, where, temperature)
+                scored.append(self.ranks.from_first(partial(rollout.score, functions)))
         return mean_rewards(scored)
 
     def sample(self, prompt_batch: Any, n: int) -> Rollout:
@@ -143,5 +148,6 @@ class OnlineTrainer(Trainer):
         sampling = self.config.sampling(self.stop_token_ids(), seed)
         if temperature is not None:
             sampling = dataclasses.replace(sampling, temperature=temperature)
+        engine = self.engine if self.ranks.size == 1 else DividedEngine(self.ranks, self.engine)
         with phase("generation"):
-            return sample(self.engine, prompts, n, sampling, self.tokenizer)
+            return sample(engine, prompts, n, sampling, self.tokenizer)

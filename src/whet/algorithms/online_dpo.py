@@ -73,7 +73,8 @@ class OnlineDPO(OnlineTrainer):
         """
         rollout = self.sample(prompt_batch, 2)
         with phase("reward"):
-            scored = None if self.rewards is None else rollout.score(self.rewards)
+            rewards = self.rewards
+            scored = None if rewards is None else self.ranks.from_first(lambda: rollout.score(rewards))
         ids = rollout.completion_ids
         winners = [
             None if first == second else winner
@@ -106,8 +107,9 @@ class OnlineDPO(OnlineTrainer):
         """The preferred side of each pair, or None; a pair with an unscored completion is a tie."""
         if scored is None:
             pairs = list(zip(rollout.shown[::2], rollout.shown[1::2], strict=True))
-            assert self.preference_fn is not None
+            judge = self.preference_fn
+            assert judge is not None
             with phase("reward"):
-                return call_preference(self.preference_fn, pairs)
+                return self.ranks.from_first(lambda: call_preference(judge, pairs))
         first, second = scored.rewards[::2].tolist(), scored.rewards[1::2].tolist()
         return [0 if a > b else 1 if b > a else None for a, b in zip(first, second, strict=True)]

@@ -52,7 +52,8 @@ class SFT(Trainer):
         if n_tokens == 0:
             raise WhetValueError("SFT: no completion of the batch has a token to learn from.")
         with self.update() as update:
-            for part in self.micro_batches(list(zip(prompt_ids, completion_ids, strict=True))):
+            rows = list(zip(prompt_ids, completion_ids, strict=True))
+            for part in self.deal(update, rows, self.micro_batches(rows)):
                 with phase("forward"):
                     logprobs, _, mask = completion_logprobs(
                         self.model,

@@ -214,7 +214,10 @@ def _train(argv: list[str]) -> int:
     run = parse(RUNS[method], argv[1:], where, TRAIN_DESCRIPTION)
     run.check(where)
     check_installed(where, *_MODEL_PACKAGES, "matplotlib")
-    with lock_folder(run.output_dir):  # before the seconds that it takes to import torch
+    from whet.training.distributed import launched_rank
+
+    # Before the seconds that it takes to import torch; of several ranks the first alone writes.
+    with lock_folder(run.output_dir) if launched_rank() == 0 else contextlib.nullcontext():
         return _command("train").main(method, run)
 
 

@@ -53,6 +53,7 @@ from whet.report.run import write_report
 from whet.rewards.functions import RewardFunctions, load_function
 from whet.rollout.choose import reward_functions
 from whet.training.callbacks import CheckpointCallback, CompletionsCallback, EvaluationCallback
+from whet.training.distributed import join_ranks, launched_rank
 from whet.training.loggers import CSVLogger, JSONLLogger, Logger, ProgressLogger, TensorBoardLogger, WandbLogger
 from whet.training.sizes import RunMemory
 from whet.training.trainer import Trainer
@@ -85,7 +86,8 @@ def main(method: str, run: Any) -> int:
 
 def _train(method: str, run: Any) -> int:
     folder = Path(run.output_dir)
-    checkpoint = _checkpoint_to_resume(run, folder)
+    # Rank 0 chooses, so that all continue from the same one.
+    checkpoint, run.base = join_ranks().from_first(lambda: (_checkpoint_to_resume(run, folder), run.base))
     where = f"whet train {method}"
     plan = plan_adapters(run, _open_source(run, where), where, torch.cuda.is_available())
     run.base = plan.base
@@ -121,10 +123,13 @@ def _train(method: str, run: Any) -> int:
     with contextlib.ExitStack() as stack:
         arguments["logger"] = [stack.enter_context(logger) for logger in _loggers(method, run, folder)]
         trainer = _make_trainer(ALGORITHMS[method], checkpoint, model, run.steps, arguments)
-        write_toml(folder / "config.toml", dataclasses.asdict(run))
-        write_inputs(folder / "inputs.json", inputs)
+        if trainer.ranks.is_first:
+            write_toml(folder / "config.toml", dataclasses.asdict(run))
+            write_inputs(folder / "inputs.json", inputs)
         stack.enter_context(checkpoints)
         trainer.train(rows, run.steps - trainer.step)
+    if not trainer.ranks.is_first:
+        return 0
     if trainer.memory.fullest is not None:
         _write_memory(folder / "memory.json", trainer.memory.fullest, predicted)
         # There is no further step, and what draws the report needs memory.
@@ -167,7 +172,8 @@ def _set_seed(seed: int) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    if launched_rank() == 0:
+        print(text, flush=True)
 
 
 def _checkpoint_to_resume(run: Any, folder: Path) -> Path | None:
@@ -239,6 +245,8 @@ def _loggers(method: str, run: Any, folder: Path) -> list[Logger]:
             run.wandb_project, name=folder.name, dir=str(folder), config=dataclasses.asdict(run)
         ),
     }
+    if launched_rank() > 0:
+        return []
     loggers = [JSONLLogger(folder / "metrics.jsonl"), *(makers[name]() for name in run.loggers)]
     return [*loggers, ProgressLogger(run.steps, description=method)]
 
@@ -309,10 +317,12 @@ class StoppableCheckpoints(CheckpointCallback):
         self._end_if_asked(trainer)
 
     def _end_if_asked(self, trainer: Any) -> None:
-        if self._stopping is not None:
+        # A signal may reach the ranks in different steps, or one of them alone: all end after the same step.
+        asked = [number for number in trainer.ranks.gather(self._stopping) if number is not None]
+        if asked:
             super().on_train_end(trainer)
             _say(f"{step_folder(self.folder, trainer.step)} is written; the same command continues from there")
-            raise Stopped(self._stopping)
+            raise Stopped(asked[0])
 
 
 def _save_model(trainer: Trainer, folder: Path) -> None:

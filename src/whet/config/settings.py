@@ -100,6 +100,10 @@ class TrainerConfig:
     """Gradient norm above which gradients are clipped; 0: no clipping."""
     max_skipped_steps: Positive = 10
     """Abort after this many consecutive updates that were skipped because loss or gradient was not finite."""
+    gradient_wire: Literal["float32", "bfloat16"] = "float32"
+    """Under torchrun, how gradients travel; bfloat16 rounds them, and halves the bytes."""
+    deterministic_reduction: bool = False
+    """Sum gradients so that any number of ranks, one among them, gives the same bits; 8 more bytes a parameter."""
     training_mode: bool = False
     """Update in training mode, with dropout and gradient checkpointing."""
     stop_token_ids: TokenIds = field(default_factory=list)
@@ -114,6 +118,7 @@ class TrainerConfig:
         if self.schedule_steps:
             ends = f"at most schedule_steps={self.schedule_steps}, where the rate is zero again"
             check_range(self, "warmup_steps", self.warmup_steps <= self.schedule_steps, ends)
+        check_used(self, ["gradient_wire"], not self.deterministic_reduction, "deterministic_reduction needs every bit")
         packed = ["max_tokens_per_step"] if self.max_tokens_per_step else []
         check_used(self, packed, not self.micro_batch_size, "micro_batch_size says what a pass takes")
         check_used(self, packed, self.compute != "torch", "compute is 'torch', which takes micro_batch_size rows")

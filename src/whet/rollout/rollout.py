@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from whet.data.batches import as_rows
 from whet.data.rows import is_messages, token_rows, tokenize_prompt
 from whet.errors import WhetValueError
 from whet.rewards.functions import RewardBatch, RewardFunctions
-from whet.rollout.protocol import RolloutEngine
 
 _TOKENIZER_FIELDS = ("input_ids", "attention_mask", "token_type_ids")
 
@@ -140,7 +139,15 @@ class Rollout:
         }
 
 
-def sample(engine: RolloutEngine, prompts: Prompts, n: int, sampling: SamplingParams, tokenizer: Any) -> Rollout:
+class Sampler(Protocol):
+    """The part of a ``RolloutEngine`` that ``sample`` needs."""
+
+    def generate(self, prompt_ids: Sequence[Sequence[int]], n: int, sampling: SamplingParams) -> list[list[Completion]]:
+        """As of ``RolloutEngine``."""
+        ...
+
+
+def sample(engine: Sampler, prompts: Prompts, n: int, sampling: SamplingParams, tokenizer: Any) -> Rollout:
     """``n`` completions for each prompt."""
     completions = [completion for group in engine.generate(prompts.ids, n, sampling) for completion in group]
 

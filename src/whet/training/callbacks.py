@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 from whet.checkpoint.folder import preserved_rng, prune_checkpoints, step_folder
 from whet.errors import WhetTypeError, WhetValueError, check_integer, is_number
 from whet.files import FolderLock
+from whet.training.distributed import join_ranks
 from whet.training.loggers import JSONLLogger, as_number
 
 
@@ -42,6 +43,9 @@ class Trainer(Protocol):
 
 class Callback:
     """Does nothing; subclasses override what they need.
+
+    Under torchrun it is called on every rank, as an evaluation is divided among them; one that writes does so where
+    ``trainer.ranks.is_first``.
 
     A callback with state returns it from ``state_dict``, as plain values, so that a checkpoint can keep it and a
     resumed run goes on as if it had never stopped.
@@ -233,7 +237,8 @@ class CheckpointCallback(Callback):
         self._saved_step = 0
 
     def on_train_begin(self, trainer: Trainer, total_steps: int) -> None:
-        self._lock.acquire()
+        if join_ranks().is_first:
+            self._lock.acquire()
         self._saved_step = trainer.step
 
     def on_step_end(self, trainer: Trainer, metrics: MutableMapping[str, float]) -> None:
@@ -251,7 +256,8 @@ class CheckpointCallback(Callback):
         path = step_folder(self.folder, trainer.step)
         trainer.save(path)
         self._saved_step = trainer.step
-        prune_checkpoints(self.folder, newest=path, keep=self.keep)
+        if join_ranks().is_first:
+            prune_checkpoints(self.folder, newest=path, keep=self.keep)
 
 
 class CompletionsCallback(Callback):
@@ -275,8 +281,9 @@ class CompletionsCallback(Callback):
                 f"CompletionsCallback: {type(trainer).__name__} has no last_completions: it samples none. "
                 f"Leave the callback out."
             )
-        self._rows.truncate_after(trainer.step)
+        if join_ranks().is_first:
+            self._rows.truncate_after(trainer.step)
 
     def on_step_end(self, trainer: Trainer, metrics: MutableMapping[str, float]) -> None:
-        for row in trainer.last_completions:
+        for row in trainer.last_completions if join_ranks().is_first else []:
             self._rows.write({"step": trainer.step, **row})

@@ -8,11 +8,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from whet.training.distributed import Ranks
 from whet.training.reference_cache import ReferenceCache, Sums, row_digest
 
 TokenRow = tuple[list[int], list[int], list[int]]
@@ -74,13 +76,23 @@ class ReferenceSums:
         compute: Callable[[list[TokenRow]], list[Sums]],
         batch_size: int,
         open_cache: Callable[[], ReferenceCache] | None,
+        ranks: Ranks,
     ) -> list[Sums]:
-        """The sums of all rows; ``compute``, in batches, gives those that neither this nor the cache has."""
+        """The sums of all rows; ``compute``, in batches, gives those that neither this nor the cache has.
+
+        Rank 0 alone reads the cache and writes it.
+        """
         keys = [row_digest(row) for row in rows]
         unknown = {key: row for key, row in zip(keys, rows, strict=True) if key not in self._sums}
-        cache = open_cache() if open_cache and unknown else None
-        if cache:
-            self._sums |= {key: sums for key, row in unknown.items() if (sums := cache[row])}
+        cache: ReferenceCache | None = None
+
+        def look_up(opened: Callable[[], ReferenceCache]) -> dict[str, Sums]:
+            nonlocal cache
+            cache = opened()
+            return {key: sums for key, row in unknown.items() if (sums := cache[row])}
+
+        if open_cache and unknown:
+            self._sums |= ranks.from_first(partial(look_up, open_cache))
         left = [(key, row) for key, row in unknown.items() if key not in self._sums]
         for start in range(0, len(left), batch_size):
             batch = dict(left[start : start + batch_size])

@@ -127,7 +127,7 @@ def _restore(
     for callback, (name, callback_state) in zip(trainer.callbacks, state["callbacks"], strict=False):
         if type(callback).__name__ == name:
             callback.load_state_dict(callback_state)
-    for logger in trainer.loggers:
+    for logger in trainer.loggers if trainer.ranks.is_first else []:
         if hasattr(logger, "truncate_after"):
             logger.truncate_after(trainer.step)
     restore_rng(state["rng"])

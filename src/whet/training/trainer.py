@@ -5,7 +5,10 @@ One optimizer update adds up the gradients of micro-batches, clips them and make
 each of them computes its own loss.
 
 A run is a function of (initial weights, data, config): a trainer that is saved after step k and loaded again continues
-bit for bit as one that never stopped. The order of the data must be reproducible for that: sequences and torch's
+bit for bit as one that never stopped. Under torchrun several processes are one run (``whet.training.distributed``): a
+method is called on all ranks, and rank 0 alone logs and saves.
+
+The order of the data must be reproducible for that: sequences and torch's
 DataLoader are shuffled by (seed, epoch); an iterable, or a custom sampler, has to give the same order again.
 """
 
@@ -20,6 +23,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +42,7 @@ from whet.nn.modules import module_device, module_mode, stop_token_ids
 from whet.nn.optim import AdamW
 from whet.nn.packed import token_batches
 from whet.training.callbacks import Callback
+from whet.training.distributed import ExactSum, Ranks, deal, fingerprint, join_ranks
 from whet.training.loggers import Logger
 from whet.training.phases import phase, record
 from whet.training.reference import Reference
@@ -46,6 +51,7 @@ from whet.training.state import load_trainer, save_trainer
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Batch = TypeVar("Batch")
 Step = TypeVar("Step", bound=Callable[..., dict[str, float]])
 
 
@@ -60,8 +66,9 @@ def training_step(compute: Step) -> Step:
         ``num_tokens`` (of all steps), ``step_time_s``, ``tokens_per_s``, and the parts of ``step_time_s`` that
         occurred: ``time/generation_s``, ``time/reward_s``, ``time/advantages_s``, ``time/logprobs_s`` (those
         without gradient: old and reference), ``time/forward_s`` (with gradient), ``time/loss_s`` without
-        ``time/kl_s``, ``time/backward_s``, ``time/optimizer_s`` (zeroing, clipping, update), ``time/sync_s``
-        (weights to the engine), and ``time/other_s``. On a GPU see ``whet.training.phases``.
+        ``time/kl_s``, ``time/backward_s``, ``time/reduction_s`` (gradients of other ranks, and the wait for them),
+        ``time/optimizer_s`` (zeroing, clipping, update), ``time/sync_s`` (weights to the engine), and
+        ``time/other_s``. On a GPU see ``whet.training.phases``.
     """
 
     @functools.wraps(compute)
@@ -92,25 +99,90 @@ def training_step(compute: Step) -> Step:
 
 
 class Update:
-    """The sums of one optimizer update over its micro-batches.
+    """The sums of one optimizer update over its micro-batches, of all ranks.
+
+    Args:
+        ranks: among whom the micro-batches are dealt.
+        seed: of dropout, which is keyed by micro-batch where they are dealt; None: torch's generator goes on.
+        exact: sums the gradients, where they must not depend on how they are dealt; None: floats as they come.
 
     Attributes:
-        metrics: ``loss`` and the other metrics; after the update also ``grad_norm``, as it was before clipping.
+        metrics: after the update ``loss``, the other metrics, and ``grad_norm``, as it was before clipping.
+        maxima: after the update the largest of each that was given as such.
     """
 
-    def __init__(self, memory: MemoryWatch, parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self, memory: MemoryWatch, parameters: Sequence[Tensor], ranks: Ranks, seed: int | None, exact: ExactSum | None
+    ) -> None:
         self.metrics = {"loss": 0.0}
+        self.maxima: dict[str, float] = {}
         self._memory, self._parameters = memory, parameters
+        self._ranks, self._seed, self._exact = ranks, seed, exact
+        self._costs: list[int] = []
+        self._at = 0
+        self._added: list[tuple[int, dict[str, float], dict[str, float]]] = []
         memory.begin()
 
-    def add(self, loss: Tensor, metrics: Mapping[str, float]) -> None:
-        """Add the gradient of a micro-batch's loss, and its metrics."""
+    def deal(self, batches: Sequence[Batch], costs: Sequence[int]) -> Iterator[Batch]:
+        """This rank's share of the micro-batches; the loss of each is added before the next one is taken.
+
+        Args:
+            batches: all of them, the same ones on every rank.
+            costs: their numbers of tokens.
+        """
+        self._costs = list(costs)
+        for i in deal(costs, self._ranks.size)[self._ranks.rank]:
+            self._at = i
+            if self._seed is not None:
+                torch.manual_seed(int(np.random.SeedSequence([self._seed, i]).generate_state(1, np.uint64)[0]) >> 1)
+            yield batches[i]
+
+    def add(self, loss: Tensor, metrics: Mapping[str, float], maxima: Mapping[str, float] | None = None) -> None:
+        """Add the gradient of a micro-batch's loss, and its metrics; ``maxima`` are not summed.
+
+        Raises:
+            WhetTypeError: there are several ranks, and the micro-batch does not come from ``deal``.
+        """
+        if self._ranks.size > 1 and not self._costs:
+            raise WhetTypeError("Update.add: the micro-batches were not dealt to the ranks. Take them from deal().")
         self._look()
         with phase("backward"):
             loss.backward()
         self._look()
-        for name, value in {"loss": loss.item(), **metrics}.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        self._added.append((self._at, {"loss": loss.item(), **metrics}, dict(maxima or {})))
+        if self._exact is not None:
+            self._exact.add(self._parameters)
+
+    def reduce(self, wire: torch.dtype | None) -> None:
+        """Sum gradients and metrics over the micro-batches of all ranks.
+
+        Raises:
+            WhetValueError: the ranks have different batches.
+            RankError: one of them failed.
+        """
+        exact, has_gradient = self._exact, [p.grad is not None for p in self._parameters]
+        if exact is not None:
+            has_gradient = [exact.has(p) for p in self._parameters]
+        shares = self._ranks.gather_whole((self._costs, self._added, has_gradient))
+        if any(costs != self._costs for costs, _, _ in shares):
+            raise WhetValueError(
+                "train: the ranks have different batches. Give all of them the same rows in the same order; each "
+                "takes its share itself, so that the data needs no DistributedSampler."
+            )
+        # In the order of the micro-batches, whoever computed them.
+        for _, metrics, maxima in sorted(itertools.chain(*(added for _, added, _ in shares)), key=lambda part: part[0]):
+            for name, value in metrics.items():
+                self.metrics[name] = self.metrics.get(name, 0.0) + value
+            for name, value in maxima.items():
+                self.maxima[name] = max(self.maxima.get(name, -math.inf), value)
+        anywhere = [any(known) for known in zip(*(known for _, _, known in shares), strict=True)]
+        concerned = [p for p, has in zip(self._parameters, anywhere, strict=True) if has]
+        if exact is not None:
+            exact.finish(concerned, self._ranks)
+        elif self._ranks.size > 1:
+            for p in concerned:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+            self._ranks.sum_tensors([cast(Tensor, p.grad) for p in concerned], wire)
 
     def _look(self) -> None:
         self._memory.look(sum(p.grad.nbytes for p in self._parameters if p.grad is not None))
@@ -137,7 +209,8 @@ class Trainer(ABC):
         skipped_steps: updates skipped because the loss or a gradient was not finite.
         n_updates: optimizer updates done.
         memory: the memory of the process in the fullest step.
-        should_stop: set by a callback to end ``train`` after the step.
+        should_stop: set by a callback, on any rank, to end ``train`` after the step.
+        ranks: the processes that train together.
     """
 
     config_class: ClassVar[type[TrainerConfig]] = TrainerConfig
@@ -167,6 +240,7 @@ class Trainer(ABC):
         if ref_model is model:
             raise WhetValueError(f"{where}: ref_model is the model itself. Pass a frozen copy, or None.")
         self.config: Any = make_config(self.config_class, config, settings)
+        self.ranks = join_ranks()
         if ref_model is not None and not self.config.has_reference():
             raise WhetValueError(
                 f"{where}: ref_model has no effect: with these settings the loss uses no reference. Leave it out, "
@@ -225,8 +299,8 @@ class Trainer(ABC):
         return learning_rate_at(self.step, self.config, horizon)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Log metrics at the current step."""
-        for logger in self.loggers:
+        """Log metrics at the current step; rank 0 does."""
+        for logger in self.loggers if self.ranks.is_first else []:
             logger.log(metrics, self.step)
 
     def micro_batches(self, rows: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
@@ -240,9 +314,17 @@ class Trainer(ABC):
         size = size or len(rows)
         return [list(range(start, min(start + size, len(rows)))) for start in range(0, len(rows), size)]
 
+    def deal(
+        self, update: Update, rows: Sequence[Sequence[Sequence[int]]], parts: Sequence[list[int]]
+    ) -> Iterator[list[int]]:
+        """This rank's share of the micro-batches ``parts`` of the rows, as ``Update.deal``."""
+        return update.deal(parts, _costs(rows, parts))
+
     @contextmanager
     def update(self) -> Iterator[Update]:
         """One optimizer update: ``add`` the micro-batches' losses to what this gives, within its context.
+
+        The context takes the micro-batches from ``deal``, which gives each rank its share.
 
         If the sum of the losses or the gradient norm is not finite, the update is skipped and counted, and neither
         parameters nor optimizer have changed.
@@ -253,9 +335,21 @@ class Trainer(ABC):
         with phase("optimizer"):
             self.optimizer.zero_grad()  # what others left
             self.optimizer.make_moments()
-        update = Update(self.memory, list(self.trainable.values()))
-        with module_mode(self.model, self.config.training_mode), self.acceleration or nullcontext():
-            yield update
+        parameters, exact = list(self.trainable.values()), ExactSum() if self.config.deterministic_reduction else None
+        seed = None
+        if self.config.training_mode and (self.ranks.size > 1 or exact is not None):
+            entropy = [self.config.seed % 2**64, self.step, self.n_updates + self.skipped_steps]
+            seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
+        update = Update(self.memory, parameters, self.ranks, seed, exact)
+        with nullcontext() if seed is None else preserved_rng():
+            try:
+                with module_mode(self.model, self.config.training_mode), self.acceleration or nullcontext():
+                    yield update
+            except Exception as error:
+                self.ranks.tell_failure(error)
+                raise
+        with phase("reduction") if self.ranks.size > 1 or exact is not None else nullcontext():
+            update.reduce(torch.bfloat16 if self.config.gradient_wire == "bfloat16" else None)
         with phase("optimizer"):
             loss = update.metrics["loss"]
             norm = update.metrics["grad_norm"] = self._grad_norm()
@@ -299,14 +393,20 @@ class Trainer(ABC):
         rows = list(zip(prompt_ids, completion_ids, strict=True))
         out = torch.zeros(len(rows), max(map(len, completion_ids), default=0), device=module_device(model))
         with phase("logprobs"), module_mode(model, training=False), acceleration or nullcontext():
-            for part in self.micro_batches(rows):
-                prompts, completions = [prompt_ids[i] for i in part], [completion_ids[i] for i in part]
+            parts = self.micro_batches(rows)
+
+            def compute(part: list[int]) -> Tensor:
                 mask = None if completion_mask is None else [completion_mask[i] for i in part]
-                logprobs = completion_logprobs(
+                prompts, completions = [prompt_ids[i] for i in part], [completion_ids[i] for i in part]
+                return completion_logprobs(
                     model, prompts, completions, completion_mask=mask, temperature=temperature
                 ).logprobs
-                out = out.to(logprobs.dtype)
-                out[part, : logprobs.shape[1]] = logprobs
+
+            own = deal(_costs(rows, parts), self.ranks.size)[self.ranks.rank]
+            for shared in self.ranks.share(lambda: [(parts[i], compute(parts[i])) for i in own]):
+                for part, logprobs in shared:
+                    out = out.to(logprobs.dtype)
+                    out[part, : logprobs.shape[1]] = logprobs
         return out
 
     def reference_logprobs(
@@ -379,6 +479,10 @@ class Trainer(ABC):
             steps = (n_epochs or 1) * epoch_length - self.position % epoch_length
         last_step = self.step + steps
         self._horizon = max(self._horizon, last_step)
+        if self.ranks.size > 1:
+            facts = {"settings": self.config, "step": self.step, "position": self.position, "last step": last_step}
+            facts["the sum of the weights"] = fingerprint([p.detach() for p in self.model.parameters()])
+            self.ranks.check_same("train", facts)
         self.should_stop = False
         for logger in self.loggers:
             if getattr(logger, "total_steps", 0) is None:
@@ -395,6 +499,7 @@ class Trainer(ABC):
                 if isinstance(dataset, Iterator):
                     self._failed = dataset, arguments
                 metrics = self.train_step(*arguments)
+                self.should_stop = self.ranks.any(self.should_stop)
                 self._failed = None, ()
             for callback in self.callbacks:
                 callback.on_train_end(self)
@@ -444,6 +549,8 @@ class Trainer(ABC):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint folder: weights, optimizer, schedule, random states, place in the data, config.
 
+        Rank 0 does; on others nothing happens.
+
         Of a model with frozen parameters only the trained ones are kept, and of adapters on a packed base its
         ``PackedBase.record``: they load on that base only. The reference is kept if it
         is a module of its own. What was at ``path`` stays until the new checkpoint is complete.
@@ -451,7 +558,8 @@ class Trainer(ABC):
         Raises:
             CheckpointError: something that is not a checkpoint is at ``path``.
         """
-        save_trainer(self, path)
+        if self.ranks.is_first:
+            save_trainer(self, path)
 
     @classmethod
     def from_checkpoint(
@@ -522,6 +630,15 @@ class Trainer(ABC):
 
     def load_own_tensors(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Restore what ``own_tensors`` returned."""
+
+
+def _costs(rows: Sequence[Sequence[Sequence[int]]], parts: Sequence[list[int]]) -> list[int]:
+    """The tokens of each micro-batch, a prompt that its rows share once."""
+    costs = []
+    for part in parts:
+        prompts = {tuple(rows[i][0]) for i in part}
+        costs.append(sum(map(len, prompts)) + sum(len(ids) for i in part for ids in rows[i][1:]))
+    return costs
 
 
 def _as_list(where: str, name: str, several: Any, method: str) -> list[Any]:

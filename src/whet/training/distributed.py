@@ -1,0 +1,346 @@
+"""Processes that train together (data parallel), as torchrun or ``accelerate launch`` starts them.
+
+Every rank runs the same script on the same stream of batches. A rank samples its share of the completions and computes
+its share of the micro-batches; completions are gathered and gradients summed, so that every rank makes the same update
+and no weight is ever sent. What a batch is, and what it is divided by, is known before it is dealt: the loss of n ranks
+is that of one, but for the order of float additions, and with ``deterministic_reduction`` to the bit.
+
+Collectives run over gloo, on the CPU. This module imports torch where there are ranks only.
+"""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import itertools
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from whet.config.sampling import Completion, SamplingParams, StreamKey
+from whet.errors import RankError, WhetTypeError, WhetValueError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from whet.rollout.protocol import RolloutEngine
+
+Value = TypeVar("Value")
+
+TIMEOUT_S = 1800
+"""A rank that neither answers nor ends, such as one that is stopped, is waited for so long."""
+
+_BUCKET_BYTES = 25 << 20  # as torch's DistributedDataParallel: large enough that latency does not count
+
+_EXACT_QUANTUM = 2.0**-40
+"""Gradients of ``deterministic_reduction`` are rounded to multiples of this, 1e-4 of AdamW's epsilon.
+
+Sums of them below 2**52 quanta, 4,096, are exact in float64, so that their order does not matter. Beyond that they are
+as exact as float64 is, but depend on the order."""
+
+
+def launched_rank() -> int:
+    """The rank of this process as its launcher says it, 0 without one; needs no torch."""
+    return int(os.environ.get("RANK", 0)) if launched_size() > 1 else 0
+
+
+def launched_size() -> int:
+    """How many ranks the launcher says that there are, 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+class Ranks:
+    """All ranks, seen from one of them. What it does not say otherwise is called on all of them, in the same order.
+
+    Attributes:
+        rank: of this process, from 0.
+        size: how many there are.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
+        self.rank, self.size, self._group = rank, size, group
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that logs, saves and shows progress."""
+        return self.rank == 0
+
+    def gather(self, value: Value) -> list[Value]:
+        """The values of all ranks, in their order."""
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.size
+        with _told_if_lost():
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def share(self, compute: Callable[[], Value]) -> list[Value]:
+        """The values that ``compute`` returns on the ranks, in their order.
+
+        Raises:
+            RankError: it failed on another rank; where it fails, that error.
+        """
+        if self.size == 1:
+            return [compute()]
+        try:
+            value = compute()
+        except Exception as error:
+            self.tell_failure(error)
+            raise
+        return self.gather_whole(value)
+
+    def gather_whole(self, value: Value) -> list[Value]:
+        """``gather`` for a place where other ranks may call ``tell_failure`` instead, which is an error here."""
+        if self.size == 1:
+            return [value]
+        gathered = self.gather((None, value))
+        for rank, (failure, _) in enumerate(gathered):
+            if failure is not None:
+                raise RankError(f"rank {rank} failed: {failure}")
+        return [value for _, value in gathered]
+
+    def tell_failure(self, error: Exception) -> None:
+        """Tell the other ranks, which are or come to ``gather_whole``; nothing where one of them has told its own."""
+        if self.size > 1 and not isinstance(error, RankError):
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            with suppress(RankError):  # they have ended: the error that is being raised is the cause
+                self.gather((text, None))
+
+    def from_first(self, compute: Callable[[], Value]) -> Value:
+        """The value that ``compute`` returns on rank 0; the others wait for it."""
+        return self.share(lambda: compute() if self.is_first else None)[0]  # pyright: ignore[reportReturnType]
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on any rank."""
+        return any(self.gather(flag))
+
+    def check_same(self, where: str, facts: dict[str, Any]) -> None:
+        """Raise unless every rank has the same facts.
+
+        Raises:
+            WhetValueError: it names the first one that differs.
+        """
+        for rank, others in enumerate(self.gather(facts)):
+            for name, value in facts.items():
+                if others[name] != value:
+                    raise WhetValueError(
+                        f"{where}: {name} is {others[name]!s:.60} on rank {rank} and {value!s:.60} on rank "
+                        f"{self.rank}. Every rank needs the same model (seed what makes it, or load one), settings, "
+                        f"data and checkpoint."
+                    )
+
+    def sum_tensors(self, tensors: Sequence[Tensor], wire: Any) -> None:
+        """Replace each tensor, contiguous, by its sum over the ranks, which travels in the dtype ``wire``.
+
+        None: in its own. Every rank gets the same bits.
+        """
+        if self.size == 1:
+            return
+        import torch
+        import torch.distributed as dist
+
+        def reduce(pieces: list[Tensor]) -> None:
+            dtype = wire or pieces[0].dtype
+            with _told_if_lost():
+                if len(pieces) == 1 and pieces[0].dtype == dtype:
+                    dist.all_reduce(pieces[0], group=self._group)
+                    return
+                bucket = torch.cat([piece.to(dtype) for piece in pieces])
+                dist.all_reduce(bucket, group=self._group)
+            for piece, total in zip(pieces, bucket.split([p.numel() for p in pieces]), strict=True):
+                piece.copy_(total)
+
+        for bucket in _buckets(tensors):
+            reduce(bucket)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Flat pieces of the tensors, of one dtype and together at most ``_BUCKET_BYTES``, in order."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        for piece in tensor.view(-1).split(max(1, _BUCKET_BYTES // tensor.element_size())):
+            full = sum(p.nbytes for p in bucket) + piece.nbytes > _BUCKET_BYTES
+            if bucket and (full or bucket[0].dtype != piece.dtype):
+                yield bucket
+                bucket = []
+            bucket.append(piece)
+    if bucket:
+        yield bucket
+
+
+_joined: Ranks | None = None
+
+
+def join_ranks() -> Ranks:
+    """The ranks that the launcher has started, or that torch.distributed knows already; without them this process.
+
+    Raises:
+        RankError: they cannot reach each other.
+    """
+    global _joined
+    if _joined is None:
+        _joined = _join()
+    return _joined
+
+
+def _join() -> Ranks:
+    size = launched_size()
+    if size == 1:
+        return Ranks()
+    import torch.distributed as dist
+
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing and not dist.is_initialized():
+        raise RankError(
+            f"WORLD_SIZE is {size}, and {', '.join(missing)} not set. Start all ranks by torchrun, or unset WORLD_SIZE."
+        )
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    shares_store = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
+    if restarts and shares_store and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise RankError(
+            "torchrun has restarted the ranks, whose store holds the addresses of those that died. Start torchrun with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment; the same command continues the run."
+        )
+    try:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=timeout)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise RankError(
+            f"the {size} ranks do not reach each other through {where}: {error!s:.300}. Check the address, a free "
+            f"port and GLOO_SOCKET_IFNAME."
+        ) from error
+    return Ranks(dist.get_rank(), dist.get_world_size(), group)
+
+
+@contextmanager
+def _told_if_lost() -> Iterator[None]:
+    """Report what gloo raises where a rank has ended, or does not answer, as a RankError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(
+            f"another rank has ended, or did not answer for {TIMEOUT_S} s ({error!s:.200}). Its own message says "
+            f"why; the same command continues from the newest checkpoint."
+        ) from error
+
+
+def deal(costs: Sequence[float], size: int) -> list[list[int]]:
+    """Items to ``size`` ranks so that their costs are about even: the longest first, to whoever has least.
+
+    Returns:
+        The items of each rank, ascending.
+    """
+    shares: list[list[int]] = [[] for _ in range(size)]
+    loads = [0.0] * size
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        rank = min(range(size), key=lambda rank: (loads[rank], rank))
+        shares[rank].append(i)
+        loads[rank] += costs[i]
+    return [sorted(share) for share in shares]
+
+
+class DividedEngine:
+    """Samples on the engines of all ranks: each an equal share, whose tokens are those of the undivided call.
+
+    Args:
+        ranks: all of them.
+        engine: this rank's.
+    """
+
+    def __init__(self, ranks: Ranks, engine: RolloutEngine) -> None:
+        self.ranks, self.engine = ranks, engine
+
+    def generate(self, prompt_ids: Sequence[Sequence[int]], n: int, sampling: SamplingParams) -> list[list[Completion]]:
+        """As of every engine; all completions, on every rank."""
+        share = self.ranks.share(lambda: self._own(prompt_ids, n, sampling))
+        own = dict(itertools.chain(*share))
+        return [[own[i, j] for j in range(n)] for i in range(len(prompt_ids))]
+
+    def _own(
+        self, prompt_ids: Sequence[Sequence[int]], n: int, sampling: SamplingParams
+    ) -> list[tuple[tuple[int, int], Completion]]:
+        """This rank's completions, each with the indices of prompt and sample."""
+        generate: Any = self.engine.generate
+        parameters = inspect.signature(generate).parameters.values()
+        if not any(p.name == "keys" or p.kind is p.VAR_KEYWORD for p in parameters):
+            raise WhetTypeError(
+                f"{type(self.engine).__name__}.generate takes no keys, by which ranks divide a batch. Add keys=None "
+                f"(a whet.StreamKey for each prompt), or train in one process."
+            )
+        found = []
+        for count, keys in _pieces(len(prompt_ids), n, self.ranks.rank, self.ranks.size).items():
+            groups = generate([prompt_ids[key.prompt_index] for key in keys], count, sampling, keys=keys)
+            for key, group in zip(keys, groups, strict=True):
+                found += [((key.prompt_index, key.first_sample + j), c) for j, c in enumerate(group)]
+        return found
+
+
+def _pieces(n_prompts: int, n: int, rank: int, size: int) -> dict[int, list[StreamKey]]:
+    """A rank's samples of ``n_prompts`` groups of ``n``: how many of a prompt at once -> prompts and first samples."""
+    first, end = (n_prompts * n * r // size for r in (rank, rank + 1))
+    pieces: dict[int, list[StreamKey]] = {}
+    for i in range(first // n, math.ceil(end / n)):
+        start, stop = max(first, i * n), min(end, (i + 1) * n)
+        pieces.setdefault(stop - start, []).append(StreamKey(i, start - i * n))
+    return pieces
+
+
+class ExactSum:
+    """Gradients of micro-batches summed so that neither their order nor how they are dealt changes a bit.
+
+    Each is rounded to a multiple of 2**-40, sums of which are exact in float64. That is wide enough for it to need no
+    exponent that follows the gradients, and no repetition where one overflows.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[Tensor, Tensor] = {}
+
+    def add(self, parameters: Sequence[Tensor]) -> None:
+        """Add the gradients, and remove them."""
+        import torch
+
+        # In float64, x + c - c with c = 1.5 * 2**52 quanta rounds x to whole quanta, ties to even.
+        shift = 1.5 * 2.0**52 * _EXACT_QUANTUM
+        for p in parameters:
+            if p.grad is None:
+                continue
+            total = self._sums.get(p)
+            if total is None:
+                total = self._sums[p] = torch.zeros(p.grad.numel(), dtype=torch.float64, device=p.grad.device)
+            for gradient, part in zip(p.grad.reshape(-1).split(1 << 18), total.split(1 << 18), strict=True):
+                part += gradient.double().add_(shift).sub_(shift)
+            p.grad = None
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether it got a gradient."""
+        return parameter in self._sums
+
+    def finish(self, parameters: Sequence[Tensor], ranks: Ranks) -> None:
+        """Set the gradients of these parameters to the sums over all ranks."""
+        import torch
+
+        for p in parameters:
+            total = self._sums.pop(p, None)
+            if total is None:
+                total = torch.zeros(p.numel(), dtype=torch.float64, device=p.device)
+            ranks.sum_tensors([total], None)
+            p.grad = total.to(p.dtype).view_as(p)
+
+
+def fingerprint(tensors: Sequence[Tensor]) -> int:
+    """A number that differs, but for chance, where the bits of the tensors differ."""
+    import torch
+
+    def words(tensor: Tensor) -> Tensor:
+        return tensor.detach().reshape(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+    sums = [int(words(tensor).sum(dtype=torch.int64)) for tensor in tensors]
+    return zlib.crc32(repr(sums).encode())

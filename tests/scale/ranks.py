@@ -1,0 +1,152 @@
+"""Every rank of the tests, under torchrun or alone: ``python -m tests.scale.ranks OUT``.
+
+Each case is a function of no arguments that returns plain values; rank r leaves those of all cases in OUT.r.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.tiny import TinyModel, fours, timeless, tiny_llama
+
+from whet.algorithms.dpo import DPO
+from whet.algorithms.grpo import GRPO
+from whet.algorithms.online_dpo import OnlineDPO
+from whet.algorithms.sft import SFT
+from whet.errors import WhetError
+from whet.training.distributed import join_ranks
+
+SETTINGS: dict[str, Any] = {"learning_rate": 0.01, "micro_batch_size": 2, "compute": "float32"}
+PROMPTS = [[5, 6], [7], [8, 9, 10]]
+SFT_BATCH = [[5, 6], [7], [8, 9, 4], [4]], [[4, 5, 2], [6, 6, 7, 2], [2], [9, 9, 9, 9, 2]]
+PAIRS = [[5, 6], [7], [8]], [[4, 5, 2], [6, 2], [7, 7, 7, 2]], [[5, 2], [6, 7, 2], [4, 2]]
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo")
+
+
+def _grpo(model: Any = None, **settings: Any) -> GRPO:
+    given = {**SETTINGS, "group_size": 3, "max_new_tokens": 5, "rollout_weights": "float32", **settings}
+    if given.get("loss_type") == "cispo":
+        given["epsilon_high"] = 5.0
+    return GRPO(model or tiny_llama(), reward_fn=given.pop("reward_fn", fours), **given)
+
+
+def _after(trainer: Any, *batches: tuple[Any, ...]) -> dict[str, Any]:
+    """Metrics of each step, the gradient of the first one, and the weights' bits after the last."""
+    gradients: list[list[float]] = []
+    step = trainer.optimizer.step
+
+    def record(*arguments: Any, **options: Any) -> Any:
+        if not gradients:
+            gradients.extend(p.grad.flatten().tolist() for p in trainer.trainable.values() if p.grad is not None)
+        return step(*arguments, **options)
+
+    trainer.optimizer.step = record
+    metrics = [timeless(trainer.train_step(*batch)) for batch in batches]
+    weights = [p.detach().flatten().tolist() for p in trainer.model.parameters()]
+    return {"metrics": metrics, "gradients": gradients, "weights": weights}
+
+
+def losses() -> dict[str, Any]:
+    """Every algorithm, every loss type."""
+    found = {
+        "sft": _after(SFT(tiny_llama(), **SETTINGS), SFT_BATCH, SFT_BATCH),
+        "dpo": _after(DPO(tiny_llama(), **SETTINGS), PAIRS, PAIRS),
+        "online-dpo": _after(
+            OnlineDPO(tiny_llama(), reward_fn=fours, max_new_tokens=5, rollout_weights="float32", **SETTINGS),
+            (PROMPTS,),
+        ),
+        "kl, two updates": _after(_grpo(beta=0.1, num_iterations=2), (PROMPTS,)),
+        "correction": _after(_grpo(sampler_correction="sequence_mask"), (PROMPTS,)),
+        "packed": _after(_grpo(micro_batch_size=0, max_tokens_per_step=20), (PROMPTS,)),
+    }
+    return found | {name: _after(_grpo(loss_type=name), (PROMPTS,)) for name in LOSS_TYPES}
+
+
+def uneven() -> dict[str, Any]:
+    """Fewer rows than ranks, so that one has none; and one prompt, whose group is divided."""
+    one_row = [[5, 6]], [[4, 5, 2]]
+    return {
+        "one row": _after(SFT(tiny_llama(), **SETTINGS), one_row),
+        "one prompt": _after(_grpo(), ([[5, 6]],)),
+        "custom module": _after(_grpo(TinyModel(), compute="torch", rollout_weights="auto"), (PROMPTS,)),
+    }
+
+
+def exact() -> dict[str, Any]:
+    """Bits that do not depend on the number of ranks, with dropout too."""
+    settings = {"deterministic_reduction": True}
+    return {
+        "grpo": _after(_grpo(**settings), (PROMPTS,), (PROMPTS,)),
+        "sft": _after(SFT(tiny_llama(), **SETTINGS, **settings), SFT_BATCH, SFT_BATCH),
+        "dropout": _after(
+            SFT(TinyModel(dropout=0.5), **{**SETTINGS, "compute": "torch"}, training_mode=True, **settings), SFT_BATCH
+        ),
+    }
+
+
+def bfloat16_wire() -> dict[str, Any]:
+    """Gradients that travel rounded."""
+    return {"sft": _after(SFT(tiny_llama(), gradient_wire="bfloat16", **SETTINGS), SFT_BATCH)}
+
+
+def evaluations() -> dict[str, Any]:
+    """Divided among the ranks as well."""
+    rows = list(zip(*SFT_BATCH, strict=True))
+    return {"grpo": _grpo().evaluate(PROMPTS), "sft": SFT(tiny_llama(), **SETTINGS).evaluate(rows)}
+
+
+def _message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (WhetError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _on(rank: int) -> bool:
+    return join_ranks().rank == rank
+
+
+def failures() -> dict[str, Any]:
+    """Errors that one rank alone meets; a step on all of them works afterwards."""
+
+    def raising(completions: list[Any]) -> list[float]:
+        raise RuntimeError("no judge")
+
+    poisoned = copy.deepcopy(tiny_llama())
+    trainer = SFT(poisoned, **SETTINGS)
+    if _on(min(1, join_ranks().size - 1)):  # a gradient of this rank alone
+        next(iter(poisoned.parameters())).register_hook(lambda gradient: gradient * float("nan"))
+    before = [p.detach().clone() for p in poisoned.parameters()]
+    skipped = trainer.train_step(*SFT_BATCH)["skipped_steps"]
+    unchanged = all(map(torch.equal, before, poisoned.parameters()))
+
+    def no_memory(*arguments: Any, keys: Any) -> Any:
+        raise MemoryError("no room for keys and values")
+
+    broken = _grpo()
+    if _on(1):
+        broken.engine.generate = no_memory
+    other_data = SFT_BATCH if _on(0) else ([[5]], [[6, 2]])
+    rows = list(zip(*SFT_BATCH, strict=True))
+    return {
+        "reward": _message(lambda: _grpo(reward_fn=raising).train_step(PROMPTS)),
+        "sampling": _message(lambda: broken.train_step(PROMPTS)),
+        "skipped": skipped,
+        "unchanged": unchanged,
+        "data": _message(lambda: SFT(tiny_llama(), **SETTINGS).train_step(*other_data)),
+        "weights": _message(lambda: SFT(tiny_llama(seed=join_ranks().rank), batch_size=2, **SETTINGS).train(rows)),
+    }
+
+
+CASES = (losses, uneven, exact, bfloat16_wire, evaluations, failures)
+
+if __name__ == "__main__":
+    found = {case.__name__: case() for case in CASES}
+    Path(f"{sys.argv[1]}.{join_ranks().rank}").write_text(json.dumps(found))

@@ -1,0 +1,125 @@
+"""Training in several processes gives what one process gives."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.scale.ranks import LOSS_TYPES
+
+from whet.training.distributed import _pieces, deal
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def run_ranks(folder: Path, n: int) -> list[dict[str, Any]]:
+    """The findings of each of n ranks; of one without torchrun."""
+    out = folder / f"found-{n}"
+    command = [*TORCHRUN, str(n)] if n > 1 else [sys.executable]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    done = subprocess.run(
+        [*command, "-m", "tests.scale.ranks", str(out)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(n)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return {n: run_ranks(folder, n) for n in (1, 2, 3)}
+
+
+def cosine(a: list[list[float]], b: list[list[float]]) -> float:
+    flat = [torch.tensor([x for part in side for x in part], dtype=torch.float64) for side in (a, b)]
+    return torch.nn.functional.cosine_similarity(*flat, dim=0).item()
+
+
+def assert_close_runs(one: dict[str, Any], several: dict[str, Any]) -> None:
+    assert len(one["gradients"]) == len(several["gradients"]) > 0
+    for a, b in zip(one["gradients"], several["gradients"], strict=True):
+        a, b = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5 * a.abs().max().item() + 1e-9)
+    for a, b in zip(one["metrics"], several["metrics"], strict=True):
+        assert a.keys() == b.keys()
+        for name, value in a.items():
+            assert b[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("name", ["sft", "dpo", "online-dpo", "kl, two updates", "correction", "packed", *LOSS_TYPES])
+def test_every_loss_has_the_gradients_and_metrics_of_one_process(found, name, n):
+    assert_close_runs(found[1][0]["losses"][name], found[n][0]["losses"][name])
+
+
+@pytest.mark.parametrize("name", ["one row", "one prompt", "custom module"])
+def test_ranks_without_rows_and_a_divided_group(found, name):
+    for n in (2, 3):
+        assert_close_runs(found[1][0]["uneven"][name], found[n][0]["uneven"][name])
+
+
+def test_all_ranks_have_the_same_bits(found):
+    for n in (2, 3):
+        for rank in found[n][1:]:
+            for name in ("losses", "uneven", "exact", "bfloat16_wire", "evaluations"):
+                assert rank[name] == found[n][0][name]
+
+
+@pytest.mark.parametrize("name", ["grpo", "sft", "dropout"])
+def test_deterministic_reduction_has_the_bits_of_one_process(found, name):
+    assert found[1][0]["exact"][name] == found[2][0]["exact"][name] == found[3][0]["exact"][name]
+
+
+def test_deterministic_reduction_is_the_same_gradient(found):
+    exact, plain = found[2][0]["exact"]["sft"], found[1][0]["losses"]["sft"]
+    assert_close_runs(plain, exact)
+    assert exact["gradients"] != plain["gradients"]  # it rounds
+
+
+def test_a_bfloat16_wire_keeps_the_direction(found):
+    plain, rounded = found[1][0]["losses"]["sft"]["gradients"], found[2][0]["bfloat16_wire"]["sft"]["gradients"]
+    assert plain != rounded
+    assert 0.9999 < cosine(plain, rounded) <= 1.0 + 1e-12
+    assert found[1][0]["bfloat16_wire"]["sft"]["gradients"] == plain  # of one process nothing travels
+
+
+def test_evaluations_are_those_of_one_process(found):
+    for n in (2, 3):
+        assert found[n][0]["evaluations"] == pytest.approx(found[1][0]["evaluations"], rel=1e-6)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_one_rank_meets_all_are_told(found, n):
+    for rank, told in enumerate(one["failures"] for one in found[n]):
+        assert "no judge" in told["reward"]
+        assert told["reward"].startswith("RewardError: " if rank == 0 else "RankError: rank 0 failed: RewardError: ")
+        assert told["sampling"].startswith("MemoryError: " if rank == 1 else "RankError: rank 1 failed: MemoryError: ")
+        assert told["skipped"] == 1 and told["unchanged"]
+        assert "the ranks have different batches" in told["data"]
+        assert "the sum of the weights is" in told["weights"] and "Every rank needs the same model" in told["weights"]
+
+
+def test_deals_by_cost():
+    assert deal([5, 1, 1, 1, 4], 2) == [[0, 2], [1, 3, 4]]
+    assert deal([3], 3) == [[0], [], []]
+    assert deal([], 2) == [[], []]
+
+
+@pytest.mark.parametrize(("n_prompts", "n", "size"), [(3, 4, 2), (1, 5, 3), (4, 2, 2), (2, 2, 7), (5, 1, 4)])
+def test_pieces_are_all_samples_once_and_even(n_prompts, n, size):
+    shares = []
+    for rank in range(size):
+        pieces = _pieces(n_prompts, n, rank, size).items()
+        shares.append([(k.prompt_index, k.first_sample + j) for c, keys in pieces for k in keys for j in range(c)])
+    assert sorted(itertools.chain(*shares)) == [(i, j) for i in range(n_prompts) for j in range(n)]
+    assert max(map(len, shares)) <= math.ceil(n_prompts * n / size)
