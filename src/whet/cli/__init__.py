@@ -214,8 +214,12 @@ def _train(argv: list[str]) -> int:
     run = parse(RUNS[method], argv[1:], where, TRAIN_DESCRIPTION)
     run.check(where)
     check_installed(where, *_MODEL_PACKAGES, "matplotlib")
-    from whet.training.distributed import launched_rank
+    from whet.training.distributed import launched_rank, launched_size, start_ranks
 
+    if run.ranks > 1 and launched_size() == 1:
+        start_ranks(run.ranks, ["-m", "whet", "train", *argv])
+    if run.ranks not in (1, launched_size()):
+        raise WhetValueError(f"{where}: ranks is {run.ranks}, and {launched_size()} were launched. Leave ranks out.")
     # Before the seconds that it takes to import torch; of several ranks the first alone writes.
     with lock_folder(run.output_dir) if launched_rank() == 0 else contextlib.nullcontext():
         return _command("train").main(method, run)

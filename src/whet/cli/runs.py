@@ -62,6 +62,9 @@ class RunConfig:
     """Steps between checkpoints; there is one after the last step in any case."""
     keep_checkpoints: Positive = 2
     """Number of checkpoints to keep, the newest ones."""
+    ranks: Positive = 1
+    """Processes that train together on this machine, started by torchrun: each has its share of the batch and of the
+    processors."""
     resume: bool = True
     """Continue from the newest whole checkpoint in output_dir; if not, a folder that holds a run is refused."""
     loggers: list[Literal["csv", "tensorboard", "wandb"]] = field(default_factory=list)

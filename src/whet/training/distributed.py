@@ -15,10 +15,11 @@ import inspect
 import itertools
 import math
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from whet.config.sampling import Completion, SamplingParams, StreamKey
 from whet.errors import RankError, WhetTypeError, WhetValueError
@@ -33,6 +34,7 @@ Value = TypeVar("Value")
 TIMEOUT_S = 1800
 """A rank that neither answers nor ends, such as one that is stopped, is waited for so long."""
 
+_RESTARTS = 3
 _BUCKET_BYTES = 25 << 20  # as torch's DistributedDataParallel: large enough that latency does not count
 
 _EXACT_QUANTUM = 2.0**-40
@@ -50,6 +52,18 @@ def launched_rank() -> int:
 def launched_size() -> int:
     """How many ranks the launcher says that there are, 1 without one."""
     return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def start_ranks(n: int, command: Sequence[str]) -> NoReturn:
+    """Become torchrun: Python with these arguments on ``n`` ranks, and all of them again where one is killed."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = str(max(1, cpus // n))
+    given = {"OMP_NUM_THREADS": threads, "WHET_NUM_THREADS": threads} | os.environ
+    # Or ranks that were started again would read the addresses of those before them.
+    environment = given | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    restarts = str(_RESTARTS)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), "--max-restarts", restarts]
+    os.execve(sys.executable, [sys.executable, *torchrun, *command], environment)
 
 
 class Ranks:
