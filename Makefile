@@ -1,5 +1,5 @@
 # make demo    post-train a small model from nothing, in under 5 minutes
-# make test    the whole Python test suite
+# make test    the Python test suite, but for test-scale
 # make test-scale  several processes: ranks under torchrun, and pools of sampling workers with Ray
 # make web     the core as WebAssembly and the npm package around it, in web/dist; make web-test tests it, make web-demo shows it
 # make fuzz    a minute of hostile bytes for each kind of model file
@@ -28,9 +28,9 @@ demo: $(VENV)/.installed-train
 
 # gym comes after test: pip builds some of what it brings with the setuptools that torch brings.
 test: $(VENV)/.installed-test $(VENV)/.installed-gym
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --ignore tests/scale
 
-# Ranks, which make test has too, and workers, which are started, killed and stopped.
+# Processes that use all cores: ranks and workers, which are started, killed and stopped.
 test-scale: $(VENV)/.installed-test $(VENV)/.installed-ray
 	$(BIN)/python -m pytest -q tests/scale
 
