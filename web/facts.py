@@ -15,7 +15,7 @@ from typing import Any
 
 from whet.config.fields import Range
 from whet.config.sampling import SamplingParams
-from whet.models import adapter_files
+from whet.models import adapter_files, families
 from whet.models.tokenizers import algorithms, vocabulary
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 
@@ -45,12 +45,24 @@ def pre_tokenizers() -> list[list[Any]]:
     return [[names, {camel(key): value for key, value in entry._asdict().items()}] for entry, names in entries.items()]
 
 
+def model_families() -> dict[str, Any]:
+    """model_type -> what the config and the tensors of a family are, its own and what it has of another."""
+    fields = ("keys", "settings", "defaults", "gguf", "window", "rope", "partial_rotary", "rope_off")
+    return {
+        name: {field: getattr(family, field) for field in fields} | {"modules": families._resolve(name)["modules"]}
+        for name, family in families.FAMILIES.items()
+    }
+
+
 def facts() -> dict[str, Any]:
     kinds = {}
     for model in algorithms._BUILDERS:
         kind = vocabulary._KINDS[model]
         kinds[model] = {camel(key): value for key, value in kind._asdict().items()}
     return {
+        "families": model_families(),
+        "gguf": families.GGUF_NAMES,
+        "activations": families._ACTIVATIONS,
         "sampling": settings(),
         "adapters": {
             "prefix": adapter_files.PEFT_PREFIX,

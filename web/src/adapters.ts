@@ -1,4 +1,5 @@
 /** PEFT's adapters: adapter_config.json and adapter_model.safetensors, as parts of the engine's matrices. */
+import type { Core } from "./core.js";
 import { WhetError } from "./errors.js";
 import { adapters as RULES } from "./facts.js";
 import { type Family, type ModelConfig, partRows, slots } from "./model.js";
@@ -49,7 +50,7 @@ function placesOf(config: ModelConfig, family: Family): Map<string, Place> {
 }
 
 /** The parts of an adapter for a model. */
-export async function readAdapter(readers: Reader[], config: ModelConfig, family: Family, where: string): Promise<AdapterPart[]> {
+export async function readAdapter(core: Core, readers: Reader[], config: ModelConfig, family: Family, where: string): Promise<AdapterPart[]> {
   const find = (name: string): Reader => {
     const found = readers.find((reader) => reader.name.split("/").pop() === name);
     if (found === undefined) {
@@ -59,7 +60,7 @@ export async function readAdapter(readers: Reader[], config: ModelConfig, family
   };
   const [configFile, weights] = [find(CONFIG), find(WEIGHTS)];
   const settings = parseConfig(new TextDecoder().decode((await configFile.read(0, configFile.size)).slice()), where);
-  const entries = await readSafetensors(weights, where);
+  const entries = await readSafetensors(core, weights, where);
   const places = placesOf(config, family);
   const pairs = new Map<string, { A?: string; B?: string }>();
   for (const [name, { shape }] of entries) {
@@ -80,7 +81,7 @@ export async function readAdapter(readers: Reader[], config: ModelConfig, family
     }
     const rank = a.shape[0];
     const scaling = Math.fround(alphaOf(settings, module, where) / (settings.use_rslora ? Math.sqrt(rank) : rank));
-    const [down, up] = [await readFloats(weights, A!, a, where), await readFloats(weights, B!, b, where)];
+    const [down, up] = [await readFloats(weights, a, where), await readFloats(weights, b, where)];
     const scaled = up.map((x) => scaling * x); // both float32, rounded once as in Python
     if (!down.every(Number.isFinite) || !scaled.every(Number.isFinite)) throw new WhetError(`${where}: the adapter of ${module} holds NaN or infinity. Look at what made it.`);
     parts.push({ layer: place.layer, target: place.target, firstRow: place.firstRow, rank, a: down, b: scaled });

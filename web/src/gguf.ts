@@ -2,19 +2,12 @@
  *
  * As whet.models.sources.gguf: an option or a tensor that is not known is an error, since it may change what the model
  * computes. */
-import { Core, CoreError } from "./core.js";
+import type { Core } from "./core.js";
 import { WhetError } from "./errors.js";
-import { families as DATA } from "./families.js";
+import { activations, gguf as NAMES } from "./facts.js";
+import { readHead, type Tensor, type TensorRow, tensorsOf } from "./heads.js";
 import { FAMILIES, type Family, type ModelConfig, partRows, ropeFrequencies, slots, toCamel } from "./model.js";
 import type { Reader } from "./sources.js";
-
-export interface Tensor {
-  name: string;
-  type: string;
-  shape: number[];
-  offset: number;
-  sizeBytes: number;
-}
 
 export type Value = number | bigint | boolean | string | Value[] | null;
 
@@ -34,30 +27,12 @@ export interface Piece {
   every: number;
 }
 
-const SMALLEST_HEAD = 1 << 20;
+type MetadataRow = [key: string, type: number, itemType: number, count: number, offset: number, bytes: number];
 
-/** Parses the head of a file, of which more is read until it is whole. */
 export async function readGguf(core: Core, reader: Reader): Promise<GgufFile> {
-  for (let n = Math.min(SMALLEST_HEAD, reader.size); ; ) {
-    const head = await reader.read(0, n);
-    try {
-      return core.with([head], (at) => {
-        const found = core.json<{ metadata: [string, number, number, number, number, number][]; tensors: [string, string, number[], number, number][] }>(
-          "parse_gguf", at, head.length, reader.size,
-        );
-        return {
-          metadata: new Map(found.metadata.map(([key, ...place]) => [key, readValue(head, place)])),
-          tensors: new Map(
-            found.tensors.map(([name, type, shape, offset, sizeBytes]) => [name, { name, type, shape, offset, sizeBytes }]),
-          ),
-        };
-      });
-    } catch (error) {
-      if (!(error instanceof CoreError)) throw error;
-      if (!error.type.includes("MoreBytesNeeded")) throw new WhetError(`Engine.load: ${reader.name}: ${error.message}`);
-      n = Math.min(reader.size, Math.max(2 * n, Number(/\d+/.exec(error.message)?.[0])));
-    }
-  }
+  const refuse = (why: string) => new WhetError(`Engine.load: ${reader.name}: ${why}`);
+  const { head, found } = await readHead<{ metadata: MetadataRow[]; tensors: TensorRow[] }>(core, "parse_gguf", reader, refuse);
+  return { metadata: new Map(found.metadata.map(([key, ...place]) => [key, readValue(head, place)])), tensors: tensorsOf(found.tensors) };
 }
 
 const STRING = 8;
@@ -98,7 +73,7 @@ function readValue(head: Uint8Array, [type, itemType, count, offset, bytes]: num
   return items;
 }
 
-const KEYS: Record<string, string> = DATA.gguf.keys;
+const KEYS: Record<string, string> = NAMES.keys;
 
 class Metadata {
   private readonly given: Record<string, Value> = {};
@@ -119,7 +94,7 @@ class Metadata {
       if (!key.startsWith(begin)) continue;
       const option = key.slice(begin.length);
       const names = Object.keys(KEYS).filter((name) => KEYS[name] === option);
-      if (names.length === 0 && !DATA.gguf.ignored_keys.includes(option)) {
+      if (names.length === 0 && !(NAMES.ignored_keys as readonly string[]).includes(option)) {
         throw new WhetError(`${where}: the engine does not know the option ${key} of this model.`);
       }
       for (const name of names) this.given[name] = value;
@@ -199,7 +174,7 @@ export async function describe(
   const table = file.tensors.get(`${moduleName("embedding")}.weight`);
   if (table?.shape.length !== 2) throw new WhetError(`${where}: there is no ${moduleName("embedding")}.weight of two axes, the embedding.`);
   const hasBias = (slot: string) => slot in family.modules && file.tensors.has(`${moduleName(slot)}.bias`);
-  const fused = (DATA.gguf.fused_qkv as string).replace("{i}", "0");
+  const fused = (NAMES.fused_qkv as string).replace("{i}", "0");
   const biases: Record<string, boolean> = {
     qkv_bias: hasBias("layers.{i}.qkv") || hasBias("layers.{i}.qkv:q") || file.tensors.has(`${fused}.bias`),
     o_bias: hasBias("layers.{i}.o"),
@@ -228,7 +203,7 @@ export async function describe(
     normEps: meta.number(epsilon),
     learnedPositions: family.rope === "none" ? trained : 0,
     parallelResidual: false, sharedNorm: false, qkNorm: false, gated: true,
-    activation: (DATA.activations as Record<string, string>)[family.defaults.activation as string] as ModelConfig["activation"],
+    activation: (activations as Record<string, string>)[family.defaults.activation as string] as ModelConfig["activation"],
     windows: Array<number>(nLayers).fill(window >= length ? 0 : window),
     ...scales(meta, family, headDim),
     ropeLayers: family.rope_off ? ropeLayers(nLayers, family.defaults.no_rope_layer_interval as number) : [],
@@ -274,7 +249,7 @@ async function rotaryOf(
   if (family.rope === "none") return { rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1 };
   const rotaryDim = meta.size("rotary_dim", headDim);
   if (rotaryDim !== headDim && !family.partial_rotary) throw meta.wrong("rotary_dim", `the whole head, ${headDim}`);
-  const names = DATA.gguf.rope_tensors;
+  const names = NAMES.rope_tensors;
   const kind = (meta.get("rope_type") ?? "none") as "none" | "linear" | "yarn";
   const [shortFactor, longFactor] = await Promise.all([names.short_factor, names.long_factor].map((name) => floatsOf(file.tensors.get(name), reader, where)));
   const isLong = shortFactor !== undefined || longFactor !== undefined;
@@ -309,7 +284,7 @@ async function rotaryOf(
 /** The pieces that fill every slot once; each tensor of the file is used. */
 function findPieces(config: ModelConfig, family: Family, file: GgufFile, where: string): Piece[] {
   const shapes = slots(config);
-  const used = new Set<string>(Object.values(DATA.gguf.rope_tensors as Record<string, string>));
+  const used = new Set<string>(Object.values(NAMES.rope_tensors as Record<string, string>));
   const pieces: Piece[] = [];
   for (const [target, names] of Object.entries(family.modules)) {
     const [pattern, part = ""] = target.split(":");
@@ -323,7 +298,7 @@ function findPieces(config: ModelConfig, family: Family, file: GgufFile, where: 
         const [firstRow, count] = partRows(config, part, rows);
         let tensor = file.tensors.get(`${fill(names.gguf ?? "")}.${suffix}`);
         let row = 0;
-        const whole = "qkv".includes(part) && part !== "" ? file.tensors.get(`${fill(DATA.gguf.fused_qkv)}.${suffix}`) : undefined;
+        const whole = "qkv".includes(part) && part !== "" ? file.tensors.get(`${fill(NAMES.fused_qkv)}.${suffix}`) : undefined;
         if (tensor !== undefined && whole !== undefined) throw new WhetError(`${where}: there are both ${whole.name} and ${tensor.name}. Convert the model again.`);
         let shape = [count, ...rest];
         if (whole !== undefined) [tensor, row, shape] = [whole, firstRow, [rows, ...rest]];

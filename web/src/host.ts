@@ -217,7 +217,7 @@ export class Host {
     const readers: Reader[] = [];
     try {
       for (const [name, file] of files) readers.push({ ...(await openReader(name, file, from)), name });
-      const parts = await readAdapter(readers, this.plan.config, this.plan.family, from.where);
+      const parts = await readAdapter(this.core, readers, this.plan.config, this.plan.family, from.where);
       this.core.call("begin_adapter");
       for (const { layer, target, firstRow, rank, a, b } of parts) {
         this.core.with([a, b], (down, up) =>

@@ -1,7 +1,7 @@
 /** A model's computation as sizes and switches, its weights' shapes, and the places of a GGUF file's tensors in them. */
 import type { Core } from "./core.js";
 import { WhetError } from "./errors.js";
-import { families as DATA } from "./families.js";
+import { families } from "./facts.js";
 
 export interface ModelConfig {
   nLayers: number;
@@ -50,25 +50,7 @@ export interface Family {
   rope_off: boolean;
 }
 
-const FIELDS = ["keys", "settings", "defaults", "modules"] as const;
-
-/** A family's entry with what it takes from the one that it is like; a key or a module that is null is left out. */
-function resolve(name: string): Family {
-  const { like, ...entry } = DATA.families[name] as Partial<Family> & { like?: string };
-  const plain = { window: "none", rope: "neox", partial_rotary: false, rope_off: false, gguf: null };
-  if (like === undefined) return { ...plain, ...entry } as Family;
-  const base = resolve(like);
-  const merged = FIELDS.map((field) => {
-    const all = Object.entries({ ...base[field], ...entry[field] });
-    const leavesOut = field === "keys" || field === "modules";
-    return [field, Object.fromEntries(all.filter(([, value]) => !(leavesOut && value === null)))];
-  });
-  return { ...base, ...entry, ...Object.fromEntries(merged) } as Family;
-}
-
-export const FAMILIES: Record<string, Family> = Object.fromEntries(
-  Object.keys(DATA.families).map((name) => [name, resolve(name)]),
-);
+export const FAMILIES: Record<string, Family> = families;
 
 export const toCamel = (name: string) => name.replace(/_(\w)/g, (_, letter: string) => letter.toUpperCase());
 

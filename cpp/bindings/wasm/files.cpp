@@ -66,6 +66,12 @@ WHET_EXPORT(parse_gguf) void parse_gguf_head(const uint8_t* head, size_t n_bytes
     result += '}';
 }
 
+// [[name, type, [sizes], offset, bytes], ...]
+WHET_EXPORT(parse_safetensors) void parse_safetensors_head(const uint8_t* head, size_t n_bytes, double file_bytes) {
+    result.clear();
+    append_tensors(parse_safetensors({head, n_bytes}, static_cast<uint64_t>(file_bytes)).tensors);
+}
+
 // [[name, GGUF's name, block length, block bytes, format that it is packed as], ...] in the order of StoredType
 WHET_EXPORT(stored_types) void stored_types() {
     result = "[";
