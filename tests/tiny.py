@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -70,6 +71,16 @@ def with_lora(model: Any, seed: int = 0, b_std: float = 0.0, **settings: Any) ->
             if b_std and "lora_B" in name:
                 parameter.normal_(std=b_std)
     return model
+
+
+def changed(model: nn.Module, seed: int = 1) -> Any:
+    """A copy of the model with all parameters moved at random."""
+    other = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return other
 
 
 def letters_tokenizer() -> Any:

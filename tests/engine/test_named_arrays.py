@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.engine.tiny_models import CASES, tiny_model
-from tests.tiny import tiny_llama, with_lora
+from tests.tiny import changed, tiny_llama, with_lora
 
 from whet import Engine, SamplingParams
 from whet.errors import WhetError, WhetTypeError, WhetValueError
@@ -22,15 +22,6 @@ PROMPTS = [[3, 5, 7], [4, 4]]
 
 def said(engine):
     return [[(c.token_ids, c.logprobs) for c in group] for group in engine.generate(PROMPTS, 2, SAMPLING)]
-
-
-def changed(model, seed=1):
-    other = copy.deepcopy(model)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return other
 
 
 @pytest.mark.parametrize("case", CASES)

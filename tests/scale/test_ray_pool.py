@@ -1,7 +1,6 @@
 """A pool of sampling workers gives the completions of the engine in this process, whatever happens to its workers."""
 
 import contextlib
-import copy
 import importlib.util
 import os
 import signal
@@ -15,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.tiny import fours, timeless, tiny_llama, with_lora
+from tests.tiny import changed, fours, timeless, tiny_llama, with_lora
 
 from whet import Engine, SamplingParams, StreamKey
 from whet.algorithms.grpo import GRPO
@@ -40,15 +39,6 @@ def cluster():
 
 def said(groups):
     return [[(c.token_ids, c.logprobs, c.finish_reason, c.policy_version) for c in group] for group in groups]
-
-
-def changed(model, seed):
-    other = copy.deepcopy(model)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return other
 
 
 def pool_of(model, workers, **options):

@@ -51,7 +51,7 @@ from whet.rewards.metrics import group_std, reward_metrics
 from whet.rollout.choose import reward_functions
 from whet.rollout.rollout import Rollout, completion_table, read_prompts
 from whet.training.phases import phase
-from whet.training.trainer import training_step
+from whet.training.trainer import count_tokens, training_step
 
 
 class GRPO(OnlineTrainer):
@@ -90,8 +90,9 @@ class GRPO(OnlineTrainer):
         """The config's. "auto" corrects on a quantised base too, where the sampler alone rounds inputs to 8 bits, and
         completions that an older policy sampled.
         """
-        base, version = base_of(self.model), self.engine.policy_version
-        is_older = rollout is not None and any(each.policy_version < version for each in rollout.completions)
+        base = base_of(self.model)
+        sampled = [] if rollout is None else rollout.completions
+        is_older = any(completion.policy_version < self.engine.policy_version for completion in sampled)
         if self.config.sampler_correction == "auto" and (is_older or (base is not None and base.is_quantised)):
             return "token_truncate"
         return self.config.correction()
@@ -117,7 +118,7 @@ class GRPO(OnlineTrainer):
         self._begun = step = self._continued(prompt_batch) or self._begin(prompt_batch)
         while step.counts.n_tokens and len(step.updates) < self.config.num_iterations:
             with self.update() as update:
-                for batch in update.deal(step.batches, [batch.n_tokens() for batch in step.batches]):
+                for batch in update.deal(step.batches, [count_tokens(batch.rows()) for batch in step.batches]):
                     loss, metrics = self._loss(batch, step)
                     known = batch.sampler_logprobs is not None
                     update.add(loss, metrics, {"sampler/log_ratio_max": batch.sampler_gap[1]} if known else None)
@@ -298,9 +299,9 @@ class _MicroBatch:
     weights: Tensor | None = None
     sampler_gap: tuple[float, float] = (0.0, 0.0)
 
-    def n_tokens(self) -> int:
-        """Those that go through the model, a shared prompt once."""
-        return sum(map(len, {*map(tuple, self.prompt_ids)})) + sum(map(len, self.completion_ids))
+    def rows(self) -> list[tuple[list[int], list[int]]]:
+        """Prompts and completions."""
+        return list(zip(self.prompt_ids, self.completion_ids, strict=True))
 
     def set_old_logprobs(self, logprobs: Tensor, cap: float) -> None:
         """Set the log-probs of the policy that sampled, and derive gap, importance weights and mask from them."""

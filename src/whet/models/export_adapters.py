@@ -20,7 +20,7 @@ from whet.models.families import FAMILIES
 from whet.models.formats import TABLE
 from whet.models.gguf_keys import architecture_of
 from whet.models.gguf_writer import Progress, Tensor, check_place, write_gguf
-from whet.models.rows import encode, row_order
+from whet.models.rows import adapters_of, encode, row_order
 from whet.models.slots import LoRA, Module, Source, factor_values, places
 from whet.models.sources.folder import read_config
 from whet.models.sources.gguf import read_options
@@ -97,7 +97,7 @@ def _factors(
             raise WhetValueError(f"{where}: the adapter of {adapter.slot} holds NaN or infinity. Look at what made it.")
     for place in places(source.config, modules):
         order = row_order(source.config, place)
-        parts = list(_of_rows(place.weight, order, adapters))
+        parts = list(adapters_of(place.weight, order, adapters))
         if not parts:
             continue
         rank, column = sum(len(part.a) for _, part in parts), 0
@@ -107,14 +107,6 @@ def _factors(
             b[rows, column : column + len(part.a)] = factor * factor_values(part.b)[order[rows] - part.first_row]
             column += len(part.a)
         yield f"{place.names[0]}.weight", np.concatenate([factor_values(part.a) for _, part in parts]), b
-
-
-def _of_rows(slot: str, order: np.ndarray, adapters: Sequence[LoRA]) -> Iterator[tuple[np.ndarray, LoRA]]:
-    """The adapters that change rows of a slot, and where these are among them."""
-    for adapter in adapters:
-        rows = np.flatnonzero((order >= adapter.first_row) & (order < adapter.first_row + len(adapter.b)))
-        if adapter.slot == slot and len(rows):
-            yield rows, adapter
 
 
 def _tensor(name: str, values: np.ndarray, format: str) -> Tensor:

@@ -6,7 +6,7 @@ time, and the pages of mapped files are let go behind it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from whet.models.architecture import ModelConfig, Piece
 from whet.models.formats import TABLE
 from whet.models.loading import all_pieces, checked
 from whet.models.reference import piece_values
-from whet.models.slots import Place, Source, factor_values
+from whet.models.slots import LoRA, Place, Source, factor_values
 from whet.models.sources.mapped import let_go
 from whet.ops.linear import pack_weight
 from whet.ops.quant import bf16_bits
@@ -104,11 +104,9 @@ class Rows:
 
     def _changed(self, slot: str, order: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The rows that adapters change, and by how much."""
-        for adapter in self._adapters:
-            at = np.flatnonzero((order >= adapter.first_row) & (order < adapter.first_row + len(adapter.b)))
-            if adapter.slot == slot and len(at):
-                b = factor_values(adapter.b)[order[at] - adapter.first_row]
-                yield at, np.float32(adapter.scaling) * (b @ factor_values(adapter.a))
+        for at, adapter in adapters_of(slot, order, self._adapters):
+            b = factor_values(adapter.b)[order[at] - adapter.first_row]
+            yield at, np.float32(adapter.scaling) * (b @ factor_values(adapter.a))
 
     def _base_rows(self, slot: str, order: np.ndarray) -> np.ndarray:
         assert self.base is not None
@@ -159,6 +157,14 @@ def row_bytes(format: str, k: int) -> int:
     """Bytes of a row of k numbers in a format, as ``encode`` gives it."""
     row = TABLE[format]
     return k * np.dtype(row.dtype).itemsize if row.is_float else k // row.block_length * row.block_bytes
+
+
+def adapters_of(slot: str, order: np.ndarray, adapters: Sequence[LoRA]) -> Iterator[tuple[np.ndarray, LoRA]]:
+    """The adapters that change rows of a slot, and where these are among them."""
+    for adapter in adapters:
+        rows = np.flatnonzero((order >= adapter.first_row) & (order < adapter.first_row + len(adapter.b)))
+        if adapter.slot == slot and len(rows):
+            yield rows, adapter
 
 
 def _put_together(parts: list[tuple[Any, np.ndarray]], n: int) -> np.ndarray:

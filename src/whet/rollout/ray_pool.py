@@ -150,11 +150,11 @@ class RayPool:
         """
         source = self._describe(model)
         pieces = list(checked(all_pieces(source, "RayPool.sync"), "RayPool.sync"))
-        stored, version, before = checksums(pieces), self.policy_version + 1, self._policy
-        adapters = []
-        if source.adapters:
-            adapters = [self._ray.put(named_arrays(model, adapters_alone=True))]
-        if before is not None and stored == self._stored and adapters:
+        version, before = self.policy_version + 1, self._policy
+        stored, adapters = None, []
+        if source.adapters:  # beside weights that the workers may have already
+            stored, adapters = checksums(pieces), [self._ray.put(named_arrays(model, adapters_alone=True))]
+        if before is not None and stored is not None and stored == self._stored:
             policy = before._replace(version=version, adapters=adapters)
         else:
             arrays = {name: value for name, value in named_arrays(model).items() if hasattr(value, "ndim")}
@@ -180,11 +180,8 @@ class RayPool:
         chosen = stream_keys(keys, len(prompt_ids), where)
         if self._policy is None:
             raise WhetValueError(f"{where}: there are no weights. Call sync(model) before.")
-        found: dict[_Part, list[Completion]] = {}
-        for part, completions in self._run(
-            divide(len(prompt_ids), n, len(self._workers)), prompt_ids, sampling, chosen
-        ):
-            found[part] = completions
+        parts = divide(len(prompt_ids), n, len(self._workers))
+        found = dict(self._run(parts, prompt_ids, sampling, chosen))
         groups: list[list[Completion]] = [[] for _ in prompt_ids]
         for part in sorted(found):
             groups[part.prompt] += found[part]

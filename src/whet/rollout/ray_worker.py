@@ -64,20 +64,21 @@ class Worker:
         import ray
 
         with self._loading:
-            if self._weights_version != policy.weights_version:
-                config, targets, options, arrays = ray.get(policy.weights[0])
-                if self._engine is None:
-                    source = describe_arrays(arrays, config, targets, None, "RayPool")
-                    self._engine = Engine(source, where="RayPool", **options)
-                self._sync(self._engine, arrays, policy.weights_version)
-                self._weights_version = policy.weights_version
-                is_plain = True
+            engine = self._engine
+            if engine is not None and self._weights_version == policy.weights_version:
+                if engine.policy_version != policy.version:
+                    self._sync(engine, ray.get(policy.adapters[0]), policy.version)
+                return engine
+            config, targets, options, arrays = ray.get(policy.weights[0])
+            for reference in policy.adapters:
+                arrays = arrays | ray.get(reference)
+            if engine is None:
+                engine = Engine(describe_arrays(arrays, config, targets, None, "RayPool"), where="RayPool", **options)
+                engine.policy_version = policy.version
             else:
-                assert self._engine is not None
-                is_plain = False
-            if policy.adapters and (is_plain or self._engine.policy_version != policy.version):
-                self._sync(self._engine, ray.get(policy.adapters[0]), policy.version)
-            return self._engine
+                self._sync(engine, arrays, policy.version)
+            self._engine, self._weights_version = engine, policy.weights_version
+            return engine
 
     def _sync(self, engine: Engine, arrays: dict[str, Any], version: int) -> None:
         while True:

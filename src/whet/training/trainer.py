@@ -632,13 +632,14 @@ class Trainer(ABC):
         """Restore what ``own_tensors`` returned."""
 
 
+def count_tokens(rows: Sequence[Sequence[Sequence[int]]]) -> int:
+    """The tokens of a micro-batch's rows, each a prompt and its completions; a prompt that they share once."""
+    prompts = {tuple(row[0]) for row in rows}
+    return sum(map(len, prompts)) + sum(len(ids) for row in rows for ids in row[1:])
+
+
 def _costs(rows: Sequence[Sequence[Sequence[int]]], parts: Sequence[list[int]]) -> list[int]:
-    """The tokens of each micro-batch, a prompt that its rows share once."""
-    costs = []
-    for part in parts:
-        prompts = {tuple(rows[i][0]) for i in part}
-        costs.append(sum(map(len, prompts)) + sum(len(ids) for i in part for ids in rows[i][1:]))
-    return costs
+    return [count_tokens([rows[i] for i in part]) for part in parts]
 
 
 def _as_list(where: str, name: str, several: Any, method: str) -> list[Any]:
