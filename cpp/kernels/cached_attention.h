@@ -90,7 +90,7 @@ __attribute__((noinline)) void add_page(const CachedTask& t, int64_t row, int64_
     const uint8_t* at = t.cache + static_cast<size_t>(t.pages[page]) * t.page_bytes;
     const float* keys = reinterpret_cast<const float*>(at);
     const float* values = keys + kTokens * words;
-    float weights[rows][kTokens];
+    alignas(64) float weights[rows][kTokens];
     f32x16 tops[rows];
     for (f32x16& top : tops) top = f32x16(kNothing);
     scores<Format, rows>(static_cast<const float*>(t.queries) + row * words, words, keys, end, seen, t.scale, weights,

@@ -79,7 +79,7 @@ struct HalfScales {  // d and perhaps m: float16 numbers per output and block
 
 // The scales of 256 inputs become floats at once: each is used by several rows.
 struct SignedFactors {  // d times 16 bytes, each of 16 inputs
-    float scales[16 * 16];
+    alignas(64) float scales[16 * 16];
 
     WHET_INLINE void open(const uint8_t* all, size_t block) {
         const uint8_t* bytes = all + block / kQ6_KLayout.group * kQ6_KLayout.group_bytes;
@@ -95,7 +95,7 @@ struct SignedFactors {  // d times 16 bytes, each of 16 inputs
 // c, the factors of the first four blocks are the low 6 bits of a and b, and those of the others have their low 4 bits
 // in the halves of c and their high 2 in the top of a and b.
 struct LineFactors {
-    float scales[8 * 16], lowests[8 * 16];
+    alignas(64) float scales[8 * 16], lowests[8 * 16];
 
     WHET_INLINE void open(const uint8_t* all, size_t block) {
         const uint8_t* bytes = all + block / kQ4_KLayout.group * kQ4_KLayout.group_bytes;

@@ -117,7 +117,7 @@ void pack_panel_f32(const PanelTask& task) {
             pack::read_tile(task, at, n, panel + 16 * at);
             continue;
         }
-        float tile[16 * pack::kTile];
+        alignas(64) float tile[16 * pack::kTile];
         pack::read_tile(task, at, n, tile);
         for (size_t i = 0; i < n; ++i) pack::put(panel + 16 * (at + i), tile + 16 * i, task);
     }
@@ -127,7 +127,7 @@ void pack_panel_bf16(const PanelTask& task) {
     auto* panel = static_cast<float*>(task.panel);
     for (size_t at = 0; at < task.k; at += pack::kTile) {
         const size_t n = task.k - at < pack::kTile ? task.k - at : pack::kTile;
-        float tile[16 * pack::kTile];
+        alignas(64) float tile[16 * pack::kTile];
         pack::read_tile(task, at, n, tile);
         if (n % 2 != 0) store(tile + 16 * n, f32x16(0.0f));
         for (size_t i = 0; i < n; i += 2, panel += 16) {

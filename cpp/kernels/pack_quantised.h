@@ -150,7 +150,7 @@ WHET_INLINE void put_symmetric(const PanelTask& task) {
     auto* words = static_cast<float*>(task.panel);
     auto* scales = reinterpret_cast<uint16_t*>(words + task.k / kTile * step);
     for (size_t at = 0; at < task.k; at += kTile, words += step, scales += 16) {
-        float tile[16 * kTile];
+        alignas(64) float tile[16 * kTile];
         read_block(task, at, tile);
         const Halves d(symmetric_scale<half, kTile>(tile));
         const f32x16 inverse = inverse_of(d.values());
@@ -243,7 +243,7 @@ WHET_INLINE void put_lines(const PanelTask& task) {
     auto* words = static_cast<float*>(task.panel);
     auto* scales = reinterpret_cast<uint16_t*>(words + task.k / kTile * step);
     for (size_t at = 0; at < task.k; at += kTile, words += step, scales += 32) {
-        float tile[16 * kTile];
+        alignas(64) float tile[16 * kTile];
         Line line;
         read_block(task, at, tile);
         best_line(tile, (1 << bits) - 1, line);
@@ -285,7 +285,7 @@ template <int bits, const PanelLayout& layout>
 WHET_INLINE void put_super_block(const PanelTask& task, size_t at, float* words, uint8_t* scales) {
     constexpr float most = (1 << bits) - 1;
     const f32x16 zero(0.0f);
-    float tiles[8][16 * kTile];
+    alignas(64) float tiles[8][16 * kTile];
     Line lines[8];
     f32x16 top_scale = zero, top_lowest = zero;
     for (size_t j = 0; j < 8; ++j) {
@@ -316,7 +316,7 @@ WHET_INLINE void put_signed_super_block(const PanelTask& task, size_t at, float*
     constexpr int half = 32;
     constexpr size_t group = 16;
     const f32x16 zero(0.0f);
-    float tiles[8][16 * kTile];
+    alignas(64) float tiles[8][16 * kTile];
     f32x16 wanted[16], top = zero;
     for (size_t j = 0; j < 16; ++j) {
         if (j % 2 == 0) read_tile(task, at + group * j, kTile, tiles[j / 2]);
@@ -354,7 +354,7 @@ WHET_INLINE void put_super_blocks(const PanelTask& task, PutBlock&& put_block) {
 }  // namespace pack
 
 void pack_panel_int8(const PanelTask& task) {
-    float tile[16 * pack::kTile];
+    alignas(64) float tile[16 * pack::kTile];
     f32x16 top(0.0f);
     for (size_t at = 0; at < task.k; at += pack::kTile) {
         pack::read_block(task, at, tile);
@@ -374,7 +374,7 @@ void pack_panel_q8_0(const PanelTask& task) {
     auto* words = static_cast<float*>(task.panel);
     auto* scales = reinterpret_cast<uint16_t*>(words + task.k / pack::kTile * step);
     for (size_t at = 0; at < task.k; at += pack::kTile, words += step, scales += 16) {
-        float tile[16 * pack::kTile];
+        alignas(64) float tile[16 * pack::kTile];
         pack::read_block(task, at, tile);
         const pack::Halves d(pack::largest(tile, f32x16(0.0f)) / f32x16(127.0f));
         pack::put_int8(tile, d.values(), task, words);

@@ -42,7 +42,7 @@ WHET_INLINE void read_words(const void* panel, size_t first, size_t n, T* tile) 
 
 struct Float32Tile {
     static constexpr size_t kInputs = 16;
-    float numbers[16 * kInputs];
+    alignas(64) float numbers[16 * kInputs];
 
     WHET_INLINE void read(const UnpackTask& task, size_t at) { read_words(task.panel, at, task.k, numbers); }
     template <class T>
@@ -53,7 +53,7 @@ struct Float32Tile {
 
 struct BFloat16Tile {
     static constexpr size_t kInputs = 32;
-    uint16_t numbers[16 * kInputs];
+    alignas(64) uint16_t numbers[16 * kInputs];
 
     WHET_INLINE void read(const UnpackTask& task, size_t at) {
         read_words(task.panel, at / 2, (task.k + 1) / 2, numbers);
@@ -93,7 +93,7 @@ template <class Panel>
 struct QuantisedTile {
     static constexpr PanelLayout kLayout = Panel::kLayout;
     static constexpr size_t kInputs = 2 * kQuantBlock, kGroup = kLayout.group < 2 ? 2 : kLayout.group;
-    int8_t q[16 * kInputs];
+    alignas(64) int8_t q[16 * kInputs];
     float scales[4][16], lowests[4][16];  // of 16 inputs each
     typename Panel::Scales group;
 
