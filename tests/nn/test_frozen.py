@@ -325,7 +325,7 @@ def test_a_gguf_file_keeps_its_bytes(case, tmp_path):
 def test_the_head_works_from_the_base(base, dtype):
     """Over several tiles of the vocabulary, the last one of another size."""
     frozen = frozen_model(tiny_model("llama", vocab_size=5000, hidden_size=64), base)
-    model = in_floats("llama", frozen, vocab_size=5000, hidden_size=64)
+    model = in_floats("llama", frozen, vocab_size=5000, hidden_size=64).requires_grad_(False)
     hidden, targets = torch.randn(30, 64, generator=GENERATOR), torch.randint(0, 5000, (30,), generator=GENERATOR)
     results = []
     for one in (model, frozen):

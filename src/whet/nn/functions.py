@@ -250,7 +250,7 @@ class _Linears(torch.autograd.Function):
                 a, b = adapter.narrow(ctx.dtype)
                 low_grad, mask = _mm(grad, b), _mask(grad, adapter.dropout, ctx.seeds[i], ctx.shape[-1])
                 parameter_grads.append(_mm(low_grad.t(), _masked(rows, mask)).float() if next(needs) else None)
-                parameter_grads.append(_mm(grad.t(), low[i]).float().mul_(adapter.gain) if next(needs) else None)
+                parameter_grads.append(_up_grad(grad, low[i], adapter.gain) if next(needs) else None)
                 if needs_x and mask is not None:
                     grad_x.add_(_mm(low_grad, a).mul_(mask))
                 elif needs_x:
@@ -268,6 +268,11 @@ def _weight_grad(weight: Any, grad: Tensor, rows: Tensor, in_place: bool) -> Ten
     else:
         _add_mm(weight.grad, grad.t(), rows)
     return None
+
+
+def _up_grad(grad: Tensor, low: Tensor, gain: float) -> Tensor:
+    """gain grad^T low; computed as (low^T grad)^T, which reads the larger one as it lies."""
+    return torch.empty(grad.shape[1], low.shape[1]).copy_(_mm(low.t(), grad).t()).mul_(gain)
 
 
 def _as_it_is(rows: Tensor) -> Tensor:
@@ -488,6 +493,11 @@ class Head:
             self._packed = {n: PackedWeight("bfloat16", (n, shape[1])) for n in sizes}
 
     @property
+    def trains(self) -> bool:
+        """Whether weight, bias or an adapter gets a gradient."""
+        return bool(self.adapters) or any(x is not None and x.requires_grad for x in (self.weight, self.bias))
+
+    @property
     def packed_bytes(self) -> int:
         """Memory of the tiles that are packed again each time."""
         return sum(packed.size_bytes for packed in self._packed.values())
@@ -514,8 +524,9 @@ def linear_logprobs(
     """Log-probs of tokens, and entropies, from hidden states: the vocabulary's projection and the log-softmax in one.
 
     ``log pi(y) = z_y / T - log sum_v exp(z_v / T)``, ``z = hidden weight^T + bias``. Logits are float32, and there are
-    those of 2,048 words at a time: the sums run on from tile to tile (online log-sum-exp; Milakov & Gimelshein 2018),
-    and the backward computes the tiles again.
+    those of 2,048 words at a time: the sums run on from tile to tile (online log-sum-exp; Milakov & Gimelshein 2018).
+    Where something of the head trains, the backward computes the tiles again; else they give the gradient of hidden,
+    but for a factor of each row, while they are there.
 
     Args:
         hidden: (M, K).
@@ -527,9 +538,14 @@ def linear_logprobs(
     Returns:
         (M,) float32 each; None for the entropy that was not asked for.
     """
-    logprobs, entropy = _LinearLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        hidden, head.weight, head.bias, *_low_rank(hidden, head.adapters), head, targets, temperature, with_entropy
-    )
+    if hidden.requires_grad and torch.is_grad_enabled() and not head.trains:
+        logprobs, entropy = _FrozenHeadLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
+            hidden, head, targets, temperature, with_entropy
+        )
+    else:
+        logprobs, entropy = _LinearLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
+            hidden, head.weight, head.bias, *_low_rank(hidden, head.adapters), head, targets, temperature, with_entropy
+        )
     return logprobs, entropy if with_entropy else None
 
 
@@ -607,3 +623,56 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_up[first:last] = _mm(grad_z.float().t(), low)
         grad_hidden = grad_hidden if needs_hidden else None
         return grad_hidden, grad_weight, grad_bias, grad_low, grad_up, None, None, None, None
+
+
+class _FrozenHeadLogprobs(torch.autograd.Function):
+    """``linear_logprobs`` where nothing of the head trains: a tile is dequantised, multiplied and raised once.
+
+    d log pi(y) / d hidden = ((1 - p_y) w_y - sum_{v != y} p_v w_v) / T, where the sum over the vocabulary runs on from
+    tile to tile as that of attention over its keys (FlashAttention; Dao et al. 2022): what is summed is divided by the
+    normaliser so far, and corrected when that grows. The word y stays out of it, as the digits of 1 - p_y would.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Head, targets: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        wide, targets = hidden.detach().float().contiguous(), targets.contiguous()
+        n = len(wide)
+        logprobs, lse, entropy, before = (torch.zeros(n) for _ in range(4))
+        own, others = torch.empty(wide.shape, dtype=head.dtype), torch.zeros_like(wide)
+        parts = [slice(start, min(start + _ROWS, n)) for start in range(0, n, _ROWS)]
+        sums = [_core.TokenLogprobs(targets[part], temperature, with_entropy) for part in parts]
+        plus, certain = torch.full((_ROWS,), -temperature), torch.zeros(_ROWS)  # whose "gradient" is p, and 0 for y
+        logits, weights = torch.empty(_ROWS * _TILE), torch.empty(_ROWS * _TILE, dtype=head.dtype)
+        for i, (first, last) in enumerate(head.bounds):
+            tile = head.tile(i)
+            for part, rows in zip(parts, sums, strict=True):
+                size = part.stop - part.start
+                z, p = (x[: size * (last - first)].view(size, -1) for x in (logits, weights))
+                tile.logits(wide[part], None, z)
+                rows.add(z, 0, first)
+                rows.end(logprobs[part], lse[part], entropy[part])
+                _core.token_logprobs_backward(
+                    logits=z, tokens=targets[part], first_token=first, temperature=temperature, lse=lse[part],
+                    logprobs=certain[:size], grads=plus[:size], out=p,
+                )  # fmt: skip
+                if i:
+                    others[part] *= (before[part] - lse[part]).exp_()[:, None]
+                _add_mm(others[part], p, tile.rows)
+            before.copy_(lse)
+            here = ((targets >= first) & (targets < last)).nonzero()[:, 0]
+            own[here] = tile.rows[targets[here] - first]
+        slope = others.neg_()
+        for part in parts:
+            slope[part].addcmul_(own[part].float(), logprobs[part].expm1().neg_()[:, None])
+        ctx.save_for_backward(slope.div_(temperature))
+        ctx.dtype = hidden.dtype
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        (slope,) = ctx.saved_tensors
+        return (slope * grads[0].float()[:, None]).to(ctx.dtype), None, None, None, None
