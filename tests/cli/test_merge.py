@@ -82,7 +82,7 @@ def test_adapters_of_a_quantised_base_are_merged_into_its_numbers(folder, tmp_pa
         if "lora_B" in name:
             parameter.data.normal_(std=0.1)
     adapted.save_pretrained(tmp_path / "lora")
-    write_record(tmp_path / "lora", base)
+    write_record(tmp_path / "lora", base.record())
     given = [str(folder), str(tmp_path / "merged"), "--adapter", str(tmp_path / "lora"), "--dtype", "float32"]
     assert main(["merge", *given]) == 0
     ids = torch.arange(12)[None]

@@ -65,7 +65,7 @@ export async function readAdapter(core: Core, readers: Reader[], config: ModelCo
   const pairs = new Map<string, { A?: string; B?: string }>();
   for (const [name, { shape }] of entries) {
     const match = /^(.+)\.lora_([AB])\.weight$/.exec(name.startsWith(RULES.prefix) ? name.slice(RULES.prefix.length) : "");
-    if (match === null || shape.length !== 2) throw new WhetError(`${where}: ${name} (${shape.join(", ")}) is no factor of a linear layer. Merge it with PEFT.`);
+    if (match === null || shape.length !== 2) throw new WhetError(`${where}: ${name} (${shape.join(", ")}) is no factor of a linear layer. Merge it: whet merge.`);
     pairs.set(match[1], { ...pairs.get(match[1]), [match[2]]: name });
   }
   if (pairs.size === 0) throw new WhetError(`${where}: there is no lora_A or lora_B in ${weights.name}.`);
@@ -100,7 +100,7 @@ function parseConfig(text: string, where: string): Record<string, any> {
   for (const [key, plain] of Object.entries(RULES.plain)) {
     const value = config[key];
     const isPlain = value === undefined || value === null || value === false || value === plain || (Array.isArray(value) && value.length === 0);
-    if (!isPlain) throw new WhetError(`${where}: ${key} is ${show(value)}; only plain LoRA is read. Merge it with PEFT.`);
+    if (!isPlain) throw new WhetError(`${where}: ${key} is ${show(value)}; only plain LoRA is read. Merge it: whet merge.`);
   }
   if ((config.bias ?? "none") !== "none") throw new WhetError(`${where}: bias is ${show(config.bias)}, expected "none": trained biases are not LoRA.`);
   const init: unknown = config.init_lora_weights;

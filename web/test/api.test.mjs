@@ -157,7 +157,7 @@ test("an adapter of another model, and one that is no plain LoRA, are refused", 
   const [config, weights] = [JSON.parse(await read("adapter_config.json")), await read("adapter_model.safetensors")];
   const load = (changed, file = weights) =>
     engine.loadAdapter({ files: { "adapter_config.json": Buffer.from(JSON.stringify({ ...config, ...changed })), "adapter_model.safetensors": file } });
-  await assert.rejects(load({ use_dora: true }), /use_dora is true; only plain LoRA is read. Merge it with PEFT/);
+  await assert.rejects(load({ use_dora: true }), /use_dora is true; only plain LoRA is read. Merge it: whet merge/);
   await assert.rejects(load({ peft_type: "IA3" }), /peft_type is "IA3", expected "LORA"/);
   await assert.rejects(load({ bias: "all" }), /bias is "all", expected "none"/);
   await assert.rejects(load({ lora_alpha: "x" }), /the alpha of model.layers.0.self_attn.q_proj is "x"|the alpha of .* is "x"/);

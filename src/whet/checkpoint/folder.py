@@ -20,7 +20,7 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -112,11 +112,17 @@ def save_checkpoint(
         replace_folder(temporary, path)
 
 
-def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+def load_checkpoint(
+    path: str | os.PathLike[str], groups: Collection[str] | None = None
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """The (tensors, state) that ``save_checkpoint`` was given, on the CPU.
 
     Every size and hash is verified before anything is used. Hashes tell damage, not malice: a stranger
     can write a checkpoint of his own that verifies, but none that runs code.
+
+    Args:
+        path: the folder.
+        groups: of tensors; None: all. One that shares tensors with another group is loaded with that.
 
     Raises:
         CheckpointError: no checkpoint is there, or a file of it is missing, truncated, altered, too many or
@@ -125,8 +131,11 @@ def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, T
     folder = _resolve(Path(path))
     manifest = _verified_manifest(folder)
     tensors: dict[str, dict[str, Tensor]] = {}
+    if groups is not None:
+        shared = {source for group in groups for source, _ in manifest["aliases"].get(group, {}).values()}
+        groups = {*groups, *shared}
     for name in manifest["files"]:
-        if name.endswith(".safetensors"):
+        if name.endswith(".safetensors") and (groups is None or name.removesuffix(".safetensors") in groups):
             try:
                 # load_file maps the file: copy, since the file may change.
                 loaded = {key: tensor.clone() for key, tensor in load_file(folder / name).items()}
@@ -135,7 +144,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, T
             tensors[name.removesuffix(".safetensors")] = loaded
     try:
         for group, members in manifest["aliases"].items():
-            for name, (source_group, source) in members.items():
+            for name, (source_group, source) in members.items() if groups is None or group in groups else ():
                 tensors[group][name] = tensors[source_group][source]
         state = decode(json.loads((folder / "state.json").read_text(encoding="utf-8")))
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:

@@ -29,7 +29,7 @@ class ExportConfig:
     """Write a model as a GGUF file, with its tokenizer and chat template."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """A folder that save_pretrained or whet train wrote, also of adapters, or a .gguf file."""
+    """A folder that save_pretrained or whet train wrote, also of adapters or a checkpoint, or a .gguf file."""
     output: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT.gguf")]
     """The file to write."""
     quantize: FileType | None = None

@@ -29,7 +29,7 @@ class MergeConfig:
     """Write a model with its LoRA adapters merged as a Hugging Face folder, with its tokenizer."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """A folder that save_pretrained or whet train wrote, also of adapters, or a .gguf file."""
+    """A folder that save_pretrained or whet train wrote, also of adapters or a checkpoint, or a .gguf file."""
     output: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """The folder to write."""
     adapter: str = ""

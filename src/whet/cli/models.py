@@ -94,11 +94,18 @@ def _load(source: str, dtype: str, base: str) -> tuple[Any, Any]:
 def _load_base(source: str, dtype: str, base: str) -> tuple[Any, Any]:
     if not Path(source).is_file():
         model = _load_folder(source, dtype) if base == "none" else frozen_model(source, base)
-        return model, transformers.AutoTokenizer.from_pretrained(source)
+        return model, load_tokenizer(source)
     if base == "none":
         return _load_gguf(source, dtype)
     file = read_gguf(Path(source), "load_model")
     return frozen_model(file, None if base == "own" else base), read_tokenizer(file).to_transformers()
+
+
+def load_tokenizer(source: str) -> Any:
+    """transformers' tokenizer of a folder, hub name or .gguf file."""
+    if Path(source).is_file():
+        return read_tokenizer(read_gguf(Path(source), "load_tokenizer")).to_transformers()
+    return transformers.AutoTokenizer.from_pretrained(source)
 
 
 def _load_folder(base: str, dtype: str) -> Any:

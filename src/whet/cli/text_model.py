@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from whet.cli.checkpoint_model import resolve_model
 from whet.config.fields import check_used
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
@@ -95,7 +96,7 @@ class OneModelConfig(TextConfig):
     """A model, and how its tokens are drawn."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """A folder that save_pretrained or whet train wrote, also of adapters, or a .gguf file; of parts any of them."""
+    """A folder that save_pretrained or whet train wrote, also a checkpoint, or a .gguf file; of parts any of them."""
     weights: Weights | None = None
     """Format of the matrices; none: bf16 of a folder, of a GGUF file its own, and of adapters that of their base."""
     adapter: str = ""
@@ -106,14 +107,13 @@ def with_adapters(model: str, adapter: str, where: str) -> tuple[str, str]:
     """A model's path and that of its adapters: of a folder of adapters, the model that they were trained on.
 
     Args:
-        model: what was asked for; the folder of a ``whet train`` stands for the model in it.
+        model: what was asked for; the folder of a ``whet train`` stands for the model in it, and so do its checkpoints.
         adapter: what was asked for with it; empty: nothing.
 
     Raises:
         WhetValueError: a folder of adapters, and others for it, or its model is not there.
     """
-    if (Path(model) / "config.toml").is_file() and (Path(model) / "model").is_dir():
-        model = str(Path(model) / "model")
+    model, adapter = resolve_model(model, where), adapter and resolve_model(adapter, where)
     if not (Path(model) / "adapter_config.json").is_file():
         return model, adapter
     base = base_name(model, where)

@@ -123,7 +123,9 @@ def read_peft(source: Any, adapter_name: str | None = None) -> dict[str, tuple[n
     for name, value in tensors.items():
         match = re.fullmatch(rf"{re.escape(PEFT_PREFIX)}(.+)\.lora_([AB])\.weight", name)
         if match is None or value.ndim != 2:
-            raise CheckpointError(f"{where}: {name} {value.shape} is no factor of a linear layer. Merge it with PEFT.")
+            raise CheckpointError(
+                f"{where}: {name} {value.shape} is no factor of a linear layer. Merge it: whet merge."
+            )
         pairs.setdefault(match[1], {})[match[2]] = value
     if not pairs:
         raise CheckpointError(f"{where}: there is no lora_A or lora_B in it.")
@@ -182,6 +184,7 @@ def to_peft(path: str | os.PathLike[str], adapters: Mapping[str, MicroLoRA], bas
 # --- PEFT's configuration ---------------------------------------------------------------------------------
 
 # Variants that change the formula, or the base model's weights, with what a plain adapter has there.
+_MERGE = "Merge it: whet merge MODEL OUT --adapter FOLDER."
 _PLAIN = {
     "use_dora": False,
     "lora_bias": False,
@@ -222,7 +225,10 @@ def _specials(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The settings that are more than plain LoRA, and why they are refused."""
     for key, plain in _PLAIN.items():
         if config.get(key) not in (plain, None, False, []):
-            yield key, f"{key} is {config[key]!r}; only plain LoRA is read. Merge it with PEFT."
+            yield (
+                key,
+                f"{key} is {config[key]!r}; only plain LoRA is read. {_MERGE}",
+            )
     if config.get("bias", "none") != "none":
         yield "bias", f"bias is {config['bias']!r}, expected 'none': trained biases are not LoRA."
     init = config.get("init_lora_weights")

@@ -216,9 +216,9 @@ def pack_base(
     return base
 
 
-def write_record(folder: str | os.PathLike[str], base: PackedBase) -> None:
-    """Leave the record of a base beside the adapters that were trained on it."""
-    replace_text(Path(folder) / _RECORD, json.dumps(base.record(), indent=1) + "\n")
+def write_record(folder: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
+    """Leave what ``PackedBase.record`` gave beside the adapters that were trained on that base."""
+    replace_text(Path(folder) / _RECORD, json.dumps(record, indent=1) + "\n")
 
 
 def read_record(folder: str | os.PathLike[str], where: str) -> dict[str, Any] | None:

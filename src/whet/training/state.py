@@ -23,6 +23,7 @@ from whet.errors import CheckpointError, WhetError
 from whet.models.base import check_record
 from whet.nn.frozen import base_of
 from whet.nn.modules import module_device
+from whet.training.unpack import adapter_settings
 
 if TYPE_CHECKING:
     from whet.training.trainer import Trainer
@@ -52,6 +53,7 @@ def save_trainer(trainer: Trainer, path: str | os.PathLike[str]) -> None:
         "rng": capture_rng(),
         "whole_model": whole,
         "model": describe_module(trainer.model),
+        "adapter": adapter_settings(trainer.model),
         "base": None if base is None else base.record(),
         "ref_model": None,
     }

@@ -609,7 +609,7 @@ class Trainer(ABC):
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         if base is not None:
-            write_record(folder, base)
+            write_record(folder, base.record())
 
     def held_memory(self) -> Iterator[tuple[str, Hashable, int]]:
         """The memory that the trainer holds, for ``whet.memory_report``."""
