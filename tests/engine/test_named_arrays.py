@@ -48,6 +48,18 @@ def test_bfloat16_comes_as_its_bits():
         assert said(far) == said(near) and far.policy_version == 1
 
 
+def test_slots_of_bfloat16_travel_in_half_the_bytes_and_are_the_same_engine():
+    model = changed(tiny_llama())
+    whole = named_arrays(model)
+    slots = [slot for slot, shape in describe_module(model).config.slots().items() if len(shape) == 2]
+    half = named_arrays(model, bfloat16_slots=slots)
+    for name, array in half.items():
+        assert str(array.dtype) == ("uint16" if array.ndim == 2 else "float32") and array.shape == whole[name].shape
+    with Engine.from_model(tiny_llama(), weights="bf16") as far, Engine.from_model(model, weights="bf16") as near:
+        far.sync(half)
+        assert said(far) == said(near)
+
+
 @pytest.mark.parametrize("base", [None, "q8_0"])
 def test_adapters_come_alone_or_with_the_weights(base):
     plain = tiny_llama(hidden_size=32, intermediate_size=32)

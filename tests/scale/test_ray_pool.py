@@ -76,6 +76,25 @@ def test_a_pool_gives_the_completions_of_one_engine(cluster, workers):
         pool.close()
 
 
+@pytest.mark.parametrize("options", [{}, {"weights": "int8", "head": "bf16"}])
+def test_what_workers_round_to_bfloat16_is_sent_so(cluster, options):
+    model = tiny_llama()
+    pool = RayPool(model, workers=1, threads=1, **options)
+    try:
+        other = changed(model)
+        pool.sync(other)
+        pool.load()
+        *_, arrays = cluster.get(pool._policy.weights[0])
+        narrow = {name for name, array in arrays.items() if array.dtype == "uint16"}
+        wide = {name for name, array in arrays.items() if array.ndim == 2} - narrow
+        assert {"lm_head.weight"} <= narrow and bool(wide) == ("weights" in options)
+        engine = Engine.from_model(other, **options)
+        engine.policy_version = 1
+        assert said(pool.generate(PROMPTS, 4, SAMPLING)) == said(engine.generate(PROMPTS, 4, SAMPLING))
+    finally:
+        pool.close()
+
+
 def test_adapters_alone_follow_the_weights_once(cluster):
     model = with_lora(tiny_llama(), b_std=0.3, target_modules=["q_proj", "down_proj"])
     pool = pool_of(model, 2)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from whet.config.sampling import Completion, SamplingParams, StreamKey, stream_keys
 from whet.errors import MissingExtraError, WhetError, WhetValueError, check_integer
+from whet.models.formats import choose_formats
 from whet.models.loading import all_pieces, checked, checksums
 from whet.models.sizes import MAX_BATCH
 from whet.models.sources.arrays import named_arrays
@@ -60,6 +61,7 @@ class RayPool:
 
     Attributes:
         policy_version: how many times ``sync`` has been called.
+        actors: the workers, as Ray's handles.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -86,11 +88,15 @@ class RayPool:
         workers = check_integer("RayPool", "workers", workers, 1)
         max_position = options.pop("max_position", None)
         self._describe = lambda model: describe_module(model, max_position=max_position)
-        if self._describe(model).base is not None:
+        source = self._describe(model)
+        if source.base is not None:
             raise WhetValueError(
                 "RayPool: the model's weights are a packed base, which workers do not get. Load it in floats, with "
                 "base='none'."
             )
+        names = {name: options.get(name) for name in ("embedding", "head")}
+        formats = choose_formats(source, options.get("weights", "bf16"), where="RayPool", **names)
+        self._narrow = {slot for slot, parts in formats.items() if all(part.format == "bfloat16" for part in parts)}
         self._ray: Any = ray
         self._options, self.policy_version = options, 0
         self._policy: Policy | None = None
@@ -99,14 +105,14 @@ class RayPool:
         self._is_own = _connect(ray, address)
         cpus = ray.cluster_resources().get("CPU", 0)
         self._threads = threads or max(1, int(cpus) // workers)
-        self._workers: list[Any] = []
+        self.actors: list[Any] = []
         try:
             if workers * self._threads > cpus:
                 raise WhetError(
                     f"RayPool: {workers} workers of {self._threads} threads need {workers * self._threads} CPUs, and "
                     f"the cluster has {cpus:g}. Ask for fewer workers, or start more nodes."
                 )
-            self._workers = [self._start() for _ in range(workers)]
+            self.actors = [self._start() for _ in range(workers)]
             self._check_workers(start_timeout_s)
         except BaseException:
             self.close()
@@ -124,11 +130,11 @@ class RayPool:
 
     def _check_workers(self, timeout_s: float) -> None:
         try:
-            found = self._ray.get([worker.versions.remote() for worker in self._workers], timeout=timeout_s)
+            found = self._ray.get([worker.versions.remote() for worker in self.actors], timeout=timeout_s)
         except self._ray.exceptions.GetTimeoutError:
             free = self._ray.available_resources().get("CPU", 0)
             raise WhetError(
-                f"RayPool: after {timeout_s:g} s not all of {len(self._workers)} workers run. They need "
+                f"RayPool: after {timeout_s:g} s not all of {len(self.actors)} workers run. They need "
                 f"{self._threads} CPUs each, and {free:g} are free. Ask for fewer, or end what holds the others."
             ) from None
         own = versions()
@@ -157,10 +163,21 @@ class RayPool:
         if before is not None and stored is not None and stored == self._stored:
             policy = before._replace(version=version, adapters=adapters)
         else:
-            arrays = {name: value for name, value in named_arrays(model).items() if hasattr(value, "ndim")}
+            found = named_arrays(model, bfloat16_slots=self._narrow)
+            arrays = {name: value for name, value in found.items() if hasattr(value, "ndim")}
             sent = self._ray.put((source.config, source.targets, self._options, arrays))
             policy = Policy(version, [sent], version, adapters)
         self._policy, self._stored, self.policy_version = policy, stored, version
+
+    def load(self) -> None:
+        """Have all workers take the weights of the last ``sync`` now; else each does with its first call after it."""
+        policy = self._synced("RayPool.load")
+        self._ray.get([actor.load.remote(policy) for actor in self.actors])
+
+    def _synced(self, where: str) -> Policy:
+        if self._policy is None:
+            raise WhetValueError(f"{where}: there are no weights. Call sync(model) before.")
+        return self._policy
 
     def generate(
         self,
@@ -178,29 +195,33 @@ class RayPool:
         where = "RayPool.generate"
         n = check_integer(where, "n", n, 1)
         chosen = stream_keys(keys, len(prompt_ids), where)
-        if self._policy is None:
-            raise WhetValueError(f"{where}: there are no weights. Call sync(model) before.")
-        parts = divide(len(prompt_ids), n, len(self._workers))
-        found = dict(self._run(parts, prompt_ids, sampling, chosen))
+        policy = self._synced(where)
+        parts = divide(len(prompt_ids), n, len(self.actors))
+        found = dict(self._run(policy, parts, prompt_ids, sampling, chosen))
         groups: list[list[Completion]] = [[] for _ in prompt_ids]
         for part in sorted(found):
             groups[part.prompt] += found[part]
         return groups
 
     def _run(
-        self, parts: Sequence[_Part], prompts: Sequence[Sequence[int]], sampling: SamplingParams, keys: list[StreamKey]
+        self,
+        policy: Policy,
+        parts: Sequence[_Part],
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        keys: list[StreamKey],
     ) -> Iterator[tuple[_Part, list[Completion]]]:
-        ray, waiting, policy = self._ray, deque(parts), self._policy
+        ray, waiting = self._ray, deque(parts)
         slots = max(1, MAX_BATCH // max(part.count for part in parts)) if parts else 1
         running: dict[Any, tuple[_Part, int, float]] = {}  # call -> part, worker, end of its time
         attempts = dict.fromkeys(parts, 0)
-        load = [0] * len(self._workers)
+        load = [0] * len(self.actors)
         while waiting or running:
             while waiting and min(load) < slots:
                 part, worker = waiting.popleft(), load.index(min(load))
                 prompt, first = keys[part.prompt]
                 key = StreamKey(prompt, first + part.first)
-                call = self._workers[worker].generate.remote(
+                call = self.actors[worker].generate.remote(
                     policy, list(map(int, prompts[part.prompt])), part.count, sampling, key
                 )
                 running[call], load[worker] = (part, worker, time.monotonic() + self._call_timeout_s), load[worker] + 1
@@ -218,8 +239,8 @@ class RayPool:
             late = {worker for _, worker, end in running.values() if end <= time.monotonic()}
             for worker in late:
                 with contextlib.suppress(ray.exceptions.RayError):
-                    ray.kill(self._workers[worker], no_restart=True)
-                self._workers[worker] = self._start()
+                    ray.kill(self.actors[worker], no_restart=True)
+                self.actors[worker] = self._start()
                 for call in [call for call, (_, other, _) in running.items() if other == worker]:
                     self._retry(running.pop(call)[0], attempts, waiting)
                 load[worker] = 0
@@ -235,10 +256,10 @@ class RayPool:
 
     def close(self) -> None:
         """End the workers, and Ray where the pool started it."""
-        for worker in self._workers:
+        for worker in self.actors:
             with contextlib.suppress(Exception):
                 self._ray.kill(worker, no_restart=True)
-        self._workers = []
+        self.actors = []
         if self._is_own and self._ray.is_initialized():
             self._ray.shutdown()
             self._is_own = False

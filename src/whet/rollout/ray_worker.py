@@ -54,13 +54,17 @@ class Worker:
     def versions(self) -> dict[str, str]:
         return versions()
 
+    def load(self, policy: Policy) -> None:
+        """Take the weights, unless it has them."""
+        self._engine_of(policy)
+
     def generate(
         self, policy: Policy, prompt_ids: Sequence[int], n: int, sampling: SamplingParams, key: StreamKey
     ) -> list[Completion]:
         """``n`` completions of a prompt. Calls on several threads share the engine's batch."""
-        return self._load(policy).generate([prompt_ids], n, sampling, keys=[key])[0]
+        return self._engine_of(policy).generate([prompt_ids], n, sampling, keys=[key])[0]
 
-    def _load(self, policy: Policy) -> Engine:
+    def _engine_of(self, policy: Policy) -> Engine:
         import ray
 
         with self._loading:

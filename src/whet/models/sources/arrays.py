@@ -6,7 +6,7 @@ float32, float16, float64, or uint16 that holds bfloat16. Torch is needed only w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 _FORMATS = {"uint16": "bfloat16"} | {name: name for name in FLOAT_FORMATS if name != "bfloat16"}
 
 
-def named_arrays(model: Any, *, adapters_alone: bool = False) -> dict[str, Any]:
+def named_arrays(
+    model: Any, *, adapters_alone: bool = False, bfloat16_slots: Collection[str] = ()
+) -> dict[str, Any]:
     """The parameters of a live Hugging Face model, and its active LoRA adapters, copied.
 
     Args:
         model: as ``whet.Engine.from_model`` takes it. Of one on a packed base there are only the adapters.
         adapters_alone: leave the weights out, which the engine has already.
+        bfloat16_slots: whose weights are rounded to bfloat16 here, for an engine that would do it there.
 
     Returns:
         Name -> array, and for each adapter module name -> (A (r, k), B (n, r), scaling): what ``Engine.sync`` takes.
@@ -40,7 +43,8 @@ def named_arrays(model: Any, *, adapters_alone: bool = False) -> dict[str, Any]:
     source = describe_module(model)
     found: dict[str, Any] = {}
     if source.base is None and not adapters_alone:
-        found = {name: _array(tensor) for name, tensor in live_parameters(model, source)}
+        for name, slot, tensor in live_parameters(model, source):
+            found[name] = _array(tensor, narrow=slot in bfloat16_slots)
     for name, a, b, scaling in live_adapters(model, source):
         found[name] = (factor_values(a).copy(), factor_values(b).copy(), scaling)
     if not found:
@@ -103,10 +107,12 @@ def _adapter(config: ModelConfig, targets: Mapping[str, Place], name: str, value
     return place_lora(config, find_place(targets, name, where), factor_values(a), factor_values(b), scaling, where)
 
 
-def _array(tensor: Any) -> np.ndarray:
+def _array(tensor: Any, narrow: bool) -> np.ndarray:
     """A copy of a torch tensor; bfloat16 as uint16."""
     import torch
 
+    if narrow and tensor.dtype == torch.float32:
+        tensor = tensor.bfloat16()
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(np.uint16).copy()
     return tensor.contiguous().numpy().copy()

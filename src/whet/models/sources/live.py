@@ -69,13 +69,13 @@ def describe_module(model: Any, *, merged: bool = False, max_position: int | Non
     return Source(described, pieces, targets, adapters, short_position(options, _WHERE))
 
 
-def live_parameters(model: Any, source: Source) -> Iterator[tuple[str, Any]]:
-    """Name -> tensor of every weight of a module that ``source`` describes."""
+def live_parameters(model: Any, source: Source) -> Iterator[tuple[str, str, Any]]:
+    """Name, slot and tensor of every weight of a module that ``source`` describes."""
     module, config = _Live(_unwrap(model)), source.config
     for place in places(config, list(dict.fromkeys(place.module for place in source.targets.values()))):
         for suffix, slot in (("weight", place.weight), ("bias", place.bias)):
             if slot in config.slots():
-                yield f"{place.names[0]}.{suffix}", module.tensor(place.names, suffix).tensor
+                yield f"{place.names[0]}.{suffix}", slot, module.tensor(place.names, suffix).tensor
 
 
 def live_adapters(model: Any, source: Source) -> Iterator[tuple[str, Any, Any, float]]:
