@@ -2,15 +2,13 @@
 
 import importlib.util
 import math
-import multiprocessing
-import threading
 from dataclasses import replace
 
 import pytest
+from tests.bench.serving import served_here
 
 from whet.bench import NotMeasured
 from whet.bench.contenders.training import lora, native, trl
-from whet.bench.contenders.training.contender import Session
 from whet.bench.contenders.training.lora import Weights, Work, run_error, run_whole
 from whet.bench.contenders.training.workload import DPOShape, GRPOShape
 from whet.bench.harness import QUICK, run_case
@@ -42,23 +40,7 @@ def work_of(weights, method, **settings):
 
 def steps_here(serve, work, settings):
     """The steps of a trainer in this process, which spares the seconds of a fresh one."""
-    ours, theirs = multiprocessing.Pipe()
-    found = []
-
-    def ask():
-        found.append(ours.recv())
-        for _ in range(work.n_steps):
-            ours.send("step")
-            found.append(ours.recv().value)
-        ours.close()
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    with pytest.raises(SystemExit):
-        serve(Session(theirs), replace(work), settings)
-    thread.join()
-    assert found.pop(0) == "ready"
-    return found
+    return served_here(serve, work.n_steps, replace(work), settings)
 
 
 def test_a_run_is_a_process_from_its_start_to_its_end(weights):

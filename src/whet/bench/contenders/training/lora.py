@@ -11,20 +11,19 @@ import json
 import shutil
 import statistics
 import tempfile
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from whet.bench.case import WholeRun
+from whet.bench.case import Timed, WholeRun
 from whet.bench.contenders.engine.models import ModelShape, write_random_folder
 from whet.bench.contenders.training import workload
-from whet.bench.contenders.training.contender import Contender
+from whet.bench.contenders.training.contender import Contender, whole_run
 from whet.bench.contenders.training.workload import DPOShape, GRPOShape
 from whet.data.rows import tokenize_completion, tokenize_preference, tokenize_prompt
 
@@ -297,22 +296,15 @@ class Answer:
 
 def run_whole(serve: Callable[..., None], work: Work, settings: Mapping[str, Any]) -> WholeRun:
     """A run in a process of its own; its first step is not among the samples."""
-    started_s = time.perf_counter()
-    contender = Contender(serve, replace(work), dict(settings))  # without what it has cached
-    start_s = time.perf_counter() - started_s
-    timed = [contender() for _ in range(work.n_steps)]
-    steps: list[Step] = [step.value for step in timed]
-    counted = timed[1:]
-    names = dict.fromkeys(name for step in counted for name in step.parts)
-    return WholeRun(
-        Answer(steps),
-        samples_s=[step.seconds for step in steps[1:]],
-        start_s=start_s,
-        parts={name: [step.parts.get(name, 0.0) for step in counted] for name in names},
-        peak_bytes=timed[-1].peak_bytes,
-        memory=steps[-1].memory,
-        curve=[(i, step.score) for i, step in enumerate(steps) if step.score is not None],
-    )
+    return run_steps(partial(Contender, serve), work, settings)
+
+
+def run_steps(start: Callable[..., Callable[[], Timed]], work: Work, settings: Mapping[str, Any]) -> WholeRun:
+    """A run by the contender that ``start`` starts for the work and settings."""
+    run = whole_run(partial(start, replace(work), dict(settings)), work.n_steps)  # without what the work has cached
+    steps: list[Step] = run.value
+    curve = [(i, step.score) for i, step in enumerate(steps) if step.score is not None]
+    return replace(run, value=Answer(steps), memory=steps[-1].memory, curve=curve)
 
 
 def run_error(answer: Answer, work: Work) -> float:

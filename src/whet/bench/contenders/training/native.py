@@ -65,7 +65,7 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
     """Steps of adapters on a packed base, or of all weights.
 
     Args:
-        settings: ``base``: its format; "": all weights are trained, in float32.
+        settings: ``base``: its format; "": all weights are trained, in float32. Others are the trainer's own.
     """
     import torch
 
@@ -75,11 +75,12 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
 
     tokenizer = work.tokenizer()
     torch.manual_seed(work.seed)
-    model = _model_of(work, settings["base"])
-    rate = lora.LEARNING_RATES["adapters" if settings["base"] else "all weights"]
+    base, own = settings["base"], {name: value for name, value in settings.items() if name != "base"}
+    model = _model_of(work, base)
+    rate = lora.LEARNING_RATES["adapters" if base else "all weights"]
     # Where no completion is to end, EOS is no token of the model: prompts are token ids, and there is no tokenizer.
     has_eos = tokenizer.eos_token_id < work.model.config.vocab_size
-    arguments = {**workload.OPTIMIZER, "learning_rate": rate, "seed": work.seed}
+    arguments = {**workload.OPTIMIZER, "learning_rate": rate, "seed": work.seed, **own}
     arguments["tokenizer"] = tokenizer if has_eos else None
     if work.method == "grpo":
         trainer = GRPO(
@@ -92,8 +93,8 @@ def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
             **arguments,
         )
     else:
-        own = {"beta": workload.DPO_BETA} if work.method == "dpo" else {}
-        trainer = {"sft": SFT, "dpo": DPO}[work.method](model, **own, **arguments)
+        beta = {"beta": workload.DPO_BETA} if work.method == "dpo" else {}
+        trainer = {"sft": SFT, "dpo": DPO}[work.method](model, **beta, **arguments)
     n_trained = sum(parameter.numel() for parameter in trainer.trainable.values())
     for step in count():
         rows, score = work.rows(step), None

@@ -1,0 +1,64 @@
+"""The rows of `whet bench scale` do their work."""
+
+import importlib.util
+
+import pytest
+from tests.bench.serving import served_here
+from tests.scale.test_ray_pool import cluster  # noqa: F401
+
+from whet.bench.contenders import scale
+from whet.bench.contenders.scale import Sampling, wrong_steps
+from whet.bench.contenders.training import native
+from whet.bench.contenders.training.contender import RankedContender
+from whet.bench.contenders.training.lora import Weights, Work, run_error, run_steps, run_whole
+from whet.bench.contenders.training.workload import GRPOShape
+from whet.bench.harness import QUICK, run_case
+from whet.bench.suites import scale as suite
+from whet.bench.suites.grpo import TINY
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+
+
+def test_two_ranks_do_the_work_of_one_process():
+    shape = GRPOShape(TINY, n_prompts=2, group_size=4, prompt_length=9, completion_length=12, seed=3)
+    weights = Weights.random(TINY)  # on disk as long as this is here
+    work = Work.of_shape("grpo", weights, shape, n_steps=2, seed=1)
+    settings = {"base": "", "compute": "float32"}
+    one = run_whole(native.serve_lora, work, settings)
+
+    def start(*arguments):
+        return RankedContender(2, 1, native.serve_lora, *arguments)
+
+    two = run_steps(start, work, {**settings, "deterministic_reduction": True})
+    assert run_error(one.value, work) == run_error(two.value, work) == 0
+    assert two.value.steps[0].grad_norm == pytest.approx(one.value.steps[0].grad_norm, rel=1e-5)
+    assert len(two.samples_s) == 1 and two.start_s > 0 and (two.peak_bytes is None or two.peak_bytes > 0)
+
+
+@pytest.mark.parametrize("workers", [False, True])
+def test_a_batch_by_an_engine_and_by_a_pool(cluster, workers):  # noqa: F811
+    work = Sampling(GRPOShape(TINY, n_prompts=3, group_size=4, prompt_length=9, completion_length=12), 2)
+    steps = served_here(scale.serve_sampling, 2, work, workers)
+    assert wrong_steps(steps, work) == 0 and all(step.seconds > 0 for step in steps)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_weights_reach_all_workers(cluster, adapters):  # noqa: F811
+    work = Sampling(GRPOShape(TINY, n_prompts=1, group_size=2, prompt_length=9), 2, adapters)
+    steps = served_here(scale.serve_weights, 2, work)
+    assert wrong_steps(steps, work) == 0 and all(step.seconds > 0 for step in steps)
+
+
+def test_a_killed_worker_costs_time(cluster):  # noqa: F811
+    [table] = [t for t in suite.tables(suite.ScaleOptions(quick=True, steps=2)) if t.title.startswith("Time lost")]
+    work = table.cases[0].inputs(None)
+    steps = served_here(scale.serve_killed, 2, work)
+    assert wrong_steps(steps, work) == 0 and all(step.seconds > 0 for step in steps)
+
+
+def test_simulated_workers_are_a_row():
+    [table] = [t for t in suite.tables(suite.ScaleOptions(quick=True, steps=2)) if t.title.startswith("Control")]
+    [row] = run_case(table, table.cases[0], table.providers, 2, QUICK, 0).rows
+    assert (row.status, row.error) == ("measured", 0), row.why
+    [cpu_s], [waiting_s] = row.parts["driver's CPU"], row.parts["waiting"]
+    assert cpu_s > 0 and cpu_s + waiting_s == pytest.approx(row.samples_s[0])
