@@ -52,7 +52,13 @@ class NonFiniteError(WhetError, ArithmeticError):
 
 
 class RankError(WhetError, RuntimeError):
-    """Processes that train together do not reach each other, or one of them failed."""
+    """Processes that train together do not reach each other, or one of them failed.
+
+    Attributes:
+        is_told: it failed by an error that it tells itself.
+    """
+
+    is_told = False
 
 
 class FolderInUseError(WhetValueError):

@@ -25,13 +25,13 @@ def command(tmp_path, tiny_model):  # noqa: F811
     """(name, settings) -> the arguments of Whet for a run of SFT in that folder."""
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
 
-    def arguments(name, **settings):
+    def arguments(name, method="sft", **settings):
         given = {"model": tiny_model, "data": tmp_path / "rows.jsonl", "output_dir": tmp_path / name}
         given |= {"steps": STEPS, "batch_size": 6, "learning_rate": 1e-2, "checkpoint_every": 1, "compute": "float32"}
         flags = [
             part for key, value in (given | settings).items() for part in (f"--{key}".replace("_", "-"), str(value))
         ]
-        return ["train", "sft", *flags, "--deterministic-reduction"]
+        return ["train", method, *flags, "--deterministic-reduction"]
 
     return arguments
 
@@ -66,7 +66,41 @@ def test_two_ranks_give_the_bits_of_one_and_go_on_where_one_is_killed(command, t
     assert weights[0] == weights[1]
 
 
+def test_an_error_of_the_users_is_one_line_and_starts_nothing_again(command, tmp_path):
+    (tmp_path / "judge.py").write_text("def judge(completions):\n    raise RuntimeError('no judge')\n")
+    given = {"reward": f"{tmp_path / 'judge.py'}:judge", "max_new_tokens": 4, "group_size": 2, "batch_size": 2}
+    process = start(command("raises", "grpo", ranks=2, **given))
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 2, output[-3000:]
+    assert output.count("no judge") == 1 and output.count("GRPO of") == 1, output[-3000:]
+    assert next(line for line in output.splitlines() if line.startswith("whet: ")).endswith("judge.py, line 2)")
+
+
+def test_a_model_that_no_rank_finds_is_one_line(command, tmp_path):
+    process = start(command("missing", ranks=2, model=tmp_path / "none"))
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 2
+    assert len([line for line in output.splitlines() if "whet: " in line]) == 1, output[-3000:]
+
+
+def test_ctrl_c_leaves_a_checkpoint_of_all_ranks(command, tmp_path):
+    process = start(command("stopped", ranks=2, steps=5000, checkpoint_every=5000))
+    metrics = tmp_path / "stopped" / "metrics.jsonl"
+    end = time.monotonic() + 120
+    while not (metrics.exists() and len(losses(tmp_path / "stopped")) >= 2) and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 128 + signal.SIGINT, output[-3000:]
+    assert output.count("whet: interrupted") == 1 and output.count("the same command continues from there") == 1
+    [checkpoint] = (tmp_path / "stopped" / "checkpoints").iterdir()
+    assert int(checkpoint.name.removeprefix("step-")) == max(losses(tmp_path / "stopped")) < 5000
+
+
 def test_a_number_of_ranks_that_were_not_launched_is_refused(command, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert main(command("wrong", ranks=2)) == 2
     assert "whet train sft: ranks is 2, and 3 were launched" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert main(command("wrong", ranks=2)) == 2
+    assert "WORLD_SIZE in the environment is 'two', expected a number" in capsys.readouterr().err

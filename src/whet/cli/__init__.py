@@ -22,7 +22,8 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from whet import __version__
-from whet.errors import RewardError, WhetError, WhetValueError, check_installed
+from whet.errors import RankError, RewardError, WhetError, WhetValueError, check_installed
+from whet.training.launch import end_ranks, is_told_elsewhere, start_ranks
 
 USAGE = f"""\
 Whet {__version__}: post-trains language models on the machine you have.
@@ -104,25 +105,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = _run(list(sys.argv[1:] if argv is None else argv))
             sys.stdout.flush()
             return status
+        except RankError as error:  # torchrun starts all ranks again, unless another has said that the run is over
+            if not is_told_elsewhere(error):
+                print(_line_of(error), file=sys.stderr)
+            return 2
         except WhetError as error:
-            print(f"whet: {' '.join(str(error).split())}{_line_of_reward(error)}", file=sys.stderr)
+            end_ranks(2, _line_of(error))
             return 2
         except KeyboardInterrupt as interrupt:
             signal_number = getattr(interrupt, "signal_number", signal.SIGINT)
-            print("whet: interrupted" if signal_number == signal.SIGINT else "whet: terminated", file=sys.stderr)
+            if os.environ.get("RANK", "0") != "0":  # the first has a checkpoint to write, and speaks for all
+                return 128 + signal_number
+            end_ranks(128 + signal_number, f"whet: {'interrupted' if signal_number == signal.SIGINT else 'terminated'}")
             return 128 + signal_number
         except BrokenPipeError:  # whoever read standard output, such as head, has gone
             _discard_output()
             return 141
         except OSError as error:
             if error.errno in _PLACES and error.filename is not None:
-                print(f"whet: {str(error.filename)!r:.200}: {error.strerror}. Name another place.", file=sys.stderr)
+                end_ranks(2, f"whet: {str(error.filename)!r:.200}: {error.strerror}. Name another place.")
                 return 2
             if not _is_output_unwritable():
                 raise
             _discard_output()
             print(f"whet: standard output cannot be written: {error.strerror}. Give it another place.", file=sys.stderr)
             return 2
+
+
+def _line_of(error: WhetError) -> str:
+    return f"whet: {' '.join(str(error).split())}{_line_of_reward(error)}"
 
 
 def _is_output_unwritable() -> bool:
@@ -214,7 +225,7 @@ def _train(argv: list[str]) -> int:
     run = parse(RUNS[method], argv[1:], where, TRAIN_DESCRIPTION)
     run.check(where)
     check_installed(where, *_MODEL_PACKAGES, "matplotlib")
-    from whet.training.distributed import launched_rank, launched_size, start_ranks
+    from whet.training.distributed import launched_rank, launched_size
 
     if run.ranks > 1 and launched_size() == 1:
         start_ranks(run.ranks, ["-m", "whet", "train", *argv])

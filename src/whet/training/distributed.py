@@ -15,11 +15,10 @@ import inspect
 import itertools
 import math
 import os
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from whet.config.sampling import Completion, SamplingParams, StreamKey
 from whet.errors import RankError, WhetTypeError, WhetValueError
@@ -34,7 +33,6 @@ Value = TypeVar("Value")
 TIMEOUT_S = 1800
 """A rank that neither answers nor ends, such as one that is stopped, is waited for so long."""
 
-_RESTARTS = 3
 _BUCKET_BYTES = 25 << 20  # as torch's DistributedDataParallel: large enough that latency does not count
 
 _EXACT_QUANTUM = 2.0**-40
@@ -46,24 +44,23 @@ as exact as float64 is, but depend on the order."""
 
 def launched_rank() -> int:
     """The rank of this process as its launcher says it, 0 without one; needs no torch."""
-    return int(os.environ.get("RANK", 0)) if launched_size() > 1 else 0
+    return _number("RANK", 0) if launched_size() > 1 else 0
 
 
 def launched_size() -> int:
     """How many ranks the launcher says that there are, 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return _number("WORLD_SIZE", 1)
 
 
-def start_ranks(n: int, command: Sequence[str]) -> NoReturn:
-    """Become torchrun: Python with these arguments on ``n`` ranks, and all of them again where one is killed."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = str(max(1, cpus // n))
-    given = {"OMP_NUM_THREADS": threads, "WHET_NUM_THREADS": threads} | os.environ
-    # Or ranks that were started again would read the addresses of those before them.
-    environment = given | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    restarts = str(_RESTARTS)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), "--max-restarts", restarts]
-    os.execve(sys.executable, [sys.executable, *torchrun, *command], environment)
+def _number(name: str, default: int) -> int:
+    """A variable that launchers set."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise WhetValueError(
+            f"{name} in the environment is {text!r}, expected a number, as torchrun sets it. Unset it, or start the "
+            f"ranks by torchrun."
+        )
+    return int(text)
 
 
 class Ranks:
@@ -115,7 +112,9 @@ class Ranks:
         gathered = self.gather((None, value))
         for rank, (failure, _) in enumerate(gathered):
             if failure is not None:
-                raise RankError(f"rank {rank} failed: {failure}")
+                error = RankError(f"rank {rank} failed: {failure}")
+                error.is_told = True
+                raise error
         return [value for _, value in gathered]
 
     def tell_failure(self, error: Exception) -> None:

@@ -1,0 +1,91 @@
+"""``whet train --ranks``: torchrun on this machine, which knows an error that would come again from a rank that died.
+
+torchrun starts all ranks again whatever ended one of them. A rank whose run is over, by an error of the user's or by a
+signal to stop, says so here first: then none is started again, and the command's exit status is the rank's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from whet.errors import RankError
+
+_RESTARTS = 3
+_PATIENCE_S = 20
+_STATUS_FILE, _LAUNCHER = "WHET_RANKS_STATUS", "WHET_RANKS_LAUNCHER"
+
+
+def start_ranks(n: int, command: Sequence[str]) -> NoReturn:
+    """Become a process that runs Python with these arguments on ``n`` ranks."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = str(max(1, cpus // n))
+    given = {"OMP_NUM_THREADS": threads, "WHET_NUM_THREADS": threads} | os.environ
+    # Or ranks that were started again would read the addresses of those before them.
+    environment = given | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    os.execve(sys.executable, [sys.executable, "-m", "whet.training.launch", str(n), *command], environment)
+
+
+def end_ranks(status: int, message: str) -> None:
+    """Print why this process ends; where ``whet train --ranks`` started it, no rank is started again then.
+
+    The command ends with the status. Of several ranks with an error the first one speaks.
+    """
+    if (file := os.environ.get(_STATUS_FILE)) is not None:
+        try:
+            with open(file, "x") as told:
+                told.write(str(status))
+        except FileExistsError:
+            return
+    print(message, file=sys.stderr, flush=True)
+    if file is not None:
+        with suppress(OSError):
+            os.kill(int(os.environ[_LAUNCHER]), signal.SIGUSR1)
+
+
+def is_told_elsewhere(error: RankError) -> bool:
+    """Whether another rank of ``whet train --ranks`` says why it failed; returns when it has."""
+    file = os.environ.get(_STATUS_FILE)
+    if file is None:
+        return False
+    end = time.monotonic() + (_PATIENCE_S if error.is_told else 0)
+    while not os.path.exists(file) and time.monotonic() < end:  # or torchrun would end the other, for this one's end
+        time.sleep(0.02)
+    return os.path.exists(file)
+
+
+class _Over(BaseException):
+    """A rank has said that the run is over."""
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    raise _Over
+
+
+def _main(n: str, command: Sequence[str]) -> int:
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    with tempfile.TemporaryDirectory(prefix="whet-ranks-") as folder:
+        file = Path(folder) / "status"
+        os.environ |= {_STATUS_FILE: str(file), _LAUNCHER: str(os.getpid())}
+        signal.signal(signal.SIGUSR1, _end)
+        try:
+            run.main(["--standalone", "--nproc-per-node", n, "--max-restarts", str(_RESTARTS), *command])
+        except _Over:
+            pass
+        except SignalException as stopped:  # after the ranks, which have got it too
+            return int(file.read_text()) if file.exists() else 128 + stopped.sigval
+        return int(file.read_text()) if file.exists() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1], sys.argv[2:]))
