@@ -39,6 +39,7 @@ Transformer::Transformer(std::shared_ptr<const Weights> weights, size_t max_rows
         attended_ = arena_.take<float>(max_rows_ * std::max(config_.hidden_dim, config_.n_heads * config_.head_dim));
         up_ = arena_.take<float>(max_rows_ * config_.up_dim());
         cos_sin_ = arena_.take<float>(max_rows_ * config_.rotary_dim);
+        local_cos_sin_ = arena_.take<float>(max_rows_ * 2 * config_.local_inv_freq.size());
         state_ = arena_.take<float>(max_rows_ * config_.n_heads * state_size());
         queries_ = arena_.take<uint8_t>(max_rows_ * config_.n_heads * query_bytes());
         positions_ = arena_.take<int32_t>(max_rows_ * config_.group());
@@ -61,10 +62,12 @@ const float* Transformer::forward(const Row* rows, size_t n, KvCache& cache) {
         const LayerWeights& w = weights_->layers[i];
         add_and_norm(w.norm1, delta, n);
         attention(rows, n, i, cache);
+        post_norm(w.post_norm1, delta_, n);
         delta = delta_;
         if (!config_.parallel_residual) {
             add_and_norm(w.norm2, delta, n);
             mlp(rows, n, i, delta_);
+            post_norm(w.post_norm2, delta_, n);
         } else {
             if (!config_.shared_norm) add_and_norm(w.norm2, nullptr, n);
             mlp(rows, n, i, attended_);  // which is free now
@@ -97,6 +100,10 @@ void Transformer::embed(const Row* rows, size_t n) {
             kernels().rope_cos_sin(rows[i].position, config_.inv_freq.data(), config_.inv_freq.size(),
                                    config_.attention_factor, cos_sin_ + i * config_.rotary_dim);
         }
+        if (!config_.local_layers.empty()) {
+            kernels().rope_cos_sin(rows[i].position, config_.local_inv_freq.data(), config_.local_inv_freq.size(), 1.0,
+                                   local_cos_sin_ + i * config_.rotary_dim);
+        }
         for (size_t g = 0; g < config_.group(); ++g) positions_[i * config_.group() + g] = rows[i].position;
     });
 }
@@ -127,7 +134,21 @@ void Transformer::group(const Row* rows, size_t n) {
     }
 }
 
-// x += residual_scale delta, which is scaled in place; h = norm(x).
+void Transformer::norm(const NormWeight& w, const float* x, float* residual, float* out) const {
+    const size_t d = config_.hidden_dim;
+    if (config_.norm == Norm::kRms) {
+        kernels().rms_norm_f32(x, residual, w.weight.data(), d, config_.norm_eps, false, out);
+    } else {
+        kernels().layer_norm_f32(x, residual, w.weight.data(), w.bias_or_null(), d, config_.norm_eps, false, out);
+    }
+}
+
+void Transformer::post_norm(const NormWeight& w, float* delta, size_t n) const {
+    const size_t d = config_.hidden_dim;
+    if (config_.post_norm) for_rows(n, d, [&](size_t i) { norm(w, delta + i * d, nullptr, delta + i * d); });
+}
+
+// x += residual_scale delta, which is scaled in place; h = norm(x), or x where there is no such norm.
 void Transformer::add_and_norm(const NormWeight& w, float* delta, size_t n) {
     const size_t d = config_.hidden_dim;
     for_rows(n, d, [&](size_t i) {
@@ -137,12 +158,9 @@ void Transformer::add_and_norm(const NormWeight& w, float* delta, size_t n) {
             scale(config_.residual_scale, delta + i * d, d);
             from = delta + i * d;
         }
-        float* residual = delta == nullptr ? nullptr : x;
-        if (config_.norm == Norm::kRms) {
-            kernels().rms_norm_f32(from, residual, w.weight.data(), d, config_.norm_eps, false, h);
-        } else {
-            kernels().layer_norm_f32(from, residual, w.weight.data(), w.bias_or_null(), d, config_.norm_eps, false, h);
-        }
+        if (!w.weight.empty()) return norm(w, from, delta == nullptr ? nullptr : x, h);
+        if (delta != nullptr) kernels().blend_f32(from, d, 1.0f, 1.0f, x);
+        std::memcpy(h, x, d * sizeof *x);
     });
 }
 
@@ -172,7 +190,11 @@ void Transformer::place(const Row& row, size_t i, size_t layer, KvCache& cache) 
     const size_t d = config_.head_dim, group = config_.group();
     float* q = qkv_ + i * config_.qkv_dim();
     float* key = q + config_.n_heads * d;
-    if (config_.qk_norm) {
+    if (config_.qk_norm_whole) {
+        const size_t n_q = config_.n_heads * d, n_k = config_.n_kv_heads * d;
+        k.rms_norm_f32(q, nullptr, w.q_norm.weight.data(), n_q, config_.norm_eps, false, q);
+        k.rms_norm_f32(key, nullptr, w.k_norm.weight.data(), n_k, config_.norm_eps, false, key);
+    } else if (config_.qk_norm) {
         for (size_t head = 0; head < config_.n_heads + config_.n_kv_heads; ++head) {
             const std::vector<float>& weight = head < config_.n_heads ? w.q_norm.weight : w.k_norm.weight;
             k.rms_norm_f32(q + head * d, nullptr, weight.data(), d, config_.norm_eps, false, q + head * d);
@@ -180,8 +202,8 @@ void Transformer::place(const Row& row, size_t i, size_t layer, KvCache& cache) 
     }
     if (config_.rotates(layer)) {
         const auto turn = config_.is_neox ? k.rope_neox_f32 : k.rope_gptj_f32;
-        turn(q, config_.n_heads + config_.n_kv_heads, static_cast<ptrdiff_t>(d), cos_sin_ + i * config_.rotary_dim,
-             config_.rotary_dim, false);
+        const float* table = (config_.is_local(layer) ? local_cos_sin_ : cos_sin_) + i * config_.rotary_dim;
+        turn(q, config_.n_heads + config_.n_kv_heads, static_cast<ptrdiff_t>(d), table, config_.rotary_dim, false);
     }
     const auto put = bf16_cache_ ? k.cached_put_bf16 : k.cached_put_f32;
     uint8_t* page = cache.data() + static_cast<size_t>(row.pages[row.position / kPageTokens]) * cache.page_bytes();

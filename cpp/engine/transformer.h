@@ -55,7 +55,7 @@ private:
     size_t max_rows_;
     bool bf16_cache_;
     Arena arena_;
-    float *x_, *h_, *qkv_, *attended_, *delta_, *up_, *cos_sin_, *state_;
+    float *x_, *h_, *qkv_, *attended_, *delta_, *up_, *cos_sin_, *local_cos_sin_, *state_;
     uint8_t* queries_;
     int32_t* positions_;
     std::vector<Group> groups_;
@@ -64,6 +64,8 @@ private:
     void embed(const Row* rows, size_t n);
     void group(const Row* rows, size_t n);
     void add_and_norm(const NormWeight& w, float* delta, size_t n);
+    void norm(const NormWeight& w, const float* x, float* residual, float* out) const;
+    void post_norm(const NormWeight& w, float* delta, size_t n) const;
     void attention(const Row* rows, size_t n, size_t layer, KvCache& cache);
     void place(const Row& row, size_t i, size_t layer, KvCache& cache);
     void attend(const Row* rows, const Group& group, size_t kv_head, size_t layer, const KvCache& cache);

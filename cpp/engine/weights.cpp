@@ -51,6 +51,8 @@ size_t number_bytes(bool bf16) { return bf16 ? sizeof(uint16_t) : sizeof(float);
 void check(const ModelConfig& c) {
     if (c.n_kv_heads == 0 || c.n_heads % c.n_kv_heads != 0 || c.head_dim == 0 || c.head_dim > kAttentionMaxHeadDim ||
         c.windows.size() != c.n_layers || (!c.rope_layers.empty() && c.rope_layers.size() != c.n_layers) ||
+        (!c.local_layers.empty() &&
+         (c.local_layers.size() != c.n_layers || c.local_inv_freq.size() != c.inv_freq.size())) ||
         c.inv_freq.size() * 2 != c.rotary_dim || c.rotary_dim > c.head_dim ||
         (c.learned_positions > 0 && c.max_position > c.learned_positions)) {
         throw std::invalid_argument("sizes of the configuration disagree");
@@ -99,6 +101,8 @@ std::vector<float>* Weights::vector_named(const std::string& slot) {
     if (!split_layer(owner, layers.size(), i, rest)) return nullptr;
     if (rest == "norm1") return of(layers[i].norm1);
     if (rest == "norm2") return of(layers[i].norm2);
+    if (rest == "post_norm1") return of(layers[i].post_norm1);
+    if (rest == "post_norm2") return of(layers[i].post_norm2);
     if (rest == "q_norm") return of(layers[i].q_norm);
     if (rest == "k_norm") return of(layers[i].k_norm);
     return nullptr;

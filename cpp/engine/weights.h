@@ -32,7 +32,7 @@ struct NormWeight {
 };
 
 struct LayerWeights {
-    NormWeight norm1, norm2, q_norm, k_norm;
+    NormWeight norm1, norm2, post_norm1, post_norm2, q_norm, k_norm;
     Matrix qkv, o, up, down;  // up: the gate's rows before its own, where there is a gate
 };
 

@@ -99,6 +99,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "olmo2": ("olmo2", {"rms_norm_eps": 0.01}),
+    "olmo2-one-head": (
+        "olmo2",
+        {"num_key_value_heads": 1, "num_attention_heads": 1, "tie_word_embeddings": True, "attention_bias": True},
+    ),
     "starcoder2": ("starcoder2", {"sliding_window": 5}),
     "starcoder2-untied": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "stablelm": ("stablelm", {"use_qkv_bias": True, **rope("default", partial_rotary_factor=0.5)}),

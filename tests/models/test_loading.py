@@ -24,6 +24,7 @@ def config_of(n, k):
         "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 2, "hidden_dim": k, "ffn_dim": 2, "vocab_size": n,
         "max_position": 8, "norm": "rms", "norm_eps": 0.0, "rotary_dim": 0, "is_neox": True, "inv_freq": (),
         "attention_factor": 1.0, "learned_positions": 0, "parallel_residual": False, "shared_norm": False,
+        "pre_norm": True, "post_norm": False, "qk_norm_whole": False, "local_layers": (), "local_inv_freq": (),
         "qk_norm": False, "activation": "silu", "gated": True, "windows": (0,), "attention_scale": 1.0,
         "rope_layers": (), "embedding_scale": 1.0, "residual_scale": 1.0, "logits_scale": 1.0,
     }  # fmt: skip

@@ -70,7 +70,7 @@ def test_a_packed_batch_is_the_padded_one(case):
 
 
 @pytest.mark.parametrize("case", ["llama", "llama-biases-tied", "mistral", "qwen3", "gpt_neox", "gpt2", "gptj", "phi3",
-                                  "smollm3", "granite", "starcoder2", "stablelm-parallel", "phi"])  # fmt: skip
+                                  "smollm3", "granite", "olmo2", "starcoder2", "stablelm-parallel", "phi"])  # fmt: skip
 def test_bfloat16_products_keep_the_direction(case):
     model = trained(case, initializer_range=0.1)
     _, exact = logprobs_and_gradients(model)

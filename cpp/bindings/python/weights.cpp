@@ -49,12 +49,17 @@ ModelConfig config_of(const nb::dict& from) {
     c.learned_positions = get<size_t>(from, "learned_positions");
     c.parallel_residual = get<bool>(from, "parallel_residual");
     c.shared_norm = get<bool>(from, "shared_norm");
+    c.pre_norm = get<bool>(from, "pre_norm");
+    c.post_norm = get<bool>(from, "post_norm");
     c.qk_norm = get<bool>(from, "qk_norm");
+    c.qk_norm_whole = get<bool>(from, "qk_norm_whole");
     c.activation = named<Activation>(from, "activation");
     c.gated = get<bool>(from, "gated");
     for (nb::handle w : nb::cast<nb::sequence>(from["windows"])) c.windows.push_back(nb::cast<size_t>(w));
     c.attention_scale = get<double>(from, "attention_scale");
     for (nb::handle r : nb::cast<nb::sequence>(from["rope_layers"])) c.rope_layers.push_back(nb::cast<bool>(r));
+    for (nb::handle r : nb::cast<nb::sequence>(from["local_layers"])) c.local_layers.push_back(nb::cast<bool>(r));
+    for (nb::handle f : nb::cast<nb::sequence>(from["local_inv_freq"])) c.local_inv_freq.push_back(nb::cast<double>(f));
     c.embedding_scale = get<float>(from, "embedding_scale");
     c.residual_scale = get<float>(from, "residual_scale");
     c.logits_scale = get<float>(from, "logits_scale");

@@ -2,6 +2,7 @@
 
     x = embedding[tokens] (+ positions)
     per layer   x = x + attention(norm1(x));  x = x + mlp(norm2(x))
+      post_norm   x = x + post_norm1(attention(norm1(x))), and so on; without pre_norm there is no norm1, norm2
       parallel  x = x + attention(norm1(x)) + mlp(norm2(x))           shared_norm: mlp reads norm1(x)
     logits = head(final_norm(x))
 
@@ -60,12 +61,16 @@ class ModelConfig:
         attention_factor: multiplies cosines and sines.
         learned_positions: rows of the table of positions; 0: none.
         parallel_residual, shared_norm: see above.
+        pre_norm, post_norm: see above.
         qk_norm: RMS norm over head_dim of every query and key head, before they are rotated.
+        qk_norm_whole: there, over all query heads at once, and over all key heads.
         activation: "silu", "gelu" or "gelu_tanh".
         gated: the MLP is down(act(gate x) * up x), else down(act(up x)).
         windows: per layer; 0: all keys before, w: a query sees itself and the w - 1 keys before it.
         attention_scale: multiplies query . key.
         rope_layers: per layer, whether it rotates; (): all do.
+        local_layers: per layer, whether it rotates by ``local_inv_freq`` (radians as inv_freq, as many, whose cosines
+            and sines nothing multiplies); (): none.
         embedding_scale: multiplies embeddings; residual_scale what attention and MLP add to x; logits_scale logits.
         tied_head: the head is the embedding.
         qkv_bias, o_bias, mlp_bias, head_bias: which matrices have biases. Layer norms always have.
@@ -91,13 +96,18 @@ class ModelConfig:
     inv_freq: tuple[float, ...] = ()
     attention_factor: float = 1.0
     rope_layers: tuple[bool, ...] = ()
+    local_layers: tuple[bool, ...] = ()
+    local_inv_freq: tuple[float, ...] = ()
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     learned_positions: int = 0
     parallel_residual: bool = False
     shared_norm: bool = False
+    pre_norm: bool = True
+    post_norm: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
     activation: str = "silu"
     gated: bool = True
     tied_head: bool = False
@@ -126,6 +136,10 @@ class ModelConfig:
             raise _wrong("max_position", self.max_position, f"at most learned_positions={self.learned_positions}")
         if self.shared_norm and not self.parallel_residual:
             raise _wrong("shared_norm", True, "False where parallel_residual is")
+        if self.parallel_residual and (self.post_norm or not self.pre_norm):
+            raise _wrong("post_norm", True, "False where parallel_residual is")
+        if self.qk_norm_whole and not self.qk_norm:
+            raise _wrong("qk_norm_whole", True, "False where qk_norm is")
         self._check_rotary()
 
     def _check_rotary(self) -> None:
@@ -137,8 +151,15 @@ class ModelConfig:
         for frequency in self.inv_freq:
             _check_number("inv_freq", frequency)
         _check_number("attention_factor", self.attention_factor)
-        if self.rope_layers and (len(self.rope_layers) != self.n_layers or not set(self.rope_layers) <= {True, False}):
-            raise _wrong("rope_layers", self.rope_layers, f"n_layers={self.n_layers} of true and false, or none")
+        for name in ("rope_layers", "local_layers"):
+            layers = getattr(self, name)
+            if layers and (len(layers) != self.n_layers or not set(layers) <= {True, False}):
+                raise _wrong(name, layers, f"n_layers={self.n_layers} of true and false, or none")
+        n_local = len(self.inv_freq) if self.local_layers else 0
+        if len(self.local_inv_freq) != n_local:
+            raise _wrong("local_inv_freq", f"{len(self.local_inv_freq)} numbers", f"{n_local}, as many as inv_freq")
+        for frequency in self.local_inv_freq:
+            _check_number("local_inv_freq", frequency)
 
     def slots(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every weight: matrices (outputs, inputs), norms and biases (n,)."""
@@ -147,7 +168,9 @@ class ModelConfig:
         found: dict[str, tuple[int, ...]] = {"embedding": (self.vocab_size, hidden)}
         if self.learned_positions:
             found["positions"] = (self.learned_positions, hidden)
-        norms = ["norm1"] if self.shared_norm else ["norm1", "norm2"]
+        norms = ["norm1"] if self.shared_norm else ["norm1", "norm2"] if self.pre_norm else []
+        norms += ["post_norm1", "post_norm2"] if self.post_norm else []
+        n_normed = (self.n_heads, self.n_kv_heads) if self.qk_norm_whole else (1, 1)
         parts = ("weight", "bias") if self.norm == "layer" else ("weight",)
         up, n_up = ("gate_up", 2 * self.ffn_dim) if self.gated else ("up", self.ffn_dim)
         matrices = (
@@ -160,7 +183,8 @@ class ModelConfig:
             layer = f"layers.{i}."
             found |= {f"{layer}{norm}.{part}": (hidden,) for norm in norms for part in parts}
             if self.qk_norm:
-                found |= {f"{layer}{which}_norm.weight": (self.head_dim,) for which in "qk"}
+                for which, heads in zip("qk", n_normed, strict=True):
+                    found[f"{layer}{which}_norm.weight"] = (heads * self.head_dim,)
             for name, rows, columns, biased in matrices:
                 found[layer + name] = (rows, columns)
                 if biased:
@@ -182,7 +206,9 @@ def find_difference(a: ModelConfig, b: ModelConfig) -> str | None:
     """The first field in which two models compute something else; frequencies may differ by rounding to float32."""
     for field in dataclasses.fields(ModelConfig):
         one, other = getattr(a, field.name), getattr(b, field.name)
-        is_number = field.name in ("inv_freq", "attention_factor", "norm_eps") or field.name.endswith("_scale")
+        is_number = field.name in ("inv_freq", "local_inv_freq", "attention_factor", "norm_eps") or field.name.endswith(
+            "_scale"
+        )
         is_close = is_number and np.shape(one) == np.shape(other)
         if not (np.allclose(one, other, rtol=1e-5, atol=0) if is_close else one == other):
             return field.name

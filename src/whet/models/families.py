@@ -52,7 +52,8 @@ class Family:
         settings: ``ModelConfig`` fields; a string begun with "@" is the value of that option.
         defaults: what an option is that the config leaves out. (null is no number of kv heads, no window, and so on.)
         modules: where the weights of Hugging Face's modules go.
-        gguf: its ``architecture``, and whether the rows of q and k are ``interleaved`` there; None: GGUF has none.
+        gguf: its ``architecture``, whether the rows of q and k are ``interleaved`` there, and whether llama.cpp reads
+            ``biases`` of attention; None: GGUF has none.
         gguf_modules: where the tensors of a GGUF file go.
         window: "none", "all" layers have sliding_window, or "some" by layer_types.
         rope: "neox" or "gptj", the pairing; "none".

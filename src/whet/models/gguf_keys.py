@@ -64,6 +64,8 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
         WhetValueError: an option that GGUF has no place for.
     """
     architecture, family = architecture_of(config, where), family_of(config, where)
+    if described.qkv_bias and not (family.gguf or {}).get("biases", True):
+        raise WhetValueError(f"{where}: GGUF has no place for this model's biases of attention, in {architecture}.")
     given: dict[str, Any] = {
         "n_layers": described.n_layers,
         "max_position": trained_position(config, where),

@@ -35,13 +35,15 @@ def naive_forward(config: ModelConfig, weights: Mapping[str, np.ndarray], token_
     for i in range(config.n_layers):
         layer = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
         normed = _norm(config, layer, "norm1", x)
-        attended = scale * _attention(config, layer, normed, i)
+        attended = scale * _post_norm(config, layer, "post_norm1", _attention(config, layer, normed, i))
         if config.parallel_residual:
             read = normed if config.shared_norm else _norm(config, layer, "norm2", x)
             x = x + attended + scale * _mlp(config, layer, read)
         else:
             x = x + attended
-            x = x + scale * _mlp(config, layer, _norm(config, layer, "norm2", x))
+            x = x + scale * _post_norm(
+                config, layer, "post_norm2", _mlp(config, layer, _norm(config, layer, "norm2", x))
+            )
     head = weights["embedding"] if config.tied_head else weights["head"]
     hidden = config.logits_scale * _norm(config, weights, "final_norm", x)
     return hidden @ head.T + weights.get("head.bias", x.dtype.type(0))
@@ -72,7 +74,13 @@ def piece_values(piece: Piece) -> np.ndarray:
     return np.asarray(piece.tensor, np.float64 if piece.format == "float64" else np.float32)
 
 
+def _post_norm(config: ModelConfig, layer: Mapping[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
+    return _norm(config, layer, name, x) if config.post_norm else x
+
+
 def _norm(config: ModelConfig, weights: Mapping[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
+    if f"{name}.weight" not in weights and not config.pre_norm:
+        return x
     if config.norm == "rms":
         return naive_rms_norm(x, weights[f"{name}.weight"], config.norm_eps)
     return naive_layer_norm(x, weights[f"{name}.weight"], weights[f"{name}.bias"], config.norm_eps)
@@ -88,12 +96,19 @@ def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarr
     n, dim, group = len(x), config.head_dim, config.n_heads // config.n_kv_heads
     ends = np.cumsum([config.n_heads, config.n_kv_heads])
     q, k, v = np.split(_linear(layer, "qkv", x).reshape(n, -1, dim), ends, axis=1)
-    if config.qk_norm:
+    if config.qk_norm_whole:
+        q, k = (
+            naive_rms_norm(part.reshape(n, -1), layer[name], config.norm_eps).reshape(part.shape)
+            for name, part in (("q_norm.weight", q), ("k_norm.weight", k))
+        )
+    elif config.qk_norm:
         q = naive_rms_norm(q, layer["q_norm.weight"], config.norm_eps)
         k = naive_rms_norm(k, layer["k_norm.weight"], config.norm_eps)
     positions = np.arange(n)
     if config.rotary_dim and (not config.rope_layers or config.rope_layers[i]):
-        table = naive_cos_sin_cache(np.array(config.inv_freq), n, config.attention_factor)
+        is_local = bool(config.local_layers) and config.local_layers[i]
+        frequencies = (config.local_inv_freq, 1.0) if is_local else (config.inv_freq, config.attention_factor)
+        table = naive_cos_sin_cache(np.array(frequencies[0]), n, frequencies[1])
         q, k = (naive_rope(positions, part, dim, table, config.is_neox) for part in (q, k))
     back = positions[:, None] - positions
     seen = (back >= 0) & ((back < window) | (window == 0))

@@ -458,7 +458,7 @@ def _attention(
     _refuse_dropout(module.attention_dropout if module.training else 0.0)
     q, k, v = _project(acceleration, module, hidden_states)
     if hasattr(module, "q_norm"):
-        q, k = module.q_norm(q), module.k_norm(k)
+        q, k = _norm_heads(module.q_norm, q), _norm_heads(module.k_norm, k)
     if getattr(module, "use_rope", True):
         table = _rope_table(*position_embeddings)
         q, k = functions.rope(q, table), functions.rope(k, table)
@@ -467,6 +467,13 @@ def _attention(
         window = module.config.sliding_window
     out = functions.attention(q, k, v, batch, module.scaling, window)
     return module.o_proj(out.view(1, len(q), -1)), None
+
+
+def _norm_heads(norm: Any, heads: Tensor) -> Tensor:
+    """Each head normed, or all heads at once where the norm is so wide."""
+    if norm.weight.shape[0] == heads.shape[-1]:
+        return norm(heads)
+    return norm(heads.reshape(len(heads), -1)).view(heads.shape)
 
 
 def _rope_table(cos: Any, sin: Tensor) -> Tensor:

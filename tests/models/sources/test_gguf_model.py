@@ -31,7 +31,7 @@ KEYS = {
     "tokenizer.chat_template": "{{ messages[0]['content'] }}",
 }
 CASES = ("llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neox-serial", "gpt2", "phi3",
-         "granite", "smollm3-interval", "starcoder2", "stablelm", "stablelm-parallel", "phi")  # fmt: skip
+         "granite", "smollm3-interval", "olmo2", "starcoder2", "stablelm", "stablelm-parallel", "phi")  # fmt: skip
 
 
 def make(tmp_path: Path, case: str, kind: Any = F32, *, keys: Any = KEYS, change: Any = None, extra: Any = None,
