@@ -30,9 +30,9 @@ demo: $(VENV)/.installed-train
 test: $(VENV)/.installed-test $(VENV)/.installed-gym
 	$(BIN)/python -m pytest -n auto --ignore tests/scale
 
-# Processes that use all cores: ranks and workers, which are started, killed and stopped.
+# Ranks and workers, which are started, killed and stopped. Two files at a time: each mostly waits for processes.
 test-scale: $(VENV)/.installed-test $(VENV)/.installed-ray
-	$(BIN)/python -m pytest -q tests/scale
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/scale
 
 # Compiles llama.cpp. Not in check, which has llama.cpp's log-probs and tokens. `make test-real ONLY=Q4_K_M` is one file.
 test-real: $(VENV)/.installed-real

@@ -1,6 +1,7 @@
-"""Every rank of the tests, under torchrun or alone: ``python -m tests.scale.ranks OUT``.
+"""Every rank of the tests, under torchrun or alone: ``python -m tests.scale.ranks OUT [CASE ...]``.
 
-Each case is a function of no arguments that returns plain values; rank r leaves those of all cases in OUT.r.
+Each case is a function of no arguments that returns plain values; rank r leaves those of all in OUT.r, and files that a
+case makes lie in OUT.files.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.tiny import TinyModel, fours, timeless, tiny_llama
+from tests.tiny import TinyModel, fours, timeless, tiny_llama, with_lora
 
 from whet.algorithms.dpo import DPO
 from whet.algorithms.grpo import GRPO
@@ -66,6 +67,32 @@ def losses() -> dict[str, Any]:
         "packed": _after(_grpo(micro_batch_size=0, max_tokens_per_step=20), (PROMPTS,)),
     }
     return found | {name: _after(_grpo(loss_type=name), (PROMPTS,)) for name in LOSS_TYPES}
+
+
+def adapters() -> dict[str, Any]:
+    """LoRA: only adapters have gradients, that travel and are summed exactly."""
+
+    def model() -> Any:
+        return with_lora(tiny_llama(), b_std=0.3)
+
+    return {
+        "sft": _after(SFT(model(), **SETTINGS), SFT_BATCH, SFT_BATCH),
+        "grpo": _after(_grpo(model()), (PROMPTS,), (PROMPTS,)),
+        "exact": _after(_grpo(model(), deterministic_reduction=True), (PROMPTS,), (PROMPTS,)),
+    }
+
+
+def cached() -> dict[str, Any]:
+    """DPO whose reference's log-probs come from a folder, which rank 0 writes: in the second run, all of them."""
+    folder = Path(f"{sys.argv[1]}.files")
+    rows, runs = list(zip(*PAIRS, strict=True)), []
+    for _ in range(2):
+        trainer = DPO(tiny_llama(), precompute_reference=True, reference_cache=str(folder), **SETTINGS)
+        done = trainer.add_reference_logprobs(rows)
+        runs.append([[row["ref_chosen_logprobs"], row["ref_rejected_logprobs"]] for row in done])
+        join_ranks().gather(None)  # rank 0 has written
+    [file] = folder.iterdir()
+    return {"first": runs[0], "again": runs[1], "lines": sorted(file.read_text().splitlines())}
 
 
 def uneven() -> dict[str, Any]:
@@ -145,8 +172,8 @@ def failures() -> dict[str, Any]:
     }
 
 
-CASES = (losses, uneven, exact, bfloat16_wire, evaluations, failures)
+CASES = (losses, adapters, cached, uneven, exact, bfloat16_wire, evaluations, failures)
 
 if __name__ == "__main__":
-    found = {case.__name__: case() for case in CASES}
+    found = {case.__name__: case() for case in CASES if case.__name__ in sys.argv[2:] or len(sys.argv) == 2}
     Path(f"{sys.argv[1]}.{join_ranks().rank}").write_text(json.dumps(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -95,6 +96,30 @@ def test_ctrl_c_leaves_a_checkpoint_of_all_ranks(command, tmp_path):
     assert output.count("whet: interrupted") == 1 and output.count("the same command continues from there") == 1
     [checkpoint] = (tmp_path / "stopped" / "checkpoints").iterdir()
     assert int(checkpoint.name.removeprefix("step-")) == max(losses(tmp_path / "stopped")) < 5000
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_a_pool_ends_with_its_driver_and_the_run_goes_on_to_the_bit(command, tmp_path):
+    (tmp_path / "judge.py").write_text("def judge(completions):\n    return [len(set(text)) for text in completions]\n")
+    given = {"reward": f"{tmp_path / 'judge.py'}:judge", "max_new_tokens": 8, "group_size": 4, "batch_size": 2}
+    assert main(command("native", "grpo", engine="native", **given)) == 0
+    pooled = command("pool", "grpo", engine="ray", rollout_workers=2, **given)
+    process = start(pooled)
+    metrics = tmp_path / "pool" / "metrics.jsonl"
+    end = time.monotonic() + 120
+    while not (metrics.exists() and len(losses(tmp_path / "pool")) >= 2) and time.monotonic() < end:
+        time.sleep(0.02)
+    children = psutil.Process(process.pid).children(recursive=True)
+    workers = [child for child in children if "ray::Worker" in " ".join(child.cmdline())]
+    assert len(workers) == 2
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(workers, timeout=60)  # Ray's own agents take a minute
+    assert not alive and len(losses(tmp_path / "pool")) < STEPS
+    process = start(pooled)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0 and "continuing from" in output, output[-3000:]
+    assert losses(tmp_path / "pool") == losses(tmp_path / "native") and any(losses(tmp_path / "native").values())
 
 
 def test_a_number_of_ranks_that_were_not_launched_is_refused(command, capsys, monkeypatch):

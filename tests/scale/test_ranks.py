@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,15 @@ ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def run_ranks(folder: Path, n: int) -> list[dict[str, Any]]:
-    """The findings of each of n ranks; of one without torchrun."""
+def run_ranks(
+    folder: Path, n: int, launcher: Sequence[str] = TORCHRUN, cases: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """The findings of each of n ranks; of one without a launcher."""
     out = folder / f"found-{n}"
-    command = [*TORCHRUN, str(n)] if n > 1 else [sys.executable]
+    command = [*launcher, str(n)] if n > 1 else [sys.executable]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     done = subprocess.run(
-        [*command, "-m", "tests.scale.ranks", str(out)],
+        [*command, "-m", "tests.scale.ranks", str(out), *cases],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -37,7 +40,7 @@ def run_ranks(folder: Path, n: int) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("ranks")
-    return {n: run_ranks(folder, n) for n in (1, 2, 3)}
+    return {n: run_ranks(folder, n) for n in (1, 2, 4)}
 
 
 def cosine(a: list[list[float]], b: list[list[float]]) -> float:
@@ -56,7 +59,7 @@ def assert_close_runs(one: dict[str, Any], several: dict[str, Any]) -> None:
             assert b[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("name", ["sft", "dpo", "online-dpo", "kl, two updates", "correction", "packed", *LOSS_TYPES])
 def test_every_loss_has_the_gradients_and_metrics_of_one_process(found, name, n):
     assert_close_runs(found[1][0]["losses"][name], found[n][0]["losses"][name])
@@ -64,20 +67,38 @@ def test_every_loss_has_the_gradients_and_metrics_of_one_process(found, name, n)
 
 @pytest.mark.parametrize("name", ["one row", "one prompt", "custom module"])
 def test_ranks_without_rows_and_a_divided_group(found, name):
-    for n in (2, 3):
+    for n in (2, 4):
         assert_close_runs(found[1][0]["uneven"][name], found[n][0]["uneven"][name])
 
 
+@pytest.mark.parametrize("n", [2, 4])
+def test_adapters_and_a_cached_reference(found, n):
+    one, several = found[1][0], found[n][0]
+    assert one["adapters"]["exact"] == several["adapters"]["exact"]
+    for name in ("sft", "grpo"):
+        assert_close_runs(one["adapters"][name], several["adapters"][name])
+    cached = several["cached"]
+    assert cached["first"] == cached["again"] and len(cached["lines"]) == 3  # each pair once
+    torch.testing.assert_close(torch.tensor(cached["first"]), torch.tensor(one["cached"]["first"]), rtol=1e-5, atol=0)
+
+
+def test_accelerate_launches_ranks_too(found, tmp_path):
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"]
+    accelerate += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "--num_processes"]
+    launched = run_ranks(tmp_path, 2, accelerate, ["exact"])
+    assert [rank["exact"] for rank in launched] == [found[1][0]["exact"]] * 2
+
+
 def test_all_ranks_have_the_same_bits(found):
-    for n in (2, 3):
+    for n in (2, 4):
         for rank in found[n][1:]:
-            for name in ("losses", "uneven", "exact", "bfloat16_wire", "evaluations"):
+            for name in ("losses", "adapters", "cached", "uneven", "exact", "bfloat16_wire", "evaluations"):
                 assert rank[name] == found[n][0][name]
 
 
 @pytest.mark.parametrize("name", ["grpo", "sft", "dropout"])
 def test_deterministic_reduction_has_the_bits_of_one_process(found, name):
-    assert found[1][0]["exact"][name] == found[2][0]["exact"][name] == found[3][0]["exact"][name]
+    assert found[1][0]["exact"][name] == found[2][0]["exact"][name] == found[4][0]["exact"][name]
 
 
 def test_deterministic_reduction_is_the_same_gradient(found):
@@ -94,11 +115,11 @@ def test_a_bfloat16_wire_keeps_the_direction(found):
 
 
 def test_evaluations_are_those_of_one_process(found):
-    for n in (2, 3):
+    for n in (2, 4):
         assert found[n][0]["evaluations"] == pytest.approx(found[1][0]["evaluations"], rel=1e-6)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, 4])
 def test_what_one_rank_meets_all_are_told(found, n):
     for rank, told in enumerate(one["failures"] for one in found[n]):
         assert "no judge" in told["reward"]

@@ -14,8 +14,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.isas import usable_isas
 from tests.tiny import changed, fours, timeless, tiny_llama, with_lora
 
+import whet
 from whet import Engine, SamplingParams, StreamKey
 from whet.algorithms.grpo import GRPO
 from whet.errors import WhetError, WhetValueError
@@ -24,6 +26,7 @@ from whet.rollout.ray_pool import RayPool, divide
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 PROMPTS = [[3, 5, 7], [4, 4], [9], [6, 8, 3, 2], [5]]
+ISAS = usable_isas()
 SAMPLING = SamplingParams(max_new_tokens=12, seed=3)
 
 
@@ -72,6 +75,31 @@ def test_a_pool_gives_the_completions_of_one_engine(cluster, workers):
             of_keys = engine.generate(PROMPTS[:2], 3, SAMPLING, keys=keys)
             assert said(pool.generate(PROMPTS[:2], 3, SAMPLING, keys=keys)) == said(of_keys)
         assert pool.generate([], 2, SAMPLING) == []
+    finally:
+        pool.close()
+
+
+class MixedPool(RayPool):
+    """Workers of different instruction sets, by turns."""
+
+    def _environment(self):
+        self.isas = [*getattr(self, "isas", []), ISAS[len(getattr(self, "isas", [])) % len(ISAS)]]
+        return {**super()._environment(), "WHET_ISA": self.isas[-1]}
+
+
+@pytest.mark.skipif(len(ISAS) < 2, reason="the processor has one instruction set")
+@pytest.mark.parametrize("weights", ["float32", "bf16", "int8"])
+def test_workers_of_two_instruction_sets_agree_to_the_bit(cluster, weights):
+    model = tiny_llama()
+    pool = MixedPool(model, workers=2, threads=1, weights=weights)
+    try:
+        found = cluster.get([actor.__ray_call__.remote(lambda worker: whet.isa()) for actor in pool.actors])
+        assert found == ISAS[:2]
+        pool.sync(model)
+        engine = Engine.from_model(model, weights=weights)
+        engine.policy_version = 1
+        assert said(pool.generate(PROMPTS, 4, SAMPLING)) == said(engine.generate(PROMPTS, 4, SAMPLING))
+        assert said(pool.generate(PROMPTS[:1], 7, SAMPLING)) == said(engine.generate(PROMPTS[:1], 7, SAMPLING))
     finally:
         pool.close()
 
@@ -172,6 +200,12 @@ def test_a_worker_that_hangs_is_replaced(cluster):
         pool.close()
         with contextlib.suppress(ProcessLookupError):  # Ray cannot end what does not run
             os.kill(stopped, signal.SIGKILL)
+
+
+def test_a_node_that_is_lost_changes_nothing():
+    ran = subprocess.run([sys.executable, "-m", "tests.scale.nodes"], capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.splitlines()[-1] == "same lost same"
 
 
 def test_errors_come_as_they_are(cluster):

@@ -124,9 +124,13 @@ class RayPool:
             max_restarts=-1,
             max_task_retries=-1,
             max_concurrency=MAX_BATCH,
-            runtime_env={"env_vars": {"WHET_NUM_THREADS": str(self._threads)}},
+            runtime_env={"env_vars": self._environment()},
         )
         return actor.remote()
+
+    def _environment(self) -> dict[str, str]:
+        """Of a worker that is about to start."""
+        return {"WHET_NUM_THREADS": str(self._threads)}
 
     def _check_workers(self, timeout_s: float) -> None:
         try:

@@ -1,0 +1,54 @@
+"""A cluster of two nodes on this machine, each with a worker, and one of them lost: ``python -m tests.scale.nodes``."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import ray
+from ray.cluster_utils import Cluster
+from tests.scale.test_ray_pool import PROMPTS, said
+from tests.tiny import tiny_llama
+
+from whet import Engine, SamplingParams
+from whet.rollout.ray_pool import RayPool
+
+
+def main() -> None:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    node = cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+    model = tiny_llama(num_hidden_layers=4, hidden_size=64, max_position_embeddings=2048)
+    sampling = SamplingParams(max_new_tokens=600, seed=3)
+    pool = RayPool(model, workers=2, threads=1, weights="float32")
+    pool.sync(model)
+    pool.load()
+    engine = Engine.from_model(model, weights="float32")
+    engine.sync(model)
+    expected = said(engine.generate(PROMPTS, 4, sampling))
+
+    seen = []
+
+    def check() -> None:
+        seen.append("same" if said(pool.generate(PROMPTS, 4, sampling)) == expected else "different")
+
+    check()
+    cluster.add_node(num_cpus=1)  # where the lost worker can start again
+
+    def lose() -> None:
+        time.sleep(0.1)
+        cluster.remove_node(node, allow_graceful=False)
+        seen.append("lost")
+
+    thread = threading.Thread(target=lose)
+    thread.start()
+    check()
+    thread.join()
+    pool.close()
+    ray.shutdown()
+    cluster.shutdown()
+    print("\n" + " ".join(seen))
+
+
+if __name__ == "__main__":
+    main()
