@@ -13,7 +13,7 @@ from whet.ops.quant import FORMATS
 
 F32, F16, BF16, Q8_0 = (gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0"))
 _PLACES_OF_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
-_ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox", "phi": "phi2"}
+_ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3"}
 _BY_NAME = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
@@ -41,6 +41,8 @@ def as_llama_cpp(config: Any, name: str, array: np.ndarray) -> np.ndarray:
         return array.reshape(n_heads, 3, -1, *rest).swapaxes(0, 1).reshape(array.shape)
     if config.model_type == "gpt2" and name.rsplit(".", 2)[-2] in ("c_attn", "c_proj", "c_fc") and array.ndim == 2:
         return array.T
+    if config.model_type == "gemma3_text" and "norm" in name:
+        return array + np.float32(1)
     return array
 
 
@@ -85,10 +87,15 @@ def write_gguf(
         names = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
         writer.add_layer_norm_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
     settings = getattr(config, "rope_parameters", None)
+    if settings and "full_attention" in settings:
+        settings = settings["full_attention"]
+        if settings["rope_type"] == "linear":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(settings["factor"])
     if settings:
         writer.add_rope_freq_base(settings["rope_theta"])
         writer.add_rope_dimension_count(int(head_dim * settings.get("partial_rotary_factor", 1.0)))
-    if config.model_type in ("mistral", "phi3", "starcoder2") and config.sliding_window:
+    if config.model_type in ("mistral", "phi3", "starcoder2", "gemma3_text") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "granite":
         writer.add_attention_scale(config.attention_multiplier)

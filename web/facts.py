@@ -45,7 +45,7 @@ def pre_tokenizers() -> list[list[Any]]:
     return [[names, {camel(key): value for key, value in entry._asdict().items()}] for entry, names in entries.items()]
 
 
-_NOT_THERE = {"pre_norm", "post_norm", "qk_norm_whole"}
+_NOT_THERE = {"pre_norm", "post_norm", "qk_norm_whole"}  # what Gemma 3 has besides comes with post_norm
 """Settings of families that the package does not run yet."""
 
 

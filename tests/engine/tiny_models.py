@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import transformers
 
+from whet.models.families import FAMILIES
 from whet.models.reference import naive_forward, naive_weights
 from whet.models.slots import Source
 
@@ -104,6 +105,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "olmo2",
         {"num_key_value_heads": 1, "num_attention_heads": 1, "tie_word_embeddings": True, "attention_bias": True},
     ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 8,
+            "num_hidden_layers": 6,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 8,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "gemma3-kinds": (
+        "gemma3_text",
+        {
+            "head_dim": 6,
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 20,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
     "starcoder2": ("starcoder2", {"sliding_window": 5}),
     "starcoder2-untied": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "stablelm": ("stablelm", {"use_qkv_bias": True, **rope("default", partial_rotary_factor=0.5)}),
@@ -134,16 +159,17 @@ def tiny_config(case: str, **options: Any) -> Any:
     sizes = dict(_SIZES.get(model_type, _LLAMA))
     if model_type == "gpt_neox":
         del sizes["num_key_value_heads"]
-    return transformers.AutoConfig.for_model(model_type, **{**sizes, **given, "initializer_range": 0.3, **options})
+    return transformers.AutoConfig.for_model(model_type, **{**sizes, "initializer_range": 0.3, **given, **options})
 
 
 def tiny_model(case: str, **options: Any) -> Any:
     """The model of a case, float32, in eval mode, with norms and biases that are not 1 and 0."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(tiny_config(case, **options)).eval()
+    offset = FAMILIES[CASES[case][0]].norm_offset
     for parameter in model.parameters():
         if parameter.ndim == 1:
-            parameter.data.uniform_(0.5, 1.5)
+            parameter.data.uniform_(0.5 - offset, 1.5 - offset)
     return model.requires_grad_(False)
 
 

@@ -30,19 +30,27 @@ def in_float64(model, config: ModelConfig):
     """The model in float64 throughout; transformers' norms and rotary tables otherwise compute in float32."""
     model = copy.deepcopy(model).double()
 
-    def rms_norm(self, x):
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+    offset = FAMILIES[model.config.model_type].norm_offset
 
-    def rotary(self, x, position_ids):
-        angles = position_ids[..., None].double() * torch.tensor(config.inv_freq, dtype=torch.float64)
+    def rms_norm(self, x):
+        eps = getattr(self, "variance_epsilon", None) or self.eps
+        return (self.weight + offset) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+    def rotary(self, x, position_ids, kind=None):
+        is_local = kind == "sliding_attention"
+        frequencies = torch.tensor(config.local_inv_freq if is_local else config.inv_freq, dtype=torch.float64)
+        angles = position_ids[..., None].double() * frequencies
         angles = torch.cat((angles, angles), dim=-1)
-        return config.attention_factor * angles.cos(), config.attention_factor * angles.sin()
+        factor = 1.0 if is_local else config.attention_factor
+        return factor * angles.cos(), factor * angles.sin()
 
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = MethodType(rms_norm, module)
         if type(module).__name__.endswith("RotaryEmbedding"):
             module.forward = MethodType(rotary, module)
+        if hasattr(module, "embed_scale"):
+            module.embed_scale = torch.tensor(config.embedding_scale, dtype=torch.float64)
     return model
 
 
@@ -193,7 +201,7 @@ def test_old_configs():
     [
         (
             {"model_type": "mixtral"},
-            "model_type is 'mixtral'; the engine runs gpt2, gpt_neox, gptj, granite, llama, mistral",
+            "model_type is 'mixtral'; the engine runs gemma3_text, gpt2, gpt_neox, gptj, granite, llama, mistral",
         ),
         ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu', expected one of silu"),

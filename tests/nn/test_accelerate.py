@@ -70,7 +70,8 @@ def test_a_packed_batch_is_the_padded_one(case):
 
 
 @pytest.mark.parametrize("case", ["llama", "llama-biases-tied", "mistral", "qwen3", "gpt_neox", "gpt2", "gptj", "phi3",
-                                  "smollm3", "granite", "olmo2", "starcoder2", "stablelm-parallel", "phi"])  # fmt: skip
+                                  "smollm3", "granite", "olmo2", "gemma3", "starcoder2", "stablelm-parallel",
+                                  "phi"])  # fmt: skip
 def test_bfloat16_products_keep_the_direction(case):
     model = trained(case, initializer_range=0.1)
     _, exact = logprobs_and_gradients(model)
@@ -221,7 +222,7 @@ def plain_logprobs(model: Any) -> torch.Tensor:
 
 def test_what_does_not_fit_is_refused():
     assert_raises(WhetTypeError, "Linear, expected a Hugging Face causal model", accelerate, torch.nn.Linear(2, 2))
-    assert_raises(WhetValueError, "model_type is 'opt'; the kernels fit gpt2", accelerate, foreign_model())
+    assert_raises(WhetValueError, "model_type is 'opt'; the kernels fit gemma3_text", accelerate, foreign_model())
     with pytest.raises(WhetValueError, match=r"weights are bfloat16 on cpu, expected float32.*model\.float\(\)"):
         accelerate(tiny_model("llama").bfloat16())
     with pytest.raises(WhetValueError, match="dtype is 'float16', expected one of auto"):

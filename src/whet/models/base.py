@@ -114,7 +114,10 @@ class PackedBase:
             WhetTypeError: another kind of ``out``.
         """
         place = self._place(name, "PackedBase.rows")
-        return self._read("PackedBase.rows", name, place, self._weight_slot(place), out, first)
+        out = self._read("PackedBase.rows", name, place, self._weight_slot(place), out, first)
+        if place.module.offset:
+            out -= place.module.offset
+        return out
 
     def bias(self, name: str, out: Any) -> Any:
         """A module's bias (n,), in ``out`` as in ``rows``.

@@ -14,8 +14,9 @@ What is data stands in families.json, which builds without Python embed:
                  ``keys``, ``settings``, ``defaults`` and ``modules`` are merged, and of which all else is taken that is
                  not given; a key or module that is null is one that this family does not have.
                  ``modules``: "slot" or "slot:part" -> ``hf``, the module's name (``hf_also``: another that it may
-                 have), ``hf_layout``, how its rows lie in the slot's ("by_head", "transposed", or as they are), and
-                 ``gguf``, the tensor's name. "{i}": the layer's number.
+                 have), ``hf_layout``, how its rows lie in the slot's ("by_head", "transposed", or as they are),
+                 ``hf_offset``, what the model adds to its weight, and ``gguf``, the tensor's name. "{i}": the layer's
+                 number.
 
 How sliding windows and rotary scaling follow from the options is code, below.
 """
@@ -55,10 +56,13 @@ class Family:
         gguf: its ``architecture``, whether the rows of q and k are ``interleaved`` there, and whether llama.cpp reads
             ``biases`` of attention; None: GGUF has none.
         gguf_modules: where the tensors of a GGUF file go.
-        window: "none", "all" layers have sliding_window, or "some" by layer_types.
+        window: "none", "all" layers have sliding_window, "some" by layer_types, or, where these are not given, all but
+            every sliding_window_pattern-th: "pattern".
         rope: "neox" or "gptj", the pairing; "none".
         partial_rotary: whether partial_rotary_factor says what part of a head rotates. transformers' other families
             rotate whole heads, whatever it says.
+        rope_local: whether layers with a window rotate by frequencies of their own.
+        root_of_embedding: whether embeddings are multiplied by the root of their size.
         rope_off: whether layers whose no_rope_layers is 0 do not rotate, or every no_rope_layer_interval-th.
     """
 
@@ -72,11 +76,18 @@ class Family:
     rope: str = "neox"
     partial_rotary: bool = False
     rope_off: bool = False
+    rope_local: bool = False
+    root_of_embedding: bool = False
 
     @property
     def prefix(self) -> str:
         """Common prefix of the modules' names, except the head's."""
         return self.modules[0].names[0].partition(".")[0] + "."
+
+    @property
+    def norm_offset(self) -> float:
+        """Offset that the model adds to the weights of its norms."""
+        return next(module.offset for module in self.modules if module.slot == "final_norm")
 
 
 def _resolve(name: str) -> dict[str, Any]:
@@ -98,7 +109,8 @@ def _make_family(entry: dict[str, Any]) -> Family:
         slot, _, part = target.partition(":")
         names = tuple(row[key] for key in ("hf", "hf_also") if key in row)
         layout = row.get("hf_layout")
-        modules.append(Module(names, slot, part, _CUTS[layout], transposed=layout == "transposed"))
+        offset = row.get("hf_offset", 0.0)
+        modules.append(Module(names, slot, part, _CUTS[layout], layout == "transposed", offset))
         if gguf is not None:
             interleaved = gguf.get("interleaved", False) and part in ("q", "k")
             gguf_modules.append(Module((row["gguf"],), slot, part, paired if interleaved else whole))
@@ -213,6 +225,8 @@ def model_config(
     trained = options.size("max_position")
     length = trained if max_position is None else max_position
     plain = 1.0 if options.get("scale_attn_weights") is False else 1 / math.sqrt(head_dim)
+    if "query_pre_attn_scalar" in family.defaults:
+        plain = options.number("query_pre_attn_scalar") ** -0.5
     settings: dict[str, Any] = {
         name: options.flag(value[1:]) if isinstance(value, str) and value.startswith("@") else value
         for name, value in family.settings.items()
@@ -231,10 +245,13 @@ def model_config(
             norm_eps=options.number("norm_eps"),
             windows=options.windows(n_layers, length),
             attention_scale=options.scale("attention_scale", plain),
-            embedding_scale=options.scale("embedding_scale"),
+            embedding_scale=options.scale(
+                "embedding_scale", math.sqrt(hidden_dim) if family.root_of_embedding else 1.0
+            ),
             residual_scale=options.scale("residual_scale"),
             logits_scale=1 / options.scale("logits_divisor"),
             rope_layers=options.rope_layers(n_layers),
+            **_local_rope(options, n_layers, head_dim, length),
             learned_positions=trained if family.rope == "none" else 0,
             activation=options.activation(),
             gated=settings.pop("gated", True),
@@ -333,6 +350,8 @@ class _Options:
             raise self.wrong("sliding_window", "an integer of at least 1, or null")
         if window >= length:
             window = 0  # the same as none, and cheaper
+        if self.family.window == "pattern":
+            return tuple(window if local else 0 for local in self.local_layers(n_layers))
         if kinds is None and self.family.window == "some" and window:
             full = self.get("max_window_layers")
             if isinstance(full, bool) or not isinstance(full, int) or full < 0:
@@ -340,14 +359,27 @@ class _Options:
             return tuple(window if i >= full else 0 for i in range(n_layers))
         if kinds is None:
             return (window,) * n_layers
-        known = {"full_attention": 0, "sliding_attention": window}
+        return tuple(window if local else 0 for local in self.kinds(kinds, n_layers))
+
+    def kinds(self, kinds: Any, n_layers: int) -> list[bool]:
+        """Whether each layer attends in a window, by its layer_types."""
+        known = "full_attention", "sliding_attention"
         if (
             not isinstance(kinds, (list, tuple))
             or len(kinds) != n_layers
             or not all(k in known for k in map(str, kinds))
         ):
             raise self.wrong("layer_types", f"{n_layers} of {' and '.join(known)}")
-        return tuple(known[str(kind)] for kind in kinds)
+        return [str(kind) == known[1] for kind in kinds]
+
+    def local_layers(self, n_layers: int) -> list[bool]:
+        """The same, where without layer_types all but every sliding_window_pattern-th do."""
+        if (kinds := self.get("layer_types")) is not None:
+            return self.kinds(kinds, n_layers)
+        pattern = self.get("sliding_window_pattern")
+        if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1:
+            raise self.wrong("sliding_window_pattern", "an integer of at least 1")
+        return [(i + 1) % pattern != 0 for i in range(n_layers)]
 
 
 def _rotary(options: _Options, head_dim: int, length: int, trained: int) -> dict[str, Any]:
@@ -373,9 +405,27 @@ def _rotary(options: _Options, head_dim: int, length: int, trained: int) -> dict
     }
 
 
+def _local_rope(options: _Options, n_layers: int, head_dim: int, length: int) -> dict[str, Any]:
+    """The fields of layers that rotate by frequencies of their own."""
+    if not options.family.rope_local:
+        return {}
+    given = options.get("rope_parameters") or {}
+    local = given.get("sliding_attention") or {"rope_theta": options.get("rope_local_base_freq")}
+    if not isinstance(local, Mapping) or local.get("rope_type", "default") != "default":
+        raise options.wrong("rope_parameters", "plain frequencies of sliding_attention, without scaling")
+    layers = tuple(options.local_layers(n_layers))
+    if not any(layers):
+        return {}
+    plain = {"rope_type": "default", "rope_theta": local.get("rope_theta")}
+    inv_freq, _ = rope_frequencies(head_dim, None, length, scaling=plain)
+    return {"local_layers": layers, "local_inv_freq": tuple(inv_freq.tolist())}
+
+
 def _scaling(options: _Options, trained: int) -> dict[str, Any]:
     """The settings that ``rope_frequencies`` takes: rope_parameters, or what older configs say in several places."""
     given = options.get("rope_parameters") or options.get("rope_scaling") or {}
+    if options.family.rope_local and isinstance(given, Mapping):
+        given = given.get("full_attention", {} if "sliding_attention" in given else given)
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
         raise WhetValueError(
             f"{options.where}: rope_parameters is {given!r:.80}, expected one object of settings for all layers."

@@ -77,7 +77,7 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
         "value_dim": described.head_dim,
         "rms_norm_eps" if described.norm == "rms" else "layer_norm_eps": described.norm_eps,
     }
-    if family.window == "all" and any(described.windows):
+    if family.window in ("all", "pattern") and any(described.windows):
         given["sliding_window"] = max(described.windows)
     if "parallel_residual" in family.settings:
         given["use_parallel_residual"] = described.parallel_residual

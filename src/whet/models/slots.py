@@ -1,7 +1,8 @@
 """From a source's tensors to the engine's slots: a table of modules, cut into pieces.
 
 A source (a live module, a folder, a GGUF file) names its tensors by a table of ``Module`` rows and hands them out one
-by one; here they are checked against the config's slots and cut into views. Nothing is copied or converted.
+by one; here they are checked against the config's slots and cut into views. Nothing is copied or converted, but for
+norms to whose weights the model adds an offset.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from whet.errors import WhetValueError
 from whet.models.architecture import ModelConfig, Piece
 from whet.models.formats import FLOAT_FORMATS
+from whet.models.reference import piece_values
 
 if TYPE_CHECKING:
     from whet.models.base import PackedBase
@@ -65,6 +67,7 @@ class Module:
         part: "q", "k" or "v" of qkv, "gate" or "up" of gate_up: its rows of the slot; "": all.
         cut: how its rows lie in the slot's.
         transposed: the source keeps (inputs, outputs).
+        offset: the model computes with its weight and this.
     """
 
     names: tuple[str, ...]
@@ -72,6 +75,7 @@ class Module:
     part: str = ""
     cut: Cut = whole
     transposed: bool = False
+    offset: float = 0.0
 
 
 class Place(NamedTuple):
@@ -169,6 +173,10 @@ def walk(
                 raise WhetValueError(
                     f"{label} is {stored.format}, expected floats: norms and biases are not quantised."
                 )
+            if place.module.offset and suffix == "weight":
+                numbers = piece_values(Piece(slot, place.first_row, stored.tensor, stored.format))
+                yield Piece(slot, place.first_row, numbers + np.float32(place.module.offset), numbers.dtype.name)
+                continue
             rows = stored.tensor.T if transposed else stored.tensor
             for first, view in place.module.cut(config, rows):
                 yield Piece(slot, place.first_row + first, view, stored.format)

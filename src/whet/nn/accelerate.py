@@ -143,6 +143,7 @@ class Acceleration:
         check_trainable(self._model, "accelerate")
         self._decoder, self._head_module = _find_head(self._model)
         self._logits_scale = logits_scale(self._model.config.to_dict(), "accelerate")
+        self.norm_offset = FAMILIES[self._model.config.model_type].norm_offset
         self._head: functions.Head | None = None
         self._packed = False
         self._replaced: list[tuple[nn.Module, str, Any]] = []
@@ -411,7 +412,8 @@ def _warn_of_special_adapters(model: nn.Module) -> None:
 def _rms_norm(acceleration: Acceleration, module: Any, hidden_states: Tensor) -> Tensor:
     _check_master(module.weight)
     eps = getattr(module, "variance_epsilon", None) or module.eps
-    return functions.rms_norm(hidden_states, module.weight, eps, acceleration.dtype)
+    weight = module.weight + acceleration.norm_offset if acceleration.norm_offset else module.weight
+    return functions.rms_norm(hidden_states, weight, eps, acceleration.dtype)
 
 
 def _swiglu(acceleration: Acceleration, module: Any, x: Tensor) -> Tensor:

@@ -180,11 +180,12 @@ class FrozenEmbedding(_Packed, nn.Embedding):
         base: has the table.
         name: of the module, in ``base.targets``.
         padding_idx: as nn.Embedding has it; it only matters to what reads it.
+        scale: multiplies the rows.
     """
 
-    def __init__(self, base: PackedBase, name: str, padding_idx: int | None) -> None:
+    def __init__(self, base: PackedBase, name: str, padding_idx: int | None, scale: float = 1.0) -> None:
         nn.Module.__init__(self)
-        self.whet_base, self.name = base, name
+        self.whet_base, self.name, self.scale = base, name, scale
         self.num_embeddings, self.embedding_dim = base.shape(name)
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
         self.scale_grad_by_freq = self.sparse = False
@@ -200,7 +201,8 @@ class FrozenEmbedding(_Packed, nn.Embedding):
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:
             raise IndexError(f"{self.name}: an id is outside the table of {self.num_embeddings} rows.")
         out = torch.empty((len(ids), self.embedding_dim))
-        return self.whet_base.gather(self.name, ids, out).view(*input.shape, -1)
+        rows = self.whet_base.gather(self.name, ids, out).view(*input.shape, -1)
+        return rows if self.scale == 1 else rows.mul_(self.scale)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, weight={self.formats}"
@@ -324,7 +326,11 @@ def _freeze(model: nn.Module, name: str, module: Any, base: PackedBase) -> None:
             module.bias = nn.Parameter(bias, requires_grad=False)
         return
     is_table = isinstance(module, nn.Embedding)
-    frozen = FrozenEmbedding(base, name, module.padding_idx) if is_table else FrozenLinear(base, name, bias)
+    if is_table:
+        # Gemma's embedding multiplies what it looks up.
+        frozen = FrozenEmbedding(base, name, module.padding_idx, getattr(module, "scalar_embed_scale", 1.0))
+    else:
+        frozen = FrozenLinear(base, name, bias)
     holder, _, attribute = name.rpartition(".")
     parent: Any = model.get_submodule(holder)
     if hasattr(getattr(parent, attribute), "base_layer"):

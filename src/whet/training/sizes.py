@@ -203,8 +203,10 @@ def _activation_bytes(source: Source, config: TrainerConfig, lengths: Lengths, s
     tokens, targets, _ = _step_tokens(config, lengths)
     q, kv = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     hidden, n_norms = model.hidden_dim, 1 if model.shared_norm else 2
-    per_layer = n_norms * (4 if model.norm == "rms" else 4 + size) * hidden
-    per_layer += size * (2 * q + 2 * kv + 2 * model.ffn_dim) + 4 * model.n_heads
+    read = 4 if model.pre_norm else size  # of attention's and the MLP's input, or of what its norm reads
+    per_layer = n_norms * (read + (size if model.norm == "layer" else 0) + (size if model.post_norm else 0)) * hidden
+    n_ffn = 4 if model.gated and model.activation != "silu" else 2  # torch keeps each operand of a gate
+    per_layer += size * (2 * q + 2 * kv + n_ffn * model.ffn_dim) + 4 * model.n_heads
     if model.qk_norm:
         per_layer += size * (q + kv)
     if any(place.weight == "layers.0.qkv" and not place.module.part for place in source.targets.values()):

@@ -28,8 +28,8 @@ QUANTISED = tuple(gguf.GGMLQuantizationType(f.gguf_type) for f in TABLE.values()
 
 
 CASES = ("llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neox-serial", "gpt2",
-         "gpt2-untied-unscaled", "phi3", "granite", "smollm3-interval", "olmo2", "starcoder2", "starcoder2-untied",
-         "stablelm", "stablelm-parallel", "phi", "phi-rotary")  # fmt: skip
+         "gpt2-untied-unscaled", "phi3", "granite", "smollm3-interval", "olmo2", "gemma3", "starcoder2",
+         "starcoder2-untied", "stablelm", "stablelm-parallel", "phi", "phi-rotary")  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -163,7 +163,7 @@ class _Metadata:
         model_types = _ARCHITECTURES[self.architecture]
         if not self.given.get("sliding_window"):
             return model_types[0]
-        found = next((name for name in model_types if FAMILIES[name].window == "all"), None)
+        found = next((name for name in model_types if FAMILIES[name].window in ("all", "pattern")), None)
         if found is None:
             raise self.wrong("sliding_window", "none: it is not said which layers have it")
         return found
@@ -205,10 +205,18 @@ class _Metadata:
             **self.scales(family, sizes["head_dim"]),
             "use_parallel_residual": self.given.get("use_parallel_residual", True),
             "sliding_window": self.given.get("sliding_window") or None,
-            "rope_parameters": rope,
+            "rope_parameters": self.by_layers(rope, family),
+            "query_pre_attn_scalar": sizes["hidden_dim"] // n_heads if sizes["n_layers"] == 62 else sizes["head_dim"],
             # Where both places say it, transformers believes this one.
             "original_max_position_embeddings": rope.get("original_max_position_embeddings"),
         }
+
+    def by_layers(self, rope: dict[str, Any], family: Family) -> dict[str, Any]:
+        """The settings of rotary embedding, and those of layers with a window, which llama.cpp's files do not say."""
+        if not family.rope_local:
+            return rope
+        local = {"rope_type": "default", "rope_theta": family.defaults["rope_local_base_freq"]}
+        return {"full_attention": rope, "sliding_attention": local}
 
     def biases(self, family: Family, biased: set[str]) -> dict[str, bool]:
         """Whether matrices have biases, which is known by their tensors, under the names of the family's options."""

@@ -53,7 +53,7 @@ def load_gguf_model(path: str | os.PathLike[str] | GGUFFile, dtype: str = "float
     file = path if isinstance(path, GGUFFile) else read_gguf(Path(path), f'load_gguf_model("{path}")')
     config, tokenizer = read_gguf_config(file)
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    _copy_weights(open_gguf(file), describe_module(model))
+    _copy_weights(open_gguf(file), describe_module(model), model)
     model.generation_config.eos_token_id = tokenizer.stop_token_ids or None
     return model.eval(), tokenizer.to_transformers()
 
@@ -129,16 +129,21 @@ def _check_same(ours: ModelConfig, theirs: ModelConfig, where: str) -> None:
         )
 
 
-def _copy_weights(source: Source, live: Source) -> None:
+def _copy_weights(source: Source, live: Source, model: Any) -> None:
     """Write the file's numbers into the module's parameters, of which ``live`` has views; one slot at a time."""
     import torch
 
     shapes, parameters = source.config.slots(), _by_slot(live.pieces())
+    moved = {place.weight: (name, place.module.offset) for name, place in live.targets.items() if place.module.offset}
     for slot, pieces in _by_slot(source.pieces()).items():
         values = np.empty(shapes[slot], np.float32)
         for piece in pieces:
             values[piece.first_row : piece.first_row + len(piece.tensor)] = piece_values(piece)
             let_go([piece.tensor])
+        if slot in moved:
+            name, offset = moved[slot]
+            model.get_parameter(f"{name}.weight").data.copy_(torch.from_numpy(values - np.float32(offset)))
+            continue
         for piece in parameters[slot]:
             rows = values[piece.first_row : piece.first_row + len(piece.tensor)]
             piece.tensor.copy_(torch.from_numpy(rows))
