@@ -156,7 +156,7 @@ export class Host {
     const id = this.core.with([prompt, stops, numbers], (tokens, stop, settings) =>
       this.core.call("add_prompt", tokens, prompt.length, stop, stops.length, settings, numbers.length),
     );
-    const texts = this.hasText ? Array.from({ length: n }, () => this.text(where).stream()) : [];
+    const texts = this.textStreams(n, where);
     const sent = Array<number>(n).fill(0);
     try {
       while (!signal.aborted) {
@@ -177,8 +177,13 @@ export class Host {
     }
   }
 
-  private get hasText(): boolean {
-    return this.plan.file.metadata.has("tokenizer.ggml.model");
+  /** None where the file has no tokenizer that is read: a prompt of token ids does without. */
+  private textStreams(n: number, where: string): TextStream[] {
+    try {
+      return Array.from({ length: n }, () => this.text(where).stream());
+    } catch {
+      return [];
+    }
   }
 
   private drawnSince(id: number, sample: number, from: number, text: TextStream | undefined): Token[] {

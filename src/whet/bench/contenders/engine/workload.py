@@ -119,16 +119,21 @@ def sample_error(answer: Sample | float, expected: Any) -> float:
         answer: what a contender returned.
         expected: has ``model``, a Hugging Face model, and ``n_tokens``, the length that a completion should have.
     """
-    import torch
-
     if not isinstance(answer, Sample):
         return answer
     if len(answer.token_ids) != expected.n_tokens or len(answer.logprobs) != expected.n_tokens:
         return float("inf")
-    ids = torch.tensor([[*answer.prompt_ids, *answer.token_ids]])
-    with torch.inference_mode():
-        logits = expected.model(ids, logits_to_keep=expected.n_tokens + 1).logits[0, :-1]
-    every = logits.double().log_softmax(-1)
-    right = every.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0].numpy()
+    every = scores(answer.prompt_ids, answer.token_ids, expected.model)
+    right = every[np.arange(expected.n_tokens), answer.token_ids]
     differences = np.asarray(answer.logprobs, np.float64) - right
-    return float(np.sqrt(np.mean(differences**2)) / every.std(dim=1).mean().item())
+    return float(np.sqrt(np.mean(differences**2)) / every.std(axis=1, ddof=1).mean())
+
+
+def scores(prompt_ids: Sequence[int], token_ids: Sequence[int], model: Any) -> np.ndarray:
+    """The log-probs that a Hugging Face model gives every token at the place of each of ``token_ids``, (N, V)."""
+    import torch
+
+    ids = torch.tensor([[*prompt_ids, *token_ids]])
+    with torch.inference_mode():
+        logits = model(ids, logits_to_keep=len(token_ids) + 1).logits[0, :-1]
+    return logits.double().log_softmax(-1).numpy()

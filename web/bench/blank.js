@@ -1,0 +1,1 @@
+// A page with nothing on it.
