@@ -201,8 +201,14 @@ def test_old_configs():
     [
         (
             {"model_type": "mixtral"},
-            "model_type is 'mixtral'; the engine runs gemma3_text, gpt2, gpt_neox, gptj, granite, llama, mistral",
+            "model_type is 'mixtral', which has mixtures of experts; the engine runs gemma3_text, gpt2, gpt_neox",
         ),
+        (
+            {"model_type": "gemma2"},
+            "'gemma2', which has soft-caps of attention and logits; the engine runs",
+        ),
+        ({"model_type": "gemma3"}, "has images beside text; save its text model, gemma3_text, by itself"),
+        ({"model_type": "lfm2"}, "model_type is 'lfm2', which has convolutions"),
         ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu', expected one of silu"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0, expected an integer from 1"),

@@ -7,6 +7,7 @@ What is data stands in families.json, which builds without Python embed:
 
     activations  the config's name -> ``ModelConfig.activation``
     plain        options of any family that change what is computed -> the values with which nothing changes
+    not_run      what a family has that the engine does not run -> model_types, and GGUF's architectures, with it
     gguf         ``keys``: our names -> metadata keys behind "ARCHITECTURE."; ``ignored_keys`` change nothing here;
                  ``rope_tensors``: numbers that llama.cpp keeps as tensors; ``fused_qkv``: q, k and v in one, which any
                  architecture may have in place of three
@@ -38,6 +39,7 @@ from whet.ops.rope_scaling import rope_frequencies
 _DATA: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text("utf-8"))
 _ACTIVATIONS: dict[str, str] = _DATA["activations"]
 _PLAIN: dict[str, list[Any]] = _DATA["plain"]
+_NOT_RUN: dict[str, str] = {name: what for what, names in _DATA["not_run"].items() for name in names}
 _FIXES = {"quantization_config": " Load the model in float32, bfloat16 or float16; the engine quantises by weights=."}
 GGUF_NAMES: dict[str, Any] = _DATA["gguf"]
 """Metadata keys and tensors that are the same in all architectures; see above."""
@@ -122,6 +124,11 @@ SCALES = ("attention_scale", "embedding_scale", "residual_scale", "logits_diviso
 FAMILIES: dict[str, Family] = {name: _make_family(_resolve(name)) for name in _DATA["families"]}
 
 
+def why_not(name: Any) -> str:
+    """Words for what keeps the engine from a model_type, or an architecture of GGUF; empty where that is not known."""
+    return f", which has {_NOT_RUN[name]}" if isinstance(name, str) and name in _NOT_RUN else ""
+
+
 def family_of(config: Mapping[str, Any], where: str) -> Family:
     """The family of a config's model_type.
 
@@ -131,7 +138,8 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise WhetValueError(
-            f"{where}: model_type is {model_type!r:.60}; the engine runs {', '.join(sorted(FAMILIES))}. "
+            f"{where}: model_type is {model_type!r:.60}{why_not(model_type)}; the engine runs "
+            f"{', '.join(sorted(FAMILIES))}. "
             f'Use engine="torch" for this model.'
         )
     return FAMILIES[model_type]

@@ -393,6 +393,7 @@ def holding(*tensors: bytes) -> bytes:
         (holding(tensor(b"t", kind=4)), "t is of type 4, which llama.cpp does not write; this"),
         (holding(tensor(b"t", shape=(33,), kind=8)), "t has rows of 33, which blocks of 32 do not divide"),
         (header() + bytes(32), "general.architecture is None; this engine reads llama, qwen2"),
+        (keyed(b"general.architecture", 8, text(b"qwen3next")), "'qwen3next', which has linear attention; this engine"),
         (keyed(b"general.architecture", 8, text(b"mamba")), "general.architecture is 'mamba'"),
         (keyed(b"general.architecture", 4, bytes(4)), "general.architecture is 0"),
         (

@@ -24,7 +24,16 @@ import numpy as np
 
 from whet.errors import WhetValueError
 from whet.models.architecture import ModelConfig
-from whet.models.families import FAMILIES, GGUF_NAMES, SCALES, Family, model_config, module_targets, short_position
+from whet.models.families import (
+    FAMILIES,
+    GGUF_NAMES,
+    SCALES,
+    Family,
+    model_config,
+    module_targets,
+    short_position,
+    why_not,
+)
 from whet.models.slots import Module, Source, Stored, places, walk
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 
@@ -102,7 +111,8 @@ def read_options(file: GGUFFile, where: str) -> dict[str, Any]:
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
         raise WhetValueError(
-            f"{where}: general.architecture is {architecture!r:.60}; this engine reads {', '.join(_ARCHITECTURES)}."
+            f"{where}: general.architecture is {architecture!r:.60}{why_not(architecture)}; this engine reads "
+            f"{', '.join(_ARCHITECTURES)}."
         )
     return _Metadata(file, architecture, where).options()
 
