@@ -112,7 +112,7 @@ def test_what_workers_round_to_bfloat16_is_sent_so(cluster, options):
         other = changed(model)
         pool.sync(other)
         pool.load()
-        *_, arrays = cluster.get(pool._policy.weights[0])
+        arrays = cluster.get(pool._policy.weights[0]).arrays
         narrow = {name for name, array in arrays.items() if array.dtype == "uint16"}
         wide = {name for name, array in arrays.items() if array.ndim == 2} - narrow
         assert {"lm_head.weight"} <= narrow and bool(wide) == ("weights" in options)
@@ -249,7 +249,38 @@ RayPool(tiny_llama(), workers=1, address="127.0.0.1:9", weights="float32")
     assert "there is no Ray cluster at '127.0.0.1:9'" in ran.stderr.splitlines()[-1]
 
 
-def test_a_packed_base_is_refused(cluster, tmp_path):
-    tiny_llama(hidden_size=32, intermediate_size=32).save_pretrained(tmp_path)
-    with pytest.raises(WhetValueError, match="the model's weights are a packed base"):
-        pool_of(frozen_model(tmp_path, "q8_0"), 1)
+@pytest.mark.parametrize("base", ["q8_0", "q4_k_m"])
+def test_workers_pack_a_base_of_a_file_themselves(cluster, tmp_path, base):
+    sizes = {"hidden_size": 256, "intermediate_size": 256} if base == "q4_k_m" else {"hidden_size": 32}
+    tiny_llama(**sizes).save_pretrained(tmp_path / "model")
+    plain = frozen_model(tmp_path / "model", base)
+    model = with_lora(frozen_model(tmp_path / "model", base), b_std=0.3, target_modules=["q_proj"])
+    for policy in (plain, model):
+        pool = RayPool(policy, workers=2, threads=1)
+        try:
+            with Engine.from_model(policy) as engine:
+                for seed in range(2):
+                    with torch.no_grad():
+                        for name, parameter in policy.named_parameters():
+                            if "lora_B" in name:
+                                parameter.normal_(std=0.3 + seed)
+                    pool.sync(policy)
+                    engine.sync(policy, version=seed + 1)
+                    assert pool._policy.weights_version == 1
+                    assert said(pool.generate(PROMPTS, 2, SAMPLING)) == said(engine.generate(PROMPTS, 2, SAMPLING))
+        finally:
+            pool.close()
+    pool = RayPool(plain, workers=1, threads=1)
+    try:
+        pool.sync(plain)
+        (tmp_path / "model").rename(tmp_path / "moved")
+        with pytest.raises(WhetValueError, match=r"finds no '.*model', from which it packs the base. Put the model in"):
+            pool.generate(PROMPTS, 2, SAMPLING)
+    finally:
+        pool.close()
+
+
+def test_a_base_without_a_file_is_refused(cluster):
+    model = tiny_llama(hidden_size=32, intermediate_size=32)
+    with pytest.raises(WhetValueError, match="base was not made from a folder or file"):
+        pool_of(frozen_model(model, "q8_0"), 1)

@@ -35,7 +35,7 @@ class PackedBase:
         summary: these formats, each once.
         kv_format: the format of an engine's keys and values, "float32" or "bfloat16".
         is_quantised: whether a matrix is in blocks of integers, whose inputs an engine rounds to 8 bits.
-        targets, short_position: as in ``Source``.
+        targets, short_position, path: as in ``Source``.
         core: the core's weights, by slot.
     """
 
@@ -44,6 +44,7 @@ class PackedBase:
         self.config = source.config
         self.targets = source.targets
         self.short_position = source.short_position
+        self.path = source.path
         self.formats = {slot: describe_parts(parts) for slot, parts in formats.items()}
         self.summary = summarise(formats)
         self.kv_format = kv_format(formats)

@@ -114,6 +114,7 @@ class Source(NamedTuple):
         adapters: LoRA adapters that are no part of the pieces.
         short_position: see ``families.short_position``; the config's frequencies are resolved for its max_position.
         base: the packed weights that the model's modules share; there are no pieces then.
+        path: of the folder or file that the pieces are read from, absolute; empty: they are in memory.
     """
 
     config: ModelConfig
@@ -122,6 +123,7 @@ class Source(NamedTuple):
     adapters: tuple[LoRA, ...] = ()
     short_position: int | None = None
     base: PackedBase | None = None
+    path: str = ""
 
 
 def places(config: ModelConfig, modules: Sequence[Module]) -> Iterator[Place]:

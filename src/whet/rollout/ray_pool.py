@@ -24,7 +24,7 @@ from whet.models.loading import all_pieces, checked, checksums
 from whet.models.sizes import MAX_BATCH
 from whet.models.sources.arrays import named_arrays
 from whet.models.sources.live import describe_module
-from whet.rollout.ray_worker import Policy, Worker, versions
+from whet.rollout.ray_worker import PackedFile, Policy, Weights, Worker, versions
 
 _CONNECT_S = 5
 _ATTEMPTS = 3
@@ -50,7 +50,8 @@ class RayPool:
     """Workers that sample from the weights of the last ``sync``.
 
     Args:
-        model: a live Hugging Face module whose weights are floats, perhaps in PEFT's LoRA.
+        model: a live Hugging Face module, perhaps in PEFT's LoRA. Its weights are floats, or a base that was packed
+            from a folder or file, which every node has in the same place.
         workers: processes that sample.
         address: of a Ray cluster, as ``ray.init`` takes it ("auto": the one of this machine); empty: the one that this
             process is connected to, or else a new one of this machine, which ends with ``close``.
@@ -89,14 +90,16 @@ class RayPool:
         max_position = options.pop("max_position", None)
         self._describe = lambda model: describe_module(model, max_position=max_position)
         source = self._describe(model)
-        if source.base is not None:
+        if source.base is not None and not source.base.path:
             raise WhetValueError(
-                "RayPool: the model's weights are a packed base, which workers do not get. Load it in floats, with "
-                "base='none'."
+                "RayPool: the model's packed base was not made from a folder or file, so that workers cannot pack it "
+                "themselves. Give frozen_model a path, or load the model in floats, with base='none'."
             )
-        names = {name: options.get(name) for name in ("embedding", "head")}
-        formats = choose_formats(source, options.get("weights", "bf16"), where="RayPool", **names)
-        self._narrow = {slot for slot, parts in formats.items() if all(part.format == "bfloat16" for part in parts)}
+        self._narrow: set[str] = set()
+        if source.base is None:
+            names = {name: options.get(name) for name in ("embedding", "head")}
+            formats = choose_formats(source, options.get("weights", "bf16"), where="RayPool", **names)
+            self._narrow = {slot for slot, parts in formats.items() if all(part.format == "bfloat16" for part in parts)}
         self._ray: Any = ray
         self._options, self.policy_version = options, 0
         self._policy: Policy | None = None
@@ -164,12 +167,18 @@ class RayPool:
         stored, adapters = None, []
         if source.adapters:  # beside weights that the workers may have already
             stored, adapters = checksums(pieces), [self._ray.put(named_arrays(model, adapters_alone=True))]
+        elif source.base is not None:
+            stored = []
         if before is not None and stored is not None and stored == self._stored:
             policy = before._replace(version=version, adapters=adapters)
         else:
-            found = named_arrays(model, bfloat16_slots=self._narrow)
-            arrays = {name: value for name, value in found.items() if hasattr(value, "ndim")}
-            sent = self._ray.put((source.config, source.targets, self._options, arrays))
+            packed, arrays = None, {}
+            if source.base is not None:
+                packed = PackedFile(source.base.path, source.base.record())
+            else:
+                found = named_arrays(model, bfloat16_slots=self._narrow)
+                arrays = {name: value for name, value in found.items() if hasattr(value, "ndim")}
+            sent = self._ray.put(Weights(source.config, source.targets, self._options, arrays, packed))
             policy = Policy(version, [sent], version, adapters)
         self._policy, self._stored, self.policy_version = policy, stored, version
 

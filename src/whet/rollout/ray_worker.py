@@ -10,13 +10,17 @@ import platform
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import whet
 from whet.config.sampling import Completion, SamplingParams, StreamKey
 from whet.engine import Engine
 from whet.engine.session import EngineBusyError
+from whet.errors import WhetValueError
+from whet.models.base import PackedBase, pack_recorded
 from whet.models.sources.arrays import describe_arrays
+from whet.models.sources.pretrained import open_pretrained
 
 _POLL_S = 0.05
 
@@ -26,8 +30,7 @@ class Policy(NamedTuple):
 
     Attributes:
         version: of all, the trainer's.
-        weights: [reference]: config, targets, options of the engine, and named arrays; in a list, so that Ray passes it
-            on without fetching what it refers to.
+        weights: [reference] of ``Weights``; in a list, so that Ray passes it on without fetching what it refers to.
         weights_version: of these weights, that of the call of ``sync`` which sent them; adapters may be newer.
         adapters: [reference] of named adapters, or none.
     """
@@ -41,6 +44,35 @@ class Policy(NamedTuple):
 def versions() -> dict[str, str]:
     """By name, those that driver and workers must have alike."""
     return {"Whet": whet.__version__, "Python": ".".join(platform.python_version_tuple()[:2])}
+
+
+class PackedFile(NamedTuple):
+    """A packed base that a worker packs itself, from the same file.
+
+    Attributes:
+        path: of the model's folder or file, on every node.
+        record: of the base (``PackedBase.record``), which what is packed has to have.
+    """
+
+    path: str
+    record: dict[str, Any]
+
+
+class Weights(NamedTuple):
+    """Weights as they travel.
+
+    Attributes:
+        config, targets: of the model, as in ``Source``.
+        options: of the engine.
+        arrays: by name; empty where there is a file.
+        packed: None: the weights are the arrays.
+    """
+
+    config: Any
+    targets: Any
+    options: dict[str, Any]
+    arrays: dict[str, Any]
+    packed: PackedFile | None
 
 
 class Worker:
@@ -71,13 +103,21 @@ class Worker:
             engine = self._engine
             if engine is not None and self._weights_version == policy.weights_version:
                 if engine.policy_version != policy.version:
-                    self._sync(engine, ray.get(policy.adapters[0]), policy.version)
+                    if policy.adapters:
+                        self._sync(engine, ray.get(policy.adapters[0]), policy.version)
+                    else:  # a base alone never changes
+                        engine.policy_version = policy.version
                 return engine
-            config, targets, options, arrays = ray.get(policy.weights[0])
+            config, targets, options, arrays, packed = ray.get(policy.weights[0])
             for reference in policy.adapters:
                 arrays = arrays | ray.get(reference)
             if engine is None:
-                engine = Engine(describe_arrays(arrays, config, targets, None, "RayPool"), where="RayPool", **options)
+                base = None if packed is None else _pack(packed, config)
+                if base is not None and not arrays:
+                    source = base.source()
+                else:
+                    source = describe_arrays(arrays, config, targets, base, "RayPool")
+                engine = Engine(source, where="RayPool", **options)
                 engine.policy_version = policy.version
             else:
                 self._sync(engine, arrays, policy.version)
@@ -90,3 +130,19 @@ class Worker:
                 return engine.sync(arrays, version=version)
             except EngineBusyError:  # a call of another version, whose driver has given it up
                 time.sleep(_POLL_S)
+
+
+def _pack(packed: PackedFile, config: Any) -> PackedBase:
+    """The base that the trainer has.
+
+    Raises:
+        WhetValueError: this node has no such file.
+        CheckpointError: its weights are others.
+    """
+    if not Path(packed.path).exists():
+        raise WhetValueError(
+            f"RayPool: a worker on {platform.node()} finds no {packed.path!r}, from which it packs the base. Put the "
+            f"model in the same place on every node, or train beside floats, with base='none'."
+        )
+    source = open_pretrained(packed.path)._replace(config=config)
+    return pack_recorded(source, packed.record, "RayPool", "the policy")

@@ -13,6 +13,7 @@ from whet.models.sources.gguf_container import GGUFFile
 
 def open_pretrained(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | None = None) -> Source:
     """The model of a Hugging Face folder, or of a GGUF file: see ``open_folder`` and ``open_gguf``."""
-    if isinstance(path, GGUFFile) or Path(path).is_file():
-        return open_gguf(path, max_position=max_position)
-    return open_folder(path, max_position=max_position)
+    if isinstance(path, GGUFFile):
+        return open_gguf(path, max_position=max_position)._replace(path=os.path.abspath(path.paths[0]))
+    read = open_gguf if Path(path).is_file() else open_folder
+    return read(path, max_position=max_position)._replace(path=os.path.abspath(path))
