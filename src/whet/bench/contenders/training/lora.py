@@ -268,20 +268,20 @@ def _layer_shapes(shape: ModelShape) -> list[tuple[int, int]]:
 def lora_step_flops(shape: GRPOShape, quantised: bool) -> float:
     """Operations of a GRPO step on adapters that computes every token once, and again what its backward computes again.
 
-    Sampling and forward pass a product each of every matrix, the backward pass dx = dy W; its logits are computed
-    again, and of attention the scores (five products for the forward's two). Adapters: four products of A and B.
+    Sampling and forward pass a product each of every matrix, the backward pass dx = dy W, for the head within the
+    forward; of attention the scores are computed again (five products for the forward's two). Adapters: four products
+    of A and B.
     Operations of sampling on a quantised base count half: they are of 8 bits, which machines do twice as fast.
     """
-    model, config = shape.model, shape.model.config
+    model = shape.model
     n_prompt, n_completion = shape.n_prompts * shape.prompt_length, shape.n_completions * shape.completion_length
     passes = workload.step_flops(
         model, 1, (shape.n_prompts, shape.prompt_length), (shape.n_completions, shape.completion_length)
     )
     matrices = model.forward_flops(n_prompt + n_completion, n_completion, 0.0)
     attention = passes - matrices
-    head = 2 * n_completion * config.vocab_size * config.hidden_dim
     adapters = 4 * 2 * (n_prompt + n_completion) * n_adapter_parameters(model)
-    return passes * (1.5 if quantised else 2.0) + matrices + 2.5 * attention + head + adapters
+    return passes * (1.5 if quantised else 2.0) + matrices + 2.5 * attention + adapters
 
 
 # --- the run ----------------------------------------------------------------------------------------------------
