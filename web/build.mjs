@@ -13,7 +13,6 @@ export const options = {
   minify: true,
   format: "esm",
   target: "es2022",
-  external: ["node:*"],
   logLevel: "warning",
 };
 

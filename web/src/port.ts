@@ -11,6 +11,9 @@ export interface WorkerPort extends Port {
 
 export const isNode = typeof process !== "undefined" && Boolean(process.versions?.node) && !("Bun" in globalThis) && !("Deno" in globalThis);
 
+/** A module of Node's, which Deno and Bun have too; an import of it would stop bundlers. */
+export const nodeModule = ((id: string) => process.getBuiltinModule(id)) as NodeJS.Process["getBuiltinModule"];
+
 function ofWebWorker(worker: Worker): WorkerPort {
   return {
     postMessage: (message) => worker.postMessage(message),
@@ -20,8 +23,8 @@ function ofWebWorker(worker: Worker): WorkerPort {
   };
 }
 
-async function ofNodeWorker(url: URL): Promise<WorkerPort> {
-  const { Worker } = await import("node:worker_threads");
+function ofNodeWorker(url: URL): WorkerPort {
+  const { Worker } = nodeModule("node:worker_threads");
   const worker = new Worker(url);
   worker.unref();
   let pending = 0; // the process lives while an answer is awaited
@@ -87,9 +90,9 @@ function watched(port: WorkerPort, name: string): WorkerPort {
 }
 
 /** In a worker: the way to whoever started it. */
-export async function parent(): Promise<Port> {
+export function parent(): Port {
   if (isNode) {
-    const { parentPort } = await import("node:worker_threads");
+    const { parentPort } = nodeModule("node:worker_threads");
     return { postMessage: (message) => parentPort!.postMessage(message), onMessage: (listener) => void parentPort!.on("message", listener) };
   }
   // Until the worker ends; see watched().

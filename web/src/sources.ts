@@ -3,6 +3,7 @@ import { sha256 } from "@noble/hashes/sha2.js";
 import { bytesToHex } from "@noble/hashes/utils.js";
 import { WhetError } from "./errors.js";
 import { download, type DownloadOptions } from "./download.js";
+import { nodeModule } from "./port.js";
 import { show } from "./sampling.js";
 
 /** One file. */
@@ -92,7 +93,7 @@ export function ofBlob(blob: Blob, name: string): Reader {
 }
 
 async function ofFile(url: URL, where: string): Promise<Reader> {
-  const { open: openFile } = await import("node:fs/promises");
+  const { open: openFile } = nodeModule("node:fs/promises");
   const file = await openFile(url).catch((error: Error) => {
     throw new WhetError(`${where}: ${url.pathname} cannot be read (${error.message}). Give the path of a model file.`);
   });

@@ -1,7 +1,7 @@
 /** The module's file that this engine of WebAssembly takes. */
 import { Core } from "./core.js";
 import { WhetError } from "./errors.js";
-import { isNode } from "./port.js";
+import { isNode, nodeModule } from "./port.js";
 
 /**
  * The module that this engine of WebAssembly runs: relaxed SIMD and threads, or SIMD128 alone.
@@ -19,11 +19,11 @@ export async function startCore(isolated: boolean, where: string, assets?: strin
     if (!WebAssembly.validate(bytes)) continue;
     return { core: await Core.create(await WebAssembly.compile(bytes), build === "threads"), build };
   }
-  throw new WhetError(`${where}: this WebAssembly engine has no SIMD, which the core needs. Use Chrome 91, Firefox 89, Safari 16.4, Node 18 or later.`);
+  throw new WhetError(`${where}: this WebAssembly engine has no SIMD, which the core needs. Use Chrome 91, Firefox 89, Safari 16.4, Node 22 or later.`);
 }
 
 async function fetchBytes(url: URL, where: string): Promise<Uint8Array<ArrayBuffer>> {
-  if (url.protocol === "file:") return new Uint8Array(await (await import("node:fs/promises")).readFile(url));
+  if (url.protocol === "file:") return new Uint8Array(await nodeModule("node:fs/promises").readFile(url));
   const response = await fetch(url);
   if (!response.ok) throw new WhetError(`${where}: ${url.href} answered ${response.status}. Serve the package's wasm files beside its scripts.`);
   return new Uint8Array(await response.arrayBuffer());

@@ -2,5 +2,5 @@
 import { Core } from "./core.js";
 import { parent } from "./port.js";
 
-const port = await parent();
+const port = parent();
 port.onMessage((thread) => void Core.runThread(thread, () => port.postMessage({ ready: true })));

@@ -4,7 +4,7 @@ import { estimate, Host } from "./host.js";
 import { parent } from "./port.js";
 import type { Answer, Call, FileOptions, Message } from "./protocol.js";
 
-const port = await parent();
+const port = parent();
 const running = new Map<number, AbortController>();
 let host: Host | undefined;
 

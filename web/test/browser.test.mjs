@@ -138,6 +138,29 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
       await page.close();
     });
 
+    test("a worker that is ended from outside, and too little memory, are told, and the page lives", async () => {
+      const { page } = await open("isolated");
+      const state = await page.evaluateHandle(async ([ids]) => {
+        const { Engine } = await import("/index.js");
+        const tell = (error) => `${error.name}: ${error.message}`;
+        const engine = await Engine.load("q8_0.gguf", { threads: 1, cache: false });
+        const request = (async () => {
+          for await (const _ of engine.generate(ids, { maxNewTokens: 490 }));
+        })();
+        return { tell, Engine, memory: await Engine.load("q8_0.gguf", { kvBytes: 4.2e9, cache: false }).catch(tell), ended: request.catch(tell) };
+      }, [ids]);
+      if (name === "chromium") {
+        for (const worker of page.workers()) await worker.evaluate(() => close()).catch(() => {}); // it is gone before it answers
+        assert.match(await state.evaluate(({ ended }) => ended), /^WhetError: Engine: its worker has failed: it was ended from outside. Load the model again/);
+      }
+      const found = await state.evaluate(async ({ Engine, memory }) => {
+        (await Engine.load("q8_0.gguf", { threads: 1, cache: false })).close();
+        return memory;
+      });
+      assert.match(found, /^OutOfMemoryError: .*contextLength/);
+      await page.close();
+    });
+
     test("a signal ends a request in the midst, and adapters are by request", async () => {
       const { page } = await open("isolated");
       const found = await page.evaluate(async ([ids]) => {

@@ -1,0 +1,48 @@
+// An engine's life: many of them without growth, and too little memory.
+import assert from "node:assert/strict";
+import { readFile } from "node:fs/promises";
+import { test } from "node:test";
+import { Engine, OutOfMemoryError } from "../dist/index.js";
+import { FIXTURES, readFixture, samplesOf } from "./fixtures.mjs";
+
+const { ids, greedy } = (await readFixture("model")).cases.q8_0;
+const bytes = await readFile(new URL("q8_0.gguf", FIXTURES));
+const GREEDY = { temperature: 0, maxNewTokens: 8, stopTokenIds: [] };
+
+test("1,000 requests that are left in the midst leave the engine's memory as it was", async () => {
+  const engine = await Engine.load(bytes, { threads: 1 });
+  const leave = async () => {
+    for await (const _ of engine.generate(ids, { n: 2, maxNewTokens: 400 })) break;
+  };
+  for (let i = 0; i < 20; ++i) await leave();
+  const { memoryBytes } = await engine.info();
+  for (let i = 0; i < 1000; ++i) await leave();
+  assert.equal((await engine.info()).memoryBytes, memoryBytes);
+  assert.deepEqual((await samplesOf(engine, ids, GREEDY))[0].tokens, greedy.slice(0, 8));
+  engine.close();
+});
+
+test("engines that are closed leave no memory behind", async () => {
+  const live = async (n) => {
+    for (let i = 0; i < n; ++i) {
+      const engine = await Engine.load(bytes, { threads: 2 });
+      await samplesOf(engine, ids, { ...GREEDY, maxNewTokens: 1 });
+      engine.close();
+    }
+    return process.memoryUsage.rss();
+  };
+  const before = await live(8);
+  const grown = (await live(16)) - before;
+  assert.ok(grown < 60e6, `${grown / 1e6} MB of 16 engines`); // each has 12 MB and more while it lives
+});
+
+test("without enough memory a clear error comes, and the next engine loads", async () => {
+  await assert.rejects(Engine.load(bytes, { threads: 1, kvBytes: 4.2e9 }), (error) => {
+    assert.ok(error instanceof OutOfMemoryError, String(error));
+    assert.match(error.message, /smaller contextLength/);
+    return true;
+  });
+  const engine = await Engine.load(bytes, { threads: 1 });
+  assert.deepEqual((await samplesOf(engine, ids, GREEDY))[0].tokens, greedy.slice(0, 8));
+  engine.close();
+});

@@ -1,0 +1,92 @@
+// The package as npm packs it, installed into an empty project: Node, Deno and Bun run it, Vite and esbuild bundle it.
+import assert from "node:assert/strict";
+import { execFileSync } from "node:child_process";
+import { existsSync } from "node:fs";
+import { cp, mkdtemp, readdir, readFile, rm, writeFile } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { after, before, test } from "node:test";
+import { fileURLToPath } from "node:url";
+import { build } from "esbuild";
+import { FIXTURES, readFixture } from "./fixtures.mjs";
+import { serve } from "./server.mjs";
+
+const { cases } = await readFixture("model");
+const { ids, greedy } = cases.q8_0;
+const tool = (name) => fileURLToPath(new URL(`test/runtimes/node_modules/.bin/${name}`, `file://${process.cwd()}/`));
+const has = (name) => !existsSync(tool(name)) && `${name} is not installed`;
+const executablePath = ["/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"].find(existsSync);
+const ISOLATED = { "cross-origin-opener-policy": "same-origin", "cross-origin-embedder-policy": "require-corp" };
+const PROGRAM = `
+import { Engine } from "whet-web";
+export async function run(source) {
+  const engine = await Engine.load(source, { threads: 2, cache: false });
+  const tokens = [];
+  for await (const { token } of engine.generate(${JSON.stringify(ids)}, { temperature: 0, maxNewTokens: 8, stopTokenIds: [] })) tokens.push(token);
+  const { build, exact } = await engine.info();
+  engine.close();
+  return { tokens, build, exact };
+}
+`;
+let folder;
+before(async () => {
+  folder = await mkdtemp(join(tmpdir(), "whet-web-"));
+  const npm = (...args) => execFileSync("npm", args, { cwd: folder, encoding: "utf8", stdio: ["ignore", "pipe", "ignore"] });
+  await writeFile(join(folder, "package.json"), JSON.stringify({ private: true, type: "module" }));
+  const [packed] = npm("pack", "--ignore-scripts", process.cwd()).trim().split("\n").slice(-1);
+  npm("install", "--offline", "--no-audit", "--no-fund", packed);
+  await writeFile(join(folder, "program.js"), PROGRAM);
+  await writeFile(join(folder, "main.js"), `import { run } from "./program.js";\nimport { Ops } from "whet-web/ops";\nconst found = await run(process.argv[2]);\nconsole.log(JSON.stringify({ ...found, half: (await Ops.load()).softmax([1, 1])[0] }));\n`);
+  await writeFile(join(folder, "app.js"), `import { run } from "./program.js";\nglobalThis.run = run;\n`);
+  await writeFile(join(folder, "index.html"), '<!doctype html><title>app</title><script type="module" src="/app.js"></script>');
+});
+after(() => rm(folder, { recursive: true }));
+
+for (const [name, command, isExact] of [["node", [process.execPath], true], ["deno", [tool("deno"), "run", "-A"], true], ["bun", [tool("bun")], undefined]]) {
+  test(`${name} runs it`, { skip: name !== "node" && has(name) }, () => {
+    const [program, ...args] = command;
+    const output = execFileSync(program, [...args, "main.js", fileURLToPath(new URL("q8_0.gguf", FIXTURES))], { cwd: folder, encoding: "utf8", timeout: 60_000 });
+    const found = JSON.parse(output);
+    assert.deepEqual([found.build, found.half], ["threads", 0.5]);
+    if (isExact !== undefined) assert.equal(found.exact, isExact); // Bun's engine rounds twice on x86-64
+    if (found.exact) assert.deepEqual(found.tokens, greedy.slice(0, 8));
+    assert.equal(found.tokens.length, 8);
+  });
+}
+
+/** The files below a folder, by their paths. */
+async function filesOf(root) {
+  const entries = await readdir(root, { recursive: true, withFileTypes: true });
+  const paths = entries.filter((entry) => entry.isFile()).map((entry) => join(entry.parentPath, entry.name));
+  return Object.fromEntries(await Promise.all(paths.map(async (path) => [path.slice(root.length + 1), await readFile(path)])));
+}
+
+async function runInChromium(files) {
+  const { chromium } = await import("playwright-core");
+  const server = await serve({ ...files, "q8_0.gguf": await readFile(new URL("q8_0.gguf", FIXTURES)) }, ISOLATED);
+  const browser = await chromium.launch({ executablePath, args: ["--no-sandbox"] });
+  try {
+    const page = await browser.newPage();
+    await page.goto(server.url("index.html"));
+    await page.waitForFunction(() => globalThis.run !== undefined);
+    return await page.evaluate(() => globalThis.run("q8_0.gguf"));
+  } finally {
+    await browser.close();
+    await server.close();
+  }
+}
+
+const RIGHT = { tokens: greedy.slice(0, 8), build: "threads", exact: true };
+
+test("Vite bundles it without configuration, with its workers and modules", { skip: has("vite") || (!executablePath && "Chromium is not installed") }, async () => {
+  execFileSync(process.execPath, [tool("vite"), "build"], { cwd: folder, stdio: "ignore", timeout: 60_000 });
+  assert.deepEqual(await runInChromium(await filesOf(join(folder, "dist"))), RIGHT);
+});
+
+test("esbuild bundles it without configuration; the package's other files lie beside", { skip: !executablePath && "Chromium is not installed" }, async () => {
+  const out = join(folder, "out");
+  await build({ entryPoints: [join(folder, "app.js")], bundle: true, format: "esm", outdir: out, logLevel: "silent" });
+  await cp(join(folder, "index.html"), join(out, "index.html"));
+  for (const name of ["worker.js", "thread.js", "threads.wasm", "plain.wasm"]) await cp(join(folder, "node_modules/whet-web/dist", name), join(out, name));
+  assert.deepEqual(await runInChromium(await filesOf(out)), RIGHT);
+});
