@@ -521,3 +521,16 @@ def test_metadata_and_tensors_are_those_of_the_package(tmp_path):
             value = field.contents()
             is_texts = isinstance(value, list) and isinstance(value[0], str)
             assert (ours.metadata[name].to_list() if is_texts else ours.metadata[name]) == value
+
+
+def test_the_base_of_frequencies_of_layers_with_a_window(tmp_path):
+    """Newer files say it; a family without such layers has none."""
+    path = write_gguf(
+        tiny_model("gemma3"), tmp_path / "1.gguf", change=lambda w: w.add_float32("gemma3.rope.freq_base_swa", 400.0)
+    )
+    config = open_gguf(path).config
+    assert config.local_inv_freq[1] == pytest.approx(400**-0.25) and config.inv_freq[1] != config.local_inv_freq[1]
+    path = write_gguf(
+        tiny_model("llama"), tmp_path / "2.gguf", change=lambda w: w.add_float32("llama.rope.freq_base_swa", 400.0)
+    )
+    assert_raises(WhetValueError, r"llama.rope.freq_base_swa is 400.0, expected none", open_gguf, path)

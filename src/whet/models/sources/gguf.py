@@ -222,10 +222,13 @@ class _Metadata:
         }
 
     def by_layers(self, rope: dict[str, Any], family: Family) -> dict[str, Any]:
-        """The settings of rotary embedding, and those of layers with a window, which llama.cpp's files do not say."""
+        """The settings of rotary embedding, and those of layers with a window, which files may leave out."""
+        name = "rope_local_base_freq"
         if not family.rope_local:
+            if name in self.given:
+                raise self.wrong(name, "none")
             return rope
-        local = {"rope_type": "default", "rope_theta": family.defaults["rope_local_base_freq"]}
+        local = {"rope_type": "default", "rope_theta": self.number(name, family.defaults[name])}
         return {"full_attention": rope, "sliding_attention": local}
 
     def biases(self, family: Family, biased: set[str]) -> dict[str, bool]:
