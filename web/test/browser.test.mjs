@@ -145,7 +145,7 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
         const tell = (error) => `${error.name}: ${error.message}`;
         const engine = await Engine.load("q8_0.gguf", { threads: 1, cache: false });
         const request = (async () => {
-          for await (const _ of engine.generate(ids, { maxNewTokens: 490 }));
+          for (;;) for await (const _ of engine.generate(ids, { maxNewTokens: 490 })); // until its worker has gone
         })();
         return { tell, Engine, memory: await Engine.load("q8_0.gguf", { kvBytes: 4.2e9, cache: false }).catch(tell), ended: request.catch(tell) };
       }, [ids]);
