@@ -8,8 +8,7 @@ import tempfile
 from pathlib import Path
 
 from whet.errors import CheckpointError, WhetValueError
-
-MANIFEST = "manifest.json"
+from whet.files import told_if_full
 
 
 def resolve_model(model: str, where: str) -> str:
@@ -29,27 +28,26 @@ def resolve_model(model: str, where: str) -> str:
         if (path / "model").is_dir():
             return str(path / "model")
         raise WhetValueError(f"{where}: {model!r} is a run that has not ended. {_what_it_has(path)}")
-    if (path / MANIFEST).is_file() and (path / "state.json").is_file():
+    if (path / "manifest.json").is_file() and (path / "state.json").is_file():
         return _unpacked(path, where)
     return model
 
 
 def _what_it_has(run: Path) -> str:
-    names = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
-    if not names:
+    from whet.checkpoint.folder import latest_checkpoint  # of which nothing is needed where a model is named
+
+    newest = latest_checkpoint(run / "checkpoints")
+    if newest is None:
         return "It has no checkpoint either: the same whet train goes on with it."
-    return f"Name its newest checkpoint, {run / 'checkpoints' / names[-1]}, or go on with the same whet train."
+    return f"Name its newest checkpoint, {newest}, or go on with the same whet train."
 
 
 def _unpacked(checkpoint: Path, where: str) -> str:
-    from whet.files import told_if_full  # of which nothing is needed where a model is named
     from whet.training.unpack import unpack_model
 
     folder = Path(tempfile.mkdtemp(prefix="whet-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    size_bytes = (
-        (checkpoint / "model.safetensors").stat().st_size if (checkpoint / "model.safetensors").is_file() else 0
-    )
+    size_bytes = sum(file.stat().st_size for file in checkpoint.glob("model.safetensors"))
     try:
         with told_if_full(folder / "model", size_bytes):
             unpack_model(checkpoint, folder)
