@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 
 import ray
 from ray.cluster_utils import Cluster
@@ -17,6 +18,8 @@ from whet.rollout.ray_pool import RayPool
 def main() -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     node = cluster.add_node(num_cpus=1)
+    with closing(RayPool(tiny_llama(), workers=1, threads=1, weights="float32")):
+        assert ray.get_runtime_context().gcs_address != cluster.address, "an address was not given"
     ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
     model = tiny_llama(num_hidden_layers=4, hidden_size=64, max_position_embeddings=2048)
     sampling = SamplingParams(max_new_tokens=600, seed=3)

@@ -35,7 +35,7 @@ def cluster():
     import ray
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield ray
     ray.shutdown()
 
@@ -239,13 +239,15 @@ def test_grpo_takes_the_steps_that_it_takes_alone(cluster):
         GRPO(tiny_llama(), reward_fn=fours, rollout_workers=3)
 
 
-def test_a_cluster_that_is_not_there_is_refused():
-    code = """
+@pytest.mark.parametrize(("address", "variable"), [("127.0.0.1:9", ""), ("", "127.0.0.1:9")])
+def test_a_cluster_that_is_not_there_is_refused(address, variable):
+    code = f"""
 from tests.tiny import tiny_llama
 from whet.rollout.ray_pool import RayPool
-RayPool(tiny_llama(), workers=1, address="127.0.0.1:9", weights="float32")
+RayPool(tiny_llama(), workers=1, address={address!r}, weights="float32")
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "RAY_ADDRESS": variable}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
     assert "there is no Ray cluster at '127.0.0.1:9'" in ran.stderr.splitlines()[-1]
 
 

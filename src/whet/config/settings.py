@@ -235,7 +235,7 @@ class RolloutConfig:
     rollout_workers: Count = 0
     """Processes that sample with engine='ray'; 0: 2."""
     ray_address: str = ""
-    """Of the Ray cluster, auto for the one that this machine belongs to; empty: one of this machine alone."""
+    """Of the Ray cluster, auto for the one that this machine belongs to; empty: RAY_ADDRESS, or one of its own."""
     rollout_weights: RolloutWeights = "auto"
     """Weight format of the native engine; auto: bf16 or float32, as in the policy's matrix products."""
     kv_bytes: Count = 0

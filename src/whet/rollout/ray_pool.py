@@ -54,7 +54,7 @@ class RayPool:
             from a folder or file, which every node has in the same place.
         workers: processes that sample.
         address: of a Ray cluster, as ``ray.init`` takes it ("auto": the one of this machine); empty: the one that this
-            process is connected to, or else a new one of this machine, which ends with ``close``.
+            process is connected to, or that ``RAY_ADDRESS`` names, or else a new one, which ends with ``close``.
         threads: of each worker; 0: this machine's processors, divided.
         start_timeout_s: until when all workers have to run.
         call_timeout_s: a worker that takes longer for a group than this is replaced.
@@ -284,9 +284,11 @@ def _connect(ray: Any, address: str) -> bool:
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet = {"log_to_driver": False, "logging_level": "error"}
-    if not address:
+    address = address or os.environ.get("RAY_ADDRESS", "")  # as `ray job submit` sets it
+    if address in ("", "local"):
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
+        # Without "local" Ray joins a cluster that somebody else's process has started on this machine.
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
         return True
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
