@@ -100,18 +100,19 @@ def call_in_children(calls: Sequence[Callable[[], Any]], to_json: Callable[[Any]
         Per call the decoded JSON, a ``RaisedInChild``, or a ``CallTimeout``.
     """
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(_Child(call, to_json, timeout_s)) for call in calls]
-        stack.enter_context(_Guard([child.process.pid for child in children]))
+        guard = stack.enter_context(_Guard())
+        children = [stack.enter_context(_Child(call, to_json, timeout_s, guard)) for call in calls]
         return [child.outcome() for child in children]
 
 
 class _Child:
     """One call in a process and process group of its own, both killed when the context ends."""
 
-    def __init__(self, call: Callable[[], Any], to_json: Callable[[Any], Any], timeout_s: float) -> None:
+    def __init__(self, call: Callable[[], Any], to_json: Callable[[Any], Any], timeout_s: float, guard: _Guard) -> None:
         context = multiprocessing.get_context("fork")
         self.receiver, sender = context.Pipe(duplex=False)
-        self.process = context.Process(target=_child_main, args=(call, to_json, sender, os.getpid()))
+        entrance = guard.entrance()
+        self.process = context.Process(target=_child_main, args=(call, to_json, sender, entrance, os.getpid()))
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s
         with warnings.catch_warnings():
@@ -119,6 +120,7 @@ class _Child:
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process.start()
         sender.close()
+        os.close(entrance)
 
     def __enter__(self) -> _Child:
         return self
@@ -147,11 +149,12 @@ class _Child:
 class _Guard:
     """Kills process groups when this process dies, for any reason: a shell that waits for the end of a pipe.
 
-    The system can kill a child with its parent (``_die_with``), but not the child's own children.
+    The system can kill a child with its parent (``_die_with``), but not the child's own children. So a child puts its
+    group under guard by the pipe's ``entrance``, before it can have any.
     """
 
-    def __init__(self, groups: Sequence[int | None]) -> None:
-        script = f"read -r line; kill -KILL {' '.join(f'-{group}' for group in groups)}"
+    def __init__(self) -> None:
+        script = 'groups=; while read -r group; do groups="$groups -$group"; done; kill -KILL $groups'
         nothing = subprocess.DEVNULL
         # A session of its own: Ctrl-C at the terminal, or a kill of the whole group, must not reach the guard.
         self._shell = subprocess.Popen(
@@ -160,6 +163,10 @@ class _Guard:
         assert self._shell.stdin is not None
         self._pipe = self._shell.stdin
         keep_from_children(self._pipe.fileno())
+
+    def entrance(self) -> int:
+        """A descriptor for one child: it writes its group's number and closes it, as the caller does."""
+        return os.dup(self._pipe.fileno())
 
     def __enter__(self) -> _Guard:
         return self
@@ -183,9 +190,13 @@ def _die_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _child_main(call: Callable[[], Any], to_json: Callable[[Any], Any], sender: Any, parent: int) -> None:
+def _child_main(
+    call: Callable[[], Any], to_json: Callable[[Any], Any], sender: Any, entrance: int, parent: int
+) -> None:
     os.setsid()
     _die_with(parent)
+    os.write(entrance, f"{os.getpid()}\n".encode())
+    os.close(entrance)
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)  # the parent's worker threads do not exist here

@@ -15,6 +15,8 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from whet.config.sampling import Completion, SamplingParams, StreamKey, stream_keys
@@ -37,6 +39,18 @@ class _Part(NamedTuple):
     prompt: int
     first: int
     count: int
+
+
+class _Call(NamedTuple):
+    """Of a worker.
+
+    Attributes:
+        end: until when it may take, on the monotonic clock.
+    """
+
+    part: _Part
+    worker: int
+    end: float
 
 
 def divide(n_prompts: int, n: int, n_workers: int) -> list[_Part]:
@@ -226,7 +240,8 @@ class RayPool:
     ) -> Iterator[tuple[_Part, list[Completion]]]:
         ray, waiting = self._ray, deque(parts)
         slots = max(1, MAX_BATCH // max(part.count for part in parts)) if parts else 1
-        running: dict[Any, tuple[_Part, int, float]] = {}  # call -> part, worker, end of its time
+        running: dict[Any, _Call] = {}  # in the order in which their times end
+        finished: SimpleQueue[tuple[Any, Future[list[Completion]]]] = SimpleQueue()
         attempts = dict.fromkeys(parts, 0)
         load = [0] * len(self.actors)
         while waiting or running:
@@ -237,25 +252,31 @@ class RayPool:
                 call = self.actors[worker].generate.remote(
                     policy, list(map(int, prompts[part.prompt])), part.count, sampling, key
                 )
-                running[call], load[worker] = (part, worker, time.monotonic() + self._call_timeout_s), load[worker] + 1
-            until = min(end for _, _, end in running.values())
-            done, _ = ray.wait(list(running), timeout=max(0.0, until - time.monotonic()))
-            for call in done:
+                running[call] = _Call(part, worker, time.monotonic() + self._call_timeout_s)
+                load[worker] += 1
+                # Not ray.wait, which looks at all that run whenever one is done.
+                call.future().add_done_callback(lambda result, call=call: finished.put((call, result)))
+            done = None
+            with contextlib.suppress(Empty):
+                done = finished.get(timeout=max(0.0, next(iter(running.values())).end - time.monotonic()))
+            if done is not None and done[0] in running:  # not of a worker that was replaced
+                call, result = done
                 part, worker, _ = running.pop(call)
                 load[worker] -= 1
                 try:
-                    yield part, ray.get(call)
+                    yield part, result.result()
                 except ray.exceptions.RayTaskError as error:
                     raise (error.cause if isinstance(error.cause, Exception) else error) from None
                 except ray.exceptions.RayActorError:
                     self._retry(part, attempts, waiting)
-            late = {worker for _, worker, end in running.values() if end <= time.monotonic()}
+            now = time.monotonic()
+            late = {call.worker for call in itertools.takewhile(lambda call: call.end <= now, running.values())}
             for worker in late:
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.kill(self.actors[worker], no_restart=True)
                 self.actors[worker] = self._start()
                 for call in [call for call, (_, other, _) in running.items() if other == worker]:
-                    self._retry(running.pop(call)[0], attempts, waiting)
+                    self._retry(running.pop(call).part, attempts, waiting)
                 load[worker] = 0
 
     def _retry(self, part: _Part, attempts: dict[_Part, int], waiting: deque[_Part]) -> None:
