@@ -46,10 +46,13 @@ bool are_finite(const uint8_t* row, size_t n_blocks, ptrdiff_t) {
 template <class Bits, Bits exponent>
 bool are_finite_numbers(const uint8_t* row, size_t n, ptrdiff_t stride) {
     const auto* x = reinterpret_cast<const Bits*>(row);
-    const auto check = [&](auto step) {  // a constant step is what makes vectors of the loop
-        bool is_finite = true;
-        for (size_t i = 0; i < n; ++i) is_finite &= (x[static_cast<ptrdiff_t>(i) * step] & exponent) != exponent;
-        return is_finite;
+    const auto check = [&](auto step) {  // a constant step, and masks as wide as numbers, make vectors of the loop
+        Bits found = 0;
+        for (size_t i = 0; i < n; ++i) {
+            const Bits mask = x[static_cast<ptrdiff_t>(i) * step] & exponent;
+            found |= static_cast<Bits>(-static_cast<Bits>(mask == exponent));
+        }
+        return found == 0;
     };
     return stride == 1 ? check(std::integral_constant<ptrdiff_t, 1>()) : check(stride);
 }

@@ -42,9 +42,9 @@ def test_a_batch_by_an_engine_and_by_a_pool(cluster, workers):  # noqa: F811
     assert wrong_steps(steps, work) == 0 and all(step.seconds > 0 for step in steps)
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-def test_weights_reach_all_workers(cluster, adapters):  # noqa: F811
-    work = Sampling(GRPOShape(TINY, n_prompts=1, group_size=2, prompt_length=9), 2, adapters)
+@pytest.mark.parametrize("base", ["", "bf16", "none"])
+def test_weights_reach_all_workers(cluster, base):  # noqa: F811
+    work = Sampling(GRPOShape(TINY, n_prompts=1, group_size=2, prompt_length=9), 2, base)
     steps = served_here(scale.serve_weights, 2, work)
     assert wrong_steps(steps, work) == 0 and all(step.seconds > 0 for step in steps)
 

@@ -165,7 +165,7 @@ public:
 
     // parts: (layer, target, first row, A (rank, k), B (n, rank)) with contiguous float32 arrays, the scaling in B.
     // They are multiplied in float32 beside a float32 matrix, else in bfloat16.
-    void add_adapter(uint64_t id, const nb::sequence& parts) {
+    void add_adapter(uint64_t id, const nb::iterable& parts) {
         const Turn turn(lock_);
         auto adapter = std::make_unique<Adapter>(model_.config().n_layers);
         for (nb::handle part : parts) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,18 @@ _TARGETS = {
 }
 
 
-def adapter_parts(targets: Mapping[str, Place], config: ModelConfig, adapter: Any, where: str) -> list[tuple[Any, ...]]:
+def adapter_parts(
+    targets: Mapping[str, Place], config: ModelConfig, adapter: Any, where: str
+) -> Iterator[tuple[Any, ...]]:
     """(layer, target, first row, A, B) of every matrix that an adapter changes; see ``Engine.add_adapter``.
+
+    One after another, so that their copies take each other's memory.
 
     Raises:
         WhetValueError: a module that the model does not have, other shapes, or more than plain LoRA.
         WhetTypeError: it is no adapter.
     """
-    return [_part(lora, where) for lora in _lora(targets, config, adapter, where)]
+    return (_part(lora, where) for lora in _lora(targets, config, adapter, where))
 
 
 def _lora(targets: Mapping[str, Place], config: ModelConfig, adapter: Any, where: str) -> Iterable[LoRA]:

@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -24,7 +24,8 @@ from whet.errors import MissingExtraError, WhetError, WhetValueError, check_inte
 from whet.models.formats import choose_formats
 from whet.models.loading import all_pieces, checked, checksums
 from whet.models.sizes import MAX_BATCH
-from whet.models.sources.arrays import named_arrays
+from whet.models.slots import Source
+from whet.models.sources.arrays import adapter_arrays, weight_arrays
 from whet.models.sources.live import describe_module
 from whet.rollout.ray_worker import PackedFile, Policy, Weights, Worker, versions
 
@@ -172,29 +173,35 @@ class RayPool:
     def sync(self, model: Any) -> None:
         """Weights for the calls from now on, all or none; what is sampled before keeps its own.
 
+        Weights that fail a check change nothing. New ones take the place of the old in Ray's store: where that fails
+        there are none, until the next call of ``sync``.
+
         Raises:
             WhetValueError: as ``Engine.sync``.
         """
+        where = "RayPool.sync"
         source = self._describe(model)
-        pieces = list(checked(all_pieces(source, "RayPool.sync"), "RayPool.sync"))
-        version, before = self.policy_version + 1, self._policy
-        stored, adapters = None, []
-        if source.adapters:  # beside weights that the workers may have already
-            stored, adapters = checksums(pieces), [self._ray.put(named_arrays(model, adapters_alone=True))]
-        elif source.base is not None:
-            stored = []
-        if before is not None and stored is not None and stored == self._stored:
-            policy = before._replace(version=version, adapters=adapters)
-        else:
-            packed, arrays = None, {}
-            if source.base is not None:
-                packed = PackedFile(source.base.path, source.base.record())
-            else:
-                found = named_arrays(model, bfloat16_slots=self._narrow)
-                arrays = {name: value for name, value in found.items() if hasattr(value, "ndim")}
-            sent = self._ray.put(Weights(source.config, source.targets, self._options, arrays, packed))
-            policy = Policy(version, [sent], version, adapters)
-        self._policy, self._stored, self.policy_version = policy, stored, version
+        pieces = all_pieces(source, where)
+        version, policy = self.policy_version + 1, self._policy
+        may_stay = bool(source.adapters) or source.base is not None
+        stored = checksums(pieces) if may_stay else None
+        stay = policy is not None and may_stay and stored == self._stored
+        if not stay:
+            for _ in checked(pieces, where):
+                pass
+        adapters = [self._ray.put(adapter_arrays(model, source))] if source.adapters else []
+        if policy is None or not stay:
+            # An object that Ray puts where another of its size has been needs no more memory, and a tenth of the time.
+            self._policy = policy = None
+            policy = Policy(version, [self._ray.put(self._weights(model, source))], version, [])
+        self._policy = policy._replace(version=version, adapters=adapters)
+        self._stored, self.policy_version = stored, version
+
+    def _weights(self, model: Any, source: Source) -> Weights:
+        base = source.base
+        packed = None if base is None else PackedFile(base.path, base.record())
+        arrays = {} if base is not None else weight_arrays(model, source, self._narrow)
+        return Weights(source.config, source.targets, self._options, arrays, packed)
 
     def load(self) -> None:
         """Have all workers take the weights of the last ``sync`` now; else each does with its first call after it."""
@@ -269,9 +276,7 @@ class RayPool:
                     raise (error.cause if isinstance(error.cause, Exception) else error) from None
                 except ray.exceptions.RayActorError:
                     self._retry(part, attempts, waiting)
-            now = time.monotonic()
-            late = {call.worker for call in itertools.takewhile(lambda call: call.end <= now, running.values())}
-            for worker in late:
+            for worker in _late(running.values()):
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.kill(self.actors[worker], no_restart=True)
                 self.actors[worker] = self._start()
@@ -297,6 +302,12 @@ class RayPool:
         if self._is_own and self._ray.is_initialized():
             self._ray.shutdown()
             self._is_own = False
+
+
+def _late(running: Iterable[_Call]) -> set[int]:
+    """The workers of calls whose time has ended; the calls are in the order in which it does."""
+    now = time.monotonic()
+    return {call.worker for call in itertools.takewhile(lambda call: call.end <= now, running)}
 
 
 def _connect(ray: Any, address: str) -> bool:

@@ -18,6 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, cycle
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from whet.bench.machine import cpus
 from whet.config.sampling import Completion, SamplingParams, StreamKey
 from whet.engine import Engine
 from whet.models.sizes import MAX_BATCH
+from whet.nn.frozen import frozen_model
 from whet.rollout.ray_pool import RayPool
 from whet.rollout.ray_worker import Policy, versions
 
@@ -57,12 +59,13 @@ class Sampling:
     Attributes:
         shape: the model, and how many prompts and completions of how many tokens.
         n_steps: the first of which does not count.
-        adapters: what changes from step to step is LoRA adapters, not all weights.
+        base: of LoRA, whose adapters alone change from step to step: a format in which it is packed from a folder, or
+            "none", the float32 model. Empty: all weights change.
     """
 
     shape: GRPOShape
     n_steps: int
-    adapters: bool = False
+    base: str = ""
 
     def prompts(self) -> list[list[int]]:
         """Random tokens."""
@@ -114,9 +117,9 @@ def wrong_steps(steps: Sequence[Taken], work: Sampling) -> float:
 
 
 @contextmanager
-def _pool(model: Any) -> Iterator[Any]:
+def _pool(model: Any, **options: Any) -> Iterator[Any]:
     """A pool of workers of one thread, with the model's weights."""
-    with closing(RayPool(model, workers=WORKERS, threads=1, weights=_FORMAT)) as pool:
+    with closing(RayPool(model, workers=WORKERS, threads=1, **(options or {"weights": _FORMAT}))) as pool:
         pool.sync(model)
         pool.load()
         yield pool
@@ -138,16 +141,24 @@ def serve_weights(session: Session, work: Sampling) -> None:
 
     Right are completions of the new weights from every worker.
     """
+    policy, options = work.policy(), {"weights": _FORMAT}
+    with TemporaryDirectory() as folder:
+        if work.base:
+            import peft
+
+            if work.base != "none":
+                policy.save_pretrained(folder)
+                policy, options = frozen_model(folder, work.base), {"max_batch": MAX_BATCH}
+            policy = peft.get_peft_model(policy, lora_config())
+        _serve_weights(session, work, policy, options)
+
+
+def _serve_weights(session: Session, work: Sampling, policy: Any, options: dict[str, Any]) -> None:
     import torch
 
-    policy = work.policy()
-    if work.adapters:
-        import peft
-
-        policy = peft.get_peft_model(policy, lora_config())
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     sample = (work.prompts()[:1] * WORKERS, 1, SamplingParams(max_new_tokens=4))
-    with _pool(policy) as pool, Engine.from_model(policy, weights=_FORMAT) as engine:
+    with _pool(policy, **options) as pool, Engine.from_model(policy, **options) as engine:
         while True:
             with torch.no_grad():
                 for parameter in trained:

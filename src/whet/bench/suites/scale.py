@@ -80,11 +80,11 @@ def sampling_table(
     return Table(title, cases, providers, allocation="", note=f"{_POOL} {note}".strip(), item=item, error=wrong_steps)
 
 
-def sampling_case(name: str, shape: GRPOShape, options: ScaleOptions, n_items: float, adapters: bool = False) -> Case:
+def sampling_case(name: str, shape: GRPOShape, options: ScaleOptions, n_items: float, base: str = "") -> Case:
     """A batch; every row samples the same one."""
     return Case(
         name,
-        inputs=lambda rng: Sampling(shape, options.steps, adapters),
+        inputs=lambda rng: Sampling(shape, options.steps, base),
         reference=lambda work: work,
         tolerance=0.0,
         n_items=n_items,
@@ -110,7 +110,7 @@ def tables(options: ScaleOptions) -> list[Table]:
         raise WhetValueError(f"whet bench scale: steps is {options.steps}, expected at least 2.")
     model = TINY if options.quick else LLAMA_135M
     step = QUICK_STEP if options.quick else GRPOShape(model)
-    adapters_mb = 4e-6 * n_adapter_parameters(model)
+    lora_mb = 4e-6 * n_adapter_parameters(model)
     weights_mb = 2e-6 * model.config.n_parameters
     one_prompt = GRPOShape(model, n_prompts=1, group_size=WORKERS, prompt_length=16)
     # Lengths by chance, so that calls do not end all at once.
@@ -158,12 +158,15 @@ def tables(options: ScaleOptions) -> list[Table]:
             f"New weights to {WORKERS} workers, {model.name}",
             [
                 sampling_case(f"all, bfloat16, {weights_mb:,.3g} MB", one_prompt, options, weights_mb),
-                sampling_case(f"LoRA r={RANK}, {adapters_mb:,.3g} MB", one_prompt, options, adapters_mb, True),
+                *(
+                    sampling_case(f"LoRA r={RANK}, {what} base, {lora_mb:,.3g} MB", one_prompt, options, lora_mb, base)
+                    for base, what in (("bf16", "packed"), ("none", "float32"))
+                ),
             ],
             [pool("whet", scale.serve_weights)],
             "MB",
-            "From the call of sync until every worker could sample: checks for NaN, the object in Ray's store, and "
-            "packing in the workers.",
+            "From the call of sync until every worker could sample: checks for NaN, or that a float32 base is as it "
+            "was, the object in Ray's store, and packing in the workers.",
         ),
         sampling_table(
             f"Time lost by a worker killed, {model.name}",

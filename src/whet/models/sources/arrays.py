@@ -36,18 +36,35 @@ def named_arrays(model: Any, *, adapters_alone: bool = False, bfloat16_slots: Co
     Raises:
         WhetValueError: as ``describe_module``; or ``adapters_alone`` of a model without adapters.
     """
-    from whet.models.sources.live import describe_module, live_adapters, live_parameters
+    from whet.models.sources.live import describe_module
 
     source = describe_module(model)
     found: dict[str, Any] = {}
     if source.base is None and not adapters_alone:
-        for name, slot, tensor in live_parameters(model, source):
-            found[name] = _array(tensor, narrow=slot in bfloat16_slots)
-    for name, a, b, scaling in live_adapters(model, source):
-        found[name] = (factor_values(a).copy(), factor_values(b).copy(), scaling)
+        found |= weight_arrays(model, source, bfloat16_slots)
+    found |= adapter_arrays(model, source)
     if not found:
         raise WhetValueError("named_arrays: the model has no active LoRA adapter. Send its weights too.")
     return found
+
+
+def weight_arrays(model: Any, source: Source, bfloat16_slots: Collection[str] = ()) -> dict[str, np.ndarray]:
+    """Of ``named_arrays``, the weights of a model that ``source`` describes."""
+    from whet.models.sources.live import live_parameters
+
+    return {
+        name: _array(tensor, narrow=slot in bfloat16_slots) for name, slot, tensor in live_parameters(model, source)
+    }
+
+
+def adapter_arrays(model: Any, source: Source) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
+    """Of ``named_arrays``, the adapters."""
+    from whet.models.sources.live import live_adapters
+
+    return {
+        name: (factor_values(a).copy(), factor_values(b).copy(), scaling)
+        for name, a, b, scaling in live_adapters(model, source)
+    }
 
 
 def describe_arrays(
@@ -109,8 +126,7 @@ def _array(tensor: Any, narrow: bool) -> np.ndarray:
     """A copy of a torch tensor; bfloat16 as uint16."""
     import torch
 
-    if narrow and tensor.dtype == torch.float32:
-        tensor = tensor.bfloat16()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.contiguous().view(torch.int16).numpy().view(np.uint16).copy()
-    return tensor.contiguous().numpy().copy()
+    narrow = narrow and tensor.dtype == torch.float32
+    own = torch.empty_like(tensor, dtype=torch.bfloat16 if narrow else None, memory_format=torch.contiguous_format)
+    own.copy_(tensor)
+    return own.view(torch.int16).numpy().view(np.uint16) if own.dtype == torch.bfloat16 else own.numpy()
