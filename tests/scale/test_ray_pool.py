@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
+from functools import partial
 
 import psutil
 import pytest
@@ -155,7 +157,7 @@ def workers_of(cluster):
 @pytest.mark.parametrize("killed", ["one", "all", "at sync"])
 def test_killed_workers_change_nothing(cluster, killed):
     model = tiny_llama(num_hidden_layers=4, hidden_size=64, max_position_embeddings=2048)
-    long = SamplingParams(max_new_tokens=600, seed=3)
+    long = SamplingParams(max_new_tokens=2000, seed=3)
     pool = pool_of(model, 2)
     try:
         pool.sync(model)
@@ -286,3 +288,15 @@ def test_a_base_without_a_file_is_refused(cluster):
     model = tiny_llama(hidden_size=32, intermediate_size=32)
     with pytest.raises(WhetValueError, match="base was not made from a folder or file"):
         pool_of(frozen_model(model, "q8_0"), 1)
+
+
+def test_a_model_that_a_worker_cannot_load_is_one_line(cluster, tmp_path):
+    with closing(RayPool(load=partial(Engine.from_gguf, str(tmp_path / "none.gguf")), workers=1, threads=1)) as pool:
+        with pytest.raises(
+            WhetValueError, match=r"a worker on .* cannot load the model \(.*none.gguf.*\) Put it in the"
+        ):
+            pool.generate(PROMPTS, 1, SAMPLING)
+        with pytest.raises(WhetValueError, match=r"sync: the workers load their model themselves"):
+            pool.sync(tiny_llama())
+    with pytest.raises(WhetValueError, match=r"expected one of model .* and load"):
+        RayPool(workers=1)

@@ -8,9 +8,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,11 +28,14 @@ from whet.cli.settings import parse_flags
 from whet.cli.text_model import TextConfig, find_model, load_engine, load_tokenizer, stop_ids, with_adapters
 from whet.config.fields import check_range, check_used
 from whet.config.sampling import SamplingParams
+from whet.engine import Engine
 from whet.errors import WhetValueError
 from whet.evaluation import Estimate, RewardedRows, TaskResult, compare, evaluate, read_items
 from whet.files import replace_text, temporary_beside
+from whet.models.adapter_files import read_peft
 from whet.models.formats import Weights
 from whet.models.sources.gguf_container import GGUFFile
+from whet.models.sources.pretrained import open_pretrained
 from whet.report.page import versions
 from whet.rewards.functions import load_function
 from whet.tasks import Task, open_task
@@ -69,6 +75,11 @@ class EvalConfig(TextConfig):
     adapters that of their base."""
     adapter: UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
     """A folder of LoRA adapters that PEFT or whet train saved, for all models or for each; "none": without."""
+    rollout_workers: int = 0
+    """Processes that sample, by Ray, on this machine or many; 0: this one. Completions are the same."""
+    ray_address: str = ""
+    """Of the Ray cluster, whose nodes have the models in the same places, auto for the one that this machine belongs
+    to; empty: RAY_ADDRESS, or one of its own."""
     raw: bool = False
     """Ask in plain text, though there is a chat template."""
     out: str = ""
@@ -86,7 +97,9 @@ class EvalConfig(TextConfig):
         super().check()
         check_range(self, "size", self.size is None or self.size >= 1, "an integer >= 1")
         check_range(self, "score_timeout_s", 0 < self.score_timeout_s < math.inf, "seconds > 0")
+        check_range(self, "rollout_workers", self.rollout_workers >= 0, "an integer >= 0")
         check_used(self, ["chat_template"], not self.raw, "raw asks without one")
+        check_used(self, ["ray_address"], self.rollout_workers > 0, "rollout_workers is 0: this process samples")
         check_used(self, ["records"], bool(self.out), "there is no file (--out) to write them to")
 
     def unused_if_greedy(self) -> list[str]:
@@ -208,23 +221,43 @@ def _evaluate(
     model: str | GGUFFile,
     tasks: Sequence[tuple[Task, list[Any]]],
 ) -> list[TaskResult]:
-    """The results of a model, which is in memory meanwhile."""
+    """The results of a model, which is in memory meanwhile, here or in the workers."""
     tokenizer = load_tokenizer(asked.tokenizer or model, _WHERE, asked.chat_template)
     every = [read_items(task, tokenizer, rows=rows, raw=asked.raw, where=_WHERE) for task, rows in tasks]
     longest = max(len(prompt) for items in every for prompt in items.prompt_ids)
-    with load_engine(model, side.weights, longest + asked.max_new_tokens, _WHERE, side.adapter) as engine:
-        for items in every:
-            items.check_context(asked.max_new_tokens, engine.config.max_position, _WHERE)
-        engine.tokenizer = tokenizer  # for stop strings
-        sampling = asked.sampling(stop_ids(side.model, tokenizer, engine.config.vocab_size, _WHERE))
-        adapter = engine.add_adapter(side.adapter) if side.adapter else None
+    config = open_pretrained(model).config
+    for items in every:
+        items.check_context(asked.max_new_tokens, config.max_position, _WHERE)
+    sampling = asked.sampling(stop_ids(side.model, tokenizer, config.vocab_size, _WHERE))
+    with closing(_open_engine(asked, side, model, tokenizer, longest + asked.max_new_tokens)) as engine:
         results = []
         for items in every:
             with _progress(f"{label}: {items.task.name}", len(items.rows)) as on_item:
-                settings = {"n": asked.n, "sampling": sampling, "timeout_s": asked.score_timeout_s, "adapter": adapter}
+                settings = {"n": asked.n, "sampling": sampling, "timeout_s": asked.score_timeout_s}
                 results.append(evaluate(engine, items, tokenizer, on_item=on_item, **settings))
             _say(label, results[-1])
     return results
+
+
+def _open_engine(asked: EvalConfig, side: Side, model: str | GGUFFile, tokenizer: Any, n_tokens: int) -> Any:
+    """In this process, or those of a pool."""
+    if not asked.rollout_workers:
+        return _load(model, side, n_tokens, tokenizer)
+    from whet.rollout.ray_pool import RayPool
+
+    there = replace(side, model=os.path.abspath(side.model), adapter=side.adapter and os.path.abspath(side.adapter))
+    load = partial(_load, there.model, there, n_tokens, os.path.abspath(asked.tokenizer or side.model))
+    pool = RayPool(load=load, workers=asked.rollout_workers, address=asked.ray_address)
+    pool.load()  # now, as its time is not that of the first task
+    return pool
+
+
+def _load(model: str | GGUFFile, side: Side, n_tokens: int, tokenizer: Any) -> Engine:
+    engine = load_engine(model, side.weights, n_tokens, _WHERE, side.adapter)
+    engine.tokenizer = tokenizer  # for stop strings
+    if side.adapter:
+        engine.sync(read_peft(side.adapter))
+    return engine
 
 
 @contextmanager

@@ -11,6 +11,7 @@ Decodes text only to find stop strings, and does not train.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -103,6 +104,7 @@ class Engine:
             check_integer(where, name, value, 1)
         self.config: ModelConfig = source.config
         self.policy_version = 0
+        self._reading = threading.Lock()
         self.tokenizer = tokenizer
         self.base = source.base
         packed = source.base or PackedBase(source, choose_formats(source, weights, embedding, head, where))
@@ -563,9 +565,10 @@ class Engine:
                 f"{where}: stop is {sampling.stop!r}, and the engine has no tokenizer to find it in the text with. Set "
                 f"engine.tokenizer, make the engine with tokenizer=..., or pass stop_token_ids."
             )
-        if self._texts is None:
-            self._texts = read_token_texts(self._tokenizer, where)
-        return self._texts
+        with self._reading:  # once, for calls from many threads
+            if self._texts is None:
+                self._texts = read_token_texts(self._tokenizer, where)
+            return self._texts
 
     def _make_request(
         self, n: int, s: SamplingParams, model_logprobs: bool, texts: TokenTexts | None, where: str

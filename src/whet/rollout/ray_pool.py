@@ -14,12 +14,13 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from whet.config.sampling import Completion, SamplingParams, StreamKey, stream_keys
+from whet.engine import Engine
 from whet.errors import MissingExtraError, WhetError, WhetValueError, check_integer
 from whet.models.formats import choose_formats
 from whet.models.loading import all_pieces, checked, checksums
@@ -66,7 +67,8 @@ class RayPool:
 
     Args:
         model: a live Hugging Face module, perhaps in PEFT's LoRA. Its weights are floats, or a base that was packed
-            from a folder or file, which every node has in the same place.
+            from a folder or file, which every node has in the same place. None: ``load`` says what is sampled from.
+        load: makes a worker's engine, there, in place of a model and ``sync``.
         workers: processes that sample.
         address: of a Ray cluster, as ``ray.init`` takes it ("auto": the one of this machine); empty: the one that this
             process is connected to, or that ``RAY_ADDRESS`` names, or else a new one, which ends with ``close``.
@@ -88,8 +90,9 @@ class RayPool:
 
     def __init__(
         self,
-        model: Any,
+        model: Any = None,
         *,
+        load: Callable[[], Engine] | None = None,
         workers: int,
         address: str = "",
         threads: int = 0,
@@ -102,19 +105,11 @@ class RayPool:
         except ImportError as error:
             raise MissingExtraError("RayPool", "Ray", "ray") from error
         workers = check_integer("RayPool", "workers", workers, 1)
+        if (model is None) == (load is None):
+            raise WhetValueError("RayPool: expected one of model (whose weights sync sends) and load (makes engines).")
         max_position = options.pop("max_position", None)
         self._describe = lambda model: describe_module(model, max_position=max_position)
-        source = self._describe(model)
-        if source.base is not None and not source.base.path:
-            raise WhetValueError(
-                "RayPool: the model's packed base was not made from a folder or file, so that workers cannot pack it "
-                "themselves. Give frozen_model a path, or load the model in floats, with base='none'."
-            )
-        self._narrow: set[str] = set()
-        if source.base is None:
-            names = {name: options.get(name) for name in ("embedding", "head")}
-            formats = choose_formats(source, options.get("weights", "bf16"), where="RayPool", **names)
-            self._narrow = {slot for slot, parts in formats.items() if all(part.format == "bfloat16" for part in parts)}
+        self._narrow = set() if model is None else _checked_narrow(self._describe(model), options)
         self._ray: Any = ray
         self._options, self.policy_version = options, 0
         self._policy: Policy | None = None
@@ -132,6 +127,9 @@ class RayPool:
                 )
             self.actors = [self._start() for _ in range(workers)]
             self._check_workers(start_timeout_s)
+            self._load = load
+            if load is not None:
+                self._policy = Policy(0, [ray.put(load)], 0, [])
         except BaseException:
             self.close()
             raise
@@ -180,6 +178,8 @@ class RayPool:
             WhetValueError: as ``Engine.sync``.
         """
         where = "RayPool.sync"
+        if self._load is not None:
+            raise WhetValueError(f"{where}: the workers load their model themselves. Make a pool of the model instead.")
         source = self._describe(model)
         pieces = all_pieces(source, where)
         version, policy = self.policy_version + 1, self._policy
@@ -226,16 +226,30 @@ class RayPool:
         Raises:
             WhetError: of the engine; or a call that exceeded its limit on several workers.
         """
+        return list(self.generate_each(prompt_ids, n, sampling, keys=keys))
+
+    def generate_each(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        n: int,
+        sampling: SamplingParams,
+        *,
+        keys: Sequence[StreamKey] | None = None,
+    ) -> Iterator[list[Completion]]:
+        """The results of ``generate``, prompt after prompt, each as soon as it and those before it are complete."""
         where = "RayPool.generate"
         n = check_integer(where, "n", n, 1)
         chosen = stream_keys(keys, len(prompt_ids), where)
         policy = self._synced(where)
         parts = divide(len(prompt_ids), n, len(self.actors))
-        found = dict(self._run(policy, parts, prompt_ids, sampling, chosen))
-        groups: list[list[Completion]] = [[] for _ in prompt_ids]
-        for part in sorted(found):
-            groups[part.prompt] += found[part]
-        return groups
+        run = self._run(policy, parts, prompt_ids, sampling, chosen)
+        found: dict[_Part, list[Completion]] = {}
+        for _, of_prompt in itertools.groupby(parts, key=lambda part: part.prompt):
+            own = list(of_prompt)
+            while not found.keys() >= set(own):
+                part, completions = next(run)
+                found[part] = completions
+            yield [completion for part in own for completion in found.pop(part)]
 
     def _run(
         self,
@@ -302,6 +316,24 @@ class RayPool:
         if self._is_own and self._ray.is_initialized():
             self._ray.shutdown()
             self._is_own = False
+
+
+def _checked_narrow(source: Source, options: Mapping[str, Any]) -> set[str]:
+    """The slots whose weights may travel as bfloat16.
+
+    Raises:
+        WhetValueError: a base that workers cannot pack themselves.
+    """
+    if source.base is not None:
+        if not source.base.path:
+            raise WhetValueError(
+                "RayPool: the model's packed base was not made from a folder or file, so that workers cannot pack it "
+                "themselves. Give frozen_model a path, or load the model in floats, with base='none'."
+            )
+        return set()
+    names = {name: options.get(name) for name in ("embedding", "head")}
+    formats = choose_formats(source, options.get("weights", "bf16"), where="RayPool", **names)
+    return {slot for slot, parts in formats.items() if all(part.format == "bfloat16" for part in parts)}
 
 
 def _late(running: Iterable[_Call]) -> set[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import whet
 from whet.config.sampling import Completion, SamplingParams, StreamKey
 from whet.engine import Engine
 from whet.engine.session import EngineBusyError
-from whet.errors import WhetValueError
+from whet.errors import WhetError, WhetValueError
 from whet.models.base import PackedBase, pack_recorded
 from whet.models.sources.arrays import describe_arrays
 from whet.models.sources.pretrained import open_pretrained
@@ -30,7 +30,8 @@ class Policy(NamedTuple):
 
     Attributes:
         version: of all, the trainer's.
-        weights: [reference] of ``Weights``; in a list, so that Ray passes it on without fetching what it refers to.
+        weights: [reference] of ``Weights``, or of what makes the engine; in a list, so that Ray passes it on without
+            fetching what it refers to.
         weights_version: of these weights, that of the call of ``sync`` which sent them; adapters may be newer.
         adapters: [reference] of named adapters, or none.
     """
@@ -108,7 +109,11 @@ class Worker:
                     else:  # a base alone never changes
                         engine.policy_version = policy.version
                 return engine
-            config, targets, options, arrays, packed = ray.get(policy.weights[0])
+            weights = ray.get(policy.weights[0])
+            if callable(weights):
+                self._engine = _loaded(weights)
+                return self._engine
+            config, targets, options, arrays, packed = weights
             for reference in policy.adapters:
                 arrays = arrays | ray.get(reference)
             if engine is None:
@@ -130,6 +135,21 @@ class Worker:
                 return engine.sync(arrays, version=version)
             except EngineBusyError:  # a call of another version, whose driver has given it up
                 time.sleep(_POLL_S)
+
+
+def _loaded(load: Callable[[], Engine]) -> Engine:
+    """The engine of a model that the driver has loaded, or could.
+
+    Raises:
+        WhetValueError: it cannot be loaded here.
+    """
+    try:
+        return load()
+    except WhetError as error:
+        raise WhetValueError(
+            f"RayPool: a worker on {platform.node()} cannot load the model ({error}) Put it in the same place on every "
+            f"node."
+        ) from None
 
 
 def _pack(packed: PackedFile, config: Any) -> PackedBase:
