@@ -241,6 +241,7 @@ class Trainer(ABC):
             raise WhetValueError(f"{where}: ref_model is the model itself. Pass a frozen copy, or None.")
         self.config: Any = make_config(self.config_class, config, settings)
         self.ranks = join_ranks()
+        self._exact = ExactSum() if self.config.deterministic_reduction else None
         if ref_model is not None and not self.config.has_reference():
             raise WhetValueError(
                 f"{where}: ref_model has no effect: with these settings the loss uses no reference. Leave it out, "
@@ -335,7 +336,9 @@ class Trainer(ABC):
         with phase("optimizer"):
             self.optimizer.zero_grad()  # what others left
             self.optimizer.make_moments()
-        parameters, exact = list(self.trainable.values()), ExactSum() if self.config.deterministic_reduction else None
+        parameters, exact = list(self.trainable.values()), self._exact
+        if exact is not None:
+            exact.begin()
         seed = None
         if self.config.training_mode and (self.ranks.size > 1 or exact is not None):
             entropy = [self.config.seed % 2**64, self.step, self.n_updates + self.skipped_steps]
