@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from whet.cli import main
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.gguf_container import read_gguf
+from whet.models.tokenizers import read_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,30 @@ def test_adapters_alone(folder, tmp_path, capsys):
     assert "there are no adapters. Name them with --adapter FOLDER" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "adapter"), out, "--adapter-only", "--pre=qwen2", "--overwrite"]) == 2
     assert "--pre has no effect: with --adapter-only there is no tokenizer" in capsys.readouterr().err
+
+
+def test_a_card_and_a_modelfile_beside_it(folder, tmp_path, capsys):
+    adapted = with_lora(AutoModelForCausalLM.from_pretrained(folder), b_std=0.1, target_modules=["o_proj"])
+    adapted.save_pretrained(tmp_path / "adapter")
+    out, card, ollamas = tmp_path / "tiny.gguf", tmp_path / "README.md", tmp_path / "Modelfile"
+    asked = ["export", str(folder), str(out), "--card", "--modelfile"]
+    assert main([*asked, "--quantize", "q8_0"]) == 0
+    assert f"| Model | {folder.name} |" in card.read_text() and "llama-cli -m tiny.gguf" in card.read_text()
+    tokenizer = read_tokenizer(out)
+    [end] = tokenizer.stop_token_ids
+    assert ollamas.read_text() == f'FROM ./tiny.gguf\nPARAMETER stop "{tokenizer.decode([end])}"\n'
+    out.unlink()
+    assert main(asked) == 2 and not out.exists()
+    assert f"{card} is there already" in capsys.readouterr().err
+    assert main([*asked, "--adapter", str(tmp_path / "adapter"), "--overwrite"]) == 0
+    assert "| Adapters, merged into it | adapter |" in card.read_text()
+    alone = ["export", str(folder), str(tmp_path / "lora.gguf"), "--adapter", str(tmp_path / "adapter"), *asked[3:]]
+    assert main([*alone, "--adapter-only", "--overwrite"]) == 2 and not (tmp_path / "lora.gguf").exists()
+    assert "--modelfile names the GGUF file that Ollama loads adapters beside" in capsys.readouterr().err
+    alone[1] = str(out)
+    assert main([*alone, "--adapter-only", "--overwrite"]) == 0
+    assert ollamas.read_text().startswith(f"FROM {out}\nADAPTER ./lora.gguf\nPARAMETER stop ")
+    assert "llama-cli -m tiny.gguf --lora lora.gguf" in card.read_text()
 
 
 def test_a_template_of_the_users(folder, tmp_path):

@@ -52,6 +52,8 @@ def test_a_file_becomes_a_folder_and_the_same_file_again(folder, dtype, tmp_path
     assert main(["export", str(tmp_path / "half"), str(first), "--quantize", dtype]) == 0
     assert main(["convert", str(first), str(tmp_path / "folder")]) == 0
     assert str(half).removeprefix("torch.") in capsys.readouterr().out.splitlines()[-1]
+    card = (tmp_path / "folder" / "README.md").read_text()
+    assert "Converted by Whet" in card and "| Model | 1.gguf |" in card
     assert main(["export", str(tmp_path / "folder"), str(second), "--quantize", dtype]) == 0
     a, b = (read_gguf(path, "here").tensors for path in (first, second))
     assert a.keys() == b.keys()

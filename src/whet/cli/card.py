@@ -1,4 +1,7 @@
-"""The model card of a run: what was trained, how, on what, with which versions, and how to load it."""
+"""Model cards: of a run, what was trained, how, on what; of a merged folder or a GGUF file, what it was made from.
+
+And Ollama's file beside a GGUF file.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,54 @@ tokenizer = AutoTokenizer.from_pretrained("model")
 """
 
 
+_FOLDER = """\
+---
+library_name: transformers
+tags: [whet]
+---
+
+# {name}
+
+{origin} by Whet {version}.
+
+{facts}
+
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+
+## Versions
+
+{versions}
+"""
+
+_FILE = """\
+---
+library_name: gguf
+tags: [whet, gguf]
+---
+
+# {stem}
+
+Exported by Whet {version}.
+
+{facts}
+
+## Use
+
+{use}
+
+## Versions
+
+{versions}
+"""
+
+
 def model_card(algorithm: str, run: Any, n_rows: int, n_tokens: int, evaluations: Sequence[Mapping[str, float]]) -> str:
     """The card in Markdown, with the metadata that the hub reads on top.
 
@@ -76,10 +127,58 @@ def model_card(algorithm: str, run: Any, n_rows: int, n_tokens: int, evaluations
         base="" if Path(run.model).exists() else f"base_model: {run.model}\n",
         name=Path(run.output_dir).resolve().name,
         version=__version__,
-        facts=_table(("Setting", "Value"), [(key, text) for key, text in facts.items() if text not in (None, "")]),
+        facts=_facts(facts),
         evaluation=_evaluation(run.evaluated_on(), evaluations),
-        versions=_table(("Package", "Version"), versions().items()),
+        versions=_versions(),
     )
+
+
+def folder_card(folder: Path, origin: str, facts: Mapping[str, Any]) -> str:
+    """The card of a Hugging Face folder that is no run's: README.md in it.
+
+    Args:
+        origin: what was done, such as "Merged".
+        facts: by name; None and "" are left out.
+    """
+    return _FOLDER.format(
+        name=folder.resolve().name, origin=origin, version=__version__, facts=_facts(facts), versions=_versions()
+    )
+
+
+def file_card(file: Path, model: str, facts: Mapping[str, Any], *, is_adapter: bool) -> str:
+    """The card of a GGUF file.
+
+    Args:
+        model: what it was made from; of adapters, what they are loaded beside.
+        facts: as of ``folder_card``.
+        is_adapter: it holds adapters alone.
+    """
+    beside = f"-m {Path(model).name if model.endswith('.gguf') else 'MODEL.gguf'} --lora" if is_adapter else "-m"
+    commands = [f"llama-cli {beside} {file.name}", *([] if is_adapter else [f"whet chat {file.name}"])]
+    use = "\n".join(f"    {command}" for command in commands)
+    return _FILE.format(stem=file.stem, version=__version__, facts=_facts(facts), use=use, versions=_versions())
+
+
+def modelfile(file: Path, base: str, stops: Sequence[str]) -> str:
+    """Ollama's Modelfile for a GGUF file in the same folder: ``ollama create NAME -f Modelfile``.
+
+    Ollama takes the chat template from the file where it is one that it knows.
+
+    Args:
+        base: the GGUF file of the model, where ``file`` holds its adapters; else empty.
+        stops: texts of the tokens that end an answer.
+    """
+    lines = [f"FROM {base}", f"ADAPTER ./{file.name}"] if base else [f"FROM ./{file.name}"]
+    quote = '"'
+    return "\n".join(lines + [f"PARAMETER stop {quote}{stop}{quote}" for stop in stops if quote not in stop]) + "\n"
+
+
+def _facts(facts: Mapping[str, Any]) -> str:
+    return _table(("Setting", "Value"), [(key, text) for key, text in facts.items() if text not in (None, "")])
+
+
+def _versions() -> str:
+    return _table(("Package", "Version"), versions().items())
 
 
 def _trained(run: Any) -> str:

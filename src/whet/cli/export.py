@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -12,16 +13,20 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
+from whet.cli.card import file_card, modelfile
 from whet.cli.estimate import in_bytes
 from whet.cli.text_model import find_model, read_template, with_adapters
 from whet.errors import WhetValueError
+from whet.files import replace_text
 from whet.models.base import pack_recorded, read_binding
 from whet.models.export import Exported, export_gguf, read_adapters
 from whet.models.export_adapters import export_adapters
 from whet.models.formats import TABLE, FileType
 from whet.models.gguf_writer import Progress as Told
 from whet.models.gguf_writer import check_place
+from whet.models.slots import Source
 from whet.models.sources.pretrained import open_pretrained
+from whet.models.tokenizers import read_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +49,21 @@ class ExportConfig:
     """llama.cpp's name of the pre-tokenizer; empty: the one with the expressions of tokenizer.json."""
     chat_template: str = ""
     """A file with a Jinja chat template; empty: the tokenizer's."""
+    card: bool = False
+    """Write a model card beside it: README.md."""
+    modelfile: bool = False
+    """Write a Modelfile for Ollama beside it."""
     overwrite: bool = False
-    """Replace a file that is there."""
+    """Replace files that are there."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Writes the file, and says what is in it; the exit status is 0."""
     asked = tyro.cli(ExportConfig, args=argv, prog="whet export")
     where, output = "whet export", Path(asked.output)
-    check_place(output, asked.overwrite, where)
+    beside = {"README.md": asked.card, "Modelfile": asked.modelfile}
+    for path in (output, *(output.parent / name for name, is_asked in beside.items() if is_asked)):
+        check_place(path, asked.overwrite, where)
     model, adapter = with_adapters(asked.model, asked.adapter, where)
     opened = find_model(model, where)
     source = open_pretrained(opened)
@@ -63,9 +74,15 @@ def main(argv: Sequence[str]) -> int:
         given = {"--tokenizer": asked.tokenizer, "--pre": asked.pre, "--chat-template": asked.chat_template}
         if unused := [flag for flag, value in given.items() if value]:
             raise WhetValueError(f"{where}: {unused[0]} has no effect: with --adapter-only there is no tokenizer.")
+        if asked.modelfile and not model.endswith(".gguf"):
+            raise WhetValueError(
+                f"{where}: --modelfile names the GGUF file that Ollama loads adapters beside, and MODEL is {model!r}. "
+                f"Export that first, and pass the file as MODEL."
+            )
         quantize = asked.quantize or "f32"
         found = export_adapters(opened, output, adapters, quantize, overwrite=asked.overwrite)
         print(f"{output}: {describe(found)}; adapters for {model}")
+        _write_beside(asked, model, adapter, source, found)
         return 0
     template = read_template(asked.chat_template, where) if asked.chat_template else None
     with told_of(output.name) as progress:
@@ -82,7 +99,27 @@ def main(argv: Sequence[str]) -> int:
             progress=progress,
         )
     print(f"{output}: {describe(found)}")
+    _write_beside(asked, model, adapter, source, found)
     return 0
+
+
+def _write_beside(asked: ExportConfig, model: str, adapter: str, source: Source, found: Exported) -> None:
+    """The card and the Modelfile, where they are asked for."""
+    output = Path(asked.output)
+    if asked.card:
+        facts = {
+            "Model": Path(model).name,
+            "Adapters" if asked.adapter_only else "Adapters, merged into it": adapter and Path(adapter).name,
+            "Parameters": f"{source.config.n_parameters:,}",
+            "Context, tokens": f"{source.config.max_position:,}",
+            "File": f"{output.name}, {describe(found)}",
+        }
+        replace_text(output.parent / "README.md", file_card(output, model, facts, is_adapter=asked.adapter_only))
+    if asked.modelfile:
+        tokenizer = read_tokenizer(model if asked.adapter_only else output)
+        stops = [tokenizer.decode([token], skip_special_tokens=False) for token in tokenizer.stop_token_ids]
+        base = os.path.abspath(model) if asked.adapter_only else ""
+        replace_text(output.parent / "Modelfile", modelfile(output, base, stops))
 
 
 def describe(found: Exported) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
+from whet.cli.card import folder_card
 from whet.cli.estimate import in_bytes
 from whet.cli.models import import_peft, load_model, system_errors
 from whet.cli.text_model import find_model, with_adapters
@@ -90,6 +91,13 @@ def write_folder(model: str, adapter: str, output: str, dtype: FolderDtype, over
         with system_errors():
             module.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
+            facts = {
+                "Model": Path(model).name,
+                "Adapters, merged into it": adapter and Path(adapter).name,
+                "Parameters": f"{source.config.n_parameters:,}",
+                "Stored as": kind,
+            }
+            (temporary / "README.md").write_text(folder_card(out, "Merged" if adapter else "Converted", facts))
         replace_folder(temporary, out)
     print(f"{out}: {in_bytes(size_bytes)} of {kind}")
 
