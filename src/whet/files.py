@@ -77,15 +77,19 @@ def temporary_beside(path: Path, purpose: str, folder: bool = False) -> Iterator
     removed. So is what killed writers of the same path and purpose left behind.
     """
     remove_abandoned(path.parent, f".{glob.escape(path.name)}.*{purpose}")
-    temporary, descriptor = _make_locked(path, purpose, folder)
+    made: list[Path] = []
+    descriptor = None
     try:
+        temporary, descriptor = _make_locked(path, purpose, folder, made)
         yield temporary
     finally:
-        if folder:
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
-        _close(descriptor)
+        for each in made:
+            if folder:
+                shutil.rmtree(each, ignore_errors=True)
+            else:
+                each.unlink(missing_ok=True)
+        if descriptor is not None:
+            _close(descriptor)
 
 
 def remove_abandoned(folder: Path, pattern: str) -> None:
@@ -103,9 +107,11 @@ def remove_abandoned(folder: Path, pattern: str) -> None:
                 _close(descriptor)
 
 
-def _make_locked(path: Path, purpose: str, folder: bool) -> tuple[Path, int]:
+def _make_locked(path: Path, purpose: str, folder: bool, made: list[Path]) -> tuple[Path, int]:
+    """``made`` gets every path before it is there, so that one is removed after an interrupt at any moment."""
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{purpose}")
+        made.append(temporary)
         if folder:
             temporary.mkdir()
         else:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.torture.common import ROOT, Tally
 
-KINDS = ("kills", "files", "disk", "rewards", "signals", "allocations", "engines")
+KINDS = ("kills", "files", "disk", "rewards", "signals", "allocations", "engines", "exports")
 """The longest first: two run side by side."""
 
 

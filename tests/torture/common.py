@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -161,8 +162,11 @@ def _be_whet(argv: list[str], before: Callable[[], None], output: int) -> None:
         os.setsid()
         os.dup2(output, 1)
         os.dup2(output, 2)
+        from tqdm import tqdm
+
         from whet.cli import main
 
+        tqdm.set_lock(threading.RLock())  # its own is a semaphore of all forked processes, which a killed one may hold
         before()
         status = main(argv)
     except SystemExit as error:

@@ -162,15 +162,17 @@ def add_adapters(model: nn.Module, run: RunConfig, record: Mapping[str, Any] | N
 
 @contextlib.contextmanager
 def system_errors() -> Iterator[None]:
-    """Turn safetensors' errors into the system's, whose numbers they have in their texts.
+    """Turn the errors of safetensors and tokenizers into the system's, whose numbers they have in their texts.
 
     Raises:
-        OSError: in place of a SafetensorError.
+        OSError: in place of a SafetensorError, or of the plain Exception that tokenizers raises.
     """
     try:
         yield
-    except SafetensorError as error:
+    except Exception as error:
         number = re.search(r"os error (\d+)", str(error))
+        if not isinstance(error, SafetensorError) and (type(error) is not Exception or number is None):
+            raise
         raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
 
 
