@@ -161,15 +161,17 @@ WHET_INLINE i8x64 four_inputs(const int8_t* q) {
     return bit_cast<i8x64>(i32x16(four));
 }
 
-// dot[r][p] += four inputs of each row times half a byte, or a byte, of the vectors `weights`.
-template <int n_rows, int n_panels>
+// dot[r][p] += four inputs of each row times so many bits of each byte of the vectors `weights`.
+template <int bits, int n_rows, int n_panels>
 WHET_INLINE void add_dots(i32x16 (&dot)[n_rows][n_panels], const u8x64 (&weights)[n_panels], const int8_t* q,
                           size_t stride) {
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; ++r) {
         const i8x64 x = four_inputs(q + r * stride);
 #pragma GCC unroll 4
-        for (int p = 0; p < n_panels; ++p) dot[r][p] = dot_int8(dot[r][p], weights[p], x);
+        for (int p = 0; p < n_panels; ++p) {
+            dot[r][p] = bits < 8 ? dot_int7(dot[r][p], weights[p], x) : dot_int8(dot[r][p], weights[p], x);
+        }
     }
 }
 
@@ -180,6 +182,38 @@ WHET_INLINE void load_weights(u8x64 (&weights)[n_panels], const uint8_t* block, 
     for (int p = 0; p < n_panels; ++p) weights[p] = load(block + p * panel_bytes + 64 * v);
 }
 
+// The same of bytes, as they are without their bias of 128, where only seven bits of one factor can be multiplied at
+// once. An input x in [-128, 127] is (x & 127) - 128 where it is below 0, and else x & 127.
+template <int n_rows, int n_panels>
+WHET_INLINE void add_unbiased_bytes(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride,
+                                    const uint8_t* block, size_t panel_bytes) {
+    i32x16 below[n_rows][n_panels];  // 64 times the weights of inputs below 0
+    set_zero(below);
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; ++v) {
+        u8x64 weights[n_panels];
+        load_weights(weights, block, panel_bytes, v);
+#pragma GCC unroll 4
+        for (int p = 0; p < n_panels; ++p) weights[p] = weights[p] - u8x64(128);
+#pragma GCC unroll 4
+        for (int r = 0; r < n_rows; ++r) {
+            const u8x64 x = bit_cast<u8x64>(four_inputs(q + r * stride + 4 * v));
+            const u8x64 low = x & u8x64(127), sign = shift_right<1>(x & u8x64(128));
+#pragma GCC unroll 4
+            for (int p = 0; p < n_panels; ++p) {
+                const i8x64 weight = bit_cast<i8x64>(weights[p]);
+                dot[r][p] = dot_int7(dot[r][p], low, weight);
+                below[r][p] = dot_int7(below[r][p], sign, weight);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < n_rows; ++r) {
+#pragma GCC unroll 4
+        for (int p = 0; p < n_panels; ++p) dot[r][p] = dot[r][p] - (below[r][p] + below[r][p]);
+    }
+}
+
 // dot += the products of a block whose integers are bytes.
 template <int n_rows, int n_panels>
 WHET_INLINE void add_bytes(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride, const uint8_t* block,
@@ -188,12 +222,29 @@ WHET_INLINE void add_bytes(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, siz
 #pragma GCC unroll 8
     for (int v = 0; v < 8; ++v) {
         load_weights(weights, block, panel_bytes, v);
-        add_dots(dot, weights, q + 4 * v, stride);
+        add_dots<8>(dot, weights, q + 4 * v, stride);
     }
 }
 
-// dot += those of a block whose integers are halves of bytes: the high halves are multiplied where they stand, and
-// their sum is divided by 16. The low halves have a sum of their own meanwhile, so that each vector is loaded once.
+// dot += those of a block whose integers are halves of bytes.
+template <int n_rows, int n_panels>
+WHET_INLINE void add_halves(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride, const uint8_t* block,
+                            size_t panel_bytes) {
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) {
+        u8x64 bytes[n_panels], weights[n_panels];
+        load_weights(bytes, block, panel_bytes, v);
+#pragma GCC unroll 4
+        for (int p = 0; p < n_panels; ++p) weights[p] = high_halves(bytes[p]);
+        add_dots<4>(dot, weights, q + 16 + 4 * v, stride);
+#pragma GCC unroll 4
+        for (int p = 0; p < n_panels; ++p) weights[p] = low_halves(bytes[p]);
+        add_dots<4>(dot, weights, q + 4 * v, stride);
+    }
+}
+
+// The same where eight bits can be multiplied: the high halves are, where they stand, and their sum is divided by 16.
+// The low halves have a sum of their own meanwhile, so that each vector is loaded once.
 template <int n_rows, int n_panels>
 WHET_INLINE void add_halves_apart(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride, const uint8_t* block,
                                   size_t panel_bytes) {
@@ -205,10 +256,10 @@ WHET_INLINE void add_halves_apart(i32x16 (&dot)[n_rows][n_panels], const int8_t*
         load_weights(bytes, block, panel_bytes, v);
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) weights[p] = high_halves_in_place(bytes[p]);
-        add_dots(dot, weights, q + 16 + 4 * v, stride);
+        add_dots<8>(dot, weights, q + 16 + 4 * v, stride);
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) weights[p] = low_halves(bytes[p]);
-        add_dots(low, weights, q + 4 * v, stride);
+        add_dots<4>(low, weights, q + 4 * v, stride);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; ++r) {
@@ -227,7 +278,7 @@ WHET_INLINE void add_halves_in_turn(i32x16 (&dot)[n_rows][n_panels], const int8_
         load_weights(weights, block, panel_bytes, v);
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) weights[p] = high_halves_in_place(weights[p]);
-        add_dots(dot, weights, q + 16 + 4 * v, stride);
+        add_dots<8>(dot, weights, q + 16 + 4 * v, stride);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; ++r) {
@@ -239,7 +290,7 @@ WHET_INLINE void add_halves_in_turn(i32x16 (&dot)[n_rows][n_panels], const int8_
         load_weights(weights, block, panel_bytes, v);
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) weights[p] = low_halves(weights[p]);
-        add_dots(dot, weights, q + 4 * v, stride);
+        add_dots<4>(dot, weights, q + 4 * v, stride);
     }
 }
 
@@ -259,7 +310,7 @@ WHET_INLINE void add_whole(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, siz
     u8x64 weights[n_panels];
 #pragma GCC unroll 4
     for (int p = 0; p < n_panels; ++p) weights[p] = whole_integers<bits, v>(block + p * panel_bytes);
-    add_dots(dot, weights, q + 4 * v, stride);
+    add_dots<bits>(dot, weights, q + 4 * v, stride);
     if constexpr (v + 1 < end) add_whole<bits, v + 1, end>(dot, q, stride, block, panel_bytes);
 }
 
@@ -276,19 +327,26 @@ WHET_INLINE void block_sums(i32x16 (&dot)[n_rows][n_panels], const QuantisedRows
                             size_t panel_bytes) {
     const int8_t* q = in.q + 32 * at;
     const size_t stride = 32 * in.blocks;
-    // The sums of 4 bits begin with theirs 16 times as large, as the high halves are.
-    constexpr int bias = Panel::kBits == 4 ? 16 * Panel::kBias : Panel::kBias;
+    // The sums of 4 bits begin with theirs 16 times as large, as the high halves are where they stand.
+    constexpr bool unbiased = kDotTakesSevenBits && Panel::kBits == 8;
+    constexpr int bias = unbiased                                   ? Panel::kBias - 128
+                         : !kDotTakesSevenBits && Panel::kBits == 4 ? 16 * Panel::kBias
+                                                                    : Panel::kBias;
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; ++r) {
         const int32_t offset = bias == 0 ? 0 : offset_of<Panel>(in, at + r * in.blocks, s) / (128 / (bias ? bias : 1));
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) dot[r][p] = i32x16(offset);
     }
-    if constexpr (Panel::kBits == 8) {
+    if constexpr (unbiased) {
+        add_unbiased_bytes(dot, q, stride, block, panel_bytes);
+    } else if constexpr (Panel::kBits == 8) {
         add_bytes(dot, q, stride, block, panel_bytes);
     } else if constexpr (Panel::kBits != 4) {
         constexpr int n = 8 / Panel::kScales;
         add_whole<Panel::kBits, n * s, n*(s + 1)>(dot, q, stride, block, panel_bytes);
+    } else if constexpr (kDotTakesSevenBits) {
+        add_halves(dot, q, stride, block, panel_bytes);
     } else if constexpr (n_rows <= kRowsApart) {
         add_halves_apart(dot, q, stride, block, panel_bytes);
     } else {

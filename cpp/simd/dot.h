@@ -175,5 +175,26 @@ WHET_INLINE i32x16 dot_int8(i32x16 sum, u8x64 a, i8x64 b) {
     return sum;
 }
 
+// Whether seven bits of one factor are an instruction, and eight are not.
+#if defined(__wasm_relaxed_simd__)
+constexpr bool kDotTakesSevenBits = true;
+#else
+constexpr bool kDotTakesSevenBits = false;
+#endif
+
+// The same where a lies in [0, 127]. Relaxed SIMD leaves open what larger ones give, and nothing else.
+WHET_INLINE i32x16 dot_int7(i32x16 sum, u8x64 a, i8x64 b) {
+#if defined(__wasm_relaxed_simd__)
+    typedef signed char Bytes __attribute__((vector_size(16)));
+    WHET_EACH_PART(p) {
+        sum.part[p] = (i32x16::Native)__builtin_wasm_relaxed_dot_i8x16_i7x16_add_s_i32x4((Bytes)b.part[p],
+                                                                                         (Bytes)a.part[p], sum.part[p]);
+    }
+    return sum;
+#else
+    return dot_int8(sum, a, b);
+#endif
+}
+
 }  // namespace
 }  // namespace whet::WHET_ISA
