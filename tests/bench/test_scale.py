@@ -48,10 +48,10 @@ def test_every_row_of_the_suite_and_its_items():
     assert providers["GRPO, 135 M Llama"] == ["whet", "whet, 2 ranks", "whet, 2 ranks, bfloat16 wire"]
     sampled = tables["Sampling by 2 workers of one thread, 135 M Llama"].cases[0]
     assert (sampled.name, sampled.n_items) == ("4 x 8, 128 + 128", 32 * 128)
-    full, adapters = tables["New weights to 2 workers, 135 M Llama"].cases
+    full, adapters, beside_floats = tables["New weights to 2 workers, 135 M Llama"].cases
     assert full.n_items == pytest.approx(2e-6 * suite.LLAMA_135M.config.n_parameters)
     assert 1 < adapters.n_items < full.n_items / 10
-    assert not full.inputs(None).adapters and adapters.inputs(None).adapters
+    assert [case.inputs(None).base for case in (full, adapters, beside_floats)] == ["", "bf16", "none"]
     assert n_control_groups(SHAPE) == 2 * 200 * 16
     with pytest.raises(WhetValueError, match="whet bench scale: steps is 1, expected at least 2"):
         suite.tables(suite.ScaleOptions(steps=1))
