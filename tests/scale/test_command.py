@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -82,6 +83,18 @@ def test_a_model_that_no_rank_finds_is_one_line(command, tmp_path):
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 2
     assert len([line for line in output.splitlines() if "whet: " in line]) == 1, output[-3000:]
+
+
+def test_a_port_that_is_taken_is_one_line(command, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        process = start(command("taken"))
+        output, _ = process.communicate(timeout=240)
+    assert process.returncode > 0 and "Traceback" not in output, output[-3000:]
+    [line] = [line for line in output.splitlines() if line.startswith("whet: ")]
+    assert f"do not reach each other through 127.0.0.1:{port}" in line and "a free port" in line
 
 
 def test_ctrl_c_leaves_a_checkpoint_of_all_ranks(command, tmp_path):

@@ -24,6 +24,7 @@ from whet import Engine, SamplingParams, StreamKey
 from whet.algorithms.grpo import GRPO
 from whet.errors import WhetError, WhetValueError
 from whet.nn.frozen import frozen_model
+from whet.rollout import ray_pool
 from whet.rollout.ray_pool import RayPool, divide
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
@@ -226,6 +227,14 @@ def test_errors_come_as_they_are(cluster):
         assert len(holder.generate(PROMPTS, 1, SAMPLING)) == 5
     finally:
         holder.close()
+
+
+@pytest.mark.parametrize("name", ["Whet", "Python"])
+def test_workers_of_another_version_are_refused(cluster, monkeypatch, name):
+    own = ray_pool.versions()
+    monkeypatch.setattr(ray_pool, "versions", lambda: own | {name: "0.0"})
+    with pytest.raises(WhetError, match=f"a worker has {name} {own[name]}, and this process 0.0. Install the same on"):
+        pool_of(tiny_llama(), 1)
 
 
 def test_grpo_takes_the_steps_that_it_takes_alone(cluster):
