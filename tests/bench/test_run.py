@@ -4,8 +4,10 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import whet.bench
@@ -115,6 +117,20 @@ def test_a_stopped_run_reports_what_it_has(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run_suite(load_suite("llm-ops"), options, "whet bench llm-ops")
     assert json.loads((tmp_path / "results.json").read_text())["interrupted"] is True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_the_process_that_measures_ends_with_the_command(tmp_path):
+    command = [sys.executable, "-m", "whet", "bench", "llm-ops", "--threads", "1", "--out", str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as bench:
+        deadline = time.monotonic() + 60
+        while not (workers := psutil.Process(bench.pid).children()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        [worker] = workers
+        while "whet.bench.worker" not in " ".join(worker.cmdline()) or worker.cpu_times().user < 1.5:
+            time.sleep(0.05)
+        bench.kill()
+    assert worker.wait(timeout=20) is None and not worker.is_running()
 
 
 def test_bench_uses_public_names_only():

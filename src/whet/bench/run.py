@@ -119,6 +119,7 @@ def _measure(suite: Suite, options: BenchOptions, threads: int, scaling: bool) -
             "threads": threads,
             "scaling": scaling,
             "out": str(out),
+            "parent": os.getpid(),
         }
         worker = subprocess.Popen(
             [sys.executable, "-m", "whet.bench.worker", json.dumps(order)],

@@ -24,6 +24,7 @@ from whet.bench.machine import Ceilings
 from whet.bench.report import rich_table
 from whet.bench.suites import load_suite
 from whet.files import replace_text
+from whet.rewards.processes import die_with
 
 
 def choose(suite: Suite, options: BenchOptions) -> Iterator[tuple[Table, list[Case], list[Provider]]]:
@@ -102,6 +103,7 @@ def show_progress(console: Console, n_cases: int) -> Iterator[Callable[[str], Ca
 
 def main(order: dict[str, Any]) -> None:
     """Measure a suite, or only its thread-scaling cases, and leave the findings in ``order["out"]``."""
+    die_with(order["parent"])  # else it would go on for an hour, unseen, beside what is measured next
     suite = load_suite(order["suite"])
     options = suite.options(**{**order["options"], "peers": tuple(order["options"]["peers"])})
     threads, effort, console = order["threads"], QUICK if options.quick else Effort(), Console()

@@ -149,7 +149,7 @@ class _Child:
 class _Guard:
     """Kills process groups when this process dies, for any reason: a shell that waits for the end of a pipe.
 
-    The system can kill a child with its parent (``_die_with``), but not the child's own children. So a child puts its
+    The system can kill a child with its parent (``die_with``), but not the child's own children. So a child puts its
     group under guard by the pipe's ``entrance``, before it can have any.
     """
 
@@ -182,7 +182,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: t
 _PR_SET_PDEATHSIG = 1
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have Linux kill this process when ``parent``, which started it, dies; at once if that is dead already."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -194,7 +194,7 @@ def _child_main(
     call: Callable[[], Any], to_json: Callable[[Any], Any], sender: Any, entrance: int, parent: int
 ) -> None:
     os.setsid()
-    _die_with(parent)
+    die_with(parent)
     os.write(entrance, f"{os.getpid()}\n".encode())
     os.close(entrance)
     torch = sys.modules.get("torch")
