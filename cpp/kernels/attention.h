@@ -114,12 +114,12 @@ WHET_SHARED void pack_rows_of_panel(float* out, ptrdiff_t n_words, const typenam
     for (ptrdiff_t word = 0; word < n_words; word += 16) {
         const int n = static_cast<int>(n_words - word < 16 ? n_words - word : 16);
         f32x16 rows[16];
-#pragma GCC unroll 16
+        WHET_UNROLL(16)
         for (int j = 0; j < 16; ++j) {
             rows[j] = from[j] == nullptr ? f32x16(0.0f) : load_words(from[j] + word * Format::kPerWord, n);
         }
         transpose(rows);
-#pragma GCC unroll 16
+        WHET_UNROLL(16)
         for (int i = 0; i < 16; ++i) {
             if (i < n) store(out + (word + i) * 16, rows[i]);
         }
@@ -197,9 +197,9 @@ WHET_INLINE f32x16 scores(const ForwardLayout& at, ptrdiff_t tile, const Visible
         add_products<Format>(sums, queries, 1, 16, at.keys + key * at.key_words, kPanel * at.key_words, kPanel,
                              at.key_words);
         const bool masked = !visible.all_see(block + key, block + key + kStep);
-#pragma GCC unroll 8
+        WHET_UNROLL(8)
         for (int r = 0; r < kTileRows; ++r) {
-#pragma GCC unroll 4
+            WHET_UNROLL(4)
             for (int c = 0; c < kPanels; ++c) {
                 f32x16 score = sums[r][c] * scales;
                 if (masked) score = visible.seen(r, block + key + c * kPanel, score, unseen);
@@ -220,7 +220,7 @@ WHET_INLINE void weigh(const ForwardLayout& at, ptrdiff_t tile, const float* fac
         const f32x16 top(at.tops[tile * 16 + r]);
         f32x16 sum = load(total) * f32x16(factors[r]);
         for (ptrdiff_t key = begin / kStep * kStep; key < end; key += kStep) {
-#pragma GCC unroll 4
+            WHET_UNROLL(4)
             for (int c = 0; c < kPanels; ++c) {
                 const ptrdiff_t i = key / kPanel + c;
                 const f32x16 weight = exp2_fast(max(f32x16(kNoWeight), load(row + i * kPanel) - top));
@@ -238,17 +238,17 @@ WHET_INLINE void add_values(const ForwardLayout& at, ptrdiff_t tile, const float
                             ptrdiff_t end, ptrdiff_t column) {
     float* out = at.outputs + tile * kTileRows * at.columns + column;
     f32x16 sums[kTileRows][columns];
-#pragma GCC unroll 8
+    WHET_UNROLL(8)
     for (int r = 0; r < kTileRows; ++r) {
-#pragma GCC unroll 4
+        WHET_UNROLL(4)
         for (int c = 0; c < columns; ++c) sums[r][c] = load(out + r * at.columns + c * 16) * f32x16(factors[r]);
     }
     const ptrdiff_t first = begin / Format::kPerWord, n = (end + Format::kPerWord - 1) / Format::kPerWord - first;
     add_products<Format>(sums, at.weights + first, kWeightStride, 1, at.values + first * at.columns + column, 16,
                          at.columns, n);
-#pragma GCC unroll 8
+    WHET_UNROLL(8)
     for (int r = 0; r < kTileRows; ++r) {
-#pragma GCC unroll 4
+        WHET_UNROLL(4)
         for (int c = 0; c < columns; ++c) store(out + r * at.columns + c * 16, sums[r][c]);
     }
 }

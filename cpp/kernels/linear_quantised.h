@@ -138,7 +138,7 @@ using Q6_KPanel = Panel<kQ6_KLayout, 6, 32, Scaling::kBlock, SignedFactors>;
 
 #if defined(__AVX512F__)
 constexpr int kQuantisedRows = 4, kQuantisedPanels = 3;  // each with an integer sum and a float one
-#elif defined(__AVX2__) || defined(__aarch64__)
+#elif defined(__AVX2__) || defined(__aarch64__) || defined(__wasm_relaxed_simd__)
 constexpr int kQuantisedRows = 2, kQuantisedPanels = 1;
 #else
 constexpr int kQuantisedRows = 1, kQuantisedPanels = 1;
@@ -161,17 +161,18 @@ WHET_INLINE i8x64 four_inputs(const int8_t* q) {
     return bit_cast<i8x64>(i32x16(four));
 }
 
-// dot[r][p] += four inputs of each row times so many bits of each byte of the vectors `weights`.
-template <int bits, int n_rows, int n_panels>
-WHET_INLINE void add_dots(i32x16 (&dot)[n_rows][n_panels], const u8x64 (&weights)[n_panels], const int8_t* q,
+WHET_INLINE i32x16 add_products(i32x16 dot, u8x64 w, i8x64 x) { return dot_int8(dot, w, x); }
+WHET_INLINE i16x32 add_products(i16x32 dot, u8x64 w, i8x64 x) { return dot_pairs(dot, w, x); }
+
+// dot[r][p] += four inputs of each row times the bytes of the vectors `weights`.
+template <class Sums, int n_rows, int n_panels>
+WHET_INLINE void add_dots(Sums (&dot)[n_rows][n_panels], const u8x64 (&weights)[n_panels], const int8_t* q,
                           size_t stride) {
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; ++r) {
         const i8x64 x = four_inputs(q + r * stride);
 #pragma GCC unroll 4
-        for (int p = 0; p < n_panels; ++p) {
-            dot[r][p] = bits < 8 ? dot_int7(dot[r][p], weights[p], x) : dot_int8(dot[r][p], weights[p], x);
-        }
+        for (int p = 0; p < n_panels; ++p) dot[r][p] = add_products(dot[r][p], weights[p], x);
     }
 }
 
@@ -182,38 +183,6 @@ WHET_INLINE void load_weights(u8x64 (&weights)[n_panels], const uint8_t* block, 
     for (int p = 0; p < n_panels; ++p) weights[p] = load(block + p * panel_bytes + 64 * v);
 }
 
-// The same of bytes, as they are without their bias of 128, where only seven bits of one factor can be multiplied at
-// once. An input x in [-128, 127] is (x & 127) - 128 where it is below 0, and else x & 127.
-template <int n_rows, int n_panels>
-WHET_INLINE void add_unbiased_bytes(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride,
-                                    const uint8_t* block, size_t panel_bytes) {
-    i32x16 below[n_rows][n_panels];  // 64 times the weights of inputs below 0
-    set_zero(below);
-#pragma GCC unroll 8
-    for (int v = 0; v < 8; ++v) {
-        u8x64 weights[n_panels];
-        load_weights(weights, block, panel_bytes, v);
-#pragma GCC unroll 4
-        for (int p = 0; p < n_panels; ++p) weights[p] = weights[p] - u8x64(128);
-#pragma GCC unroll 4
-        for (int r = 0; r < n_rows; ++r) {
-            const u8x64 x = bit_cast<u8x64>(four_inputs(q + r * stride + 4 * v));
-            const u8x64 low = x & u8x64(127), sign = shift_right<1>(x & u8x64(128));
-#pragma GCC unroll 4
-            for (int p = 0; p < n_panels; ++p) {
-                const i8x64 weight = bit_cast<i8x64>(weights[p]);
-                dot[r][p] = dot_int7(dot[r][p], low, weight);
-                below[r][p] = dot_int7(below[r][p], sign, weight);
-            }
-        }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < n_rows; ++r) {
-#pragma GCC unroll 4
-        for (int p = 0; p < n_panels; ++p) dot[r][p] = dot[r][p] - (below[r][p] + below[r][p]);
-    }
-}
-
 // dot += the products of a block whose integers are bytes.
 template <int n_rows, int n_panels>
 WHET_INLINE void add_bytes(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride, const uint8_t* block,
@@ -222,29 +191,35 @@ WHET_INLINE void add_bytes(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, siz
 #pragma GCC unroll 8
     for (int v = 0; v < 8; ++v) {
         load_weights(weights, block, panel_bytes, v);
-        add_dots<8>(dot, weights, q + 4 * v, stride);
+        add_dots(dot, weights, q + 4 * v, stride);
     }
 }
 
-// dot += those of a block whose integers are halves of bytes.
+// The same without their bias of 128, where only seven bits of one factor can be multiplied at once: x w is |x| w, and
+// where x is below 0 |x| (-w - 1) + |x|. The bits of u are those of w but for the highest, and those of -w - 1 but for
+// the others. The sums begin with minus_below_zero.
 template <int n_rows, int n_panels>
-WHET_INLINE void add_halves(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride, const uint8_t* block,
-                            size_t panel_bytes) {
+WHET_INLINE void add_unbiased_bytes(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride,
+                                    const uint8_t* block, size_t panel_bytes) {
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; ++v) {
+        u8x64 weights[n_panels];
+        load_weights(weights, block, panel_bytes, v);
 #pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) {
-        u8x64 bytes[n_panels], weights[n_panels];
-        load_weights(bytes, block, panel_bytes, v);
+        for (int r = 0; r < n_rows; ++r) {
+            const i8x64 x = four_inputs(q + r * stride + 4 * v), below = x < i8x64(0);
+            const u8x64 magnitude = bit_cast<u8x64>((x ^ below) - below), flipped = bit_cast<u8x64>(below) ^ u8x64(128);
 #pragma GCC unroll 4
-        for (int p = 0; p < n_panels; ++p) weights[p] = high_halves(bytes[p]);
-        add_dots<4>(dot, weights, q + 16 + 4 * v, stride);
-#pragma GCC unroll 4
-        for (int p = 0; p < n_panels; ++p) weights[p] = low_halves(bytes[p]);
-        add_dots<4>(dot, weights, q + 4 * v, stride);
+            for (int p = 0; p < n_panels; ++p) {
+                dot[r][p] = dot_int7(dot[r][p], magnitude, bit_cast<i8x64>(weights[p] ^ flipped));
+            }
+        }
     }
 }
 
-// The same where eight bits can be multiplied: the high halves are, where they stand, and their sum is divided by 16.
-// The low halves have a sum of their own meanwhile, so that each vector is loaded once.
+// dot += those of a block whose integers are halves of bytes: the high halves are multiplied where they stand, which
+// takes eight bits, and their sum is divided by 16. The low halves have a sum of their own meanwhile, so that each
+// vector is loaded once.
 template <int n_rows, int n_panels>
 WHET_INLINE void add_halves_apart(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride, const uint8_t* block,
                                   size_t panel_bytes) {
@@ -256,10 +231,10 @@ WHET_INLINE void add_halves_apart(i32x16 (&dot)[n_rows][n_panels], const int8_t*
         load_weights(bytes, block, panel_bytes, v);
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) weights[p] = high_halves_in_place(bytes[p]);
-        add_dots<8>(dot, weights, q + 16 + 4 * v, stride);
+        add_dots(dot, weights, q + 16 + 4 * v, stride);
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) weights[p] = low_halves(bytes[p]);
-        add_dots<4>(low, weights, q + 4 * v, stride);
+        add_dots(low, weights, q + 4 * v, stride);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; ++r) {
@@ -278,7 +253,7 @@ WHET_INLINE void add_halves_in_turn(i32x16 (&dot)[n_rows][n_panels], const int8_
         load_weights(weights, block, panel_bytes, v);
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) weights[p] = high_halves_in_place(weights[p]);
-        add_dots<8>(dot, weights, q + 16 + 4 * v, stride);
+        add_dots(dot, weights, q + 16 + 4 * v, stride);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; ++r) {
@@ -290,28 +265,48 @@ WHET_INLINE void add_halves_in_turn(i32x16 (&dot)[n_rows][n_panels], const int8_
         load_weights(weights, block, panel_bytes, v);
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) weights[p] = low_halves(weights[p]);
-        add_dots<4>(dot, weights, q + 4 * v, stride);
+        add_dots(dot, weights, q + 4 * v, stride);
     }
 }
 
-// The integers of 4 inputs, the bits above the halves put in place: vector v of a block of 5 or 6 bits.
+// The integers of 4 inputs: vector v of a block of 4 bits, or of 5 or 6, the bits above the halves put in place.
 template <int bits, int v>
 WHET_INLINE u8x64 whole_integers(const uint8_t* block) {
-    constexpr int more = bits - 4, per_vector = 8 / more, place = more * (v % per_vector);
-    const u8x64 halves = load(block + 64 * (v % 4)), above = load(block + 64 * (4 + v / per_vector));
-    const u8x64 mask(((1 << more) - 1) << 4);
-    return (v < 4 ? low_halves(halves) : high_halves(halves)) | (shift_right<place - 4>(above) & mask);
+    const u8x64 bytes = load(block + 64 * (v % 4)), halves = v < 4 ? low_halves(bytes) : high_halves(bytes);
+    if constexpr (bits == 4) {
+        return halves;
+    } else {
+        constexpr int more = bits - 4, per_vector = 8 / more, place = more * (v % per_vector);
+        const u8x64 above = load(block + 64 * (4 + v / per_vector)), mask(((1 << more) - 1) << 4);
+        return halves | (shift_right<place - 4>(above) & mask);
+    }
 }
 
 // dot += the products of the vectors from v to `end` of such a block.
-template <int bits, int v, int end, int n_rows, int n_panels>
-WHET_INLINE void add_whole(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride, const uint8_t* block,
+template <int bits, int v, int end, class Sums, int n_rows, int n_panels>
+WHET_INLINE void add_whole(Sums (&dot)[n_rows][n_panels], const int8_t* q, size_t stride, const uint8_t* block,
                            size_t panel_bytes) {
     u8x64 weights[n_panels];
 #pragma GCC unroll 4
     for (int p = 0; p < n_panels; ++p) weights[p] = whole_integers<bits, v>(block + p * panel_bytes);
-    add_dots<bits>(dot, weights, q + 4 * v, stride);
+    add_dots(dot, weights, q + 4 * v, stride);
     if constexpr (v + 1 < end) add_whole<bits, v + 1, end>(dot, q, stride, block, panel_bytes);
+}
+
+// The same, the products summed in 16 bits for as long as they fit.
+template <int bits, int v, int end, int n_rows, int n_panels>
+WHET_INLINE void add_whole_in_pairs(i32x16 (&dot)[n_rows][n_panels], const int8_t* q, size_t stride,
+                                    const uint8_t* block, size_t panel_bytes) {
+    constexpr int fit = 32767 / (2 * 127 * ((1 << bits) - 1)), last = v + fit < end ? v + fit : end;
+    i16x32 pairs[n_rows][n_panels];
+    set_zero(pairs);
+    add_whole<bits, v, last>(pairs, q, stride, block, panel_bytes);
+#pragma GCC unroll 4
+    for (int r = 0; r < n_rows; ++r) {
+#pragma GCC unroll 4
+        for (int p = 0; p < n_panels; ++p) dot[r][p] = add_pairs(dot[r][p], pairs[r][p]);
+    }
+    if constexpr (last < end) add_whole_in_pairs<bits, last, end>(dot, q, stride, block, panel_bytes);
 }
 
 // -128 times the sum of the inputs that the s-th scale of a block is for.
@@ -328,25 +323,28 @@ WHET_INLINE void block_sums(i32x16 (&dot)[n_rows][n_panels], const QuantisedRows
     const int8_t* q = in.q + 32 * at;
     const size_t stride = 32 * in.blocks;
     // The sums of 4 bits begin with theirs 16 times as large, as the high halves are where they stand.
-    constexpr bool unbiased = kDotTakesSevenBits && Panel::kBits == 8;
-    constexpr int bias = unbiased                                   ? Panel::kBias - 128
-                         : !kDotTakesSevenBits && Panel::kBits == 4 ? 16 * Panel::kBias
-                                                                    : Panel::kBias;
+    constexpr int n = 8 / Panel::kScales;  // vectors to a scale
+    constexpr bool is_unbiased = kDotTakesSevenBits && Panel::kBits == 8;
+    constexpr int bias = !kDotTakesSevenBits && Panel::kBits == 4 ? 16 * Panel::kBias : Panel::kBias;
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; ++r) {
-        const int32_t offset = bias == 0 ? 0 : offset_of<Panel>(in, at + r * in.blocks, s) / (128 / (bias ? bias : 1));
+        int32_t offset = 0;
+        if constexpr (is_unbiased) {
+            offset = minus_below_zero(q + r * stride);
+        } else if constexpr (bias != 0) {
+            offset = offset_of<Panel>(in, at + r * in.blocks, s) / (128 / bias);
+        }
 #pragma GCC unroll 4
         for (int p = 0; p < n_panels; ++p) dot[r][p] = i32x16(offset);
     }
-    if constexpr (unbiased) {
+    if constexpr (is_unbiased) {
         add_unbiased_bytes(dot, q, stride, block, panel_bytes);
     } else if constexpr (Panel::kBits == 8) {
         add_bytes(dot, q, stride, block, panel_bytes);
-    } else if constexpr (Panel::kBits != 4) {
-        constexpr int n = 8 / Panel::kScales;
-        add_whole<Panel::kBits, n * s, n*(s + 1)>(dot, q, stride, block, panel_bytes);
     } else if constexpr (kDotTakesSevenBits) {
-        add_halves(dot, q, stride, block, panel_bytes);
+        add_whole_in_pairs<Panel::kBits, n * s, n*(s + 1)>(dot, q, stride, block, panel_bytes);
+    } else if constexpr (Panel::kBits != 4) {
+        add_whole<Panel::kBits, n * s, n*(s + 1)>(dot, q, stride, block, panel_bytes);
     } else if constexpr (n_rows <= kRowsApart) {
         add_halves_apart(dot, q, stride, block, panel_bytes);
     } else {
@@ -409,6 +407,8 @@ __attribute__((noinline)) void quantised_tile(const QuantisedRows& in, size_t ro
 
 template <class Panel, int n_panels>
 WHET_INLINE void quantised_panels(const QuantisedRows& in, const uint8_t* panels, size_t panel, const Outputs& out) {
+    const size_t panel_bytes = Panel::kLayout.bytes(in.blocks);
+    touch(panels + panel * panel_bytes, n_panels * panel_bytes);
     size_t row = 0;
     for (; row + kQuantisedRows <= in.rows; row += kQuantisedRows) {
         quantised_tile<Panel, kQuantisedRows, n_panels>(in, row, panels, panel, out);

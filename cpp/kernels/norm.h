@@ -37,7 +37,7 @@ struct Moments {
     double beyond, variance;
 };
 template <class T>
-WHET_INLINE Moments moments_about(float pivot, const T* x, size_t n) {
+WHET_SHARED Moments moments_about(float pivot, const T* x, size_t n) {
     double total[2];
     sum(n, total, [&](f32x16(&sums)[2], size_t at, int count) WHET_INLINE_LAMBDA {
         const f32x16 d = read(x + at, count, pivot) - f32x16(pivot);

@@ -46,7 +46,7 @@ template <Source source>
 WHET_INLINE void transposed(const PanelTask& task, size_t at, size_t n, float* tile) {
     constexpr ptrdiff_t size = source == Source::kFloat32 ? 4 : 2;
     f32x16 words[16];
-#pragma GCC unroll 16
+    WHET_UNROLL(16)
     for (size_t j = 0; j < 16; ++j) {
         const size_t after = j < task.first ? 0 : j - task.first, row = after < task.count ? after : task.count - 1;
         const uint8_t* x = static_cast<const uint8_t*>(task.x) + static_cast<ptrdiff_t>(row) * task.row_stride +

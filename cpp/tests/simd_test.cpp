@@ -93,6 +93,56 @@ void test_dot_int8(bool extreme) {
     }
 }
 
+// Seven bits of one factor; `extreme`: pairs that 16 bits just hold.
+void test_dot_int7(bool extreme) {
+    uint8_t a[64];
+    int8_t b[64];
+    int16_t pair_sums[32], got_pairs[32];
+    int32_t sum[16], got[16];
+    for (int i = 0; i < 64; ++i) {
+        const uint64_t bits = random_bits();
+        a[i] = extreme ? 127 : static_cast<uint8_t>(bits & 127);
+        b[i] = extreme ? (i / 4 % 2 ? -128 : 127) : static_cast<int8_t>(bits >> 8);
+    }
+    for (int i = 0; i < 32; ++i) pair_sums[i] = static_cast<int16_t>(random_bits() & 127);
+    for (int i = 0; i < 16; ++i) sum[i] = static_cast<int32_t>(random_bits());
+    const i16x32 pairs = dot_pairs(load(pair_sums), load(a), load(b));
+    store(got_pairs, pairs);
+    store(got, dot_int7(load(sum), load(a), load(b)));
+    int32_t below = 0;
+    for (int i = 0; i < 32; ++i) {
+        const int expected = pair_sums[i] + a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
+        expect_bits("dot_pairs", i, static_cast<uint16_t>(got_pairs[i]), static_cast<uint16_t>(expected));
+        below -= b[i] < 0 ? b[i] : 0;
+    }
+    expect_bits("minus_below_zero", 0, static_cast<uint32_t>(minus_below_zero(b)), static_cast<uint32_t>(below));
+    int32_t added[16];
+    store(added, add_pairs(load(sum), pairs));
+    for (int i = 0; i < 16; ++i) {
+        int64_t expected = sum[i];
+        for (int k = 4 * i; k < 4 * i + 4; ++k) expected += int64_t(a[k]) * b[k];
+        expect_bits("dot_int7", i, static_cast<uint32_t>(got[i]), static_cast<uint32_t>(expected));
+        const int64_t of_pairs = int64_t(sum[i]) + got_pairs[2 * i] + got_pairs[2 * i + 1];
+        expect_bits("add_pairs", i, static_cast<uint32_t>(added[i]), static_cast<uint32_t>(of_pairs));
+    }
+}
+
+// All of them, NaN with their bits.
+void test_load_f16() {
+    for (uint32_t first = 0; first < 65536; first += 16) {
+        uint16_t halves[16];
+        float got[16];
+        for (uint32_t i = 0; i < 16; ++i) halves[i] = static_cast<uint16_t>(first + i);
+        store(got, load_f16(halves));
+        for (int i = 0; i < 16; ++i) {
+            const bool is_nan = (halves[i] & 0x7fff) > 0x7c00;  // which an instruction makes quiet
+            const uint32_t quiet = is_nan ? 0x400000 : 0;
+            expect_bits("load_f16", i, bit_cast<uint32_t>(got[i]) | quiet,
+                        bit_cast<uint32_t>(f16_as_float(halves[i])) | quiet);
+        }
+    }
+}
+
 // The nearest of the two bfloat16 numbers around x, in double, where all the differences are exact; ties to the even.
 uint16_t plain_bf16(float x) {
     const auto bits = bit_cast<uint32_t>(x);
@@ -128,10 +178,12 @@ int main() {
     for (int round = 0; round < 20000; ++round) {
         for (const int exponent : exponents) test_dot_bf16(exponent);
         test_dot_int8(round % 2 == 0);
+        test_dot_int7(round % 2 == 0);
         uint32_t bits[16];
         for (uint32_t& b : bits) b = static_cast<uint32_t>(random_bits());
         test_store_bf16(bits);
     }
+    test_load_f16();
     // Zeros, subnormals, ties to even both ways, the largest numbers, infinities, and a NaN whose payload is all low.
     const uint32_t corners[16] = {0x00000000, 0x80000000, 0x00000001, 0x00018000, 0x80008000, 0x007fffff,
                                   0x3f808000, 0x3f818000, 0x3f808001, 0x7f7fffff, 0xff7f8000, 0x7f7f7fff,
