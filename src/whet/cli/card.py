@@ -22,70 +22,15 @@ _METHODS = {
 _CARD = """\
 ---
 library_name: {library}
-tags: [whet, {tag}]
+tags: [{tags}]
 {base}---
-
-# {name}
-
-Post-trained by Whet {version}.
-
-{facts}
-
-Every setting is in `config.toml` of the run.
-{evaluation}
-## Use
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("model")
-tokenizer = AutoTokenizer.from_pretrained("model")
-```
-
-## Versions
-
-{versions}
-"""
-
-
-_FOLDER = """\
----
-library_name: transformers
-tags: [whet]
----
 
 # {name}
 
 {origin} by Whet {version}.
 
 {facts}
-
-## Use
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-```
-
-## Versions
-
-{versions}
-"""
-
-_FILE = """\
----
-library_name: gguf
-tags: [whet, gguf]
----
-
-# {stem}
-
-Exported by Whet {version}.
-
-{facts}
-
+{more}
 ## Use
 
 {use}
@@ -94,6 +39,14 @@ Exported by Whet {version}.
 
 {versions}
 """
+
+_TRANSFORMERS = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{folder}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+```"""
 
 
 def model_card(algorithm: str, run: Any, n_rows: int, n_tokens: int, evaluations: Sequence[Mapping[str, float]]) -> str:
@@ -121,15 +74,16 @@ def model_card(algorithm: str, run: Any, n_rows: int, n_tokens: int, evaluations
         "Learning rate": f"{run.learning_rate:g}, {run.lr_schedule}",
         "Seed": run.seed,
     }
-    return _CARD.format(
+    evaluation = _evaluation(run.evaluated_on(), evaluations)
+    return _card(
+        Path(run.output_dir).resolve().name,
+        "Post-trained",
+        facts,
+        _TRANSFORMERS.format(folder="model"),
+        more=f"\nEvery setting is in `config.toml` of the run.\n{evaluation}",
         library="peft" if run.has_adapters() else "transformers",
-        tag=algorithm.lower(),
+        tags=f"whet, {algorithm.lower()}",
         base="" if Path(run.model).exists() else f"base_model: {run.model}\n",
-        name=Path(run.output_dir).resolve().name,
-        version=__version__,
-        facts=_facts(facts),
-        evaluation=_evaluation(run.evaluated_on(), evaluations),
-        versions=_versions(),
     )
 
 
@@ -140,9 +94,8 @@ def folder_card(folder: Path, origin: str, facts: Mapping[str, Any]) -> str:
         origin: what was done, such as "Merged".
         facts: by name; None and "" are left out.
     """
-    return _FOLDER.format(
-        name=folder.resolve().name, origin=origin, version=__version__, facts=_facts(facts), versions=_versions()
-    )
+    name = folder.resolve().name
+    return _card(name, origin, facts, _TRANSFORMERS.format(folder=name), library="transformers", tags="whet")
 
 
 def file_card(file: Path, model: str, facts: Mapping[str, Any], *, is_adapter: bool) -> str:
@@ -156,7 +109,7 @@ def file_card(file: Path, model: str, facts: Mapping[str, Any], *, is_adapter: b
     beside = f"-m {Path(model).name if model.endswith('.gguf') else 'MODEL.gguf'} --lora" if is_adapter else "-m"
     commands = [f"llama-cli {beside} {file.name}", *([] if is_adapter else [f"whet chat {file.name}"])]
     use = "\n".join(f"    {command}" for command in commands)
-    return _FILE.format(stem=file.stem, version=__version__, facts=_facts(facts), use=use, versions=_versions())
+    return _card(file.stem, "Exported", facts, use, library="gguf", tags="whet, gguf")
 
 
 def modelfile(file: Path, base: str, stops: Sequence[str]) -> str:
@@ -173,12 +126,23 @@ def modelfile(file: Path, base: str, stops: Sequence[str]) -> str:
     return "\n".join(lines + [f"PARAMETER stop {quote}{stop}{quote}" for stop in stops if quote not in stop]) + "\n"
 
 
-def _facts(facts: Mapping[str, Any]) -> str:
-    return _table(("Setting", "Value"), [(key, text) for key, text in facts.items() if text not in (None, "")])
-
-
-def _versions() -> str:
-    return _table(("Package", "Version"), versions().items())
+def _card(
+    name: str, origin: str, facts: Mapping[str, Any], use: str, *, more: str = "", library: str, tags: str,
+    base: str = "",
+) -> str:  # fmt: skip
+    """A card; ``facts`` that are None or "" are left out, and ``more`` follows them."""
+    return _CARD.format(
+        library=library,
+        tags=tags,
+        base=base,
+        name=name,
+        origin=origin,
+        version=__version__,
+        facts=_table(("Setting", "Value"), [(key, text) for key, text in facts.items() if text not in (None, "")]),
+        more=more,
+        use=use,
+        versions=_table(("Package", "Version"), versions().items()),
+    )
 
 
 def _trained(run: Any) -> str:

@@ -182,17 +182,16 @@ class RayPool:
             raise WhetValueError(f"{where}: the workers load their model themselves. Make a pool of the model instead.")
         source = self._describe(model)
         pieces = all_pieces(source, where)
-        version, policy = self.policy_version + 1, self._policy
-        may_stay = bool(source.adapters) or source.base is not None
-        stored = checksums(pieces) if may_stay else None
-        stay = policy is not None and may_stay and stored == self._stored
-        if not stay:
+        version = self.policy_version + 1
+        stored = checksums(pieces) if source.adapters or source.base is not None else None
+        policy = self._policy if stored is not None and stored == self._stored else None
+        if policy is None:
             for _ in checked(pieces, where):
                 pass
         adapters = [self._ray.put(adapter_arrays(model, source))] if source.adapters else []
-        if policy is None or not stay:
+        if policy is None:
             # An object that Ray puts where another of its size has been needs no more memory, and a tenth of the time.
-            self._policy = policy = None
+            self._policy = None
             policy = Policy(version, [self._ray.put(self._weights(model, source))], version, [])
         self._policy = policy._replace(version=version, adapters=adapters)
         self._stored, self.policy_version = stored, version

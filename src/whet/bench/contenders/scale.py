@@ -119,7 +119,7 @@ def wrong_steps(steps: Sequence[Taken], work: Sampling) -> float:
 @contextmanager
 def _pool(model: Any, **options: Any) -> Iterator[Any]:
     """A pool of workers of one thread, with the model's weights."""
-    with closing(RayPool(model, workers=WORKERS, threads=1, **(options or {"weights": _FORMAT}))) as pool:
+    with closing(RayPool(model, workers=WORKERS, threads=1, **options)) as pool:
         pool.sync(model)
         pool.load()
         yield pool
@@ -128,7 +128,7 @@ def _pool(model: Any, **options: Any) -> Iterator[Any]:
 def serve_sampling(session: Session, work: Sampling, workers: bool) -> None:
     """Batches, by a pool or by the engine in this process."""
     policy, expected = work.policy(), work.expected()
-    with _pool(policy) if workers else Engine.from_model(policy, weights=_FORMAT) as engine:
+    with _pool(policy, weights=_FORMAT) if workers else Engine.from_model(policy, weights=_FORMAT) as engine:
         while True:
             session.begin()
             groups = engine.generate(work.prompts(), work.shape.group_size, work.params)
@@ -148,7 +148,7 @@ def serve_weights(session: Session, work: Sampling) -> None:
 
             if work.base != "none":
                 policy.save_pretrained(folder)
-                policy, options = frozen_model(folder, work.base), {"max_batch": MAX_BATCH}
+                policy, options = frozen_model(folder, work.base), {}
             policy = peft.get_peft_model(policy, lora_config())
         _serve_weights(session, work, policy, options)
 
@@ -180,7 +180,7 @@ def serve_killed(session: Session, work: Sampling) -> None:
     """
     policy, expected, shape = work.policy(), work.expected(), work.shape
     prompts = work.prompts()
-    with _pool(policy) as pool:
+    with _pool(policy, weights=_FORMAT) as pool:
 
         def timed(prompts: Sequence[Sequence[int]]) -> tuple[list[Any], float]:
             started_s = time.perf_counter()
