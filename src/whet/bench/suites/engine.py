@@ -24,6 +24,7 @@ from whet.bench.case import BenchOptions, Case, Provider, Suite, Table
 from whet.bench.contenders.engine import hf, llama_cpp, native, openvino
 from whet.bench.contenders.engine.library import Library
 from whet.bench.contenders.engine.models import (
+    FAMILIES_135M,
     LLAMA_135M,
     QWEN2_500M,
     QWEN3_600M,
@@ -184,6 +185,14 @@ def decode_table(
     note = f"Prompts of {PROMPT_LENGTH} tokens, {N_STEPS} steps. {DECODE_NOTE} {NOTE}"
     providers = contenders(kinds, "decode")
     return _table(f"Decode, {shape.name}, {width}", cases, providers, _STEP, note, "tokens", "batch")
+
+
+def family_table(shapes: Sequence[ModelShape], batches: Sequence[int]) -> Table:
+    """Decode of families at one size."""
+    cases = [decode_case(f"{shape.name}, batch {n}", shape, WIDTHS["bf16"], n) for n in batches for shape in shapes]
+    note = f"What a family's own norms, scales and biases cost beside Llama's row. {DECODE_NOTE} {NOTE}"
+    providers = contenders(WHET_BF16, "decode")
+    return _table("Decode by family, 135 M, bf16", cases, providers, _STEP, note, "tokens")
 
 
 def context_table(shape: ModelShape, lengths: Sequence[int]) -> Table:
@@ -385,6 +394,7 @@ def tables(options: EngineOptions) -> list[Table]:
         decode_table(LLAMA_135M, "8 bits", {**EIGHT, **OPENVINO_INT8}, (1, 8, 32)),
         decode_table(LLAMA_135M, "4 bits", FOUR, (1, 8, 32)),
         decode_table(LLAMA_135M, "float32", FLOAT32, (1, 32)),
+        family_table(FAMILIES_135M, (1, 8)),
         context_table(LLAMA_135M, (64, 1024, 4096)),
         prefill_table(LLAMA_135M, (1, 8)),
         group_table(LLAMA_135M),

@@ -152,6 +152,27 @@ QWEN3_600M = ModelShape(
 SMOLLM2_135M = LLAMA_135M.resized("SmolLM2-135M", rope_parameters={"rope_type": "default", "rope_theta": 100_000.0})
 
 
+def _of_family(model_type: str, **differences: Any) -> ModelShape:
+    """The 135 M Llama's sizes in another family."""
+    return LLAMA_135M.resized(model_type, model_type=model_type, **differences)
+
+
+_UNGATED = {"intermediate_size": LLAMA_135M.hf_config["intermediate_size"] * 3 // 2}  # as many weights without a gate
+FAMILIES_135M = (
+    LLAMA_135M.resized("llama"),
+    _of_family("smollm3"),
+    _of_family(
+        "granite", embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=8.0, attention_multiplier=0.125
+    ),
+    _of_family("gemma3_text", head_dim=64, query_pre_attn_scalar=64),
+    _of_family("olmo2"),
+    _of_family("starcoder2", **_UNGATED),
+    _of_family("stablelm"),
+    _of_family("phi", **_UNGATED),
+)
+"""Shapes of one size and of what each family computes otherwise than Llama."""
+
+
 def _new_model(shape: ModelShape) -> Any:
     """A Hugging Face model in float32 without stop tokens, initialised by transformers.
 
