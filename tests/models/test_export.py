@@ -45,6 +45,8 @@ WITHOUT_PLACE = {
     "llama-proportional": "rope_type 'proportional' with frequencies of 0",
     "gpt2-untied-unscaled": "attention_scale",
     "gpt2-reordered": "activation",
+    "gemma2-kinds": "biases of attention, in gemma2",
+    "gemma2-attention": "logits_softcap",
     "gemma3-kinds": "biases of attention, in gemma3",
     "olmo2-one-head": "biases of attention, in olmo2",
     "smollm3": "rope_layers",
@@ -237,7 +239,7 @@ def test_sentencepiece(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="a peer, not installed")
 @pytest.mark.parametrize("case", ["llama", "llama-llama3", "llama-yarn", "qwen2", "qwen3", "gpt_neox",
-                                  "gpt2", "phi3-longrope", "smollm3-interval", "granite", "olmo2", "gemma3",
+                                  "gpt2", "phi3-longrope", "smollm3-interval", "granite", "olmo2", "gemma2", "gemma3",
                                   "starcoder2", "stablelm", "stablelm-parallel", "phi"])  # fmt: skip
 def test_llama_cpp_opens_it(case, tokenizer, tmp_path):
     import llama_cpp

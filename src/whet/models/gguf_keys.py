@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whet.errors import WhetValueError
-from whet.models.architecture import ModelConfig, find_difference
+from whet.models.architecture import SOFTCAPS, ModelConfig, find_difference
 from whet.models.families import FAMILIES, GGUF_NAMES, SCALES, family_of, rope_scaling, trained_position
 from whet.models.gguf_writer import Tensor
 from whet.models.slots import Stored
@@ -83,6 +83,7 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
         given["use_parallel_residual"] = described.parallel_residual
     scales = {**vars(described), "logits_divisor": 1 / described.logits_scale}
     given |= {name: scales[name] for name in SCALES if name in family.keys}
+    given |= {name: scales[name] for name in SOFTCAPS if scales[name]}
     vectors: dict[str, np.ndarray] = {}
     if described.rotary_dim:
         given["rotary_dim"] = described.rotary_dim
