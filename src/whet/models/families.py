@@ -55,10 +55,11 @@ class Family:
         settings: ``ModelConfig`` fields; a string begun with "@" is the value of that option.
         defaults: what an option is that the config leaves out. (null is no number of kv heads, no window, and so on.)
         modules: where the weights of Hugging Face's modules go.
-        gguf: its ``architecture``, whether the rows of q and k are ``interleaved`` there, and whether llama.cpp reads
-            ``biases`` of attention; what it takes for ``sliding_window`` where a file does not say, and with how many
-            layers it has scores divided by the root of hidden_dim / n_heads (``scale_by_hidden``), not of head_dim.
-            None: GGUF has none.
+        gguf: None, where GGUF has none, or its ``architecture``; whether the rows of q and k are ``interleaved``
+            there; whether llama.cpp reads ``biases`` of attention, and a ``head`` that is not the embedding; what it
+            ``needs`` though the model may do without: "head", rows of its own of a head that is the embedding, "biases"
+            of all matrices; what it takes for ``sliding_window`` where a file does not say; and with how many layers
+            it divides scores by the root of hidden_dim / n_heads, not of head_dim (``scale_by_hidden``).
         gguf_modules: where the tensors of a GGUF file go.
         window: "none", "all" layers have sliding_window, "some" by layer_types, or, where these are not given, all but
             every sliding_window_pattern-th: "pattern".

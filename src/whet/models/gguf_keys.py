@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +67,8 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
     architecture, family = architecture_of(config, where), family_of(config, where)
     if described.qkv_bias and not (family.gguf or {}).get("biases", True):
         raise WhetValueError(f"{where}: GGUF has no place for this model's biases of attention, in {architecture}.")
+    if not described.tied_head and not (family.gguf or {}).get("head", True):
+        raise WhetValueError(f"{where}: GGUF has no place for this model's head, in {architecture} the embedding.")
     given: dict[str, Any] = {
         "n_layers": described.n_layers,
         "max_position": trained_position(config, where),
@@ -93,6 +96,14 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
     metadata |= {f"{architecture}.{_KEYS[name]}": value for name, value in given.items()}
     metadata[f"{architecture}.vocab_size"] = described.vocab_size
     return Keys(metadata, vectors)
+
+
+def as_stored(described: ModelConfig, model_type: str) -> ModelConfig:
+    """The same model with all that llama.cpp needs in a file: rows of the head's own, biases, which are 0."""
+    needs = (FAMILIES[model_type].gguf or {}).get("needs", ())
+    if "head" in needs:
+        described = replace(described, tied_head=False)
+    return replace(described, qkv_bias=True, o_bias=True, mlp_bias=True) if "biases" in needs else described
 
 
 def check_keys(keys: Keys, tensors: Sequence[Tensor], described: ModelConfig, where: str) -> None:
