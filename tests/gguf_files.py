@@ -41,7 +41,7 @@ def as_llama_cpp(config: Any, name: str, array: np.ndarray) -> np.ndarray:
         return array.reshape(n_heads, 3, -1, *rest).swapaxes(0, 1).reshape(array.shape)
     if config.model_type == "gpt2" and name.rsplit(".", 2)[-2] in ("c_attn", "c_proj", "c_fc") and array.ndim == 2:
         return array.T
-    if config.model_type == "gemma3_text" and "norm" in name:
+    if config.model_type in ("gemma2", "gemma3_text") and "norm" in name:
         return array + np.float32(1)
     return array
 
@@ -95,8 +95,11 @@ def write_gguf(
     if settings:
         writer.add_rope_freq_base(settings["rope_theta"])
         writer.add_rope_dimension_count(int(head_dim * settings.get("partial_rotary_factor", 1.0)))
-    if config.model_type in ("mistral", "phi3", "starcoder2", "gemma3_text") and config.sliding_window:
+    if config.model_type in ("mistral", "phi3", "starcoder2", "gemma2", "gemma3_text") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if config.model_type == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)

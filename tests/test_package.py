@@ -67,7 +67,8 @@ for m, n, k in ((1, 5, 3), (3, 17, 40), (9, 50, 256), (17, 100, 512)):
 for n in (1, 15, 16, 33, 130, 1000):
     x, y = rng.normal(size=(2, 3, n)).astype(np.float32)
     for out in (whet.rms_norm(x, y[0]), whet.layer_norm(x, y[0], y[1]), whet.softmax(x), whet.log_softmax(x),
-                whet.silu(x), whet.gelu(x), whet.gelu(x, approximate="tanh"), whet.swiglu(x, y)):
+                whet.softcap(9 * x, 5.0), whet.silu(x), whet.gelu(x), whet.gelu(x, approximate="tanh"),
+                whet.swiglu(x, y)):
         h.update(out.tobytes())
 for d, t in ((32, 1), (40, 17), (64, 70)):
     q = rng.normal(size=(t, 6, d)).astype(np.float32); k, v = rng.normal(size=(2, t, 2, d)).astype(np.float32)

@@ -16,6 +16,7 @@ from typing import Any
 from whet.config.fields import Range
 from whet.config.sampling import SamplingParams
 from whet.models import adapter_files, families
+from whet.models.architecture import SOFTCAPS
 from whet.models.tokenizers import algorithms, vocabulary
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 
@@ -45,8 +46,8 @@ def pre_tokenizers() -> list[list[Any]]:
     return [[names, {camel(key): value for key, value in entry._asdict().items()}] for entry, names in entries.items()]
 
 
-_NOT_THERE = {"pre_norm", "post_norm", "qk_norm_whole"}  # what Gemma 3 has besides comes with post_norm
-"""Settings of families that the package does not run yet."""
+_NOT_THERE = {"pre_norm", "post_norm", "qk_norm_whole", *SOFTCAPS}  # what Gemma 3 has besides comes with post_norm
+"""Settings and options of families that the package does not run yet."""
 
 
 def model_families() -> dict[str, Any]:
@@ -55,18 +56,18 @@ def model_families() -> dict[str, Any]:
     return {
         name: {field: getattr(family, field) for field in fields} | {"modules": families._resolve(name)["modules"]}
         for name, family in families.FAMILIES.items()
-        if not _NOT_THERE & family.settings.keys()
+        if not _NOT_THERE & (family.settings.keys() | family.keys.keys())
     }
 
 
 def facts() -> dict[str, Any]:
-    kinds = {}
+    kinds, keys = {}, families.GGUF_NAMES["keys"]
     for model in algorithms._BUILDERS:
         kind = vocabulary._KINDS[model]
         kinds[model] = {camel(key): value for key, value in kind._asdict().items()}
     return {
         "families": model_families(),
-        "gguf": families.GGUF_NAMES,
+        "gguf": {**families.GGUF_NAMES, "keys": {name: key for name, key in keys.items() if name not in SOFTCAPS}},
         "activations": families._ACTIVATIONS,
         "sampling": settings(),
         "adapters": {

@@ -71,7 +71,7 @@ AttentionTask make_attention_task(const AttentionShape& shape, const AttentionSe
     task.position = sequence.n_keys - sequence.n_queries + begin;
     task.window = shape.window, task.causal = shape.causal;
     task.block_size = shape.block_size != 0 ? shape.block_size : shape.head_dim <= 128 ? 256 : 128;
-    task.scale = shape.scale;
+    task.scale = shape.scale, task.cap = shape.cap;
     task.key_rows = sequence.key_rows;
     task.lse = sequence.lse == nullptr ? nullptr : sequence.lse + begin * shape.n_heads + head;
     task.lse_token = shape.n_heads;

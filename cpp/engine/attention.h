@@ -14,7 +14,7 @@ namespace whet {
 
 constexpr int64_t kNoWindow = int64_t{1} << 62;
 
-// The factor of base-2 scores, which is what the kernels compute.
+// The factor, or the cap, of base-2 scores, which is what the kernels compute.
 inline float base_2_scale(double scale) { return static_cast<float>(scale * 0x1.71547652b82fep+0); }
 
 // What all sequences of a call have in common.
@@ -26,6 +26,7 @@ struct AttentionShape {
     bool causal = true;
     int block_size = 0;  // keys handled at a time; 0: chosen by head_dim
     float scale = 0.0f;  // of the base-2 scores
+    float cap = 0.0f;    // of the same; 0: none
 
     size_t item_size() const { return bf16 ? sizeof(uint16_t) : sizeof(float); }
     int64_t kv_group() const { return n_heads / n_kv_heads; }

@@ -28,12 +28,14 @@ struct ModelConfig {
     bool gated = true;            // activation(gate) * up
     std::vector<size_t> windows;  // per layer; 0: all keys
     double attention_scale = 0.0;
+    double attention_softcap = 0.0;      // of scores: softcap tanh(score / softcap); 0: none
     std::vector<bool> rope_layers;       // whether a layer rotates; empty: all do
     std::vector<bool> local_layers;      // whether it does by local_inv_freq; empty: none
     std::vector<double> local_inv_freq;  // rotary_dim / 2
     float embedding_scale = 1.0f;        // of embeddings, before the first layer
     float residual_scale = 1.0f;         // of what attention and MLP add to the residual stream
     float logits_scale = 1.0f;
+    float logits_softcap = 0.0f;  // of logits, in the same way
 
     bool rotates(size_t layer) const { return rotary_dim > 0 && (rope_layers.empty() || rope_layers[layer]); }
     bool is_local(size_t layer) const { return !local_layers.empty() && local_layers[layer]; }

@@ -88,6 +88,14 @@ void activate_rows(void (*kernel)(const T*, size_t, bool, T*), const Rows& x, co
 }
 
 template <class T>
+void softcap_rows(void (*kernel)(const T*, size_t, float, bool, T*), const Rows& x, float cap, const Rows& out) {
+    const bool streaming = is_streaming(x);
+    for_each_piece(x, x.is_contiguous() && out.is_contiguous(), streaming, [&](size_t row, size_t at, size_t n) {
+        kernel(x.row<const T>(row) + at, n, cap, streaming, out.row<T>(row) + at);
+    });
+}
+
+template <class T>
 void swiglu_rows(void (*kernel)(const T*, const T*, size_t, bool, T*), const Rows& gate, const Rows& up,
                  const Rows& out) {
     const bool contiguous = gate.is_contiguous() && up.is_contiguous() && out.is_contiguous();
@@ -132,6 +140,11 @@ void activate(Activation activation, const Rows& x, const Rows& out) {
         case Activation::kGeluTanh:
             return run(k.gelu_tanh_f32, k.gelu_tanh_bf16);
     }
+}
+
+void softcap(const Rows& x, float cap, const Rows& out) {
+    if (x.is_bf16()) return softcap_rows(kernels().softcap_bf16, x, cap, out);
+    softcap_rows(kernels().softcap_f32, x, cap, out);
 }
 
 void swiglu(const Rows& gate, const Rows& up, const Rows& out) {

@@ -22,6 +22,7 @@ void layer_norm(const NormArguments& arguments);
 void softmax(const Rows& x, float scale, bool log, const Rows& out);
 
 void activate(Activation activation, const Rows& x, const Rows& out);
+void softcap(const Rows& x, float cap, const Rows& out);
 void swiglu(const Rows& gate, const Rows& up, const Rows& out);
 
 }  // namespace whet

@@ -42,6 +42,12 @@ void swiglu_backward_pieces(Kernel kernel, const T* gate, const T* up, const T* 
     });
 }
 
+template <class T, class Kernel>
+void softcap_backward_pieces(Kernel kernel, const float* y, size_t n, float cap, T* grad) {
+    parallel_split(n, kTaskElements, work_of(n),
+                   [&](size_t begin, size_t end) { kernel(y + begin, end - begin, cap, grad + begin); });
+}
+
 // The column of a token among [first, first + n); n or more where it is not there.
 size_t column_of(int64_t token, size_t first, size_t n) {
     const auto id = static_cast<size_t>(token);
@@ -108,6 +114,13 @@ void swiglu_backward(const float* gate, const float* up, const float* grad, size
 void swiglu_backward(const uint16_t* gate, const uint16_t* up, const uint16_t* grad, size_t n, uint16_t* grad_gate,
                      uint16_t* grad_up) {
     swiglu_backward_pieces(kernels().swiglu_backward_bf16, gate, up, grad, n, grad_gate, grad_up);
+}
+
+void softcap_backward(const float* y, size_t n, float cap, float* grad) {
+    softcap_backward_pieces(kernels().softcap_backward_f32, y, n, cap, grad);
+}
+void softcap_backward(const float* y, size_t n, float cap, uint16_t* grad) {
+    softcap_backward_pieces(kernels().softcap_backward_bf16, y, n, cap, grad);
 }
 
 TokenLogprobs::TokenLogprobs(const int64_t* tokens, size_t rows, double temperature, bool with_entropy)

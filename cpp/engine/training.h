@@ -31,6 +31,10 @@ void swiglu_backward(const float* gate, const float* up, const float* grad, size
 void swiglu_backward(const uint16_t* gate, const uint16_t* up, const uint16_t* grad, size_t n, uint16_t* grad_gate,
                      uint16_t* grad_up);
 
+// grad, that of y = cap tanh(x / cap), becomes that of x.
+void softcap_backward(const float* y, size_t n, float cap, float* grad);
+void softcap_backward(const float* y, size_t n, float cap, uint16_t* grad);
+
 // Log-probs of tokens whose logits are added in tiles, [first, first + n) of the vocabulary for some rows at a time.
 class TokenLogprobs {
 public:

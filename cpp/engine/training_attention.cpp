@@ -21,6 +21,7 @@ AttentionShape shape_of(const TrainingAttention& a) {
     shape.v_token = a.v.token, shape.v_head = a.v.head;
     shape.out_token = a.n_heads * a.head_dim, shape.out_head = a.head_dim;
     shape.window = a.window, shape.scale = base_2_scale(a.scale);
+    shape.cap = base_2_scale(a.softcap);
     return shape;
 }
 

@@ -22,6 +22,7 @@ struct TrainingAttention {
     const int64_t* key_rows = nullptr;                         // (k_offsets[n_sequences],)
     int64_t window = 0;                                        // keys seen, the query's own included
     double scale = 0.0;
+    double softcap = 0.0;  // of scores: softcap tanh(score / softcap); 0: none
     TokenHeads q, k, v;
     void* out = nullptr;   // (n_tokens, n_heads, head_dim), contiguous
     float* lse = nullptr;  // (n_tokens, n_heads)

@@ -85,6 +85,12 @@ const float* Transformer::forward(const Row* rows, size_t n, KvCache& cache) {
 void Transformer::logits(const float* hidden, size_t n, float* out) const {
     linear(weights_->output().parts, hidden, false, config_.hidden_dim, n, weights_->head.bias_or_null(), out,
            config_.vocab_size);
+    if (config_.logits_softcap > 0.0f) {
+        for_rows(n, config_.vocab_size, [&](size_t i) {
+            float* row = out + i * config_.vocab_size;
+            kernels().softcap_f32(row, config_.vocab_size, config_.logits_softcap, false, row);
+        });
+    }
 }
 
 void Transformer::embed(const Row* rows, size_t n) {
@@ -240,6 +246,7 @@ void Transformer::attend(const Row* rows, const Group& group, size_t kv_head, si
     task.page_bytes = cache.page_bytes();
     task.pages = rows[group.first].pages;
     task.scale = static_cast<float>(config_.attention_scale * kLog2E);
+    task.cap = static_cast<float>(config_.attention_softcap * kLog2E);
     const auto first_page = [&](const Row& row) {
         return std::max<int64_t>(0, row.position - task.window + 1) / kPageTokens;
     };

@@ -11,10 +11,12 @@
 // float32 is computed as float32. bfloat16 pairs are multiplied exactly and added in float32 (dot_bf16, with its rule
 // for subnormal numbers); the weights are rounded to bfloat16 before the product with V, their sum is not. A row
 // without keys, or whose scores are all -inf, gives zeros; NaN and inf otherwise as the formula has them. "Words" are
-// those of attention_formats.h.
+// those of attention_formats.h. A soft-cap of the scores, cap tanh(score / cap), is a pass of its own over the scores
+// of a tile and a block, so that attention without one only asks whether there is one.
 #pragma once
 #include "kernels/attention_formats.h"
 #include "kernels/attention_task.h"
+#include "kernels/softcap.h"
 #include "simd/dot.h"
 #include "simd/lanes.h"
 #include "simd/math.h"
@@ -211,6 +213,23 @@ WHET_INLINE f32x16 scores(const ForwardLayout& at, ptrdiff_t tile, const Visible
     return max_each(tops);
 }
 
+// Soft-caps the scores that `scores` has left in `weights`; returns the greatest of each row, as it does.
+__attribute__((noinline)) f32x16 cap_scores(const ForwardLayout& at, const Visible& visible, int64_t block,
+                                            ptrdiff_t begin, ptrdiff_t end, float cap) {
+    const f32x16 caps(cap), inverse(1.0f / cap), unseen(-__builtin_inff());
+    f32x16 tops[kTileRows];
+    for (int r = 0; r < kTileRows; ++r) {
+        tops[r] = f32x16(kNothing);
+        for (ptrdiff_t key = begin / kStep * kStep; key < (end + kStep - 1) / kStep * kStep; key += kPanel) {
+            float* at_key = at.weights + r * kWeightStride + key;
+            const f32x16 score = visible.seen(r, block + key, softcap(load(at_key), caps, inverse), unseen);
+            tops[r] = max(score, tops[r]);
+            store(at_key, score);
+        }
+    }
+    return max_each(tops);
+}
+
 // Scores to weights 2^(score - top), and their sums lane by lane; the sums so far are multiplied by `factors`.
 template <class Format>
 WHET_INLINE void weigh(const ForwardLayout& at, ptrdiff_t tile, const float* factors, ptrdiff_t begin, ptrdiff_t end) {
@@ -284,7 +303,9 @@ WHET_INLINE void add_block(const AttentionTask& t, const ForwardLayout& at, ptrd
     if (begin >= end) return;
     float factors[16];
     const f32x16 old_top = load(at.tops + tile * 16);
-    const f32x16 top = max(scores<Format>(at, tile, visible, block, begin, end, t.scale), old_top);
+    f32x16 top = scores<Format>(at, tile, visible, block, begin, end, t.scale);
+    if (t.cap > 0.0f) top = cap_scores(at, visible, block, begin, end, t.cap);
+    top = max(top, old_top);
     store(at.tops + tile * 16, top);
     store(factors, exp2_fast(max(f32x16(kNoWeight), old_top - top)));
     weigh<Format>(at, tile, factors, begin, end);

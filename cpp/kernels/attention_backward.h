@@ -2,7 +2,8 @@
 //
 //   P = 2^(scale q K^T - lse),   dV = P^T dO,   dS = P (dO V^T - rowsum(dO O)),   dQ = dS K c,   dK = dS^T Q c
 //
-// with scale in base 2, as the forward pass has it, and c = scale ln 2 (FlashAttention-2, Dao 2023, algorithm 2). Keys
+// with scale in base 2, as the forward pass has it, and c = scale ln 2 (FlashAttention-2, Dao 2023, algorithm 2). With
+// a soft-cap, scores are s = cap tanh(scale q K^T / cap), and dS is multiplied by 1 - (s / cap)^2. Keys
 // and values are packed once; up to 64 query rows at a time are multiplied with them in blocks of 64, and P and dS
 // stay in the caches. Products are those of attention.h: of bfloat16, with P and dS rounded to it, or of float32; sums
 // are float32, in an order that depends only on the sequence.
@@ -10,6 +11,7 @@
 #include "kernels/attention.h"
 #include "kernels/attention_task.h"
 #include "kernels/rows.h"
+#include "simd/activation_math.h"
 #include "simd/dot.h"
 #include "simd/math.h"
 #include "simd/vec.h"
@@ -33,7 +35,7 @@ struct BackwardLayout {
     ptrdiff_t key_words, columns, keys, n_floats = 0;
     float *key_panels, *value_panels, *key_rows, *grad_k, *grad_v;                      // of all keys
     float *query_panels, *grad_panels, *query_rows, *grad_rows, *lse, *delta, *grad_q;  // of a block of rows
-    float *p_columns, *s_columns, *s_rows, *p;                                          // of a block of rows and keys
+    float *p_columns, *s_columns, *s_rows, *p, *slopes;                                 // of a block of rows and keys
 
     WHET_INLINE BackwardLayout(const AttentionBackwardTask& t, int per_word) {
         key_words = t.head_dim / per_word;
@@ -60,6 +62,7 @@ struct BackwardLayout {
         s_columns = take(kRows / per_word * kKeys);
         s_rows = take(kRows * kKeys / per_word);
         p = take(kTileRows * kStep);
+        slopes = take(t.cap > 0.0f ? kTileRows * kStep : 0);
     }
 };
 
@@ -113,10 +116,11 @@ WHET_INLINE void store_columns(float* out, f32x16 (&even)[kPanels], f32x16 (&odd
 }
 
 // P and dS of a tile of 8 rows against the keys [key, key + 32) of a block.
-template <class Format>
+template <class Format, bool capped>
 __attribute__((noinline)) void tile_gradient(const AttentionBackwardTask& t, const BackwardLayout& at, ptrdiff_t tile,
                                              const Visible& visible, int64_t block, ptrdiff_t key) {
     const f32x16 zero(0.0f), unseen(kNoWeight);
+    [[maybe_unused]] const f32x16 inverse(capped ? 1.0f / t.cap : 0.0f);
     const bool masked = !visible.all_see(block + key, block + key + kStep);
     const ptrdiff_t row = tile * kTileRows, panel = (row / 16 * 16) * at.key_words + row % 16;
     const float* keys = at.key_panels + (block + key) * at.key_words;
@@ -137,7 +141,14 @@ __attribute__((noinline)) void tile_gradient(const AttentionBackwardTask& t, con
         const f32x16 lse(at.lse[row + r]);
 #pragma GCC unroll 4
         for (int c = 0; c < kPanels; ++c) {
-            const f32x16 score = fma(sums[r][c], f32x16(t.scale), -lse);
+            f32x16 score;
+            if constexpr (capped) {
+                const f32x16 bounded = tanh(sums[r][c] * f32x16(t.scale) * inverse);
+                store(at.slopes + r * kStep + c * kPanel, fma(-bounded, bounded, f32x16(1.0f)));
+                score = fma(bounded, f32x16(t.cap), -lse);
+            } else {
+                score = fma(sums[r][c], f32x16(t.scale), -lse);
+            }
             sums[r][c] = exp2_fast(max(unseen, seen(r, c, score, unseen)));
             store(at.p + r * kStep + c * kPanel, sums[r][c]);
         }
@@ -155,7 +166,9 @@ __attribute__((noinline)) void tile_gradient(const AttentionBackwardTask& t, con
 #pragma GCC unroll 4
         for (int c = 0; c < kPanels; ++c) {
             const f32x16 p = load(at.p + r * kStep + c * kPanel);
-            sums[r][c] = seen(r, c, p * (sums[r][c] - delta), zero);
+            f32x16 grad = p * (sums[r][c] - delta);
+            if constexpr (capped) grad = grad * load(at.slopes + r * kStep + c * kPanel);
+            sums[r][c] = seen(r, c, grad, zero);
             Format::store_weights(out, static_cast<int>(key / kPanel) + c, sums[r][c]);
         }
     }
@@ -243,6 +256,7 @@ WHET_INLINE void gradient(const AttentionBackwardTask& t) {
     const BackwardLayout at(t, Format::kPerWord);
     const f32x16 factor(t.scale * 0x1.62e42fefa39efp-1f);
     const ptrdiff_t n_rows = t.n_queries * t.group;
+    const auto tile_at = t.cap > 0.0f ? &tile_gradient<Format, true> : &tile_gradient<Format, false>;
     pack_all_keys<Format>(t, at);
     for (ptrdiff_t first = 0; first < n_rows; first += kRows) {
         const ptrdiff_t left = (n_rows - first + kTileRows - 1) / kTileRows * kTileRows;
@@ -254,7 +268,7 @@ WHET_INLINE void gradient(const AttentionBackwardTask& t) {
             for (ptrdiff_t i = 0; i < tiles; ++i) {
                 const Visible visible(t, tile + i);
                 for (ptrdiff_t key = 0; key < keys; key += kStep) {
-                    tile_gradient<Format>(t, at, i, visible, block, key);
+                    tile_at(t, at, i, visible, block, key);
                 }
             }
             const ptrdiff_t row_words = count / Format::kPerWord, words = keys / Format::kPerWord;

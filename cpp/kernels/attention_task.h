@@ -22,7 +22,8 @@ struct AttentionTask {
     int64_t window;                      // keys seen, the query's own included
     bool causal;
     int block_size;
-    float scale;
+    float scale;              // of the base-2 scores
+    float cap;                // of the same: cap tanh(score / cap); 0: none
     const int64_t* key_rows;  // key j and its value are key_rows[j] tokens after k and v; null: j
     float* lse;               // of query i and head h at [i * lse_token + h], in base 2; null: not wanted
     ptrdiff_t lse_token;
@@ -62,7 +63,7 @@ struct CachedTask {
     size_t page_bytes;
     const int32_t* pages;  // of the sequence, from its first key on
     int64_t begin, end;    // which of them
-    float scale;           // of the base-2 scores
+    float scale, cap;      // as AttentionTask has them
 };
 
 }  // namespace whet

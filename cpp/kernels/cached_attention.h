@@ -12,6 +12,7 @@
 #include "kernels/attention_task.h"
 #include "kernels/convert.h"
 #include "kernels/rows.h"
+#include "kernels/softcap.h"
 #include "simd/lanes.h"
 #include "simd/math.h"
 #include "simd/vec.h"
@@ -73,6 +74,21 @@ WHET_INLINE void scores(const float* queries, int64_t words, const float* keys, 
     for (int64_t key = 0; key < end; key += 32) some.template operator()<2>(key);
 }
 
+// Soft-caps those scores, and finds their tops again.
+__attribute__((noinline)) void cap_scores(int64_t rows, int64_t end, const Seen* seen, float cap, float* scores,
+                                          f32x16* tops) {
+    const f32x16 caps(cap), inverse(1.0f / cap), unseen(-__builtin_inff());
+    for (int64_t r = 0; r < rows; ++r) {
+        tops[r] = f32x16(kNothing);
+        for (int64_t key = 0; key < end; key += 16) {
+            const f32x16 bounded = softcap(load(scores + r * kTokens + key), caps, inverse);
+            const f32x16 score = where_seen(seen[r].begin - key, seen[r].end - key, bounded, unseen);
+            tops[r] = max(score, tops[r]);
+            store(scores + r * kTokens + key, score);
+        }
+    }
+}
+
 // One page for some rows.
 template <class Format, int rows>
 __attribute__((noinline)) void add_page(const CachedTask& t, int64_t row, int64_t page) {
@@ -95,6 +111,7 @@ __attribute__((noinline)) void add_page(const CachedTask& t, int64_t row, int64_
     for (f32x16& top : tops) top = f32x16(kNothing);
     scores<Format, rows>(static_cast<const float*>(t.queries) + row * words, words, keys, end, seen, t.scale, weights,
                          tops);
+    if (t.cap > 0.0f) cap_scores(rows, end, seen, t.cap, &weights[0][0], tops);
     float factors[rows];
     for (int r = 0; r < rows; ++r) {
         float* own = t.state + (row + r) * stride + columns;

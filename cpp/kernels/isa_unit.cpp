@@ -23,6 +23,7 @@
 #include "kernels/rounded_linear.h"
 #include "kernels/rows.h"
 #include "kernels/sampling.h"
+#include "kernels/softcap.h"
 #include "kernels/softmax.h"
 #include "kernels/token_kl.h"
 #include "kernels/token_logprobs.h"

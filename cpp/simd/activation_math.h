@@ -1,5 +1,5 @@
-// exp of a sum of two floats, and the normal distribution's tail, on vectors of float32: what softmax and the
-// activations need beyond math.h to keep their digits where an exponent is large.
+// exp of a sum of two floats, the normal distribution's tail, and tanh, on vectors of float32: what softmax, the
+// activations and soft-caps need beyond math.h to keep their digits where an exponent is large, or close to 0.
 #pragma once
 #include "simd/math.h"
 #include "simd/vec.h"
@@ -28,6 +28,13 @@ WHET_SHARED f32x16 normal_tail(f32x16 a) {
     const f32x16 half(-0.5f), square = a * a;
     const f32x16 t = f32x16(1.0f) / fma(a, f32x16(0.35f), f32x16(1.0f));
     return exp(square * half, fma(a, a, -square) * half) * (t * polynomial(t, kP));
+}
+
+// tanh(x), within 4 ULP, close to 0 too: with m = exp(2 |x|) - 1 it is m / (m + 2). Beyond 20 it is 1.
+WHET_SHARED f32x16 tanh(f32x16 x) {
+    const f32x16 a = magnitude(x), twice = min(f32x16(40.0f), a + a);
+    const f32x16 m = exp_minus_1_minus_x(twice) + twice, y = m / (m + f32x16(2.0f));
+    return select(x < f32x16(0.0f), -y, y);
 }
 
 }  // namespace

@@ -179,6 +179,7 @@ void test_adamw(size_t n) {
 struct AttentionShape {
     size_t n_queries, n_keys, head_dim, group;
     int64_t window;
+    float cap = 0.0f;
 };
 
 // One sequence whose keys are every other token, backwards: forward with its log-sum-exp, and backward.
@@ -208,6 +209,7 @@ void test_attention(const char* what, const AttentionShape& s, Forward forward, 
     task.n_queries = signed_of(s.n_queries), task.group = signed_of(s.group), task.head_dim = signed_of(d);
     task.n_keys = signed_of(s.n_keys), task.position = task.n_keys - task.n_queries;
     task.window = s.window, task.causal = true, task.block_size = 64, task.scale = 0.3f;
+    task.cap = s.cap;
     task.key_rows = key_rows.data(), task.lse = lse.data(), task.lse_token = task.group;
     std::vector<float> scratch(kernels().attention_scratch(task) / sizeof(float));
     task.scratch = scratch.data();
@@ -224,12 +226,17 @@ void test_attention(const char* what, const AttentionShape& s, Forward forward, 
     for (size_t row = 0; row < rows; ++row) {
         const auto end = static_cast<int64_t>(s.n_keys - s.n_queries + row / s.group) + 1;
         const int64_t begin = end > s.window ? end - s.window : 0;
-        std::vector<double> p(s.n_keys, 0.0);
+        std::vector<double> p(s.n_keys, 0.0), slopes(s.n_keys, 1.0);
         double total = 0.0, delta = 0.0;
         for (int64_t j = begin; j < end; ++j) {
             double score = 0.0;
             for (size_t c = 0; c < d; ++c) score += double(q[row * d + c]) * k[size_t(key_rows[j]) * d + c];
-            total += p[j] = std::exp2(scale * score);
+            score *= scale;
+            if (s.cap > 0.0f) {
+                const double bounded = std::tanh(score / s.cap);
+                score = s.cap * bounded, slopes[j] = 1.0 - bounded * bounded;
+            }
+            total += p[j] = std::exp2(score);
         }
         for (int64_t j = begin; j < end; ++j) {
             p[j] /= total;
@@ -239,7 +246,8 @@ void test_attention(const char* what, const AttentionShape& s, Forward forward, 
         for (int64_t j = begin; j < end; ++j) {
             double dp = 0.0;
             for (size_t c = 0; c < d; ++c) dp += double(grad[row * d + c]) * v[size_t(key_rows[j]) * d + c];
-            const double ds = p[j] * (dp - delta) * scale * ln2, term = p[j] * dp * scale * ln2;
+            const double factor = slopes[j] * scale * ln2;
+            const double ds = p[j] * (dp - delta) * factor, term = p[j] * dp * factor;
             for (size_t c = 0; c < d; ++c) {
                 terms_q += std::pow(term * k[size_t(key_rows[j]) * d + c], 2);
                 terms_k += std::pow(term * q[row * d + c], 2);
@@ -400,9 +408,10 @@ int main() {
             for (const size_t token : {size_t{0}, n - 1, n}) test_token_logprobs(n, token);
         }
         constexpr int64_t kAll = INT64_MAX;
-        const AttentionShape shapes[] = {{1, 1, 8, 1, kAll},   {7, 7, 8, 3, kAll},     {5, 40, 16, 2, kAll},
-                                         {33, 33, 40, 3, 6},   {70, 70, 64, 1, kAll},  {3, 129, 64, 3, kAll},
-                                         {66, 131, 64, 3, 50}, {20, 90, 128, 2, kAll}, {9, 65, 256, 1, kAll}};
+        const AttentionShape shapes[] = {{1, 1, 8, 1, kAll},       {7, 7, 8, 3, kAll},         {5, 40, 16, 2, kAll},
+                                         {33, 33, 40, 3, 6},       {70, 70, 64, 1, kAll},      {3, 129, 64, 3, kAll},
+                                         {66, 131, 64, 3, 50},     {20, 90, 128, 2, kAll},     {9, 65, 256, 1, kAll},
+                                         {33, 33, 40, 3, 6, 1.0f}, {70, 70, 64, 1, kAll, 2.5f}};
         for (const AttentionShape& shape : shapes) {
             test_attention<float>(
                 "attention_f32", shape, kernels().attention_f32, kernels().attention_backward_f32, 1e-5,

@@ -28,6 +28,8 @@ KNOBS: dict[str, dict[str, Any]] = {
     "embedding_scale": {"embedding_scale": 3.0},
     "residual_scale": {"residual_scale": 0.5, "post_norm": True},
     "logits_scale": {"logits_scale": 0.25},
+    "attention_softcap": {"attention_softcap": 1.5},
+    "logits_softcap": {"logits_softcap": 4.0},
     "a gate of gelu": {"activation": "gelu_tanh"},
 }
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from whet.models.families import FAMILIES
 from whet.models.reference import naive_forward, naive_weights
@@ -129,6 +133,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention"],
         },
     ),
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 8,
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 9.0,
+        },
+    ),
+    "gemma2-kinds": (
+        "gemma2",
+        {
+            "head_dim": 6,
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 20,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "attn_logit_softcapping": None,
+        },
+    ),
+    "gemma2-attention": ("gemma2", {"head_dim": 12, "query_pre_attn_scalar": 12, "final_logit_softcapping": None}),
     "starcoder2": ("starcoder2", {"sliding_window": 5}),
     "starcoder2-untied": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "stablelm": ("stablelm", {"use_qkv_bias": True, **rope("default", partial_rotary_factor=0.5)}),
@@ -171,6 +199,29 @@ def tiny_model(case: str, **options: Any) -> Any:
         if parameter.ndim == 1:
             parameter.data.uniform_(0.5 - offset, 1.5 - offset)
     return model.requires_grad_(False)
+
+
+@contextmanager
+def exact_softmax(model: Any) -> Iterator[None]:
+    """A model's attention with a softmax in its own precision, where transformers' takes float32: Gemma 2's."""
+    before = model.config._attn_implementation
+    if model.config.model_type == "gemma2":
+        model.config._attn_implementation = "exact softmax"
+    yield
+    model.config._attn_implementation = before
+
+
+def _exact_attention(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, *, scaling: float, softcap: Any = None, **options: Any
+) -> Any:
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    return ((scores + mask).softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+ALL_ATTENTION_FUNCTIONS.register("exact softmax", _exact_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register("exact softmax", eager_mask)
 
 
 def foreign_model() -> Any:

@@ -28,6 +28,7 @@ from whet.models.architecture import find_difference
 from whet.models.export import export_gguf, read_adapters
 from whet.models.families import FAMILIES
 from whet.models.formats import FILE_TYPES, TABLE
+from whet.models.gguf_keys import as_stored
 from whet.models.reference import naive_weights
 from whet.models.slots import place_lora
 from whet.models.sources.folder import open_folder
@@ -45,6 +46,8 @@ WITHOUT_PLACE = {
     "llama-proportional": "rope_type 'proportional' with frequencies of 0",
     "gpt2-untied-unscaled": "attention_scale",
     "gpt2-reordered": "activation",
+    "gemma2-kinds": "biases of attention, in gemma2",
+    "gemma2-attention": "logits_softcap",
     "gemma3-kinds": "biases of attention, in gemma3",
     "olmo2-one-head": "biases of attention, in olmo2",
     "smollm3": "rope_layers",
@@ -71,12 +74,14 @@ def weights_of(source: Any) -> dict[str, np.ndarray]:
     return naive_weights(source.config, source.pieces(), np.float32)
 
 
-def assert_same_model(ours: Any, theirs: Any) -> None:
-    assert find_difference(ours.config, theirs.config) is None
+def assert_same_model(ours: Any, theirs: Any, model_type: str) -> None:
+    """That of a file, and that of a folder; the file has what llama.cpp needs besides."""
+    assert find_difference(ours.config, as_stored(theirs.config, model_type)) is None
     found, expected = weights_of(ours), weights_of(theirs)
-    assert found.keys() == expected.keys()
-    for slot in expected:
-        np.testing.assert_array_equal(found[slot], expected[slot], err_msg=slot)
+    assert expected.keys() <= found.keys()
+    for slot in found:
+        needed = expected["embedding"] if slot == "head" else np.zeros_like(found[slot])
+        np.testing.assert_array_equal(found[slot], expected.get(slot, needed), err_msg=slot)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -89,7 +94,7 @@ def test_float32_keeps_every_bit_of_every_family(case, tokenizer, tmp_path):
     if FAMILIES[CASES[case][0]].gguf is None:
         return assert_raises(WhetValueError, "which GGUF has no architecture for", export_gguf, folder, out, "f32")
     export_gguf(folder, out, "f32")
-    assert_same_model(open_gguf(out), open_folder(folder))
+    assert_same_model(open_gguf(out), open_folder(folder), CASES[case][0])
     return None
 
 
@@ -121,6 +126,27 @@ def test_every_type(name, tokenizer, tmp_path):
     for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors:  # the package finds every tensor in its place
         kind = TABLE[file.tensors[tensor.name].format].gguf_name
         assert tensor.tensor_type.name == kind and tensor.n_bytes == file.tensors[tensor.name].tensor.nbytes
+
+
+def test_what_llama_cpp_needs_is_written_again(tokenizer, tmp_path):
+    """A head that is the embedding, in the type that a head of its own has, from a folder and from a file."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": True}
+    folder = save(tiny_model("phi", vocab_size=N_ROWS, **sizes), tokenizer, tmp_path / "model")
+    export_gguf(folder, tmp_path / "f32.gguf", "f32")
+    export_gguf(folder, tmp_path / "a.gguf", "q4_k_m")
+    export_gguf(tmp_path / "f32.gguf", tmp_path / "b.gguf", "q4_k_m")
+    exact = weights_of(open_folder(folder))["embedding"]
+    for name in "ab":
+        tensors = read_gguf(tmp_path / f"{name}.gguf", "here").tensors
+        for tensor, format in (("token_embd", "q4_k"), ("output", "q6_k")):
+            assert tensors[f"{tensor}.weight"].format == format
+            np.testing.assert_array_equal(tensors[f"{tensor}.weight"].tensor, whet.quantize(exact, format).data)
+
+
+def test_a_head_that_llama_cpp_does_not_have(tokenizer, tmp_path):
+    folder = save(tiny_model("gemma2", vocab_size=N_ROWS, tie_word_embeddings=False), tokenizer, tmp_path / "model")
+    message = "no place for this model's head, in gemma2 the embedding"
+    assert_raises(WhetValueError, message, export_gguf, folder, tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize("name", FILE_TYPES)
@@ -236,16 +262,19 @@ def test_sentencepiece(tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="a peer, not installed")
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("case", ["llama", "llama-llama3", "llama-yarn", "qwen2", "qwen3", "gpt_neox",
-                                  "gpt2", "phi3-longrope", "smollm3-interval", "granite", "olmo2", "gemma3",
-                                  "starcoder2", "stablelm", "stablelm-parallel", "phi"])  # fmt: skip
-def test_llama_cpp_opens_it(case, tokenizer, tmp_path):
+                                  "gpt_neox-serial", "gpt2", "phi3-longrope", "smollm3-interval", "granite", "olmo2",
+                                  "gemma2", "gemma3", "starcoder2", "starcoder2-untied", "stablelm",
+                                  "stablelm-parallel", "phi"])  # fmt: skip
+def test_llama_cpp_opens_it(case, tied, tokenizer, tmp_path):
     import llama_cpp
 
     # llama.cpp has room for 256 tokens and more, and takes longrope's long factors for them.
-    # It has no windows of StarCoder2, and no tied head of StableLM.
-    own = {"starcoder2": {"sliding_window": None}, "stablelm-parallel": {"tie_word_embeddings": False}}
-    model, ids = tiny_model(case, vocab_size=N_ROWS, **own.get(case, {})), token_ids(24)
+    # It has no windows of StarCoder2, and no head of Gemma 2 that is not the embedding.
+    own = {"starcoder2": {"sliding_window": None}}.get(case, {})
+    tied = tied or case == "gemma2"
+    model, ids = tiny_model(case, vocab_size=N_ROWS, tie_word_embeddings=tied, **own), token_ids(24)
     export_gguf(save(model, tokenizer, tmp_path / "m"), tmp_path / "m.gguf", "f32")
     llama = llama_cpp.Llama(str(tmp_path / "m.gguf"), n_ctx=64, logits_all=True, verbose=False, n_threads=1)
     text = "Hello, world!  It's 12:30."

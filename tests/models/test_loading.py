@@ -27,6 +27,7 @@ def config_of(n, k):
         "pre_norm": True, "post_norm": False, "qk_norm_whole": False, "local_layers": (), "local_inv_freq": (),
         "qk_norm": False, "activation": "silu", "gated": True, "windows": (0,), "attention_scale": 1.0,
         "rope_layers": (), "embedding_scale": 1.0, "residual_scale": 1.0, "logits_scale": 1.0,
+        "attention_softcap": 0.0, "logits_softcap": 0.0,
     }  # fmt: skip
 
 

@@ -229,7 +229,7 @@ def test_errors_say_the_fix(tmp_path):
         (lambda: load_source("lama-2-7b"), "'lama-2-7b' is no preset.*Did you mean llama-2-7b?"),
         (lambda: load_source(str(tmp_path / "x")), "there is no such file or folder. The presets are llama-2-7b"),
         (lambda: load_source(str(tmp_path)), "config.json"),
-        (lambda: source_of_config(gemma), "config: model_type is 'gemma'; the engine runs gemma3_text, .*phi3"),
+        (lambda: source_of_config(gemma), "config: model_type is 'gemma'; the engine runs gemma2, gemma3_text, .*phi3"),
         (lambda: source_of_config({"model_type": "llama"}), "config: num_hidden_layers is None, expected an integer"),
         (lambda: source_of_config({**LLAMA, "num_hidden_layers": 10**12}), "num_hidden_layers is 1000000000000, exp"),
         (lambda: estimate(source, "q3_k"), "estimate: weights is 'q3_k', expected one of float32, bfloat16"),

@@ -107,9 +107,9 @@ LENGTHS = {
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize(("n_heads", "n_kv_heads", "head_dim"), [(4, 2, 8), (3, 3, 40), (9, 3, 64), (2, 1, 128)])
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("window", "softcap"), [(None, 0.0), (5, 0.0), (None, 1.5), (5, 0.7)])
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_attention(lengths, n_heads, n_kv_heads, head_dim, window, dtype):
+def test_attention(lengths, n_heads, n_kv_heads, head_dim, window, softcap, dtype):
     prompts, completions = [], []
     for i, (n_prompt, n_completions) in enumerate(LENGTHS[lengths]):
         for n in n_completions:
@@ -121,23 +121,28 @@ def test_attention(lengths, n_heads, n_kv_heads, head_dim, window, dtype):
     def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * 0.3
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        weights = capped(scores, softcap).masked_fill(~seen, float("-inf")).softmax(-1)
         return torch.einsum("hij,jhd->ihd", weights, v)
 
     shapes = [(n, n_heads, head_dim), (n, n_kv_heads, head_dim), (n, n_kv_heads, head_dim)]
     inputs = [normal(*shape, dtype=dtype) for shape in shapes]
     bound = {torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype]
-    hold(lambda q, k, v: functions.attention(q, k, v, batch, 0.3, window), definition, inputs, bound)
+    hold(lambda q, k, v: functions.attention(q, k, v, batch, 0.3, window, softcap), definition, inputs, bound)
+
+
+def capped(logits: Tensor, cap: float) -> Tensor:
+    return cap * (logits / cap).tanh() if cap else logits
 
 
 @pytest.mark.parametrize(("n_rows", "n_words"), [(1, 5), (7, 300), (520, 2049)])
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_linear_logprobs(n_rows, n_words, dtype):
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_linear_logprobs(n_rows, n_words, dtype, softcap):
     """Also of more rows and more words than are taken at a time."""
     targets = torch.randint(0, n_words, (n_rows,), generator=GENERATOR)
 
     def definition(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        logprobs = ((hidden @ weight.t() + bias) / 0.7).log_softmax(-1)
+        logprobs = (capped(hidden @ weight.t() + bias, softcap) / 0.7).log_softmax(-1)
         return logprobs.gather(1, targets[:, None])[:, 0]
 
     def function(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -145,8 +150,9 @@ def test_linear_logprobs(n_rows, n_words, dtype):
             return rounded(weight[first : first + n], dtype)
 
         head = functions.Head(rows, (n_words, 40), bias, dtype, weight)
+        head.softcap = softcap
         logprobs, entropy = functions.linear_logprobs(hidden, head, targets, 0.7, True)
-        every = ((hidden @ weight.t() + bias) / 0.7).double().log_softmax(-1)
+        every = (capped(hidden @ weight.t() + bias, softcap) / 0.7).double().log_softmax(-1)
         assert entropy is not None
         torch.testing.assert_close(entropy.double(), -(every.exp() * every).sum(1), rtol=1e-3, atol=1e-4)
         return logprobs
@@ -157,8 +163,8 @@ def test_linear_logprobs(n_rows, n_words, dtype):
 
 @pytest.mark.parametrize(("n_rows", "n_words"), [(1, 5), (7, 300), (520, 4100)])
 @pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("confidence", [0.0, 12.0])
-def test_the_gradient_of_hidden_states_under_a_frozen_head(n_rows, n_words, dtype, confidence):
+@pytest.mark.parametrize(("confidence", "softcap"), [(0.0, 0.0), (12.0, 0.0), (0.0, 1.5), (12.0, 20.0)])
+def test_the_gradient_of_hidden_states_under_a_frozen_head(n_rows, n_words, dtype, confidence, softcap):
     """Also of words that are almost certain, whose gradient is a small difference of large numbers: row by row."""
     targets = torch.randint(0, n_words, (n_rows,), generator=GENERATOR)
     hidden, weight, bias = normal(n_rows, 40), normal(n_words, 40) / 8, normal(n_words)
@@ -167,11 +173,13 @@ def test_the_gradient_of_hidden_states_under_a_frozen_head(n_rows, n_words, dtyp
     scale = normal(n_rows)
 
     exact = hidden.double().requires_grad_()
-    definition = ((exact @ weight.double().t() + bias.double()) / 0.7).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    logits = capped(exact @ weight.double().t() + bias.double(), softcap)
+    definition = (logits / 0.7).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     (definition * scale).sum().backward()
 
     x = hidden.clone().requires_grad_()
     head = functions.Head(lambda first, n: weight[first : first + n], (n_words, 40), bias, dtype)
+    head.softcap = softcap
     logprobs, entropy = functions.linear_logprobs(x, head, targets, 0.7, True)
     (logprobs * scale).sum().backward()
     with torch.no_grad():
@@ -323,7 +331,7 @@ def test_the_core_takes_no_tensor_that_it_would_have_to_convert():
         q = torch.zeros(len(batch.input_ids), 1, 32)
         task = _core.TrainingAttention(
             q=q, k=q, v=q, out=q, lse=q[..., 0].contiguous(), q_offsets=batch.q_offsets, k_offsets=batch.k_offsets,
-            key_rows=batch.key_rows, window=None, scale=1.0,
+            key_rows=batch.key_rows, window=None, scale=1.0, softcap=0.0,
         )  # fmt: skip
         readers = {"reader_offsets": batch.q_offsets, "readers": batch.readers}
         task.backward(grad_out=q, grad_q=q, grad_k=q, grad_v=q, **readers)

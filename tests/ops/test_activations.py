@@ -1,4 +1,4 @@
-"""softmax, log_softmax, silu, gelu and swiglu: worked values, float64 references, extremes, errors."""
+"""softmax, log_softmax, silu, gelu, swiglu and softcap: worked values, float64 references, extremes, errors."""
 
 import math
 
@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from tests.ops.arrays import normal
 
 import whet
-from whet.ops.activations import naive_gelu, naive_log_softmax, naive_silu, naive_softmax, naive_swiglu
+from whet.ops.activations import (
+    naive_gelu,
+    naive_log_softmax,
+    naive_silu,
+    naive_softcap,
+    naive_softmax,
+    naive_swiglu,
+)
 
 LENGTHS = [*range(1, 36), 63, 64, 65, 100, 1000, 4099]
 LEAST = 2.0**-119
@@ -107,6 +114,16 @@ def test_gelu_tanh():
     assert (np.abs(got - exact)[below] <= (8 + 6 * np.abs(u[below])) * 2.0**-24 * np.abs(exact[below])).all()
 
 
+@pytest.mark.parametrize("cap", [0.03, 1.0, 30.0, 50.0])
+def test_softcap_within_6_ulp(cap):
+    """Close to 0 too, where tanh by 1 - 2 / (exp(2 x) + 1) has no digits left."""
+    wide = LINE.astype(np.float64)
+    assert ulps(whet.softcap(LINE, cap), naive_softcap(wide, np.float64(np.float32(cap)))) <= 6
+    extremes = whet.softcap(np.array([0, -0.0, np.inf, -np.inf, np.nan], np.float32), cap)
+    np.testing.assert_array_equal(extremes, np.array([0, 0, cap, -cap, np.nan], np.float32))
+    assert whet.softcap(np.full(1, 2, np.float32), 2.0)[0] == pytest.approx(1.5231883119115297, rel=3e-7)  # 2 tanh 1
+
+
 @pytest.mark.parametrize("f", [whet.silu, whet.gelu, lambda x: whet.gelu(x, "tanh")])
 def test_activation_extremes(f):
     got = f(np.array([-np.inf, np.inf, np.nan, -3e38, 3e38, 0.0, -0.0], np.float32))
@@ -153,6 +170,8 @@ X = np.ones((2, 7), np.float32)
         (lambda: whet.gelu(X, "fast"), 'approximate is \'fast\', expected "none" or "tanh"'),
         (lambda: whet.gelu(X, out=X[:1]), r"out is float32 \(1, 7\), expected float32 \(2, 7\)"),
         (lambda: whet.silu(X, out=np.broadcast_to(X[0], X.shape)), "out is read-only"),
+        (lambda: whet.softcap(X, 0.0), "cap is 0.0, expected a number above 0"),
+        (lambda: whet.softcap(X, float("nan")), "cap is nan, expected"),
         (lambda: whet.swiglu(X), r"gate has shape \(2, 7\) and no up"),
         (lambda: whet.swiglu(X, X[:1]), "up has shape"),
         (lambda: whet.swiglu(X, X, out=X[:, :6].copy()), r"out is float32 \(2, 6\)"),

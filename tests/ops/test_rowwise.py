@@ -20,6 +20,7 @@ FUNCTIONS = {
     "silu": whet.silu,
     "gelu": whet.gelu,
     "gelu tanh": lambda x, **more: whet.gelu(x, "tanh", **more),
+    "softcap": lambda x, **more: whet.softcap(x, 2.0, **more),
     "swiglu": lambda x, **more: whet.swiglu(x, x, **more),
 }
 every_function = pytest.mark.parametrize("f", FUNCTIONS.values(), ids=FUNCTIONS)

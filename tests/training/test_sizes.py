@@ -28,6 +28,7 @@ CONFIGS = {
     "qwen2-tied": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16},
     "olmo2": {**LLAMA, "model_type": "olmo2", "eos_token_id": 2},
+    "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16},
     "gemma3": {**LLAMA, "model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 16},
     "phi3": {**LLAMA, "model_type": "phi3", "pad_token_id": 0, "eos_token_id": 2},
 }

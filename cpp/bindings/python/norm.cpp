@@ -77,6 +77,13 @@ nb::object activation_call(nb::handle x, Activation kind, nb::handle out) {
     return a.result;
 }
 
+nb::object softcap_call(nb::handle x, double cap, nb::handle out) {
+    RowArrays a;
+    if (!a.view(x, out)) return not_implemented();
+    softcap(a.x_rows, static_cast<float>(cap), a.out_rows);
+    return a.result;
+}
+
 // up None: gate holds both, side by side on its last axis.
 nb::object swiglu_call(nb::handle gate_object, nb::handle up_object, nb::handle out_object) {
     Array gate, up, out;
@@ -113,6 +120,7 @@ void bind_norm(nb::module_& m) {
     m.def("layer_norm", &layer_norm_call, arg(), arg().none(), arg().none(), arg(), arg().none(), arg().none());
     m.def("softmax", &softmax_call, arg(), arg(), arg(), arg().none());
     m.def("activation", &activation_call, arg(), arg(), arg().none());
+    m.def("softcap", &softcap_call, arg(), arg(), arg().none());
     m.def("swiglu", &swiglu_call, arg(), arg().none(), arg().none());
 }
 

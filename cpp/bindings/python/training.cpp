@@ -109,6 +109,12 @@ void swiglu_backward_call(const Contiguous<const T>& gate, const Contiguous<cons
     swiglu_backward(data(gate), data(up), data(grad), gate.size(), data(grad_gate), data(grad_up));
 }
 
+template <class T>
+void softcap_backward_call(const Contiguous<const float>& y, double cap, const Contiguous<T>& grad) {
+    require(same_shape(y, grad), "softcap_backward: y and grad have different shapes");
+    softcap_backward(data(y), y.size(), static_cast<float>(cap), data(grad));
+}
+
 // ---------------------------------------------------------------- log-probs
 
 void add_logits(TokenLogprobs& self, const Matrix<const float>& logits, size_t first_row, size_t first_token) {
@@ -166,7 +172,7 @@ class AttentionObject {
 public:
     AttentionObject(HeadsIn q, HeadsIn k, HeadsIn v, ContiguousOut out, Matrix<float> lse,
                     Vector<const int64_t> q_offsets, Vector<const int64_t> k_offsets, Vector<const int64_t> key_rows,
-                    std::optional<int64_t> window, double scale)
+                    std::optional<int64_t> window, double scale, double softcap)
         : q_(q), k_(k), v_(v), out_(out), lse_(lse), q_offsets_(q_offsets), k_offsets_(k_offsets), key_rows_(key_rows) {
         const size_t n_tokens = q.shape(0), n_offsets = q_offsets.shape(0);
         require(q.dtype() == nb::dtype<float>() || q.dtype() == nb::dtype<BFloat16>(),
@@ -188,7 +194,7 @@ public:
         a_.n_kv_heads = static_cast<int64_t>(k.shape(1)), a_.head_dim = static_cast<int64_t>(q.shape(2));
         a_.n_sequences = static_cast<int64_t>(n_offsets) - 1;
         a_.q_offsets = q_offsets.data(), a_.k_offsets = k_offsets.data(), a_.key_rows = key_rows.data();
-        a_.window = window.value_or(kNoWindow), a_.scale = scale;
+        a_.window = window.value_or(kNoWindow), a_.scale = scale, a_.softcap = softcap;
         a_.q = {q.data(), q.stride(0), q.stride(1)};
         a_.k = {k.data(), k.stride(0), k.stride(1)};
         a_.v = {v.data(), v.stride(0), v.stride(1)};
@@ -248,6 +254,11 @@ void bind_training(nb::module_& m) {
     };
     def_swiglu_backward(&swiglu_backward_call<float>);
     def_swiglu_backward(&swiglu_backward_call<BFloat16>);
+    const auto def_softcap_backward = [&](auto function) {
+        m.def("softcap_backward", function, nb::kw_only(), array("y"), arg("cap"), array("grad"), Release());
+    };
+    def_softcap_backward(&softcap_backward_call<float>);
+    def_softcap_backward(&softcap_backward_call<BFloat16>);
     nb::class_<TokenLogprobs>(m, "TokenLogprobs")
         .def(
             "__init__",
@@ -267,9 +278,9 @@ void bind_training(nb::module_& m) {
           arg("beta1"), arg("beta2"), arg("eps"), arg("weight_decay"), arg("t"), arg("grad_scale"), Release());
     nb::class_<AttentionObject>(m, "TrainingAttention")
         .def(nb::init<HeadsIn, HeadsIn, HeadsIn, ContiguousOut, Matrix<float>, Vector<const int64_t>,
-                      Vector<const int64_t>, Vector<const int64_t>, std::optional<int64_t>, double>(),
+                      Vector<const int64_t>, Vector<const int64_t>, std::optional<int64_t>, double, double>(),
              nb::kw_only(), array("q"), array("k"), array("v"), array("out"), array("lse"), array("q_offsets"),
-             array("k_offsets"), array("key_rows"), arg("window").none(), arg("scale"))
+             array("k_offsets"), array("key_rows"), arg("window").none(), arg("scale"), arg("softcap"))
         .def("forward", &AttentionObject::forward, Release())
         .def("backward", &AttentionObject::backward, nb::kw_only(), array("grad_out"), array("grad_q"), array("grad_k"),
              array("grad_v"), array("reader_offsets"), array("readers"), Release());

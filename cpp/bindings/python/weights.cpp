@@ -57,12 +57,14 @@ ModelConfig config_of(const nb::dict& from) {
     c.gated = get<bool>(from, "gated");
     for (nb::handle w : nb::cast<nb::sequence>(from["windows"])) c.windows.push_back(nb::cast<size_t>(w));
     c.attention_scale = get<double>(from, "attention_scale");
+    c.attention_softcap = get<double>(from, "attention_softcap");
     for (nb::handle r : nb::cast<nb::sequence>(from["rope_layers"])) c.rope_layers.push_back(nb::cast<bool>(r));
     for (nb::handle r : nb::cast<nb::sequence>(from["local_layers"])) c.local_layers.push_back(nb::cast<bool>(r));
     for (nb::handle f : nb::cast<nb::sequence>(from["local_inv_freq"])) c.local_inv_freq.push_back(nb::cast<double>(f));
     c.embedding_scale = get<float>(from, "embedding_scale");
     c.residual_scale = get<float>(from, "residual_scale");
     c.logits_scale = get<float>(from, "logits_scale");
+    c.logits_softcap = get<float>(from, "logits_softcap");
     check(c);
     return c;
 }

@@ -23,10 +23,12 @@ from whet.errors import WhetValueError
 
 NORMS = ("rms", "layer")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+SOFTCAPS = ("attention_softcap", "logits_softcap")
 
 # Far above any model, and low enough that no size of a hostile file makes a loop or a table without end.
 LARGEST = {"n_layers": 1 << 12, "n_heads": 1 << 16, "n_kv_heads": 1 << 16, "head_dim": 1 << 14}
 LARGEST_SIZE = (1 << 31) - 1
+_NUMBERS = ("inv_freq", "local_inv_freq", "attention_factor", "norm_eps")
 _SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "ffn_dim", "vocab_size", "max_position")
 
 
@@ -68,6 +70,7 @@ class ModelConfig:
         gated: the MLP is down(act(gate x) * up x), else down(act(up x)).
         windows: per layer; 0: all keys before, w: a query sees itself and the w - 1 keys before it.
         attention_scale: multiplies query . key.
+        attention_softcap: of those scores s, c: they are c tanh(s / c); 0: none. logits_softcap: of logits, the same.
         rope_layers: per layer, whether it rotates; (): all do.
         local_layers: per layer, whether it rotates by ``local_inv_freq`` (radians as inv_freq, as many, whose cosines
             and sines nothing multiplies); (): none.
@@ -101,6 +104,8 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    attention_softcap: float = 0.0
+    logits_softcap: float = 0.0
     learned_positions: int = 0
     parallel_residual: bool = False
     shared_norm: bool = False
@@ -128,6 +133,8 @@ class ModelConfig:
         _check_number("norm_eps", self.norm_eps, at_least=0.0)
         for name in ("attention_scale", "embedding_scale", "residual_scale", "logits_scale"):
             _check_number(name, getattr(self, name))
+        for name in SOFTCAPS:
+            _check_number(name, getattr(self, name), at_least=0.0)
         if len(self.windows) != self.n_layers:
             raise _wrong("windows", f"{len(self.windows)} numbers", f"one for each of n_layers={self.n_layers}")
         for window in self.windows:
@@ -206,9 +213,7 @@ def find_difference(a: ModelConfig, b: ModelConfig) -> str | None:
     """The first field in which two models compute something else; frequencies may differ by rounding to float32."""
     for field in dataclasses.fields(ModelConfig):
         one, other = getattr(a, field.name), getattr(b, field.name)
-        is_number = field.name in ("inv_freq", "local_inv_freq", "attention_factor", "norm_eps") or field.name.endswith(
-            "_scale"
-        )
+        is_number = field.name in _NUMBERS or field.name.endswith(("_scale", "_softcap"))
         is_close = is_number and np.shape(one) == np.shape(other)
         if not (np.allclose(one, other, rtol=1e-5, atol=0) if is_close else one == other):
             return field.name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,9 +11,10 @@ import numpy as np
 
 from whet.errors import WhetValueError
 from whet.models.adapter_files import read_peft
+from whet.models.architecture import ModelConfig
 from whet.models.families import FAMILIES, model_config
 from whet.models.formats import FILE_TYPES, Mixture, file_format
-from whet.models.gguf_keys import Keys, architecture_of, check_keys, make_keys
+from whet.models.gguf_keys import Keys, architecture_of, as_stored, check_keys, make_keys
 from whet.models.gguf_writer import Progress, Tensor, check_place, encoded_metadata, write_gguf
 from whet.models.rows import Rows
 from whet.models.slots import LoRA, Module, Place, Source, find_place, place_lora, places
@@ -81,14 +82,15 @@ def export_gguf(
     opened = opened._replace(adapters=(*opened.adapters, *adapters))
     keys: Keys | None = None
     if isinstance(model, GGUFFile):
-        metadata, modules, vectors = _of_gguf(model, where)
+        metadata, model_type, vectors = _of_gguf(model, where)
     else:
-        metadata, modules, keys = _of_folder(Path(model), opened, where)
+        metadata, model_type, keys = _of_folder(Path(model), opened, where)
         vectors = keys.vectors
     rows = Rows(opened, where)
-    tensors = list(_tensors(rows, opened, modules, mixture))
+    stored = as_stored(opened.config, model_type)
+    tensors = list(_tensors(rows, stored, FAMILIES[model_type].gguf_modules, mixture))
     if keys is not None:
-        check_keys(keys, tensors, opened.config, where)
+        check_keys(keys, tensors, stored, where)
         metadata |= keys.metadata
     folder = model if tokenizer is None else tokenizer
     if not isinstance(folder, GGUFFile):
@@ -135,37 +137,44 @@ def find_mixture(name: str, where: str) -> Mixture:
     return FILE_TYPES[name]
 
 
-def _of_gguf(file: GGUFFile, where: str) -> tuple[dict[str, Any], tuple[Module, ...], dict[str, np.ndarray]]:
-    """A file's own metadata, to be written again as they are, where its tensors go, and those that are no weights."""
+def _of_gguf(file: GGUFFile, where: str) -> tuple[dict[str, Any], str, dict[str, np.ndarray]]:
+    """A file's own metadata, to be written again as they are, its model_type, and its tensors that are no weights."""
     values = encoded_metadata(map_file(file.paths[0], where))
     metadata: dict[str, Any] = {key: value for key, value in values.items() if not key.startswith("split.")}
-    return metadata, FAMILIES[read_options(file, where)["model_type"]].gguf_modules, own_vectors(file)
+    return metadata, read_options(file, where)["model_type"], own_vectors(file)
 
 
-def _of_folder(folder: Path, source: Source, where: str) -> tuple[dict[str, Any], tuple[Module, ...], Keys]:
-    """The metadata that a folder's name gives, where tensors go, and the options of its config."""
+def _of_folder(folder: Path, source: Source, where: str) -> tuple[dict[str, Any], str, Keys]:
+    """The metadata that a folder's name gives, its model_type, and the options of its config."""
     config = read_config(folder, where)
     config = {**config, "tie_word_embeddings": source.config.tied_head}
     architecture_of(config, where)
     described = model_config(config, vocab_size=source.config.vocab_size, where=where)
     keys = make_keys(config, described, where)
     name = folder.resolve().name
-    return {"general.type": "model", "general.name": name}, FAMILIES[config["model_type"]].gguf_modules, keys
+    return {"general.type": "model", "general.name": name}, config["model_type"], keys
 
 
-def _tensors(rows: Rows, source: Source, modules: Sequence[Module], mixture: Mixture) -> Iterator[Tensor]:
-    """The tensors, layer by layer."""
-    slots = source.config.slots()
-    found = [place for place in places(source.config, modules) if place.weight in slots or place.bias]
-    for place in sorted(found, key=lambda place: _depth(place, source.config.n_layers)):
+def _tensors(rows: Rows, stored: ModelConfig, modules: Sequence[Module], mixture: Mixture) -> Iterator[Tensor]:
+    """The tensors of a model as it is stored, layer by layer: those that it has, and those that the file needs."""
+    slots, own = stored.slots(), rows.config.slots()
+    found = [place for place in places(stored, modules) if place.weight in slots or place.bias]
+    embedding = next(place for place in found if place.weight == "embedding")
+    for place in sorted(found, key=lambda place: _depth(place, stored.n_layers)):
         for suffix, slot in (("weight", place.weight), ("bias", place.bias)):
             if slot not in slots or slot is None:
                 continue
             shape = place.shape if suffix == "weight" else place.shape[:1]
-            format = file_format(mixture, source.config, place) if suffix == "weight" else "float32"
+            format = file_format(mixture, stored, place) if suffix == "weight" else "float32"
 
-            def chunks(place: Place = place, slot: str = slot, format: str = format) -> Iterator[np.ndarray]:
-                return rows.chunks(place, slot, format)
+            def chunks(
+                place: Place = place, slot: str = slot, format: str = format, shape: tuple[int, ...] = shape
+            ) -> Iterable[np.ndarray]:
+                if slot in own:
+                    return rows.chunks(place, slot, format)
+                if slot == "head":
+                    return rows.chunks(embedding, "embedding", format)
+                return [np.zeros(shape, np.float32)]
 
             yield Tensor(f"{place.names[0]}.{suffix}", format, shape, chunks)
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.errors import WhetTypeError, WhetValueError, check_integer
-from whet.models.architecture import LARGEST, LARGEST_SIZE, ModelConfig
+from whet.models.architecture import LARGEST, LARGEST_SIZE, SOFTCAPS, ModelConfig
 from whet.models.slots import Cut, Module, Place, by_head, paired, places, whole
 from whet.ops.rope_scaling import rope_frequencies
 
@@ -55,8 +55,11 @@ class Family:
         settings: ``ModelConfig`` fields; a string begun with "@" is the value of that option.
         defaults: what an option is that the config leaves out. (null is no number of kv heads, no window, and so on.)
         modules: where the weights of Hugging Face's modules go.
-        gguf: its ``architecture``, whether the rows of q and k are ``interleaved`` there, and whether llama.cpp reads
-            ``biases`` of attention; None: GGUF has none.
+        gguf: None, where GGUF has none, or its ``architecture``; whether the rows of q and k are ``interleaved``
+            there; whether llama.cpp reads ``biases`` of attention, and a ``head`` that is not the embedding; what it
+            ``needs`` though the model may do without: "head", rows of its own of a head that is the embedding, "biases"
+            of all matrices; what it takes for ``sliding_window`` where a file does not say; and with how many layers
+            it divides scores by the root of hidden_dim / n_heads, not of head_dim (``scale_by_hidden``).
         gguf_modules: where the tensors of a GGUF file go.
         window: "none", "all" layers have sliding_window, "some" by layer_types, or, where these are not given, all but
             every sliding_window_pattern-th: "pattern".
@@ -164,6 +167,15 @@ def logits_scale(config: Mapping[str, Any], where: str) -> float:
     return 1 / _Options(config, family_of(config, where), where).scale("logits_divisor")
 
 
+def softcap(config: Mapping[str, Any], name: str, where: str) -> float:
+    """One of ``SOFTCAPS`` by a Hugging Face config; 0: none.
+
+    Raises:
+        WhetValueError: another model_type than the engine's, or a cap that cannot be.
+    """
+    return _Options(config, family_of(config, where), where).softcap(name)
+
+
 def short_position(config: Any, where: str = "short_position") -> int | None:
     """Tokens of the longest sequence that longrope's short factors are for; longer ones rotate by the long factors.
 
@@ -258,6 +270,7 @@ def model_config(
             ),
             residual_scale=options.scale("residual_scale"),
             logits_scale=1 / options.scale("logits_divisor"),
+            **{name: options.softcap(name) for name in SOFTCAPS},
             rope_layers=options.rope_layers(n_layers),
             **_local_rope(options, n_layers, head_dim, length),
             learned_positions=trained if family.rope == "none" else 0,
@@ -288,7 +301,7 @@ class _Options:
 
     def refuse(self) -> None:
         for name, plain in _PLAIN.items():
-            if self.given.get(name) not in plain:
+            if self.given.get(name) not in plain and name not in self.family.keys.values():
                 model_type = self.given["model_type"]
                 raise WhetValueError(
                     f"{self.where}: {name} is {self.given[name]!r:.60}, which the engine does not run for "
@@ -316,6 +329,15 @@ class _Options:
         value = self.number(name)
         if not value > 0:
             raise self.wrong(name, "a number above 0")
+        return value
+
+    def softcap(self, name: str) -> float:
+        """A cap that only some families have; 0: none."""
+        if name not in self.family.keys or self.get(name) is None:
+            return 0.0
+        value = self.number(name)
+        if not 1e-6 < value < 1e6:  # where float32 has it, its inverse and its product with log2 e
+            raise self.wrong(name, "a number from 1e-6 to 1e6, or null")
         return value
 
     def rope_layers(self, n_layers: int) -> tuple[bool, ...]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from whet.errors import WhetValueError
-from whet.models.architecture import ModelConfig, find_difference
+from whet.models.architecture import SOFTCAPS, ModelConfig, find_difference
 from whet.models.families import FAMILIES, GGUF_NAMES, SCALES, family_of, rope_scaling, trained_position
 from whet.models.gguf_writer import Tensor
 from whet.models.slots import Stored
@@ -66,6 +67,8 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
     architecture, family = architecture_of(config, where), family_of(config, where)
     if described.qkv_bias and not (family.gguf or {}).get("biases", True):
         raise WhetValueError(f"{where}: GGUF has no place for this model's biases of attention, in {architecture}.")
+    if not described.tied_head and not (family.gguf or {}).get("head", True):
+        raise WhetValueError(f"{where}: GGUF has no place for this model's head, in {architecture} the embedding.")
     given: dict[str, Any] = {
         "n_layers": described.n_layers,
         "max_position": trained_position(config, where),
@@ -83,6 +86,7 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
         given["use_parallel_residual"] = described.parallel_residual
     scales = {**vars(described), "logits_divisor": 1 / described.logits_scale}
     given |= {name: scales[name] for name in SCALES if name in family.keys}
+    given |= {name: scales[name] for name in SOFTCAPS if scales[name]}
     vectors: dict[str, np.ndarray] = {}
     if described.rotary_dim:
         given["rotary_dim"] = described.rotary_dim
@@ -92,6 +96,14 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
     metadata |= {f"{architecture}.{_KEYS[name]}": value for name, value in given.items()}
     metadata[f"{architecture}.vocab_size"] = described.vocab_size
     return Keys(metadata, vectors)
+
+
+def as_stored(described: ModelConfig, model_type: str) -> ModelConfig:
+    """The same model with all that llama.cpp needs in a file: rows of the head's own, biases, which are 0."""
+    needs = (FAMILIES[model_type].gguf or {}).get("needs", ())
+    if "head" in needs:
+        described = replace(described, tied_head=False)
+    return replace(described, qkv_bias=True, o_bias=True, mlp_bias=True) if "biases" in needs else described
 
 
 def check_keys(keys: Keys, tensors: Sequence[Tensor], described: ModelConfig, where: str) -> None:

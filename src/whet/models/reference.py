@@ -13,7 +13,7 @@ import numpy as np
 from whet import _core
 from whet.models.architecture import ModelConfig, Piece
 from whet.models.formats import TABLE
-from whet.ops.activations import naive_gelu, naive_silu, naive_softmax
+from whet.ops.activations import naive_gelu, naive_silu, naive_softcap, naive_softmax
 from whet.ops.norm import naive_layer_norm, naive_rms_norm
 from whet.ops.quant import bf16_values
 from whet.ops.rope import naive_cos_sin_cache, naive_rope
@@ -46,7 +46,8 @@ def naive_forward(config: ModelConfig, weights: Mapping[str, np.ndarray], token_
             )
     head = weights["embedding"] if config.tied_head else weights["head"]
     hidden = config.logits_scale * _norm(config, weights, "final_norm", x)
-    return hidden @ head.T + weights.get("head.bias", x.dtype.type(0))
+    logits = hidden @ head.T + weights.get("head.bias", x.dtype.type(0))
+    return naive_softcap(logits, config.logits_softcap) if config.logits_softcap else logits
 
 
 def naive_weights(config: ModelConfig, pieces: Iterable[Piece], dtype: Any = np.float64) -> dict[str, np.ndarray]:
@@ -115,6 +116,8 @@ def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarr
     out = np.empty_like(q)
     for head in range(config.n_heads):
         scores = config.attention_scale * (q[:, head] @ k[:, head // group].T)
+        if config.attention_softcap:
+            scores = naive_softcap(scores, config.attention_softcap)
         out[:, head] = naive_softmax(np.where(seen, scores, -np.inf).astype(x.dtype)) @ v[:, head // group]
     return _linear(layer, "o", out.reshape(n, -1))
 

@@ -23,7 +23,7 @@ from whet import _core
 from whet.config.settings import Compute, ComputeDtype
 from whet.errors import WhetTypeError, WhetValueError, check_choice
 from whet.memory import tensor_memory
-from whet.models.families import FAMILIES, logits_scale
+from whet.models.families import FAMILIES, logits_scale, softcap
 from whet.nn import functions
 from whet.nn.frozen import FrozenLinear, FrozenWeight, check_trainable, special_adapters
 from whet.nn.modules import inner_module, module_device
@@ -142,7 +142,10 @@ class Acceleration:
             )
         check_trainable(self._model, "accelerate")
         self._decoder, self._head_module = _find_head(self._model)
-        self._logits_scale = logits_scale(self._model.config.to_dict(), "accelerate")
+        config = self._model.config.to_dict()
+        self._logits_scale = logits_scale(config, "accelerate")
+        self._logits_softcap = softcap(config, "logits_softcap", "accelerate")
+        self.attention_softcap = softcap(config, "attention_softcap", "accelerate")
         self.norm_offset = FAMILIES[self._model.config.model_type].norm_offset
         self._head: functions.Head | None = None
         self._packed = False
@@ -221,7 +224,7 @@ class Acceleration:
         head = self._head
         if head is None or head.weight is not weight or head.bias is not layer.bias:
             head = layer.head(self.dtype) if weight is None else _float_head(weight, layer.bias, self.dtype)
-        head.in_place, head.adapters = self.in_place, adapters or ()
+        head.in_place, head.adapters, head.softcap = self.in_place, adapters or (), self._logits_softcap
         self._head = head
         return head
 
@@ -467,7 +470,7 @@ def _attention(
     window = getattr(module, "sliding_window", None)
     if FAMILIES[module.config.model_type].window == "all":
         window = module.config.sliding_window
-    out = functions.attention(q, k, v, batch, module.scaling, window)
+    out = functions.attention(q, k, v, batch, module.scaling, window, acceleration.attention_softcap)
     return module.o_proj(out.view(1, len(q), -1)), None
 
 
@@ -518,7 +521,7 @@ def _project(acceleration: Acceleration, module: Any, hidden_states: Tensor) -> 
 
 def _attention_interface(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, scaling: Any = None,
-    sliding_window: int | None = None, dropout: float = 0.0, **options: Any,
+    sliding_window: int | None = None, dropout: float = 0.0, softcap: float | None = None, **options: Any,
 ) -> Any:  # fmt: skip
     """As transformers calls an attention function, on (1, heads, tokens, head_dim)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -526,6 +529,8 @@ def _attention_interface(
     batch = _batch_of(attention_mask)
     if batch is None:
         query, key = query.to(value.dtype), key.to(value.dtype)
+        if softcap is not None:
+            return _capped_attention(query, key, value, attention_mask, dropout, scaling, softcap), None
         return sdpa_attention_forward(
             module,
             query,
@@ -540,7 +545,24 @@ def _attention_interface(
     _refuse_dropout(dropout)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    return functions.attention(q, k, v, batch, scale, sliding_window)[None], None
+    return functions.attention(q, k, v, batch, scale, sliding_window, softcap or 0.0)[None], None
+
+
+def _capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None, cap: float
+) -> Tensor:
+    """Attention with a soft-cap of its scores, which torch's function does not have: (1, tokens, heads, head_dim)."""
+    n_queries, n_keys, group = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    scores = cap * torch.tanh(query @ key.transpose(2, 3) * (scale / cap))
+    if mask is None:  # as sdpa_mask leaves it out: of a whole sequence, or of one token that sees all
+        mask = torch.ones(n_queries, n_keys, dtype=torch.bool).tril_() if n_queries > 1 else None
+    if mask is not None:  # bool, or numbers to add, as the config that the model itself has asks for
+        mask = mask[..., :n_keys]
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).nan_to_num(0.0).to(value.dtype)
+    return (torch.dropout(weights, dropout, train=dropout > 0) @ value).transpose(1, 2).contiguous()
 
 
 def _register() -> None:

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from whet import _core
 from whet.nn.packed import PackedBatch
 from whet.nn.scratch import empty
+from whet.ops.activations import softcap
 from whet.ops.linear import PackedWeight, gemm
 from whet.ops.linear import linear as packed_linear
 from whet.ops.rope import apply_rope
@@ -382,7 +383,9 @@ def _rotate(x: Tensor, table: Tensor, is_neox: bool, inverse: bool) -> Tensor:
     return out
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, scale: float, window: int | None) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, scale: float, window: int | None, softcap: float = 0.0
+) -> Tensor:
     """Causal attention of the sequences of a packed batch.
 
     Args:
@@ -392,24 +395,25 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, scale: float,
         batch: which keys a token sees.
         scale: of the scores.
         window: keys seen at most, the token's own included; None: all.
+        softcap: scores s are softcap tanh(s / softcap); 0: they are s.
 
     Returns:
         (N, H, D), contiguous.
     """
-    return _Attention.apply(*_of_one_dtype(q, k, v), batch, scale, window)  # pyright: ignore[reportReturnType]
+    return _Attention.apply(*_of_one_dtype(q, k, v), batch, scale, window, softcap)  # pyright: ignore[reportReturnType]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, scale: float, window: int | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, scale: float, window: int | None, softcap: float
     ) -> Tensor:
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         out = empty(q.shape, q.dtype)
         lse = torch.empty(q.shape[:2])
-        _make_attention_task(q, k, v, out, lse, batch, scale, window).forward()
+        _make_attention_task(q, k, v, out, lse, batch, scale, window, softcap).forward()
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = batch, scale, window
+        ctx.settings = batch, scale, window, softcap
         return out
 
     @staticmethod
@@ -422,15 +426,17 @@ class _Attention(torch.autograd.Function):
             grad_out=grads[0].contiguous(), grad_q=grad_q, grad_k=grad_k, grad_v=grad_v,
             reader_offsets=batch.reader_offsets, readers=batch.readers,
         )  # fmt: skip
-        return grad_q, grad_k, grad_v, None, None, None
+        return grad_q, grad_k, grad_v, None, None, None, None
 
 
 def _make_attention_task(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, batch: PackedBatch, scale: float, window: int | None
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, batch: PackedBatch, scale: float, window: int | None,
+    softcap: float,
+) -> Any:  # fmt: skip
     return _core.TrainingAttention(
         q=q.detach(), k=k.detach(), v=v.detach(), out=out.detach(), lse=lse, q_offsets=batch.q_offsets,
         k_offsets=batch.k_offsets, key_rows=batch.key_rows, window=window or None, scale=scale,
+        softcap=softcap,
     )  # fmt: skip
 
 
@@ -442,12 +448,14 @@ class Tile(NamedTuple):
         packed: the same for products with float32 results; None: rows are float32.
         bias: (n,) float32 or None.
         up: (n, r) float32: the adapters' rows, or None.
+        softcap: of the logits; 0: none.
     """
 
     rows: Tensor
     packed: PackedWeight | None
     bias: Tensor | None
     up: Tensor | None = None
+    softcap: float = 0.0
 
     def logits(self, hidden: Tensor, low: Tensor | None, out: Tensor) -> None:
         """The float32 logits of (M, K) float32 rows, and ``low`` (M, r) of them, to ``out`` (M, n)."""
@@ -459,6 +467,13 @@ class Tile(NamedTuple):
                 out += self.bias
         if low is not None:
             gemm(low, self.up, transpose_b=True, beta=1.0, out=out)
+        if self.softcap:
+            softcap(out, self.softcap, out=out)
+
+    def uncap(self, logits: Tensor, grad: Tensor) -> None:
+        """Make the gradient of such logits that of those before the soft-cap, in place."""
+        if self.softcap:
+            _core.softcap_backward(y=logits, cap=self.softcap, grad=grad)
 
 
 class Head:
@@ -476,10 +491,12 @@ class Head:
         bounds: first row and end of each tile.
         in_place: as ``linears`` takes it.
         adapters: beside the product.
+        softcap: of the logits: they are softcap tanh(z / softcap); 0: they are z.
     """
 
     in_place = False
     adapters: tuple[Adapter, ...] = ()
+    softcap: float = 0.0
 
     def __init__(
         self, rows: Callable[[int, int], Tensor], shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype,
@@ -507,7 +524,7 @@ class Head:
         rows, packed = self._rows(start, end - start), self._packed.get(end - start)
         if packed is not None:
             packed.update(rows)
-        return Tile(rows, packed, _part(self.bias, start, end))
+        return Tile(rows, packed, _part(self.bias, start, end), softcap=self.softcap)
 
 
 def _tile_bounds(n_words: int) -> list[tuple[int, int]]:
@@ -523,10 +540,10 @@ def linear_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of tokens, and entropies, from hidden states: the vocabulary's projection and the log-softmax in one.
 
-    ``log pi(y) = z_y / T - log sum_v exp(z_v / T)``, ``z = hidden weight^T + bias``. Logits are float32, and there are
-    those of 2,048 words at a time: the sums run on from tile to tile (online log-sum-exp; Milakov & Gimelshein 2018).
-    Where something of the head trains, the backward computes the tiles again; else they give the gradient of hidden,
-    but for a factor of each row, while they are there.
+    ``log pi(y) = z_y / T - log sum_v exp(z_v / T)``, ``z = hidden weight^T + bias``, soft-capped
+    where the head is. Logits are float32, and there are those of 2,048 words at a time: the sums run on from tile to
+    tile (online log-sum-exp; Milakov & Gimelshein 2018). Where something of the head trains, the backward computes the
+    tiles again; else they give the gradient of hidden, but for a factor of each row, while they are there.
 
     Args:
         hidden: (M, K).
@@ -601,7 +618,8 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_bias = torch.empty_like(head.bias) if needs_bias and head.bias is not None else None
         grad_low, grad_up = (None, None) if low is None else (torch.zeros_like(low), torch.empty_like(up))
         logits = torch.empty(n * _TILE)
-        narrow = logits if dtype == torch.float32 else torch.empty(n * _TILE, dtype=dtype)
+        in_place = dtype == torch.float32 and not head.softcap  # whose slope is that of the logits
+        narrow = logits if in_place else torch.empty(n * _TILE, dtype=dtype)
         for i, (first, last) in enumerate(head.bounds):
             tile = head.tile(i)._replace(up=_part(up, first, last))
             z, grad_z = (x[: n * (last - first)].view(n, last - first) for x in (logits, narrow))
@@ -610,6 +628,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 logits=z, tokens=targets, first_token=first, temperature=ctx.temperature, lse=lse,
                 logprobs=logprobs, grads=scale, out=grad_z,
             )  # fmt: skip
+            tile.uncap(z, grad_z)
             if needs_hidden:
                 _add_mm(grad_hidden, grad_z, tile.rows)
             if into is not None:
@@ -630,7 +649,8 @@ class _FrozenHeadLogprobs(torch.autograd.Function):
 
     d log pi(y) / d hidden = ((1 - p_y) w_y - sum_{v != y} p_v w_v) / T, where the sum over the vocabulary runs on from
     tile to tile as that of attention over its keys (FlashAttention; Dao et al. 2022): what is summed is divided by the
-    normaliser so far, and corrected when that grows. The word y stays out of it, as the digits of 1 - p_y would.
+    normaliser so far, and corrected when that grows. The word y stays out of it, as the digits of 1 - p_y would. With a
+    soft-cap c each w_v is multiplied by 1 - (z_v / c)^2.
     """
 
     @staticmethod
@@ -640,6 +660,7 @@ class _FrozenHeadLogprobs(torch.autograd.Function):
         wide, targets = hidden.detach().float().contiguous(), targets.contiguous()
         n = len(wide)
         logprobs, lse, entropy, before = (torch.zeros(n) for _ in range(4))
+        of_own = torch.ones(n)  # the soft-cap's slope at the logit of y
         own, others = torch.empty(wide.shape, dtype=head.dtype), torch.zeros_like(wide)
         parts = [slice(start, min(start + _ROWS, n)) for start in range(0, n, _ROWS)]
         sums = [_core.TokenLogprobs(targets[part], temperature, with_entropy) for part in parts]
@@ -657,6 +678,10 @@ class _FrozenHeadLogprobs(torch.autograd.Function):
                     logits=z, tokens=targets[part], first_token=first, temperature=temperature, lse=lse[part],
                     logprobs=certain[:size], grads=plus[:size], out=p,
                 )  # fmt: skip
+                if head.softcap:
+                    tile.uncap(z, p)
+                    here = ((targets[part] >= first) & (targets[part] < last)).nonzero()[:, 0]
+                    of_own[part][here] = 1 - (z[here, targets[part][here] - first] / head.softcap) ** 2
                 if i:
                     others[part] *= (before[part] - lse[part]).exp_()[:, None]
                 _add_mm(others[part], p, tile.rows)
@@ -665,7 +690,7 @@ class _FrozenHeadLogprobs(torch.autograd.Function):
             own[here] = tile.rows[targets[here] - first]
         slope = others.neg_()
         for part in parts:
-            slope[part].addcmul_(own[part].float(), logprobs[part].expm1().neg_()[:, None])
+            slope[part].addcmul_(own[part].float(), (logprobs[part].expm1().neg_() * of_own[part])[:, None])
         ctx.save_for_backward(slope.div_(temperature))
         ctx.dtype = hidden.dtype
         ctx.mark_non_differentiable(entropy)

@@ -1,6 +1,6 @@
 """The Python face of the native kernels, each beside its plain NumPy definition. Needs only NumPy."""
 
-from whet.ops.activations import gelu, log_softmax, silu, softmax, swiglu
+from whet.ops.activations import gelu, log_softmax, silu, softcap, softmax, swiglu
 from whet.ops.advantages import compute_batch_group_advantages, compute_gae, compute_group_advantages
 from whet.ops.attention import attention, decode_attention
 from whet.ops.divergence import (
@@ -62,6 +62,7 @@ __all__ = [
     "quantize",
     "rms_norm",
     "silu",
+    "softcap",
     "softmax",
     "swiglu",
 ]

@@ -1,4 +1,4 @@
-"""softmax and log_softmax along the last axis, and the activations silu, gelu and swiglu.
+"""softmax and log_softmax along the last axis, the activations silu, gelu and swiglu, and softcap.
 
 Arithmetic is float32, with float64 sums; a bfloat16 result is rounded once. Results do not depend on the instruction
 set, on the number of threads, or on the other rows. Not differentiated through. Each takes ``out``, which may be an
@@ -50,6 +50,11 @@ def naive_gelu(x: np.ndarray, approximate: str = "none") -> np.ndarray:
 def naive_swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     """The definition of ``swiglu``, in the arrays' own precision."""
     return naive_silu(gate) * up
+
+
+def naive_softcap(x: np.ndarray, cap: float) -> np.ndarray:
+    """The definition of ``softcap``, in the array's own precision."""
+    return cap * np.tanh(x / cap)
 
 
 def softmax(x: Any, *, scale: float = 1.0, out: Any = None) -> Any:
@@ -155,6 +160,32 @@ def swiglu(gate: Any, up: Any = None, *, out: Any = None) -> Any:
         rowwise.check_target(name, "out", out, shape, gate)
     result = _core.swiglu(rowwise.flat(gate), None if up is None else rowwise.flat(up), None)
     return rowwise.finish(name, result, shape, out)
+
+
+def softcap(x: Any, cap: float, *, out: Any = None) -> Any:
+    """cap tanh(x / cap), element by element: Gemma 2's bound of attention scores and logits.
+
+    Within 6 ULP, but where x / cap is below 1e-37.
+
+    Args:
+        x: (..., n) float32 or bfloat16, NumPy or torch (CPU).
+        cap: what no result is beyond; rounded to float32, above 0.
+        out: like x, written in place, x itself allowed; None: a new array.
+
+    Returns:
+        The shape, kind and dtype of x. inf gives cap and -inf gives -cap, the limits; NaN gives NaN.
+
+    Raises:
+        WhetValueError: cap is not a finite number above 0, ``out`` cannot take the result, or a tensor requires grad or
+            is not on the CPU.
+        WhetTypeError: another dtype.
+    """
+    if not 1e-37 < cap < 1e37:
+        raise WhetValueError(f"softcap: cap is {cap!r}, expected a number above 0 that float32 holds.")
+    result = _core.softcap(x, cap, out)
+    if result is NotImplemented:
+        result = _slow("softcap", x, lambda rows: _core.softcap(rows, cap, None), out)
+    return result
 
 
 def _softmax(name: str, x: Any, scale: float, log: bool, out: Any) -> Any:

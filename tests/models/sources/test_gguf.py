@@ -28,7 +28,7 @@ QUANTISED = tuple(gguf.GGMLQuantizationType(f.gguf_type) for f in TABLE.values()
 
 
 CASES = ("llama", "llama-biases-tied", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neox-serial", "gpt2",
-         "gpt2-untied-unscaled", "phi3", "granite", "smollm3-interval", "olmo2", "gemma3", "starcoder2",
+         "gpt2-untied-unscaled", "phi3", "granite", "smollm3-interval", "olmo2", "gemma2", "gemma3", "starcoder2",
          "starcoder2-untied", "stablelm", "stablelm-parallel", "phi", "phi-rotary")  # fmt: skip
 
 
@@ -50,6 +50,8 @@ def test_logits_are_those_of_transformers(case, tmp_path):
 def test_names_of_tensors(case):
     model = tiny_model(case)
     for name in model.state_dict():
+        if name == "lm_head.weight" and case == "gemma2":
+            continue  # llama.cpp's has none of its own
         assert tensor_name(model.config.model_type, name) == gguf_name(model.config, name)
     assert tensor_name("llama", "model.layers.13.mlp.up_proj.weight") == "blk.13.ffn_up.weight"
     with pytest.raises(KeyError):

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from whet.errors import WhetValueError
-from whet.models.architecture import ModelConfig
+from whet.models.architecture import SOFTCAPS, ModelConfig
 from whet.models.families import (
     FAMILIES,
     GGUF_NAMES,
@@ -189,6 +189,8 @@ class _Metadata:
             raise self.wrong("value_dim", f"{_KEYS['head_dim']}={sizes['head_dim']}")
         model_type = self.model_type()
         family = FAMILIES[model_type]
+        gguf = family.gguf or {}
+        by_hidden = sizes["n_layers"] == gguf.get("scale_by_hidden")
         for name, implied in (("n_kv_heads", n_heads), ("head_dim", sizes["hidden_dim"] // n_heads)):
             if name not in family.keys and sizes[name] != implied:
                 raise WhetValueError(f"{self.where}: {name} is {sizes[name]}, expected {implied} for a {model_type}.")
@@ -213,10 +215,11 @@ class _Metadata:
             "tie_word_embeddings": f"{names['head:']}.weight" not in self.tensors,
             **self.biases(family, biased),
             **self.scales(family, sizes["head_dim"]),
+            **self.softcaps(family),
             "use_parallel_residual": self.given.get("use_parallel_residual", True),
-            "sliding_window": self.given.get("sliding_window") or None,
+            "sliding_window": self.given.get("sliding_window") or gguf.get("sliding_window"),
             "rope_parameters": self.by_layers(rope, family),
-            "query_pre_attn_scalar": sizes["hidden_dim"] // n_heads if sizes["n_layers"] == 62 else sizes["head_dim"],
+            "query_pre_attn_scalar": sizes["hidden_dim"] // n_heads if by_hidden else sizes["head_dim"],
             # Where both places say it, transformers believes this one.
             "original_max_position_embeddings": rope.get("original_max_position_embeddings"),
         }
@@ -247,6 +250,13 @@ class _Metadata:
             if name in self.given and name not in family.keys:
                 raise self.wrong(name, "none")
         return {family.keys[name]: self.number(name, plain[name]) for name in SCALES if name in family.keys}
+
+    def softcaps(self, family: Family) -> dict[str, float]:
+        """The caps that only some families have; llama.cpp's are the family's own where a file does not say them."""
+        for name in SOFTCAPS:
+            if name in self.given and name not in family.keys:
+                raise self.wrong(name, "none")
+        return {family.keys[n]: self.number(n, family.defaults[n]) for n in SOFTCAPS if n in family.keys}
 
     def rope(self, sizes: Mapping[str, int], rotary_dim: int) -> dict[str, Any]:
         """Hugging Face's rope_parameters. (A half more than rotary_dim: its share is rounded down to it.)"""

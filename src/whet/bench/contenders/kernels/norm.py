@@ -11,7 +11,7 @@ import numpy as np
 import whet
 from whet.bench.case import BenchOptions, Call, Case, Provider, Table
 from whet.bench.prepare import Prepare, found, in_float64, normal, on_arrays, on_tensors, tensor
-from whet.ops.activations import naive_log_softmax, naive_softmax, naive_swiglu
+from whet.ops.activations import naive_log_softmax, naive_softcap, naive_softmax, naive_swiglu
 from whet.ops.kv_cache import naive_kv_append
 from whet.ops.norm import naive_layer_norm, naive_rms_norm
 
@@ -32,7 +32,7 @@ def tables(options: BenchOptions) -> list[Table]:
     """All tables of this family."""
     norms = [_one_row("rms_norm", naive_rms_norm, _RUVLLM_RMS), _one_row("layer_norm", naive_layer_norm, _RUVLLM_LAYER)]
     softmaxes = [_softmax("softmax", naive_softmax), _softmax("log_softmax", naive_log_softmax)]
-    return [*norms, _matrix(), *softmaxes, _swiglu(), _kv_append()]
+    return [*norms, _matrix(), *softmaxes, _swiglu(), _softcap(), _kv_append()]
 
 
 def _inputs(*shapes: tuple[int, ...], scale: float = 1) -> Callable[[np.random.Generator], list[np.ndarray]]:
@@ -121,6 +121,16 @@ def _swiglu() -> Table:
     cases = _rows(naive_swiglu, 2, ((1, 1536), (1, 11_008), (32, 1536), (512, 11_008)))
     providers = _providers("swiglu", torch_, naive_swiglu, note="silu(gate) * up, two kernels")
     return Table("swiglu, float32", cases, providers, _INSIDE, item="tokens")
+
+
+def _softcap() -> Table:
+    def torch_(inputs: Sequence[np.ndarray]) -> Call:
+        x = tensor(inputs[0])
+        return lambda: 2.0 * (x / 2.0).tanh()
+
+    cases = _rows(partial(naive_softcap, cap=2.0), 1, ((1, 32_768), (64, 32_768)))
+    providers = _providers("softcap", torch_, naive_softcap, note="three kernels", cap=2.0)
+    return Table("softcap, float32", cases, providers, _INSIDE, item="rows")
 
 
 # ---------------------------------------------------------------- KV cache
