@@ -11,7 +11,7 @@ import type { Call, Estimate, Files, Info, LoadOptions, PromptOptions, Request, 
 import { openReader, type Reader } from "./sources.js";
 import type { DownloadOptions } from "./download.js";
 import { type Message, TextTokenizer } from "./tokenizer.js";
-import type { TextStream } from "./token_texts.js";
+import type { TextStream, TokenTexts } from "./token_texts.js";
 
 const CHUNK = 64; // tokens of prompts in a step
 const FINISH = [undefined, "stop", "length"] as const; // as the core counts them; a cancelled request has no further tokens
@@ -42,6 +42,7 @@ export class Host {
   private readonly adapters = new Set<number>();
   private nextAdapter = 1;
   private tokenizer: TextTokenizer | undefined;
+  private hasTokenTexts = false; // in the core
 
   private constructor(
     private readonly core: Core,
@@ -146,22 +147,32 @@ export class Host {
     const prompt = this.idsOf(request.prompt, request.options, where);
     this.checkIds(prompt, "prompt", 1, where);
     const own = request.stopsByItself ? this.text(where).stopIds : [];
-    const stops = Int32Array.from(new Set([...sampling.stopTokenIds, ...own]));
+    const named = sampling.stop.length > 0 ? this.prepareStop(where).specialAmong(sampling.stop) : [];
+    const stops = Int32Array.from(new Set([...sampling.stopTokenIds, ...own, ...named]));
     this.checkIds(stops, "stopTokenIds", 0, where);
+    this.checkIds(Int32Array.from(sampling.logitBias, ([token]) => Math.min(token, 0x7fffffff)), "logitBias", 0, where);
+    if (sampling.minNewTokens > 0 && stops.length === this.plan.config.vocabSize) {
+      throw new WhetError(`${where}: minNewTokens is ${sampling.minNewTokens}, and stopTokenIds has the whole vocabulary: no token may be drawn. Leave some out.`);
+    }
     this.checkAdapter(adapter, where);
+    const strings = sampling.stop.map((text) => new TextEncoder().encode(text));
     const numbers = Float64Array.from([
-      adapter, n, sampling.minNewTokens, sampling.maxNewTokens, 1, sampling.seed, request.promptIndex, sampling.temperature,
-      sampling.topP, sampling.minP, sampling.repetitionPenalty, sampling.presencePenalty, sampling.frequencyPenalty, sampling.topK,
+      adapter, n, sampling.minNewTokens, sampling.maxNewTokens, 1, Number(sampling.seed >> 32n), Number(sampling.seed & 0xffffffffn),
+      request.promptIndex, sampling.temperature, sampling.topP, sampling.minP, sampling.repetitionPenalty, sampling.presencePenalty,
+      sampling.frequencyPenalty, sampling.topK, sampling.topLogprobs, sampling.logitBias.length, ...sampling.logitBias.flat(),
+      strings.length, ...strings.map((bytes) => bytes.length),
     ]);
-    const id = this.core.with([prompt, stops, numbers], (tokens, stop, settings) =>
-      this.core.call("add_prompt", tokens, prompt.length, stop, stops.length, settings, numbers.length),
+    const stopText = Uint8Array.from(strings.flatMap((bytes) => [...bytes]));
+    const id = this.core.with([prompt, stops, stopText, numbers], (tokens, stop, text, settings) =>
+      this.core.call("add_prompt", tokens, prompt.length, stop, stops.length, text, settings, numbers.length),
     );
     const texts = this.textStreams(n, where);
+    const drawnSince = (from: number, sample: number) => this.drawnSince(id, sample, from, texts[sample], strings.length > 0, sampling.topLogprobs);
     const sent = Array<number>(n).fill(0);
     try {
       while (!signal.aborted) {
         const isDone = this.core.call("is_done", id) === 1;
-        const drawn = sent.flatMap((from, sample) => this.drawnSince(id, sample, from, texts[sample]));
+        const drawn = sent.flatMap(drawnSince);
         for (const { sample } of drawn) ++sent[sample];
         if (drawn.length > 0) emit(drawn);
         if (isDone) break;
@@ -186,16 +197,40 @@ export class Host {
     }
   }
 
-  private drawnSince(id: number, sample: number, from: number, text: TextStream | undefined): Token[] {
-    const n = this.core.call("sample_size", id, sample);
-    if (n === from) return [];
-    const tokens = this.core.integers(this.core.call("sample_tokens", id, sample), n);
-    const logprobs = this.core.floats(this.core.call("sample_logprobs", id, sample), n);
-    const finish = FINISH[this.core.call("sample_finish", id, sample)];
-    return Array.from({ length: n - from }, (_, i) => {
-      const isLast = from + i === n - 1 && finish !== undefined;
-      const token = tokens[from + i];
-      return { sample, token, text: text?.add(token, isLast) ?? "", logprob: logprobs[from + i], ...(isLast ? { finish } : {}) };
+  /** The texts of tokens, which the core finds stop strings in; it is told them once. */
+  private prepareStop(where: string): TokenTexts {
+    const { texts } = this.text(where);
+    if (texts.whyNoStop !== undefined) {
+      throw new WhetError(`${where}: stop needs a tokenizer whose tokens have a text of their own, and that of this one is not known: ${texts.whyNoStop}. Pass stopTokenIds.`);
+    }
+    if (!this.hasTokenTexts) {
+      const { bytes, ends } = texts.join();
+      this.core.with([bytes, ends], (at, end) => this.core.call("set_token_texts", at, bytes.length, end, ends.length, +texts.dropsFirstSpace));
+      this.hasTokenTexts = true;
+    }
+    return texts;
+  }
+
+  private drawnSince(id: number, sample: number, from: number, text: TextStream | undefined, isHeld: boolean, nTop: number): Token[] {
+    const [size, tokensAt, logprobsAt, heldAt, topAt, ended] = this.core.integers(this.core.call("sample", id, sample), 6);
+    const n = size - from;
+    if (n === 0) return [];
+    const tokens = this.core.integers(tokensAt + 4 * from, n);
+    const logprobs = this.core.floats(logprobsAt + 4 * from, n);
+    const held = isHeld ? this.core.integers(heldAt + 4 * from, n) : undefined;
+    const [topIds, topLogprobs] = [this.core.integers(topAt + 8 * from * nTop, 2 * n * nTop), this.core.floats(topAt + 8 * from * nTop, 2 * n * nTop)];
+    const finish = FINISH[ended];
+    return Array.from(tokens, (token, i) => {
+      const isLast = i === n - 1 && finish !== undefined;
+      const top = Array.from({ length: nTop }, (_, j) => 2 * (i * nTop + j)).filter((at) => topIds[at] >= 0); // pairs of an id and a log-prob
+      return {
+        sample,
+        token,
+        text: text?.add(token, held?.[i] ?? 0, isLast) ?? "",
+        logprob: logprobs[i],
+        ...(nTop > 0 ? { topLogprobs: top.map((at) => ({ token: topIds[at], logprob: topLogprobs[at + 1] })) } : {}),
+        ...(isLast ? { finish } : {}),
+      };
     });
   }
 
