@@ -2,9 +2,10 @@
 import { readAdapter, TARGETS } from "./adapters.js";
 import type { Core } from "./core.js";
 import { WhetError } from "./errors.js";
-import { describe, type GgufFile, type Piece } from "./gguf.js";
+import { describe } from "./gguf.js";
 import { configNumbers, type Family, type ModelConfig, slots } from "./model.js";
 import { type ModelReader, openModel, readHeads } from "./parts.js";
+import type { Piece } from "./pieces.js";
 import { breathe, startThreadWorker, type WorkerPort } from "./port.js";
 import { startCore } from "./start.js";
 import type { Call, Estimate, Files, Info, LoadOptions, PromptOptions, Request, Token } from "./protocol.js";
@@ -27,12 +28,18 @@ interface StoredType {
 
 const isFloat = (type: StoredType) => type.block === 1;
 
-/** A model's file, and what the engine makes of it. */
-interface Plan {
-  file: GgufFile;
+/** A model as its files describe it. */
+interface Model {
+  architecture: string;
   config: ModelConfig;
   family: Family;
   pieces: Piece[];
+  hasChatTemplate: boolean;
+  tokenizer(where: string): TextTokenizer;
+}
+
+/** A model, and what the engine makes of it. */
+interface Plan extends Model {
   formats: Map<string, Part[]>;
   types: Map<string, StoredType>;
 }
@@ -85,7 +92,7 @@ export class Host {
         threads: n,
         build,
         exact: core.call("is_fused") === 1,
-        hasChatTemplate: plan.file.metadata.has("tokenizer.chat_template"),
+        hasChatTemplate: plan.hasChatTemplate,
         weightsBytes: core.call("weights_bytes") >>> 0,
         kvBytes: core.call("kv_bytes") >>> 0,
       });
@@ -102,7 +109,7 @@ export class Host {
 
   /** Made when text first comes: token ids need none. */
   private text(where: string): TextTokenizer {
-    return (this.tokenizer ??= TextTokenizer.ofGguf(this.plan.file.metadata, where));
+    return (this.tokenizer ??= this.plan.tokenizer(where));
   }
 
   tokenize(text: string, addSpecialTokens: boolean): number[] {
@@ -301,17 +308,28 @@ export async function estimate(files: Files, contextLength: number | undefined, 
   }
 }
 
-async function makePlan(core: Core, reader: ModelReader, given: number | undefined): Promise<Plan> {
-  const file = await readHeads(core, reader);
-  const trained = Number(file.metadata.get(`${String(file.metadata.get("general.architecture"))}.context_length`));
-  const { config, family, pieces } = await describe(core, file, reader, given ?? Math.min(trained, MOST_CONTEXT));
+async function makePlan(core: Core, reader: ModelReader, contextLength: number | undefined): Promise<Plan> {
+  const model = await describeModel(core, reader, contextLength);
   const types = storedTypes(core);
-  return { file, config, family, pieces, types, formats: chooseFormats(config, pieces, types) };
+  return { ...model, types, formats: chooseFormats(model.config, model.pieces, types) };
 }
 
-function describePlan({ file, config, formats }: Pick<Plan, "file" | "config" | "formats">) {
+async function describeModel(core: Core, reader: ModelReader, contextLength: number | undefined): Promise<Model> {
+  const file = await readHeads(core, reader);
+  const { metadata } = file;
+  const architecture = String(metadata.get("general.architecture"));
+  const length = contextLength ?? Math.min(Number(metadata.get(`${architecture}.context_length`)), MOST_CONTEXT);
   return {
-    architecture: String(file.metadata.get("general.architecture")),
+    ...(await describe(core, file, reader, length)),
+    architecture,
+    hasChatTemplate: metadata.has("tokenizer.chat_template"),
+    tokenizer: (where) => TextTokenizer.ofGguf(metadata, where),
+  };
+}
+
+function describePlan({ architecture, config, formats }: Pick<Plan, "architecture" | "config" | "formats">) {
+  return {
+    architecture,
     parameters: [...slots(config).values()].reduce((sum, shape) => sum + shape.reduce((a, b) => a * b), 0),
     contextLength: config.maxPosition,
     formats: [...new Set([...formats.values()].flatMap((parts) => parts.map((part) => part.format)))],
@@ -378,6 +396,7 @@ function pack(core: Core, piece: Piece, bytes: Uint8Array, types: Map<string, St
   const { tensor, count, every } = piece;
   const type = types.get(tensor.type)!;
   const isVector = tensor.shape.length === 1;
+  if (isVector && !isFloat(type)) throw new WhetError(`Engine.load: ${where}: ${tensor.name} is ${tensor.type}, expected floats: norms and biases are not quantised.`);
   const k = tensor.shape[tensor.shape.length - 1];
   const rowBytes = isVector ? type.blockBytes : (k / type.block) * type.blockBytes;
   const most = isVector ? count : Math.max(16, Math.floor((4 << 20) / (rowBytes * every) / 16) * 16);

@@ -13,6 +13,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from tests.engine.tiny_models import CASES, tiny_model, token_ids
 from tests.gguf_files import write_gguf
 from tests.models.tokenizers import vocab_files
 from tests.models.tokenizers.texts import make_texts
@@ -23,6 +24,7 @@ import whet
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.errors import WhetTypeError, WhetValueError
+from whet.models.families import FAMILIES
 from whet.models.tokenizers import GGUFTokenizer, read_tokenizer
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 from whet.models.tokenizers.template import ChatTemplate
@@ -151,6 +153,25 @@ def answers(engine: Engine, tokenizer: GGUFTokenizer, adapter: Path) -> dict[str
     return found | {"greedy": greedy.token_ids, "chat": chat}
 
 
+def families(folder: Path) -> None:
+    """Models of every family as files, and what the native engine makes of them."""
+    folder.mkdir(exist_ok=True)
+    found = []
+    for case, (model_type, _) in CASES.items():
+        model = tiny_model(case)
+        if FAMILIES[model_type].gguf is not None and case != "llama-proportional":  # half of a head
+            found.append(family_answers(write_gguf(model, folder / f"{case}.gguf")))
+    (folder.parent / "families.json").write_text(json.dumps(found))
+
+
+def family_answers(path: Path) -> dict[str, Any]:
+    engine, [ids] = Engine.from_pretrained(path), token_ids().tolist()
+    [samples] = engine.generate([ids], 2, SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=16, seed=3))
+    [scores] = engine.logprobs([ids])
+    drawn = [{"tokens": sample.token_ids, "logprobs": sample.logprobs} for sample in samples]
+    return {"file": f"families/{path.name}", "ids": ids, "samples": drawn, "scores": scores.tolist()}
+
+
 def samplings(engine: Engine, tokenizer: GGUFTokenizer) -> list[dict[str, Any]]:
     """Samples with every setting, and with stop strings that tokens cut in every way."""
     ids = tokenizer.encode(PROMPT)
@@ -236,6 +257,7 @@ def ops() -> dict[str, Any]:
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model(folder)
+    families(folder / "families")
     (folder / "ops.json").write_text(json.dumps(ops()), encoding="utf-8")
     for name, made in (("tokenizers", tokenizers()), ("templates", templates()), ("settings", settings())):
         (folder / f"{name}.json").write_text(

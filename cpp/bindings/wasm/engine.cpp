@@ -100,14 +100,17 @@ WHET_EXPORT(begin_model) void begin_model(const double* numbers, size_t n) {
     c.norm = static_cast<Norm>(from.size()), c.norm_eps = from.number();
     c.rotary_dim = from.size(), c.is_neox = from.flag(), c.attention_factor = from.number();
     c.learned_positions = from.size();
-    c.parallel_residual = from.flag(), c.shared_norm = from.flag(), c.qk_norm = from.flag();
+    c.parallel_residual = from.flag(), c.shared_norm = from.flag();
+    c.pre_norm = from.flag(), c.post_norm = from.flag(), c.qk_norm = from.flag(), c.qk_norm_whole = from.flag();
     c.activation = static_cast<Activation>(from.size()), c.gated = from.flag();
     c.attention_scale = from.number();
     c.embedding_scale = static_cast<float>(from.number()), c.residual_scale = static_cast<float>(from.number());
     c.logits_scale = static_cast<float>(from.number());
-    for (size_t i = from.size(); i > 0; --i) c.rope_layers.push_back(from.flag());
     for (size_t i = 0; i < c.n_layers; ++i) c.windows.push_back(from.size());
     for (size_t i = 0; i < c.rotary_dim / 2; ++i) c.inv_freq.push_back(from.number());
+    for (size_t i = from.size(); i > 0; --i) c.rope_layers.push_back(from.flag());
+    for (size_t i = from.size(); i > 0; --i) c.local_layers.push_back(from.flag());
+    for (size_t i = 0; !c.local_layers.empty() && i < c.rotary_dim / 2; ++i) c.local_inv_freq.push_back(from.number());
     check(c);
     weights = std::make_shared<Weights>(std::move(c));
 }
