@@ -46,13 +46,14 @@ def pre_tokenizers() -> list[list[Any]]:
     return [[names, {camel(key): value for key, value in entry._asdict().items()}] for entry, names in entries.items()]
 
 
-_NOT_THERE = {"pre_norm", "post_norm", "qk_norm_whole", *SOFTCAPS}  # what Gemma 3 has besides comes with post_norm
-"""Settings and options of families that the package does not run yet."""
+_NOT_THERE = set(SOFTCAPS)
+"""Options of families that the package does not run yet."""
 
 
 def model_families() -> dict[str, Any]:
     """model_type -> what the config and the tensors of a family are, its own and what it has of another."""
-    fields = ("keys", "settings", "defaults", "gguf", "window", "rope", "partial_rotary", "rope_off")
+    fields = ("keys", "settings", "defaults", "gguf", "window", "rope")
+    fields += ("partial_rotary", "rope_off", "rope_local", "root_of_embedding")
     return {
         name: {field: getattr(family, field) for field in fields} | {"modules": families._resolve(name)["modules"]}
         for name, family in families.FAMILIES.items()

@@ -14,7 +14,7 @@ export class CoreError extends WhetError {
   }
 }
 
-type Exports = Record<string, (...args: number[]) => number> & {
+export type Exports = Record<string, (...args: number[]) => number> & {
   __stack_pointer: WebAssembly.Global<"i32">;
   __tls_size?: WebAssembly.Global<"i32">;
 };
@@ -37,18 +37,14 @@ export class Core {
   /** `shared`: memory that threads can share; only of the module that is built for it. */
   static async create(module: WebAssembly.Module, shared: boolean): Promise<Core> {
     const memory = new WebAssembly.Memory({ initial: 64, maximum: LARGEST_PAGES, shared });
-    const core = await Core.attach(module, memory);
-    core.call("__wasm_call_ctors"); // once for all threads: what it makes lies in the memory
-    return core;
-  }
-
-  static async attach(module: WebAssembly.Module, memory: WebAssembly.Memory): Promise<Core> {
     const text = (at: number, n: number) => new TextDecoder().decode(new Uint8Array(memory.buffer, at, n).slice());
     const raise = (type: number, typeSize: number, at: number, size: number) => {
       throw new CoreError(text(type, typeSize), text(at, size));
     };
     const instance = await WebAssembly.instantiate(module, { env: { memory }, host: { raise } });
-    return new Core(module, memory, instance.exports as unknown as Exports);
+    const core = new Core(module, memory, instance.exports as unknown as Exports);
+    core.call("__wasm_call_ctors"); // once for all threads: what it makes lies in the memory
+    return core;
   }
 
   /** Calls an export. An exception leaves the stack as it was. */
@@ -136,21 +132,5 @@ export class Core {
     const stack = this.allocate(stackBytes) + stackBytes;
     const tls = this.allocate(Math.max(16, this.exports.__tls_size?.value ?? 0));
     return { module: this.module, memory: this.memory, stack: stack - (stack % 16), tls };
-  }
-
-  /** Runs the core's tasks on this thread, for ever. `ready` is called before the first. */
-  static async runThread(thread: Thread, ready: () => void): Promise<never> {
-    const core = await Core.attach(thread.module, thread.memory);
-    core.exports.__stack_pointer.value = thread.stack;
-    core.exports.__wasm_init_tls(thread.tls);
-    ready();
-    for (;;) {
-      try {
-        core.exports.work();
-      } catch {
-        core.exports.__stack_pointer.value = thread.stack;
-        core.exports.fail_task();
-      }
-    }
   }
 }

@@ -139,11 +139,10 @@ export class Engine {
     checkSignal(where, signal);
     if (!Number.isSafeInteger(promptIndex) || promptIndex < 0) throw new WhetError(`${where}: promptIndex is ${show(promptIndex)}, expected an integer >= 0.`);
     const checked = checkPrompt(where, prompt);
-    const settings = checkSampling(sampling, where);
     const request: Request = {
       prompt: checked,
       options: { tools, addGenerationPrompt, templateOptions },
-      sampling: { ...settings, stopTokenIds: Array.from(settings.stopTokenIds) },
+      sampling: checkSampling(sampling, where),
       stopsByItself: !(checked instanceof Int32Array),
       n,
       promptIndex,

@@ -6,7 +6,8 @@ import type { Core } from "./core.js";
 import { WhetError } from "./errors.js";
 import { activations, gguf as NAMES } from "./facts.js";
 import { readHead, type Tensor, type TensorRow, tensorsOf } from "./heads.js";
-import { FAMILIES, type Family, type ModelConfig, partRows, ropeFrequencies, slots, toCamel } from "./model.js";
+import { FAMILIES, type Family, type ModelConfig, ropeFrequencies, toCamel } from "./model.js";
+import { findPieces, type Piece, type Place, type Stored } from "./pieces.js";
 import type { Reader } from "./sources.js";
 
 export type Value = number | bigint | boolean | string | Value[] | null;
@@ -14,17 +15,6 @@ export type Value = number | bigint | boolean | string | Value[] | null;
 export interface GgufFile {
   metadata: Map<string, Value>;
   tensors: Map<string, Tensor>;
-}
-
-/** Rows of a tensor on their way into a slot. */
-export interface Piece {
-  slot: string;
-  firstRow: number;
-  tensor: Tensor;
-  /** First row of the tensor, how many, and the distance between them in rows. */
-  row: number;
-  count: number;
-  every: number;
 }
 
 type MetadataRow = [key: string, type: number, itemType: number, count: number, offset: number, bytes: number];
@@ -132,7 +122,7 @@ class Metadata {
   family(): Family {
     const all = Object.values(FAMILIES).filter((family) => family.gguf?.architecture === this.architecture);
     if (!this.given.sliding_window) return all[0];
-    const found = all.find((family) => family.window === "all");
+    const found = all.find((family) => family.window === "all" || family.window === "pattern");
     if (found === undefined) throw this.wrong("sliding_window", "none: it is not said which layers have it");
     return found;
   }
@@ -194,7 +184,8 @@ export async function describe(
   if (!(Number.isInteger(length) && length >= 1)) throw new WhetError(`${where}: contextLength is ${show(maxPosition)}, expected an integer of at least 1.`);
   const rotary = await rotaryOf(core, meta, family, file, reader, headDim, trained, length, where);
   if (family.rope === "none" && length > trained) throw new WhetError(`${where}: contextLength is ${length}, and the model has ${trained} positions.`);
-  const window = family.window === "all" && meta.get("sliding_window") ? meta.size("sliding_window") : 0;
+  const window = family.window !== "none" && meta.get("sliding_window") ? meta.size("sliding_window") : 0;
+  const isLocal = (i: number) => family.window !== "pattern" || (i + 1) % (family.defaults.sliding_window_pattern as number) !== 0;
   const config: ModelConfig = {
     nLayers, nHeads, nKvHeads, headDim, hiddenDim, ffnDim,
     vocabSize: table.shape[0],
@@ -202,17 +193,18 @@ export async function describe(
     norm: "rms",
     normEps: meta.number(epsilon),
     learnedPositions: family.rope === "none" ? trained : 0,
-    parallelResidual: false, sharedNorm: false, qkNorm: false, gated: true,
+    parallelResidual: false, sharedNorm: false, preNorm: true, postNorm: false, qkNorm: false, qkNormWhole: false, gated: true,
     activation: (activations as Record<string, string>)[family.defaults.activation as string] as ModelConfig["activation"],
-    windows: Array<number>(nLayers).fill(window >= length ? 0 : window),
-    ...scales(meta, family, headDim),
+    windows: Array.from({ length: nLayers }, (_, i) => (window < length && isLocal(i) ? window : 0)),
+    ...scales(core, meta, family, { nLayers, nHeads, headDim, hiddenDim }),
+    ...localRotary(core, meta, family, nLayers, headDim, length, isLocal),
     ropeLayers: family.rope_off ? ropeLayers(nLayers, family.defaults.no_rope_layer_interval as number) : [],
     tiedHead: !file.tensors.has(`${moduleName("head")}.weight`),
     qkvBias: false, oBias: false, mlpBias: false, headBias: false,
     ...rotary,
     ...settings,
   };
-  return { config, family, pieces: findPieces(config, family, file, where) };
+  return { config, family, pieces: placeTensors(config, family, file, where) };
 }
 
 /** Whether matrices have biases, which is known by their tensors, under the names of the family's options. */
@@ -226,18 +218,31 @@ function optionsOfBiases(family: Family, biases: Record<string, boolean>): Recor
 }
 
 /** The factors that only some families have. */
-function scales(meta: Metadata, family: Family, headDim: number) {
-  const plain = { attention_scale: 1 / Math.sqrt(headDim), embedding_scale: 1, residual_scale: 1, logits_divisor: 1 };
-  const given = (name: keyof typeof plain): number => {
+function scales(core: Core, meta: Metadata, family: Family, c: Pick<ModelConfig, "nLayers" | "nHeads" | "headDim" | "hiddenDim">) {
+  const given = (name: string, otherwise: number): number => {
     if (meta.has(name) && !(name in family.keys)) throw meta.wrong(name, "none");
-    return meta.number(name, plain[name]);
+    return meta.number(name, otherwise);
   };
+  // Gemma 3 of 27 B scales by another size than its heads' (query_pre_attn_scalar), which the file does not say.
+  const scaled = c.nLayers === 62 ? Math.trunc(c.hiddenDim / c.nHeads) : c.headDim;
+  const plain = "query_pre_attn_scalar" in family.defaults ? core.call("power", scaled, -0.5) : 1 / Math.sqrt(c.headDim);
   return {
-    attentionScale: given("attention_scale"),
-    embeddingScale: given("embedding_scale"),
-    residualScale: given("residual_scale"),
-    logitsScale: 1 / given("logits_divisor"),
+    attentionScale: given("attention_scale", plain),
+    embeddingScale: given("embedding_scale", family.root_of_embedding ? Math.sqrt(c.hiddenDim) : 1),
+    residualScale: given("residual_scale", 1),
+    logitsScale: 1 / given("logits_divisor", 1),
   };
+}
+
+/** Of layers that rotate by frequencies of their own, which files may leave out. */
+function localRotary(core: Core, meta: Metadata, family: Family, nLayers: number, headDim: number, length: number, isLocal: (i: number) => boolean) {
+  const name = "rope_local_base_freq";
+  const localLayers = Array.from({ length: nLayers }, (_, i) => isLocal(i));
+  if (!family.rope_local && meta.has(name)) throw meta.wrong(name, "none");
+  if (!family.rope_local || !localLayers.includes(true)) return { localLayers: [], localInvFreq: [] };
+  const theta = meta.number(name, family.defaults[name] as number);
+  const { invFreq } = ropeFrequencies(core, headDim, length, { kind: "default", theta, partial: 1, factor: 1, original: length, betaFast: 32, betaSlow: 1 });
+  return { localLayers, localInvFreq: invFreq };
 }
 
 /** Every interval-th layer does not rotate. */
@@ -281,46 +286,21 @@ async function rotaryOf(
   return { rotaryDim: 2 * found.invFreq.length, isNeox: true, ...found };
 }
 
-/** The pieces that fill every slot once; each tensor of the file is used. */
-function findPieces(config: ModelConfig, family: Family, file: GgufFile, where: string): Piece[] {
-  const shapes = slots(config);
+/** Where the tensors go; each tensor of the file is used. */
+function placeTensors(config: ModelConfig, family: Family, file: GgufFile, where: string): Piece[] {
   const used = new Set<string>(Object.values(NAMES.rope_tensors as Record<string, string>));
-  const pieces: Piece[] = [];
-  for (const [target, names] of Object.entries(family.modules)) {
-    const [pattern, part = ""] = target.split(":");
-    for (let i = 0; i < (pattern.includes("{i}") ? config.nLayers : 1); ++i) {
-      const fill = (text: string) => text.replace("{i}", String(i));
-      const slot = fill(pattern);
-      for (const [suffix, candidates] of [["weight", [slot, `${slot}.weight`]], ["bias", [`${slot}.bias`]]] as const) {
-        const name = candidates.find((each) => shapes.has(each));
-        if (name === undefined) continue;
-        const [rows, ...rest] = shapes.get(name)!;
-        const [firstRow, count] = partRows(config, part, rows);
-        let tensor = file.tensors.get(`${fill(names.gguf ?? "")}.${suffix}`);
-        let row = 0;
-        const whole = "qkv".includes(part) && part !== "" ? file.tensors.get(`${fill(NAMES.fused_qkv)}.${suffix}`) : undefined;
-        if (tensor !== undefined && whole !== undefined) throw new WhetError(`${where}: there are both ${whole.name} and ${tensor.name}. Convert the model again.`);
-        let shape = [count, ...rest];
-        if (whole !== undefined) [tensor, row, shape] = [whole, firstRow, [rows, ...rest]];
-        if (tensor === undefined) throw new WhetError(`${where}: there is no tensor ${fill(names.gguf ?? "")}.${suffix}, which this model needs.`);
-        used.add(tensor.name);
-        if (tensor.shape.join() !== shape.join()) {
-          throw new WhetError(`${where}: ${tensor.name} has shape (${tensor.shape.join(", ")}), expected (${shape.join(", ")}). The file is damaged.`);
-        }
-        if (family.gguf?.interleaved && (part === "q" || part === "k")) {
-          // llama.cpp's order of Llama's q and k: row 2i + p of a head was row i + p headDim / 2
-          for (let head = 0; head < count; head += config.headDim) {
-            for (let parity = 0; parity < 2; ++parity) {
-              const half = config.headDim / 2;
-              pieces.push({ slot: name, firstRow: firstRow + head + parity * half, tensor, row: row + head + parity, count: half, every: 2 });
-            }
-          }
-        } else {
-          pieces.push({ slot: name, firstRow, tensor, row, count, every: 1 });
-        }
-      }
-    }
-  }
+  const find = ([module]: string[], suffix: string, place: Place): Stored => {
+    const own = file.tensors.get(`${module}.${suffix}`);
+    const fused = "qkv".includes(place.part) && place.part !== "" ? file.tensors.get(`${NAMES.fused_qkv.replace("{i}", String(place.layer))}.${suffix}`) : undefined;
+    if (own !== undefined && fused !== undefined) throw new WhetError(`${where}: there are both ${fused.name} and ${own.name}. Convert the model again.`);
+    const tensor = own ?? fused;
+    if (tensor === undefined) throw new WhetError(`${where}: there is no tensor ${module}.${suffix}, which this model needs.`);
+    used.add(tensor.name);
+    if (tensor === own) return { tensor, row: 0, shape: tensor.shape };
+    if (tensor.shape[0] !== place.rows) throw new WhetError(`${where}: ${tensor.name} has ${tensor.shape[0]} rows, expected ${place.rows}: q, k and v.`);
+    return { tensor, row: place.firstRow, shape: [place.count, ...tensor.shape.slice(1)] };
+  };
+  const pieces = findPieces(config, family, "gguf", find, where);
   const unknown = [...file.tensors.keys()].filter((name) => !used.has(name)).sort()[0];
   if (unknown !== undefined) throw new WhetError(`${where}: a model of this kind has no ${unknown}; the engine does not know it.`);
   return pieces;

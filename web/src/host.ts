@@ -2,16 +2,17 @@
 import { readAdapter, TARGETS } from "./adapters.js";
 import type { Core } from "./core.js";
 import { WhetError } from "./errors.js";
-import { describe, type GgufFile, type Piece } from "./gguf.js";
+import { describe } from "./gguf.js";
 import { configNumbers, type Family, type ModelConfig, slots } from "./model.js";
 import { type ModelReader, openModel, readHeads } from "./parts.js";
+import type { Piece } from "./pieces.js";
 import { breathe, startThreadWorker, type WorkerPort } from "./port.js";
 import { startCore } from "./start.js";
 import type { Call, Estimate, Files, Info, LoadOptions, PromptOptions, Request, Token } from "./protocol.js";
 import { openReader, type Reader } from "./sources.js";
 import type { DownloadOptions } from "./download.js";
 import { type Message, TextTokenizer } from "./tokenizer.js";
-import type { TextStream } from "./token_texts.js";
+import type { TextStream, TokenTexts } from "./token_texts.js";
 
 const CHUNK = 64; // tokens of prompts in a step
 const FINISH = [undefined, "stop", "length"] as const; // as the core counts them; a cancelled request has no further tokens
@@ -27,12 +28,18 @@ interface StoredType {
 
 const isFloat = (type: StoredType) => type.block === 1;
 
-/** A model's file, and what the engine makes of it. */
-interface Plan {
-  file: GgufFile;
+/** A model as its files describe it. */
+interface Model {
+  architecture: string;
   config: ModelConfig;
   family: Family;
   pieces: Piece[];
+  hasChatTemplate: boolean;
+  tokenizer(where: string): TextTokenizer;
+}
+
+/** A model, and what the engine makes of it. */
+interface Plan extends Model {
   formats: Map<string, Part[]>;
   types: Map<string, StoredType>;
 }
@@ -42,6 +49,7 @@ export class Host {
   private readonly adapters = new Set<number>();
   private nextAdapter = 1;
   private tokenizer: TextTokenizer | undefined;
+  private hasTokenTexts = false; // in the core
 
   private constructor(
     private readonly core: Core,
@@ -84,7 +92,7 @@ export class Host {
         threads: n,
         build,
         exact: core.call("is_fused") === 1,
-        hasChatTemplate: plan.file.metadata.has("tokenizer.chat_template"),
+        hasChatTemplate: plan.hasChatTemplate,
         weightsBytes: core.call("weights_bytes") >>> 0,
         kvBytes: core.call("kv_bytes") >>> 0,
       });
@@ -101,7 +109,7 @@ export class Host {
 
   /** Made when text first comes: token ids need none. */
   private text(where: string): TextTokenizer {
-    return (this.tokenizer ??= TextTokenizer.ofGguf(this.plan.file.metadata, where));
+    return (this.tokenizer ??= this.plan.tokenizer(where));
   }
 
   tokenize(text: string, addSpecialTokens: boolean): number[] {
@@ -146,22 +154,32 @@ export class Host {
     const prompt = this.idsOf(request.prompt, request.options, where);
     this.checkIds(prompt, "prompt", 1, where);
     const own = request.stopsByItself ? this.text(where).stopIds : [];
-    const stops = Int32Array.from(new Set([...sampling.stopTokenIds, ...own]));
+    const named = sampling.stop.length > 0 ? this.prepareStop(where).specialAmong(sampling.stop) : [];
+    const stops = Int32Array.from(new Set([...sampling.stopTokenIds, ...own, ...named]));
     this.checkIds(stops, "stopTokenIds", 0, where);
+    this.checkIds(Int32Array.from(sampling.logitBias, ([token]) => Math.min(token, 0x7fffffff)), "logitBias", 0, where);
+    if (sampling.minNewTokens > 0 && stops.length === this.plan.config.vocabSize) {
+      throw new WhetError(`${where}: minNewTokens is ${sampling.minNewTokens}, and stopTokenIds has the whole vocabulary: no token may be drawn. Leave some out.`);
+    }
     this.checkAdapter(adapter, where);
+    const strings = sampling.stop.map((text) => new TextEncoder().encode(text));
     const numbers = Float64Array.from([
-      adapter, n, sampling.minNewTokens, sampling.maxNewTokens, 1, sampling.seed, request.promptIndex, sampling.temperature,
-      sampling.topP, sampling.minP, sampling.repetitionPenalty, sampling.presencePenalty, sampling.frequencyPenalty, sampling.topK,
+      adapter, n, sampling.minNewTokens, sampling.maxNewTokens, 1, Number(sampling.seed >> 32n), Number(sampling.seed & 0xffffffffn),
+      request.promptIndex, sampling.temperature, sampling.topP, sampling.minP, sampling.repetitionPenalty, sampling.presencePenalty,
+      sampling.frequencyPenalty, sampling.topK, sampling.topLogprobs, sampling.logitBias.length, ...sampling.logitBias.flat(),
+      strings.length, ...strings.map((bytes) => bytes.length),
     ]);
-    const id = this.core.with([prompt, stops, numbers], (tokens, stop, settings) =>
-      this.core.call("add_prompt", tokens, prompt.length, stop, stops.length, settings, numbers.length),
+    const stopText = Uint8Array.from(strings.flatMap((bytes) => [...bytes]));
+    const id = this.core.with([prompt, stops, stopText, numbers], (tokens, stop, text, settings) =>
+      this.core.call("add_prompt", tokens, prompt.length, stop, stops.length, text, settings, numbers.length),
     );
     const texts = this.textStreams(n, where);
+    const drawnSince = (from: number, sample: number) => this.drawnSince(id, sample, from, texts[sample], strings.length > 0, sampling.topLogprobs);
     const sent = Array<number>(n).fill(0);
     try {
       while (!signal.aborted) {
         const isDone = this.core.call("is_done", id) === 1;
-        const drawn = sent.flatMap((from, sample) => this.drawnSince(id, sample, from, texts[sample]));
+        const drawn = sent.flatMap(drawnSince);
         for (const { sample } of drawn) ++sent[sample];
         if (drawn.length > 0) emit(drawn);
         if (isDone) break;
@@ -186,16 +204,40 @@ export class Host {
     }
   }
 
-  private drawnSince(id: number, sample: number, from: number, text: TextStream | undefined): Token[] {
-    const n = this.core.call("sample_size", id, sample);
-    if (n === from) return [];
-    const tokens = this.core.integers(this.core.call("sample_tokens", id, sample), n);
-    const logprobs = this.core.floats(this.core.call("sample_logprobs", id, sample), n);
-    const finish = FINISH[this.core.call("sample_finish", id, sample)];
-    return Array.from({ length: n - from }, (_, i) => {
-      const isLast = from + i === n - 1 && finish !== undefined;
-      const token = tokens[from + i];
-      return { sample, token, text: text?.add(token, isLast) ?? "", logprob: logprobs[from + i], ...(isLast ? { finish } : {}) };
+  /** The texts of tokens, which the core finds stop strings in; it is told them once. */
+  private prepareStop(where: string): TokenTexts {
+    const { texts } = this.text(where);
+    if (texts.whyNoStop !== undefined) {
+      throw new WhetError(`${where}: stop needs a tokenizer whose tokens have a text of their own, and that of this one is not known: ${texts.whyNoStop}. Pass stopTokenIds.`);
+    }
+    if (!this.hasTokenTexts) {
+      const { bytes, ends } = texts.join();
+      this.core.with([bytes, ends], (at, end) => this.core.call("set_token_texts", at, bytes.length, end, ends.length, +texts.dropsFirstSpace));
+      this.hasTokenTexts = true;
+    }
+    return texts;
+  }
+
+  private drawnSince(id: number, sample: number, from: number, text: TextStream | undefined, isHeld: boolean, nTop: number): Token[] {
+    const [size, tokensAt, logprobsAt, heldAt, topAt, ended] = this.core.integers(this.core.call("sample", id, sample), 6);
+    const n = size - from;
+    if (n === 0) return [];
+    const tokens = this.core.integers(tokensAt + 4 * from, n);
+    const logprobs = this.core.floats(logprobsAt + 4 * from, n);
+    const held = isHeld ? this.core.integers(heldAt + 4 * from, n) : undefined;
+    const [topIds, topLogprobs] = [this.core.integers(topAt + 8 * from * nTop, 2 * n * nTop), this.core.floats(topAt + 8 * from * nTop, 2 * n * nTop)];
+    const finish = FINISH[ended];
+    return Array.from(tokens, (token, i) => {
+      const isLast = i === n - 1 && finish !== undefined;
+      const top = Array.from({ length: nTop }, (_, j) => 2 * (i * nTop + j)).filter((at) => topIds[at] >= 0); // pairs of an id and a log-prob
+      return {
+        sample,
+        token,
+        text: text?.add(token, held?.[i] ?? 0, isLast) ?? "",
+        logprob: logprobs[i],
+        ...(nTop > 0 ? { topLogprobs: top.map((at) => ({ token: topIds[at], logprob: topLogprobs[at + 1] })) } : {}),
+        ...(isLast ? { finish } : {}),
+      };
     });
   }
 
@@ -266,17 +308,28 @@ export async function estimate(files: Files, contextLength: number | undefined, 
   }
 }
 
-async function makePlan(core: Core, reader: ModelReader, given: number | undefined): Promise<Plan> {
-  const file = await readHeads(core, reader);
-  const trained = Number(file.metadata.get(`${String(file.metadata.get("general.architecture"))}.context_length`));
-  const { config, family, pieces } = await describe(core, file, reader, given ?? Math.min(trained, MOST_CONTEXT));
+async function makePlan(core: Core, reader: ModelReader, contextLength: number | undefined): Promise<Plan> {
+  const model = await describeModel(core, reader, contextLength);
   const types = storedTypes(core);
-  return { file, config, family, pieces, types, formats: chooseFormats(config, pieces, types) };
+  return { ...model, types, formats: chooseFormats(model.config, model.pieces, types) };
 }
 
-function describePlan({ file, config, formats }: Pick<Plan, "file" | "config" | "formats">) {
+async function describeModel(core: Core, reader: ModelReader, contextLength: number | undefined): Promise<Model> {
+  const file = await readHeads(core, reader);
+  const { metadata } = file;
+  const architecture = String(metadata.get("general.architecture"));
+  const length = contextLength ?? Math.min(Number(metadata.get(`${architecture}.context_length`)), MOST_CONTEXT);
   return {
-    architecture: String(file.metadata.get("general.architecture")),
+    ...(await describe(core, file, reader, length)),
+    architecture,
+    hasChatTemplate: metadata.has("tokenizer.chat_template"),
+    tokenizer: (where) => TextTokenizer.ofGguf(metadata, where),
+  };
+}
+
+function describePlan({ architecture, config, formats }: Pick<Plan, "architecture" | "config" | "formats">) {
+  return {
+    architecture,
     parameters: [...slots(config).values()].reduce((sum, shape) => sum + shape.reduce((a, b) => a * b), 0),
     contextLength: config.maxPosition,
     formats: [...new Set([...formats.values()].flatMap((parts) => parts.map((part) => part.format)))],
@@ -343,6 +396,7 @@ function pack(core: Core, piece: Piece, bytes: Uint8Array, types: Map<string, St
   const { tensor, count, every } = piece;
   const type = types.get(tensor.type)!;
   const isVector = tensor.shape.length === 1;
+  if (isVector && !isFloat(type)) throw new WhetError(`Engine.load: ${where}: ${tensor.name} is ${tensor.type}, expected floats: norms and biases are not quantised.`);
   const k = tensor.shape[tensor.shape.length - 1];
   const rowBytes = isVector ? type.blockBytes : (k / type.block) * type.blockBytes;
   const most = isVector ? count : Math.max(16, Math.floor((4 << 20) / (rowBytes * every) / 16) * 16);

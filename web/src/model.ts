@@ -21,13 +21,19 @@ export interface ModelConfig {
   learnedPositions: number;
   parallelResidual: boolean;
   sharedNorm: boolean;
+  preNorm: boolean;
+  postNorm: boolean;
   qkNorm: boolean;
+  qkNormWhole: boolean;
   activation: "silu" | "gelu" | "gelu_tanh";
   gated: boolean;
   windows: number[];
   attentionScale: number;
   /** Per layer, whether it rotates; empty: all do. */
   ropeLayers: boolean[];
+  /** Per layer, whether it does by localInvFreq; empty: none. */
+  localLayers: boolean[];
+  localInvFreq: number[];
   embeddingScale: number;
   residualScale: number;
   logitsScale: number;
@@ -42,12 +48,14 @@ export interface Family {
   keys: Record<string, string>;
   settings: Record<string, unknown>;
   defaults: Record<string, unknown>;
-  modules: Record<string, { hf: string; hf_also?: string; hf_layout?: string; gguf?: string }>;
+  modules: Record<string, { hf: string; hf_also?: string; hf_layout?: "by_head" | "transposed"; hf_offset?: number; gguf?: string }>;
   gguf: { architecture: string; interleaved?: boolean } | null;
-  window: "none" | "all" | "some";
+  window: "none" | "all" | "some" | "pattern";
   rope: "neox" | "gptj" | "none";
   partial_rotary: boolean;
   rope_off: boolean;
+  rope_local: boolean;
+  root_of_embedding: boolean;
 }
 
 export const FAMILIES: Record<string, Family> = families;
@@ -67,10 +75,12 @@ export function slots(c: ModelConfig): Map<string, number[]> {
     ["down", c.hiddenDim, c.ffnDim, c.mlpBias],
   ];
   for (let i = 0; i < c.nLayers; ++i) {
-    for (const norm of c.sharedNorm ? ["norm1"] : ["norm1", "norm2"]) {
+    const norms = [...(c.sharedNorm ? ["norm1"] : c.preNorm ? ["norm1", "norm2"] : []), ...(c.postNorm ? ["post_norm1", "post_norm2"] : [])];
+    for (const norm of norms) {
       for (const part of parts) found.set(`layers.${i}.${norm}.${part}`, [c.hiddenDim]);
     }
-    if (c.qkNorm) for (const which of "qk") found.set(`layers.${i}.${which}_norm.weight`, [c.headDim]);
+    const normed = c.qkNormWhole ? [c.nHeads, c.nKvHeads] : [1, 1];
+    if (c.qkNorm) for (const [j, which] of ["q", "k"].entries()) found.set(`layers.${i}.${which}_norm.weight`, [normed[j] * c.headDim]);
     for (const [name, n, k, biased] of matrices) {
       found.set(`layers.${i}.${name}`, [n, k]);
       if (biased) found.set(`layers.${i}.${name}.bias`, [n]);
@@ -102,9 +112,9 @@ export function configNumbers(c: ModelConfig): Float64Array {
   return Float64Array.from([
     c.nLayers, c.nHeads, c.nKvHeads, c.headDim, c.hiddenDim, c.ffnDim, c.vocabSize, c.maxPosition,
     ["rms", "layer"].indexOf(c.norm), c.normEps, c.rotaryDim, +c.isNeox, c.attentionFactor, c.learnedPositions,
-    +c.parallelResidual, +c.sharedNorm, +c.qkNorm, ["silu", "gelu", "gelu_tanh"].indexOf(c.activation), +c.gated,
-    c.attentionScale, c.embeddingScale, c.residualScale, c.logitsScale, c.ropeLayers.length,
-    ...c.ropeLayers.map(Number), ...c.windows, ...c.invFreq,
+    +c.parallelResidual, +c.sharedNorm, +c.preNorm, +c.postNorm, +c.qkNorm, +c.qkNormWhole, ["silu", "gelu", "gelu_tanh"].indexOf(c.activation), +c.gated,
+    c.attentionScale, c.embeddingScale, c.residualScale, c.logitsScale, ...c.windows, ...c.invFreq,
+    c.ropeLayers.length, ...c.ropeLayers.map(Number), c.localLayers.length, ...c.localLayers.map(Number), ...c.localInvFreq,
   ]);
 }
 

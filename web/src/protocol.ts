@@ -1,5 +1,5 @@
 /** Messages between an Engine and its worker. */
-import type { Sampling } from "./sampling.js";
+import type { Settings } from "./sampling.js";
 import type { Progress, Source } from "./sources.js";
 import type { Message as ChatMessage } from "./tokenizer.js";
 
@@ -38,7 +38,7 @@ export type Prompt = string | readonly ChatMessage[] | ArrayLike<number>;
 export interface Request {
   prompt: string | ChatMessage[] | Int32Array;
   options: PromptOptions;
-  sampling: Required<Sampling>;
+  sampling: Settings;
   /** Whether the model's own stop tokens end a sample. */
   stopsByItself: boolean;
   n: number;
@@ -50,10 +50,12 @@ export interface Token {
   /** Which of the n samples. */
   sample: number;
   token: number;
-  /** The whole characters that the token completes; special tokens have none. Empty of a model without a tokenizer. */
+  /** The whole characters that the token completes; special tokens have none. With `stop` never what could begin a stop string. Empty of a model without a tokenizer. */
   text: string;
   /** Of the distribution that the token was drawn from. */
   logprob: number;
+  /** Of `topLogprobs`: the most probable tokens of the same distribution, the most probable first; none of probability 0. */
+  topLogprobs?: { token: number; logprob: number }[];
   /** Of the sample's last token: why it ended. */
   finish?: "stop" | "length";
 }

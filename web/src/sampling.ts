@@ -16,12 +16,27 @@ export interface Sampling {
   maxNewTokens?: number;
   /** A completion ends with, and includes, the first of these; of a text prompt also the model's own. */
   stopTokenIds?: readonly number[];
-  /** Completions depend only on (seed, prompt index, sample index, position). */
-  seed?: number;
+  /** The text of a completion ends before the first of these, wherever its tokens begin and end. The name of a special token makes it a stop token. */
+  stop?: string | readonly string[];
+  /** Token id -> number added to its logit, from -100 to 100. */
+  logitBias?: Readonly<Record<number, number>>;
+  /** How many of the most probable tokens come with each token, up to 20. */
+  topLogprobs?: number;
+  /** Completions depend only on (seed, prompt index, sample index, position). Above 2^53 - 1 a bigint. */
+  seed?: number | bigint;
+}
+
+/** The settings, all of them, in the forms in which the engine's worker takes them. */
+export interface Settings extends Required<Omit<Sampling, "stop" | "logitBias" | "stopTokenIds" | "seed">> {
+  stopTokenIds: number[];
+  stop: string[];
+  logitBias: [token: number, bias: number][];
+  seed: bigint;
 }
 
 const isCount = (x: unknown) => Number.isInteger(x) && (x as number) >= 0;
 const isNumber = (x: unknown): x is number => typeof x === "number" && Number.isFinite(x);
+const isWhole = (x: unknown) => typeof x === "string" && x !== "" && !/\p{Surrogate}/u.test(x);
 const RANGES: Record<string, (x: any) => boolean> = {
   "a finite number >= 0": (x) => isNumber(x) && x >= 0,
   "an integer >= 0": isCount,
@@ -31,31 +46,37 @@ const RANGES: Record<string, (x: any) => boolean> = {
   "a finite number > 0": (x) => isNumber(x) && x > 0,
   "a number from -2 to 2": (x) => isNumber(x) && x >= -2 && x <= 2,
   "token ids >= 0": (x) => x !== null && typeof x === "object" && typeof x.length === "number" && Array.from(x).every(isCount),
-  "an integer from 0 to 2^64 - 1": (x) => isCount(x) && Number.isSafeInteger(x),
+  "token ids >= 0 with numbers from -100 to 100": (x) =>
+    typeof x === "object" && x !== null && !Array.isArray(x) && Object.entries(x).every(([id, bias]) => /^\d+$/.test(id) && isNumber(bias) && Math.abs(bias) <= 100),
+  "at most 64 strings that are not empty, of whole characters": (x) => isWhole(x) || (Array.isArray(x) && x.length <= 64 && x.every(isWhole)),
+  "an integer from 0 to 20": (x) => isCount(x) && x <= 20,
+  "an integer from 0 to 2^64 - 1": (x) => (isCount(x) && Number.isSafeInteger(x)) || (typeof x === "bigint" && x >= 0n && x < 1n << 64n),
 };
 const SETTINGS = SAMPLING as Record<string, { default: unknown; expected: string }>;
-/** Settings that the engine has in Python, and this package not yet. */
-const REFUSED = new Set(["logitBias", "stop", "topLogprobs"]);
 
 /** The settings with the defaults of those that are left out. */
-export function checkSampling(given: Record<string, unknown>, where: string): Required<Sampling> {
-  const found: Record<string, unknown> = {};
-  for (const [name, { default: value }] of Object.entries(SETTINGS)) if (!REFUSED.has(name)) found[name] = value;
+export function checkSampling(given: Record<string, unknown>, where: string): Settings {
+  const found: Record<string, any> = Object.fromEntries(Object.entries(SETTINGS).map(([name, setting]) => [name, setting.default]));
   for (const [name, value] of Object.entries(given)) {
     if (value === undefined) continue;
     if (!(name in found)) throw new WhetError(`${where}: there is no setting ${name}. There are: ${Object.keys(found).join(", ")}.`);
     const { expected } = SETTINGS[name];
     if (!RANGES[expected](value)) {
-      const limit = name === "seed" ? " (in JavaScript up to 2^53 - 1)" : "";
+      const limit = name === "seed" ? " (above 2^53 - 1 as a bigint)" : "";
       throw new WhetError(`${where}: ${name} is ${show(value)}, expected ${expected}${limit}.`);
     }
     found[name] = value;
   }
-  const checked = found as unknown as Required<Sampling>;
-  if (checked.minNewTokens > checked.maxNewTokens) {
-    throw new WhetError(`${where}: minNewTokens is ${checked.minNewTokens}, expected at most maxNewTokens=${checked.maxNewTokens}.`);
+  if (found.minNewTokens > found.maxNewTokens) {
+    throw new WhetError(`${where}: minNewTokens is ${found.minNewTokens}, expected at most maxNewTokens=${found.maxNewTokens}.`);
   }
-  return checked;
+  return {
+    ...found,
+    stopTokenIds: Array.from(found.stopTokenIds),
+    stop: [found.stop].flat(),
+    logitBias: Object.entries(found.logitBias).map(([id, bias]) => [Number(id), bias]),
+    seed: BigInt(found.seed),
+  } as Settings;
 }
 
 export function show(value: unknown): string {

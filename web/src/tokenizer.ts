@@ -35,7 +35,7 @@ interface Parts {
 
 export class TextTokenizer {
   private readonly backend: Tokenizer;
-  private readonly texts: TokenTexts;
+  readonly texts: TokenTexts;
   private readonly compiled = new Map<string, Template>();
   readonly stopIds: number[];
 
@@ -95,8 +95,8 @@ export class TextTokenizer {
   decode(ids: Iterable<number>): string {
     const stream = this.stream();
     let text = "";
-    for (const id of ids) text += stream.add(id, false);
-    return text + stream.add(-1, true);
+    for (const id of ids) text += stream.add(id, 0, false);
+    return text + stream.add(-1, 0, true);
   }
 
   get hasTemplate(): boolean {

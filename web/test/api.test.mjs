@@ -139,7 +139,10 @@ test("arguments are refused by name, with what came and what was expected", asyn
   await wrong(generate([{ role: "user" }]), /messages has \{"role":"user"\}, expected objects with a role and a content/);
   await wrong(generate(ids, { temperature: -1 }), /temperature is -1, expected a finite number >= 0/);
   await wrong(generate(ids, { temprature: 1 }), /there is no setting temprature/);
-  await wrong(generate(ids, { stop: ["a"] }), /there is no setting stop/);
+  await wrong(generate(ids, { stop: [""] }), /stop is \[""\], expected at most 64 strings/);
+  await wrong(generate(ids, { logitBias: { 1e6: 1 } }), /logitBias has the token 1000000, expected ids from 0 to/);
+  await wrong(generate(ids, { topLogprobs: 21 }), /topLogprobs is 21, expected an integer from 0 to 20/);
+  await wrong(generate(ids, { seed: 2 ** 60 }), /expected an integer from 0 to 2\^64 - 1 \(above 2\^53 - 1 as a bigint\)/);
   await wrong(generate(ids, { n: 0 }), /n is 0, expected an integer >= 1/);
   await wrong(generate(ids, { adapter: 9 }), /adapter is 9, and there is no such adapter. Pass what loadAdapter returned/);
   await wrong(generate(ids, { adapter: "a" }), /adapter is "a", expected what loadAdapter returned/);

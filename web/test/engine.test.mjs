@@ -6,7 +6,7 @@ import { test } from "node:test";
 import { Engine } from "../dist/index.js";
 import { bits, FIXTURES, readFixture, samplesOf } from "./fixtures.mjs";
 
-const { prompt, messages, cases } = await readFixture("model");
+const { prompt, messages, cases, samplings } = await readFixture("model");
 const isPlain = process.env.WHET_WEB_BUILD === "plain";
 const SAMPLING = { n: 2, temperature: 0.8, topP: 0.9, maxNewTokens: 24, seed: 7 };
 
@@ -45,6 +45,18 @@ for (const [name, { ids, plain, adapted, greedy, chat }] of Object.entries(cases
       } finally {
         engine.close();
       }
+    }
+  });
+}
+
+for (const { options, samples } of isPlain ? [] : samplings) {
+  test(`sampling settings ${JSON.stringify(options)}: tokens, texts, log-probs and alternatives are those of the native engine`, async () => {
+    const engine = await Engine.load(new URL("q8_0.gguf", FIXTURES), { threads: 1 });
+    try {
+      const found = await samplesOf(engine, cases.q8_0.ids, { ...options, seed: BigInt(options.seed), n: 2 });
+      assert.deepEqual(found, samples);
+    } finally {
+      engine.close();
     }
   });
 }

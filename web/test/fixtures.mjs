@@ -11,12 +11,13 @@ export const bits = (numbers) => [...new Uint32Array(Float32Array.from(numbers).
 
 /** All samples of a request, whole. */
 export async function samplesOf(engine, prompt, options) {
-  const samples = Array.from({ length: options.n ?? 1 }, () => ({ tokens: [], logprobs: [], text: "" }));
-  for await (const { sample, token, logprob, text, finish } of engine.generate(prompt, options)) {
+  const samples = Array.from({ length: options.n ?? 1 }, () => ({ tokens: [], logprobs: [], text: "", top: null }));
+  for await (const { sample, token, logprob, text, topLogprobs, finish } of engine.generate(prompt, options)) {
     samples[sample].tokens.push(token);
     samples[sample].logprobs.push(logprob);
     samples[sample].text += text;
     samples[sample].finish = finish;
+    if (topLogprobs !== undefined) (samples[sample].top ??= []).push(topLogprobs.map((each) => [each.token, each.logprob]));
   }
   return samples;
 }

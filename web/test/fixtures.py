@@ -5,6 +5,7 @@ python web/test/fixtures.py FOLDER
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -12,15 +13,18 @@ from typing import Any
 
 import gguf
 import numpy as np
+from tests.engine.tiny_models import CASES, tiny_model, token_ids
 from tests.gguf_files import write_gguf
 from tests.models.tokenizers import vocab_files
 from tests.models.tokenizers.texts import make_texts
 from tests.tiny import tiny_llama, with_lora
+from web.facts import camel
 
 import whet
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.errors import WhetTypeError, WhetValueError
+from whet.models.families import FAMILIES
 from whet.models.tokenizers import GGUFTokenizer, read_tokenizer
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 from whet.models.tokenizers.template import ChatTemplate
@@ -77,19 +81,17 @@ def templates() -> list[dict[str, Any]]:
 def settings() -> list[dict[str, Any]]:
     """Whether Python takes a value of a setting."""
     numbers: list[Any] = [-3, -2, -1, -0.5, 0, 0.25, 1, 1.5, 2, 2.5, 21, 129, "1", True, None, [1], [], [-1], [0.5]]
-    names = {"temperature": "temperature", "top_k": "topK", "top_p": "topP", "min_p": "minP", "seed": "seed"}
-    names |= {"repetition_penalty": "repetitionPenalty", "presence_penalty": "presencePenalty"}
-    names |= {"frequency_penalty": "frequencyPenalty", "min_new_tokens": "minNewTokens"}
-    names |= {"max_new_tokens": "maxNewTokens", "stop_token_ids": "stopTokenIds"}
+    texts: list[Any] = ["a", "", "\ud800", ["a", "é"], ["a", ""], ["a"] * 65]
+    tables: list[Any] = [{}, {"1": 2.5}, {"a": 1}, {"-1": 1}, {"1": 101}, {"1": "2"}, {"1": None}, {"1.5": 1}]
     found = []
-    for name, camel in names.items():
-        for value in numbers:
+    for name in (field.name for field in dataclasses.fields(SamplingParams)):
+        for value in [*numbers, *texts, *(tables if name == "logit_bias" else [])]:
             try:
                 SamplingParams(**{name: value})
                 is_taken = True
             except (WhetTypeError, WhetValueError):
                 is_taken = False
-            found.append({"name": camel, "value": value, "isTaken": is_taken})
+            found.append({"name": camel(name), "value": value, "isTaken": is_taken})
     return found
 
 
@@ -120,7 +122,9 @@ def model(folder: Path) -> None:
         expected[path.stem] = answers(Engine.from_gguf(path), read_tokenizer(path), folder / "adapter")
     expected["folder"] = answers(Engine.from_pretrained(folder / "folder"), read_tokenizer(path), folder / "adapter")
     write_gguf(llama, folder / "part.gguf", keys=keys, split_max_tensors=8)
-    (folder / "model.json").write_text(json.dumps({"prompt": PROMPT, "messages": MESSAGES, "cases": expected}))
+    drawn = samplings(Engine.from_gguf(folder / "q8_0.gguf"), read_tokenizer(path))
+    found = {"prompt": PROMPT, "messages": MESSAGES, "cases": expected, "samplings": drawn}
+    (folder / "model.json").write_text(json.dumps(found))
 
 
 KINDS = ("F32", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
@@ -147,6 +151,57 @@ def answers(engine: Engine, tokenizer: GGUFTokenizer, adapter: Path) -> dict[str
     [[greedy]] = engine.generate([ids], 1, SamplingParams(temperature=0, max_new_tokens=16))
     chat = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     return found | {"greedy": greedy.token_ids, "chat": chat}
+
+
+def families(folder: Path) -> None:
+    """Models of every family as files, and what the native engine makes of them."""
+    folder.mkdir(exist_ok=True)
+    found = []
+    for case, (model_type, _) in CASES.items():
+        model = tiny_model(case)
+        if FAMILIES[model_type].gguf is not None and case != "llama-proportional":  # half of a head
+            found.append(family_answers(write_gguf(model, folder / f"{case}.gguf")))
+    (folder.parent / "families.json").write_text(json.dumps(found))
+
+
+def family_answers(path: Path) -> dict[str, Any]:
+    engine, [ids] = Engine.from_pretrained(path), token_ids().tolist()
+    [samples] = engine.generate([ids], 2, SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=16, seed=3))
+    [scores] = engine.logprobs([ids])
+    drawn = [{"tokens": sample.token_ids, "logprobs": sample.logprobs} for sample in samples]
+    return {"file": f"families/{path.name}", "ids": ids, "samples": drawn, "scores": scores.tolist()}
+
+
+def samplings(engine: Engine, tokenizer: GGUFTokenizer) -> list[dict[str, Any]]:
+    """Samples with every setting, and with stop strings that tokens cut in every way."""
+    ids = tokenizer.encode(PROMPT)
+    [[greedy]] = engine.generate([ids], 1, SamplingParams(temperature=0, max_new_tokens=24))
+    [[plain]] = engine.generate([ids], 1, SamplingParams(temperature=0.9, max_new_tokens=40, seed=5))
+    text = tokenizer.decode(plain.token_ids, skip_special_tokens=True)
+    ends = [len(tokenizer.decode(plain.token_ids[:n], skip_special_tokens=True)) for n in (4, 9)]
+    common = {"temperature": 0.9, "max_new_tokens": 40, "seed": 5}
+    cases: list[dict[str, Any]] = [
+        {"temperature": 1.3, "top_k": 40, "min_p": 0.02, "repetition_penalty": 1.2, "top_logprobs": 20},
+        {"presence_penalty": 1.5, "frequency_penalty": -0.7, "top_logprobs": 3, "seed": 2**64 - 1},
+        {"logit_bias": {greedy.token_ids[0]: -100, greedy.token_ids[3]: 7.5, 5: 0.1}, "temperature": 0},
+        {"top_k": 2, "top_logprobs": 5, "logit_bias": {7: 3}},
+        {"min_new_tokens": 9, "stop_token_ids": greedy.token_ids, "temperature": 0},
+        common | {"stop": text[ends[0] - 2 : ends[0] + 2]},
+        common | {"stop": text[ends[0] - 2 : ends[0] + 2], "min_new_tokens": 12},
+        common | {"stop": [text[ends[1] - 1 : ends[1] + 3], text[ends[1] : ends[1] + 1], "<|im_end|>"]},
+        common | {"stop": [text[:1], "never", text[-3:]], "top_logprobs": 1},
+        common | {"stop": [text[ends[0] : ends[0] + 3] + "never"], "max_new_tokens": 6},
+    ]
+    found = []
+    for case in cases:
+        [samples] = engine.generate([ids], 2, SamplingParams(**case))
+        options = {camel(name): value for name, value in case.items()} | {"seed": str(case.get("seed", 0))}
+        drawn = []
+        for tokens, logprobs, finish, _, text, top in map(dataclasses.astuple, samples):
+            text = tokenizer.decode(tokens, skip_special_tokens=True) if text is None else text
+            drawn.append({"tokens": tokens, "logprobs": logprobs, "finish": finish, "text": text, "top": top})
+        found.append({"options": options, "samples": drawn})
+    return found
 
 
 def ops() -> dict[str, Any]:
@@ -202,6 +257,7 @@ def ops() -> dict[str, Any]:
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model(folder)
+    families(folder / "families")
     (folder / "ops.json").write_text(json.dumps(ops()), encoding="utf-8")
     for name, made in (("tokenizers", tokenizers()), ("templates", templates()), ("settings", settings())):
         (folder / f"{name}.json").write_text(

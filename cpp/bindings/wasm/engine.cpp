@@ -21,7 +21,8 @@ namespace {
 std::shared_ptr<Weights> weights;
 std::optional<Transformer> model;
 std::optional<Scheduler> scheduler;
-std::unique_ptr<Adapter> adapter;  // in the making
+std::unique_ptr<Adapter> adapter;               // in the making
+std::shared_ptr<const TokenTexts> token_texts;  // null: stop strings are not found
 
 // Reads one number after another.
 class Settings {
@@ -43,14 +44,29 @@ Scheduler& running() {
     return *scheduler;
 }
 
+int32_t checked_token(int32_t token) {
+    if (token < 0 || static_cast<size_t>(token) >= model->config().vocab_size) {
+        throw std::invalid_argument("token id " + std::to_string(token) + " is outside the vocabulary");
+    }
+    return token;
+}
+
 std::vector<int32_t> tokens_of(const int32_t* tokens, size_t n) {
     std::vector<int32_t> checked(tokens, tokens + n);
-    for (const int32_t token : checked) {
-        if (token < 0 || static_cast<size_t>(token) >= model->config().vocab_size) {
-            throw std::invalid_argument("token id " + std::to_string(token) + " is outside the vocabulary");
-        }
-    }
+    for (const int32_t token : checked) checked_token(token);
     return checked;
+}
+
+// Texts end to end, of which each one's length is read.
+std::shared_ptr<const StopStrings> stop_strings_of(const char* text, Settings& from) {
+    std::vector<std::string> strings;
+    for (size_t i = from.size(); i > 0; --i) {
+        strings.emplace_back(text, from.size());
+        text += strings.back().size();
+    }
+    if (strings.empty()) return nullptr;
+    if (token_texts == nullptr) throw std::logic_error("the texts of tokens are not known");
+    return std::make_shared<StopStrings>(token_texts, strings);
 }
 
 Request request_of(const int32_t* tokens, size_t n, uint32_t adapter_id) {
@@ -64,7 +80,15 @@ Request request_of(const int32_t* tokens, size_t n, uint32_t adapter_id) {
     return request;
 }
 
-const Sample& sample_of(uint32_t id, size_t i) { return running().job(id).samples.at(i); }
+// A sample where it lies: JavaScript reads the addresses.
+struct SampleView {
+    size_t n;
+    const int32_t* tokens;
+    const float* logprobs;
+    const int32_t* held;
+    const Drawn* alternatives;
+    uint32_t finish;
+};
 
 }  // namespace
 
@@ -76,14 +100,17 @@ WHET_EXPORT(begin_model) void begin_model(const double* numbers, size_t n) {
     c.norm = static_cast<Norm>(from.size()), c.norm_eps = from.number();
     c.rotary_dim = from.size(), c.is_neox = from.flag(), c.attention_factor = from.number();
     c.learned_positions = from.size();
-    c.parallel_residual = from.flag(), c.shared_norm = from.flag(), c.qk_norm = from.flag();
+    c.parallel_residual = from.flag(), c.shared_norm = from.flag();
+    c.pre_norm = from.flag(), c.post_norm = from.flag(), c.qk_norm = from.flag(), c.qk_norm_whole = from.flag();
     c.activation = static_cast<Activation>(from.size()), c.gated = from.flag();
     c.attention_scale = from.number();
     c.embedding_scale = static_cast<float>(from.number()), c.residual_scale = static_cast<float>(from.number());
     c.logits_scale = static_cast<float>(from.number());
-    for (size_t i = from.size(); i > 0; --i) c.rope_layers.push_back(from.flag());
     for (size_t i = 0; i < c.n_layers; ++i) c.windows.push_back(from.size());
     for (size_t i = 0; i < c.rotary_dim / 2; ++i) c.inv_freq.push_back(from.number());
+    for (size_t i = from.size(); i > 0; --i) c.rope_layers.push_back(from.flag());
+    for (size_t i = from.size(); i > 0; --i) c.local_layers.push_back(from.flag());
+    for (size_t i = 0; !c.local_layers.empty() && i < c.rotary_dim / 2; ++i) c.local_inv_freq.push_back(from.number());
     check(c);
     weights = std::make_shared<Weights>(std::move(c));
 }
@@ -120,9 +147,15 @@ WHET_EXPORT(kv_used_bytes) size_t kv_used_bytes() {
     return (cache.n_pages() - cache.n_free()) * cache.page_bytes();
 }
 
+// The bytes of every token, end to end, and where each ends.
+WHET_EXPORT(set_token_texts)
+void set_token_texts(const char* bytes, size_t n_bytes, const int32_t* ends, size_t n, bool drops_first_space) {
+    token_texts = std::make_shared<TokenTexts>(TokenTexts{{bytes, n_bytes}, {ends, ends + n}, drops_first_space});
+}
+
 WHET_EXPORT(add_prompt)
-uint32_t add_prompt(const int32_t* tokens, size_t n_tokens, const int32_t* stops, size_t n_stops, const double* numbers,
-                    size_t n_numbers) {
+uint32_t add_prompt(const int32_t* tokens, size_t n_tokens, const int32_t* stops, size_t n_stops, const char* stop_text,
+                    const double* numbers, size_t n_numbers) {
     Settings from(numbers, n_numbers);
     Request request = request_of(tokens, n_tokens, static_cast<uint32_t>(from.size()));
     const size_t room = model->config().max_position - n_tokens;
@@ -130,7 +163,9 @@ uint32_t add_prompt(const int32_t* tokens, size_t n_tokens, const int32_t* stops
     request.max_new_tokens = std::min(from.size(), room);
     if (request.n == 0 || request.max_new_tokens == 0) throw std::invalid_argument("no token to sample");
     request.keep = from.flag();
-    request.seed = static_cast<uint64_t>(from.number()), request.prompt_index = static_cast<uint64_t>(from.number());
+    request.seed = static_cast<uint64_t>(from.number()) << 32;
+    request.seed |= static_cast<uint64_t>(from.number());
+    request.prompt_index = static_cast<uint64_t>(from.number());
     Sampling& sampling = request.sampling;
     sampling.temperature = static_cast<float>(from.number()), sampling.top_p = static_cast<float>(from.number());
     sampling.min_p = static_cast<float>(from.number());
@@ -138,6 +173,12 @@ uint32_t add_prompt(const int32_t* tokens, size_t n_tokens, const int32_t* stops
     sampling.presence_penalty = static_cast<float>(from.number());
     sampling.frequency_penalty = static_cast<float>(from.number());
     sampling.top_k = static_cast<int32_t>(from.number());
+    sampling.top_logprobs = from.size();
+    for (size_t i = from.size(); i > 0; --i) {
+        const int32_t token = checked_token(static_cast<int32_t>(from.number()));
+        sampling.logit_bias.push_back({token, static_cast<float>(from.number())});
+    }
+    request.stop_strings = stop_strings_of(stop_text, from);
     request.stop_tokens = tokens_of(stops, n_stops);
     return static_cast<uint32_t>(running().add(std::move(request)));
 }
@@ -156,15 +197,12 @@ WHET_EXPORT(is_done) bool is_done(uint32_t id) { return running().job(id).done; 
 WHET_EXPORT(job_error) void job_error(uint32_t id) { result = running().job(id).error; }
 WHET_EXPORT(remove) void remove_job(uint32_t id) { running().remove(id); }
 
-WHET_EXPORT(sample_size) size_t sample_size(uint32_t id, size_t i) { return sample_of(id, i).tokens.size(); }
-WHET_EXPORT(sample_tokens) const int32_t* sample_tokens(uint32_t id, size_t i) {
-    return sample_of(id, i).tokens.data();
-}
-WHET_EXPORT(sample_logprobs) const float* sample_logprobs(uint32_t id, size_t i) {
-    return sample_of(id, i).logprobs.data();
-}
-WHET_EXPORT(sample_finish) int sample_finish(uint32_t id, size_t i) {
-    return static_cast<int>(sample_of(id, i).finish);
+WHET_EXPORT(sample) const SampleView* sample(uint32_t id, size_t i) {
+    static SampleView view;
+    const Sample& s = running().job(id).samples.at(i);
+    view = {s.tokens.size(), s.tokens.data(),       s.logprobs.data(),
+            s.held.data(),   s.alternatives.data(), static_cast<uint32_t>(s.finish)};
+    return &view;
 }
 WHET_EXPORT(scores) const float* scores(uint32_t id) { return running().job(id).logprobs.data(); }
 

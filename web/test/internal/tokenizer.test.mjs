@@ -3,6 +3,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { checkSampling } from "../../src/sampling.ts";
 import { TextTokenizer } from "../../src/tokenizer.ts";
+import { TokenTexts } from "../../src/token_texts.ts";
 import { readFixture } from "../fixtures.mjs";
 
 const tokenizers = await readFixture("tokenizers");
@@ -41,6 +42,18 @@ test("without a template messages are refused, and a tokenizer that is not read 
   assert.throws(change("tokens", ["a", "a"]), /each token once/);
   assert.throws(change("merges", ["ab"]), /merges is "ab", expected two tokens/);
   assert.throws(change("token_type", [9]), /token_type is "1 items"/);
+});
+
+test("decoders by whose steps a token's text depends on its neighbours are refused, for stop strings or altogether", () => {
+  const read = (decoder, vocab = { a: 0 }) => new TokenTexts({ decoder, model: { vocab } }, "f");
+  const metaspace = { type: "Metaspace", replacement: "\u2581", prepend_scheme: "always" };
+  assert.equal(read(metaspace).whyNoStop, undefined);
+  assert.match(read(metaspace, { "\u2581\u2581": 0 }).whyNoStop, /leaves out all spaces in the beginning of a text/);
+  const strip = { type: "Strip", content: " ", start: 1, stop: 0 };
+  assert.equal(read({ type: "Sequence", decoders: [{ type: "Fuse" }, strip] }).dropsFirstSpace, true);
+  for (const decoders of [[strip], [{ type: "Fuse" }, { type: "ByteFallback" }], [metaspace, { type: "ByteFallback" }]]) {
+    assert.throws(() => read({ type: "Sequence", decoders }), /the tokenizer's decoder has the step \w+, which this package does not read/);
+  }
 });
 
 test("settings: Python takes and refuses the same values", async () => {

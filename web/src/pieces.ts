@@ -1,0 +1,88 @@
+/** The tensors of a model's files as rows of the engine's slots: whet.models.slots. */
+import { WhetError } from "./errors.js";
+import type { Tensor } from "./heads.js";
+import { type Family, type ModelConfig, partRows, slots } from "./model.js";
+
+/** Rows of a tensor on their way into a slot. */
+export interface Piece {
+  slot: string;
+  firstRow: number;
+  tensor: Tensor;
+  /** First row of the tensor, how many, and the distance between them in rows. */
+  row: number;
+  count: number;
+  every: number;
+  /** The tensor is (inputs, outputs), and its columns are what is called rows here. */
+  isTransposed: boolean;
+  /** What the model adds to the numbers of this norm. */
+  offset: number;
+}
+
+/** A tensor, or rows of one that holds several. */
+export interface Stored {
+  tensor: Tensor;
+  row: number;
+  shape: number[];
+}
+
+/** What a module is to its slot: rows [firstRow, firstRow + count) of `rows`, in a layer. */
+export interface Place {
+  layer: number;
+  part: string;
+  firstRow: number;
+  count: number;
+  rows: number;
+}
+
+type Cut = [to: number, from: number, count: number, every: number];
+
+const cuts: Record<"whole" | "byHead" | "paired", (config: ModelConfig, rows: number) => Cut[]> = {
+  whole: (_, rows) => [[0, 0, rows, 1]],
+  // GPT-NeoX's query_key_value: per head its q, k and v; to all q, then all k, then all v
+  byHead: ({ headDim, nHeads }) =>
+    Array.from({ length: 3 * nHeads }, (_, i) => [((i % 3) * nHeads + Math.floor(i / 3)) * headDim, i * headDim, headDim, 1]),
+  // llama.cpp's order of Llama's q and k: row 2i + p of a head was row i + p headDim / 2
+  paired: ({ headDim }, rows) =>
+    Array.from({ length: (2 * rows) / headDim }, (_, i) => {
+      const [head, parity] = [Math.floor(i / 2) * headDim, i % 2];
+      return [head + (parity * headDim) / 2, head + parity, headDim / 2, 2];
+    }),
+};
+
+/**
+ * The pieces that fill every slot once.
+ *
+ * @param names whose names of modules the files have.
+ * @param find the tensor of the first of these modules that is there; throws if none is.
+ */
+export function findPieces(config: ModelConfig, family: Family, names: "hf" | "gguf", find: (modules: string[], suffix: string, place: Place) => Stored, where: string): Piece[] {
+  const shapes = slots(config);
+  const pieces: Piece[] = [];
+  for (const [target, module] of Object.entries(family.modules)) {
+    const [pattern, part = ""] = target.split(":");
+    const modules = names === "gguf" ? [module.gguf ?? ""] : [module.hf, ...(module.hf_also === undefined ? [] : [module.hf_also])];
+    const layout = names === "hf" ? module.hf_layout : undefined;
+    const isPaired = names === "gguf" && family.gguf?.interleaved === true && (part === "q" || part === "k");
+    const cut = cuts[layout === "by_head" ? "byHead" : isPaired ? "paired" : "whole"];
+    for (let layer = 0; layer < (pattern.includes("{i}") ? config.nLayers : 1); ++layer) {
+      const fill = (text: string) => text.replace("{i}", String(layer));
+      const own = fill(pattern);
+      for (const [suffix, slot] of [["weight", shapes.has(own) ? own : `${own}.weight`], ["bias", `${own}.bias`]]) {
+        const shape = shapes.get(slot);
+        if (shape === undefined) continue;
+        const [firstRow, count] = partRows(config, part, shape[0]);
+        const { tensor, row, shape: stored } = find(modules.map(fill), suffix, { layer, part, firstRow, count, rows: shape[0] });
+        const isTransposed = layout === "transposed" && shape.length === 2;
+        const expected = isTransposed ? [shape[1], count] : [count, ...shape.slice(1)];
+        if (stored.join() !== expected.join()) {
+          throw new WhetError(`${where}: ${tensor.name} has shape (${stored.join(", ")}), expected (${expected.join(", ")}). The config is another model's, or the file is damaged.`);
+        }
+        const offset = names === "hf" && suffix === "weight" ? (module.hf_offset ?? 0) : 0;
+        for (const [to, from, n, every] of cut(config, count)) {
+          pieces.push({ slot, firstRow: firstRow + to, tensor, row: row + from, count: n, every, isTransposed, offset });
+        }
+      }
+    }
+  }
+  return pieces;
+}
