@@ -9,6 +9,7 @@ import { readHead, type Tensor, type TensorRow, tensorsOf } from "./heads.js";
 import { FAMILIES, type Family, type ModelConfig, ropeFrequencies, toCamel } from "./model.js";
 import { findPieces, type Piece, type Place, type Stored } from "./pieces.js";
 import type { Reader } from "./sources.js";
+import { decode, readTexts } from "./texts.js";
 
 export type Value = number | bigint | boolean | string | Value[] | null;
 
@@ -31,7 +32,7 @@ const SIZES = [1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8];
 
 function readValue(head: Uint8Array, [type, itemType, count, offset, bytes]: number[]): Value {
   const view = new DataView(head.buffer, head.byteOffset, head.byteLength);
-  const text = (at: number, n: number) => new TextDecoder().decode(head.slice(at, at + n));
+  const text = (at: number, n: number) => decode(head.subarray(at, at + n));
   const number = (kind: number, at: number): Value => {
     switch (kind) {
       case 0: return view.getUint8(at);
@@ -50,17 +51,8 @@ function readValue(head: Uint8Array, [type, itemType, count, offset, bytes]: num
   if (type === STRING) return text(offset, bytes);
   if (type !== ARRAY) return number(type, offset);
   if (itemType === ARRAY) return null; // no key that is read has one
-  const items: Value[] = [];
-  for (let i = 0, at = offset; i < count; ++i) {
-    if (itemType !== STRING) {
-      items.push(number(itemType, offset + i * SIZES[itemType]));
-      continue;
-    }
-    const n = Number(view.getBigUint64(at, true));
-    items.push(text(at + 8, n));
-    at += 8 + n;
-  }
-  return items;
+  if (itemType === STRING) return readTexts(head, offset, count);
+  return Array.from({ length: count }, (_, i) => number(itemType, offset + i * SIZES[itemType]));
 }
 
 const KEYS: Record<string, string> = NAMES.keys;
