@@ -15,7 +15,8 @@ from typing import Any
 
 from whet.config.fields import Range
 from whet.config.sampling import SamplingParams
-from whet.models import adapter_files, families
+from whet.models import adapter_files, architecture, families, formats
+from whet.models.sources import folder
 from whet.models.tokenizers import algorithms, vocabulary
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 
@@ -64,6 +65,14 @@ def facts() -> dict[str, Any]:
         "families": model_families(),
         "gguf": families.GGUF_NAMES,
         "activations": families._ACTIVATIONS,
+        "plain": families._PLAIN,
+        "notRun": families._NOT_RUN,
+        "largest": architecture.LARGEST,
+        "largestSize": architecture.LARGEST_SIZE,
+        "formats": {
+            name: {k: s[k] for k in ("alias", "outer", "next") if k in s} for name, s in formats._SETTINGS.items()
+        },
+        "folder": {"buffers": folder._BUFFERS.pattern},
         "sampling": settings(),
         "adapters": {
             "prefix": adapter_files.PEFT_PREFIX,
