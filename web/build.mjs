@@ -1,5 +1,5 @@
-// Bundles the package into dist/: an entry for the page, one for the engine's worker, one for its threads, and one for
-// the primitives and kernels alone. The libraries are inside, so that a page needs no bundler.
+// Bundles the package into dist/: an entry for the page, one for the engine's worker, one for its threads, one for Hugging
+// Face's folders and adapters, and one for the primitives and kernels alone. The libraries are inside, so that a page needs no bundler.
 import { execFileSync } from "node:child_process";
 import { readFile, writeFile } from "node:fs/promises";
 import { fileURLToPath } from "node:url";
@@ -7,7 +7,7 @@ import { build } from "esbuild";
 
 export const libraries = ["@huggingface/jinja", "@huggingface/tokenizers", "@noble/hashes"];
 export const options = {
-  entryPoints: ["index", "worker", "thread", "ops"].map((name) => fileURLToPath(new URL(`src/${name}.ts`, import.meta.url))),
+  entryPoints: ["index", "worker", "thread", "hf", "ops"].map((name) => fileURLToPath(new URL(`src/${name}.ts`, import.meta.url))),
   outdir: fileURLToPath(new URL("dist", import.meta.url)),
   bundle: true,
   minify: true,

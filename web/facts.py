@@ -15,8 +15,8 @@ from typing import Any
 
 from whet.config.fields import Range
 from whet.config.sampling import SamplingParams
-from whet.models import adapter_files, families
-from whet.models.architecture import SOFTCAPS
+from whet.models import adapter_files, architecture, families, formats
+from whet.models.sources import folder
 from whet.models.tokenizers import algorithms, vocabulary
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 
@@ -46,10 +46,6 @@ def pre_tokenizers() -> list[list[Any]]:
     return [[names, {camel(key): value for key, value in entry._asdict().items()}] for entry, names in entries.items()]
 
 
-_NOT_THERE = set(SOFTCAPS)
-"""Options of families that the package does not run yet."""
-
-
 def model_families() -> dict[str, Any]:
     """model_type -> what the config and the tensors of a family are, its own and what it has of another."""
     fields = ("keys", "settings", "defaults", "gguf", "window", "rope")
@@ -57,19 +53,26 @@ def model_families() -> dict[str, Any]:
     return {
         name: {field: getattr(family, field) for field in fields} | {"modules": families._resolve(name)["modules"]}
         for name, family in families.FAMILIES.items()
-        if not _NOT_THERE & (family.settings.keys() | family.keys.keys())
     }
 
 
 def facts() -> dict[str, Any]:
-    kinds, keys = {}, families.GGUF_NAMES["keys"]
+    kinds = {}
     for model in algorithms._BUILDERS:
         kind = vocabulary._KINDS[model]
         kinds[model] = {camel(key): value for key, value in kind._asdict().items()}
     return {
         "families": model_families(),
-        "gguf": {**families.GGUF_NAMES, "keys": {name: key for name, key in keys.items() if name not in SOFTCAPS}},
+        "gguf": families.GGUF_NAMES,
         "activations": families._ACTIVATIONS,
+        "plain": families._PLAIN,
+        "notRun": families._NOT_RUN,
+        "largest": architecture.LARGEST,
+        "largestSize": architecture.LARGEST_SIZE,
+        "formats": {
+            name: {k: s[k] for k in ("alias", "outer", "next") if k in s} for name, s in formats._SETTINGS.items()
+        },
+        "folder": {"buffers": folder._BUFFERS.pattern},
         "sampling": settings(),
         "adapters": {
             "prefix": adapter_files.PEFT_PREFIX,

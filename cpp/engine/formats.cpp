@@ -144,11 +144,17 @@ void unpack_blocks(const uint8_t* panel, size_t j, size_t k, uint8_t* row) {
     }
 }
 
-// A WebAssembly build does not quantise weights.
+using Quantiser = void (*)(const float* x, size_t k, uint8_t* row);
+
+// A WebAssembly build quantises weights to int8 and to Q8_0.
 #if defined(__wasm__)
-#define QUANTISER(...) nullptr
+template <class Block>
+constexpr Quantiser quantiser = nullptr;
+template <>
+constexpr Quantiser quantiser<BlockQ8_0> = quantize_blocks<BlockQ8_0>;
 #else
-#define QUANTISER(...) __VA_ARGS__
+template <class Block>
+constexpr Quantiser quantiser = quantize_blocks<Block>;
 #endif
 
 template <class Block, const PanelLayout& layout>
@@ -161,7 +167,7 @@ constexpr FormatTraits block_traits(const char* name, void (*Kernels::*pack_pane
             .panel = layout,
             .pack_row = pack_blocks<Block, layout>,
             .unpack_row = unpack_blocks<Block, layout>,
-            .quantize_row = QUANTISER(quantize_blocks<Block>),
+            .quantize_row = quantiser<Block>,
             .dequantize_row = dequantize_blocks<Block>,
             .pack_panel = pack_panel,
             .unpack_panel = unpack_panel,
@@ -199,7 +205,7 @@ const std::array<FormatTraits, static_cast<size_t>(WeightFormat::kCount)>& forma
          .panel = kInt8Layout,
          .pack_row = pack_int8,
          .unpack_row = unpack_int8,
-         .quantize_row = QUANTISER(quantize_int8),
+         .quantize_row = quantize_int8,
          .dequantize_row = dequantize_int8,
          .pack_panel = &Kernels::pack_panel_int8,
          .unpack_panel = &Kernels::unpack_panel_int8,

@@ -53,7 +53,7 @@ void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, Sourc
     if (source == Source::kPacked) source = format_->source, column_stride = 1;
     column_stride *= element_bytes(source);
     if (source != Source::kPacked && kernels().*format_->pack_panel == nullptr) {
-        throw std::invalid_argument(std::string("this build does not quantise weights to ") + format_->name);
+        return quantize_rows(first, count, rows, source, row_stride, column_stride);
     }
     each_panel(first, count, kPackNs, [&](uint8_t* panel, size_t begin, size_t end) {
         const uint8_t* from = static_cast<const uint8_t*>(rows) + static_cast<ptrdiff_t>(begin - first) * row_stride;
@@ -63,6 +63,28 @@ void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, Sourc
         }
         for (size_t row = begin; row < end; ++row, from += row_stride) format_->pack_row(from, k_, panel, row % kPanel);
     });
+}
+
+// As the kernels that pack do, to the bit, in builds without them. Panels of float32 are how the kernels widen numbers.
+void PackedWeight::quantize_rows(size_t first, size_t count, const void* rows, Source source, ptrdiff_t row_stride,
+                                 ptrdiff_t column_stride) {
+    if (format_->quantize_row == nullptr) {
+        throw std::invalid_argument(std::string("this build does not quantise weights to ") + format_->name);
+    }
+    std::vector<float> numbers(kPanel * k_);
+    std::vector<uint8_t> packed(format_->row_bytes(k_));
+    for (size_t done = 0; done < count; done += kPanel) {
+        const size_t n = std::min(count - done, kPanel);
+        const auto from = static_cast<const uint8_t*>(rows) + static_cast<ptrdiff_t>(done) * row_stride;
+        PackedWeight panel(WeightFormat::kFloat32, n, k_);
+        const auto bytes = static_cast<ptrdiff_t>(element_bytes(source));
+        panel.pack_rows(0, n, from, source, row_stride / bytes, column_stride / bytes);
+        panel.unpack(numbers.data(), k_ * sizeof(float));
+        for (size_t i = 0; i < n; ++i) {
+            format_->quantize_row(numbers.data() + i * k_, k_, packed.data());
+            pack_rows(first + done + i, 1, packed.data(), Source::kPacked, 0, 1);
+        }
+    }
 }
 
 void PackedWeight::rows(size_t first, size_t count, void* out, bool bf16) const {

@@ -45,6 +45,8 @@ private:
     uint8_t* data_ = nullptr;  // touched first by the threads that pack
 
     void rows_one_by_one(size_t first, size_t count, float* out) const;
+    void quantize_rows(size_t first, size_t count, const void* rows, Source source, ptrdiff_t row_stride,
+                       ptrdiff_t column_stride);
     // visit(panel, begin, end) for the rows of each panel that are among [first, first + count), over the pool where so
     // many nanoseconds for each number are worth it.
     template <class Visit>

@@ -1,5 +1,5 @@
 /** Downloads that go on where they were cut, into the origin's private file system where there is one, else into memory. */
-import { WhetError } from "./errors.js";
+import { MissingFileError, WhetError } from "./errors.js";
 import { openCache, type Stored } from "./cache.js";
 import { checkSha256, isUrl, ofBytes, openReader, type Progress, type Reader, type Source } from "./sources.js";
 
@@ -76,6 +76,9 @@ export async function download(url: URL, name: string, options: Omit<DownloadOpt
       }
       await stored.setComplete(sha256);
       return reader;
+    } catch (error) {
+      if (error instanceof MissingFileError) await stored.remove(); // of a folder's files some are often not there
+      throw error;
     } finally {
       await stored.close();
     }
@@ -97,13 +100,15 @@ export async function openRanges(name: string, source: Source, options: Download
     });
     if (response.status !== 206) {
       await response.body?.cancel();
-      throw new WhetError(`${where}: ${source} answered ${response.status} ${response.statusText} to a request of a range, expected 206. Correct the URL, or choose a server that knows ranges.`);
+      throw new (errorFor(response))(`${where}: ${source} answered ${response.status} ${response.statusText} to a request of a range, expected 206. Correct the URL, or choose a server that knows ranges.`);
     }
     return { bytes: new Uint8Array(await response.arrayBuffer()), size: versionOf(response.headers).totalBytes };
   };
   const { size } = await get(0, 1);
   return { name, size, read: async (offset, n) => (await get(offset, n)).bytes };
 }
+
+const errorFor = (response: Response) => (response.status === 404 ? MissingFileError : WhetError);
 
 /** The file in the cache, if it is whole and what the server has now. Without a network it is taken as it is. */
 async function fromCache(stored: Stored, url: URL, { signal, sha256 }: { signal: AbortSignal; sha256?: string }): Promise<Reader | undefined> {
@@ -147,7 +152,7 @@ async function fetchInto(
         continue;
       }
       if (!response.ok || response.body === null) {
-        throw new WhetError(`${where}: ${url.href} answered ${response.status} ${response.statusText}, expected the file. Correct the URL, or look at what its server says.`);
+        throw new (errorFor(response))(`${where}: ${url.href} answered ${response.status} ${response.statusText}, expected the file. Correct the URL, or look at what its server says.`);
       }
       const now = versionOf(response.headers);
       if (response.status !== 206 || (version?.etag && now.etag !== version.etag)) sink.reset();

@@ -19,7 +19,7 @@ interface Signal {
 }
 
 interface Assets {
-  /** Where worker.js, thread.js and the wasm files of the package are served; beside this script where it is left out. */
+  /** Where worker.js, thread.js, hf.js and the wasm files of the package are served; beside this script where it is left out. */
   assets?: string | URL;
 }
 
@@ -85,16 +85,18 @@ export class Engine {
   }
 
   /**
-   * Loads a GGUF file.
+   * Loads a GGUF file or a Hugging Face folder.
    *
-   * @param source a URL (in Node also a path), a File or Blob, the file's bytes, or the parts of a file that was split.
+   * @param source a URL (in Node also a path), a File or Blob, the file's bytes, or the parts of a file that was split; of
+   *   a folder its URL, which ends with a slash, or its files, of which one is config.json.
    * @throws WhetError a file that the engine does not run, or that is damaged. OutOfMemoryError.
    */
   static async load(source: Sources, options: LoadOptions & FileOptions & Signal & Assets & { onProgress?: (progress: Progress) => void } = {}): Promise<Engine> {
     const where = "Engine.load";
-    checkNames(where, options, ["threads", "contextLength", "kvBytes", "maxBatch", "sha256", "cache", "signal", "onProgress", "assets"]);
+    checkNames(where, options, ["threads", "contextLength", "kvBytes", "maxBatch", "weights", "sha256", "cache", "signal", "onProgress", "assets"]);
     const { signal, onProgress, assets, ...rest } = options;
     checkCounts(where, rest, ["threads", "contextLength", "kvBytes", "maxBatch"]);
+    checkWeights(where, rest.weights);
     checkSignal(where, signal);
     if (onProgress !== undefined && typeof onProgress !== "function") throw new WhetError(`${where}: onProgress is ${show(onProgress)}, expected a function.`);
     const files = listFiles(source, where);
@@ -109,15 +111,17 @@ export class Engine {
   }
 
   /** What a model needs, from the head of its file: of a URL nothing more is downloaded. */
-  static async estimate(source: Sources, options: { contextLength?: number } & Signal & Assets = {}): Promise<Estimate> {
+  static async estimate(source: Sources, options: Pick<LoadOptions, "contextLength" | "weights"> & Signal & Assets = {}): Promise<Estimate> {
     const where = "Engine.estimate";
-    checkNames(where, options, ["contextLength", "signal", "assets"]);
-    checkCounts(where, options, ["contextLength"]);
+    checkNames(where, options, ["contextLength", "weights", "signal", "assets"]);
+    const { contextLength, weights } = options;
+    checkCounts(where, { contextLength }, ["contextLength"]);
+    checkWeights(where, weights);
     checkSignal(where, options.signal);
     const files = listFiles(source, where);
     const engine = new Engine(await startEngineWorker(options.assets));
     try {
-      return (await engine.call({ method: "estimate", files, options: { contextLength: options.contextLength } }, options.signal)) as Estimate;
+      return (await engine.call({ method: "estimate", files, options: { contextLength, weights } }, options.signal)) as Estimate;
     } finally {
       engine.close();
     }
@@ -275,6 +279,10 @@ export class Engine {
       }
     });
   }
+}
+
+function checkWeights(where: string, weights: unknown): void {
+  if (weights !== undefined && typeof weights !== "string") throw new WhetError(`${where}: weights is ${show(weights)}, expected the name of a format, such as "q8_0".`);
 }
 
 function checkAdapter(where: string, adapter: unknown): void {

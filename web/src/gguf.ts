@@ -176,7 +176,8 @@ export async function describe(
   if (!(Number.isInteger(length) && length >= 1)) throw new WhetError(`${where}: contextLength is ${show(maxPosition)}, expected an integer of at least 1.`);
   const rotary = await rotaryOf(core, meta, family, file, reader, headDim, trained, length, where);
   if (family.rope === "none" && length > trained) throw new WhetError(`${where}: contextLength is ${length}, and the model has ${trained} positions.`);
-  const window = family.window !== "none" && meta.get("sliding_window") ? meta.size("sliding_window") : 0;
+  const otherwise = family.gguf?.sliding_window ?? 0;
+  const window = family.window === "none" ? 0 : meta.get("sliding_window") ? meta.size("sliding_window") : otherwise;
   const isLocal = (i: number) => family.window !== "pattern" || (i + 1) % (family.defaults.sliding_window_pattern as number) !== 0;
   const config: ModelConfig = {
     nLayers, nHeads, nKvHeads, headDim, hiddenDim, ffnDim,
@@ -215,14 +216,17 @@ function scales(core: Core, meta: Metadata, family: Family, c: Pick<ModelConfig,
     if (meta.has(name) && !(name in family.keys)) throw meta.wrong(name, "none");
     return meta.number(name, otherwise);
   };
-  // Gemma 3 of 27 B scales by another size than its heads' (query_pre_attn_scalar), which the file does not say.
-  const scaled = c.nLayers === 62 ? Math.trunc(c.hiddenDim / c.nHeads) : c.headDim;
+  // The largest Gemma scales by another size than its heads' (query_pre_attn_scalar), which the file does not say.
+  const scaled = c.nLayers === family.gguf?.scale_by_hidden ? Math.trunc(c.hiddenDim / c.nHeads) : c.headDim;
   const plain = "query_pre_attn_scalar" in family.defaults ? core.call("power", scaled, -0.5) : 1 / Math.sqrt(c.headDim);
+  const softcap = (name: string) => (name in family.keys ? (family.defaults[name] as number) : 0);
   return {
     attentionScale: given("attention_scale", plain),
+    attentionSoftcap: given("attention_softcap", softcap("attention_softcap")),
     embeddingScale: given("embedding_scale", family.root_of_embedding ? Math.sqrt(c.hiddenDim) : 1),
     residualScale: given("residual_scale", 1),
     logitsScale: 1 / given("logits_divisor", 1),
+    logitsSoftcap: given("logits_softcap", softcap("logits_softcap")),
   };
 }
 

@@ -1,5 +1,5 @@
 /** The heads of model files, by the core's parsers. */
-import { type Core, CoreError } from "./core.js";
+import type { Core, CoreError } from "./core.js";
 import type { WhetError } from "./errors.js";
 import type { Reader } from "./sources.js";
 
@@ -29,9 +29,10 @@ export async function readHead<T>(core: Core, parser: string, reader: Reader, re
     try {
       return { head, found: core.with([head], (at) => core.json<T>(parser, at, head.length, reader.size)) };
     } catch (error) {
-      if (!(error instanceof CoreError)) throw error;
-      if (!error.type.includes("MoreBytesNeeded")) throw refuse(error.message);
-      n = Math.min(reader.size, Math.max(2 * n, Number(/\d+/.exec(error.message)?.[0])));
+      const { type, message } = error as Partial<CoreError>; // by its shape: the scripts of the package share no class
+      if (type === undefined || message === undefined) throw error;
+      if (!type.includes("MoreBytesNeeded")) throw refuse(message);
+      n = Math.min(reader.size, Math.max(2 * n, Number(/\d+/.exec(message)?.[0])));
     }
   }
 }

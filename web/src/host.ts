@@ -1,32 +1,23 @@
 /** The engine itself, in a worker of its own: a model in the core's memory, and the requests that run on it. */
-import { readAdapter, TARGETS } from "./adapters.js";
 import type { Core } from "./core.js";
-import { WhetError } from "./errors.js";
+import { MissingFileError, WhetError } from "./errors.js";
+import type { FolderReader } from "./folder.js";
+import { chooseFormats, isFloat, type Part, type StoredType, storedTypes, weightFormats } from "./formats.js";
 import { describe } from "./gguf.js";
 import { configNumbers, type Family, type ModelConfig, slots } from "./model.js";
-import { type ModelReader, openModel, readHeads } from "./parts.js";
+import { join, type ModelReader, openModel, readHeads } from "./parts.js";
 import type { Piece } from "./pieces.js";
-import { breathe, startThreadWorker, type WorkerPort } from "./port.js";
+import { breathe, loadHf, startThreadWorker, type WorkerPort } from "./port.js";
 import { startCore } from "./start.js";
 import type { Call, Estimate, Files, Info, LoadOptions, PromptOptions, Request, Token } from "./protocol.js";
-import { openReader, type Reader } from "./sources.js";
-import type { DownloadOptions } from "./download.js";
+import { isFolder, openReader, type Reader } from "./sources.js";
+import { type DownloadOptions, openRanges } from "./download.js";
 import { type Message, TextTokenizer } from "./tokenizer.js";
 import type { TextStream, TokenTexts } from "./token_texts.js";
 
 const CHUNK = 64; // tokens of prompts in a step
 const FINISH = [undefined, "stop", "length"] as const; // as the core counts them; a cancelled request has no further tokens
 const MOST_CONTEXT = 4096; // tokens, where the caller says nothing
-
-interface StoredType {
-  name: string;
-  index: number;
-  block: number;
-  blockBytes: number;
-  packedAs: string;
-}
-
-const isFloat = (type: StoredType) => type.block === 1;
 
 /** A model as its files describe it. */
 interface Model {
@@ -59,9 +50,9 @@ export class Host {
 
   static async load(files: Files, options: LoadOptions, isolated: boolean, from: DownloadOptions): Promise<Host> {
     const { core, build } = await startCore(isolated, "Engine.load");
-    const reader = await openModel(files, from);
+    const reader = await open(files, from, false);
     try {
-      const { pieces, ...plan } = await makePlan(core, reader, options.contextLength);
+      const { pieces, ...plan } = await makePlan(core, reader, options, false);
       const { config, formats, types } = plan;
       const threads: WorkerPort[] = [];
       const n = build === "threads" && isolated ? (options.threads ?? Math.max(1, Math.floor(navigator.hardwareConcurrency / 2))) : 1;
@@ -73,8 +64,9 @@ export class Host {
       for (const piece of pieces) {
         if (from.signal.aborted) throw from.signal.reason;
         if (last?.piece.tensor !== piece.tensor) {
-          const bytes = await reader.read(piece.tensor.offset, piece.tensor.sizeBytes);
+          let bytes = await reader.read(piece.tensor.offset, piece.tensor.sizeBytes);
           loadedBytes += bytes.length;
+          if (piece.offset !== 0) bytes = new Uint8Array((await loadHf()).toFloats(bytes, piece.tensor, reader.name).map((x) => x + piece.offset).buffer);
           last = { piece, bytes };
           from.onProgress({ loadedBytes, totalBytes: reader.size, phase: "pack" });
         }
@@ -264,6 +256,7 @@ export class Host {
     const readers: Reader[] = [];
     try {
       for (const [name, file] of files) readers.push({ ...(await openReader(name, file, from)), name });
+      const { readAdapter, TARGETS } = await loadHf();
       const parts = await readAdapter(this.core, readers, this.plan.config, this.plan.family, from.where);
       this.core.call("begin_adapter");
       for (const { layer, target, firstRow, rank, a, b } of parts) {
@@ -287,19 +280,19 @@ export class Host {
 }
 
 /** A model's memory, from the heads of its files. */
-export async function estimate(files: Files, contextLength: number | undefined, from: DownloadOptions): Promise<Estimate> {
+export async function estimate(files: Files, options: LoadOptions, from: DownloadOptions): Promise<Estimate> {
   const { core } = await startCore(false, "Engine.estimate");
-  const reader = await openModel(files, from, { headsOnly: true });
+  const reader = await open(files, from, true);
   try {
-    const { pieces, ...plan } = await makePlan(core, reader, contextLength);
+    const { pieces, ...plan } = await makePlan(core, reader, options, true);
     const { config, formats } = plan;
-    const block = new Map([...plan.types.values()].map((type) => [type.name, type.blockBytes / type.block]));
+    const known = weightFormats(core);
     const shapes = slots(config);
     let weightsBytes = 0;
     for (const [slot, shape] of shapes) {
       const parts = formats.get(slot);
       if (parts === undefined) weightsBytes += 4 * shape[0];
-      for (const { rows, format } of parts ?? []) weightsBytes += rows * shape[1] * block.get(format)!;
+      for (const { rows, format } of parts ?? []) weightsBytes += rows * known.get(format)!.rowBytes(shape[1]);
     }
     const perToken = 2 * config.nLayers * config.nKvHeads * config.headDim * (hasBf16Cache(formats) ? 2 : 4);
     return { ...describePlan(plan), fileBytes: reader.size, weightsBytes: Math.round(weightsBytes), kvBytes: perToken * config.maxPosition };
@@ -308,17 +301,43 @@ export async function estimate(files: Files, contextLength: number | undefined, 
   }
 }
 
-async function makePlan(core: Core, reader: ModelReader, contextLength: number | undefined): Promise<Plan> {
-  const model = await describeModel(core, reader, contextLength);
-  const types = storedTypes(core);
-  return { ...model, types, formats: chooseFormats(model.config, model.pieces, types) };
+type AnyReader = ModelReader | FolderReader;
+
+/** `headsOnly`: of URLs nothing is downloaded but what is read. */
+async function open(files: Files, from: DownloadOptions, headsOnly: boolean): Promise<AnyReader> {
+  const hasFolder = files.length === 1 ? await isFolder(files[0][1]) : files.some(([name]) => /(^|\/)config\.json$/.test(name));
+  if (!hasFolder) return openModel(files, from, { headsOnly });
+  const openOne = headsOnly ? openRanges : openReader;
+  const unlessMissing = (error: unknown) => {
+    if (!(error instanceof MissingFileError)) throw error;
+    return undefined;
+  };
+  const openers = { join, open: (name: string, file: Files[number][1]) => openOne(name, file, from).catch(unlessMissing) };
+  return (await loadHf()).openFolder(files, from, headsOnly, openers);
 }
 
-async function describeModel(core: Core, reader: ModelReader, contextLength: number | undefined): Promise<Model> {
+async function makePlan(core: Core, reader: AnyReader, { contextLength, weights }: LoadOptions, headsOnly: boolean): Promise<Plan> {
+  const lengthOf = (trained: number) => contextLength ?? Math.min(trained, MOST_CONTEXT);
+  const model = "folder" in reader ? await ofFolder(core, reader, lengthOf, headsOnly) : await ofGguf(core, reader, lengthOf);
+  const types = storedTypes(core);
+  return { ...model, types, formats: chooseFormats(core, model.config, model.pieces, types, weights, "Engine.load") };
+}
+
+async function ofFolder(core: Core, reader: FolderReader, lengthOf: (trained: number) => number, headsOnly: boolean): Promise<Model> {
+  const { describeFolder, hasTemplate, readFolderTokenizer } = await loadHf();
+  return {
+    ...(await describeFolder(core, reader, lengthOf, headsOnly)),
+    architecture: String(reader.folder.config.model_type),
+    hasChatTemplate: hasTemplate(reader.folder, "Engine.load"),
+    tokenizer: (where) => readFolderTokenizer(reader.folder, TextTokenizer.ofFolder, where),
+  };
+}
+
+async function ofGguf(core: Core, reader: ModelReader, lengthOf: (trained: number) => number): Promise<Model> {
   const file = await readHeads(core, reader);
   const { metadata } = file;
   const architecture = String(metadata.get("general.architecture"));
-  const length = contextLength ?? Math.min(Number(metadata.get(`${architecture}.context_length`)), MOST_CONTEXT);
+  const length = lengthOf(Number(metadata.get(`${architecture}.context_length`)));
   return {
     ...(await describe(core, file, reader, length)),
     architecture,
@@ -349,42 +368,15 @@ async function startThread(core: Core): Promise<WorkerPort> {
   return worker;
 }
 
-function storedTypes(core: Core): Map<string, StoredType> {
-  const rows = core.json<[string, string, number, number, string][]>("stored_types");
-  return new Map(rows.map(([name, gguf, block, blockBytes, packedAs], index) => [gguf, { name, index, block, blockBytes, packedAs }]));
-}
-
-interface Part {
-  rows: number;
-  format: string;
-}
-
-/** Formats of every matrix, from its first row on: quantised rows stay what they are, floats are taken as bfloat16. */
-function chooseFormats(config: ModelConfig, pieces: Piece[], types: Map<string, StoredType>): Map<string, Part[]> {
-  const found = new Map<string, Part[]>();
-  const sorted = [...pieces].sort((a, b) => a.firstRow - b.firstRow);
-  for (const [slot, shape] of slots(config)) if (shape.length === 2) found.set(slot, []);
-  for (const piece of sorted) {
-    const parts = found.get(piece.slot);
-    if (parts === undefined) continue;
-    const type = types.get(piece.tensor.type)!;
-    const format = piece.slot === "positions" ? "float32" : isFloat(type) ? "bfloat16" : type.packedAs;
-    const last = parts[parts.length - 1];
-    if (last?.format === format) last.rows += piece.count;
-    else parts.push({ rows: piece.count, format });
-  }
-  return found;
-}
-
 function allocate(core: Core, config: ModelConfig, formats: Map<string, Part[]>): void {
   const numbers = configNumbers(config);
   core.with([numbers], (at) => core.call("begin_model", at, numbers.length));
-  const index = core.json<[string, number][]>("weight_formats").map(([name]) => name);
+  const known = weightFormats(core);
   for (const [slot, shape] of slots(config)) {
     core.withText(slot, (at, n) => {
       const parts = formats.get(slot);
       if (parts === undefined) return core.call("add_vector", at, n, shape[0]);
-      for (const part of parts) core.call("add_matrix", at, n, index.indexOf(part.format), part.rows, shape[1]);
+      for (const part of parts) core.call("add_matrix", at, n, known.get(part.format)!.index, part.rows, shape[1]);
       return 0;
     });
   }
@@ -394,10 +386,18 @@ function allocate(core: Core, config: ModelConfig, formats: Map<string, Part[]>)
 /** Copies a piece's rows into the core's memory, some at a time, and packs them. */
 function pack(core: Core, piece: Piece, bytes: Uint8Array, types: Map<string, StoredType>, where: string): void {
   const { tensor, count, every } = piece;
-  const type = types.get(tensor.type)!;
+  const type = types.get(piece.offset === 0 ? tensor.type : "F32")!;
   const isVector = tensor.shape.length === 1;
   if (isVector && !isFloat(type)) throw new WhetError(`Engine.load: ${where}: ${tensor.name} is ${tensor.type}, expected floats: norms and biases are not quantised.`);
+  const callPack = (first: number, some: Uint8Array, ...rows: number[]) => {
+    const isFinite = core.withText(piece.slot, (slot, size) => core.with([some], (at) => core.call("pack", slot, size, first, type.index, at, ...rows)));
+    if (isFinite === 0) throw new WhetError(`Engine.load: ${where}: ${tensor.name} holds NaN or infinity. Look at what made it.`);
+  };
   const k = tensor.shape[tensor.shape.length - 1];
+  if (piece.isTransposed) {
+    callPack(piece.firstRow, bytes.subarray(piece.row * type.blockBytes), count, tensor.shape[0], 1, k);
+    return;
+  }
   const rowBytes = isVector ? type.blockBytes : (k / type.block) * type.blockBytes;
   const most = isVector ? count : Math.max(16, Math.floor((4 << 20) / (rowBytes * every) / 16) * 16);
   for (let done = 0; done < count; done += most) {
@@ -405,13 +405,7 @@ function pack(core: Core, piece: Piece, bytes: Uint8Array, types: Map<string, St
     const begin = (piece.row + done * every) * rowBytes;
     const some = bytes.subarray(begin, begin + ((n - 1) * every + 1) * rowBytes);
     const width = isFloat(type) ? k : rowBytes;
-    const isFinite = core.withText(piece.slot, (slot, size) =>
-      core.with([some], (at) =>
-        isVector
-          ? core.call("pack", slot, size, piece.firstRow + done, type.index, at, 1, n, 0, every)
-          : core.call("pack", slot, size, piece.firstRow + done, type.index, at, n, width, width * every, 1),
-      ),
-    );
-    if (isFinite === 0) throw new WhetError(`Engine.load: ${where}: ${tensor.name} holds NaN or infinity. Look at what made it.`);
+    if (isVector) callPack(piece.firstRow + done, some, 1, n, 0, every);
+    else callPack(piece.firstRow + done, some, n, width, width * every, 1);
   }
 }

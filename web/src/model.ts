@@ -29,6 +29,7 @@ export interface ModelConfig {
   gated: boolean;
   windows: number[];
   attentionScale: number;
+  attentionSoftcap: number;
   /** Per layer, whether it rotates; empty: all do. */
   ropeLayers: boolean[];
   /** Per layer, whether it does by localInvFreq; empty: none. */
@@ -37,6 +38,7 @@ export interface ModelConfig {
   embeddingScale: number;
   residualScale: number;
   logitsScale: number;
+  logitsSoftcap: number;
   tiedHead: boolean;
   qkvBias: boolean;
   oBias: boolean;
@@ -49,7 +51,7 @@ export interface Family {
   settings: Record<string, unknown>;
   defaults: Record<string, unknown>;
   modules: Record<string, { hf: string; hf_also?: string; hf_layout?: "by_head" | "transposed"; hf_offset?: number; gguf?: string }>;
-  gguf: { architecture: string; interleaved?: boolean } | null;
+  gguf: { architecture: string; interleaved?: boolean; scale_by_hidden?: number; sliding_window?: number } | null;
   window: "none" | "all" | "some" | "pattern";
   rope: "neox" | "gptj" | "none";
   partial_rotary: boolean;
@@ -113,7 +115,7 @@ export function configNumbers(c: ModelConfig): Float64Array {
     c.nLayers, c.nHeads, c.nKvHeads, c.headDim, c.hiddenDim, c.ffnDim, c.vocabSize, c.maxPosition,
     ["rms", "layer"].indexOf(c.norm), c.normEps, c.rotaryDim, +c.isNeox, c.attentionFactor, c.learnedPositions,
     +c.parallelResidual, +c.sharedNorm, +c.preNorm, +c.postNorm, +c.qkNorm, +c.qkNormWhole, ["silu", "gelu", "gelu_tanh"].indexOf(c.activation), +c.gated,
-    c.attentionScale, c.embeddingScale, c.residualScale, c.logitsScale, ...c.windows, ...c.invFreq,
+    c.attentionScale, c.attentionSoftcap, c.embeddingScale, c.residualScale, c.logitsScale, c.logitsSoftcap, ...c.windows, ...c.invFreq,
     c.ropeLayers.length, ...c.ropeLayers.map(Number), c.localLayers.length, ...c.localLayers.map(Number), ...c.localInvFreq,
   ]);
 }

@@ -43,7 +43,7 @@ function inOrder(files: Files, where: string): Files {
 }
 
 /** One file after the other. */
-function join(readers: Reader[]): ModelReader {
+export function join(readers: Reader[]): ModelReader {
   let size = 0;
   const parts = readers.map((reader) => {
     const begin = size;

@@ -18,7 +18,7 @@ function ofWebWorker(worker: Worker): WorkerPort {
   return {
     postMessage: (message) => worker.postMessage(message),
     onMessage: (listener) => worker.addEventListener("message", (event) => listener(event.data)),
-    onError: (listener) => worker.addEventListener("error", (event) => listener(new Error(event.message || "its script could not be loaded; serve the package's worker.js, thread.js and wasm files from the page's own origin"))),
+    onError: (listener) => worker.addEventListener("error", (event) => listener(new Error(event.message || "its script could not be loaded; serve the package's worker.js, thread.js, hf.js and wasm files from the page's own origin"))),
     terminate: () => worker.terminate(),
   };
 }
@@ -99,6 +99,9 @@ export function parent(): Port {
   if (navigator.locks !== undefined && self.name !== "") void navigator.locks.request(self.name, () => new Promise(() => {}));
   return { postMessage: (message) => postMessage(message), onMessage: (listener) => addEventListener("message", (event) => listener(event.data)) };
 }
+
+/** The script of what Hugging Face's libraries save; a bundler takes it as a file that is copied. */
+export const loadHf = (): Promise<typeof import("./hf.js")> => import(/* @vite-ignore */ new URL("./hf.js", import.meta.url).href);
 
 /** Lets messages come in. (Timers of zero would wait for 4 ms.) */
 export function breathe(): Promise<void> {

@@ -14,6 +14,8 @@ export interface LoadOptions {
   kvBytes?: number;
   /** Samples that are computed at a time. */
   maxBatch?: number;
+  /** The format of all weights, such as "q8_0" or "float32"; left out, quantised weights stay what they are, and floats are taken as bf16. */
+  weights?: string;
 }
 
 export interface FileOptions {
@@ -93,7 +95,7 @@ export interface Estimate {
 
 export type Call =
   | { method: "load"; files: Files; options: LoadOptions & FileOptions; isolated: boolean }
-  | { method: "estimate"; files: Files; options: { contextLength?: number } }
+  | { method: "estimate"; files: Files; options: Pick<LoadOptions, "contextLength" | "weights"> }
   | { method: "generate"; request: Request }
   | { method: "logprobs"; prompt: string | Int32Array; start: number; temperature: number; adapter: number }
   | { method: "tokenize"; text: string; addSpecialTokens: boolean }

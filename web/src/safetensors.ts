@@ -11,7 +11,12 @@ export async function readSafetensors(core: Core, reader: Reader, where: string)
 
 /** A tensor's values. */
 export async function readFloats(reader: Reader, entry: Tensor, where: string): Promise<Float32Array> {
-  const bytes = (await reader.read(entry.offset, entry.sizeBytes)).slice().buffer;
+  return toFloats(await reader.read(entry.offset, entry.sizeBytes), entry, where);
+}
+
+/** The values of a tensor's bytes. */
+export function toFloats(data: Uint8Array, entry: Tensor, where: string): Float32Array {
+  const bytes = data.slice().buffer;
   switch (entry.type) {
     case "F32":
       return new Float32Array(bytes);

@@ -1,7 +1,7 @@
 /** Where a model's bytes come from: URLs, Files, bytes; read in ranges, so that the file is not in memory as a whole. */
 import { sha256 } from "@noble/hashes/sha2.js";
 import { bytesToHex } from "@noble/hashes/utils.js";
-import { WhetError } from "./errors.js";
+import { MissingFileError, WhetError } from "./errors.js";
 import { download, type DownloadOptions } from "./download.js";
 import { nodeModule } from "./port.js";
 import { show } from "./sampling.js";
@@ -71,6 +71,14 @@ export async function openReader(name: string, source: Source, options: Download
 
 export const isUrl = (source: Source): source is string | URL => typeof source === "string" || source instanceof URL;
 
+/** Whether a source is the URL of a folder, which ends with a slash, or the path of one. */
+export async function isFolder(source: Source): Promise<boolean> {
+  if (!isUrl(source)) return false;
+  const url = new URL(source, base());
+  if (url.pathname.endsWith("/") || url.protocol !== "file:") return url.pathname.endsWith("/");
+  return nodeModule("node:fs/promises").stat(url).then((found) => found.isDirectory(), () => false);
+}
+
 async function open(name: string, source: Source, options: DownloadOptions): Promise<Reader> {
   if (source instanceof Uint8Array) return ofBytes(source, name);
   if (source instanceof Blob) return ofBlob(source, name);
@@ -94,8 +102,8 @@ export function ofBlob(blob: Blob, name: string): Reader {
 
 async function ofFile(url: URL, where: string): Promise<Reader> {
   const { open: openFile } = nodeModule("node:fs/promises");
-  const file = await openFile(url).catch((error: Error) => {
-    throw new WhetError(`${where}: ${url.pathname} cannot be read (${error.message}). Give the path of a model file.`);
+  const file = await openFile(url).catch((error: NodeJS.ErrnoException) => {
+    throw new (error.code === "ENOENT" ? MissingFileError : WhetError)(`${where}: ${url.pathname} cannot be read (${error.message}). Give the path of a model file.`);
   });
   return {
     name: url.pathname,

@@ -37,7 +37,7 @@ export class TextTokenizer {
   private readonly backend: Tokenizer;
   readonly texts: TokenTexts;
   private readonly compiled = new Map<string, Template>();
-  readonly stopIds: number[];
+  stopIds: number[];
 
   private constructor(
     private readonly parts: Parts,
@@ -68,7 +68,7 @@ export class TextTokenizer {
     return new TextTokenizer({ json, specialTokens, stopIds, templates }, where);
   }
 
-  /** Of a folder's tokenizer.json, and its tokenizer_config.json and chat_template.jinja where there are such. */
+  /** With EOS as a further stop token. Of a folder's tokenizer.json, and its tokenizer_config.json and chat_template.jinja where there are such. */
   static ofFolder(json: TokenizerJson, config: Record<string, any>, template: string | undefined, stopIds: number[], where: string): TextTokenizer {
     const specialTokens: Record<string, string> = {};
     for (const name of Object.keys(ROLES)) {
@@ -79,7 +79,9 @@ export class TextTokenizer {
     const templates = new Map<string, string>(
       typeof given === "string" ? [["default", given]] : Array.isArray(given) ? given.map((each) => [String(each.name), String(each.template)]) : [],
     );
-    return new TextTokenizer({ json, specialTokens, stopIds, templates }, where);
+    const found = new TextTokenizer({ json, specialTokens, stopIds, templates }, where);
+    found.stopIds = [...new Set([...stopIds, ...found.texts.specialAmong([specialTokens.eos_token ?? ""])])];
+    return found;
   }
 
   /** The ids of a text; special tokens in it are those tokens. With BOS and EOS, as the model says, by `addSpecialTokens`. */

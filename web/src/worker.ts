@@ -15,7 +15,7 @@ async function answer(id: number, call: Call, signal: AbortSignal): Promise<unkn
     host = await Host.load(call.files, call.options, call.isolated, from("Engine.load", call.options));
     return host.info();
   }
-  if (call.method === "estimate") return estimate(call.files, call.options.contextLength, from("Engine.estimate"));
+  if (call.method === "estimate") return estimate(call.files, call.options, from("Engine.estimate"));
   const engine = host!; // an Engine exists once it is loaded
   switch (call.method) {
     case "generate":

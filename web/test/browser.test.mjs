@@ -26,8 +26,9 @@ const BROWSERS = {
 
 async function files() {
   const found = { "index.html": Buffer.from("<!doctype html><title>whet-web</title>") };
-  for (const name of ["index.js", "worker.js", "thread.js", "threads.wasm", "plain.wasm"]) found[name] = await readFile(new URL(`../dist/${name}`, import.meta.url));
+  for (const name of ["index.js", "worker.js", "thread.js", "hf.js", "threads.wasm", "plain.wasm"]) found[name] = await readFile(new URL(`../dist/${name}`, import.meta.url));
   for (const name of ["q8_0.gguf", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"]) found[name] = await readFile(new URL(name, FIXTURES));
+  for (const name of ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]) found[`folder/${name}`] = await readFile(new URL(`folder/${name}`, FIXTURES));
   return found;
 }
 
@@ -158,6 +159,24 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
         return memory;
       });
       assert.match(found, /^OutOfMemoryError: .*contextLength/);
+      await page.close();
+    });
+
+    test("a folder of safetensors has the native engine's tokens and bits", async () => {
+      const { page } = await open("strict");
+      const tokens = await page.evaluate(async ([ids]) => {
+        const { clearCache, Engine, listCache } = await import("/index.js");
+        (await Engine.load("folder/", { threads: 1 })).close();
+        const engine = await Engine.load("folder/", { threads: 2 });
+        const kept = await listCache();
+        await clearCache();
+        const tokens = kept.map(({ url, isComplete }) => [url.split("/").pop(), isComplete]).sort();
+        for await (const { sample, token, logprob } of engine.generate(ids, { n: 2, temperature: 0.8, topP: 0.9, maxNewTokens: 24, seed: 7, stopTokenIds: [1] })) if (sample === 0) tokens.push([token, logprob]);
+        return tokens;
+      }, [ids]);
+      const { tokens: expected, logprobs } = cases.folder.plain.samples[0];
+      const kept = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"].map((name) => [name, true]);
+      assert.deepEqual(tokens, [...kept, ...expected.map((token, i) => [token, logprobs[i]])]);
       await page.close();
     });
 

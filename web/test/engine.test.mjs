@@ -27,10 +27,9 @@ async function compare(engine, expected, adapter, exact) {
 }
 
 for (const [name, { ids, plain, adapted, greedy, chat }] of Object.entries(cases)) {
-  if (name === "folder") continue;
   test(`${name}: tokens, texts and log-probs are those of the native engine, with an adapter and without`, async () => {
     for (const threads of isPlain ? [1] : [1, 2]) {
-      const engine = await Engine.load(new URL(`${name}.gguf`, FIXTURES), { threads });
+      const engine = await Engine.load(new URL(name === "folder" ? "folder/" : `${name}.gguf`, FIXTURES), { threads });
       try {
         const { exact, build } = await engine.info();
         assert.equal(build, isPlain ? "plain" : "threads");

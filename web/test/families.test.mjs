@@ -1,12 +1,13 @@
-// Models of every family that the native engine runs: the same tokens and bits of log-probs.
+// Models of every family that the native engine runs, as folders and GGUF files, and in other formats: the same tokens
+// and bits of log-probs.
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { Engine } from "../dist/index.js";
 import { FIXTURES, readFixture, samplesOf } from "./fixtures.mjs";
 
-for (const { file, ids, samples, scores } of await readFixture("families")) {
-  test(`${file}: tokens and log-probs are those of the native engine`, async () => {
-    const engine = await Engine.load(new URL(file, FIXTURES), { threads: 1 });
+for (const { file, options, ids, samples, scores } of await readFixture("families")) {
+  test(`${file} ${options.weights ?? ""}: tokens and log-probs are those of the native engine`, async () => {
+    const engine = await Engine.load(new URL(file, FIXTURES), { threads: 1, ...options });
     try {
       const found = await samplesOf(engine, ids, { n: 2, temperature: 0.8, topP: 0.9, maxNewTokens: 16, seed: 3 });
       assert.deepEqual(found.map(({ tokens, logprobs }) => ({ tokens, logprobs })), samples);

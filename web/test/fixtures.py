@@ -159,17 +159,27 @@ def families(folder: Path) -> None:
     found = []
     for case, (model_type, _) in CASES.items():
         model = tiny_model(case)
+        model.save_pretrained(folder / case)
+        found.append(source_answers(folder / case))
         if FAMILIES[model_type].gguf is not None and case != "llama-proportional":  # half of a head
-            found.append(family_answers(write_gguf(model, folder / f"{case}.gguf")))
+            found.append(source_answers(write_gguf(model, folder / f"{case}.gguf")))
+    tiny_model("llama").half().save_pretrained(folder / "half")
+    tiny_model("llama").bfloat16().save_pretrained(folder / "sharded", max_shard_size="8KB")
+    found += [source_answers(folder / "half"), source_answers(folder / "sharded")]
+    for weights in ("float32", "bf16", "int8", "q8_0"):
+        for path in (folder.parent / "folder", folder.parent / "q4_0.gguf", folder / "qwen2"):
+            found.append(source_answers(path, weights=weights))
     (folder.parent / "families.json").write_text(json.dumps(found))
 
 
-def family_answers(path: Path) -> dict[str, Any]:
-    engine, [ids] = Engine.from_pretrained(path), token_ids().tolist()
+def source_answers(path: Path, **options: Any) -> dict[str, Any]:
+    engine, [ids] = Engine.from_pretrained(path, **options), token_ids().tolist()
     [samples] = engine.generate([ids], 2, SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=16, seed=3))
     [scores] = engine.logprobs([ids])
     drawn = [{"tokens": sample.token_ids, "logprobs": sample.logprobs} for sample in samples]
-    return {"file": f"families/{path.name}", "ids": ids, "samples": drawn, "scores": scores.tolist()}
+    name = f"{'' if path.parent.name == 'fixtures' else 'families/'}{path.name}"
+    file = name if path.is_file() else f"{name}/"
+    return {"file": file, "options": options, "ids": ids, "samples": drawn, "scores": scores.tolist()}
 
 
 def samplings(engine: Engine, tokenizer: GGUFTokenizer) -> list[dict[str, Any]]:

@@ -23,9 +23,10 @@ export async function run(source) {
   const engine = await Engine.load(source, { threads: 2, cache: false });
   const tokens = [];
   for await (const { token } of engine.generate(${JSON.stringify(ids)}, { temperature: 0, maxNewTokens: 8, stopTokenIds: [] })) tokens.push(token);
+  const adapter = await engine.loadAdapter(["adapter_config.json", "adapter_model.safetensors"].map((file) => new URL("adapter/" + file, new URL(source, globalThis.location?.href))));
   const { build, exact } = await engine.info();
   engine.close();
-  return { tokens, build, exact };
+  return { tokens, adapter, build, exact };
 }
 `;
 let folder;
@@ -45,9 +46,9 @@ after(() => rm(folder, { recursive: true }));
 for (const [name, command, isExact] of [["node", [process.execPath], true], ["deno", [tool("deno"), "run", "-A"], true], ["bun", [tool("bun")], undefined]]) {
   test(`${name} runs it`, { skip: name !== "node" && has(name) }, () => {
     const [program, ...args] = command;
-    const output = execFileSync(program, [...args, "main.js", fileURLToPath(new URL("q8_0.gguf", FIXTURES))], { cwd: folder, encoding: "utf8", timeout: 60_000 });
+    const output = execFileSync(program, [...args, "main.js", new URL("q8_0.gguf", FIXTURES).href], { cwd: folder, encoding: "utf8", timeout: 60_000 });
     const found = JSON.parse(output);
-    assert.deepEqual([found.build, found.half], ["threads", 0.5]);
+    assert.deepEqual([found.build, found.half, found.adapter], ["threads", 0.5, 1]);
     if (isExact !== undefined) assert.equal(found.exact, isExact); // Bun's engine rounds twice on x86-64
     if (found.exact) assert.deepEqual(found.tokens, greedy.slice(0, 8));
     assert.equal(found.tokens.length, 8);
@@ -63,7 +64,9 @@ async function filesOf(root) {
 
 async function runInChromium(files) {
   const { chromium } = await import("playwright-core");
-  const server = await serve({ ...files, "q8_0.gguf": await readFile(new URL("q8_0.gguf", FIXTURES)) }, ISOLATED);
+  const served = ["q8_0.gguf", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"];
+  const fixtures = Object.fromEntries(await Promise.all(served.map(async (name) => [name, await readFile(new URL(name, FIXTURES))])));
+  const server = await serve({ ...files, ...fixtures }, ISOLATED);
   const browser = await chromium.launch({ executablePath, args: ["--no-sandbox"] });
   try {
     const page = await browser.newPage();
@@ -76,7 +79,7 @@ async function runInChromium(files) {
   }
 }
 
-const RIGHT = { tokens: greedy.slice(0, 8), build: "threads", exact: true };
+const RIGHT = { tokens: greedy.slice(0, 8), adapter: 1, build: "threads", exact: true };
 
 test("Vite bundles it without configuration, with its workers and modules", { skip: has("vite") || (!executablePath && "Chromium is not installed") }, async () => {
   execFileSync(process.execPath, [tool("vite"), "build"], { cwd: folder, stdio: "ignore", timeout: 60_000 });
@@ -87,6 +90,6 @@ test("esbuild bundles it without configuration; the package's other files lie be
   const out = join(folder, "out");
   await build({ entryPoints: [join(folder, "app.js")], bundle: true, format: "esm", outdir: out, logLevel: "silent" });
   await cp(join(folder, "index.html"), join(out, "index.html"));
-  for (const name of ["worker.js", "thread.js", "threads.wasm", "plain.wasm"]) await cp(join(folder, "node_modules/whet-web/dist", name), join(out, name));
+  for (const name of ["worker.js", "thread.js", "hf.js", "threads.wasm", "plain.wasm"]) await cp(join(folder, "node_modules/whet-web/dist", name), join(out, name));
   assert.deepEqual(await runInChromium(await filesOf(out)), RIGHT);
 });

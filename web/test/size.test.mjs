@@ -10,13 +10,18 @@ const KB = 1024;
 const sizeOf = (files) => files.reduce((sum, bytes) => sum + gzipSync(bytes, { level: 9 }).length, 0);
 
 test("the scripts are at most 80 KB, compressed, of which ours are 30 KB", async () => {
-  const names = ["index", "worker", "thread"].map((name) => new URL(`../dist/${name}.js`, import.meta.url));
+  const names = ["index", "worker", "thread", "hf"].map((name) => new URL(`../dist/${name}.js`, import.meta.url));
   const all = sizeOf(await Promise.all(names.map((name) => readFile(name))));
   assert.ok(all <= 80 * KB, `${all} bytes`);
-  const entryPoints = options.entryPoints.filter((path) => !path.endsWith("ops.ts"));
+  const entryPoints = options.entryPoints.filter((path) => !/(hf|ops)\.ts$/.test(path));
   const { outputFiles } = await build({ ...options, entryPoints, external: libraries, write: false });
   const ours = sizeOf(outputFiles.map(({ contents }) => contents));
   assert.ok(ours <= 30 * KB, `${ours} bytes`);
+});
+
+test("the script of folders and adapters, which comes with the first of these, is at most 12 KB", async () => {
+  const bytes = await readFile(new URL("../dist/hf.js", import.meta.url));
+  assert.ok(sizeOf([bytes]) <= 12 * KB, `${sizeOf([bytes])} bytes`);
 });
 
 test("the primitives and kernels, which a page may have alone, are at most 8 KB", async () => {

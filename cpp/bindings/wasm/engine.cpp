@@ -103,9 +103,9 @@ WHET_EXPORT(begin_model) void begin_model(const double* numbers, size_t n) {
     c.parallel_residual = from.flag(), c.shared_norm = from.flag();
     c.pre_norm = from.flag(), c.post_norm = from.flag(), c.qk_norm = from.flag(), c.qk_norm_whole = from.flag();
     c.activation = static_cast<Activation>(from.size()), c.gated = from.flag();
-    c.attention_scale = from.number();
+    c.attention_scale = from.number(), c.attention_softcap = from.number();
     c.embedding_scale = static_cast<float>(from.number()), c.residual_scale = static_cast<float>(from.number());
-    c.logits_scale = static_cast<float>(from.number());
+    c.logits_scale = static_cast<float>(from.number()), c.logits_softcap = static_cast<float>(from.number());
     for (size_t i = 0; i < c.n_layers; ++i) c.windows.push_back(from.size());
     for (size_t i = 0; i < c.rotary_dim / 2; ++i) c.inv_freq.push_back(from.number());
     for (size_t i = from.size(); i > 0; --i) c.rope_layers.push_back(from.flag());

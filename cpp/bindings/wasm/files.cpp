@@ -8,6 +8,7 @@
 #include "engine/stored_rows.h"
 #include "files/gguf.h"
 #include "files/safetensors.h"
+#include "kernels/dispatch.h"
 
 namespace whet {
 namespace {
@@ -92,7 +93,8 @@ WHET_EXPORT(stored_types) void stored_types() {
     result += ']';
 }
 
-// [[name, block length], ...] in the order of WeightFormat
+// [[name, block length, block bytes, bytes after a row's blocks, whether numbers are packed in
+// it], ...] in the order of WeightFormat
 WHET_EXPORT(weight_formats) void weight_formats() {
     result = "[";
     for (const FormatTraits& format : format_table()) {
@@ -100,7 +102,11 @@ WHET_EXPORT(weight_formats) void weight_formats() {
         append_json(format.name);
         result += ',';
         append_number(format.block_length);
-        result += ']';
+        result += ',';
+        append_number(format.block_bytes);
+        result += ',';
+        append_number(format.row_scale_bytes);
+        result += kernels().*format.pack_panel != nullptr || format.quantize_row != nullptr ? ",1]" : ",0]";
     }
     result += ']';
 }

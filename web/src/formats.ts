@@ -1,0 +1,89 @@
+/** Formats that the matrices of a model are packed in, and types that files have: whet.models.formats' rules. */
+import type { Core } from "./core.js";
+import { WhetError } from "./errors.js";
+import { formats as SETTINGS } from "./facts.js";
+import { type ModelConfig, slots } from "./model.js";
+import type { Piece } from "./pieces.js";
+import { show } from "./sampling.js";
+
+/** A type that tensors of files have. */
+export interface StoredType {
+  name: string;
+  index: number;
+  block: number;
+  blockBytes: number;
+  packedAs: string;
+}
+
+export const isFloat = (type: StoredType) => type.block === 1;
+
+/** By GGUF's names, of which those of floats are safetensors' too. */
+export function storedTypes(core: Core): Map<string, StoredType> {
+  const rows = core.json<[string, string, number, number, string][]>("stored_types");
+  return new Map(rows.map(([name, gguf, block, blockBytes, packedAs], index) => [gguf, { name, index, block, blockBytes, packedAs }]));
+}
+
+/** A format of packed weights. */
+export interface WeightFormat {
+  index: number;
+  block: number;
+  rowBytes(k: number): number;
+  /** Whether this build packs numbers in it. */
+  isPacked: boolean;
+}
+
+export function weightFormats(core: Core): Map<string, WeightFormat> {
+  const rows = core.json<[string, number, number, number, number][]>("weight_formats");
+  return new Map(rows.map(([name, block, blockBytes, scaleBytes, isPacked], index) => [name, { index, block, isPacked: isPacked === 1, rowBytes: (k) => (k / block) * blockBytes + scaleBytes }]));
+}
+
+/** Rows of a matrix, from those of the part before on. */
+export interface Part {
+  rows: number;
+  format: string;
+}
+
+interface Setting {
+  alias?: string;
+  /** The format of the embedding and the head. */
+  outer?: string;
+  /** The format of matrices whose rows its blocks do not divide; int8 where it is left out. */
+  next?: string;
+}
+
+const settings: Record<string, Setting> = SETTINGS;
+
+/**
+ * Formats of every matrix.
+ *
+ * @param weights the format of all; left out: quantised rows stay what they are, and floats are taken as bfloat16.
+ */
+export function chooseFormats(core: Core, config: ModelConfig, pieces: Piece[], types: Map<string, StoredType>, weights: string | undefined, where: string): Map<string, Part[]> {
+  const known = weightFormats(core);
+  const base = weights === undefined ? "bfloat16" : (Object.keys(settings).find((name) => settings[name].alias === weights) ?? weights);
+  if (!known.get(base)?.isPacked) {
+    const names = [...known].flatMap(([name, { isPacked }]) => (isPacked ? [settings[name]?.alias ?? name] : []));
+    throw new WhetError(`${where}: weights is ${show(weights)}, expected one of ${names.join(", ")}, or none: as the file has them.`);
+  }
+  const stored = new Map<string, Part[]>();
+  for (const { slot, tensor, count } of weights === undefined ? [...pieces].sort((a, b) => a.firstRow - b.firstRow) : []) {
+    const type = types.get(tensor.type)!;
+    const part = { rows: count, format: isFloat(type) ? base : type.packedAs };
+    stored.set(slot, [...(stored.get(slot) ?? []), part]);
+  }
+  const found = new Map<string, Part[]>();
+  for (const [slot, shape] of slots(config)) {
+    if (shape.length !== 2) continue;
+    const outer = slot === "embedding" || slot === "head" ? settings[base]?.outer : undefined;
+    const parts = slot === "positions" ? [{ rows: shape[0], format: "float32" }] : (stored.get(slot) ?? [{ rows: shape[0], format: outer ?? base }]);
+    const merged: Part[] = [];
+    for (let { rows, format } of parts) {
+      while (shape[1] % known.get(format)!.block !== 0) format = settings[format]?.next ?? "int8";
+      const last = merged.at(-1);
+      if (last?.format === format) last.rows += rows;
+      else merged.push({ rows, format });
+    }
+    found.set(slot, merged);
+  }
+  return found;
+}
