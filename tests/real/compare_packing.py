@@ -1,16 +1,19 @@
 """Whet's own packing of one real model's weights beside llama.cpp's, in the mixtures that both make.
 
-    python -m tests.real.compare_packing FOLDER [TEXT ...]
+    python -m tests.real.compare_packing FOLDER [TEXT ...] [--only MIXTURE ...]
 
 FOLDER has f32.gguf and llama.cpp's files of the same model, q4_k_m.gguf and so on, as its quantiser makes them. For
 each: the squared error of the tensors, divided by their sum of squares and averaged over those of a type (the table of
-tokens by every 24th row); and the perplexity of the texts, 1,024 tokens of each, by Whet's engine for both. That of one
-text differs by chance by two hundredths either way: only the mean over several tells two packings apart.
+tokens by every 24th row); the perplexity of the texts, 1,024 tokens of each, by Whet's engine for both; and the KL
+divergence of the exact model's distribution from that of the file, of ``whet export``'s and of llama.cpp's, with
+products in float32, so that only the weights differ. The perplexity of one text differs by chance by two hundredths
+either way: only the mean over several tells two packings apart.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,8 @@ from rich.table import Table
 
 import whet
 from whet import Engine
-from whet.models.formats import usual_name
+from whet.models.export import export_gguf
+from whet.models.formats import FILE_TYPES, usual_name
 from whet.models.tokenizers import read_tokenizer
 from whet.ops.quant import FORMATS
 
@@ -35,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("texts", type=Path, nargs="*", default=[PROSE])
+    parser.add_argument("--only", nargs="+", choices=MIXTURES, default=MIXTURES)
     arguments = parser.parse_args()
     source = arguments.folder / "f32.gguf"
     tokenizer = read_tokenizer(source)
@@ -43,7 +48,9 @@ def main() -> None:
     console = Console()
     errors = Table("mixture", "type", "tensors", "whet", "llama.cpp", "ratio", title="Squared error")
     perplexities = Table("mixture", "whet", "llama.cpp", "ratio", title=f"Perplexity, {len(texts)} texts")
-    for mixture in MIXTURES:
+    divergences = Table("mixture", "whet export", "llama.cpp", "ratio", title="KL from the exact model, nats a token")
+    exact = logprobs_of(source, texts)
+    for mixture in arguments.only:
         path = arguments.folder / f"{mixture}.gguf"
         for name, pairs in squared_errors(plain, path).items():
             ours, theirs = np.mean(pairs, axis=0)
@@ -51,7 +58,13 @@ def main() -> None:
         ours = perplexity(source, texts, usual_name(mixture, "compare_packing"))
         theirs = perplexity(path, texts, None)
         perplexities.add_row(mixture, f"{ours:.3f}", f"{theirs:.3f}", ratio(ours, theirs))
-    console.print(errors, perplexities)
+        if mixture in FILE_TYPES:
+            with tempfile.TemporaryDirectory() as folder:
+                export_gguf(source, Path(folder, "ours.gguf"), mixture)
+                ours = divergence(exact, logprobs_of(Path(folder, "ours.gguf"), texts))
+            theirs = divergence(exact, logprobs_of(path, texts))
+            divergences.add_row(mixture, f"{ours:.4f}", f"{theirs:.4f}", ratio(ours, theirs))
+    console.print(errors, perplexities, divergences)
 
 
 def ratio(ours: float, theirs: float) -> str:
@@ -77,6 +90,17 @@ def perplexity(path: Path, texts: list[list[int]], weights: Any) -> float:
     """The geometric mean over the texts."""
     with Engine.from_gguf(path, weights=weights) as engine:
         return float(np.exp(-np.mean([row.mean() for row in engine.logprobs(texts)])))
+
+
+def logprobs_of(path: Path, texts: list[list[int]]) -> list[np.ndarray]:
+    """(T, V) float32 of each text: those of every token behind each, by a file's weights in float32."""
+    with Engine.from_gguf(path, weights="float32") as engine:
+        return [whet.log_softmax(engine.logits(ids)) for ids in texts]
+
+
+def divergence(exact: list[np.ndarray], other: list[np.ndarray]) -> float:
+    """The mean over texts of the mean over tokens of sum_v p_v log(p_v / q_v)."""
+    return float(np.mean([(np.exp(p) * (p - q)).sum(1).mean() for p, q in zip(exact, other, strict=True)]))
 
 
 if __name__ == "__main__":
