@@ -51,7 +51,8 @@ class Options {
   refuse(): void {
     for (const [name, values] of Object.entries(PLAIN as unknown as Record<string, unknown[]>)) {
       const value = this.given[name];
-      if (value !== undefined && !values.some((plain) => JSON.stringify(plain) === JSON.stringify(value))) {
+      const isOwn = Object.values(this.family.keys).includes(name);
+      if (value !== undefined && !isOwn && !values.some((plain) => JSON.stringify(plain) === JSON.stringify(value))) {
         throw new WhetError(`${this.where}: ${name} is ${show(value)}, which the engine does not run for ${this.given.model_type}; expected ${show(values.at(-1))}.`);
       }
     }

@@ -213,20 +213,20 @@ function optionsOfBiases(family: Family, biases: Record<string, boolean>): Recor
 /** The factors that only some families have. */
 function scales(core: Core, meta: Metadata, family: Family, c: Pick<ModelConfig, "nLayers" | "nHeads" | "headDim" | "hiddenDim">) {
   const given = (name: string, otherwise: number): number => {
-    if (meta.has(name) && !(name in family.keys)) throw meta.wrong(name, "none");
-    return meta.number(name, otherwise);
+    if (name in family.keys) return meta.number(name, otherwise);
+    if (meta.has(name)) throw meta.wrong(name, "none");
+    return otherwise;
   };
   // The largest Gemma scales by another size than its heads' (query_pre_attn_scalar), which the file does not say.
   const scaled = c.nLayers === family.gguf?.scale_by_hidden ? Math.trunc(c.hiddenDim / c.nHeads) : c.headDim;
   const plain = "query_pre_attn_scalar" in family.defaults ? core.call("power", scaled, -0.5) : 1 / Math.sqrt(c.headDim);
-  const softcap = (name: string) => (name in family.keys ? (family.defaults[name] as number) : 0);
   return {
     attentionScale: given("attention_scale", plain),
-    attentionSoftcap: given("attention_softcap", softcap("attention_softcap")),
+    attentionSoftcap: given("attention_softcap", (family.defaults.attention_softcap as number) ?? 0),
     embeddingScale: given("embedding_scale", family.root_of_embedding ? Math.sqrt(c.hiddenDim) : 1),
     residualScale: given("residual_scale", 1),
     logitsScale: 1 / given("logits_divisor", 1),
-    logitsSoftcap: given("logits_softcap", softcap("logits_softcap")),
+    logitsSoftcap: given("logits_softcap", (family.defaults.logits_softcap as number) ?? 0),
   };
 }
 
