@@ -1,10 +1,12 @@
 """A tiny Llama with random weights and a tokenizer of bytes, saved as a Hugging Face folder, and data for it."""
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
 
+from whet import memory
 from whet.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +22,12 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+
+@pytest.fixture
+def no_holders(monkeypatch):
+    """Memory that other tests still hold, in engines of their modules' fixtures, is not told."""
+    monkeypatch.setattr(memory, "_holders", weakref.WeakSet())
 
 
 @pytest.fixture(scope="session")

@@ -343,7 +343,7 @@ def test_a_run_that_does_not_fit_is_told_the_base_that_would(tiny_model):
     assert "With --base q8_0 it is" in fitting_settings(run, source, lengths, available, interpreter=0)
 
 
-def test_a_run_on_a_packed_base_holds_what_was_predicted(files):
+def test_a_run_on_a_packed_base_holds_what_was_predicted(files, no_holders):
     settings = {**LORA, "base": "q8_0", "group_size": 2, "steps": 2}
     assert main(["train", "grpo", *files("run", **{**files.online, **settings})]) == 0
     figures = json.loads((files.folder / "run" / "memory.json").read_text())

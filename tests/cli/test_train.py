@@ -664,8 +664,7 @@ def test_reward_functions_may_change_on_the_way(files, capsys):
 # --- memory ---------------------------------------------------------------------------------------------
 
 
-def test_a_run_leaves_who_held_memory_and_what_was_predicted(files):
-    gc.collect()  # engines of other tests would be counted
+def test_a_run_leaves_who_held_memory_and_what_was_predicted(files, no_holders):
     assert main(["train", "grpo", *files("run", steps=2, group_size=2, **files.online)]) == 0
     figures = json.loads((files.folder / "run" / "memory.json").read_text())
     measured, predicted = figures["measured"], figures["predicted"]

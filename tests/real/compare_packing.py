@@ -1,13 +1,14 @@
 """Whet's own packing of one real model's weights beside llama.cpp's, in the mixtures that both make.
 
     python -m tests.real.compare_packing FOLDER [TEXT ...] [--only MIXTURE ...]
+    python -m tests.real.compare_packing FOLDER --random 256    # a model without a tokenizer, on random tokens
 
-FOLDER has f32.gguf and llama.cpp's files of the same model, q4_k_m.gguf and so on, as its quantiser makes them. For
-each: the squared error of the tensors, divided by their sum of squares and averaged over those of a type (the table of
-tokens by every 24th row); the perplexity of the texts, 1,024 tokens of each, by Whet's engine for both; and the KL
-divergence of the exact model's distribution from that of the file, of ``whet export``'s and of llama.cpp's, with
-products in float32, so that only the weights differ. The perplexity of one text differs by chance by two hundredths
-either way: only the mean over several tells two packings apart.
+FOLDER has f32.gguf and llama.cpp's files of the same model, q4_k_m.gguf and so on, as its quantiser makes them; what is
+missing is made. For each: the squared error of the tensors, divided by their sum of squares and averaged over those of a
+type (the table of tokens by every 24th row); the perplexity of the texts, 1,024 tokens of each, by Whet's engine for
+both; and the KL divergence of the exact model's distribution from that of the file, of ``whet export``'s and of
+llama.cpp's, with products in float32, so that only the weights differ. The perplexity of one text differs by chance by
+two hundredths either way: only the mean over several tells two packings apart.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from rich.table import Table
 
 import whet
 from whet import Engine
+from whet.bench.contenders.engine.models import quantize_gguf
 from whet.models.export import export_gguf
 from whet.models.formats import FILE_TYPES, usual_name
 from whet.models.tokenizers import read_tokenizer
 from whet.ops.quant import FORMATS
 
-MIXTURES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q6_k", "q4_k_m", "q5_k_m")
+MIXTURES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q6_k", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m")
 PROSE = Path(__file__).with_name("prose.txt")
 N_TOKENS = 1024
 
@@ -39,11 +41,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("texts", type=Path, nargs="*", default=[PROSE])
+    parser.add_argument("--random", type=int, metavar="N", help="N random tokens in place of texts")
     parser.add_argument("--only", nargs="+", choices=MIXTURES, default=MIXTURES)
     arguments = parser.parse_args()
     source = arguments.folder / "f32.gguf"
-    tokenizer = read_tokenizer(source)
-    texts = [tokenizer.encode(path.read_text())[:N_TOKENS] for path in arguments.texts]
+    texts = random_tokens(source, arguments.random) if arguments.random else tokens_of(source, arguments.texts)
     plain = {tensor.name: tensor.data for tensor in gguf.GGUFReader(source).tensors}
     console = Console()
     errors = Table("mixture", "type", "tensors", "whet", "llama.cpp", "ratio", title="Squared error")
@@ -52,6 +54,8 @@ def main() -> None:
     exact = logprobs_of(source, texts)
     for mixture in arguments.only:
         path = arguments.folder / f"{mixture}.gguf"
+        if not path.exists():
+            quantize_gguf(source, path, mixture)
         for name, pairs in squared_errors(plain, path).items():
             ours, theirs = np.mean(pairs, axis=0)
             errors.add_row(mixture, name, str(len(pairs)), f"{ours:.3e}", f"{theirs:.3e}", ratio(ours, theirs))
@@ -65,6 +69,16 @@ def main() -> None:
             theirs = divergence(exact, logprobs_of(path, texts))
             divergences.add_row(mixture, f"{ours:.4f}", f"{theirs:.4f}", ratio(ours, theirs))
     console.print(errors, perplexities, divergences)
+
+
+def tokens_of(source: Path, paths: list[Path]) -> list[list[int]]:
+    tokenizer = read_tokenizer(source)
+    return [tokenizer.encode(path.read_text())[:N_TOKENS] for path in paths]
+
+
+def random_tokens(source: Path, n: int) -> list[list[int]]:
+    n_rows = next(t.data.shape[0] for t in gguf.GGUFReader(source).tensors if t.name == "token_embd.weight")
+    return [np.random.default_rng(0).integers(n_rows, size=n).tolist()]
 
 
 def ratio(ours: float, theirs: float) -> str:
