@@ -6,12 +6,14 @@
 #include <utility>
 
 #include "kernels/dispatch.h"
+#include "runtime/ceil_div.h"
 #include "runtime/thread_pool.h"
 
 namespace whet {
 namespace {
 
 constexpr double kLog2E = 1.4426950408889634;
+constexpr size_t kAdapterRows = 16;  // that a thread takes through an adapter: two tiles of the products
 
 int64_t n_pages(const Row& row) { return row.position / kPageTokens + 1; }
 
@@ -304,16 +306,28 @@ void Transformer::adapt(const Row* rows, size_t n, size_t layer, Target target, 
         const Adapter* adapter = rows[begin].adapter;
         for (end = begin + 1; end < n && rows[end].adapter == adapter; ++end) {
         }
-        if (adapter == nullptr) continue;
-        const LowRank& low = adapter->layers[layer][static_cast<size_t>(target)];
-        const size_t count = end - begin;
-        size_t ranks = 0, first = 0;
-        for (const PackedWeight& a : low.a) ranks += a.n();
-        linear(low.a, x + begin * ldx, false, ldx, count, nullptr, adapter_hidden_.data(), ranks);
-        for (size_t i = 0; i < low.b.size(); first += low.a[i++].n()) {
-            add_linear(low.b[i], adapter_hidden_.data() + first, ranks, count, y + begin * ldy + low.first_rows[i],
-                       ldy);
+        const LowRank* low = adapter == nullptr ? nullptr : &adapter->layers[layer][static_cast<size_t>(target)];
+        if (low == nullptr || low->a.empty()) continue;
+        size_t ranks = 0;
+        for (const PackedWeight& a : low->a) ranks += a.n();
+        const auto add = [&](size_t row, size_t count) {
+            float* hidden = adapter_hidden_.data() + row * ranks;
+            linear(low->a, x + row * ldx, false, ldx, count, nullptr, hidden, ranks);
+            for (size_t i = 0, first = 0; i < low->b.size(); first += low->a[i++].n()) {
+                add_linear(low->b[i], hidden + first, ranks, count, y + row * ldy + low->first_rows[i], ldy);
+            }
+        };
+        // Of many rows each thread takes some through all factors: these are little work, and a product of each on all
+        // threads would be waiting for the last of them up to four times.
+        if (end - begin < kAdapterRows * static_cast<size_t>(num_threads())) {
+            add(begin, end - begin);
+            continue;
         }
+        auto task = [&](size_t i) {
+            const size_t row = begin + i * kAdapterRows;
+            add(row, std::min(kAdapterRows, end - row));
+        };
+        parallel_for(ceil_div(end - begin, kAdapterRows), task);
     }
 }
 
