@@ -42,7 +42,7 @@ WHET_INLINE void add_products(f32x16 (&sums)[rows][columns], const float* a, ptr
         f32x16 right[columns];
 #pragma GCC unroll 4
         for (int c = 0; c < columns; ++c) right[c] = load(b + c * b_column);
-#pragma GCC unroll 8
+        WHET_UNROLL(8)
         for (int r = 0; r < rows; ++r) {
 #pragma GCC unroll 4
             for (int c = 0; c < columns; ++c) {

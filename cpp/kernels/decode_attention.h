@@ -31,6 +31,13 @@ using attention::Float32;
 
 constexpr int kBlock = 64;        // keys in a block
 constexpr int64_t kAhead = 8192;  // elements of keys or values that are fetched before they are needed
+#if defined(__wasm__)
+constexpr int kKeysInTurn = 4;  // whose sums 16 registers hold
+constexpr int kTileHeads = 1;   // one copy of the code, in a file that is downloaded
+#else
+constexpr int kKeysInTurn = 16;
+constexpr int kTileHeads = 4;
+#endif
 constexpr float kOnes[4] = {1.0f, 1.0f, 1.0f, 1.0f};
 
 // Rows of elements in memory.
@@ -74,19 +81,34 @@ WHET_INLINE void scores(StridedRows<typename Format::Element> q, StridedRows<typ
             if (key + j < n && ahead != nullptr) ahead->fetch_row();
         }
         f32x16 sums[16];
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; ++i) sums[i] = f32x16(0.0f);
-        for (int d = 0; d < dim; d += Format::kLanes) {
-            typename Format::Vector query[rows];
+        for (int i = rows * keys; i < 16; ++i) sums[i] = f32x16(0.0f);
+        constexpr int in_turn = keys < kKeysInTurn ? keys : kKeysInTurn;
+        WHET_UNROLL(4)
+        for (int first = 0; first < keys; first += in_turn) {
+            f32x16* turn = sums + first;
+            f32x16 products[rows][in_turn];
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; ++r) query[r] = Format::load_vector(q[r] + d);
+            for (int r = 0; r < rows; ++r) {
 #pragma GCC unroll 16
-            for (int j = 0; j < keys; ++j) {
-                const typename Format::Vector words = Format::load_vector(from[j] + d);
+                for (int j = 0; j < in_turn; ++j) products[r][j] = f32x16(0.0f);
+            }
+            for (int d = 0; d < dim; d += Format::kLanes) {
+                typename Format::Vector query[rows];
 #pragma GCC unroll 4
-                for (int r = 0; r < rows; ++r) {
-                    sums[r * keys + j] = Format::multiply_add(query[r], words, sums[r * keys + j]);
+                for (int r = 0; r < rows; ++r) query[r] = Format::load_vector(q[r] + d);
+#pragma GCC unroll 16
+                for (int j = 0; j < in_turn; ++j) {
+                    const typename Format::Vector words = Format::load_vector(from[first + j] + d);
+#pragma GCC unroll 4
+                    for (int r = 0; r < rows; ++r) {
+                        products[r][j] = Format::multiply_add(query[r], words, products[r][j]);
+                    }
                 }
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 16
+                for (int j = 0; j < in_turn; ++j) turn[r * keys + j] = products[r][j];
             }
         }
         float lanes[16];
@@ -169,7 +191,7 @@ WHET_INLINE void add_block(StridedRows<typename Format::Element> v, int n, int d
     }
 }
 
-// body(first head, rows) for tiles of 4 query heads and one of what is left, the number of rows as a type.
+// body(first head, rows) for tiles of kTileHeads query heads and one of what is left, the number of rows as a type.
 template <int n>
 struct Count {
     static constexpr int value = n;
@@ -177,10 +199,12 @@ struct Count {
 template <class Body>
 WHET_INLINE void each_tile(int64_t group, Body&& body) {
     int64_t head = 0;
-    for (; head + 4 <= group; head += 4) body(head, Count<4>());
-    if (group - head == 3) body(head, Count<3>());
-    if (group - head == 2) body(head, Count<2>());
-    if (group - head == 1) body(head, Count<1>());
+    for (; head + kTileHeads <= group; head += kTileHeads) body(head, Count<kTileHeads>());
+    if constexpr (kTileHeads > 1) {
+        if (group - head == 3) body(head, Count<3>());
+        if (group - head == 2) body(head, Count<2>());
+        if (group - head == 1) body(head, Count<1>());
+    }
 }
 
 // Rows of head_dim elements copied to rows of `dim`, zeros at the end.

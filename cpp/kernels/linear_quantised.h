@@ -457,7 +457,7 @@ WHET_INLINE void store_offsets(f32x16 sums, int n, int32_t* offsets) {
 
 // Up to 16 blocks of 32 inputs, from block `first` on. A block with a NaN or an infinity gets a NaN scale: so do its
 // sums.
-WHET_INLINE void quantize_blocks(const float* x, size_t first, size_t blocks, const QuantisedInputs& to) {
+WHET_SHARED void quantize_blocks(const float* x, size_t first, size_t blocks, const QuantisedInputs& to) {
     const f32x16 zero(0.0f), limit(__builtin_inff());
     f32x16 lanes[16], halves[16];  // block by block: magnitudes, then totals
     for (f32x16& v : lanes) v = zero;

@@ -11,8 +11,8 @@ const CALLS = {
     const [headDim, keys] = [q.length, k.length / q.length];
     return {
       results: headDim,
-      core: (at, out) => ["op_attention", ...at, 1, keys, 1, 1, headDim, 1, 0, 1 / Math.sqrt(headDim), out],
-      call: () => ops.attention(q, k, v, { heads: 1, headDim }),
+      core: (at, out) => ["op_decode_attention", ...at, 0, keys, 1, 1, headDim, 1 / Math.sqrt(headDim), out],
+      call: () => ops.decodeAttention(q, k, v, { heads: 1, headDim }),
     };
   },
 };

@@ -35,6 +35,26 @@ interface Plan extends Model {
   types: Map<string, StoredType>;
 }
 
+/** Neighbouring pieces of one tensor, and its bytes; the next tensor is read while these are worked on. */
+async function* withBytes(pieces: Piece[], reader: Reader): AsyncGenerator<[Piece[], Uint8Array]> {
+  const groups: Piece[][] = [];
+  for (const piece of pieces) {
+    if (groups.at(-1)?.[0].tensor === piece.tensor) groups.at(-1)!.push(piece);
+    else groups.push([piece]);
+  }
+  const read = (group: Piece[] | undefined) => {
+    const bytes = group && reader.read(group[0].tensor.offset, group[0].tensor.sizeBytes);
+    bytes?.catch(() => {}); // told when it is its turn, if that comes
+    return bytes;
+  };
+  let next = read(groups[0]);
+  for (const [i, group] of groups.entries()) {
+    const bytes = await next!;
+    next = read(groups[i + 1]);
+    yield [group, bytes];
+  }
+}
+
 export class Host {
   private readonly threads: WorkerPort[] = [];
   private readonly adapters = new Set<number>();
@@ -60,17 +80,13 @@ export class Host {
       core.call("set_threads", n);
       allocate(core, config, formats);
       let loadedBytes = 0;
-      let last: { piece: Piece; bytes: Uint8Array } | undefined;
-      for (const piece of pieces) {
+      for await (const [group, stored] of withBytes(pieces, reader)) {
         if (from.signal.aborted) throw from.signal.reason;
-        if (last?.piece.tensor !== piece.tensor) {
-          let bytes = await reader.read(piece.tensor.offset, piece.tensor.sizeBytes);
-          loadedBytes += bytes.length;
-          if (piece.offset !== 0) bytes = new Uint8Array((await loadHf()).toFloats(bytes, piece.tensor, reader.name).map((x) => x + piece.offset).buffer);
-          last = { piece, bytes };
-          from.onProgress({ loadedBytes, totalBytes: reader.size, phase: "pack" });
-        }
-        pack(core, piece, last.bytes, types, reader.name);
+        loadedBytes += stored.length;
+        const [{ offset, tensor }] = group;
+        const bytes = offset === 0 ? stored : new Uint8Array((await loadHf()).toFloats(stored, tensor, reader.name).map((x) => x + offset).buffer);
+        from.onProgress({ loadedBytes, totalBytes: reader.size, phase: "pack" });
+        for (const piece of group) pack(core, piece, bytes, types, reader.name);
       }
       const isBf16 = hasBf16Cache(formats);
       const page = core.call("kv_page_bytes", +isBf16);

@@ -48,6 +48,30 @@ function integers(name: string, what: string, x: ArrayLike<number>, length: numb
   return found;
 }
 
+interface AttentionOptions {
+  heads: number;
+  kvHeads?: number;
+  headDim: number;
+  /** Only the last so many keys are seen, the query's own included. */
+  window?: number;
+  /** Of the scores; headDim^-1/2 if not given. */
+  scale?: number;
+}
+
+/** The checked arguments of attention. */
+function attended(name: string, q: Floats, k: Floats, v: Floats, { heads, kvHeads = heads, headDim, window, scale }: AttentionOptions) {
+  for (const [what, value] of Object.entries({ heads, kvHeads, headDim })) size(name, what, value);
+  if (heads % kvHeads !== 0) fail(name, "heads", heads, `a multiple of kvHeads=${kvHeads}`);
+  if (headDim < 32 || headDim > 256 || headDim % 8 !== 0) fail(name, "headDim", headDim, "a multiple of 8 from 32 to 256");
+  if (window !== undefined) size(name, "window", window);
+  const [queries, keys] = [floats(name, "q", q), floats(name, "k", k)];
+  const values = floats(name, "v", v, keys.length);
+  rowsOf(`${name}: q`, queries, heads * headDim);
+  const [nKeys] = rowsOf(`${name}: k`, keys, kvHeads * headDim);
+  const factor = number(name, "scale", scale ?? 1 / Math.sqrt(headDim), Number.isFinite, "a finite number");
+  return { given: [queries, keys, values], heads, kvHeads, headDim, nKeys, factor };
+}
+
 export class Ops {
   private constructor(
     private readonly core: Core,
@@ -215,23 +239,22 @@ export class Ops {
   }
 
   /** q (queries, heads, headDim) on k and v (keys, kvHeads, headDim), its queries aligned with the end of the keys. */
-  attention(
-    q: Floats, k: Floats, v: Floats,
-    { heads, kvHeads = heads, headDim, causal = true, window, scale }: { heads: number; kvHeads?: number; headDim: number; causal?: boolean; window?: number; scale?: number },
-  ): Float32Array {
-    const name = "attention";
-    for (const [what, value] of Object.entries({ heads, kvHeads, headDim })) size(name, what, value);
-    if (heads % kvHeads !== 0) fail(name, "heads", heads, `a multiple of kvHeads=${kvHeads}`);
-    if (headDim < 32 || headDim > 256 || headDim % 8 !== 0) fail(name, "headDim", headDim, "a multiple of 8 from 32 to 256");
-    if (window !== undefined) size(name, "window", window);
-    if (window !== undefined && !causal) fail(name, "window", window, "none where causal is false");
-    const [queries, keys] = [floats(name, "q", q), floats(name, "k", k)];
-    const values = floats(name, "v", v, keys.length);
-    const [nQueries] = rowsOf(`${name}: q`, queries, heads * headDim);
-    const [nKeys] = rowsOf(`${name}: k`, keys, kvHeads * headDim);
-    const factor = number(name, "scale", scale ?? 1 / Math.sqrt(headDim), Number.isFinite, "a finite number");
-    return this.run("attention", [queries, keys, values], [queries.length], (at, out) =>
+  attention(q: Floats, k: Floats, v: Floats, options: AttentionOptions & { causal?: boolean }): Float32Array {
+    const { causal = true, window, ...sizes } = options;
+    if (window !== undefined && !causal) fail("attention", "window", window, "none where causal is false");
+    const { given, heads, kvHeads, headDim, nKeys, factor } = attended("attention", q, k, v, { window, ...sizes });
+    const nQueries = given[0].length / (heads * headDim);
+    return this.run("attention", given, [given[0].length], (at, out) =>
       [...at, nQueries, nKeys, heads, kvHeads, headDim, +causal, window ?? 0, factor, ...out])[0];
+  }
+
+  /** One query (heads, headDim) on the keys and values of a cache (keys, kvHeads, headDim): a step of decoding. */
+  decodeAttention(q: Floats, k: Floats, v: Floats, options: AttentionOptions): Float32Array {
+    const name = "decodeAttention";
+    const { given, heads, kvHeads, headDim, nKeys, factor } = attended(name, q, k, v, options);
+    if (given[0].length !== heads * headDim) fail(name, "the length of q", given[0].length, `heads times headDim, ${heads * headDim}`);
+    const first = Math.max(0, nKeys - (options.window ?? nKeys));
+    return this.run("decode_attention", given, [given[0].length], (at, out) => [...at, first, nKeys, heads, kvHeads, headDim, factor, ...out])[0];
   }
 
   /** x (positions, heads, headDim) rotated by position * invFreq: the first 2 invFreq.length elements of each head. */

@@ -53,6 +53,9 @@ test("attention and rotation", () => {
   const [q, k, v] = ["q3", "k3", "v3"].map(numbers);
   same(ops.attention(q, k, v, shape), "attention");
   same(ops.attention(q, k, v, { ...shape, window: 7 }), "window");
+  same(ops.decodeAttention(q.subarray(0, 160), k, v, shape), "decoded");
+  same(ops.decodeAttention(q.subarray(0, 160), k, v, { ...shape, window: 6 }), "last_keys");
+  assert.throws(() => ops.decodeAttention(q, k, v, shape), /decodeAttention: the length of q is 1440, expected heads times headDim, 160/);
   same(ops.applyRope(f.positions, numbers("heads"), 40, f.freqs), "rotated");
 });
 

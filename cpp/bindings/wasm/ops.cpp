@@ -30,6 +30,16 @@ Rows rows_of(const float* data, size_t rows, size_t columns) {
     if (data != nullptr) rows_of(floats_of(data, rows, columns), found);
     return found;
 }
+AttentionShape shape_of(size_t n_heads, size_t n_kv_heads, size_t head_dim, double scale) {
+    AttentionShape shape;
+    shape.n_heads = static_cast<int64_t>(n_heads), shape.n_kv_heads = static_cast<int64_t>(n_kv_heads);
+    shape.head_dim = static_cast<int64_t>(head_dim);
+    shape.q_head = shape.k_head = shape.v_head = shape.out_head = static_cast<ptrdiff_t>(head_dim);
+    shape.q_token = shape.out_token = static_cast<ptrdiff_t>(n_heads * head_dim);
+    shape.k_token = shape.v_token = static_cast<ptrdiff_t>(n_kv_heads * head_dim);
+    shape.scale = base_2_scale(scale);
+    return shape;
+}
 NormArguments norm_of(const float* x, float* residual, const float* weight, const float* bias, size_t rows, size_t n,
                       double eps, float* out) {
     return {.x = rows_of(x, rows, n),
@@ -105,13 +115,8 @@ WHET_EXPORT(op_gemv) void op_gemv(const float* a, size_t m, size_t n, const floa
 WHET_EXPORT(op_attention)
 void op_attention(const float* q, const float* k, const float* v, size_t n_queries, size_t n_keys, size_t n_heads,
                   size_t n_kv_heads, size_t head_dim, bool causal, double window, double scale, float* out) {
-    AttentionShape shape;
-    shape.n_heads = static_cast<int64_t>(n_heads), shape.n_kv_heads = static_cast<int64_t>(n_kv_heads);
-    shape.head_dim = static_cast<int64_t>(head_dim);
-    shape.q_head = shape.k_head = shape.v_head = shape.out_head = static_cast<ptrdiff_t>(head_dim);
-    shape.q_token = shape.out_token = static_cast<ptrdiff_t>(n_heads * head_dim);
-    shape.k_token = shape.v_token = static_cast<ptrdiff_t>(n_kv_heads * head_dim);
-    shape.causal = causal, shape.scale = base_2_scale(scale);
+    AttentionShape shape = shape_of(n_heads, n_kv_heads, head_dim, scale);
+    shape.causal = causal;
     if (window > 0) shape.window = static_cast<int64_t>(window);
     attention(shape, {{.q = q,
                        .k = k,
@@ -119,6 +124,14 @@ void op_attention(const float* q, const float* k, const float* v, size_t n_queri
                        .out = out,
                        .n_queries = static_cast<int64_t>(n_queries),
                        .n_keys = static_cast<int64_t>(n_keys)}});
+}
+
+// One query on keys [first, n_keys).
+WHET_EXPORT(op_decode_attention)
+void op_decode_attention(const float* q, const float* k, const float* v, size_t first, size_t n_keys, size_t n_heads,
+                         size_t n_kv_heads, size_t head_dim, double scale, float* out) {
+    decode_attention(shape_of(n_heads, n_kv_heads, head_dim, scale),
+                     {{q, k, v, out, static_cast<int64_t>(first), static_cast<int64_t>(n_keys)}});
 }
 
 // x (tokens, heads, head_dim), in place, at these positions.
