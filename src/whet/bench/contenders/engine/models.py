@@ -164,6 +164,7 @@ FAMILIES_135M = (
     _of_family(
         "granite", embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=8.0, attention_multiplier=0.125
     ),
+    _of_family("gemma2", head_dim=64, query_pre_attn_scalar=64),
     _of_family("gemma3_text", head_dim=64, query_pre_attn_scalar=64),
     _of_family("olmo2"),
     _of_family("starcoder2", **_UNGATED),
