@@ -34,21 +34,25 @@ interface Parts {
 }
 
 export class TextTokenizer {
-  private readonly backend: Tokenizer;
+  private backend: Tokenizer | undefined;
   readonly texts: TokenTexts;
   private readonly compiled = new Map<string, Template>();
   stopIds: number[];
 
   private constructor(
     private readonly parts: Parts,
-    where: string,
+    private readonly where: string,
   ) {
     this.stopIds = parts.stopIds;
     this.texts = new TokenTexts(parts.json, where);
+  }
+
+  /** Made when a text is first encoded: 30 MB, which the texts of tokens do without. */
+  private get encoder(): Tokenizer {
     try {
-      this.backend = new Tokenizer(parts.json, {});
+      return (this.backend ??= new Tokenizer(this.parts.json, {}));
     } catch (error) {
-      throw new WhetError(`${where}: the tokenizer cannot be built: ${String((error as Error)?.message ?? error)}. Give prompts as token ids.`);
+      throw new WhetError(`${this.where}: the tokenizer cannot be built: ${String((error as Error)?.message ?? error)}. Give prompts as token ids.`);
     }
   }
 
@@ -86,7 +90,7 @@ export class TextTokenizer {
 
   /** The ids of a text; special tokens in it are those tokens. With BOS and EOS, as the model says, by `addSpecialTokens`. */
   encode(text: string, addSpecialTokens = true): number[] {
-    return this.backend.encode(text, { add_special_tokens: addSpecialTokens }).ids;
+    return this.encoder.encode(text, { add_special_tokens: addSpecialTokens }).ids;
   }
 
   stream(): TextStream {
