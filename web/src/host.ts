@@ -35,25 +35,10 @@ interface Plan extends Model {
   types: Map<string, StoredType>;
 }
 
-const CUT_BYTES = 4 << 20;
-
-/** Rows of a matrix that are read at a time, each as a tensor of its own: a head is a third of some files. */
-function cut(piece: Piece): Piece[] {
-  const { tensor, row, count, firstRow } = piece;
-  const rowBytes = tensor.sizeBytes / tensor.shape[0];
-  const most = Math.floor(CUT_BYTES / rowBytes / 16) * 16;
-  if (tensor.shape.length !== 2 || piece.isTransposed || piece.every !== 1 || most === 0 || count <= most) return [piece];
-  return Array.from({ length: Math.ceil(count / most) }, (_, i) => {
-    const n = Math.min(most, count - i * most);
-    const rows = { ...tensor, shape: [n, tensor.shape[1]], offset: tensor.offset + (row + i * most) * rowBytes, sizeBytes: n * rowBytes };
-    return { ...piece, tensor: rows, row: 0, count: n, firstRow: firstRow + i * most };
-  });
-}
-
 /** Neighbouring pieces of one tensor, and its bytes; the next tensor is read while these are worked on. */
 async function* withBytes(pieces: Piece[], reader: Reader): AsyncGenerator<[Piece[], Uint8Array]> {
   const groups: Piece[][] = [];
-  for (const piece of pieces.flatMap(cut)) {
+  for (const piece of pieces) {
     if (groups.at(-1)?.[0].tensor === piece.tensor) groups.at(-1)!.push(piece);
     else groups.push([piece]);
   }
@@ -430,7 +415,7 @@ function pack(core: Core, piece: Piece, bytes: Uint8Array, types: Map<string, St
     return;
   }
   const rowBytes = isVector ? type.blockBytes : (k / type.block) * type.blockBytes;
-  const most = isVector ? count : Math.max(16, Math.floor(CUT_BYTES / (rowBytes * every) / 16) * 16);
+  const most = isVector ? count : Math.max(16, Math.floor((4 << 20) / (rowBytes * every) / 16) * 16);
   for (let done = 0; done < count; done += most) {
     const n = Math.min(most, count - done);
     const begin = (piece.row + done * every) * rowBytes;

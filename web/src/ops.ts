@@ -66,10 +66,10 @@ function attended(name: string, q: Floats, k: Floats, v: Floats, { heads, kvHead
   if (window !== undefined) size(name, "window", window);
   const [queries, keys] = [floats(name, "q", q), floats(name, "k", k)];
   const values = floats(name, "v", v, keys.length);
-  rowsOf(`${name}: q`, queries, heads * headDim);
+  const [nQueries] = rowsOf(`${name}: q`, queries, heads * headDim);
   const [nKeys] = rowsOf(`${name}: k`, keys, kvHeads * headDim);
   const factor = number(name, "scale", scale ?? 1 / Math.sqrt(headDim), Number.isFinite, "a finite number");
-  return { given: [queries, keys, values], heads, kvHeads, headDim, nKeys, factor };
+  return { given: [queries, keys, values], heads, kvHeads, headDim, nQueries, nKeys, factor };
 }
 
 export class Ops {
@@ -242,8 +242,7 @@ export class Ops {
   attention(q: Floats, k: Floats, v: Floats, options: AttentionOptions & { causal?: boolean }): Float32Array {
     const { causal = true, window, ...sizes } = options;
     if (window !== undefined && !causal) fail("attention", "window", window, "none where causal is false");
-    const { given, heads, kvHeads, headDim, nKeys, factor } = attended("attention", q, k, v, { window, ...sizes });
-    const nQueries = given[0].length / (heads * headDim);
+    const { given, heads, kvHeads, headDim, nQueries, nKeys, factor } = attended("attention", q, k, v, { window, ...sizes });
     return this.run("attention", given, [given[0].length], (at, out) =>
       [...at, nQueries, nKeys, heads, kvHeads, headDim, +causal, window ?? 0, factor, ...out])[0];
   }

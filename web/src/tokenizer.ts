@@ -47,7 +47,7 @@ export class TextTokenizer {
     this.texts = new TokenTexts(parts.json, where);
   }
 
-  /** Made when a text is first encoded: 30 MB, which the texts of tokens do without. */
+  /** Made when a text is first encoded: the texts of tokens do without it. */
   private get encoder(): Tokenizer {
     try {
       return (this.backend ??= new Tokenizer(this.parts.json, {}));
