@@ -2,9 +2,11 @@
 // as of a cache of many sequences, otherwise spend more time on TLB misses than on data. It is a mapping of its own, so
 // that freeing it returns it to the system at once: the allocator would keep blocks of this size.
 #pragma once
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <new>
 #if defined(__linux__)
@@ -28,7 +30,7 @@ public:
             return;
         }
 #endif
-        memory_ = Memory(std::calloc(bytes + 64, 1), Free{0});
+        memory_ = Memory(allocate_zeroed(bytes + 64), Free{0});
         if (!memory_) throw std::bad_alloc();
     }
     // At a multiple of 64 bytes.
@@ -51,6 +53,19 @@ private:
     };
     using Memory = std::unique_ptr<void, Free>;
     Memory memory_;
+
+    static void* allocate_zeroed(size_t bytes) {
+#if defined(__wasm__)
+        // Memory that the module grows by is zeros: to clear it, as its calloc does, would commit all of it.
+        const uintptr_t end = __builtin_wasm_memory_size(0) * 65536;
+        void* const p = std::malloc(bytes);
+        const uintptr_t begin = reinterpret_cast<uintptr_t>(p);
+        if (begin != 0 && begin < end) std::memset(p, 0, std::min<size_t>(bytes, end - begin));
+        return p;
+#else
+        return std::calloc(bytes, 1);
+#endif
+    }
 };
 
 }  // namespace whet

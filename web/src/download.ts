@@ -1,7 +1,7 @@
 /** Downloads that go on where they were cut, into the origin's private file system where there is one, else into memory. */
 import { MissingFileError, WhetError } from "./errors.js";
 import { openCache, type Stored } from "./cache.js";
-import { checkSha256, isUrl, ofBytes, openReader, type Progress, type Reader, type Source } from "./sources.js";
+import { byteReader, checkSha256, isUrl, ofBytes, openReader, type Progress, type Reader, type Source } from "./sources.js";
 
 export interface DownloadOptions {
   /** What begins the errors. */
@@ -14,6 +14,7 @@ export interface DownloadOptions {
   cache?: boolean;
 }
 
+const CHUNK_BYTES = 1 << 20;
 const ATTEMPTS = 4;
 const PAUSE_MS = 500; // before the second attempt; twice as long before each further one
 
@@ -29,19 +30,17 @@ class MemorySink implements Sink {
   private bytes = new Uint8Array(0);
 
   expect(n: number): void {
-    if (n > this.bytes.length) this.grow(n);
-  }
-
-  private grow(n: number): void {
+    if (n <= this.bytes.length) return;
     const longer = new Uint8Array(n);
     longer.set(this.bytes.subarray(0, this.size));
     this.bytes = longer;
   }
 
   write(bytes: Uint8Array): void {
-    if (this.size + bytes.length > this.bytes.length) this.grow(Math.max(1 << 20, 2 * this.bytes.length, this.size + bytes.length));
+    const size = this.size + bytes.length;
+    if (size > this.bytes.length) this.expect(2 * size);
     this.bytes.set(bytes, this.size);
-    this.size += bytes.length;
+    this.size = size;
   }
 
   reset(): void {
@@ -179,13 +178,18 @@ async function fetchInto(
   }
 }
 
-async function* chunksOf(body: ReadableStream<Uint8Array>): AsyncGenerator<Uint8Array> {
-  const stream = body.getReader();
+/** Each is overwritten by the next, where the stream can read into a buffer. */
+async function* chunksOf(body: ReadableStream<Uint8Array<ArrayBuffer>>): AsyncGenerator<Uint8Array> {
+  const bytes = byteReader(body);
+  const stream = bytes ?? body.getReader();
+  let buffer = new ArrayBuffer(CHUNK_BYTES);
+  const read = () => (bytes === undefined ? (stream as ReadableStreamDefaultReader<Uint8Array<ArrayBuffer>>).read() : bytes.read(new Uint8Array(buffer)));
   try {
     for (;;) {
-      const { done, value } = await stream.read();
-      if (done) return;
+      const { done, value } = await read();
+      if (done || value === undefined) return;
       yield value;
+      buffer = value.buffer;
     }
   } finally {
     stream.cancel().catch(() => {});

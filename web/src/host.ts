@@ -10,7 +10,7 @@ import type { Piece } from "./pieces.js";
 import { breathe, loadHf, startThreadWorker, type WorkerPort } from "./port.js";
 import { startCore } from "./start.js";
 import type { Call, Estimate, Files, Info, LoadOptions, PromptOptions, Request, Token } from "./protocol.js";
-import { isFolder, openReader, type Reader } from "./sources.js";
+import { isFolder, openReader, type Range, type Reader, readRanges } from "./sources.js";
 import { type DownloadOptions, openRanges } from "./download.js";
 import { type Message, TextTokenizer } from "./tokenizer.js";
 import type { TextStream, TokenTexts } from "./token_texts.js";
@@ -35,23 +35,45 @@ interface Plan extends Model {
   types: Map<string, StoredType>;
 }
 
-/** Neighbouring pieces of one tensor, and its bytes; the next tensor is read while these are worked on. */
-async function* withBytes(pieces: Piece[], reader: Reader): AsyncGenerator<[Piece[], Uint8Array]> {
-  const groups: Piece[][] = [];
-  for (const piece of pieces) {
-    if (groups.at(-1)?.[0].tensor === piece.tensor) groups.at(-1)!.push(piece);
-    else groups.push([piece]);
+const BLOCK_BYTES = 1 << 20;
+
+/** A matrix as rows that are read and packed at a time, each a tensor of its own: a head is a third of some files. */
+function cut(piece: Piece): Piece[] {
+  const { tensor, row, count, firstRow } = piece;
+  if (tensor.shape.length !== 2 || piece.isTransposed || piece.every !== 1) return [piece];
+  const rowBytes = tensor.sizeBytes / tensor.shape[0];
+  const most = Math.max(16, Math.floor(BLOCK_BYTES / rowBytes / 16) * 16);
+  return Array.from({ length: Math.ceil(count / most) }, (_, i) => {
+    const n = Math.min(most, count - i * most);
+    const rows = { ...tensor, shape: [n, tensor.shape[1]], offset: tensor.offset + (row + i * most) * rowBytes, sizeBytes: n * rowBytes };
+    return { ...piece, tensor: rows, row: 0, count: n, firstRow: firstRow + i * most };
+  });
+}
+
+interface Block extends Range {
+  pieces: Piece[];
+}
+
+/** Pieces and the bytes of their tensors, in the order of the file. */
+async function* withBytes(pieces: Piece[], reader: Reader): AsyncGenerator<[Piece, Uint8Array]> {
+  const blocks: Block[] = [];
+  for (const piece of pieces.flatMap(cut).sort((a, b) => a.tensor.offset - b.tensor.offset)) {
+    const begin = piece.tensor.offset;
+    const end = begin + piece.tensor.sizeBytes;
+    const last = blocks.at(-1);
+    // Without a gap, so that a block lies in one file of several: each begins with a head.
+    if (last !== undefined && begin <= last.end && (end <= last.end || end - last.begin <= BLOCK_BYTES)) {
+      last.pieces.push(piece);
+      last.end = Math.max(last.end, end);
+    } else {
+      blocks.push({ begin, end, pieces: [piece] });
+    }
   }
-  const read = (group: Piece[] | undefined) => {
-    const bytes = group && reader.read(group[0].tensor.offset, group[0].tensor.sizeBytes);
-    bytes?.catch(() => {}); // told when it is its turn, if that comes
-    return bytes;
-  };
-  let next = read(groups[0]);
-  for (const [i, group] of groups.entries()) {
-    const bytes = await next!;
-    next = read(groups[i + 1]);
-    yield [group, bytes];
+  for await (const [{ begin, pieces }, bytes] of readRanges(reader, blocks)) {
+    for (const piece of pieces) {
+      const at = piece.tensor.offset - begin;
+      yield [piece, bytes.subarray(at, at + piece.tensor.sizeBytes)];
+    }
   }
 }
 
@@ -79,14 +101,12 @@ export class Host {
       for (let i = 1; i < n; ++i) threads.push(await startThread(core));
       core.call("set_threads", n);
       allocate(core, config, formats);
-      let loadedBytes = 0;
-      for await (const [group, stored] of withBytes(pieces, reader)) {
+      for await (const [piece, stored] of withBytes(pieces, reader)) {
         if (from.signal.aborted) throw from.signal.reason;
-        loadedBytes += stored.length;
-        const [{ offset, tensor }] = group;
+        const { offset, tensor } = piece;
         const bytes = offset === 0 ? stored : new Uint8Array((await loadHf()).toFloats(stored, tensor, reader.name).map((x) => x + offset).buffer);
-        from.onProgress({ loadedBytes, totalBytes: reader.size, phase: "pack" });
-        for (const piece of group) pack(core, piece, bytes, types, reader.name);
+        pack(core, piece, bytes, types, reader.name);
+        from.onProgress({ loadedBytes: tensor.offset + tensor.sizeBytes, totalBytes: reader.size, phase: "pack" });
       }
       const isBf16 = hasBf16Cache(formats);
       const page = core.call("kv_page_bytes", +isBf16);
@@ -399,29 +419,17 @@ function allocate(core: Core, config: ModelConfig, formats: Map<string, Part[]>)
   core.call("allocate_weights");
 }
 
-/** Copies a piece's rows into the core's memory, some at a time, and packs them. */
+/** Copies a piece's rows into the core's memory, and packs them. */
 function pack(core: Core, piece: Piece, bytes: Uint8Array, types: Map<string, StoredType>, where: string): void {
-  const { tensor, count, every } = piece;
+  const { tensor, row, count, every, isTransposed } = piece;
   const type = types.get(piece.offset === 0 ? tensor.type : "F32")!;
   const isVector = tensor.shape.length === 1;
   if (isVector && !isFloat(type)) throw new WhetError(`Engine.load: ${where}: ${tensor.name} is ${tensor.type}, expected floats: norms and biases are not quantised.`);
-  const callPack = (first: number, some: Uint8Array, ...rows: number[]) => {
-    const isFinite = core.withText(piece.slot, (slot, size) => core.with([some], (at) => core.call("pack", slot, size, first, type.index, at, ...rows)));
-    if (isFinite === 0) throw new WhetError(`Engine.load: ${where}: ${tensor.name} holds NaN or infinity. Look at what made it.`);
-  };
   const k = tensor.shape[tensor.shape.length - 1];
-  if (piece.isTransposed) {
-    callPack(piece.firstRow, bytes.subarray(piece.row * type.blockBytes), count, tensor.shape[0], 1, k);
-    return;
-  }
-  const rowBytes = isVector ? type.blockBytes : (k / type.block) * type.blockBytes;
-  const most = isVector ? count : Math.max(16, Math.floor((4 << 20) / (rowBytes * every) / 16) * 16);
-  for (let done = 0; done < count; done += most) {
-    const n = Math.min(most, count - done);
-    const begin = (piece.row + done * every) * rowBytes;
-    const some = bytes.subarray(begin, begin + ((n - 1) * every + 1) * rowBytes);
-    const width = isFloat(type) ? k : rowBytes;
-    if (isVector) callPack(piece.firstRow + done, some, 1, n, 0, every);
-    else callPack(piece.firstRow + done, some, n, width, width * every, 1);
-  }
+  const rowBytes = isVector || isTransposed ? type.blockBytes : (k / type.block) * type.blockBytes;
+  const width = isFloat(type) ? k : rowBytes;
+  const layout = isTransposed ? [count, tensor.shape[0], 1, k] : isVector ? [1, count, 0, every] : [count, width, width * every, 1];
+  const some = bytes.subarray(row * rowBytes, isTransposed ? undefined : (row + (count - 1) * every + 1) * rowBytes);
+  const isFinite = core.withText(piece.slot, (slot, size) => core.with([some], (at) => core.call("pack", slot, size, piece.firstRow, type.index, at, ...layout)));
+  if (isFinite === 0) throw new WhetError(`Engine.load: ${where}: ${tensor.name} holds NaN or infinity. Look at what made it.`);
 }

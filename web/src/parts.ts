@@ -50,13 +50,18 @@ export function join(readers: Reader[]): ModelReader {
     size += reader.size;
     return { begin, reader };
   });
+  const partOf = (offset: number) => parts.findLast((part) => part.begin <= offset)!;
   return {
     name: readers[0].name,
     size,
     parts,
     read(offset, n) {
-      const { begin, reader } = parts.findLast((part) => part.begin <= offset)!;
+      const { begin, reader } = partOf(offset);
       return reader.read(offset - begin, n); // a tensor lies in one part
+    },
+    stream(offset) {
+      const { begin, reader } = partOf(offset);
+      return reader.stream?.(offset - begin);
     },
     async close() {
       for (const reader of readers) await reader.close?.();

@@ -15,6 +15,8 @@ export interface Reader {
   name: string;
   size: number;
   read(offset: number, n: number): Promise<Uint8Array>;
+  /** From an offset on; undefined where it is read in ranges alone. */
+  stream?(offset: number): ReadableStream<Uint8Array<ArrayBuffer>> | undefined;
   close?(): Promise<void>;
 }
 
@@ -97,8 +99,15 @@ export function ofBytes(bytes: Uint8Array, name: string): Reader {
 }
 
 export function ofBlob(blob: Blob, name: string): Reader {
-  return { name, size: blob.size, read: async (offset, n) => new Uint8Array(await blob.slice(offset, offset + n).arrayBuffer()) };
+  return {
+    name,
+    size: blob.size,
+    read: async (offset, n) => new Uint8Array(await blob.slice(offset, offset + n).arrayBuffer()),
+    stream: (offset) => blob.slice(offset).stream(),
+  };
 }
+
+const cutOff = (name: string, at: number) => new WhetError(`${name} ends at byte ${at}. It was cut while it was read.`);
 
 async function ofFile(url: URL, where: string): Promise<Reader> {
   const { open: openFile } = nodeModule("node:fs/promises");
@@ -112,13 +121,60 @@ async function ofFile(url: URL, where: string): Promise<Reader> {
       const bytes = new Uint8Array(n);
       for (let done = 0; done < n; ) {
         const { bytesRead } = await file.read(bytes, done, n - done, offset + done);
-        if (bytesRead === 0) throw new WhetError(`${where}: ${url.pathname} ends at byte ${offset + done}. It was cut while it was read.`);
+        if (bytesRead === 0) throw cutOff(`${where}: ${url.pathname}`, offset + done);
         done += bytesRead;
       }
       return bytes;
     },
     close: () => file.close(),
   };
+}
+
+/** A range of a file, and what it is read for. */
+export interface Range {
+  begin: number;
+  end: number;
+}
+
+/** The bytes of ranges, which ascend; each may be overwritten when the next is asked for.
+ *
+ * A stream reads into one buffer: of what slices of a blob give, tens of megabytes wait for the collector of garbage, and
+ * they take four times as long. */
+export async function* readRanges<R extends Range>(reader: Reader, ranges: readonly R[]): AsyncGenerator<[R, Uint8Array]> {
+  let stream: ReadableStreamBYOBReader | undefined;
+  let buffer = new ArrayBuffer(Math.max(0, ...ranges.map(({ begin, end }) => end - begin)));
+  let at = NaN; // of the stream
+  try {
+    for (const range of ranges) {
+      const { begin, end } = range;
+      if (begin !== at) {
+        stream?.cancel().catch(() => {});
+        stream = byteReader(reader.stream?.(begin));
+      }
+      if (stream === undefined) {
+        yield [range, await reader.read(begin, end - begin)];
+        continue;
+      }
+      for (at = begin; at < end; ) {
+        const { value } = await stream.read(new Uint8Array(buffer, at - begin, end - at));
+        if (!value?.length) throw cutOff(`Engine.load: ${reader.name}`, at);
+        buffer = value.buffer;
+        at += value.length;
+      }
+      yield [range, new Uint8Array(buffer, 0, end - begin)];
+    }
+  } finally {
+    stream?.cancel().catch(() => {});
+  }
+}
+
+/** A reader into buffers that are given to it; undefined where the runtime's stream has none. */
+export function byteReader(stream: ReadableStream<Uint8Array<ArrayBuffer>> | undefined): ReadableStreamBYOBReader | undefined {
+  try {
+    return stream?.getReader({ mode: "byob" });
+  } catch {
+    return undefined;
+  }
 }
 
 const PIECE = 4 << 20;

@@ -1,6 +1,6 @@
 /** The bytes that each token of a tokenizer decodes to: text is told apart from tokens one by one. */
 import { WhetError } from "./errors.js";
-import type { TokenizerJson } from "./vocabulary.js";
+import type { AddedToken, TokenizerJson } from "./vocabulary.js";
 
 type Step = (text: string) => string | Uint8Array;
 
@@ -35,15 +35,15 @@ const STEPS: Record<string, (part: any) => Step> = {
 export class TokenTexts {
   private readonly steps: Step[] = [];
   readonly dropsFirstSpace: boolean = false;
-  private readonly texts: string[] = [];
+  private readonly texts: string[];
   private readonly specialIds: ReadonlySet<number>;
   /** Ids of special tokens, by their names. */
   private readonly special = new Map<string, number>();
   /** What keeps stop strings from being found in the texts of tokens one by one; undefined: nothing. */
   readonly whyNoStop: string | undefined;
 
-  constructor(json: TokenizerJson, where: string) {
-    const decoder = json.decoder;
+  /** `decoder`: as in tokenizer.json; `texts`: by the ids of tokens. */
+  constructor(decoder: TokenizerJson | null, texts: readonly string[], added: readonly AddedToken[], where: string) {
     let isFused = false;
     for (const part of decoder?.type === "Sequence" ? decoder.decoders : decoder === null ? [] : [decoder]) {
       const isFirstSpace = isFused && part.type === "Strip" && part.content === " " && part.start === 1 && part.stop === 0;
@@ -60,9 +60,8 @@ export class TokenTexts {
       }
       this.steps.push(step(part));
     }
-    const vocab: [string, number][] = Array.isArray(json.model.vocab) ? json.model.vocab.map(([text]: [string], i: number) => [text, i]) : Object.entries(json.model.vocab);
-    for (const [text, id] of vocab) this.texts[id] = text;
-    for (const { id, content, special } of json.added_tokens ?? []) {
+    this.texts = [...texts];
+    for (const { id, content, special } of added) {
       this.texts[id] = content;
       if (special) this.special.set(content, id);
     }

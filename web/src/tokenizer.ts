@@ -25,32 +25,28 @@ const ROLES = { bos_token: "bos", eos_token: "eos", unk_token: "unknown", pad_to
 const TEMPLATE = "tokenizer.chat_template";
 
 interface Parts {
-  json: TokenizerJson;
+  json(): TokenizerJson;
   /** Texts of special tokens by transformers' names. */
   specialTokens: Record<string, string>;
-  stopIds: number[];
   /** Sources by name; "default" is the usual one. */
   templates: Map<string, string>;
 }
 
 export class TextTokenizer {
   private backend: Tokenizer | undefined;
-  readonly texts: TokenTexts;
   private readonly compiled = new Map<string, Template>();
-  stopIds: number[];
 
   private constructor(
     private readonly parts: Parts,
+    readonly texts: TokenTexts,
+    readonly stopIds: number[],
     private readonly where: string,
-  ) {
-    this.stopIds = parts.stopIds;
-    this.texts = new TokenTexts(parts.json, where);
-  }
+  ) {}
 
   /** Made when a text is first encoded: the texts of tokens do without it. */
   private get encoder(): Tokenizer {
     try {
-      return (this.backend ??= new Tokenizer(this.parts.json, {}));
+      return (this.backend ??= new Tokenizer(this.parts.json(), {}));
     } catch (error) {
       throw new WhetError(`${this.where}: the tokenizer cannot be built: ${String((error as Error)?.message ?? error)}. Give prompts as token ids.`);
     }
@@ -58,8 +54,7 @@ export class TextTokenizer {
 
   /** Of a GGUF file's metadata, by key. */
   static ofGguf(metadata: Metadata, where: string): TextTokenizer {
-    const { json, roles, stopIds } = readVocabulary(metadata, where);
-    const tokens = metadata.get("tokenizer.ggml.tokens") as string[];
+    const { texts: tokens, added, decoder, json, roles, stopIds } = readVocabulary(metadata, where);
     const specialTokens = Object.fromEntries(
       Object.entries(ROLES).flatMap(([name, role]) => (roles.has(role) ? [[name, tokens[roles.get(role)!]]] : [])),
     );
@@ -69,7 +64,8 @@ export class TextTokenizer {
       if (typeof value !== "string") throw new WhetError(`${where}: ${key} is ${JSON.stringify(value)?.slice(0, 60)}, expected a text. Remove the key.`);
       templates.set(key === TEMPLATE ? "default" : key.slice(TEMPLATE.length + 1), value);
     }
-    return new TextTokenizer({ json, specialTokens, stopIds, templates }, where);
+    const texts = new TokenTexts(decoder, tokens, added, where);
+    return new TextTokenizer({ json, specialTokens, templates }, texts, stopIds, where);
   }
 
   /** With EOS as a further stop token. Of a folder's tokenizer.json, and its tokenizer_config.json and chat_template.jinja where there are such. */
@@ -83,9 +79,12 @@ export class TextTokenizer {
     const templates = new Map<string, string>(
       typeof given === "string" ? [["default", given]] : Array.isArray(given) ? given.map((each) => [String(each.name), String(each.template)]) : [],
     );
-    const found = new TextTokenizer({ json, specialTokens, stopIds, templates }, where);
-    found.stopIds = [...new Set([...stopIds, ...found.texts.specialAmong([specialTokens.eos_token ?? ""])])];
-    return found;
+    const { vocab } = json.model;
+    const tokens: string[] = Array.isArray(vocab) ? vocab.map(([text]: [string]) => text) : [];
+    if (!Array.isArray(vocab)) for (const [text, id] of Object.entries(vocab)) tokens[id as number] = text;
+    const texts = new TokenTexts(json.decoder, tokens, json.added_tokens ?? [], where);
+    const stops = new Set([...stopIds, ...texts.specialAmong([specialTokens.eos_token ?? ""])]);
+    return new TextTokenizer({ json: () => json, specialTokens, templates }, texts, [...stops], where);
   }
 
   /** The ids of a text; special tokens in it are those tokens. With BOS and EOS, as the model says, by `addSpecialTokens`. */

@@ -21,8 +21,20 @@ interface PreTokenizer {
   byteLevel: boolean;
 }
 
+export interface AddedToken {
+  id: number;
+  content: string;
+  special: boolean;
+}
+
 export interface Vocabulary {
-  json: TokenizerJson;
+  /** Of tokens, by their ids. */
+  texts: string[];
+  added: AddedToken[];
+  /** As tokenizer.json has it. */
+  decoder: TokenizerJson;
+  /** All of it. Merges take tens of megabytes, so that it is made where texts are encoded. */
+  json(): TokenizerJson;
   /** Ids by GGUF's role: bos, eos, unknown and so on. */
   roles: Map<string, number>;
   /** Tokens that end a generation, ascending. */
@@ -80,8 +92,7 @@ class VocabularyReader {
         `${this.where}: tokenizer.ggml.model is "${model}", which ${why}; this package reads gpt2, gemma4 and llama without one. Give prompts as token ids.`,
       );
     }
-    const tokens = this.tokens();
-    const index = new Map(tokens.map((token, i) => [token, i]));
+    const { tokens, index } = this.tokens();
     const types = this.types(tokens.length);
     const pre = model === "llama" ? undefined : this.preTokenizer(model);
     const ids = this.specialIds(kind, tokens.length);
@@ -96,7 +107,8 @@ class VocabularyReader {
       if (isControl && id !== undefined && !isSpecial(types[id])) types[id] = TYPE.CONTROL;
     }
     const roles = new Map([...ids].filter(([role, id]) => (RULES.roles as readonly string[]).includes(role) && isSpecial(types[id])));
-    const parts = pre === undefined ? this.pieces(tokens, types, roles, kind) : this.bytePairs(tokens, index, pre);
+    const addsSpace = model === "llama" && this.value("add_space_prefix", "boolean", "a bool", kind.addSpacePrefix);
+    const decoder = pre?.byteLevel ? { type: "ByteLevel" } : decoderOf(addsSpace);
     const stripped = this.stripsRight(tokens, types);
     const added = tokens.flatMap((content, id) =>
       isSpecial(types[id])
@@ -105,22 +117,32 @@ class VocabularyReader {
     );
     const token = (role: string) => ({ SpecialToken: { id: tokens[ids.get(role)!], type_id: 0 } });
     const template = [...(addBos ? [token("bos")] : []), { Sequence: { id: "A", type_id: 0 } }, ...(addEos ? [token("eos")] : [])];
+    const post_processor = { type: "TemplateProcessing", single: template, pair: template };
+    const json = () => ({
+      ...(pre === undefined ? this.pieces(tokens, types, roles, addsSpace) : this.bytePairs(tokens, pre)),
+      decoder,
+      added_tokens: added,
+      post_processor,
+    });
     return {
-      json: { ...parts, added_tokens: added, post_processor: { type: "TemplateProcessing", single: template, pair: template } },
+      texts: tokens,
+      added,
+      decoder,
+      json,
       roles,
       stopIds,
     };
   }
 
-  private tokens(): string[] {
+  private tokens(): { tokens: string[]; index: Map<string, number> } {
     const tokens = this.items<string>("tokens", "string").map((token, i) => token || `[EMPTY_${i}]`);
     if (tokens.length < 1 || tokens.length > RULES.mostTokens) throw this.wrong("tokens", `${tokens.length} items`, `1 to ${RULES.mostTokens} tokens`);
-    const seen = new Set<string>();
-    for (const token of tokens) {
-      if (seen.has(token)) throw this.wrong("tokens", token, "each token once: it is there twice");
-      seen.add(token);
+    const index = new Map<string, number>();
+    for (const [i, token] of tokens.entries()) {
+      if (index.has(token)) throw this.wrong("tokens", token, "each token once: it is there twice");
+      index.set(token, i);
     }
-    return tokens;
+    return { tokens, index };
   }
 
   private types(n: number): number[] {
@@ -148,12 +170,13 @@ class VocabularyReader {
     return ids;
   }
 
-  private bytePairs(tokens: string[], index: Map<string, number>, pre: PreTokenizer): TokenizerJson {
+  private bytePairs(tokens: string[], pre: PreTokenizer): TokenizerJson {
     if (!this.metadata.has("tokenizer.ggml.merges")) throw this.wrong("merges", undefined, "an array of texts");
+    const known = new Set(tokens);
     const merges = [...new Set(this.items<string>("merges", "string"))].map((merge) => {
       const space = merge.indexOf(" ", 1);
       const [left, right] = [merge.slice(0, space), merge.slice(space + 1)];
-      if (space < 0 || !index.has(left) || !index.has(right) || !index.has(left + right)) {
+      if (space < 0 || !known.has(left) || !known.has(right) || !known.has(left + right)) {
         throw this.wrong("merges", merge, "two tokens, with a space between them, that make a third");
       }
       return [left, right];
@@ -162,23 +185,21 @@ class VocabularyReader {
     const model = { type: "BPE", vocab: vocabOf(tokens), merges, ignore_merges: pre.ignoreMerges, byte_fallback: !pre.byteLevel };
     if (pre.byteLevel) {
       splits.push({ type: "ByteLevel", add_prefix_space: false, trim_offsets: true, use_regex: false });
-      return { model, normalizer: null, pre_tokenizer: { type: "Sequence", pretokenizers: splits }, decoder: { type: "ByteLevel" } };
+      return { model, normalizer: null, pre_tokenizer: { type: "Sequence", pretokenizers: splits } };
     }
     return {
       model,
       normalizer: replace(" ", SPACE),
       pre_tokenizer: { type: "Sequence", pretokenizers: splits },
-      decoder: { type: "Sequence", decoders: [replace(SPACE, " "), { type: "ByteFallback" }, { type: "Fuse" }] },
     };
   }
 
-  private pieces(tokens: string[], types: number[], roles: Map<string, number>, kind: Kind): TokenizerJson {
+  private pieces(tokens: string[], types: number[], roles: Map<string, number>, addsSpace: boolean): TokenizerJson {
     const scores = this.items<number>("scores", "number", tokens.length);
     if (scores.length === 0) throw this.wrong("scores", undefined, `an array of ${tokens.length} numbers`);
     const bad = scores.find((score) => !Number.isFinite(score));
     if (bad !== undefined) throw this.wrong("scores", String(bad), "finite numbers");
     const unknown = roles.get("unknown");
-    const addsSpace = this.value("add_space_prefix", "boolean", "a bool", kind.addSpacePrefix);
     const bytes = new Set(tokens.filter((_, i) => types[i] === TYPE.BYTE));
     const hasBytes = Array.from({ length: 256 }, (_, i) => `<0x${i.toString(16).toUpperCase().padStart(2, "0")}>`).every((token) => bytes.has(token));
     const steps: object[] = [];
@@ -186,8 +207,6 @@ class VocabularyReader {
       steps.push({ type: "Replace", pattern: { Regex: "^ +| +$" }, content: "" }, { type: "Replace", pattern: { Regex: " {2,}" }, content: " " });
     }
     if (addsSpace) steps.push({ type: "Prepend", prepend: " " });
-    const decoders: object[] = [replace(SPACE, " "), { type: "ByteFallback" }, { type: "Fuse" }];
-    if (addsSpace) decoders.push({ type: "Strip", content: " ", start: 1, stop: 0 });
     return {
       model: {
         type: "BPE",
@@ -199,7 +218,6 @@ class VocabularyReader {
       },
       normalizer: { type: "Sequence", normalizers: [...steps, replace(" ", SPACE)] },
       pre_tokenizer: null,
-      decoder: { type: "Sequence", decoders },
     };
   }
 
@@ -213,6 +231,10 @@ class VocabularyReader {
 
 const isSpecial = (type: number) => (RULES.special as readonly number[]).includes(type);
 const replace = (from: string, to: string) => ({ type: "Replace", pattern: { String: from }, content: to });
+const decoderOf = (addsSpace: boolean) => ({
+  type: "Sequence",
+  decoders: [replace(SPACE, " "), { type: "ByteFallback" }, { type: "Fuse" }, ...(addsSpace ? [{ type: "Strip", content: " ", start: 1, stop: 0 }] : [])],
+});
 const vocabOf = (tokens: string[]) => Object.fromEntries(tokens.map((token, i) => [token, i]));
 
 /** All pairs of pieces that make a piece, those of the best score first. */

@@ -78,9 +78,13 @@ test("engines do not know of each other", async () => {
 });
 
 test("the parts of a split file are one model, in any order", async () => {
-  const split = await Engine.load([part(2), part(1), part(3)], { threads: 1 });
-  assert.deepEqual((await samplesOf(split, ids, GREEDY))[0].tokens, cases.f32.greedy.slice(0, 8));
-  split.close();
+  const paths = [part(2), part(1), part(3)];
+  const files = await Promise.all(paths.map(async (path) => new File([await readFile(path)], path.pathname.split("/").pop())));
+  for (const source of [paths, files]) {
+    const split = await Engine.load(source, { threads: 1 });
+    assert.deepEqual((await samplesOf(split, ids, GREEDY))[0].tokens, cases.f32.greedy.slice(0, 8));
+    split.close();
+  }
   await assert.rejects(Engine.load([part(1), part(3)]), /source has 2 parts of 3, and part 2 is missing. Give every part once/);
   await assert.rejects(Engine.load(part(1)), /is one of 3 parts, and 1 came. Give all parts/);
   await assert.rejects(Engine.load([bytes, bytes]), /expected the parts of one GGUF file, named/);

@@ -5,7 +5,7 @@ import { mkdtemp, writeFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { after, test } from "node:test";
 import { pathToFileURL } from "node:url";
-import { listFiles, openReader } from "../../src/sources.ts";
+import { listFiles, openReader, readRanges } from "../../src/sources.ts";
 import { serve } from "../server.mjs";
 
 const bytes = Uint8Array.from({ length: 300_000 }, (_, i) => (i * 2654435761) >>> 24);
@@ -33,6 +33,23 @@ test("URLs, Blobs, Files, bytes and paths give the same bytes", async () => {
     const { read } = await load(source, { sha256 });
     assert.deepEqual(read, bytes);
   }
+});
+
+test("ranges are read one after the other, by a stream and without one", async () => {
+  const ranges = [[100, 1100], [1100, 1101], [1101, 200_000], [250_000, 250_010], [299_990, 300_000]].map(([begin, end]) => ({ begin, end }));
+  for (const source of [new Blob([bytes]), bytes, server.url("a.gguf")]) {
+    const reader = await openReader("a.gguf", source, { where: "Engine.load", signal: new AbortController().signal, onProgress: () => {} });
+    const found = [];
+    for await (const [{ begin, end }, some] of readRanges(reader, ranges)) {
+      assert.deepEqual(some, bytes.subarray(begin, end));
+      found.push(begin);
+    }
+    assert.equal(found.length, ranges.length);
+  }
+  const short = await openReader("a.gguf", new Blob([bytes]), { where: "Engine.load" });
+  await assert.rejects(async () => {
+    for await (const _ of readRanges(short, [{ begin: 299_000, end: 300_001 }]));
+  }, /^WhetError: Engine.load: a.gguf ends at byte 300000. It was cut while it was read/);
 });
 
 test("progress tells bytes and total, and ends with all", async () => {

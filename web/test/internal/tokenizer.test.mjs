@@ -35,7 +35,7 @@ for (const { name, source, prompt, text } of templates.cases) {
 test("without a template messages are refused, and a tokenizer that is not read says what to do", () => {
   const metadata = new Map(Object.entries(tokenizers.cases[0].metadata));
   assert.throws(() => TextTokenizer.ofGguf(metadata, "f").render([], {}, "f"), /^WhetError: f: the model has no chat template. Give the prompt as a text/);
-  const change = (key, value) => () => TextTokenizer.ofGguf(new Map([...metadata, [`tokenizer.ggml.${key}`, value]]), "f");
+  const change = (key, value) => () => TextTokenizer.ofGguf(new Map([...metadata, [`tokenizer.ggml.${key}`, value]]), "f").encode("a");
   assert.throws(change("model", "bert"), /tokenizer.ggml.model is "bert", which is WordPiece.*Give prompts as token ids/);
   assert.throws(change("pre", "mine"), /pre is "mine", expected a pre-tokenizer that is known, such as default/);
   assert.throws(change("eos_token_id", 1e6), /eos_token_id is 1000000, expected one of the \d+ tokens/);
@@ -45,10 +45,10 @@ test("without a template messages are refused, and a tokenizer that is not read 
 });
 
 test("decoders by whose steps a token's text depends on its neighbours are refused, for stop strings or altogether", () => {
-  const read = (decoder, vocab = { a: 0 }) => new TokenTexts({ decoder, model: { vocab } }, "f");
+  const read = (decoder, texts = ["a"]) => new TokenTexts(decoder, texts, [], "f");
   const metaspace = { type: "Metaspace", replacement: "\u2581", prepend_scheme: "always" };
   assert.equal(read(metaspace).whyNoStop, undefined);
-  assert.match(read(metaspace, { "\u2581\u2581": 0 }).whyNoStop, /leaves out all spaces in the beginning of a text/);
+  assert.match(read(metaspace, ["\u2581\u2581"]).whyNoStop, /leaves out all spaces in the beginning of a text/);
   const strip = { type: "Strip", content: " ", start: 1, stop: 0 };
   assert.equal(read({ type: "Sequence", decoders: [{ type: "Fuse" }, strip] }).dropsFirstSpace, true);
   for (const decoders of [[strip], [{ type: "Fuse" }, { type: "ByteFallback" }], [metaspace, { type: "ByteFallback" }]]) {
