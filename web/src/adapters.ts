@@ -3,6 +3,7 @@ import type { Core } from "./core.js";
 import { WhetError } from "./errors.js";
 import { adapters as RULES } from "./facts.js";
 import { type Family, type ModelConfig, partRows, slots } from "./model.js";
+import { cuts } from "./pieces.js";
 import { readFloats, readSafetensors } from "./safetensors.js";
 import { show } from "./sampling.js";
 import type { Reader } from "./sources.js";
@@ -28,6 +29,8 @@ interface Place {
   target: AdapterPart["target"] | undefined;
   firstRow: number;
   shape: [n: number, k: number];
+  /** The module numbers its rows by heads. */
+  isByHead: boolean;
 }
 
 /** Where each module of the Hugging Face model lies. */
@@ -42,8 +45,7 @@ function placesOf(config: ModelConfig, family: Family): Map<string, Place> {
       if (shape === undefined || shape.length !== 2) continue;
       const [firstRow, n] = partRows(config, part, shape[0]);
       const kind = /^layers\.\d+\.(\w+)$/.exec(slot)?.[1].replace("gate_up", "up") as AdapterPart["target"] | undefined;
-      const reordered = names.hf_layout !== undefined;
-      found.set(names.hf.replace("{i}", String(i)), { slot, layer: i, target: reordered ? undefined : kind, firstRow, shape: [n, shape[1]] });
+      found.set(names.hf.replace("{i}", String(i)), { slot, layer: i, target: kind, firstRow, shape: [n, shape[1]], isByHead: names.hf_layout === "by_head" });
     }
   }
   return found;
@@ -84,7 +86,9 @@ export async function readAdapter(core: Core, readers: Reader[], config: ModelCo
     const [down, up] = [await readFloats(weights, a, where), await readFloats(weights, b, where)];
     const scaled = up.map((x) => scaling * x); // both float32, rounded once as in Python
     if (!down.every(Number.isFinite) || !scaled.every(Number.isFinite)) throw new WhetError(`${where}: the adapter of ${module} holds NaN or infinity. Look at what made it.`);
-    parts.push({ layer: place.layer, target: place.target, firstRow: place.firstRow, rank, a: down, b: scaled });
+    const rows = new Float32Array(scaled.length);
+    for (const [to, from, count] of cuts[place.isByHead ? "byHead" : "whole"](config, n)) rows.set(scaled.subarray(from * rank, (from + count) * rank), to * rank);
+    parts.push({ layer: place.layer, target: place.target, firstRow: place.firstRow, rank, a: down, b: rows });
   }
   return parts;
 }

@@ -36,7 +36,7 @@ export interface Place {
 
 type Cut = [to: number, from: number, count: number, every: number];
 
-const cuts: Record<"whole" | "byHead" | "paired", (config: ModelConfig, rows: number) => Cut[]> = {
+export const cuts: Record<"whole" | "byHead" | "paired", (config: ModelConfig, rows: number) => Cut[]> = {
   whole: (_, rows) => [[0, 0, rows, 1]],
   // GPT-NeoX's query_key_value: per head its q, k and v; to all q, then all k, then all v
   byHead: ({ headDim, nHeads }) =>

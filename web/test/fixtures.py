@@ -153,6 +153,11 @@ def answers(engine: Engine, tokenizer: GGUFTokenizer, adapter: Path) -> dict[str
     return found | {"greedy": greedy.token_ids, "chat": chat}
 
 
+REORDERED = {
+    "gpt2": {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
+    "gpt_neox": {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
+}
+"""Adapters of models whose files keep matrices transposed, and rows by heads."""
 NO_GGUF = {"llama-proportional", "gemma2-kinds", "gemma2-attention"}
 """Cases with what GGUF has no place for: half of a head, a head of Gemma 2's own, no cap."""
 
@@ -167,6 +172,9 @@ def families(folder: Path) -> None:
         found.append(source_answers(folder / case))
         if FAMILIES[model_type].gguf is not None and case not in NO_GGUF:
             found.append(source_answers(write_gguf(model, folder / f"{case}.gguf")))
+    for case, settings in REORDERED.items():
+        with_lora(tiny_model(case), b_std=0.2, **settings).save_pretrained(folder / f"{case}-adapter")
+        found.append(source_answers(folder / case, folder / f"{case}-adapter"))
     tiny_model("llama").half().save_pretrained(folder / "half")
     tiny_model("llama").bfloat16().save_pretrained(folder / "sharded", max_shard_size="8KB")
     found += [source_answers(folder / "half"), source_answers(folder / "sharded")]
@@ -176,14 +184,17 @@ def families(folder: Path) -> None:
     (folder.parent / "families.json").write_text(json.dumps(found))
 
 
-def source_answers(path: Path, **options: Any) -> dict[str, Any]:
+def source_answers(path: Path, adapter: Path | None = None, **options: Any) -> dict[str, Any]:
     engine, [ids] = Engine.from_pretrained(path, **options), token_ids().tolist()
-    [samples] = engine.generate([ids], 2, SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=16, seed=3))
-    [scores] = engine.logprobs([ids])
+    number = None if adapter is None else engine.add_adapter(str(adapter))
+    sampling = SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=16, seed=3)
+    [samples] = engine.generate([ids], 2, sampling, adapter=number)
+    [scores] = engine.logprobs([ids], adapter=number)
     drawn = [{"tokens": sample.token_ids, "logprobs": sample.logprobs} for sample in samples]
     name = f"{'' if path.parent.name == 'fixtures' else 'families/'}{path.name}"
     file = name if path.is_file() else f"{name}/"
-    return {"file": file, "options": options, "ids": ids, "samples": drawn, "scores": scores.tolist()}
+    found = {"file": file, "options": options, "ids": ids, "samples": drawn, "scores": scores.tolist()}
+    return found | ({} if adapter is None else {"adapter": f"families/{adapter.name}/"})
 
 
 def samplings(engine: Engine, tokenizer: GGUFTokenizer) -> list[dict[str, Any]]:
