@@ -20,6 +20,7 @@ assert config.slots()['layers.0.qkv'] == (24, 8)"""
         ("import whet.evaluation, whet.models.published", "torch transformers tokenizers rich tyro"),
         ("import whet.training.loggers", "torch rich tensorboard wandb matplotlib typing_extensions"),
         ("import whet.models.tokenizers", "torch transformers tokenizers jinja2"),
+        ("import whet.algorithms, whet.nn, whet.engine", "torch._dynamo transformers peft datasets"),
         (DESCRIBED, "torch transformers peft"),
     ],
 )

@@ -8,6 +8,7 @@ are those of a ``whet.models.base.PackedBase``, which an engine may sample from 
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable
 from functools import partial
@@ -135,6 +136,23 @@ class _Packed(nn.Module):
         return super()._apply(fn, recurse)
 
 
+def _uncompiled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A method that torch.compile leaves as it is: it would trace into memory that it does not know.
+
+    ``torch.compiler.disable`` as a decorator would import the compiler with this module: 75 MB and a second.
+    """
+
+    @functools.cache
+    def disabled() -> Any:
+        return torch.compiler.disable(forward)
+
+    @functools.wraps(forward)
+    def method(self: Any, input: Tensor) -> Tensor:
+        return (disabled() if torch.compiler.is_compiling() else forward)(self, input)
+
+    return method
+
+
 class FrozenLinear(_Packed, nn.Linear):
     """A linear layer (or transformers' Conv1D) whose weight is packed and does not train.
 
@@ -150,7 +168,7 @@ class FrozenLinear(_Packed, nn.Linear):
         self.out_features, self.in_features = base.shape(name)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
 
-    @torch.compiler.disable  # which would trace into memory that it does not know
+    @_uncompiled
     def forward(self, input: Tensor) -> Tensor:
         """x W^T + bias in the dtype of x: (..., N); computed in bfloat16 where x is, else in float32."""
         dtype = torch.bfloat16 if input.dtype == torch.bfloat16 else torch.float32
@@ -190,7 +208,7 @@ class FrozenEmbedding(_Packed, nn.Embedding):
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
         self.scale_grad_by_freq = self.sparse = False
 
-    @torch.compiler.disable
+    @_uncompiled
     def forward(self, input: Tensor) -> Tensor:
         """The rows at the ids: (..., K) float32.
 
