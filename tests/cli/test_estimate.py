@@ -5,6 +5,7 @@ import json
 import pytest
 
 from whet.cli import main
+from whet.cli.estimate import measure_interpreter
 from whet.memory import machine_bytes
 from whet.models.sizes import estimate, load_source, training
 
@@ -100,3 +101,12 @@ def test_mistakes_in_the_memory_of_a_run(capsys):
         assert error in capsys.readouterr().err
     with pytest.raises(SystemExit):  # of sft, which samples nothing
         main(["estimate", "smollm-135m", "--train", "sft", "--group-size", "8"])
+
+
+def test_what_a_task_brings_is_in_the_memory():
+    """Its package; a task or a tokenizer that is not there is the run's to refuse."""
+    pytest.importorskip("reasoning_gym")
+    without, with_task = (
+        measure_interpreter("nowhere", tasks, with_adapters=False) for tasks in ([], ["reasoning_gym:chain_sum"])
+    )
+    assert 2**27 < without < with_task - 2**23

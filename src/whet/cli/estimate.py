@@ -145,7 +145,7 @@ def _train(argv: list[str]) -> int:
     lengths = Lengths(asked.prompt_tokens, getattr(asked, "completion_tokens", 0) or asked.max_new_tokens)
     source = load_source(asked.model)
     asked.base = plan_adapters(asked, source, where).base  # before anything is measured
-    interpreter = measure_interpreter(with_adapters=asked.has_adapters())
+    interpreter = measure_interpreter(asked.model, getattr(asked, "task", ()), with_adapters=asked.has_adapters())
     _print_run(asked, method, memory_of(asked, source, lengths, interpreter=interpreter))
     return 0
 
@@ -157,10 +157,27 @@ def memory_of(run: Any, source: Source, lengths: Lengths, *, interpreter: int) -
     return run_memory(source, run, lengths, interpreter=interpreter, adapters=plan.adapters, base=base)
 
 
-def measure_interpreter(with_adapters: bool) -> int:
-    """Memory of a process that has imported what ``whet train`` imports, and nothing else: measured in one."""
-    names = "AutoModelForCausalLM, AutoTokenizer" + (", PreTrainedModel; import peft" if with_adapters else "")
-    code = f"import whet.cli.train; from transformers import {names}; print(whet.memory.resident_bytes())"
+_LOADED = """import contextlib, os, whet.cli.train
+from transformers import {names}
+from whet.cli.models import load_tokenizer
+kept = []
+with contextlib.suppress(Exception):  # the run says what is wrong with it
+    if os.path.exists({model!r}):
+        kept.append(load_tokenizer({model!r}))
+with contextlib.suppress(Exception):
+    if {tasks!r}:
+        from whet.tasks.mixture import open_tasks
+        kept.append(open_tasks({tasks!r}))
+print(whet.memory.resident_bytes())"""
+
+
+def measure_interpreter(model: str, tasks: Sequence[Any], with_adapters: bool) -> int:
+    """Memory of a process that has what ``whet train`` has beside the model: measured in one.
+
+    Its imports, the tokenizer and the tasks, whose packages bring more.
+    """
+    names = "AutoModelForCausalLM, AutoTokenizer, PreTrainedModel" + ("; import peft" if with_adapters else "")
+    code = _LOADED.format(names=names, model=model, tasks=list(tasks))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if done.returncode:
         raise WhetValueError(f"whet estimate: the imports of whet train fail: {done.stderr.strip()[-300:]}")
