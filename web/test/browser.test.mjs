@@ -167,7 +167,7 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
       const tokens = await page.evaluate(async ([ids]) => {
         const { clearCache, Engine, listCache } = await import("/index.js");
         (await Engine.load("folder/", { threads: 1 })).close();
-        const engine = await Engine.load("folder/", { threads: 2 });
+        const engine = await Engine.load("folder/", { threads: 1 }); // see docs/web.md of Firefox
         const kept = await listCache();
         await clearCache();
         const tokens = kept.map(({ url, isComplete }) => [url.split("/").pop(), isComplete]).sort();
