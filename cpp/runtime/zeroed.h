@@ -56,7 +56,9 @@ private:
 
     static void* allocate_zeroed(size_t bytes) {
 #if defined(__wasm__)
-        // Memory that the module grows by is zeros: to clear it, as its calloc does, would commit all of it.
+        // Memory that the module grows by is zeros: to clear it, as its calloc does, would commit all of it. One thread
+        // allocates here, as a model is loaded: what another had used and freed behind the old end would be taken for
+        // it.
         const uintptr_t end = __builtin_wasm_memory_size(0) * 65536;
         void* const p = std::malloc(bytes);
         const uintptr_t begin = reinterpret_cast<uintptr_t>(p);

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -18,7 +21,7 @@ from whet.cli.runs import DPORun, GRPORun, OnlineDPORun, SFTRun
 from whet.cli.settings import parse
 from whet.config.fields import Positive
 from whet.errors import WhetValueError, check_installed
-from whet.memory import PARTS, machine_bytes
+from whet.memory import PARTS, machine_bytes, resident_bytes
 from whet.models.formats import FORMATS, MIXTURES
 from whet.models.sizes import ModelMemory, TrainingEstimate, load_source, model_memory
 from whet.models.slots import Source
@@ -157,31 +160,33 @@ def memory_of(run: Any, source: Source, lengths: Lengths, *, interpreter: int) -
     return run_memory(source, run, lengths, interpreter=interpreter, adapters=plan.adapters, base=base)
 
 
-_LOADED = """import contextlib, os, whet.cli.train
-from transformers import {names}
-from whet.cli.models import load_tokenizer
-kept = []
-with contextlib.suppress(Exception):  # the run says what is wrong with it
-    if os.path.exists({model!r}):
-        kept.append(load_tokenizer({model!r}))
-with contextlib.suppress(Exception):
-    if {tasks!r}:
-        from whet.tasks.mixture import open_tasks
-        kept.append(open_tasks({tasks!r}))
-print(whet.memory.resident_bytes())"""
-
-
 def measure_interpreter(model: str, tasks: Sequence[Any], with_adapters: bool) -> int:
-    """Memory of a process that has what ``whet train`` has beside the model: measured in one.
-
-    Its imports, the tokenizer and the tasks, whose packages bring more.
-    """
-    names = "AutoModelForCausalLM, AutoTokenizer, PreTrainedModel" + ("; import peft" if with_adapters else "")
-    code = _LOADED.format(names=names, model=model, tasks=list(tasks))
+    """Memory of a process that has what ``whet train`` has beside the model: measured in one."""
+    code = f"from whet.cli.estimate import _print_loaded as go; go({model!r}, {list(tasks)!r}, {with_adapters})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if done.returncode:
         raise WhetValueError(f"whet estimate: the imports of whet train fail: {done.stderr.strip()[-300:]}")
     return int(done.stdout)
+
+
+def _print_loaded(model: str, tasks: Sequence[Any], with_adapters: bool) -> None:
+    """Imports what ``whet train`` imports, loads the tokenizer and the tasks, and prints this process's memory.
+
+    What is wrong with one of them, the run says.
+    """
+    models = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
+    for name in ("whet.cli.train", *models, *(["peft"] if with_adapters else [])):
+        importlib.import_module(name)
+    from whet.cli.models import load_tokenizer
+    from whet.tasks.mixture import open_tasks
+
+    kept = []
+    if Path(model).exists():
+        with suppress(Exception):
+            kept.append(load_tokenizer(model))
+    with suppress(Exception):
+        kept.append(open_tasks(tasks))
+    print(resident_bytes())
 
 
 def _print_run(asked: Any, method: str, memory: RunMemory) -> None:
