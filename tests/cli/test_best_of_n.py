@@ -5,7 +5,7 @@ import json
 import pytest
 
 from whet.cli import main
-from whet.data.rows import read_rows
+from whet.data.sources import read_rows
 
 CONFIG = "examples/best_of_n.toml"
 

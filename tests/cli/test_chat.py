@@ -27,7 +27,8 @@ from whet.cli.chat import _Chat
 from whet.cli.conversation import Conversation
 from whet.cli.text_model import load_engine
 from whet.config.sampling import SamplingParams
-from whet.data.rows import read_rows, tokenize_completion
+from whet.data.rows import tokenize_completion
+from whet.data.sources import read_rows
 from whet.models.tokenizers import read_tokenizer
 
 GREEDY = ["--temperature", "0"]

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from whet.data.rows import (
-    read_rows,
     shuffled_batches,
     token_rows,
     tokenize_completion,
@@ -26,6 +25,7 @@ from whet.data.rows import (
     tokenize_prompt,
     tokenize_turns,
 )
+from whet.data.sources import read_rows
 from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
 
 BOS, EOS, UNK, A, B, C, USER, ASSISTANT = range(8)

@@ -88,7 +88,7 @@ def _of_a_checkpoint(disk: Disk, shop: Workshop, scale: float) -> Tally:
     from whet.algorithms.sft import SFT
     from whet.checkpoint.folder import latest_checkpoint, load_checkpoint
     from whet.cli.models import load_model
-    from whet.data.rows import read_rows
+    from whet.data.sources import read_rows
 
     tally = Tally("disk full: pages and files of a checkpoint")
     model, tokenizer = load_model(str(shop.model), "float32")

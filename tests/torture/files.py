@@ -147,7 +147,7 @@ def _make_adapters(folder: Path) -> None:
 def _make_checkpoint(folder: Path) -> None:
     from whet.algorithms.sft import SFT
     from whet.cli.models import load_model
-    from whet.data.rows import read_rows
+    from whet.data.sources import read_rows
 
     with tempfile.TemporaryDirectory() as name:
         model, tokenizer = load_model(str(make_model(Path(name) / "model")), "float32")

@@ -18,7 +18,7 @@ from whet.cli.models import describe_size, load_model
 from whet.cli.rows import check_prompts_fit
 from whet.cli.runs import BestOfNRun
 from whet.config.settings import BestOfNConfig
-from whet.data.rows import read_rows
+from whet.data.sources import read_rows
 from whet.errors import WhetValueError
 from whet.rewards.functions import load_function
 from whet.rollout.choose import make_engine, reward_functions

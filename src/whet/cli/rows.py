@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from whet.data.rows import read_rows, tokenize_prompt
+from whet.data.rows import tokenize_prompt
+from whet.data.sources import read_rows
 from whet.errors import WhetValueError
 from whet.rewards.functions import load_function
 from whet.rollout.torch_engine import position_limit

@@ -1,10 +1,9 @@
-"""From files and tensors to rows of token ids (``rows``), and to the batches of training steps (``batches``)."""
+"""Rows from files (``sources``), their token ids (``rows``), and the batches of training steps (``batches``)."""
 
 from __future__ import annotations
 
 from whet.data.rows import (
     is_messages,
-    read_rows,
     shuffled_batches,
     token_rows,
     tokenize_completion,
@@ -12,6 +11,7 @@ from whet.data.rows import (
     tokenize_prompt,
     tokenize_turns,
 )
+from whet.data.sources import read_rows
 
 __all__ = [
     "is_messages",

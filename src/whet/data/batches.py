@@ -258,7 +258,7 @@ def _check_dataset(where: str, dataset: Any) -> None:
     if isinstance(dataset, (str, bytes)) or not (is_sequence(dataset) or items):
         raise WhetTypeError(
             f"{where}: dataset is {dataset!r:.60}, expected a sequence or iterable of rows or batches (with "
-            f"__len__ and __getitem__, or __iter__). whet.data.rows.read_rows reads a file."
+            f"__len__ and __getitem__, or __iter__). whet.data.read_rows reads a file."
         )
     if _length(dataset) == 0:
         raise WhetValueError(f"{where}: the dataset is empty.")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from whet.data.rows import read_rows
+from whet.data.sources import read_rows
 from whet.errors import WhetValueError
 from whet.rewards.functions import RewardFunctions
 
