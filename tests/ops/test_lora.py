@@ -1,7 +1,9 @@
 """The low-rank products against float64, and the adapter that is trained with them."""
 
+import copy
 import itertools
 import os
+import pickle
 
 import numpy as np
 import pytest
@@ -345,6 +347,35 @@ def test_a_state_continues_as_if_nothing_had_happened():
     np.testing.assert_array_equal(first.B, second.B)
     assert (second.n_steps, second.ewc_lambda) == (5, 0.5)
     assert not np.array_equal(state["lora_A"], first.A)  # a copy
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda adapter: pickle.loads(pickle.dumps(adapter))])
+def test_a_copy_learns_on_in_its_own_memory(copied):
+    x, g, _, _ = arrays(3, 40, 24, 2)
+
+    def learn(adapter):
+        adapter.accumulate_fisher(x, g)
+        adapter.consolidate()
+        for _ in range(2):
+            adapter.accumulate(x, g)
+            adapter.adam_step(0.1)
+        adapter.accumulate(x, g)  # a gradient that no step has taken yet
+
+    def content(adapter):
+        return {name: np.copy(value) for name, value in adapter.state_dict().items()}
+
+    adapter = adapter_of(40, 24)
+    adapter.ewc_lambda = 0.5
+    learn(adapter)
+    before, twin = content(adapter), copied(adapter)
+    learn(twin)
+    np.testing.assert_equal(content(adapter), before)
+    learn(adapter)
+    np.testing.assert_equal(content(twin), content(adapter))
+    np.testing.assert_array_equal(
+        twin.forward(x, np.zeros((3, 24), np.float32)), adapter.forward(x, np.zeros((3, 24), np.float32))
+    )
+    assert not np.array_equal(twin.A, before["lora_A"]) and twin.A.ctypes.data % 64 == 0
 
 
 def test_bad_states_change_nothing():

@@ -121,6 +121,8 @@ class MicroLoRA:
     EWC penalty, ewc_lambda / 2 sum F (theta - theta*)^2. ``accumulate_fisher`` collects squared gradients on a task
     that is to be remembered, and ``consolidate`` makes their mean F and the weights of this moment theta*.
 
+    A copy (``copy``, ``pickle``) has its own memory, and learns on from where the adapter is.
+
     Args:
         in_features: columns of x.
         out_features: columns of y.
@@ -153,11 +155,24 @@ class MicroLoRA:
         # A and B in one flat array, and every companion of them (gradient, moments, ...) in one of the same layout:
         # an optimiser step is then one formula.
         self._arrays: dict[str, np.ndarray] = {}
+        self._make_views()
+        bound = 1 / math.sqrt(self.in_features)
+        self._a[:] = np.random.default_rng(seed).uniform(-bound, bound, self._a.shape)
+
+    def _make_views(self) -> None:
         self._theta, self._gradient = self._companion("lora"), self._companion("grad")
         self._a, self._b = self._split(self._theta)
         self._grad_a, self._grad_b = self._split(self._gradient)
-        bound = 1 / math.sqrt(self.in_features)
-        self._a[:] = np.random.default_rng(seed).uniform(-bound, bound, self._a.shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _VIEWS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A view that is copied no longer shares memory: only the flat arrays are taken over, each at a cache line again.
+        self.__dict__.update(state, _arrays={})
+        for name, array in state["_arrays"].items():
+            self._companion(name)[:] = array
+        self._make_views()
 
     @classmethod
     def from_arrays(cls, a: Any, b: Any, alpha: float) -> MicroLoRA:
@@ -366,6 +381,7 @@ class MicroLoRA:
 
 
 _NUMBERS = {"alpha": float, "ewc_lambda": float, "n_gradients": int, "n_steps": int, "n_fisher": int}
+_VIEWS = ("_theta", "_gradient", "_a", "_b", "_grad_a", "_grad_b")
 _COMPANIONS = ("lora", "grad", "adam_m", "adam_v", "fisher_sum", "fisher", "anchor")
 _KEYS = f"NAME_A and NAME_B for NAME among {', '.join(_COMPANIONS)}, and {', '.join(_NUMBERS)}"
 
