@@ -29,7 +29,11 @@ class MissingExtraError(WhetError, ImportError):
     """A part of Whet needs a package that an optional extra installs."""
 
     def __init__(self, what: str, package: str, extra: str) -> None:
-        super().__init__(f"{what} needs {package}. Install it with: pip install 'whet[{extra}]'")
+        super().__init__(what, package, extra)
+
+    def __str__(self) -> str:
+        what, package, extra = self.args
+        return f"{what} needs {package}. Install it with: pip install 'whet[{extra}]'"
 
 
 def check_installed(what: str, *modules: str, extra: str = "train", package: str | None = None) -> None:

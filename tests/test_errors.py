@@ -1,0 +1,27 @@
+"""Errors of Whet cross processes: pickle makes them again from their args, and they print the same."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+
+import whet.engine  # noqa: F401  one of its errors is not in whet.errors
+from whet.errors import WhetError
+
+
+def subclasses(kind):
+    return {kind}.union(*map(subclasses, kind.__subclasses__()))
+
+
+def make(kind):
+    own = "__init__" in vars(kind)
+    return kind(*inspect.signature(kind).parameters) if own else kind("message")
+
+
+@pytest.mark.parametrize("kind", sorted(subclasses(WhetError), key=lambda kind: kind.__name__))
+def test_every_error_survives_copy_and_pickle(kind):
+    error = make(kind)
+    error.note = "kept"
+    for again in (copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
+        assert (type(again), str(again), again.note) == (kind, str(error), "kept")
