@@ -17,15 +17,9 @@ from tests.raising import assert_raises
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
-from whet.data.rows import (
-    shuffled_batches,
-    token_rows,
-    tokenize_completion,
-    tokenize_preference,
-    tokenize_prompt,
-    tokenize_turns,
-)
+from whet.data.rows import shuffled_batches, tokenize_completion, tokenize_preference, tokenize_prompt, tokenize_turns
 from whet.data.sources import read_rows
+from whet.data.token_ids import token_rows
 from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
 
 BOS, EOS, UNK, A, B, C, USER, ASSISTANT = range(8)

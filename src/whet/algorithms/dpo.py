@@ -24,7 +24,8 @@ from torch.nn.functional import logsigmoid
 from whet.algorithms.loss_terms import check_float_tensor, check_shapes, denominator, sampler_gap
 from whet.config.settings import DPOConfig, DPOLossType, PreferenceConfig, check_dpo_options
 from whet.data.batches import as_rows, check_row_counts, columns_as_rows, is_batch, is_sequence
-from whet.data.rows import token_rows, tokenize_preference
+from whet.data.rows import tokenize_preference
+from whet.data.token_ids import token_rows
 from whet.errors import WhetTypeError, WhetValueError, is_number
 from whet.nn.causal_lm import completion_logprobs
 from whet.training.phases import phase

@@ -15,7 +15,8 @@ from torch import Tensor
 from whet.algorithms.loss_terms import check_float_tensor, check_shapes, denominator, masked
 from whet.config.settings import SFTConfig
 from whet.data.batches import as_rows, check_row_counts, columns_as_rows
-from whet.data.rows import token_rows, tokenize_completion, tokenize_turns
+from whet.data.rows import tokenize_completion, tokenize_turns
+from whet.data.token_ids import token_rows
 from whet.errors import WhetValueError
 from whet.nn.causal_lm import completion_logprobs
 from whet.training.phases import phase

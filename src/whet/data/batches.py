@@ -23,7 +23,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from whet.data.rows import FIELDS, is_messages, shuffled_batches
+from whet.data.encoder import FIELDS
+from whet.data.messages import is_messages
+from whet.data.rows import shuffled_batches
 from whet.errors import WhetTypeError, WhetValueError
 
 AsRow = Callable[[Any], Mapping[str, Any]]

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from whet.config.sampling import Completion, SamplingParams
-from whet.data.rows import is_messages, tokenize_prompt
+from whet.data.messages import is_messages
+from whet.data.rows import tokenize_prompt
 from whet.errors import WhetValueError
 from whet.evaluation.statistics import Estimate, mean, pass_at_k, share, share_difference, sign_test
 from whet.rewards.functions import as_score

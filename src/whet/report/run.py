@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from whet import __version__
-from whet.data.rows import is_messages
+from whet.data.messages import is_messages
 from whet.errors import WhetValueError
 from whet.files import replace_text
 from whet.memory import PARTS

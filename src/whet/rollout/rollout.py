@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from whet.config.sampling import Completion, SamplingParams
 from whet.data.batches import as_rows
-from whet.data.rows import is_messages, token_rows, tokenize_prompt
+from whet.data.messages import is_messages
+from whet.data.rows import tokenize_prompt
+from whet.data.token_ids import token_rows
 from whet.errors import WhetValueError
 from whet.rewards.functions import RewardBatch, RewardFunctions
 

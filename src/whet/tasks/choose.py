@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whet.config.fields import check_used
-from whet.data.rows import is_messages
+from whet.data.messages import is_messages
 from whet.errors import WhetTypeError, WhetValueError
 from whet.rewards.functions import load_function
 from whet.tasks.protocol import Split, Task, split_of

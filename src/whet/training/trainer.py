@@ -31,7 +31,7 @@ from whet.checkpoint.folder import preserved_rng
 from whet.config.fields import make_config
 from whet.config.settings import TrainerConfig, learning_rate_at
 from whet.data.batches import as_row, batch_stream, batches_in_order
-from whet.data.rows import token_rows
+from whet.data.token_ids import token_rows
 from whet.errors import NonFiniteError, WhetTypeError, WhetValueError, check_integer
 from whet.memory import MemoryWatch, register_holder, tensor_memory
 from whet.models.base import write_record
