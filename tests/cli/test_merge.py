@@ -17,6 +17,7 @@ from tests.tiny import with_lora
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whet.cli import main
+from whet.cli.models import load_model
 from whet.models.base import pack_base, write_record
 from whet.models.sources.gguf_container import read_gguf
 from whet.models.sources.pretrained import open_pretrained
@@ -91,6 +92,35 @@ def test_adapters_of_a_quantised_base_are_merged_into_its_numbers(folder, tmp_pa
     with torch.no_grad():
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
         torch.testing.assert_close(merged, adapted(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings", "ignore:Setting `save_embedding_layers`")
+@pytest.mark.parametrize("target", ["head", "embedding", "both"])
+def test_adapters_of_a_tied_head_or_embedding_change_only_what_they_are_of(folder, target, tmp_path):
+    """Merged, and as the commands load a folder of adapters, the model computes what PEFT does."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(tmp_path / "tied")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "tied")
+    names = {"head": "lm_head", "embedding": "wte" if folder.name == "gpt2" else "embed_tokens"}
+    names = list(names.values()) if target == "both" else [names[target]]
+    adapted = with_lora(AutoModelForCausalLM.from_pretrained(tmp_path / "tied"), target_modules=names)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.2)
+    adapted.save_pretrained(tmp_path / "lora")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "lora")
+    assert main(["merge", str(tmp_path / "lora"), str(tmp_path / "merged")]) == 0
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        expected = adapted(ids).logits
+        assert (expected - AutoModelForCausalLM.from_pretrained(tmp_path / "tied")(ids).logits).abs().max() > 0.1
+        for found in (
+            AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
+            load_model(str(tmp_path / "lora"), "float32")[0],
+        ):
+            torch.testing.assert_close(found(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_without_peft_its_extra_is_named(folder, tmp_path, capsys, monkeypatch):

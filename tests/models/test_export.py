@@ -25,6 +25,7 @@ from whet.engine import Engine
 from whet.errors import DiskFullError, WhetValueError
 from whet.models import gguf_writer
 from whet.models.architecture import find_difference
+from whet.models.base import pack_base
 from whet.models.export import export_gguf, read_adapters
 from whet.models.families import FAMILIES
 from whet.models.formats import FILE_TYPES, TABLE
@@ -192,12 +193,25 @@ def test_adapters_are_merged(case, tokenizer, tmp_path):
     assert any((found[slot] != plain[slot]).any() for slot in plain)
 
 
-def test_an_adapter_of_a_tied_head_is_refused(tokenizer, tmp_path):
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_adapter_of_a_tied_head_leaves_the_embedding_as_it_is(packed, tokenizer, tmp_path):
+    """The file has a head apart, from floats and from a packed base."""
     folder = save(tiny_model("qwen2", vocab_size=N_ROWS), tokenizer, tmp_path / "model")
+    source = pack_base(open_folder(folder), weights="float32").source() if packed else open_folder(folder)
+    a, b = np.ones((1, 32), np.float32), np.ones((N_ROWS, 1), np.float32)
+    adapters = [place_lora(source.config, source.targets["lm_head"], a, b, 0.5, "here")]
+    export_gguf(folder, tmp_path / "m.gguf", "f32", source=source, adapters=adapters)
+    found, plain = weights_of(open_gguf(tmp_path / "m.gguf")), weights_of(open_folder(folder))
+    np.testing.assert_array_equal(found["embedding"], plain["embedding"])
+    np.testing.assert_allclose(found["head"], plain["embedding"] + 0.5, rtol=1e-6)
+
+
+def test_an_adapter_of_a_tied_head_is_refused_where_llama_cpp_has_no_other(tokenizer, tmp_path):
+    folder = save(tiny_model("gemma2", vocab_size=N_ROWS), tokenizer, tmp_path / "model")
     source = open_folder(folder)
     a, b = np.ones((1, 32), np.float32), np.ones((N_ROWS, 1), np.float32)
     adapters = [place_lora(source.config, source.targets["lm_head"], a, b, 1.0, "here")]
-    message = "an adapter changes the head, which is the embedding in this model"
+    message = "no place for this model's head, in gemma2 the embedding"
     assert_raises(WhetValueError, message, export_gguf, folder, tmp_path / "m.gguf", adapters=adapters)
 
 

@@ -13,7 +13,7 @@ import tyro
 
 from whet.cli.card import folder_card
 from whet.cli.estimate import in_bytes
-from whet.cli.models import import_peft, load_model, system_errors
+from whet.cli.models import import_peft, load_model, merge_adapters, system_errors
 from whet.cli.text_model import find_model, with_adapters
 from whet.errors import WhetValueError
 from whet.files import check_folder_of, replace_folder, temporary_beside, told_if_full, told_if_unwritable
@@ -70,15 +70,16 @@ def write_folder(model: str, adapter: str, output: str, dtype: FolderDtype, over
     opened = find_model(model, where)
     source = open_pretrained(opened)
     kind = stored_dtype(source) if dtype == "auto" else dtype
-    peft = import_peft() if adapter else None
+    if adapter:
+        import_peft()
     module: Any
     module, tokenizer = load_model(model, "float32")
     module = module.cpu()
-    if peft is not None:
+    if adapter:
         if (record := read_binding(adapter, source, False, where)) is not None:
             copy_base(pack_recorded(source, record, where, adapter), module)
         try:
-            module = peft.PeftModel.from_pretrained(module, adapter).merge_and_unload()
+            module = merge_adapters(module, adapter)
         except (RuntimeError, ValueError, OSError, KeyError, TypeError) as error:
             raise WhetValueError(f"{where}: {adapter!r} does not fit {model!r}: {error}") from error
     module = module.to(getattr(torch, kind))

@@ -85,8 +85,8 @@ def _load(source: str, dtype: str, base: str) -> tuple[Any, Any]:
     tokenizer("")
     path, record = base_name(source, "load_model"), read_record(source, "load_model")
     if record is None or not record["is_quantised"]:
-        model = import_peft().PeftModel.from_pretrained(_load_base(path, dtype, "none")[0], source)
-        return model.merge_and_unload().requires_grad_(True), tokenizer
+        model = merge_adapters(_load_base(path, dtype, "none")[0], source)
+        return model.requires_grad_(True), tokenizer
     packed = pack_recorded(open_pretrained(path), record, "load_model", source)
     return import_peft().PeftModel.from_pretrained(frozen_model(path, packed), source), tokenizer
 
@@ -174,6 +174,27 @@ def system_errors() -> Iterator[None]:
         if not isinstance(error, SafetensorError) and (type(error) is not Exception or number is None):
             raise
         raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
+
+
+def merge_adapters(model: Any, folder: str) -> Any:
+    """The model in floats with the LoRA adapters of a folder merged into its weights, which change in place.
+
+    Where the head is the embedding and an adapter changes one of them, each becomes a matrix of its own: merged into
+    the one that they share, it would change both.
+
+    Raises:
+        MissingExtraError: peft is not installed.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(Model has `tie_word_embeddings=True`|.*are no longer tied)", UserWarning)
+        adapted = import_peft().PeftModel.from_pretrained(model, folder)
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        is_tied = head is not None and head.weight is embedding.weight
+        if is_tied and any(hasattr(layer, "base_layer") for layer in (embedding, head)):
+            layer = getattr(head, "base_layer", head)
+            layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+            model.config.tie_word_embeddings = False
+        return adapted.merge_and_unload()
 
 
 def describe_size(model: nn.Module) -> str:

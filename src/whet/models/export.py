@@ -17,7 +17,7 @@ from whet.models.formats import FILE_TYPES, Mixture, file_format
 from whet.models.gguf_keys import Keys, architecture_of, as_stored, check_keys, make_keys
 from whet.models.gguf_writer import Progress, Tensor, check_place, encoded_metadata, write_gguf
 from whet.models.rows import Rows
-from whet.models.slots import LoRA, Module, Place, Source, find_place, place_lora, places
+from whet.models.slots import LoRA, Module, Place, Source, find_place, place_lora, places, untie_adapted
 from whet.models.sources.folder import read_config
 from whet.models.sources.gguf import own_vectors, read_options
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
@@ -79,7 +79,7 @@ def export_gguf(
     if not isinstance(model, GGUFFile) and Path(model).is_file():
         model = read_gguf(Path(model), f'open_gguf("{model}")')
     opened = open_pretrained(model) if source is None else source
-    opened = opened._replace(adapters=(*opened.adapters, *adapters))
+    opened = untie_adapted(opened._replace(adapters=(*opened.adapters, *adapters)))
     keys: Keys | None = None
     if isinstance(model, GGUFFile):
         metadata, model_type, vectors = _of_gguf(model, where)

@@ -38,11 +38,11 @@ class Rows:
     """The rows of a source's slots.
 
     Args:
-        source: a model, on a packed base or not; its adapters are merged into the rows.
+        source: a model, on a packed base or not, as ``untie_adapted`` gives it; its adapters are merged into the rows.
         where: begins the errors.
 
     Raises:
-        WhetValueError: a slot that the source does not fill, or an adapter of a head that is the embedding.
+        WhetValueError: a slot that the source does not fill.
     """
 
     def __init__(self, source: Source, where: str) -> None:
@@ -51,12 +51,6 @@ class Rows:
         for piece in sorted(all_pieces(source, where), key=lambda piece: piece.first_row):
             self._pieces.setdefault(piece.slot, []).append(piece)
         self._adapters = source.adapters
-        slots = self.config.slots()
-        if lost := next((adapter.slot for adapter in self._adapters if adapter.slot not in slots), None):
-            raise WhetValueError(
-                f"{where}: an adapter changes the {lost}, which is the embedding in this model: merged it would change "
-                f"both. Train without it, or untie them."
-            )
 
     def chunks(self, place: Place, slot: str, format: str) -> Iterator[np.ndarray]:
         """A module's tensor, its rows in their order there: some at a time, in a format.
@@ -110,6 +104,7 @@ class Rows:
 
     def _base_rows(self, slot: str, order: np.ndarray) -> np.ndarray:
         assert self.base is not None
+        slot = slot if slot in self.base.config.slots() else "embedding"  # of a head that was untied from it
         first, last = int(order.min()), int(order.max())
         out = np.empty((last + 1 - first, *self.config.slots()[slot][1:]), np.float32)
         self.base.core.rows(slot, first, len(out), out)

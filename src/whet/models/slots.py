@@ -8,7 +8,7 @@ norms to whose weights the model adds an offset.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -124,6 +124,23 @@ class Source(NamedTuple):
     short_position: int | None = None
     base: PackedBase | None = None
     path: str = ""
+
+
+def untie_adapted(source: Source) -> Source:
+    """The source with a head apart from the embedding, where the head is the embedding and an adapter changes it.
+
+    Merged into the matrix that they share, the adapter would change both.
+    """
+    if not source.config.tied_head or not any(adapter.slot in ("embedding", "head") for adapter in source.adapters):
+        return source
+
+    def pieces() -> Iterator[Piece]:
+        for piece in source.pieces():
+            yield piece
+            if piece.slot == "embedding":
+                yield piece._replace(slot="head")
+
+    return source._replace(config=replace(source.config, tied_head=False), pieces=pieces)
 
 
 def places(config: ModelConfig, modules: Sequence[Module]) -> Iterator[Place]:
