@@ -24,7 +24,7 @@ PARTS = {
     "reference": "weights of the reference model",
     "copies": "the weight that is multiplied, rounded or dequantised",
     "gradients": "gradients",
-    "moments": "the optimizer's moments",
+    "moments": "the optimizer's moments, and its float32 master weights of 16-bit parameters",
     "sampler_weights": "weights of the sampler",
     "kv_cache": "keys and values of the sampler",
     "workspace": "workspace of the sampler",

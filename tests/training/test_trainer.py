@@ -61,6 +61,10 @@ def lora():
     return with_lora(llama(), r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.2, task_type=None)
 
 
+def narrow():
+    return llama().bfloat16()
+
+
 def packed():
     return with_lora(frozen_model(llama(), "q8_0"), r=2, target_modules="all-linear", lora_dropout=0.2)
 
@@ -118,6 +122,37 @@ def test_weight_decay_is_of_what_transformers_decays(make_model, compute):
     decayed = {name for name, parameter in after.items() if not torch.equal(parameter, before[name])}
     expected = set(transformers.Trainer.get_decay_parameter_names(cast(Any, None), runs[0].model)) & set(after)
     assert decayed == expected and expected and expected != set(after)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_16_bit_model_learns_what_a_float32_one_learns(dtype):
+    """At a rate whose steps are less than half a unit of most weights."""
+    runs = [sft(llama().to(kind), learning_rate=1e-4, compute="torch") for kind in (dtype, torch.float32)]
+    narrow, wide = runs
+    with torch.no_grad():  # the same start
+        for mine, theirs in zip(wide.trainable.values(), narrow.trainable.values(), strict=True):
+            mine.copy_(theirs)
+    start = weights(wide.model)
+    curves = []
+    for trainer in runs:
+        losses = []
+        trainer.callbacks.append(recorder(losses))
+        trainer.train(ROWS, steps=15)
+        curves.append(losses)
+    moved = [(w.detach() - start[name]).norm() for name, w in wide.trainable.items()]
+    for (name, p), distance in zip(narrow.trainable.items(), moved, strict=True):
+        master = narrow.optimizer.state[p]["master"]
+        assert torch.equal(master.to(dtype), p)
+        assert (master - wide.trainable[name]).norm() < 0.2 * distance
+    assert curves[0] == pytest.approx(curves[1], rel=5e-3)
+
+
+def recorder(losses):
+    class Losses(Callback):
+        def on_step_end(self, trainer, metrics):
+            losses.append(metrics["loss"])
+
+    return Losses()
 
 
 def test_gradients_are_clipped_to_the_norm():
@@ -553,7 +588,8 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.parametrize("make", [lambda: Net(dropout=0.3), lambda: Sampling(dropout=0.3), llama, lora, packed])
+@pytest.mark.parametrize("make", [lambda: Net(dropout=0.3), lambda: Sampling(dropout=0.3), llama, lora, packed, narrow])
+@pytest.mark.filterwarnings("ignore:.*torch computes the step")
 def test_a_resumed_run_is_the_same_to_the_bit(name, make, tmp_path):
     algorithm, dataset, own = RESUMED[name]
     settings = {"learning_rate": 0.01, "batch_size": 3, "warmup_steps": 2, "lr_schedule": "cosine"}

@@ -142,7 +142,8 @@ def _train(argv: list[str]) -> int:
     asked.check_adapters()
     if asked.dtype != "float32":
         raise WhetValueError(
-            f"{where}: dtype is {asked.dtype!r}, and Whet's kernels train float32 weights. Leave it out."
+            f"{where}: dtype is {asked.dtype!r}, and only a float32 step on Whet's kernels can be estimated. Leave "
+            "it out: weights, gradients and optimizer, with its float32 masters, take as much in bfloat16."
         )
     check_installed(where, "torch", "transformers", *(["peft"] if asked.has_adapters() else []))
     lengths = Lengths(asked.prompt_tokens, getattr(asked, "completion_tokens", 0) or asked.max_new_tokens)
@@ -228,7 +229,8 @@ def _training(trained: TrainingEstimate) -> str:
     return (
         f"Training of all weights takes {in_bytes(trained.total)} and the activations: weights "
         f"{in_bytes(trained.weights)}, gradients {in_bytes(trained.gradients)}, and AdamW's moments "
-        f"{in_bytes(trained.moments)} (float32). A reference model adds {in_bytes(trained.reference)}."
+        f"{in_bytes(trained.moments)} (float32). A reference model adds {in_bytes(trained.reference)}. Trained in "
+        "bfloat16, it takes as much: the optimizer adds float32 master weights."
     )
 
 

@@ -35,7 +35,8 @@ class RunConfig:
     steps: Count = 0
     """Steps in all; 0: one pass over the data."""
     dtype: StoredDtype = "float32"
-    """Of the weights; auto: as they are stored. In bfloat16 small updates get lost in rounding."""
+    """Of the weights; auto: as they are stored. In bfloat16 torch computes the step, which is slower on the CPU; the
+    optimizer keeps float32 masters, so that no update is lost and weights and optimizer take the same memory."""
     lora_rank: Count = 0
     """Train adapters of this rank beside the frozen model; 0: train the model itself."""
     lora_alpha: Positive = 32

@@ -87,7 +87,8 @@ class TrainerConfig:
     """Backend of the step: Whet's kernels (whet.nn.accelerate), with products in bfloat16 or float32, or torch.
 
     auto: the kernels for a Hugging Face model of the supported families with float32 weights on the CPU, in bfloat16
-    if the processor supports it; else torch."""
+    if the processor supports it; else torch. Master weights are float32 either way: AdamW keeps them for bfloat16 and
+    float16 parameters."""
     adam_beta1: BelowOne = 0.9
     """Decay rate of AdamW's first moment."""
     adam_beta2: BelowOne = 0.999

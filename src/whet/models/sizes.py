@@ -107,6 +107,8 @@ class Estimate(NamedTuple):
 class TrainingEstimate(NamedTuple):
     """Bytes of a model whose every weight is trained in float32 with AdamW.
 
+    In bfloat16 or float16 the sum is the same: weights and gradients take half, and the optimizer has float32 masters.
+
     Attributes:
         weights: the master weights.
         gradients: of all weights.

@@ -338,8 +338,8 @@ def _find_head(inner: Any) -> tuple[nn.Module, Any]:
     if dtypes != {torch.float32} or module_device(inner).type != "cpu":
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
         raise WhetValueError(
-            f"accelerate: the weights are {names} on {module_device(inner)}, expected float32 on the CPU: they are the "
-            "master weights. Call model.float() or model.cpu()."
+            f"accelerate: the weights are {names} on {module_device(inner)}, expected float32 on the CPU. Load the "
+            "model with dtype=torch.float32, or call model.float() or model.cpu()."
         )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head_dim % 2 or head_dim > 256:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 
 from whet.checkpoint.folder import preserved_rng
 from whet.config.fields import make_config
@@ -39,7 +40,7 @@ from whet.nn.accelerate import acceleration_of, choose_accelerations
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.frozen import base_of
 from whet.nn.modules import module_device, module_mode, stop_token_ids
-from whet.nn.optim import AdamW
+from whet.nn.optim import NARROW, AdamW
 from whet.nn.packed import token_batches
 from whet.training.callbacks import Callback
 from whet.training.distributed import ExactSum, Ranks, deal, fingerprint, join_ranks
@@ -193,7 +194,7 @@ class Trainer(ABC):
 
     Args:
         model: ``forward(input_ids (B, T)) -> logits (B, T, V)``, Hugging Face and PEFT models included. Its
-            parameters that require grad are trained, in place.
+            parameters that require grad are trained, in place; the optimizer keeps float32 masters of 16-bit ones.
         ref_model: the frozen reference, for the algorithms that compare with one. None: a frozen copy
             of model as it is now; of a PEFT model, its base with the adapters off.
         config: settings; None: the defaults.
@@ -377,7 +378,10 @@ class Trainer(ABC):
             )
 
     def _grad_norm(self) -> float:
-        return nn.utils.get_total_norm([p.grad for p in self.trainable.values() if p.grad is not None]).item()
+        """The norm of all gradients, whose 16-bit ones are replaced by their float32 norms, which torch would round."""
+        grads = [p.grad for p in self.trainable.values() if p.grad is not None]
+        parts = [vector_norm(grad, dtype=torch.float32) if grad.dtype in NARROW else grad for grad in grads]
+        return nn.utils.get_total_norm(parts).item()
 
     @torch.no_grad()
     def logprobs(
