@@ -1,18 +1,20 @@
 # make demo    post-train a small model from nothing, in under 5 minutes
-# make test    the Python test suite, but for test-scale
+# make test    the Python tests: one representative of each kind
+# make check   what continuous integration runs: tests, linters, the C++ tests, the npm package; under 25 minutes
+# make wide    matrices of versions and of compilers, sanitizers, llama.cpp, Ray, bundlers, QEMU: under 80 minutes
 # make test-scale  several processes: ranks under torchrun, and pools of sampling workers with Ray
 # make web     the core as WebAssembly and the npm package around it, in web/dist; make web-test tests it, make web-demo shows it
 # make fuzz    a minute of hostile bytes for each kind of model file
 # make test-real  a real model beside llama.cpp, in every mixture of types: 3 GB in build/real, half an hour
 # make torture kills, full disks, damaged files, memory that is refused: docs/reliability.md, under 20 minutes
-# make check   what continuous integration runs: tests, linters, C++ by two compilers and under sanitizers, set-ups
 PYTHON ?= python3
 VENV   := .venv
 BUILD  := build/release
 BIN    := $(VENV)/bin
 NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.txt tools/set_up.py
 
-.PHONY: demo test test-scale test-real web web-test web-demo fuzz torture lint cpp-test wheel-test setup-test check format clean
+.PHONY: demo test test-scale test-wide test-real web web-test web-wide web-demo fuzz torture lint cpp-test wheel-test \
+  setup-test check wide wide-packages format clean
 .NOTPARALLEL:  # two extras must not be installed into one environment at once; each recipe uses all cores
 
 # One stamp per extra: `make demo` on a fresh machine installs no test tools. All of them, and the C++ tests, share one
@@ -28,7 +30,13 @@ demo: $(VENV)/.installed-train
 
 # gym comes after test: pip builds some of what it brings with the setuptools that torch brings.
 test: $(VENV)/.installed-test $(VENV)/.installed-gym
-	$(BIN)/python -m pytest -n auto --ignore tests/scale
+	$(BIN)/python -m pytest -n auto -rs --ignore tests/scale --ignore tests/wide
+	$(BIN)/python -m pytest -n 2 tests/scale/test_command.py
+
+# What `make test` skips for lack of a package or a program (tests/needs.py), and what takes minutes.
+test-wide: $(VENV)/.installed-test $(VENV)/.installed-gym $(VENV)/.installed-wide web
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile -m needs --fail-if-missing --ignore tests/scale
+	$(BIN)/python -m pytest tests/wide
 
 # Ranks and workers, which are started, killed and stopped. Two files at a time: each mostly waits for processes.
 test-scale: $(VENV)/.installed-test $(VENV)/.installed-ray
@@ -77,6 +85,10 @@ web-test: $(VENV)/.installed-test web
 	PYTHONPATH=. $(BIN)/python web/test/fixtures.py build/web/fixtures
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(MAKE) -C web test
 
+# The package in every runtime, browser and bundler at hand.
+web-wide: web-test
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(MAKE) -C web bundlers
+
 # The example page; models in models/ (`whet fetch smollm2`) can be chosen there.
 web-demo: web
 	$(BIN)/node web/example/serve.mjs 8000 models
@@ -100,7 +112,15 @@ wheel-test: $(VENV)/.installed-test
 setup-test: $(VENV)/.installed-test
 	$(BIN)/python tests/set_ups.py pythons
 
-check: test test-scale lint cpp-test web-test wheel-test setup-test
+check: test lint cpp-test-release web-test
+
+wide: wide-packages cpp-test test-scale test-wide wheel-test setup-test web-wide
+
+WIDE_PROGRAMS := chromium firefox-esr qemu-aarch64-static aarch64-linux-gnu-g++ clang++-19 wasm-ld-19
+wide-packages:
+	@for name in $(WIDE_PROGRAMS); do command -v $$name >/dev/null || missing="$$missing $$name"; done; \
+	  [ -z "$$missing" ] || { echo "make wide lacks$$missing: apt-get install chromium firefox-esr qemu-user-static \
+	  g++-aarch64-linux-gnu clang-19 lld-19 libc++-19-dev-wasm32 libclang-rt-19-dev-wasm32 wasi-libc"; exit 1; }
 
 clean:
 	rm -rf build $(VENV)

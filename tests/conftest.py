@@ -7,6 +7,9 @@ import gc
 import os
 import signal
 
+import pytest
+from tests.needs import missing
+
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -16,3 +19,15 @@ def pytest_collection_finish() -> None:
     """Take what the imports made out of garbage collection: the bench harness collects before every case."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fail-if-missing", action="store_true", help="fail, not skip, what lacks what it needs")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose need is not met."""
+    for mark in item.iter_markers("needs"):
+        for name in mark.args:
+            if remedy := missing(name):
+                (pytest.fail if item.config.getoption("--fail-if-missing") else pytest.skip)(remedy)

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
 
 
-@pytest.mark.skipif(not (COMPILER and EMULATOR), reason="needs g++-aarch64-linux-gnu and qemu-user-static")
+@pytest.mark.needs("aarch64")
 def test_the_cpp_tests_pass_on_neon(tmp_path):
     assert COMPILER and EMULATOR
     options = [

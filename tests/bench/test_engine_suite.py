@@ -48,7 +48,7 @@ from whet.bench.suites.engine import (
 torch.set_num_threads(1)
 WHET, LLAMA_CPP, HF, OPENVINO = LIBRARIES.values()
 
-needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="a peer, not installed")
+needs_llama_cpp = pytest.mark.needs("llama_cpp")
 needs_engine = pytest.mark.skipif(importlib.util.find_spec("whet.engine") is None, reason="no engine in this build")
 
 SMALL = {

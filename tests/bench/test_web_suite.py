@@ -20,7 +20,7 @@ SMALL = LLAMA_135M.resized(
     "small", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
     vocab_size=320, max_position_embeddings=256,
 )  # fmt: skip
-needs_page = pytest.mark.skipif(missing_part() != "", reason=missing_part() or "-")
+needs_page = pytest.mark.needs("page")
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +134,10 @@ def test_kernels_in_a_page_are_right(table):
         assert 0 < timed.parts["call"] < 1
 
 
+@pytest.mark.needs("onnxruntime")
 def test_the_onnx_graph_is_the_model(small, tmp_path):
-    pytest.importorskip("onnx", reason="a peer, not installed")
-    runtime = pytest.importorskip("onnxruntime", reason="a peer, not installed")
+    import onnxruntime as runtime
+
     onnx_model.write_onnx(SMALL, small.file, tmp_path, "fp32")
     session = runtime.InferenceSession(tmp_path / "onnx/model.onnx")
     ids = np.array(small.workload.prompts, np.int64)

@@ -19,9 +19,7 @@ from whet.tasks import open_task, open_tasks
 ROOT = Path(__file__).parents[2]
 OWN = "examples/tasks.py:SortLetters"
 SUMS = 'reasoning_gym:chain_sum,size=40,max_terms=2,max_digits=1,system_prompt=""'
-gym = pytest.mark.skipif(
-    importlib.util.find_spec("reasoning_gym") is None, reason="needs reasoning-gym: pip install 'whet[gym]'"
-)
+gym = pytest.mark.needs("reasoning_gym")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -275,7 +274,7 @@ def test_sentencepiece(tmp_path):
         assert written.encode(text) == own.encode(text), text
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="a peer, not installed")
+@pytest.mark.needs("llama_cpp")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("case", ["llama", "llama-llama3", "llama-yarn", "qwen2", "qwen3", "gpt_neox",
                                   "gpt_neox-serial", "gpt2", "phi3-longrope", "smollm3-interval", "granite", "olmo2",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ def logits_of_llama_cpp(path: Path, ids: Any, **options: Any) -> np.ndarray:
     return scores
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="a peer, not installed")
+@pytest.mark.needs("llama_cpp")
 @pytest.mark.parametrize("quantize", ["f32", "f16"])
 @pytest.mark.parametrize("case", TARGETS)
 def test_llama_cpp_adds_them(case, quantize, tokenizer, tmp_path):

@@ -1,7 +1,5 @@
 """The rows of `whet bench scale` do their work."""
 
-import importlib.util
-
 import pytest
 from tests.bench.serving import served_here
 from tests.scale.test_ray_pool import cluster  # noqa: F401
@@ -16,7 +14,7 @@ from whet.bench.harness import QUICK, run_case
 from whet.bench.suites import scale as suite
 from whet.bench.suites.grpo import TINY
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+pytestmark = pytest.mark.needs("ray")
 
 
 def test_two_ranks_do_the_work_of_one_process():

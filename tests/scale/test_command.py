@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -111,7 +110,7 @@ def test_ctrl_c_leaves_a_checkpoint_of_all_ranks(command, tmp_path):
     assert int(checkpoint.name.removeprefix("step-")) == max(losses(tmp_path / "stopped")) < 5000
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+@pytest.mark.needs("ray")
 def test_a_pool_ends_with_its_driver_and_the_run_goes_on_to_the_bit(command, tmp_path):
     (tmp_path / "judge.py").write_text("def judge(completions):\n    return [len(set(text)) for text in completions]\n")
     given = {"reward": f"{tmp_path / 'judge.py'}:judge", "max_new_tokens": 8, "group_size": 4, "batch_size": 2}

@@ -1,6 +1,5 @@
 """``whet eval`` on a pool of workers."""
 
-import importlib.util
 import json
 
 import pytest
@@ -9,7 +8,7 @@ from tests.cli.test_eval import run, tasks  # noqa: F401
 from tests.scale.test_ray_pool import cluster  # noqa: F401
 from tests.tiny import with_lora
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+pytestmark = pytest.mark.needs("ray")
 
 
 def results(path):

@@ -1,7 +1,6 @@
 """A pool of sampling workers gives the completions of the engine in this process, whatever happens to its workers."""
 
 import contextlib
-import importlib.util
 import os
 import signal
 import subprocess
@@ -27,7 +26,7 @@ from whet.nn.frozen import frozen_model
 from whet.rollout import ray_pool
 from whet.rollout.ray_pool import RayPool, divide
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+pytestmark = pytest.mark.needs("ray")
 PROMPTS = [[3, 5, 7], [4, 4], [9], [6, 8, 3, 2], [5]]
 ISAS = usable_isas()
 SAMPLING = SamplingParams(max_new_tokens=12, seed=3)

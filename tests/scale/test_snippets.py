@@ -1,6 +1,5 @@
 """The scripts and files of docs/scale.md, as far as they can be checked without a cluster."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -17,7 +16,7 @@ SLURM = {
     "SLURM_JOB_ID": "7",
 }
 
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+needs_ray = pytest.mark.needs("ray")
 
 
 def called(script, folder):

@@ -272,8 +272,8 @@ def test_tensorboard_reads_what_was_logged(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("rewards/mean")] == [(1, 0.5), (2, 0.5)]
 
 
+@pytest.mark.needs("wandb")
 def test_wandb_keeps_what_was_logged(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = WandbLogger("whet-test", mode="offline", dir=str(tmp_path), name="a run")
     for step in (1, 2, 3):

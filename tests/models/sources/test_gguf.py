@@ -272,10 +272,12 @@ def test_from_pretrained_takes_a_file_and_keeps_its_blocks(tmp_path):
 # --- llama.cpp reads the same files the same way -------------------------------------------------------------------
 
 
+@pytest.mark.needs("llama_cpp")
 @pytest.mark.parametrize("case", ["llama", "llama-llama3", "qwen2", "qwen3", "gpt2", "phi3"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_logits_are_those_of_llama_cpp(case, fused, tmp_path):
-    llama_cpp = pytest.importorskip("llama_cpp")
+    import llama_cpp
+
     options = {"sliding_window": None} if case == "phi3" else {}
     model, ids = tiny_model(case, **options), token_ids(16)
 

@@ -1,0 +1,49 @@
+"""What some tests need beyond the extra ``test``, and how it is installed.
+
+A test with ``@pytest.mark.needs(NAME)`` is skipped where NAME is missing. ``make wide`` installs all of them and runs
+these tests with ``--fail-if-missing``, so that no such test is skipped everywhere without anyone noticing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Need(NamedTuple):
+    """Something that tests need: whether it is here, and how to get it."""
+
+    is_met: Callable[[], bool]
+    remedy: str
+
+
+def _module(name: str, extra: str) -> Need:
+    return Need(lambda: importlib.util.find_spec(name) is not None, f"{name}: pip install 'whet[{extra}]'")
+
+
+def _has_page() -> bool:
+    from whet.bench.contenders.web.page import missing_part
+
+    return not missing_part()
+
+
+NEEDS = {
+    "reasoning_gym": _module("reasoning_gym", "gym"),
+    "llama_cpp": _module("llama_cpp", "real"),
+    "ray": _module("ray", "ray"),
+    "wandb": _module("wandb", "wandb"),
+    "onnxruntime": _module("onnxruntime", "wide"),
+    "aarch64": Need(
+        lambda: bool(shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64-static")),
+        "a compiler and an emulator: apt-get install g++-aarch64-linux-gnu qemu-user-static",
+    ),
+    "page": Need(_has_page, "the npm package and a browser: make web; apt-get install chromium"),
+}
+
+
+def missing(name: str) -> str:
+    """The remedy for a need that is not met; empty where it is met."""
+    need = NEEDS[name]
+    return "" if need.is_met() else f"needs {need.remedy}"
