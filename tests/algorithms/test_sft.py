@@ -20,6 +20,8 @@ from tests.tiny import (
     token_logprobs,
     with_lora,
 )
+from torch.utils.data import DataLoader
+from transformers import default_data_collator
 
 from whet.algorithms.sft import SFT
 from whet.errors import WhetTypeError, WhetValueError
@@ -106,6 +108,25 @@ def test_loss_on_the_last_turn_or_all_of_a_conversation(loss_on, n_prompt):
     sft.train_step([row])
     by_ids.train_step([whole[:n_prompt]], [whole[n_prompt:]])
     assert_same_weights(sft.model, by_ids.model)
+
+
+def test_every_form_of_tokenised_rows_is_learnt_where_its_labels_are():
+    model = tiny_llama()
+    input_ids, labels = torch.tensor([[1, 5, 6, 4, 8, EOS], [1, 7, 9, 0, 0, 0]]), torch.full((2, 6), -100)
+    labels[0, 3:], labels[1, 2] = input_ids[0, 3:], 9
+    attention_mask = torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
+    expected = model(input_ids, attention_mask=attention_mask, labels=labels).loss.item()
+    batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    rows = [{name: column[i].tolist() for name, column in batch.items()} for i in range(2)]
+    masked = [{"input_ids": row["input_ids"], "completion_mask": [i != -100 for i in row["labels"]]} for row in rows]
+    dataset = pytest.importorskip("datasets").Dataset.from_list(rows)
+    loader = DataLoader(dataset, batch_size=2, collate_fn=default_data_collator)
+    for form in (batch, rows, masked):
+        assert make(model, learning_rate=0.0).train_step(form)["loss"] == pytest.approx(expected, rel=1e-5)
+    for form in (rows, dataset, dataset.with_format("torch"), [batch], loader):
+        sft = make(model, learning_rate=0.0, batch_size=2)
+        assert sft.train(form, 1)["loss"] == pytest.approx(expected, rel=1e-5)
+        assert sft.evaluate(form) == pytest.approx(expected, rel=1e-5)
 
 
 def test_all_forms_of_a_batch_are_one():

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from whet.algorithms.loss_terms import check_float_tensor, check_shapes, denominator, masked
 from whet.config.settings import SFTConfig
-from whet.data.batches import as_rows, check_row_counts, columns_as_rows
-from whet.data.rows import tokenize_completion, tokenize_turns
+from whet.data.batches import as_rows, check_row_counts, columns_as_rows, tokenized_rows
+from whet.data.rows import tokenize_example
 from whet.data.token_ids import token_rows
 from whet.errors import WhetValueError
 from whet.nn.causal_lm import completion_logprobs
@@ -88,15 +88,14 @@ class SFT(Trainer):
         """Prompts and completions of a batch, and which tokens of the completions count."""
         if completion is None:
             rows = as_rows(prompt, self.as_row, "SFT")
+            if rows is None and isinstance(prompt, Mapping):
+                rows = tokenized_rows(prompt, "SFT")
         else:
             rows = columns_as_rows(self.row_fields, (prompt, completion), "SFT")
-        if rows is not None and self.config.loss_on == "completion":
-            found = [tokenize_turns(row, self.tokenizer) for row in rows]
-            return [p for p, _, _ in found], [c for _, c, _ in found], [mask for _, _, mask in found]
         if rows is not None:
-            pairs = [tokenize_completion(row, self.tokenizer) for row in rows]
-            prompt_ids, completion_ids = [ids for ids, _ in pairs], [ids for _, ids in pairs]
-        elif completion is not None:
+            found = [tokenize_example(row, self.tokenizer, self.config.loss_on) for row in rows]
+            return [p for p, _, _ in found], [c for _, c, _ in found], [mask for _, _, mask in found]
+        if completion is not None:
             prompt_ids, completion_ids = token_rows(prompt), self.completion_rows(completion)
             check_row_counts("SFT", self.row_fields, (prompt_ids, completion_ids))
         else:

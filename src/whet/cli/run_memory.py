@@ -14,7 +14,7 @@ from torch import nn
 
 from whet.cli.estimate import in_bytes, memory_of
 from whet.config.settings import DPOConfig, OnlineConfig, PreferenceConfig
-from whet.data.rows import tokenize_completion, tokenize_preference, tokenize_prompt
+from whet.data.rows import tokenize_example, tokenize_preference, tokenize_prompt
 from whet.errors import WhetError
 from whet.memory import available_bytes, resident_bytes
 from whet.models.slots import Source
@@ -100,6 +100,7 @@ def mean_lengths(run: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) ->
         prompts = [len(prompt) for prompt, _, _ in pairs]
         completions = [len(ids) for _, *both in pairs for ids in both]
     else:
-        texts = [tokenize_completion(row, tokenizer) for row in rows]
-        prompts, completions = [len(prompt) for prompt, _ in texts], [len(completion) for _, completion in texts]
+        examples = [tokenize_example(row, tokenizer, run.loss_on) for row in rows]
+        completions = [sum(mask) for _, _, mask in examples]
+        prompts = [len(prompt) + len(mask) - sum(mask) for prompt, _, mask in examples]
     return Lengths(*(math.ceil(sum(lengths) / len(lengths)) for lengths in (prompts, completions)))

@@ -157,6 +157,22 @@ def as_rows(batch: Any, as_row: AsRow, where: str) -> list[Mapping[str, Any]] | 
     return [as_row(item) for item in batch]
 
 
+def tokenized_rows(batch: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+    """The rows of a mapping with (B, T) ``input_ids`` and columns of as many values; texts among them are left out.
+
+    Raises:
+        WhetValueError: a column with another number of values; ``where`` is the algorithm's name.
+    """
+    n_rows = len(batch["input_ids"])
+    columns = {name: column for name, column in batch.items() if name not in FIELDS and column is not None}
+    for name, column in columns.items():
+        if _length(column) != n_rows:
+            raise WhetValueError(
+                f"{where}: {name} is {column!r:.40}, expected one value for each of the {n_rows} rows of input_ids."
+            )
+    return [{name: column[i] for name, column in columns.items()} for i in range(n_rows)]
+
+
 def columns_as_rows(fields: tuple[str, ...], columns: Sequence[Any], where: str) -> list[Mapping[str, Any]] | None:
     """The rows of columns of texts or chats, one per field; None for columns of token ids."""
     if not any(_has_text(column) for column in columns):

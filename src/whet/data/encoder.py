@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from whet.data.messages import is_messages
-from whet.data.token_ids import token_rows
+from whet.data.token_ids import MASKS, check_positions, counted_tokens, token_rows
 from whet.errors import WhetTypeError, WhetValueError
 
 FIELDS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
@@ -49,6 +49,31 @@ class Encoder:
     def is_tokenized(self) -> bool:
         """Whether the row holds token ids as tokenizers name them, and no text of its own."""
         return self._row.get("input_ids") is not None and not any(self._row.get(n) is not None for n in FIELDS)
+
+    def tokens(self) -> list[int]:
+        """The row's ``input_ids``, without padding."""
+        ids = self.given(self._row["input_ids"])
+        check_positions(self._where, self._row, len(ids))
+        return ids
+
+    def marked_tokens(self) -> tuple[list[int], list[bool]] | None:
+        """The row's ``input_ids``, without padding, and whether each is learnt; None: the row holds another form.
+
+        Raises:
+            WhetValueError: it holds another form, and masks, which are those of ``input_ids``.
+        """
+        if self.is_tokenized():
+            ids = self.tokens()
+            return ids, counted_tokens(self._where, self._row, ids)
+        masks = [name for name in MASKS if hasattr(self._row.get(name), "__len__")]
+        fields = [name for name in FIELDS if self._row.get(name) is not None]
+        is_text = any(isinstance(self._row[name], str) or is_messages(self._row[name]) for name in fields)
+        if masks and fields and (self._row.get("input_ids") is not None or not is_text):
+            raise self.error(
+                f"the row has {masks[0]!r}, which marks tokens of 'input_ids', and {fields[0]!r}, which is what is "
+                f"tokenised and learnt. Leave one of them out."
+            )
+        return None
 
     def prompt(self, prompt: Any) -> list[int]:
         """Token ids of a prompt, to be continued."""

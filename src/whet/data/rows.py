@@ -17,6 +17,7 @@ import numpy as np
 
 from whet.data.encoder import Encoder, common_prefix, list_names
 from whet.data.messages import is_messages
+from whet.data.token_ids import MASKS
 from whet.errors import WhetValueError, check_integer
 
 
@@ -35,7 +36,7 @@ def tokenize_prompt(row: Mapping[str, Any], tokenizer: Any) -> list[int]:
         WhetTypeError: the prompt is none of the three forms, or text comes without a tokenizer.
     """
     encoder = Encoder("tokenize_prompt", row, tokenizer)
-    ids = encoder.given(row["input_ids"]) if encoder.is_tokenized() else encoder.prompt(encoder.field("prompt"))
+    ids = encoder.tokens() if encoder.is_tokenized() else encoder.prompt(encoder.field("prompt"))
     if not ids:
         raise encoder.error("the prompt is empty. Give it a token to continue from, such as BOS.")
     return ids
@@ -46,6 +47,8 @@ def tokenize_completion(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[in
 
     Rows: ``prompt`` and ``completion``; ``messages``, of which the last, the assistant's, is the completion; or
     ``text`` (a string or token ids) or ``input_ids``, whose first token (BOS, if the tokenizer adds it) is the prompt.
+    Of ``input_ids``, tokens count that every mask of the row marks (``labels``, ``completion_mask`` and
+    ``assistant_masks``, see ``whet.data.token_ids.counted_tokens``), and the prompt is what precedes the first.
 
     Text of prompt and completion is tokenised together, and the prompt is what that shares with the
     prompt alone, at least one token: a token across the boundary belongs to the completion. Plain text ends
@@ -53,10 +56,19 @@ def tokenize_completion(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[in
 
     Raises:
         WhetValueError: fields are missing, all of them are empty, the tokenizer has no EOS token, the
-            chat template is missing or refuses the messages, or the last message is not the assistant's.
+            chat template is missing or refuses the messages, or the last message is not the assistant's; or
+            masks of another length than ``input_ids``, with other values, or with gaps, which ``tokenize_turns`` reads.
         WhetTypeError: a field is of another form than its partner, or text comes without a tokenizer.
     """
     encoder = Encoder("tokenize_completion", row, tokenizer)
+    if (given := encoder.marked_tokens()) is not None:
+        prompt_ids, completion_ids, mask = _split_marked(encoder, *given)
+        if not all(mask):
+            raise encoder.error(
+                "the row's masks leave out tokens after the first that is learnt, which tokenize_turns reads "
+                "(loss_on='completion' of SFT)."
+            )
+        return prompt_ids, completion_ids
     if row.get("completion") is not None:
         prompt, ids = encoder.prompt_and_whole(encoder.field("prompt"), row["completion"])
     elif row.get("messages") is not None:
@@ -66,8 +78,6 @@ def tokenize_completion(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[in
         prompt, ids = encoder.prompt_and_whole(messages[:-1], messages[-1:])
     elif row.get("text") is not None:
         prompt, ids = [], encoder.whole(row["text"])
-    elif encoder.is_tokenized():
-        prompt, ids = [], encoder.given(row["input_ids"])
     else:
         raise encoder.error(
             f"the row has {list_names(row)}, expected 'prompt' and 'completion', or 'messages', or 'text'."
@@ -99,6 +109,8 @@ def tokenize_turns(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], l
         WhetTypeError: as ``tokenize_completion``.
     """
     encoder = Encoder("tokenize_turns", row, tokenizer)
+    if (given := encoder.marked_tokens()) is not None:
+        return _split_marked(encoder, *given)
     messages, first = encoder.conversation()
     if len(messages) - first <= 1:
         prompt_ids, completion_ids = tokenize_completion(row, tokenizer)
@@ -110,6 +122,34 @@ def tokenize_turns(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], l
         mask[start:end] = True
     n_prompt = max(1, spans[0][0])
     return ids[:n_prompt], ids[n_prompt:], mask[n_prompt:].tolist()
+
+
+def tokenize_example(row: Mapping[str, Any], tokenizer: Any, loss_on: str) -> tuple[list[int], list[int], list[bool]]:
+    """``(prompt_ids, completion_ids, completion_mask)`` of a row to imitate, by ``loss_on`` of ``SFTConfig``.
+
+    Raises:
+        WhetValueError: as ``tokenize_turns``; or ``loss_on`` is "all", and the row has masks, which it would override.
+        WhetTypeError: as ``tokenize_turns``.
+    """
+    if loss_on == "completion":
+        return tokenize_turns(row, tokenizer)
+    prompt_ids, completion_ids = tokenize_completion(row, tokenizer)
+    if loss_on == "all":
+        if masks := [name for name in MASKS if row.get("input_ids") is not None and row.get(name) is not None]:
+            raise WhetValueError(
+                f"tokenize_example: loss_on is 'all', and the row's {masks[0]!r} marks what is learnt. Use "
+                f"loss_on='completion', or leave {masks[0]} out."
+            )
+        prompt_ids, completion_ids = prompt_ids[:1], prompt_ids[1:] + completion_ids
+    return prompt_ids, completion_ids, [True] * len(completion_ids)
+
+
+def _split_marked(encoder: Encoder, ids: list[int], counted: list[bool]) -> tuple[list[int], list[int], list[bool]]:
+    """Prompt, completion and its mask of a tokenised row: the completion begins with the first token that counts."""
+    if not ids:
+        raise encoder.error("input_ids is empty.")
+    n_prompt = max(1, counted.index(True) if True in counted else len(ids))
+    return ids[:n_prompt], ids[n_prompt:], counted[n_prompt:]
 
 
 def tokenize_preference(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[int], list[int]]:

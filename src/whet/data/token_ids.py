@@ -1,8 +1,9 @@
-"""Token ids of any common shape as rows. Needs NumPy."""
+"""Token ids of any common shape as rows, and the fields with one value per token. Needs NumPy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -84,3 +85,88 @@ def _strip_padding(i: int, row: np.ndarray, mask: np.ndarray | None) -> list[int
             f"token_rows: row {i} holds {row.min()}, expected token ids >= 0. Mark padding in an attention_mask."
         )
     return row.tolist()
+
+
+# --- fields with one value per token ----------------------------------------------------------------
+
+MASKS = ("labels", "completion_mask", "assistant_masks")
+"""Fields that mark which tokens of ``input_ids`` are learnt."""
+_POSITIONS = ("position_ids", "seq_lengths", "token_type_ids")
+_WITHOUT_EFFECT = ("input_ids", "attention_mask", "special_tokens_mask")
+
+
+def check_positions(where: str, row: Mapping[str, Any], n_tokens: int) -> None:
+    """Refuse a tokenised row that is not one sequence of ``n_tokens`` tokens of one type.
+
+    Raises:
+        WhetValueError: ``position_ids`` are not 0..n-1, ``seq_lengths`` not n, or ``token_type_ids`` not 0; ``where``
+            is the caller's name.
+    """
+    sequence = (list(range(n_tokens)), [n_tokens], [0] * n_tokens)
+    for name, expected in zip(_POSITIONS, sequence, strict=True):
+        if row.get(name) is None:
+            continue
+        values = _array(row[name]).ravel() if name == "seq_lengths" else _per_token(where, row, name)
+        if values.tolist() != expected:
+            raise WhetValueError(
+                f"{where}: {name} is {values.tolist()!s:.60}, expected {expected!s:.40}: a row is one sequence. Give "
+                f"each sequence a row of its own, or leave {name} out."
+            )
+
+
+def counted_tokens(where: str, row: Mapping[str, Any], ids: Sequence[int]) -> list[bool]:
+    """Whether each token of a row's ``input_ids`` is learnt: where all of its ``MASKS`` mark it, or there are none.
+
+    Args:
+        where: the caller's name, for errors.
+        row: ``labels`` holds at a token's own position the token if it is learnt, else -100; ``completion_mask`` and
+            ``assistant_masks`` hold 1 or 0.
+        ids: its token ids, without the padding that ``attention_mask`` shows.
+
+    Raises:
+        WhetValueError: a mask of another length or with other values; or another field with one number per token, such
+            as weights, which would have no effect.
+    """
+    counted = np.ones(len(ids), bool)
+    for name, value in row.items():
+        if name in MASKS and value is not None:
+            counted &= _read_mask(where, name, _per_token(where, row, name), np.asarray(ids, np.int64))
+        elif name not in (*MASKS, *_POSITIONS, *_WITHOUT_EFFECT) and _has_numbers(value, len(row["input_ids"])):
+            raise WhetValueError(
+                f"{where}: {name} holds one number per token, which would have no effect. Leave it out; the tokens "
+                f"that are learnt are read from {', '.join(MASKS)}."
+            )
+    return counted.tolist()
+
+
+def _read_mask(where: str, name: str, values: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Whether each token is marked by the values of one of ``MASKS``."""
+    allowed = (ids, np.int64(-100)) if name == "labels" else (np.int64(1), np.int64(0))
+    marked, wrong = values == allowed[0], np.flatnonzero((values != allowed[0]) & (values != allowed[1]))
+    if wrong.size:
+        i = wrong[0]
+        expected = f"the token itself, {ids[i]}, or -100" if name == "labels" else "0 or 1"
+        raise WhetValueError(f"{where}: {name} has {values[i]} at token {i}, expected {expected}.")
+    return marked
+
+
+def _per_token(where: str, row: Mapping[str, Any], name: str) -> np.ndarray:
+    """The values of a field at the row's tokens, without padding."""
+    values, n_tokens, mask = _flat(row[name]), len(_flat(row["input_ids"])), row.get("attention_mask")
+    if values.shape != (n_tokens,):
+        raise WhetValueError(f"{where}: {name} has {values.size} values, expected one for each of {n_tokens} tokens.")
+    return values if mask is None else values[_flat(mask) != 0]
+
+
+def _flat(value: Any) -> np.ndarray:
+    """The array of a row, which may come as a batch of one."""
+    array = _array(value)
+    return array[0] if array.ndim == 2 and len(array) == 1 else array
+
+
+def _has_numbers(value: Any, n: int) -> bool:
+    """Whether it is n numbers, at least two."""
+    if hasattr(value, "ndim"):
+        return value.ndim == 1 and len(value) == n > 1 and _array(value).dtype.kind in "biuf"
+    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    return is_list and len(value) == n > 1 and isinstance(value[0], Number)
