@@ -289,6 +289,18 @@ CHAT = ([USER, A, ASSISTANT], [B, EOS], [C, EOS])
         ({"prompt": [A], "chosen": [B, B], "rejected": [B]}, ([A], [B, B], [B])),
         ({"chosen": [A, B, B], "rejected": [A, C]}, ([A], [B, B], [C])),
         ({"prompt": [], "chosen": [A, B], "rejected": [A, C]}, ([A], [B], [C])),
+        # A prompt that both sides repeat, and a text that stands in their conversations.
+        ({"prompt": "a", "chosen": "a b", "rejected": "a c"}, ([BOS, A], [B, EOS], [C, EOS])),
+        ({"prompt": "a", "chosen": "a b", "rejected": "c"}, ([BOS], [UNK, B, EOS], [UNK, EOS])),
+        (
+            {
+                "prompt": said("user=a"),
+                "chosen": said("user=a", "assistant=b"),
+                "rejected": said("user=a", "assistant=c"),
+            },
+            CHAT,
+        ),
+        ({"prompt": " a\n", "chosen": said("user=a", "assistant=b"), "rejected": said("user=a", "assistant=c")}, CHAT),
     ],
 )
 def test_preferences(row: dict[str, Any], expected: Any) -> None:
@@ -307,10 +319,35 @@ def test_the_prompt_is_the_shortest_common_prefix() -> None:
         ({"prompt": "a", "chosen": "b"}, WhetValueError, "no 'rejected'; it has 'prompt', 'chosen'"),
         ({"chosen": "a", "rejected": "c"}, WhetValueError, "share no first token.*Give the row a prompt"),
         ({"prompt": "a", "chosen": [1], "rejected": [2]}, WhetTypeError, "both as token ids"),
+        (
+            {"prompt": "a", "chosen": said("assistant=b"), "rejected": said("assistant=c")},
+            WhetTypeError,
+            "both as messages",
+        ),
+        (
+            {"prompt": "c", "chosen": said("user=a", "assistant=b"), "rejected": said("user=a", "assistant=c")},
+            WhetValueError,
+            "the prompt 'c' is a text that the conversations after it do not hold. Leave the column prompt out",
+        ),
+        (
+            {
+                "prompt": said("user=b"),
+                "chosen": said("user=a", "assistant=b"),
+                "rejected": said("user=a", "assistant=c"),
+            },
+            WhetValueError,
+            "begins with the role 'user', .* Move what is before it to the prompt; if it repeats the prompt, leave",
+        ),
     ],
 )
 def test_bad_preferences(row: dict[str, Any], error: type[Exception], message: str) -> None:
     assert_raises(error, message, tokenize_preference, row, letters())
+
+
+def test_a_completion_of_messages_is_the_assistants() -> None:
+    row = {"prompt": said("user=a"), "completion": said("user=a", "assistant=b")}
+    for read in (tokenize_completion, tokenize_turns):
+        assert_raises(WhetValueError, "follows the prompt begins with the role 'user'", read, row, words())
 
 
 def test_a_pair_without_a_difference() -> None:

@@ -154,7 +154,7 @@ def test_marks_tell_where_renderings_do_not(is_own: bool) -> None:
     assert learnt({"messages": THOUGHT}, tokenizer) == ["b<|im_end|>\n", "<think>so</think>d<|im_end|>\n"]
     kept = {"messages": THOUGHT, "chat_template_kwargs": {"preserve_thinking": True}}
     assert learnt(kept, tokenizer)[0] == "<think>hm</think>b<|im_end|>\n"
-    split = {"prompt": THOUGHT[:2], "completion": [*THOUGHT[2:], *TALK]}
+    split = {"prompt": THOUGHT[:3], "completion": [*THOUGHT[3:], *TALK]}
     assert learnt(split, tokenizer) == ["d<|im_end|>\n", "four<|im_end|>\n", "five<|im_end|>\n"]
 
 
@@ -189,14 +189,13 @@ def test_tokens_of_a_conversation() -> None:
     assert tokenize_turns({"prompt": talk[:1], "completion": talk[1:]}, words()) == (
         [USER, A, ASSISTANT], completion, mask
     )  # fmt: skip
-    # The prompt's own turn of the assistant is not learnt, and what others say first in a completion is none of it.
-    for n_prompt in (2, 3):
-        row = {"prompt": talk[:n_prompt], "completion": [*talk[n_prompt:], *said("assistant=c")]}
-        assert tokenize_turns(row, words()) == (
-            [USER, A, ASSISTANT, B, EOS, USER, C, C, ASSISTANT],
-            [A, B, EOS, ASSISTANT, C, EOS],
-            [True, True, True, False, True, True],
-        )
+    # The prompt's own turn of the assistant is not learnt.
+    row = {"prompt": talk[:3], "completion": [*talk[3:], *said("assistant=c")]}
+    assert tokenize_turns(row, words()) == (
+        [USER, A, ASSISTANT, B, EOS, USER, C, C, ASSISTANT],
+        [A, B, EOS, ASSISTANT, C, EOS],
+        [True, True, True, False, True, True],
+    )
     assert tokenize_turns({"prompt": "a", "completion": " b"}, words())[2] == [True, True]
     assert tokenize_turns({"text": "a b"}, words())[2] == [True] * 3
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.data.messages import is_messages
+from whet.data.messages import is_messages, text_of
 from whet.data.token_ids import MASKS, check_positions, counted_tokens, token_rows
 from whet.errors import WhetTypeError, WhetValueError
 
@@ -108,10 +108,35 @@ class Encoder:
                 f"the prompt is {prompt!r:.40} and what follows it {answer!r:.40}. Give both as text, both as "
                 f"messages, or both as token ids."
             )
+        if both_chat:
+            self._check_begins_with_answer(answer)
         prompt_ids = self.prompt(prompt)
         if both_text or both_chat:
             return prompt_ids, self.whole([*prompt, *answer] if both_chat else prompt + answer)
         return prompt_ids, prompt_ids + self.given(answer)
+
+    def without_prompt(self, prompt: Any, answers: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """The prompt, and the answers without it if both repeat it; None for a text that conversations hold."""
+        is_text, are_chats = isinstance(prompt, str), all(map(is_messages, answers))
+        if is_text and are_chats and answers[0][0]["role"] != "assistant":
+            if not all(any(prompt.strip() in text_of(message) for message in answer) for answer in answers):
+                raise self.error(
+                    f"the prompt {prompt!r:.40} is a text that the conversations after it do not hold. Leave the "
+                    f"column prompt out, or give it as messages that they continue."
+                )
+            return None, answers
+        alike = all(isinstance(answer, str) for answer in answers) if is_text else is_messages(prompt) and are_chats
+        n = len(prompt) if alike else 0
+        if n and all(len(answer) > n and answer[:n] == prompt for answer in answers):
+            answers = [answer[n:] for answer in answers]
+        return prompt, answers
+
+    def _check_begins_with_answer(self, answer: Sequence[Any]) -> None:
+        if answer[0]["role"] != "assistant" == answer[-1]["role"]:
+            raise self.error(
+                f"what follows the prompt begins with the role {answer[0]['role']!r}, and the assistant's turn is what "
+                f"is learnt. Move what is before it to the prompt; if it repeats the prompt, leave the prompt out."
+            )
 
     def conversation(self) -> tuple[Sequence[Any], int]:
         """The row's messages, and the place of the first that may be learnt; none of another kind of row."""
@@ -120,6 +145,7 @@ class Encoder:
             prompt, completion = self.field("prompt"), self._row["completion"]
             if not (is_messages(prompt) and is_messages(completion)):
                 return [], 0
+            self._check_begins_with_answer(completion)
             start, messages = len(prompt), [*prompt, *completion]
         if messages is None or not is_messages(messages):
             return [], 0

@@ -155,17 +155,18 @@ def _split_marked(encoder: Encoder, ids: list[int], counted: list[bool]) -> tupl
 def tokenize_preference(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
     """``(prompt_ids, chosen_ids, rejected_ids)`` of a preference pair.
 
-    ``chosen`` and ``rejected`` continue ``prompt``, or, without one, start with it.
+    ``chosen`` and ``rejected`` continue ``prompt``, or, without one, start with it. A ``prompt`` of text or messages
+    that both of them repeat counts once, and one of text that stands in both conversations is not read.
     The prompt is their longest common prefix in tokens. Text ends with EOS. The completions of
     a tie are equal, and without a prompt empty.
 
     Raises:
-        WhetValueError: as ``tokenize_completion``, or chosen and rejected share no first token.
+        WhetValueError: as ``tokenize_completion``; or chosen and rejected share no first token, or are conversations
+            without the text of the prompt.
         WhetTypeError: as ``tokenize_completion``.
     """
     encoder = Encoder("tokenize_preference", row, tokenizer)
-    answers = encoder.field("chosen"), encoder.field("rejected")
-    prompt = row.get("prompt")
+    prompt, answers = encoder.without_prompt(row.get("prompt"), [encoder.field("chosen"), encoder.field("rejected")])
     if prompt is None:
         wholes = [encoder.whole(answer) for answer in answers]
         bare = wholes
