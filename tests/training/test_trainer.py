@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import signal
 from typing import Any, cast
 
 import numpy as np
@@ -31,6 +32,7 @@ from whet.data.rows import shuffled_batches
 from whet.errors import CheckpointError, NonFiniteError, WhetTypeError, WhetValueError
 from whet.models.base import pack_recorded, read_record
 from whet.models.sources.live import describe_module
+from whet.nn.accelerate import acceleration_of
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.frozen import base_of, frozen_model
 from whet.nn.modules import module_mode, stop_token_ids
@@ -537,6 +539,91 @@ def test_an_interrupt_between_two_updates_of_a_step_repeats_none():
         trainer.train(PROMPTS, steps=1)
     trainer.train_step([{"prompt": [7, 7, 7]}])  # other prompts are another step
     assert trainer.n_updates == 9 + 1 + 3 and {tuple(r["prompt"]) for r in trainer.last_completions} == {(7, 7, 7)}
+
+
+def interrupt_in(owner, name, call, before=False):
+    """Have a call of a method raise SIGINT, in its middle as far as its caller is concerned."""
+    method, calls = getattr(owner, name), itertools.count(1)
+
+    def interrupted(*args, **options):
+        is_this = next(calls) == call
+        if is_this and before:
+            signal.raise_signal(signal.SIGINT)
+        result = method(*args, **options)
+        if is_this and not before:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    setattr(owner, name, interrupted)
+
+
+class InterruptedList(list):
+    """A list whose fifth pop raises SIGINT."""
+
+    def pop(self, *args):
+        if len(self) == 5:
+            signal.raise_signal(signal.SIGINT)
+        return super().pop(*args)
+
+
+def interrupt_removal(trainer):
+    trainer.acceleration._replaced = InterruptedList()
+
+
+PLACES = {
+    "in the optimizer": lambda t: interrupt_in(t.optimizer, "_native_step", 2 * len(t.trainable) + 10),
+    "after the optimizer": lambda t: interrupt_in(t.optimizer, "zero_grad", 2 * 3),
+    "before the count": lambda t: interrupt_in(t, "_count_step", 2, before=True),
+    "in the log": lambda t: interrupt_in(t, "log", 3),
+    "as the kernels are taken out": interrupt_removal,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("algorithm", "rows", "settings"),
+    [(SFT, ROWS, {}), (GRPO, PROMPTS, {"reward_fn": ones, "max_new_tokens": 3, "group_size": 2, "num_iterations": 2})],
+    ids=["sft", "grpo"],
+)
+def test_an_interrupt_divides_no_step(algorithm, rows, settings, place):
+    trainer, whole = (algorithm(llama(), batch_size=3, learning_rate=0.01, **settings) for _ in range(2))
+    PLACES[place](trainer)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(rows, steps=4)
+    assert trainer.step == trainer.position < 4
+    if place == "as the kernels are taken out":
+        assert acceleration_of(trainer.model) is None and not trainer.acceleration._replaced
+        trainer.acceleration._replaced = []
+    trainer.train(rows, steps=4 - trainer.step)
+    metrics = whole.train(rows, steps=4)
+    assert trainer.n_updates == whole.n_updates and trainer.num_tokens == metrics["num_tokens"]
+    assert_same_weights(trainer.model, whole.model)
+
+
+def test_the_batch_of_a_step_that_a_callback_interrupts_is_not_trained_again():
+    class Interrupts(Callback):
+        def on_step_end(self, trainer, metrics):
+            if trainer.step == 2:
+                raise KeyboardInterrupt
+
+    class Seen(SFT):
+        def _token_ids(self, rows, completion=None):
+            seen.append(rows[0]["prompt"])
+            return super()._token_ids(rows, completion)
+
+    seen = []
+    trainer = Seen(Net(), batch_size=1, callbacks=Interrupts())
+    batches = iter([[row] for row in ROWS[:4]])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(batches, steps=4)
+    trainer.train(batches, steps=2)
+    assert seen == [row["prompt"] for row in ROWS[:4]] and trainer.step == 4
+
+
+def test_what_was_frozen_since_is_named():
+    trainer = sft(llama())
+    trainer.model.model.layers[1].requires_grad_(False)
+    assert_raises(WhetValueError, r"SFT: model.layers.1.*does not require grad any more", trainer.train, ROWS, steps=1)
 
 
 def test_a_failed_step_takes_nothing_from_the_dataset():

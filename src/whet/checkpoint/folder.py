@@ -48,6 +48,7 @@ from whet.files import (
     told_if_full,
     write_new,
 )
+from whet.signals import held_signals
 
 __all__ = [
     "capture_rng",
@@ -437,7 +438,8 @@ def preserved_rng() -> Iterator[None]:
     try:
         yield
     finally:
-        restore_rng(state)
+        with held_signals():
+            restore_rng(state)
 
 
 def _pack(array: np.ndarray) -> dict[str, str]:

@@ -30,6 +30,7 @@ from whet.nn.modules import inner_module, module_device
 from whet.nn.packed import PackedBatch
 from whet.nn.scratch import rounded, scratch_memory
 from whet.nn.threads import openmp_fork
+from whet.signals import held_signals
 
 _NAME = "whet"
 _FEW_ROWS = 32
@@ -175,19 +176,19 @@ class Acceleration:
             raise
 
     def remove(self) -> None:
-        """Give the model its own functions back; nothing happens where they are there."""
+        """Give the model its own functions back, all of them; nothing happens where they are there."""
         if acceleration_of(self._model) is not self:
             return
-        while self._replaced:
-            module, name, before = self._replaced[-1]
-            if before is None:
-                vars(module).pop(name, None)
-            else:
-                setattr(module, name, before)
-            self._replaced.pop()
-        del _accelerated[self._model]
-        if not _accelerated:
-            _core.borrow_threads(0)
+        with held_signals():
+            while self._replaced:
+                module, name, before = self._replaced.pop()
+                if before is None:
+                    vars(module).pop(name, None)
+                else:
+                    setattr(module, name, before)
+            del _accelerated[self._model]
+            if not _accelerated:
+                _core.borrow_threads(0)
 
     def _replace(self, module: nn.Module, name: str, value: Any) -> None:
         self._replaced.append((module, name, vars(module).get(name)))

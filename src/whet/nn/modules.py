@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from whet.errors import WhetValueError
+from whet.signals import held_signals
 
 
 def module_device(model: nn.Module) -> torch.device:
@@ -22,12 +23,13 @@ def module_device(model: nn.Module) -> torch.device:
 def module_mode(module: nn.Module, training: bool) -> Iterator[None]:
     """Training or eval mode for a while; every submodule gets back the mode it had."""
     modes = [(member, member.training) for member in module.modules()]
-    module.train(training)
     try:
+        module.train(training)
         yield
     finally:
-        for member, mode in modes:
-            member.training = mode
+        with held_signals():
+            for member, mode in modes:
+                member.training = mode
 
 
 def inner_module(model: nn.Module) -> nn.Module:

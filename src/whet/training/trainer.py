@@ -42,6 +42,7 @@ from whet.nn.frozen import base_of
 from whet.nn.modules import module_device, module_mode, stop_token_ids
 from whet.nn.optim import NARROW, AdamW
 from whet.nn.packed import token_batches
+from whet.signals import DeferredSignals
 from whet.training.callbacks import Callback
 from whet.training.distributed import ExactSum, Ranks, deal, fingerprint, join_ranks
 from whet.training.loggers import Logger
@@ -75,22 +76,20 @@ def training_step(compute: Step) -> Step:
     @functools.wraps(compute)
     def train_step(self: Trainer, *batch: Any, **fields: Any) -> dict[str, float]:
         learning_rate = self.learning_rate
-        with record() as seconds:
-            metrics = compute(self, *batch, **fields)
+        with self._signals:
+            with record() as seconds:
+                metrics = compute(self, *batch, **fields)
+            self._signals.hold()
+            self._count_step(int(metrics["num_tokens"]))
         elapsed_s = sum(seconds.values())
-        n_tokens = metrics["num_tokens"]
-        self.num_tokens += int(n_tokens)
         metrics |= {
             "learning_rate": learning_rate,
             "skipped_steps": self.skipped_steps,
             "num_tokens": self.num_tokens,
             "step_time_s": elapsed_s,
-            "tokens_per_s": n_tokens / elapsed_s,
+            "tokens_per_s": metrics["num_tokens"] / elapsed_s,
             **{f"time/{name}_s": part_s for name, part_s in seconds.items()},
         }
-        self.step += 1
-        self.position += self._drawn
-        self._drawn = 0
         self.log(metrics)
         for callback in self.callbacks:
             callback.on_step_end(self, metrics)
@@ -275,6 +274,8 @@ class Trainer(ABC):
         register_holder(self)
         self.should_stop = False
         self._skipped_in_a_row = self._horizon = self._drawn = 0
+        # An update and the count of its step are one change, which no signal divides.
+        self._signals = DeferredSignals()
         # An iterator cannot give the batch of a failed step again: it and the batch, for the next call of train.
         self._failed: tuple[Any, tuple[Any, ...]] = None, ()
 
@@ -299,6 +300,14 @@ class Trainer(ABC):
                 f"known outside of train(). Pass schedule_steps."
             )
         return learning_rate_at(self.step, self.config, horizon)
+
+    def _count_step(self, n_tokens: int) -> None:
+        """Count a step whose updates are done; its batch, if ``train`` has drawn it, is not trained again."""
+        self.num_tokens += n_tokens
+        self.step += 1
+        if self._drawn:
+            self.position += self._drawn
+            self._drawn, self._failed = 0, (None, ())
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log metrics at the current step; rank 0 does."""
@@ -331,9 +340,15 @@ class Trainer(ABC):
         If the sum of the losses or the gradient norm is not finite, the update is skipped and counted, and neither
         parameters nor optimizer have changed.
 
+        Within ``train_step`` a signal that comes after the gradients are there, such as Ctrl-C, takes effect when the
+        step is counted, or the next update begins.
+
         Raises:
             NonFiniteError: ``max_skipped_steps`` updates in a row were skipped.
+            WhetValueError: a parameter that is trained does not require grad any more.
         """
+        self._signals.release()
+        self._check_trainable()
         with phase("optimizer"):
             self.optimizer.zero_grad()  # what others left
             self.optimizer.make_moments()
@@ -357,6 +372,7 @@ class Trainer(ABC):
         with phase("optimizer"):
             loss = update.metrics["loss"]
             norm = update.metrics["grad_norm"] = self._grad_norm()
+            self._signals.hold()
             if math.isfinite(loss) and math.isfinite(norm):
                 for group in self.optimizer.param_groups:
                     group["lr"] = self.learning_rate
@@ -375,6 +391,14 @@ class Trainer(ABC):
                 f"{type(self).__name__}: {self._skipped_in_a_row} updates in a row had a loss or gradient "
                 f"that is not finite (last: loss {loss}, gradient norm {norm}, at step {self.step}). Lower the "
                 f"learning rate, or check the weights and the data for NaN."
+            )
+
+    def _check_trainable(self) -> None:
+        frozen = next((name for name, p in self.trainable.items() if not p.requires_grad), None)
+        if frozen:
+            raise WhetValueError(
+                f"{type(self).__name__}: {frozen} does not require grad any more, as it did when the trainer was made. "
+                "Call requires_grad_(True) on it (set_adapter does, of PEFT's), or make another trainer."
             )
 
     def _grad_norm(self) -> float:
@@ -507,7 +531,6 @@ class Trainer(ABC):
                     self._failed = dataset, arguments
                 metrics = self.train_step(*arguments)
                 self.should_stop = self.ranks.any(self.should_stop)
-                self._failed = None, ()
             for callback in self.callbacks:
                 callback.on_train_end(self)
         finally:
