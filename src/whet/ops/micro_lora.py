@@ -168,7 +168,7 @@ class MicroLoRA:
         return {name: value for name, value in vars(self).items() if name not in _VIEWS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A view that is copied no longer shares memory: only the flat arrays are taken over, each at a cache line again.
+        # A view that is copied no longer shares memory: the flat arrays are taken over, each at a cache line again.
         self.__dict__.update(state, _arrays={})
         for name, array in state["_arrays"].items():
             self._companion(name)[:] = array
