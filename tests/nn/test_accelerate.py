@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ import torch
 from tests.raising import assert_raises
 
 pytest.importorskip("transformers")
+import peft
+import transformers
+from accelerate.hooks import ModelHook, add_hook_to_module
 from tests.engine.tiny_models import CASES, VOCAB, exact_softmax, foreign_model, tiny_model
 from tests.processes import printed_by, run_python
 from tests.threads import threads
@@ -21,7 +26,7 @@ from tests.tiny import with_lora
 import whet
 from whet import WhetTypeError, WhetValueError
 from whet.nn import accelerate, completion_logprobs
-from whet.nn.accelerate import Acceleration, acceleration_of
+from whet.nn.accelerate import Acceleration, acceleration_of, choose_accelerations
 from whet.nn.threads import openmp_fork
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -237,6 +242,123 @@ def test_what_does_not_fit_is_refused():
         completion_logprobs(model, [[1]], [[48]])
     with acceleration, pytest.raises(WhetValueError, match="no row for a token or position"):
         completion_logprobs(model, [[48]], [[1]])
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
+
+
+class Masked(transformers.LlamaForCausalLM):
+    def forward(self, *args: Any, **options: Any) -> Any:
+        output = super().forward(*args, **options)
+        output.logits = output.logits - 1e4
+        return output
+
+
+def double(module: Any, inputs: Any, output: Any) -> Any:
+    return output * 2
+
+
+def give_class(name: str, kind: type) -> Callable[[Any], None]:
+    return lambda model: setattr(model.get_submodule(name), "__class__", kind)
+
+
+def patch_forward(name: str) -> Callable[[Any], None]:
+    def patch(model: Any) -> None:
+        module = model.get_submodule(name)
+        plain = module.forward
+        module.forward = functools.wraps(plain)(lambda *args, **options: plain(*args, **options))
+
+    return patch
+
+
+def hook(name: str) -> Callable[[Any], None]:
+    return lambda model: model.get_submodule(name).register_forward_hook(double)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (give_class("", Masked), "forward of the model is defined in"),
+        (give_class("model.layers.0.self_attn.q_proj", Doubled), "forward of model.layers.0.self_attn.q_proj is"),
+        (give_class("lm_head", Doubled), "no plain linear head"),
+        (patch_forward(""), "forward of the model is defined in"),
+        (patch_forward("lm_head"), "forward of lm_head is defined in"),
+        (patch_forward("model.layers.1.mlp"), "forward of model.layers.1.mlp is"),
+        (patch_forward("model.layers.1.input_layernorm"), "forward of model.layers.1.input_layernorm is"),
+        (patch_forward("model.layers.1.self_attn"), "forward of model.layers.1.self_attn is"),
+        (hook(""), "a forward hook of the model is defined in"),
+        (hook("lm_head"), "a forward hook of lm_head is"),
+        (hook("model.layers.0.mlp.act_fn"), "a forward hook of model.layers.0.mlp.act_fn is"),
+    ],
+)
+def test_code_that_the_kernels_would_bypass_is_refused(change, message):
+    model = tiny_model("llama")
+    acceleration = Acceleration(model)
+    change(model)
+    with pytest.raises(WhetValueError, match=message):
+        accelerate(model)
+    with pytest.raises(WhetValueError, match=message.replace("no plain linear head", "forward of lm_head")):
+        acceleration.install()  # changed after it was made
+
+
+def test_hooks_inside_and_around_adapters_are_refused():
+    for name in ("lora_A.default", "base_layer"):
+        model = with_lora(tiny_model("llama"))
+        model.get_submodule(f"base_model.model.model.layers.0.mlp.down_proj.{name}").register_forward_hook(double)
+        with pytest.raises(WhetValueError, match=f"a forward hook of .*down_proj.{name} is"):
+            accelerate(model)
+    model = with_lora(tiny_model("llama"))
+    model.register_forward_hook(double)
+    with pytest.raises(WhetValueError, match="a forward hook of the model is"):
+        accelerate(model)
+
+
+def test_hooks_that_run_and_those_of_libraries_are_kept():
+    model = trained("llama")
+    for name in ("model.layers.0", "model.layers.0.self_attn", "model.layers.0.mlp", "model.layers.1.mlp.gate_proj"):
+        model.get_submodule(name).register_forward_hook(lambda module, inputs, output: None)
+    model.model.layers[0].mlp.register_forward_hook(double)
+    model.enable_input_require_grads()
+    add_hook_to_module(model.model.layers[1].mlp, ModelHook())
+    plain = plain_logprobs(model)
+    with accelerate(model, "float32"):
+        torch.testing.assert_close(plain_logprobs(model), plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.LoHaConfig(r=2, target_modules=["lm_head"]),
+        peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[]),
+        peft.LoraConfig(r=2, use_dora=True, target_modules=["lm_head"]),
+        peft.TrainableTokensConfig(token_indices=[5], target_modules=["embed_tokens"]),
+        peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["self_attn.o_proj.weight"]),
+    ],
+    ids=["LoHa", "IA3", "DoRA", "tokens of a tied head", "target_parameters"],
+)
+def test_adapters_that_the_head_would_lose_are_refused(config):
+    """And under "auto" torch computes them, with a warning."""
+    model = peft.get_peft_model(
+        tiny_model("llama", tie_word_embeddings=isinstance(config, peft.TrainableTokensConfig)), config
+    )
+    with pytest.raises(WhetValueError, match=r"no plain linear head|target_parameters"):
+        accelerate(model)
+    with pytest.warns(UserWarning, match="torch computes the step"):
+        assert choose_accelerations([model], "auto", False, "SFT") == {}
+
+
+def test_an_attention_that_takes_no_other_function_is_refused(monkeypatch):
+    """As StableLM's in transformers 4.56, whose result would be NaN."""
+
+    def forward(self: Any, hidden_states: Any, **options: Any) -> Any:
+        return hidden_states, None
+
+    model = tiny_model("gpt_neox")
+    monkeypatch.setattr(type(model.gpt_neox.layers[0].attention), "forward", forward)
+    with pytest.raises(WhetValueError, match="GPTNeoXAttention of the installed transformers takes no other function"):
+        accelerate(model)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

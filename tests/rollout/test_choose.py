@@ -127,7 +127,20 @@ def test_trainers_and_best_of_n_check_the_lengths(engine):
         BestOfN(phi3(), **settings).generate([[4] * 9])
 
 
-@pytest.mark.parametrize(("make_model", "lack"), [(gemma, "gemma"), (prompt_learning, "the model has learned prompts")])
+def hooked():
+    model = tiny_llama()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make_model", "lack"),
+    [
+        (gemma, "gemma"),
+        (prompt_learning, "the model has learned prompts"),
+        (hooked, "a forward hook of model.layers.0.mlp is defined in"),
+    ],
+)
 def test_a_fallback_warns_once_and_native_refuses(make_model, lack):
     model = make_model()
     with warnings.catch_warnings(record=True) as caught:

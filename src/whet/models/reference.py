@@ -124,8 +124,10 @@ def _attention(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarr
 
 def _mlp(config: ModelConfig, layer: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     gate, up = np.split(_linear(layer, "gate_up", x), 2, axis=-1) if config.gated else (_linear(layer, "up", x), None)
-    if config.activation == "silu":
-        inner = naive_silu(gate)
-    else:
-        inner = naive_gelu(gate, "tanh" if config.activation == "gelu_tanh" else "none")
+    inner = naive_activation(config.activation, gate)
     return _linear(layer, "down", inner if up is None else inner * up)
+
+
+def naive_activation(name: str, x: np.ndarray) -> np.ndarray:
+    """The activation that ``ModelConfig`` names."""
+    return naive_silu(x) if name == "silu" else naive_gelu(x, "tanh" if name == "gelu_tanh" else "none")

@@ -2,9 +2,10 @@
 
 ``accelerate(model)`` puts autograd functions over native kernels in the place of the model's own: linear layers with
 bfloat16 products over float32 master weights (where the processor has them) or over packed ones that do not train,
-PEFT's LoRA beside them, RMSNorm, SwiGLU, RoPE, and attention over packed batches. The model's parameters, state dict,
-adapters and hooks stay what they are. ``completion_logprobs`` then
-runs batches packed, with shared prompts computed once, and projects the vocabulary only where a token counts.
+PEFT's LoRA next to them, RMSNorm, SwiGLU, RoPE, and attention over packed batches. The model's parameters, state dict,
+adapters and hooks stay what they are; a model with a ``forward`` or a hook of the user's that the kernels would bypass
+is refused. ``completion_logprobs`` then runs batches packed, with shared prompts computed once, and projects the
+vocabulary only where a token counts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from whet.config.settings import Compute, ComputeDtype
 from whet.errors import WhetTypeError, WhetValueError, check_choice
 from whet.memory import tensor_memory
 from whet.models.families import FAMILIES, logits_scale, softcap
+from whet.models.sources.module_code import check_code, forward_code
 from whet.nn import functions
 from whet.nn.frozen import FrozenLinear, FrozenWeight, check_trainable, special_adapters
 from whet.nn.modules import inner_module, module_device
@@ -56,7 +58,9 @@ def accelerate(model: nn.Module, dtype: ComputeDtype = "auto") -> Acceleration:
     Raises:
         WhetTypeError: not a Hugging Face causal model.
         WhetValueError: a model of another family, on another device or in another dtype, one that has been accelerated
-            already, an adapter that a packed weight does not take, or an unknown ``dtype``.
+            already, an adapter that a packed weight does not take, a module whose ``forward`` is not of its library, a
+            forward hook that would be bypassed (of the model itself, its head, an activation, or inside an adapter), or
+            an unknown ``dtype``.
     """
     acceleration = Acceleration(model, dtype)
     acceleration.install()
@@ -143,6 +147,8 @@ class Acceleration:
             )
         check_trainable(self._model, "accelerate")
         self._decoder, self._head_module = _find_head(self._model)
+        self._outer = model
+        self._check_modules()
         config = self._model.config.to_dict()
         self._logits_scale = logits_scale(config, "accelerate")
         self._logits_softcap = softcap(config, "logits_softcap", "accelerate")
@@ -158,6 +164,7 @@ class Acceleration:
         """Put the kernels in; all of them, or none where it is interrupted."""
         if acceleration_of(self._model) is not None:
             raise WhetValueError("accelerate: the model is accelerated already. Call remove() on what that returned.")
+        self._check_modules()
         _warn_of_special_adapters(self._model)
         _accelerated[self._model] = self
         try:
@@ -275,6 +282,24 @@ class Acceleration:
         master = weight if layer.weight.requires_grad else None
         return functions.Product(partial(rounded, weight, self.dtype), layer.bias, adapters, master)
 
+    def _check_modules(self) -> None:
+        """Raise where the kernels would bypass code, or do not reach an attention."""
+        inside = set(self._model.modules())
+        bypassed = {module for module in self._outer.modules() if module not in inside}
+        bypassed |= {self._model, *self._head_module.modules()}
+        for name, module in self._model.named_modules():
+            bypassed.update(_bypassed_inside(module))
+            if type(module).__name__ == "ParamWrapper":
+                raise WhetValueError(
+                    f"accelerate: {name} has PEFT's target_parameters. Name the layer: target_modules."
+                )
+            if type(module).__name__.endswith("Attention") and not (_asks_interface(module) or _is_gptj(module)):
+                raise WhetValueError(
+                    f"accelerate: {type(module).__name__} of the installed transformers takes no other function of "
+                    f"attention. Install a newer one."
+                )
+        check_code(self._outer.named_modules(), "accelerate", bypassed)
+
     def _forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
         """The function that replaces a module's forward."""
         kind = type(module).__name__
@@ -284,18 +309,13 @@ class Acceleration:
             return partial(_embedding, self, module)
         if kind.endswith("RMSNorm"):
             return partial(_rms_norm, self, module)
-        is_gated = hasattr(module, "gate_proj") or hasattr(module, "gate_up_proj")
-        if (
-            kind.endswith("MLP")
-            and is_gated
-            and _is_silu(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None))
-        ):
+        if _is_gated(module) and _is_silu(_activation_of(module)):
             return partial(_swiglu_fused if hasattr(module, "gate_up_proj") else _swiglu, self, module)
+        if _is_gptj(module):
+            return partial(_gptj_attention, self, module, module.forward)
         if kind.endswith("Attention") and hasattr(module, "q_proj"):
             family = FAMILIES[self._model.config.model_type]
-            if family.rope == "gptj":
-                return partial(_gptj_attention, self, module, module.forward)
-            if not family.partial_rotary and not getattr(module, "residual_dropout", 0):
+            if family.rope == "neox" and not family.partial_rotary and not getattr(module, "residual_dropout", 0):
                 return partial(_attention, self, module, module.forward)
         return None
 
@@ -318,7 +338,31 @@ def _float_head(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> func
 
 def _asks_interface(module: nn.Module) -> bool:
     """Whether an attention module finds its function by the config's ``_attn_implementation``."""
-    return type(module).__name__.endswith("Attention") and hasattr(getattr(module, "config", None), "model_type")
+    return (
+        type(module).__name__.endswith("Attention")
+        and hasattr(getattr(module, "config", None), "model_type")
+        and "ALL_ATTENTION_FUNCTIONS" in forward_code(module).co_names
+    )
+
+
+def _is_gptj(module: nn.Module) -> bool:
+    """Whether it is GPT-J's attention as in transformers before 5.24, which does not ask for a function."""
+    return type(module).__name__ == "GPTJAttention" and hasattr(module, "embed_positions")
+
+
+def _is_gated(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("MLP") and (hasattr(module, "gate_proj") or hasattr(module, "gate_up_proj"))
+
+
+def _activation_of(module: Any) -> Any:
+    """The activation of an MLP: None where its name is another one."""
+    return getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+
+
+def _bypassed_inside(module: Any) -> Iterator[nn.Module]:
+    """The modules inside LoRA around a layer, or the activation of a gated MLP, which the kernels do not call."""
+    inside = list(module.children()) if _is_lora(module) else [_activation_of(module)] if _is_gated(module) else []
+    return (member for outer in inside if isinstance(outer, nn.Module) for member in outer.modules())
 
 
 def _find_head(inner: Any) -> tuple[nn.Module, Any]:
@@ -330,7 +374,7 @@ def _find_head(inner: Any) -> tuple[nn.Module, Any]:
     if family not in FAMILIES:
         raise WhetValueError(f"accelerate: model_type is {family!r}; the kernels fit {', '.join(sorted(FAMILIES))}.")
     head, decoder = inner.get_output_embeddings(), getattr(inner, inner.base_model_prefix, None)
-    layer = None if _is_lora(head) and special_adapters(head) else getattr(head, "base_layer", head)
+    layer = head.base_layer if _is_lora(head) and not special_adapters(head) else head
     if type(layer) not in (nn.Linear, FrozenLinear) or decoder is None or decoder is inner:
         raise WhetValueError(
             f"accelerate: {type(inner).__name__} has no plain linear head over a decoder. Pass a causal language model."

@@ -16,6 +16,7 @@ from whet.models.architecture import ModelConfig, Piece
 from whet.models.families import Family, family_of, model_config, module_targets, short_position
 from whet.models.formats import FLOAT_FORMATS
 from whet.models.slots import LoRA, Place, Source, Stored, place_lora, places, walk
+from whet.models.sources.module_code import check_code, check_settings
 
 if TYPE_CHECKING:
     from whet.models.base import PackedBase
@@ -42,8 +43,9 @@ def describe_module(model: Any, *, merged: bool = False, max_position: int | Non
         ``whet_base``, that is the source's base and its config, and no weight is read.
 
     Raises:
-        WhetValueError: a model, an option or an adapter that the engine does not run, rotary frequencies that are not
-            those of the config, or more than LoRA adapters that change beside a packed base.
+        WhetValueError: a model, an option or an adapter that the engine does not run; a module whose ``forward``,
+            forward hooks, activation or numbers are not those of its class and the config; rotary frequencies that are
+            not those of the config; or more than LoRA adapters that change next to a packed base.
         WhetTypeError: it is no Hugging Face model.
     """
     inner = _unwrap(model)
@@ -55,6 +57,8 @@ def describe_module(model: Any, *, merged: bool = False, max_position: int | Non
     module = _Live(inner)
     if (base := module.base()) is not None:
         module.check_on_base(base, merged, max_position)
+        check_code(model.named_modules(), _WHERE)
+        check_settings(module.modules, base.config, _WHERE)
         return base.source()._replace(adapters=tuple(module.adapters(base.targets, base.config)))
     described = model_config(options, max_position=max_position, where=_WHERE, **module.head(family, merged))
     as_built = model_config(options, max_position=1, where=_WHERE, **module.head(family, merged))
@@ -65,6 +69,8 @@ def describe_module(model: Any, *, merged: bool = False, max_position: int | Non
 
     targets = module_targets(options["model_type"], described)
     module.check(described, family)
+    check_code(model.named_modules(), _WHERE)
+    check_settings(module.modules, described, _WHERE)
     adapters = () if merged else tuple(module.adapters(targets, described))
     return Source(described, pieces, targets, adapters, short_position(options, _WHERE))
 

@@ -1,0 +1,135 @@
+"""Whether the modules of a live model run the code that their classes name.
+
+The native engine and the training kernels go by a model's config and by the classes of its modules. A ``forward`` that
+the user replaced, in a subclass or on one module, a forward hook, or another activation would be bypassed: such a model
+is refused by the module's name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
+from types import CodeType
+from typing import Any
+
+import numpy as np
+
+from whet.errors import WhetValueError
+from whet.models.architecture import ModelConfig
+from whet.models.reference import naive_activation
+
+_LIBRARIES = (
+    "torch.nn.modules.", "torch.nn.parallel.", "torch.utils._contextlib.", "torch._dynamo.", "transformers.", "peft.",
+    "accelerate.", "whet.",
+)  # fmt: skip
+"""Homes of the functions that compute what the class of their module names; accelerate's only move weights."""
+_NUMBERS = {
+    "eps": "norm_eps",
+    "variance_epsilon": "norm_eps",
+    "scaling": "attention_scale",
+    "attention_scaling": "attention_factor",
+    "attn_logit_softcapping": "attention_softcap",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+}
+"""Attribute of transformers' modules -> the ``ModelConfig`` field that it was made from."""
+_ACTIVATIONS = ("act_fn", "activation_fn", "act")
+"""Names of an MLP's activation."""
+
+
+def check_code(modules: Iterable[tuple[str, Any]], where: str, hooked: Collection[Any] | None = None) -> None:
+    """Raise where a module computes something else than its class in torch, transformers or PEFT.
+
+    Args:
+        modules: by name, as ``named_modules`` gives them.
+        where: begins the error.
+        hooked: the modules whose forward hooks would not run; None: all of them.
+
+    Raises:
+        WhetValueError: a ``forward`` or a forward hook that none of these libraries defines.
+    """
+    classes: set[type] = set()
+    for name, module in modules:
+        own = vars(module)
+        if type(module) not in classes:
+            classes.add(type(module))
+            _check_function(type(module).forward, where, name, "forward")
+        if "forward" in own:
+            _check_function(own["forward"], where, name, "forward")
+        if hooked is None or module in hooked:
+            for hook in (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()):
+                _check_function(hook, where, name, "a forward hook")
+
+
+def check_settings(modules: Mapping[str, Any], config: ModelConfig, where: str) -> None:
+    """Raise where an attribute of a module is not what the config makes of it.
+
+    Args:
+        modules: of the causal model, by name.
+        config: of the same model.
+        where: begins the error.
+
+    Raises:
+        WhetValueError: an epsilon, a factor, a cap, a window or an activation that was changed, in the module or in the
+            config, after the model was made.
+    """
+    for name, module in modules.items():
+        own = vars(module)
+        expected = {key: getattr(config, field) for key, field in _NUMBERS.items() if key in own}
+        layer = own.get("layer_idx")
+        if "sliding_window" in own and layer is not None:
+            expected["sliding_window"] = config.windows[layer]
+        for key, number in expected.items():
+            if not _is_number(own[key], number, config.max_position):
+                raise _changed(where, f"{name}.{key}", repr(own[key]), f"{number:g}")
+        for key in _ACTIVATIONS:
+            if key in module._modules and not _is_activation(module._modules[key], config.activation):
+                raise _changed(where, f"{name}.{key}", f"a {type(module._modules[key]).__name__}", config.activation)
+
+
+def _is_number(own: Any, expected: float, max_position: int) -> bool:
+    """Whether an attribute has a number's value; None is 0, and so is a window of all positions."""
+    if own is not None and not isinstance(own, (int, float)):
+        return True  # such as PEFT's dict of scalings, by adapter
+    own = own or 0.0
+    return math.isclose(own, expected, rel_tol=1e-5) or (expected == 0 and isinstance(own, int) and own >= max_position)
+
+
+def _is_activation(module: Any, name: str) -> bool:
+    """Whether a module computes the activation of this name."""
+    from torch import from_numpy
+
+    points = np.array([-3.0, -1.0, 0.5, 2.0], np.float32)
+    own = module(from_numpy(points)).detach().numpy()
+    return np.allclose(own, naive_activation(name, points), rtol=0, atol=1e-5)
+
+
+def _changed(where: str, what: str, own: str, expected: str) -> WhetValueError:
+    return WhetValueError(
+        f"{where}: {what} is {own}, and the config says {expected}. Make the model from its config as it is now."
+    )
+
+
+def forward_code(module: Any) -> CodeType:
+    """The code of a module's class, inside its decorators."""
+    return inspect.unwrap(type(module).forward).__code__
+
+
+def _check_function(function: Any, where: str, name: str, kind: str) -> None:
+    for home in _homes(function):
+        if not f"{home}.".startswith(_LIBRARIES):
+            raise WhetValueError(
+                f"{where}: {kind} of {name or 'the model'} is defined in {home} and would be bypassed. Remove it, or "
+                f"let torch run it: compute='torch' and engine='torch'."
+            )
+
+
+def _homes(function: Any) -> Iterator[str]:
+    """The Python modules that define a function and the functions that it wraps."""
+    while function is not None:
+        plain = function.func if isinstance(function, partial) else function
+        plain = getattr(plain, "__func__", plain)
+        yield getattr(plain, "__globals__", {}).get("__name__", type(plain).__module__)
+        function = getattr(function, "__wrapped__", None)
