@@ -271,6 +271,7 @@ def test_lines_of_a_pipe_are_answered_one_after_the_other(piped, endless, capsys
     # A last line without an end, and bytes that are no UTF-8.
     assert piped(endless, argv=argv, stdin=b"Hi")[1] == first + "\n"
     assert piped(endless, argv=argv, stdin=b"H\xff\n")[0] == 0
+    assert piped(endless, argv=argv, stdin="\ufeffHi\r\n".encode())[1] == first + "\n"
 
 
 def test_a_folder_an_adapter_and_other_weights(piped, tiny_model, tiny_gguf, tmp_path):
@@ -395,7 +396,7 @@ def test_chat_mistakes_are_one_line(error_of, tiny_model, tiny_gguf, tmp_path, m
 def test_a_model_without_a_template_takes_one(piped, tiny_gguf, tmp_path):
     bare, path = tmp_path / "bare.gguf", tmp_path / "template.jinja"
     bare.write_bytes(tiny_gguf.read_bytes().replace(b"tokenizer.chat_template", b"tokenizer.chat_templatX"))
-    path.write_text(read_tokenizer(tiny_gguf).chat_template)
+    path.write_text(read_tokenizer(tiny_gguf).chat_template, encoding="utf-8-sig")
     argv = [*GREEDY, "--max-new-tokens", "8"]
     expected = piped(tiny_gguf, "Hi", argv=argv)
     assert piped(bare, "Hi", argv=[*argv, "--chat-template", path]) == expected and expected[0] == 0

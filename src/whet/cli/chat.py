@@ -167,7 +167,7 @@ class _Chat:
             print(prompt, end="", file=sys.stderr, flush=True)
             prompt = ""
         try:
-            return input(prompt).strip()
+            return input(prompt).removeprefix("\ufeff").strip()  # what Windows writes in front of a text
         except EOFError:
             if self.is_terminal:
                 print(file=sys.stderr)

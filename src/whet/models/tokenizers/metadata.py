@@ -179,9 +179,9 @@ def _templates(folder: Path, settings: Mapping[str, Any], where: str) -> dict[st
     if isinstance(template, str):
         named["default"] = template
     if file.is_file():
-        named["default"] = map_file(file, where).tobytes().decode()
+        named["default"] = map_file(file, where).tobytes().decode("utf-8-sig")
     for other in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        named[other.stem] = map_file(other, where).tobytes().decode()
+        named[other.stem] = map_file(other, where).tobytes().decode("utf-8-sig")
     return {f"tokenizer.chat_template{'' if name == 'default' else f'.{name}'}": text for name, text in named.items()}
 
 
