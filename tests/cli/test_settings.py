@@ -3,8 +3,11 @@
 import pytest
 
 from whet.cli import main
-from whet.cli.runs import GRPORun
-from whet.cli.settings import parse, read_toml, write_toml
+from whet.cli.eval import EvalConfig
+from whet.cli.export import ExportConfig
+from whet.cli.runs import DPORun, GRPORun, OnlineDPORun, SFTRun
+from whet.cli.settings import parse, parse_flags, read_toml, write_toml
+from whet.config import DPOConfig
 
 
 def test_defaults_then_file_then_flags(files):
@@ -22,7 +25,7 @@ def test_defaults_then_file_then_flags(files):
         ("learning_rte = 1e-3", "there is no setting 'learning_rte'. Did you mean learning_rate?"),
         ("[grpo]\nsteps = 3", "there is no setting 'grpo'."),
         ('learning_rate = "1e-3"', "learning_rate is '1e-3', expected float."),
-        ("reward = 'a.py:f'", "reward is 'a.py:f', expected a list of str values."),
+        ("lora_layers = 'q_proj'", "lora_layers is 'q_proj', expected a list of str values."),
         ("loss_type = 'ppo'", "loss_type is 'ppo', expected one of 'grpo', "),
         ("group_size = 0", "group_size is 0, expected an integer >= 2: "),
         ("eval_temperature = inf", "eval_temperature is inf, expected a finite number >= 0"),
@@ -77,6 +80,41 @@ def test_a_table_of_a_file_is_one_flag(tmp_path, capsys):
         bias("--help")
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert exit_.value.code == 0 and "--logit-bias [INT FLOAT [INT FLOAT ...]]" in shown and "5 1.5 7 -2" in shown
+
+
+def test_columns_are_pairs_with_equals_signs(tmp_path):
+    file = tmp_path / "c.toml"
+    write_toml(file, {"columns": {"prompt": "question", "completion": "an answer"}})
+
+    def columns(*flags):
+        return parse(SFTRun, flags, "whet train sft", "").columns
+
+    assert columns(str(file)) == {"prompt": "question", "completion": "an answer"}
+    expected = {"prompt": "question", "completion": "answer"}
+    assert columns("--columns", "prompt=question,completion=answer") == expected
+    assert columns(str(file), "--columns", "prompt=question", "completion=answer") == expected
+
+
+def test_a_path_begins_at_home_in_files_and_flags(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    file = tmp_path / "c.toml"
+    settings = {"model": "~/m", "data": "~/a.jsonl", "output_dir": "~/run", "adapter": "~", "preference": "~/j.py:f"}
+    write_toml(file, {**settings, "eval_data": ["~/b.jsonl", "c"], "reward": ["~/r.py:f"], "task": ["~/t.py:T"]})
+    run = parse(OnlineDPORun, [str(file), "--stop", "~/"], "whet train online-dpo", "")
+    assert (run.model, run.data, run.output_dir) == ("/home/me/m", ["/home/me/a.jsonl"], "/home/me/run")
+    assert (run.adapter, run.eval_data, run.preference) == ("/home/me", ["/home/me/b.jsonl", "c"], "/home/me/j.py:f")
+    assert (run.reward, run.task, run.stop) == (["/home/me/r.py:f"], ["/home/me/t.py:T"], ["~/"])
+    assert parse(DPORun, ["--output-dir=~/x"], "whet train dpo", "").output_dir == "/home/me/x"
+    assert DPOConfig(precompute_reference=True, reference_cache="~/cache").reference_cache == "/home/me/cache"
+    asked = parse_flags(EvalConfig, ["~/m", "--out=~/o.json", "--data=~/a.csv", "--chat-template=~/t"], "whet eval")
+    assert (asked.out, asked.data, asked.chat_template) == ("/home/me/o.json", ["/home/me/a.csv"], "/home/me/t")
+    asked = parse_flags(ExportConfig, ["~/m", "~/m.gguf", "--adapter=~/a"], "whet export")
+    assert (asked.model, asked.output, asked.adapter) == ("/home/me/m", "/home/me/m.gguf", "/home/me/a")
+
+
+def test_a_file_that_windows_wrote(tmp_path):
+    (tmp_path / "c.toml").write_bytes(b"\xef\xbb\xbfmodel = 'm'\r\nsteps = 3\r\n")
+    assert read_toml(tmp_path / "c.toml") == {"model": "m", "steps": 3}
 
 
 @pytest.mark.parametrize(

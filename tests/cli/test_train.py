@@ -1,7 +1,9 @@
 """``whet train`` as a user has it: real commands on a tiny model, what they leave, and what they answer to mistakes."""
 
+import csv
 import dataclasses
 import gc
+import gzip
 import json
 import os
 import shutil
@@ -14,15 +16,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.processes import WHET, run_python
+from tests.raising import assert_raises
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whet.algorithms import DPO
 from whet.cli import main
+from whet.cli.inputs import check_inputs, read_inputs, write_inputs
 from whet.cli.run_memory import fitting_settings, memory_of
 from whet.cli.runs import DPORun, SFTRun
 from whet.cli.settings import read_toml
 from whet.cli.train import add_reference_logprobs
 from whet.config import DPOConfig
+from whet.errors import WhetValueError
 from whet.models.sources.pretrained import open_pretrained
 from whet.rewards.functions import load_function
 from whet.training.sizes import Lengths
@@ -550,6 +555,45 @@ def test_data_that_has_changed_under_a_run_is_refused(files, error_of):
     shutil.rmtree(files.folder / "run" / "checkpoints")  # a run that begins anew may take any data
     data.write_text(before + before)
     assert main(["train", "sft", *files("run", steps=4)]) == 0
+
+
+def test_files_that_join_a_pattern_of_data_make_another_run(files):
+    run = SFTRun(model=str(files.folder), data=str(files.folder / "*.jsonl"), eval_data=[str(files.folder / "rows.*")])
+    record = files.folder / "inputs.json"
+    write_inputs(record, read_inputs(run))
+    assert check_inputs(record, read_inputs(run)) == []
+    (files.folder / "other.jsonl").write_text("{}\n")
+    assert_raises(
+        WhetValueError, r"other files of data: \S*other.jsonl came or went", check_inputs, record, read_inputs(run)
+    )
+
+
+def test_files_and_columns_by_name_are_the_rows_of_a_run(files):
+    """Of several files, one packed and one CSV, under other names."""
+    rows = [{"q": row["prompt"], "a": row["completion"]} for row in files.rows]
+    (files.folder / "a.jsonl.gz").write_bytes(
+        gzip.compress("".join(json.dumps(row) + "\n" for row in rows[:5]).encode())
+    )
+    with (files.folder / "b.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["q", "a"])
+        writer.writeheader()
+        writer.writerows(rows[5:])
+    settings = {"learning_rate": 1e-2, "steps": 1, "batch_size": 8}
+    assert main(["train", "sft", *files("plain", **settings)]) == 0
+    data = ["--data", str(files.folder / "a.jsonl.gz"), str(files.folder / "b.csv")]
+    flags = [flag for flag in files("named", **settings) if not flag.startswith("--data=")]
+    assert main(["train", "sft", *flags, *data, "--columns", "prompt=q,completion=a"]) == 0
+    assert same_weights(files.folder / "plain", files.folder / "named")
+    assert read_toml(files.folder / "named" / "config.toml")["columns"] == {"prompt": "q", "completion": "a"}
+
+
+def test_a_run_without_a_step_does_not_claim_its_folder(files, error_of):
+    """A wrong setting or row is mended by another one, in the same folder."""
+    bad = files.folder / "bad.jsonl"
+    bad.write_text(json.dumps({"prompt": "say a:"}) + "\n")
+    assert "expected 'prompt' and 'completion'" in error_of("train", "sft", *files("run", "bad.jsonl", batch_size=1))
+    assert main(["train", "sft", *files("run", steps=1), "--no-resume"]) == 0
+    assert "holds a run with data = " in error_of("train", "sft", *files("run", "pairs.jsonl", steps=1))
 
 
 @pytest.mark.parametrize("rank", [0, 2])

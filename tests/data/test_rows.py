@@ -1,26 +1,21 @@
-"""Reading rows, token rows of every shape, tokenising with real tokenizers, and the order of batches."""
+"""Token rows of every shape, tokenising with real tokenizers, and the order of batches."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
 import pytest
 import torch
-from pyarrow import parquet
 from tests.raising import assert_raises
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from whet.data.rows import shuffled_batches, tokenize_completion, tokenize_preference, tokenize_prompt, tokenize_turns
-from whet.data.sources import read_rows
 from whet.data.token_ids import token_rows
-from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
+from whet.errors import WhetTypeError, WhetValueError
 
 BOS, EOS, UNK, A, B, C, USER, ASSISTANT = range(8)
 WORDS = ["<s>", "</s>", "<unk>", "a", "b", "c", "user:", "assistant:"]
@@ -53,62 +48,6 @@ def letters() -> PreTrainedTokenizerFast:
 
 def said(*turns: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text} for role, text in (turn.split("=") for turn in turns)]
-
-
-# --- read_rows ------------------------------------------------------------------------------------
-
-ROWS = [{"prompt": "1+1=", "answer": 2, "note": None}, {"prompt": "schöne\u2028Grüße", "answer": 3, "note": "x"}]
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.jsonl", "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS)),
-        ("a.jsonl", "\ufeff\r\n" + "\r\n\r\n".join(json.dumps(row) for row in ROWS) + "\r\n"),
-        ("a.json", json.dumps(ROWS, indent=2)),
-        ("a.json", "\n".join(json.dumps(row) for row in ROWS)),
-    ],
-)
-def test_json_files(tmp_path: Path, name: str, content: str) -> None:
-    (tmp_path / name).write_bytes(content.encode())
-    assert read_rows(tmp_path / name) == ROWS
-    assert read_rows(str(tmp_path / name)) == ROWS
-
-
-def test_parquet_files(tmp_path: Path) -> None:
-    rows = [{**row, "chat": said("user=a", "assistant=b"), "ids": [1, 2]} for row in ROWS]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert read_rows(tmp_path / "a.parquet") == rows
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", b'{"a": 1}\n\n{"a": \n', r"a\.jsonl:3: not JSON in UTF-8: Expecting value"),
-        ("a.jsonl", b'{"a": 1}\n["a"]\n', r"a\.jsonl:2: \['a'\] is no JSON object"),
-        ("a.jsonl", b'{"a": "\xff"}\n', r"a\.jsonl:1: not JSON in UTF-8: .*0xff"),
-        ("a.jsonl", b"[" * 100_000, "not JSON"),
-        ("a.json", b'[{"a": 1}, 2]', r"a\.json: row 1: 2 is no JSON object"),
-        ("a.json", b'[{"a": 1}', r"a\.json: not JSON"),
-        ("a.jsonl", b"\n \n", "holds no rows"),
-        ("a.json", b"[]", "holds no rows"),
-        ("a.parquet", b"PAR1 nothing", r"a\.parquet: not Parquet"),
-        ("a.csv", b"a,b\n", r"does not end in \.jsonl, \.json or \.parquet"),
-    ],
-)
-def test_bad_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    (tmp_path / name).write_bytes(content)
-    assert_raises(WhetValueError, message, read_rows, tmp_path / name)
-
-
-def test_missing_files_and_dataset_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_raises(WhetValueError, "there is no file", read_rows, tmp_path / "nothing.jsonl")
-    assert_raises(WhetValueError, "does not end in", read_rows, tmp_path)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert_raises(MissingExtraError, r"'owner/name'.*pip install 'whet\[datasets\]'", read_rows, "owner/name")
-    for path in (None, 5, ["a.jsonl"]):
-        with pytest.raises(WhetTypeError, match=r"read_rows: path is .*, expected a file, or the name of a dataset"):
-            read_rows(path)
 
 
 # --- token_rows -----------------------------------------------------------------------------------

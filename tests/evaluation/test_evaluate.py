@@ -217,7 +217,7 @@ def test_what_a_task_prints_goes_to_standard_error(tokenizer, capfd):
 def test_rows_that_cannot_be_scored_are_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    assert_raises(WhetValueError, "row 1 of .*rows.jsonl has no prompt", RewardedRows, str(path), [length])
+    assert_raises(WhetValueError, "rows.jsonl:2 has no prompt", RewardedRows, str(path), [length])
     path.write_text('{"prompt": "a"}\n')
     by_ids = lambda completion_ids: [0.0]  # noqa: E731
     assert_raises(WhetValueError, "declares completion_ids", RewardedRows, str(path), [by_ids])

@@ -33,7 +33,7 @@ def main(run: BestOfNRun) -> int:
         rows = open_tasks(run.task)
         functions = [*rows.reward_functions(), *functions]
     else:
-        rows = [{"prompt": run.prompt}] if run.prompt else read_rows(run.prompts)
+        rows = [{"prompt": run.prompt}] if run.prompt else read_rows(run.prompts, run.columns)
     model, tokenizer = load_model(run.model, run.dtype)
     if run.task:
         check_prompts_fit(model, tokenizer, rows, "whet best-of-n")

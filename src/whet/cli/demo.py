@@ -23,7 +23,7 @@ from whet.algorithms.sft import SFT
 from whet.cli.arithmetic import Row, exact_match, make_model, make_problems, make_tokenizer
 from whet.cli.runs import lock_folder
 from whet.cli.settings import write_toml
-from whet.config.fields import Positive, Range, Seed, check_types, check_used
+from whet.config.fields import PathText, Positive, Range, Seed, check_types, check_used
 from whet.config.sampling import SamplingParams
 from whet.config.settings import Compute, EngineName, GRPOConfig, RolloutWeights, SFTConfig
 from whet.report.run import write_report
@@ -48,7 +48,7 @@ _LONGEST_ANSWER = 5
 class DemoConfig:
     """Settings of the demo."""
 
-    output_dir: str = "runs/demo"
+    output_dir: PathText = "runs/demo"
     """Folder of the run."""
     seed: Seed = 0
     """Keys weights, problems, their order and the sampling: a seed gives the same run twice."""

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ import whet
 from whet.bench.terminal import terminal_table
 from whet.cli.settings import parse_flags
 from whet.cli.text_model import TextConfig, find_model, load_engine, load_tokenizer, stop_ids, with_adapters
-from whet.config.fields import check_range, check_used
+from whet.config.fields import Paths, PathText, check_range, check_used
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.errors import WhetValueError
@@ -55,12 +55,15 @@ class EvalConfig(TextConfig):
     models: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="MODEL [MODEL]")]
     """Folders that save_pretrained or whet train wrote, adapters too, or .gguf files. Of two, the second is compared
     with the first."""
-    task: UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
+    task: UseAppendAction[Paths] = dataclasses.field(default_factory=list)
     """reasoning_gym:NAME, package.module:Class or path/file.py:Class, with options as in
     reasoning_gym:chain_sum,max_terms=2; may be given several times."""
-    data: str = ""
-    """In place of a task: rows with a prompt each, as a .jsonl, .json or .parquet file."""
-    reward: UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
+    data: Paths = dataclasses.field(default_factory=list)
+    """In place of a task: rows with a prompt each. Files (.jsonl, .json, .csv, these with .gz, .parquet), patterns such
+    as "rows/*.jsonl", or datasets as NAME:CONFIG:SPLIT."""
+    columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Columns of the data under the names of fields: prompt=question,answer=solution."""
+    reward: UseAppendAction[Paths] = dataclasses.field(default_factory=list)
     """Functions that score completions of data: file.py:function or package.module:function."""
     size: int | None = None
     """Items of each task, or rows of data; None: as the task's options say, or else 500, and all rows of data."""
@@ -73,7 +76,7 @@ class EvalConfig(TextConfig):
     weights: UseAppendAction[list[Weights]] = dataclasses.field(default_factory=list)
     """Format of the matrices, for all models or for each; none: bf16 of a folder, of a GGUF file its own, and beside
     adapters that of their base."""
-    adapter: UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
+    adapter: UseAppendAction[Paths] = dataclasses.field(default_factory=list)
     """A folder of LoRA adapters that PEFT or whet train saved, for all models or for each; "none": without."""
     rollout_workers: int = 0
     """Processes that sample, by Ray, on this machine or many; 0: this one. Completions are the same."""
@@ -82,7 +85,7 @@ class EvalConfig(TextConfig):
     to; empty: RAY_ADDRESS, or one of its own."""
     raw: bool = False
     """Ask in plain text, though there is a chat template."""
-    out: str = ""
+    out: PathText = ""
     """A JSON file to write, which must not be there yet."""
     records: bool = False
     """Write every item, its completions and their scores there too."""
@@ -100,6 +103,7 @@ class EvalConfig(TextConfig):
         check_range(self, "rollout_workers", self.rollout_workers >= 0, "an integer >= 0")
         check_used(self, ["chat_template"], not self.raw, "raw asks without one")
         check_used(self, ["ray_address"], self.rollout_workers > 0, "rollout_workers is 0: this process samples")
+        check_used(self, ["columns"], bool(self.data), "there is no data, whose columns they are")
         check_used(self, ["records"], bool(self.out), "there is no file (--out) to write them to")
 
     def unused_if_greedy(self) -> list[str]:
@@ -207,7 +211,7 @@ def _open_tasks(asked: EvalConfig) -> list[tuple[Task, list[Any]]]:
     sizes = [asked.size or settings.size or _SIZE for settings in every]
     tasks: list[Task] = [open_task(spec, split="eval", size=n) for spec, n in zip(asked.task, sizes, strict=True)]
     if asked.data:
-        tasks = [RewardedRows(asked.data, [load_function(spec) for spec in asked.reward])]
+        tasks = [RewardedRows(asked.data, [load_function(spec) for spec in asked.reward], asked.columns)]
     return [(task, list(task.rows[: asked.size])) for task in tasks]
 
 

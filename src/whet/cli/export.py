@@ -15,7 +15,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from whet.cli.card import file_card, modelfile
 from whet.cli.estimate import in_bytes
+from whet.cli.settings import parse_flags
 from whet.cli.text_model import find_model, read_template, with_adapters
+from whet.config.fields import PathText
 from whet.errors import WhetValueError
 from whet.files import replace_text
 from whet.models.base import pack_recorded, read_binding
@@ -33,21 +35,21 @@ from whet.models.tokenizers import read_tokenizer
 class ExportConfig:
     """Write a model as a GGUF file, with its tokenizer and chat template."""
 
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    model: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="MODEL")]
     """A folder that save_pretrained or whet train wrote, also of adapters or a checkpoint, or a .gguf file."""
-    output: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT.gguf")]
+    output: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="OUT.gguf")]
     """The file to write."""
     quantize: FileType | None = None
     """The types of its matrices, mixed as llama-quantize does; none: q4_k_m, and f32 of adapters alone."""
-    adapter: str = ""
+    adapter: PathText = ""
     """A folder of LoRA adapters that PEFT or whet train saved, for this model: merged into it."""
     adapter_only: bool = False
     """Write the adapters alone, to load beside a GGUF file of the model that they are of."""
-    tokenizer: str = ""
+    tokenizer: PathText = ""
     """A folder with a tokenizer.json in place of the model's own; empty: the model's."""
     pre: str = ""
     """llama.cpp's name of the pre-tokenizer; empty: the one with the expressions of tokenizer.json."""
-    chat_template: str = ""
+    chat_template: PathText = ""
     """A file with a Jinja chat template; empty: the tokenizer's."""
     card: bool = False
     """Write a model card beside it: README.md."""
@@ -59,7 +61,7 @@ class ExportConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Writes the file, and says what is in it; the exit status is 0."""
-    asked = tyro.cli(ExportConfig, args=argv, prog="whet export")
+    asked = parse_flags(ExportConfig, argv, "whet export")
     where, output = "whet export", Path(asked.output)
     beside = {"README.md": asked.card, "Modelfile": asked.modelfile}
     for path in (output, *(output.parent / name for name, is_asked in beside.items() if is_asked)):

@@ -11,6 +11,8 @@ from typing import Annotated
 import tyro
 
 from whet.cli.estimate import in_bytes
+from whet.cli.settings import parse_flags
+from whet.config.fields import PathText
 from whet.models.published import PUBLISHED, fetch, find_published
 
 
@@ -21,13 +23,13 @@ class FetchConfig:
     A file that is there already, with the right SHA-256, is not fetched again."""
 
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME", help=f"One of: {', '.join(PUBLISHED)}.")]
-    output_dir: str = "models"
+    output_dir: PathText = "models"
     """The folder to put it in; made if need be."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the path; the exit status is 0."""
-    asked = tyro.cli(FetchConfig, args=argv, prog="whet fetch")
+    asked = parse_flags(FetchConfig, argv, "whet fetch")
     model = find_published(asked.name)
     if not (Path(asked.output_dir) / model.file_name).exists():
         size = in_bytes(model.size_bytes)

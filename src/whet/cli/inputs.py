@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.cli.models import ADAPTERS
+from whet.data.sources import source_files
 from whet.errors import WhetValueError
 from whet.files import fingerprint, replace_text
 from whet.models.sources.gguf_container import read_gguf
@@ -39,7 +40,7 @@ def read_inputs(run: Any) -> Inputs:
 
 def _files(run: Any) -> Iterator[tuple[str, list[Path]]]:
     for setting in ("data", "eval_data"):
-        yield setting, _existing([getattr(run, setting)])
+        yield setting, [file for source in getattr(run, setting) for file in source_files(source)]
     for setting in _CODE:
         yield setting, _existing(list(map(_source, _places(run, setting))))
     if run.adapter:
@@ -93,6 +94,12 @@ def check_inputs(file: Path, now: Inputs) -> list[str]:
     """
     before: Inputs = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     notes = []
+    rows, rows_before = now.get("data", {}).keys(), before.get("data", {}).keys()
+    if rows_before and rows_before != rows:  # of a pattern or a folder
+        raise WhetValueError(
+            f"{file.parent} holds a run that began with other files of data: {', '.join(sorted(rows ^ rows_before))} "
+            f"came or went. Restore them, or choose another output_dir."
+        )
     for setting, files in now.items():
         for path, new in files.items():
             old = before.get(setting, {}).get(path, new)

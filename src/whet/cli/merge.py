@@ -14,7 +14,9 @@ import tyro
 from whet.cli.card import folder_card
 from whet.cli.estimate import in_bytes
 from whet.cli.models import import_peft, load_model, merge_adapters, system_errors
+from whet.cli.settings import parse_flags
 from whet.cli.text_model import find_model, with_adapters
+from whet.config.fields import PathText
 from whet.errors import WhetValueError
 from whet.files import check_folder_of, replace_folder, temporary_beside, told_if_full, told_if_unwritable
 from whet.models.base import PackedBase, pack_recorded, read_binding
@@ -29,11 +31,11 @@ FolderDtype = Literal["auto", "float32", "bfloat16", "float16"]
 class MergeConfig:
     """Write a model with its LoRA adapters merged as a Hugging Face folder, with its tokenizer."""
 
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    model: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="MODEL")]
     """A folder that save_pretrained or whet train wrote, also of adapters or a checkpoint, or a .gguf file."""
-    output: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
+    output: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="OUT")]
     """The folder to write."""
-    adapter: str = ""
+    adapter: PathText = ""
     """A folder of LoRA adapters that PEFT or whet train saved, for this model; empty: MODEL is one."""
     dtype: FolderDtype = "auto"
     """Of the weights; auto: that of the model's, and bfloat16 of a quantised one."""
@@ -43,7 +45,7 @@ class MergeConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Writes the folder; the exit status is 0."""
-    asked = tyro.cli(MergeConfig, args=argv, prog="whet merge")
+    asked = parse_flags(MergeConfig, argv, "whet merge")
     where = "whet merge"
     model, adapter = with_adapters(asked.model, asked.adapter, where)
     if not adapter:

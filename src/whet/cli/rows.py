@@ -22,7 +22,8 @@ def open_rows(run: Any) -> tuple[Sequence[Any], Sequence[Any], list[Callable[...
     """Rows to train on, held-out rows, and reward functions of a ``whet train``; those of its tasks come first."""
     functions = [load_function(spec) for spec in getattr(run, "reward", [])]
     if not getattr(run, "task", []):
-        return read_rows(run.data), read_rows(run.eval_data) if run.eval_data else [], functions
+        held_out = read_rows(run.eval_data, run.columns) if run.eval_data else []
+        return read_rows(run.data, run.columns), held_out, functions
     tasks = open_tasks(run.task)
     return tasks, _held_out(run) if run.eval_items else [], [*tasks.reward_functions(), *functions]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from whet.config.fields import BelowOne, Count, NonNegative, Positive, check_range, check_used
+from whet.config.fields import BelowOne, Count, NonNegative, Paths, PathText, Positive, check_range, check_used
 from whet.config.settings import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
 from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
@@ -18,19 +18,23 @@ from whet.tasks.settings import spec_text
 
 StoredDtype = Literal["auto", "float32", "bfloat16"]
 Base = Literal["auto", "none", "own", Weights]
+Columns = Mapping[str, str]
 
 
 @dataclass(kw_only=True)
 class RunConfig:
     """Settings of every ``whet train``."""
 
-    model: str = ""
+    model: PathText = ""
     """Required: a folder with a Hugging Face model, a .gguf file, or a name on the hub."""
-    data: str = ""
-    """Required: rows to train on, as a .jsonl, .json or .parquet file, or the name of a dataset on the hub."""
-    eval_data: str = ""
+    data: Paths = field(default_factory=list)
+    """Required: rows to train on. Files (.jsonl, .json, .csv, these with .gz, .parquet), patterns such as
+    "rows/*.jsonl", or datasets as NAME:CONFIG:SPLIT, each a folder or a name on the hub; several are read in order."""
+    eval_data: Paths = field(default_factory=list)
     """Rows that only measure, likewise; empty: none."""
-    output_dir: str = ""
+    columns: Columns = field(default_factory=dict)
+    """Columns of the data under the names of fields: prompt=question,completion=answer."""
+    output_dir: PathText = ""
     """Required: where the run is left."""
     steps: Count = 0
     """Steps in all; 0: one pass over the data."""
@@ -50,7 +54,7 @@ class RunConfig:
     layer but the head."""
     modules_to_save: list[str] = field(default_factory=list)
     """Names of modules that are trained whole, beside adapters, and saved with them."""
-    adapter: str = ""
+    adapter: PathText = ""
     """A folder of adapters that PEFT or whet train saved, to go on with; it says rank, alpha and layers itself."""
     base: Base = "auto"
     """Format in which the model beside adapters is packed, once, to train on and to sample from; none: float weights.
@@ -113,17 +117,17 @@ class RunConfig:
 
     def trained_on(self) -> str:
         """The rows to train on, in words."""
-        return self.data
+        return ", ".join(self.data)
 
     def evaluated_on(self) -> str:
         """The rows that only measure, in words; empty: there are none."""
-        return self.eval_data
+        return ", ".join(self.eval_data)
 
 
 class _TasksAsTexts:
     """Before any check, tables of tasks become texts, as flags have them."""
 
-    task: list[str]
+    task: Paths
 
     def __post_init__(self) -> None:
         given: Any = [self.task] if isinstance(self.task, (str, Mapping)) else self.task
@@ -135,22 +139,25 @@ class _TasksAsTexts:
 class OnlineRunConfig(RunConfig):
     """Settings of every ``whet train`` that samples."""
 
-    data: str = ""
-    """Rows to train on, as a .jsonl, .json or .parquet file, or the name of a dataset on the hub; this or task is
-    required."""
-    task: list[str] = field(default_factory=list)
+    data: Paths = field(default_factory=list)
+    """Rows to train on, this or task is required. Files (.jsonl, .json, .csv, these with .gz, .parquet), patterns such
+    as "rows/*.jsonl", or datasets as NAME:CONFIG:SPLIT, each a folder or a name on the hub; several are read in
+    order."""
+    task: Paths = field(default_factory=list)
     """Tasks in place of data and reward: reasoning_gym:NAME, file.py:Class or package.module:Class, options after
     commas as in reasoning_gym:chain_sum,max_terms=2; in CONFIG.toml also [[task]] tables."""
     eval_items: Count = 0
     """Items of each task that only measure, none of which occurs in training; 0: none."""
-    reward: list[str] = field(default_factory=list)
+    reward: Paths = field(default_factory=list)
     """Functions that score: file.py:function or package.module:function."""
     eval_temperature: NonNegative = 0.0
     """Of the completions that evaluation samples; 0: always the most probable token."""
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_used(self, ["data", "eval_data"], not self.task, "task brings rows to train and to evaluate on")
+        check_used(
+            self, ["data", "eval_data", "columns"], not self.task, "task brings rows to train and to evaluate on"
+        )
         check_used(self, ["eval_items"], bool(self.task), "there is no task; eval_data names rows that only measure")
         measured = self.sources()[1]
         check_used(self, ["eval_temperature"], bool(getattr(self, measured)), f"there is no {measured}")
@@ -161,10 +168,10 @@ class OnlineRunConfig(RunConfig):
         return ("task", "eval_items") if self.task else super().sources()
 
     def trained_on(self) -> str:
-        return "; ".join(self.task) or self.data
+        return "; ".join(self.task) or super().trained_on()
 
     def evaluated_on(self) -> str:
-        return f"{self.eval_items:,} held-out items of each task" if self.eval_items else self.eval_data
+        return f"{self.eval_items:,} held-out items of each task" if self.eval_items else super().evaluated_on()
 
 
 @dataclass(kw_only=True)
@@ -191,7 +198,7 @@ class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
 class OnlineDPORun(_TasksAsTexts, OnlineDPOConfig, OnlineRunConfig):
     """Settings of ``whet train online-dpo``."""
 
-    preference: str = ""
+    preference: PathText = ""
     """A function that judges pairs in place of the rewards: file.py:function or package.module:function."""
 
     def check(self, where: str) -> None:
@@ -211,17 +218,19 @@ RUNS: dict[str, type[RunConfig]] = {"sft": SFTRun, "dpo": DPORun, "grpo": GRPORu
 class _BestOfNInputs:
     """Settings of ``whet best-of-n`` that are not the algorithm's."""
 
-    model: str = ""
+    model: PathText = ""
     """Required: a folder with a Hugging Face model, a .gguf file, or a name on the hub."""
-    prompts: str = ""
-    """Rows with a prompt each: a .jsonl, .json or .parquet file, or the name of a dataset on the hub."""
+    prompts: Paths = field(default_factory=list)
+    """Rows with a prompt each, see data of whet train grpo --help."""
+    columns: Columns = field(default_factory=dict)
+    """Columns of the prompts under the names of fields: prompt=question,answer=solution."""
     prompt: str = ""
     """A single prompt, in place of prompts."""
-    task: list[str] = field(default_factory=list)
+    task: Paths = field(default_factory=list)
     """Tasks in place of prompts and reward, see whet train grpo --help; their rows to train on."""
-    reward: list[str] = field(default_factory=list)
+    reward: Paths = field(default_factory=list)
     """Functions that score: file.py:function or package.module:function."""
-    output: str = ""
+    output: PathText = ""
     """The .jsonl file to write; empty: print."""
     all_candidates: bool = False
     """Give every candidate and its score, not only the best."""
@@ -242,6 +251,7 @@ class BestOfNRun(_TasksAsTexts, BestOfNConfig, _BestOfNInputs):
             WhetValueError: naming the setting and its flag.
         """
         check_given(where, self, "model", *([] if self.task else ["reward"]))
+        check_used(self, ["columns"], bool(self.prompts), "there are no prompts, whose columns they are")
         if [bool(self.prompts), bool(self.prompt), bool(self.task)].count(True) != 1:
             raise WhetValueError(f"{where}: expected one of --prompts (a file), --prompt (a text) and --task.")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from whet.config.fields import make_config
+from whet.config.fields import convert_fields, make_config
 from whet.errors import WhetError, WhetValueError
 from whet.files import replace_text
 
@@ -61,7 +62,9 @@ def parse_flags(config_class: type[Config], argv: Sequence[str], prog: str, more
     """
     _check_once(config_class, argv, prog)
     with _TABLES:
-        return tyro.cli(config_class, args=argv, prog=prog + more, **options)
+        config = tyro.cli(config_class, args=argv, prog=prog + more, **options)
+    convert_fields(config)
+    return config
 
 
 def _check_once(config_class: type, flags: Sequence[str], prog: str) -> None:
@@ -82,7 +85,7 @@ _TABLES = ConstructorRegistry()
 
 @_TABLES.primitive_rule
 def _table_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[dict[Any, Any]] | None:
-    """A table is one flag, ``--logit-bias 5 1.0 7 -2.0``, also where a file has entries of it.
+    """A table is one flag, ``--logit-bias 5 1.0 7 -2.0`` or ``5=1.0,7=-2.0``, also where a file has entries of it.
 
     tyro's own rule makes a flag of each of those entries.
     """
@@ -92,6 +95,7 @@ def _table_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[dict[Any, A
     pair = f"{of_key.__name__} {of_value.__name__}".upper()
 
     def from_words(words: list[str]) -> dict[Any, Any]:
+        words = [part for word in words for part in re.split("[=,]", word)]
         keys = [of_key(word) for word in words[::2]]
         if len(words) % 2 or len(set(keys)) < len(keys):
             raise ValueError(f"expected pairs of a key and its value, each key once, not {' '.join(words)!r}")
@@ -116,7 +120,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise WhetValueError(f"{path}: there is no such config file.")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise WhetValueError(f"{path}: not TOML: {error}.") from error
 

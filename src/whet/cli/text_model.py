@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import tyro
 
 from whet.cli.checkpoint_model import resolve_model
-from whet.config.fields import check_used
+from whet.config.fields import PathText, check_used
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.errors import WhetError, WhetValueError
@@ -64,9 +64,9 @@ class TextConfig:
     """Added to the logits of tokens, by id; -100 to 100."""
     seed: int = 0
     """Keys the sampling: the same seed, the same text."""
-    tokenizer: str = ""
+    tokenizer: PathText = ""
     """A folder with the tokenizer, or a .gguf file that has it; empty: the model's."""
-    chat_template: str = ""
+    chat_template: PathText = ""
     """A file with a Jinja chat template; empty: the tokenizer's."""
 
     def sampling(self, stop_token_ids: Sequence[int] = ()) -> SamplingParams:
@@ -95,11 +95,11 @@ class TextConfig:
 class OneModelConfig(TextConfig):
     """A model, and how its tokens are drawn."""
 
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    model: Annotated[tyro.conf.Positional[PathText], tyro.conf.arg(metavar="MODEL")]
     """A folder that save_pretrained or whet train wrote, also a checkpoint, or a .gguf file; of parts any of them."""
     weights: Weights | None = None
     """Format of the matrices; none: bf16 of a folder, of a GGUF file its own, and of adapters that of their base."""
-    adapter: str = ""
+    adapter: PathText = ""
     """A folder of LoRA adapters that PEFT or whet train saved, for this model."""
 
 
@@ -196,7 +196,7 @@ def read_template(path: str, where: str) -> str:
         WhetValueError: it cannot be read, or is empty.
     """
     try:
-        template = Path(path).read_text(encoding="utf-8")
+        template = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise WhetValueError(f"{where}: chat_template {path!r} cannot be read: {error}.") from error
     if not template.strip():

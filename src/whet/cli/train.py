@@ -61,7 +61,7 @@ from whet.training.trainer import Trainer
 ALGORITHMS: dict[str, type[Trainer]] = {"sft": SFT, "dpo": DPO, "grpo": GRPO, "online-dpo": OnlineDPO}
 
 _IDENTITY = (
-    "model", "data", "task", "seed", "dtype", "base", "adapter", "lora_rank", "lora_alpha", "lora_dropout",
+    "model", "data", "columns", "task", "seed", "dtype", "base", "adapter", "lora_rank", "lora_alpha", "lora_dropout",
     "use_rslora", "lora_layers", "modules_to_save",
 )  # fmt: skip
 """Settings that a run keeps for good. Others may change when it is continued, which is said."""
@@ -178,14 +178,17 @@ def _say(text: str) -> None:
 
 def _checkpoint_to_resume(run: Any, folder: Path) -> Path | None:
     """The newest whole checkpoint, if the run may and can go on from it."""
+    file = folder / "config.toml"
+    if not _has_steps(folder):  # an error before the first step, such as a bad row, leaves nothing to go on with
+        return None
     if not run.resume:
-        if (folder / "config.toml").exists():
+        if file.exists():
             raise WhetValueError(f"{folder} holds a run, and resume is off. Choose another output_dir, or remove it.")
         return None
-    checkpoint, file = latest_checkpoint(folder / "checkpoints"), folder / "config.toml"
+    checkpoint = latest_checkpoint(folder / "checkpoints")
     now = dataclasses.asdict(run)
     # Runs from before there were packed bases had none; the machine decides "auto" once.
-    saved = {"base": "none" if run.has_adapters() else "auto", **read_toml(file)} if file.exists() else now
+    saved = {"base": "none" if run.has_adapters() else "auto", **_read_settings(file, now)} if file.exists() else now
     if run.base == "auto":
         run.base = now["base"] = saved["base"]
     # A setting that the run's version of Whet did not have was at its default.
@@ -200,6 +203,23 @@ def _checkpoint_to_resume(run: Any, folder: Path) -> Path | None:
     for name in changed if checkpoint else []:
         _say(f"{name} is {now[name]!r} from here on; it was {before[name]!r}")
     return checkpoint
+
+
+def _has_steps(folder: Path) -> bool:
+    """Whether a run in the folder has finished a step: there are checkpoints, or metrics of one."""
+    if any((folder / "checkpoints").glob("step-*")):
+        return True
+    metrics = folder / "metrics.jsonl"
+    return metrics.is_file() and '"learning_rate"' in metrics.read_text(encoding="utf-8")
+
+
+def _read_settings(file: Path, now: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in a run's file; one path where there may be several may be written as a text."""
+    saved = read_toml(file)
+    return {
+        name: [value] if isinstance(now.get(name), list) and isinstance(value, str) else value
+        for name, value in saved.items()
+    }
 
 
 def _as_read(value: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,23 @@ class Range(NamedTuple):
     holds: Callable[[Any], bool]
 
 
+class Conversion(NamedTuple):
+    """A function of a field's value, applied before it is checked; in an alias, as ``Range``."""
+
+    convert: Callable[[Any], Any]
+
+
+def expand_home(value: Any) -> Any:
+    """A path with the home folder in place of its ``~``, as a shell has it; also each of a list."""
+    if isinstance(value, (list, tuple)):
+        return [expand_home(each) for each in value]
+    return os.path.expanduser(value) if isinstance(value, (str, os.PathLike)) else value
+
+
+def _as_paths(value: Any) -> Any:
+    return expand_home([value] if isinstance(value, (str, os.PathLike)) else value)
+
+
 Count = Annotated[int, Range("an integer >= 0", lambda n: n >= 0)]
 Positive = Annotated[int, Range("an integer >= 1", lambda n: n >= 1)]
 Seed = Annotated[int, Range("an integer from 0 to 2^64 - 1", lambda n: 0 <= n < 1 << 64)]
@@ -42,6 +60,9 @@ TokenBias = Annotated[
         lambda bias: all(token >= 0 and -100 <= x <= 100 for token, x in bias.items()),
     ),
 ]
+PathText = Annotated[str, Conversion(expand_home)]
+Paths = Annotated[list[str], Conversion(_as_paths)]
+"""Several, or one as a text."""
 StopStrings = Annotated[
     Sequence[str],
     Range(
@@ -76,7 +97,7 @@ def make_config(config_class: type[Config], config: Config | None, settings: Map
 def check_types(config: Any) -> None:
     """Raise for a value of another type than its field's, for NaN, and for one outside the field's ``Range``.
 
-    An int is a float, and a tuple a list.
+    Values are converted first, by ``convert_fields``. An int is a float, and a tuple a list.
 
     Numbers of NumPy and others are converted to Python's, for JSON, TOML and native code; a table's keys that have to
     be integers also from text, which JSON and TOML make of them.
@@ -85,6 +106,7 @@ def check_types(config: Any) -> None:
         WhetTypeError: naming the field, its type and the value.
         WhetValueError: a string that is not among a field's choices, NaN, or a value out of range.
     """
+    convert_fields(config)
     hints = typing.get_type_hints(type(config), include_extras=True)
     for name in (f.name for f in dataclasses.fields(config)):
         value, hint, notes = getattr(config, name), hints[name], ()
@@ -103,6 +125,14 @@ def check_types(config: Any) -> None:
         for note in notes:
             if isinstance(note, Range):
                 check_range(config, name, note.holds(plain), note.expected)
+
+
+def convert_fields(config: Any) -> None:
+    """Replace the values of fields that have a ``Conversion``, such as paths that begin with ``~``."""
+    for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
+        for note in typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ():
+            if isinstance(note, Conversion):
+                object.__setattr__(config, name, note.convert(getattr(config, name)))
 
 
 def check_range(config: Any, name: str, ok: bool, expected: str) -> None:

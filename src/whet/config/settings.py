@@ -17,6 +17,7 @@ from whet.config.fields import (
     BelowOne,
     Count,
     NonNegative,
+    PathText,
     Penalty,
     Positive,
     Range,
@@ -191,7 +192,7 @@ class DPOConfig(PreferenceConfig, TrainerConfig):
 
     precompute_reference: bool = False
     """Compute the reference's log-probs once, before ``train``, instead of keeping a copy of the model for them."""
-    reference_cache: str = ""
+    reference_cache: PathText = ""
     """Folder that caches precomputed log-probs, by weights and rows, for later runs; empty: no cache."""
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from whet.data.sources import read_rows
+from whet.data.sources import Source, as_sources, read_rows
 from whet.errors import WhetValueError
 from whet.rewards.functions import RewardFunctions
 
@@ -18,21 +18,26 @@ class RewardedRows:
     A function is called for one completion at a time, so that a score does not depend on what else is scored.
 
     Args:
-        path: as ``read_rows`` takes it.
+        source, columns: as ``read_rows`` takes them.
         functions: as for training, but that they get no ``completion_ids``.
 
     Raises:
         WhetValueError: as ``read_rows``; a row without a prompt, or a function that declares ``completion_ids``.
     """
 
-    def __init__(self, path: str, functions: Sequence[Callable[..., Any]]) -> None:
-        self.name = Path(path).stem
+    def __init__(
+        self,
+        source: Source | Sequence[Source],
+        functions: Sequence[Callable[..., Any]],
+        columns: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = ", ".join(Path(each).stem for each in as_sources(source))
         self.system_prompt = ""
-        self.rows = read_rows(path)
+        self.rows = read_rows(source, columns)
         self._functions = RewardFunctions(functions)
         for i, row in enumerate(self.rows):
             if row.get("prompt") is None:
-                raise WhetValueError(f"RewardedRows: row {i} of {path} has no prompt. Give every row one.")
+                raise WhetValueError(f"RewardedRows: {self.rows.place(i)} has no prompt. Give every row one.")
         for name, function in self._functions.functions.items():
             if "completion_ids" in inspect.signature(function).parameters:
                 raise WhetValueError(
