@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tests.engine.tiny_models import CASES, logits_of, tiny_model, token_ids
+from tests.engine.tiny_models import CASES, logits_of, rope, tiny_model, token_ids
 from tests.models.tokenizers import vocab_files
 from tests.models.tokenizers.texts import make_texts
 from tests.raising import assert_raises
@@ -26,7 +26,7 @@ from whet.models import gguf_writer
 from whet.models.architecture import find_difference
 from whet.models.base import pack_base
 from whet.models.export import export_gguf, read_adapters
-from whet.models.families import FAMILIES
+from whet.models.families import FAMILIES, model_config
 from whet.models.formats import FILE_TYPES, TABLE
 from whet.models.gguf_keys import as_stored
 from whet.models.reference import naive_weights
@@ -34,6 +34,7 @@ from whet.models.slots import place_lora
 from whet.models.sources.folder import open_folder
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.gguf_container import read_gguf
+from whet.models.sources.gguf_model import read_gguf_config
 from whet.models.tokenizers import read_tokenizer
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
 
@@ -212,6 +213,66 @@ def test_an_adapter_of_a_tied_head_is_refused_where_llama_cpp_has_no_other(token
     adapters = [place_lora(source.config, source.targets["lm_head"], a, b, 1.0, "here")]
     message = "no place for this model's head, in gemma2 the embedding"
     assert_raises(WhetValueError, message, export_gguf, folder, tmp_path / "m.gguf", adapters=adapters)
+
+
+_OF_LLAMA = {case: CASES[f"llama-{case}"][1] for case in ("llama3", "longrope", "yarn-mscale")}
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "message"),
+    [
+        ("qwen2", _OF_LLAMA["llama3"], "rope_type 'llama3' in qwen2"),
+        ("smollm3-interval", _OF_LLAMA["longrope"], "rope_type 'longrope' in smollm3"),
+        (
+            "olmo2",
+            _OF_LLAMA["yarn-mscale"],
+            "rope_type 'yarn' with its own beta_fast, beta_slow or truncate in olmo2",
+        ),
+        ("qwen2", {"head_dim": 12}, "4 heads of 12: in qwen2 they are together as wide as the model, 32"),
+        (
+            "gemma3",
+            {
+                "rope_parameters": {
+                    "full_attention": rope("yarn", factor=4.0, attention_factor=0.8)["rope_parameters"],
+                    "sliding_attention": rope("default")["rope_parameters"],
+                }
+            },
+            "attention_factor: in gemma3 llama.cpp multiplies the layers with a window by it too",
+        ),
+    ],
+)
+def test_what_llama_cpp_does_not_read_in_an_architecture(case, options, message, tokenizer, tmp_path):
+    folder = save(tiny_model(case, vocab_size=N_ROWS, **options), tokenizer, tmp_path / "model")
+    message = f"GGUF has no place for (this model's )?{message}"
+    assert_raises(WhetValueError, message, export_gguf, folder, tmp_path / "m.gguf", "f32")
+
+
+@pytest.mark.parametrize("case", ["llama-longrope", "phi3-longrope", "granite"])
+def test_the_type_of_scaling_is_in_the_file(case, tokenizer, tmp_path):
+    """Without it llama.cpp looks for no factors in any architecture but Phi-3."""
+    folder = save(tiny_model(case, vocab_size=N_ROWS), tokenizer, tmp_path / "model")
+    export_gguf(folder, tmp_path / "m.gguf", "f32")
+    file = read_gguf(tmp_path / "m.gguf", "here")
+    kind = file.metadata.get(f"{file.metadata['general.architecture']}.rope.scaling.type")
+    assert kind == ("longrope" if "rope_factors_long.weight" in file.tensors else None)
+
+
+def test_yarns_own_ramp_is_written_as_frequencies(tokenizer, tmp_path):
+    """llama.cpp reads no beta_fast and beta_slow; a folder made of the file has the same frequencies."""
+    folder = save(tiny_model("llama-yarn-mscale", vocab_size=N_ROWS), tokenizer, tmp_path / "model")
+    export_gguf(folder, tmp_path / "m.gguf", "f32")
+    file, expected = read_gguf(tmp_path / "m.gguf", "here"), open_folder(folder).config
+    assert "rope_freqs.weight" in file.tensors and "llama.rope.scaling.type" not in file.metadata
+    for found in (open_gguf(file).config, model_config(read_gguf_config(file)[0])):
+        np.testing.assert_allclose(found.inv_freq, expected.inv_freq, rtol=1e-6)
+        assert found.attention_factor == pytest.approx(expected.attention_factor)
+
+
+@pytest.mark.parametrize(("case", "n"), [("mistral", 5), ("starcoder2", 5), ("phi3", 6), ("gemma2", 0), ("llama", 0)])
+def test_windows_that_llama_cpp_does_not_have_are_noted(case, n, tokenizer, tmp_path):
+    folder = save(tiny_model(case, vocab_size=N_ROWS), tokenizer, tmp_path / "model")
+    note = export_gguf(folder, tmp_path / "m.gguf", "f32").note
+    assert bool(note) == (n > 0) and (not n or f"beyond {n} tokens it computes another model" in note)
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "smollm", "gpt-2", "tekken", "gpt-4o", "deepseek-v3", "qwen35"])

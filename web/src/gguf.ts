@@ -76,8 +76,12 @@ class Metadata {
       if (!key.startsWith(begin)) continue;
       const option = key.slice(begin.length);
       const names = Object.keys(KEYS).filter((name) => KEYS[name] === option);
-      if (names.length === 0 && !(NAMES.ignored_keys as readonly string[]).includes(option)) {
+      const plain = (NAMES.plain as Record<string, Value[]>)[option];
+      if (names.length === 0 && plain === undefined && !(NAMES.ignored_keys as readonly string[]).includes(option)) {
         throw new WhetError(`${where}: the engine does not know the option ${key} of this model.`);
+      }
+      if (plain !== undefined && !plain.includes(value)) {
+        throw new WhetError(`${where}: ${key} is ${show(value)}, expected ${show(plain[0])} or none.`);
       }
       for (const name of names) this.given[name] = value;
     }
@@ -214,7 +218,7 @@ function optionsOfBiases(family: Family, biases: Record<string, boolean>): Recor
 function scales(core: Core, meta: Metadata, family: Family, c: Pick<ModelConfig, "nLayers" | "nHeads" | "headDim" | "hiddenDim">) {
   const given = (name: string, otherwise: number): number => {
     if (name in family.keys) return meta.number(name, otherwise);
-    if (meta.has(name)) throw meta.wrong(name, "none");
+    if (Math.abs(Number(meta.get(name) ?? otherwise) - otherwise) > 1e-6 * otherwise) throw meta.wrong(name, `${otherwise} or none`);
     return otherwise;
   };
   // The largest Gemma scales by another size than its heads' (query_pre_attn_scalar), which the file does not say.
@@ -259,6 +263,7 @@ async function rotaryOf(
   }
   const given = meta.number("attention_factor", 1);
   const factor = meta.number("factor", 1);
+  const yarn = given * (0.1 * core.call("logarithm", Math.max(factor, 1)) + 1);
   const original = isLong || kind === "yarn" ? meta.size("original_max_position_embeddings", trained) : trained;
   const found = ropeFrequencies(core, headDim, length, {
     kind: isLong ? "longrope" : kind === "none" ? "default" : kind,
@@ -266,12 +271,13 @@ async function rotaryOf(
     partial: rotaryDim === headDim ? 1 : (rotaryDim + 0.5) / headDim,
     factor: isLong ? trained / original : factor,
     original,
-    attentionFactor: isLong ? given : kind === "yarn" ? given * (0.1 * core.call("logarithm", Math.max(factor, 1)) + 1) : undefined,
+    attentionFactor: isLong ? given : kind !== "yarn" ? undefined : meta.has("attention_factor") ? yarn : meta.number("yarn_attention_factor", yarn),
     betaFast: meta.number("beta_fast", 32),
     betaSlow: meta.number("beta_slow", 1),
     shortFactor,
     longFactor,
   });
+  if (!isLong && kind !== "yarn") found.attentionFactor *= given; // llama.cpp multiplies by it under any scaling
   const divisors = await floatsOf(file.tensors.get(names.divisors), reader, where);
   if (divisors !== undefined) {
     if (divisors.length !== found.invFreq.length || !divisors.every((x) => x > 0 && x < Infinity)) {

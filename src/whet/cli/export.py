@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -101,6 +102,8 @@ def main(argv: Sequence[str]) -> int:
             progress=progress,
         )
     print(f"{output}: {describe(found)}")
+    if found.note:
+        print(f"{where}: {found.note}.", file=sys.stderr)
     _write_beside(asked, model, adapter, source, found)
     return 0
 

@@ -30,10 +30,11 @@ _QUANTIZATION_VERSION = 2
 
 
 class Exported(NamedTuple):
-    """A file that was written: its bytes, and the number of its tensors in each format."""
+    """A file that was written: its bytes, the number of its tensors in each format, and ``Keys.note``."""
 
     size_bytes: int
     formats: dict[str, int]
+    note: str = ""
 
 
 def export_gguf(
@@ -103,7 +104,7 @@ def export_gguf(
     metadata |= {"general.file_type": mixture.file_type, "general.quantization_version": _QUANTIZATION_VERSION}
     tensors = [*(_vector_tensor(name, vector) for name, vector in vectors.items()), *tensors]
     size_bytes = write_gguf(path, metadata, tensors, overwrite=overwrite, where=where, progress=progress)
-    return Exported(size_bytes, count_formats(tensors))
+    return Exported(size_bytes, count_formats(tensors), keys.note if keys is not None else "")
 
 
 def read_adapters(folder: str | os.PathLike[str], source: Source, where: str) -> list[LoRA]:

@@ -9,8 +9,9 @@ What is data stands in families.json, which builds without Python embed:
     plain        options of any family that change what is computed -> the values with which nothing changes
     not_run      what a family has that the engine does not run -> model_types, and GGUF's architectures, with it
     gguf         ``keys``: our names -> metadata keys behind "ARCHITECTURE."; ``ignored_keys`` change nothing here;
-                 ``rope_tensors``: numbers that llama.cpp keeps as tensors; ``fused_qkv``: q, k and v in one, which any
-                 architecture may have in place of three
+                 ``plain``: keys that are taken with values that change nothing only -> these; ``rope_tensors``: numbers
+                 that llama.cpp keeps as tensors; ``fused_qkv``: q, k and v in one, which any architecture may have in
+                 place of three
     families     model_type -> a ``Family``, by the names of its attributes; ``like``: another family, with which these
                  ``keys``, ``settings``, ``defaults`` and ``modules`` are merged, and of which all else is taken that is
                  not given; a key or module that is null is one that this family does not have.
@@ -58,8 +59,11 @@ class Family:
         gguf: None, where GGUF has none, or its ``architecture``; whether the rows of q and k are ``interleaved``
             there; whether llama.cpp reads ``biases`` of attention, and a ``head`` that is not the embedding; what it
             ``needs`` though the model may do without: "head", rows of its own of a head that is the embedding, "biases"
-            of all matrices; what it takes for ``sliding_window`` where a file does not say; and with how many layers
-            it divides scores by the root of hidden_dim / n_heads, not of head_dim (``scale_by_hidden``).
+            of all matrices; what it takes for ``sliding_window`` where a file does not say; with how many layers
+            it divides scores by the root of hidden_dim / n_heads, not of head_dim (``scale_by_hidden``); which scaling
+            of ``rope`` it reads besides linear and YaRN: "divisors" of the frequencies, "longrope"; whether all heads
+            together have to be as wide as the model (``square``); and whether it computes ``windows``. As tested with
+            llama.cpp b11549 of October 2026 by tests/wide/test_llama_cpp.py.
         gguf_modules: where the tensors of a GGUF file go.
         window: "none", "all" layers have sliding_window, "some" by layer_types, or, where these are not given, all but
             every sliding_window_pattern-th: "pattern".

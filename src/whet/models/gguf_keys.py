@@ -32,10 +32,12 @@ class Keys(NamedTuple):
     Attributes:
         metadata: ``general.architecture`` and all keys of the architecture.
         vectors: float32 tensors of rotary frequencies, by name.
+        note: what llama.cpp computes in another way, in a sentence; empty: nothing.
     """
 
     metadata: dict[str, Any]
     vectors: dict[str, np.ndarray]
+    note: str = ""
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> str:
@@ -62,13 +64,19 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
         where: begins the errors.
 
     Raises:
-        WhetValueError: an option that GGUF has no place for.
+        WhetValueError: an option that GGUF has no place for, or that llama.cpp does not read in the architecture.
     """
     architecture, family = architecture_of(config, where), family_of(config, where)
-    if described.qkv_bias and not (family.gguf or {}).get("biases", True):
+    table = family.gguf or {}
+    if described.qkv_bias and not table.get("biases", True):
         raise WhetValueError(f"{where}: GGUF has no place for this model's biases of attention, in {architecture}.")
-    if not described.tied_head and not (family.gguf or {}).get("head", True):
+    if not described.tied_head and not table.get("head", True):
         raise WhetValueError(f"{where}: GGUF has no place for this model's head, in {architecture} the embedding.")
+    if table.get("square") and described.n_heads * described.head_dim != described.hidden_dim:
+        raise WhetValueError(
+            f"{where}: GGUF has no place for this model's {described.n_heads} heads of {described.head_dim}: in "
+            f"{architecture} they are together as wide as the model, {described.hidden_dim}."
+        )
     given: dict[str, Any] = {
         "n_layers": described.n_layers,
         "max_position": trained_position(config, where),
@@ -90,12 +98,27 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
     vectors: dict[str, np.ndarray] = {}
     if described.rotary_dim:
         given["rotary_dim"] = described.rotary_dim
-        rope, vectors = _rope(described, rope_scaling(config, where), where)
+        rope, vectors = _rope(described, rope_scaling(config, where), architecture, table.get("rope", ()), where)
+        if family.rope_local and rope.get("attention_factor", 1.0) != 1.0:
+            raise WhetValueError(
+                f"{where}: GGUF has no place for this model's attention_factor: in {architecture} llama.cpp multiplies "
+                f"the layers with a window by it too."
+            )
         given |= rope
     metadata: dict[str, Any] = {"general.architecture": architecture}
     metadata |= {f"{architecture}.{_KEYS[name]}": value for name, value in given.items()}
     metadata[f"{architecture}.vocab_size"] = described.vocab_size
-    return Keys(metadata, vectors)
+    return Keys(metadata, vectors, _note(described, architecture, table.get("windows", False)))
+
+
+def _note(described: ModelConfig, architecture: str, reads_windows: bool) -> str:
+    window = max(described.windows)
+    if reads_windows or not window:
+        return ""
+    return (
+        f"llama.cpp has no sliding window in {architecture}: beyond {window:,} tokens it computes another model, "
+        f"as the layers of this one look back no further"
+    )
 
 
 def as_stored(described: ModelConfig, model_type: str) -> ModelConfig:
@@ -124,28 +147,43 @@ def check_keys(keys: Keys, tensors: Sequence[Tensor], described: ModelConfig, wh
 
 
 def _rope(
-    described: ModelConfig, scaling: Mapping[str, Any], where: str
+    described: ModelConfig, scaling: Mapping[str, Any], architecture: str, known: Sequence[str], where: str
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The keys of rotary embedding, and its tensors."""
+    """The keys of rotary embedding, and its tensors.
+
+    Args:
+        known: what llama.cpp reads in the architecture, of "divisors" and "longrope".
+    """
     kind, theta = scaling["rope_type"], float(scaling.get("rope_theta", 10000.0))
     given: dict[str, Any] = {"rope_theta": theta}
     original = scaling.get("original_max_position_embeddings")
-    if kind in ("linear", "yarn"):
+    if kind == "linear":
+        return given | {"rope_type": kind, "factor": float(scaling["factor"])}, {}
+    if kind == "yarn" and _has_llama_cpps_ramp(scaling):
         factor = float(scaling["factor"])
-        given |= {"rope_type": kind, "factor": factor}
-        if kind == "yarn":
-            given["original_max_position_embeddings"] = original
-            given["attention_factor"] = described.attention_factor / (0.1 * math.log(max(factor, 1.0)) + 1.0)
-            given |= {name: float(scaling[name]) for name in ("beta_fast", "beta_slow") if name in scaling}
-        return given, {}
-    if kind == "longrope":
-        given |= {"original_max_position_embeddings": original, "attention_factor": described.attention_factor}
+        relative = described.attention_factor / (0.1 * math.log(max(factor, 1.0)) + 1.0)
+        given |= {"rope_type": kind, "factor": factor, "attention_factor": relative}
+        return given | {"original_max_position_embeddings": original}, {}
+    if kind == "longrope" and "longrope" in known:
+        given |= {"rope_type": kind, "original_max_position_embeddings": original}
+        given["attention_factor"] = described.attention_factor
         names = ("long_factor", "short_factor")
         return given, {_ROPE_TENSORS[name]: np.array(scaling[name], np.float32) for name in names}
     plain = theta ** (-2 * np.arange(described.rotary_dim // 2) / described.rotary_dim)
     if not all(described.inv_freq):
         raise WhetValueError(f"{where}: GGUF has no place for rope_type {kind!r} with frequencies of 0.")
     divisors = plain / np.array(described.inv_freq)
-    if np.allclose(divisors, 1.0, rtol=1e-6, atol=0):
+    if described.attention_factor != 1.0:
+        given["attention_factor"] = described.attention_factor
+    elif np.allclose(divisors, 1.0, rtol=1e-6, atol=0):
         return given, {}
+    if kind == "longrope" or "divisors" not in known:
+        own = " with its own beta_fast, beta_slow or truncate" if kind == "yarn" else ""
+        raise WhetValueError(f"{where}: GGUF has no place for rope_type {kind!r}{own} in {architecture}.")
     return given, {_ROPE_TENSORS["divisors"]: divisors.astype(np.float32)}
+
+
+def _has_llama_cpps_ramp(scaling: Mapping[str, Any]) -> bool:
+    """Whether YaRN's ramp is the one that llama.cpp computes whatever a file says: beta 32 and 1, at whole pairs."""
+    given = {"beta_fast": 32, "beta_slow": 1, "truncate": True} | dict(scaling)
+    return given["beta_fast"] == 32 and given["beta_slow"] == 1 and given["truncate"] is True

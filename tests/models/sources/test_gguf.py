@@ -405,8 +405,8 @@ def holding(*tensors: bytes) -> bytes:
             "split.count is 3; expected a name such",
         ),
         (
-            header(n_keys=2) + ARCHITECTURE + key(b"llama.expert_count", 4, bytes(4)),
-            "not know the option llama.expert_c",
+            header(n_keys=2) + ARCHITECTURE + key(b"llama.expert_kinds", 4, bytes(4)),
+            "not know the option llama.expert_k",
         ),
         (header(n_keys=1) + ARCHITECTURE, "llama.block_count is None, expected an integer of at least 1"),
     ],
@@ -445,14 +445,61 @@ def test_sizes_that_cannot_be(small, tmp_path, name, value):
         ),
         (None, {"rope_freqs.weight": np.zeros(4, np.float32)}, "expected 4 finite numbers above 0"),
         (None, {"rope_factors_long.weight": np.ones(4, np.float32)}, "rope_factors_long are 1-D F32 tensors"),
-        (lambda w: w.add_float32("llama.logit_scale", 2.0), None, "llama.logit_scale is 2.0, expected none"),
+        (lambda w: w.add_float32("llama.logit_scale", 2.0), None, "llama.logit_scale is 2.0, expected 1 or none"),
         (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), None, "rope.scaling.type is 'longrope'"),
         (lambda w: w.add_float32("llama.rope.scaling.attn_factor", float("nan")), None, "attn_factor is nan, expected"),
+        (lambda w: w.add_expert_count(2), None, "llama.expert_count is 2, expected 0 or none"),
+        (lambda w: w.add_bool("llama.attention.causal", False), None, "attention.causal is False, expected True or no"),
+        (lambda w: w.add_float32("llama.attn_logit_softcapping", 5.0), None, "softcapping is 5.0, expected 0 or none"),
     ],
 )
 def test_models_that_are_more_than_their_architecture(change, extra, message, tmp_path):
     path = write_gguf(tiny_model("llama"), tmp_path / "model.gguf", change=change, extra=extra)
     assert_raises(WhetValueError, rf"^open_gguf.*{message}", open_gguf, path)
+
+
+def test_options_with_the_value_that_changes_nothing(tmp_path):
+    def change(writer):
+        for key, value in {
+            "attention.causal": True, "expert_count": 0, "expert_used_count": 0, "pooling_type": 0,
+            "rope.scale_linear": 1.0, "rope.scaling.yarn_ext_factor": 1.0, "logit_scale": 1.0,
+            "attention.scale": 8**-0.5, "attn_logit_softcapping": 0.0,
+        }.items():  # fmt: skip
+            add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+            add(f"llama.{key}", value)
+
+    model, plain = tiny_model("llama"), tmp_path / "plain.gguf"
+    source = open_gguf(write_gguf(model, tmp_path / "model.gguf", change=change))
+    assert source.config == open_gguf(write_gguf(model, plain)).config
+
+
+@pytest.mark.parametrize(("key", "expected"), [("yarn_attn_factor", 0.8), ("attn_factor", 0.8 * (0.1 * np.log(4) + 1))])
+def test_the_attention_factor_of_yarn_under_either_key(key, expected, tmp_path):
+    """The config's, as llama.cpp's converter writes it, or relative to YaRN's own, as llama.cpp reads it."""
+
+    def change(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(16)
+        writer.add_float32(f"llama.rope.scaling.{key}", 0.8)
+
+    source = open_gguf(write_gguf(tiny_model("llama-yarn"), tmp_path / "model.gguf", change=change))
+    assert source.config.attention_factor == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_an_attention_factor_without_yarn(factor, tmp_path):
+    """llama.cpp multiplies cosines and sines by it under any scaling."""
+
+    def change(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(factor)
+        writer.add_rope_scaling_attn_factors(0.8)
+
+    config = open_gguf(write_gguf(tiny_model("llama"), tmp_path / "model.gguf", change=change)).config
+    plain = open_gguf(write_gguf(tiny_model("llama"), tmp_path / "plain.gguf")).config
+    assert config.attention_factor == pytest.approx(0.8)
+    np.testing.assert_allclose(config.inv_freq, np.array(plain.inv_freq) / factor)
 
 
 def test_sizes_by_layer(tmp_path):

@@ -5,7 +5,7 @@ reading of options. The tensors become those of the Hugging Face model: llama.cp
 pairing, and views with a stride undo that; newer converters may write q, k and v as one matrix. An option or tensor
 that is not known here is an error: it may change what the model computes. GGUF does not say which GELU GPT-NeoX was
 trained with: it is the exact one, as in its config. A sliding window counts, as in Hugging Face; llama.cpp passes over
-those of llama and phi3.
+those of llama, phi3 and starcoder2.
 
 Source of the names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, llama.cpp's convert_hf_to_gguf.py.
 """
@@ -144,9 +144,12 @@ class _Metadata:
         self.tensors, self.architecture, self.where = file.tensors, architecture, where
         begin = f"{architecture}."
         given = {key.removeprefix(begin): v for key, v in file.metadata.items() if key.startswith(begin)}
-        unknown = sorted(given.keys() - {*_KEYS.values(), *GGUF_NAMES["ignored_keys"]})
-        if unknown:
-            raise WhetValueError(f"{where}: the engine does not know the option {begin}{unknown[0]} of this model.")
+        for key in sorted(given.keys() - {*_KEYS.values(), *GGUF_NAMES["ignored_keys"]}):
+            plain = GGUF_NAMES["plain"].get(key)
+            if plain is None:
+                raise WhetValueError(f"{where}: the engine does not know the option {begin}{key} of this model.")
+            if given[key] not in plain:
+                raise WhetValueError(f"{where}: {begin}{key} is {given[key]!r:.60}, expected {plain[0]!r} or none.")
         self.given = {name: given[key] for name, key in _KEYS.items() if key in given}
 
     def wrong(self, name: str, expected: str) -> WhetValueError:
@@ -247,15 +250,15 @@ class _Metadata:
         """The factors that only some families have."""
         plain = dict.fromkeys(SCALES, 1.0) | {"attention_scale": 1 / math.sqrt(head_dim)}
         for name in SCALES:
-            if name in self.given and name not in family.keys:
-                raise self.wrong(name, "none")
+            if name not in family.keys and not math.isclose(self.number(name, plain[name]), plain[name], rel_tol=1e-6):
+                raise self.wrong(name, f"{plain[name]:.6g} or none")
         return {family.keys[name]: self.number(name, plain[name]) for name in SCALES if name in family.keys}
 
     def softcaps(self, family: Family) -> dict[str, float]:
         """The caps that only some families have; llama.cpp's are the family's own where a file does not say them."""
         for name in SOFTCAPS:
-            if name in self.given and name not in family.keys:
-                raise self.wrong(name, "none")
+            if self.given.get(name, 0.0) != 0.0 and name not in family.keys:
+                raise self.wrong(name, "0 or none")
         return {family.keys[n]: self.number(n, family.defaults[n]) for n in SOFTCAPS if n in family.keys}
 
     def rope(self, sizes: Mapping[str, int], rotary_dim: int) -> dict[str, Any]:
@@ -274,11 +277,18 @@ class _Metadata:
             factor = self.number("factor", 1.0)
             found |= {"rope_type": kind, "factor": factor}
             if kind == "yarn":
+                relative = attention_factor * (0.1 * math.log(max(factor, 1.0)) + 1.0)
+                # llama.cpp's converter writes the config's here, which llama.cpp does not read.
+                has_own = "attention_factor" not in self.given
+                found["attention_factor"] = self.number("yarn_attention_factor", relative) if has_own else relative
                 found["original_max_position_embeddings"] = original
-                found["attention_factor"] = attention_factor * (0.1 * math.log(max(factor, 1.0)) + 1.0)
                 found |= {name: self.number(name) for name in ("beta_fast", "beta_slow") if name in self.given}
         elif kind != "none":
             raise self.wrong("rope_type", "none, linear, yarn, or longrope with its rope_factors tensors")
+        if attention_factor != 1.0 and found["rope_type"] in ("default", "linear"):  # which have none in these words
+            factors = [found.pop("factor", 1.0)] * (rotary_dim // 2)
+            found |= {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+            found |= {"original_max_position_embeddings": sizes["max_position"], "attention_factor": attention_factor}
         return found
 
 

@@ -105,7 +105,7 @@ def _divided_rope(config: ModelConfig, theta: float) -> dict[str, Any]:
     plain = theta ** (-2 * np.arange(config.rotary_dim // 2) / config.rotary_dim)
     divisors = plain / np.array(config.inv_freq)
     llama3 = {"rope_type": "llama3", "rope_theta": theta, "factor": float(np.round(divisors.max())), **_LLAMA3}
-    if llama3["factor"] >= 1:
+    if llama3["factor"] >= 1 and config.attention_factor == 1.0:
         frequencies, _ = rope_frequencies(config.head_dim, None, config.max_position, scaling=llama3)
         if frequencies.shape == divisors.shape and np.allclose(frequencies, config.inv_freq, rtol=1e-5, atol=0):
             return llama3

@@ -1,0 +1,186 @@
+"""Exported files in llama.cpp: every family, scaling of rotary frequencies, shape of heads and window that are written.
+
+llama.cpp comes as the wheel ``xllamacpp``, whose server runs in this process. What ``whet export`` refuses is written
+all the same, to see that llama.cpp does not open it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests.models.test_export import N_ROWS, N_TOKENS, PRE_TOKENIZERS, save
+from tests.models.tokenizers import vocab_files
+from tests.raising import assert_raises
+
+from whet.errors import WhetValueError
+from whet.models.export import export_gguf
+from whet.models.families import FAMILIES
+
+pytest.importorskip("xllamacpp", reason="llama.cpp: pip install 'whet[wide]'")
+
+LENGTH = 200
+ENDS = (1, 30, 65, 130, LENGTH)
+"""Tokens after which log-probs are compared: the first position, within the original context of 64, and beyond it."""
+HEAD_DIM, WINDOW = 16, 32
+_SIZES = {
+    "vocab_size": N_ROWS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+_GPT2 = {"vocab_size": N_ROWS, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "eos_token_id": 1}
+_GEMMA = {"num_hidden_layers": 6, "head_dim": HEAD_DIM, "query_pre_attn_scalar": HEAD_DIM, "sliding_window": WINDOW}
+_OWN: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": HEAD_DIM},
+    "mistral": {"sliding_window": None},
+    "starcoder2": {"sliding_window": None},
+    "phi3": {"sliding_window": None, "original_max_position_embeddings": 64},
+    "gemma2": {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 9.0},
+    "gemma3_text": _GEMMA,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_PAIRS = np.arange(HEAD_DIM // 2)
+ROPES: dict[str, dict[str, Any]] = {
+    "plain": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": _YARN,
+    "yarn-betas": {**_YARN, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn-not-truncated": {**_YARN, "truncate": False},
+    "yarn-attention": {**_YARN, "attention_factor": 0.8},
+    "yarn-mscale": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.4},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+    "longrope": {
+        "rope_type": "longrope", "original_max_position_embeddings": 64,
+        "short_factor": (1 + _PAIRS / 10).tolist(), "long_factor": (1 + _PAIRS / 2).tolist(),
+    },
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "wide heads": {"head_dim": 24, "query_pre_attn_scalar": 24},
+    "narrow heads": {"head_dim": 8, "query_pre_attn_scalar": 8},
+    "tied": {"tie_word_embeddings": True},
+    "window": {"sliding_window": WINDOW},
+}
+REFUSED = {
+    (family, rope)
+    for family, ropes in {
+        "qwen2": "yarn-betas yarn-not-truncated llama3 longrope",
+        "qwen3": "yarn-betas yarn-not-truncated llama3 longrope",
+        "smollm3": "yarn-betas yarn-not-truncated llama3 longrope",
+        "olmo2": "yarn-betas yarn-not-truncated llama3 longrope",
+        "gemma2": "yarn-betas yarn-not-truncated llama3 longrope",
+        "gemma3_text": "yarn-betas yarn-not-truncated llama3 longrope yarn-attention yarn-mscale",
+        "starcoder2": "yarn-betas yarn-not-truncated llama3 longrope",
+        "gpt_neox": "yarn-betas yarn-not-truncated llama3 longrope",
+        "stablelm": "yarn-betas yarn-not-truncated llama3 longrope",
+        "phi": "yarn-betas yarn-not-truncated llama3 longrope",
+    }.items()
+    for rope in ropes.split()
+} | {(family, f"{size} heads") for family in ("qwen2", "olmo2", "starcoder2", "phi3") for size in ("wide", "narrow")}
+NO_SUCH_CONFIG = {("phi3", rope) for rope in ROPES if rope not in ("plain", "longrope")}
+"""Phi-3's config takes no other scaling."""
+_EXPORTED = [name for name, family in FAMILIES.items() if family.gguf is not None]
+CASES = [
+    *((family, rope) for family, rope in itertools.product(_EXPORTED, ROPES) if family != "gpt2" or rope == "plain"),
+    *((family, shape) for family in _EXPORTED for shape in ("wide heads", "narrow heads")
+      if "head_dim" in FAMILIES[family].keys),
+    *((family, "tied") for family in _EXPORTED),
+    *((family, "window") for family in _EXPORTED if FAMILIES[family].window == "all"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return vocab_files.train_byte_level(list(PRE_TOKENIZERS["qwen2"].patterns), N_TOKENS)
+
+
+def make_model(family: str, case: str) -> Any:
+    options = {**(_GPT2 if family == "gpt2" else _SIZES), "initializer_range": 0.2, **_OWN.get(family, {})}
+    if case in ROPES and family != "gpt2":
+        rope = {"rope_theta": 10000.0, **ROPES[case]}
+        if FAMILIES[family].partial_rotary and family != "phi3":
+            rope["partial_rotary_factor"] = 1.0
+        if FAMILIES[family].rope_local:
+            rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+        options["rope_parameters"] = rope
+    options |= SHAPES.get(case, {})
+    if family == "gpt_neox":
+        del options["num_key_value_heads"]
+    torch.manual_seed(1)
+    config = transformers.AutoConfig.for_model(family, **options)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            offset = FAMILIES[family].norm_offset
+            parameter.data.uniform_(0.5 - offset, 1.5 - offset)
+    return model.requires_grad_(False)
+
+
+def llama_cpp_logprobs(path: Path, prefixes: Sequence[list[int]]) -> np.ndarray:
+    """(prefixes, vocabulary): log-probs of the next token.
+
+    Raises:
+        RuntimeError: llama.cpp does not open the file.
+    """
+    import xllamacpp  # pyright: ignore[reportMissingImports]
+
+    settings = xllamacpp.CommonParams()
+    settings.model.path, settings.n_ctx, settings.n_parallel, settings.warmup = str(path), 256, 1, False
+    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
+    server = xllamacpp.Server(settings)
+    # A token with a text is chosen, as the server reports no log-probs of one without; those of all are the model's.
+    asked = {"n_predict": 1, "n_probs": N_ROWS, "logit_bias": [[72, 1000.0]], "temperature": 0.0}
+    found = np.full((len(prefixes), N_ROWS), np.nan)
+    for row, prefix in zip(found, prefixes, strict=True):
+        answer: Any = server.handle_completions({**asked, "prompt": prefix})
+        for token in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
+            row[token["id"]] = token["logprob"]
+    return found
+
+
+def relative_errors(model: Any, path: Path) -> np.ndarray:
+    """Of llama.cpp's log-probs after each of ``ENDS`` tokens, relative to their spread."""
+    ids = torch.randint(0, N_TOKENS, (1, LENGTH), generator=torch.Generator().manual_seed(2))
+    expected = model(ids).logits[0].log_softmax(-1).numpy()[np.array(ENDS) - 1]
+    found = llama_cpp_logprobs(path, [ids[0, :end].tolist() for end in ENDS])
+    spread = expected - expected.mean(-1, keepdims=True)
+    return np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(spread, axis=-1)
+
+
+@pytest.mark.parametrize(("family", "case"), [each for each in CASES if each not in NO_SUCH_CONFIG])
+def test_llama_cpp_computes_what_is_exported(family, case, tokenizer, tmp_path, monkeypatch):
+    model = make_model(family, case)
+    folder, out = save(model, tokenizer, tmp_path / "model"), tmp_path / "model.gguf"
+    if (family, case) in REFUSED:
+        assert_raises(WhetValueError, "GGUF has no place for", export_gguf, folder, out, "f32")
+        assert_that_llama_cpp_does_not_open_it(family, folder, out, monkeypatch)
+        return
+    written = export_gguf(folder, out, "f32")
+    errors = relative_errors(model, out)
+    if case == "window":
+        assert "llama.cpp has no sliding window in " in written.note
+        assert errors[1] < 0.05 < errors[2]
+    else:
+        assert not written.note
+        assert max(errors) < 0.05
+
+
+def assert_that_llama_cpp_does_not_open_it(family: str, folder: Path, out: Path, monkeypatch: Any) -> None:
+    """Write what is refused, by another table; not where llama.cpp opens such a file and computes another model."""
+    own = FAMILIES[family]
+    table = {**(own.gguf or {}), "rope": ("divisors", "longrope"), "square": False}
+    monkeypatch.setitem(FAMILIES, family, replace(own, gguf=table))
+    with contextlib.suppress(WhetValueError):  # Gemma 3's attention_factor, which is in no table
+        export_gguf(folder, out, "f32")
+        with pytest.raises(RuntimeError):
+            llama_cpp_logprobs(out, [[1]])
