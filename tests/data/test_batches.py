@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from tests.tiny import Items, Streamed
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
 from whet.data.batches import (
+    Place,
     as_row,
     as_rows,
     batch_stream,
@@ -26,6 +27,7 @@ from whet.errors import WhetTypeError, WhetValueError
 FIELDS = ("prompt", "completion")
 ROWS = [{"prompt": f"{i}+2=", "completion": f"{i + 2}", "grid": np.zeros((5, 5))} for i in range(8)]
 CHAT = [{"role": "user", "content": "hi"}]
+START = Place()
 MATRIX = torch.zeros(2, 3, dtype=torch.int64)
 
 
@@ -33,14 +35,18 @@ def row(item):
     return as_row(item, FIELDS, "Test") if not isinstance(item, str) else {"text": item}
 
 
-def stream(dataset, batch_size=2, start=0, seed=0):
+def stream(dataset, batch_size=2, start=START, seed=0):
     return batch_stream(dataset, batch_size, seed, start, FIELDS, row)
+
+
+def arguments(dataset, **settings):
+    """The arguments of ``train_step``, without the places."""
+    return (batch for batch, _ in stream(dataset, **settings).batches)
 
 
 def taken(dataset, n=None, **settings):
     """The prompts of the first n batches of rows."""
-    batches, _ = stream(dataset, **settings)
-    return [[r["prompt"] for r in rows] for (rows,) in islice(batches, n)]
+    return [[r["prompt"] for r in rows] for (rows,) in islice(arguments(dataset, **settings), n)]
 
 
 class Sized(Streamed):
@@ -148,7 +154,7 @@ def test_columns_of_text_make_rows():
 
 
 def test_tuples_are_rows_with_the_fields_in_order():
-    batches, _ = stream([([1], [2])] * 4)
+    batches = arguments([([1], [2])] * 4)
     assert next(batches) == ([{"prompt": [1], "completion": [2]}] * 2,)
     with pytest.raises(
         WhetTypeError, match=r"Test: a row is \(1, 2, 3\), expected a dict or a tuple of \(prompt, comp"
@@ -161,24 +167,24 @@ def test_tuples_are_rows_with_the_fields_in_order():
 
 def test_a_sequence_can_start_anywhere():
     rows = [{"prompt": str(i)} for i in range(7)]
-    batches, per_epoch = stream(rows)
-    whole = list(islice(batches, 12))
-    assert per_epoch == 3
-    for start in range(12):
-        assert list(islice(stream(rows, start=start)[0], 12 - start)) == whole[start:]
-    assert all(len(batch) == 1 and len(batch[0]) == 2 for batch in whole)
+    whole = list(islice(stream(rows).batches, 12))
+    assert stream(rows).per_epoch == 3
+    for n, (_, place) in enumerate(whole, 1):
+        assert list(islice(stream(rows, start=place).batches, 12 - n)) == whole[n:]
+        assert stream(rows, start=place).n_left == 3 - n % 3
+    assert all(len(batch) == 1 and len(batch[0]) == 2 for batch, _ in whole)
 
 
 def test_batches_that_are_ready_keep_their_form():
-    assert next(stream([MATRIX])[0]) == (MATRIX,)
-    assert next(stream([(MATRIX, MATRIX)])[0]) == (MATRIX, MATRIX)
-    assert next(stream(iter([[MATRIX, MATRIX]]))[0]) == (MATRIX, MATRIX)
+    assert next(arguments([MATRIX])) == (MATRIX,)
+    assert next(arguments([(MATRIX, MATRIX)])) == (MATRIX, MATRIX)
+    assert next(arguments(iter([[MATRIX, MATRIX]]))) == (MATRIX, MATRIX)
     encoded = {"input_ids": MATRIX, "attention_mask": MATRIX}
-    assert next(stream([encoded])[0]) == (encoded,)
+    assert next(arguments([encoded])) == (encoded,)
     rows = [{"prompt": "a"}, {"prompt": "b"}]
-    assert next(stream(iter([rows]))[0]) == (rows,)
-    assert next(stream([rows])[0]) == (rows,)  # in a sequence as in an iterator
-    assert next(stream(iter([{"prompt": ["a", "b"], "n": [1, 2]}]))[0]) == (
+    assert next(arguments(iter([rows]))) == (rows,)
+    assert next(arguments([rows])) == (rows,)  # in a sequence as in an iterator
+    assert next(arguments(iter([{"prompt": ["a", "b"], "n": [1, 2]}]))) == (
         [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}],
     )
 
@@ -191,8 +197,8 @@ def test_batches_that_are_ready_keep_their_form():
 def test_sequences_of_rows_are_shuffled(dataset):
     seen = []
     as_seen = lambda item: seen.append(item) or {"prompt": item}  # noqa: E731
-    batches, per_epoch = batch_stream(dataset, 3, 0, 0, FIELDS, as_seen)
-    assert per_epoch == 2 and [len(rows) for (rows,) in islice(batches, 4)] == [3] * 4
+    batches, n_left, per_epoch = batch_stream(dataset, 3, 0, Place(), FIELDS, as_seen)
+    assert n_left == per_epoch == 2 and [len(rows) for ((rows,), _) in islice(batches, 4)] == [3] * 4
     keys = [str(item["prompt"]) if isinstance(item, dict) else str(item) for item in seen]
     assert len(set(keys[:6])) == 6 and len(set(keys[6:])) == 6 and keys[:6] != keys[6:]
 
@@ -213,9 +219,8 @@ def test_sequences_of_rows_are_shuffled(dataset):
     ids=["stream", "sized", "values", "default collate", "own collate", "unbatched", "of a stream", "items", "worker"],
 )
 def test_iterables_of_rows_are_batched_in_their_order(dataset, per_epoch):
-    batches, length = stream(dataset, batch_size=3)
-    assert length == per_epoch
-    batches = [rows for (rows,) in islice(batches, 4)]
+    assert stream(dataset, batch_size=3).per_epoch == per_epoch
+    batches = [rows for (rows,) in islice(arguments(dataset, batch_size=3), 4)]
     assert [[r["prompt"] for r in rows] for rows in batches] == [
         ["0+2=", "1+2=", "2+2="], ["3+2=", "4+2=", "5+2="], ["6+2=", "7+2="], ["0+2=", "1+2=", "2+2="],
     ]  # fmt: skip
@@ -224,7 +229,9 @@ def test_iterables_of_rows_are_batched_in_their_order(dataset, per_epoch):
 
 def test_an_iterator_of_rows_is_batched_and_ends():
     assert taken(iter(ROWS), batch_size=5) == [[r["prompt"] for r in part] for part in (ROWS[:5], ROWS[5:])]
-    assert taken((r for r in ROWS), batch_size=8, start=7) == [[r["prompt"] for r in ROWS]]  # it left out nothing
+    assert taken((r for r in ROWS), batch_size=8, start=Place(1, 7)) == [
+        [r["prompt"] for r in ROWS]
+    ]  # it left out nothing
     assert taken(zip("abc", "def", strict=True)) == [["a", "b"], ["c"]]
 
 
@@ -233,21 +240,20 @@ def test_iterables_start_over_and_iterators_end():
         def __iter__(self):
             return iter([[[1]], [[2]], [[3]]])
 
-    batches, per_epoch = stream(Loader(), start=2)
-    assert per_epoch is None
-    assert list(islice(batches, 4)) == [([[3]],), ([[1]],), ([[2]],), ([[3]],)]
-    assert list(stream(iter([[[1]], [[2]]]), start=5)[0]) == [([[1]],), ([[2]],)]
+    assert stream(Loader()).per_epoch is stream(Loader()).n_left is None
+    assert list(islice(arguments(Loader(), start=Place(1, 2)), 4)) == [([[3]],), ([[1]],), ([[2]],), ([[3]],)]
+    assert list(arguments(iter([[[1]], [[2]]]), start=Place(0, 5))) == [([[1]],), ([[2]],)]
 
 
 def test_a_default_collate_leaves_rows_alone_and_stacks_tensors():
     """torch's own would transpose the lists of a row: messages, token ids, tuples of texts."""
     chats = [{"prompt": [{"role": "user", "content": str(i)}], "completion": [5, 6, i]} for i in range(4)]
-    [first, _] = islice(stream(DataLoader(Items(chats), batch_size=2))[0], 2)
+    [first, _] = islice(arguments(DataLoader(Items(chats), batch_size=2)), 2)
     assert first == (chats[:2],)
     pairs = DataLoader([("a", "b"), ("c", "d")], batch_size=2)
     assert taken(pairs, 1) == [["a", "c"]]
     tensors = DataLoader(TensorDataset(torch.arange(8).reshape(4, 2), torch.arange(4).reshape(4, 1)), batch_size=2)
-    prompts, completions = next(stream(tensors)[0])
+    prompts, completions = next(arguments(tensors))
     assert prompts.tolist() == [[0, 1], [2, 3]] and completions.tolist() == [[0], [1]]
 
 
@@ -268,10 +274,11 @@ def test_a_shuffling_loader_has_one_order_wherever_it_starts(loader):
     assert torch.equal(torch.get_rng_state(), before)  # dropout draws from that
     assert whole[:4] != whole[4:8]  # another order in every epoch
     given = loader()
-    for start in range(9):
-        torch.manual_seed(100 + start)  # a new process
-        assert taken(loader(), 3, start=start) == whole[start : start + 3]
-        assert taken(given, 3, start=start) == whole[start : start + 3]  # nor does using it change anything
+    for n in range(9):
+        torch.manual_seed(100 + n)  # a new process
+        start = Place(*divmod(n, 4))
+        assert taken(loader(), 3, start=start) == whole[n : n + 3]
+        assert taken(given, 3, start=start) == whole[n : n + 3]  # nor does using it change anything
     assert taken(loader(), 12, seed=1) != whole
 
 
@@ -293,10 +300,40 @@ def test_set_epoch_is_called_before_each_pass():
         def __iter__(self):
             return (self.items[(i + self.epoch) % 8] for i in range(8))
 
-    for dataset in (Ordered(ROWS), DataLoader(Ordered(ROWS), batch_size=2)):
+    for dataset, start in ((Ordered(ROWS), Place(1, 2)), (DataLoader(Ordered(ROWS), batch_size=2), Place(1, 1))):
         whole = taken(dataset, 8)
         assert whole[0][0] == "0+2=" and whole[4][0] == "1+2="
-        assert taken(dataset, 3, start=5) == whole[5:]
+        assert taken(dataset, 3, start=start) == whole[5:]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "sizes"), [(1, [1] * 5), (2, [2, 2, 1]), (3, [3, 2]), (5, [5])], ids=["1", "2", "3", "5"]
+)
+@pytest.mark.parametrize("dataset", [ROWS, Sized(ROWS), Streamed(ROWS)], ids=["sequence", "sized", "stream"])
+def test_batches_of_another_size_go_on_at_the_same_row(dataset, batch_size, sizes):
+    """After one batch of three rows, of eight: five are left, and in a sequence the last batch is whole."""
+    if dataset is ROWS:
+        sizes = [size for size in sizes if size == batch_size]
+    ((rows,), place), *_ = islice(stream(dataset, batch_size=3).batches, 1)
+    order = [prompt for [prompt] in taken(dataset, 8, batch_size=1)]
+    assert place == (0, 3) and [r["prompt"] for r in rows] == order[:3]
+    *rest, after = taken(dataset, len(sizes) + 1, batch_size=batch_size, start=place)
+    assert [len(batch) for batch in rest] == sizes
+    assert list(chain(*rest)) == order[3 : 3 + sum(sizes)]
+    assert [after] == taken(dataset, 1, batch_size=batch_size, start=Place(1))
+    n_left = stream(dataset, batch_size, place).n_left
+    assert n_left == (None if type(dataset) is Streamed else len(sizes))
+
+
+def test_what_is_left_of_an_epoch_may_be_less_than_a_batch():
+    assert stream(ROWS, 4, Place(0, 6)).n_left == stream(ROWS, 4).per_epoch == 2
+    assert taken(ROWS, 2, batch_size=4, start=Place(0, 6)) == taken(ROWS, 2, batch_size=4, start=Place(1))
+    assert stream(Sized(ROWS), 4, Place(0, 6)).n_left == 1
+    assert taken(Sized(ROWS), 2, batch_size=4, start=Place(0, 6)) == [
+        ["6+2=", "7+2="],
+        ["0+2=", "1+2=", "2+2=", "3+2="],
+    ]
+    assert stream(ROWS, 2, Place(3, 11)).n_left == 4, "a shorter dataset than the last one begins with an epoch"
 
 
 def test_one_pass_in_order():
@@ -361,10 +398,10 @@ def test_a_table_is_named():
 
 
 def test_a_batch_among_rows_is_named():
-    batches, _ = stream(iter([{"prompt": "a"}, {"prompt": "b"}, [{"prompt": "c"}]]))
+    batches = arguments(iter([{"prompt": "a"}, {"prompt": "b"}, [{"prompt": "c"}]]))
     next(batches)
     with pytest.raises(WhetTypeError, match="is a batch, but the dataset began with a row"):
-        list(stream(iter([{"prompt": "a"}, [{"prompt": "c"}]]))[0])
+        list(arguments(iter([{"prompt": "a"}, [{"prompt": "c"}]])))
 
 
 def test_row_counts_must_agree():

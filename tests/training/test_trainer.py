@@ -28,7 +28,7 @@ from tests.tiny import (
 from whet.algorithms import DPO, GRPO, SFT, BestOfN, OnlineDPO
 from whet.checkpoint.folder import latest_checkpoint, load_checkpoint, save_checkpoint
 from whet.config import SFTConfig, learning_rate_at
-from whet.data.rows import shuffled_batches
+from whet.data.rows import epoch_order, shuffled_batches
 from whet.errors import CheckpointError, NonFiniteError, WhetTypeError, WhetValueError
 from whet.models.base import pack_recorded, read_record
 from whet.models.sources.live import describe_module
@@ -283,7 +283,7 @@ def test_without_steps_the_epoch_is_finished():
     trainer = sft()
     trainer.train(ROWS, steps=4)
     trainer.train(ROWS)
-    assert trainer.step == trainer.position == 6
+    assert (trainer.step, trainer.epoch, trainer.position) == (6, 1, 9)
 
 
 def test_ready_batches_in_sequences_and_iterables():
@@ -375,13 +375,24 @@ def test_a_shuffled_loader_is_resumed_to_the_bit(tmp_path):
     assert_same_weights(run(5, SFT.from_checkpoint(tmp_path / "c")).model, whole.model)
 
 
+@pytest.mark.parametrize(("batch_size", "steps"), [(1, 4), (2, 2), (3, 1), (4, 1)])
+def test_resumed_with_another_batch_size_the_epoch_is_finished(batch_size, steps, tmp_path):
+    first = prompts_of(trainer := sft(), ROWS, 2)
+    trainer.save(tmp_path / "c")
+    resumed = SFT.from_checkpoint(tmp_path / "c", batch_size=batch_size)
+    rest = prompts_of(resumed, ROWS, None)
+    assert len(rest) == steps and {len(batch[0]) for batch in rest} == {batch_size}
+    order = [ROWS.index(row) for batch in first + rest for row in batch[0]]
+    assert order == epoch_order(10, 0, 0)[: len(order)].tolist()
+
+
 def test_epochs():
     trainer = sft()
     trainer.train(ROWS, n_epochs=np.int64(2))
     assert trainer.step == 6
     trainer.train(ROWS, steps=np.int32(1))
     trainer.train(ROWS, n_epochs=2)  # the one begun, and another
-    assert trainer.step == trainer.position == 12
+    assert (trainer.step, trainer.epoch, trainer.position) == (12, 3, 9)
     trainer.train(Streamed(ROWS), steps=0)
     assert trainer.step == 12
     prompts = torch.tensor([[4, 5], [5, 5], [6, 5]])
@@ -465,7 +476,7 @@ def test_loggers_and_callbacks_are_called():
     metrics = trainer.train(ROWS, steps=2)
     assert diary.entries == [("step", 1), ("begin", 1, 3), ("step", 2), ("step", 3), ("end", 3)]
     assert [step for step, _ in ledgers[0].rows] == [1, 2, 3] and ledgers[0].total_steps == 3
-    assert trainer.position == 2  # a step of one's own takes nothing from the dataset
+    assert trainer.position == 6  # a step of one's own takes nothing from the dataset
     assert ledgers[0].rows == ledgers[1].rows and ledgers[0].rows[-1][1] == metrics
     assert metrics["num_tokens"] == 8 * 5  # cumulative
     trainer.log({"eval/accuracy": 0.5})
@@ -503,7 +514,7 @@ def test_an_interrupt_leaves_a_trainer_that_goes_on_as_if_nothing_had_been():
     trainer = GRPO(Net(), reward_fn=reward, **settings)
     with pytest.raises(KeyboardInterrupt):
         trainer.train(PROMPTS, steps=4)
-    assert trainer.step == trainer.position == 2
+    assert trainer.step == 2 and trainer.position == 6
     trainer.train(PROMPTS, steps=2)
     whole = GRPO(Net(), reward_fn=ones, **settings)
     whole.train(PROMPTS, steps=4)
@@ -590,7 +601,7 @@ def test_an_interrupt_divides_no_step(algorithm, rows, settings, place):
     PLACES[place](trainer)
     with pytest.raises(KeyboardInterrupt):
         trainer.train(rows, steps=4)
-    assert trainer.step == trainer.position < 4
+    assert 3 * trainer.step == trainer.position + 9 * trainer.epoch < 12
     if place == "as the kernels are taken out":
         assert acceleration_of(trainer.model) is None and not trainer.acceleration._replaced
         trainer.acceleration._replaced = []
@@ -701,7 +712,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(name, make, tmp_path):
     given = {"model": make()} if make in (lora, packed) else {}
     callables = {"reward_fn": ones} if "reward_fn" in own else {}
     resumed = algorithm.from_checkpoint(tmp_path / "checkpoint", **given, **callables)
-    assert resumed.step == resumed.position == 4 and resumed.config == first.config
+    assert resumed.step == 4 and (resumed.epoch, resumed.position) == (1, 3) and resumed.config == first.config
     metrics = resumed.train(dataset, steps=3)
     assert_same_weights(whole.model, resumed.model)
     assert resumed.num_tokens == whole.num_tokens == metrics["num_tokens"]
@@ -829,7 +840,7 @@ def test_adapters_go_on_and_are_saved_with_the_base_that_they_were_trained_on(tm
     ("part", "value", "message"),
     [
         ("counters", {}, "KeyError: 'step'"),
-        ("counters", dict.fromkeys(("step", "position"), 0.5), "TypeError: 'float' object"),
+        ("counters", dict.fromkeys(("step", "epoch"), 0.5), "TypeError: 'float' object"),
         ("callbacks", 0.5, "TypeError"),
         ("ref_model", 3, "TypeError: 'int' object is not subscriptable"),
         ("config", {"depth": 1}, "TypeError: .*unexpected keyword argument 'depth'"),
@@ -850,6 +861,14 @@ def test_a_checkpoint_that_no_trainer_saved_is_malformed(part, value, message, t
         tensors["optimizer"]["head.bias.exp_avg"] = value
     save_checkpoint(tmp_path / "c", tensors, state)
     assert_raises(CheckpointError, f"c is malformed: .*{message}", SFT.from_checkpoint, tmp_path / "c")
+
+
+def test_a_checkpoint_that_counts_batches_is_refused(tmp_path):
+    sft().save(tmp_path / "c")
+    tensors, state = load_checkpoint(tmp_path / "c")
+    del state["counters"]["epoch"]
+    save_checkpoint(tmp_path / "c", tensors, state)
+    assert_raises(CheckpointError, "counts its place in the data in batches", SFT.from_checkpoint, tmp_path / "c")
 
 
 def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path):

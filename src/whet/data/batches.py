@@ -16,8 +16,9 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,16 +26,46 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from whet.data.encoder import FIELDS
 from whet.data.messages import is_messages
-from whet.data.rows import shuffled_batches
+from whet.data.rows import epoch_order
 from whet.errors import WhetTypeError, WhetValueError
 
 AsRow = Callable[[Any], Mapping[str, Any]]
+Passes = Callable[[int, int], Iterable[Any]]
+"""Items of an epoch from one on, by the numbers of both."""
+BatchesOf = Callable[[Iterable[Any]], Iterator[tuple[tuple[Any, ...], int]]]
+"""Arguments of ``train_step``, and their number of items, from the items of a pass."""
+
+
+class Place(NamedTuple):
+    """A place in a dataset, which does not depend on the size of the batches that are read from there on.
+
+    Attributes:
+        epoch: passes over the dataset before it.
+        item: items of its own pass before it: rows, or ready batches.
+    """
+
+    epoch: int = 0
+    item: int = 0
+
+
+class BatchStream(NamedTuple):
+    """Batches of a dataset, from a place on.
+
+    Attributes:
+        batches: the arguments of ``train_step``, and the place after them.
+        n_left: batches to the end of the epoch in which the first one is; None: not known.
+        per_epoch: batches of a whole epoch; None: not known.
+    """
+
+    batches: Iterator[tuple[tuple[Any, ...], Place]]
+    n_left: int | None = None
+    per_epoch: int | None = None
 
 
 def batch_stream(
-    dataset: Any, batch_size: int, seed: int, start: int, fields: tuple[str, ...], as_row: AsRow
-) -> tuple[Iterator[tuple[Any, ...]], int | None]:
-    """The arguments of ``train_step`` from batch ``start`` on, endlessly.
+    dataset: Any, batch_size: int, seed: int, start: Place, fields: tuple[str, ...], as_row: AsRow
+) -> BatchStream:
+    """The arguments of ``train_step`` from a place on, endlessly.
 
     Args:
         dataset: rows or batches (``is_batch``; the first item decides for all), in one of these forms:
@@ -48,12 +79,10 @@ def batch_stream(
             - an iterator: continued from its current item, until it ends.
         batch_size: rows per batch.
         seed: of the order.
-        start: batches to skip; of an iterator none.
+        start: where to begin, after what is left of its epoch where that is less than a batch; an iterator is not
+            moved. Another batch_size than before begins at the same row.
         fields: the fields of a tuple, in this order.
         as_row: converts a row to a dict.
-
-    Returns:
-        The stream, and batches per epoch, or None if that is not known.
 
     Raises:
         WhetTypeError: dataset is none of these.
@@ -68,14 +97,23 @@ def batch_stream(
                 f"train: the dataset has {n} rows, fewer than batch_size={size}. Pass more rows, or a trainer with "
                 f"batch_size={n}."
             )
-        order = shuffled_batches(n, size, seed, start)
-        items = ([dataset[i] for i in indices] for indices in order)
-        return (batch for part in items for batch in _one_pass(part, size, fields, as_row)), n // size
+
+        def shuffled(epoch: int, first: int) -> Iterator[Any]:
+            order = epoch_order(n, seed, epoch)[first:]
+            return (dataset[i] for i in order[: len(order) // size * size].tolist())
+
+        batches_of = partial(_one_pass, batch_size=size, fields=fields, as_row=as_row)
+        return _stream(shuffled, batches_of, start, n, lambda n_items: n_items // size)
     if isinstance(dataset, Iterator):
-        return _one_pass(dataset, batch_size, fields, as_row), None
+        return BatchStream(_with_places(_one_pass(dataset, batch_size, fields, as_row), start))
     passes = _passes(dataset, seed)
-    per_epoch = _batches_per_pass(dataset, passes, batch_size, fields)
-    return _repeat(lambda epoch: _one_pass(passes(epoch), batch_size, fields, as_row), start, per_epoch), per_epoch
+
+    def in_order(epoch: int, first: int) -> Iterator[Any]:
+        return itertools.islice(passes(epoch), first, None)
+
+    size = _batch_items(dataset, passes, batch_size, fields)
+    batches_of = partial(_one_pass, batch_size=batch_size, fields=fields, as_row=as_row)
+    return _stream(in_order, batches_of, start, _length(dataset), lambda n_items: -(-n_items // size))
 
 
 def batches_in_order(
@@ -101,7 +139,7 @@ def batches_in_order(
         items: Iterable[Any] = (dataset[i] for i in range(len(dataset)))
     else:
         items = _passes(dataset, 0)(0)
-    batches = _one_pass(items, batch_size, fields, as_row)
+    batches = (arguments for arguments, _ in _one_pass(items, batch_size, fields, as_row))
     first = next(batches, None)
     if first is None:
         raise WhetValueError(f"{where}: the dataset is empty.")
@@ -294,46 +332,62 @@ def _first(where: str, dataset: Any) -> Any:
 
 def _one_pass(
     items: Iterable[Any], batch_size: int, fields: tuple[str, ...], as_row: AsRow
-) -> Iterator[tuple[Any, ...]]:
-    """The arguments of ``train_step``: ready batches unchanged, rows in batches of ``batch_size``."""
+) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """The arguments of ``train_step`` and their number of items: ready batches unchanged, ``batch_size`` rows each."""
     items = iter(items)
     first = list(itertools.islice(items, 1))
     items = itertools.chain(first, items)
     if first and is_batch(first[0], fields):
         for batch in items:
             if _is_fields(batch, fields) and is_batch(batch, fields):
-                yield tuple(batch)
+                yield tuple(batch), 1
             else:
                 rows = as_rows(batch, as_row, "train")
-                yield (batch,) if rows is None else (rows,)
+                yield (batch if rows is None else rows,), 1
     while rows := list(itertools.islice(items, batch_size)):
         for row in rows:
             if is_batch(row, fields):
                 raise WhetTypeError(f"train: {row!r:.60} is a batch, but the dataset began with a row. Pass one kind.")
-        yield ([as_row(row) for row in rows],)
+        yield ([as_row(row) for row in rows],), len(rows)
 
 
-def _batches_per_pass(
-    dataset: Any, passes: Callable[[int], Iterable[Any]], batch_size: int, fields: tuple[str, ...]
-) -> int | None:
-    n = _length(dataset)
-    if n is None or (isinstance(dataset, DataLoader) and dataset.batch_sampler is not None):
-        return n
-    has_batches = any(is_batch(item, fields) for item in itertools.islice(passes(0), 1))
-    return n if has_batches else -(-n // batch_size)
+def _batch_items(dataset: Any, passes: Callable[[int], Iterable[Any]], batch_size: int, fields: tuple[str, ...]) -> int:
+    """Items of a batch, where the dataset has a length: 1 of ready batches."""
+    if _length(dataset) is None:
+        return batch_size
+    if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
+        return 1
+    return 1 if any(is_batch(item, fields) for item in itertools.islice(passes(0), 1)) else batch_size
 
 
-def _repeat(one_pass: Callable[[int], Iterator[Any]], start: int, per_epoch: int | None) -> Iterator[Any]:
-    """The batches of pass after pass, from batch ``start`` on."""
-    first, skipped = divmod(start, per_epoch) if per_epoch else (0, start)
-    for epoch in itertools.count(first):
-        n = 0
-        for n, batch in enumerate(one_pass(epoch), start=1):
-            if n > skipped:
-                yield batch
-        if n == 0:
+def _stream(
+    passes: Passes, batches_of: BatchesOf, start: Place, n_items: int | None, count: Callable[[int], int]
+) -> BatchStream:
+    """Pass after pass of ``n_items``, None where that is not known; ``count``: batches of a number of items."""
+    if n_items is None:
+        return BatchStream(_repeat(passes, batches_of, start))
+    if count(max(0, n_items - start.item)) == 0:
+        start = Place(start.epoch + 1)
+    return BatchStream(_repeat(passes, batches_of, start), count(n_items - start.item), count(n_items))
+
+
+def _repeat(passes: Passes, batches_of: BatchesOf, start: Place) -> Iterator[tuple[tuple[Any, ...], Place]]:
+    """The batches of pass after pass, from a place on."""
+    while True:
+        place = start
+        for arguments, place in _with_places(batches_of(passes(*start)), start):
+            yield arguments, place
+        if place.item == 0:
             raise WhetValueError("train: the dataset is empty.")
-        skipped = max(0, skipped - n)
+        start = Place(start.epoch + 1)
+
+
+def _with_places(
+    batches: Iterable[tuple[tuple[Any, ...], int]], place: Place
+) -> Iterator[tuple[tuple[Any, ...], Place]]:
+    for arguments, n_items in batches:
+        place = Place(place.epoch, place.item + n_items)
+        yield arguments, place
 
 
 def _passes(dataset: Any, seed: int) -> Callable[[int], Iterable[Any]]:

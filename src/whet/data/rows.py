@@ -205,11 +205,16 @@ def shuffled_batches(n_rows: int, batch_size: int, seed: int, start_batch: int =
     return _batches(n_rows, batch_size, seed, start_batch)
 
 
+def epoch_order(n_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """(n_rows,): the rows of an epoch, a permutation that depends on (seed, epoch) only."""
+    return np.random.default_rng([seed % 2**64, epoch]).permutation(n_rows)
+
+
 def _batches(n_rows: int, batch_size: int, seed: int, start_batch: int) -> Iterator[list[int]]:
     per_epoch = n_rows // batch_size
     first_epoch, skipped = divmod(start_batch, per_epoch)
     for epoch in itertools.count(first_epoch):
-        order = np.random.default_rng([seed % 2**64, epoch]).permutation(n_rows)
+        order = epoch_order(n_rows, seed, epoch)
         for batch in range(skipped, per_epoch):
             yield order[batch * batch_size : (batch + 1) * batch_size].tolist()
         skipped = 0

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 AnyTrainer = TypeVar("AnyTrainer", bound="Trainer")
 
 _COUNTERS = (
-    "step", "position", "num_tokens", "skipped_steps", "n_updates", "_skipped_in_a_row", "_horizon",
+    "step", "epoch", "position", "num_tokens", "skipped_steps", "n_updates", "_skipped_in_a_row", "_horizon",
 )  # fmt: skip
 
 
@@ -124,6 +124,11 @@ def _restore(
             raise ValueError(f"the optimizer's {key} of {name} has shape {tuple(value.shape)}")
         trainer.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
     trainer.load_own_tensors(tensors.get("own", {}))
+    if "position" in state["counters"] and "epoch" not in state["counters"]:
+        raise CheckpointError(
+            f"{where}: the checkpoint counts its place in the data in batches, as earlier versions of Whet did, and this "
+            "one in rows. Continue it with the version that saved it."
+        )
     for name in _COUNTERS:
         setattr(trainer, name, operator.index(state["counters"][name]))
     for callback, (name, callback_state) in zip(trainer.callbacks, state["callbacks"], strict=False):

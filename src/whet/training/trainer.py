@@ -31,7 +31,7 @@ from torch.linalg import vector_norm
 from whet.checkpoint.folder import preserved_rng
 from whet.config.fields import make_config
 from whet.config.settings import TrainerConfig, learning_rate_at
-from whet.data.batches import as_row, batch_stream, batches_in_order
+from whet.data.batches import Place, as_row, batch_stream, batches_in_order
 from whet.data.token_ids import token_rows
 from whet.errors import NonFiniteError, WhetTypeError, WhetValueError, check_integer
 from whet.memory import MemoryWatch, register_holder, tensor_memory
@@ -204,7 +204,8 @@ class Trainer(ABC):
 
     Attributes:
         step: steps done.
-        position: batches of its dataset that ``train`` has consumed.
+        epoch: number of the pass over its dataset in which ``train`` is, from 0.
+        position: rows of the dataset, or ready batches, that it has consumed in this pass.
         num_tokens: tokens of prompts and completions seen.
         skipped_steps: updates skipped because the loss or a gradient was not finite.
         n_updates: optimizer updates done.
@@ -269,15 +270,17 @@ class Trainer(ABC):
             betas=(self.config.adam_beta1, self.config.adam_beta2),
             eps=self.config.adam_epsilon,
         )
-        self.step = self.position = self.num_tokens = self.skipped_steps = self.n_updates = 0
+        self.step = self.epoch = self.position = self.num_tokens = self.skipped_steps = self.n_updates = 0
         self.memory = MemoryWatch()
         register_holder(self)
         self.should_stop = False
-        self._skipped_in_a_row = self._horizon = self._drawn = 0
+        self._skipped_in_a_row = self._horizon = 0
+        self._after_batch: Place | None = None
+        """The place in the dataset after the batch that ``train`` has drawn and no step has been counted for."""
         # An update and the count of its step are one change, which no signal divides.
         self._signals = DeferredSignals()
         # An iterator cannot give the batch of a failed step again: it and the batch, for the next call of train.
-        self._failed: tuple[Any, tuple[Any, ...]] = None, ()
+        self._failed: tuple[Any, Any] = None, None
 
     @property
     def ref_model(self) -> nn.Module | None:
@@ -305,9 +308,9 @@ class Trainer(ABC):
         """Count a step whose updates are done; its batch, if ``train`` has drawn it, is not trained again."""
         self.num_tokens += n_tokens
         self.step += 1
-        if self._drawn:
-            self.position += self._drawn
-            self._drawn, self._failed = 0, (None, ())
+        if self._after_batch is not None:
+            self.epoch, self.position = self._after_batch
+            self._after_batch, self._failed = None, (None, None)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log metrics at the current step; rank 0 does."""
@@ -478,9 +481,10 @@ class Trainer(ABC):
                 In a sequence, an iterable, a ``DataLoader`` or an iterator (``whet.data.batches.batch_stream`` says in
                 what order). Rows are taken ``batch_size`` at a time. An iterable cannot be shuffled: it is taken in
                 its own order, and again from the start at its end.
-            steps: how many more steps to run. The run continues where the last one stopped, also in a trainer loaded
-                from a checkpoint; an iterator (which cannot start again) where it stands, after the batch of a step
-                that failed or was interrupted, if there is one.
+            steps: how many more steps to run. The run continues at the row where the last one stopped, also in a trainer
+                loaded from a checkpoint, and with another ``batch_size``; with ready batches, such as those of a
+                ``DataLoader``, after as many of them. An iterator (which cannot start again) continues where it stands,
+                after the batch of a step that failed or was interrupted, if there is one.
             n_epochs: in place of steps: how many more passes over the dataset; one that is begun counts as the first.
                 Without either: to the end of the epoch, which is n_epochs=1.
 
@@ -496,22 +500,22 @@ class Trainer(ABC):
             raise WhetTypeError(f"train: steps is {steps} and n_epochs {n_epochs}. Pass one of them.")
         steps = check_integer("train", "steps", steps, 0, optional=True)
         n_epochs = check_integer("train", "n_epochs", n_epochs, 1, optional=True)
-        batches, epoch_length = batch_stream(
-            dataset, self.config.batch_size, self.config.seed, self.position, self.row_fields, self.as_row
+        failed = [self._failed[1]] if self._failed[0] is dataset else []
+        place = failed[0][1] if failed else Place(self.epoch, self.position)
+        batches, n_left, per_epoch = batch_stream(
+            dataset, self.config.batch_size, self.config.seed, place, self.row_fields, self.as_row
         )
-        failed_dataset, failed_batch = self._failed
-        if failed_dataset is dataset:
-            batches = itertools.chain([failed_batch], batches)
+        batches = itertools.chain(failed, batches)
         if steps is None:
-            if epoch_length is None:
+            if n_left is None or per_epoch is None:
                 raise WhetValueError(
                     "train: the dataset has no length, so that the end of an epoch is not known. Pass steps."
                 )
-            steps = (n_epochs or 1) * epoch_length - self.position % epoch_length
+            steps = n_left + ((n_epochs or 1) - 1) * per_epoch
         last_step = self.step + steps
         self._horizon = max(self._horizon, last_step)
         if self.ranks.size > 1:
-            facts = {"settings": self.config, "step": self.step, "position": self.position, "last step": last_step}
+            facts = {"settings": self.config, "step": self.step, "position": place, "last step": last_step}
             facts["the sum of the weights"] = fingerprint([p.detach() for p in self.model.parameters()])
             self.ranks.check_same("train", facts)
         self.should_stop = False
@@ -523,18 +527,18 @@ class Trainer(ABC):
             for callback in self.callbacks:
                 callback.on_train_begin(self, last_step)
             while self.step < last_step and not self.should_stop:
-                arguments = next(batches, None)
-                if arguments is None:
+                drawn = next(batches, None)
+                if drawn is None:
                     break
-                self._drawn = 1
                 if isinstance(dataset, Iterator):
-                    self._failed = dataset, arguments
+                    self._failed = dataset, drawn
+                arguments, self._after_batch = drawn
                 metrics = self.train_step(*arguments)
                 self.should_stop = self.ranks.any(self.should_stop)
             for callback in self.callbacks:
                 callback.on_train_end(self)
         finally:
-            self._drawn = 0
+            self._after_batch = None
             for callback in self.callbacks:
                 callback.on_train_exit(self)
         return metrics
