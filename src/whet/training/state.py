@@ -126,8 +126,8 @@ def _restore(
     trainer.load_own_tensors(tensors.get("own", {}))
     if "position" in state["counters"] and "epoch" not in state["counters"]:
         raise CheckpointError(
-            f"{where}: the checkpoint counts its place in the data in batches, as earlier versions of Whet did, and this "
-            "one in rows. Continue it with the version that saved it."
+            f"{where}: the checkpoint counts its place in the data in batches, as earlier versions of Whet did, not in "
+            "rows. Continue it with the version that saved it."
         )
     for name in _COUNTERS:
         setattr(trainer, name, operator.index(state["counters"][name]))

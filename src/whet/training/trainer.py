@@ -481,10 +481,10 @@ class Trainer(ABC):
                 In a sequence, an iterable, a ``DataLoader`` or an iterator (``whet.data.batches.batch_stream`` says in
                 what order). Rows are taken ``batch_size`` at a time. An iterable cannot be shuffled: it is taken in
                 its own order, and again from the start at its end.
-            steps: how many more steps to run. The run continues at the row where the last one stopped, also in a trainer
-                loaded from a checkpoint, and with another ``batch_size``; with ready batches, such as those of a
-                ``DataLoader``, after as many of them. An iterator (which cannot start again) continues where it stands,
-                after the batch of a step that failed or was interrupted, if there is one.
+            steps: how many more steps to run. The run continues at the row where the last one stopped, also in a
+                trainer loaded from a checkpoint, and with another ``batch_size``; in ready batches, such as those of
+                a ``DataLoader``, after as many of them. An iterator (which cannot start again) continues where it
+                stands, after the batch of a step that failed or was interrupted, if there is one.
             n_epochs: in place of steps: how many more passes over the dataset; one that is begun counts as the first.
                 Without either: to the end of the epoch, which is n_epochs=1.
 
