@@ -21,7 +21,7 @@ from whet.errors import WhetError
 PARTS = {
     "interpreter": "Python, its libraries and their data",
     "weights": "weights that are trained, and frozen ones beside them",
-    "reference": "weights of the reference model",
+    "reference": "weights of the reference model, or the first values of adapters",
     "copies": "the weight that is multiplied, rounded or dequantised",
     "gradients": "gradients",
     "moments": "the optimizer's moments, and its float32 master weights of 16-bit parameters",

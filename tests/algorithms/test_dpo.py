@@ -178,11 +178,11 @@ def test_a_reference_cache_of_adapters_is_of_their_base(tmp_path):
     for parameter in list(base.parameters())[:2]:
         parameter.requires_grad_(False)
     assert model_digest(base) == frozen  # a policy that is frozen in part is not told by that part
-    before = model_digest(base, frozen_only=True)
+    before = model_digest(base, adapters_off=True)
     assert before != frozen
     with torch.no_grad():
         list(base.parameters())[-1].add_(1.0)
-    assert model_digest(base, frozen_only=True) == before and model_digest(base) != frozen
+    assert model_digest(base, adapters_off=True) == before and model_digest(base) != frozen
 
 
 def test_a_reference_cache_is_of_the_packed_base():

@@ -1,6 +1,7 @@
 """``whet train`` of adapters on a packed base: what it takes and refuses, how it goes on, what others make of it."""
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -208,6 +209,21 @@ def test_a_saved_adapter_goes_on(files, tiny_model, q8_gguf, error_of, monkeypat
         ({"model": tiny_model}, "was trained on a base in q8_0, and this one is in bf16"),
     ):
         assert message in error_of("train", "sft", *files("third", steps=1, **{**given, **settings}))
+
+
+@pytest.mark.parametrize("precompute", [False, True])
+def test_preferences_after_sft_begin_at_its_adapters(files, precompute):
+    assert main(["train", "sft", *files("sft", steps=3, **LORA)]) == 0
+    given = {"adapter": files.folder / "sft" / "model", "data": "pairs.jsonl", "learning_rate": 1e-2}
+    flags = ["--compute=float32", *(["--precompute-reference"] if precompute else [])]
+    for name, parts in (("whole", [4]), ("parts", [2, 4])):
+        for steps in parts:
+            assert main(["train", "dpo", *files(name, steps=steps, **given), *flags]) == 0
+    lines = [(files.folder / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "parts")]
+    whole, parts = ([json.loads(line)["loss"] for line in run] for run in lines)
+    assert whole[0] == pytest.approx(math.log(2), abs=1e-6) and whole[-1] < whole[0] - 1e-3
+    assert parts == whole
+    assert adapter(files.folder / "parts") == adapter(files.folder / "whole")
 
 
 def test_an_adapter_of_another_model_is_refused_before_it_is_loaded(files, tiny_model, error_of, monkeypatch):

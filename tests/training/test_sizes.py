@@ -157,6 +157,14 @@ def test_references_are_counted_where_they_are_models():
         assert bool(parts["reference"]) == expected
 
 
+def test_of_saved_adapters_the_reference_is_what_they_were():
+    source = load_source("smollm-135m")
+    adapters = choose_adapted(source, 8)._replace(is_new=False)
+    for config, expected in ((DPOConfig(), 4), (DPOConfig(precompute_reference=True), 0), (SFTConfig(), 0)):
+        parts = run_memory(source, config, Lengths(9, 9), interpreter=0, adapters=adapters).parts
+        assert parts["reference"] == expected * adapters.n_parameters
+
+
 def test_layers_by_name():
     source = source_of_config(CONFIGS["phi3"])
 

@@ -32,11 +32,13 @@ class Adapted(NamedTuple):
         factors: the place of every matrix with an adapter W + scaling B A, and its rank.
         whole: places of modules of which a copy is trained, PEFT's ``modules_to_save``.
         special: what is more than plain LoRA, as DoRA; empty: nothing.
+        is_new: whether they change nothing yet; saved ones do.
     """
 
     factors: tuple[tuple[Place, int], ...]
     whole: tuple[Place, ...] = ()
     special: str = ""
+    is_new: bool = True
 
     @property
     def n_parameters(self) -> int:
@@ -120,7 +122,7 @@ def read_adapted(folder: str | os.PathLike[str], source: Source, where: str) -> 
     if not pairs:
         raise CheckpointError(f"{label}: there is no lora_A or lora_B in it.")
     factors = tuple((place, _rank(place, is_table, pair, label)) for (place, is_table), pair in pairs.items())
-    return Adapted(factors, tuple(whole), describe_special(config, label))
+    return Adapted(factors, tuple(whole), describe_special(config, label), is_new=False)
 
 
 def _places(source: Source) -> list[Place]:

@@ -1,4 +1,4 @@
-"""The frozen reference of a policy: which module it is, and its log-probs of preference pairs, computed once.
+"""The frozen reference of a policy: what it is, and its log-probs of preference pairs, computed once.
 
 Knows no trainer: who computes log-probs passes that in.
 """
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whet.errors import CheckpointError, WhetValueError
+from whet.signals import held_signals
 from whet.training.distributed import Ranks
 from whet.training.reference_cache import ReferenceCache, Sums, row_digest
 
@@ -22,42 +24,160 @@ TokenRow = tuple[list[int], list[int], list[int]]
 
 
 class Reference:
-    """The model that a loss compares the policy with.
+    """The model that a loss compares the policy with: what the policy was when training began.
+
+    A separate module, the user's or a frozen copy of the policy; or a PEFT model itself: with its adapters off, where
+    those are new and nothing else trains, and otherwise with the first values of all that trains.
 
     Args:
-        policy: the model that is trained. Of a PEFT model the base, with the adapters off, is the reference.
-        model: a module of its own; None: that base, or else a copy of policy as it is now.
-        copied: whether such a copy is made. Without one the policy itself is the reference until it is trained.
+        policy: the model that is trained.
+        trained: its parameters that are trained, by name.
+        model: the user's module; None: one of the others.
+        kept: whether first values or a frozen copy are kept, where they are needed. Without them the policy itself is
+            the reference until it is trained.
+        where: the caller's name, for the errors.
 
     Attributes:
-        model: the module of its own; None: there is none.
+        model: the separate module; None: there is none.
+        adapters_off: whether it is the policy with its adapters off.
+        first_values: what it has in the place of the trained parameters, by name; empty: nothing.
+
+    Raises:
+        WhetValueError: model shares memory with what is trained.
     """
 
-    def __init__(self, policy: nn.Module, model: nn.Module | None, copied: bool) -> None:
+    def __init__(
+        self, policy: nn.Module, trained: Mapping[str, Tensor], model: nn.Module | None, *, kept: bool, where: str
+    ) -> None:
         self._policy: Any = policy
-        self.has_adapters = hasattr(policy, "peft_config") and hasattr(policy, "disable_adapter")
-        if model is None and copied and not self.has_adapters:
+        self._trained = trained
+        self._kept = kept
+        if model is not None:
+            _check_apart(policy, trained, model, where)
+        self._is_inside = model is None and hasattr(policy, "peft_config") and hasattr(policy, "disable_adapter")
+        self.adapters_off = self._is_inside and _adapters_are_new(policy)
+        self.first_values: dict[str, Tensor] = {}
+        if kept and self._is_inside and not self.adapters_off:
+            self.first_values = {name: p.detach().clone() for name, p in trained.items()}
+        if kept and model is None and not self._is_inside:
             model = copy.deepcopy(policy).requires_grad_(False)
         self.model = model
 
     @contextmanager
     def as_module(self) -> Iterator[nn.Module]:
         """The module that computes the reference's log-probs, as long as the context lasts."""
-        if self.model is None and self.has_adapters:
-            with self._policy.disable_adapter():
+        if self.adapters_off:
+            with _without_adapters(self._policy):
+                yield self._policy
+        elif self.first_values:
+            with _with_values(self._trained, self.first_values):
                 yield self._policy
         else:
             yield self._policy if self.model is None else self.model
 
     def is_policy(self) -> bool:
-        """Whether the reference is the policy as it was before its first update."""
-        return self.model is None and not self.has_adapters
+        """Whether the reference is the policy as it was before its first update, and nothing of that is kept."""
+        return self.model is None and not self.adapters_off and not self.first_values
 
     def open_cache(self, folder: str, arithmetic: str) -> ReferenceCache:
         """The log-probs that earlier runs left in ``folder`` for these weights and this arithmetic."""
-        if self.model is not None:
-            return ReferenceCache(folder, self.model, arithmetic)
-        return ReferenceCache(folder, self._policy, arithmetic, frozen_only=self.has_adapters)
+        module = self._policy if self.model is None else self.model
+        return ReferenceCache(folder, module, arithmetic, adapters_off=self.adapters_off)
+
+    def load(self, first_values: Mapping[str, Tensor], adapters_off: bool, where: str) -> None:
+        """Go on as a checkpoint's reference, which had these attributes; the policy may have come trained already.
+
+        Raises:
+            CheckpointError: neither the checkpoint nor the policy has the first values that are needed.
+        """
+        if not self._is_inside:
+            return
+        if self._kept and not adapters_off and not first_values and self.adapters_off:
+            raise CheckpointError(
+                f"{where}: the adapters were trained already when the run began, and neither the checkpoint nor model "
+                "has what they were: a reference was not used. Pass model with the adapters that the run began with."
+            )
+        self.adapters_off = adapters_off
+        if adapters_off or first_values:
+            self.first_values = {n: value.to(self._trained[n].device) for n, value in first_values.items()}
+
+
+def _check_apart(policy: nn.Module, trained: Mapping[str, Tensor], model: nn.Module, where: str) -> None:
+    """Raise a WhetValueError where a module has memory that is trained, so that it would move with the policy."""
+    if model is policy:
+        raise WhetValueError(f"{where}: ref_model is the model itself. Pass a frozen copy, or None.")
+    names = {p.untyped_storage().data_ptr(): name for name, p in trained.items() if p.numel()}
+    shared = [names[at] for p in model.parameters() if (at := p.untyped_storage().data_ptr()) in names]
+    if shared:
+        raise WhetValueError(
+            f"{where}: ref_model shares {shared[0]} with model, which trains it: get_peft_model, for one, puts "
+            "adapters into the module that it is given. Leave ref_model out: Whet keeps what model is now itself."
+        )
+
+
+def _adapters_are_new(policy: nn.Module) -> bool:
+    """Whether a PEFT model computes the same with its adapters off, and will while it is trained."""
+    taken_out: set[nn.Module] = set()
+    for layer in policy.modules():
+        parts = [getattr(layer, name, None) for name in getattr(layer, "adapter_layer_names", ())]
+        if parts and not _changes_nothing(layer):
+            return False
+        taken_out.update(module for part in parts if isinstance(part, nn.Module) for module in part.modules())
+    return not any(p.requires_grad for m in policy.modules() if m not in taken_out for p in m.parameters(recurse=False))
+
+
+def _changes_nothing(layer: Any) -> bool:
+    """Whether one of PEFT's layers computes what it would without its active adapters; False where that is not known.
+
+    LoRA does while a factor is 0, which it is only before the first update; a copy of a module while it equals it.
+    """
+    if hasattr(layer, "modules_to_save"):
+        active = [layer.modules_to_save[name] for name in layer.active_adapters if name in layer.modules_to_save]
+        return all(_are_equal(module, layer.original_module) for module in active)
+    if not isinstance(getattr(layer, "lora_B", None), nn.ModuleDict) or layer.merged:
+        return False
+    ups = [layer.lora_B[name] for name in layer.active_adapters if name in layer.lora_B]
+    tables = [layer.lora_embedding_A[name] for name in layer.active_adapters if name in layer.lora_embedding_A]
+    return not any(bool(p.any()) for p in [*tables, *(p for up in ups for p in up.parameters())])
+
+
+def _are_equal(a: nn.Module, b: nn.Module) -> bool:
+    first, second = a.state_dict(), b.state_dict()
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@contextmanager
+def _without_adapters(policy: Any) -> Iterator[None]:
+    """Adapters off for a while. PEFT has all of the active ones train as it enables them: each is as it was instead."""
+    flags = [(p, p.requires_grad) for p in policy.parameters()]
+    disabled = policy.disable_adapter()
+    try:
+        with held_signals():
+            disabled.__enter__()
+        yield
+    finally:
+        with held_signals():
+            disabled.__exit__(None, None, None)
+            for p, requires_grad in flags:
+                p.requires_grad_(requires_grad)
+
+
+@contextmanager
+def _with_values(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Other values in the parameters' place for a while; the memory of each is exchanged, not written."""
+    own = {name: p.data for name, p in parameters.items()}
+    try:
+        with held_signals():
+            _exchange(parameters, values)
+        yield
+    finally:
+        with held_signals():
+            _exchange(parameters, own)
+
+
+def _exchange(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, p in parameters.items():
+        p.data = values[name]
 
 
 class ReferenceSums:

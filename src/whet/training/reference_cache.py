@@ -13,7 +13,7 @@ import os
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,10 @@ from whet.files import drop_torn_line
 from whet.nn.frozen import base_of
 from whet.nn.modules import inner_module
 
-_ORIGINS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+_ORIGINS = (
+    "_name_or_path", "transformers_version", "dtype", "torch_dtype", "base_model_name_or_path", "peft_version",
+    "inference_mode",
+)  # fmt: skip
 """Fields of a config that do not change results: its origin, and dtypes, which are those of the tensors."""
 
 Sums = tuple[float, float]
@@ -36,7 +39,7 @@ class ReferenceCache:
     Args:
         folder: created if missing.
         reference: the model.
-        frozen_only: only the frozen parameters identify the reference: the model is a policy with adapters.
+        adapters_off: only the frozen parameters identify the reference: it is a PEFT model with its adapters off.
         arithmetic: what computes the sums: "bfloat16", "float32" or "torch".
 
     Raises:
@@ -44,13 +47,13 @@ class ReferenceCache:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], reference: nn.Module, arithmetic: str, frozen_only: bool = False
+        self, folder: str | os.PathLike[str], reference: nn.Module, arithmetic: str, adapters_off: bool = False
     ) -> None:
         path = Path(folder)
         if path.exists() and not path.is_dir():
             raise WhetValueError(f"reference_cache: {str(path)!r} is a file. Name a folder.")
         path.mkdir(parents=True, exist_ok=True)
-        self._path = path / f"{model_digest(reference, frozen_only)[:32]}-{arithmetic}.jsonl"
+        self._path = path / f"{model_digest(reference, adapters_off)[:32]}-{arithmetic}.jsonl"
         self._sums: dict[str, Sums] = {}
         if self._path.exists():
             drop_torn_line(self._path)
@@ -76,16 +79,18 @@ class ReferenceCache:
         self._sums |= new
 
 
-def model_digest(model: nn.Module, frozen_only: bool = False) -> str:
+def model_digest(model: nn.Module, adapters_off: bool = False) -> str:
     """SHA-256 of a model's tensors, their names, its packed base, and its settings: equal weights may compute other
     log-probs.
 
     The settings are the config of a Hugging Face model, without its origin, or the ``repr`` of any other module, which
-    shows names, sizes and constants.
+    shows names, sizes and constants; and those of PEFT's adapters, unless they are off.
     """
     digest = hashlib.sha256(_settings(model).encode())
+    if not adapters_off:
+        digest.update(_adapter_settings(model).encode())
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if frozen_only and tensor.requires_grad:
+        if adapters_off and tensor.requires_grad:
             continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(_bytes(tensor))
@@ -100,9 +105,25 @@ def _settings(model: nn.Module) -> str:
     config: Any = getattr(inner, "config", None)
     if not hasattr(config, "to_dict"):
         return repr(inner)
-    settings = {name: value for name, value in config.to_dict().items() if name not in _ORIGINS}
+    settings = _without_origins(config)
     settings["_attn_implementation"] = getattr(config, "_attn_implementation", None)
     return json.dumps(settings, sort_keys=True, default=repr)
+
+
+def _adapter_settings(model: nn.Module) -> str:
+    configs = getattr(model, "peft_config", None)
+    if not configs:
+        return ""
+    settings = {name: _without_origins(config) for name, config in configs.items()}
+    return json.dumps([settings, cast(Any, model).active_adapters], sort_keys=True, default=_sorted)
+
+
+def _without_origins(config: Any) -> dict[str, Any]:
+    return {name: value for name, value in config.to_dict().items() if name not in _ORIGINS}
+
+
+def _sorted(value: Any) -> str:
+    return repr(sorted(value)) if isinstance(value, (set, frozenset)) else repr(value)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

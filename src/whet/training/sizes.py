@@ -96,11 +96,13 @@ def run_memory(
     n_trained = n_adapter or model.n_parameters
     whole = training(model)
     is_precomputed = isinstance(config, DPOConfig) and config.precompute_reference
-    own_reference = config.has_reference() and adapters is None and not is_precomputed
+    keeps_reference = config.has_reference() and not is_precomputed
+    own_reference = keeps_reference and adapters is None
+    first_values = 4 * n_adapter if keeps_reference and adapters is not None and not adapters.is_new else 0
     parts = {
         "interpreter": interpreter,
         "weights": whole.weights + 4 * n_adapter,
-        "reference": whole.weights if own_reference else 0,
+        "reference": whole.weights if own_reference else first_values,
         "copies": _multiplied_bytes(source, narrow, is_packed, n_models=2 if own_reference else 1),
         "moments": 8 * n_trained,
     }

@@ -56,7 +56,10 @@ def save_trainer(trainer: Trainer, path: str | os.PathLike[str]) -> None:
         "adapter": adapter_settings(trainer.model),
         "base": None if base is None else base.record(),
         "ref_model": None,
+        "adapters_off": trainer.reference.adapters_off,
     }
+    if first_values := trainer.reference.first_values:
+        tensors["reference"] = first_values
     if trainer.ref_model is not None and trainer.uses_reference():
         tensors["ref_model"] = module_tensors(trainer.ref_model)
         state["ref_model"] = describe_module(trainer.ref_model)
@@ -123,6 +126,7 @@ def _restore(
         if value.numel() != 1 if key == "step" else value.shape != parameter.shape:
             raise ValueError(f"the optimizer's {key} of {name} has shape {tuple(value.shape)}")
         trainer.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+    trainer.reference.load(tensors.get("reference", {}), state.get("adapters_off", True), where)
     trainer.load_own_tensors(tensors.get("own", {}))
     if "position" in state["counters"] and "epoch" not in state["counters"]:
         raise CheckpointError(

@@ -194,8 +194,8 @@ class Trainer(ABC):
     Args:
         model: ``forward(input_ids (B, T)) -> logits (B, T, V)``, Hugging Face and PEFT models included. Its
             parameters that require grad are trained, in place; the optimizer keeps float32 masters of 16-bit ones.
-        ref_model: the frozen reference, for the algorithms that compare with one. None: a frozen copy
-            of model as it is now; of a PEFT model, its base with the adapters off.
+        ref_model: the frozen reference, for the algorithms that compare with one. None: model as it is now, however
+            its adapters came (see ``whet.training.reference``).
         config: settings; None: the defaults.
         tokenizer: for rows of text; needs to be callable and have ``decode``, as Hugging Face's do.
         logger: one logger or several.
@@ -238,8 +238,6 @@ class Trainer(ABC):
                     f"{where}: {name} is accelerated already. A trainer accelerates its model itself for each "
                     "step, as compute says: call remove() on what accelerate() returned."
                 )
-        if ref_model is model:
-            raise WhetValueError(f"{where}: ref_model is the model itself. Pass a frozen copy, or None.")
         self.config: Any = make_config(self.config_class, config, settings)
         self.ranks = join_ranks()
         self._exact = ExactSum() if self.config.deterministic_reduction else None
@@ -255,7 +253,7 @@ class Trainer(ABC):
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise WhetValueError(f"{where}: no parameter of model requires grad. Unfreeze some.")
-        self.reference = Reference(model, ref_model, copied=self.uses_reference())
+        self.reference = Reference(model, self.trainable, ref_model, kept=self.uses_reference(), where=where)
         models = [model] if self.ref_model is None else [model, self.ref_model]
         self.accelerations = choose_accelerations(models, self.config.compute, self.config.training_mode, where)
         self.acceleration = self.accelerations.get(model)
@@ -449,7 +447,7 @@ class Trainer(ABC):
         completion_ids: Sequence[Sequence[int]],
         temperature: float = 1.0,
     ) -> Tensor:
-        """``logprobs`` of the reference: ``ref_model``, or the policy with its adapters off."""
+        """``logprobs`` of the reference."""
         with self.reference.as_module() as model:
             return self.logprobs(model, prompt_ids, completion_ids, temperature)
 
@@ -586,8 +584,8 @@ class Trainer(ABC):
         Rank 0 does; on others nothing happens.
 
         Of a model with frozen parameters only the trained ones are kept, and of adapters on a packed base its
-        ``PackedBase.record``: they load on that base only. The reference is kept if it
-        is a module of its own. What was at ``path`` stays until the new checkpoint is complete.
+        ``PackedBase.record``: they load on that base only. The reference is kept if it is a separate module, or the
+        first values of what trains. What was at ``path`` stays until the new checkpoint is complete.
 
         Raises:
             CheckpointError: something that is not a checkpoint is at ``path``.
@@ -655,6 +653,7 @@ class Trainer(ABC):
                 yield from base.held_memory() if base is not None else ()
         for acceleration in self.accelerations.values():
             yield from acceleration.held_memory()
+        yield from tensor_memory("reference", self.reference.first_values.values())
         yield from tensor_memory("gradients", (p.grad for p in self.trainable.values() if p.grad is not None))
         yield from tensor_memory("moments", (value for value in states if isinstance(value, Tensor)))
 
