@@ -680,6 +680,39 @@ def test_lora_run_continues_to_the_bit(files):
     assert same_weights(files.folder / "whole", files.folder / "parts", "adapter_model.safetensors")
 
 
+def test_steps_that_bend_the_schedule_are_reported(files, capsys):
+    def continued(steps, **settings):
+        assert (
+            main(["train", "sft", *files("run", steps=steps, learning_rate=0.02, lr_schedule="linear", **settings)])
+            == 0
+        )
+        said = [line for line in capsys.readouterr().out.splitlines() if "schedule" in line]
+        rates = [row["learning_rate"] for row in read_jsonl(files.folder / "run" / "metrics.jsonl")]
+        return said, rates[-1]
+
+    assert continued(2) == ([], pytest.approx(0.01))
+    [said], rate = continued(4)
+    assert (
+        "the linear schedule was of 2 steps, and steps is 4, so that the next step's rate is 0.01 in place of 0."
+        in said
+    )
+    assert rate == pytest.approx(0.005)
+    assert continued(4)[0] == []
+    said, rate = continued(5, schedule_steps=5)
+    assert said == ["schedule_steps is 5 from here on; it was 0"] and rate == pytest.approx(0.004)
+
+
+def test_fewer_steps_than_the_schedule_has_are_reported(files, capsys):
+    settings = {"learning_rate": 0.02, "lr_schedule": "cosine"}
+    assert main(["train", "sft", *files("run", steps=4, **settings), "--checkpoint-every=2"]) == 0
+    shutil.rmtree(files.folder / "run" / "checkpoints" / "step-000004")
+    capsys.readouterr()
+    assert main(["train", "sft", *files("run", steps=3, **settings)]) == 0
+    assert (
+        "cosine schedule was of 4 steps, and steps is 3, so that the rate does not reach 0" in capsys.readouterr().out
+    )
+
+
 def test_what_a_continued_run_may_change(files, error_of, capsys):
     assert main(["train", "sft", *files("run", steps=2)]) == 0
     error = error_of("train", "sft", *files("run", steps=4, seed=1))

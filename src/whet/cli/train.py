@@ -43,6 +43,7 @@ from whet.cli.rows import check_prompts_fit, open_rows
 from whet.cli.run_memory import predict_memory
 from whet.cli.runs import OnlineRunConfig
 from whet.cli.settings import read_toml, write_toml
+from whet.config.settings import learning_rate_at
 from whet.errors import DiskFullError, WhetValueError
 from whet.files import force_to_disk, replace_text, temporary_beside, told_if_full
 from whet.memory import MemoryReport
@@ -70,7 +71,7 @@ _FREE = (
     "output_dir", "steps", "resume", "loggers", "wandb_project", "checkpoint_every", "keep_checkpoints",
     "eval_data", "eval_items", "eval_every", "eval_temperature",
 )  # fmt: skip
-"""Settings that change no step, so that nothing need be said."""
+"""Settings that change no step, so that nothing need be said; of steps see ``_note_schedule``."""
 
 
 def main(method: str, run: Any) -> int:
@@ -283,7 +284,22 @@ def _make_trainer(
     if trainer.step > steps:
         raise WhetValueError(f"{checkpoint} is past steps = {steps}. Choose another output_dir, or more steps.")
     _say(f"continuing from {checkpoint}")
+    _note_schedule(trainer, steps)
     return trainer
+
+
+def _note_schedule(trainer: Trainer, steps: int) -> None:
+    """Report that a decaying learning rate, whose schedule ends at the most steps so far, does not end at these."""
+    end, config = trainer.schedule_end, trainer.config
+    if config.lr_schedule == "constant" or config.schedule_steps or end == steps:
+        return
+    effect = "so that the rate does not reach 0"
+    if steps > end:
+        before, now = (learning_rate_at(trainer.step, config, last) for last in (end, steps))
+        effect = f"so that the next step's rate is {now:.3g} in place of {before:.3g}"
+    _say(
+        f"the {config.lr_schedule} schedule was of {end} steps, and steps is {steps}, {effect}. schedule_steps fixes it"
+    )
 
 
 class Stopped(KeyboardInterrupt):

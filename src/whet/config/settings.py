@@ -76,7 +76,8 @@ class TrainerConfig:
     warmup_steps: Count = 0
     """Steps over which the rate rises linearly to learning_rate."""
     schedule_steps: Count = 0
-    """Length of the schedule in steps; 0: to the last step of the longest ``train`` call so far."""
+    """Length of the schedule in steps; 0: to the last step of the longest ``train`` call so far, so that a run which is
+    continued with more steps has a higher rate again."""
     batch_size: Positive = 8
     """Rows of the dataset per step, in ``train``."""
     micro_batch_size: Count = 0

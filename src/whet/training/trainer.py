@@ -294,13 +294,17 @@ class Trainer(ABC):
     @property
     def learning_rate(self) -> float:
         """The rate of the next update."""
-        horizon = self.config.schedule_steps or self._horizon
-        if not horizon and self.config.lr_schedule != "constant":
+        if not self.schedule_end and self.config.lr_schedule != "constant":
             raise WhetValueError(
                 f"{type(self).__name__}: lr_schedule is {self.config.lr_schedule!r}, whose length is not "
                 f"known outside of train(). Pass schedule_steps."
             )
-        return learning_rate_at(self.step, self.config, horizon)
+        return learning_rate_at(self.step, self.config, self.schedule_end)
+
+    @property
+    def schedule_end(self) -> int:
+        """The step at which the rate of a decaying schedule is 0; 0: not known yet."""
+        return self.config.schedule_steps or self._horizon
 
     def _count_step(self, n_tokens: int) -> None:
         """Count a step whose updates are done; its batch, if ``train`` has drawn it, is not trained again."""
