@@ -26,6 +26,7 @@ from whet.training.distributed import join_ranks
 SETTINGS: dict[str, Any] = {"learning_rate": 0.01, "micro_batch_size": 2, "compute": "float32"}
 PROMPTS = [[5, 6], [7], [8, 9, 10]]
 SFT_BATCH = [[5, 6], [7], [8, 9, 4], [4]], [[4, 5, 2], [6, 6, 7, 2], [2], [9, 9, 9, 9, 2]]
+SAME_LENGTHS = [[5, 6], [7, 8]], [[4, 5, 2], [6, 6, 2]]
 PAIRS = [[5, 6], [7], [8]], [[4, 5, 2], [6, 2], [7, 7, 7, 2]], [[5, 2], [6, 7, 2], [4, 2]]
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo", "sapo")
 
@@ -161,6 +162,7 @@ def failures() -> dict[str, Any]:
     if _on(1):
         broken.engine.generate = no_memory
     other_data = SFT_BATCH if _on(0) else ([[5]], [[6, 2]])
+    other_order = SAME_LENGTHS if _on(0) else tuple(part[::-1] for part in SAME_LENGTHS)
     rows = list(zip(*SFT_BATCH, strict=True))
     return {
         "reward": _message(lambda: _grpo(reward_fn=raising).train_step(PROMPTS)),
@@ -168,6 +170,10 @@ def failures() -> dict[str, Any]:
         "skipped": skipped,
         "unchanged": unchanged,
         "data": _message(lambda: SFT(tiny_llama(), **SETTINGS).train_step(*other_data)),
+        "order": _message(lambda: SFT(tiny_llama(), **SETTINGS).train_step(*other_order)),
+        "settings": _message(
+            lambda: SFT(tiny_llama(), batch_size=1 + join_ranks().rank, **SETTINGS).train(rows, steps=1)
+        ),
         "weights": _message(lambda: SFT(tiny_llama(seed=join_ranks().rank), batch_size=2, **SETTINGS).train(rows)),
     }
 

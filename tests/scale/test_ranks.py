@@ -127,6 +127,8 @@ def test_what_one_rank_meets_all_are_told(found, n):
         assert told["sampling"].startswith("MemoryError: " if rank == 1 else "RankError: rank 1 failed: MemoryError: ")
         assert told["skipped"] == 1 and told["unchanged"]
         assert "the ranks have different batches" in told["data"]
+        assert "the ranks have different batches" in told["order"]  # of the same numbers of tokens
+        assert "batch_size is" in told["settings"] and "settings is" not in told["settings"]
         assert "the sum of the weights is" in told["weights"] and "Every rank needs the same model" in told["weights"]
 
 
@@ -136,11 +138,12 @@ def test_deals_by_cost():
     assert deal([], 2) == [[], []]
 
 
-@pytest.mark.parametrize(("n_prompts", "n", "size"), [(3, 4, 2), (1, 5, 3), (4, 2, 2), (2, 2, 7), (5, 1, 4)])
+@pytest.mark.parametrize(("n_prompts", "n", "size"), [(3, 4, 2), (1, 5, 3), (4, 2, 2), (2, 2, 7), (5, 1, 4), (1, 2, 5)])
 def test_pieces_are_all_samples_once_and_even(n_prompts, n, size):
     shares = []
     for rank in range(size):
         pieces = _pieces(n_prompts, n, rank, size).items()
         shares.append([(k.prompt_index, k.first_sample + j) for c, keys in pieces for k in keys for j in range(c)])
     assert sorted(itertools.chain(*shares)) == [(i, j) for i in range(n_prompts) for j in range(n)]
+    assert all(count > 0 for rank in range(size) for count in _pieces(n_prompts, n, rank, size))
     assert max(map(len, shares)) <= math.ceil(n_prompts * n / size)

@@ -51,7 +51,7 @@ from whet.rewards.metrics import group_std, reward_metrics
 from whet.rollout.choose import reward_functions
 from whet.rollout.rollout import Rollout, completion_table, read_prompts
 from whet.training.phases import phase
-from whet.training.trainer import count_tokens, training_step
+from whet.training.trainer import training_step
 
 
 class GRPO(OnlineTrainer):
@@ -118,7 +118,7 @@ class GRPO(OnlineTrainer):
         self._begun = step = self._continued(prompt_batch) or self._begin(prompt_batch)
         while step.counts.n_tokens and len(step.updates) < self.config.num_iterations:
             with self.update() as update:
-                for batch in update.deal(step.batches, [count_tokens(batch.rows()) for batch in step.batches]):
+                for batch in update.deal(step.batches, [batch.rows() for batch in step.batches]):
                     loss, metrics = self._loss(batch, step)
                     known = batch.sampler_logprobs is not None
                     update.add(loss, metrics, {"sampler/log_ratio_max": batch.sampler_gap[1]} if known else None)

@@ -140,9 +140,9 @@ class Ranks:
         """
         for rank, others in enumerate(self.gather(facts)):
             for name, value in facts.items():
-                if others[name] != value:
+                if others.get(name) != value:
                     raise WhetValueError(
-                        f"{where}: {name} is {others[name]!s:.60} on rank {rank} and {value!s:.60} on rank "
+                        f"{where}: {name} is {others.get(name)!s:.60} on rank {rank} and {value!s:.60} on rank "
                         f"{self.rank}. Every rank needs the same model (seed what makes it, or load one), settings, "
                         f"data and checkpoint."
                     )
@@ -300,6 +300,8 @@ def _pieces(n_prompts: int, n: int, rank: int, size: int) -> dict[int, list[Stre
     """A rank's samples of ``n_prompts`` groups of ``n``: how many of a prompt at once -> prompts and first samples."""
     first, end = (n_prompts * n * r // size for r in (rank, rank + 1))
     pieces: dict[int, list[StreamKey]] = {}
+    if first == end:  # more ranks than samples
+        return pieces
     for i in range(first // n, math.ceil(end / n)):
         start, stop = max(first, i * n), min(end, (i + 1) * n)
         pieces.setdefault(stop - start, []).append(StreamKey(i, start - i * n))

@@ -14,10 +14,12 @@ DataLoader are shuffled by (seed, epoch); an iterable, or a custom sampler, has 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
 import os
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -52,6 +54,9 @@ from whet.training.state import load_trainer, save_trainer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+TokenRows = Sequence[Sequence[Sequence[int]]]
+"""Token ids of rows, each a prompt and its completions."""
 
 Batch = TypeVar("Batch")
 Step = TypeVar("Step", bound=Callable[..., dict[str, float]])
@@ -119,19 +124,21 @@ class Update:
         self._memory, self._parameters = memory, parameters
         self._ranks, self._seed, self._exact = ranks, seed, exact
         self._costs: list[int] = []
+        self._digest = 0
         self._at = 0
         self._added: list[tuple[int, dict[str, float], dict[str, float]]] = []
         memory.begin()
 
-    def deal(self, batches: Sequence[Batch], costs: Sequence[int]) -> Iterator[Batch]:
+    def deal(self, batches: Sequence[Batch], rows: Sequence[TokenRows]) -> Iterator[Batch]:
         """This rank's share of the micro-batches; the loss of each is added before the next one is taken.
 
         Args:
             batches: all of them, the same ones on every rank.
-            costs: their numbers of tokens.
+            rows: the token ids of each: they are dealt by their numbers, and compared between the ranks.
         """
-        self._costs = list(costs)
-        for i in deal(costs, self._ranks.size)[self._ranks.rank]:
+        self._costs = [count_tokens(part) for part in rows]
+        self._digest = zlib.crc32(repr(rows).encode()) if self._ranks.size > 1 else 0
+        for i in deal(self._costs, self._ranks.size)[self._ranks.rank]:
             self._at = i
             if self._seed is not None:
                 torch.manual_seed(int(np.random.SeedSequence([self._seed, i]).generate_state(1, np.uint64)[0]) >> 1)
@@ -163,8 +170,8 @@ class Update:
         exact, has_gradient = self._exact, [p.grad is not None for p in self._parameters]
         if exact is not None:
             has_gradient = [exact.has(p) for p in self._parameters]
-        shares = self._ranks.gather_whole((self._costs, self._added, has_gradient))
-        if any(costs != self._costs for costs, _, _ in shares):
+        shares = self._ranks.gather_whole((self._digest, self._added, has_gradient))
+        if any(digest != self._digest for digest, _, _ in shares):
             raise WhetValueError(
                 "train: the ranks have different batches. Give all of them the same rows in the same order; each "
                 "takes its share itself, so that the data needs no DistributedSampler."
@@ -334,7 +341,7 @@ class Trainer(ABC):
         self, update: Update, rows: Sequence[Sequence[Sequence[int]]], parts: Sequence[list[int]]
     ) -> Iterator[list[int]]:
         """This rank's share of the micro-batches ``parts`` of the rows, as ``Update.deal``."""
-        return update.deal(parts, _costs(rows, parts))
+        return update.deal(parts, [[rows[i] for i in part] for part in parts])
 
     @contextmanager
     def update(self) -> Iterator[Update]:
@@ -517,7 +524,8 @@ class Trainer(ABC):
         last_step = self.step + steps
         self._horizon = max(self._horizon, last_step)
         if self.ranks.size > 1:
-            facts = {"settings": self.config, "step": self.step, "position": place, "last step": last_step}
+            facts = {**dataclasses.asdict(self.config), "step": self.step, "position": place}
+            facts |= {"last step": last_step}
             facts["the sum of the weights"] = fingerprint([p.detach() for p in self.model.parameters()])
             self.ranks.check_same("train", facts)
         self.should_stop = False
