@@ -67,6 +67,34 @@ def test_two_ranks_give_the_bits_of_one_and_go_on_where_one_is_killed(command, t
     assert weights[0] == weights[1]
 
 
+def test_ranks_end_with_a_launcher_that_is_killed(command, tmp_path):
+    process = start(command("run", ranks=2, steps=1000, checkpoint_every=1000))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    end = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < end:
+        time.sleep(0.05)
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    assert len(ranks) >= 2 and psutil.wait_procs(ranks, timeout=30)[1] == []
+    assert main(command("run", steps=1)) == 0  # the folder is free
+
+
+def test_a_rank_that_dies_each_time_is_one_line(command, tmp_path):
+    (tmp_path / "dying.py").write_text("import os\ndef score(completions):\n    os._exit(7)\n")
+    reward = f"{tmp_path / 'dying.py'}:score"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    code = (
+        "import sys, whet.training.launch as launch; launch._RESTARTS = 1; "
+        "sys.exit(launch._main('2', ['-m', 'whet', *sys.argv[1:]]))"
+    )
+    arguments = command("run", method="grpo", ranks=2, reward=reward, group_size=2, batch_size=2, max_new_tokens=4)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("whet: rank 0 ended with exit code 7"), done.stderr
+    assert "Traceback" not in done.stderr and "closing signal" not in done.stderr
+
+
 def test_an_error_of_the_users_is_one_line_and_starts_nothing_again(command, tmp_path):
     (tmp_path / "judge.py").write_text("def judge(completions):\n    raise RuntimeError('no judge')\n")
     given = {"reward": f"{tmp_path / 'judge.py'}:judge", "max_new_tokens": 4, "group_size": 2, "batch_size": 2}

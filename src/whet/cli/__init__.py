@@ -23,7 +23,7 @@ from typing import Any
 
 from whet import __version__
 from whet.errors import RankError, RewardError, WhetError, WhetValueError, check_installed
-from whet.training.launch import end_ranks, is_told_elsewhere, start_ranks
+from whet.training.launch import end_ranks, end_with_launcher, is_told_elsewhere, start_ranks
 
 USAGE = f"""\
 Whet {__version__}: post-trains language models on the machine you have.
@@ -231,6 +231,8 @@ def _train(argv: list[str]) -> int:
         start_ranks(run.ranks, ["-m", "whet", "train", *argv])
     if run.ranks not in (1, launched_size()):
         raise WhetValueError(f"{where}: ranks is {run.ranks}, and {launched_size()} were launched. Leave ranks out.")
+    if launched_size() > 1:
+        end_with_launcher()
     # Before the seconds that it takes to import torch; of several ranks the first alone writes.
     with lock_folder(run.output_dir) if launched_rank() == 0 else contextlib.nullcontext():
         return _command("train").main(method, run)

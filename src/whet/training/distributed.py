@@ -15,6 +15,7 @@ import inspect
 import itertools
 import math
 import os
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -236,12 +237,14 @@ def _join() -> Ranks:
 @contextmanager
 def _told_if_lost() -> Iterator[None]:
     """Report what gloo raises where a rank has ended, or does not answer, as a RankError."""
+    start = time.monotonic()
     try:
         yield
     except RuntimeError as error:
+        what = "has ended" if time.monotonic() - start < TIMEOUT_S else f"did not answer for {TIMEOUT_S} s"
         raise RankError(
-            f"another rank has ended, or did not answer for {TIMEOUT_S} s ({error!s:.200}). Its own message says "
-            f"why; the same command continues from the newest checkpoint."
+            f"another rank {what} ({error!s:.200}). Its own message gives the reason; the same command continues from "
+            f"the newest checkpoint."
         ) from error
 
 

@@ -6,6 +6,7 @@ signal to stop, says so here first: then none is started again, and the command'
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -50,6 +51,23 @@ def end_ranks(status: int, message: str) -> None:
             os.kill(int(os.environ[_LAUNCHER]), signal.SIGUSR1)
 
 
+def is_over() -> bool:
+    """Whether a rank of ``whet train --ranks`` has printed why the run ends."""
+    file = os.environ.get(_STATUS_FILE)
+    return file is not None and os.path.exists(file)
+
+
+def end_with_launcher() -> None:
+    """Have Linux kill this rank when its launcher dies, so that the same command finds the run's folder free.
+
+    A launcher that is killed cannot end its ranks: they would train on, unsupervised.
+    """
+    from whet.rewards.processes import die_with
+
+    if _LAUNCHER in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with(int(os.environ.get(_LAUNCHER, os.getppid())))
+
+
 def is_told_elsewhere(error: RankError) -> bool:
     """Whether another rank of ``whet train --ranks`` says why it failed; returns when it has."""
     file = os.environ.get(_STATUS_FILE)
@@ -73,7 +91,9 @@ def _end(number: int, frame: object) -> NoReturn:
 def _main(n: str, command: Sequence[str]) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    logging.disable(logging.ERROR)  # ranks print their own errors, and this the last one
     with tempfile.TemporaryDirectory(prefix="whet-ranks-") as folder:
         file = Path(folder) / "status"
         os.environ |= {_STATUS_FILE: str(file), _LAUNCHER: str(os.getpid())}
@@ -84,6 +104,14 @@ def _main(n: str, command: Sequence[str]) -> int:
             pass
         except SignalException as stopped:  # after the ranks, which have got it too
             return int(file.read_text()) if file.exists() else 128 + stopped.sigval
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            print(
+                f"whet: rank {rank} ended with exit code {failure.exitcode}, also after {_RESTARTS} restarts. Its own "
+                "message is above; the same command continues from the newest checkpoint.",
+                file=sys.stderr,
+            )
+            return 1
         return int(file.read_text()) if file.exists() else 0
 
 
