@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -238,6 +239,17 @@ def test_truncated_completions_are_left_out_on_request():
         -sum(a * len(c) for a, (_, c) in zip(advantages, rows, strict=True)) / n_tokens
     )
     assert metrics["completions/clipped_ratio"] == 2 / 6
+
+
+def test_many_truncated_completions_are_one_warning():
+    truncated = [[[4, 4, 4, 4], [8, EOS], [9, 4, 9, 9]], [[4, EOS], [EOS], [10, 11, 4, EOS]]]
+    trainer = make(engine=ScriptedEngine(truncated))
+    with pytest.warns(UserWarning, match="max_new_tokens=4 ended 33% of the completions"):
+        trainer.train_step(PROMPTS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.train_step(PROMPTS)
+        make(engine=ScriptedEngine([[[4, 4, EOS]] * 3, [[4, EOS], [EOS], [9, 4, 9, 9]]])).train_step(PROMPTS)
 
 
 def test_rewards_take_columns_weights_and_none():

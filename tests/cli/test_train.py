@@ -761,6 +761,16 @@ def test_a_run_that_does_not_fit_says_so_and_what_would(files, capsys, monkeypat
     assert "and 1.00 MB are there for it. No setting makes it fit" in error
 
 
+@pytest.mark.needs("wandb")
+def test_a_continued_run_is_one_run_at_wandb(files):
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}  # which wandb reads once a process
+    for steps in (1, 2):
+        arguments = [*files("run", steps=steps, batch_size=8), "--loggers", "wandb"]
+        subprocess.run([*WHET, "train", "sft", *arguments], env=environment, check=True, capture_output=True)
+    runs = [path.name.rpartition("-")[2] for path in (files.folder / "run" / "wandb").glob("offline-run-*")]
+    assert len(runs) == 2 and len(set(runs)) == 1
+
+
 def test_the_advice_is_the_least_change_that_fits(tiny_model):
     source = open_pretrained(tiny_model)
     lengths, options = Lengths(100, 100), {"interpreter": 0}

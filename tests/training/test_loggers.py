@@ -15,6 +15,7 @@ import textwrap
 import numpy as np
 import pytest
 import torch
+from tests.processes import run_python
 from tests.raising import assert_raises
 
 from whet.errors import MissingExtraError, WhetTypeError, WhetValueError
@@ -282,6 +283,15 @@ def test_wandb_keeps_what_was_logged(tmp_path, monkeypatch):
     logger.close()
     logger.close()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+@pytest.mark.needs("wandb")
+def test_wandb_without_a_key_is_one_line(tmp_path):
+    code = "import sys; from whet.training.loggers import WandbLogger; WandbLogger('whet-test', dir=sys.argv[1])"
+    empty = {"WANDB_API_KEY": "", "WANDB_MODE": "online", "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
+    done = run_python(code, tmp_path, **empty)
+    assert "whet.errors.WhetError: WandbLogger: " in done.stderr.splitlines()[-1]
+    assert "wandb login" in done.stderr and "WANDB_MODE=offline" in done.stderr
 
 
 @pytest.mark.parametrize(

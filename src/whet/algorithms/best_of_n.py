@@ -24,7 +24,7 @@ from whet.nn.modules import stop_token_ids
 from whet.rewards.functions import RewardFn
 from whet.rollout.choose import check_lengths, make_engine, reward_functions, with_room
 from whet.rollout.protocol import RolloutEngine
-from whet.rollout.rollout import Prompts, Rollout, as_prompt_row, read_prompts, sample
+from whet.rollout.rollout import Prompts, Rollout, as_prompt_row, read_prompts, sample, warn_if_truncated
 
 
 class BestOfNResult(NamedTuple):
@@ -74,6 +74,7 @@ class BestOfN:
         make = partial(make_engine, chosen, model, self.config.rollout_weights, "BestOfN", tokenizer=tokenizer, **pool)
         self.engine = make(self.config.kv_bytes)
         self._make_engine = make if isinstance(chosen, str) and not self.config.kv_bytes else None
+        self._warned_of_truncation = False
 
     def generate(
         self, prompts: Any, *, return_scores: bool = False, return_all: bool = False
@@ -134,6 +135,8 @@ class BestOfN:
         stop_ids = stop_token_ids(self.model, self.tokenizer, self.config.stop_token_ids)
         sampling = self.config.sampling(stop_ids, seed)
         rollout = sample(self.engine, prompts, self.config.n, sampling, self.tokenizer)
+        if not self._warned_of_truncation:
+            self._warned_of_truncation = warn_if_truncated(rollout, self.config.max_new_tokens, where)
         scores = rollout.score(self.rewards).rewards.reshape(len(prompts.ids), self.config.n)
         unscored = np.isnan(scores).all(axis=1)
         if unscored.any():

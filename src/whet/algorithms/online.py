@@ -21,7 +21,7 @@ from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import mean_rewards
 from whet.rollout.choose import check_lengths, make_engine, reward_functions, with_room
 from whet.rollout.protocol import RolloutEngine
-from whet.rollout.rollout import Rollout, as_prompt_row, read_prompts, sample
+from whet.rollout.rollout import Rollout, as_prompt_row, read_prompts, sample, warn_if_truncated
 from whet.training.distributed import DividedEngine
 from whet.training.phases import phase
 from whet.training.trainer import Trainer
@@ -68,6 +68,7 @@ class OnlineTrainer(Trainer):
         self._make_engine = make if self._is_own_engine and not config.kv_bytes else None
         self.last_completions: list[dict[str, Any]] = []
         self._sampler_bytes = 0
+        self._warned_of_truncation = False
 
     def as_row(self, item: Any) -> Mapping[str, Any]:
         """An item of a dataset as a dict; a bare prompt is a row too."""
@@ -112,8 +113,12 @@ class OnlineTrainer(Trainer):
 
     def sample(self, prompt_batch: Any, n: int) -> Rollout:
         """``n`` completions per prompt from the policy as it is, the same ones for one (seed, step)."""
+        where = type(self).__name__
         with self._synced_engine():
-            return self._sample(prompt_batch, n, self.step, type(self).__name__)
+            rollout = self._sample(prompt_batch, n, self.step, where)
+        if self.ranks.is_first and not self._warned_of_truncation:
+            self._warned_of_truncation = warn_if_truncated(rollout, self.config.max_new_tokens, where)
+        return rollout
 
     @contextmanager
     def _synced_engine(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ import errno
 import json
 import os
 import random
+import secrets
 import signal
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -55,6 +56,7 @@ from whet.rewards.functions import RewardFunctions, load_function
 from whet.rollout.choose import reward_functions
 from whet.training.callbacks import CheckpointCallback, CompletionsCallback, EvaluationCallback
 from whet.training.distributed import join_ranks, launched_rank
+from whet.training.launch import is_over
 from whet.training.loggers import CSVLogger, JSONLLogger, Logger, ProgressLogger, TensorBoardLogger, WandbLogger
 from whet.training.sizes import RunMemory
 from whet.training.trainer import Trainer
@@ -263,13 +265,26 @@ def _loggers(method: str, run: Any, folder: Path) -> list[Logger]:
         "csv": lambda: CSVLogger(folder / "metrics.csv"),
         "tensorboard": lambda: TensorBoardLogger(folder / "tensorboard"),
         "wandb": lambda: WandbLogger(
-            run.wandb_project, name=folder.name, dir=str(folder), config=dataclasses.asdict(run)
+            run.wandb_project,
+            name=folder.name,
+            dir=str(folder),
+            config=dataclasses.asdict(run),
+            id=_kept_id(folder / "wandb" / "id.txt"),
+            resume="allow",
         ),
     }
     if launched_rank() > 0:
         return []
     loggers = [JSONLLogger(folder / "metrics.jsonl"), *(makers[name]() for name in run.loggers)]
     return [*loggers, ProgressLogger(run.steps, description=method)]
+
+
+def _kept_id(file: Path) -> str:
+    """The id of a run at Weights & Biases: the same one when the run is continued."""
+    if not file.exists():
+        file.parent.mkdir(exist_ok=True)
+        replace_text(file, secrets.token_hex(4))
+    return file.read_text(encoding="utf-8").strip()
 
 
 def _make_trainer(
@@ -339,6 +354,8 @@ class StoppableCheckpoints(CheckpointCallback):
             os.kill(os.getpid(), number)
         elif self._stopping is None:
             self._stopping = number
+            if is_over():  # torchrun ends this rank because of another one's error
+                return
             # Not print: the signal may have come in the middle of one.
             os.write(2, b"\nstopping after this step, with a checkpoint; the same signal again stops at once\n")
         else:

@@ -207,8 +207,9 @@ class DPOConfig(PreferenceConfig, TrainerConfig):
 class RolloutConfig:
     """Settings of sampling and of rewards."""
 
-    max_new_tokens: int = 128
-    """Maximum length of a completion in tokens, including the stop token."""
+    max_new_tokens: int = 512
+    """Maximum length of a completion in tokens, including the stop token. A model that thinks before it answers may
+    need thousands."""
     temperature: AboveZero = 1.0
     """Divides the logits before sampling; above 0."""
     top_k: int = 0

@@ -7,6 +7,7 @@ if there is a tokenizer (without special tokens), and else 1-D tensors of token 
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -23,6 +24,9 @@ from whet.data.rows import tokenize_prompt
 from whet.data.token_ids import token_rows
 from whet.errors import WhetValueError
 from whet.rewards.functions import RewardBatch, RewardFunctions
+
+_FEW_TRUNCATED = 0.25
+"""Largest share of truncated completions that needs no warning."""
 
 _TOKENIZER_FIELDS = ("input_ids", "attention_mask", "token_type_ids")
 
@@ -139,6 +143,20 @@ class Rollout:
             "completions/clipped_ratio": float(np.mean(self.truncated)),
             "num_tokens": sum(lengths) + sum(map(len, self.prompt_ids)),
         }
+
+
+def warn_if_truncated(rollout: Rollout, max_new_tokens: int, where: str) -> bool:
+    """Warn if ``max_new_tokens`` ended more than a quarter of the completions; return whether it did."""
+    share = float(np.mean(rollout.truncated))
+    if share <= _FEW_TRUNCATED:
+        return False
+    warnings.warn(
+        f"{where}: max_new_tokens={max_new_tokens} ended {share:.0%} of the completions before a stop token, so "
+        f"that cut answers are scored. Raise max_new_tokens (a model that thinks may need thousands); GRPO can leave "
+        f"them out of the update (mask_truncated_completions).",
+        stacklevel=3,
+    )
+    return True
 
 
 class Sampler(Protocol):

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from whet.errors import WhetTypeError, WhetValueError, check_installed, check_integer, is_number
+from whet.errors import WhetError, WhetTypeError, WhetValueError, check_installed, check_integer, is_number
 from whet.files import drop_torn_line, replace_text, told_if_full
 
 if TYPE_CHECKING:
@@ -413,13 +413,20 @@ class WandbLogger(Logger):
 
     Raises:
         MissingExtraError: wandb is not installed.
+        WhetError: no API key, or no connection.
     """
 
     def __init__(self, project: str, **init: Any) -> None:
         check_installed("WandbLogger", "wandb", extra="wandb")
         import wandb  # pyright: ignore[reportMissingImports]
 
-        self._run = wandb.init(project=project, **init)
+        try:
+            self._run = wandb.init(project=project, **init)
+        except wandb.errors.Error as error:
+            raise WhetError(
+                f"WandbLogger: {str(error).strip()} Run `wandb login`, or set WANDB_MODE=offline and upload the run "
+                "later."
+            ) from error
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log({name: as_number(value, name) for name, value in metrics.items()}, step=step)
