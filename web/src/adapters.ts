@@ -4,6 +4,7 @@ import { WhetError } from "./errors.js";
 import { adapters as RULES } from "./facts.js";
 import { type Family, type ModelConfig, partRows, slots } from "./model.js";
 import { cuts } from "./pieces.js";
+import type { Files } from "./protocol.js";
 import { readFloats, readSafetensors } from "./safetensors.js";
 import { show } from "./sampling.js";
 import type { Reader } from "./sources.js";
@@ -22,6 +23,9 @@ export interface AdapterPart {
 export const TARGETS = ["qkv", "o", "up", "down"] as const;
 const CONFIG = "adapter_config.json";
 const WEIGHTS = "adapter_model.safetensors";
+
+/** In a folder, by its URL. */
+export const adapterFiles = (folder: string): Files => [CONFIG, WEIGHTS].map((name) => [name, new URL(name, `${folder.replace(/\/$/, "")}/`).href]);
 
 interface Place {
   slot: string;

@@ -1,5 +1,7 @@
-/** Downloaded files in the origin's private file system: each with a note of its URL, size, ETag and hash. */
+/** Downloaded files in the origin's private file system: each with a note of its URL, size, ETag, hash and last use. They
+ * take up to half of what the browser gives the origin: for a further one, the least recently used are removed. */
 import type { Sink, Version } from "./download.js";
+import { urlOf } from "./port.js";
 import { ofBlob, type Reader } from "./sources.js";
 
 const FOLDER = "whet-web";
@@ -9,6 +11,7 @@ interface Note {
   version: Version;
   isComplete: boolean;
   sha256?: string;
+  usedMs?: number;
 }
 
 /** A synchronous handle; TypeScript's library has it for workers alone. */
@@ -20,10 +23,12 @@ interface SyncHandle {
   close(): void;
 }
 
-async function folder(): Promise<FileSystemDirectoryHandle | undefined> {
+type Folder = FileSystemDirectoryHandle & { keys(): AsyncIterable<string> };
+
+async function folder(): Promise<Folder | undefined> {
   try {
     const root = await navigator.storage.getDirectory();
-    return await root.getDirectoryHandle(FOLDER, { create: true });
+    return (await root.getDirectoryHandle(FOLDER, { create: true })) as Folder;
   } catch {
     return undefined; // not a browser, a page without a secure origin, or a private window
   }
@@ -44,8 +49,9 @@ async function openHandle(file: { createSyncAccessHandle(): Promise<SyncHandle> 
   }
 }
 
+/** Without the fragment, which no server sees. */
 async function keyOf(url: URL): Promise<string> {
-  const digest = await crypto.subtle.digest("SHA-256", new TextEncoder().encode(url.href));
+  const digest = await crypto.subtle.digest("SHA-256", new TextEncoder().encode(url.href.split("#")[0]));
   return Array.from(new Uint8Array(digest), (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
@@ -57,12 +63,61 @@ async function readNote(directory: FileSystemDirectoryHandle, key: string): Prom
   }
 }
 
+/** The notes of all files, by key. */
+async function readNotes(directory: Folder): Promise<[key: string, note: Note][]> {
+  const found: [string, Note][] = [];
+  for await (const name of directory.keys()) {
+    if (!name.endsWith(".json")) continue;
+    const key = name.slice(0, -5);
+    const note = await readNote(directory, key);
+    if (note !== undefined) found.push([key, note]);
+  }
+  return found;
+}
+
+const sizeOf = async (directory: Folder, key: string) => (await (await directory.getFileHandle(key)).getFile()).size;
+
+/** Of this worker, whose model may still be read from them. */
+const inUse = new Set<string>();
+
+/** Removes the file whose last use is the longest ago, except those of this worker; whether there was one. */
+export async function removeOldest(): Promise<boolean> {
+  const directory = await folder();
+  if (directory === undefined) return false;
+  const notes = (await readNotes(directory)).filter(([key]) => !inUse.has(key));
+  for (const [key] of notes.sort(([, a], [, b]) => (a.usedMs ?? 0) - (b.usedMs ?? 0))) {
+    if (await remove(directory, key)) return true;
+  }
+  return false;
+}
+
+/** False where another engine writes it. */
+async function remove(directory: Folder, key: string): Promise<boolean> {
+  try {
+    await directory.removeEntry(key);
+    await directory.removeEntry(`${key}.json`);
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+/** Removes old files until all with a further one are within the bound; a single one may be larger. */
+async function makeRoom(directory: Folder, bytes: number): Promise<void> {
+  const { quota = Infinity } = (await navigator.storage.estimate?.()) ?? {};
+  const used = async () => {
+    const sizes = await Promise.all((await readNotes(directory)).map(([key]) => sizeOf(directory, key).catch(() => 0)));
+    return sizes.reduce((sum, size) => sum + size, 0);
+  };
+  while ((await used()) + bytes > quota / 2) if (!(await removeOldest())) return;
+}
+
 /** One file of the cache, open for writing until it is complete. */
 export class Stored {
   private handle: SyncHandle | undefined;
 
   constructor(
-    private readonly directory: FileSystemDirectoryHandle,
+    private readonly directory: Folder,
     private readonly key: string,
     private readonly url: URL,
     private readonly file: FileSystemFileHandle,
@@ -97,17 +152,25 @@ export class Stored {
     };
   }
 
-  /** Written before the first byte: an interrupted download is gone on with only if it is of this version. */
-  async setVersion(version: Version): Promise<void> {
-    await this.write({ url: this.url.href, version, isComplete: false });
+  /** Before the first byte: an interrupted download is gone on with only if it is of this version. */
+  async begin(version: Version): Promise<void> {
+    await makeRoom(this.directory, version.totalBytes);
+    await this.write(version, false);
   }
 
   async setComplete(sha256: string | undefined): Promise<void> {
     const size = (await this.file.getFile()).size;
-    await this.write({ url: this.url.href, version: { totalBytes: size, etag: this.note?.version.etag ?? null }, isComplete: true, sha256: sha256?.toLowerCase() });
+    await this.write({ totalBytes: size, etag: this.note?.version.etag ?? null }, true, sha256?.toLowerCase());
   }
 
-  private async write(note: Note): Promise<void> {
+  /** Reads the whole file once more. */
+  async reuse(sha256: string | undefined): Promise<Reader> {
+    await this.setComplete(sha256);
+    return this.finish();
+  }
+
+  private async write(version: Version, isComplete: boolean, sha256?: string): Promise<void> {
+    const note: Note = { url: this.note?.url ?? this.url.href, version, isComplete, sha256, usedMs: Date.now() };
     this.note = note;
     const file = (await this.directory.getFileHandle(`${this.key}.json`, { create: true })) as FileSystemFileHandle & { createSyncAccessHandle(): Promise<SyncHandle> };
     const handle = await openHandle(file);
@@ -137,11 +200,14 @@ export class Stored {
   }
 }
 
-/** The place of a URL's file; undefined where there is no such file system, or another engine writes this file. */
-export async function openCache(url: URL): Promise<Stored | undefined> {
+/** The place of a URL's file, or of a whole file with this hash, whatever its URL was (those that are signed change);
+ * undefined where there is no such file system, or another engine writes this file. */
+export async function openCache(url: URL, sha256: string | undefined): Promise<Stored | undefined> {
   const directory = await folder();
   if (directory === undefined) return undefined;
-  const key = await keyOf(url);
+  const isSought = ([, note]: [string, Note]) => note.isComplete && note.sha256 === sha256?.toLowerCase();
+  const key = (sha256 !== undefined && (await readNotes(directory)).find(isSought)?.[0]) || (await keyOf(url));
+  inUse.add(key);
   try {
     const file = (await directory.getFileHandle(key, { create: true })) as FileSystemFileHandle & { createSyncAccessHandle(): Promise<SyncHandle> };
     return new Stored(directory, key, url, file, await openHandle(file), await readNote(directory, key));
@@ -152,24 +218,16 @@ export async function openCache(url: URL): Promise<Stored | undefined> {
 
 /** URLs and bytes of what is cached. */
 export async function listCache(): Promise<{ url: string; sizeBytes: number; isComplete: boolean }[]> {
-  const directory = (await folder()) as (FileSystemDirectoryHandle & { keys(): AsyncIterable<string> }) | undefined;
-  const found: { url: string; sizeBytes: number; isComplete: boolean }[] = [];
-  if (directory === undefined) return found;
-  for await (const name of directory.keys()) {
-    if (!name.endsWith(".json")) continue;
-    const note = await readNote(directory, name.slice(0, -5));
-    if (note === undefined) continue;
-    const file = await (await directory.getFileHandle(name.slice(0, -5))).getFile();
-    found.push({ url: note.url, sizeBytes: file.size, isComplete: note.isComplete });
-  }
-  return found;
+  const directory = await folder();
+  if (directory === undefined) return [];
+  return Promise.all((await readNotes(directory)).map(async ([key, { url, isComplete }]) => ({ url, sizeBytes: await sizeOf(directory, key), isComplete })));
 }
 
 /** Removes a URL's file from the cache; all of them without a URL. */
 export async function clearCache(url?: string | URL): Promise<void> {
-  const directory = (await folder()) as (FileSystemDirectoryHandle & { keys(): AsyncIterable<string> }) | undefined;
+  const directory = await folder();
   if (directory === undefined) return;
-  const key = url === undefined ? undefined : await keyOf(new URL(url, globalThis.location?.href));
+  const key = url === undefined ? undefined : await keyOf(urlOf(url));
   const names: string[] = [];
   for await (const name of directory.keys()) if (key === undefined || name.startsWith(key)) names.push(name);
   for (const name of names) await directory.removeEntry(name);

@@ -3,6 +3,7 @@ import { OutOfMemoryError, WhetError } from "./errors.js";
 
 const PAGE = 65536;
 const LARGEST_PAGES = 65536;
+const STEP_PAGES = 4096; // 256 MB
 
 /** A C++ exception: its type as the compiler spells it, and its text. */
 export class CoreError extends WhetError {
@@ -27,22 +28,35 @@ export interface Thread {
   tls: number;
 }
 
+/** Shared memory takes the addresses of its maximum at once, of which iOS and 32-bit systems may have fewer than 4 GiB. */
+function makeMemory(shared: boolean): [WebAssembly.Memory, number] {
+  for (let maximum = LARGEST_PAGES; ; maximum -= STEP_PAGES) {
+    try {
+      return [new WebAssembly.Memory({ initial: 64, maximum, shared }), maximum * PAGE];
+    } catch (error) {
+      if (maximum <= STEP_PAGES) throw error;
+    }
+  }
+}
+
 export class Core {
   private constructor(
     readonly module: WebAssembly.Module,
     readonly memory: WebAssembly.Memory,
+    /** What the memory can grow to. */
+    readonly mostBytes: number,
     private readonly exports: Exports,
   ) {}
 
   /** `shared`: memory that threads can share; only of the module that is built for it. */
   static async create(module: WebAssembly.Module, shared: boolean): Promise<Core> {
-    const memory = new WebAssembly.Memory({ initial: 64, maximum: LARGEST_PAGES, shared });
+    const [memory, mostBytes] = makeMemory(shared);
     const text = (at: number, n: number) => new TextDecoder().decode(new Uint8Array(memory.buffer, at, n).slice());
     const raise = (type: number, typeSize: number, at: number, size: number) => {
       throw new CoreError(text(type, typeSize), text(at, size));
     };
     const instance = await WebAssembly.instantiate(module, { env: { memory }, host: { raise } });
-    const core = new Core(module, memory, instance.exports as unknown as Exports);
+    const core = new Core(module, memory, mostBytes, instance.exports as unknown as Exports);
     core.call("__wasm_call_ctors"); // once for all threads: what it makes lies in the memory
     return core;
   }
@@ -54,7 +68,7 @@ export class Core {
       return this.exports[name](...args);
     } catch (error) {
       this.exports.__stack_pointer.value = stack;
-      if (error instanceof CoreError && error.type.includes("bad_alloc")) {
+      if (error instanceof CoreError && /bad_alloc|length_error/.test(error.type)) {
         throw new OutOfMemoryError(
           `The engine has no memory left: it holds ${Math.round(this.memory.buffer.byteLength / 1e6)} MB. Load a ` +
             "smaller model, or pass a smaller contextLength.",

@@ -1,7 +1,8 @@
 /** Downloads that go on where they were cut, into the origin's private file system where there is one, else into memory. */
 import { MissingFileError, WhetError } from "./errors.js";
-import { openCache, type Stored } from "./cache.js";
-import { byteReader, checkSha256, isUrl, ofBytes, openReader, type Progress, type Reader, type Source } from "./sources.js";
+import { openCache, removeOldest, type Stored } from "./cache.js";
+import { byteReader, checkSha256, isRemote, isUrl, ofBytes, openReader, type Progress, type Reader, type Source } from "./sources.js";
+import { urlOf } from "./port.js";
 
 export interface DownloadOptions {
   /** What begins the errors. */
@@ -17,6 +18,8 @@ export interface DownloadOptions {
 const CHUNK_BYTES = 1 << 20;
 const ATTEMPTS = 4;
 const PAUSE_MS = 500; // before the second attempt; twice as long before each further one
+const LONGEST_PAUSE_MS = 30_000; // that a server may ask for
+const BUSY = [408, 429, 500, 502, 503, 504];
 
 /** Bytes that grow. */
 export interface Sink {
@@ -60,12 +63,12 @@ export interface Version {
 
 export async function download(url: URL, name: string, options: Omit<DownloadOptions, "sha256"> & { sha256?: string }): Promise<Reader> {
   const { where, sha256 } = options;
-  const stored = options.cache === false ? undefined : await openCache(url);
+  const stored = options.cache === false ? undefined : await openCache(url, sha256);
   if (stored !== undefined) {
     const found = await fromCache(stored, url, options);
     if (found !== undefined) return found;
     try {
-      await fetchInto(stored.sink, url, stored.version, options, (version) => stored.setVersion(version));
+      await fetchIntoCache(stored, url, options);
       const reader = await stored.finish();
       try {
         if (sha256 !== undefined) await checkSha256(reader, sha256, where);
@@ -89,45 +92,68 @@ export async function download(url: URL, name: string, options: Omit<DownloadOpt
   return reader;
 }
 
+/** Where the disk is full, the least recently used of the other files go. */
+async function fetchIntoCache(stored: Stored, url: URL, options: DownloadOptions): Promise<void> {
+  for (;;) {
+    try {
+      return await fetchInto(stored.sink, url, stored.version, options, (version) => stored.begin(version));
+    } catch (error) {
+      if ((error as Error)?.name !== "QuotaExceededError") throw error;
+      if (!(await removeOldest())) throw new WhetError(`${options.where}: the browser's storage has no room for ${url.href}. Free some, or pass cache: false.`);
+    }
+  }
+}
+
 /** A reader that asks a server for no more than what is read; of other files as openReader. */
 export async function openRanges(name: string, source: Source, options: DownloadOptions): Promise<Reader> {
-  if (!isUrl(source) || new URL(source).protocol === "file:") return openReader(name, source, options);
+  if (!isUrl(source) || !isRemote(urlOf(source))) return openReader(name, source, options);
   const { where, signal } = options;
-  const get = async (offset: number, n: number) => {
-    const response = await fetch(source, { signal, headers: { range: `bytes=${offset}-${offset + n - 1}` } }).catch((error: Error) => {
+  const ask = (how: RequestInit) =>
+    fetch(source, { signal, ...how }).catch((error: Error) => {
       throw signal.aborted ? signal.reason : new WhetError(`${where}: ${source} could not be asked (${error.message}). Look at the URL and the network.`);
     });
+  const get = async (offset: number, n: number) => {
+    const response = await ask({ headers: { range: `bytes=${offset}-${offset + n - 1}` } });
     if (response.status !== 206) {
       await response.body?.cancel();
       throw new (errorFor(response))(`${where}: ${source} answered ${response.status} ${response.statusText} to a request of a range, expected 206. Correct the URL, or choose a server that knows ranges.`);
     }
-    return { bytes: new Uint8Array(await response.arrayBuffer()), size: versionOf(response.headers).totalBytes };
+    return { bytes: new Uint8Array(await response.arrayBuffer()), size: rangeTotal(response.headers) };
   };
-  const { size } = await get(0, 1);
+  const size = (await get(0, 1)).size ?? versionOf((await ask({ method: "HEAD" })).headers).totalBytes;
+  if (size === 0) throw new WhetError(`${where}: ${source} does not expose its size. Let its server send Access-Control-Expose-Headers: Content-Range.`);
   return { name, size, read: async (offset, n) => (await get(offset, n)).bytes };
+}
+
+/** The size of the file that an answer is a range of; undefined where another origin's server does not expose it. */
+function rangeTotal(headers: Headers): number | undefined {
+  const found = /\/(\d+)$/.exec(headers.get("content-range") ?? "")?.[1];
+  return found === undefined ? undefined : Number(found);
 }
 
 const errorFor = (response: Response) => (response.status === 404 ? MissingFileError : WhetError);
 
 /** The file in the cache, if it is whole and what the server has now. Without a network it is taken as it is. */
-async function fromCache(stored: Stored, url: URL, { signal, sha256 }: { signal: AbortSignal; sha256?: string }): Promise<Reader | undefined> {
+async function fromCache(stored: Stored, url: URL, { where, signal, sha256 }: { where: string; signal: AbortSignal; sha256?: string }): Promise<Reader | undefined> {
   if (!stored.isComplete) return undefined;
-  if (sha256 !== undefined && stored.sha256 === sha256.toLowerCase()) return stored.finish();
+  if (sha256 !== undefined && stored.sha256 === sha256.toLowerCase()) return stored.reuse(sha256);
   const now = await fetch(url, { method: "HEAD", signal }).catch((error) => {
     if (signal.aborted) throw error;
   });
   const isSame = now === undefined || !now.ok || isSameVersion(stored.version!, versionOf(now.headers));
-  if (isSame && sha256 === undefined) return stored.finish();
-  stored.sink.reset();
-  return undefined;
+  if (!isSame) {
+    stored.sink.reset();
+    return undefined;
+  }
+  if (sha256 !== undefined) await checkSha256(await stored.finish(), sha256, where); // which the server's file would have too
+  return stored.reuse(sha256 ?? stored.sha256);
 }
 
 const isSameVersion = (a: Version, b: Version) => (a.etag !== null && b.etag !== null ? a.etag === b.etag : a.totalBytes === b.totalBytes);
 
 function versionOf(headers: Headers): Version {
   const isEncoded = headers.has("content-encoding"); // its length is not the file's
-  const range = /\/(\d+)$/.exec(headers.get("content-range") ?? "");
-  return { totalBytes: Number(range?.[1] ?? (isEncoded ? 0 : (headers.get("content-length") ?? 0))), etag: headers.get("etag") };
+  return { totalBytes: isEncoded ? 0 : Number(headers.get("content-length") ?? 0), etag: headers.get("etag") };
 }
 
 /** Fetches what the sink lacks, in several attempts. */
@@ -136,46 +162,73 @@ async function fetchInto(
   url: URL,
   known: Version | undefined,
   { where, signal, onProgress }: DownloadOptions,
-  begin: (version: Version) => void,
+  begin: (version: Version) => unknown,
 ): Promise<void> {
   let version = known;
+  let nUnanswered = 0; // requests to go on
   for (let attempt = 1; ; ++attempt) {
     const before = sink.size;
+    // A strong ETag shows whether the rest is of the same file. If-Range would be the server's check, but a browser asks a
+    // server of another origin for leave to send it, and for leave to send Range if it is old: then the whole is asked for.
+    const goesOn = sink.size > 0 && /^"/.test(version?.etag ?? "") && nUnanswered < 2;
     try {
-      // Going on is safe where the server tells that it is the same file.
-      if (sink.size > 0 && !version?.etag) sink.reset();
-      const headers: Record<string, string> = sink.size > 0 ? { range: `bytes=${sink.size}-`, "if-range": version!.etag! } : {};
-      const response = await fetch(url, { signal, headers });
-      if (response.status === 416 && sink.size > 0) {
-        sink.reset();
+      const response = await fetch(url, { signal, headers: goesOn ? { range: `bytes=${sink.size}-` } : {} }).catch((error) => {
+        if (goesOn) ++nUnanswered;
+        throw error;
+      });
+      const isRest = response.status === 206;
+      if ((isRest && response.headers.get("etag") !== version?.etag) || (goesOn && response.status === 416)) {
+        await response.body?.cancel();
+        sink.reset(); // it is another file now
         continue;
       }
+      if (BUSY.includes(response.status)) throw await busy(response);
       if (!response.ok || response.body === null) {
         throw new (errorFor(response))(`${where}: ${url.href} answered ${response.status} ${response.statusText}, expected the file. Correct the URL, or look at what its server says.`);
       }
-      const now = versionOf(response.headers);
-      if (response.status !== 206 || (version?.etag && now.etag !== version.etag)) sink.reset();
-      version = now;
-      begin(version);
+      if (!isRest) {
+        sink.reset();
+        version = versionOf(response.headers);
+        await begin(version);
+      }
+      const { totalBytes } = version!;
       for await (const bytes of chunksOf(response.body)) {
         sink.write(bytes);
-        onProgress({ loadedBytes: sink.size, totalBytes: version.totalBytes, phase: "download" });
+        onProgress({ loadedBytes: sink.size, totalBytes, phase: "download" });
       }
-      if (version.totalBytes === 0 || sink.size === version.totalBytes) return;
-      throw new TypeError(`it ended after ${sink.size} of ${version.totalBytes} bytes`);
+      if (totalBytes === 0 || sink.size === totalBytes) return;
+      throw new TypeError(`it ended after ${sink.size} of ${totalBytes} bytes`);
     } catch (error) {
       if (signal.aborted) throw signal.reason;
       if (error instanceof WhetError || (error as Error)?.name === "QuotaExceededError") throw error;
       if (sink.size > before) attempt = 1; // it goes on, if slowly
-      if (attempt >= ATTEMPTS) {
+      const asked = error instanceof Busy ? error.pauseMs : 0;
+      if (attempt >= ATTEMPTS || asked > LONGEST_PAUSE_MS) {
         const why = `${(error as Error)?.message ?? error}`;
         throw new WhetError(
           `${where}: ${url.href} could not be downloaded (${why}; ${sink.size} bytes came). Load it again when the network is there; of a server of another origin, see that it sends Access-Control-Allow-Origin.`,
         );
       }
-      await pause(PAUSE_MS * 2 ** (attempt - 1), signal);
+      await pause(Math.max(asked, PAUSE_MS * 2 ** (attempt - 1)), signal);
     }
   }
+}
+
+/** A server that has no time now, and may have said when it has. */
+class Busy extends Error {
+  constructor(
+    message: string,
+    readonly pauseMs: number,
+  ) {
+    super(message);
+  }
+}
+
+async function busy(response: Response): Promise<Busy> {
+  await response.body?.cancel();
+  const after = response.headers.get("retry-after") ?? ""; // seconds, or a date
+  const ms = /^\d+$/.test(after) ? Number(after) * 1000 : Date.parse(after) - Date.now();
+  return new Busy(`it answered ${response.status} ${response.statusText}${after && `, and to ask again after ${after}`}`, ms > 0 ? ms : 0);
 }
 
 /** Each is overwritten by the next, where the stream can read into a buffer. */

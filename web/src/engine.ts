@@ -4,7 +4,7 @@ import { OutOfMemoryError, WhetError } from "./errors.js";
 import { startEngineWorker, type WorkerPort } from "./port.js";
 import type { Answer, Call, Estimate, FileOptions, Info, LoadOptions, Prompt, PromptOptions, Request, Token } from "./protocol.js";
 import { checkSampling, type Sampling, show } from "./sampling.js";
-import { listFiles, type Progress, type Sources } from "./sources.js";
+import { checkDigests, listFiles, type Progress, type Sources } from "./sources.js";
 import type { Message } from "./tokenizer.js";
 
 interface Waiting {
@@ -34,25 +34,27 @@ export interface GenerateOptions extends Sampling, PromptOptions, Signal {
 
 let hasWarned = false;
 
-/** Whether threads can share memory here. */
-function isIsolated(): boolean {
-  const isolated = globalThis.crossOriginIsolated !== false; // undefined outside of browsers, where memory is shared
-  if (!isolated && !hasWarned) {
-    hasWarned = true;
-    console.warn(
-      "whet-web: this page is not cross-origin isolated, so that the engine has one thread. Serve it with the headers " +
-        "Cross-Origin-Opener-Policy: same-origin and Cross-Origin-Embedder-Policy: require-corp.",
-    );
-  }
-  return isolated;
+/** Why an engine has one thread where more were wanted; once. */
+function warnOfOneThread(isolated: boolean): void {
+  if (hasWarned) return;
+  hasWarned = true;
+  console.warn(
+    isolated
+      ? "whet-web: the engine has one thread: this runtime has no relaxed SIMD, or no shared memory of that size. Chrome 114, Firefox 145 and Node 22 have them."
+      : "whet-web: this page is not cross-origin isolated, so that the engine has one thread. Serve it with the headers " +
+          "Cross-Origin-Opener-Policy: same-origin and Cross-Origin-Embedder-Policy: require-corp.",
+  );
 }
 
-const isCount = (value: unknown) => Number.isSafeInteger(value) && (value as number) >= 1;
+const isCount = (value: unknown, most = Infinity) => Number.isSafeInteger(value) && (value as number) >= 1 && (value as number) <= most;
 
-function checkCounts(where: string, options: object, names: readonly string[]): void {
-  for (const name of names) {
-    const value = (options as Record<string, unknown>)[name];
-    if (value !== undefined && !isCount(value)) throw new WhetError(`${where}: ${name} is ${show(value)}, expected an integer >= 1.`);
+/** The largest counts that are taken: the core counts bytes in 32 bits, with a workspace for each of maxBatch; a sample costs memory of the worker, and a thread milliseconds to start. */
+const MOST = { threads: 128, contextLength: 2 ** 31 - 1, kvBytes: 2 ** 32 - 1, maxBatch: 2 ** 12, n: 2 ** 16, start: 2 ** 31 - 1 };
+
+function checkCounts(where: string, options: { [name in keyof typeof MOST]?: unknown }): void {
+  for (const [name, value] of Object.entries(options)) {
+    const most = MOST[name as keyof typeof MOST];
+    if (value !== undefined && !isCount(value, most)) throw new WhetError(`${where}: ${name} is ${show(value)}, expected an integer from 1 to ${most}.`);
   }
 }
 
@@ -95,14 +97,19 @@ export class Engine {
     const where = "Engine.load";
     checkNames(where, options, ["threads", "contextLength", "kvBytes", "maxBatch", "weights", "sha256", "cache", "signal", "onProgress", "assets"]);
     const { signal, onProgress, assets, ...rest } = options;
-    checkCounts(where, rest, ["threads", "contextLength", "kvBytes", "maxBatch"]);
+    const { threads, contextLength, kvBytes, maxBatch } = rest;
+    checkCounts(where, { threads, contextLength, kvBytes, maxBatch });
     checkWeights(where, rest.weights);
+    checkDigests(rest.sha256, where);
     checkSignal(where, signal);
     if (onProgress !== undefined && typeof onProgress !== "function") throw new WhetError(`${where}: onProgress is ${show(onProgress)}, expected a function.`);
     const files = listFiles(source, where);
     const engine = new Engine(await startEngineWorker(assets));
     try {
-      await engine.call({ method: "load", files, options: rest, isolated: isIsolated() }, signal, (event) => onProgress?.(event as Progress));
+      const isolated = globalThis.crossOriginIsolated !== false; // undefined outside of browsers, where memory is shared
+      const loading = engine.call({ method: "load", files, options: rest, isolated }, signal, (event) => onProgress?.(event as Progress));
+      const { build } = (await loading) as Info;
+      if (build === "plain" && threads !== 1) warnOfOneThread(isolated);
     } catch (error) {
       engine.close();
       throw error;
@@ -115,7 +122,7 @@ export class Engine {
     const where = "Engine.estimate";
     checkNames(where, options, ["contextLength", "weights", "signal", "assets"]);
     const { contextLength, weights } = options;
-    checkCounts(where, { contextLength }, ["contextLength"]);
+    checkCounts(where, { contextLength });
     checkWeights(where, weights);
     checkSignal(where, options.signal);
     const files = listFiles(source, where);
@@ -138,7 +145,7 @@ export class Engine {
     const where = "Engine.generate";
     if (typeof options !== "object" || options === null) throw new WhetError(`${where}: options is ${show(options)}, expected an object.`);
     const { signal, n = 1, adapter = 0, promptIndex = 0, tools, addGenerationPrompt, templateOptions, ...sampling } = options;
-    checkCounts(where, { n }, ["n"]);
+    checkCounts(where, { n });
     checkAdapter(where, adapter);
     checkSignal(where, signal);
     if (!Number.isSafeInteger(promptIndex) || promptIndex < 0) throw new WhetError(`${where}: promptIndex is ${show(promptIndex)}, expected an integer >= 0.`);
@@ -194,7 +201,7 @@ export class Engine {
     const where = "Engine.logprobs";
     checkNames(where, options, ["start", "temperature", "adapter", "signal"]);
     const { start = 1, temperature = 1, adapter = 0, signal } = options;
-    checkCounts(where, { start }, ["start"]);
+    checkCounts(where, { start });
     checkAdapter(where, adapter);
     checkSignal(where, signal);
     if (typeof temperature !== "number" || !(temperature > 0 && temperature < Infinity)) throw new WhetError(`${where}: temperature is ${show(temperature)}, expected a finite number > 0.`);
@@ -222,14 +229,15 @@ export class Engine {
   /**
    * A LoRA adapter that requests may name, beside others.
    *
-   * @param source the two files that PEFT saves, adapter_config.json and adapter_model.safetensors: URLs, Files, or
-   *   {files: {name: file}}.
+   * @param source the two files that PEFT saves, adapter_config.json and adapter_model.safetensors: their folder's URL,
+   *   which ends with a slash, or their URLs, Files, or {files: {name: file}}.
    * @returns its number.
    */
   async loadAdapter(source: Sources, options: FileOptions & Signal = {}): Promise<number> {
     const where = "Engine.loadAdapter";
     checkNames(where, options, ["sha256", "cache", "signal"]);
     const { signal, ...rest } = options;
+    checkDigests(rest.sha256, where);
     checkSignal(where, signal);
     return (await this.call({ method: "loadAdapter", files: listFiles(source, where), options: rest }, signal)) as number;
   }

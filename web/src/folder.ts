@@ -127,8 +127,8 @@ async function readTensors(core: Core, reader: FolderReader, where: string): Pro
 const FLOATS = ["F32", "F16", "BF16", "F64"];
 
 /** The config of a folder's model, and where its tensors go. `lengthOf`: tokens of the longest sequence, by those it was trained for. */
-export async function describeFolder(core: Core, reader: FolderReader, lengthOf: (trained: number) => number, headsOnly: boolean): Promise<{ config: ModelConfig; family: Family; pieces: Piece[] }> {
-  const where = `Engine.load: ${reader.name}`;
+export async function describeFolder(core: Core, reader: FolderReader, lengthOf: (trained: number) => number, headsOnly: boolean, caller: string): Promise<{ config: ModelConfig; family: Family; pieces: Piece[] }> {
+  const where = `${caller}: ${reader.name}`;
   const given = reader.folder.config;
   const family = familyOf(given, where);
   const tensors = await readTensors(core, reader, where);

@@ -20,8 +20,8 @@ export interface GgufFile {
 
 type MetadataRow = [key: string, type: number, itemType: number, count: number, offset: number, bytes: number];
 
-export async function readGguf(core: Core, reader: Reader): Promise<GgufFile> {
-  const refuse = (why: string) => new WhetError(`Engine.load: ${reader.name}: ${why}`);
+export async function readGguf(core: Core, reader: Reader, where: string): Promise<GgufFile> {
+  const refuse = (why: string) => new WhetError(`${where}: ${reader.name}: ${why}`);
   const { head, found } = await readHead<{ metadata: MetadataRow[]; tensors: TensorRow[] }>(core, "parse_gguf", reader, refuse);
   return { metadata: new Map(found.metadata.map(([key, ...place]) => [key, readValue(head, place)])), tensors: tensorsOf(found.tensors) };
 }
@@ -141,8 +141,9 @@ export async function describe(
   file: GgufFile,
   reader: Reader,
   maxPosition: number | undefined,
+  caller: string,
 ): Promise<{ config: ModelConfig; family: Family; pieces: Piece[] }> {
-  const where = `Engine.load: ${reader.name}`;
+  const where = `${caller}: ${reader.name}`;
   const meta = new Metadata(file, where);
   const family = meta.family();
   const moduleName = (slot: string) => (family.modules[slot].gguf ?? "").replace("{i}", "0");

@@ -1,6 +1,6 @@
 /** The engine itself, in a worker of its own: a model in the core's memory, and the requests that run on it. */
-import type { Core } from "./core.js";
-import { MissingFileError, WhetError } from "./errors.js";
+import { type Core, CoreError } from "./core.js";
+import { MissingFileError, OutOfMemoryError, WhetError } from "./errors.js";
 import type { FolderReader } from "./folder.js";
 import { chooseFormats, isFloat, type Part, type StoredType, storedTypes, weightFormats } from "./formats.js";
 import { describe } from "./gguf.js";
@@ -18,6 +18,7 @@ import type { TextStream, TokenTexts } from "./token_texts.js";
 const CHUNK = 64; // tokens of prompts in a step
 const FINISH = [undefined, "stop", "length"] as const; // as the core counts them; a cancelled request has no further tokens
 const MOST_CONTEXT = 4096; // tokens, where the caller says nothing
+const PAGE_TOKENS = 64;
 
 /** A model as its files describe it. */
 interface Model {
@@ -33,7 +34,11 @@ interface Model {
 interface Plan extends Model {
   formats: Map<string, Part[]>;
   types: Map<string, StoredType>;
+  /** Of PAGE_TOKENS keys and values. */
+  pageBytes: number;
 }
+
+type Sized = Pick<Plan, "config" | "formats">;
 
 const BLOCK_BYTES = 1 << 20;
 
@@ -94,8 +99,12 @@ export class Host {
     const { core, build } = await startCore(isolated, "Engine.load");
     const reader = await open(files, from, false);
     try {
-      const { pieces, ...plan } = await makePlan(core, reader, options, false);
+      const { pieces, ...plan } = await makePlan(core, reader, options, false, from.where);
       const { config, formats, types } = plan;
+      const maxBatch = options.maxBatch ?? 4;
+      // A sequence of all its tokens, and the page that a further sample begins with.
+      const kvBytes = options.kvBytes ?? plan.pageBytes * (Math.ceil(config.maxPosition / PAGE_TOKENS) + 2 * maxBatch);
+      checkFits(core, plan, kvBytes);
       const threads: WorkerPort[] = [];
       const n = build === "threads" && isolated ? (options.threads ?? Math.max(1, Math.floor(navigator.hardwareConcurrency / 2))) : 1;
       for (let i = 1; i < n; ++i) threads.push(await startThread(core));
@@ -108,12 +117,7 @@ export class Host {
         pack(core, piece, bytes, types, reader.name);
         from.onProgress({ loadedBytes: tensor.offset + tensor.sizeBytes, totalBytes: reader.size, phase: "pack" });
       }
-      const isBf16 = hasBf16Cache(formats);
-      const page = core.call("kv_page_bytes", +isBf16);
-      const maxBatch = options.maxBatch ?? 4;
-      // A sequence of all its tokens, and the page that a further sample begins with.
-      const kvBytes = options.kvBytes ?? page * (Math.ceil(config.maxPosition / 64) + 2 * maxBatch);
-      core.call("begin_engine", kvBytes, maxBatch, CHUNK, +isBf16);
+      core.call("begin_engine", kvBytes, maxBatch, CHUNK, +hasBf16Cache(formats));
       const host = new Host(core, plan, {
         ...describePlan(plan),
         vocabSize: config.vocabSize,
@@ -161,10 +165,16 @@ export class Host {
     return Int32Array.from(ids);
   }
 
-  private checkIds(ids: Int32Array, name: string, room: number, where: string): void {
-    const { vocabSize, maxPosition } = this.plan.config;
-    const bad = ids.find((id) => id < 0 || id >= vocabSize);
-    if (bad !== undefined) throw new WhetError(`${where}: ${name} has the token ${bad}, expected ids from 0 to ${vocabSize - 1}. Use the model's own tokenizer.`);
+  private checkIds(ids: Iterable<number>, name: string, where: string): void {
+    const { vocabSize } = this.plan.config;
+    for (const id of ids) {
+      if (id < 0 || id >= vocabSize) throw new WhetError(`${where}: ${name} has the token ${id}, expected ids from 0 to ${vocabSize - 1}. Use the model's own tokenizer.`);
+    }
+  }
+
+  private checkSequence(ids: Int32Array, name: string, room: number, where: string): void {
+    this.checkIds(ids, name, where);
+    const { maxPosition } = this.plan.config;
     if (ids.length + room > maxPosition) {
       throw new WhetError(`${where}: ${name} has ${ids.length} tokens, expected at most ${maxPosition - room} with contextLength=${maxPosition}. Shorten it, or load the model with a larger contextLength.`);
     }
@@ -175,31 +185,41 @@ export class Host {
     throw new WhetError(`${where}: adapter is ${adapter}, and there is no such adapter. Pass what loadAdapter returned.`);
   }
 
+  /** Adds a request, which the core refuses if its keys and values could never be held. */
+  private add(where: string, request: "add_prompt" | "add_score", ...args: number[]): number {
+    try {
+      return this.core.call(request, ...args);
+    } catch (error) {
+      if (!(error instanceof CoreError)) throw error;
+      throw new WhetError(`${where}: ${error.message.replace("kv_bytes", "kvBytes")}. Shorten the prompt or maxNewTokens, or load the model with larger kvBytes.`);
+    }
+  }
+
   /** Samples; each token as soon as a step has drawn it. */
   async generate(request: Request, signal: AbortSignal, emit: (tokens: Token[]) => void): Promise<void> {
     const where = "Engine.generate";
     const { sampling, n, adapter } = request;
     const prompt = this.idsOf(request.prompt, request.options, where);
-    this.checkIds(prompt, "prompt", 1, where);
+    this.checkSequence(prompt, "prompt", 1, where);
     const own = request.stopsByItself ? this.text(where).stopIds : [];
     const named = sampling.stop.length > 0 ? this.prepareStop(where).specialAmong(sampling.stop) : [];
+    this.checkIds(sampling.stopTokenIds, "stopTokenIds", where);
     const stops = Int32Array.from(new Set([...sampling.stopTokenIds, ...own, ...named]));
-    this.checkIds(stops, "stopTokenIds", 0, where);
-    this.checkIds(Int32Array.from(sampling.logitBias, ([token]) => Math.min(token, 0x7fffffff)), "logitBias", 0, where);
+    this.checkIds(sampling.logitBias.map(([token]) => token), "logitBias", where);
     if (sampling.minNewTokens > 0 && stops.length === this.plan.config.vocabSize) {
       throw new WhetError(`${where}: minNewTokens is ${sampling.minNewTokens}, and stopTokenIds has the whole vocabulary: no token may be drawn. Leave some out.`);
     }
     this.checkAdapter(adapter, where);
     const strings = sampling.stop.map((text) => new TextEncoder().encode(text));
     const numbers = Float64Array.from([
-      adapter, n, sampling.minNewTokens, sampling.maxNewTokens, 1, Number(sampling.seed >> 32n), Number(sampling.seed & 0xffffffffn),
+      adapter, n, ...[sampling.minNewTokens, sampling.maxNewTokens].map((count) => Math.min(count, this.plan.config.maxPosition)), 1, Number(sampling.seed >> 32n), Number(sampling.seed & 0xffffffffn),
       request.promptIndex, sampling.temperature, sampling.topP, sampling.minP, sampling.repetitionPenalty, sampling.presencePenalty,
       sampling.frequencyPenalty, sampling.topK, sampling.topLogprobs, sampling.logitBias.length, ...sampling.logitBias.flat(),
       strings.length, ...strings.map((bytes) => bytes.length),
     ]);
     const stopText = Uint8Array.from(strings.flatMap((bytes) => [...bytes]));
     const id = this.core.with([prompt, stops, stopText, numbers], (tokens, stop, text, settings) =>
-      this.core.call("add_prompt", tokens, prompt.length, stop, stops.length, text, settings, numbers.length),
+      this.add(where, "add_prompt", tokens, prompt.length, stop, stops.length, text, settings, numbers.length),
     );
     const texts = this.textStreams(n, where);
     const drawnSince = (from: number, sample: number) => this.drawnSince(id, sample, from, texts[sample], strings.length > 0, sampling.topLogprobs);
@@ -272,10 +292,10 @@ export class Host {
   async logprobs({ prompt, start, temperature, adapter }: Extract<Call, { method: "logprobs" }>, signal: AbortSignal): Promise<Float32Array> {
     const where = "Engine.logprobs";
     const tokens = this.idsOf(prompt, {}, where);
-    this.checkIds(tokens, "tokens", 0, where);
+    this.checkSequence(tokens, "tokens", 0, where);
     this.checkAdapter(adapter, where);
     if (start > tokens.length) throw new WhetError(`${where}: start is ${start}, expected 1 to ${tokens.length}, the number of tokens.`);
-    const id = this.core.with([tokens], (at) => this.core.call("add_score", at, tokens.length, start, temperature, adapter));
+    const id = this.core.with([tokens], (at) => this.add(where, "add_score", at, tokens.length, start, temperature, adapter));
     try {
       while (this.core.call("is_done", id) === 0) {
         this.core.call("step");
@@ -291,8 +311,10 @@ export class Host {
   async loadAdapter(files: Files, from: DownloadOptions): Promise<number> {
     const readers: Reader[] = [];
     try {
-      for (const [name, file] of files) readers.push({ ...(await openReader(name, file, from)), name });
-      const { readAdapter, TARGETS } = await loadHf();
+      const { adapterFiles, readAdapter, TARGETS } = await loadHf();
+      const [[, first], ...others] = files;
+      const all = others.length === 0 && (await isFolder(first)) ? adapterFiles(String(first)) : files;
+      for (const [name, file] of all) readers.push({ ...(await openReader(name, file, from)), name });
       const parts = await readAdapter(this.core, readers, this.plan.config, this.plan.family, from.where);
       this.core.call("begin_adapter");
       for (const { layer, target, firstRow, rank, a, b } of parts) {
@@ -320,21 +342,34 @@ export async function estimate(files: Files, options: LoadOptions, from: Downloa
   const { core } = await startCore(false, "Engine.estimate");
   const reader = await open(files, from, true);
   try {
-    const { pieces, ...plan } = await makePlan(core, reader, options, true);
-    const { config, formats } = plan;
-    const known = weightFormats(core);
-    const shapes = slots(config);
-    let weightsBytes = 0;
-    for (const [slot, shape] of shapes) {
-      const parts = formats.get(slot);
-      if (parts === undefined) weightsBytes += 4 * shape[0];
-      for (const { rows, format } of parts ?? []) weightsBytes += rows * known.get(format)!.rowBytes(shape[1]);
-    }
-    const perToken = 2 * config.nLayers * config.nKvHeads * config.headDim * (hasBf16Cache(formats) ? 2 : 4);
-    return { ...describePlan(plan), fileBytes: reader.size, weightsBytes: Math.round(weightsBytes), kvBytes: perToken * config.maxPosition };
+    const { pieces, ...plan } = await makePlan(core, reader, options, true, from.where);
+    return { ...describePlan(plan), fileBytes: reader.size, weightsBytes: weightsBytesOf(core, plan), kvBytes: (plan.pageBytes / PAGE_TOKENS) * plan.config.maxPosition };
   } finally {
     await reader.close?.();
   }
+}
+
+function weightsBytesOf(core: Core, { config, formats }: Sized): number {
+  const known = weightFormats(core);
+  let bytes = 0;
+  for (const [slot, shape] of slots(config)) {
+    const parts = formats.get(slot);
+    if (parts === undefined) bytes += 4 * shape[0];
+    for (const { rows, format } of parts ?? []) bytes += rows * known.get(format)!.rowBytes(shape[1]);
+  }
+  return Math.round(bytes);
+}
+
+/** The core counts bytes in 32 bits. */
+function checkFits(core: Core, plan: Sized & Pick<Plan, "pageBytes">, kvBytes: number): void {
+  const least = 2 * plan.pageBytes;
+  if (kvBytes < least) throw new WhetError(`Engine.load: kvBytes is ${kvBytes}, expected at least ${least}, the keys and values of a prompt and its sample.`);
+  const weightsBytes = weightsBytesOf(core, plan);
+  if (weightsBytes + kvBytes < core.mostBytes) return;
+  const mb = (bytes: number) => `${Math.ceil(bytes / 1e6)} MB`;
+  throw new OutOfMemoryError(
+    `Engine.load: the weights take ${mb(weightsBytes)}, and keys and values ${mb(kvBytes)} with contextLength=${plan.config.maxPosition}; the engine's memory is ${mb(core.mostBytes)} at most. Load a smaller model, or pass a smaller contextLength or kvBytes.`,
+  );
 }
 
 type AnyReader = ModelReader | FolderReader;
@@ -352,30 +387,33 @@ async function open(files: Files, from: DownloadOptions, headsOnly: boolean): Pr
   return (await loadHf()).openFolder(files, from, headsOnly, openers);
 }
 
-async function makePlan(core: Core, reader: AnyReader, { contextLength, weights }: LoadOptions, headsOnly: boolean): Promise<Plan> {
+async function makePlan(core: Core, reader: AnyReader, { contextLength, weights }: LoadOptions, headsOnly: boolean, where: string): Promise<Plan> {
   const lengthOf = (trained: number) => contextLength ?? Math.min(trained, MOST_CONTEXT);
-  const model = "folder" in reader ? await ofFolder(core, reader, lengthOf, headsOnly) : await ofGguf(core, reader, lengthOf);
+  const model = "folder" in reader ? await ofFolder(core, reader, lengthOf, headsOnly, where) : await ofGguf(core, reader, lengthOf, where);
   const types = storedTypes(core);
-  return { ...model, types, formats: chooseFormats(core, model.config, model.pieces, types, weights, "Engine.load") };
+  const formats = chooseFormats(core, model.config, model.pieces, types, weights, where);
+  const numbers = configNumbers(model.config);
+  core.with([numbers], (at) => core.call("begin_model", at, numbers.length));
+  return { ...model, types, formats, pageBytes: core.call("kv_page_bytes", +hasBf16Cache(formats)) };
 }
 
-async function ofFolder(core: Core, reader: FolderReader, lengthOf: (trained: number) => number, headsOnly: boolean): Promise<Model> {
+async function ofFolder(core: Core, reader: FolderReader, lengthOf: (trained: number) => number, headsOnly: boolean, caller: string): Promise<Model> {
   const { describeFolder, hasTemplate, readFolderTokenizer } = await loadHf();
   return {
-    ...(await describeFolder(core, reader, lengthOf, headsOnly)),
+    ...(await describeFolder(core, reader, lengthOf, headsOnly, caller)),
     architecture: String(reader.folder.config.model_type),
-    hasChatTemplate: hasTemplate(reader.folder, "Engine.load"),
+    hasChatTemplate: hasTemplate(reader.folder, caller),
     tokenizer: (where) => readFolderTokenizer(reader.folder, TextTokenizer.ofFolder, where),
   };
 }
 
-async function ofGguf(core: Core, reader: ModelReader, lengthOf: (trained: number) => number): Promise<Model> {
-  const file = await readHeads(core, reader);
+async function ofGguf(core: Core, reader: ModelReader, lengthOf: (trained: number) => number, caller: string): Promise<Model> {
+  const file = await readHeads(core, reader, caller);
   const { metadata } = file;
   const architecture = String(metadata.get("general.architecture"));
   const length = lengthOf(Number(metadata.get(`${architecture}.context_length`)));
   return {
-    ...(await describe(core, file, reader, length)),
+    ...(await describe(core, file, reader, length, caller)),
     architecture,
     hasChatTemplate: metadata.has("tokenizer.chat_template"),
     tokenizer: (where) => TextTokenizer.ofGguf(metadata, where),
@@ -405,8 +443,6 @@ async function startThread(core: Core): Promise<WorkerPort> {
 }
 
 function allocate(core: Core, config: ModelConfig, formats: Map<string, Part[]>): void {
-  const numbers = configNumbers(config);
-  core.with([numbers], (at) => core.call("begin_model", at, numbers.length));
   const known = weightFormats(core);
   for (const [slot, shape] of slots(config)) {
     core.withText(slot, (at, n) => {

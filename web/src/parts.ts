@@ -70,16 +70,16 @@ export function join(readers: Reader[]): ModelReader {
 }
 
 /** The metadata of the first part, and the tensors of all, at their places in the whole. */
-export async function readHeads(core: Core, model: ModelReader): Promise<GgufFile> {
+export async function readHeads(core: Core, model: ModelReader, where: string): Promise<GgufFile> {
   const files: GgufFile[] = [];
   for (const { begin, reader } of model.parts ?? [{ begin: 0, reader: model }]) {
-    const file = await readGguf(core, reader);
+    const file = await readGguf(core, reader, where);
     for (const tensor of file.tensors.values()) tensor.offset += begin;
     files.push(file);
   }
   const count = Number(files[0].metadata.get("split.count") ?? 1);
   if (count !== files.length) {
-    throw new WhetError(`Engine.load: ${model.name} is one of ${count} parts, and ${files.length} came. Give all parts, as an array.`);
+    throw new WhetError(`${where}: ${model.name} is one of ${count} parts, and ${files.length} came. Give all parts, as an array.`);
   }
   return { metadata: files[0].metadata, tensors: new Map(files.flatMap((file) => [...file.tensors])) };
 }

@@ -14,6 +14,13 @@ export const isNode = typeof process !== "undefined" && Boolean(process.versions
 /** A module of Node's, which Deno and Bun have too; an import of it would stop bundlers. */
 export const nodeModule = ((id: string) => process.getBuiltinModule(id)) as NodeJS.Process["getBuiltinModule"];
 
+/** A text is a URL, relative to the page where there is one. In Node other texts are paths, whatever characters they have. */
+export function urlOf(source: string | URL): URL {
+  const page = globalThis.location?.href;
+  if (source instanceof URL || page !== undefined || /^(https?|file|blob|data):/i.test(source)) return new URL(source, page);
+  return nodeModule("node:url").pathToFileURL(source);
+}
+
 function ofWebWorker(worker: Worker): WorkerPort {
   return {
     postMessage: (message) => worker.postMessage(message),
@@ -46,9 +53,12 @@ function ofNodeWorker(url: URL): WorkerPort {
   };
 }
 
+/** A file of the package in the folder where it is served. */
+export const assetUrl = (assets: string | URL, name: string) => new URL(name, `${urlOf(assets).href.replace(/\/$/, "")}/`);
+
 /** The engine's worker; `assets`: where the package's files are served, if not beside this one. */
 export async function startEngineWorker(assets: string | URL | undefined): Promise<WorkerPort> {
-  const given = assets === undefined ? undefined : new URL("worker.js", new URL(assets, globalThis.location?.href));
+  const given = assets === undefined ? undefined : assetUrl(assets, "worker.js");
   if (isNode) return ofNodeWorker(given ?? new URL("./worker.js", import.meta.url));
   const name = `whet-web-${crypto.randomUUID()}`;
   // Bundlers look for the whole expression.
@@ -100,8 +110,8 @@ export function parent(): Port {
   return { postMessage: (message) => postMessage(message), onMessage: (listener) => addEventListener("message", (event) => listener(event.data)) };
 }
 
-/** The script of what Hugging Face's libraries save; a bundler takes it as a file that is copied. */
-export const loadHf = (): Promise<typeof import("./hf.js")> => import(/* @vite-ignore */ new URL("./hf.js", import.meta.url).href);
+/** The script of what Hugging Face's libraries save; a bundler takes it as a file that is copied, and leaves its import as it stands (build.mjs). */
+export const loadHf = (): Promise<typeof import("./hf.js")> => import(new URL("./hf.js", import.meta.url).href);
 
 /** Lets messages come in. (Timers of zero would wait for 4 ms.) */
 export function breathe(): Promise<void> {

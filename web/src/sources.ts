@@ -3,13 +3,13 @@ import { sha256 } from "@noble/hashes/sha2.js";
 import { bytesToHex } from "@noble/hashes/utils.js";
 import { MissingFileError, WhetError } from "./errors.js";
 import { download, type DownloadOptions } from "./download.js";
-import { nodeModule } from "./port.js";
+import { nodeModule, urlOf } from "./port.js";
 import { show } from "./sampling.js";
 
 /** One file. */
 export type Source = string | URL | Blob | ArrayBuffer | SharedArrayBuffer | Uint8Array;
-/** One file, or several: the parts of a split GGUF file, or the files of a folder by name. */
-export type Sources = Source | readonly Source[] | { readonly files: Readonly<Record<string, Source>> };
+/** One file, or several: the parts of a split GGUF file, or the files of a folder by name; an input's FileList is such an array. */
+export type Sources = Source | readonly Source[] | ArrayLike<Blob> | { readonly files: Readonly<Record<string, Source>> };
 
 export interface Reader {
   name: string;
@@ -31,12 +31,24 @@ export interface Progress {
 
 /** The name of a source's last part: "model.gguf". */
 export function nameOf(source: Source): string {
-  if (typeof source === "string" || source instanceof URL) return decodeURIComponent(new URL(source, base()).pathname.split("/").pop() ?? "");
+  if (isUrl(source)) return isInPage(urlOf(source)) ? "Blob" : decode(urlOf(source).pathname.split("/").pop() ?? "");
   if (source instanceof Blob) return "name" in source ? String(source.name) : "Blob";
   return "bytes";
 }
 
-const base = () => globalThis.location?.href ?? (typeof process === "undefined" ? undefined : `file://${process.cwd()}/`);
+/** A part of a URL as a text; as it is where a percent sign encodes nothing. */
+function decode(part: string): string {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
+/** Bytes that the page has already. */
+const isInPage = ({ protocol }: URL) => protocol === "blob:" || protocol === "data:";
+
+export const isRemote = ({ protocol }: URL) => protocol !== "file:" && protocol !== "blob:" && protocol !== "data:";
 
 /** A list of [name, file]; URLs are absolute, as texts. */
 export function listFiles(sources: Sources, where: string): [string, Source][] {
@@ -48,12 +60,15 @@ export function listFiles(sources: Sources, where: string): [string, Source][] {
       source instanceof ArrayBuffer || (typeof SharedArrayBuffer !== "undefined" && source instanceof SharedArrayBuffer);
     if (!isFile) throw wrong(source);
     if (!isUrl(source as Source)) return source as Source;
-    if (!URL.canParse(source as string, base())) throw wrong(source);
-    return new URL(source as string, base()).href;
+    try {
+      return urlOf(source as string).href;
+    } catch {
+      throw wrong(source);
+    }
   };
-  if (Array.isArray(sources)) {
+  if (Array.isArray(sources) || isFileList(sources)) {
     if (sources.length === 0) throw wrong(sources);
-    return sources.map((source) => [nameOf(check(source)), check(source)]);
+    return Array.from(sources as ArrayLike<Source>, (source) => [nameOf(check(source)), check(source)]);
   }
   if (typeof sources === "object" && sources !== null && "files" in sources) {
     const files = Object.entries(sources.files ?? {});
@@ -62,6 +77,8 @@ export function listFiles(sources: Sources, where: string): [string, Source][] {
   }
   return [[nameOf(check(sources)), check(sources)]];
 }
+
+const isFileList = (sources: unknown): sources is ArrayLike<Blob> => typeof FileList !== "undefined" && sources instanceof FileList;
 
 /** A reader of one file. URLs are downloaded as a whole, into the cache where there is one. */
 export async function openReader(name: string, source: Source, options: DownloadOptions): Promise<Reader> {
@@ -76,7 +93,7 @@ export const isUrl = (source: Source): source is string | URL => typeof source =
 /** Whether a source is the URL of a folder, which ends with a slash, or the path of one. */
 export async function isFolder(source: Source): Promise<boolean> {
   if (!isUrl(source)) return false;
-  const url = new URL(source, base());
+  const url = urlOf(source);
   if (url.pathname.endsWith("/") || url.protocol !== "file:") return url.pathname.endsWith("/");
   return nodeModule("node:fs/promises").stat(url).then((found) => found.isDirectory(), () => false);
 }
@@ -85,9 +102,18 @@ async function open(name: string, source: Source, options: DownloadOptions): Pro
   if (source instanceof Uint8Array) return ofBytes(source, name);
   if (source instanceof Blob) return ofBlob(source, name);
   if (!isUrl(source)) return ofBytes(new Uint8Array(source), name);
-  const url = new URL(source, base());
+  const url = urlOf(source);
   if (url.protocol === "file:") return ofFile(url, options.where);
+  if (isInPage(url)) return ofBlob(await blobOf(url, options.where), name);
   return download(url, name, { ...options, sha256: sha256Of(options.sha256, name) });
+}
+
+function blobOf(url: URL, where: string): Promise<Blob> {
+  return fetch(url)
+    .then((response) => response.blob())
+    .catch((error: Error) => {
+      throw new WhetError(`${where}: ${url.href.slice(0, 80)} cannot be read (${error.message}). Pass the Blob itself, or its URL before it is revoked.`);
+    });
 }
 
 function sha256Of(given: DownloadOptions["sha256"], name: string): string | undefined {
@@ -111,17 +137,18 @@ const cutOff = (name: string, at: number) => new WhetError(`${name} ends at byte
 
 async function ofFile(url: URL, where: string): Promise<Reader> {
   const { open: openFile } = nodeModule("node:fs/promises");
+  const path = nodeModule("node:url").fileURLToPath(url);
   const file = await openFile(url).catch((error: NodeJS.ErrnoException) => {
-    throw new (error.code === "ENOENT" ? MissingFileError : WhetError)(`${where}: ${url.pathname} cannot be read (${error.message}). Give the path of a model file.`);
+    throw new (error.code === "ENOENT" ? MissingFileError : WhetError)(`${where}: ${path} cannot be read (${error.message}). Give the path of a model file.`);
   });
   return {
-    name: url.pathname,
+    name: path,
     size: (await file.stat()).size,
     async read(offset, n) {
       const bytes = new Uint8Array(n);
       for (let done = 0; done < n; ) {
         const { bytesRead } = await file.read(bytes, done, n - done, offset + done);
-        if (bytesRead === 0) throw cutOff(`${where}: ${url.pathname}`, offset + done);
+        if (bytesRead === 0) throw cutOff(`${where}: ${path}`, offset + done);
         done += bytesRead;
       }
       return bytes;
@@ -177,15 +204,22 @@ export function byteReader(stream: ReadableStream<Uint8Array<ArrayBuffer>> | und
   }
 }
 
+/** Before anything is downloaded. */
+export function checkDigests(given: DownloadOptions["sha256"], where: string): void {
+  for (const each of typeof given === "object" && given !== null ? Object.values(given) : [given]) {
+    const isDigest = each === undefined || (typeof each === "string" && /^[0-9a-f]{64}$/i.test(each));
+    if (!isDigest) throw new WhetError(`${where}: sha256 is ${show(each)}, expected 64 hexadecimal digits.`);
+  }
+}
+
 const PIECE = 4 << 20;
 
 /** Throws where the file's SHA-256 is another. */
 export async function checkSha256(reader: Reader, expected: string, where: string): Promise<void> {
-  if (!/^[0-9a-f]{64}$/i.test(expected)) throw new WhetError(`${where}: sha256 is ${show(expected)}, expected 64 hexadecimal digits.`);
   const hash = sha256.create();
   for (let at = 0; at < reader.size; at += PIECE) hash.update(await reader.read(at, Math.min(PIECE, reader.size - at)));
   const found = bytesToHex(hash.digest());
   if (found !== expected.toLowerCase()) {
-    throw new WhetError(`${where}: ${reader.name} has SHA-256 ${found}, expected ${expected.toLowerCase()}. It is another file, or damaged: download it again, or correct sha256.`);
+    throw new WhetError(`${where}: ${reader.name} has SHA-256 ${found}, expected ${expected.toLowerCase()}. It is another file, or damaged: correct sha256, or download it again (a kept file after clearCache).`);
   }
 }

@@ -128,10 +128,14 @@ test("a file that is damaged is refused, and the next one loads", async () => {
 test("arguments are refused by name, with what came and what was expected", async () => {
   const wrong = (run, message) => assert.rejects(async () => run(), message);
   await wrong(() => Engine.load(), /Engine.load: source is undefined, expected a URL/);
-  await wrong(() => Engine.load(bytes, { threads: 0 }), /threads is 0, expected an integer >= 1/);
+  await wrong(() => Engine.load(bytes, { threads: 0 }), /threads is 0, expected an integer from 1 to 128/);
   await wrong(() => Engine.load(bytes, { thread: 2 }), /there is no option thread. There are: threads,/);
   await wrong(() => Engine.load(bytes, { signal: 1 }), /signal is 1, expected an AbortSignal/);
   await wrong(() => Engine.load(bytes, { onProgress: 1 }), /onProgress is 1, expected a function/);
+  await wrong(() => Engine.load(bytes, { threads: 1000 }), /threads is 1000, expected an integer from 1 to 128/);
+  await wrong(() => Engine.load(bytes, { contextLength: 2 ** 33 }), /contextLength is 8589934592, expected an integer from 1 to 2147483647/);
+  await wrong(() => Engine.load(bytes, { kvBytes: 1 }), /kvBytes is 1, expected at least \d+, the keys and values of a prompt and its sample/);
+  for (const sha256 of ["xyz", 7, { "model.gguf": "xyz" }]) await wrong(() => Engine.load(server.url("none"), { sha256 }), /sha256 is ("xyz"|7), expected 64 hexadecimal digits/);
   await wrong(() => Engine.load(bytes, { sha256: "0".repeat(64) }), /has SHA-256 [0-9a-f]{64}, expected 0{64}/);
   const generate = (...args) => () => take(engine.generate(...args));
   await wrong(generate(), /Engine.generate: prompt is undefined, expected a text, messages or token ids/);
@@ -147,16 +151,37 @@ test("arguments are refused by name, with what came and what was expected", asyn
   await wrong(generate(ids, { logitBias: { 1e6: 1 } }), /logitBias has the token 1000000, expected ids from 0 to/);
   await wrong(generate(ids, { topLogprobs: 21 }), /topLogprobs is 21, expected an integer from 0 to 20/);
   await wrong(generate(ids, { seed: 2 ** 60 }), /expected an integer from 0 to 2\^64 - 1 \(above 2\^53 - 1 as a bigint\)/);
-  await wrong(generate(ids, { n: 0 }), /n is 0, expected an integer >= 1/);
+  await wrong(generate(ids, { n: 0 }), /n is 0, expected an integer from 1 to 65536/);
+  await wrong(generate(ids, { n: 1e9 }), /n is 1000000000, expected an integer from 1 to 65536/);
   await wrong(generate(ids, { adapter: 9 }), /adapter is 9, and there is no such adapter. Pass what loadAdapter returned/);
   await wrong(generate(ids, { adapter: "a" }), /adapter is "a", expected what loadAdapter returned/);
   await wrong(generate(ids, { stopTokenIds: [1e6] }), /stopTokenIds has the token 1000000/);
   await wrong(generate(ids, null), /options is null, expected an object/);
-  await wrong(() => engine.logprobs(ids, { start: 0 }), /start is 0, expected an integer >= 1/);
+  await wrong(() => engine.logprobs(ids, { start: 0 }), /start is 0, expected an integer from 1 to/);
   await wrong(() => engine.logprobs(ids, { start: 99 }), /start is 99, expected 1 to \d+/);
   await wrong(() => engine.logprobs(ids, { temperature: 0 }), /temperature is 0, expected a finite number > 0/);
   await wrong(() => engine.removeAdapter(3), /adapter is 3, and there is no such adapter/);
   await wrong(() => engine.loadAdapter([bytes]), /source has bytes, and no adapter_config.json. Give both files that PEFT saves/);
+});
+
+test("counts beyond the context and 32 bits are as the context", async () => {
+  const tokensOf = async (options) => (await take(engine.generate(ids, { temperature: 0, stopTokenIds: [], ...options }))).length;
+  for (const maxNewTokens of [2 ** 31, 2 ** 32, Number.MAX_SAFE_INTEGER]) assert.equal(await tokensOf({ maxNewTokens, minNewTokens: maxNewTokens }), 512 - ids.length);
+  const all = Array.from({ length: (await engine.info()).vocabSize }, (_, token) => token);
+  const logitBias = Object.fromEntries(all.slice(0, -1).map((token) => [token, -100]));
+  const short = await Engine.load(bytes, { threads: 1, contextLength: 64 });
+  assert.equal((await take(short.generate([3], { maxNewTokens: 1, logitBias, stopTokenIds: all }))).length, 1);
+  short.close();
+});
+
+test("keys and values that cannot be held are refused, at load or by request", async () => {
+  for (const contextLength of [2 ** 24, 2 ** 31 - 1]) {
+    await assert.rejects(Engine.load(bytes, { threads: 1, contextLength }), /^OutOfMemoryError: Engine.load: the weights take 1 MB, and keys and values \d+ MB with contextLength=\d+; the engine's memory is 4295 MB at most/);
+  }
+  const { kvBytes } = await engine.info();
+  const small = await Engine.load(bytes, { threads: 1, kvBytes: kvBytes / 4 });
+  await assert.rejects(take(small.generate(ids, { maxNewTokens: 400 })), /^WhetError: Engine.generate: \d+ \+ 400 tokens need \d+ bytes of KV cache, and kvBytes is \d+. Shorten the prompt or maxNewTokens, or load the model with larger kvBytes/);
+  small.close();
 });
 
 test("an adapter of another model, and one that is no plain LoRA, are refused", async () => {

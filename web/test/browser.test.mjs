@@ -13,6 +13,9 @@ const { ids, plain, greedy } = cases.q8_0;
 const ISOLATED = { "cross-origin-opener-policy": "same-origin", "cross-origin-embedder-policy": "require-corp" };
 const CSP = { "content-security-policy": "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; worker-src 'self'; connect-src 'self'" };
 
+// Another origin's server that shows its headers, and gives leave to send none.
+const OTHER = { "access-control-allow-origin": "*", "access-control-expose-headers": "ETag, Content-Range", "cross-origin-resource-policy": "cross-origin" };
+
 const BROWSERS = {
   chromium: {
     path: "/usr/bin/chromium",
@@ -29,6 +32,13 @@ async function files() {
   for (const name of ["index.js", "worker.js", "thread.js", "hf.js", "threads.wasm", "plain.wasm"]) found[name] = await readFile(new URL(`../dist/${name}`, import.meta.url));
   for (const name of ["q8_0.gguf", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"]) found[name] = await readFile(new URL(name, FIXTURES));
   for (const name of ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]) found[`folder/${name}`] = await readFile(new URL(`folder/${name}`, FIXTURES));
+  // The package in browsers with less: storage for five models, shared memory of 1 GiB, none.
+  const mostPages = (n) => `const { Memory } = WebAssembly; WebAssembly.Memory = class extends Memory { constructor(how) { if (how.shared && how.maximum > ${n}) throw new RangeError("could not allocate memory"); super(how); } };`;
+  const scarce = { storage: `navigator.storage.estimate = async () => ({ quota: ${5.5 * found["q8_0.gguf"].length} });`, memory: mostPages(16384), shared: mostPages(0) };
+  for (const [folder, script] of Object.entries(scarce)) {
+    for (const name of ["thread.js", "hf.js", "threads.wasm", "plain.wasm"]) found[`scarce/${folder}/${name}`] = found[name];
+    found[`scarce/${folder}/worker.js`] = Buffer.from(`${script}\n${found["worker.js"]}`);
+  }
   return found;
 }
 
@@ -42,6 +52,8 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
       servers.isolated = await serve(all, ISOLATED);
       servers.plain = await serve(all);
       servers.strict = await serve(all, { ...ISOLATED, ...CSP });
+      servers.other = await serve(all, OTHER);
+      servers.bare = await serve(all, { "access-control-allow-origin": "*" });
     });
     after(async () => {
       await browser?.close();
@@ -126,6 +138,94 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
         }),
         [],
       );
+      await page.close();
+    });
+
+    test("a download from another origin goes on where it was cut", async () => {
+      const { page } = await open("isolated");
+      const { requests } = servers.other;
+      const kept = await page.evaluate(async (url) => {
+        const { clearCache, Engine, listCache } = await import("/index.js");
+        (await Engine.load(url, { threads: 1 })).close();
+        const kept = await listCache();
+        await clearCache();
+        return kept;
+      }, servers.other.url("q8_0.gguf?cut=100000"));
+      assert.deepEqual(kept.map(({ isComplete }) => isComplete), [true]);
+      const ranges = requests.filter(({ method }) => method === "GET").map(({ range }) => range);
+      // An old browser asks for leave to send a range, gets none, and fetches the whole.
+      assert.deepEqual(ranges, [undefined, requests.some(({ method }) => method === "OPTIONS") ? undefined : "bytes=100000-"]);
+      await page.close();
+    });
+
+    test("an estimate of another origin's file needs no exposed header, and errors name their call", async () => {
+      const { page } = await open("plain");
+      const found = await page.evaluate(async ([url, small]) => {
+        const { Engine } = await import("/index.js");
+        const { fileBytes } = await Engine.estimate(url);
+        return [fileBytes, await Engine.estimate(small).catch((error) => error.message)];
+      }, [servers.bare.url("q8_0.gguf"), servers.bare.url("adapter/adapter_config.json")]);
+      assert.equal(found[0], (await readFile(new URL("q8_0.gguf", FIXTURES))).length);
+      assert.match(found[1], /^Engine.estimate: adapter_config.json: /);
+      await page.close();
+    });
+
+    test("blob: URLs are not kept, and a kept file is found by its hash under another URL", async () => {
+      const { page } = await open("isolated");
+      const found = await page.evaluate(async () => {
+        const { clearCache, Engine, listCache } = await import("/index.js");
+        await clearCache();
+        const blob = await (await fetch("q8_0.gguf")).blob();
+        const digest = await crypto.subtle.digest("SHA-256", await blob.arrayBuffer());
+        const sha256 = Array.from(new Uint8Array(digest), (byte) => byte.toString(16).padStart(2, "0")).join("");
+        const load = async (url, options) => (await Engine.load(url, { threads: 1, ...options })).close();
+        await load(URL.createObjectURL(blob));
+        await load("q8_0.gguf#1");
+        await load("q8_0.gguf#2");
+        const first = await listCache();
+        await load("q8_0.gguf", { sha256 });
+        await load("q8_0.gguf?signature=1", { sha256 });
+        const wrong = await Engine.load("q8_0.gguf", { sha256: "0".repeat(64) }).catch((error) => error.message);
+        const second = await listCache();
+        await clearCache();
+        return { first, wrong, second };
+      });
+      assert.equal(found.first.length, 1);
+      assert.deepEqual(found.second, found.first);
+      assert.match(found.wrong, /has SHA-256 .*, expected 0{64}/);
+      await page.close();
+    });
+
+    test("the cache takes half of the origin's quota, and the least recently used go first", async () => {
+      const { page } = await open("isolated");
+      const kept = await page.evaluate(async () => {
+        const { clearCache, Engine, listCache } = await import("/index.js");
+        await clearCache();
+        for (const n of [1, 2, 1, 3]) (await Engine.load(`q8_0.gguf?${n}`, { threads: 1, assets: "/scarce/storage" })).close();
+        const kept = await listCache();
+        await clearCache();
+        return kept.map(({ url, isComplete }) => [url.split("?")[1], isComplete]).sort();
+      });
+      assert.deepEqual(kept, [["1", true], ["3", true]]);
+      await page.close();
+    });
+
+    test("with few addresses for shared memory it takes what there is, and one thread where there is none", async () => {
+      const { page, messages } = await open("isolated");
+      const found = await page.evaluate(async () => {
+        const { Engine } = await import("/index.js");
+        const load = async (assets, options) => {
+          const engine = await Engine.load("q8_0.gguf", { threads: 2, cache: false, assets, ...options });
+          const { build, threads } = await engine.info();
+          engine.close();
+          return [build, threads];
+        };
+        const large = await load("/scarce/memory", { contextLength: 1_200_000 }).catch(({ message }) => message);
+        return [await load("/scarce/memory"), await load("/scarce/shared"), large];
+      });
+      assert.deepEqual(found.slice(0, 2), [["threads", 2], ["plain", 1]]);
+      assert.match(found[2], /Engine.load: the weights take .*; the engine's memory is 1074 MB at most/);
+      assert.equal(messages.filter((text) => text.includes("no relaxed SIMD, or no shared memory of that size")).length, 1);
       await page.close();
     });
 

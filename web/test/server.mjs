@@ -1,19 +1,26 @@
-// A server of files for tests, whose behaviour a path's query says: ?cut=N ends after N bytes, once; ?etag=X; ?gzip.
+// A server of files for tests, by a path's query: ?cut=N ends after N bytes, once; ?etag=X; ?gzip; ?busy=X is 503 once, and
+// asks for a pause of X seconds; ?rangeless answers no request of a range.
 import { createServer } from "node:http";
 import { gzipSync } from "node:zlib";
 
 export async function serve(files, headers = {}) {
   const requests = [];
-  const cuts = new Set();
+  const seen = new Set();
   const server = createServer((request, response) => {
     const url = new URL(request.url, "http://localhost");
     requests.push({ method: request.method, path: url.pathname, range: request.headers.range });
+    const { searchParams } = url;
+    const range = /bytes=(\d+)-(\d*)/.exec(request.headers.range ?? "");
+    if (range && searchParams.has("rangeless")) return request.destroy();
+    if (searchParams.has("busy") && !seen.has(request.url)) {
+      seen.add(request.url);
+      return response.writeHead(503, { ...headers, "retry-after": searchParams.get("busy") }).end();
+    }
     let body = files[url.pathname.slice(1)];
     if (body === undefined) return response.writeHead(404, headers).end();
-    const etag = url.searchParams.get("etag") === "none" ? undefined : `"${server.etag}"`;
+    const etag = searchParams.get("etag") === "none" ? undefined : `"${server.etag}"`;
     const all = { ...headers, ...(etag ? { etag } : {}), "content-type": typeFor(url.pathname) };
-    if (url.searchParams.has("gzip")) return response.writeHead(200, { ...all, "content-encoding": "gzip" }).end(gzipSync(body));
-    const range = /bytes=(\d+)-(\d*)/.exec(request.headers.range ?? "");
+    if (searchParams.has("gzip")) return response.writeHead(200, { ...all, "content-encoding": "gzip" }).end(gzipSync(body));
     const isSame = request.headers["if-range"] === undefined || request.headers["if-range"] === etag;
     let status = 200;
     if (range && isSame) {
@@ -25,9 +32,9 @@ export async function serve(files, headers = {}) {
     }
     response.writeHead(status, { ...all, "content-length": body.length });
     if (request.method === "HEAD") return response.end();
-    const cut = Number(url.searchParams.get("cut"));
-    if (cut > 0 && (url.searchParams.has("always") || !cuts.has(request.url))) {
-      cuts.add(request.url);
+    const cut = Number(searchParams.get("cut"));
+    if (cut > 0 && (searchParams.has("always") || !seen.has(request.url))) {
+      seen.add(request.url);
       response.write(body.subarray(0, cut), () => setTimeout(() => response.destroy(), 20));
     } else response.end(body);
   });

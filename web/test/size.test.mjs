@@ -9,14 +9,15 @@ import { libraries, options } from "../build.mjs";
 const KB = 1024;
 const sizeOf = (files) => files.reduce((sum, bytes) => sum + gzipSync(bytes, { level: 9 }).length, 0);
 
-test("the scripts are at most 80 KB, compressed, of which ours are 30 KB", async () => {
+// 30 KB are what loads and samples; the rest is what keeps chats within their context, downloads and the cache's bound.
+test("the scripts are at most 84 KB, compressed, of which ours are 34 KB", async () => {
   const names = ["index", "worker", "thread", "hf"].map((name) => new URL(`../dist/${name}.js`, import.meta.url));
   const all = sizeOf(await Promise.all(names.map((name) => readFile(name))));
-  assert.ok(all <= 80 * KB, `${all} bytes`);
+  assert.ok(all <= 84 * KB, `${all} bytes`);
   const entryPoints = options.entryPoints.filter((path) => !/(hf|ops)\.ts$/.test(path));
   const { outputFiles } = await build({ ...options, entryPoints, external: libraries, write: false });
   const ours = sizeOf(outputFiles.map(({ contents }) => contents));
-  assert.ok(ours <= 30 * KB, `${ours} bytes`);
+  assert.ok(ours <= 34 * KB, `${ours} bytes`);
 });
 
 test("the script of folders and adapters, which comes with the first of these, is at most 12 KB", async () => {
