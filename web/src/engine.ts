@@ -2,7 +2,7 @@
 import { Chat } from "./chat.js";
 import { OutOfMemoryError, WhetError } from "./errors.js";
 import { startEngineWorker, type WorkerPort } from "./port.js";
-import type { Answer, Call, Estimate, FileOptions, Info, LoadOptions, Prompt, PromptOptions, Request, Token } from "./protocol.js";
+import type { Answer, Call, Estimate, FileOptions, Info, LoadOptions, Measure, Prompt, PromptOptions, Request, Token } from "./protocol.js";
 import { checkSampling, type Sampling, show } from "./sampling.js";
 import { checkDigests, listFiles, type Progress, type Sources } from "./sources.js";
 import type { Message } from "./tokenizer.js";
@@ -194,6 +194,11 @@ export class Engine {
   /** A conversation, whose messages it keeps. `options`: as of generate; `system`: what the conversation begins with. */
   chat(options: Omit<GenerateOptions, "n" | "signal"> & { system?: string } = {}): Chat {
     return new Chat(this, options);
+  }
+
+  /** @internal Tokens of messages, and of the longest sequence that there is memory for. */
+  async measure(messages: Message[], options: PromptOptions): Promise<Measure> {
+    return (await this.call({ method: "measure", messages, options })) as Measure;
   }
 
   /** Log-probs of a text's or ids' tokens from `start` on, after those before them. */

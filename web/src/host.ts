@@ -9,7 +9,7 @@ import { join, type ModelReader, openModel, readHeads } from "./parts.js";
 import type { Piece } from "./pieces.js";
 import { breathe, loadHf, startThreadWorker, type WorkerPort } from "./port.js";
 import { startCore } from "./start.js";
-import type { Call, Estimate, Files, Info, LoadOptions, PromptOptions, Request, Token } from "./protocol.js";
+import type { Call, Estimate, Files, Info, LoadOptions, Measure, PromptOptions, Request, Token } from "./protocol.js";
 import { isFolder, openReader, type Range, type Reader, readRanges } from "./sources.js";
 import { type DownloadOptions, openRanges } from "./download.js";
 import { type Message, TextTokenizer } from "./tokenizer.js";
@@ -154,6 +154,16 @@ export class Host {
 
   render(messages: Message[], options: PromptOptions): string {
     return this.text("Engine.render").render(messages, options, "Engine.render");
+  }
+
+  /** Tokens of the longest sequence that there is memory for: the prompt's last page is copied by its sample. */
+  private get kvTokens(): number {
+    return (this.about.kvBytes / this.plan.pageBytes - 1) * PAGE_TOKENS;
+  }
+
+  measure(messages: Message[], options: PromptOptions): Measure {
+    const { maxPosition } = this.plan.config;
+    return { tokens: this.idsOf(messages, options, "Chat.send").length, context: Math.min(maxPosition, this.kvTokens) };
   }
 
   private idsOf(prompt: string | Message[] | Int32Array, options: PromptOptions, where: string): Int32Array {

@@ -93,10 +93,16 @@ export interface Estimate {
   kvBytes: number;
 }
 
+export interface Measure {
+  tokens: number;
+  context: number;
+}
+
 export type Call =
   | { method: "load"; files: Files; options: LoadOptions & FileOptions; isolated: boolean }
   | { method: "estimate"; files: Files; options: Pick<LoadOptions, "contextLength" | "weights"> }
   | { method: "generate"; request: Request }
+  | { method: "measure"; messages: ChatMessage[]; options: PromptOptions }
   | { method: "logprobs"; prompt: string | Int32Array; start: number; temperature: number; adapter: number }
   | { method: "tokenize"; text: string; addSpecialTokens: boolean }
   | { method: "detokenize"; tokens: Int32Array }

@@ -53,6 +53,7 @@ const RANGES: Record<string, (x: any) => boolean> = {
   "an integer from 0 to 2^64 - 1": (x) => (isCount(x) && Number.isSafeInteger(x)) || (typeof x === "bigint" && x >= 0n && x < 1n << 64n),
 };
 const SETTINGS = SAMPLING as Record<string, { default: unknown; expected: string }>;
+export const DEFAULTS = { maxNewTokens: SAMPLING.maxNewTokens.default, seed: SAMPLING.seed.default };
 
 /** The settings with the defaults of those that are left out. */
 export function checkSampling(given: Record<string, unknown>, where: string): Settings {
@@ -77,6 +78,11 @@ export function checkSampling(given: Record<string, unknown>, where: string): Se
     logitBias: Object.entries(found.logitBias).map(([id, bias]) => [Number(id), bias]),
     seed: BigInt(found.seed),
   } as Settings;
+}
+
+/** The seed of the n-th of several draws, as of whet chat; a wrong one as it is, for checkSampling. */
+export function addToSeed(seed: number | bigint = DEFAULTS.seed, n: number): number | bigint {
+  return RANGES[SETTINGS.seed.expected](seed) ? BigInt.asUintN(64, BigInt(seed) + BigInt(n)) : seed;
 }
 
 export function show(value: unknown): string {

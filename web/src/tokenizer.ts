@@ -5,11 +5,16 @@ import { WhetError } from "./errors.js";
 import { TextStream, TokenTexts } from "./token_texts.js";
 import { type Metadata, readVocabulary, type TokenizerJson } from "./vocabulary.js";
 
-export interface Message {
+interface PlainMessage {
   role: string;
-  content: string | unknown[];
-  [key: string]: unknown;
+  /** A text, or parts that the chat template knows; a message with tool calls may have none. */
+  content?: string | readonly unknown[] | null;
+  /** Of the assistant, for the chat template. */
+  tool_calls?: readonly unknown[];
 }
+
+/** A message of the chat template, which may read further keys. (An interface has no index signature, so that both are here.) */
+export type Message = PlainMessage | (PlainMessage & { [key: string]: unknown });
 
 export interface ChatOptions {
   /** JSON schemas of functions. */

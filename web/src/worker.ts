@@ -20,6 +20,8 @@ async function answer(id: number, call: Call, signal: AbortSignal): Promise<unkn
   switch (call.method) {
     case "generate":
       return engine.generate(call.request, signal, emit);
+    case "measure":
+      return engine.measure(call.messages, call.options);
     case "logprobs":
       return engine.logprobs(call, signal);
     case "tokenize":

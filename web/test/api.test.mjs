@@ -45,6 +45,46 @@ test("a chat keeps what was said, also what was cut", async () => {
   assert.equal(chat.messages[2].content, said);
 });
 
+test("a chat answers one message at a time", async () => {
+  const chat = engine.chat(GREEDY);
+  const first = take(chat.send("one"));
+  await assert.rejects(take(chat.send("two")), /^WhetError: Chat.send: another reply of this chat is under way. Read it to its end, or leave its loop/);
+  await first;
+  await take(chat.send("two"), 1); // left
+  await take(chat.send("three"));
+  assert.deepEqual(chat.messages.filter(({ role }) => role === "user").map(({ content }) => content), ["one", "two", "three"]);
+});
+
+test("every reply of a chat is drawn with its own seed, as in whet chat", async () => {
+  const options = { temperature: 1, maxNewTokens: 12, seed: 2n ** 64n - 1n };
+  const tokensOf = async (tokens) => (await take(tokens)).map(({ token }) => token);
+  const chat = engine.chat(options);
+  for (const [content, seed] of [["a", options.seed], ["b", 0], ["c", 1]]) {
+    const asked = [...chat.messages, { role: "user", content }];
+    assert.deepEqual(await tokensOf(chat.send(content)), await tokensOf(engine.generate(asked, { ...options, seed })));
+  }
+  const asked = [...chat.messages, { role: "user", content: "d" }];
+  assert.deepEqual(await tokensOf(chat.send("d", { seed: 9 })), await tokensOf(engine.generate(asked, { ...options, seed: 9 })));
+  await assert.rejects(take(engine.chat({ seed: -1 }).send("a")), /seed is -1, expected an integer from 0/);
+});
+
+test("a chat that reaches its context drops its oldest turns, and keeps the system message", async () => {
+  for (const small of [{ contextLength: 128 }, { kvBytes: (await engine.info()).kvBytes / 4 }]) {
+    const short = await Engine.load(bytes, { threads: 1, ...small });
+    const chat = short.chat({ ...GREEDY, system: "s", minNewTokens: 8 });
+    const { context } = await short.measure([{ role: "user", content: "" }], {});
+    for (let turn = 0; turn < 30; ++turn) await take(chat.send(`t${turn}`));
+    const { tokens } = await short.measure(chat.messages, {});
+    assert.ok(tokens <= context, `${tokens} of ${context}`);
+    assert.deepEqual(chat.messages.slice(0, 2).map(({ role }) => role), ["system", "user"]);
+    assert.ok(chat.messages.length < 61 && chat.messages.at(-2).content === "t29");
+    const before = [...chat.messages];
+    await assert.rejects(take(chat.send("long ".repeat(context))), /^WhetError: Chat.send: content takes \d+ tokens .* of a context of \d+ a reply needs \d+/);
+    assert.deepEqual(chat.messages, before);
+    short.close();
+  }
+});
+
 test("requests run beside each other, each as it runs alone", async () => {
   const options = { temperature: 1, maxNewTokens: 20, seed: 3, n: 3 };
   const alone = await samplesOf(engine, ids, options);
