@@ -24,6 +24,13 @@ if (process.argv[1] === fileURLToPath(import.meta.url)) {
       return `${name} ${version}\n\n${await readFile(`node_modules/${name}/LICENSE`, "utf8")}`;
     }),
   );
+  // What wasm-ld links in: Debian's packages bring their licences.
+  for (const name of ["libc++-19-dev-wasm32", "libclang-rt-19-dev-wasm32", "wasi-libc"]) licenses.push(`${name}\n\n${await readFile(`/usr/share/doc/${name}/copyright`, "utf8")}`);
   await writeFile("dist/third_party_licenses.txt", licenses.join("\n\n"));
   await build(options);
+  // The minifier drops comments, by which bundlers leave an import of a URL to the browser.
+  const text = await readFile("dist/worker.js", "utf8");
+  const imports = "import(/* @vite-ignore */ /* webpackIgnore: true */ /* turbopackIgnore: true */ new URL(";
+  if (text.split("import(new URL(").length !== 2) throw new Error("dist/worker.js has not the one import of a URL");
+  await writeFile("dist/worker.js", text.replace("import(new URL(", imports));
 }

@@ -62,7 +62,7 @@ function show(info) {
 }
 
 function startChat() {
-  const options = { temperature: Number(at("temperature").value), maxNewTokens: 512 };
+  const options = { maxNewTokens: 512, seed: Math.floor(Math.random() * 2 ** 32) };
   chat = engine.chat(at("adapted").checked ? { ...options, adapter } : options);
   at("chat").replaceChildren();
   at("rate").value = "";
@@ -78,18 +78,25 @@ function add(role, text) {
   return item;
 }
 
+/** Its usual value where the field is empty. */
+function temperature() {
+  const field = at("temperature");
+  if (field.value === "") field.value = field.defaultValue;
+  return field.valueAsNumber;
+}
+
 async function send() {
   const text = at("message").value.trim();
   if (text === "" || running !== undefined) return;
   at("message").value = "";
-  add("user", text);
-  const answer = add("model", "");
+  const [question, answer] = [add("user", text), add("model", "")];
+  const nBefore = chat.messages.length;
   running = new AbortController();
   enable(false);
   let n = 0;
   let first;
   try {
-    for await (const token of chat.send(text, { signal: running.signal })) {
+    for await (const token of chat.send(text, { temperature: temperature(), signal: running.signal })) {
       first ??= performance.now();
       answer.append(token.text);
       at("chat").scrollTop = at("chat").scrollHeight;
@@ -98,6 +105,11 @@ async function send() {
   } catch (error) {
     if (error.name !== "AbortError") say(error.message, true);
   } finally {
+    if (n === 0) {
+      question.remove();
+      answer.remove();
+      at("message").value = text;
+    } else if (chat.messages.length < nBefore + 2) say("The context is full: the oldest turns are forgotten.");
     running = undefined;
     enable(true);
     at("message").focus();
@@ -138,7 +150,7 @@ async function openAdapter() {
 at("open").addEventListener("submit", (event) => {
   event.preventDefault();
   const url = at("url").value.trim();
-  if (url !== "") open(new URL(url, location.href), url);
+  if (url !== "") open(url, url);
 });
 at("file").addEventListener("change", () => {
   const files = [...at("file").files].sort((a, b) => (a.name < b.name ? -1 : 1));
@@ -155,7 +167,6 @@ at("message").addEventListener("keydown", (event) => {
 });
 at("stop").addEventListener("click", () => running?.abort());
 at("clear").addEventListener("click", startChat);
-at("temperature").addEventListener("change", startChat);
 at("measure").addEventListener("click", measure);
 at("adapter").addEventListener("change", openAdapter);
 at("adapted").addEventListener("change", startChat);

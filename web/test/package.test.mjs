@@ -29,6 +29,24 @@ export async function run(source) {
   return { tokens, adapter, build, exact };
 }
 `;
+const TYPED = `
+import { Engine, type Message } from "whet-web";
+import { Ops } from "whet-web/ops";
+interface Mine { role: "user" | "assistant"; content: string }
+export async function run(engine: Engine, mine: Mine[], file: File, list: FileList): Promise<Message[]> {
+  engine.generate(mine);
+  engine.generate([{ role: "assistant", tool_calls: [] }, { role: "assistant", content: null, tool_calls: [] }, { role: "tool", content: "1", tool_call_id: "a" }]);
+  await engine.render([{ role: "user", content: [{ type: "text", text: "a" }] }]);
+  // @ts-expect-error a message has a role
+  engine.generate([{ content: "a" }]);
+  const chat = engine.chat({ system: "a", seed: 1n });
+  chat.messages.push(...mine);
+  await Engine.load(list);
+  await Engine.load([file, file]);
+  await Ops.load();
+  return chat.messages;
+}
+`;
 let folder;
 before(async () => {
   folder = await mkdtemp(join(tmpdir(), "whet-web-"));
@@ -54,6 +72,22 @@ for (const [name, command, isExact] of [["node", [process.execPath], true], ["de
     assert.equal(found.tokens.length, 8);
   });
 }
+
+for (const resolution of ["nodenext", "bundler", "node10"]) {
+  test(`TypeScript takes what the run time takes, resolving as ${resolution}`, async () => {
+    await writeFile(join(folder, "typed.ts"), TYPED);
+    const module = resolution === "nodenext" ? resolution : "esnext";
+    const args = ["--noEmit", "--strict", "--target", "es2022", "--lib", "es2023,dom", "--module", module, "--moduleResolution", resolution];
+    execFileSync(`${process.cwd()}/node_modules/.bin/tsc`, [...args, "typed.ts"], { cwd: folder, encoding: "utf8" });
+  });
+}
+
+test("the package has its README and licences", async () => {
+  const root = join(folder, "node_modules/whet-web");
+  for (const name of ["README.md", "LICENSE", "dist/third_party_licenses.txt"]) assert.ok((await readFile(join(root, name), "utf8")).length > 1000, name);
+  const licences = await readFile(join(root, "dist/third_party_licenses.txt"), "utf8");
+  for (const name of ["@huggingface/jinja", "libc++", "wasi-libc", "LLVM Exceptions"]) assert.ok(licences.includes(name), name);
+});
 
 /** The files below a folder, by their paths. */
 async function filesOf(root) {

@@ -20,6 +20,10 @@ test("the example page", { skip: executablePath === undefined && "Chromium is no
     page.on("pageerror", (error) => problems.push(error.message));
     await page.goto(url);
     const status = (text) => page.waitForFunction((end) => document.querySelector("#status").textContent.includes(end), text);
+    await page.fill("#temperature", ""); // before there is a model
+    await page.fill("#url", "http://[");
+    await page.press("#url", "Enter");
+    await status("source is \"http://[\", expected a URL");
     await page.fill("#url", "models/none.gguf");
     await page.press("#url", "Enter");
     await status("answered 404");
@@ -32,6 +36,13 @@ test("the example page", { skip: executablePath === undefined && "Chromium is no
     await page.waitForFunction(() => !document.querySelector("#send").disabled);
     assert.match(await page.textContent("#chat"), /^Why\?.+/s);
     assert.equal(await page.textContent("#status"), "models/q8_0.gguf is ready.");
+    assert.equal(await page.inputValue("#temperature"), "0.7");
+    await page.fill("#message", "long ".repeat(3000)); // refused, and given back
+    await page.press("#message", "Enter");
+    await status("Shorten it");
+    assert.equal(await page.locator("#chat li").count(), 2);
+    assert.match(await page.inputValue("#message"), /^long /);
+    await page.fill("#message", "");
     await page.click("#measure");
     await status("Measured.");
     for (const speed of await page.locator("#speeds td").allTextContents()) assert.ok(Number(speed) > 0, speed);
