@@ -22,6 +22,7 @@ std::unique_ptr<Job> Scheduler::make_job(Request request, uint64_t session) cons
     auto job = std::make_unique<Job>();
     const size_t n_tokens = request.tokens.size(), n_scored = n_tokens - std::min(n_tokens, request.score_from);
     job->session = session;
+    if (request.adapter != 0) job->adapter = adapters_.at(request.adapter);
     job->pages.reserve(ceil_div(n_tokens, kPage));
     if (request.n > 0) {
         job->samples.resize(request.n);
@@ -41,7 +42,7 @@ uint64_t Scheduler::add(Request request, uint64_t session) {
     if (needed > cache_.n_pages()) {
         throw std::invalid_argument(std::to_string(request.tokens.size()) + " + " +
                                     std::to_string(request.max_new_tokens) + " tokens need " +
-                                    std::to_string(needed * cache_.page_bytes()) +
+                                    std::to_string(uint64_t{needed} * cache_.page_bytes()) +
                                     " bytes of KV cache, and kv_bytes is " + std::to_string(limits_.kv_bytes));
     }
     const uint64_t id = next_id_++;

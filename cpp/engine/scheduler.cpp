@@ -69,7 +69,8 @@ void Scheduler::add_decode_rows() {
             running.pages.push_back(extends_prompt ? cache_.copy(job.pages.back()) : cache_.allocate());
             --running.reserved, --reserved_;
         }
-        rows_.push_back({sample.tokens.back(), static_cast<int32_t>(position), running.pages.data(), adapter_of(job)});
+        rows_.push_back(
+            {sample.tokens.back(), static_cast<int32_t>(position), running.pages.data(), job.adapter.get()});
     }
 }
 
@@ -81,7 +82,7 @@ void Scheduler::add_prompt_rows() {
         const size_t count = std::min(room, job->request.tokens.size() - job->computed);
         for (size_t i = 0; i < count; ++i) {
             const size_t at = job->computed + i;
-            rows_.push_back({job->request.tokens[at], static_cast<int32_t>(at), job->pages.data(), adapter_of(*job)});
+            rows_.push_back({job->request.tokens[at], static_cast<int32_t>(at), job->pages.data(), job->adapter.get()});
         }
         counts_.push_back(count);
         room -= count;
@@ -274,6 +275,7 @@ void Scheduler::release_prompt(Job& job) {
     job.pages.clear();
     if (job.first_reserved) reserved_ -= tail_pages(job.request);
     job.first_reserved = false;
+    job.adapter = nullptr;
     job.done = true;
 }
 
@@ -301,10 +303,6 @@ size_t Scheduler::adapters_bytes() const {
         }
     }
     return bytes;
-}
-
-const Adapter* Scheduler::adapter_of(const Job& job) const {
-    return job.request.adapter == 0 ? nullptr : adapters_.at(job.request.adapter).get();
 }
 
 void Scheduler::add_adapter(uint64_t id, std::unique_ptr<Adapter> adapter) {

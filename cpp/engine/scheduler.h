@@ -57,6 +57,7 @@ struct Job {
     std::string error;  // which logits hold NaN or infinity: the request ended there
 
     // The scheduler's own.
+    std::shared_ptr<const Adapter> adapter;  // null: none
     std::vector<int32_t> pages;
     std::vector<float> hidden;  // after the last token of the prompt
     size_t computed = 0;        // tokens of the prompt that are in the cache
@@ -89,7 +90,7 @@ public:
     bool step();
 
     void add_adapter(uint64_t id, std::unique_ptr<Adapter> adapter);  // id: not 0, and new
-    void remove_adapter(uint64_t id) { adapters_.erase(id); }
+    void remove_adapter(uint64_t id) { adapters_.erase(id); }         // requests that have it keep it until they end
     bool has_adapter(uint64_t id) const { return adapters_.count(id) != 0; }
 
     // Frees what requests have kept; there are none.
@@ -132,7 +133,7 @@ private:
     KvCache cache_;
     Limits limits_;
     std::map<uint64_t, std::unique_ptr<Job>> jobs_;
-    std::map<uint64_t, std::unique_ptr<Adapter>> adapters_;
+    std::map<uint64_t, std::shared_ptr<const Adapter>> adapters_;
     uint64_t next_id_ = 1;
     std::deque<Job*> waiting_;
     std::vector<Job*> prefilling_, pending_;  // pending_: prompts in the cache with samples still to start
@@ -174,7 +175,6 @@ private:
     void unref_all(const std::vector<int32_t>& pages);
     void erase_ended();
     void release_prompt(Job& job);
-    const Adapter* adapter_of(const Job& job) const;
 
     // cancellation.cpp
     void cancel(Job& job);

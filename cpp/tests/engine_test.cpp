@@ -288,8 +288,12 @@ void test_adapters() {
     run(s);
     expect(said(s, b) == said(s, alone), "with an adapter, alone or beside others");
     expect(said(s, a) != said(s, b), "an adapter changes what is said, and shares no page with the model");
+    const uint64_t running = s.add(with), other = s.add(prompt(130, 2, 20, 0));
+    for (int i = 0; i < 8; ++i) s.step();
     s.remove_adapter(number);
     expect(!s.has_adapter(number), "an adapter is forgotten");
+    run(s);
+    expect(said(s, running) == said(s, alone) && said(s, other) == said(s, a), "requests under way keep their adapter");
 }
 
 }  // namespace

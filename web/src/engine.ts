@@ -247,7 +247,7 @@ export class Engine {
     return (await this.call({ method: "loadAdapter", files: listFiles(source, where), options: rest }, signal)) as number;
   }
 
-  /** Forgets an adapter; not while a request uses it. */
+  /** Forgets an adapter. Requests that have begun with it go on with it. */
   async removeAdapter(adapter: number): Promise<void> {
     checkAdapter("Engine.removeAdapter", adapter);
     await this.call({ method: "removeAdapter", adapter });

@@ -224,6 +224,16 @@ test("keys and values that cannot be held are refused, at load or by request", a
   small.close();
 });
 
+test("an adapter that is removed stays with the requests that have it", async () => {
+  const adapter = await engine.loadAdapter(new URL("adapter/", FIXTURES));
+  const options = { temperature: 0, maxNewTokens: 100, stopTokenIds: [] };
+  const alone = [await samplesOf(engine, ids, { ...options, adapter }), await samplesOf(engine, ids, options)];
+  const both = [samplesOf(engine, ids, { ...options, adapter }), samplesOf(engine, ids, options)];
+  await engine.removeAdapter(adapter);
+  assert.deepEqual(await Promise.all(both), alone);
+  await assert.rejects(samplesOf(engine, ids, { adapter }), /adapter is \d+, and there is no such adapter/);
+});
+
 test("an adapter of another model, and one that is no plain LoRA, are refused", async () => {
   const read = async (name) => readFile(new URL(`adapter/${name}`, FIXTURES));
   const [config, weights] = [JSON.parse(await read("adapter_config.json")), await read("adapter_model.safetensors")];
