@@ -144,7 +144,7 @@ test("Rollup bundles the import; the package's other files lie next to it", asyn
 
 test("Parcel bundles the import, with the package's files as assets", async () => {
   const folder = await project("parcel", { "index.html": '<!doctype html><title>app</title><script type="module" src="./app.js"></script>', "package.json": '{ "private": true }' });
-  build("parcel", ["build", "index.html", "--dist-dir", "out", "--no-cache"], folder);
+  build("parcel", ["build", "index.html", "--dist-dir", "out", "--cache-dir", "cache", "--no-autoinstall"], folder);
   await mkdir(join(folder, "out/whet"));
   await copyAssets(join(folder, "out/whet"));
   await checkFiles(join(folder, "out"), { assets: "/whet/" });
