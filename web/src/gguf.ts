@@ -76,7 +76,7 @@ class Metadata {
       if (!key.startsWith(begin)) continue;
       const option = key.slice(begin.length);
       const names = Object.keys(KEYS).filter((name) => KEYS[name] === option);
-      const plain = (NAMES.plain as Record<string, Value[]>)[option];
+      const plain = (NAMES.plain as Record<string, readonly unknown[]>)[option];
       if (names.length === 0 && plain === undefined && !(NAMES.ignored_keys as readonly string[]).includes(option)) {
         throw new WhetError(`${where}: the engine does not know the option ${key} of this model.`);
       }
