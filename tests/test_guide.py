@@ -150,6 +150,24 @@ def test_grpo(model, ref_model, tmp_path, capsys):
     assert GRPO.from_checkpoint(tmp_path / "grpo_checkpoint.pt", reward_fn=reward_fn).step == 3
 
 
+def test_a_reference_without_a_coefficient(model, ref_model, tmp_path, capsys):
+    """Not in the guide: rlox's own default of kl_coef."""
+    from whet.algorithms.grpo import GRPO
+
+    grpo = GRPO(model, ref_model, reward_fn, group_size=4, max_new_tokens=4)
+    assert grpo.config.beta == 0.1 and "kl" in grpo.train_step(torch.randint(VOCAB, (2, 4)))
+    assert capsys.readouterr().out.startswith("GRPO: beta is 0.1, as ref_model is given. Pass beta (or kl_coef)")
+    grpo.save(tmp_path / "c")
+    again = GRPO.from_checkpoint(tmp_path / "c", reward_fn=reward_fn)
+    assert again.config.beta == 0.1 and again.ref_model is not None
+    assert GRPO(model, reward_fn=reward_fn).config.beta == 0 and not capsys.readouterr().out
+    assert GRPO(model, ref_model, reward_fn, kl_estimator="k1").config.kl_estimator == "k1"
+    with pytest.raises(ValueError, match="kl_estimator is 'k1' and has no effect: beta is 0"):
+        GRPO(model, reward_fn=reward_fn, kl_estimator="k1")
+    with pytest.raises(ValueError, match="ref_model has no effect"):
+        GRPO(model, ref_model, reward_fn, beta=0.0)
+
+
 def test_epochs_and_evaluation(model, ref_model):
     """Not in the guide, but in rlox's class: train(prompts, n_epochs) and evaluate(prompts)."""
     from whet.algorithms.grpo import GRPO
@@ -239,6 +257,25 @@ def test_custom_training_loop():
         optimizer.step()
     assert kls[0] == 0 and kls[1] > 0
     assert len(prompts) == len(completions)
+
+
+def test_callbacks(model, ref_model):
+    """Not in the guide's code, but in its text: the base class of rlox's, and the method that its algorithms call."""
+    from whet.callbacks import Callback
+
+    from whet.algorithms.dpo import DPO
+
+    class Losses(Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_train_batch(self, **metrics):
+            self.seen.append(metrics)
+
+    losses = Losses()
+    dpo = DPO(model=model, ref_model=ref_model, callbacks=[losses])
+    steps = [dpo.train_step(*pair) for pair in pairs(2)]
+    assert losses.seen == steps
 
 
 def test_monitoring(model, ref_model, capsys, monkeypatch):

@@ -129,7 +129,7 @@ def test_values_out_of_range_are_named(config_class, settings, message):
         (GRPOConfig, {"delta": 2.0, "loss_type": "cispo", "epsilon_high": 5.0}, "'cispo' has no such bound"),
         (GRPOConfig, {"sapo_tau_positive": 2.0}, "'dapo' has no temperature"),
         (GRPOConfig, {"sapo_tau_negative": 2.0}, "'dapo' has no temperature"),
-        (GRPOConfig, {"kl_estimator": "k1"}, "beta is 0, and there is no KL term"),
+        (GRPOConfig, {"kl_estimator": "k1", "beta": 0.0}, "beta is 0, and there is no KL term"),
         (GRPOConfig, {"sampler_cap": 2.0, "sampler_correction": "off"}, "sampler_correction is off"),
         (GRPOConfig, {"sampler_cap": 2.0, "rollout_weights": "float32"}, "sampler_correction is off"),
         (GRPOConfig, {"advantage_ddof": 1, "scale_rewards": "none"}, "scale_rewards is 'none', and nothing divides"),
@@ -151,6 +151,7 @@ def test_settings_that_work_together_are_taken():
     DPOConfig(precompute_reference=True, reference_cache="x", beta=0.3)
     GRPOConfig(loss_type="cispo", epsilon_high=math.inf)
     GRPOConfig(loss_type="sapo", sapo_tau_positive=2.0, beta=0.1, kl_estimator="k1")
+    GRPOConfig(kl_estimator="k1")  # beta may become that of a ref_model
     GRPOConfig(sampler_cap=2.0)  # on a quantised base, which GRPO sees
     GRPOConfig(rollout_weights="int8", sampler_cap=2.0, advantage_ddof=1, advantage_eps=1e-4, delta=2.0)
 

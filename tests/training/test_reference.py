@@ -169,9 +169,8 @@ def test_new_adapters_stay_off_in_a_run_that_goes_on(tmp_path):
 
 
 def test_a_checkpoint_without_a_reference_takes_what_the_model_has(tmp_path):
-    settings = {"group_size": 2, "max_new_tokens": 4}
     grpo: Any = partial(GRPO.from_checkpoint, tmp_path / "c", reward_fn=len, beta=0.1)
-    GRPO(with_lora(tiny_llama(), b_std=0.2), reward_fn=len, **settings).save(tmp_path / "c")
+    GRPO(with_lora(tiny_llama(), b_std=0.2), reward_fn=len, group_size=2, max_new_tokens=4).save(tmp_path / "c")
     assert grpo(model=with_lora(tiny_llama(), b_std=0.2)).reference.first_values
     assert_raises(CheckpointError, "were trained already when the run began", grpo, model=with_lora(tiny_llama()))
 
@@ -184,7 +183,7 @@ def test_a_module_that_trains_with_the_policy_is_refused():
             WhetValueError, r"DPO: ref_model shares .*lora_A.* with model, which trains it", DPO, model, ref_model
         )
     plain = tiny_llama()
-    tied = tiny_llama(1)
+    tied: Any = tiny_llama(1)
     tied.lm_head.weight.data = plain.lm_head.weight.data[:]
     assert_raises(WhetValueError, r"ref_model shares lm_head.weight with model", DPO, plain, tied)
     assert_raises(WhetValueError, "ref_model is the model itself", DPO, plain, plain)

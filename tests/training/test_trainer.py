@@ -917,7 +917,7 @@ def test_loggers_and_callbacks_that_are_none_are_named(arguments, message):
 
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
-    [(SFT, {}), (GRPO, {"reward_fn": ones}), (DPO, {"reference_free": True}), (DPO, {"loss_type": "sft"}),
+    [(SFT, {}), (GRPO, {"reward_fn": ones, "beta": 0.0}), (DPO, {"reference_free": True}), (DPO, {"loss_type": "sft"}),
      (OnlineDPO, {"reward_fn": ones, "reference_free": True})],
 )  # fmt: skip
 def test_a_reference_that_nothing_looks_at_is_refused(algorithm, settings):

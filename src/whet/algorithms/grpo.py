@@ -13,7 +13,7 @@ temperature.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -50,15 +50,20 @@ from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import group_std, reward_metrics
 from whet.rollout.choose import reward_functions
 from whet.rollout.rollout import Rollout, completion_table, read_prompts
+from whet.training.distributed import join_ranks
 from whet.training.phases import phase
 from whet.training.trainer import training_step
+
+_BETA = 0.1
+"""``beta`` beside a ref_model, unless it is given: a reference that has no effect is never meant."""
 
 
 class GRPO(OnlineTrainer):
     """Group Relative Policy Optimization.
 
     Args:
-        model, ref_model, **arguments: of ``Trainer`` and ``OnlineTrainer``. beta = 0 needs no reference.
+        model, ref_model, **arguments: of ``Trainer`` and ``OnlineTrainer``. A ref_model without beta means beta = 0.1,
+            which is printed; TRL's default is 0.
         reward_fn: one reward function, several, or ``whet.rewards.RewardFunctions``.
         kl_coef: another name for ``beta``.
     """
@@ -85,6 +90,15 @@ class GRPO(OnlineTrainer):
         check_used(self.config, ["sampler_cap"], may_correct, plain)
         self.rewards = reward_functions(self.config, reward_fn)
         self._begun: _Step | None = None
+
+    def complete_config(self, config: GRPOConfig, ref_model: torch.nn.Module | None) -> GRPOConfig:
+        """The config with its ``beta``, which ref_model decides where it is not given."""
+        if config.beta is not None:
+            return config
+        beta = 0.0 if ref_model is None else _BETA
+        if beta and join_ranks().is_first:
+            print(f"GRPO: beta is {beta}, as ref_model is given. Pass beta (or kl_coef) to change it.", flush=True)
+        return replace(config, beta=beta)
 
     def _correction(self, rollout: Rollout | None = None) -> SamplerCorrection | None:
         """The config's. "auto" corrects on a quantised base too, where the sampler alone rounds inputs to 8 bits, and

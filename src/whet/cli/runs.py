@@ -188,6 +188,10 @@ class DPORun(DPOConfig, RunConfig):
 class GRPORun(_TasksAsTexts, GRPOConfig, OnlineRunConfig):
     """Settings of ``whet train grpo``."""
 
+    def __post_init__(self) -> None:
+        self.beta = 0.0 if self.beta is None else self.beta  # a run has no ref_model
+        super().__post_init__()
+
     def check(self, where: str) -> None:
         super().check(where)
         if not self.task:

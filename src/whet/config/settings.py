@@ -52,6 +52,7 @@ _GroupSize = Annotated[
 _Cap = Annotated[float, Range("a number > 0", lambda cap: cap > 0)]
 _Ddof = Annotated[int, Range("0 or 1", lambda n: n in (0, 1))]
 _Eps = Annotated[float | None, Range("a finite number >= 0, or None", lambda x: x is None or 0 <= x < math.inf)]
+_Beta = Annotated[float | None, Range("a finite number >= 0, or None", lambda x: x is None or 0 <= x < math.inf)]
 _Timeout = Annotated[float | None, Range("seconds > 0, or None", lambda s: s is None or 0 < s < math.inf)]
 _TokenId = Annotated[int | None, Range("a token id >= 0", lambda token: token is None or token >= 0)]
 _Weights = Annotated[list[float], Range("finite numbers", lambda weights: all(map(math.isfinite, weights)))]
@@ -300,8 +301,8 @@ class GRPOConfig(OnlineConfig):
     """And above at 1 + epsilon_high; None: epsilon. In cispo the cap of the ratio itself, which is required."""
     delta: float | None = None
     """Cap of the ratio where the advantage is negative; None: no cap."""
-    beta: NonNegative = 0.0
-    """Weight of the KL term; 0: none, and no reference model. Alias: ``kl_coef``."""
+    beta: _Beta = None
+    """Weight of the KL term; 0: none, and no reference. None: 0.1 with a ref_model, else 0. Alias: ``kl_coef``."""
     kl_estimator: KLEstimator = "k3"
     """KL estimator: k1, k2 or k3 (Schulman 2020)."""
     kl_bias_correction: bool = True
@@ -328,7 +329,7 @@ class GRPOConfig(OnlineConfig):
 
     def has_reference(self) -> bool:
         """Whether the loss has a KL term."""
-        return self.beta != 0
+        return bool(self.beta)
 
     def correction(self) -> SamplerCorrection | None:
         """``sampler_correction`` with "auto" decided; None: off."""

@@ -55,7 +55,14 @@ class Callback:
         """Called before the first step of a run that ends with step ``total_steps``, resumed or not."""
 
     def on_step_end(self, trainer: Trainer, metrics: MutableMapping[str, float]) -> None:
-        """Called after each step. Metrics added here are seen by the callbacks that follow."""
+        """Called after each step. Metrics added here are seen by the callbacks that follow.
+
+        A subclass that overrides it takes the place of ``on_train_batch``.
+        """
+        self.on_train_batch(**metrics)
+
+    def on_train_batch(self, **metrics: float) -> None:
+        """Called after each step with its metrics, as by rlox's algorithms."""
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Called after the last step, whether the run was stopped early or not."""

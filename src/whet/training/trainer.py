@@ -245,7 +245,7 @@ class Trainer(ABC):
                     f"{where}: {name} is accelerated already. A trainer accelerates its model itself for each "
                     "step, as compute says: call remove() on what accelerate() returned."
                 )
-        self.config: Any = make_config(self.config_class, config, settings)
+        self.config: Any = self.complete_config(make_config(self.config_class, config, settings), ref_model)
         self.ranks = join_ranks()
         self._exact = ExactSum() if self.config.deterministic_reduction else None
         if ref_model is not None and not self.config.has_reference():
@@ -286,6 +286,10 @@ class Trainer(ABC):
         self._signals = DeferredSignals()
         # An iterator cannot give the batch of a failed step again: it and the batch, for the next call of train.
         self._failed: tuple[Any, Any] = None, None
+
+    def complete_config(self, config: Any, ref_model: nn.Module | None) -> Any:
+        """The config, with what the reference decides where it is not given."""
+        return config
 
     @property
     def ref_model(self) -> nn.Module | None:
