@@ -228,6 +228,41 @@ def test_errors_come_as_they_are(cluster):
         holder.close()
 
 
+def test_a_closed_pool_and_a_model_of_another_shape_are_refused(cluster):
+    pool = pool_of(tiny_llama(), 1)
+    pool.sync(tiny_llama())
+    try:
+        with pytest.raises(WhetValueError, match=r"RayPool.sync: the model's .* is .*, the engine's"):
+            pool.sync(tiny_llama(hidden_size=32, intermediate_size=32))
+        assert said(pool.generate(PROMPTS, 1, SAMPLING))  # with the weights from before
+    finally:
+        pool.close()
+    with pytest.raises(WhetValueError, match=r"RayPool.generate: the pool is closed"):
+        pool.generate(PROMPTS, 1, SAMPLING)
+
+
+def test_too_many_workers_are_refused_before_a_ray_starts(monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("a Ray is started"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(WhetError, match="10000 workers of 1 threads need 10000 CPUs, and this machine has"):
+        RayPool(tiny_llama(), workers=10_000)
+
+
+def test_a_cluster_that_asks_for_a_token_is_named(monkeypatch):
+    import ray
+
+    def refuse(**_):
+        raise ConnectionError("Failed to connect") from RuntimeError("AuthenticationError: RPC error: InvalidAuthToken")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(WhetError, match=r"asks for a token. Set RAY_AUTH_MODE=token"):
+        RayPool(tiny_llama(), workers=1, address="auto")
+
+
 @pytest.mark.parametrize("name", ["Whet", "Python"])
 def test_workers_of_another_version_are_refused(cluster, monkeypatch, name):
     own = ray_pool.versions()

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from whet.config.sampling import Completion, SamplingParams, StreamKey, stream_keys
 from whet.engine import Engine
+from whet.engine.checks import check_same_model
 from whet.errors import MissingExtraError, WhetError, WhetValueError, check_integer
 from whet.models.formats import choose_formats
 from whet.models.loading import all_pieces, checked, checksums
@@ -109,22 +110,22 @@ class RayPool:
             raise WhetValueError("RayPool: expected one of model (whose weights sync sends) and load (makes engines).")
         max_position = options.pop("max_position", None)
         self._describe = lambda model: describe_module(model, max_position=max_position)
-        self._narrow = set() if model is None else _checked_narrow(self._describe(model), options)
+        source = None if model is None else self._describe(model)
+        self._config = source and source.config
+        self._narrow = _checked_narrow(source, options) if source else set()
         self._ray: Any = ray
         self._options, self.policy_version = options, 0
         self._policy: Policy | None = None
         self._stored: Any = None
         self._call_timeout_s = call_timeout_s
+        if not ray.is_initialized() and _starts_own(address):
+            _check_cpus(workers, threads or 1, _own_cpus(), "this machine")  # before Ray takes seconds to start
         self._is_own = _connect(ray, address)
         cpus = ray.cluster_resources().get("CPU", 0)
         self._threads = threads or max(1, int(cpus) // workers)
         self.actors: list[Any] = []
         try:
-            if workers * self._threads > cpus:
-                raise WhetError(
-                    f"RayPool: {workers} workers of {self._threads} threads need {workers * self._threads} CPUs, and "
-                    f"the cluster has {cpus:g}. Ask for fewer workers, or start more nodes."
-                )
+            _check_cpus(workers, self._threads, cpus, "the cluster")
             self.actors = [self._start() for _ in range(workers)]
             self._check_workers(start_timeout_s)
             self._load = load
@@ -181,6 +182,7 @@ class RayPool:
         if self._load is not None:
             raise WhetValueError(f"{where}: the workers load their model themselves. Make a pool of the model instead.")
         source = self._describe(model)
+        check_same_model(self._config, source.config, where)
         pieces = all_pieces(source, where)
         version = self.policy_version + 1
         stored = checksums(pieces) if source.adapters or source.base is not None else None
@@ -238,6 +240,8 @@ class RayPool:
         """The results of ``generate``, prompt after prompt, each as soon as it and those before it are complete."""
         where = "RayPool.generate"
         n = check_integer(where, "n", n, 1)
+        if not self.actors:
+            raise WhetValueError(f"{where}: the pool is closed. Make a new one.")
         chosen = stream_keys(keys, len(prompt_ids), where)
         policy = self._synced(where)
         parts = divide(len(prompt_ids), n, len(self.actors))
@@ -341,24 +345,45 @@ def _late(running: Iterable[_Call]) -> set[int]:
     return {call.worker for call in itertools.takewhile(lambda call: call.end <= now, running)}
 
 
+def _check_cpus(workers: int, threads: int, cpus: float, where: str) -> None:
+    if workers * threads > cpus:
+        raise WhetError(
+            f"RayPool: {workers} workers of {threads} threads need {workers * threads} CPUs, and {where} has {cpus:g}. "
+            f"Ask for fewer workers, or start more nodes."
+        )
+
+
+def _own_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _starts_own(address: str) -> bool:
+    """Whether a pool with this address starts a Ray for this process alone."""
+    return (address or os.environ.get("RAY_ADDRESS", "")) in ("", "local")  # as `ray job submit` sets it
+
+
 def _connect(ray: Any, address: str) -> bool:
     """Whether a Ray was started for this process alone."""
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet = {"log_to_driver": False, "logging_level": "error"}
-    address = address or os.environ.get("RAY_ADDRESS", "")  # as `ray job submit` sets it
-    if address in ("", "local"):
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if _starts_own(address):
         # Without "local" Ray joins a cluster that somebody else's process has started on this machine.
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+        ray.init(address="local", num_cpus=_own_cpus(), include_dashboard=False, **quiet)
         return True
+    address = address or os.environ["RAY_ADDRESS"]
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         if host and port.isdigit():  # Ray would wait for minutes
             socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
         ray.init(address=address, **quiet)
     except (OSError, ValueError, RuntimeError) as error:
+        if "AuthenticationError" in f"{error}{error.__cause__}":
+            raise WhetError(
+                f"RayPool: the Ray cluster at {address!r} asks for a token. Set RAY_AUTH_MODE=token, with the head's "
+                f"~/.ray/auth_token on this machine (docs/scale.md)."
+            ) from None
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise WhetError(
             f"RayPool: there is no Ray cluster at {address!r} ({reason}). Start one with `ray start --head`, or leave "
