@@ -15,6 +15,7 @@ from tests.engine.tiny_models import (
     CASES,
     VOCAB,
     exact_softmax,
+    foreign_model,
     logits_of,
     naive_logits,
     rope,
@@ -26,12 +27,13 @@ from tests.raising import assert_raises
 from tests.tiny import with_lora
 from torch import nn
 
+from whet.algorithms import DPO, SFT
 from whet.errors import WhetTypeError, WhetValueError
 from whet.models.architecture import ModelConfig
 from whet.models.families import FAMILIES, model_config, short_position
 from whet.models.reference import naive_forward, naive_weights
 from whet.models.slots import place_lora
-from whet.models.sources.live import describe_module
+from whet.models.sources.live import check_frequencies, describe_module
 
 KV = {"num_key_value_heads": 2}
 
@@ -78,9 +80,10 @@ def test_logits_are_those_of_transformers(case):
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("gptj") and case != "gpt2-reordered"])
 def test_logits_in_float64(case):
     # GPT-J and the reordered GPT-2 compute attention in float32 whatever the weights.
-    model, ids = tiny_model(case), token_ids()
-    model = in_float64(model, describe_module(model).config)
-    logits = naive_logits(describe_module(model), ids, np.float64)
+    model, ids = tiny_model(case).double(), token_ids()
+    source = describe_module(model)
+    model = in_float64(model, source.config)
+    logits = naive_logits(source, ids, np.float64)
     with exact_softmax(model):
         np.testing.assert_allclose(logits, logits_of(model, ids), rtol=0, atol=1e-10)
 
@@ -144,6 +147,35 @@ def test_a_module_that_rotates_by_other_frequencies_than_its_config_is_refused()
     shorter.model.rotary_emb.inv_freq = shorter.model.rotary_emb.original_inv_freq = torch.ones(2)
     with pytest.raises(WhetValueError, match=r"model\.rotary_emb\.inv_freq is \(1\.0, 1\.0\), and the config says"):
         describe_module(shorter)
+
+
+def test_every_trainer_refuses_other_frequencies_than_the_configs():
+    """As transformers 4 makes them of a folder that transformers 5 wrote."""
+    model = tiny_model("llama").requires_grad_(True)
+    check_frequencies(model, "t")
+    reference = tiny_model("llama")
+    reference.config.rope_parameters["rope_theta"] = model.config.rope_parameters["rope_theta"] * 50
+    message = r"rotary_emb\.inv_freq is .*, and the config says .* with transformers 5, or with rope_theta"
+    with pytest.raises(WhetValueError, match=f"DPO: ref_model: model.{message}"):
+        DPO(model, reference)
+    with pytest.raises(WhetValueError, match=f"SFT: model: model.{message}"):
+        SFT(reference.requires_grad_(True))
+
+
+def test_transformers_4_leaves_out_rope_parameters_of_any_family(monkeypatch):
+    model = foreign_model()
+    model.config.rope_theta, model.config.rope_parameters = 1e4, {"rope_theta": 5e5}
+    check_frequencies(model, "t")
+    monkeypatch.setattr("transformers.__version__", "4.57.3")
+    with pytest.raises(WhetValueError, match=r"^t: the model has rope_theta 10000\.0, and the config says 500000\.0"):
+        check_frequencies(model, "t")
+    model.config.rope_theta = 5e5
+    check_frequencies(model, "t")
+
+
+def test_models_without_frequencies_pass():
+    for model in (tiny_model("gpt2"), foreign_model(), torch.nn.Linear(2, 2)):
+        check_frequencies(model, "t")
 
 
 @pytest.mark.parametrize("case", ["llama-dynamic", "llama-longrope", "phi3-longrope"])

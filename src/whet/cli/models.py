@@ -28,6 +28,7 @@ from whet.models.lora import ALL_LINEAR
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.gguf_container import read_gguf
 from whet.models.sources.gguf_model import load_gguf_model
+from whet.models.sources.live import check_frequencies
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers import read_tokenizer
 from whet.nn.frozen import base_of, frozen_model
@@ -116,6 +117,7 @@ def _load_folder(base: str, dtype: str) -> Any:
     model, found = loaded
     if found["missing_keys"]:
         raise ValueError(f"its weights lack {', '.join(sorted(found['missing_keys'])[:3])}.")
+    check_frequencies(model, "load_model")
     return model
 
 

@@ -38,6 +38,7 @@ from whet.data.token_ids import token_rows
 from whet.errors import NonFiniteError, WhetTypeError, WhetValueError, check_integer
 from whet.memory import MemoryWatch, register_holder, tensor_memory
 from whet.models.base import write_record
+from whet.models.sources.live import check_frequencies
 from whet.nn.accelerate import acceleration_of, choose_accelerations
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.frozen import base_of
@@ -245,6 +246,8 @@ class Trainer(ABC):
                     f"{where}: {name} is accelerated already. A trainer accelerates its model itself for each "
                     "step, as compute says: call remove() on what accelerate() returned."
                 )
+            if module is not None:
+                check_frequencies(module, f"{where}: {name}")
         self.config: Any = self.complete_config(make_config(self.config_class, config, settings), ref_model)
         self.ranks = join_ranks()
         self._exact = ExactSum() if self.config.deterministic_reduction else None

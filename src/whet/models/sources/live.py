@@ -6,6 +6,7 @@ are found apart, or merged into the pieces on the fly. The module is not changed
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet.errors import WhetTypeError, WhetValueError
 from whet.models.architecture import ModelConfig, Piece
-from whet.models.families import Family, family_of, model_config, module_targets, short_position
+from whet.models.families import FAMILIES, Family, family_of, model_config, module_targets, short_position
 from whet.models.formats import FLOAT_FORMATS
 from whet.models.slots import LoRA, Place, Source, Stored, place_lora, places, walk
 from whet.models.sources.module_code import check_code, check_settings
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from whet.models.base import PackedBase
 
 _WHERE = "describe_module"
+_ROPE_FIX = (
+    "Make the model from its config as it is now; if the config has rope_parameters, with transformers 5, or with "
+    "rope_theta and rope_scaling next to them for transformers 4."
+)
 
 
 def describe_module(model: Any, *, merged: bool = False, max_position: int | None = None) -> Source:
@@ -75,6 +80,37 @@ def describe_module(model: Any, *, merged: bool = False, max_position: int | Non
     return Source(described, pieces, targets, adapters, short_position(options, _WHERE))
 
 
+def check_frequencies(model: Any, where: str) -> None:
+    """Raise where a Hugging Face model's rotary frequencies are not those of its config.
+
+    transformers 4 does not know ``rope_parameters``, in which transformers 5 writes a config's theta and scaling: it
+    makes the model with theta 10000. Models of other kinds, and those without rotary frequencies, pass.
+
+    Raises:
+        WhetValueError: naming the module and the fix.
+    """
+    inner = _inside(model)
+    config: Any = getattr(inner, "config", None)
+    options: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
+    if options.get("model_type") not in FAMILIES:
+        _check_theta(options, where)
+        return
+    try:
+        exact, as_built = (model_config(options, max_position=n, where=where).inv_freq for n in (None, 1))
+    except WhetValueError:
+        return  # a config that the engine does not run
+    _Live(inner).frequencies(exact, as_built, where)
+
+
+def _check_theta(options: Mapping[str, Any], where: str) -> None:
+    """Raise where transformers 4 made a model of any other family with a theta that is not the config's."""
+    version = getattr(sys.modules.get("transformers"), "__version__", "5")
+    theta = (options.get("rope_parameters") or {}).get("rope_theta")
+    made_with = options.get("rope_theta", theta)
+    if version.startswith("4.") and made_with != theta:
+        raise WhetValueError(f"{where}: the model has rope_theta {made_with}, and the config says {theta}. {_ROPE_FIX}")
+
+
 def live_parameters(model: Any, source: Source) -> Iterator[tuple[str, str, Any]]:
     """Name, slot and tensor of every weight of a module that ``source`` describes."""
     module, config = _Live(_unwrap(model)), source.config
@@ -91,9 +127,14 @@ def live_adapters(model: Any, source: Source) -> Iterator[tuple[str, Any, Any, f
 
 def _unwrap(model: Any) -> Any:
     """The Hugging Face model inside torch.compile and PEFT."""
-    inner = getattr(model, "_orig_mod", model)
-    if getattr(getattr(inner, "active_peft_config", None), "is_prompt_learning", False):
+    outer = getattr(model, "_orig_mod", model)
+    if getattr(getattr(outer, "active_peft_config", None), "is_prompt_learning", False):
         raise WhetValueError(f"{_WHERE}: the model has learned prompts; of PEFT the engine runs LoRA.")
+    return _inside(model)
+
+
+def _inside(model: Any) -> Any:
+    inner = getattr(model, "_orig_mod", model)
     get_base_model = getattr(inner, "get_base_model", None)
     inner = get_base_model() if callable(get_base_model) else inner
     return getattr(inner, "_orig_mod", inner)
@@ -167,7 +208,9 @@ class _Live:
         changed = table_lora or (merged and output_lora)
         return {"vocab_size": int(table.weight.shape[0]), "tied_head": bool(same and not changed)}
 
-    def frequencies(self, exact: tuple[float, ...], as_built: tuple[float, ...]) -> tuple[float, ...]:
+    def frequencies(
+        self, exact: tuple[float, ...], as_built: tuple[float, ...], where: str = _WHERE
+    ) -> tuple[float, ...]:
         """The module's own rotary frequencies where they are the exact ones rounded, else the exact ones.
 
         Args:
@@ -177,7 +220,7 @@ class _Live:
         """
         for name, module in self.modules.items():
             buffers: list[Any] = [getattr(module, buffer, None) for buffer in ("inv_freq", "original_inv_freq")]
-            own = [tuple(b.double().tolist()) for b in buffers if hasattr(b, "tolist") and b.device.type == "cpu"]
+            own = [tuple(b.double().tolist()) for b in buffers if hasattr(b, "tolist") and b.device.type != "meta"]
             if not name.endswith("rotary_emb") or not own:
                 continue
             for found in own:
@@ -185,8 +228,7 @@ class _Live:
                     return exact if _same_float32(found, exact) else found
             if not any(_close(found, as_built) for found in own):
                 raise WhetValueError(
-                    f"{_WHERE}: {name}.inv_freq is {own[0]!r:.60}, and the config says {as_built!r:.60}. Make the "
-                    f"model from its config as it is now; the engine takes rotary frequencies from there."
+                    f"{where}: {name}.inv_freq is {own[0]!r:.60}, and the config says {as_built!r:.60}. {_ROPE_FIX}"
                 )
         return exact
 
