@@ -17,7 +17,7 @@ from tests.models.tokenizers import vocab_files
 from tests.models.tokenizers.texts import make_texts
 from tests.raising import assert_raises
 from tests.tiny import with_lora
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import AddedToken, Regex, pre_tokenizers
 
 import whet
 from whet.engine import Engine
@@ -333,6 +333,54 @@ def test_sentencepiece(tmp_path):
     assert written.vocabulary.kind == own.vocabulary.kind and written.vocabulary.types == own.vocabulary.types
     for text in make_texts(2000, seed=3):
         assert written.encode(text) == own.encode(text), text
+
+
+def save_phi3(folder: Path, name: str = "", **flags: Any) -> Any:
+    """With the tokenizer of a file of that name, whose special tokens take the whitespace behind them in Phi-3."""
+    options = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    made = vocab_files.sentencepiece_metadata(vocab_files.train_sentencepiece("bpe", **options))
+    path = vocab_files.write_file(folder.parent / "v.gguf", {**made, "general.name": name or "none"})
+    tokenizer = read_tokenizer(path).to_transformers()
+    if flags:
+        tokenizer.add_tokens([AddedToken("<|user|>", special=True, normalized=False, **flags)])
+    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("folder", "rstrip", "name"),
+    [
+        ("model", True, "Phi-3 model"),
+        ("Phi-3-mini-ft", True, "Phi-3-mini-ft"),
+        ("my-phi3", False, "my-Phi 3"),
+        ("model", False, "model"),
+    ],
+)
+def test_whitespace_behind_special_tokens(folder, rstrip, name, tmp_path):
+    """llama.cpp strips it in files of a name with phi-3 in it, whatever the folder was called."""
+    own = save_phi3(tmp_path / folder, "Phi-3" if rstrip else "")
+    export_gguf(tmp_path / folder, tmp_path / "m.gguf", "f16")
+    assert read_gguf(tmp_path / "m.gguf", "here").metadata["general.name"] == name
+    text = "</s>\nHi there</s>\n"
+    assert read_tokenizer(tmp_path / "m.gguf").encode(text) == own.encode(text)
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "single_word"])
+def test_flags_of_special_tokens_that_gguf_does_not_have(flag, tmp_path):
+    save_phi3(tmp_path / "m", **{flag: True})
+    message = "would give other tokens for"
+    assert_raises(WhetValueError, message, export_gguf, tmp_path / "m", tmp_path / "m.gguf")
+
+
+def test_chat_templates_are_read_as_transformers_reads_them(tokenizer, tmp_path):
+    folder = save(tiny_model("llama", vocab_size=N_ROWS), tokenizer, tmp_path / "m")
+    (folder / "chat_template.jinja").write_bytes(b"{{ messages[0].content }}\r\n\r\nend")
+    export_gguf(folder, tmp_path / "m.gguf", "f16")
+    assert read_tokenizer(tmp_path / "m.gguf").chat_template == "{{ messages[0].content }}\n\nend"
+    (folder / "chat_template.jinja").write_bytes(b"caf\xe9")
+    message = "chat_template.jinja cannot be read: .*Save the template as UTF-8"
+    assert_raises(WhetValueError, message, export_gguf, folder, tmp_path / "n.gguf")
 
 
 @pytest.mark.needs("llama_cpp")

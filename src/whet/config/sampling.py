@@ -155,7 +155,8 @@ class Completion:
         finish_reason: "stop" if a stop token or a stop string came, "length" if max_new_tokens ended it.
         policy_version: how many times the engine's weights had been synced when it was sampled.
         text: of ``SamplingParams.stop`` the text up to the stop string, or, where none came, of all tokens: what the
-            tokenizer decodes them to, without special tokens; None without ``stop``.
+            tokenizer decodes them to, without special tokens. (Of SentencePiece's tokens of bytes only those that
+            are not UTF-8 become U+FFFD; the tokenizer's ``decode`` replaces all of the run.) None without ``stop``.
         top_logprobs: per token its alternatives, (token id, log-prob), the most probable first: those that the
             distribution of ``logprobs`` gives a probability, ``SamplingParams.top_logprobs`` at most; None where that
             is 0.

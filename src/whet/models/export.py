@@ -96,7 +96,8 @@ def export_gguf(
     folder = model if tokenizer is None else tokenizer
     if not isinstance(folder, GGUFFile):
         metadata = {key: value for key, value in metadata.items() if not key.startswith("tokenizer.")}
-        metadata |= tokenizer_metadata(Path(folder), opened.config.vocab_size, where, pre, chat_template)
+        name = model.metadata.get("general.name", "") if isinstance(model, GGUFFile) else metadata["general.name"]
+        metadata |= tokenizer_metadata(Path(folder), opened.config.vocab_size, where, name, pre, chat_template)
     elif pre is not None:
         raise WhetValueError(f"{where}: pre is {pre!r}, and the tokenizer is a GGUF file's, which says its own.")
     elif chat_template is not None:

@@ -19,6 +19,7 @@ from whet.data.rows import tokenize_prompt
 from whet.errors import WhetValueError
 from whet.models.tokenizers import GGUFTokenizer, load_tokenizer, open_tokenizer, read_tokenizer
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS
+from whet.models.tokenizers.token_texts import read_token_texts
 
 CHAT = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}\n{% endfor %}"
@@ -251,3 +252,22 @@ def test_ids_on_a_real_file_are_llama_cpps() -> None:
     tokenizer = read_tokenizer(path)
     theirs = json.loads(HASHES.read_text())[path.name]
     assert hashes(texts_of(tokenizer), lambda text: tokenizer.encode(text, add_special_tokens=False)) == theirs
+
+
+@pytest.mark.parametrize("kind", [vocab_files.USER_DEFINED, vocab_files.CONTROL])
+def test_special_tokens_in_the_alphabet_of_bytes_stand_for_themselves(kind):
+    """DeepSeek has "õ", whose character is also the name of the byte 0xF5."""
+    metadata = vocab_files.byte_level_metadata(
+        vocab_files.train_byte_level(list(PRE_TOKENIZERS["qwen2"].patterns), 400), "qwen2"
+    )
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    types[tokens.index("õ")] = kind
+    tokens += ["<é>", "ÿ.*"]
+    types += [kind, kind]
+    tokenizer = read_tokenizer(metadata)
+    text = "é õ<é>日本ÿ.* x"
+    ids = tokenizer.encode(text)
+    assert {tokens.index("õ"), len(tokens) - 1, len(tokens) - 2} <= set(ids)
+    assert tokenizer.decode(ids) == tokenizer.to_transformers().decode(ids) == text
+    if kind == vocab_files.USER_DEFINED:
+        assert read_token_texts(tokenizer, "here").text_of(ids) == text

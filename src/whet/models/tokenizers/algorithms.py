@@ -25,8 +25,10 @@ Ids equal those of llama.cpp and of the library that a vocabulary was trained wi
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
+from whet.models.tokenizers.byte_level import from_byte_level, to_byte_level
 from whet.models.tokenizers.vocabulary import SPECIAL, TokenType, Vocabulary
 
 if TYPE_CHECKING:
@@ -102,12 +104,26 @@ def _bpe(vocabulary: Vocabulary) -> tuple[Any, dict[str, Any]]:
     )
     if pre.byte_level:
         splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-        return model, {"pre_tokenizer": pre_tokenizers.Sequence(splits), "decoder": decoders.ByteLevel()}
+        decoder = _literal_tokens(vocabulary)
+        decoder = decoders.Sequence([*decoder, decoders.ByteLevel()]) if decoder else decoders.ByteLevel()
+        return model, {"pre_tokenizer": pre_tokenizers.Sequence(splits), "decoder": decoder}
     return model, {
         "normalizer": normalizers.Replace(" ", _SPACE),
         "pre_tokenizer": pre_tokenizers.Sequence(splits),
         "decoder": decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]),
     }
+
+
+def _literal_tokens(vocabulary: Vocabulary) -> list[Any]:
+    """Steps of a decoder that spell special tokens in the alphabet of bytes, where they would be taken for bytes.
+
+    DeepSeek's "õ" is such a token: it stands for itself, and not for the byte 0xF5.
+    """
+    from tokenizers import Regex, decoders
+
+    texts = [vocabulary.tokens[i] for i in vocabulary.ids_of(*SPECIAL)]
+    wrong = [text for text in texts if from_byte_level(text) not in (text, text.encode())]
+    return [decoders.Replace(Regex(rf"\A{re.escape(text)}\z"), to_byte_level(text)) for text in wrong]
 
 
 def _sentencepiece_bpe(vocabulary: Vocabulary) -> tuple[Any, dict[str, Any]]:

@@ -7,6 +7,7 @@ read back, and has to give the same tokens as the folder's own tokenizer.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from whet.errors import WhetValueError, check_installed
 from whet.models.sources.mapped import map_file, parse_json
 from whet.models.tokenizers.pre_tokenizers import PRE_TOKENIZERS, find_name
 from whet.models.tokenizers.tokenizer import GGUFTokenizer
-from whet.models.tokenizers.vocabulary import TokenType
+from whet.models.tokenizers.vocabulary import TokenType, is_phi3
 
 _PROBES = (
     "Hello, world!  It's 12:30.\n\n\tx = [1, 2]", "naïve 日本語 👩‍🚀 été", " a", "don't WE'LL 1234567 3.14e-10",
@@ -36,14 +37,15 @@ _SPACE = "\u2581"
 
 
 def tokenizer_metadata(
-    folder: Path, n_rows: int, where: str, pre: str | None = None, chat_template: str | None = None
+    folder: Path, n_rows: int, where: str, name: str, pre: str | None = None, chat_template: str | None = None
 ) -> dict[str, Any]:
-    """The keys of a folder's tokenizer and chat template.
+    """The keys of a folder's tokenizer and chat template, and the model's name, by which llama.cpp knows Phi-3's.
 
     Args:
         folder: with tokenizer.json, and what goes with it.
         n_rows: of the embedding; ids without a token get one that is not used.
         where: begins the errors.
+        name: of the model.
         pre: the name of its pre-tokenizer, in place of the one that has its expressions.
         chat_template: in place of its own.
 
@@ -72,8 +74,30 @@ def tokenizer_metadata(
     found |= (
         _templates(folder, settings, where) if chat_template is None else {"tokenizer.chat_template": chat_template}
     )
-    _check_same(path, found, ids, where, is_named=pre is not None)
+    added = made["added_tokens"]
+    found["general.name"] = _name_by_which_tokens_strip(name, any(token.get("rstrip") for token in added))
+    _check_same(path, found, ids, where, () if pre is not None else (*_PROBES, *_special_probes(made)))
     return found
+
+
+def _name_by_which_tokens_strip(name: str, strips: bool) -> str:
+    """The model's name, changed where llama.cpp would handle whitespace behind special tokens in another way by it."""
+    if is_phi3(name) == strips:
+        return name
+    return f"Phi-3 {name}" if strips else re.sub("phi-?3", "Phi 3", name, flags=re.IGNORECASE)
+
+
+def _special_probes(made: Mapping[str, Any]) -> list[str]:
+    """Texts with an added token of each kind, and whitespace around it.
+
+    None where a space is put before the beginning of a text only: in llama.cpp it comes behind special tokens too.
+    """
+    parts = _sequence(made["pre_tokenizer"], "pretokenizers")
+    if any(part["type"] == "Metaspace" and part.get("prepend_scheme") == "first" for part in parts):
+        return []
+    flags = "special", "lstrip", "rstrip", "single_word", "normalized"
+    kinds = {tuple(token.get(flag) for flag in flags): token["content"] for token in made["added_tokens"]}
+    return [f"{text}\nHi  {text} there{text}\n\n{text}" for text in kinds.values()]
 
 
 def _tokens(made: Mapping[str, Any], n_rows: int, where: str, pre: str | None) -> dict[str, Any]:
@@ -179,13 +203,21 @@ def _templates(folder: Path, settings: Mapping[str, Any], where: str) -> dict[st
     if isinstance(template, str):
         named["default"] = template
     if file.is_file():
-        named["default"] = map_file(file, where).tobytes().decode("utf-8-sig")
+        named["default"] = _read_template(file, where)
     for other in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        named[other.stem] = map_file(other, where).tobytes().decode("utf-8-sig")
+        named[other.stem] = _read_template(other, where)
     return {f"tokenizer.chat_template{'' if name == 'default' else f'.{name}'}": text for name, text in named.items()}
 
 
-def _check_same(path: Path, found: dict[str, Any], ids: Mapping[str, int], where: str, is_named: bool) -> None:
+def _read_template(path: Path, where: str) -> str:
+    """A template's text, whose lines end as transformers reads them."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WhetValueError(f"{where}: {path.name} cannot be read: {error}. Save the template as UTF-8.") from None
+
+
+def _check_same(path: Path, found: dict[str, Any], ids: Mapping[str, int], where: str, probes: Sequence[str]) -> None:
     """Add whether BOS and EOS go around a text, and compare the tokens of some texts with the folder's own."""
     from tokenizers import Tokenizer
 
@@ -195,10 +227,10 @@ def _check_same(path: Path, found: dict[str, Any], ids: Mapping[str, int], where
     found["tokenizer.ggml.add_eos_token"] = outer[-1:] != inner[-1:] and outer[-1:] == [ids.get("eos")]
     lists = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in found.items()}
     written = GGUFTokenizer(lists, where)
-    for text in () if is_named else _PROBES:
+    for text in probes:
         if written.encode(text) != own.encode(text).ids:
             raise WhetValueError(
-                f"{where}: as a GGUF file this tokenizer would say other tokens for {text!r}: it normalises or splits "
+                f"{where}: as a GGUF file this tokenizer would give other tokens for {text!r}: it normalises or splits "
                 f"texts in a way that llama.cpp does not. Name the nearest pre-tokenizer with --pre."
             )
 

@@ -48,7 +48,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, key: str = "tokenizer.chat_template") -> None:
-        self.key = key
+        self.source, self.key = source, key
         if len(source) > _MOST_CHARACTERS:
             raise self._error(f"it has {len(source)} characters, expected at most {_MOST_CHARACTERS}")
         try:
@@ -56,6 +56,9 @@ class ChatTemplate:
             self._template = self._environment.from_string(source)
         except Exception as error:  # jinja2 raises whatever the text makes it trip over
             raise self._error(f"it is no Jinja template ({error})") from error
+
+    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, str]]:
+        return ChatTemplate, (self.source, self.key)  # what is compiled has memory of its thread
 
     def _error(self, text: str) -> WhetValueError:
         return WhetValueError(f"{self.key}: {text}. Set another chat_template, or give prompts as plain text.")

@@ -24,6 +24,7 @@ import numpy as np
 from whet import _core
 from whet.errors import WhetTypeError, WhetValueError, check_installed
 from whet.models.sources.gguf_container import GGUFFile
+from whet.models.tokenizers.byte_level import from_byte_level
 from whet.models.tokenizers.tokenizer import read_tokenizer
 
 _Step = Callable[[str | bytes], str | bytes]
@@ -177,11 +178,13 @@ def _read_steps(decoder: Mapping[str, Any], vocabulary: Iterable[str]) -> tuple[
         elif kind == "Fuse":
             is_fused = True
         elif kind == "ByteLevel":
-            steps.append(_from_byte_level)
+            steps.append(lambda said: from_byte_level(said) if isinstance(said, str) else said)
         elif kind == "ByteFallback":
             steps.append(_from_byte_token)
         elif kind == "Replace" and "String" in part["pattern"]:
             steps.append(_replace(part["pattern"]["String"], part["content"]))
+        elif kind == "Replace" and part["pattern"]["Regex"].startswith(r"\A"):  # a whole token of ``algorithms``
+            steps.append(_replace_whole(part["pattern"]["Regex"], part["content"]))
         elif kind == "Metaspace":
             steps.append(_replace(part["replacement"], " "))
             drops_first_space = part.get("prepend_scheme", "always") != "never"
@@ -197,24 +200,12 @@ def _replace(old: str, new: str) -> _Step:
     return lambda said: said.replace(old, new) if isinstance(said, str) else said
 
 
+def _replace_whole(pattern: str, new: str) -> _Step:
+    old = re.compile(pattern.replace(r"\z", r"\Z"))
+    return lambda said: new if isinstance(said, str) and old.match(said) else said
+
+
 def _from_byte_token(said: str | bytes) -> str | bytes:
     """<0x41> is the byte 65."""
     byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", said) if isinstance(said, str) else None
     return said if byte is None else bytes.fromhex(byte[1])
-
-
-def _make_byte_alphabet() -> dict[str, int]:
-    """GPT-2's characters of bytes: printable ones of Latin-1 for themselves, and 256, 257, ... for the others."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _make_byte_alphabet()
-
-
-def _from_byte_level(said: str | bytes) -> str | bytes:
-    """A token with another character is text as it stands."""
-    if isinstance(said, str) and all(character in _BYTES for character in said):
-        return bytes(_BYTES[character] for character in said)
-    return said

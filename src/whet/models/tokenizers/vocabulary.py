@@ -279,11 +279,15 @@ class _Reader:
 
     def strips_right(self, tokens: Sequence[str], types: Sequence[TokenType]) -> frozenset[int]:
         """Phi-3's: GGUF has no place for it, and llama.cpp goes by the model's name."""
-        name = self.metadata.get("general.name")
-        if not isinstance(name, str) or not any(part in name.lower() for part in ("phi-3", "phi3")):
+        if not is_phi3(self.metadata.get("general.name")):
             return frozenset()
         kept = ("<unk>", "<s>", "<|endoftext|>")
         return frozenset(i for i, type in enumerate(types) if type in SPECIAL and tokens[i] not in kept)
+
+
+def is_phi3(name: Any) -> bool:
+    """Whether llama.cpp strips the whitespace behind special tokens in a file of this ``general.name``."""
+    return isinstance(name, str) and any(part in name.lower() for part in ("phi-3", "phi3"))
 
 
 def _is_charsmap(data: bytes) -> bool:

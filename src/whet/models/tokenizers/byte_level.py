@@ -1,0 +1,26 @@
+"""GPT-2's alphabet of bytes, in which tokens of byte-level BPE are spelt: a printable character for each byte."""
+
+from __future__ import annotations
+
+
+def _make_alphabet() -> dict[str, int]:
+    """Printable characters of Latin-1 for themselves, and 256, 257, ... for the others."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _make_alphabet()
+_CHARACTERS = {byte: character for character, byte in _BYTES.items()}
+
+
+def from_byte_level(token: str) -> str | bytes:
+    """The bytes of a token; one with another character is text as it stands."""
+    if all(character in _BYTES for character in token):
+        return bytes(_BYTES[character] for character in token)
+    return token
+
+
+def to_byte_level(text: str) -> str:
+    """A text spelt in the alphabet."""
+    return "".join(_CHARACTERS[byte] for byte in text.encode())
