@@ -328,6 +328,26 @@ def test_adapters_are_rounded_to_bfloat16_but_beside_float32(weights):
         assert np.array_equal(engine.logits(row), given) == (weights != "float32")
 
 
+@pytest.mark.parametrize(
+    ("settings", "special"),
+    [
+        ({"modules_to_save": ["norm"]}, r"modules_to_save=\['norm'\]"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
+    ],
+)
+def test_adapters_that_change_the_model_next_to_their_factors_are_refused(settings, special):
+    model = with_lora(llama(), r=2, target_modules=["q_proj"], **settings)
+    with (
+        Engine.from_model(llama(), weights="float32") as engine,
+        pytest.raises(WhetValueError, match=rf"adapter 'default' has {special}.*Engine\.from_model\(model\)"),
+    ):
+        engine.add_adapter(model)
+    with Engine.from_model(model, weights="float32") as engine, torch.no_grad():
+        row = prompts(9)[0]
+        np.testing.assert_allclose(engine.logits(row), model(torch.tensor([row])).logits[0], rtol=0, atol=1e-4)
+
+
 def test_one_batch_holds_prompts_with_adapters_of_their_own(tmp_path):
     base = llama()
     model = lora_model()

@@ -10,6 +10,7 @@ import numpy as np
 
 from whet import _core
 from whet.errors import WhetTypeError, WhetValueError
+from whet.models.adapter_files import describe_special
 from whet.models.architecture import ModelConfig
 from whet.models.slots import LoRA, Place, factor_values, find_place, place_lora
 from whet.models.sources.live import describe_module
@@ -47,6 +48,7 @@ def _lora(targets: Mapping[str, Place], config: ModelConfig, adapter: Any, where
             raise WhetValueError(f"{where}: the adapter is of another model.")
         if not source.adapters:
             raise WhetValueError(f"{where}: the model has no active LoRA adapter.")
+        _check_alone(adapter, where)
         return source.adapters
     if isinstance(adapter, (str, os.PathLike)):
         from whet.models.adapter_files import read_peft
@@ -58,6 +60,17 @@ def _lora(targets: Mapping[str, Place], config: ModelConfig, adapter: Any, where
             f"with a MicroLoRA or (A, B, scaling) each."
         )
     return [_of_module(targets, config, name, value, where) for name, value in adapter.items()]
+
+
+def _check_alone(model: Any, where: str) -> None:
+    """Raise where the active adapters of a model in PEFT change more of it than their factors hold."""
+    active = model.active_adapters
+    for name in active() if callable(active) else active:
+        if special := describe_special(model.peft_config[name].to_dict(), f"{where}: adapter {name!r}", whole=True):
+            raise WhetValueError(
+                f"{where}: adapter {name!r} has {special}, which changes the model next to its factors. Make an engine "
+                f"of the whole: Engine.from_model(model)."
+            )
 
 
 def _of_module(targets: Mapping[str, Place], config: ModelConfig, name: str, value: Any, where: str) -> LoRA:

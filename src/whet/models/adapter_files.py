@@ -200,14 +200,14 @@ _PLAIN = {
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def describe_special(config: Mapping[str, Any], where: str) -> str:
-    """The setting by which a folder's adapters are more than plain LoRA, whole modules aside; empty: none.
+def describe_special(config: Mapping[str, Any], where: str, whole: bool = False) -> str:
+    """The setting by which adapters are more than plain LoRA; empty: none. ``whole``: whole modules count too.
 
     Raises:
         CheckpointError: they are no LoRA.
     """
     _check_lora(where, config)
-    return next((f"{key}={config[key]!r}" for key, _ in _specials(config) if key != "modules_to_save"), "")
+    return next((f"{key}={config[key]!r}" for key, _ in _specials(config) if whole or key != "modules_to_save"), "")
 
 
 def _check_plain(where: str, config: Mapping[str, Any]) -> None:
