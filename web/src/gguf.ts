@@ -6,8 +6,9 @@ import type { Core } from "./core.js";
 import { WhetError } from "./errors.js";
 import { activations, gguf as NAMES } from "./facts.js";
 import { readHead, type Tensor, type TensorRow, tensorsOf } from "./heads.js";
-import { FAMILIES, type Family, type ModelConfig, ropeFrequencies, toCamel } from "./model.js";
+import { FAMILIES, type Family, type ModelConfig, toCamel } from "./model.js";
 import { findPieces, type Piece, type Place, type Stored } from "./pieces.js";
+import { ropeFrequencies } from "./rope.js";
 import type { Reader } from "./sources.js";
 import { decode, readTexts } from "./texts.js";
 
@@ -195,7 +196,7 @@ export async function describe(
     activation: (activations as Record<string, string>)[family.defaults.activation as string] as ModelConfig["activation"],
     windows: Array.from({ length: nLayers }, (_, i) => (window < length && isLocal(i) ? window : 0)),
     ...scales(core, meta, family, { nLayers, nHeads, headDim, hiddenDim }),
-    ...localRotary(core, meta, family, nLayers, headDim, length, isLocal),
+    ...localRotary(core, meta, family, nLayers, headDim, length, isLocal, where),
     ropeLayers: family.rope_off ? ropeLayers(nLayers, family.defaults.no_rope_layer_interval as number) : [],
     tiedHead: !file.tensors.has(`${moduleName("head")}.weight`),
     qkvBias: false, oBias: false, mlpBias: false, headBias: false,
@@ -236,13 +237,13 @@ function scales(core: Core, meta: Metadata, family: Family, c: Pick<ModelConfig,
 }
 
 /** Of layers that rotate by frequencies of their own, which files may leave out. */
-function localRotary(core: Core, meta: Metadata, family: Family, nLayers: number, headDim: number, length: number, isLocal: (i: number) => boolean) {
+function localRotary(core: Core, meta: Metadata, family: Family, nLayers: number, headDim: number, length: number, isLocal: (i: number) => boolean, where: string) {
   const name = "rope_local_base_freq";
   const localLayers = Array.from({ length: nLayers }, (_, i) => isLocal(i));
   if (!family.rope_local && meta.has(name)) throw meta.wrong(name, "none");
   if (!family.rope_local || !localLayers.includes(true)) return { localLayers: [], localInvFreq: [] };
   const theta = meta.number(name, family.defaults[name] as number);
-  const { invFreq } = ropeFrequencies(core, headDim, length, { kind: "default", theta, partial: 1, factor: 1, original: length, betaFast: 32, betaSlow: 1 });
+  const { invFreq } = ropeFrequencies(core, headDim, undefined, length, { rope_theta: theta }, where);
   return { localLayers, localInvFreq: invFreq };
 }
 
@@ -266,18 +267,19 @@ async function rotaryOf(
   const factor = meta.number("factor", 1);
   const yarn = given * (0.1 * core.call("logarithm", Math.max(factor, 1)) + 1);
   const original = isLong || kind === "yarn" ? meta.size("original_max_position_embeddings", trained) : trained;
-  const found = ropeFrequencies(core, headDim, length, {
-    kind: isLong ? "longrope" : kind === "none" ? "default" : kind,
-    theta: meta.number("rope_theta", 10000),
-    partial: rotaryDim === headDim ? 1 : (rotaryDim + 0.5) / headDim,
-    factor: isLong ? trained / original : factor,
-    original,
-    attentionFactor: isLong ? given : kind !== "yarn" ? undefined : meta.has("attention_factor") ? yarn : meta.number("yarn_attention_factor", yarn),
-    betaFast: meta.number("beta_fast", 32),
-    betaSlow: meta.number("beta_slow", 1),
-    shortFactor,
-    longFactor,
-  });
+  const extended = { original_max_position_embeddings: original };
+  const scalings = {
+    none: () => ({}),
+    linear: () => ({ rope_type: "linear", factor }),
+    yarn: () => ({
+      rope_type: "yarn", factor, ...extended,
+      attention_factor: meta.has("attention_factor") ? yarn : meta.number("yarn_attention_factor", yarn),
+      beta_fast: meta.number("beta_fast", 32), beta_slow: meta.number("beta_slow", 1),
+    }),
+    longrope: () => ({ rope_type: "longrope", factor: trained / original, ...extended, attention_factor: given, short_factor: shortFactor, long_factor: longFactor }),
+  };
+  const settings = { rope_theta: meta.number("rope_theta", 10000), ...scalings[isLong ? "longrope" : kind]() };
+  const found = ropeFrequencies(core, headDim, rotaryDim, length, settings, where);
   if (!isLong && kind !== "yarn") found.attentionFactor *= given; // llama.cpp multiplies by it under any scaling
   const divisors = await floatsOf(file.tensors.get(names.divisors), reader, where);
   if (divisors !== undefined) {

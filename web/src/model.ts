@@ -1,6 +1,4 @@
 /** A model's computation as sizes and switches, its weights' shapes, and the places of a GGUF file's tensors in them. */
-import type { Core } from "./core.js";
-import { WhetError } from "./errors.js";
 import { families } from "./facts.js";
 
 export interface ModelConfig {
@@ -118,48 +116,4 @@ export function configNumbers(c: ModelConfig): Float64Array {
     c.attentionScale, c.attentionSoftcap, c.embeddingScale, c.residualScale, c.logitsScale, c.logitsSoftcap, ...c.windows, ...c.invFreq,
     c.ropeLayers.length, ...c.ropeLayers.map(Number), c.localLayers.length, ...c.localLayers.map(Number), ...c.localInvFreq,
   ]);
-}
-
-export interface RopeScaling {
-  kind: "default" | "linear" | "yarn" | "longrope";
-  theta: number;
-  partial: number;
-  factor: number;
-  original: number;
-  attentionFactor?: number;
-  betaFast: number;
-  betaSlow: number;
-  shortFactor?: number[];
-  longFactor?: number[];
-}
-
-/** Frequencies and the factor of cosines and sines, as in whet.ops.rope_scaling; `core` has powers and logarithms. */
-export function ropeFrequencies(
-  core: Core,
-  headDim: number,
-  length: number,
-  s: RopeScaling,
-): { invFreq: number[]; attentionFactor: number } {
-  const dim = Math.trunc(headDim * s.partial);
-  const log = (x: number) => core.call("logarithm", x);
-  const plain = Array.from({ length: dim / 2 }, (_, i) => core.call("power", s.theta, -(2 * i) / dim));
-  if (s.kind === "linear") return { invFreq: plain.map((f) => f / s.factor), attentionFactor: 1 };
-  if (s.kind === "yarn") {
-    const pairOf = (turns: number) => (dim * log(s.original / (turns * 2 * Math.PI))) / (2 * log(s.theta));
-    const low = Math.max(Math.floor(pairOf(s.betaFast)), 0);
-    const high = Math.min(Math.ceil(pairOf(s.betaSlow)), dim - 1);
-    const ramp = plain.map((_, i) => Math.min(Math.max((i - low) / (high - low || 0.001), 0), 1));
-    const inferred = s.factor > 1 ? 0.1 * log(s.factor) + 1 : 1;
-    const invFreq = plain.map((f, i) => f * (ramp[i] / s.factor + 1 - ramp[i]));
-    return { invFreq, attentionFactor: s.attentionFactor ?? inferred };
-  }
-  if (s.kind === "longrope") {
-    const stretch = (length > s.original ? s.longFactor : s.shortFactor) ?? [];
-    if (stretch.length !== plain.length) {
-      throw new WhetError(`Engine.load: longrope has ${stretch.length} factors, expected ${plain.length}, one for each pair.`);
-    }
-    const inferred = s.factor > 1 ? Math.sqrt(1 + log(s.factor) / log(s.original)) : 1;
-    return { invFreq: plain.map((f, i) => f / stretch[i]), attentionFactor: s.attentionFactor ?? inferred };
-  }
-  return { invFreq: plain, attentionFactor: 1 };
 }

@@ -52,6 +52,7 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
       servers.isolated = await serve(all, ISOLATED);
       servers.plain = await serve(all);
       servers.strict = await serve(all, { ...ISOLATED, ...CSP });
+      servers.closed = await serve(all, { ...ISOLATED, "content-security-policy": CSP["content-security-policy"].replace("; connect-src 'self'", "") });
       servers.other = await serve(all, OTHER);
       servers.bare = await serve(all, { "access-control-allow-origin": "*" });
     });
@@ -110,6 +111,16 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
         return tokens;
       }, [ids]);
       assert.deepEqual(tokens, greedy);
+      await page.close();
+    });
+
+    test("a policy without connect-src is named, with the file that it keeps out", async () => {
+      const { page } = await open("closed");
+      const message = await page.evaluate(async () => {
+        const { Engine } = await import("/index.js");
+        return Engine.load("q8_0.gguf").catch(({ message }) => message);
+      });
+      assert.match(message, /^Engine.load: http:.*threads.wasm could not be fetched \(.*admit them in a content security policy: connect-src/);
       await page.close();
     });
 
