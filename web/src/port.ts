@@ -9,10 +9,13 @@ export interface WorkerPort extends Port {
   terminate(): void;
 }
 
-export const isNode = typeof process !== "undefined" && Boolean(process.versions?.node) && !("Bun" in globalThis) && !("Deno" in globalThis);
+/** Undefined in a page. As a bare name, bundlers would put a stand-in there. */
+const node = globalThis.process as NodeJS.Process | undefined;
+
+export const isNode = Boolean(node?.versions?.node) && !("Bun" in globalThis) && !("Deno" in globalThis);
 
 /** A module of Node's, which Deno and Bun have too; an import of it would stop bundlers. */
-export const nodeModule = ((id: string) => process.getBuiltinModule(id)) as NodeJS.Process["getBuiltinModule"];
+export const nodeModule = ((id: string) => node!.getBuiltinModule(id)) as NodeJS.Process["getBuiltinModule"];
 
 /** A text is a URL, relative to the page where there is one. In Node other texts are paths, whatever characters they have. */
 export function urlOf(source: string | URL): URL {

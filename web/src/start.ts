@@ -13,7 +13,7 @@ export async function startCore(isolated: boolean, where: string, assets?: strin
   // Bundlers look for these two expressions as they stand.
   const beside = { threads: new URL("./threads.wasm", import.meta.url), plain: new URL("./plain.wasm", import.meta.url) };
   for (const build of ["threads", "plain"] as const) {
-    if (build === "threads" && (!isolated || (isNode && process.env.WHET_WEB_BUILD === "plain"))) continue;
+    if (build === "threads" && (!isolated || (isNode && globalThis.process.env.WHET_WEB_BUILD === "plain"))) continue;
     const url = assets === undefined ? beside[build] : assetUrl(assets, `${build}.wasm`);
     const bytes = await fetchBytes(url, where);
     if (!WebAssembly.validate(bytes)) continue;
