@@ -384,3 +384,36 @@ def test_bad_batches_are_named():
     with pytest.raises(WhetValueError, match="ref_model is the model itself"):
         model = TinyModel()
         make(model, ref_model=model)
+
+
+# --- long rows ----------------------------------------------------------------------------------------
+
+
+def test_long_pairs_are_errors_or_cut_or_dropped():
+    long = {"prompt": [5, 6], "chosen": [4, 8, 9, EOS], "rejected": [9]}
+    cut = {"prompt": [5, 6], "chosen": [4, 8], "rejected": [9]}
+    assert_raises(WhetValueError, "DPO: row 1 of the batch has 6 tokens", make(max_length=4).train_step, [cut, long])
+    too_long = {"prompt": [5], "chosen": [5] * 64, "rejected": [6]}
+    message = "the row has 65 tokens, and the model's last position is 64"
+    assert_raises(WhetValueError, message, make(tiny_llama()).train_step, [too_long])
+    tie = {"prompt": [7] * 4, "chosen": [9], "rejected": [9]}
+    with pytest.warns(UserWarning, match="2 of 3 rows have more than 4 tokens"):
+        metrics = make(max_length=4, truncation="cut").train_step([long, cut, tie])
+    assert (metrics["frac_cut"], metrics["frac_dropped"], metrics["frac_ties"]) == (1 / 3, 1 / 3, 0)
+    assert metrics["loss"] == make().train_step([cut, cut])["loss"]
+    with pytest.warns(UserWarning, match="1 of 1 rows have more than 4 tokens"):
+        metrics = make(max_length=4, truncation="drop").train_step([long])
+    assert (metrics["loss"], metrics["frac_dropped"], metrics["frac_ties"]) == (0, 1, 0)
+
+
+def test_precomputed_references_are_those_of_cut_pairs():
+    rows = [
+        {"prompt": [5, 6], "chosen": [4, 8, 9], "rejected": [9]},
+        {"prompt": [5] * 5, "chosen": [6], "rejected": [7]},
+    ]
+    with pytest.warns(UserWarning, match="2 of 2 rows"):
+        dpo = make(max_length=4, truncation="cut", precompute_reference=True, batch_size=2)
+        done = dpo.add_reference_logprobs(rows)
+    cut = make().add_reference_logprobs([{**rows[0], "chosen": [4, 8]}])
+    assert done == [{**cut[0], "chosen": [4, 8, 9]}, rows[1]]
+    assert dpo.train(done, steps=1)["loss"] == pytest.approx(math.log(2))

@@ -18,6 +18,7 @@ from tests.tiny import (
     padded,
     tiny_llama,
     token_logprobs,
+    weights,
     with_lora,
 )
 from torch.utils.data import DataLoader
@@ -25,6 +26,7 @@ from transformers import default_data_collator
 
 from whet.algorithms.sft import SFT
 from whet.errors import WhetTypeError, WhetValueError
+from whet.nn.causal_lm import completion_logprobs
 
 PROMPTS = [[5, 6], [7]]
 COMPLETIONS = [[4, 8, EOS], [9]]
@@ -206,3 +208,40 @@ def test_bad_batches_are_named():
     assert_raises(WhetValueError, "no completion of the batch has a token to learn from", make().train_step, [[5], [6]])
     assert_raises(WhetTypeError, "there is no tokenizer", make().train_step, [{"prompt": "a", "completion": "b"}])
     assert_raises(WhetValueError, "expected one of 'completion', 'last_turn', 'all'", make, loss_on="prompt")
+
+
+# --- long rows ----------------------------------------------------------------------------------------
+
+LONG = [{"input_ids": [5] * n} for n in (4, 64, 65, 80)]
+
+
+def test_a_row_past_the_models_last_position_is_an_error():
+    message = r"SFT: row 2 of the batch has 65 tokens, and the model's last position is 64\. Shorten it"
+    for trainer in (make(tiny_llama()), make(tiny_llama(), compute="torch")):
+        assert_raises(WhetValueError, message, trainer.train_step, LONG)
+        assert trainer.train_step(LONG[:2])["num_tokens"] == 68
+        assert_raises(WhetValueError, message, trainer.evaluate, LONG)
+    assert make().train_step(LONG)["num_tokens"] == 213  # of a model that names no last position
+    message = "max_length is 65, and the model's last position is 64"
+    assert_raises(WhetValueError, message, make, tiny_llama(), max_length=65)
+    message = "completion_logprobs: row 1 has 66 tokens, and the model's last position is 64"
+    assert_raises(WhetValueError, message, completion_logprobs, tiny_llama(), [[5], [5]], [[5], [5] * 65])
+
+
+def test_long_rows_are_dropped_or_cut_and_counted():
+    row = {"prompt": [5, 6], "completion": [4, 8, 9, EOS]}
+    short, full = {"prompt": [5, 6], "completion": [4, 8]}, {"prompt": [7] * 4, "completion": [9]}
+    with pytest.warns(UserWarning, match=r"SFT: 1 of 2 rows have more than 4 tokens \(max_length\): 0 are cut, 1 left"):
+        dropped = make(max_length=4, truncation="drop").train_step([row, short])
+    assert (dropped["frac_cut"], dropped["frac_dropped"], dropped["num_tokens"]) == (0, 0.5, 4)
+    assert dropped["loss"] == make(max_length=4).train_step([short])["loss"]
+    with pytest.warns(UserWarning, match="2 of 3 rows have more than 4 tokens"):
+        cut = make(max_length=4, truncation="cut").train_step([row, short, full])
+    assert (cut["frac_cut"], cut["frac_dropped"]) == (1 / 3, 1 / 3)
+    assert cut["loss"] == make().train_step([short, short])["loss"]
+    with pytest.warns(UserWarning, match="8 left out"):
+        trainer = make(max_length=4, truncation="drop")
+        before = weights(trainer.model)
+        metrics = trainer.train([row] * 8, steps=1)
+    assert (metrics["loss"], metrics["frac_dropped"], trainer.step, trainer.n_updates) == (0, 1, 1, 0)
+    assert all(torch.equal(value, before[name]) for name, value in weights(trainer.model).items())

@@ -272,7 +272,7 @@ def test_bad_rows(prompts: Any, completions: Any, error: type[Exception], messag
 def test_a_row_past_learned_positions_is_named() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1))
     assert completion_logprobs(model, [[1] * 5], [[2] * 4]).mask.all()  # the last token is not fed
-    with pytest.raises(WhetValueError, match=r"longest row 9 tokens.*position limit"):
+    with pytest.raises(WhetValueError, match=r"row 0 has 10 tokens, and the model's last position is 8"):
         completion_logprobs(model, [[1] * 5], [[2] * 5])
 
 

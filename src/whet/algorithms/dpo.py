@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -44,6 +45,7 @@ class Pairs(NamedTuple):
         prompt_ids, chosen_ids, rejected_ids: B rows of token ids each.
         reference: the reference's log-probs, summed over the tokens, (B,) each; None: not known.
         sampler_logprobs: of tokens, as an engine recorded them, (B, T) each; None: it did not.
+        metrics: of ``LengthLimit``, of the batch that they were taken from.
     """
 
     prompt_ids: list[list[int]]
@@ -51,11 +53,12 @@ class Pairs(NamedTuple):
     rejected_ids: list[list[int]]
     reference: tuple[Tensor, Tensor] | None = None
     sampler_logprobs: tuple[Tensor, Tensor] | None = None
+    metrics: Mapping[str, float] = MappingProxyType({})
 
     @classmethod
     def of_rows(cls, rows: Iterable[TokenRow]) -> Pairs:
         """Pairs of prompt, chosen and rejected token ids."""
-        prompts, chosen, rejected = map(list, zip(*rows, strict=True))
+        prompts, chosen, rejected = map(list, zip(*rows, strict=True)) if (rows := list(rows)) else ([], [], [])
         return cls(prompts, chosen, rejected)
 
     def rows(self) -> list[TokenRow]:
@@ -65,8 +68,10 @@ class Pairs(NamedTuple):
     def select(self, indices: list[int]) -> Pairs:
         """Some of the pairs."""
         prompts, chosen, rejected = ([side[i] for i in indices] for side in self[:3])
-        reference, sampler_logprobs = (both and (both[0][indices], both[1][indices]) for both in self[3:])
-        return Pairs(prompts, chosen, rejected, reference, sampler_logprobs)
+        reference, sampler_logprobs = (
+            both and (both[0][indices], both[1][indices]) for both in (self.reference, self.sampler_logprobs)
+        )
+        return Pairs(prompts, chosen, rejected, reference, sampler_logprobs, self.metrics)
 
     def lengths(self) -> tuple[Tensor, Tensor]:
         """Tokens of each chosen and each rejected completion, (B,)."""
@@ -108,16 +113,18 @@ class DPO(Trainer):
 
         Returns:
             Metrics: ``loss``, those of ``dpo_loss``, ``entropy`` (mean per completion token), ``frac_ties`` (share of
-            ties among the pairs), and those of every step. A batch of ties only has loss and gradient norm 0, and makes
-            no update.
+            ties among the pairs), with ``truncation`` also ``frac_cut`` and ``frac_dropped`` (shares of the rows), and
+            those of every step. A batch of ties or dropped rows only has loss and gradient norm 0, and makes no update.
 
         Raises:
             WhetTypeError: the batch has none of these forms.
-            WhetValueError: rows that do not match, or ``precompute_reference`` without reference log-probs.
+            WhetValueError: rows that do not match, a row longer than ``max_length``, or ``precompute_reference``
+                without reference log-probs.
         """
         pairs = self._pairs(prompt, chosen, rejected)
         kept = self._without_ties(pairs)
-        n_pairs, n_left_out = len(pairs.prompt_ids), len(pairs.prompt_ids) - len(kept.prompt_ids)
+        n_pairs = len(pairs.prompt_ids)
+        n_left_out = n_pairs - len(kept.prompt_ids)
         if n_left_out and not self._warned_of_ties:
             self._warned_of_ties = True
             warnings.warn(
@@ -125,7 +132,7 @@ class DPO(Trainer):
                 f"Such pairs are left out; frac_ties is their share of every batch.",
                 stacklevel=3,
             )
-        return {**update_on_pairs(self, kept), "frac_ties": n_left_out / n_pairs}
+        return {**update_on_pairs(self, kept), **pairs.metrics, "frac_ties": n_left_out / max(1, n_pairs)}
 
     def train(self, dataset: Any, steps: int | None = None, *, n_epochs: int | None = None) -> dict[str, float]:
         """Run ``Trainer.train``; with ``precompute_reference``, compute the reference's log-probs before.
@@ -182,7 +189,9 @@ class DPO(Trainer):
         missing = [i for i, row in enumerate(done) if _read_sums(row) is None]
         if not missing:
             return done
-        token_rows = self._tokenize([done[i] for i in missing]).rows()
+        fitted = self.length_limit.fit([self._tokenize(done[i]) for i in missing]).rows
+        missing = [i for i, row in zip(missing, fitted, strict=True) if row is not None]
+        token_rows = [cast(TokenRow, tuple(row)) for row in fitted if row is not None]
         cache, arithmetic = self.config.reference_cache, self.acceleration.dtype if self.acceleration else "torch"
         open_cache = partial(self.reference.open_cache, cache, str(arithmetic).removeprefix("torch."))
         known = self._sums.add(
@@ -228,10 +237,14 @@ class DPO(Trainer):
         if rows is None:
             ids = token_rows(prompt), self.completion_rows(chosen), self.completion_rows(rejected)
             check_row_counts("DPO", self.row_fields, ids)
-            pairs, rows = Pairs(*ids), [{}] * len(ids[0])
+            tokenized, rows = list(zip(*ids, strict=True)), [{}] * len(ids[0])
         else:
-            pairs = self._tokenize(rows)
-        if not self.config.has_reference():
+            tokenized = [self._tokenize(row) for row in rows]
+        fitted = self.length_limit.fit(tokenized)
+        rows = [row for row, ids in zip(rows, fitted.rows, strict=True) if ids is not None]
+        pairs = Pairs.of_rows(cast(TokenRow, tuple(ids)) for ids in fitted.rows if ids is not None)
+        pairs = pairs._replace(metrics=fitted.metrics)
+        if not rows or not self.config.has_reference():
             return pairs
         known = [_read_sums(row) or self._sums.get(ids) for row, ids in zip(rows, pairs.rows(), strict=True)]
         if None in known:
@@ -239,8 +252,8 @@ class DPO(Trainer):
         sums = torch.tensor(known, dtype=torch.float64)
         return pairs._replace(reference=(sums[:, 0], sums[:, 1]))
 
-    def _tokenize(self, rows: Sequence[Mapping[str, Any]]) -> Pairs:
-        return Pairs.of_rows(tokenize_preference(row, self.tokenizer) for row in rows)
+    def _tokenize(self, row: Mapping[str, Any]) -> TokenRow:
+        return tokenize_preference(row, self.tokenizer)
 
 
 def _read_sums(row: Mapping[str, Any]) -> Sums | None:

@@ -8,7 +8,7 @@ Prompt tokens do not count, unless a row has no prompt; of a conversation only t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,6 +21,21 @@ from whet.errors import WhetValueError
 from whet.nn.causal_lm import completion_logprobs
 from whet.training.phases import phase
 from whet.training.trainer import Trainer, training_step
+
+
+class Examples(NamedTuple):
+    """Rows of a batch to imitate.
+
+    Attributes:
+        prompt_ids, completion_ids: rows of token ids each.
+        masks: for each token of the completions, whether it counts.
+        metrics: of ``LengthLimit``.
+    """
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    masks: list[list[bool]]
+    metrics: dict[str, float]
 
 
 class SFT(Trainer):
@@ -42,14 +57,17 @@ class SFT(Trainer):
 
         Returns:
             Metrics: ``loss`` (mean negative log-likelihood per token, in nats), ``token_probability``, and
-            those of every step.
+            those of every step; with ``truncation`` also ``frac_cut`` and ``frac_dropped``, shares of the rows. A batch
+            of rows that are all left out has loss and gradient norm 0, and makes no update.
 
         Raises:
             WhetTypeError: the batch has none of these forms.
-            WhetValueError: rows that do not match, or no token that counts.
+            WhetValueError: rows that do not match, no token that counts, or a row longer than ``max_length``.
         """
-        prompt_ids, completion_ids, masks = self._token_ids(prompt, completion)
+        prompt_ids, completion_ids, masks, shares = self._examples(prompt, completion)
         n_tokens = sum(map(sum, masks))
+        if n_tokens == 0 and any(shares.values()):
+            return {"loss": 0.0, "grad_norm": 0.0, **shares, "num_tokens": 0}
         if n_tokens == 0:
             raise WhetValueError("SFT: no completion of the batch has a token to learn from.")
         with self.update() as update:
@@ -65,7 +83,7 @@ class SFT(Trainer):
                 with phase("loss"):
                     loss, metrics = sft_loss(logprobs, mask, n_tokens=n_tokens)
                 update.add(loss, metrics)
-        return {**update.metrics, "num_tokens": sum(map(len, [*prompt_ids, *completion_ids]))}
+        return {**update.metrics, **shares, "num_tokens": sum(map(len, [*prompt_ids, *completion_ids]))}
 
     def as_row(self, item: Any) -> Any:
         """An item of a dataset as a dict; a bare text or row of token ids counts whole."""
@@ -75,12 +93,19 @@ class SFT(Trainer):
         """``loss``: mean negative log-likelihood, in nats, of the tokens that count in all rows."""
         total, n_tokens = 0.0, 0
         for batch in self.in_order(dataset):
-            prompt_ids, completion_ids, masks = self._token_ids(*batch)
+            prompt_ids, completion_ids, masks, _ = self._examples(*batch)
             total -= self.logprobs(self.model, prompt_ids, completion_ids, completion_mask=masks).sum().item()
             n_tokens += sum(map(sum, masks))
         if n_tokens == 0:
             raise WhetValueError("SFT: no completion of the dataset has a token that counts.")
         return {"loss": total / n_tokens}
+
+    def _examples(self, prompt: Any, completion: Any = None) -> Examples:
+        """The rows of a batch within the limit of their length."""
+        rows = list(zip(*self._token_ids(prompt, completion), strict=True))
+        fitted = self.length_limit.fit(rows)
+        prompt_ids, completion_ids, masks = _columns([row for row in fitted.rows if row is not None], 3)
+        return Examples(prompt_ids, completion_ids, masks, fitted.metrics)
 
     def _token_ids(
         self, prompt: Any, completion: Any = None
@@ -105,6 +130,10 @@ class SFT(Trainer):
             completion_ids = [p[1:] + c for p, c in zip(prompt_ids, completion_ids, strict=True)]
             prompt_ids = [p[:1] for p in prompt_ids]
         return prompt_ids, completion_ids, [[True] * len(ids) for ids in completion_ids]
+
+
+def _columns(rows: list[list[Any]], n: int) -> list[list[Any]]:
+    return [[row[i] for row in rows] for i in range(n)]
 
 
 def _is_pair(item: Any) -> bool:

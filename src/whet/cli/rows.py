@@ -10,8 +10,8 @@ from torch import nn
 from whet.data.rows import tokenize_prompt
 from whet.data.sources import read_rows
 from whet.errors import WhetValueError
+from whet.nn.modules import position_limit
 from whet.rewards.functions import load_function
-from whet.rollout.torch_engine import position_limit
 from whet.tasks.mixture import Mixture, open_tasks
 
 _LOOKED_AT = 64

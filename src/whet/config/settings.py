@@ -150,7 +150,18 @@ def learning_rate_at(step: int, config: TrainerConfig, horizon: int) -> float:
 
 
 @dataclass(kw_only=True)
-class SFTConfig(TrainerConfig):
+class OfflineConfig(TrainerConfig):
+    """Settings of the algorithms that learn from completions of the dataset."""
+
+    max_length: Count = 0
+    """Most tokens of a row, prompt and completion together; 0: the model's positions."""
+    truncation: Literal["error", "drop", "cut"] = "error"
+    """For a longer row: error; drop, leave it out; cut the end of its completion. frac_cut and frac_dropped of the
+    metrics are their shares."""
+
+
+@dataclass(kw_only=True)
+class SFTConfig(OfflineConfig):
     """Settings of SFT."""
 
     learning_rate: NonNegative = 2e-5
@@ -189,7 +200,7 @@ class PreferenceConfig:
 
 
 @dataclass(kw_only=True)
-class DPOConfig(PreferenceConfig, TrainerConfig):
+class DPOConfig(PreferenceConfig, OfflineConfig):
     """Settings of DPO. ``batch_size`` counts pairs."""
 
     precompute_reference: bool = False

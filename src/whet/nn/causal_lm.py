@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn.accelerate import Acceleration, acceleration_of
 from whet.nn.functions import linear_logprobs
-from whet.nn.modules import inner_module, module_device
+from whet.nn.modules import inner_module, module_device, position_limit
 from whet.nn.packed import pack_batch
 
 _CHUNK_ELEMENTS = 1 << 20
@@ -44,6 +44,18 @@ class CompletionLogprobs(NamedTuple):
     logprobs: Tensor
     entropy: Tensor | None
     mask: Tensor
+
+
+def _check_positions(
+    where: str, model: nn.Module, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+) -> None:
+    limit = position_limit(model)
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        n_tokens = len(prompt) + len(completion)
+        if limit is not None and n_tokens - 1 > limit:  # the last one is not fed
+            raise WhetValueError(
+                f"{where}: row {i} has {n_tokens:,} tokens, and the model's last position is {limit:,}. Shorten it."
+            )
 
 
 def completion_logprobs(
@@ -80,7 +92,8 @@ def completion_logprobs(
     Raises:
         WhetTypeError: token ids that are no integers, or an output that is no tensor of logits.
         WhetValueError: no rows, row counts that disagree, an empty prompt, a mask of another shape, a token id outside
-            the vocabulary, logits of the wrong shape, or a temperature that is not a number > 0.
+            the vocabulary, logits of the wrong shape, a row longer than the model has positions, or a temperature that
+            is not a number > 0.
     """
     where = "completion_logprobs"
     if not (temperature > 0 and math.isfinite(temperature)):
@@ -97,6 +110,7 @@ def completion_logprobs(
             f"{where}: completion_mask has rows of {list(map(len, completion_mask))!s:.60} values, and completion_ids "
             f"of {list(map(len, completions))!s:.60} tokens. Pass one for each token."
         )
+    _check_positions(where, model, prompts, completions)
 
     acceleration = acceleration_of(model)
     if acceleration is not None:

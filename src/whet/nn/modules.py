@@ -39,6 +39,15 @@ def inner_module(model: nn.Module) -> nn.Module:
     return get_base_model() if callable(get_base_model) else inner  # pyright: ignore[reportReturnType]
 
 
+def position_limit(model: nn.Module) -> int | None:
+    """``max_position_embeddings`` of the module's config, or of the module."""
+    inner: Any = inner_module(model)
+    config = getattr(inner, "config", inner)
+    get_text_config = getattr(config, "get_text_config", None)
+    text_config = get_text_config() if callable(get_text_config) else config
+    return getattr(text_config, "max_position_embeddings", None)
+
+
 def stop_token_ids(model: nn.Module, tokenizer: Any, chosen: Sequence[int] = ()) -> list[int]:
     """The tokens that end a completion: ``chosen``, or EOS of the generation config, or the tokenizer's if it differs.
 

@@ -37,7 +37,7 @@ from whet.config.sampling import DISTRIBUTION, Completion, SamplingParams, Strea
 from whet.errors import WhetTypeError, WhetValueError, check_integer
 from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 from whet.nn.causal_lm import causal_logits, padded_batch, token_lists
-from whet.nn.modules import inner_module, module_device, module_mode
+from whet.nn.modules import inner_module, module_device, module_mode, position_limit
 
 
 class Sampler:
@@ -525,15 +525,6 @@ def _own_settings(model: Any, sampling: SamplingParams) -> dict[str, Any]:
                 )
             settings[name] = value
     return settings
-
-
-def position_limit(model: nn.Module) -> int | None:
-    """``max_position_embeddings`` of the module's config, or of the module."""
-    inner: Any = inner_module(model)
-    config = getattr(inner, "config", inner)
-    get_text_config = getattr(config, "get_text_config", None)
-    text_config = get_text_config() if callable(get_text_config) else config
-    return getattr(text_config, "max_position_embeddings", None)
 
 
 @contextmanager

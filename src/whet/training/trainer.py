@@ -48,6 +48,7 @@ from whet.nn.packed import token_batches
 from whet.signals import DeferredSignals
 from whet.training.callbacks import Callback
 from whet.training.distributed import ExactSum, Ranks, deal, fingerprint, join_ranks
+from whet.training.lengths import LengthLimit
 from whet.training.loggers import Logger
 from whet.training.phases import phase, record
 from whet.training.reference import Reference
@@ -260,6 +261,7 @@ class Trainer(ABC):
         self.tokenizer = tokenizer
         self.loggers: list[Any] = _as_list(where, "logger", logger, "log")
         self.callbacks: list[Any] = _as_list(where, "callbacks", callbacks, "on_step_end")
+        self.length_limit = LengthLimit(model, self.config, where)
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.trainable:
             raise WhetValueError(f"{where}: no parameter of model requires grad. Unfreeze some.")
