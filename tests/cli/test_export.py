@@ -67,17 +67,17 @@ def test_a_card_and_a_modelfile_beside_it(folder, tmp_path, capsys):
     tokenizer = read_tokenizer(out)
     [end] = tokenizer.stop_token_ids
     assert ollamas.read_text() == f'FROM ./tiny.gguf\nPARAMETER stop "{tokenizer.decode([end])}"\n'
+    assert "the Modelfile has no TEMPLATE: where Ollama does not know the template" in capsys.readouterr().err
     out.unlink()
     assert main(asked) == 2 and not out.exists()
     assert f"{card} is there already" in capsys.readouterr().err
     assert main([*asked, "--adapter", str(tmp_path / "adapter"), "--overwrite"]) == 0
     assert "| Adapters, merged into it | adapter |" in card.read_text()
-    alone = ["export", str(folder), str(tmp_path / "lora.gguf"), "--adapter", str(tmp_path / "adapter"), *asked[3:]]
-    assert main([*alone, "--adapter-only", "--overwrite"]) == 2 and not (tmp_path / "lora.gguf").exists()
-    assert "--modelfile names the GGUF file that Ollama loads adapters beside" in capsys.readouterr().err
+    alone = ["export", str(folder), str(tmp_path / "lora.gguf"), "--adapter", str(tmp_path / "adapter"), "--card"]
+    assert main([*alone, "--modelfile", "--adapter-only", "--overwrite"]) == 2
+    assert "Ollama takes no adapters since 0.34.1" in capsys.readouterr().err and not (tmp_path / "lora.gguf").exists()
     alone[1] = str(out)
     assert main([*alone, "--adapter-only", "--overwrite"]) == 0
-    assert ollamas.read_text().startswith(f"FROM {out}\nADAPTER ./lora.gguf\nPARAMETER stop ")
     assert "llama-cli -m tiny.gguf --lora lora.gguf" in card.read_text()
 
 

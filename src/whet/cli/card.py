@@ -1,7 +1,4 @@
-"""Model cards: of a run, what was trained, how, on what; of a merged folder or a GGUF file, what it was made from.
-
-And Ollama's file beside a GGUF file.
-"""
+"""Model cards: of a run, what was trained, how, on what; of a merged folder or a GGUF file, what it was made from."""
 
 from __future__ import annotations
 
@@ -110,20 +107,6 @@ def file_card(file: Path, model: str, facts: Mapping[str, Any], *, is_adapter: b
     commands = [f"llama-cli {beside} {file.name}", *([] if is_adapter else [f"whet chat {file.name}"])]
     use = "\n".join(f"    {command}" for command in commands)
     return _card(file.stem, "Exported", facts, use, library="gguf", tags="whet, gguf")
-
-
-def modelfile(file: Path, base: str, stops: Sequence[str]) -> str:
-    """Ollama's Modelfile for a GGUF file in the same folder: ``ollama create NAME -f Modelfile``.
-
-    Ollama takes the chat template from the file where it is one that it knows.
-
-    Args:
-        base: the GGUF file of the model, where ``file`` holds its adapters; else empty.
-        stops: texts of the tokens that end an answer.
-    """
-    lines = [f"FROM {base}", f"ADAPTER ./{file.name}"] if base else [f"FROM ./{file.name}"]
-    quote = '"'
-    return "\n".join(lines + [f"PARAMETER stop {quote}{stop}{quote}" for stop in stops if quote not in stop]) + "\n"
 
 
 def _card(

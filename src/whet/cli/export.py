@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,8 +13,9 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-from whet.cli.card import file_card, modelfile
+from whet.cli.card import file_card
 from whet.cli.estimate import in_bytes
+from whet.cli.modelfile import modelfile
 from whet.cli.settings import parse_flags
 from whet.cli.text_model import find_model, read_template, with_adapters
 from whet.config.fields import PathText
@@ -77,10 +77,10 @@ def main(argv: Sequence[str]) -> int:
         given = {"--tokenizer": asked.tokenizer, "--pre": asked.pre, "--chat-template": asked.chat_template}
         if unused := [flag for flag, value in given.items() if value]:
             raise WhetValueError(f"{where}: {unused[0]} has no effect: with --adapter-only there is no tokenizer.")
-        if asked.modelfile and not model.endswith(".gguf"):
+        if asked.modelfile:
             raise WhetValueError(
-                f"{where}: --modelfile names the GGUF file that Ollama loads adapters beside, and MODEL is {model!r}. "
-                f"Export that first, and pass the file as MODEL."
+                f"{where}: --modelfile has no effect with --adapter-only: Ollama takes no adapters since 0.34.1 "
+                f"(September 2026). Leave --adapter-only out, which merges them."
             )
         quantize = asked.quantize or "f32"
         found = export_adapters(opened, output, adapters, quantize, overwrite=asked.overwrite)
@@ -121,10 +121,10 @@ def _write_beside(asked: ExportConfig, model: str, adapter: str, source: Source,
         }
         replace_text(output.parent / "README.md", file_card(output, model, facts, is_adapter=asked.adapter_only))
     if asked.modelfile:
-        tokenizer = read_tokenizer(model if asked.adapter_only else output)
-        stops = [tokenizer.decode([token], skip_special_tokens=False) for token in tokenizer.stop_token_ids]
-        base = os.path.abspath(model) if asked.adapter_only else ""
-        replace_text(output.parent / "Modelfile", modelfile(output, base, stops))
+        text, lack = modelfile(output, read_tokenizer(output))
+        replace_text(output.parent / "Modelfile", text)
+        if lack:
+            print(f"whet export: {lack}.", file=sys.stderr)
 
 
 def describe(found: Exported) -> str:

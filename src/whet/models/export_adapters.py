@@ -1,4 +1,4 @@
-"""LoRA adapters as a GGUF file of their own, which llama.cpp and Ollama load beside the model's.
+"""LoRA adapters as a GGUF file of their own, which llama.cpp loads next to the model's.
 
 llama.cpp multiplies by ``alpha / rank`` with one alpha for all adapters and the rank of each; where PEFT's patterns
 give some another alpha, B takes the difference. Rows are those of the model's file: Llama's q and k in llama.cpp's
