@@ -24,7 +24,7 @@ class DeferredSignals:
     def __init__(self) -> None:
         self._is_open = self._is_holding = False
         self._handlers: dict[int, Handler] = {}
-        self._came: list[int] = []
+        self._came: list[Callable[[], Any]] = []
 
     def __enter__(self) -> DeferredSignals:
         self._is_open = True
@@ -51,11 +51,11 @@ class DeferredSignals:
         while self._handlers:
             signal.signal(*self._handlers.popitem())
         came, self._came = self._came, []
-        _raise(came)
+        _run(came)
 
     def _handle(self, handler: Handler, number: int, frame: Any) -> None:
         if self._is_holding:
-            self._came.append(number)
+            self._came.append(partial(handler, number, frame))
         else:
             handler(number, frame)
 
@@ -68,10 +68,10 @@ def held_signals() -> Iterator[None]:
         yield
 
 
-def _raise(numbers: list[int]) -> None:
-    """Raise each of the signals, even where the handler of another raises an exception."""
-    if numbers:
+def _run(handlers: list[Callable[[], Any]]) -> None:
+    """Run all of the handlers, even where one of them raises an exception."""
+    if handlers:
         try:
-            signal.raise_signal(numbers[0])
+            handlers[0]()
         finally:
-            _raise(numbers[1:])
+            _run(handlers[1:])
