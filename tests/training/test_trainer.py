@@ -637,6 +637,57 @@ def test_what_was_frozen_since_is_named():
     assert_raises(WhetValueError, r"SFT: model.layers.1.*does not require grad any more", trainer.train, ROWS, steps=1)
 
 
+def test_what_trains_since_is_named():
+    model = llama()
+    model.model.layers[0].requires_grad_(False)
+    trainer = sft(model)
+    model.model.layers[0].requires_grad_(True)
+    assert_raises(WhetValueError, r"SFT: model.layers.0.*requires grad, which it did not", trainer.train, ROWS, steps=1)
+    model.model.layers[0].requires_grad_(False)
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(16))
+    assert_raises(WhetValueError, r"norm.weight requires grad, which it did not", trainer.train, ROWS, steps=1)
+
+
+def test_another_active_adapter_is_named():
+    model = lora()
+    model.add_adapter("second", model.peft_config["default"])
+    trainer = SFT(model)
+    model.set_adapter("second")
+    assert_raises(WhetValueError, r"SFT: .*default.* does not require grad any more", trainer.train_step, ROWS[:2])
+    model.set_adapter("default")
+    trainer.train_step(ROWS[:2])
+
+
+def test_rates_of_groups_are_refused():
+    trainer = sft()
+    trainer.optimizer.param_groups[1]["lr"] = 0.5
+    assert_raises(WhetValueError, r"groups are \[0.01, 0.5\] and have no effect", trainer.train_step, ROWS[:3])
+    trainer = sft(warmup_steps=3)
+    trainer.train(ROWS, steps=2)
+    trainer.config.learning_rate = 0.5
+    assert trainer.train(ROWS, steps=2)["learning_rate"] == 0.5
+
+
+@pytest.mark.parametrize("algorithm", [SFT, GRPO])
+def test_settings_that_are_read_once_are_named_as_they_change(algorithm):
+    model, settings = Net(), {"reward_fn": ones, "max_new_tokens": 2} if algorithm is GRPO else {}
+    batch = [[4, 5]] if algorithm is GRPO else ROWS[:2]
+    for name in algorithm.config_class.read_once:
+        trainer = algorithm(model, **settings)
+        setattr(trainer.config, name, "changed")
+        assert_raises(WhetValueError, rf"config\.{name} is 'changed' and has no effect", trainer.train_step, batch)
+
+
+def test_a_reference_that_is_needed_only_later_is_refused():
+    trainer = GRPO(Net(), reward_fn=ones, max_new_tokens=2, group_size=2)
+    trainer.train_step([[4, 5]])
+    trainer.config.beta = 0.1
+    assert_raises(WhetValueError, "GRPO: the loss uses a reference, which it did not", trainer.train_step, [[4, 5]])
+    adapters = GRPO(lora(), reward_fn=ones, max_new_tokens=2, group_size=2)
+    adapters.config.beta = 0.1  # whose reference is there, with the adapters off
+    assert "kl" in adapters.train_step([[4, 5]])
+
+
 def test_a_failed_step_takes_nothing_from_the_dataset():
     trainer = sft()
     assert_raises(WhetTypeError, "there is no tokenizer", trainer.train, [{"text": "a"}] * 3, steps=1)

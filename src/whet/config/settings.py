@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from whet.config.fields import (
     AboveZero,
@@ -69,6 +69,11 @@ class TrainerConfig:
         WhetTypeError: a value of another type than its field.
         WhetValueError: a value out of range, or one that has no effect beside the others.
     """
+
+    read_once: ClassVar[tuple[str, ...]] = (
+        "compute", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "deterministic_reduction",
+    )  # fmt: skip
+    """Fields that a trainer reads when it is made, and not again."""
 
     learning_rate: NonNegative = 1e-6
     """Learning rate after the warm-up."""
@@ -288,6 +293,11 @@ class RolloutConfig:
 @dataclass(kw_only=True)
 class OnlineConfig(RolloutConfig, TrainerConfig):
     """Settings of the training algorithms that sample. ``batch_size`` counts prompts."""
+
+    read_once: ClassVar[tuple[str, ...]] = (
+        *TrainerConfig.read_once, "engine", "rollout_workers", "ray_address", "rollout_weights", "kv_bytes",
+        "reward_weights", "reward_policy", "reward_timeout_s",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         TrainerConfig.__post_init__(self)

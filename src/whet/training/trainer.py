@@ -281,6 +281,8 @@ class Trainer(ABC):
             eps=self.config.adam_epsilon,
         )
         self.step = self.epoch = self.position = self.num_tokens = self.skipped_steps = self.n_updates = 0
+        self._rate = self.config.learning_rate
+        self._made_with = {name: getattr(self.config, name) for name in self.config.read_once}
         self.memory = MemoryWatch()
         register_holder(self)
         self.should_stop = False
@@ -366,10 +368,12 @@ class Trainer(ABC):
 
         Raises:
             NonFiniteError: ``max_skipped_steps`` updates in a row were skipped.
-            WhetValueError: a parameter that is trained does not require grad any more.
+            WhetValueError: something was changed since the trainer was made, and has no effect: which parameters
+                require grad, rates of the optimizer's groups, fields of config that are read once, or the need of a
+                reference.
         """
         self._signals.release()
-        self._check_trainable()
+        self._check_unchanged()
         with phase("optimizer"):
             self.optimizer.zero_grad()  # what others left
             self.optimizer.make_moments()
@@ -395,8 +399,9 @@ class Trainer(ABC):
             norm = update.metrics["grad_norm"] = self._grad_norm()
             self._signals.hold()
             if math.isfinite(loss) and math.isfinite(norm):
+                self._rate = self.learning_rate
                 for group in self.optimizer.param_groups:
-                    group["lr"] = self.learning_rate
+                    group["lr"] = self._rate
                 # Clipped as by clip_grad_norm_, but within the optimizer's one pass over the gradients.
                 limit = self.config.max_grad_norm or math.inf
                 self.optimizer.step(grad_scale=min(1.0, limit / (norm + 1e-6)))
@@ -414,13 +419,41 @@ class Trainer(ABC):
                 f"learning rate, or check the weights and the data for NaN."
             )
 
-    def _check_trainable(self) -> None:
+    def _check_unchanged(self) -> None:
+        """Raise for what was changed since the trainer was made and would have no effect on the update."""
         frozen = next((name for name, p in self.trainable.items() if not p.requires_grad), None)
         if frozen:
-            raise WhetValueError(
-                f"{type(self).__name__}: {frozen} does not require grad any more, as it did when the trainer was made. "
-                "Call requires_grad_(True) on it (set_adapter does, of PEFT's), or make another trainer."
+            raise self._without_effect(
+                f"{frozen} does not require grad any more, as it did when the trainer was made. Call "
+                "requires_grad_(True) on it (set_adapter does, of PEFT's)"
             )
+        own = set(map(id, self.trainable.values()))
+        added = next((name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in own), None)
+        if added:
+            raise self._without_effect(
+                f"{added} requires grad, which it did not when the trainer was made: it would not be trained. "
+                "Call requires_grad_(False) on it"
+            )
+        if self.uses_reference() and self.reference.is_policy():
+            raise self._without_effect(
+                "the loss uses a reference, which it did not when the trainer was made: none was kept. Make it with "
+                "the reference in use, if by a small beta, and change config then"
+            )
+        for name, value in self._made_with.items():
+            if getattr(self.config, name) != value:
+                raise self._without_effect(
+                    f"config.{name} is {getattr(self.config, name)!r} and has no effect: the trainer was made with "
+                    f"{value!r}. Set it back"
+                )
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        if any(rate != self._rate for rate in rates):
+            raise self._without_effect(
+                f"the rates of the optimizer's groups are {rates} and have no effect: each update sets them to that of "
+                "the schedule. Set config.learning_rate"
+            )
+
+    def _without_effect(self, text: str) -> WhetValueError:
+        return WhetValueError(f"{type(self).__name__}: {text}, or make another trainer.")
 
     def _grad_norm(self) -> float:
         """The norm of all gradients, whose 16-bit ones are replaced by their float32 norms, which torch would round."""
