@@ -168,9 +168,10 @@ async function fetchInto(
   let nUnanswered = 0; // requests to go on
   for (let attempt = 1; ; ++attempt) {
     const before = sink.size;
-    // A strong ETag shows whether the rest is of the same file. If-Range would be the server's check, but a browser asks a
-    // server of another origin for leave to send it, and for leave to send Range if it is old: then the whole is asked for.
-    const goesOn = sink.size > 0 && /^"/.test(version?.etag ?? "") && nUnanswered < 2;
+    // The bytes of a compressed answer, whose size is not known, are not those of a range. A strong ETag shows whether the rest
+    // is of the same file: If-Range would be the server's check, but a browser asks a server of another origin for leave to
+    // send it, and for leave to send Range if it is old; then the whole is asked for.
+    const goesOn = sink.size > 0 && sink.size < (version?.totalBytes ?? 0) && /^"/.test(version?.etag ?? "") && nUnanswered < 2;
     try {
       const response = await fetch(url, { signal, headers: goesOn ? { range: `bytes=${sink.size}-` } : {} }).catch((error) => {
         if (goesOn) ++nUnanswered;

@@ -20,7 +20,10 @@ export async function serve(files, headers = {}) {
     if (body === undefined) return response.writeHead(404, headers).end();
     const etag = searchParams.get("etag") === "none" ? undefined : `"${server.etag}"`;
     const all = { ...headers, ...(etag ? { etag } : {}), "content-type": typeFor(url.pathname) };
-    if (searchParams.has("gzip")) return response.writeHead(200, { ...all, "content-encoding": "gzip" }).end(gzipSync(body));
+    if (searchParams.has("gzip")) {
+      all["content-encoding"] = "gzip";
+      body = gzipSync(body);
+    }
     const isSame = request.headers["if-range"] === undefined || request.headers["if-range"] === etag;
     let status = 200;
     if (range && isSame) {
