@@ -97,6 +97,22 @@ def check_integer(where: str, name: str, value: Any, least: int, *, optional: bo
     return int(value)
 
 
+def check_unicode(where: str, text: str) -> None:
+    """Refuse a text with lone surrogates, which no tokenizer takes; ``where`` is the caller's name.
+
+    Raises:
+        WhetValueError: the surrogate, and the text around it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(0, error.start - 20) : error.start + 20]
+        raise WhetValueError(
+            f"{where}: the text has the lone surrogate {text[error.start]!r} in {around!r}: half of a character, or a "
+            f"byte that is not UTF-8. Fix the text."
+        ) from error
+
+
 def is_number(value: Any) -> bool:
     """Whether it is a finite real number, and no bool."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -24,7 +24,7 @@ from torch.nn.functional import logsigmoid
 
 from whet.algorithms.loss_terms import check_float_tensor, check_shapes, denominator, sampler_gap
 from whet.config.settings import DPOConfig, DPOLossType, PreferenceConfig, check_dpo_options
-from whet.data.batches import as_rows, check_row_counts, columns_as_rows, is_batch, is_sequence
+from whet.data.batches import as_rows, check_row_counts, columns_as_rows, is_batch, is_sequence, row_reader
 from whet.data.rows import tokenize_preference
 from whet.data.token_ids import token_rows
 from whet.errors import WhetTypeError, WhetValueError, is_number
@@ -185,7 +185,7 @@ class DPO(Trainer):
         items = [rows[i] for i in range(len(rows))]
         if any(is_batch(item, self.row_fields) for item in items):
             raise WhetTypeError("DPO: precompute_reference needs a sequence of rows, not of ready batches.")
-        done = [self.as_row(item) for item in items]
+        done = list(map(row_reader(rows, self.as_row), items))
         missing = [i for i, row in enumerate(done) if _read_sums(row) is None]
         if not missing:
             return done

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from whet.data.encoder import FIELDS
-from whet.data.messages import is_messages
+from whet.data.messages import drop_nulls, is_messages
 from whet.data.rows import epoch_order
 from whet.errors import WhetTypeError, WhetValueError
 
@@ -89,6 +89,7 @@ def batch_stream(
         WhetValueError: it is empty, or a sequence of fewer rows than batch_size.
     """
     _check_dataset("train", dataset)
+    as_row = row_reader(dataset, as_row)
     if is_sequence(dataset):
         n, first = len(dataset), _first("train", dataset)
         size = 1 if is_batch(first, fields) else batch_size
@@ -134,6 +135,7 @@ def batches_in_order(
     if isinstance(dataset, (str, Mapping)) or ids or is_messages(dataset):
         dataset = [dataset]
     _check_dataset(where, dataset)
+    as_row = row_reader(dataset, as_row)
     if is_sequence(dataset):
         _first(where, dataset)
         items: Iterable[Any] = (dataset[i] for i in range(len(dataset)))
@@ -144,6 +146,13 @@ def batches_in_order(
     if first is None:
         raise WhetValueError(f"{where}: the dataset is empty.")
     return itertools.chain([first], batches)
+
+
+def row_reader(dataset: Any, as_row: AsRow) -> AsRow:
+    """``as_row``; of a Hugging Face dataset, which Arrow holds, without the None that Arrow puts into its dicts."""
+    source = getattr(dataset, "dataset", dataset)  # that of a DataLoader or Subset
+    is_arrow = type(source).__module__.partition(".")[0] == "datasets"
+    return (lambda item: drop_nulls(as_row(item))) if is_arrow else as_row
 
 
 def is_batch(item: Any, fields: tuple[str, ...]) -> bool:

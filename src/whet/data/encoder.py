@@ -6,19 +6,22 @@ Needs NumPy; a tokenizer's packages only where they are used.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from whet.data.chat import Chat
 from whet.data.messages import is_messages, text_of
 from whet.data.token_ids import MASKS, check_positions, counted_tokens, token_rows
-from whet.errors import WhetTypeError, WhetValueError
+from whet.errors import WhetTypeError, WhetValueError, check_unicode
 
 FIELDS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
 """The fields of a row that are tokenised; the others are columns of the data set."""
+
+_MEDIA = ("image", "images", "video", "videos", "audio", "pixel_values")
+"""Fields of rows for models that see and hear."""
 
 
 class Encoder:
@@ -34,6 +37,13 @@ class Encoder:
         if not isinstance(row, Mapping):
             raise WhetTypeError(f"{where}: the row is {row!r:.60}, expected a dict such as {{'prompt': ...}}.")
         self._where, self._row, self._tokenizer = where, row, tokenizer
+        self._chat = Chat(where, row, tokenizer)
+        for name in _MEDIA:
+            value = row.get(name)
+            if value is not None and not isinstance(value, str) and getattr(value, "__len__", lambda: 1)():
+                raise self.error(
+                    f"the row has {name!r}, and only text is trained. Leave it out, or give it another name."
+                )
 
     def error(self, text: str) -> WhetValueError:
         return WhetValueError(f"{self._where}: {text}")
@@ -80,9 +90,14 @@ class Encoder:
         if isinstance(prompt, str):
             return self._encode(prompt)
         if is_messages(prompt):
-            is_open = prompt[-1]["role"] == "assistant"
-            return self._apply_template(prompt, add_generation_prompt=not is_open, continue_final_message=is_open)
+            self._chat.check_complete(prompt, is_learnt=False)
+            return self._open(prompt)
         return self.given(prompt)
+
+    def _open(self, messages: Sequence[Any]) -> list[int]:
+        """Token ids of messages with the assistant's turn opened, or left open if the last message is one."""
+        is_open = messages[-1]["role"] == "assistant"
+        return self._render(messages, add_generation_prompt=not is_open, continue_final_message=is_open)
 
     def whole(self, answer: Any) -> list[int]:
         """Token ids of an answer that includes its prompt, with EOS."""
@@ -94,7 +109,8 @@ class Encoder:
                     f"the last message has the role {answer[-1]['role']!r}, and what is learnt ends with it. End "
                     f"with an 'assistant' message: leave out what follows it."
                 )
-            return self._apply_template(answer)
+            self._chat.check_complete(answer, is_learnt=True)
+            return self._render(answer)
         return self.given(answer)
 
     def prompt_and_whole(self, prompt: Any, answer: Any) -> tuple[list[int], list[int]]:
@@ -110,10 +126,10 @@ class Encoder:
             )
         if both_chat:
             self._check_begins_with_answer(answer)
+            whole = self.whole([*prompt, *answer])
+            return self._open(prompt), whole
         prompt_ids = self.prompt(prompt)
-        if both_text or both_chat:
-            return prompt_ids, self.whole([*prompt, *answer] if both_chat else prompt + answer)
-        return prompt_ids, prompt_ids + self.given(answer)
+        return prompt_ids, self.whole(prompt + answer) if both_text else prompt_ids + self.given(answer)
 
     def without_prompt(self, prompt: Any, answers: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         """The prompt, and the answers without it if both repeat it; None for a text that conversations hold."""
@@ -169,8 +185,8 @@ class Encoder:
                 "messages begins with the assistant's turn, which answers nothing. Leave it out, give a system message "
                 "before it, or train on the last turn (loss_on='last_turn' of SFT)."
             )
-        opening = self._apply_template(messages[:turn], add_generation_prompt=True)
-        closing = self._apply_template(messages[: turn + 1]) if turn + 1 < len(messages) else ids
+        opening = self._render(messages[:turn], add_generation_prompt=True)
+        closing = self._render(messages[: turn + 1]) if turn + 1 < len(messages) else ids
         start, end = common_prefix(opening, ids), common_prefix(closing, ids)
         if start < len(opening) and not self._text(ids[start:]).startswith(self._text(opening[start:])):
             raise self._inexact(turn, "before it", opening, ids)
@@ -192,7 +208,7 @@ class Encoder:
         self, messages: Sequence[Any], first: int, ids: list[int], problem: WhetValueError
     ) -> list[tuple[int, int]]:
         """Those of the template's own marks; ``problem`` is why renderings do not tell them."""
-        rendered = self._apply_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        rendered = self._chat.marked(messages)
         edges = np.flatnonzero(np.diff([0, *rendered["assistant_masks"], 0])).tolist()
         spans = list(zip(edges[::2], edges[1::2], strict=True))
         roles = [*(message["role"] for message in messages), ""]
@@ -231,6 +247,7 @@ class Encoder:
             raise self.type_error(
                 f"tokenizer is {tokenizer!r:.60}, expected one such as AutoTokenizer.from_pretrained makes."
             )
+        check_unicode(self._where, text)
         ids = tokenizer(text)["input_ids"]
         plain = tokenizer(text, add_special_tokens=False)["input_ids"]
         if not plain:
@@ -248,56 +265,11 @@ class Encoder:
             )
         return ids if ids[-1:] == [eos] else [*ids, eos]
 
-    def _apply_template(self, messages: Sequence[Any], **own: bool) -> Any:
-        """Token ids of messages; or the dict with them and a mask that ``own`` asks of the tokenizer."""
-        if getattr(self._tokenizer, "chat_template", None) is None:
-            raise self.error(
-                "the row holds chat messages, and the tokenizer has no chat_template. Set one (in a model's folder the "
-                "file chat_template.jinja), or give the row as text."
-            )
-        for message in messages:
-            if not isinstance(message["role"], str):
-                raise self.type_error(
-                    f"a message has the role {message['role']!r:.40}, expected a text. Of rows that a DataLoader "
-                    f"collated, pass collate_fn=list."
-                )
-        own = {"add_generation_prompt": False, "continue_final_message": False, "return_dict": False, **own}
-        options = self._template_options({*own, "tokenize", "tools", "return_assistant_tokens_mask"})
-        tools = self._from_json("tools", (list, tuple), "a list of tools")
-        ids = self._call_template(messages, {**own, **options, **({"tools": list(tools)} if tools else {})})
-        if tools and ids == self._call_template(messages, {**own, **options}):
-            raise self.error(
-                "the row has tools, and the tokenizer's chat template leaves them out. Use a template that takes "
-                "tools, or leave the column out."
-            )
-        return ids
-
-    def _call_template(self, messages: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        try:
-            return self._tokenizer.apply_chat_template(list(messages), **options)
-        except Exception as error:
-            raise self.error(f"the chat template refuses {messages!r:.80}: {error}.") from error
-
-    def _template_options(self, reserved: set[str]) -> dict[str, Any]:
-        """The row's ``chat_template_kwargs``."""
-        options = dict(self._from_json("chat_template_kwargs", Mapping, "a dict") or {})
-        if clashing := reserved.intersection(options):
-            raise self.error(
-                f"chat_template_kwargs sets {', '.join(sorted(clashing))}, which the task sets. Leave it out."
-            )
-        return options
-
-    def _from_json(self, name: str, kind: Any, expected: str) -> Any:
-        """A field that may be written as JSON; an empty text is None."""
-        value = self._row.get(name)
-        if isinstance(value, str):
-            try:
-                value = json.loads(value) if value.strip() else None
-            except ValueError as error:
-                raise self.error(f"{name} is {value!r:.60}, expected {expected}, perhaps as JSON: {error}.") from error
-        if value is not None and not isinstance(value, kind):
-            raise self.type_error(f"{name} is {value!r:.60}, expected {expected}, perhaps as JSON.")
-        return value
+    def _render(self, messages: Sequence[Any], **flags: bool) -> list[int]:
+        """Token ids of the chat template's text."""
+        text = self._chat.render(messages, **flags)
+        check_unicode(self._where, text)
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def common_prefix(*rows: Sequence[int]) -> int:

@@ -1,9 +1,19 @@
-"""Chat messages: lists of ``{"role": ..., "content": ...}``."""
+"""Chat messages: lists of ``{"role": ..., "content": ...}``, and the forms in which data sets write them.
+
+Published data writes the arguments of tool calls as a text of JSON (OpenAI's form) or as a dict, content as a text or
+as parts (``[{"type": "text", "text": ...}]``), and reasoning under three names; a chat template reads one form of each.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning. The first is the one that most templates read."""
+_TEXT_PARTS = ("text", "input_text", "output_text", None)
 
 
 def is_messages(value: Any) -> bool:
@@ -12,9 +22,138 @@ def is_messages(value: Any) -> bool:
     return len(rows) > 0 and all(isinstance(row, Mapping) and "role" in row for row in rows)
 
 
-def text_of(message: Mapping[str, Any]) -> str:
-    """The text of a message's content, which may come in parts, ``{"type": "text", "text": ...}``; "" without one."""
+def parts_of(message: Mapping[str, Any]) -> Sequence[Any]:
+    """The parts of a message's content; none where it is a text."""
     content = message.get("content")
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        return "\n".join(str(part["text"]) for part in content if isinstance(part, Mapping) and part.get("text"))
-    return content if isinstance(content, str) else ""
+    return content if isinstance(content, Sequence) and not isinstance(content, str) else ()
+
+
+def is_text_part(part: Any) -> bool:
+    """Whether a part of a message's content is a text."""
+    return isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str)
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The text of a message's content, its parts on lines; "" without one."""
+    content = message.get("content")
+    return content if isinstance(content, str) else "\n".join(filter(None, map(_part_text, parts_of(message))))
+
+
+def _part_text(part: Any) -> str:
+    return part["text"] if is_text_part(part) else ""
+
+
+def drop_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row without the None that Arrow puts into dicts for keys of other rows, in its messages, tools and options.
+
+    A message's own keys stay: templates distinguish a content of None.
+    """
+    return {name: _drop_from_field(name, value) for name, value in row.items()}
+
+
+def _drop_from_field(name: str, value: Any) -> Any:
+    if is_messages(value):
+        return [{key: _drop_nulls(item) for key, item in message.items()} for message in value]
+    return _drop_nulls(value) if name in ("tools", "chat_template_kwargs") else value
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_drop_nulls(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+    return value
+
+
+class Form(NamedTuple):
+    """A form of messages: ``arguments`` of tool calls are a dict or str, and content may come in parts or is a text."""
+
+    arguments: type
+    has_parts: bool
+
+    def write(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages in this form."""
+        return [self._write_message(message) for message in messages]
+
+    def _write_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        written = {**message, **_alias_reasoning(message)}
+        if parts_of(message) and not self.has_parts:
+            written["content"] = text_of(message)
+        if calls := tool_calls(message):
+            written["tool_calls"] = [self._write_call(call) for call in calls]
+        return written
+
+    def _write_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": self._write_call(call["function"])}
+        if "arguments" not in call:
+            return dict(call)
+        return {**call, "arguments": self._write_arguments(call["arguments"])}
+
+    def _write_arguments(self, arguments: Any) -> Any:
+        if self.arguments is dict:
+            return _parse_object(arguments)
+        return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
+
+
+FORMS = (Form(dict, True), Form(dict, False), Form(str, True), Form(str, False))
+"""In the order in which they are tried."""
+
+
+def mark_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with a text in each of their parts that occurs nowhere else."""
+    numbers = itertools.count()
+    return [
+        {**message, "content": [{**part, "text": f"\ue000{next(numbers)}\ue000"} for part in parts_of(message)]}
+        if parts_of(message)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def is_read(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
+    """Whether a rendering of ``mark_parts`` holds all parts, and neither lists of parts nor a dict of Python."""
+    contents = [message["content"] for message in messages if parts_of(message)]
+    functions = [call.get("function", call) for message in messages for call in tool_calls(message)]
+    arguments = [function.get("arguments") for function in functions]
+    raw = [str(value) for value in (*contents, *arguments) if value and not isinstance(value, str)]
+    raw += [json.dumps(content, ensure_ascii=False) for content in contents]
+    parts = [part["text"] for content in contents for part in content]
+    return not any(value in text for value in raw) and all(part in text for part in parts)
+
+
+def has_forms(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether messages hold something that is written in several forms."""
+    return any(tool_calls(message) or parts_of(message) for message in messages)
+
+
+def tool_calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The calls of a message, which may come as JSON; none where it has no list of dicts."""
+    calls = message.get("tool_calls") or ()
+    calls = _parse(calls) if isinstance(calls, str) else calls
+    is_list = isinstance(calls, Sequence) and not isinstance(calls, str)
+    return calls if is_list and all(isinstance(call, Mapping) for call in calls) else ()
+
+
+def without(messages: Sequence[Mapping[str, Any]], *names: str) -> list[dict[str, Any]]:
+    """The messages without some of their fields."""
+    return [{name: value for name, value in message.items() if name not in names} for message in messages]
+
+
+def _alias_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message's reasoning under the two names that templates read, as from transformers 5.24 on."""
+    given = next((message[name] for name in REASONING if message.get(name)), None)
+    return {} if given is None else {"thinking": message.get("thinking") or given, "reasoning_content": given}
+
+
+def _parse_object(arguments: Any) -> Any:
+    """The dict that a text of JSON holds; an empty text is {}; others as they are."""
+    parsed = (_parse(arguments) if arguments.strip() else {}) if isinstance(arguments, str) else None
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from whet.data.messages import drop_nulls
 from whet.errors import WhetTypeError, WhetValueError, check_installed
 
 Row = dict[str, Any]
@@ -206,7 +207,7 @@ def _read_parquet(file: Path) -> tuple[Part, list[Row]]:
     from pyarrow import parquet
 
     try:
-        rows = parquet.read_table(file).to_pylist()
+        rows = [drop_nulls(row) for row in parquet.read_table(file).to_pylist()]
     except ValueError as error:
         raise WhetValueError(f"read_rows: {file}: not Parquet: {error}.") from error
     return Part(f"{file}, row ", range(len(rows))), rows
@@ -222,7 +223,7 @@ def _read_dataset(name: str) -> tuple[Part, list[Row]]:
     import datasets  # pyright: ignore[reportMissingImports]
 
     try:
-        rows = [dict(row) for row in datasets.load_dataset(path, config or None, split=split)]
+        rows = [drop_nulls(dict(row)) for row in datasets.load_dataset(path, config or None, split=split)]
     except Exception as error:  # of many kinds: connections, names, splits, formats
         raise WhetValueError(
             f"read_rows: {what} as a dataset failed: {type(error).__name__}: {error} Configuration and split are given "

@@ -41,6 +41,21 @@ def test_templates_render_as_in_transformers(source: str) -> None:
     assert ChatTemplate(source).render(MESSAGES, **VALUES) == in_transformers(source)
 
 
+NONE_IS_TESTED = (
+    "{% for m in messages %}{% if m['content'] is none %}call {{ m['tool'] }}{% else %}{{ 'said ' + m['content'] }}"
+    "{% endif %};{% endfor %}"
+)
+
+
+def test_a_content_of_none_is_kept_for_templates_that_test_for_it() -> None:
+    called = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool": "f", "name": None}]
+    assert ChatTemplate(NONE_IS_TESTED).render(called) == "said a;call f;"
+    # Others see no content, rather than print None.
+    assert ChatTemplate("{% for m in messages %}{{ m.content }};{% endfor %}").render(called) == "a;;"
+    with pytest.raises(WhetValueError, match="has no attribute 'content'"):
+        ChatTemplate(NONE_IS_TESTED).render([{"role": "assistant"}])
+
+
 @pytest.mark.parametrize("content", ["m.content", "m.content | trim", "'[' ~ m.content ~ ']'"])
 def test_the_last_message_stays_open_as_in_transformers(content: str) -> None:
     source = "{% for m in messages %}<{{ m.role }}>{{ " + content + " }}</s>{% endfor %}"

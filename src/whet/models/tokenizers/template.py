@@ -69,7 +69,8 @@ class ChatTemplate:
         """The text of messages.
 
         Args:
-            messages: dicts with ``role`` and ``content``; what is None is left out.
+            messages: dicts with ``role`` and ``content``. What is None is left out, as in transformers; a content of
+                None is kept where the template refuses messages without one, as those that test for it do.
             continue_final_message: end the text with the last message's, open.
             values: what the template sees besides: ``add_generation_prompt``, ``tools``, ``bos_token``, and so on.
 
@@ -77,14 +78,22 @@ class ChatTemplate:
             WhetValueError: the template refuses them, fails, reaches for what it must not have, or exceeds a bound.
             WhetTypeError: they are not plain data.
         """
-        plain = [{name: value for name, value in _plain(message).items() if value is not None} for message in messages]
+        plain = [_plain(message) for message in messages]
+        try:
+            return self._render([_drop_none(message) for message in plain], continue_final_message, values)
+        except WhetValueError:
+            if all(message.get("content", "") is not None for message in plain):
+                raise
+            return self._render([_drop_none(message, "content") for message in plain], continue_final_message, values)
+
+    def _render(self, messages: list[dict[str, Any]], continue_final_message: bool, values: Mapping[str, Any]) -> str:
         if continue_final_message:
-            if not plain or not isinstance(plain[-1].get("content"), str):
+            if not messages or not isinstance(messages[-1].get("content"), str):
                 raise self._error("the last message, which is to be continued, has no text as its content")
-            plain[-1]["content"] += _TAG + " "
+            messages[-1]["content"] += _TAG + " "
         try:
             self._environment.budget.steps = _MOST_STEPS
-            text = self._template.render(messages=plain, **_plain(values))
+            text = self._template.render(messages=messages, **_plain(values))
         except Exception as error:
             raise self._error(f"it cannot render these messages ({error or type(error).__name__})") from error
         if not continue_final_message:
@@ -126,6 +135,10 @@ class ChatTemplate:
         except WhetValueError as error:
             if isinstance(error.__cause__, _BudgetError):
                 raise
+
+
+def _drop_none(message: Mapping[str, Any], kept: str = "") -> dict[str, Any]:
+    return {name: value for name, value in message.items() if value is not None or name == kept}
 
 
 def _plain(value: Any) -> Any:

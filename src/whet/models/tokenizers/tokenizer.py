@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet import _core
-from whet.errors import MissingExtraError, WhetValueError, check_installed
+from whet.errors import MissingExtraError, WhetValueError, check_installed, check_unicode
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.tokenizers import algorithms
 from whet.models.tokenizers.vocabulary import Vocabulary, read_vocabulary
@@ -148,7 +148,11 @@ class GGUFTokenizer:
 
         Args:
             add_special_tokens: with BOS and EOS, as the file says.
+
+        Raises:
+            WhetValueError: the text has lone surrogates.
         """
+        check_unicode("encode", text)
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(
@@ -193,9 +197,9 @@ class GGUFTokenizer:
             options: further variables of the template.
 
         Raises:
-            WhetValueError: there is no template, or it refuses the messages, see ``ChatTemplate.render``; or both of
-                ``add_generation_prompt`` and ``continue_final_message``; or the mask without a dict of ids, or with
-                ``continue_final_message``.
+            WhetValueError: there is no template, or it refuses the messages, see ``ChatTemplate.render``; the text has
+                lone surrogates; or both of ``add_generation_prompt`` and ``continue_final_message``; or the mask
+                without a dict of ids, or with ``continue_final_message``.
             MissingExtraError: jinja2 is not installed.
         """
         if add_generation_prompt and continue_final_message:
@@ -213,6 +217,7 @@ class GGUFTokenizer:
         text = template.render(conversation, continue_final_message=continue_final_message, **values)
         if not tokenize:
             return text
+        check_unicode("apply_chat_template", text)
         encoded = self.backend.encode(text, add_special_tokens=False)
         found: dict[str, list[int]] = {"input_ids": encoded.ids}
         if return_assistant_tokens_mask:
