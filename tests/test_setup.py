@@ -46,6 +46,13 @@ def refusal(tmp_path):
     return line
 
 
+@pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["-h"], 0), ([], 2), (["venv", "build"], 2)])
+def test_other_arguments_print_the_usage_and_make_nothing(arguments, status, tmp_path):
+    run = subprocess.run([HERE, ROOT / "tools" / "set_up.py", *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == status and "python3 tools/set_up.py VENV BUILD EXTRA" in run.stdout
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.fixture
 def bare_home(tmp_path):
     """A PYTHONHOME as of a distribution without python3-dev and python3-venv: no headers, no ensurepip."""

@@ -33,6 +33,9 @@ class SetUpError(Exception):
 
 
 def main(argv: list[str]) -> int:
+    if len(argv) != 3 or argv[0].startswith("-"):
+        print(__doc__)
+        return 0 if argv in (["-h"], ["--help"]) else 2
     try:
         check_machine()
         venv = Path(argv[0]).absolute()
