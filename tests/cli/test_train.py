@@ -250,6 +250,17 @@ def test_steps_default_to_one_pass(files):
     assert read_toml(files.folder / "run" / "config.toml")["steps"] == 2  # 8 rows
 
 
+@pytest.mark.parametrize(("batch_size", "steps"), [(4, 2), (2, 3), (1, 5), (3, 2)])
+def test_one_pass_is_one_pass_with_another_batch_size(files, batch_size, steps):
+    """Of 8 rows, a batch of four and then smaller ones: the pass ends after 8 rows, or where no batch is left."""
+    assert main(["train", "sft", *files("run", batch_size=4), "--checkpoint-every=1"]) == 0
+    shutil.rmtree(files.folder / "run" / "checkpoints" / "step-000002")
+    assert main(["train", "sft", *files("run", batch_size=batch_size)]) == 0
+    assert read_toml(files.folder / "run" / "config.toml")["steps"] == steps
+    assert main(["train", "sft", *files("run", batch_size=batch_size)]) == 0, "a finished pass has no more steps"
+    assert len(read_jsonl(files.folder / "run" / "metrics.jsonl")) == steps
+
+
 def test_resolved_config_repeats_the_run(files):
     assert main(["train", "grpo", *files("first", steps=3, group_size=2, seed=5, **files.online)]) == 0
     config = str(files.folder / "first" / "config.toml")

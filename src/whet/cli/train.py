@@ -101,6 +101,7 @@ def _train(method: str, run: Any) -> int:
     inputs = read_inputs(run)
     for note in check_inputs(folder / "inputs.json", inputs) if checkpoint else []:
         _say(note)
+    is_one_pass = not run.steps
     run.steps = run.steps or max(1, len(rows) // run.batch_size)
 
     model, tokenizer = load_model(run.model, run.dtype, run.base if run.has_adapters() else "none")
@@ -125,7 +126,11 @@ def _train(method: str, run: Any) -> int:
     ]
     with contextlib.ExitStack() as stack:
         arguments["logger"] = [stack.enter_context(logger) for logger in _loggers(method, run, folder)]
-        trainer = _make_trainer(ALGORITHMS[method], checkpoint, model, run.steps, arguments)
+        trainer = _make_trainer(ALGORITHMS[method], checkpoint, model, arguments)
+        if checkpoint and is_one_pass:
+            run.steps = _last_step_of_pass(trainer, len(rows))
+        if checkpoint:
+            _check_steps(trainer, checkpoint, run.steps)
         if trainer.ranks.is_first:
             write_toml(folder / "config.toml", dataclasses.asdict(run))
             write_inputs(folder / "inputs.json", inputs)
@@ -276,7 +281,7 @@ def _loggers(method: str, run: Any, folder: Path) -> list[Logger]:
     if launched_rank() > 0:
         return []
     loggers = [JSONLLogger(folder / "metrics.jsonl"), *(makers[name]() for name in run.loggers)]
-    return [*loggers, ProgressLogger(run.steps, description=method)]
+    return [*loggers, ProgressLogger(description=method)]
 
 
 def _kept_id(file: Path) -> str:
@@ -287,20 +292,26 @@ def _kept_id(file: Path) -> str:
     return file.read_text(encoding="utf-8").strip()
 
 
-def _make_trainer(
-    algorithm: type[Trainer], checkpoint: Path | None, model: Any, steps: int, arguments: dict[str, Any]
-) -> Trainer:
+def _make_trainer(algorithm: type[Trainer], checkpoint: Path | None, model: Any, arguments: dict[str, Any]) -> Trainer:
     if checkpoint is None:
         for logger in arguments["logger"]:
             if hasattr(logger, "truncate_after"):
                 logger.truncate_after(-1)  # what a run left that was killed before its first checkpoint
         return algorithm(model, **arguments)
-    trainer = algorithm.from_checkpoint(checkpoint, model, **arguments)
+    return algorithm.from_checkpoint(checkpoint, model, **arguments)
+
+
+def _last_step_of_pass(trainer: Trainer, n_rows: int) -> int:
+    """The number of the step that ends the first pass over the rows, which may have begun with another batch size."""
+    left = n_rows - trainer.position if trainer.epoch == 0 else 0
+    return trainer.step + max(0, left // trainer.config.batch_size)
+
+
+def _check_steps(trainer: Trainer, checkpoint: Path, steps: int) -> None:
     if trainer.step > steps:
         raise WhetValueError(f"{checkpoint} is past steps = {steps}. Choose another output_dir, or more steps.")
     _say(f"continuing from {checkpoint}")
     _note_schedule(trainer, steps)
-    return trainer
 
 
 def _note_schedule(trainer: Trainer, steps: int) -> None:
