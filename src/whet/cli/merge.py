@@ -23,6 +23,7 @@ from whet.models.base import PackedBase, pack_recorded, read_binding
 from whet.models.formats import TABLE
 from whet.models.slots import Source
 from whet.models.sources.pretrained import open_pretrained
+from whet.models.written_folder import complete_folder
 
 FolderDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -94,6 +95,7 @@ def write_folder(model: str, adapter: str, output: str, dtype: FolderDtype, over
         with system_errors():
             module.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
+            complete_folder(temporary)
             facts = {
                 "Model": Path(model).name,
                 "Adapters, merged into it": adapter and Path(adapter).name,

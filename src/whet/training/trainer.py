@@ -39,6 +39,7 @@ from whet.errors import NonFiniteError, WhetTypeError, WhetValueError, check_int
 from whet.memory import MemoryWatch, register_holder, tensor_memory
 from whet.models.base import write_record
 from whet.models.sources.live import check_frequencies
+from whet.models.written_folder import complete_folder
 from whet.nn.accelerate import acceleration_of, choose_accelerations
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.frozen import base_of
@@ -694,6 +695,7 @@ class Trainer(ABC):
         cast(Any, self.model).save_pretrained(folder, **options)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
+        complete_folder(folder)
         if base is not None:
             write_record(folder, base.record())
 

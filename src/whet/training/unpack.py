@@ -17,6 +17,7 @@ from whet.checkpoint.modules import build_module, load_module_tensors
 from whet.errors import CheckpointError
 from whet.files import replace_text
 from whet.models.base import write_record
+from whet.models.written_folder import complete_folder
 
 
 def adapter_settings(model: nn.Module) -> dict[str, Any] | None:
@@ -50,6 +51,7 @@ def unpack_model(checkpoint: str | os.PathLike[str], folder: str | os.PathLike[s
         if not hasattr(model, "save_pretrained"):
             raise CheckpointError(f"{checkpoint} holds a {type(model).__name__}, which is no Hugging Face model.")
         model.save_pretrained(folder)
+        complete_folder(folder)
     elif settings is None:
         raise CheckpointError(
             f"{checkpoint} holds a part of its model, and not the settings of adapters. Load it with from_checkpoint "
@@ -60,6 +62,7 @@ def unpack_model(checkpoint: str | os.PathLike[str], folder: str | os.PathLike[s
         replace_text(folder / "adapter_config.json", json.dumps(settings["config"], indent=2, sort_keys=True) + "\n")
         if state.get("base") is not None:
             write_record(folder, state["base"])
+        complete_folder(folder)
 
 
 def _named_as_saved(tensors: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
