@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.engine.tiny_models import tiny_model
 from tests.models.test_export import N_ROWS, N_TOKENS, PRE_TOKENIZERS, save
@@ -11,7 +13,9 @@ from tests.models.tokenizers import vocab_files
 from tests.tiny import with_lora
 from transformers import AutoModelForCausalLM
 
-from whet.cli import main
+from whet.cli import export, main
+from whet.engine import probe
+from whet.models.rows import Rows
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.gguf_container import read_gguf
 from whet.models.tokenizers import read_tokenizer
@@ -30,6 +34,41 @@ def test_a_folder_in_a_mixture(folder, tmp_path, capsys):
     assert capsys.readouterr().out.startswith(f"{out}: ") and open_gguf(out).config.hidden_dim == 64
     assert main(["export", str(out), str(tmp_path / "two.gguf"), "--quantize", "f16"]) == 0
     assert "F16 16" in capsys.readouterr().out
+
+
+def test_a_file_that_is_another_model_is_removed(folder, tmp_path, capsys, monkeypatch):
+    def negated(self, slot, order):
+        return -values(self, slot, order) if slot.endswith("down") else values(self, slot, order)
+
+    values = Rows.values
+    monkeypatch.setattr(Rows, "values", negated)
+    monkeypatch.setattr(Rows, "stored_format", lambda *_: None)
+    assert main(["export", str(folder), str(tmp_path / "tiny.gguf"), "--quantize", "f32"]) == 2
+    error = capsys.readouterr().err
+    assert "what was written is not this model: tokens 1 to 63" in error and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_takes_too_long_is_not_compared_which_is_printed(folder, tmp_path, capsys, monkeypatch):
+    assert main(["export", str(folder), str(tmp_path / "a.gguf"), "--quantize", "f32"]) == 0
+    assert re.search(r"; log-probs \d\S* from the model's$", capsys.readouterr().out)
+    monkeypatch.setattr(probe, "_MOST_SECONDS", 0.0)
+    assert main(["export", str(folder), str(tmp_path / "b.gguf"), "--quantize", "f32"]) == 0
+    captured = capsys.readouterr()
+    assert "log-probs" not in captured.out and "that takes more than 30 s, or the memory" in captured.err
+
+
+@pytest.mark.parametrize("case", ["llama-longrope", "llama-yarn", "llama-llama3", "llama-linear"])
+def test_positions_beyond_the_original_context_are_compared(case, folder, tmp_path, capsys, monkeypatch):
+    model, checked = tiny_model(case, vocab_size=N_ROWS), []
+    tokenizer = vocab_files.train_byte_level(list(PRE_TOKENIZERS["qwen2"].patterns), N_TOKENS)
+    own = save(model, tokenizer, tmp_path / "model")
+    monkeypatch.setattr(probe, "engine_logprobs", lambda source, each: checked.append(each) or np.zeros(1))
+    monkeypatch.setattr(export, "engine_logprobs", lambda source, each: np.zeros(1))
+    assert main(["export", str(own), str(tmp_path / "a.gguf"), "--quantize", "f32"]) == 0
+    original = 21 if case == "llama-linear" else 16
+    assert [(each.first, len(each.ids)) for each in checked] == [(1, 64), (original, original + 16)]
+    assert {0, 1} <= set(checked[0].ids)  # BOS and EOS
 
 
 def test_adapters_by_their_folder(folder, tmp_path):

@@ -14,7 +14,7 @@ from tests.engine.tiny_models import tiny_model
 from tests.models.test_export import N_ROWS, N_TOKENS, PRE_TOKENIZERS, make_texts, save
 from tests.models.tokenizers import vocab_files
 from tests.tiny import with_lora
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from whet.cli import main
 from whet.cli.models import load_model
@@ -75,6 +75,25 @@ def test_adapters_are_merged_as_peft_merges_them(folder, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "a").encode("Hello") == AutoTokenizer.from_pretrained(
         folder
     ).encode("Hello")
+
+
+@pytest.mark.parametrize("command", ["merge", "convert"])
+def test_a_folder_that_is_another_model_is_removed(command, folder, tmp_path, capsys, monkeypatch):
+    def save_other(module, path, **options):
+        module.get_input_embeddings().weight.data.neg_()
+        save_pretrained(module, path, **options)
+
+    adapters_of(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "lora", folder.name == "gpt2")
+    assert main(["export", str(folder), str(tmp_path / "m.gguf"), "--quantize", "f16"]) == 0
+    save_pretrained = PreTrainedModel.save_pretrained
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", save_other)
+    capsys.readouterr()
+    given = {"merge": [str(folder), "--adapter", str(tmp_path / "lora")], "convert": [str(tmp_path / "m.gguf")]}[
+        command
+    ]
+    assert main([command, *given, str(tmp_path / "out")]) == 2
+    assert "what was written is not this model" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_adapters_of_a_quantised_base_are_merged_into_its_numbers(folder, tmp_path):

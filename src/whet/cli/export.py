@@ -19,6 +19,7 @@ from whet.cli.modelfile import modelfile
 from whet.cli.settings import parse_flags
 from whet.cli.text_model import find_model, read_template, with_adapters
 from whet.config.fields import PathText
+from whet.engine.probe import Comparison, engine_logprobs, original_position
 from whet.errors import WhetValueError
 from whet.files import replace_text
 from whet.models.base import pack_recorded, read_binding
@@ -28,8 +29,14 @@ from whet.models.formats import TABLE, FileType
 from whet.models.gguf_writer import Progress as Told
 from whet.models.gguf_writer import check_place
 from whet.models.slots import Source
+from whet.models.sources.folder import read_config
+from whet.models.sources.gguf import read_options
+from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers import read_tokenizer
+
+_TOLERANCES = {"f32": 0.01, "f16": 0.3, "bf16": 0.3, "q8_0": 0.5}
+"""Relative error of log-probs by file type; of fewer bits 1, from which on a file knows nothing of the model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +95,7 @@ def main(argv: Sequence[str]) -> int:
         _write_beside(asked, model, adapter, source, found)
         return 0
     template = read_template(asked.chat_template, where) if asked.chat_template else None
+    checked = _Checked(opened, source._replace(adapters=tuple(adapters)), asked.quantize or "q4_k_m", where)
     with told_of(output.name) as progress:
         found = export_gguf(
             opened,
@@ -100,12 +108,37 @@ def main(argv: Sequence[str]) -> int:
             chat_template=template,
             overwrite=asked.overwrite,
             progress=progress,
+            check=checked,
         )
-    print(f"{output}: {describe(found)}")
-    if found.note:
-        print(f"{where}: {found.note}.", file=sys.stderr)
+    print(f"{output}: {describe(found)}{checked.result}")
+    for note in filter(None, (found.note, checked.skipped)):
+        print(f"{where}: {note}.", file=sys.stderr)
     _write_beside(asked, model, adapter, source, found)
     return 0
+
+
+class _Checked:
+    """Compares the written file with the model.
+
+    Attributes:
+        result: the mean difference of the log-probs, in words; empty: they were not compared.
+        skipped: see ``Comparison``.
+    """
+
+    result = skipped = ""
+
+    def __init__(self, model: str | GGUFFile, source: Source, quantize: str, where: str) -> None:
+        self._model, self._source, self._quantize, self._where = model, source, quantize, where
+
+    def __call__(self, path: Path) -> None:
+        config = read_options(self._model, self._where) if isinstance(self._model, GGUFFile) else None
+        config = config or read_config(Path(self._model), self._where)  # pyright: ignore[reportArgumentType]
+        original = original_position(config, self._where)
+        comparison = Comparison(self._source.config, read_tokenizer(path), original, self._where)
+        comparison.measure(lambda probe: engine_logprobs(self._source, probe))
+        mean = comparison.check(path, _TOLERANCES.get(self._quantize, 1.0))
+        self.result = "" if mean is None else f"; log-probs {mean:.2g} from the model's"
+        self.skipped = comparison.skipped
 
 
 def _write_beside(asked: ExportConfig, model: str, adapter: str, source: Source, found: Exported) -> None:

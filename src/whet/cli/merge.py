@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 import tyro
 
@@ -17,6 +19,7 @@ from whet.cli.models import import_peft, load_model, merge_adapters, system_erro
 from whet.cli.settings import parse_flags
 from whet.cli.text_model import find_model, with_adapters
 from whet.config.fields import PathText
+from whet.engine.probe import Comparison, Probe, original_position
 from whet.errors import WhetValueError
 from whet.files import check_folder_of, replace_folder, temporary_beside, told_if_full, told_if_unwritable
 from whet.models.base import PackedBase, pack_recorded, read_binding
@@ -78,13 +81,21 @@ def write_folder(model: str, adapter: str, output: str, dtype: FolderDtype, over
     module: Any
     module, tokenizer = load_model(model, "float32")
     module = module.cpu()
+    original = original_position(module.config.to_dict(), where)
+    comparison = Comparison(source.config, tokenizer, original, where)
+
+    def measure(model: Any) -> None:
+        comparison.measure(lambda probe: torch_logprobs(model, probe))
+
     if adapter:
         if (record := read_binding(adapter, source, False, where)) is not None:
             copy_base(pack_recorded(source, record, where, adapter), module)
         try:
-            module = merge_adapters(module, adapter)
+            module = merge_adapters(module, adapter, measure)
         except (RuntimeError, ValueError, OSError, KeyError, TypeError) as error:
             raise WhetValueError(f"{where}: {adapter!r} does not fit {model!r}: {error}") from error
+    else:
+        measure(module)
     module = module.to(getattr(torch, kind))
     size_bytes = sum(parameter.nbytes for parameter in module.parameters())
     with (
@@ -103,8 +114,23 @@ def write_folder(model: str, adapter: str, output: str, dtype: FolderDtype, over
                 "Stored as": kind,
             }
             (temporary / "README.md").write_text(folder_card(out, "Merged" if adapter else "Converted", facts))
+        comparison.check(temporary, 0.01 if kind == "float32" else 0.3, by_length=True)
         replace_folder(temporary, out)
     print(f"{out}: {in_bytes(size_bytes)} of {kind}")
+    if comparison.skipped:
+        print(f"{where}: {comparison.skipped}.", file=sys.stderr)
+
+
+@torch.no_grad()
+def torch_logprobs(model: Any, probe: Probe) -> np.ndarray:
+    """Log-probs of a probe by a model of transformers, perhaps with adapters."""
+    kind = model.config._attn_implementation
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.config._attn_implementation = "eager"  # the others leave the cap out
+    ids = torch.tensor([probe.ids])
+    logits = model(ids, logits_to_keep=len(probe.ids) - probe.first + 1, use_cache=False).logits[0, :-1]
+    model.config._attn_implementation = kind
+    return logits.float().log_softmax(-1).gather(-1, ids[0, probe.first :, None])[:, 0].numpy()
 
 
 def check_place(out: Path, overwrite: bool, where: str) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -178,11 +178,14 @@ def system_errors() -> Iterator[None]:
         raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
 
 
-def merge_adapters(model: Any, folder: str) -> Any:
+def merge_adapters(model: Any, folder: str, look: Callable[[Any], None] | None = None) -> Any:
     """The model in floats with the LoRA adapters of a folder merged into its weights, which change in place.
 
     Where the head is the embedding and an adapter changes one of them, each becomes a matrix of its own: merged into
     the one that they share, it would change both.
+
+    Args:
+        look: called with the model and its adapters before they are merged.
 
     Raises:
         MissingExtraError: peft is not installed.
@@ -190,6 +193,8 @@ def merge_adapters(model: Any, folder: str) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(Model has `tie_word_embeddings=True`|.*are no longer tied)", UserWarning)
         adapted = import_peft().PeftModel.from_pretrained(model, folder)
+        if look is not None:
+            look(adapted)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         is_tied = head is not None and head.weight is embedding.weight
         if is_tied and any(hasattr(layer, "base_layer") for layer in (embedding, head)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +49,7 @@ def export_gguf(
     chat_template: str | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
+    check: Callable[[Path], Any] | None = None,
 ) -> Exported:
     """Write a model as a GGUF file, with its tokenizer and chat template.
 
@@ -68,6 +69,7 @@ def export_gguf(
         chat_template: in place of the tokenizer's.
         overwrite: whether a file that is there is replaced.
         progress: called with the bytes that are written, and those that will be.
+        check: as of ``write_gguf``.
 
     Raises:
         WhetValueError: no such type; a model that the engine does not run or that GGUF has no place for; a damaged
@@ -104,7 +106,7 @@ def export_gguf(
         metadata["tokenizer.chat_template"] = chat_template
     metadata |= {"general.file_type": mixture.file_type, "general.quantization_version": _QUANTIZATION_VERSION}
     tensors = [*(_vector_tensor(name, vector) for name, vector in vectors.items()), *tensors]
-    size_bytes = write_gguf(path, metadata, tensors, overwrite=overwrite, where=where, progress=progress)
+    size_bytes = write_gguf(path, metadata, tensors, overwrite=overwrite, where=where, progress=progress, check=check)
     return Exported(size_bytes, count_formats(tensors), keys.note if keys is not None else "")
 
 

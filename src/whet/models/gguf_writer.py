@@ -63,6 +63,7 @@ def write_gguf(
     overwrite: bool = False,
     where: str = "write_gguf",
     progress: Progress | None = None,
+    check: Callable[[Path], Any] | None = None,
 ) -> int:
     """Write a file and force it to disk; returns its bytes. Where it fails, what was at ``path`` is left alone.
 
@@ -74,6 +75,7 @@ def write_gguf(
         overwrite: whether a file that is there is replaced.
         where: begins the errors.
         progress: told of every chunk.
+        check: called with the path of the written file before that takes its name; what it raises removes the file.
 
     Raises:
         WhetValueError: there is such a file, or none can be written there; or what ``chunks`` raises.
@@ -98,6 +100,8 @@ def write_gguf(
                     if progress is not None:
                         progress(n_written, total)
                 os.fsync(file.fileno())
+            if check is not None:
+                check(temporary)
             os.replace(temporary, path)
         force_to_disk(path.parent)
     return total

@@ -1,0 +1,157 @@
+"""Compares a model that was written, as a file or folder, with what it was made from: log-probs of a text by both.
+
+The text has 80 tokens, special ones among them: the first positions, and those around 64. Where rotary frequencies are
+scaled for a longer context, a second text goes beyond the original one. What was written is read as any model is, in
+float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from whet.engine.engine import Engine
+from whet.errors import WhetError, WhetValueError
+from whet.memory import available_bytes, resident_bytes
+from whet.models.architecture import ModelConfig, Piece
+from whet.models.families import family_of, rope_scaling, trained_position
+from whet.models.rows import Rows
+from whet.models.slots import Source, untie_adapted
+from whet.models.sources.pretrained import open_pretrained
+
+_N_TOKENS = 80
+_N_BEYOND = 16
+_MOST_SECONDS = 30.0
+_SECONDS_PER_PARAMETER = 1.5e-8
+"""To read both models and to compute the first text, on two cores: 2 s for 135 M parameters."""
+_LEAST_SPREAD = 0.01
+"""Of log-probs around their mean; those of a model without training are all the same."""
+_TEXT = "The quick brown fox jumps over 13 lazy dogs.\n\n  def f(x): return x ** 2  # 3.14\nDas ist schön, 日本語 too."
+
+
+class Probe(NamedTuple):
+    """Tokens, of which the log-probs from ``first`` on are compared."""
+
+    ids: list[int]
+    first: int
+
+
+class Comparison:
+    """The log-probs of probe texts by a model, with which those of what is written of it are compared.
+
+    Args:
+        config: the model's.
+        tokenizer: that of the model, of transformers or of a GGUF file.
+        original: tokens of the context before rotary frequencies were scaled; None: they are not.
+        where: begins the error.
+
+    Attributes:
+        skipped: what is not compared, in a sentence, as it would take more than 30 s or the memory; empty: nothing.
+    """
+
+    def __init__(self, config: ModelConfig, tokenizer: Any, original: int | None, where: str) -> None:
+        self.skipped, self._where = "", where
+        self._expected: list[tuple[Probe, np.ndarray]] = []
+        longest = min(_N_TOKENS, config.max_position)
+        self._probes = [Probe(_probe_ids(tokenizer, config.vocab_size, longest), 1)]
+        if original is not None and original + _N_BEYOND <= config.max_position:
+            self._probes.append(Probe(_probe_ids(tokenizer, config.vocab_size, original + _N_BEYOND), original))
+        if config.n_parameters * _SECONDS_PER_PARAMETER > _MOST_SECONDS or 5 * config.n_parameters > _free_bytes():
+            self.skipped = "its log-probs are not compared with the model's: that takes more than 30 s, or the memory"
+            self._probes = []
+
+    def measure(self, logprobs: Callable[[Probe], np.ndarray]) -> None:
+        """Keep the model's log-probs of each text, (n - first,), for ``check``."""
+        seconds = 0.0
+        for probe in self._probes:
+            if self._expected and seconds * len(probe.ids) / _N_TOKENS > _MOST_SECONDS:
+                self.skipped = (
+                    f"its log-probs beyond {probe.first:,} tokens are not compared: that takes more than 30 s"
+                )
+                break
+            began = time.perf_counter()
+            self._expected.append((probe, np.asarray(logprobs(probe), np.float64)))
+            seconds = time.perf_counter() - began
+
+    def check(self, path: Path, tolerance: float, *, by_length: bool = False) -> float | None:
+        """Mean difference of the log-probs; None: nothing was compared.
+
+        Args:
+            path: of the file or folder.
+            by_length: whether rotary frequencies that depend on the length of a text are those of the probe's, as in
+                transformers, or of the model's longest.
+            tolerance: the norm of the differences, relative to that of the log-probs around their mean.
+
+        Raises:
+            WhetValueError: they differ by more.
+        """
+        means = []
+        for probe, expected in self._expected:
+            source = open_pretrained(path, max_position=len(probe.ids) if by_length else None)
+            difference = engine_logprobs(source, probe) - expected
+            means.append(float(np.abs(difference).mean()))
+            spread = max(np.linalg.norm(expected - expected.mean()), _LEAST_SPREAD * len(expected) ** 0.5)
+            error = float(np.linalg.norm(difference) / spread)
+            if not error <= tolerance:
+                raise WhetValueError(
+                    f"{self._where}: what was written is not this model: tokens {probe.first} to {len(probe.ids) - 1} "
+                    f"of a probe text have log-probs {means[-1]:.3g} from the model's in the mean (relative error "
+                    f"{error:.2g}, expected up to {tolerance:g}). It was removed. Try a type with more bits."
+                )
+        return max(means, default=None)
+
+
+def engine_logprobs(source: Source, probe: Probe) -> np.ndarray:
+    """Log-probs of a probe by a source with its adapters, read in float32 or, of a packed base, as it is."""
+    source = _merge_outside_layers(source)
+    formats = {} if source.base is not None else dict.fromkeys(("weights", "embedding", "head"), "float32")
+    with Engine(source, max_batch=1, where="probe", **formats) as engine:
+        return np.asarray(engine.logprobs([probe.ids], start=probe.first)[0], np.float64)
+
+
+def _merge_outside_layers(source: Source) -> Source:
+    """The source with the adapters merged in that an engine does not compute apart: those of embedding and head."""
+    source = untie_adapted(source)
+    changed = {adapter.slot for adapter in source.adapters if not adapter.slot.startswith("layers.")}
+    if not changed:
+        return source
+    rows, shapes = Rows(source, "probe"), source.config.slots()
+
+    def pieces() -> Iterator[Piece]:
+        yield from (piece for piece in source.pieces() if piece.slot not in changed)
+        for slot in sorted(changed):
+            yield Piece(slot, 0, rows.values(slot, np.arange(shapes[slot][0])), "float32")
+
+    adapters = tuple(adapter for adapter in source.adapters if adapter.slot not in changed)
+    return source._replace(pieces=pieces, adapters=adapters)
+
+
+def _free_bytes() -> float:
+    try:
+        return available_bytes() - resident_bytes()
+    except WhetError:  # not Linux
+        return math.inf
+
+
+def original_position(config: Mapping[str, Any], where: str) -> int | None:
+    """Tokens of the context before the rotary frequencies of a Hugging Face config were scaled; None: they are not."""
+    if family_of(config, where).rope != "neox":
+        return None
+    scaling = rope_scaling(config, where)
+    if scaling["rope_type"] == "linear":
+        return max(1, int(trained_position(config, where) / scaling["factor"]))
+    original = scaling.get("original_max_position_embeddings")
+    return int(original) if original else None
+
+
+def _probe_ids(tokenizer: Any, vocab_size: int, n: int) -> list[int]:
+    special = [i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if isinstance(i, int)]
+    text = tokenizer.encode(_TEXT, add_special_tokens=False)
+    ids = [i for i in (*special[:1], *text[: len(text) // 2], *special, *text[len(text) // 2 :]) if i < vocab_size]
+    return list(itertools.islice(itertools.cycle(ids or [0]), n))
