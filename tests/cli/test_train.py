@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.cli.conftest import write_rows
 from tests.processes import WHET, run_python
 from tests.raising import assert_raises
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -101,6 +102,36 @@ def test_sft_learns_and_reports_the_held_out_loss(files, tiny_model, capsys):
             total += model(torch.tensor([prompt + completion]), labels=labels).loss.item() * len(completion)
             n_tokens += len(completion)
         assert measured[step] == pytest.approx(total / n_tokens, rel=1e-5)
+
+
+KEEPS_LAST_THOUGHT = (
+    "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content if loop.last else m.content.split('>')[-1] }}"
+    "{{ eos_token }}{% endgeneration %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_a_chat_template_in_place_of_the_models(files, tiny_model, error_of):
+    contents = ["a", "<t>hm</t>b", "c", "<t>so</t>d"]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    write_rows(files.folder / "chats.jsonl", [{"messages": messages}] * 2)
+    own, marked = files.folder / "own.jinja", files.folder / "marked.jinja"
+    marked.write_text(
+        KEEPS_LAST_THOUGHT.replace("{% generation %}", "{% if m.role == 'assistant' %}{% generation %}", 1).replace(
+            "{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content }}{{ eos_token }}{% endif %}"
+        )
+    )
+    own.write_text(KEEPS_LAST_THOUGHT.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
+    run = files("run", "chats.jsonl", steps=1, lora_rank=2)
+    assert "(--chat-template of whet train)" in error_of("train", "sft", *run, f"--chat-template={own}")
+    run = [*run, f"--chat-template={marked}"]
+    assert main(["train", "sft", *run]) == 0
+    assert AutoTokenizer.from_pretrained(files.folder / "run" / "model").chat_template == marked.read_text()
+    refused = error_of("train", "sft", *run[:-1], f"--chat-template={own}")
+    assert "holds a run with chat_template = " in refused and "Choose another output_dir" in refused
+    marked.write_text(marked.read_text() + "{# other #}")
+    assert "marked.jinja (chat_template) has changed" in error_of("train", "sft", *run)
+    missing = error_of("train", "sft", *files("other", steps=1, chat_template="none.jinja"))
+    assert "chat_template 'none.jinja' cannot be read" in missing
 
 
 def test_dpo_reports_accuracy_and_margins(files):

@@ -134,7 +134,10 @@ def test_a_single_turn_is_the_completion_that_it_was(name: str) -> None:
 def test_turns_that_cannot_be_told_are_refused(
     name: str, row: dict[str, Any], turn: int, alone: str, whole: str, is_own: bool
 ) -> None:
-    fix = r"marks, give each turn a row of its own \(as its completion\), or train .* \(loss_on='last_turn' of SFT\)\.$"
+    fix = (
+        r"marks \(--chat-template of whet train\), give each turn a row of its own \(as its completion\), or train .* "
+        r"\(loss_on='last_turn' of SFT\)\.$"
+    )
     message = rf"tokenize_turns: messages\[{turn}\] is the assistant's, and .* {alone}.* alone, and as .*{whole}.*{fix}"
     assert_raises(WhetValueError, message, tokenize_turns, row, published(name, is_own))
 

@@ -34,7 +34,7 @@ def main(run: BestOfNRun) -> int:
         functions = [*rows.reward_functions(), *functions]
     else:
         rows = [{"prompt": run.prompt}] if run.prompt else read_rows(run.prompts, run.columns)
-    model, tokenizer = load_model(run.model, run.dtype)
+    model, tokenizer = load_model(run.model, run.dtype, chat_template=run.chat_template)
     if run.task:
         check_prompts_fit(model, tokenizer, rows, "whet best-of-n")
     print(f"best of {run.n} of {run.model}: {describe_size(model)}", file=sys.stderr)

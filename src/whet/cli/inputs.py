@@ -43,6 +43,7 @@ def _files(run: Any) -> Iterator[tuple[str, list[Path]]]:
         yield setting, [file for source in getattr(run, setting) for file in source_files(source)]
     for setting in _CODE:
         yield setting, _existing(list(map(_source, _places(run, setting))))
+    yield "chat_template", _existing([run.chat_template])
     if run.adapter:
         yield "adapter", [path for path in sorted(Path(run.adapter).glob("adapter_*")) if path.is_file()]
     model = Path(run.model)

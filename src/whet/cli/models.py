@@ -20,6 +20,7 @@ from torch import nn
 from whet.cli import without_collection
 from whet.cli.estimate import in_bytes
 from whet.cli.runs import RunConfig
+from whet.cli.text_model import read_template
 from whet.errors import CheckpointError, MissingExtraError, WhetValueError, check_installed
 from whet.models.adapter_files import base_name
 from whet.models.base import check_record, pack_recorded, read_record
@@ -36,7 +37,7 @@ from whet.nn.frozen import base_of, frozen_model
 ADAPTERS = "adapter_config.json"
 
 
-def load_model(name: str, dtype: str, base: str = "none") -> tuple[nn.Module, Any]:
+def load_model(name: str, dtype: str, base: str = "none", chat_template: str = "") -> tuple[nn.Module, Any]:
     """The causal model of a folder, .gguf file or hub name, on the GPU if there is one, and its tokenizer.
 
     Of a folder of LoRA adapters: its base model with the adapters merged in, or beside the quantised base that they
@@ -46,11 +47,13 @@ def load_model(name: str, dtype: str, base: str = "none") -> tuple[nn.Module, An
         name: a folder that ``save_pretrained`` wrote, a .gguf file, or a name on the hub.
         dtype: of the weights, "auto" for that which they are stored in; those of a GGUF file become float32.
         base: format in which they are packed, on the CPU, in place of dtype; "own": that of the file; "none": floats.
+        chat_template: a file with a template in place of the tokenizer's own; empty: its own.
 
     Raises:
-        WhetValueError: there is no such model, or it, or its tokenizer, cannot be read.
+        WhetValueError: there is no such model, or it, its tokenizer or the template cannot be read.
         MissingExtraError: a folder of adapters, and peft is not installed.
     """
+    template = read_template(chat_template, "load_model") if chat_template else None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     # PEFT asks every model for it.
@@ -74,6 +77,8 @@ def load_model(name: str, dtype: str, base: str = "none") -> tuple[nn.Module, An
         ) from error
     if base_of(model) is None and torch.cuda.is_available():
         model = model.to("cuda")
+    if template is not None:
+        tokenizer.chat_template = template
     return model, tokenizer
 
 

@@ -54,6 +54,8 @@ class RunConfig:
     layer but the head."""
     modules_to_save: list[str] = field(default_factory=list)
     """Names of modules that are trained whole, beside adapters, and saved with them."""
+    chat_template: PathText = ""
+    """A file with a Jinja chat template, which is saved with the model; empty: the tokenizer's."""
     adapter: PathText = ""
     """A folder of adapters that PEFT or whet train saved, to go on with; it says rank, alpha and layers itself."""
     base: Base = "auto"
@@ -224,6 +226,8 @@ class _BestOfNInputs:
 
     model: PathText = ""
     """Required: a folder with a Hugging Face model, a .gguf file, or a name on the hub."""
+    chat_template: PathText = ""
+    """A file with a Jinja chat template; empty: the tokenizer's."""
     prompts: Paths = field(default_factory=list)
     """Rows with a prompt each, see data of whet train grpo --help."""
     columns: Columns = field(default_factory=dict)

@@ -65,7 +65,7 @@ ALGORITHMS: dict[str, type[Trainer]] = {"sft": SFT, "dpo": DPO, "grpo": GRPO, "o
 
 _IDENTITY = (
     "model", "data", "columns", "task", "seed", "dtype", "base", "adapter", "lora_rank", "lora_alpha", "lora_dropout",
-    "use_rslora", "lora_layers", "modules_to_save",
+    "use_rslora", "lora_layers", "modules_to_save", "chat_template",
 )  # fmt: skip
 """Settings that a run keeps for good. Others may change when it is continued, which is said."""
 
@@ -104,7 +104,7 @@ def _train(method: str, run: Any) -> int:
     is_one_pass = not run.steps
     run.steps = run.steps or max(1, len(rows) // run.batch_size)
 
-    model, tokenizer = load_model(run.model, run.dtype, run.base if run.has_adapters() else "none")
+    model, tokenizer = load_model(run.model, run.dtype, run.base if run.has_adapters() else "none", run.chat_template)
     if getattr(run, "task", []):
         for part in (rows, held_out):
             check_prompts_fit(model, tokenizer, part, where)

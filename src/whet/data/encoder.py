@@ -200,8 +200,8 @@ class Encoder:
         return self.error(
             "messages[{}] is the assistant's, and its tokens in the conversation cannot be told exactly: the chat "
             "template renders the messages {} as ...{!r} alone, and as ...{!r} in the conversation. Use a template "
-            "with {{% generation %}} marks, give each turn a row of its own (as its completion), or train on the last "
-            "turn (loss_on='last_turn' of SFT).".format(turn, which, *parts)
+            "with {{% generation %}} marks (--chat-template of whet train), give each turn a row of its own (as its "
+            "completion), or train on the last turn (loss_on='last_turn' of SFT).".format(turn, which, *parts)
         )
 
     def _marked_spans(
