@@ -200,7 +200,7 @@ def test_online_dpo(model, ref_model):
     )
     for prompt_batch in torch.randint(VOCAB, (2, 3, 4)):
         metrics = online_dpo.train_step(prompt_batch)
-    assert len(seen) == 6 and seen[0][0].shape == (128,) and not torch.equal(*seen[0])
+    assert len(seen) == 6 and seen[0][0].shape == (online_dpo.config.max_new_tokens,) and not torch.equal(*seen[0])
     assert math.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0
 
 
@@ -260,22 +260,40 @@ def test_custom_training_loop():
 
 
 def test_callbacks(model, ref_model):
-    """Not in the guide's code, but in its text: the base class of rlox's, and the method that its algorithms call."""
-    from whet.callbacks import Callback
-
+    """Not in the guide's code, but in its text: rlox's own callbacks, and ours with the method that rlox calls."""
     from whet.algorithms.dpo import DPO
+    from whet.training.callbacks import Callback
 
-    class Losses(Callback):
+    class Own(Callback):
         def __init__(self):
             self.seen = []
 
         def on_train_batch(self, **metrics):
             self.seen.append(metrics)
 
-    losses = Losses()
-    dpo = DPO(model=model, ref_model=ref_model, callbacks=[losses])
-    steps = [dpo.train_step(*pair) for pair in pairs(2)]
-    assert losses.seen == steps
+    class OfRlox:
+        def __init__(self):
+            self.seen = []
+
+        def on_training_start(self, **kwargs):
+            self.seen.append("start")
+
+        def on_train_batch(self, **metrics):
+            self.seen.append(metrics)
+
+        def on_step(self, **kwargs):
+            self.seen.append(kwargs)
+            return kwargs["step"] < 2
+
+        def on_training_end(self, **kwargs):
+            self.seen.append("end")
+
+    own, other = Own(), OfRlox()
+    dpo = DPO(model=model, ref_model=ref_model, callbacks=[own, other], batch_size=1)
+    last = dpo.train([(p[0], c[0], r[0]) for p, c, r in pairs(4)])
+    assert dpo.step == 2 and len(own.seen) == 2 and own.seen[1] == last
+    first = {"reward": 0.0, "step": 1}
+    assert other.seen == ["start", own.seen[0], first, last, {"reward": 0.0, "step": 2}, "end"]
 
 
 def test_monitoring(model, ref_model, capsys, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, TrainableTokensConfig, get_peft_model
 from tests.raising import assert_raises
-from tests.tiny import assert_same_weights, make_trainer, timeless, tiny_llama, with_lora
+from tests.tiny import assert_close_weights, assert_same_weights, make_trainer, timeless, tiny_llama, with_lora
 
 from whet.algorithms.dpo import DPO
 from whet.algorithms.grpo import GRPO
@@ -173,6 +173,28 @@ def test_a_checkpoint_without_a_reference_takes_what_the_model_has(tmp_path):
     GRPO(with_lora(tiny_llama(), b_std=0.2), reward_fn=len, group_size=2, max_new_tokens=4).save(tmp_path / "c")
     assert grpo(model=with_lora(tiny_llama(), b_std=0.2)).reference.first_values
     assert_raises(CheckpointError, "were trained already when the run began", grpo, model=with_lora(tiny_llama()))
+
+
+def test_precomputed_log_probs_of_trained_adapters(tmp_path):
+    def precomputed(b_std=0.2, **settings):
+        model = with_lora(tiny_llama(), b_std=b_std, **settings)
+        return make(model, precompute_reference=True, reference_cache=str(tmp_path / "cache"))
+
+    def n_files():
+        return len(list((tmp_path / "cache").iterdir()))
+
+    live, known = make(with_lora(tiny_llama(), b_std=0.2)), precomputed()
+    for trainer in (live, known):
+        trainer.train(ROWS, steps=3)
+    assert_close_weights(live.model, known.model, rtol=1e-5, atol=1e-6)
+    assert not known.reference.first_values and n_files() == 1
+    new = [{**ROWS[0], "prompt": [8]}]
+    assert_raises(WhetValueError, "the policy has been trained already", known.add_reference_logprobs, new)
+    precomputed().add_reference_logprobs(ROWS)
+    assert n_files() == 1
+    for n_others, settings in enumerate(({"b_std": 0.1}, {"lora_alpha": 3}), 1):
+        precomputed(**settings).add_reference_logprobs(ROWS)
+        assert n_files() == 1 + n_others
 
 
 def test_a_module_that_trains_with_the_policy_is_refused():

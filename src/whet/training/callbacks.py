@@ -78,6 +78,38 @@ class Callback:
         """Restore what ``state_dict`` returned."""
 
 
+class RloxCallback(Callback):
+    """Calls a callback of rlox's as rlox's algorithms do: at the begin, after each step, and at the end.
+
+    Args:
+        callback: has ``on_training_start()``, ``on_train_batch(**metrics)``, ``on_step(reward=, step=)``, which ends
+            the run where it returns False, and ``on_training_end()``, or some of them.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        self.callback = callback
+
+    def on_train_begin(self, trainer: Trainer, total_steps: int) -> None:
+        self._call("on_training_start")
+
+    def on_step_end(self, trainer: Trainer, metrics: MutableMapping[str, float]) -> None:
+        self._call("on_train_batch", **metrics)
+        if self._call("on_step", reward=metrics.get("mean_reward", 0.0), step=trainer.step) is False:
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        self._call("on_training_end")
+
+    def _call(self, name: str, **arguments: Any) -> Any:
+        method = getattr(self.callback, name, None)
+        return None if method is None else method(**arguments)
+
+
+def as_callback(callback: Any) -> Any:
+    """The callback itself, or an ``RloxCallback`` of one that has no ``on_step_end``."""
+    return callback if hasattr(callback, "on_step_end") else RloxCallback(callback)
+
+
 class EvaluationCallback(Callback):
     """Evaluates the model every so many steps, and after the last.
 

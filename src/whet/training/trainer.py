@@ -47,7 +47,7 @@ from whet.nn.modules import module_device, module_mode, stop_token_ids
 from whet.nn.optim import NARROW, AdamW
 from whet.nn.packed import token_batches
 from whet.signals import DeferredSignals
-from whet.training.callbacks import Callback
+from whet.training.callbacks import Callback, as_callback
 from whet.training.distributed import ExactSum, Ranks, deal, fingerprint, join_ranks
 from whet.training.lengths import LengthLimit
 from whet.training.loggers import Logger
@@ -209,7 +209,7 @@ class Trainer(ABC):
         config: settings; None: the defaults.
         tokenizer: for rows of text; needs to be callable and have ``decode``, as Hugging Face's do.
         logger: one logger or several.
-        callbacks: one callback or several, called in this order.
+        callbacks: one callback or several, called in this order; rlox's are taken too.
         **settings: fields of the config; they override those of ``config``.
 
     Attributes:
@@ -261,7 +261,8 @@ class Trainer(ABC):
         self.model = model
         self.tokenizer = tokenizer
         self.loggers: list[Any] = _as_list(where, "logger", logger, "log")
-        self.callbacks: list[Any] = _as_list(where, "callbacks", callbacks, "on_step_end")
+        given = _as_list(where, "callbacks", callbacks, "on_step_end", "on_train_batch")
+        self.callbacks: list[Any] = [as_callback(callback) for callback in given]
         self.length_limit = LengthLimit(model, self.config, where)
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.trainable:
@@ -731,13 +732,14 @@ def _costs(rows: Sequence[Sequence[Sequence[int]]], parts: Sequence[list[int]]) 
     return [count_tokens([rows[i] for i in part]) for part in parts]
 
 
-def _as_list(where: str, name: str, several: Any, method: str) -> list[Any]:
-    """None, one or several as a list; refuse what lacks the method that each has."""
+def _as_list(where: str, name: str, several: Any, *methods: str) -> list[Any]:
+    """None, one or several as a list; refuse what has none of the methods."""
     members = [] if several is None else list(several) if isinstance(several, (list, tuple)) else [several]
     for member in members:
-        if not callable(getattr(member, method, None)):
+        if not any(callable(getattr(member, method, None)) for method in methods):
             raise WhetTypeError(
-                f"{where}: {name} is {member!r:.60}, expected an object with the method {method}, or several. "
+                f"{where}: {name} is {member!r:.60}, expected an object with the method {' or '.join(methods)}, or "
+                f"several. "
                 f"whet.training.loggers and whet.training.callbacks have some."
             )
     return members
