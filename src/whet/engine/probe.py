@@ -108,17 +108,21 @@ class Comparison:
 
 
 def engine_logprobs(source: Source, probe: Probe) -> np.ndarray:
-    """Log-probs of a probe by a source with its adapters, read in float32 or, of a packed base, as it is."""
-    source = _merge_outside_layers(source)
-    formats = {} if source.base is not None else dict.fromkeys(("weights", "embedding", "head"), "float32")
-    with Engine(source, max_batch=1, where="probe", **formats) as engine:
+    """Log-probs of a probe by a source with its adapters, read in float32."""
+    formats = dict.fromkeys(("weights", "embedding", "head"), "float32")
+    with Engine(_as_floats(source), max_batch=1, where="probe", **formats) as engine:
         return np.asarray(engine.logprobs([probe.ids], start=probe.first)[0], np.float64)
 
 
-def _merge_outside_layers(source: Source) -> Source:
-    """The source with the adapters merged in that an engine does not compute apart: those of embedding and head."""
+def _as_floats(source: Source) -> Source:
+    """The source with float32 in place of a packed base, which rounds what it multiplies, and with adapters merged in.
+
+    Those of layers stay apart, which an engine computes; without a base.
+    """
     source = untie_adapted(source)
     changed = {adapter.slot for adapter in source.adapters if not adapter.slot.startswith("layers.")}
+    if source.base is not None:
+        changed = set(source.config.slots())
     if not changed:
         return source
     rows, shapes = Rows(source, "probe"), source.config.slots()
@@ -129,7 +133,7 @@ def _merge_outside_layers(source: Source) -> Source:
             yield Piece(slot, 0, rows.values(slot, np.arange(shapes[slot][0])), "float32")
 
     adapters = tuple(adapter for adapter in source.adapters if adapter.slot not in changed)
-    return source._replace(pieces=pieces, adapters=adapters)
+    return source._replace(pieces=pieces, adapters=adapters, base=None)
 
 
 def _free_bytes() -> float:
