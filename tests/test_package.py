@@ -2,11 +2,14 @@
 
 import multiprocessing
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 from tests.isas import printed_by_isa, run_tests, usable_isas
-from tests.processes import run_python
+from tests.processes import printed_by, run_python
 from tests.raising import assert_raises
 from tests.threads import threads
 
@@ -104,7 +107,8 @@ def test_primitives_hold_on_every_instruction_set():
 def test_build_info_names_what_runs():
     info = whet.build_info()
     built, usable = info["instruction_sets"].split(), info["usable_instruction_sets"].split()
-    assert set(info) == {"compiler", "build_type", "instruction_sets", "usable_instruction_sets"}
+    assert set(info) == {"compiler", "build_type", "instruction_sets", "usable_instruction_sets", "processors"}
+    assert 1 <= int(info["processors"]) <= len(os.sched_getaffinity(0))
     assert set(usable) <= set(built) <= set(ISAS) and "scalar" in usable
     assert set(usable) == set(available_isas())
     assert run_python("import whet; print(whet.isa())", WHET_ISA="").stdout.strip() == usable[0]
@@ -117,6 +121,39 @@ def test_bad_environment_is_named():
         in run_python("import whet; whet.get_num_threads()", WHET_NUM_THREADS="many").stderr
     )
     assert "WHET_ISA=mmx is not available" in run_python("import whet; whet.isa()", WHET_ISA="mmx").stderr
+    run = run_python("import whet\ntry: whet.isa()\nexcept whet.WhetValueError: print('one')", WHET_ISA="mmx")
+    assert run.stdout == "one\n"
+
+
+def test_without_docstrings():
+    code = "import whet; print(whet.compute_group_advantages([1.0, 3.0]), whet.compute_group_advantages.__doc__)"
+    run = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True)
+    assert (run.stdout, run.stderr) == ("[-1.  1.] None\n", "")
+
+
+def test_a_module_that_is_loaded_again_keeps_its_docstring():
+    code = (
+        "import importlib, whet\nfor _ in range(6): importlib.reload(whet.ops.advantages)\n"
+        "print(whet.ops.advantages.compute_group_advantages.__doc__)"
+    )
+    assert printed_by(code).startswith("Advantages of one group")
+
+
+@pytest.mark.parametrize("work", ["whet.softmax(x, out=x)", "whet.linear(x, w)", "whet.compute_token_logprobs(x, ids)"])
+def test_a_daemon_thread_in_the_core_does_not_abort_the_process_at_its_end(work):
+    code = f"""
+import threading, time, numpy as np, whet
+x = np.zeros((1000, 2000), np.float32)
+w, ids, begun = whet.pack_weight(np.ones((256, 2000), np.float32)), np.zeros(1000, int), threading.Event()
+def loop():
+    while True:
+        {work}
+        begun.set()
+threading.Thread(target=loop, daemon=True).start()
+begun.wait()
+"""
+    for _ in range(3):
+        assert printed_by(code) == ""
 
 
 def test_thread_settings():

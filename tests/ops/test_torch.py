@@ -56,6 +56,122 @@ def test_views_are_read_right():
     assert whet.compute_token_kl(negated[0], t[0]) == whet.compute_token_kl(-Q[0], P[0])
 
 
+ONE = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
+ROW, HEADS, CACHE = ONE[0], ONE[:, None], ONE[:, None, None]
+OF_ONE_TENSOR = {
+    "softmax": (ONE, whet.softmax),
+    "log_softmax": (ONE, whet.log_softmax),
+    "silu": (ONE, whet.silu),
+    "softcap": (ONE, lambda x: whet.softcap(x, 2.0)),
+    "swiglu": (ONE, whet.swiglu),
+    "rms_norm": (ONE, whet.rms_norm),
+    "layer_norm": (ROW, lambda x: whet.layer_norm(ONE, x)),
+    "gemm": (ONE, lambda x: whet.gemm(x, ONE.T)),
+    "gemv": (ROW, lambda x: whet.gemv(ONE, x)),
+    "linear": (ONE, lambda x: whet.linear(x, whet.pack_weight(ONE))),
+    "bias": (ROW[:4], lambda x: whet.linear(ONE, whet.pack_weight(ONE), x)),
+    "pack_weight": (ONE, lambda x: whet.linear(ONE, whet.pack_weight(x))),
+    "quantize": (ONE, lambda x: torch.from_numpy(whet.quantize(x, "q8_0").dequantize())),
+    "attention": (HEADS, lambda x: whet.attention(x, HEADS, HEADS)),
+    "decode_attention": (HEADS, lambda x: whet.decode_attention(x, CACHE, CACHE, [1] * 4)),
+    "kv_append": (CACHE, lambda x: whet.kv_append(CACHE.clone(), x, [0] * 4)),
+    "advantages": (ONE, whet.compute_batch_group_advantages),
+    "group advantages": (ROW, whet.compute_group_advantages),
+    "token_kl": (ROW, lambda x: torch.tensor(whet.compute_token_kl(x, ROW))),
+    "batch_token_kl": (ONE, lambda x: whet.compute_batch_token_kl(x, ONE)),
+    "token_logprobs": (ONE, lambda x: whet.compute_token_logprobs(x, [1, 2, 3, 4])),
+    "gae": (ROW, lambda x: whet.compute_gae(x, ROW, np.zeros(32, bool), 0.0, 0.9, 0.9)[0]),
+    "lora_factor": (ONE[:1], lambda x: whet.lora_forward(ONE, ONE.clone(), x, ONE[:1], 1.0)),
+}
+WRITTEN_TO = {
+    "out": (ONE, lambda x: whet.softmax(ONE, out=x)),
+    "residual": (ONE, lambda x: whet.rms_norm(ONE, residual=x)),
+    "lora_forward": (ONE, lambda x: whet.lora_forward(ONE, x, ONE[:1], ONE[:1], 1.0)),
+    "merge": (ONE, lambda x: whet.MicroLoRA.from_arrays(ONE[:1], ONE[:1, :4], 1.0).merge(x)),
+}
+IN_PLACE_ONLY = {
+    "gemm out": (ONE[:, :4], lambda x: whet.gemm(ONE, ONE.T, out=x)),
+    "attention out": (HEADS, lambda x: whet.attention(HEADS, HEADS, HEADS, out=x)),
+    "apply_rope": (ONE, lambda x: whet.get_rope(32, max_position=4)(np.arange(4), x)),
+    "kv_append cache": (CACHE, lambda x: whet.kv_append(x, CACHE, [0] * 4)),
+    "kv_gather": (CACHE, lambda x: whet.kv_gather(x, [0, 1], [1, 1])),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_TENSOR)
+def test_lazy_minus_signs_are_read(name):
+    """Of torch's lazily negated tensors, whose memory holds the other sign."""
+    x, function = OF_ONE_TENSOR[name]
+    torch.testing.assert_close(function(x.clone()._neg_view()), function(-x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", WRITTEN_TO)
+def test_lazy_minus_signs_are_written(name):
+    x, function = WRITTEN_TO[name]
+    lazy, plain = x.clone()._neg_view(), -x
+    function(lazy)
+    function(plain)
+    torch.testing.assert_close(lazy.resolve_neg(), plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", IN_PLACE_ONLY)
+def test_lazy_minus_signs_of_what_is_written_in_place_are_refused(name):
+    x, function = IN_PLACE_ONLY[name]
+    assert_raises(whet.WhetError, "lazily negated|as it lies in memory", function, x.clone()._neg_view())
+
+
+def freed(x):
+    x = x.clone()
+    x.untyped_storage().resize_(0)  # as FSDP does with its parameters
+    return x
+
+
+def fake(x):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True).from_tensor(x)
+
+
+class Wrapper(torch.Tensor):
+    @staticmethod
+    def __new__(cls, x):
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError(f"{function} was called")
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("kind", [freed, fake, Wrapper])
+@pytest.mark.parametrize("name", [*OF_ONE_TENSOR, *WRITTEN_TO, *IN_PLACE_ONLY])
+def test_tensors_without_memory_are_refused(name, kind):
+    x, function = (OF_ONE_TENSOR | WRITTEN_TO | IN_PLACE_ONLY)[name]
+    assert_raises(whet.WhetTypeError, "has no memory of its own", function, kind(x))
+
+
+def test_tensors_that_stand_for_others_are_refused():
+    rows = torch.zeros(3, 32)
+    for function in (whet.softmax, whet.silu, whet.compute_group_advantages):
+        assert_raises(whet.WhetTypeError, "has no memory of its own", torch.func.vmap(function), rows)
+    shrunk = rows.clone()
+    shrunk.untyped_storage().resize_(8)
+    assert_raises(whet.WhetTypeError, "weight has no memory of its own", whet.pack_weight, shrunk)
+    ids = torch.zeros(3, dtype=torch.long, device="meta")
+    assert_raises(whet.WhetTypeError, "token_ids has no memory", whet.compute_token_logprobs, rows, ids)
+    assert_raises(whet.WhetTypeError, "dtype float32, expected integers", whet.compute_token_logprobs, rows, rows[:, 0])
+    empty = torch.zeros(0, 5)
+    assert whet.softmax(empty).shape == (0, 5)
+    assert whet.compute_token_logprobs(empty, []).shape == (0,)
+    assert whet.compute_token_logprobs(rows, torch.arange(3)._neg_view()._neg_view()).shape == (3,)
+
+
+def test_an_out_that_shares_memory_with_itself_is_refused():
+    expanded = torch.zeros(1, 4).expand(4, 4)
+    assert_raises(whet.WhetValueError, "share memory. Pass a plain array", whet.gemm, ONE, ONE.T, out=expanded)
+    assert_raises(whet.WhetValueError, "lazily negated", whet.gemm, ONE, ONE.T, out=torch.zeros(4, 4)._neg_view())
+
+
 def test_gradients_are_refused():
     leaf = torch.zeros(8, requires_grad=True)
     for call in (

@@ -31,7 +31,7 @@ struct Torch {
     PyTypeObject* tensor = nullptr;
     PyObject* dtypes[kNDTypes] = {};
     PyObject *from_numpy = nullptr, *empty = nullptr, *requires_grad = nullptr, *is_cpu = nullptr, *dtype = nullptr;
-    PyObject *shape = nullptr, *is_contiguous = nullptr, *data_ptr = nullptr, *stride = nullptr;
+    PyObject *shape = nullptr, *is_contiguous = nullptr, *data_ptr = nullptr, *stride = nullptr, *is_neg = nullptr;
     bool ready = false;
 };
 
@@ -56,6 +56,7 @@ const Torch* torch() {
     t.is_contiguous = get(tensor, "is_contiguous");
     t.data_ptr = get(tensor, "data_ptr");
     t.stride = get(tensor, "stride");
+    t.is_neg = get(tensor, "is_neg");
     t.tensor = reinterpret_cast<PyTypeObject*>(tensor);
     t.ready = complete;
     return complete ? &t : nullptr;
@@ -109,12 +110,14 @@ bool view_torch(PyObject* object, Array& array, const Torch& t, bool strided) {
     if (strided && !sizes_of(result_of(object, t.stride), n_strides, array.stride)) return false;
     const nb::object dtype = attribute_of(object, t.dtype);
     if (!torch_dtype(dtype.ptr(), t, array.dtype)) return false;
+    // The memory of a lazily negated tensor holds the other sign.
+    if (result_of(object, t.is_neg).ptr() != Py_False) return false;
     if (!sizes_of(attribute_of(object, t.shape), array.ndim, array.shape)) return false;
     const nb::object address = result_of(object, t.data_ptr);
     if (!address.is_valid()) return false;
     array.data = PyLong_AsVoidPtr(address.ptr());
     array.is_torch = true;
-    return true;
+    return array.data != nullptr || array.size() == 0;  // null: a fake or wrapped tensor, or freed storage
 }
 
 bool view_any(PyObject* object, Array& array, bool strided, bool writable) {

@@ -1,7 +1,9 @@
 // Arrays from Python at the price of a few attribute reads: NumPy through its C API, torch by asking the tensor.
 //
 // Only the plain case is read here: on the CPU, without gradient, of a DType; bfloat16 is torch's or, in NumPy,
-// ml_dtypes'. For everything else a binding returns NotImplemented, and the Python side converts it or explains.
+// ml_dtypes'. For everything else a binding returns NotImplemented, and the Python side converts it or explains; so
+// does nanobind, for arguments that its signature does not take, where the binding is marked as an operator
+// (PlainCase).
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -15,6 +17,11 @@ struct Array : ArrayView {
 
 // Must run once, at module initialisation; throws if NumPy is missing.
 void import_numpy();
+
+using PlainCase = nanobind::is_operator;
+
+// Whether float32 holds a factor above 0, and its reciprocal.
+constexpr bool is_float32_factor(double x) { return x > 1e-37 && x < 1e37; }
 
 inline nanobind::object not_implemented() { return nanobind::borrow(Py_NotImplemented); }
 

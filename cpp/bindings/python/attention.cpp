@@ -158,11 +158,11 @@ nb::object decode_attention_call(nb::handle q_object, nb::handle k_object, nb::h
 
 void bind_attention(nb::module_& m) {
     using nb::arg;
-    m.def("attention", &attention_call, arg("q"), arg("k"), arg("v"), arg("cu_seqlens").none(),
+    m.def("attention", &attention_call, PlainCase(), arg("q"), arg("k"), arg("v"), arg("cu_seqlens").none(),
           arg("cu_seqlens_k").none(), arg("causal"), arg("window").none(), arg("scale").none(),
           arg("block_size").none(), arg("out").none());
-    m.def("decode_attention", &decode_attention_call, arg("q"), arg("k_cache"), arg("v_cache"), arg("lengths"),
-          arg("scale").none(), arg("window").none(), arg("out").none());
+    m.def("decode_attention", &decode_attention_call, PlainCase(), arg("q"), arg("k_cache"), arg("v_cache"),
+          arg("lengths"), arg("scale").none(), arg("window").none(), arg("out").none());
 }
 
 }  // namespace whet

@@ -10,6 +10,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "gil.h"
 #include "engine/stored_rows.h"
 #include "files/gguf.h"
 #include "files/safetensors.h"
@@ -121,7 +122,7 @@ nb::object object_of(nb::handle data, const GgufValue& value) {
 nb::tuple parse_gguf_file(nb::handle data) {
     const std::span<const uint8_t> bytes = bytes_of(data);
     const GgufFile file = [&] {
-        const nb::gil_scoped_release release;
+        const ReleasedGil released;
         return parse_gguf(bytes, bytes.size(), gguf_types());
     }();
     nb::dict metadata;
@@ -132,7 +133,7 @@ nb::tuple parse_gguf_file(nb::handle data) {
 nb::list parse_safetensors_file(nb::handle data) {
     const std::span<const uint8_t> bytes = bytes_of(data);
     const SafetensorsFile file = [&] {
-        const nb::gil_scoped_release release;
+        const ReleasedGil released;
         return parse_safetensors(bytes, bytes.size());
     }();
     return list_of(file.tensors);
@@ -155,7 +156,7 @@ void dequantize_rows(StoredType type, const Blocks& blocks,
                      const nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig, nb::device::cpu>& out) {
     const StoredRows rows = rows_of(type, blocks);
     if (out.shape(0) != rows.n || out.shape(1) != rows.k) throw std::invalid_argument("out of another shape");
-    const nb::gil_scoped_release release;
+    const ReleasedGil released;
     unpack_rows(rows, out.data());
 }
 

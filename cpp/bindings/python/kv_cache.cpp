@@ -62,8 +62,8 @@ nb::object kv_gather(nb::handle cache_object, nb::handle rows_object, nb::handle
 
 void bind_kv_cache(nb::module_& m) {
     using nb::arg;
-    m.def("kv_append", &kv_append);
-    m.def("kv_gather", &kv_gather, arg(), arg(), arg(), arg().none());
+    m.def("kv_append", &kv_append, PlainCase());
+    m.def("kv_gather", &kv_gather, PlainCase(), arg(), arg(), arg(), arg().none());
 }
 
 }  // namespace whet

@@ -8,6 +8,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "gil.h"
 #include "engine/gemm.h"
 #include "engine/linear.h"
 #include "kernels/dispatch.h"
@@ -35,7 +36,7 @@ struct PackedObject {
     // Rows of numbers at an address with strides in elements, or in the format's own layout with strides in bytes.
     void pack_rows(size_t first, size_t count, uintptr_t rows, Source source, ptrdiff_t row_stride,
                    ptrdiff_t column_stride) {
-        const nb::gil_scoped_release release;
+        const ReleasedGil released;
         weight.pack_rows(first, count, reinterpret_cast<const void*>(rows), source, row_stride, column_stride);
     }
 };
@@ -61,7 +62,7 @@ nb::object linear_call(const PackedObject& packed, nb::handle x_object, nb::hand
         (!out_object.is_none() && (overlap(out, x) || overlap(out, bias)))) {
         return not_implemented();
     }
-    const nb::gil_scoped_release release;
+    const ReleasedGil released;
     if (!rows.is_bf16()) {
         linear(w, x.data, false, ldx, rows.count, bias.as<float>(), out.as<float>(), ldy);
         return result;
@@ -89,7 +90,7 @@ nb::object gemm_call(nb::handle a_object, nb::handle b_object, nb::handle out_ob
     if (!c.is_dense() || (shape[0] > 1 && c.stride[0] < shape[1]) || overlap(c, a) || overlap(c, b)) {
         return not_implemented();
     }
-    const nb::gil_scoped_release release;
+    const ReleasedGil released;
     gemm(a.dtype == DType::kBFloat16, static_cast<size_t>(shape[0]), static_cast<size_t>(shape[1]),
          static_cast<size_t>(k), static_cast<float>(alpha), a.data, a.stride[a_rows], a.stride[1 - a_rows], b.data,
          b.stride[b_rows], b.stride[1 - b_rows], static_cast<float>(beta), c.data, c.stride[0]);
@@ -114,7 +115,7 @@ nb::object gemv_call(nb::handle a_object, nb::handle x_object, nb::handle out_ob
         return not_implemented();
     }
     const auto m_size = static_cast<size_t>(m), n_size = static_cast<size_t>(n);
-    const nb::gil_scoped_release release;
+    const ReleasedGil released;
     const auto product = [&](bool bf16, const float* x_values, float* y_values) {
         gemv(bf16, m_size, n_size, static_cast<float>(alpha), a.data, row_major ? a.stride[rows] : 1,
              row_major ? 1 : a.stride[1 - rows], x_values, static_cast<float>(beta), y_values);
@@ -152,7 +153,7 @@ void bind_linear(nb::module_& m) {
                        uintptr_t out) { self.weight.row(i, reinterpret_cast<float*>(out)); })
         .def("unpack",
              [](const PackedObject& self, uintptr_t rows, size_t row_stride) {
-                 const nb::gil_scoped_release release;
+                 const ReleasedGil released;
                  self.weight.unpack(reinterpret_cast<void*>(rows), row_stride);
              })
         .def_prop_ro("size_bytes", [](const PackedObject& self) { return self.weight.size_bytes(); });
@@ -165,7 +166,7 @@ void bind_linear(nb::module_& m) {
         return rows;
     });
     m.def("quantize", [](int format, size_t n, size_t k, uintptr_t weight, uintptr_t rows) {
-        const nb::gil_scoped_release release;
+        const ReleasedGil released;
         const FormatTraits& f = traits(static_cast<WeightFormat>(format));
         auto quantize_row = [&](size_t i) {
             f.quantize_row(reinterpret_cast<const float*>(weight) + i * k, k,
@@ -174,7 +175,7 @@ void bind_linear(nb::module_& m) {
         parallel_for(n, quantize_row);
     });
     m.def("dequantize", [](int format, size_t n, size_t k, uintptr_t rows, uintptr_t weight) {
-        const nb::gil_scoped_release release;
+        const ReleasedGil released;
         const FormatTraits& f = traits(static_cast<WeightFormat>(format));
         auto dequantize_row = [&](size_t i) {
             f.dequantize_row(reinterpret_cast<const uint8_t*>(rows) + i * f.row_bytes(k), k,
@@ -182,11 +183,12 @@ void bind_linear(nb::module_& m) {
         };
         parallel_for(n, dequantize_row);
     });
-    m.def("linear", &linear_call, nb::arg("packed"), nb::arg("x"), nb::arg("bias").none(), nb::arg("out").none());
-    m.def("gemm", &gemm_call, nb::arg("a"), nb::arg("b"), nb::arg("out").none(), nb::arg("transpose_a"),
+    m.def("linear", &linear_call, PlainCase(), nb::arg("packed"), nb::arg("x"), nb::arg("bias").none(),
+          nb::arg("out").none());
+    m.def("gemm", &gemm_call, PlainCase(), nb::arg("a"), nb::arg("b"), nb::arg("out").none(), nb::arg("transpose_a"),
           nb::arg("transpose_b"), nb::arg("alpha"), nb::arg("beta"));
-    m.def("gemv", &gemv_call, nb::arg("a"), nb::arg("x"), nb::arg("out").none(), nb::arg("transpose"), nb::arg("alpha"),
-          nb::arg("beta"));
+    m.def("gemv", &gemv_call, PlainCase(), nb::arg("a"), nb::arg("x"), nb::arg("out").none(), nb::arg("transpose"),
+          nb::arg("alpha"), nb::arg("beta"));
 }
 
 }  // namespace whet

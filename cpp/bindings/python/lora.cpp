@@ -126,10 +126,10 @@ nb::object answered(Arguments... arguments) {
 
 void bind_lora(nb::module_& m) {
     using H = nb::handle;
-    m.def("lora_forward", &answered<&forward, H, H, H, H, double>);
-    m.def("lora_add_product", &answered<&add_product, H, H, H, double>);
-    m.def("lora_accumulate", &answered<&accumulate, H, H, H, H, double, H, H>);
-    m.def("lora_batch", &answered<&batch, H, H, H, H, H, H, H>);
+    m.def("lora_forward", &answered<&forward, H, H, H, H, double>, PlainCase());
+    m.def("lora_add_product", &answered<&add_product, H, H, H, double>, PlainCase());
+    m.def("lora_accumulate", &answered<&accumulate, H, H, H, H, double, H, H>, PlainCase());
+    m.def("lora_batch", &answered<&batch, H, H, H, H, H, H, H>, PlainCase());
 }
 
 }  // namespace whet

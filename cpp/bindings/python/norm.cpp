@@ -4,6 +4,8 @@
 // shares no memory with what is read, but for x itself.
 #include <nanobind/nanobind.h>
 
+#include <cmath>
+
 #include "arrays.h"
 #include "bindings.h"
 #include "engine/row_functions.h"
@@ -38,8 +40,8 @@ nb::object norm(void (*function)(const NormArguments&), nb::handle x, nb::handle
     RowArrays a;
     Array w, b, residual;
     Rows residual_rows;
-    if (!a.view(x, out) || !view_weight(weight, a.x, w) || !view_weight(bias, a.x, b) ||
-        (w.data != nullptr && b.data != nullptr && w.dtype != b.dtype)) {
+    if (!(eps >= 0.0 && std::isfinite(eps)) || !a.view(x, out) || !view_weight(weight, a.x, w) ||
+        !view_weight(bias, a.x, b) || (w.data != nullptr && b.data != nullptr && w.dtype != b.dtype)) {
         return not_implemented();
     }
     if (!residual_object.is_none() &&
@@ -65,7 +67,7 @@ nb::object layer_norm_call(nb::handle x, nb::handle weight, nb::handle bias, dou
 
 nb::object softmax_call(nb::handle x, double scale, bool log, nb::handle out) {
     RowArrays a;
-    if (!a.view(x, out)) return not_implemented();
+    if (!is_float32_factor(scale) || !a.view(x, out)) return not_implemented();
     softmax(a.x_rows, static_cast<float>(scale), log, a.out_rows);
     return a.result;
 }
@@ -79,7 +81,7 @@ nb::object activation_call(nb::handle x, Activation kind, nb::handle out) {
 
 nb::object softcap_call(nb::handle x, double cap, nb::handle out) {
     RowArrays a;
-    if (!a.view(x, out)) return not_implemented();
+    if (!is_float32_factor(cap) || !a.view(x, out)) return not_implemented();
     softcap(a.x_rows, static_cast<float>(cap), a.out_rows);
     return a.result;
 }
@@ -116,12 +118,13 @@ void bind_norm(nb::module_& m) {
         .value("silu", Activation::kSilu)
         .value("gelu", Activation::kGelu)
         .value("gelu_tanh", Activation::kGeluTanh);
-    m.def("rms_norm", &rms_norm_call, arg(), arg().none(), arg(), arg().none(), arg().none());
-    m.def("layer_norm", &layer_norm_call, arg(), arg().none(), arg().none(), arg(), arg().none(), arg().none());
-    m.def("softmax", &softmax_call, arg(), arg(), arg(), arg().none());
-    m.def("activation", &activation_call, arg(), arg(), arg().none());
-    m.def("softcap", &softcap_call, arg(), arg(), arg().none());
-    m.def("swiglu", &swiglu_call, arg(), arg().none(), arg().none());
+    m.def("rms_norm", &rms_norm_call, PlainCase(), arg(), arg().none(), arg(), arg().none(), arg().none());
+    m.def("layer_norm", &layer_norm_call, PlainCase(), arg(), arg().none(), arg().none(), arg(), arg().none(),
+          arg().none());
+    m.def("softmax", &softmax_call, PlainCase(), arg(), arg(), arg(), arg().none());
+    m.def("activation", &activation_call, PlainCase(), arg(), arg(), arg().none());
+    m.def("softcap", &softcap_call, PlainCase(), arg(), arg(), arg().none());
+    m.def("swiglu", &swiglu_call, PlainCase(), arg(), arg().none(), arg().none());
 }
 
 }  // namespace whet

@@ -14,6 +14,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "gil.h"
 #include "runtime/packing.h"
 
 namespace nb = nanobind;
@@ -123,7 +124,7 @@ PyObject* single_group_advantages(PyObject* rewards) noexcept {
 // itself and forwards every other: loops call it once per group, where a Python frame would cost as much as the rest.
 PyObject* general_group_advantages = nullptr;
 
-PyObject* call_group_advantages(PyObject*, PyObject* const* args, Py_ssize_t n_args, PyObject* names) noexcept {
+PyObject* call_group_advantages(PyObject*, PyObject* const* args, Py_ssize_t n_args, PyObject* names) {
     if (n_args == 1 && names == nullptr) {
         PyObject* result = single_group_advantages(args[0]);
         if (result != Py_NotImplemented) return result;
@@ -132,14 +133,19 @@ PyObject* call_group_advantages(PyObject*, PyObject* const* args, Py_ssize_t n_a
     return PyObject_Vectorcall(general_group_advantages, args, static_cast<size_t>(n_args), names);
 }
 
-nb::object plain_group_advantages_first(nb::object function) {
-    // As inspect.signature reads a C function's: name(parameters), a line of dashes, the docstring.
-    static const std::string name = nb::cast<std::string>(function.attr("__name__"));
-    static std::string doc = name + "(rewards, *";
+// As inspect.signature reads a C function's: name(parameters), a line of dashes, the docstring.
+std::string describe_group_advantages(nb::handle function) {
+    std::string text = nb::cast<std::string>(function.attr("__name__")) + "(rewards, *";
     for (auto [option, value] : nb::cast<nb::dict>(function.attr("__kwdefaults__"))) {
-        doc += ", " + nb::cast<std::string>(option) + "=" + nb::cast<std::string>(nb::repr(value));
+        text += ", " + nb::cast<std::string>(option) + "=" + nb::cast<std::string>(nb::repr(value));
     }
-    doc += ")\n--\n\n" + nb::cast<std::string>(function.attr("__doc__"));
+    const nb::object doc = function.attr("__doc__");  // None under -OO
+    return text + ")\n--\n\n" + (doc.is_none() ? "" : nb::cast<std::string>(doc));
+}
+
+nb::object plain_group_advantages_first(nb::object function) {
+    static const std::string name = nb::cast<std::string>(function.attr("__name__"));
+    static const std::string doc = describe_group_advantages(function);
     // By way of void(*)(), as CPython does it: GCC warns of the direct cast.
     const auto call = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_group_advantages));
     static PyMethodDef definition = {name.c_str(), call, METH_FASTCALL | METH_KEYWORDS, doc.c_str()};
@@ -171,8 +177,10 @@ nb::object token_logprobs_call(nb::handle logits, nb::handle token_ids, double t
 nb::object gae_call(nb::handle rewards, nb::handle values, nb::handle dones, nb::handle last_value, double gamma,
                     double lambda) {
     Array r, v, d, last;
-    if (!view(rewards.ptr(), r) || !view(values.ptr(), v) || !view(dones.ptr(), d) || !equal_shapes(r, v) ||
-        !equal_shapes(r, d) || d.dtype != DType::kBool || !r.is_float() || v.dtype != r.dtype || r.size() == 0) {
+    const auto is_share = [](double x) { return x >= 0.0 && x <= 1.0; };
+    if (!is_share(gamma) || !is_share(lambda) || !view(rewards.ptr(), r) || !view(values.ptr(), v) ||
+        !view(dones.ptr(), d) || !equal_shapes(r, v) || !equal_shapes(r, d) || d.dtype != DType::kBool ||
+        !r.is_float() || v.dtype != r.dtype || r.size() == 0) {
         return not_implemented();
     }
     double only = 0.0;
@@ -196,7 +204,7 @@ nb::object pack(nb::handle lengths, int64_t max_length) {
     if (!view_vector(lengths, DType::kInt64, n)) throw nb::type_error("pack_sequences: lengths is not (n,) int64");
     Packing packing;
     {
-        const nb::gil_scoped_release release;
+        const ReleasedGil released;
         packing = pack_sequences(n.as<int64_t>(), n.shape[0], max_length);
     }
     nb::list bins;
@@ -223,12 +231,12 @@ void bind_primitives(nb::module_& m) {
         .value("GROUP", AdvantageScale::kGroup)
         .value("BATCH", AdvantageScale::kBatch)
         .value("NONE", AdvantageScale::kNone);
-    m.def("token_kl", &token_kl_call, arg(), arg(), arg().none(), arg(), arg());
-    m.def("batch_token_kl", &batch_token_kl, arg(), arg(), arg().none(), arg().none(), arg(), arg());
-    m.def("group_advantages", &group_advantages_call);
+    m.def("token_kl", &token_kl_call, PlainCase(), arg(), arg(), arg().none(), arg(), arg());
+    m.def("batch_token_kl", &batch_token_kl, PlainCase(), arg(), arg(), arg().none(), arg().none(), arg(), arg());
+    m.def("group_advantages", &group_advantages_call, PlainCase());
     m.def("plain_group_advantages_first", &plain_group_advantages_first);
-    m.def("token_logprobs", &token_logprobs_call);
-    m.def("gae", &gae_call, arg(), arg(), arg(), arg().none(), arg(), arg());
+    m.def("token_logprobs", &token_logprobs_call, PlainCase());
+    m.def("gae", &gae_call, PlainCase(), arg(), arg(), arg(), arg().none(), arg(), arg());
     m.def("pack_sequences", &pack);
 }
 

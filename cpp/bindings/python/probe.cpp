@@ -22,6 +22,7 @@
 #endif
 
 #include "bindings.h"
+#include "gil.h"
 #include "engine/kv_cache.h"
 #include "kernels/dispatch.h"
 #include "runtime/thread_pool.h"
@@ -124,7 +125,7 @@ void read(const Parts& parts, size_t i, size_t repeats) {
 }
 
 double read_rate(size_t n_bytes, double seconds) {
-    const nb::gil_scoped_release release;
+    const ReleasedGil released;
     const Parts parts(n_bytes);
     return parts.size() * best_rate(seconds, [&](size_t repeats) {
                return run_together(parts.n_threads, [&](size_t i) { read(parts, i, repeats); });
@@ -132,7 +133,7 @@ double read_rate(size_t n_bytes, double seconds) {
 }
 
 double copy_rate(size_t n_bytes, double seconds) {
-    const nb::gil_scoped_release release;
+    const ReleasedGil released;
     const Parts from((n_bytes + 1) / 2), to((n_bytes + 1) / 2);
     const size_t n = from.part_bytes / sizeof(float);
     double best = 0.0;
@@ -147,7 +148,7 @@ double copy_rate(size_t n_bytes, double seconds) {
 }
 
 double scale_rate(size_t n_bytes, double seconds) {
-    const nb::gil_scoped_release release;
+    const ReleasedGil released;
     const Parts parts(n_bytes);
     const size_t n = parts.part_bytes / sizeof(float);
     return 2.0 * parts.size() * best_rate(seconds, [&](size_t repeats) {
@@ -166,7 +167,7 @@ double fma_rate(size_t (*kernel)(const A*, const B*, Sum*, size_t), double flops
         Sum sums[kProbeChains * 64 / sizeof(Sum)] = {};
         size_t steps = 0;
     };
-    const nb::gil_scoped_release release;
+    const ReleasedGil released;
     const auto n_threads = static_cast<size_t>(num_threads());
     std::vector<Operands> operands(n_threads);
     const double batches = best_rate(seconds, [&](size_t repeats) {

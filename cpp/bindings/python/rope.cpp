@@ -94,8 +94,9 @@ void rope_table(nb::handle inv_freq, double scale, nb::handle table) {
 
 void bind_rope(nb::module_& m) {
     const auto any = [] { return nb::arg().none(); };
-    m.def("apply_rope", &apply_rope, any(), any(), any(), any(), any(), nb::arg(), nb::arg());
-    m.def("apply_rope_freqs", &apply_rope_freqs, any(), any(), any(), any(), any(), nb::arg(), nb::arg(), nb::arg());
+    m.def("apply_rope", &apply_rope, PlainCase(), any(), any(), any(), any(), any(), nb::arg(), nb::arg());
+    m.def("apply_rope_freqs", &apply_rope_freqs, PlainCase(), any(), any(), any(), any(), any(), nb::arg(), nb::arg(),
+          nb::arg());
     m.def("rope_table", &rope_table);
 }
 

@@ -13,6 +13,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "gil.h"
 #include "engine/stop_strings.h"
 #include "runtime/ceil_div.h"
 #include "runtime/philox.h"
@@ -92,7 +93,7 @@ nb::object draw_tokens(nb::handle logits_object, nb::handle uniforms_object, con
         logprobs[r] = drawn.logprob;
     };
     {
-        const nb::gil_scoped_release release;
+        const ReleasedGil released;
         parallel_for(rows, draw_row);
     }
     for (size_t i = 0; i < alternatives.size(); ++i) {

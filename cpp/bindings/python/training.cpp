@@ -15,6 +15,7 @@
 #include <type_traits>
 
 #include "bindings.h"
+#include "gil.h"
 #include "engine/attention.h"
 #include "engine/training_attention.h"
 #include "runtime/allocator.h"
@@ -233,7 +234,7 @@ auto array(const char* name) { return nb::arg(name).noconvert(); }
 }  // namespace
 
 void bind_training(nb::module_& m) {
-    using Release = nb::call_guard<nb::gil_scoped_release>;
+    using Release = nb::call_guard<ReleasedGil>;
     using nb::arg;
     m.def("keep_freed_memory", &keep_freed_memory);
     m.def("release_freed_memory", &release_freed_memory, arg("bytes"), Release());

@@ -10,6 +10,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "gil.h"
 #include "engine/stored_rows.h"
 #include "engine/weights.h"
 #include "runtime/checksum.h"
@@ -79,7 +80,7 @@ StoredRows rows_at(uintptr_t address, StoredType type, size_t n, size_t width, p
 bool is_finite_call(uintptr_t address, StoredType type, size_t n, size_t width, ptrdiff_t row_stride,
                     ptrdiff_t column_stride) {
     const StoredRows rows = rows_at(address, type, n, width, row_stride, column_stride);
-    const nb::gil_scoped_release release;
+    const ReleasedGil released;
     return is_finite(rows);
 }
 
@@ -109,7 +110,7 @@ std::shared_ptr<Weights> make_weights(const nb::dict& config, const nb::sequence
 void pack_call(const Shared<Weights>& weights, const char* slot, size_t first, uintptr_t address, StoredType type,
                size_t n, size_t width, ptrdiff_t row_stride, ptrdiff_t column_stride) {
     const StoredRows rows = rows_at(address, type, n, width, row_stride, column_stride);
-    const nb::gil_scoped_release release;
+    const ReleasedGil released;
     weights.value->pack(slot, first, rows);
 }
 
@@ -126,7 +127,7 @@ nb::object rows_call(const Shared<Weights>& weights, const char* slot, size_t fi
     Array out;
     if (!view_out(object, *weights.value, slot, n, out)) return not_implemented();
     nb::object result = nb::borrow(object);
-    const nb::gil_scoped_release release;
+    const ReleasedGil released;
     weights.value->rows(slot, first, n, out.data, out.dtype == DType::kBFloat16);
     return result;
 }
@@ -138,7 +139,7 @@ nb::object gather_call(const Shared<Weights>& weights, const char* slot, nb::han
         return not_implemented();
     }
     nb::object result = nb::borrow(object);
-    const nb::gil_scoped_release release;
+    const ReleasedGil released;
     weights.value->gather(slot, rows.as<int64_t>(), static_cast<size_t>(rows.size()), out.data,
                           out.dtype == DType::kBFloat16);
     return result;
@@ -166,12 +167,12 @@ void bind_weights(nb::module_& m) {
         .def("gather", &gather_call, arg("slot"), arg("ids"), arg("out"))
         .def("checksum",
              [](const Shared<Weights>& weights, const char* slot) {
-                 const nb::gil_scoped_release release;
+                 const ReleasedGil released;
                  return weights.value->checksum(slot);
              })
         .def(
             "release", [](const Shared<Weights>& weights) { return weights.value->release(); },
-            nb::call_guard<nb::gil_scoped_release>())
+            nb::call_guard<ReleasedGil>())
         .def_prop_ro("size_bytes", [](const Shared<Weights>& weights) { return weights.value->size_bytes(); });
 }
 

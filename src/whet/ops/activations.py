@@ -158,7 +158,7 @@ def swiglu(gate: Any, up: Any = None, *, out: Any = None) -> Any:
         inputs.same_dtype(name, gate=gate, up=up)
     if out is not None:
         rowwise.check_target(name, "out", out, shape, gate)
-    result = _core.swiglu(rowwise.flat(gate), None if up is None else rowwise.flat(up), None)
+    result = inputs.computed(name, _core.swiglu(rowwise.flat(gate), None if up is None else rowwise.flat(up), None))
     return rowwise.finish(name, result, shape, out)
 
 
@@ -180,21 +180,18 @@ def softcap(x: Any, cap: float, *, out: Any = None) -> Any:
             is not on the CPU.
         WhetTypeError: another dtype.
     """
-    if not 1e-37 < cap < 1e37:
-        raise WhetValueError(f"softcap: cap is {cap!r}, expected a number above 0 that float32 holds.")
     result = _core.softcap(x, cap, out)
     if result is NotImplemented:
-        result = _slow("softcap", x, lambda rows: _core.softcap(rows, cap, None), out)
+        factor = inputs.float32_factor("softcap", "cap", cap)
+        result = _slow("softcap", x, lambda rows: _core.softcap(rows, factor, None), out)
     return result
 
 
 def _softmax(name: str, x: Any, scale: float, log: bool, out: Any) -> Any:
-    # Both ends of float32, as which the kernels take it.
-    if not 1e-37 < scale < 1e38:
-        raise WhetValueError(f"{name}: scale is {scale!r}, expected a number above 0 that float32 holds.")
     result = _core.softmax(x, scale, log, out)
     if result is NotImplemented:
-        result = _slow(name, x, lambda rows: _core.softmax(rows, scale, log, None), out)
+        factor = inputs.float32_factor(name, "scale", scale)
+        result = _slow(name, x, lambda rows: _core.softmax(rows, factor, log, None), out)
     return result
 
 
@@ -210,4 +207,4 @@ def _slow(name: str, x: Any, core: Callable[[Any], Any], out: Any) -> Any:
     shape = tuple(x.shape)
     if out is not None:
         rowwise.check_target(name, "out", out, shape, x)
-    return rowwise.finish(name, core(rowwise.flat(x)), shape, out)
+    return rowwise.finish(name, inputs.computed(name, core(rowwise.flat(x))), shape, out)

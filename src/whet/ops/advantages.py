@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from whet import _core
-from whet.errors import WhetValueError
+from whet.errors import WhetTypeError, WhetValueError
 from whet.ops import inputs
 
 _group_advantages = _core.group_advantages
@@ -108,15 +108,16 @@ def compute_batch_group_advantages(
 def _advantages(function: str, r: Any, group_size: Any, scale: str, ddof: Any, eps: Any) -> Any:
     if 0 in r.shape or not r.shape:
         raise WhetValueError(f"{function}: rewards has shape {tuple(r.shape)}: there is nothing to compare.")
-    if scale not in _SCALES:
+    if not isinstance(scale, str) or scale not in _SCALES:
         raise WhetValueError(f"{function}: scale is {scale!r}, expected 'group', 'batch' or 'none'.")
-    if ddof < 0 or not math.isfinite(ddof):
+    if not 0 <= inputs.number(function, "ddof", ddof) < math.inf:
         raise WhetValueError(f"{function}: ddof is {ddof!r}, expected 0 (population) or 1 (sample).")
-    if eps is not None and not (eps >= 0 and math.isfinite(eps)):
+    if eps is not None and not 0 <= inputs.number(function, "eps", eps) < math.inf:
         raise WhetValueError(f"{function}: eps is {eps!r}, expected a number >= 0, or None.")
     group_size = inputs.rows_of(function, "rewards", r, "group_size", group_size)
     size = False if group_size is None else group_size
-    return _group_advantages(r, size, _SCALES[scale], float(ddof), -1.0 if eps is None else float(eps))
+    result = _group_advantages(r, size, _SCALES[scale], float(ddof), -1.0 if eps is None else float(eps))
+    return inputs.computed(function, result)
 
 
 def naive_gae(
@@ -156,15 +157,15 @@ def compute_gae(rewards: Any, values: Any, dones: Any, last_value: Any, gamma: f
             grad or is not on the CPU.
         WhetTypeError: a dtype is not float32 or float64, or they differ.
     """
-    for label, x in (("gamma", gamma), ("lam", lam)):
-        if not 0 <= x <= 1:
-            raise WhetValueError(f"compute_gae: {label} is {x!r}, expected a number in [0, 1].")
     result = _core.gae(rewards, values, dones, last_value, gamma, lam)
     return _gae(rewards, values, dones, last_value, gamma, lam) if result is NotImplemented else result
 
 
 def _gae(rewards: Any, values: Any, dones: Any, last_value: Any, gamma: float, lam: float) -> tuple[Any, Any]:
     name = "compute_gae"
+    for label, x in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= inputs.number(name, label, x) <= 1:
+            raise WhetValueError(f"{name}: {label} is {x!r}, expected a number in [0, 1].")
     r, v = inputs.plain(name, "rewards", rewards), inputs.plain(name, "values", values)
     if len(r.shape) not in (1, 2) or 0 in r.shape:
         raise WhetValueError(f"{name}: rewards has shape {tuple(r.shape)}, expected (T,) or (B, T), not empty.")
@@ -175,7 +176,10 @@ def _gae(rewards: Any, values: Any, dones: Any, last_value: Any, gamma: float, l
         if not bool(((d == 0) | (d == 1)).all()):
             raise WhetValueError(f"{name}: dones holds values other than 0 and 1. Pass a bool array.")
         d = d != 0
-    last = np.asarray(last_value, dtype=np.float64)
+    try:
+        last = np.asarray(last_value, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise WhetTypeError(f"{name}: last_value is {last_value!r:.60}, expected numbers ({error}).") from None
     expected = () if len(r.shape) == 1 else (r.shape[0],)
     if last.shape != expected and last.shape != (1,) * len(last.shape):
         raise WhetValueError(
@@ -183,4 +187,4 @@ def _gae(rewards: Any, values: Any, dones: Any, last_value: Any, gamma: float, l
             f"for rewards of shape {tuple(r.shape)}."
         )
     last = float(last.reshape(())) if len(r.shape) == 1 else np.ascontiguousarray(np.broadcast_to(last, expected))
-    return _core.gae(r, v, d, last, float(gamma), float(lam))
+    return inputs.computed(name, _core.gae(r, v, d, last, float(gamma), float(lam)))

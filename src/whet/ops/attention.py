@@ -157,9 +157,10 @@ def attention(
                 "Both need one per sequence, and one more."
             )
     _check_out(name, out, q)
-    return _core.attention(
+    result = _core.attention(
         q, k, v, cu_seqlens, cu_seqlens_k, bool(causal), window, _scale(name, scale), block_size, out
     )
+    return inputs.computed(name, result)
 
 
 def decode_attention(
@@ -203,7 +204,7 @@ def decode_attention(
             "(B, T_max, H_kv, D)."
         )
     _check_heads(name, "k_cache", q, k_cache)
-    lengths = _integers(name, "lengths", lengths)
+    lengths = inputs.integers(name, "lengths", lengths, "one axis of integers")
     if lengths.shape != (q.shape[0],):
         raise WhetValueError(f"{name}: lengths has shape {lengths.shape}, expected ({q.shape[0]},): one per sequence.")
     bad = np.flatnonzero((lengths < 0) | (lengths > k_cache.shape[1]))
@@ -215,7 +216,8 @@ def decode_attention(
     if window is not None:
         window = min(inputs.positive_size(name, "window", window), 1 << 62)
     _check_out(name, out, q)
-    return _core.decode_attention(q, k_cache, v_cache, lengths, _scale(name, scale), window, out)
+    result = _core.decode_attention(q, k_cache, v_cache, lengths, _scale(name, scale), window, out)
+    return inputs.computed(name, result)
 
 
 def _operands(function: str, **arrays: Any) -> list[Any]:
@@ -252,26 +254,16 @@ def _check_heads(function: str, k_name: str, q: Any, k: Any) -> None:
 def _scale(function: str, scale: Any) -> float | None:
     if scale is None:
         return None
-    try:
-        value = float(scale)
-    except (TypeError, ValueError):
-        raise WhetTypeError(f"{function}: scale is {scale!r}, expected a number or None.") from None
+    value = inputs.number(function, "scale", scale)
     if not abs(value) < 1e38:
         raise WhetValueError(f"{function}: scale is {scale!r}, expected a finite float32 number.")
     return value
 
 
-def _integers(function: str, name: str, x: Any) -> np.ndarray:
-    array = np.asarray(x.cpu() if inputs.is_tensor(x) else x)
-    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        raise WhetTypeError(
-            f"{function}: {name} has shape {array.shape} and dtype {array.dtype}, expected one axis of integers."
-        )
-    return np.ascontiguousarray(array, dtype=np.int64)
-
-
 def _offsets(function: str, name: str, x: Any, of: str, n_tokens: int) -> np.ndarray:
-    offsets = _integers(function, name, x)
+    offsets = inputs.integers(function, name, x, "one axis of integers")
+    if np.ndim(x) != 1:
+        raise WhetTypeError(f"{function}: {name} has shape {np.shape(x)}, expected one axis of integers.")
     if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != n_tokens or np.any(np.diff(offsets) < 0):
         raise WhetValueError(
             f"{function}: {name} is {offsets.tolist()[:8]}{'...' if len(offsets) > 8 else ''}, expected offsets that "
@@ -288,6 +280,8 @@ def _check_out(function: str, out: Any, q: Any) -> None:
         raise WhetTypeError(f"{function}: out is a {type(out).__name__}, but q a {type(q).__name__}. Pass out like q.")
     inputs.same_dtype(function, q=q, out=out)
     inputs.same_shape(function, q=q, out=out)
+    if is_tensor and out.device.type == "cpu":
+        inputs.check_memory(function, "out", out)
     writable = not out.requires_grad and out.device.type == "cpu" if is_tensor else out.flags.writeable
     stride = out.stride(-1) if is_tensor else out.strides[-1] // out.itemsize
     if not writable or (stride != 1 and 0 not in out.shape):

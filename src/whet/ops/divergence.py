@@ -169,7 +169,7 @@ def _single(function: str, policy: Any, ref: Any, mask: Any, schulman: bool, dty
             f"{function}: log_probs_policy has shape {tuple(p.shape)}, expected one sequence (T,). "
             "Use the batch form for several."
         )
-    return _core.token_kl(p, q, mask, schulman, False)
+    return inputs.computed(function, _core.token_kl(p, q, mask, schulman, False))
 
 
 def _batch(
@@ -177,4 +177,4 @@ def _batch(
 ) -> Any:
     p, q, mask = _plain(function, policy, ref, mask, dtypes)
     seq_len = inputs.rows_of(function, "log_probs_policy", p, "seq_len", seq_len)
-    return _core.batch_token_kl(p, q, seq_len, mask, schulman, False)
+    return inputs.computed(function, _core.batch_token_kl(p, q, seq_len, mask, schulman, False))

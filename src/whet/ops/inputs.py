@@ -7,6 +7,7 @@ it must be) and raise for what has no safe reading. Nothing here runs on the fas
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from typing import Any
@@ -34,11 +35,16 @@ def plain(function: str, name: str, x: Any, dtypes: tuple[str, ...] = FLOATS) ->
             )
         if x.device.type != "cpu":
             raise WhetValueError(f"{where} is on {x.device}, expected a CPU tensor. Pass {name}.cpu().")
+        if x.is_nested:
+            raise WhetTypeError(f"{where} is a nested tensor. Pass a padded one, or one row at a time.")
         if x.layout != sys.modules["torch"].strided:
             raise WhetTypeError(f"{where} has layout {x.layout}, expected a dense tensor. Pass {name}.to_dense().")
+        check_memory(function, name, x)
         x = x.detach().resolve_neg().contiguous()
         dtype = str(x.dtype).removeprefix("torch.")
     else:
+        if x is None:
+            raise WhetTypeError(f"{where} is None. Pass a NumPy array or a torch tensor.")
         if isinstance(x, np.ma.MaskedArray):
             raise WhetTypeError(
                 f"{where} is a masked array, whose mask would be ignored. Pass {name}.filled(nan) or a bool mask."
@@ -58,6 +64,81 @@ def plain(function: str, name: str, x: Any, dtypes: tuple[str, ...] = FLOATS) ->
         cast = f"{name}.to(torch.{dtypes[0]})" if is_tensor(x) else f"{name}.astype(np.{dtypes[0]})"
         raise WhetTypeError(f"{where} has dtype {dtype}, expected {' or '.join(dtypes)}. Pass {cast}.")
     return x
+
+
+def integers(function: str, name: str, x: Any, expected: str = "integers") -> np.ndarray:
+    """x as a contiguous int64 array; an empty one may have any dtype.
+
+    Raises:
+        WhetTypeError: it does not hold integers.
+    """
+    if is_tensor(x):
+        if x.device.type == "meta" or not _has_address(x):
+            check_memory(function, name, x)
+        x = x if x.dtype.is_floating_point else x.cpu().resolve_neg().numpy()
+    try:
+        array = x if is_tensor(x) else np.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise WhetTypeError(f"{function}: {name} does not make an array ({error}). Pass {expected}.") from None
+    if is_tensor(array) or (array.size and (array.dtype.kind not in "iu" or isinstance(x, np.ma.MaskedArray))):
+        dtype = str(array.dtype).removeprefix("torch.")
+        raise WhetTypeError(f"{function}: {name} has dtype {dtype}, expected {expected}.")
+    return np.ascontiguousarray(array, np.int64)
+
+
+def _has_address(x: Any) -> bool:
+    try:
+        return x.data_ptr() != 0
+    except RuntimeError:  # of a wrapped tensor
+        return False
+
+
+def check_memory(function: str, name: str, x: Any) -> None:
+    """Raise for a torch tensor whose elements are not all in the memory of this process: fake, wrapped or freed."""
+    size = 0 if 0 in x.shape else 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    try:
+        storage = x.untyped_storage()
+        has_memory = storage.device.type == "cpu" and storage.nbytes() >= (x.storage_offset() + size) * x.itemsize
+    except RuntimeError:  # of a wrapped tensor
+        has_memory = False
+    if size and not (has_memory and _has_address(x)):
+        raise WhetTypeError(
+            f"{function}: {name} has no memory of its own: its storage was freed, or it stands for another tensor (a "
+            f"fake tensor, torch.func.vmap or jvp, a subclass). Pass a plain tensor."
+        )
+
+
+def computed(function: str, result: Any) -> Any:
+    """What the core returned for arguments that were checked and converted.
+
+    Raises:
+        WhetTypeError: it refused them again, for a reason that no check names.
+    """
+    if result is NotImplemented:
+        raise WhetTypeError(
+            f"{function}: an argument cannot be read, or written to, as it lies in memory. Pass contiguous copies."
+        )
+    return result
+
+
+def number(function: str, name: str, value: Any) -> float:
+    """value as a float.
+
+    Raises:
+        WhetTypeError: it is not a real number.
+    """
+    try:
+        math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):
+        raise WhetTypeError(f"{function}: {name} is {value!r:.60}, expected a number.") from None
+    return float(value)
+
+
+def float32_factor(function: str, name: str, value: Any) -> float:
+    """value as a number above 0 that float32 holds, and its reciprocal too: kernels multiply by either."""
+    if not 1e-37 < (factor := number(function, name, value)) < 1e37:
+        raise WhetValueError(f"{function}: {name} is {value!r}, expected a number above 0 that float32 holds.")
+    return factor
 
 
 def same_dtype(function: str, **arrays: Any) -> None:

@@ -46,7 +46,7 @@ def kv_append(cache: Any, new: Any, positions: Any) -> Any:
             be written to. Nothing has been written then.
         WhetTypeError: dtypes or kinds differ, or positions are not integers.
     """
-    positions = _indices("kv_append", "positions", positions)
+    positions = inputs.integers("kv_append", "positions", positions)
     if _core.kv_append(cache, new, positions) is not NotImplemented:
         return cache
     name = "kv_append"
@@ -56,6 +56,8 @@ def kv_append(cache: Any, new: Any, positions: Any) -> Any:
             f"{name}: new is {getattr(new, 'dtype', type(new).__name__)}, but cache {cache.dtype}. "
             "Pass tokens of the cache's kind and dtype."
         )
+    if inputs.is_tensor(new):
+        inputs.check_memory(name, "new", new)
     b, t_max, heads, dim = cache.shape
     if new.ndim != 4 or (new.shape[0], *new.shape[2:]) != (b, heads, dim) or positions.shape != (b,):
         raise WhetValueError(
@@ -72,8 +74,8 @@ def kv_append(cache: Any, new: Any, positions: Any) -> Any:
     rowwise.check_target(name, "cache", cache, tuple(cache.shape), cache)
     if 0 not in new.shape:
         # A copy, so that tokens that lie in the cache itself are read before they are changed.
-        new = new.detach().clone() if inputs.is_tensor(new) else new.copy("C")
-        _core.kv_append(_bytes(name, cache), _bytes(name, new), positions)
+        new = new.detach().clone().resolve_neg() if inputs.is_tensor(new) else new.copy("C")
+        inputs.computed(name, _core.kv_append(_bytes(name, cache), _bytes(name, new), positions))
     return cache
 
 
@@ -93,7 +95,7 @@ def kv_gather(cache: Any, rows: Any, lengths: Any, *, out: Any = None) -> Any:
         WhetValueError: shapes disagree, a row or a length is out of its range, or ``out`` cannot take the result.
         WhetTypeError: rows or lengths are not integers.
     """
-    rows, lengths = _indices("kv_gather", "rows", rows), _indices("kv_gather", "lengths", lengths)
+    rows, lengths = inputs.integers("kv_gather", "rows", rows), inputs.integers("kv_gather", "lengths", lengths)
     result = _core.kv_gather(cache, rows, lengths, out)
     if result is not NotImplemented:
         return result
@@ -111,16 +113,9 @@ def kv_gather(cache: Any, rows: Any, lengths: Any, *, out: Any = None) -> Any:
     shape = (int(lengths.sum()), *cache.shape[2:])
     if out is not None:
         rowwise.check_target(name, "out", out, shape, cache)
-    packed = _core.kv_gather(_bytes(name, cache), rows, lengths, None)
+    packed = inputs.computed(name, _core.kv_gather(_bytes(name, cache), rows, lengths, None))
     packed = packed.view(cache.dtype).reshape(shape)
     return rowwise.finish(name, packed, shape, out)
-
-
-def _indices(function: str, name: str, x: Any) -> np.ndarray:
-    x = x.numpy() if inputs.is_tensor(x) else np.asarray(x)
-    if x.dtype.kind not in "iu" and x.size:
-        raise WhetTypeError(f"{function}: {name} has dtype {x.dtype}, expected integers.")
-    return np.ascontiguousarray(x, dtype=np.int64)
 
 
 def _check_cache(function: str, cache: Any) -> None:
@@ -129,6 +124,9 @@ def _check_cache(function: str, cache: Any) -> None:
             raise WhetValueError(
                 f"{function}: cache requires grad or is on {cache.device}, expected a CPU tensor without gradient."
             )
+        inputs.check_memory(function, "cache", cache)
+        if cache.is_neg():
+            raise WhetValueError(f"{function}: cache is lazily negated. Pass cache.resolve_neg().")
     elif type(cache) is not np.ndarray:
         raise WhetTypeError(f"{function}: cache is a {type(cache).__name__}. Pass a NumPy array or a torch tensor.")
     if cache.ndim != 4:

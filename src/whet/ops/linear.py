@@ -76,7 +76,9 @@ def gemm(
             )
         _check_out("gemm", out, a, (m, n))
         a, b = inputs.apart(out, a, b)
-        result = _core.gemm(a, b, out, transpose_a, transpose_b, alpha, beta)
+        alpha, beta = inputs.number("gemm", "alpha", alpha), inputs.number("gemm", "beta", beta)
+        result = _core.gemm(a, b, out, bool(transpose_a), bool(transpose_b), alpha, beta)
+        result = inputs.computed("gemm", result)
     return result
 
 
@@ -109,7 +111,8 @@ def gemv(a: Any, x: Any, *, transpose: bool = False, alpha: float = 1.0, beta: f
             raise WhetValueError(f"gemv: a is ({m}, {n}), as transposed, and x {tuple(x.shape)}, expected ({n},).")
         _check_out("gemv", out, a, (m,))
         a, x = inputs.apart(out, a, x)
-        result = _core.gemv(a, x, out, transpose, alpha, beta)
+        alpha, beta = inputs.number("gemv", "alpha", alpha), inputs.number("gemv", "beta", beta)
+        result = inputs.computed("gemv", _core.gemv(a, x, out, bool(transpose), alpha, beta))
     return result
 
 
@@ -193,12 +196,30 @@ class PackedWeight:
 
     def unpack(self) -> Any:
         """The numbers that were packed: a float32 array, uint16 bit patterns of bfloat16, or a ``Quantized``."""
-        n, k = self.shape
-        rows = np.empty((n, CORE_TABLE[self.format].row_bytes(k)), np.uint8)
-        self._core.unpack(rows.ctypes.data, rows.strides[0])
+        rows = self._unpack_rows()
         if self.format in ("float32", "bfloat16"):
             return rows.view(np.float32 if self.format == "float32" else np.uint16)
         return Quantized(self.format, self.shape, rows)
+
+    def __getstate__(self) -> tuple[str, tuple[int, int], np.ndarray]:
+        return self.format, self.shape, self._unpack_rows()
+
+    def __setstate__(self, state: tuple[str, tuple[int, int], np.ndarray]) -> None:
+        format, shape, rows = state
+        PackedWeight.__init__(self, format, shape)
+        numbers = rows.view(np.float32 if format == "float32" else np.uint16 if format == "bfloat16" else np.uint8)
+        address, (row_stride, column_stride) = _memory(numbers)
+        self._core.pack_rows(
+            0, shape[0], rows=address, source=SOURCES.get(format, _core.Source.PACKED), row_stride=row_stride,
+            column_stride=column_stride,
+        )  # fmt: skip
+
+    def _unpack_rows(self) -> np.ndarray:
+        """(N, bytes per row) uint8."""
+        n, k = self.shape
+        rows = np.empty((n, CORE_TABLE[self.format].row_bytes(k)), np.uint8)
+        self._core.unpack(rows.ctypes.data, rows.strides[0])
+        return rows
 
     def __repr__(self) -> str:
         return f"PackedWeight({self.format}, {self.shape}, {self.bits_per_weight:.3g} bits per weight)"
@@ -269,7 +290,7 @@ def linear(x: Any, weight: PackedWeight, bias: Any = None, *, out: Any = None) -
         x, bias = inputs.apart(out, x, bias)
         flat = x.reshape(-1, k)
         into = None if out is None else out.reshape(-1, n)
-        result = _core.linear(weight._core, flat, bias, into)
+        result = inputs.computed("linear", _core.linear(weight._core, flat, bias, into))
         result = out if out is not None else result.reshape((*x.shape[:-1], n))
     return result
 
@@ -289,6 +310,9 @@ def _strided_matrix(function: str, name: str, x: Any) -> Any:
     """A matrix of numbers as it lies, where that is plain memory; a copy where it is not."""
     if inputs.is_tensor(x):
         as_it_is = x.device.type == "cpu" and str(x.layout) == "torch.strided" and not (x.requires_grad or x.is_neg())
+        as_it_is = as_it_is and not x.is_nested
+        if as_it_is:
+            inputs.check_memory(function, name, x)
     else:
         as_it_is = type(x) is np.ndarray and x.dtype.isnative and x.flags.aligned
         as_it_is = as_it_is and all(stride % x.itemsize == 0 for stride in x.strides)
@@ -326,8 +350,14 @@ def _check_out(function: str, out: Any, like: Any, shape: tuple[int, ...]) -> No
     if not ok or tuple(out.shape) != shape:
         given = f"{type(out).__name__} {getattr(out, 'dtype', '')} {tuple(getattr(out, 'shape', ()))}"
         raise WhetValueError(f"{function}: out is {given}, expected a {kind} of {like.dtype} and shape {shape}.")
-    writeable = out.flags.writeable if isinstance(out, np.ndarray) else not out.requires_grad
-    strides = out.strides if isinstance(out, np.ndarray) else out.stride()
-    unit = out.itemsize if isinstance(out, np.ndarray) else 1
-    if not writeable or (shape[-1] > 1 and strides[-1] != unit):
-        raise WhetValueError(f"{function}: out is read-only or its rows are not contiguous. Pass a plain array.")
+    if inputs.is_tensor(out):
+        inputs.check_memory(function, "out", out)
+        writeable, strides, unit = not (out.requires_grad or out.is_neg()), out.stride(), 1
+    else:
+        writeable, strides, unit = out.flags.writeable, out.strides, out.itemsize
+    is_apart = all(step != 0 for n, step in zip(shape, strides, strict=True) if n > 1)
+    if not writeable or not is_apart or (shape[-1] > 1 and strides[-1] != unit):
+        raise WhetValueError(
+            f"{function}: out is read-only or lazily negated, or its rows are not contiguous or share memory. "
+            f"Pass a plain array."
+        )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 from whet import _core
-from whet.errors import WhetTypeError, WhetValueError
+from whet.errors import WhetValueError
 from whet.ops import inputs
 
 
@@ -48,12 +47,8 @@ def compute_token_logprobs(
         WhetTypeError: logits are not float32 or bfloat16, or token_ids not integers.
     """
     name = "compute_token_logprobs"
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise WhetValueError(f"{name}: temperature is {temperature!r}, expected a finite number above 0.")
-    ids = token_ids.numpy() if inputs.is_tensor(token_ids) else np.asarray(token_ids)
-    if ids.dtype.kind not in "iu":
-        raise WhetTypeError(f"{name}: token_ids has dtype {ids.dtype}, expected integers.")
-    ids = np.ascontiguousarray(ids, dtype=np.int64)
+    factor = inputs.float32_factor(name, "temperature", temperature)
+    ids = inputs.integers(name, "token_ids", token_ids)
     shape = tuple(np.shape(logits))
     if len(shape) != 2 or shape[1] == 0 or ids.shape != shape[:1]:
         raise WhetValueError(
@@ -66,9 +61,9 @@ def compute_token_logprobs(
             f"{name}: token_ids[{bad}] is {ids[bad]}, outside the vocabulary of {shape[1]}. "
             "Give padding a valid id and leave it out by its mask."
         )
-    result = _core.token_logprobs(logits, ids, float(temperature), bool(return_entropy))
+    result = _core.token_logprobs(logits, ids, factor, bool(return_entropy))
     if result is NotImplemented:
         dtypes = ("float32", "bfloat16") if inputs.is_tensor(logits) else ("float32",)
         plain = inputs.plain(name, "logits", logits, dtypes)
-        result = _core.token_logprobs(plain, ids, float(temperature), bool(return_entropy))
+        result = inputs.computed(name, _core.token_logprobs(plain, ids, factor, bool(return_entropy)))
     return result

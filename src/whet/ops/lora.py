@@ -73,7 +73,8 @@ def lora_forward(x: Any, y: Any, a: Any, b: Any, scale: float) -> Any:
         rows = checked_rows(name, "x", x, "a", a.shape[1])
         check_target(name, "y", y, (*np.shape(x)[:-1], b.shape[1]))
         rows, a, b = inputs.apart(y, rows, a, b)
-        written(y, b.shape[1], lambda flat: _core.lora_forward(rows, flat, a, b, float(scale)))
+        factor = inputs.number(name, "scale", scale)
+        written(name, y, b.shape[1], lambda flat: _core.lora_forward(rows, flat, a, b, factor))
     return y
 
 
@@ -106,7 +107,8 @@ def lora_accumulate(x: Any, grad_y: Any, a: Any, b: Any, scale: float, grad_a: n
             check_target(name, which, grad, tuple(like.shape), ("float32",))
         # Both at once or neither: copies are added to, and written back when all is done.
         sums = [np.array(grad, np.float32, order="C") for grad in (grad_a, grad_b)]
-        assert _core.lora_accumulate(rows, gradients, a, b, float(scale), *sums) is None
+        factor = inputs.number(name, "scale", scale)
+        inputs.computed(name, _core.lora_accumulate(rows, gradients, a, b, factor, *sums))
         for grad, total in zip((grad_a, grad_b), sums, strict=True):
             assign(grad, total)
 
@@ -151,10 +153,14 @@ def check_target(function: str, name: str, y: Any, shape: tuple[int, ...], dtype
         raise WhetValueError(f"{function}: {name} is expanded: its rows share memory. Pass {name}.contiguous().")
 
 
-def written(y: Any, columns: int, run: Callable[[Any], Any]) -> None:
+def written(function: str, y: Any, columns: int, run: Callable[[Any], Any]) -> None:
     """Run on a contiguous copy of y, (N, columns), and write that back."""
-    flat = y.clone().contiguous() if inputs.is_tensor(y) else np.array(y, y.dtype.newbyteorder("="), order="C")
-    assert run(flat.reshape(math.prod(y.shape[:-1]), columns)) is None  # all was checked: it is the plain case
+    flat = (
+        y.resolve_neg().clone().contiguous()
+        if inputs.is_tensor(y)
+        else np.array(y, y.dtype.newbyteorder("="), order="C")
+    )
+    inputs.computed(function, run(flat.reshape(math.prod(y.shape[:-1]), columns)))
     assign(y, flat)
 
 

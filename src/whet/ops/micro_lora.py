@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,10 +97,7 @@ def lora_batch(x: Any, y: Any, adapters: LoRAStack | Sequence[MicroLoRA], index:
     name = "lora_batch"
     rows = checked_rows(name, "x", x, "the adapters", stack.in_features)
     check_target(name, "y", y, (*np.shape(x)[:-1], stack.out_features))
-    ids = index.numpy() if inputs.is_tensor(index) else np.asarray(index)
-    if ids.dtype.kind not in "iu" and ids.size:
-        raise WhetTypeError(f"{name}: index has dtype {ids.dtype}, expected integers.")
-    ids = np.ascontiguousarray(ids, np.int64)
+    ids = inputs.integers(name, "index", index)
     if ids.shape != (len(rows),):
         raise WhetValueError(f"{name}: index has shape {ids.shape}, expected ({len(rows)},): one adapter per row of x.")
     bad = np.flatnonzero((ids < -1) | (ids >= len(stack)))
@@ -108,7 +106,7 @@ def lora_batch(x: Any, y: Any, adapters: LoRAStack | Sequence[MicroLoRA], index:
             f"{name}: index[{bad[0]}] is {ids[bad[0]]}, expected -1 (none) to {len(stack) - 1}: "
             f"there are {len(stack)} adapters."
         )
-    written(y, stack.out_features, lambda flat: _core.lora_batch(rows, flat, *packed, ids))
+    written(name, y, stack.out_features, lambda flat: _core.lora_batch(rows, flat, *packed, ids))
     return y
 
 
@@ -146,7 +144,7 @@ class MicroLoRA:
         self.rank = inputs.positive_size("MicroLoRA", "rank", rank)
         if self.rank > MAX_RANK:
             raise WhetValueError(f"MicroLoRA: rank is {rank}, expected 1 to {MAX_RANK}. Larger ranks are PEFT's work.")
-        if not math.isfinite(alpha):
+        if not math.isfinite(inputs.number("MicroLoRA", "alpha", alpha)):
             raise WhetValueError(f"MicroLoRA: alpha is {alpha}, expected a finite number.")
         self.alpha = float(alpha)
         self.scale = self.alpha / self.rank
@@ -374,9 +372,8 @@ class MicroLoRA:
     def _add_to(self, weight: Any, scale: float, function: str) -> Any:
         if _core.lora_add_product(self._b.T, self._a, weight, scale) is NotImplemented:
             check_target(function, "weight", weight, (self.out_features, self.in_features))
-            written(
-                weight, self.in_features, lambda flat: _core.lora_add_product(self._b.T, self._a, flat, float(scale))
-            )
+            add = partial(_core.lora_add_product, self._b.T, self._a)
+            written(function, weight, self.in_features, lambda flat: add(flat, float(scale)))
         return weight
 
 
@@ -387,7 +384,7 @@ _KEYS = f"NAME_A and NAME_B for NAME among {', '.join(_COMPANIONS)}, and {', '.j
 
 
 def _not_negative(function: str, name: str, value: float) -> float:
-    if not 0 <= value < math.inf:
+    if not 0 <= inputs.number(function, name, value) < math.inf:
         raise WhetValueError(f"{function}: {name} is {value}, expected a finite number of at least 0.")
     return value
 

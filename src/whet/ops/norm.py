@@ -50,10 +50,9 @@ def rms_norm(x: Any, weight: Any = None, eps: float = 1e-6, *, residual: Any = N
             ``out`` shares memory with ``residual``, or a tensor requires grad or is not on the CPU.
         WhetTypeError: another dtype.
     """
-    if 0 <= eps < math.inf:
-        result = _core.rms_norm(x, weight, eps, residual, out)
-        if result is not NotImplemented:
-            return result
+    result = _core.rms_norm(x, weight, eps, residual, out)
+    if result is not NotImplemented:
+        return result
     return _slow("rms_norm", _core.rms_norm, x, {"weight": weight}, eps, residual, out)
 
 
@@ -78,15 +77,14 @@ def layer_norm(
     Raises:
         As ``rms_norm``.
     """
-    if 0 <= eps < math.inf:
-        result = _core.layer_norm(x, weight, bias, eps, residual, out)
-        if result is not NotImplemented:
-            return result
+    result = _core.layer_norm(x, weight, bias, eps, residual, out)
+    if result is not NotImplemented:
+        return result
     return _slow("layer_norm", _core.layer_norm, x, {"weight": weight, "bias": bias}, eps, residual, out)
 
 
 def _slow(name: str, core: Any, x: Any, vectors: dict[str, Any], eps: Any, residual: Any, out: Any) -> Any:
-    if not 0 <= eps < math.inf:
+    if not 0 <= inputs.number(name, "eps", eps) < math.inf:
         raise WhetValueError(f"{name}: eps is {eps!r}, expected a finite number of at least 0.")
     x = rowwise.rows(name, "x", x)
     shape, n = tuple(x.shape), x.shape[-1]
@@ -102,7 +100,7 @@ def _slow(name: str, core: Any, x: Any, vectors: dict[str, Any], eps: Any, resid
             raise WhetValueError(f"{name}: out shares memory with residual, which keeps the sum. Pass another out.")
         # A copy, so that an x that shares some of its memory is read before it is changed.
         total = rowwise.flat(residual.clone() if inputs.is_tensor(residual) else residual.copy("C"))
-    result = core(rowwise.flat(x), *vectors.values(), float(eps), total, None)
+    result = inputs.computed(name, core(rowwise.flat(x), *vectors.values(), float(eps), total, None))
     if residual is not None:
         residual[...] = total.reshape(shape)
     return rowwise.finish(name, result, shape, out)

@@ -45,18 +45,14 @@ def pack_sequences(lengths: Any, max_length: int) -> list[list[int]]:
     """
     name = "pack_sequences"
     limit = inputs.positive_size(name, "max_length", max_length)
-    array = np.asarray(lengths.cpu() if inputs.is_tensor(lengths) else lengths)
-    if array.size == 0 and array.ndim == 1:
-        return []
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+    array = inputs.integers(name, "lengths", lengths, "one axis of integers")
+    if np.ndim(lengths) != 1:
         raise WhetTypeError(
-            f"{name}: lengths has shape {array.shape} and dtype {array.dtype}, expected one axis of integers: "
-            "the number of tokens of each sequence."
+            f"{name}: lengths has shape {np.shape(lengths)}, expected one axis: the number of tokens of each sequence."
         )
-    array = np.ascontiguousarray(array, dtype=np.int64)
     bad = np.flatnonzero((array < 0) | (array > limit))
     if len(bad):
         i = int(bad[0])
         fix = "Truncate it or raise max_length." if array[i] > limit else "A length is a count of tokens."
         raise WhetValueError(f"{name}: lengths[{i}] is {array[i]}, expected 0 to max_length={limit}. {fix}")
-    return _core.pack_sequences(array, limit)
+    return _core.pack_sequences(array, min(limit, 2**63 - 1))

@@ -59,9 +59,9 @@ CORE_FORMATS = {name: i for i, name in enumerate(CORE_TABLE)}
 FORMATS = tuple(name for name, format in CORE_TABLE.items() if format.is_quantised)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Quantized:
-    """A quantised matrix.
+    """A quantised matrix. Two are equal if format, shape and bytes are; not hashable.
 
     Attributes:
         format: of ``FORMATS``.
@@ -87,6 +87,11 @@ class Quantized:
                 f"Quantized: data has shape {self.data.shape}, expected {expected} for {self.shape} in {self.format}."
             )
         object.__setattr__(self, "data", np.ascontiguousarray(self.data))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Quantized):
+            return NotImplemented
+        return (self.format, self.shape) == (other.format, other.shape) and np.array_equal(self.data, other.data)
 
     @property
     def bits_per_weight(self) -> float:
@@ -144,7 +149,8 @@ def bf16_values(bits: np.ndarray) -> np.ndarray:
 
 
 def _float32(weight: Any) -> np.ndarray:
-    weight = inputs.plain("quantize", "weight", weight, ("float32", "bfloat16"))
+    dtypes = ("float32", "bfloat16") if hasattr(weight, "dtype") else ("float32",)
+    weight = inputs.plain("quantize", "weight", weight, dtypes)
     if weight.ndim != 2:
         raise WhetValueError(f"quantize: weight has shape {tuple(weight.shape)}, expected two axes.")
     if inputs.is_tensor(weight):

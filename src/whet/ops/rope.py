@@ -242,15 +242,13 @@ def _checked(
     """positions as int64 and head_size as an int, if query and key fit them."""
     head_size = inputs.positive_size(function, "head_size", head_size)
     _check_rotary_dim(function, rotary_dim, head_size)
-    ids = positions.detach().cpu().numpy() if inputs.is_tensor(positions) else np.asarray(positions)
-    if ids.size and (ids.dtype.kind not in "iu" or isinstance(ids, np.ma.MaskedArray)):
-        raise WhetTypeError(f"{function}: positions has dtype {ids.dtype}, expected int64 or int32.")
+    ids = inputs.integers(function, "positions", positions, "int64 or int32")
     if ids.ndim not in (1, 2):
         raise WhetValueError(f"{function}: positions has shape {ids.shape}, expected (T,) or (B, T).")
     _check_heads(function, "query", query, ids.shape, head_size)
     if key is not None:
         _check_heads(function, "key", key, ids.shape, head_size)
-    return np.ascontiguousarray(ids.astype(np.int64)), head_size
+    return ids, head_size
 
 
 def _check_heads(function: str, name: str, x: Any, leading: tuple[int, ...], head_size: int) -> None:
@@ -264,6 +262,10 @@ def _check_heads(function: str, name: str, x: Any, leading: tuple[int, ...], hea
         raise WhetValueError(f"{where} requires grad, but this function is not differentiable. Pass {name}.detach().")
     if is_tensor and x.device.type != "cpu":
         raise WhetValueError(f"{where} is on {x.device}, expected a CPU tensor. Pass {name}.cpu().")
+    if is_tensor:
+        inputs.check_memory(function, name, x)
+        if x.is_neg():
+            raise WhetValueError(f"{where} is lazily negated, but it is written in place. Pass {name}.resolve_neg().")
     dtype = str(x.dtype).removeprefix("torch.")
     if dtype not in ("float32", "bfloat16"):
         cast = f"{name}.to(torch.float32)" if is_tensor else f"{name}.astype(np.float32)"

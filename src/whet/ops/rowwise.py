@@ -47,6 +47,7 @@ def check_target(function: str, name: str, target: Any, shape: tuple[int, ...], 
             raise WhetValueError(f"{function}: {name} requires grad and is written to. Pass {name}.detach().")
         if target.device.type != "cpu":
             raise WhetValueError(f"{function}: {name} is on {target.device}, expected a CPU tensor.")
+        inputs.check_memory(function, name, target)
     elif not target.flags.writeable:
         raise WhetValueError(f"{function}: {name} is read-only, and is written to. Pass a copy.")
 
