@@ -3,8 +3,9 @@
 
 #include <cstdlib>
 #include <cstring>
-#include <stdexcept>
 #include <string>
+
+#include "runtime/errors.h"
 
 namespace whet {
 
@@ -47,9 +48,8 @@ const Kernels& pick() {
         if (wanted == nullptr || *wanted == '\0' || std::strcmp(wanted, isa) == 0) return *unit->table;
         usable += usable.empty() ? isa : std::string(", ") + isa;
     }
-    throw std::runtime_error("WHET_ISA=" + std::string(wanted) +
-                             " is not available: this build on this processor has " + usable +
-                             ". Unset it to take the first.");
+    throw VariableError("WHET_ISA=" + std::string(wanted) + " is not available: this build on this processor has " +
+                        usable + ". Unset it to take the first.");
 }
 
 }  // namespace

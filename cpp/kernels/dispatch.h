@@ -30,7 +30,7 @@ struct Unit {
 const Unit* units(size_t& count);
 
 // Picked at the first call: what WHET_ISA names, else the first of units() that the processor has.
-// Throws std::runtime_error if WHET_ISA names a set that is not built in or that this processor lacks.
+// Throws VariableError if WHET_ISA names a set that is not built in or that this processor lacks.
 const Kernels& kernels();
 
 }  // namespace whet

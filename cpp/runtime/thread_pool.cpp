@@ -1,7 +1,6 @@
 #include "runtime/thread_pool.h"
 
 #include <pthread.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -11,10 +10,12 @@
 #include <memory>
 #include <mutex>
 #include <new>
-#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "runtime/processors.h"
+#include "runtime/errors.h"
 
 namespace whet {
 namespace {
@@ -162,13 +163,12 @@ int default_n_threads() {
         char* end = nullptr;
         const long n = std::strtol(wanted, &end, 10);
         if (*end != '\0' || n < 1 || n > 1024) {
-            throw std::runtime_error("WHET_NUM_THREADS=" + std::string(wanted) + " is not a number from 1 to 1024.");
+            throw VariableError("WHET_NUM_THREADS=" + std::string(wanted) +
+                                " is not a number from 1 to 1024. Unset it to take as many as there are processors.");
         }
         return static_cast<int>(n);
     }
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
-    return std::max(1u, std::thread::hardware_concurrency());
+    return n_processors();
 }
 
 std::mutex pool_mutex;

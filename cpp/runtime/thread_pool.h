@@ -11,7 +11,7 @@
 
 namespace whet {
 
-// Threads used by a job, the caller included. Starts as WHET_NUM_THREADS, else the processors this process may use.
+// Threads used by a job, the caller included. Starts as WHET_NUM_THREADS, else as n_processors().
 int num_threads();
 void set_num_threads(int n);
 

@@ -6,13 +6,19 @@
 #include <bit>
 #include <cmath>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <limits>
 #include <memory>
 #include <random>
+#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "runtime/host_lock.h"
 #include "runtime/packing.h"
+#include "runtime/processors.h"
 #include "runtime/split.h"
 #include "runtime/thread_pool.h"
 #include "tests/checks.h"
@@ -480,6 +486,52 @@ void test_host_lock() {
     whet::host_lock = {};
 }
 
+// cpu_quota() of a process whose proc/self/cgroup and groups are these.
+double quota_of(const std::string& groups, const std::vector<std::pair<std::string, std::string>>& files) {
+    const std::string pattern = std::filesystem::temp_directory_path() / "whet_core_test.XXXXXX";
+    std::vector<char> name(pattern.c_str(), pattern.c_str() + pattern.size() + 1);
+    const std::filesystem::path root = mkdtemp(name.data());
+    const auto write = [&](const std::filesystem::path& path, const std::string& text) {
+        std::filesystem::create_directories((root / path).parent_path());
+        std::ofstream(root / path) << text;
+    };
+    write("proc/self/cgroup", groups);
+    for (const auto& [path, text] : files) write("sys/fs/cgroup/" + path, text);
+    const double quota = whet::cpu_quota(root);
+    std::filesystem::remove_all(root);
+    return quota;
+}
+
+void test_cpu_quota() {
+    const auto expect_quota = [](const char* what, double got, double expected) {
+        expect(got == expected, "quota, %s: got %g, expected %g", what, got, expected);
+    };
+    constexpr double kNone = std::numeric_limits<double>::infinity();
+    const std::string v2 = "0::/pod/box\n", v1 = "3:cpuset:/x\n2:cpu,cpuacct:/docker/1\n1:memory:/y\n";
+    expect_quota("no files", quota_of(v2, {}), kNone);
+    expect_quota("no groups", quota_of("", {{"cpu.max", "50000 100000\n"}}), kNone);
+    expect_quota("v2", quota_of(v2, {{"pod/box/cpu.max", "250000 100000\n"}}), 2.5);
+    expect_quota("v2, max", quota_of(v2, {{"pod/box/cpu.max", "max 100000\n"}}), kNone);
+    expect_quota("v2, the least on the way up",
+                 quota_of(v2, {{"pod/box/cpu.max", "300000 100000\n"}, {"pod/cpu.max", "100000 50000\n"}}), 2.0);
+    expect_quota("v2, around it", quota_of(v2, {{"pod/box/cpu.max", "max 1000\n"}, {"pod/cpu.max", "1500 1000\n"}}),
+                 1.5);
+    expect_quota("v2, in a container", quota_of("0::/\n", {{"cpu.max", "400000 100000\n"}}), 4.0);
+    expect_quota("v2, the host's path", quota_of(v2, {{"cpu.max", "400000 100000\n"}}), 4.0);
+    expect_quota(
+        "v1",
+        quota_of(v1, {{"cpu/docker/1/cpu.cfs_quota_us", "50000\n"}, {"cpu/docker/1/cpu.cfs_period_us", "100000\n"}}),
+        0.5);
+    expect_quota(
+        "v1, none",
+        quota_of(v1, {{"cpu/docker/1/cpu.cfs_quota_us", "-1\n"}, {"cpu/docker/1/cpu.cfs_period_us", "100000\n"}}),
+        kNone);
+    expect_quota("v1, in a container",
+                 quota_of(v1, {{"cpu/cpu.cfs_quota_us", "700000\n"}, {"cpu/cpu.cfs_period_us", "100000\n"}}), 7.0);
+    expect_quota("no numbers", quota_of(v2, {{"pod/box/cpu.max", "\n"}}), kNone);
+    expect(whet::n_processors() >= 1, "n_processors: got %d, expected at least 1", whet::n_processors());
+}
+
 }  // namespace
 
 int main() {
@@ -515,6 +567,7 @@ int main() {
             }
         }
         test_packing();
+        test_cpu_quota();
         test_pool();
         test_host_lock();
     });

@@ -30,10 +30,12 @@ def isa() -> str:
 
 
 def build_info() -> dict[str, str]:
-    """Build settings of the native core.
+    """Build settings of the native core, and what it finds on this machine.
 
     ``compiler`` and its version, ``build_type`` ("Release" is optimised), ``instruction_sets`` that it holds and
     ``usable_instruction_sets`` that this processor runs; both in words with a blank between, the preferred one first.
+    ``processors``: how many this process may use, by its affinity and by the CPU quota of its control groups (Docker's
+    ``--cpus``, Kubernetes' ``limits``), rounded down.
     """
     return _core.build_info()
 
@@ -46,7 +48,7 @@ def get_num_threads() -> int:
 def set_num_threads(n: int) -> None:
     """Sets the number of threads of native calls, for the whole process. Results do not depend on it.
 
-    At start it is the environment variable WHET_NUM_THREADS, or else the processors this process may use.
+    At start it is the environment variable WHET_NUM_THREADS, or else ``processors`` of ``build_info``.
 
     Raises:
         WhetValueError: n is not in [1, 1024].

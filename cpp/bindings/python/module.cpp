@@ -1,13 +1,17 @@
 // The extension module whet._core.
 #include <nanobind/nanobind.h>
 
+#include <exception>
 #include <string>
 
 #include "arrays.h"
 #include "bindings.h"
+#include "gil.h"
 #include "kernels/dispatch.h"
 #include "runtime/host_lock.h"
+#include "runtime/processors.h"
 #include "runtime/thread_pool.h"
+#include "runtime/errors.h"
 
 namespace nb = nanobind;
 
@@ -31,24 +35,39 @@ nb::dict build_info() {
     info["build_type"] = WHET_BUILD_TYPE;
     info["instruction_sets"] = built.c_str();
     info["usable_instruction_sets"] = usable.c_str();
+    info["processors"] = nb::str(nb::int_(whet::n_processors()));
     return info;
+}
+
+void raise_whet_error(const std::exception_ptr& error, void*) {
+    const auto raise = [](const char* name, const std::exception& e) {
+        PyErr_SetString(nb::module_::import_("whet.errors").attr(name).ptr(), e.what());
+    };
+    try {
+        std::rethrow_exception(error);
+    } catch (const whet::VariableError& e) {
+        raise("WhetValueError", e);
+    } catch (const whet::ForkedError& e) {
+        raise("WhetError", e);
+    }
 }
 
 // The GIL, if this thread holds it.
 void* release_gil() { return PyGILState_Check() ? PyEval_SaveThread() : nullptr; }
-void acquire_gil(void* thread_state) { PyEval_RestoreThread(static_cast<PyThreadState*>(thread_state)); }
 
 }  // namespace
 
 NB_MODULE(_core, m) {
     nb::set_leak_warnings(false);  // of weights in a graph of torch that a script still has when it ends
     whet::import_numpy();
-    whet::host_lock = {&release_gil, &acquire_gil};
+    whet::host_lock = {&release_gil, &whet::acquire_gil};
+    nb::register_exception_translator(&raise_whet_error);
     m.def("isa", [] { return whet::kernels().isa; });
     m.def("num_threads", &whet::num_threads);
-    m.def("set_num_threads", &whet::set_num_threads, nb::call_guard<nb::gil_scoped_release>());
+    m.def("set_num_threads", &whet::set_num_threads, nb::call_guard<whet::ReleasedGil>());
     m.def("borrow_threads", [](uintptr_t fork) { whet::borrow_threads(reinterpret_cast<whet::Fork>(fork)); });
     m.def("build_info", &build_info);
+    m.def("n_processors", &whet::n_processors);
     whet::bind_primitives(m);
     whet::bind_linear(m);
     whet::bind_probe(m);

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from whet import _core
 from whet.config.sampling import Completion, SamplingParams
 from whet.data.messages import is_messages
 from whet.data.rows import tokenize_prompt
@@ -277,7 +278,8 @@ def score_completions(
     chunks = [places[start : start + _CHUNK] for start in range(0, len(places), _CHUNK)]
     outcomes: dict[tuple[int, int], tuple[float, str]] = {}
     while chunks:
-        wave, chunks = chunks[: _n_cpus()], chunks[_n_cpus() :]
+        n = _core.n_processors()
+        wave, chunks = chunks[:n], chunks[n:]
         calls = [partial(_score_each, task, [(texts[i][j], rows[i]) for i, j in chunk]) for chunk in wave]
         for chunk, result in zip(wave, call_in_children(calls, list, timeout_s), strict=True):
             if not isinstance(result, BaseException):
@@ -307,7 +309,3 @@ def _score(task: Task, completion: str, row: Mapping[str, Any]) -> tuple[float, 
     if score is None or not math.isfinite(score):
         return 0.0, f"it gave {given!r:.60}, which is no finite number"
     return score, ""
-
-
-def _n_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

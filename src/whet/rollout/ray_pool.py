@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+from whet import _core
 from whet.config.sampling import Completion, SamplingParams, StreamKey, stream_keys
 from whet.engine import Engine
 from whet.engine.checks import check_same_model
@@ -119,7 +120,7 @@ class RayPool:
         self._stored: Any = None
         self._call_timeout_s = call_timeout_s
         if not ray.is_initialized() and _starts_own(address):
-            _check_cpus(workers, threads or 1, _own_cpus(), "this machine")  # before Ray takes seconds to start
+            _check_cpus(workers, threads or 1, _core.n_processors(), "this machine")  # before Ray takes seconds to start
         self._is_own = _connect(ray, address)
         cpus = ray.cluster_resources().get("CPU", 0)
         self._threads = threads or max(1, int(cpus) // workers)
@@ -353,10 +354,6 @@ def _check_cpus(workers: int, threads: int, cpus: float, where: str) -> None:
         )
 
 
-def _own_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _starts_own(address: str) -> bool:
     """Whether a pool with this address starts a Ray for this process alone."""
     return (address or os.environ.get("RAY_ADDRESS", "")) in ("", "local")  # as `ray job submit` sets it
@@ -370,7 +367,7 @@ def _connect(ray: Any, address: str) -> bool:
     quiet = {"log_to_driver": False, "logging_level": "error"}
     if _starts_own(address):
         # Without "local" Ray joins a cluster that somebody else's process has started on this machine.
-        ray.init(address="local", num_cpus=_own_cpus(), include_dashboard=False, **quiet)
+        ray.init(address="local", num_cpus=_core.n_processors(), include_dashboard=False, **quiet)
         return True
     address = address or os.environ["RAY_ADDRESS"]
     host, _, port = address.removeprefix("ray://").rpartition(":")

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from whet import _core
 from whet.errors import RankError
 
 _RESTARTS = 3
@@ -26,8 +27,7 @@ _STATUS_FILE, _LAUNCHER = "WHET_RANKS_STATUS", "WHET_RANKS_LAUNCHER"
 
 def start_ranks(n: int, command: Sequence[str]) -> NoReturn:
     """Become a process that runs Python with these arguments on ``n`` ranks."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = str(max(1, cpus // n))
+    threads = str(max(1, _core.n_processors() // n))
     given = {"OMP_NUM_THREADS": threads, "WHET_NUM_THREADS": threads} | os.environ
     # Or ranks that were started again would read the addresses of those before them.
     environment = given | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -1,0 +1,66 @@
+#include "runtime/processors.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <thread>
+
+namespace whet {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr double kNoQuota = std::numeric_limits<double>::infinity();
+
+// Version 2: "200000 100000", or "max 100000"; version 1 has two files, and -1 for no limit.
+double quota_of_group(const fs::path& group) {
+    double quota = 0.0, period = 0.0;
+    if (std::ifstream both(group / "cpu.max"); both) {
+        both >> quota >> period;
+    } else {
+        std::ifstream(group / "cpu.cfs_quota_us") >> quota;
+        std::ifstream(group / "cpu.cfs_period_us") >> period;
+    }
+    return quota > 0.0 && period > 0.0 ? quota / period : kNoQuota;
+}
+
+// The least of a group and those around it, up to `top`. In a container the path may be the host's, and its own group
+// is at the top.
+double quota_up_to(const fs::path& top, fs::path path) {
+    double least = quota_of_group(top);
+    for (; !path.empty(); path = path.parent_path()) least = std::min(least, quota_of_group(top / path));
+    return least;
+}
+
+bool names_cpu(const std::string& controllers) { return ("," + controllers + ",").find(",cpu,") != std::string::npos; }
+
+int n_in_affinity() {
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+    return static_cast<int>(std::thread::hardware_concurrency());
+}
+
+}  // namespace
+
+double cpu_quota(const std::string& root) {
+    const fs::path groups = fs::path(root) / "sys/fs/cgroup";
+    std::ifstream file(fs::path(root) / "proc/self/cgroup");
+    double least = kNoQuota;
+    for (std::string number, controllers, path;
+         std::getline(file, number, ':') && std::getline(file, controllers, ':') && std::getline(file, path);) {
+        const fs::path relative = fs::path(path).relative_path();
+        if (controllers.empty()) least = std::min(least, quota_up_to(groups, relative));
+        if (names_cpu(controllers)) least = std::min(least, quota_up_to(groups / "cpu", relative));
+    }
+    return least;
+}
+
+int n_processors() {
+    const double granted = std::min<double>(n_in_affinity(), cpu_quota());
+    return std::max(1, static_cast<int>(granted));
+}
+
+}  // namespace whet
