@@ -18,8 +18,10 @@ from tests.raising import assert_raises
 from tests.threads import threads
 from tests.tiny import with_lora
 
+import whet
 from whet.config.sampling import SamplingParams, StreamKey
 from whet.engine import Engine, EngineBusyError
+from whet.engine.session import Session
 from whet.errors import WhetTypeError, WhetValueError
 from whet.ops.micro_lora import MicroLoRA
 from whet.rollout.torch_engine import TorchEngine
@@ -444,6 +446,77 @@ def test_a_fork_generates_what_its_parent_does():
         if child == 0:
             os._exit(0 if everything(engine.generate(prompts(8, 70), 4, PLAIN)) == expected else 1)
         assert os.waitpid(child, 0)[1] == 0
+
+
+def in_child(check):
+    """The exit status of a forked child that runs the check; it is killed if it hangs."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        try:
+            check()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+def test_a_fork_beside_a_call_is_an_error_in_the_child_and_not_a_hang():
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def no_parts():  # of an adapter: they are read while the engine is locked
+        at_work.set()
+        yield from itertools.repeat((), not go_on.wait(60))
+
+    def check():
+        for use in (lambda: engine.generate([[1, 2]]), lambda: engine.memory, lambda: engine.sync(model)):
+            assert_raises(whet.WhetError, "when this process was forked, .* Make a new engine", use)
+        assert "kv_cache" not in whet.memory_report().parts
+        with Engine.from_model(model) as another:
+            assert everything(another.generate([[1, 2]], 2, PLAIN)) == expected
+        engine.close()
+
+    model = llama()
+    with Engine.from_model(model) as engine:
+        expected = everything(engine.generate([[1, 2]], 2, PLAIN))
+        thread = threading.Thread(target=engine._calls.core.add_adapter, args=(7, no_parts()))
+        thread.start()
+        assert at_work.wait(60)
+        assert in_child(check) == 0
+        go_on.set()
+        thread.join()
+        assert everything(engine.generate([[1, 2]], 2, PLAIN)) == expected
+
+
+def test_a_fork_beside_a_sync_is_an_error_in_the_child():
+    with Engine.from_model(llama()) as engine:
+        session = Session(engine._calls, "sync")
+        session.begin(exclusive=True)
+
+        def check():
+            assert_raises(whet.WhetError, "when this process was forked", engine.generate, [[1, 2]])
+
+        assert in_child(check) == 0
+
+
+def test_a_stream_gives_its_tokens_to_one_thread_at_a_time():
+    with Engine.from_model(llama()) as engine, engine.stream([1, 2], PLAIN) as stream:
+        entered, go_on = threading.Event(), threading.Event()
+        drawn = stream._session.drawn
+
+        def slow(*args):
+            entered.set()
+            assert go_on.wait(60)
+            return drawn(*args)
+
+        stream._session.drawn = slow
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(next, stream)
+            assert entered.wait(60)
+            assert_raises(WhetValueError, "another thread or task is waiting for the next token", next, stream)
+            go_on.set()
+            tokens = [first.result(), *stream]
+        assert [token.token_id for token in tokens] == tokens_of(engine.generate([[1, 2]], 1, PLAIN))[0][0]
 
 
 def test_threads_take_turns():

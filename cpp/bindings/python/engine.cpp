@@ -13,7 +13,9 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "gil.h"
 #include "engine/scheduler.h"
+#include "runtime/errors.h"
 #include "runtime/turn_lock.h"
 
 namespace nb = nanobind;
@@ -43,12 +45,23 @@ nb::object array_of(DType dtype, std::span<const T> values) {
 nb::object array_of(std::span<const float> values) { return array_of(DType::kFloat32, values); }
 nb::object array_of(std::span<const int32_t> values) { return array_of(DType::kInt32, values); }
 
+[[noreturn]] void throw_forked() {
+    throw ForkedError(
+        "Engine: another thread was computing on it when this process was forked, and is not here. Make a new engine, "
+        "or "
+        "fork while no call is under way.");
+}
+
 // Holds the engine's lock. It is acquired without the GIL, so that a thread that holds it may wait for the GIL.
 class Turn {
 public:
     explicit Turn(TurnLock& lock) : lock_(lock) {
-        const nb::gil_scoped_release release;
-        lock_.lock();
+        bool is_whole;
+        {
+            const ReleasedGil released;
+            is_whole = lock_.lock();
+        }
+        if (!is_whole) throw_forked();
     }
     Turn(const Turn&) = delete;
     ~Turn() { lock_.unlock(); }
@@ -70,10 +83,12 @@ public:
     // cannot be opened, the number of open ones: an exclusive session excludes all others.
     size_t begin_session(uint64_t session, bool exclusive) {
         const Turn turn(lock_);
+        if (!sessions_.empty() && is_exclusive_ && forks_ != TurnLock::n_forks()) throw_forked();
         if (!sessions_.empty() && (exclusive || is_exclusive_)) return sessions_.size();
         if (exclusive) scheduler_.forget_kept();
         sessions_.push_back(session);
         is_exclusive_ = exclusive;
+        forks_ = TurnLock::n_forks();
         return 0;
     }
 
@@ -123,7 +138,7 @@ public:
     bool step(uint64_t id) {
         const Turn turn(lock_);
         if (scheduler_.job(id).done) return true;
-        const nb::gil_scoped_release release;
+        const ReleasedGil released;
         const auto lock = model_.weights().reading();
         scheduler_.step();
         return false;
@@ -198,7 +213,7 @@ public:
     // How many bytes it was, at most.
     size_t release_memory() {
         const Turn turn(lock_);
-        const nb::gil_scoped_release release;
+        const ReleasedGil released;
         return scheduler_.release_memory();
     }
 
@@ -225,6 +240,7 @@ private:
     Scheduler scheduler_;
     std::vector<uint64_t> sessions_;  // open
     bool is_exclusive_ = false;
+    uint64_t forks_ = 0;  // when the last one was opened
 
     Request request_of(uint64_t session, nb::handle tokens, uint64_t adapter) const {
         if (is_exclusive_ || std::find(sessions_.begin(), sessions_.end(), session) == sessions_.end()) {

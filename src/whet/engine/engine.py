@@ -32,7 +32,7 @@ from whet.engine.checks import (
     is_model_mode,
 )  # fmt: skip
 from whet.engine.session import Calls, NewAdapter, Session, TokenStream, run_to_its_end
-from whet.errors import WhetTypeError, WhetValueError, check_integer
+from whet.errors import WhetError, WhetTypeError, WhetValueError, check_integer
 from whet.memory import register_holder
 from whet.models.architecture import ModelConfig, Piece
 from whet.models.base import PackedBase
@@ -489,7 +489,10 @@ class Engine:
         core = self._calls.core
         if core is None:
             return
-        memory = core.memory()
+        try:
+            memory = core.memory()
+        except WhetError:  # a thread of the parent process left it in the middle of a step, and nobody can use it here
+            return
         if self.base is not None:
             yield from self.base.held_memory()
         own = ["weights_bytes"] if self.base is None and self._calls.unusable != _RELEASED else []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 import weakref
 from collections import deque
@@ -268,6 +269,8 @@ class Token(NamedTuple):
 class TokenStream(Iterator[Token], AsyncIterator[Token]):
     """The tokens of one completion, from ``Engine.stream``. An error or an interrupt closes it.
 
+    One thread or task at a time takes its next token; another one may close it.
+
     Attributes:
         finish_reason: "running", then "stop", "length" or "cancelled".
         n_reused: tokens of the prompt whose keys and values were there already, from the first token on.
@@ -277,10 +280,28 @@ class TokenStream(Iterator[Token], AsyncIterator[Token]):
         self._session, self._job = session, job
         self._text = None if texts is None else TextStream(texts)
         self._taken = 0
+        self._taking: dict[str, int] = {}  # "thread": whose call takes a token; setdefault() is atomic
         self.finish_reason = "running"
         self.n_reused = 0
 
     def __next__(self) -> Token:
+        """Return the next token.
+
+        Raises:
+            WhetValueError: another thread is waiting for it.
+        """
+        thread = threading.get_ident()
+        if self._taking.setdefault("thread", thread) != thread:
+            raise WhetValueError(
+                "Engine.stream: another thread or task is waiting for the next token of this stream. Iterate over it "
+                "in one, or begin a stream for each."
+            )
+        try:
+            return self._take()
+        finally:
+            self._taking.clear()
+
+    def _take(self) -> Token:
         if self.finish_reason != "running":
             raise StopIteration
         try:
