@@ -1,6 +1,8 @@
 """Packed weights from any float source and any rows: the same bits as rows in the format's own layout give."""
 
+import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -217,3 +219,15 @@ NOT_A_NUMBER = np.array([[1.0] * 31 + [np.nan]], np.float32)
 def test_what_does_not_fit_is_explained(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("format", CORE_TABLE)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda weight: pickle.loads(pickle.dumps(weight))])
+def test_a_copy_has_the_same_bits_and_its_own_memory(copied, format):
+    rng = np.random.default_rng(0)
+    weight, x = rng.standard_normal((19, 256), np.float32), rng.standard_normal((2, 256), np.float32)
+    packed = whet.pack_weight(weight, format)
+    expected, twin = whet.linear(x, packed), copied(packed)
+    packed.update(np.zeros_like(weight))
+    np.testing.assert_array_equal(whet.linear(x, twin), expected)
+    assert (twin.format, twin.shape, twin.size_bytes) == (packed.format, packed.shape, packed.size_bytes)

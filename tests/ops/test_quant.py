@@ -143,3 +143,11 @@ def test_bfloat16_bits_are_torchs():
 def test_what_does_not_fit_is_explained(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_equality_is_of_the_bytes():
+    weight = np.random.default_rng(0).standard_normal((3, 32), np.float32)
+    a, b = whet.quantize(weight, "q8_0"), whet.quantize(weight.tolist(), "q8_0")
+    assert a == b and a != whet.quantize(-weight, "q8_0") and a != whet.quantize(weight, "int8") and a != "q8_0"
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(a)

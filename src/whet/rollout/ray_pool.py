@@ -120,7 +120,7 @@ class RayPool:
         self._stored: Any = None
         self._call_timeout_s = call_timeout_s
         if not ray.is_initialized() and _starts_own(address):
-            _check_cpus(workers, threads or 1, _core.n_processors(), "this machine")  # before Ray takes seconds to start
+            _check_cpus(workers, threads or 1, _core.n_processors(), "this machine")  # before Ray starts, for seconds
         self._is_own = _connect(ray, address)
         cpus = ray.cluster_resources().get("CPU", 0)
         self._threads = threads or max(1, int(cpus) // workers)
