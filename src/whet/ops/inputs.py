@@ -109,7 +109,7 @@ def check_memory(function: str, name: str, x: Any) -> None:
 
 
 def computed(function: str, result: Any) -> Any:
-    """What the core returned for arguments that were checked and converted.
+    """The result of the core for arguments that were checked and converted.
 
     Raises:
         WhetTypeError: it refused them again, for a reason that no check names.
