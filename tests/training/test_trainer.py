@@ -682,7 +682,7 @@ def test_a_reference_that_is_needed_only_later_is_refused():
     trainer = GRPO(Net(), reward_fn=ones, max_new_tokens=2, group_size=2)
     trainer.train_step([[4, 5]])
     trainer.config.beta = 0.1
-    assert_raises(WhetValueError, "GRPO: the loss uses a reference, which it did not", trainer.train_step, [[4, 5]])
+    assert_raises(WhetValueError, "GRPO: the loss uses a reference now, which it did not", trainer.train_step, [[4, 5]])
     adapters = GRPO(lora(), reward_fn=ones, max_new_tokens=2, group_size=2)
     adapters.config.beta = 0.1  # whose reference is there, with the adapters off
     assert "kl" in adapters.train_step([[4, 5]])

@@ -110,8 +110,8 @@ def _check_apart(policy: nn.Module, trained: Mapping[str, Tensor], model: nn.Mod
     shared = [names[at] for p in model.parameters() if (at := p.untyped_storage().data_ptr()) in names]
     if shared:
         raise WhetValueError(
-            f"{where}: ref_model shares {shared[0]} with model, which trains it: get_peft_model, for one, puts "
-            "adapters into the module that it is given. Leave ref_model out: Whet keeps what model is now itself."
+            f"{where}: ref_model shares {shared[0]} with model, which trains it: get_peft_model, for example, "
+            "puts adapters into the module that it is given. Leave ref_model out: Whet keeps what model is now itself."
         )
 
 

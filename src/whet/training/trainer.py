@@ -438,8 +438,8 @@ class Trainer(ABC):
             )
         if self.uses_reference() and self.reference.is_policy():
             raise self._without_effect(
-                "the loss uses a reference, which it did not when the trainer was made: none was kept. Make it with "
-                "the reference in use, if by a small beta, and change config then"
+                "the loss uses a reference now, which it did not when the trainer was made, so that none was kept. Set "
+                "config back (a KL term that begins later begins with a small beta)"
             )
         for name, value in self._made_with.items():
             if getattr(self.config, name) != value:
