@@ -149,6 +149,15 @@ def test_a_16_bit_model_learns_what_a_float32_one_learns(dtype):
     assert curves[0] == pytest.approx(curves[1], rel=5e-3)
 
 
+def test_masters_are_in_the_memory_of_moments():
+    trainer = sft(narrow(), compute="torch")
+    trainer.train_step(ROWS[:2])
+    parts = [(part, n_bytes) for part, _, n_bytes in trainer.held_memory()]
+    n_weights = sum(p.numel() for p in trainer.trainable.values())
+    assert sum(n for part, n in parts if part == "moments") == 12 * n_weights + 4 * len(trainer.trainable)
+    assert sum(n for part, n in parts if part == "weights") >= 2 * n_weights
+
+
 def recorder(losses):
     class Losses(Callback):
         def on_step_end(self, trainer, metrics):
