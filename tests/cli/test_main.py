@@ -142,6 +142,36 @@ def test_output_that_cannot_be_written_is_one_line(argv, tiny_gguf):
     assert "Traceback" not in run.stderr and "Exception" not in run.stderr
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1:strict", "utf-8:strict"])
+def test_a_character_that_the_output_lacks_is_replaced(encoding, tiny_gguf, tmp_path):
+    (tmp_path / "модель\udcff.gguf").symlink_to(tiny_gguf)
+    argv = [*WHET, "info", os.fsencode(tmp_path / "модель\udcff.gguf")]
+    run = subprocess.run(argv, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding})
+    assert (run.returncode, run.stderr) == (0, b"") and b"?.gguf" in run.stdout
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError("std::bad_alloc"), MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: no memory")],
+)
+def test_too_little_memory_is_one_line(error, error_of, monkeypatch):
+    def raise_error(argv):
+        raise error
+
+    monkeypatch.setattr("whet.cli._run", raise_error)
+    assert error_of("info", "x").startswith(
+        f"whet: there is not enough memory ({str(error) or 'MemoryError'}). Close other"
+    )
+
+
+@pytest.mark.parametrize("variable", ["WHET_NUM_THREADS", "WHET_ISA"])
+def test_a_wrong_variable_is_one_line(variable, tiny_gguf):
+    environment = {**os.environ, variable: "many"}
+    run = subprocess.run([*WHET, "info", tiny_gguf], capture_output=True, text=True, env=environment)
+    [line] = run.stderr.splitlines()
+    assert run.returncode == 2 and line.startswith(f"whet: {variable}=many is not ")
+
+
 def test_unexpected_errors_keep_their_traceback(files, monkeypatch):
     monkeypatch.setattr("whet.cli.train.write_report", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):

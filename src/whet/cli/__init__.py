@@ -98,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: after a help text (0), or for flags that are not understood (2).
     """
     _replace_closed_streams()
+    _replace_unknown_characters()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of other packages, for their callers
         warnings.showwarning = _show_warning
@@ -121,6 +122,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:  # whoever read standard output, such as head, has gone
             _discard_output()
             return 141
+        except MemoryError as error:
+            end_ranks(2, _line_of_memory(error))
+            return 2
+        except RuntimeError as error:
+            if "DefaultCPUAllocator" not in str(error):  # torch has no error of its own for memory
+                raise
+            end_ranks(2, _line_of_memory(error))
+            return 2
         except OSError as error:
             if error.errno in _PLACES and error.filename is not None:
                 end_ranks(2, f"whet: {str(error.filename)!r:.200}: {error.strerror}. Name another place.")
@@ -134,6 +143,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _line_of(error: WhetError) -> str:
     return f"whet: {' '.join(str(error).split())}{_line_of_reward(error)}"
+
+
+def _line_of_memory(error: BaseException) -> str:
+    reason = str(error).strip().splitlines()
+    return (
+        f"whet: there is not enough memory ({reason[0] if reason else 'MemoryError'}). Close other programs, raise the "
+        f"limit (ulimit -v), or choose a smaller model; whet estimate computes what it needs."
+    )
 
 
 def _is_output_unwritable() -> bool:
@@ -158,6 +175,13 @@ def _replace_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def _replace_unknown_characters() -> None:
+    """Have "?" printed for a character that the encoding of standard output lacks, instead of an error."""
+    stdout = sys.stdout
+    if hasattr(stdout, "reconfigure") and (stdout.errors == "strict" or stdout.encoding.lower() != "utf-8"):
+        stdout.reconfigure(errors="replace")
 
 
 def _run(argv: list[str]) -> int:
