@@ -1,5 +1,5 @@
-/** Downloaded files in the origin's private file system: each with a note of its URL, size, ETag, hash and last use. They
- * take up to half of what the browser gives the origin: for a further one, the least recently used are removed. */
+/** Downloaded files in the origin's private file system: each with a note of its URL, size, ETag, hash and last use. The
+ * cache holds at most half of the origin's quota: the least recently used files are evicted. */
 import type { Sink, Version } from "./download.js";
 import { urlOf } from "./port.js";
 import { ofBlob, type Reader } from "./sources.js";
@@ -49,7 +49,7 @@ async function openHandle(file: { createSyncAccessHandle(): Promise<SyncHandle> 
   }
 }
 
-/** Without the fragment, which no server sees. */
+/** The key of a URL, without its fragment, which is never sent to a server. */
 async function keyOf(url: URL): Promise<string> {
   const digest = await crypto.subtle.digest("SHA-256", new TextEncoder().encode(url.href.split("#")[0]));
   return Array.from(new Uint8Array(digest), (byte) => byte.toString(16).padStart(2, "0")).join("");
@@ -77,10 +77,10 @@ async function readNotes(directory: Folder): Promise<[key: string, note: Note][]
 
 const sizeOf = async (directory: Folder, key: string) => (await (await directory.getFileHandle(key)).getFile()).size;
 
-/** Of this worker, whose model may still be read from them. */
+/** Keys that this worker reads or writes, which it does not evict. */
 const inUse = new Set<string>();
 
-/** Removes the file whose last use is the longest ago, except those of this worker; whether there was one. */
+/** Evicts the least recently used file that this worker does not use; false: there is none. */
 export async function removeOldest(): Promise<boolean> {
   const directory = await folder();
   if (directory === undefined) return false;
@@ -91,7 +91,7 @@ export async function removeOldest(): Promise<boolean> {
   return false;
 }
 
-/** False where another engine writes it. */
+/** False: another engine has the file open for writing. */
 async function remove(directory: Folder, key: string): Promise<boolean> {
   try {
     await directory.removeEntry(key);
@@ -102,7 +102,7 @@ async function remove(directory: Folder, key: string): Promise<boolean> {
   }
 }
 
-/** Removes old files until all with a further one are within the bound; a single one may be larger. */
+/** Evicts until a file of this size fits into the bound; a single file may exceed it. */
 async function makeRoom(directory: Folder, bytes: number): Promise<void> {
   const { quota = Infinity } = (await navigator.storage.estimate?.()) ?? {};
   const used = async () => {
@@ -152,7 +152,7 @@ export class Stored {
     };
   }
 
-  /** Before the first byte: an interrupted download is gone on with only if it is of this version. */
+  /** Called before the first byte: a download is resumed only if the server still has this version. */
   async begin(version: Version): Promise<void> {
     await makeRoom(this.directory, version.totalBytes);
     await this.write(version, false);
@@ -163,7 +163,7 @@ export class Stored {
     await this.write({ totalBytes: size, etag: this.note?.version.etag ?? null }, true, sha256?.toLowerCase());
   }
 
-  /** Reads the whole file once more. */
+  /** A reader of the complete file, whose last use is now. */
   async reuse(sha256: string | undefined): Promise<Reader> {
     await this.setComplete(sha256);
     return this.finish();
@@ -200,8 +200,8 @@ export class Stored {
   }
 }
 
-/** The place of a URL's file, or of a whole file with this hash, whatever its URL was (those that are signed change);
- * undefined where there is no such file system, or another engine writes this file. */
+/** The file of a URL, or a complete file with this hash, whatever its URL was (signed URLs change); undefined: there is no
+ * such file system, or another engine writes this file. */
 export async function openCache(url: URL, sha256: string | undefined): Promise<Stored | undefined> {
   const directory = await folder();
   if (directory === undefined) return undefined;

@@ -1,19 +1,19 @@
 /** A conversation: the messages so far, and the engine that answers. The engine keeps what it has computed of them.
  *
- * As whet.cli.conversation: every reply is drawn with its own key, and the oldest turns go where the context is full. */
+ * As whet.cli.conversation: every reply is drawn with its own seed, and the oldest turns are dropped when the context is full. */
 import type { Engine, GenerateOptions } from "./engine.js";
 import { WhetError } from "./errors.js";
 import type { Token } from "./protocol.js";
 import { addToSeed, DEFAULTS, show } from "./sampling.js";
 import type { Message } from "./tokenizer.js";
 
-const REPLY_SHARE = 4; // a reply can count on this part of the context, or on maxNewTokens where those are fewer
-// Of the prompt's part of the context: dropping a turn changes all that follows it, which is computed again. So many turns
-// are dropped at once that the next ones need not.
+const REPLY_SHARE = 4; // a quarter of the context is left for a reply, or maxNewTokens where that is less
+// Of the prompt's part of the context. What follows a dropped turn has to be computed again, so that several turns are
+// dropped at once, and the next messages find room.
 const KEPT_WHEN_FULL = 0.75;
 
 export class Chat {
-  /** What the next prompt begins with; the conversation may be set here, such as one that was stored. */
+  /** The conversation so far. It may be changed between two turns, such as to one that was stored. */
   readonly messages: Message[] = [];
   private readonly options: GenerateOptions;
   private nReplies = 0;
@@ -48,7 +48,7 @@ export class Chat {
 
   private async *answer(message: Message, options: GenerateOptions): AsyncGenerator<Token, void> {
     const all = { ...this.options, ...options, n: 1, seed: options.seed ?? addToSeed(this.options.seed, this.nReplies) };
-    this.engine.generate([message], all); // not begun: its settings are checked
+    this.engine.generate([message], all); // validates the settings; nothing runs before the first next()
     const { asked, room } = await this.fit([...this.messages, message], all);
     ++this.nReplies;
     let text = "";

@@ -28,7 +28,7 @@ export interface Thread {
   tls: number;
 }
 
-/** Shared memory takes the addresses of its maximum at once, of which iOS and 32-bit systems may have fewer than 4 GiB. */
+/** Shared memory reserves its maximum as address space at once, of which iOS and 32-bit systems may have less than 4 GiB. */
 function makeMemory(shared: boolean): [WebAssembly.Memory, number] {
   for (let maximum = LARGEST_PAGES; ; maximum -= STEP_PAGES) {
     try {
@@ -43,7 +43,7 @@ export class Core {
   private constructor(
     readonly module: WebAssembly.Module,
     readonly memory: WebAssembly.Memory,
-    /** What the memory can grow to. */
+    /** Maximum size of the memory. */
     readonly mostBytes: number,
     private readonly exports: Exports,
   ) {}

@@ -18,7 +18,7 @@ export interface DownloadOptions {
 const CHUNK_BYTES = 1 << 20;
 const ATTEMPTS = 4;
 const PAUSE_MS = 500; // before the second attempt; twice as long before each further one
-const LONGEST_PAUSE_MS = 30_000; // that a server may ask for
+const LONGEST_PAUSE_MS = 30_000; // of Retry-After; a longer one ends the download
 const BUSY = [408, 429, 500, 502, 503, 504];
 
 /** Bytes that grow. */
@@ -92,7 +92,7 @@ export async function download(url: URL, name: string, options: Omit<DownloadOpt
   return reader;
 }
 
-/** Where the disk is full, the least recently used of the other files go. */
+/** Downloads into the cache; when the disk is full, other files are evicted. */
 async function fetchIntoCache(stored: Stored, url: URL, options: DownloadOptions): Promise<void> {
   for (;;) {
     try {
@@ -125,7 +125,7 @@ export async function openRanges(name: string, source: Source, options: Download
   return { name, size, read: async (offset, n) => (await get(offset, n)).bytes };
 }
 
-/** The size of the file that an answer is a range of; undefined where another origin's server does not expose it. */
+/** Size of the whole file by Content-Range; undefined: a cross-origin server does not expose that header. */
 function rangeTotal(headers: Headers): number | undefined {
   const found = /\/(\d+)$/.exec(headers.get("content-range") ?? "")?.[1];
   return found === undefined ? undefined : Number(found);
@@ -145,7 +145,7 @@ async function fromCache(stored: Stored, url: URL, { where, signal, sha256 }: { 
     stored.sink.reset();
     return undefined;
   }
-  if (sha256 !== undefined) await checkSha256(await stored.finish(), sha256, where); // which the server's file would have too
+  if (sha256 !== undefined) await checkSha256(await stored.finish(), sha256, where); // the server has the same file
   return stored.reuse(sha256 ?? stored.sha256);
 }
 
@@ -165,22 +165,22 @@ async function fetchInto(
   begin: (version: Version) => unknown,
 ): Promise<void> {
   let version = known;
-  let nUnanswered = 0; // requests to go on
+  let nUnanswered = 0; // range requests that failed without a response
   for (let attempt = 1; ; ++attempt) {
     const before = sink.size;
-    // The bytes of a compressed answer, whose size is not known, are not those of a range. A strong ETag shows whether the rest
-    // is of the same file: If-Range would be the server's check, but a browser asks a server of another origin for leave to
-    // send it, and for leave to send Range if it is old; then the whole is asked for.
-    const goesOn = sink.size > 0 && sink.size < (version?.totalBytes ?? 0) && /^"/.test(version?.etag ?? "") && nUnanswered < 2;
+    // A download is resumed if the 206 response repeats its strong ETag, and not with a content-encoding, where ranges count
+    // encoded bytes. Range needs no CORS preflight, as If-Range would. Old browsers send one for Range too: after two failures
+    // the whole file is requested.
+    const isResumed = sink.size > 0 && sink.size < (version?.totalBytes ?? 0) && /^"/.test(version?.etag ?? "") && nUnanswered < 2;
     try {
-      const response = await fetch(url, { signal, headers: goesOn ? { range: `bytes=${sink.size}-` } : {} }).catch((error) => {
-        if (goesOn) ++nUnanswered;
+      const response = await fetch(url, { signal, headers: isResumed ? { range: `bytes=${sink.size}-` } : {} }).catch((error) => {
+        if (isResumed) ++nUnanswered;
         throw error;
       });
       const isRest = response.status === 206;
-      if ((isRest && response.headers.get("etag") !== version?.etag) || (goesOn && response.status === 416)) {
+      if ((isRest && response.headers.get("etag") !== version?.etag) || (isResumed && response.status === 416)) {
         await response.body?.cancel();
-        sink.reset(); // it is another file now
+        sink.reset(); // the server has another version
         continue;
       }
       if (BUSY.includes(response.status)) throw await busy(response);
@@ -215,7 +215,7 @@ async function fetchInto(
   }
 }
 
-/** A server that has no time now, and may have said when it has. */
+/** A response that asks for another attempt later. */
 class Busy extends Error {
   constructor(
     message: string,

@@ -34,7 +34,7 @@ interface Model {
 interface Plan extends Model {
   formats: Map<string, Part[]>;
   types: Map<string, StoredType>;
-  /** Of PAGE_TOKENS keys and values. */
+  /** Keys and values of PAGE_TOKENS tokens. */
   pageBytes: number;
 }
 
@@ -156,7 +156,7 @@ export class Host {
     return this.text("Engine.render").render(messages, options, "Engine.render");
   }
 
-  /** Tokens of the longest sequence that there is memory for: the prompt's last page is copied by its sample. */
+  /** Tokens of the longest sequence that the KV cache holds, with the copy of the prompt's last page that a sample begins with. */
   private get kvTokens(): number {
     return (this.about.kvBytes / this.plan.pageBytes - 1) * PAGE_TOKENS;
   }
@@ -370,7 +370,7 @@ function weightsBytesOf(core: Core, { config, formats }: Sized): number {
   return Math.round(bytes);
 }
 
-/** The core counts bytes in 32 bits. */
+/** Sizes in the core have 32 bits. */
 function checkFits(core: Core, plan: Sized & Pick<Plan, "pageBytes">, kvBytes: number): void {
   const least = 2 * plan.pageBytes;
   if (kvBytes < least) throw new WhetError(`Engine.load: kvBytes is ${kvBytes}, expected at least ${least}, the keys and values of a prompt and its sample.`);

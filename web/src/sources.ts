@@ -36,7 +36,7 @@ export function nameOf(source: Source): string {
   return "bytes";
 }
 
-/** A part of a URL as a text; as it is where a percent sign encodes nothing. */
+/** A decoded part of a URL; unchanged where a percent sign encodes nothing. */
 function decode(part: string): string {
   try {
     return decodeURIComponent(part);
@@ -45,7 +45,7 @@ function decode(part: string): string {
   }
 }
 
-/** Bytes that the page has already. */
+/** A URL of bytes that are in the page already. */
 const isInPage = ({ protocol }: URL) => protocol === "blob:" || protocol === "data:";
 
 export const isRemote = ({ protocol }: URL) => protocol !== "file:" && protocol !== "blob:" && protocol !== "data:";
@@ -204,7 +204,7 @@ export function byteReader(stream: ReadableStream<Uint8Array<ArrayBuffer>> | und
   }
 }
 
-/** Before anything is downloaded. */
+/** Checks digests before anything is downloaded. */
 export function checkDigests(given: DownloadOptions["sha256"], where: string): void {
   for (const each of typeof given === "object" && given !== null ? Object.values(given) : [given]) {
     const isDigest = each === undefined || (typeof each === "string" && /^[0-9a-f]{64}$/i.test(each));

@@ -13,7 +13,7 @@ const { ids, plain, greedy } = cases.q8_0;
 const ISOLATED = { "cross-origin-opener-policy": "same-origin", "cross-origin-embedder-policy": "require-corp" };
 const CSP = { "content-security-policy": "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; worker-src 'self'; connect-src 'self'" };
 
-// Another origin's server that shows its headers, and gives leave to send none.
+// A cross-origin server that exposes headers and allows none in requests: every preflight fails.
 const OTHER = { "access-control-allow-origin": "*", "access-control-expose-headers": "ETag, Content-Range", "cross-origin-resource-policy": "cross-origin" };
 
 const BROWSERS = {
@@ -32,7 +32,7 @@ async function files() {
   for (const name of ["index.js", "worker.js", "thread.js", "hf.js", "threads.wasm", "plain.wasm"]) found[name] = await readFile(new URL(`../dist/${name}`, import.meta.url));
   for (const name of ["q8_0.gguf", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"]) found[name] = await readFile(new URL(name, FIXTURES));
   for (const name of ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]) found[`folder/${name}`] = await readFile(new URL(`folder/${name}`, FIXTURES));
-  // The package in browsers with less: storage for five models, shared memory of 1 GiB, none.
+  // The package with less of the browser: storage for five models, at most 1 GiB of shared memory, none.
   const mostPages = (n) => `const { Memory } = WebAssembly; WebAssembly.Memory = class extends Memory { constructor(how) { if (how.shared && how.maximum > ${n}) throw new RangeError("could not allocate memory"); super(how); } };`;
   const scarce = { storage: `navigator.storage.estimate = async () => ({ quota: ${5.5 * found["q8_0.gguf"].length} });`, memory: mostPages(16384), shared: mostPages(0) };
   for (const [folder, script] of Object.entries(scarce)) {
@@ -114,7 +114,7 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
       await page.close();
     });
 
-    test("a policy without connect-src is named, with the file that it keeps out", async () => {
+    test("a policy without connect-src: the error names the blocked file", async () => {
       const { page } = await open("closed");
       const message = await page.evaluate(async () => {
         const { Engine } = await import("/index.js");
@@ -164,7 +164,7 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
       }, servers.other.url("q8_0.gguf?cut=100000"));
       assert.deepEqual(kept.map(({ isComplete }) => isComplete), [true]);
       const ranges = requests.filter(({ method }) => method === "GET").map(({ range }) => range);
-      // An old browser asks for leave to send a range, gets none, and fetches the whole.
+      // After a failed preflight, of old browsers, the whole file is fetched.
       assert.deepEqual(ranges, [undefined, requests.some(({ method }) => method === "OPTIONS") ? undefined : "bytes=100000-"]);
       await page.close();
     });

@@ -1,5 +1,5 @@
-// A server of files for tests, by a path's query: ?cut=N ends after N bytes, once; ?etag=X; ?gzip; ?busy=X is 503 once, and
-// asks for a pause of X seconds; ?rangeless answers no request of a range.
+// A server of files for tests, by a path's query: ?cut=N ends after N bytes, once; ?etag=X; ?gzip; ?busy=X answers 503
+// once, with a Retry-After of X; ?rangeless drops range requests.
 import { createServer } from "node:http";
 import { gzipSync } from "node:zlib";
 

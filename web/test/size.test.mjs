@@ -9,7 +9,7 @@ import { libraries, options } from "../build.mjs";
 const KB = 1024;
 const sizeOf = (files) => files.reduce((sum, bytes) => sum + gzipSync(bytes, { level: 9 }).length, 0);
 
-// 30 KB are what loads and samples; the rest is what keeps chats within their context, downloads and the cache's bound.
+// 30 KB load and sample; the rest trims chats to their context, resumes downloads and bounds the cache.
 test("the scripts are at most 84 KB, compressed, of which ours are 34 KB", async () => {
   const names = ["index", "worker", "thread", "hf"].map((name) => new URL(`../dist/${name}.js`, import.meta.url));
   const all = sizeOf(await Promise.all(names.map((name) => readFile(name))));

@@ -11,7 +11,7 @@ import { serve } from "../server.mjs";
 
 const bytes = Uint8Array.from({ length: 300_000 }, (_, i) => (i * 2654435761) >>> 24);
 const sha256 = createHash("sha256").update(bytes).digest("hex");
-const noise = randomBytes(300_000); // which compressing does not shorten
+const noise = randomBytes(300_000); // incompressible
 const server = await serve({ "a.gguf": Buffer.from(bytes), noise });
 after(() => server.close());
 
@@ -66,14 +66,14 @@ test("a download that is cut goes on where it was", async () => {
   assert.deepEqual(server.requests.slice(before).map(({ range }) => range), [undefined, "bytes=100000-"]);
 });
 
-test("where requests to go on are not answered, the whole is asked for", async () => {
+test("if range requests fail, the whole file is requested", async () => {
   const before = server.requests.length;
   assert.deepEqual((await load(server.url("a.gguf?cut=100000&rangeless"), { sha256 })).read, bytes);
   const ranges = server.requests.slice(before).map(({ range }) => range);
   assert.deepEqual([ranges[0], ranges[1], ranges.at(-1)], [undefined, "bytes=100000-", undefined]);
 });
 
-test("a file that is another when a download goes on is fetched from its first byte", async () => {
+test("a file that changed before its download was resumed is fetched from its first byte", async () => {
   const progress = [];
   const onProgress = (each) => {
     if (progress.push(each) === 1) server.etag = "new";
@@ -82,7 +82,7 @@ test("a file that is another when a download goes on is fetched from its first b
   assert.deepEqual(new Uint8Array(await reader.read(0, reader.size)), bytes);
 });
 
-test("a server that is busy is asked again, when it says", async () => {
+test("a busy server is tried again after its Retry-After", async () => {
   assert.deepEqual((await load(server.url("a.gguf?busy=0"))).read, bytes);
   await assert.rejects(load(server.url("a.gguf?busy=3600")), /could not be downloaded \(it answered 503 Service Unavailable, and to ask again after 3600; 0 bytes came\)/);
 });
@@ -121,7 +121,7 @@ test("a compressed answer is taken, whose length is not the file's", async () =>
   assert.deepEqual((await load(server.url("a.gguf?gzip"))).read, bytes);
 });
 
-test("a compressed answer that is cut begins again, as its ranges are of compressed bytes", async () => {
+test("a compressed download that is cut begins again, as ranges count compressed bytes", async () => {
   const reader = await openReader("noise", server.url("noise?gzip&cut=100000"), { where: "f", signal: new AbortController().signal, onProgress: () => {} });
   assert.deepEqual(Buffer.from(await reader.read(0, reader.size)), noise);
 });
