@@ -726,6 +726,28 @@ def test_an_iterator_loses_no_batch_of_a_failed_step(failed):
     assert_same_weights(trainer.model, whole.model)
 
 
+def test_an_iterator_loses_no_row_of_a_batch_that_was_interrupted_as_it_was_drawn():
+    class Slow:
+        def __init__(self):
+            self.rows = iter(ROWS)
+            self.n_left = 5
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.n_left -= 1
+            if self.n_left == 0:  # in the second row of the second batch
+                raise KeyboardInterrupt
+            return next(self.rows)
+
+    trainer, rows = sft(), Slow()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(rows, steps=3)
+    assert trainer.step == 1
+    assert [r["prompt"] for batch in prompts_of(trainer, rows, 2) for r in batch[0]] == [r["prompt"] for r in ROWS[3:9]]
+
+
 def test_reference_and_policy_are_compared_without_dropout():
     model = Net(dropout=0.5)
     trainer = DPO(model, learning_rate=0.01)

@@ -48,6 +48,32 @@ class Place(NamedTuple):
     item: int = 0
 
 
+class Rewindable(Iterator[Any]):
+    """An iterator whose items since the last ``forget`` come again after ``rewind``.
+
+    Args:
+        source: an iterator, which cannot start again.
+    """
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self.source = source
+        self._taken: list[Any] = []
+        self._again: list[Any] = []
+
+    def __next__(self) -> Any:
+        item = self._again.pop(0) if self._again else next(self.source)
+        self._taken.append(item)
+        return item
+
+    def forget(self) -> None:
+        """Do not give again what was taken so far."""
+        self._taken = []
+
+    def rewind(self) -> None:
+        """Give again what was taken since ``forget``."""
+        self._taken, self._again = [], self._taken + self._again
+
+
 class BatchStream(NamedTuple):
     """Batches of a dataset, from a place on.
 

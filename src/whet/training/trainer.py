@@ -33,7 +33,7 @@ from torch.linalg import vector_norm
 from whet.checkpoint.folder import preserved_rng
 from whet.config.fields import make_config
 from whet.config.settings import TrainerConfig, learning_rate_at
-from whet.data.batches import Place, as_row, batch_stream, batches_in_order
+from whet.data.batches import Place, Rewindable, as_row, batch_stream, batches_in_order, is_sequence
 from whet.data.token_ids import token_rows
 from whet.errors import NonFiniteError, WhetTypeError, WhetValueError, check_integer
 from whet.memory import MemoryWatch, register_holder, tensor_memory
@@ -293,8 +293,8 @@ class Trainer(ABC):
         """The place in the dataset after the batch that ``train`` has drawn and no step has been counted for."""
         # An update and the count of its step are one change, which no signal divides.
         self._signals = DeferredSignals()
-        # An iterator cannot give the batch of a failed step again: it and the batch, for the next call of train.
-        self._failed: tuple[Any, Any] = None, None
+        self._iterator = Rewindable(iter(()))
+        """The last dataset that was an iterator, with what no step has been counted for."""
 
     def complete_config(self, config: Any, ref_model: nn.Module | None) -> Any:
         """The config, with what the reference decides where it is not given."""
@@ -332,7 +332,8 @@ class Trainer(ABC):
         self.step += 1
         if self._after_batch is not None:
             self.epoch, self.position = self._after_batch
-            self._after_batch, self._failed = None, (None, None)
+            self._after_batch = None
+            self._iterator.forget()
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log metrics at the current step; rank 0 does."""
@@ -537,7 +538,7 @@ class Trainer(ABC):
             steps: how many more steps to run. The run continues at the row where the last one stopped, also in a
                 trainer loaded from a checkpoint, and with another ``batch_size``; in ready batches, such as those of
                 a ``DataLoader``, after as many of them. An iterator (which cannot start again) continues where it
-                stands, after the batch of a step that failed or was interrupted, if there is one.
+                stands, after what was taken from it for a step that failed or was interrupted, if there is one.
             n_epochs: in place of steps: how many more passes over the dataset; one that is begun counts as the first.
                 Without either: to the end of the epoch, which is n_epochs=1.
 
@@ -553,12 +554,14 @@ class Trainer(ABC):
             raise WhetTypeError(f"train: steps is {steps} and n_epochs {n_epochs}. Pass one of them.")
         steps = check_integer("train", "steps", steps, 0, optional=True)
         n_epochs = check_integer("train", "n_epochs", n_epochs, 1, optional=True)
-        failed = [self._failed[1]] if self._failed[0] is dataset else []
-        place = failed[0][1] if failed else Place(self.epoch, self.position)
+        if isinstance(dataset, Iterator) and not is_sequence(dataset):
+            if self._iterator.source is not dataset:
+                self._iterator = Rewindable(dataset)
+            dataset = self._iterator
+        place = Place(self.epoch, self.position)
         batches, n_left, per_epoch = batch_stream(
             dataset, self.config.batch_size, self.config.seed, place, self.row_fields, self.as_row
         )
-        batches = itertools.chain(failed, batches)
         if steps is None:
             if n_left is None or per_epoch is None:
                 raise WhetValueError(
@@ -584,8 +587,6 @@ class Trainer(ABC):
                 drawn = next(batches, None)
                 if drawn is None:
                     break
-                if isinstance(dataset, Iterator):
-                    self._failed = dataset, drawn
                 arguments, self._after_batch = drawn
                 metrics = self.train_step(*arguments)
                 self.should_stop = self.ranks.any(self.should_stop)
@@ -593,6 +594,7 @@ class Trainer(ABC):
                 callback.on_train_end(self)
         finally:
             self._after_batch = None
+            self._iterator.rewind()
             for callback in self.callbacks:
                 callback.on_train_exit(self)
         return metrics
