@@ -91,9 +91,10 @@ def check_integer(where: str, name: str, value: Any, least: int, *, optional: bo
     """
     if value is None and optional:
         return None
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+    if not isinstance(value, Integral) or isinstance(value, bool) or not least <= value < 1 << 63:
         none = ", or None" if optional else ""
-        raise WhetValueError(f"{where}: {name} is {value!r}, expected an integer >= {least}{none}.")
+        limit = " and < 2^63" if isinstance(value, Integral) and value >= least else ""
+        raise WhetValueError(f"{where}: {name} is {value!r}, expected an integer >= {least}{limit}{none}.")
     return int(value)
 
 
@@ -116,6 +117,23 @@ def check_unicode(where: str, text: str) -> None:
 def is_number(value: Any) -> bool:
     """Whether it is a finite real number, and no bool."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_temperature(value: Any) -> bool:
+    """Whether float32 logits can be divided by it without overflow."""
+    return is_number(value) and 1e-30 <= value <= 1e30
+
+
+def check_temperature(where: str, value: Any) -> None:
+    """Raise for a temperature that float32 logits cannot be divided by.
+
+    Raises:
+        WhetValueError: naming it.
+    """
+    if not is_temperature(value):
+        raise WhetValueError(
+            f"{where}: temperature is {value!r:.60}, expected a finite number > 0, from 1e-30 to 1e30."
+        )
 
 
 def check_choice(where: str, name: str, value: Any, choices: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import math
 import os
 import signal
 import threading
@@ -379,6 +380,10 @@ def test_one_batch_holds_prompts_with_adapters_of_their_own(tmp_path):
         assert_raises(WhetValueError, r"the model has no module 'q_proj'", engine.add_adapter, {"q_proj": micro})
 
 
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+FACTORS = np.zeros((2, 32), np.float32), np.ones((32, 2), np.float32)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -397,6 +402,31 @@ def test_one_batch_holds_prompts_with_adapters_of_their_own(tmp_path):
         (lambda e: e.generate([[1]], logprobs_mode="raw"), WhetValueError, "logprobs_mode is 'raw'"),
         (lambda e: e.logprobs([[1, 2]], start=3), WhetValueError, "start is 3 for a row of 2"),
         (lambda e: e.logprobs([[1, 2]], temperature=0), WhetValueError, "temperature is 0"),
+        (
+            lambda e: e.logprobs([[1, 2]], temperature=1e-40),
+            WhetValueError,
+            "temperature is 1e-40, .*from 1e-30 to 1e30",
+        ),
+        (lambda e: e.logprobs([[1, 2]], temperature="a"), WhetValueError, "temperature is 'a'"),
+        (lambda e: e.logprobs([[1, 2]], start=1.5), WhetTypeError, "start is 1.5, expected an integer"),
+        (lambda e: e.logprobs([[1, 2]], start=[1.5]), WhetValueError, "start is 1.5 for a row of 2"),
+        (
+            lambda e: e.generate([[1]], 2**64),
+            WhetValueError,
+            "n is 18446744073709551616, expected an integer .* < 2.63",
+        ),
+        (lambda e: e.generate([[1]], 1, {"n": 2}), WhetTypeError, "sampling is a dict, expected SamplingParams"),
+        (lambda e: e.stream([1], {"n": 2}), WhetTypeError, "sampling is a dict, expected SamplingParams"),
+        (lambda e: e.generate([[1]], adapter=np.array([0])), WhetValueError, r"there is no adapter array\(\[0\]\)"),
+        (lambda e: e.remove_adapter([]), WhetValueError, r"there is no adapter \[\]"),
+        (lambda e: e.add_adapter({Q_PROJ: (1, 2)}), WhetTypeError, r"expected a MicroLoRA or \(A, B, scaling\)"),
+        (lambda e: e.add_adapter({Q_PROJ: "abc"}), WhetTypeError, "is 'abc', expected a MicroLoRA"),
+        (
+            lambda e: e.add_adapter({Q_PROJ: (*FACTORS, math.nan)}),
+            WhetValueError,
+            "NaN or infinity, in A or in scaling B",
+        ),
+        (lambda e: e.add_adapter({Q_PROJ: (*FACTORS, 1e300)}), WhetValueError, "NaN or infinity, in A or in scaling B"),
         (lambda e: e.add_adapter(3), WhetTypeError, "adapter is a int, expected a model in PEFT"),
         (lambda e: e.sync(torch.nn.Linear(2, 2)), WhetTypeError, "expected a Hugging Face model"),
     ],
@@ -406,10 +436,20 @@ def test_bad_arguments_are_explained(call, error, message):
         call(engine)
 
 
+def test_integers_of_numpy_and_of_any_size_are_taken():
+    with Engine.from_model(llama()) as engine:
+        [expected] = engine.logprobs([[1, 2, 3]], start=2)
+        np.testing.assert_array_equal(engine.logprobs([[1, 2, 3]], start=np.int64(2))[0], expected)
+        huge = SamplingParams(max_new_tokens=2**64, seed=4)
+        [[completion]] = engine.generate([[1] * 500], 1, huge)
+        assert len(completion.token_ids) == 12 and completion.finish_reason == "length"
+
+
 def test_bad_options_are_explained():
     for options, message in (
         ({"weights": "int3"}, "Engine.from_model: weights is 'int3', expected one of float32, bfloat16"),
         ({"kv_bytes": 0}, "Engine.from_model: kv_bytes is 0"),
+        ({"max_batch": 2**64}, "max_batch is 18446744073709551616, expected an integer >= 1 and < 2.63"),
         ({"max_batch": 1.5}, "max_batch is 1.5, expected an integer"),
     ):
         assert_raises(WhetValueError, message, Engine.from_model, llama(), **options)

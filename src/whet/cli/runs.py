@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from whet.config.fields import BelowOne, Count, NonNegative, Paths, PathText, Positive, check_range, check_used
+from whet.config.fields import (
+    BelowOne,
+    Count,
+    Paths,
+    PathText,
+    Positive,
+    TemperatureOrZero,
+    check_range,
+    check_used,
+)
 from whet.config.settings import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
 from whet.errors import WhetValueError, check_installed
 from whet.files import FolderLock
@@ -152,7 +161,7 @@ class OnlineRunConfig(RunConfig):
     """Items of each task that only measure, none of which occurs in training; 0: none."""
     reward: Paths = field(default_factory=list)
     """Functions that score: file.py:function or package.module:function."""
-    eval_temperature: NonNegative = 0.0
+    eval_temperature: TemperatureOrZero = 0.0
     """Of the completions that evaluation samples; 0: always the most probable token."""
 
     def check(self, where: str) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
-from whet.errors import WhetTypeError, WhetValueError
+from whet.errors import WhetTypeError, WhetValueError, is_temperature
 
 Config = TypeVar("Config")
 
@@ -49,6 +49,10 @@ Count = Annotated[int, Range("an integer >= 0", lambda n: n >= 0)]
 Positive = Annotated[int, Range("an integer >= 1", lambda n: n >= 1)]
 Seed = Annotated[int, Range("an integer from 0 to 2^64 - 1", lambda n: 0 <= n < 1 << 64)]
 NonNegative = Annotated[float, Range("a finite number >= 0", lambda x: 0 <= x < math.inf)]
+Temperature = Annotated[float, Range("a finite number > 0, from 1e-30 to 1e30", is_temperature)]
+TemperatureOrZero = Annotated[
+    float, Range("a finite number >= 0: 0, or from 1e-30 to 1e30", lambda x: x == 0 or is_temperature(x))
+]
 AboveZero = Annotated[float, Range("a finite number > 0", lambda x: 0 < x < math.inf)]
 BelowOne = Annotated[float, Range("a number in [0, 1)", lambda x: 0 <= x < 1)]
 Penalty = Annotated[float, Range("a number from -2 to 2", lambda x: -2 <= x <= 2)]

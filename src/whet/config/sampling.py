@@ -12,12 +12,12 @@ from whet.config.fields import (
     AboveZero,
     BelowOne,
     Count,
-    NonNegative,
     Penalty,
     Positive,
     Range,
     Seed,
     StopStrings,
+    TemperatureOrZero,
     TokenBias,
     TokenIds,
     check_range,
@@ -77,7 +77,7 @@ class SamplingParams:
         WhetValueError: a field is out of range.
     """
 
-    temperature: NonNegative = 1.0
+    temperature: TemperatureOrZero = 1.0
     top_k: Count = 0
     top_p: _Mass = 1.0
     min_p: BelowOne = 0.0

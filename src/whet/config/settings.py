@@ -23,6 +23,7 @@ from whet.config.fields import (
     Range,
     Seed,
     StopStrings,
+    Temperature,
     TokenBias,
     TokenIds,
     check_range,
@@ -227,7 +228,7 @@ class RolloutConfig:
     max_new_tokens: int = 512
     """Maximum length of a completion in tokens, including the stop token. A model that thinks before it answers may
     need thousands."""
-    temperature: AboveZero = 1.0
+    temperature: Temperature = 1.0
     """Divides the logits before sampling; above 0."""
     top_k: int = 0
     """Sample from the k most probable tokens; 0: from all."""

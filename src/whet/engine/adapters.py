@@ -78,9 +78,15 @@ def _of_module(targets: Mapping[str, Place], config: ModelConfig, name: str, val
     if isinstance(value, MicroLoRA):
         a, b, scaling = value.A, value.B.T, value.alpha / value.rank
     else:
-        a, b, scaling = value
-    a, b = factor_values(a), factor_values(b)
-    return place_lora(config, place, a, b, float(scaling), where)
+        try:
+            a, b, scaling = value
+            a, b, scaling = factor_values(a), factor_values(b), float(scaling)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise WhetTypeError(
+                f"{where}: adapter[{name!r}] is {value!r:.60}, expected a MicroLoRA or (A, B, scaling) with two arrays "
+                f"and a number ({error})."
+            ) from None
+    return place_lora(config, place, a, b, scaling, where)
 
 
 def _part(lora: LoRA, where: str) -> tuple[int, _core.Target, int, np.ndarray, np.ndarray]:
@@ -91,7 +97,8 @@ def _part(lora: LoRA, where: str) -> tuple[int, _core.Target, int, np.ndarray, n
             f"a packed base, let torch sample: engine='torch'."
         )
     a, b = factor_values(lora.a), factor_values(lora.b)
-    if not (np.isfinite(a).all() and np.isfinite(b).all()):
-        raise WhetValueError(f"{where}: the adapter of {lora.slot} holds NaN or infinity.")
-    scaled = np.ascontiguousarray(np.float32(lora.scaling) * b)
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = np.ascontiguousarray(np.float32(lora.scaling) * b)
+    if not (np.isfinite(a).all() and np.isfinite(scaled).all()):
+        raise WhetValueError(f"{where}: the adapter of {lora.slot} holds NaN or infinity, in A or in scaling B.")
     return int(layer), _TARGETS[kind], lora.first_row, np.ascontiguousarray(a), scaled

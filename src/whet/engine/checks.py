@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -59,6 +60,17 @@ def check_can_continue(prompt: np.ndarray, config: ModelConfig, where: str, name
         )
 
 
+def as_sampling(sampling: Any, where: str) -> SamplingParams:
+    """The settings; None: the default ones.
+
+    Raises:
+        WhetTypeError: they are something else.
+    """
+    if not isinstance(sampling, (SamplingParams, type(None))):
+        raise WhetTypeError(f"{where}: sampling is a {type(sampling).__name__}, expected SamplingParams.")
+    return sampling or SamplingParams()
+
+
 def check_sampling(sampling: SamplingParams, config: ModelConfig, where: str) -> None:
     """Raise for tokens that are never drawn, or where none can be.
 
@@ -84,13 +96,15 @@ def check_starts(start: int | Sequence[int], rows: Sequence[np.ndarray], where: 
     Raises:
         WhetValueError: it is outside of that, or they are not one for each row.
     """
-    starts = [start] * len(rows) if isinstance(start, int) else list(start)
+    if not isinstance(start, (Integral, Iterable)):
+        raise WhetTypeError(f"{where}: start is {start!r:.60}, expected an integer, or one for each row.")
+    starts = [start] * len(rows) if isinstance(start, Integral) else list(start)
     if len(starts) != len(rows):
         raise WhetValueError(f"{where}: start has {len(starts)} numbers, expected one for each of {len(rows)}.")
     for row, first in zip(rows, starts, strict=True):
-        if not 1 <= first <= len(row):
+        if not isinstance(first, Integral) or not 1 <= first <= len(row):
             raise WhetValueError(f"{where}: start is {first} for a row of {len(row)}, expected 1 to that.")
-    return starts
+    return [int(first) for first in starts]
 
 
 def is_model_mode(mode: str, where: str) -> bool:

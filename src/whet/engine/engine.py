@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from whet.config.sampling import DISTRIBUTION, Completion, SamplingParams, Strea
 from whet.engine.adapters import adapter_parts
 from whet.engine.checks import (
     LogprobsMode,
+    as_sampling,
     check_can_continue,
     check_same_base,
     check_same_model,
@@ -32,7 +34,7 @@ from whet.engine.checks import (
     is_model_mode,
 )  # fmt: skip
 from whet.engine.session import Calls, NewAdapter, Session, TokenStream, run_to_its_end
-from whet.errors import WhetError, WhetTypeError, WhetValueError, check_integer
+from whet.errors import WhetError, WhetTypeError, WhetValueError, check_integer, check_temperature
 from whet.memory import register_holder
 from whet.models.architecture import ModelConfig, Piece
 from whet.models.base import PackedBase
@@ -268,7 +270,7 @@ class Engine:
         n = check_integer(where, "n", n, 1)
         prompts = check_token_rows(prompt_ids, self.config, where, "prompt_ids")
         chosen = stream_keys(keys, len(prompts), where)
-        sampling = sampling or SamplingParams()
+        sampling = as_sampling(sampling, where)
         texts = self._texts_for(sampling, where)
         request = self._make_request(n, sampling, is_model_mode(logprobs_mode, where), texts, where)
         with (session := Session(self._calls, where)), session:
@@ -306,7 +308,7 @@ class Engine:
         """
         where = "Engine.stream"
         ids = check_token_row(prompt, self.config, where, "prompt")
-        sampling = sampling or SamplingParams()
+        sampling = as_sampling(sampling, where)
         texts = self._texts_for(sampling, where)
         request = self._make_request(1, sampling, is_model_mode(logprobs_mode, where), texts, where)
         session = Session(self._calls, where)
@@ -349,8 +351,7 @@ class Engine:
         where = "Engine.logprobs"
         rows = check_token_rows(sequences, self.config, where, "sequences")
         starts = check_starts(start, rows, where)
-        if not (temperature > 0 and np.isfinite(temperature)):
-            raise WhetValueError(f"{where}: temperature is {temperature}, expected a finite number > 0.")
+        check_temperature(where, temperature)
         scores = self._score(rows, starts, adapter, temperature, return_entropy, False, where)
         logprobs = [of_row for of_row, _, _ in scores]
         return (logprobs, [entropy for _, entropy, _ in scores]) if return_entropy else logprobs
@@ -555,9 +556,9 @@ class Engine:
         return [self._calls.own_adapter if number is None else number for number in each]
 
     def _check_adapter(self, adapter: Any, where: str) -> None:
-        if adapter not in self._calls.adapters:
+        if not isinstance(adapter, Integral) or adapter not in self._calls.adapters:
             known = sorted(self._calls.adapters)
-            raise WhetValueError(f"{where}: there is no adapter {adapter!r}; there are {known}.")
+            raise WhetValueError(f"{where}: there is no adapter {adapter!r:.60}; there are {known}.")
 
     def _texts_for(self, sampling: SamplingParams, where: str) -> TokenTexts | None:
         """The texts of the tokens, where there are stop strings to be found in them."""
@@ -583,8 +584,8 @@ class Engine:
         special = texts.special_among(s.stop) if texts else []
         return {
             "n": n,
-            "min_new_tokens": s.min_new_tokens,
-            "max_new_tokens": s.max_new_tokens,
+            "min_new_tokens": min(s.min_new_tokens, self.config.max_position),
+            "max_new_tokens": min(s.max_new_tokens, self.config.max_position),
             "stop_tokens": np.array([*s.stop_token_ids, *special], np.int32),
             "stop_strings": texts and _core.StopStrings(texts.core, [text.encode() for text in s.stop]),
             "seed": s.seed % 2**64,

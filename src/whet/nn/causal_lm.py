@@ -12,7 +12,6 @@ one chunk. Padding is on the right, so in a causal model no real token ever atte
 from __future__ import annotations
 
 import inspect
-import math
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from whet.errors import WhetTypeError, WhetValueError
+from whet.errors import WhetTypeError, WhetValueError, check_temperature
 from whet.nn.accelerate import Acceleration, acceleration_of
 from whet.nn.functions import linear_logprobs
 from whet.nn.modules import inner_module, module_device, position_limit
@@ -96,8 +95,7 @@ def completion_logprobs(
             is not a number > 0.
     """
     where = "completion_logprobs"
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise WhetValueError(f"{where}: temperature is {temperature!r}, expected a finite number > 0.")
+    check_temperature(where, temperature)
     prompts = token_lists(prompt_ids, where, "prompt_ids", allow_empty=False)
     completions = token_lists(completion_ids, where, "completion_ids", allow_empty=True)
     if len(prompts) != len(completions) or not prompts:
