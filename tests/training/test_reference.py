@@ -86,6 +86,15 @@ def test_adapters_that_were_trained_before(kind, tmp_path):
     assert not check_reference(model, copy.deepcopy(model)).reference.adapters_off
 
 
+def test_a_mixed_model_of_pefts():
+    model = get_peft_model(tiny_llama(), _lora(init_lora_weights=False), mixed=True)
+    losses = [
+        [make(copy.deepcopy(model), compute=compute).train_step(ROWS)["loss"]] for compute in ("torch", "float32")
+    ]
+    assert losses[0] == losses[1] == pytest.approx([math.log(2)], abs=1e-6)
+    check_reference(model, copy.deepcopy(model))
+
+
 def test_norms_that_train_next_to_new_adapters():
     model = peft_model(_lora())
     model.base_model.model.model.norm.weight.requires_grad_(True)

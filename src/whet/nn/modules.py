@@ -35,6 +35,8 @@ def module_mode(module: nn.Module, training: bool) -> Iterator[None]:
 def inner_module(model: nn.Module) -> nn.Module:
     """The module whose signature speaks for ``model``: inside torch.compile and PEFT wrappers."""
     inner = getattr(model, "_orig_mod", model)
+    if type(inner).__name__ == "PeftMixedModel":  # which has no get_base_model
+        return inner.base_model.model  # pyright: ignore[reportReturnType, reportAttributeAccessIssue]
     get_base_model = getattr(inner, "get_base_model", None)
     return get_base_model() if callable(get_base_model) else inner  # pyright: ignore[reportReturnType]
 
