@@ -226,3 +226,29 @@ def test_a_token_across_the_beginning_belongs_to_the_turn() -> None:
 )
 def test_bad_conversations(row: dict[str, Any], message: str) -> None:
     assert_raises(WhetValueError, message, tokenize_turns, row, words())
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("template", [QWEN25, FORGETS])
+def test_a_turn_of_weight_0_is_not_learnt(template: str, is_own: bool) -> None:
+    tokenizer = tokenizer_of(template, is_own=is_own) if "{%" in template else published(template, is_own)
+    turns = THOUGHT if template == FORGETS else TALK
+    both = learnt({"messages": turns}, tokenizer)
+    for kept in (0, 1):
+        weights = [{}, {"weight": 1 - kept}, {"weight": None}, {"weight": kept}]
+        weighted = [{**message, **weight} for message, weight in zip(turns, weights, strict=True)]
+        assert learnt({"messages": weighted}, tokenizer) == both[kept : kept + 1]
+
+
+@pytest.mark.parametrize(
+    ("weights", "read", "message"),
+    [
+        ((0, 0), tokenize_turns, "every message of the assistant has weight 0"),
+        ((1, 0), tokenize_completion, "a message of the assistant has weight 0, which only loss_on='completion'"),
+        ((1, 0.5), tokenize_turns, "the weight of a message is 0.5, expected 1, or 0"),
+    ],
+)
+def test_weights_that_are_refused(weights: tuple[float, float], read: Any, message: str) -> None:
+    first, second = weights
+    talk = [TALK[0], {**TALK[1], "weight": first}, TALK[2], {**TALK[3], "weight": second}]
+    assert_raises(WhetValueError, message, read, {"messages": talk}, published(QWEN25))

@@ -103,6 +103,8 @@ class Chat:
                     f"a message has the role {message['role']!r:.40}, expected a text. Of rows that a DataLoader "
                     f"collated, pass collate_fn=list."
                 )
+            if message.get("weight") not in (None, 0, 1):
+                raise self._error(f"the weight of a message is {message['weight']!r}, expected 1, or 0: not learnt.")
             for part in parts_of(message):
                 if not is_text_part(part):
                     raise self._error(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from whet.data.chat import Chat
-from whet.data.messages import is_messages, text_of
+from whet.data.messages import is_learnt, is_messages, text_of
 from whet.data.token_ids import MASKS, check_positions, counted_tokens, token_rows
 from whet.errors import WhetTypeError, WhetValueError, check_unicode
 
@@ -126,6 +126,7 @@ class Encoder:
             )
         if both_chat:
             self._check_begins_with_answer(answer)
+            self._check_weights(answer)
             whole = self.whole([*prompt, *answer])
             return self._open(prompt), whole
         prompt_ids = self.prompt(prompt)
@@ -154,6 +155,10 @@ class Encoder:
                 f"is learnt. Move what is before it to the prompt; if it repeats the prompt, leave the prompt out."
             )
 
+    def _check_weights(self, answer: Sequence[Any]) -> None:
+        if any(message["role"] == "assistant" and not is_learnt(message) for message in answer):
+            raise self.error("a message of the assistant has weight 0, which only loss_on='completion' of SFT reads.")
+
     def conversation(self) -> tuple[Sequence[Any], int]:
         """The row's messages, and the place of the first that may be learnt; none of another kind of row."""
         start, messages = 0, self._row.get("messages")
@@ -165,12 +170,14 @@ class Encoder:
             start, messages = len(prompt), [*prompt, *completion]
         if messages is None or not is_messages(messages):
             return [], 0
-        turns = (i for i in range(start, len(messages)) if messages[i]["role"] == "assistant")
+        turns = (i for i in range(start, len(messages)) if is_learnt(messages[i]))
         return messages, next(turns, start)
 
     def assistant_spans(self, messages: Sequence[Any], first: int, ids: list[int]) -> list[tuple[int, int]]:
-        """(start, end) in the conversation's ids of each of the assistant's turns, from message ``first`` on."""
-        turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+        """(start, end) in the conversation's ids of each turn that is learnt, from message ``first`` on."""
+        turns = [i for i in range(first, len(messages)) if is_learnt(messages[i])]
+        if not turns:
+            raise self.error("every message of the assistant has weight 0, so nothing is learnt. Leave the row out.")
         try:
             return [self._span(messages, i, ids) for i in turns]
         except WhetValueError as error:
@@ -219,7 +226,7 @@ class Encoder:
             ) from problem
         ending = ids[spans[-1][1] :]
         spans = [(start, end + common_prefix(ids[end:], ending)) for start, end in spans]
-        return [span for span, i in zip(spans, ends, strict=True) if i >= first]
+        return [span for span, i in zip(spans, ends, strict=True) if i >= first and is_learnt(messages[i])]
 
     def _text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

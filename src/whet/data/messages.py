@@ -22,6 +22,11 @@ def is_messages(value: Any) -> bool:
     return len(rows) > 0 and all(isinstance(row, Mapping) and "role" in row for row in rows)
 
 
+def is_learnt(message: Mapping[str, Any]) -> bool:
+    """Whether it is a turn of the assistant, and its ``weight`` (as of OpenAI's format) is not 0."""
+    return message["role"] == "assistant" and message.get("weight") != 0
+
+
 def parts_of(message: Mapping[str, Any]) -> Sequence[Any]:
     """The parts of a message's content; none where it is a text."""
     content = message.get("content")

@@ -92,9 +92,9 @@ def tokenize_turns(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], l
     """``(prompt_ids, completion_ids, completion_mask)`` of a row to imitate, in which every assistant's turn counts.
 
     Rows are those of ``tokenize_completion``. Of ``messages``, and of a ``completion`` that is messages, the tokens of
-    each turn of the assistant count and those of other turns do not; the prompt is what precedes the first that counts.
-    Of other rows, and where only the last message is to be learnt, it is what ``tokenize_completion`` gives, which all
-    counts.
+    each turn of the assistant count, if its ``weight`` is not 0, and those of other turns do not; the prompt is what
+    precedes the first that counts. Of other rows, and where only the last message is to be learnt, it is what
+    ``tokenize_completion`` gives, which all counts.
 
     The tokens are those of the whole conversation. A turn begins where the messages before it end, rendered with the
     assistant's turn opened, and ends where the messages up to it do: with the token that ends a turn, and the line
