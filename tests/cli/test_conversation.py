@@ -13,7 +13,7 @@ import pytest
 from tests.tiny import tiny_llama
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from whet.cli.conversation import Conversation, Piece, Turn, tell_apart, thinking_tags
+from whet.cli.conversation import Conversation, Piece, Turn, tell_apart
 from whet.config.sampling import SamplingParams
 from whet.data.rows import tokenize_completion
 from whet.engine import Engine, Token
@@ -175,34 +175,6 @@ def test_earlier_thinking_is_dropped_as_the_template_says(engine, tokenizer):
         assert conversation.row(thinking=True)["messages"][2]["content"] == CLOSED
 
 
-@pytest.mark.parametrize(
-    ("name", "tags"),
-    [
-        *((name, ("<think>", "</think>")) for name in FILES.values()),
-        ("HuggingFaceTB-SmolLM3-3B", ("<think>", "</think>")),
-        ("mistralai-Ministral-3-14B-Reasoning-2512", ("[THINK]", "[/THINK]")),
-        ("ByteDance-Seed-OSS", ("<seed:think>", "</seed:think>")),
-    ],
-)
-def test_the_tags_of_thinking_are_those_of_a_published_template(name, tags):
-    assert thinking_tags(template(name)) == tags
-
-
-@pytest.mark.parametrize(
-    ("text", "tags"),
-    [
-        ("{{ '<|START_THINKING|>' + m.thinking + '<|END_THINKING|>' }}", ("<|START_THINKING|>", "<|END_THINKING|>")),
-        ("<reasoning>{{ m.reasoning }}</reasoning>", ("<reasoning>", "</reasoning>")),
-        ("{{ '<thinking>' + m['thought'] + '</thinking>' }}", ("<thinking>", "</thinking>")),
-        # A part of the system prompt, an index, and a name without a partner.
-        ("<thinking_rules>a</thinking_rules>{{ m[thought] }}[THINK]<a:think></a:think>", ("<a:think>", "</a:think>")),
-        ("{{ m.content.split('</think>')[-1] }}", ("<think>", "</think>")),
-    ],
-)
-def test_the_tags_of_thinking_are_a_pair(text, tags):
-    assert thinking_tags(text) == tags
-
-
 @pytest.mark.parametrize("opened", [False, True])
 def test_other_tags_of_thinking(opened, engine, tokenizer):
     prefix = "" if opened else "<|START_THINKING|>"
@@ -211,7 +183,7 @@ def test_other_tags_of_thinking(opened, engine, tokenizer):
     conversation = talk(engine, tokenizer)
     assert conversation.tags == ("<|START_THINKING|>", "<|END_THINKING|>")
     turn = conversation.ask("Hi")
-    assert conversation._opens_thinking(turn._prompt.ids) is opened
+    assert bool(conversation._replies.opening_tag(turn._prompt.ids)) is opened
     texts = [f"{prefix}hm <|END", "_THINKING|>\n", "yes"]
     assert list(tell_apart(texts, opened, conversation.tags)) == [Piece("hm ", True), Piece("yes", False)]
     text = "<|START_THINKING|>hm<|END_THINKING|>yes"

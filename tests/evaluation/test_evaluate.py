@@ -76,6 +76,22 @@ def test_texts_end_before_stop_strings(tokenizer):
     assert texts[1] == expected != texts[0]
 
 
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_thought_that_the_prompt_opens_is_the_completions(opens):
+    tokenizer = letters_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.chat_template = TEMPLATE + "{# <think> </think> #}" + "<think>" * opens
+
+    class Chats(Letters):
+        def __init__(self):
+            self.rows = [{"prompt": [{"role": "user", "content": "a"}], "answer": "a"}]
+
+        def score(self, completion, row):
+            return float(completion == ("<think>a" if opens else "a"))
+
+    assert run([[[A, EOS]]], tokenizer, Chats()).scores.tolist() == [[1]]
+
+
 def test_several_completions_give_pass_at_k(tokenizer):
     groups = [[[A, EOS], [B, EOS], [A, EOS]], [[A, EOS], [A, EOS], [A, EOS]]]
     result = run(groups, tokenizer, Letters("ab"))

@@ -154,6 +154,16 @@ def test_each_task_scores_its_own_rows():
     assert (~(result.by_name["doubles"] != result.by_name["doubles"])).tolist() == scored
 
 
+def test_a_task_is_told_that_the_prompt_has_opened_the_thinking():
+    tasks = open_tasks([f"{OWN}:Doubles,held_out=0"])
+    rows = tasks[:2]
+    columns = {name: [row[name] for row in rows] for name in ("task", "item")} | {"opening_tag": ["<think>", ""]}
+    completions = [row["answer"] for row in rows]
+    rewards = RewardFunctions(tasks.reward_functions())
+    result = rewards(prompts=completions, completions=completions, completion_ids=completions, columns=columns)
+    assert result.rewards.tolist() == [0, 1]
+
+
 def test_a_third_of_a_row_is_a_whole_one():
     task = open_task(f"{OWN}:Doubles,size=2,held_out=0")
     assert sorted(row["answer"] for row in Mixture([task, task], [1, 3])) == ["0"] * 4 + ["2"] * 4

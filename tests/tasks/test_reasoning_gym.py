@@ -127,6 +127,22 @@ def test_the_default_prompt_asks_for_the_answer_only_and_the_last_number_counts(
     assert score(open_gym("chain_sum", partial_credit=True), "11041", **row) == 0.8
 
 
+@pytest.mark.parametrize("space", ["\u00a0", "\u202f", "\u2009"])
+def test_numbers_as_language_models_like_to_write_them(space):
+    task = open_gym("chain_sum")
+    assert score(task, "It is \u22121041.", answer="-1041") == 1
+    assert score(task, "It is \u20131041.", answer="-1041") == 1
+    assert score(task, "between 5\u20131041", answer="1041") == 1
+    assert score(task, f"It is 1{space}041.", answer="1041") == 1
+    assert score(task, f"It is {space}12 of 1{space}04.", answer="104") == 0
+    assert score(task, "\u22121041", answer="1041") == 0
+
+
+@pytest.mark.parametrize("text", ["[THINK]1041", "<|START_THINKING|>1041", "<seed:think>1041", "<think>\nhm 1041"])
+def test_a_thought_that_was_cut_off_is_no_answer(text):
+    assert score(open_gym("chain_sum"), text, answer="1041") == 0
+
+
 def test_other_answers_are_the_whole_text():
     task = open_gym("spell_backward")
     assert task.system_prompt == "Answer with the final answer alone."

@@ -19,6 +19,7 @@ from whet.cli.rows import check_prompts_fit
 from whet.cli.runs import BestOfNRun
 from whet.config.settings import BestOfNConfig
 from whet.data.sources import read_rows
+from whet.data.thinking import Replies
 from whet.errors import WhetValueError
 from whet.rewards.functions import load_function
 from whet.rollout.choose import make_engine, reward_functions
@@ -52,6 +53,7 @@ def best_completions(
     """A dict per row, in order; ``batch_size`` prompts are sampled for at a time, each batch from its own seed."""
     settings = {field.name: getattr(run, field.name) for field in dataclasses.fields(BestOfNConfig)}
     rewards = reward_functions(run, functions)
+    replies = Replies(tokenizer)
     settings["engine"] = make_engine(
         run.engine, model, run.rollout_weights, "whet best-of-n", run.kv_bytes, tokenizer,
         run.rollout_workers, run.ray_address,
@@ -63,7 +65,7 @@ def best_completions(
         best_of_n = BestOfN(model, rewards, tokenizer=tokenizer, **settings)
         result: Any = best_of_n.generate(batch, return_scores=True, return_all=True)
         for row, scores, candidates in zip(batch, result.scores.numpy(), result.candidates, strict=True):
-            texts = [show_completion(candidate, tokenizer) for candidate in candidates]
+            texts = [show_completion(candidate, replies) for candidate in candidates]
             best = int(np.nanargmax(scores))
             found = {"prompt": row["prompt"], "completion": texts[best], "score": scores[best]}
             if run.all_candidates:

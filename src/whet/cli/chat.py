@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from whet.cli.conversation import Conversation, Tags, Turn
+from whet.cli.conversation import Conversation, Turn
 from whet.cli.settings import parse_flags
 from whet.cli.text_model import OneModelConfig, find_model, load_engine, load_tokenizer, stop_ids, with_adapters
 from whet.config.fields import check_range
+from whet.data.thinking import Tags
 from whet.errors import WhetError, WhetValueError
 from whet.files import replace_text
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import re
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,43 +18,18 @@ from typing import Any, NamedTuple
 from whet.cli.text_model import SPARE_PAGES, text_pieces
 from whet.config.sampling import SamplingParams
 from whet.data.rows import tokenize_prompt
+from whet.data.thinking import USUAL_TAGS, Replies, Tags, answer_in
 from whet.engine import Engine, Token
 from whet.errors import WhetValueError
 from whet.models.formats import PAGE_TOKENS
 
 Message = Mapping[str, str]
 _WHERE = "whet chat"
-_MARK = re.compile(r"[<\[]\|?[\w:]*(?:think|thinking|thought|reasoning)\|?[>\]]", re.IGNORECASE)
-_TAG_TOKENS = 32
-"""More than a tag has, and the blanks after it."""
 _REPLY_SHARE = 4
 """A reply can count on this part of the context, or on max_new_tokens where those are fewer."""
 _KEPT_WHEN_FULL = 0.75
 """Of the prompt's part of the context: dropping a turn changes all that follows it, which is computed again. So many
 turns are dropped at once that the next ones need not."""
-
-
-class Tags(NamedTuple):
-    """The texts that thinking begins and ends with."""
-
-    opening: str
-    closing: str
-
-
-_USUAL_TAGS = Tags("<think>", "</think>")
-
-
-def thinking_tags(template: str) -> Tags:
-    """The tags of thinking in the text of a chat template; ``<think>`` and ``</think>`` where it has none.
-
-    They are the first name in brackets that ends in "think", "thinking", "thought" or "reasoning" and whose partner is
-    there too: with a slash, as ``[/THINK]``, or with END for START, as ``<|END_THINKING|>``.
-    """
-    for opening in _MARK.findall(template):
-        for closing in (f"{opening[0]}/{opening[1:]}", opening.replace("START", "END")):
-            if closing != opening and closing in template:
-                return Tags(opening, closing)
-    return _USUAL_TAGS
 
 
 class Piece(NamedTuple):
@@ -116,9 +90,8 @@ class Conversation:
                 f"plain text.)"
             )
         self.context = _context(engine, context)
-        self.tags = thinking_tags(str(tokenizer.chat_template))
-        encoded = {tag: tokenizer(tag, add_special_tokens=False)["input_ids"] for tag in self.tags}
-        self._unread_tags = {ids[0]: tag for tag, ids in encoded.items() if len(ids) == 1 and not self._show(ids)}
+        self._replies = Replies(tokenizer)
+        self.tags = self._replies.tags or USUAL_TAGS
         self._n_replies = 0
         self.restart(system)
 
@@ -232,18 +205,12 @@ class Conversation:
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _show(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def _opens_thinking(self, prompt_ids: list[int]) -> bool:
-        return self._decode(prompt_ids[-_TAG_TOKENS:]).rstrip().endswith(self.tags.opening)
-
     def _answer(self, message: Message) -> str:
         """The text of a reply without its thinking; other messages as they are."""
         content = message["content"]
         if message["role"] != "assistant" or not content.lstrip().startswith(self.tags.opening):
             return content
-        return content.partition(self.tags.closing)[2].lstrip()
+        return (answer_in(content, self.tags) or "").lstrip()
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
         return tokenize_prompt({"prompt": list(messages)}, self.tokenizer)
@@ -252,12 +219,12 @@ class Conversation:
         """The text of tokens as they come: ``text_pieces``, and the tags of thinking, also where they have no text."""
         if sampling.stop:  # found by the engine, which tells the text before it
             for token in tokens:
-                yield from filter(None, (self._unread_tags.get(token.token_id), token.text))
+                yield from filter(None, (self._replies.unread_tags.get(token.token_id), token.text))
             return
         token_ids = (token.token_id for token in tokens if token.token_id not in sampling.stop_token_ids)
-        for is_tag, run in itertools.groupby(token_ids, lambda token_id: token_id in self._unread_tags):
+        for is_tag, run in itertools.groupby(token_ids, lambda token_id: token_id in self._replies.unread_tags):
             if is_tag:
-                yield from map(self._unread_tags.__getitem__, run)
+                yield from map(self._replies.unread_tags.__getitem__, run)
             else:
                 yield from text_pieces(self.tokenizer, run)
 
@@ -301,7 +268,7 @@ class Turn:
     def pieces(self) -> Generator[Piece, None, None]:
         """The reply as it comes, its thinking told apart, without the tags."""
         conversation, prompt_ids, begin_s = self._conversation, self._prompt.ids, time.perf_counter()
-        is_open = conversation._opens_thinking(prompt_ids)
+        is_open = bool(conversation._replies.opening_tag(prompt_ids))
         texts = [conversation.tags.opening] if is_open else []
         ids: list[int] = []
         n_said = 0  # of the ids: what follows them has no text, or not yet a whole character
@@ -331,7 +298,7 @@ class Turn:
             conversation._end(self, self._prompt, ids[:n_said], "".join(texts))
 
 
-def tell_apart(texts: Iterable[str], is_open: bool = False, tags: Tags = _USUAL_TAGS) -> Iterator[Piece]:
+def tell_apart(texts: Iterable[str], is_open: bool = False, tags: Tags = USUAL_TAGS) -> Iterator[Piece]:
     """The pieces of a reply without its tags; what it begins with between tags is thinking.
 
     Args:

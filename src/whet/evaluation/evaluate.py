@@ -21,12 +21,15 @@ from whet import _core
 from whet.config.sampling import Completion, SamplingParams
 from whet.data.messages import is_messages
 from whet.data.rows import tokenize_prompt
+from whet.data.thinking import Replies
 from whet.errors import WhetValueError
+from whet.evaluation.rewarded import RewardedRows
 from whet.evaluation.statistics import Estimate, mean, pass_at_k, share, share_difference, sign_test
 from whet.rewards.functions import as_score
 from whet.rewards.processes import call_in_children, summary
 from whet.rollout.protocol import RolloutEngine
 from whet.tasks import Task, prompt_of
+from whet.tasks.mixture import with_tag
 
 FULL_SCORE = 1.0
 """A completion with this score, or more, solves its item."""
@@ -223,13 +226,19 @@ def evaluate(
         completions.append(group)
         on_item()
 
+    replies = Replies(tokenizer)
+
     def text_of(completion: Completion) -> str:
         if completion.text is not None:  # up to a stop string
             return completion.text
-        return tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        return replies.text(completion.token_ids)
 
     texts = [list(map(text_of, group)) for group in completions]
-    scores, failures = score_completions(items.task, items.rows, texts, timeout_s)
+    scored = texts
+    if not isinstance(items.task, RewardedRows):  # reward functions get what the model wrote, as in training
+        opening = map(replies.opening_tag, items.prompt_ids)
+        scored = [[with_tag(text, tag) for text in group] for tag, group in zip(opening, texts, strict=True)]
+    scores, failures = score_completions(items.task, items.rows, scored, timeout_s)
     return TaskResult(items, completions, texts, scores, failures, time.perf_counter() - start_s)
 
 

@@ -21,6 +21,7 @@ from whet.config.sampling import Completion, SamplingParams
 from whet.data.batches import as_rows
 from whet.data.messages import is_messages
 from whet.data.rows import tokenize_prompt
+from whet.data.thinking import OPENING_TAG, Replies
 from whet.data.token_ids import token_rows
 from whet.errors import WhetValueError
 from whet.rewards.functions import RewardBatch, RewardFunctions
@@ -81,11 +82,11 @@ def as_shown(token_ids: Sequence[int], tokenizer: Any) -> Any:
     return tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
-def show_completion(completion: Completion, tokenizer: Any) -> Any:
+def show_completion(completion: Completion, replies: Replies | None) -> Any:
     """A completion as reward functions get it: text up to a stop string, or without a tokenizer its tokens."""
-    if tokenizer is None or completion.text is None:
-        return as_shown(completion.token_ids, tokenizer)
-    return completion.text
+    if replies is None:
+        return as_shown(completion.token_ids, None)
+    return replies.text(completion.token_ids) if completion.text is None else completion.text
 
 
 def as_plain(shown: Any) -> Any:
@@ -102,7 +103,8 @@ class Rollout:
         prompts: N prompts in the form that reward functions get.
         completions: N completions.
         shown: the completions in that form.
-        columns: the dataset's other columns, N values each.
+        columns: the dataset's other columns, N values each, and ``OPENING_TAG``: "<think>", say, where the prompt has
+            opened the thinking, and "".
     """
 
     prompt_ids: list[list[int]]
@@ -174,12 +176,14 @@ def sample(engine: Sampler, prompts: Prompts, n: int, sampling: SamplingParams, 
     def repeated(values: list[Any]) -> list[Any]:
         return [value for value in values for _ in range(n)]
 
+    replies = None if tokenizer is None else Replies(tokenizer)
+    opening = [replies.opening_tag(ids) if replies else "" for ids in prompts.ids]
     return Rollout(
         prompt_ids=repeated(prompts.ids),
         prompts=repeated(prompts.shown),
         completions=completions,
-        shown=[show_completion(completion, tokenizer) for completion in completions],
-        columns={name: repeated(values) for name, values in prompts.columns.items()},
+        shown=[show_completion(completion, replies) for completion in completions],
+        columns={name: repeated(values) for name, values in {OPENING_TAG: opening, **prompts.columns}.items()},
     )
 
 

@@ -69,12 +69,23 @@ def open_tasks(specs: Sequence[str | Mapping[str, Any]], *, split: Split = "trai
 
 
 def _reward_function(own_name: str, own: Task) -> Callable[..., list[float | None]]:
-    def score(completions: Sequence[Any], task: Sequence[str], item: Sequence[Any]) -> list[float | None]:
-        scored = zip(completions, task, item, strict=True)
-        return [own.score(text, row) if name == own_name else None for text, name, row in scored]
+    def score(
+        completions: Sequence[Any],
+        task: Sequence[str],
+        item: Sequence[Any],
+        opening_tag: Sequence[str] | None = None,
+    ) -> list[float | None]:
+        tags = [""] * len(completions) if opening_tag is None else opening_tag
+        scored = zip(completions, tags, task, item, strict=True)
+        return [own.score(with_tag(text, tag), row) if name == own_name else None for text, tag, name, row in scored]
 
     score.__name__ = own_name
     return score
+
+
+def with_tag(completion: Any, opening_tag: str) -> Any:
+    """A completion as a task scores it: with the tag by which its prompt has opened the thinking."""
+    return f"{opening_tag}{completion}" if opening_tag else completion
 
 
 def _unique(names: Sequence[str]) -> list[str]:

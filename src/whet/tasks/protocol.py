@@ -36,7 +36,11 @@ class Task(Protocol):
         ...
 
     def score(self, completion: str, row: Mapping[str, Any]) -> float:
-        """How good a completion of ``row`` is, from 0 to 1: right."""
+        """How good a completion of ``row`` is, from 0 to 1: right.
+
+        Where the chat template opens the thinking, the completion begins with that tag here, as that of a model which
+        writes it itself; ``whet.data.thinking.answer_in`` gives the answer.
+        """
         ...
 
 

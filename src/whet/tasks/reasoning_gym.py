@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from whet.data.thinking import answer_in
 from whet.errors import WhetValueError, check_installed, is_number
 from whet.tasks.protocol import Split, split_of
 from whet.tasks.settings import TaskSettings
@@ -44,6 +45,10 @@ _EVALUATED = (
 )  # fmt: skip
 """Those whose verifiers evaluate an answer as an expression."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_MINUS = re.compile("\u2212(?=\\d)|(?<!\\w)\u2013(?=\\d)")
+"""The minus sign, and a dash that is no range's."""
+_GROUPED = re.compile("(?<=\\d)[\u00a0\u2009\u202f](?=\\d{3}(?!\\d))")
+"""Spaces that do not break, and thin ones, between groups of three digits."""
 _NAME = re.compile(r"[^\W\d]\w*")
 
 
@@ -51,7 +56,8 @@ class ReasoningGymTask:
     """A data set of reasoning-gym as a ``Task``.
 
     The answer in a completion is the text between its last ``<answer>`` tags if the system prompt asks for them; else
-    its last number if the right answer is a number; else all of it. A ``<think>`` block is left out.
+    its last number if the right answer is a number; else all of it. What a model thinks before it is left out, between
+    the tags of any chat template (``whet.data.thinking``).
 
     Args:
         settings: ``name`` begins with "reasoning_gym:"; ``options`` are fields of the data set's config. The default of
@@ -94,13 +100,13 @@ class ReasoningGymTask:
             return None
         from reasoning_gym.utils import extract_answer  # pyright: ignore[reportMissingImports]
 
-        said = completion.rpartition("</think>")[2]
-        if "<think>" in said:  # it was cut off before there was an answer
+        said = answer_in(completion)
+        if said is None:
             return None
         if "<answer>" in self.system_prompt:
             return extract_answer(said)
         if _is_numeric(right):
-            numbers = _NUMBER.findall(said)
+            numbers = _NUMBER.findall(_GROUPED.sub("", _MINUS.sub("-", said)))
             return numbers[-1].rstrip(",") if numbers else None
         return said.strip()
 
