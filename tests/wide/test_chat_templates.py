@@ -1,0 +1,57 @@
+"""The chat templates that come with TRL: forms of messages are one, nothing is lost, and marks show every turn."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.data.test_chat import call, parts, talk
+from tests.data.test_turns import TALK, tokenizer_of
+
+from whet.data.chat import Chat
+from whet.data.rows import tokenize_turns
+from whet.errors import WhetValueError
+
+trl = pytest.importorskip("trl", reason="templates: pip install 'whet[peers]'")
+
+FOLDER = Path(trl.__file__).parent / "chat_templates"
+TEMPLATES = sorted(file.stem for file in FOLDER.glob("*.jinja"))
+OF_IMAGES = ("idefics3", "llava_next", "smolvlm")
+"""Families whose templates take no content but parts."""
+
+
+def tokenizer(name: str, is_own: bool) -> Any:
+    return tokenizer_of((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"), is_own=is_own)
+
+
+def render(row: dict[str, Any], tokenizer: Any) -> str | None:
+    """The text of a row with nothing left out; None: it is refused."""
+    chat = Chat("test", row, tokenizer)
+    try:
+        chat.check_complete(row["messages"], is_learnt=True)
+        return chat.render(row["messages"])
+    except WhetValueError:
+        return None
+
+
+@pytest.mark.parametrize(("name", "is_own"), itertools.product(TEMPLATES, [True, False]))
+def test_forms_are_one_and_nothing_is_lost(name: str, is_own: bool) -> None:
+    template = tokenizer(name, is_own)
+    texts = {render(call(arguments), template) for arguments in ({"city": "Paris é"}, '{"city": "Paris é"}')}
+    assert len(texts) == 1
+    text = texts.pop()
+    assert text is None or ("Paris é" in text and "\\u00e9" not in text and "{'city'" not in text)
+    assert (render(talk("a", "b", reasoning="so it is"), template) or "so it is").count("so it is") == 1
+    text = render(talk(parts("hello"), parts("yes")), template)
+    assert text is not None and "hello" in text and "yes" in text
+    assert name.startswith(OF_IMAGES) or text == render(talk("hello", "yes"), template)
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if "_training" in name and not name.startswith(OF_IMAGES)])
+def test_training_templates_tell_turns(name: str) -> None:
+    template = tokenizer(name, is_own=False)
+    _, completion_ids, mask = tokenize_turns({"messages": TALK}, template)
+    learnt = template.decode([token for token, counts in zip(completion_ids, mask, strict=True) if counts])
+    assert learnt.count("four") == learnt.count("five") == 1 and "and one" not in learnt
