@@ -86,7 +86,8 @@ class Engine:
         base: the packed weights that the engine shares with others; None: it has its own, which ``sync`` replaces.
 
     Keys and values are float32 with float32 weights, else bfloat16; everything between products is float32.
-    Calls from several threads take turns, a step at a time.
+    Calls from several threads take turns, a step at a time. In a process that was forked while another thread was in a
+    step, the engine's methods raise a WhetError; a new engine works there. An engine is neither copied nor pickled.
     """
 
     def __init__(
