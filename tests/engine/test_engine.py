@@ -7,6 +7,7 @@ import copy
 import itertools
 import math
 import os
+import pickle
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -537,6 +538,14 @@ def test_a_fork_beside_a_sync_is_an_error_in_the_child():
             assert_raises(whet.WhetError, "when this process was forked", engine.generate, [[1, 2]])
 
         assert in_child(check) == 0
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_engines_and_streams_are_not_copied(copied):
+    with Engine.from_model(llama()) as engine, engine.stream([1], PLAIN) as stream:
+        assert_raises(WhetTypeError, "neither copied nor pickled. Make another one from the model", copied, engine)
+        assert_raises(WhetTypeError, "neither copied nor pickled. Its tokens are", copied, stream)
+        assert copy.deepcopy(list(stream)) == pickle.loads(pickle.dumps(list(engine.stream([1], PLAIN))))
 
 
 def test_a_stream_gives_its_tokens_to_one_thread_at_a_time():

@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -209,6 +209,12 @@ class Engine:
         return cls(base.source(), where=where, **options)
 
     _merged = False
+
+    def __reduce__(self) -> NoReturn:
+        raise WhetTypeError(
+            "Engine: an engine is neither copied nor pickled. Make another one from the model, where it is needed; on "
+            "one packed base, Engine.from_base, several share the weights."
+        )
 
     @property
     def tokenizer(self) -> Any:

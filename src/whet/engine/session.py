@@ -16,12 +16,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from whet.config.sampling import Completion
-from whet.errors import WhetError, WhetValueError
+from whet.errors import WhetError, WhetTypeError, WhetValueError
 from whet.models.tokenizers.token_texts import TextStream, TokenTexts
 
 _TURN_S = 1e-3
@@ -300,6 +300,9 @@ class TokenStream(Iterator[Token], AsyncIterator[Token]):
             return self._take()
         finally:
             self._taking.clear()
+
+    def __reduce__(self) -> NoReturn:
+        raise WhetTypeError("TokenStream: a stream is neither copied nor pickled. Its tokens are: list(stream).")
 
     def _take(self) -> Token:
         if self.finish_reason != "running":
