@@ -98,7 +98,6 @@ def test_tool_calls_as_json() -> None:
         (SMOL2, call({"city": "Paris"}), "tool_calls"),
         (SMOL2, talk("a", "b", reasoning_content="hm"), "reasoning"),
         (QWEN25, talk("a", "b", thinking="hm"), "reasoning"),
-        (NEMO, call({"city": "Paris"}, content="let me look"), "texts next to tool_calls"),
     ],
 )
 def test_what_a_template_leaves_out_is_refused(name: str, row: dict[str, Any], what: str, is_own: bool) -> None:
@@ -110,12 +109,23 @@ def test_what_a_template_leaves_out_is_refused(name: str, row: dict[str, Any], w
     assert_raises(WhetValueError, "leaves them out", tokenize_preference, pair, tokenizer)
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_texts_next_to_calls_are_refused_where_they_are_learnt(is_own: bool) -> None:
+    row, tokenizer = call({"city": "Paris"}, content="let me look"), published(NEMO, is_own)
+    assert_raises(WhetValueError, "the row has texts next to tool_calls", tokenize_turns, row, tokenizer)
+    assert tokenize_completion(row, tokenizer)  # of the last turn
+
+
 def test_a_prompt_is_refused_without_its_tool_calls_only() -> None:
     # Templates leave the reasoning of earlier turns out of prompts by design.
     prompt = {"prompt": call({"city": "Paris"})["messages"][:3]}
     assert_raises(WhetValueError, "the row has tool_calls", tokenize_prompt, prompt, published(SMOL2))
     thought = [*talk("a", "b", reasoning_content="hm")["messages"], {"role": "user", "content": "c"}]
-    assert tokenize_prompt({"prompt": thought}, published(QWEN3))
+    answers = [[{"role": "assistant", "content": content}] for content in "de"]
+    for name in (QWEN3, SMOL2):
+        assert tokenize_prompt({"prompt": thought}, published(name))
+        assert tokenize_completion({"prompt": thought, "completion": answers[0]}, published(name))
+        assert tokenize_preference({"chosen": thought + answers[0], "rejected": thought + answers[1]}, published(name))
 
 
 @pytest.mark.parametrize("is_own", [True, False])

@@ -30,7 +30,7 @@ def render(row: dict[str, Any], tokenizer: Any) -> str | None:
     """The text of a row with nothing left out; None: it is refused."""
     chat = Chat("test", row, tokenizer)
     try:
-        chat.check_complete(row["messages"], is_learnt=True)
+        chat.check_complete(row["messages"], first_learnt=0)
         return chat.render(row["messages"])
     except WhetValueError:
         return None

@@ -61,14 +61,17 @@ class Chat:
         flags = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         return self._call(self.write(messages), flags)
 
-    def check_complete(self, messages: Sequence[Any], is_learnt: bool) -> None:
-        """Refuse what the template leaves out: tools and tool calls, and of what is learnt reasoning and content too.
+    def check_complete(self, messages: Sequence[Any], first_learnt: int) -> None:
+        """Refuse what the template leaves out: tools and tool calls, and reasoning and content of what is learnt.
+
+        Args:
+            first_learnt: the message where what is learnt begins. Templates leave reasoning before it out by design.
 
         Raises:
             WhetValueError: the rendering is the same without them.
         """
         written = self.write(messages)
-        reduced = list(self._reduce(written, is_learnt))
+        reduced = list(self._reduce(written, first_learnt))
         text = self._call(written, {}) if reduced else ""
         for name, fewer, options in reduced:
             if self._try(fewer, options) == text:
@@ -78,18 +81,19 @@ class Chat:
                 )
 
     def _reduce(
-        self, messages: Sequence[dict[str, Any]], is_learnt: bool
-    ) -> Iterator[tuple[str, Sequence[dict[str, Any]], dict[str, Any]]]:
+        self, messages: list[dict[str, Any]], first_learnt: int
+    ) -> Iterator[tuple[str, list[dict[str, Any]], dict[str, Any]]]:
         """Names of things that the row has, its messages without them, and changed options."""
+        before, learnt = messages[:first_learnt], messages[first_learnt:]
         if self._tools:
             yield "tools", messages, {"tools": None}
         if any(map(tool_calls, messages)):
             yield "tool_calls", without(messages, "tool_calls"), {}
-        if is_learnt and any(message.get(name) for message in messages for name in REASONING):
-            yield "reasoning", without(messages, *REASONING), {}
-        if is_learnt and any(tool_calls(message) and message.get("content") for message in messages):
-            without_content = [{**m, "content": ""} if tool_calls(m) and m.get("content") else m for m in messages]
-            yield "texts next to tool_calls", without_content, {}
+        if any(message.get(name) for message in learnt for name in REASONING):
+            yield "reasoning", before + without(learnt, *REASONING), {}
+        if any(tool_calls(message) and message.get("content") for message in learnt):
+            without_content = [{**m, "content": ""} if tool_calls(m) and m.get("content") else m for m in learnt]
+            yield "texts next to tool_calls", before + without_content, {}
 
     def _check(self, messages: Sequence[Any]) -> None:
         if getattr(self._tokenizer, "chat_template", None) is None:

@@ -90,7 +90,7 @@ class Encoder:
         if isinstance(prompt, str):
             return self._encode(prompt)
         if is_messages(prompt):
-            self._chat.check_complete(prompt, is_learnt=False)
+            self._chat.check_complete(prompt, len(prompt))
             return self._open(prompt)
         return self.given(prompt)
 
@@ -99,8 +99,8 @@ class Encoder:
         is_open = messages[-1]["role"] == "assistant"
         return self._render(messages, add_generation_prompt=not is_open, continue_final_message=is_open)
 
-    def whole(self, answer: Any) -> list[int]:
-        """Token ids of an answer that includes its prompt, with EOS."""
+    def whole(self, answer: Any, first: int = 0) -> list[int]:
+        """Token ids of prompt and answer, with EOS; in messages, the answer begins with message ``first``."""
         if isinstance(answer, str):
             return self._with_eos(self._encode(answer))
         if is_messages(answer):
@@ -109,7 +109,7 @@ class Encoder:
                     f"the last message has the role {answer[-1]['role']!r}, and what is learnt ends with it. End "
                     f"with an 'assistant' message: leave out what follows it."
                 )
-            self._chat.check_complete(answer, is_learnt=True)
+            self._chat.check_complete(answer, first)
             return self._render(answer)
         return self.given(answer)
 
@@ -127,7 +127,7 @@ class Encoder:
         if both_chat:
             self._check_begins_with_answer(answer)
             self._check_weights(answer)
-            whole = self.whole([*prompt, *answer])
+            whole = self.whole([*prompt, *answer], len(prompt))
             return self._open(prompt), whole
         prompt_ids = self.prompt(prompt)
         return prompt_ids, self.whole(prompt + answer) if both_text else prompt_ids + self.given(answer)

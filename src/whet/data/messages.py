@@ -22,6 +22,12 @@ def is_messages(value: Any) -> bool:
     return len(rows) > 0 and all(isinstance(row, Mapping) and "role" in row for row in rows)
 
 
+def count_shared(one: Any, other: Any) -> int:
+    """The number of messages with which two conversations begin alike; 0 for other values."""
+    pairs = zip(one, other, strict=False) if is_messages(one) and is_messages(other) else ()
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 def is_learnt(message: Mapping[str, Any]) -> bool:
     """Whether it is a turn of the assistant, and its ``weight`` (as of OpenAI's format) is not 0."""
     return message["role"] == "assistant" and message.get("weight") != 0

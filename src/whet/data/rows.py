@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from whet.data.encoder import Encoder, common_prefix, list_names
-from whet.data.messages import is_messages
+from whet.data.messages import count_shared, is_messages
 from whet.data.token_ids import MASKS
 from whet.errors import WhetValueError, check_integer
 
@@ -115,7 +115,7 @@ def tokenize_turns(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], l
     if len(messages) - first <= 1:
         prompt_ids, completion_ids = tokenize_completion(row, tokenizer)
         return prompt_ids, completion_ids, [True] * len(completion_ids)
-    ids = encoder.whole(messages)
+    ids = encoder.whole(messages, first)
     mask = np.zeros(len(ids), bool)
     spans = encoder.assistant_spans(messages, first, ids)
     for start, end in spans:
@@ -168,7 +168,8 @@ def tokenize_preference(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[in
     encoder = Encoder("tokenize_preference", row, tokenizer)
     prompt, answers = encoder.without_prompt(row.get("prompt"), [encoder.field("chosen"), encoder.field("rejected")])
     if prompt is None:
-        wholes = [encoder.whole(answer) for answer in answers]
+        n_shared = count_shared(*answers)
+        wholes = [encoder.whole(answer, n_shared) for answer in answers]
         bare = wholes
     else:
         prompts, wholes = zip(*(encoder.prompt_and_whole(prompt, answer) for answer in answers), strict=True)
