@@ -272,6 +272,7 @@ def test_yarns_own_ramp_is_written_as_frequencies(tokenizer, tmp_path):
 def test_windows_that_llama_cpp_does_not_have_are_noted(case, n, tokenizer, tmp_path):
     folder = save(tiny_model(case, vocab_size=N_ROWS), tokenizer, tmp_path / "model")
     note = export_gguf(folder, tmp_path / "m.gguf", "f32").note
+    assert export_gguf(tmp_path / "m.gguf", tmp_path / "again.gguf", "f16").note == note
     assert bool(note) == (n > 0) and (not n or f"beyond {n} tokens it computes another model" in note)
 
 

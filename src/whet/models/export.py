@@ -14,7 +14,7 @@ from whet.models.adapter_files import read_peft
 from whet.models.architecture import ModelConfig
 from whet.models.families import FAMILIES, model_config
 from whet.models.formats import FILE_TYPES, Mixture, file_format
-from whet.models.gguf_keys import Keys, architecture_of, as_stored, check_keys, make_keys
+from whet.models.gguf_keys import Keys, architecture_of, as_stored, check_keys, make_keys, window_note
 from whet.models.gguf_writer import Progress, Tensor, check_place, encoded_metadata, write_gguf
 from whet.models.rows import Rows
 from whet.models.slots import LoRA, Module, Place, Source, find_place, place_lora, places, untie_adapted
@@ -30,7 +30,7 @@ _QUANTIZATION_VERSION = 2
 
 
 class Exported(NamedTuple):
-    """A file that was written: its bytes, the number of its tensors in each format, and ``Keys.note``."""
+    """A file that was written: its bytes, the number of its tensors in each format, and ``window_note``."""
 
     size_bytes: int
     formats: dict[str, int]
@@ -107,7 +107,7 @@ def export_gguf(
     metadata |= {"general.file_type": mixture.file_type, "general.quantization_version": _QUANTIZATION_VERSION}
     tensors = [*(_vector_tensor(name, vector) for name, vector in vectors.items()), *tensors]
     size_bytes = write_gguf(path, metadata, tensors, overwrite=overwrite, where=where, progress=progress, check=check)
-    return Exported(size_bytes, count_formats(tensors), keys.note if keys is not None else "")
+    return Exported(size_bytes, count_formats(tensors), window_note(opened.config, model_type))
 
 
 def read_adapters(folder: str | os.PathLike[str], source: Source, where: str) -> list[LoRA]:

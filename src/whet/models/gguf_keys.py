@@ -32,12 +32,10 @@ class Keys(NamedTuple):
     Attributes:
         metadata: ``general.architecture`` and all keys of the architecture.
         vectors: float32 tensors of rotary frequencies, by name.
-        note: what llama.cpp computes in another way, in a sentence; empty: nothing.
     """
 
     metadata: dict[str, Any]
     vectors: dict[str, np.ndarray]
-    note: str = ""
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> str:
@@ -108,16 +106,17 @@ def make_keys(config: Mapping[str, Any], described: ModelConfig, where: str) -> 
     metadata: dict[str, Any] = {"general.architecture": architecture}
     metadata |= {f"{architecture}.{_KEYS[name]}": value for name, value in given.items()}
     metadata[f"{architecture}.vocab_size"] = described.vocab_size
-    return Keys(metadata, vectors, _note(described, architecture, table.get("windows", False)))
+    return Keys(metadata, vectors)
 
 
-def _note(described: ModelConfig, architecture: str, reads_windows: bool) -> str:
-    window = max(described.windows)
-    if reads_windows or not window:
+def window_note(described: ModelConfig, model_type: str) -> str:
+    """A sentence on what llama.cpp computes in another way than the model; empty: nothing."""
+    table, window = FAMILIES[model_type].gguf or {}, max(described.windows)
+    if table.get("windows") or not window:
         return ""
     return (
-        f"llama.cpp has no sliding window in {architecture}: beyond {window:,} tokens it computes another model, "
-        f"as the layers of this one look back no further"
+        f"llama.cpp has no sliding window in {table['architecture']}: beyond {window:,} tokens it computes another "
+        f"model, as the layers of this one look back no further"
     )
 
 
