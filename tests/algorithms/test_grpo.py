@@ -161,6 +161,18 @@ def test_accumulated_micro_batches_trace_the_same_curve(loss_type, correction):
             assert timeless(got) == pytest.approx(timeless(expected), rel=1e-6, abs=1e-9)
 
 
+def test_a_sampler_far_from_the_policy_is_warned_of_once_where_nothing_corrects_it():
+    far = [[[-9.0] * len(completion) for completion in group] for group in GROUPS]
+    trainer = make(engine=ScriptedEngine(GROUPS, far))
+    with pytest.warns(UserWarning, match=r"^GRPO: sampler/log_ratio is .*Set sampler_correction"):
+        trainer.train_step(PROMPTS)
+    corrected = make(engine=ScriptedEngine(GROUPS, far), sampler_correction="token_truncate")
+    for again in (trainer, corrected):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*log_ratio")
+            assert again.train_step(PROMPTS)["sampler/log_ratio"] > 0.1
+
+
 def test_explicit_old_logprobs_change_nothing_on_policy():
     """A sampler that agrees with the policy makes every importance weight 1."""
     model = TinyModel()

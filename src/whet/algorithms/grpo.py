@@ -139,7 +139,11 @@ class GRPO(OnlineTrainer):
             step.updates.append(update.metrics)
             step.maxima = update.maxima
         self._begun = None
-        return step.all_metrics()
+        metrics = step.all_metrics()
+        if step.batches and step.batches[0].correction is None:
+            fix = "Set sampler_correction, or train adapters that both compute alike."
+            self.warn_of_gap(metrics.get("sampler/log_ratio", 0.0), fix)
+        return metrics
 
     def _continued(self, prompt_batch: Any) -> _Step | None:
         """The step on these prompts that an interrupt ended between two of its updates."""

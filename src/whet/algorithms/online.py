@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +26,9 @@ from whet.rollout.rollout import Rollout, as_prompt_row, read_prompts, sample, w
 from whet.training.distributed import DividedEngine
 from whet.training.phases import phase
 from whet.training.trainer import Trainer
+
+_FAR = 0.1
+"""Nats per token; an engine in the policy's own format differs by less than 0.02."""
 
 
 class OnlineTrainer(Trainer):
@@ -68,7 +72,7 @@ class OnlineTrainer(Trainer):
         self._make_engine = make if self._is_own_engine and not config.kv_bytes else None
         self.last_completions: list[dict[str, Any]] = []
         self._sampler_bytes = 0
-        self._warned_of_truncation = False
+        self._warned_of_truncation = self._warned_of_gap = False
 
     def as_row(self, item: Any) -> Mapping[str, Any]:
         """An item of a dataset as a dict; a bare prompt is a row too."""
@@ -119,6 +123,22 @@ class OnlineTrainer(Trainer):
         if self.ranks.is_first and not self._warned_of_truncation:
             self._warned_of_truncation = warn_if_truncated(rollout, self.config.max_new_tokens, where)
         return rollout
+
+    def warn_of_gap(self, gap: float, fix: str) -> None:
+        """Warn once where completions are of another policy than the one that is trained, and nothing corrects it.
+
+        Args:
+            gap: ``sampler/log_ratio``.
+            fix: ends the warning.
+        """
+        if gap > _FAR and self.ranks.is_first and not self._warned_of_gap:
+            self._warned_of_gap = True
+            warnings.warn(
+                f"{type(self).__name__}: sampler/log_ratio is {gap:.2g}: the sampler's log-probs are far from the "
+                f"policy's. Some adapters (virtual tokens), or a hook, compute something else in generate than in "
+                f"forward. {fix}",
+                stacklevel=3,
+            )
 
     @contextmanager
     def _synced_engine(self) -> Iterator[None]:

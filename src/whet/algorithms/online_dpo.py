@@ -90,6 +90,7 @@ class OnlineDPO(OnlineTrainer):
             sampler_logprobs=self._sampler_logprobs(rollout, decided),
         )
         metrics = update_on_pairs(self, pairs)
+        self.warn_of_gap(metrics.get("sampler/log_ratio", 0.0), "Train adapters that both compute alike.")
         metrics["frac_ties"] = 1 - len(decided) / len(winners)
         return {**metrics, **(reward_metrics(scored) if scored else {}), **rollout.metrics()}
 
