@@ -373,7 +373,7 @@ def _find_head(inner: Any) -> tuple[nn.Module, Any]:
         raise WhetTypeError(f"accelerate: model is {type(inner).__name__}, expected a Hugging Face causal model.")
     if family not in FAMILIES:
         raise WhetValueError(f"accelerate: model_type is {family!r}; the kernels fit {', '.join(sorted(FAMILIES))}.")
-    head, decoder = inner.get_output_embeddings(), getattr(inner, inner.base_model_prefix, None)
+    head, decoder = inner.get_output_embeddings(), getattr(inner, FAMILIES[family].prefix.removesuffix("."), None)
     layer = head.base_layer if _is_lora(head) and not special_adapters(head) else head
     if type(layer) not in (nn.Linear, FrozenLinear) or decoder is None or decoder is inner:
         raise WhetValueError(
