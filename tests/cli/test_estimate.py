@@ -24,6 +24,7 @@ def test_table(capsys, monkeypatch):
     verdict = "fits" if machine_bytes() >= whole else "does not fit"
     assert f"q4_k takes 21.46 GB in all and {verdict} into" in " ".join(out.split())
     assert "weights 26.95 GB, gradients 26.95 GB, and AdamW's moments 53.91 GB" in " ".join(out.split())
+    assert "Trained in bfloat16, it takes as much: the optimizer adds float32 master weights." in " ".join(out.split())
 
 
 def test_json(capsys):
