@@ -40,7 +40,7 @@ function warnOfOneThread(isolated: boolean): void {
   hasWarned = true;
   console.warn(
     isolated
-      ? "whet-web: the engine has one thread: this runtime has no relaxed SIMD, or no shared memory of that size. Chrome 114, Firefox 145 and Node 22 have them."
+      ? "whet-web: the engine has one thread: this runtime has no shared memory, or not enough addresses for it."
       : "whet-web: this page is not cross-origin isolated, so that the engine has one thread. Serve it with the headers " +
           "Cross-Origin-Opener-Policy: same-origin and Cross-Origin-Embedder-Policy: require-corp.",
   );

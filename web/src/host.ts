@@ -7,7 +7,7 @@ import { describe } from "./gguf.js";
 import { configNumbers, type Family, type ModelConfig, slots } from "./model.js";
 import { join, type ModelReader, openModel, readHeads } from "./parts.js";
 import type { Piece } from "./pieces.js";
-import { breathe, loadHf, startThreadWorker, type WorkerPort } from "./port.js";
+import { breathe, loadHf, nProcessors, startThreadWorker, type WorkerPort } from "./port.js";
 import { startCore } from "./start.js";
 import type { Call, Estimate, Files, Info, LoadOptions, Measure, PromptOptions, Request, Token } from "./protocol.js";
 import { isFolder, openReader, type Range, type Reader, readRanges } from "./sources.js";
@@ -106,7 +106,7 @@ export class Host {
       const kvBytes = options.kvBytes ?? plan.pageBytes * (Math.ceil(config.maxPosition / PAGE_TOKENS) + 2 * maxBatch);
       checkFits(core, plan, kvBytes);
       const threads: WorkerPort[] = [];
-      const n = build === "threads" && isolated ? (options.threads ?? Math.max(1, Math.floor(navigator.hardwareConcurrency / 2))) : 1;
+      const n = build !== "plain" ? (options.threads ?? Math.max(1, Math.floor(nProcessors() / 2))) : 1;
       for (let i = 1; i < n; ++i) threads.push(await startThread(core));
       core.call("set_threads", n);
       allocate(core, config, formats);

@@ -24,6 +24,9 @@ export function urlOf(source: string | URL): URL {
   return nodeModule("node:url").pathToFileURL(source);
 }
 
+/** Processors that this process may use. (Node has a navigator from 21 on.) */
+export const nProcessors = () => (isNode ? nodeModule("node:os").availableParallelism() : navigator.hardwareConcurrency);
+
 function ofWebWorker(worker: Worker): WorkerPort {
   return {
     postMessage: (message) => worker.postMessage(message),

@@ -62,14 +62,16 @@ export interface Token {
   finish?: "stop" | "length";
 }
 
+/** "threads": relaxed SIMD and shared memory; "threads-plain": SIMD128 and shared memory; "plain": only SIMD128. */
+export type Build = "threads" | "threads-plain" | "plain";
+
 export interface Info {
   architecture: string;
   parameters: number;
   contextLength: number;
   vocabSize: number;
   threads: number;
-  /** "threads": relaxed SIMD and shared memory; "plain": SIMD128 alone. */
-  build: "threads" | "plain";
+  build: Build;
   /** Whether the bits are native Whet's: this engine of WebAssembly fuses multiply and add. */
   exact: boolean;
   /** Formats of the weights, each once. */

@@ -1,25 +1,32 @@
 /** The module's file that this engine of WebAssembly takes. */
 import { Core } from "./core.js";
+import type { Build } from "./protocol.js";
 import { WhetError } from "./errors.js";
 import { assetUrl, isNode, nodeModule } from "./port.js";
 
 /**
- * The module that this engine of WebAssembly runs: relaxed SIMD and threads, or SIMD128 alone.
+ * The module that this engine of WebAssembly runs: relaxed SIMD and threads, SIMD128 and threads, or only SIMD128.
  *
  * @param where begins the errors.
  * @param assets where the package's files are served, if not beside this script.
  */
-export async function startCore(isolated: boolean, where: string, assets?: string | URL): Promise<{ core: Core; build: "threads" | "plain" }> {
-  // Bundlers look for these two expressions as they stand.
-  const beside = { threads: new URL("./threads.wasm", import.meta.url), plain: new URL("./plain.wasm", import.meta.url) };
-  for (const build of ["threads", "plain"] as const) {
-    if (build === "threads" && (!isolated || (isNode && globalThis.process.env.WHET_WEB_BUILD === "plain"))) continue;
+export async function startCore(isolated: boolean, where: string, assets?: string | URL): Promise<{ core: Core; build: Build }> {
+  // Bundlers look for these expressions as they stand.
+  const beside: Record<Build, URL> = {
+    threads: new URL("./threads.wasm", import.meta.url),
+    "threads-plain": new URL("./threads-plain.wasm", import.meta.url),
+    plain: new URL("./plain.wasm", import.meta.url),
+  };
+  const only = isNode ? globalThis.process.env.WHET_WEB_BUILD : undefined;
+  for (const build of Object.keys(beside) as Build[]) {
+    const isShared = build !== "plain";
+    if ((isShared && !isolated) || (only !== undefined && only !== build)) continue;
     const url = assets === undefined ? beside[build] : assetUrl(assets, `${build}.wasm`);
     const bytes = await fetchBytes(url, where);
     if (!WebAssembly.validate(bytes)) continue;
     const module = await WebAssembly.compile(bytes);
-    const core = await Core.create(module, build === "threads").catch((error) => {
-      if (build === "plain") throw error; // there is no shared memory, or too few addresses for it
+    const core = await Core.create(module, isShared).catch((error) => {
+      if (!isShared) throw error; // there is no shared memory, or too few addresses for it
     });
     if (core !== undefined) return { core, build };
   }

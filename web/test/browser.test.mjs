@@ -29,14 +29,14 @@ const BROWSERS = {
 
 async function files() {
   const found = { "index.html": Buffer.from("<!doctype html><title>whet-web</title>") };
-  for (const name of ["index.js", "worker.js", "thread.js", "hf.js", "threads.wasm", "plain.wasm"]) found[name] = await readFile(new URL(`../dist/${name}`, import.meta.url));
+  for (const name of ["index.js", "worker.js", "thread.js", "hf.js", "threads.wasm", "threads-plain.wasm", "plain.wasm"]) found[name] = await readFile(new URL(`../dist/${name}`, import.meta.url));
   for (const name of ["q8_0.gguf", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"]) found[name] = await readFile(new URL(name, FIXTURES));
   for (const name of ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]) found[`folder/${name}`] = await readFile(new URL(`folder/${name}`, FIXTURES));
-  // The package with less of the browser: storage for five models, at most 1 GiB of shared memory, none.
+  // The package with less of the browser: storage for five models, at most 1 GiB of shared memory, none, no relaxed SIMD.
   const mostPages = (n) => `const { Memory } = WebAssembly; WebAssembly.Memory = class extends Memory { constructor(how) { if (how.shared && how.maximum > ${n}) throw new RangeError("could not allocate memory"); super(how); } };`;
-  const scarce = { storage: `navigator.storage.estimate = async () => ({ quota: ${5.5 * found["q8_0.gguf"].length} });`, memory: mostPages(16384), shared: mostPages(0) };
+  const scarce = { storage: `navigator.storage.estimate = async () => ({ quota: ${5.5 * found["q8_0.gguf"].length} });`, memory: mostPages(16384), shared: mostPages(0), simd: "const { validate } = WebAssembly; let n = 0; WebAssembly.validate = (bytes) => n++ > 0 && validate(bytes);" };
   for (const [folder, script] of Object.entries(scarce)) {
-    for (const name of ["thread.js", "hf.js", "threads.wasm", "plain.wasm"]) found[`scarce/${folder}/${name}`] = found[name];
+    for (const name of ["thread.js", "hf.js", "threads.wasm", "threads-plain.wasm", "plain.wasm"]) found[`scarce/${folder}/${name}`] = found[name];
     found[`scarce/${folder}/worker.js`] = Buffer.from(`${script}\n${found["worker.js"]}`);
   }
   return found;
@@ -221,7 +221,7 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
       await page.close();
     });
 
-    test("with few addresses for shared memory it takes what there is, and one thread where there is none", async () => {
+    test("without relaxed SIMD; with few addresses for shared memory, and with none", async () => {
       const { page, messages } = await open("isolated");
       const found = await page.evaluate(async () => {
         const { Engine } = await import("/index.js");
@@ -232,11 +232,11 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
           return [build, threads];
         };
         const large = await load("/scarce/memory", { contextLength: 1_200_000 }).catch(({ message }) => message);
-        return [await load("/scarce/memory"), await load("/scarce/shared"), large];
+        return [await load("/scarce/simd"), await load("/scarce/memory"), await load("/scarce/shared"), large];
       });
-      assert.deepEqual(found.slice(0, 2), [["threads", 2], ["plain", 1]]);
-      assert.match(found[2], /Engine.load: the weights take .*; the engine's memory is 1074 MB at most/);
-      assert.equal(messages.filter((text) => text.includes("no relaxed SIMD, or no shared memory of that size")).length, 1);
+      assert.deepEqual(found.slice(0, 3), [["threads-plain", 2], ["threads", 2], ["plain", 1]]);
+      assert.match(found[3], /Engine.load: the weights take .*; the engine's memory is 1074 MB at most/);
+      assert.equal(messages.filter((text) => text.includes("no shared memory, or not enough addresses for it")).length, 1);
       await page.close();
     });
 

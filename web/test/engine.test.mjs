@@ -7,7 +7,8 @@ import { Engine } from "../dist/index.js";
 import { bits, FIXTURES, readFixture, samplesOf } from "./fixtures.mjs";
 
 const { prompt, messages, cases, samplings } = await readFixture("model");
-const isPlain = process.env.WHET_WEB_BUILD === "plain";
+const expectedBuild = process.env.WHET_WEB_BUILD ?? "threads";
+const isExact = expectedBuild === "threads";
 const SAMPLING = { n: 2, temperature: 0.8, topP: 0.9, maxNewTokens: 24, seed: 7 };
 
 async function compare(engine, expected, adapter, exact) {
@@ -28,12 +29,12 @@ async function compare(engine, expected, adapter, exact) {
 
 for (const [name, { ids, plain, adapted, greedy, chat }] of Object.entries(cases)) {
   test(`${name}: tokens, texts and log-probs are those of the native engine, with an adapter and without`, async () => {
-    for (const threads of isPlain ? [1] : [1, 2]) {
+    for (const threads of expectedBuild === "plain" ? [1] : [1, 2]) {
       const engine = await Engine.load(new URL(name === "folder" ? "folder/" : `${name}.gguf`, FIXTURES), { threads });
       try {
-        const { exact, build } = await engine.info();
-        assert.equal(build, isPlain ? "plain" : "threads");
-        assert.equal(exact, !isPlain);
+        const info = await engine.info();
+        const { exact } = info;
+        assert.deepEqual([info.build, info.threads, exact], [expectedBuild, threads, isExact]);
         assert.deepEqual(await engine.tokenize(prompt), ids);
         const number = await engine.loadAdapter(["adapter_config.json", "adapter_model.safetensors"].map((file) => new URL(`adapter/${file}`, FIXTURES)));
         await compare(engine, { ids, ...adapted }, number, exact);
@@ -48,7 +49,7 @@ for (const [name, { ids, plain, adapted, greedy, chat }] of Object.entries(cases
   });
 }
 
-for (const { options, samples } of isPlain ? [] : samplings) {
+for (const { options, samples } of isExact ? samplings : []) {
   test(`sampling settings ${JSON.stringify(options)}: tokens, texts, log-probs and alternatives are those of the native engine`, async () => {
     const engine = await Engine.load(new URL("q8_0.gguf", FIXTURES), { threads: 1 });
     try {

@@ -124,6 +124,6 @@ test("esbuild bundles it without configuration; the package's other files lie be
   const out = join(folder, "out");
   await build({ entryPoints: [join(folder, "app.js")], bundle: true, format: "esm", outdir: out, logLevel: "silent" });
   await cp(join(folder, "index.html"), join(out, "index.html"));
-  for (const name of ["worker.js", "thread.js", "hf.js", "threads.wasm", "plain.wasm"]) await cp(join(folder, "node_modules/whet-web/dist", name), join(out, name));
+  for (const name of ["worker.js", "thread.js", "hf.js", "threads.wasm", "threads-plain.wasm", "plain.wasm"]) await cp(join(folder, "node_modules/whet-web/dist", name), join(out, name));
   assert.deepEqual(await runInChromium(await filesOf(out)), RIGHT);
 });

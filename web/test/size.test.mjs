@@ -30,7 +30,7 @@ test("the primitives and kernels, which a page may have alone, are at most 8 KB"
   assert.ok(sizeOf([bytes]) <= 8 * KB, `${sizeOf([bytes])} bytes`);
 });
 
-for (const name of ["threads", "plain"]) {
+for (const name of ["threads", "threads-plain", "plain"]) {
   test(`${name}.wasm is at most 400 KB, compressed 150 KB`, async () => {
     const bytes = await readFile(new URL(`../dist/${name}.wasm`, import.meta.url));
     assert.ok(bytes.length <= 400 * KB, `${bytes.length} bytes`);
