@@ -106,13 +106,15 @@ bool view_torch(PyObject* object, Array& array, const Torch& t, bool strided) {
         return false;
     }
     int n_strides = 0;
-    if (!strided && result_of(object, t.is_contiguous).ptr() != Py_True) return false;
-    if (strided && !sizes_of(result_of(object, t.stride), n_strides, array.stride)) return false;
+    // The strides of a contiguous tensor follow from its shape: torch makes a tuple of them in twice the time.
+    const bool contiguous = result_of(object, t.is_contiguous).ptr() == Py_True;
+    if (!contiguous && (!strided || !sizes_of(result_of(object, t.stride), n_strides, array.stride))) return false;
     const nb::object dtype = attribute_of(object, t.dtype);
     if (!torch_dtype(dtype.ptr(), t, array.dtype)) return false;
     // The memory of a lazily negated tensor holds the other sign.
     if (result_of(object, t.is_neg).ptr() != Py_False) return false;
     if (!sizes_of(attribute_of(object, t.shape), array.ndim, array.shape)) return false;
+    if (strided && contiguous) set_contiguous(array);
     const nb::object address = result_of(object, t.data_ptr);
     if (!address.is_valid()) return false;
     array.data = PyLong_AsVoidPtr(address.ptr());

@@ -72,18 +72,27 @@ def integers(function: str, name: str, x: Any, expected: str = "integers") -> np
     Raises:
         WhetTypeError: it does not hold integers.
     """
-    if is_tensor(x):
-        if x.device.type == "meta" or not _has_address(x):
-            check_memory(function, name, x)
-        x = x if x.dtype.is_floating_point else x.cpu().resolve_neg().numpy()
     try:
-        array = x if is_tensor(x) else np.asarray(x)
+        array = _tensor_values(function, name, x) if is_tensor(x) else np.asarray(x)
     except (TypeError, ValueError) as error:
+        if isinstance(error, WhetTypeError):
+            raise
         raise WhetTypeError(f"{function}: {name} does not make an array ({error}). Pass {expected}.") from None
-    if is_tensor(array) or (array.size and (array.dtype.kind not in "iu" or isinstance(x, np.ma.MaskedArray))):
-        dtype = str(array.dtype).removeprefix("torch.")
-        raise WhetTypeError(f"{function}: {name} has dtype {dtype}, expected {expected}.")
+    if array.size and (array.dtype.kind not in "iu" or isinstance(x, np.ma.MaskedArray)):
+        raise WhetTypeError(f"{function}: {name} has dtype {array.dtype}, expected {expected}.")
     return np.ascontiguousarray(array, np.int64)
+
+
+def _tensor_values(function: str, name: str, x: Any) -> np.ndarray:
+    try:
+        if x.data_ptr() != 0:
+            return x.numpy()
+    except (RuntimeError, TypeError):  # it is not plain memory of the CPU, or bfloat16
+        pass
+    if x.device.type in ("cpu", "meta"):
+        check_memory(function, name, x)
+    x = x.detach().cpu().resolve_neg()
+    return (x.float() if x.dtype.is_floating_point else x).numpy()
 
 
 def _has_address(x: Any) -> bool:

@@ -47,7 +47,8 @@ def compute_token_logprobs(
         WhetTypeError: logits are not float32 or bfloat16, or token_ids not integers.
     """
     name = "compute_token_logprobs"
-    factor = inputs.float32_factor(name, "temperature", temperature)
+    if not (isinstance(temperature, float) and 1e-37 < temperature < 1e37):
+        temperature = inputs.float32_factor(name, "temperature", temperature)
     ids = inputs.integers(name, "token_ids", token_ids)
     shape = tuple(np.shape(logits))
     if len(shape) != 2 or shape[1] == 0 or ids.shape != shape[:1]:
@@ -61,9 +62,9 @@ def compute_token_logprobs(
             f"{name}: token_ids[{bad}] is {ids[bad]}, outside the vocabulary of {shape[1]}. "
             "Give padding a valid id and leave it out by its mask."
         )
-    result = _core.token_logprobs(logits, ids, factor, bool(return_entropy))
+    result = _core.token_logprobs(logits, ids, temperature, bool(return_entropy))
     if result is NotImplemented:
         dtypes = ("float32", "bfloat16") if inputs.is_tensor(logits) else ("float32",)
         plain = inputs.plain(name, "logits", logits, dtypes)
-        result = inputs.computed(name, _core.token_logprobs(plain, ids, factor, bool(return_entropy)))
+        result = inputs.computed(name, _core.token_logprobs(plain, ids, temperature, bool(return_entropy)))
     return result
