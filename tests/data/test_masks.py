@@ -12,7 +12,7 @@ from tests.raising import assert_raises
 
 from whet.data.batches import tokenized_rows
 from whet.data.rows import tokenize_completion, tokenize_example, tokenize_prompt, tokenize_turns
-from whet.errors import WhetError, WhetValueError
+from whet.errors import WhetError, WhetTypeError, WhetValueError
 
 IDS = [1, 10, 11, 20, 21, 2]
 LABELS = [-100, -100, -100, 20, 21, 2]
@@ -75,6 +75,11 @@ def test_masks_lose_their_padding_with_the_tokens(side: str) -> None:
 @pytest.mark.parametrize("read", [tokenize_completion, tokenize_turns])
 def test_fields_that_would_have_no_effect_are_refused(read: Any, row: dict[str, Any], message: str) -> None:
     assert_raises(WhetValueError, f"{read.__name__}: {message}", read, {"input_ids": IDS, **row}, words())
+
+
+def test_a_mask_that_is_no_array_is_named() -> None:
+    row = {"input_ids": [1, 2], "labels": [[1], [2, 3]]}
+    assert_raises(WhetTypeError, r"\[\[1\], \[2, 3\]\] is not an array", tokenize_turns, row, None)
 
 
 def test_masks_are_those_of_input_ids() -> None:

@@ -59,7 +59,10 @@ def _array(x: Any) -> np.ndarray:
     """A list, or a torch tensor on any device, as an array; an empty one of integers."""
     if hasattr(x, "detach"):
         x = x.detach().cpu().tolist() if x.numel() else np.zeros(tuple(x.shape), dtype=np.int64)
-    array = np.asarray(x)
+    try:
+        array = np.asarray(x)
+    except ValueError as error:  # lists of different lengths
+        raise WhetTypeError(f"token_rows: {x!r:.60} is not an array: {error}.") from error
     return array if array.size else array.astype(np.int64)
 
 
