@@ -47,6 +47,10 @@ class RewardError(WhetValueError):
     """A reward or preference function raised, hung, or returned something that is no score."""
 
 
+class RowError(WhetValueError, WhetTypeError):
+    """A row of a dataset cannot be used; the message begins with its place."""
+
+
 class CheckpointError(WhetValueError):
     """A checkpoint is missing, incomplete, altered, or does not fit the object it is loaded into."""
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
 from whet.algorithms.sft import SFT
-from whet.errors import WhetTypeError, WhetValueError
+from whet.errors import RowError, WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
 
 PROMPTS = [[5, 6], [7]]
@@ -220,7 +220,8 @@ def test_a_row_past_the_models_last_position_is_an_error():
     for trainer in (make(tiny_llama()), make(tiny_llama(), compute="torch")):
         assert_raises(WhetValueError, message, trainer.train_step, LONG)
         assert trainer.train_step(LONG[:2])["num_tokens"] == 68
-        assert_raises(WhetValueError, message, trainer.evaluate, LONG)
+        named = "^row 2 of the dataset: SFT: the row has 65 tokens"
+        assert_raises(RowError, named, trainer.evaluate, LONG)
     assert make().train_step(LONG)["num_tokens"] == 213  # of a model that names no last position
     message = "max_length is 65, and the model's last position is 64"
     assert_raises(WhetValueError, message, make, tiny_llama(), max_length=65)

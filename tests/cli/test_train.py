@@ -28,6 +28,7 @@ from whet.cli.runs import DPORun, SFTRun
 from whet.cli.settings import read_toml
 from whet.cli.train import add_reference_logprobs
 from whet.config import DPOConfig
+from whet.data.rows import epoch_order
 from whet.errors import WhetValueError
 from whet.models.sources.pretrained import open_pretrained
 from whet.rewards.functions import load_function
@@ -627,6 +628,45 @@ def test_files_and_columns_by_name_are_the_rows_of_a_run(files):
     assert main(["train", "sft", *flags, *data, "--columns", "prompt=q,completion=a"]) == 0
     assert same_weights(files.folder / "plain", files.folder / "named")
     assert read_toml(files.folder / "named" / "config.toml")["columns"] == {"prompt": "q", "completion": "a"}
+
+
+def test_a_row_that_fails_leaves_a_checkpoint_and_the_repaired_file_continues_from_it(files, error_of, capsys):
+    data = files.folder / "rows.jsonl"
+    settings = {"steps": 8, "batch_size": 1, "learning_rate": 1e-2, "data": files.folder / "run.jsonl"}
+    lines = data.read_text().splitlines(keepends=True)
+    bad = epoch_order(8, 0, 0).tolist()[6]
+    long = json.dumps({"id": "x", "prompt": "say", "completion": "y" * 600}) + "\n"
+    settings["data"].write_text("".join([*lines[:bad], long, *lines[bad + 1 :]]))
+    error = error_of("train", "sft", *files("run", **settings))
+    assert f"run.jsonl:{bad + 1} (id 'x'): SFT: the row has 604 tokens, and the model's last position is 512" in error
+    assert [path.name for path in (files.folder / "run" / "checkpoints").iterdir()] == ["step-000003"]
+    assert "604 tokens" in error_of("train", "sft", *files("run", **settings))
+    used = epoch_order(8, 0, 0).tolist()[0]
+    settings["data"].write_text("".join([*lines[:used], lines[bad], *lines[used + 1 :]]))
+    assert f"Change only rows that could not be used, where they are, such as {settings['data']}:{bad + 1}" in error_of(
+        "train", "sft", *files("run", **settings)
+    )
+    settings["data"].write_text("".join(lines))
+    assert main(["train", "sft", *files("run", **settings)]) == 0
+    out = capsys.readouterr().out
+    assert f"run.jsonl (data) has changed: {len(''.join(lines)) - len(lines[bad]) + len(long):,} bytes then" in out
+    assert f"run.jsonl:{bad + 1} (id 'x') could not be used before" in out and "continuing from" in out
+    assert main(["train", "sft", *files("whole", **settings)]) == 0
+    assert same_weights(files.folder / "run", files.folder / "whole")
+
+
+def test_a_reward_that_fails_leaves_a_checkpoint(files, error_of, capsys):
+    reward = files.folder / "judge.py"
+    reward.write_text(
+        "calls = []\ndef judge(completions):\n    calls.append(0)\n    return [1 / (2 - len(calls))] * 4\n"
+    )
+    run = files("run", steps=2, group_size=2, max_new_tokens=2, reward=f"{reward}:judge")
+    assert main(["train", "grpo", *map(str, run)]) == 2
+    out, err = capsys.readouterr()
+    assert "step-000001 is written; the same command continues from there when the cause is gone" in out
+    assert "judge failed" in err or "judge raised" in err
+    reward.write_text("def judge(completions):\n    return [1.0] * 4\n")
+    assert main(["train", "grpo", *map(str, run)]) == 0 and "continuing from" in capsys.readouterr().out
 
 
 def test_a_run_without_a_step_does_not_claim_its_folder(files, error_of):

@@ -627,9 +627,9 @@ def test_the_batch_of_a_step_that_a_callback_interrupts_is_not_trained_again():
                 raise KeyboardInterrupt
 
     class Seen(SFT):
-        def _token_ids(self, rows, completion=None):
+        def train_step(self, rows, completion=None):
             seen.append(rows[0]["prompt"])
-            return super()._token_ids(rows, completion)
+            return super().train_step(rows, completion)
 
     seen = []
     trainer = Seen(Net(), batch_size=1, callbacks=Interrupts())

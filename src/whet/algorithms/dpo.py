@@ -29,6 +29,7 @@ from whet.data.rows import tokenize_preference
 from whet.data.token_ids import token_rows
 from whet.errors import WhetTypeError, WhetValueError, is_number
 from whet.nn.causal_lm import completion_logprobs
+from whet.training.ahead import locate_error
 from whet.training.phases import phase
 from whet.training.reference import ReferenceSums, TokenRow
 from whet.training.reference_cache import Sums
@@ -121,7 +122,7 @@ class DPO(Trainer):
             WhetValueError: rows that do not match, a row longer than ``max_length``, or ``precompute_reference``
                 without reference log-probs.
         """
-        pairs = self._pairs(prompt, chosen, rejected)
+        pairs = self.prepared(prompt, chosen, rejected)
         kept = self._without_ties(pairs)
         n_pairs = len(pairs.prompt_ids)
         n_left_out = n_pairs - len(kept.prompt_ids)
@@ -152,7 +153,7 @@ class DPO(Trainer):
         totals = {"loss": 0.0, "rewards/accuracies": 0.0, "rewards/margins": 0.0}
         n_pairs = n_tokens = 0
         for batch in self.in_order(dataset):
-            pairs = self._without_ties(self._pairs(*batch))
+            pairs = self._without_ties(self.prepared(*batch))
             if not pairs.prompt_ids:
                 continue
             sums = _pair_sums(pairs, self, self.model)
@@ -189,7 +190,11 @@ class DPO(Trainer):
         missing = [i for i, row in enumerate(done) if _read_sums(row) is None]
         if not missing:
             return done
-        fitted = self.length_limit.fit([self._tokenize(done[i]) for i in missing]).rows
+        self._check_forms(rows)
+        try:
+            fitted = self.length_limit.fit([self.tokenize_row(done[i], self.tokenizer) for i in missing]).rows
+        except (WhetValueError, WhetTypeError) as error:
+            raise locate_error(error, rows, done, self.prepare, self.as_row, self.step + 1) from error
         missing = [i for i, row in zip(missing, fitted, strict=True) if row is not None]
         token_rows = [cast(TokenRow, tuple(row)) for row in fitted if row is not None]
         cache, arithmetic = self.config.reference_cache, self.acceleration.dtype if self.acceleration else "torch"
@@ -225,7 +230,7 @@ class DPO(Trainer):
         different = [i for i, (chosen, rejected) in enumerate(both) if chosen != rejected]
         return pairs if len(different) == len(pairs.prompt_ids) else pairs.select(different)
 
-    def _pairs(self, prompt: Any, chosen: Any = None, rejected: Any = None) -> Pairs:
+    def prepare(self, prompt: Any, chosen: Any = None, rejected: Any = None) -> Pairs:
         """The pairs of a batch, with the reference's sums if they are known for all."""
         columns = (prompt, chosen, rejected)
         if chosen is not None and rejected is not None:
@@ -239,7 +244,7 @@ class DPO(Trainer):
             check_row_counts("DPO", self.row_fields, ids)
             tokenized, rows = list(zip(*ids, strict=True)), [{}] * len(ids[0])
         else:
-            tokenized = [self._tokenize(row) for row in rows]
+            tokenized = [self.tokenize_row(row, self.tokenizer) for row in rows]
         fitted = self.length_limit.fit(tokenized)
         rows = [row for row, ids in zip(rows, fitted.rows, strict=True) if ids is not None]
         pairs = Pairs.of_rows(cast(TokenRow, tuple(ids)) for ids in fitted.rows if ids is not None)
@@ -252,8 +257,9 @@ class DPO(Trainer):
         sums = torch.tensor(known, dtype=torch.float64)
         return pairs._replace(reference=(sums[:, 0], sums[:, 1]))
 
-    def _tokenize(self, row: Mapping[str, Any]) -> TokenRow:
-        return tokenize_preference(row, self.tokenizer)
+    def tokenize_row(self, row: Mapping[str, Any], tokenizer: Any) -> TokenRow:
+        """Prompt, chosen and rejected completion; see ``tokenize_preference``."""
+        return tokenize_preference(row, tokenizer)
 
 
 def _read_sums(row: Mapping[str, Any]) -> Sums | None:

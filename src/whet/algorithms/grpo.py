@@ -49,7 +49,7 @@ from whet.ops import compute_batch_group_advantages
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import group_std, reward_metrics
 from whet.rollout.choose import reward_functions
-from whet.rollout.rollout import Rollout, completion_table, read_prompts
+from whet.rollout.rollout import Rollout, completion_table
 from whet.training.distributed import join_ranks
 from whet.training.phases import phase
 from whet.training.trainer import training_step
@@ -150,7 +150,7 @@ class GRPO(OnlineTrainer):
         begun = self._begun
         if begun is None or not begun.updates or begun.number != self.step:
             return None
-        return begun if read_prompts(prompt_batch, self.tokenizer, "GRPO").ids == begun.prompt_ids else None
+        return begun if self.prepare(prompt_batch).ids == begun.prompt_ids else None
 
     def _begin(self, prompt_batch: Any) -> _Step:
         """Sample completions and score them."""

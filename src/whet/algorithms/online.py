@@ -15,6 +15,7 @@ from torch import nn
 
 from whet import _core
 from whet.config.settings import EngineName
+from whet.data.rows import tokenize_prompt
 from whet.engine import Engine
 from whet.errors import WhetTypeError
 from whet.nn.frozen import base_of
@@ -22,7 +23,7 @@ from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import mean_rewards
 from whet.rollout.choose import check_lengths, make_engine, reward_functions, with_room
 from whet.rollout.protocol import RolloutEngine
-from whet.rollout.rollout import Rollout, as_prompt_row, read_prompts, sample, warn_if_truncated
+from whet.rollout.rollout import Prompts, Rollout, as_prompt_row, read_prompts, sample, warn_if_truncated
 from whet.training.distributed import DividedEngine
 from whet.training.phases import phase
 from whet.training.trainer import Trainer
@@ -111,17 +112,17 @@ class OnlineTrainer(Trainer):
         scored = []
         with self._synced_engine():
             for i, (batch,) in enumerate(self.in_order(dataset)):
-                rollout = self._sample(batch, 1, i, where, temperature)
+                rollout = self._sample(batch, 1, i, temperature)
                 scored.append(self.ranks.from_first(partial(rollout.score, functions)))
         return mean_rewards(scored)
 
     def sample(self, prompt_batch: Any, n: int) -> Rollout:
         """``n`` completions per prompt from the policy as it is, the same ones for one (seed, step)."""
-        where = type(self).__name__
         with self._synced_engine():
-            rollout = self._sample(prompt_batch, n, self.step, where)
+            rollout = self._sample(prompt_batch, n, self.step)
         if self.ranks.is_first and not self._warned_of_truncation:
-            self._warned_of_truncation = warn_if_truncated(rollout, self.config.max_new_tokens, where)
+            longest, where = self.config.max_new_tokens, type(self).__name__
+            self._warned_of_truncation = warn_if_truncated(rollout, longest, where)
         return rollout
 
     def warn_of_gap(self, gap: float, fix: str) -> None:
@@ -164,10 +165,21 @@ class OnlineTrainer(Trainer):
             with phase("generation"):
                 self._sampler_bytes += self.engine.release_weights()
 
-    def _sample(self, batch: Any, n: int, key: int, where: str, temperature: float | None = None) -> Rollout:
-        """``n`` completions per prompt, the same ones for one (seed, key) and the engine's weights."""
+    def prepare(self, batch: Any) -> Prompts:
+        """The prompts of a batch as token ids, each with room for a completion."""
+        where = type(self).__name__
         prompts = read_prompts(batch, self.tokenizer, where)
+        self.length_limit.check_prompts(prompts.ids)
         check_lengths(self.model, prompts.ids, self.config.max_new_tokens, where)
+        return prompts
+
+    def tokenize_row(self, row: Mapping[str, Any], tokenizer: Any) -> list[int]:
+        """The prompt; see ``tokenize_prompt``."""
+        return tokenize_prompt(row, tokenizer)
+
+    def _sample(self, batch: Any, n: int, key: int, temperature: float | None = None) -> Rollout:
+        """``n`` completions per prompt, the same ones for one (seed, key) and the engine's weights."""
+        prompts = self.prepared(batch)
         self.engine = with_room(self.engine, self._make_engine, prompts.ids, self.config.max_new_tokens)
         seed = int(np.random.SeedSequence([self.config.seed % 2**64, key]).generate_state(1)[0])
         sampling = self.config.sampling(self.stop_token_ids(), seed)

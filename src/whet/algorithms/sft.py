@@ -64,7 +64,7 @@ class SFT(Trainer):
             WhetTypeError: the batch has none of these forms.
             WhetValueError: rows that do not match, no token that counts, or a row longer than ``max_length``.
         """
-        prompt_ids, completion_ids, masks, shares = self._examples(prompt, completion)
+        prompt_ids, completion_ids, masks, shares = self.prepared(prompt, completion)
         n_tokens = sum(map(sum, masks))
         if n_tokens == 0 and any(shares.values()):
             return {"loss": 0.0, "grad_norm": 0.0, **shares, "num_tokens": 0}
@@ -93,19 +93,23 @@ class SFT(Trainer):
         """``loss``: mean negative log-likelihood, in nats, of the tokens that count in all rows."""
         total, n_tokens = 0.0, 0
         for batch in self.in_order(dataset):
-            prompt_ids, completion_ids, masks, _ = self._examples(*batch)
+            prompt_ids, completion_ids, masks, _ = self.prepared(*batch)
             total -= self.logprobs(self.model, prompt_ids, completion_ids, completion_mask=masks).sum().item()
             n_tokens += sum(map(sum, masks))
         if n_tokens == 0:
             raise WhetValueError("SFT: no completion of the dataset has a token that counts.")
         return {"loss": total / n_tokens}
 
-    def _examples(self, prompt: Any, completion: Any = None) -> Examples:
-        """The rows of a batch within the limit of their length."""
+    def prepare(self, prompt: Any, completion: Any = None) -> Examples:
+        """The rows of a batch as token ids, within the limit of their length."""
         rows = list(zip(*self._token_ids(prompt, completion), strict=True))
         fitted = self.length_limit.fit(rows)
         prompt_ids, completion_ids, masks = _columns([row for row in fitted.rows if row is not None], 3)
         return Examples(prompt_ids, completion_ids, masks, fitted.metrics)
+
+    def tokenize_row(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[int], list[bool]]:
+        """Prompt, completion, and which tokens of it count; see ``tokenize_example``."""
+        return tokenize_example(row, tokenizer, self.config.loss_on)
 
     def _token_ids(
         self, prompt: Any, completion: Any = None
@@ -118,7 +122,7 @@ class SFT(Trainer):
         else:
             rows = columns_as_rows(self.row_fields, (prompt, completion), "SFT")
         if rows is not None:
-            found = [tokenize_example(row, self.tokenizer, self.config.loss_on) for row in rows]
+            found = [self.tokenize_row(row, self.tokenizer) for row in rows]
             return [p for p, _, _ in found], [c for _, c, _ in found], [mask for _, _, mask in found]
         if completion is not None:
             prompt_ids, completion_ids = token_rows(prompt), self.completion_rows(completion)

@@ -3,22 +3,25 @@
 A task or a function of a module is known by the module's file, and by the version of the package that it comes with.
 
 A run is refused if what changed would make it another run: its data, its tasks, or what of its base model is not in its
-checkpoints. Of held-out rows, rewards and judges, which a run may change on its way, it is only said.
+checkpoints. Changes of held-out rows, rewards and judges, which a run may change on its way, are printed. So are
+changes of the data after one of its rows could not be used, if the rows that were trained on before are the same.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from whet.cli.models import ADAPTERS
+from whet.data.rows import epoch_order
 from whet.data.sources import source_files
-from whet.errors import WhetValueError
+from whet.errors import RowError, WhetValueError
 from whet.files import fingerprint, replace_text
 from whet.models.sources.gguf_container import read_gguf
 
@@ -87,27 +90,63 @@ def _matters(path: Path, run: Any) -> bool:
     return path.suffix != ".md" and not path.name.startswith(".") and path.name != ADAPTERS
 
 
-def check_inputs(file: Path, now: Inputs) -> list[str]:
+def describe_failure(error: RowError, rows: Sequence[Any], seed: int, epoch: int, position: int) -> Inputs:
+    """The failure of a row, for ``write_inputs``: where it was, and the rows that were trained on before."""
+    place = {"seed": seed, "epoch": epoch, "position": position}
+    row = str(error).partition(": ")[0]
+    return {"failed": {"row": {"row": row, "n_rows": len(rows), "sha256": _digest_used(rows, **place), **place}}}
+
+
+def _digest_used(rows: Sequence[Any], *, seed: int, epoch: int, position: int) -> str:
+    """The digest of the rows that a run has trained on, in their order, up to a place in the data."""
+    order = epoch_order(len(rows), seed, 0)
+    digest = hashlib.sha256()
+    for i in order if epoch else order[:position]:
+        digest.update(json.dumps(rows[i], sort_keys=True, default=repr).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _may_go_on(failed: dict[str, Any], rows: Sequence[Any]) -> bool:
+    """Whether rows differ from those of a run only where it has not been."""
+    place = {name: failed[name] for name in ("seed", "epoch", "position")}
+    return len(rows) == failed["n_rows"] and _digest_used(rows, **place) == failed["sha256"]
+
+
+def check_inputs(file: Path, now: Inputs, rows: Sequence[Any] = ()) -> list[str]:
     """The changes since ``write_inputs`` wrote ``file`` that are allowed, in words.
+
+    Args:
+        file: of the run.
+        now: of the run as it is continued.
+        rows: its data.
 
     Raises:
         WhetValueError: something has changed that makes it another run.
     """
     before: Inputs = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     notes = []
-    rows, rows_before = now.get("data", {}).keys(), before.get("data", {}).keys()
-    if rows_before and rows_before != rows:  # of a pattern or a folder
+    data, data_before = now.get("data", {}).keys(), before.get("data", {}).keys()
+    if data_before and data_before != data:  # of a pattern or a folder
         raise WhetValueError(
-            f"{file.parent} holds a run that began with other files of data: {', '.join(sorted(rows ^ rows_before))} "
+            f"{file.parent} holds a run that began with other files of data: {', '.join(sorted(data ^ data_before))} "
             f"came or went. Restore them, or choose another output_dir."
         )
+    failed = before.get("failed", {}).get("row")
     for setting, files in now.items():
         for path, new in files.items():
             old = before.get(setting, {}).get(path, new)
             if old == new:
                 continue
             what = f"{path} ({setting}) has changed: {_describe(old)} then, {_describe(new)} now"
-            if setting not in _FREE:
+            if setting == "data" and failed:
+                if not _may_go_on(failed, rows):
+                    raise WhetValueError(
+                        f"{what}, and so have rows that the run in {file.parent} has been trained on, or their number. "
+                        f"Change only rows that could not be used, where they are, such as {failed['row']}, or choose "
+                        f"another output_dir."
+                    )
+                what += f"; {failed['row']} could not be used before"
+            elif setting not in _FREE:
                 raise WhetValueError(f"{file.parent} holds a run that began with something else: {what}. {_fix(new)}")
             notes.append(what)
     return notes

@@ -38,14 +38,14 @@ from whet.algorithms.sft import SFT
 from whet.checkpoint.folder import latest_checkpoint, step_folder
 from whet.cli.adapters import plan_adapters
 from whet.cli.card import model_card
-from whet.cli.inputs import check_inputs, read_inputs, write_inputs
+from whet.cli.inputs import check_inputs, describe_failure, read_inputs, write_inputs
 from whet.cli.models import ADAPTERS, add_adapters, describe_size, load_model, system_errors
 from whet.cli.rows import check_prompts_fit, open_rows
 from whet.cli.run_memory import predict_memory
 from whet.cli.runs import OnlineRunConfig
 from whet.cli.settings import read_toml, write_toml
 from whet.config.settings import learning_rate_at
-from whet.errors import DiskFullError, WhetValueError
+from whet.errors import DiskFullError, RowError, WhetValueError
 from whet.files import force_to_disk, replace_text, temporary_beside, told_if_full
 from whet.memory import MemoryReport
 from whet.models.base import read_record
@@ -99,7 +99,7 @@ def _train(method: str, run: Any) -> int:
     rows, held_out, functions = open_rows(run)
     rewards = reward_functions(run, functions) if functions else None
     inputs = read_inputs(run)
-    for note in check_inputs(folder / "inputs.json", inputs) if checkpoint else []:
+    for note in check_inputs(folder / "inputs.json", inputs, rows) if checkpoint else []:
         _say(note)
     is_one_pass = not run.steps
     run.steps = run.steps or max(1, len(rows) // run.batch_size)
@@ -135,7 +135,13 @@ def _train(method: str, run: Any) -> int:
             write_toml(folder / "config.toml", dataclasses.asdict(run))
             write_inputs(folder / "inputs.json", inputs)
         stack.enter_context(checkpoints)
-        trainer.train(rows, run.steps - trainer.step)
+        try:
+            trainer.train(rows, run.steps - trainer.step)
+        except RowError as error:
+            if trainer.ranks.is_first:
+                failure = describe_failure(error, rows, trainer.config.seed, trainer.epoch, trainer.position)
+                write_inputs(folder / "inputs.json", inputs | failure)
+            raise
     if not trainer.ranks.is_first:
         return 0
     if trainer.memory.fullest is not None:
@@ -337,7 +343,8 @@ class Stopped(KeyboardInterrupt):
 
 
 class StoppableCheckpoints(CheckpointCallback):
-    """Checkpoints as ever; and, within its context, Ctrl-C or SIGTERM ends the run after the step that is being taken.
+    """Checkpoints as ever, also where an error ends the run; and, within its context, where Ctrl-C or SIGTERM does,
+    after the step that is being taken.
 
     A second one ends it at once, without a checkpoint.
 
@@ -379,6 +386,12 @@ class StoppableCheckpoints(CheckpointCallback):
     def on_train_end(self, trainer: Any) -> None:
         super().on_train_end(trainer)
         self._end_if_asked(trainer)
+
+    def on_train_failure(self, trainer: Any, error: Exception) -> None:
+        super().on_train_failure(trainer, error)
+        checkpoint = step_folder(self.folder, trainer.step)
+        if checkpoint.is_dir():
+            _say(f"{checkpoint} is written; the same command continues from there when the cause is gone")
 
     def _end_if_asked(self, trainer: Any) -> None:
         # A signal may reach the ranks in different steps, or one of them alone: all end after the same step.

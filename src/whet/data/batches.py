@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 class Rewindable(Iterator[Any]):
-    """An iterator whose items since the last ``forget`` come again after ``rewind``.
+    """An iterator whose items that were not forgotten come again after ``rewind``.
 
     Args:
         source: an iterator, which cannot start again.
@@ -65,12 +65,12 @@ class Rewindable(Iterator[Any]):
         self._taken.append(item)
         return item
 
-    def forget(self) -> None:
-        """Do not give again what was taken so far."""
-        self._taken = []
+    def forget(self, n_items: int) -> None:
+        """Do not give again the first of the items that were taken."""
+        del self._taken[:n_items]
 
     def rewind(self) -> None:
-        """Give again what was taken since ``forget``."""
+        """Give again what was taken and not forgotten."""
         self._taken, self._again = [], self._taken + self._again
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from whet.checkpoint.folder import preserved_rng, prune_checkpoints, step_folder
-from whet.errors import WhetTypeError, WhetValueError, check_integer, is_number
+from whet.errors import DiskFullError, WhetTypeError, WhetValueError, check_integer, is_number
 from whet.files import FolderLock
 from whet.training.distributed import join_ranks
 from whet.training.loggers import JSONLLogger, as_number
@@ -66,6 +66,9 @@ class Callback:
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Called after the last step, whether the run was stopped early or not."""
+
+    def on_train_failure(self, trainer: Trainer, error: Exception) -> None:
+        """Called where an error ends the run, and the trainer is as it was after its last finished step."""
 
     def on_train_exit(self, trainer: Trainer) -> None:
         """Called however the run ends, by an exception too: release what ``on_train_begin`` acquired."""
@@ -251,7 +254,9 @@ class EarlyStoppingCallback(Callback):
 
 
 class CheckpointCallback(Callback):
-    """Saves ``folder/step-000100`` every so many steps and after the last, and keeps the newest few.
+    """Saves ``folder/step-000100`` every so many steps, after the last, and where an error ends the run.
+
+    The newest few are kept.
 
     An older checkpoint is removed only after the new one is complete. Put it last among the callbacks: the
     checkpoint does not contain what later callbacks do in the same step.
@@ -286,6 +291,10 @@ class CheckpointCallback(Callback):
 
     def on_train_end(self, trainer: Trainer) -> None:
         if trainer.step != self._saved_step:
+            self._save(trainer)
+
+    def on_train_failure(self, trainer: Trainer, error: Exception) -> None:
+        if trainer.step != self._saved_step and not isinstance(error, DiskFullError):
             self._save(trainer)
 
     def on_train_exit(self, trainer: Trainer) -> None:

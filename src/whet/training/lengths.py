@@ -75,6 +75,20 @@ class LengthLimit:
             )
         return Fitted(fitted, {"frac_cut": n_cut / len(rows), "frac_dropped": n_dropped / len(rows)})
 
+    def check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Refuse prompts that leave no room for a completion.
+
+        Raises:
+            WhetValueError: naming the first one.
+        """
+        for i, prompt in enumerate(prompts):
+            if len(prompt) >= self.n_tokens:
+                which = f"prompt {i}" if len(prompts) > 1 else "the prompt"
+                raise WhetValueError(
+                    f"{self._where}: {which} has {len(prompt):,} tokens, which leaves no room to generate: "
+                    f"{self._what} is {self.n_tokens:,}. Shorten or drop it."
+                )
+
     def _check(self, lengths: Sequence[int]) -> None:
         for i, n in enumerate(lengths):
             if n > self.n_tokens:

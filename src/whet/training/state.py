@@ -35,6 +35,29 @@ _COUNTERS = (
 )  # fmt: skip
 
 
+def _counters(trainer: Trainer) -> dict[str, int]:
+    return {name: getattr(trainer, name) for name in _COUNTERS}
+
+
+class Snapshot:
+    """Counters and random states of a trainer, which a step changes before its first update."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._counters, self._rng = _counters(trainer), capture_rng()
+
+    def restore(self, trainer: Trainer) -> bool:
+        """Undo the step that has begun since, if there is one; False where it has changed the weights."""
+        before = self._counters
+        if trainer.step != before["step"]:
+            return True
+        if trainer.n_updates != before["n_updates"]:
+            return False
+        for name, value in before.items():
+            setattr(trainer, name, value)
+        restore_rng(self._rng)
+        return True
+
+
 def save_trainer(trainer: Trainer, path: str | os.PathLike[str]) -> None:
     """``Trainer.save``."""
     base = base_of(trainer.model)
@@ -48,7 +71,7 @@ def save_trainer(trainer: Trainer, path: str | os.PathLike[str]) -> None:
     state = {
         "algorithm": type(trainer).__name__,
         "config": dataclasses.asdict(trainer.config),
-        "counters": {name: getattr(trainer, name) for name in _COUNTERS},
+        "counters": _counters(trainer),
         "callbacks": [[type(c).__name__, c.state_dict()] for c in trainer.callbacks],
         "rng": capture_rng(),
         "whole_model": whole,

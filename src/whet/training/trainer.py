@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import os
 import zlib
 from abc import ABC, abstractmethod
@@ -33,7 +34,7 @@ from torch.linalg import vector_norm
 from whet.checkpoint.folder import preserved_rng
 from whet.config.fields import make_config
 from whet.config.settings import TrainerConfig, learning_rate_at
-from whet.data.batches import Place, Rewindable, as_row, batch_stream, batches_in_order, is_sequence
+from whet.data.batches import Place, Rewindable, as_row, batch_stream, batches_in_order, is_batch, is_sequence
 from whet.data.token_ids import token_rows
 from whet.errors import NonFiniteError, WhetTypeError, WhetValueError, check_integer
 from whet.memory import MemoryWatch, register_holder, tensor_memory
@@ -47,13 +48,14 @@ from whet.nn.modules import module_device, module_mode, stop_token_ids
 from whet.nn.optim import NARROW, AdamW
 from whet.nn.packed import token_batches
 from whet.signals import DeferredSignals
+from whet.training.ahead import Lookahead, check_forms, is_in_memory, locate_error
 from whet.training.callbacks import Callback, as_callback
 from whet.training.distributed import ExactSum, Ranks, deal, fingerprint, join_ranks
 from whet.training.lengths import LengthLimit
 from whet.training.loggers import Logger
 from whet.training.phases import phase, record
 from whet.training.reference import Reference
-from whet.training.state import load_trainer, save_trainer
+from whet.training.state import Snapshot, load_trainer, save_trainer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -295,6 +297,9 @@ class Trainer(ABC):
         self._signals = DeferredSignals()
         self._iterator = Rewindable(iter(()))
         """The last dataset that was an iterator, with what no step has been counted for."""
+        self._prepared: tuple[tuple[Any, ...], Any] | None = None
+        self._checked: tuple[Any, int] = None, 0
+        """The dataset whose rows were checked, and their number."""
 
     def complete_config(self, config: Any, ref_model: nn.Module | None) -> Any:
         """The config, with what the reference decides where it is not given."""
@@ -331,9 +336,9 @@ class Trainer(ABC):
         self.num_tokens += n_tokens
         self.step += 1
         if self._after_batch is not None:
+            self._iterator.forget(self._after_batch.item - self.position)
             self.epoch, self.position = self._after_batch
             self._after_batch = None
-            self._iterator.forget()
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log metrics at the current step; rank 0 does."""
@@ -562,6 +567,8 @@ class Trainer(ABC):
         batches, n_left, per_epoch = batch_stream(
             dataset, self.config.batch_size, self.config.seed, place, self.row_fields, self.as_row
         )
+        self._check_forms(dataset)
+        ahead = Lookahead(batches, lambda drawn: self._prepare(dataset, drawn[0]))
         if steps is None:
             if n_left is None or per_epoch is None:
                 raise WhetValueError(
@@ -580,24 +587,69 @@ class Trainer(ABC):
             if getattr(logger, "total_steps", 0) is None:
                 logger.total_steps = last_step
         metrics: dict[str, float] = {}
+        before = None
         try:
             for callback in self.callbacks:
                 callback.on_train_begin(self, last_step)
             while self.step < last_step and not self.should_stop:
-                drawn = next(batches, None)
-                if drawn is None:
+                before = Snapshot(self) if self.callbacks else None
+                taken = ahead.take(last_step - self.step)
+                if taken is None:
                     break
+                drawn, ready = taken
                 arguments, self._after_batch = drawn
+                self._prepared = arguments, ready
                 metrics = self.train_step(*arguments)
                 self.should_stop = self.ranks.any(self.should_stop)
             for callback in self.callbacks:
                 callback.on_train_end(self)
+        except Exception as error:
+            if before is not None and before.restore(self):
+                for callback in self.callbacks:
+                    callback.on_train_failure(self, error)
+            raise
         finally:
-            self._after_batch = None
+            self._after_batch = self._prepared = None
             self._iterator.rewind()
             for callback in self.callbacks:
                 callback.on_train_exit(self)
         return metrics
+
+    def prepare(self, *batch: Any) -> Any:
+        """A batch, the arguments of ``train_step``, as a step uses it: its rows tokenised, and their lengths checked.
+
+        It draws no random number, and needs no weight.
+        """
+        return batch
+
+    def prepared(self, *batch: Any) -> Any:
+        """``prepare``, for ``train_step`` and evaluation; what is known already of a batch is not computed again."""
+        known, self._prepared = self._prepared, None
+        batch = tuple(argument for argument in batch if argument is not None)
+        if known is not None and len(known[0]) == len(batch) and all(map(operator.is_, known[0], batch)):
+            return known[1]
+        return self.prepare(*batch)
+
+    def tokenize_row(self, row: Mapping[str, Any], tokenizer: Any) -> Any:
+        """Token ids of a row, as the algorithm reads it."""
+        return row
+
+    def _prepare(self, dataset: Any, batch: tuple[Any, ...]) -> Any:
+        try:
+            return self.prepare(*batch)
+        except (WhetValueError, WhetTypeError) as error:
+            located = locate_error(error, dataset, batch[0], self.prepare, self.as_row, self.step + 1)
+            if located is error:
+                raise
+            raise located from error
+
+    def _check_forms(self, dataset: Any) -> None:
+        """Check the form of all rows in memory, once."""
+        if not is_in_memory(dataset) or is_batch(dataset[0], self.row_fields):
+            return
+        if self._checked[0] is not dataset or self._checked[1] != len(dataset):
+            check_forms(dataset, self.tokenize_row, self.as_row, self.tokenizer is not None)
+            self._checked = dataset, len(dataset)
 
     def evaluate(self, dataset: Any, **options: Any) -> float:
         """The mean loss of the current policy over a dataset, in eval mode.
@@ -624,7 +676,9 @@ class Trainer(ABC):
     def in_order(self, dataset: Any) -> Iterator[tuple[Any, ...]]:
         """The arguments of ``train_step`` for one pass over a dataset, in its order."""
         where = f"{type(self).__name__}.evaluate"
-        return batches_in_order(dataset, self.config.batch_size, self.row_fields, self.as_row, where)
+        for batch in batches_in_order(dataset, self.config.batch_size, self.row_fields, self.as_row, where):
+            self._prepared = batch, self._prepare(dataset, batch)
+            yield batch
 
     @abstractmethod
     def train_step(self, *batch: Any) -> dict[str, float]:
