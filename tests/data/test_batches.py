@@ -6,6 +6,7 @@ from collections import UserDict
 from itertools import chain, islice
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from tests.raising import assert_raises
@@ -393,8 +394,14 @@ def test_a_table_is_named():
             raise KeyError(name)
 
     assert_raises(WhetTypeError, r"Test: dataset\[0\] of the Frame", batches_in_order, Frame(), 2, FIELDS, row, "Test")
-    with pytest.raises(WhetTypeError, match=r"dataset\[0\] of the Frame raised KeyError\(0\).*df.to_dict\('records'\)"):
+    with pytest.raises(WhetTypeError, match=r"dataset\[0\] of the Frame raised KeyError\(0\), expected its first row"):
         stream(Frame())
+    for table, fix in (
+        (pyarrow.table({"prompt": ["a"]}), r"Table, whose items are columns.* Pass to_pylist\(\) of it"),
+        (type("DataFrame", (Frame,), {"iterrows": None})(), r"DataFrame, .* Pass to_dict\('records'\) of it"),
+        (type("DataFrame", (Frame,), {"to_dicts": None})(), r"DataFrame, .* Pass to_dicts\(\) of it"),
+    ):
+        assert_raises(WhetTypeError, fix, stream, table)
 
 
 def test_a_batch_among_rows_is_named():

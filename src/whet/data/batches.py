@@ -338,12 +338,22 @@ def _is_fields(item: Any, fields: tuple[str, ...]) -> bool:
 # --- passes over a data set -----------------------------------------------------------------------------
 
 
+_TABLES = {"to_pylist": "to_pylist()", "to_dicts": "to_dicts()", "iterrows": "to_dict('records')"}
+"""Methods that tables of pyarrow, polars and pandas have, and what gives their rows."""
+
+
 def _check_dataset(where: str, dataset: Any) -> None:
     """Raise for an empty data set, and for anything that is no data set."""
     if isinstance(dataset, Mapping):
         raise WhetTypeError(
             f"{where}: dataset is a mapping with the keys {', '.join(map(repr, list(dataset)[:5]))}, expected rows or "
             f"batches. Pass one of its values if it holds splits, a list of dicts if it holds columns, or [batch]."
+        )
+    method = next((name for name in _TABLES if hasattr(dataset, name)), None)
+    if method is not None:
+        raise WhetTypeError(
+            f"{where}: dataset is a {type(dataset).__name__}, whose items are columns, expected rows. Pass "
+            f"{_TABLES[method]} of it."
         )
     items = hasattr(dataset, "__iter__") and getattr(dataset, "ndim", 1) > 0
     if isinstance(dataset, (str, bytes)) or not (is_sequence(dataset) or items):
@@ -361,7 +371,7 @@ def _first(where: str, dataset: Any) -> Any:
     except (KeyError, TypeError) as error:
         raise WhetTypeError(
             f"{where}: dataset[0] of the {type(dataset).__name__} raised {error!r}, expected its first row. Pass a "
-            f"sequence of rows; of a pandas DataFrame, df.to_dict('records')."
+            f"sequence of rows."
         ) from error
 
 
