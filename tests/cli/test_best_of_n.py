@@ -87,6 +87,13 @@ def test_mistakes(argv, expected, best_of_n):
     assert status == 2 and rows == [] and expected in err.splitlines()[-1]
 
 
+def test_a_row_without_a_prompt_is_named(best_of_n, tmp_path):
+    prompts = tmp_path / "rows.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"question": "b"}\n')
+    status, rows, err = best_of_n(f"--prompts={prompts}")
+    assert status == 2 and rows == [] and "rows.jsonl:2: tokenize_prompt: the row has no 'prompt'" in err
+
+
 def test_reward_is_required_and_prompts_need_a_score(best_of_n, tmp_path):
     assert "reward is missing. Set it in the config file or with --reward" in best_of_n("--prompt=a", reward="")[2]
     (tmp_path / "no.py").write_text("def no(completions):\n    return [None] * len(completions)\n")

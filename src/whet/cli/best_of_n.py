@@ -18,13 +18,15 @@ from whet.cli.models import describe_size, load_model
 from whet.cli.rows import check_prompts_fit
 from whet.cli.runs import BestOfNRun
 from whet.config.settings import BestOfNConfig
+from whet.data.rows import tokenize_prompt
 from whet.data.sources import read_rows
 from whet.data.thinking import Replies
 from whet.errors import WhetValueError
 from whet.rewards.functions import load_function
 from whet.rollout.choose import make_engine, reward_functions
-from whet.rollout.rollout import show_completion
+from whet.rollout.rollout import as_prompt_row, show_completion
 from whet.tasks.mixture import open_tasks
+from whet.training.ahead import check_forms
 
 
 def main(run: BestOfNRun) -> int:
@@ -35,6 +37,7 @@ def main(run: BestOfNRun) -> int:
         functions = [*rows.reward_functions(), *functions]
     else:
         rows = [{"prompt": run.prompt}] if run.prompt else read_rows(run.prompts, run.columns)
+        check_forms(rows, tokenize_prompt, as_prompt_row, has_tokenizer=True)
     model, tokenizer = load_model(run.model, run.dtype, chat_template=run.chat_template)
     if run.task:
         check_prompts_fit(model, tokenizer, rows, "whet best-of-n")

@@ -22,7 +22,7 @@ from whet.config.sampling import Completion, SamplingParams
 from whet.data.messages import is_messages
 from whet.data.rows import tokenize_prompt
 from whet.data.thinking import Replies
-from whet.errors import WhetValueError
+from whet.errors import RowError, WhetTypeError, WhetValueError
 from whet.evaluation.rewarded import RewardedRows
 from whet.evaluation.statistics import Estimate, mean, pass_at_k, share, share_difference, sign_test
 from whet.rewards.functions import as_score
@@ -106,7 +106,14 @@ def read_items(
             f"file), or raw (--raw) to ask in plain text."
         )
     asked = [{**row, "prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
-    return Items(task, rows, [tokenize_prompt(row, tokenizer) for row in asked])
+    return Items(task, rows, [_prompt_ids(task, i, row, tokenizer) for i, row in enumerate(asked)])
+
+
+def _prompt_ids(task: Task, i: int, row: Mapping[str, Any], tokenizer: Any) -> list[int]:
+    try:
+        return tokenize_prompt(row, tokenizer)
+    except (WhetValueError, WhetTypeError) as error:
+        raise RowError(f"item {i} of {task.name}: {error}") from error
 
 
 def _as_text(prompt: Any) -> Any:

@@ -625,8 +625,8 @@ class Trainer(ABC):
     def prepared(self, *batch: Any) -> Any:
         """``prepare``, for ``train_step`` and evaluation; what is known already of a batch is not computed again."""
         known, self._prepared = self._prepared, None
-        batch = tuple(argument for argument in batch if argument is not None)
-        if known is not None and len(known[0]) == len(batch) and all(map(operator.is_, known[0], batch)):
+        given = [argument for argument in batch if argument is not None]
+        if known is not None and len(known[0]) == len(given) and all(map(operator.is_, known[0], given)):
             return known[1]
         return self.prepare(*batch)
 
