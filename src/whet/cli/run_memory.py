@@ -91,16 +91,18 @@ def _may_precompute(run: Any) -> bool:
 
 
 def mean_lengths(run: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> Lengths:
-    """Tokens of prompts and completions, the mean of some rows."""
+    """Tokens of prompts and completions, the mean of some rows; of long ones up to ``max_length``."""
+    longest = getattr(run, "max_length", 0) or sys.maxsize
     if isinstance(run, OnlineConfig):
         prompts = [len(tokenize_prompt(row, tokenizer)) for row in rows]
         completions = [run.max_new_tokens]
     elif isinstance(run, PreferenceConfig):
         pairs = [tokenize_preference(row, tokenizer) for row in rows]
         prompts = [len(prompt) for prompt, _, _ in pairs]
-        completions = [len(ids) for _, *both in pairs for ids in both]
+        completions = [min(len(ids), max(0, longest - len(prompt))) for prompt, *both in pairs for ids in both]
     else:
-        examples = [tokenize_example(row, tokenizer, run.loss_on) for row in rows]
+        whole = [tokenize_example(row, tokenizer, run.loss_on) for row in rows]
+        examples = [(prompt, ids, mask[: max(0, longest - len(prompt))]) for prompt, ids, mask in whole]
         completions = [sum(mask) for _, _, mask in examples]
         prompts = [len(prompt) + len(mask) - sum(mask) for prompt, _, mask in examples]
     return Lengths(*(math.ceil(sum(lengths) / len(lengths)) for lengths in (prompts, completions)))
