@@ -130,6 +130,14 @@ def test_columns_get_the_names_of_fields(tmp_path: Path) -> None:
     assert_raises(WhetValueError, message, read_rows, tmp_path / "a.jsonl", {"completion": "reply"})
 
 
+def test_messages_of_sharegpt_are_read_by_the_name_of_their_column(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
+    (tmp_path / "a.jsonl").write_text(lines({"conversations": turns, "tags": [{"from": "x"}]}))
+    [row] = read_rows(tmp_path / "a.jsonl", {"messages": "conversations", "labels": "tags"})
+    assert row["messages"] == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    assert row["labels"] == [{"from": "x"}]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

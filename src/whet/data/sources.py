@@ -65,7 +65,7 @@ def read_rows(source: Source | Sequence[Source], columns: Mapping[str, str] | No
         source: a file, a glob pattern, or a dataset as ``NAME:CONFIG:SPLIT``; or a list of them. Files that match a
             pattern are read in the order of their names.
         columns: field -> name of the column that it is read from, such as ``{"prompt": "question"}``, in every source.
-            Other columns keep their names.
+            Messages in it may be ShareGPT's, with ``from`` and ``value``. Other columns keep their names.
 
     Raises:
         WhetValueError: no such file, a file not in the format of its ending (with ``file:line`` for
@@ -241,6 +241,18 @@ def _rename(rows: list[Row], columns: Mapping[str, str], source: str) -> list[Ro
     replaced = {*columns, *columns.values()}
     return [
         {name: value for name, value in row.items() if name not in replaced}
-        | {field: row[column] for field, column in columns.items() if column in row}
+        | {field: _as_messages(row[column]) for field, column in columns.items() if column in row}
         for row in rows
     ]
+
+
+def _as_messages(value: Any) -> Any:
+    """Messages as ShareGPT writes them (from and value) with role and content; other values unchanged."""
+    turns = value if isinstance(value, list) else []
+    if not turns or not all(isinstance(turn, dict) and turn.keys() >= {"from", "value"} for turn in turns):
+        return value
+    return [{"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
+
+
+_ROLES = {"human": "user", "gpt": "assistant"}
+"""ShareGPT's names of roles."""
