@@ -23,7 +23,7 @@ import os
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
@@ -80,7 +80,8 @@ def training_step(compute: Step) -> Step:
         without gradient: old and reference), ``time/forward_s`` (with gradient), ``time/loss_s`` without
         ``time/kl_s``, ``time/backward_s``, ``time/reduction_s`` (gradients of other ranks, and the wait for them),
         ``time/optimizer_s`` (zeroing, clipping, update), ``time/sync_s`` (weights to the engine), and
-        ``time/other_s``. On a GPU see ``whet.training.phases``.
+        ``time/other_s``. ``train`` tokenises rows before their step, which is in none of them. On a GPU see
+        ``whet.training.phases``.
     """
 
     @functools.wraps(compute)
@@ -605,8 +606,9 @@ class Trainer(ABC):
                 callback.on_train_end(self)
         except Exception as error:
             if before is not None and before.restore(self):
-                for callback in self.callbacks:
-                    callback.on_train_failure(self, error)
+                with suppress(OSError):  # of a checkpoint: ``error`` is what ended the run
+                    for callback in self.callbacks:
+                        callback.on_train_failure(self, error)
             raise
         finally:
             self._after_batch = self._prepared = None
