@@ -442,10 +442,11 @@ def test_a_damaged_model_folder_is_told_in_a_line(name, changes, files, tiny_mod
     assert error.startswith("whet: load_model: ") and "cannot be loaded: " in error
 
 
-def test_failing_reward_names_function_sample_and_line(files, error_of):
+def test_failing_reward_names_function_sample_and_line(files, capsys):
     (files.folder / "bad.py").write_text("def half(completions):\n    return [1 / 0 for _ in completions]\n")
     online = {**files.online, "reward": f"{files.folder / 'bad.py'}:half"}
-    error = error_of("train", "grpo", *files("run", steps=1, group_size=2, **online))
+    assert main(["train", "grpo", *files("run", steps=1, group_size=2, **online)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
     assert "half failed on sample 0" in error and "ZeroDivisionError" in error and "bad.py, line 2)" in error
 
 
