@@ -7,7 +7,6 @@ from tests.raising import assert_raises
 import whet
 
 X = np.random.default_rng(0).standard_normal((4, 32), np.float32)
-PACKED = whet.pack_weight(X)
 
 
 @pytest.mark.parametrize("name", ["softmax", "silu", "swiglu", "rms_norm", "quantize", "pack_weight"])
