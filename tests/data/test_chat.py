@@ -73,6 +73,14 @@ def test_arguments_as_json_or_dicts_are_one(template: str, expected: str, is_own
     assert len(texts) == 1 and expected in texts.pop()
 
 
+def test_a_content_that_repeats_the_arguments_changes_nothing() -> None:
+    row = call({"city": "Paris"})
+    row["messages"][2]["content"] = "{'city': 'Paris'}"
+    assert '"arguments": {"city": "Paris"}' in text_of(row, published(QWEN25))
+    row["messages"][1]["tool_calls"] = [{"name": "w", "arguments": '{"city": "Paris"}'}]  # not in a function
+    assert '"arguments": {"city": "Paris"}' in text_of(row, published(QWEN25))
+
+
 def test_arguments_that_are_no_object_stay_as_they_are() -> None:
     assert '"arguments": "Paris"' in text_of(call("Paris"), published(QWEN25))
     assert '"arguments": {}' in text_of(call(""), published(QWEN25)) == text_of(call({}), published(QWEN25))

@@ -51,8 +51,8 @@ class SFT(Trainer):
         Args:
             prompt: B prompts, texts or as ``whet.data.token_rows`` takes token ids; or, alone, a list of rows (dicts
                 that ``whet.data.tokenize_turns`` reads, texts, or tuples of prompt and completion), a dict of their
-                columns, or token ids that all count but the first. Of their tokens those count that
-                ``config.loss_on`` says.
+                columns, a mapping with (B, T) ``input_ids`` and perhaps masks, or token ids that all count but the
+                first. Of their tokens those count that ``config.loss_on`` says, or that all masks of the row mark.
             completion: B completions, likewise.
 
         Returns:

@@ -14,7 +14,7 @@ from whet.data.messages import (
     has_forms,
     is_read,
     is_text_part,
-    mark_parts,
+    mark,
     parts_of,
     tool_calls,
     without,
@@ -122,7 +122,7 @@ class Chat:
 
     def _find_form(self, messages: Sequence[Any]) -> Form:
         """The first form in which the template reads messages; if it reads none, the one whose error tells why."""
-        marked = mark_parts(messages)
+        marked = mark(messages)
         for form in FORMS:
             written = form.write(marked)
             text = self._try(written, {})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -91,15 +91,8 @@ class Form(NamedTuple):
         if parts_of(message) and not self.has_parts:
             written["content"] = text_of(message)
         if calls := tool_calls(message):
-            written["tool_calls"] = [self._write_call(call) for call in calls]
+            written["tool_calls"] = [_map_arguments(call, self._write_arguments) for call in calls]
         return written
-
-    def _write_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        if isinstance(call.get("function"), Mapping):
-            return {**call, "function": self._write_call(call["function"])}
-        if "arguments" not in call:
-            return dict(call)
-        return {**call, "arguments": self._write_arguments(call["arguments"])}
 
     def _write_arguments(self, arguments: Any) -> Any:
         if self.arguments is dict:
@@ -111,23 +104,28 @@ FORMS = (Form(dict, True), Form(dict, False), Form(str, True), Form(str, False))
 """In the order in which they are tried."""
 
 
-def mark_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with a text in each of their parts that occurs nowhere else."""
-    numbers = itertools.count()
-    return [
-        {**message, "content": [{**part, "text": f"\ue000{next(numbers)}\ue000"} for part in parts_of(message)]}
-        if parts_of(message)
-        else dict(message)
-        for message in messages
-    ]
+def mark(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages in the first form, with texts in their parts and arguments that occur nowhere else."""
+    texts = map("\ue000{}\ue000".format, itertools.count())
+    return [_mark_message(message, texts) for message in FORMS[0].write(messages)]
+
+
+def _mark_message(message: dict[str, Any], texts: Iterator[str]) -> dict[str, Any]:
+    def mark_object(arguments: Any) -> Any:
+        return {"argument": next(texts)} if isinstance(arguments, Mapping) else arguments
+
+    if parts_of(message):
+        message = {**message, "content": [{**part, "text": next(texts)} for part in parts_of(message)]}
+    calls = [_map_arguments(call, mark_object) for call in tool_calls(message)]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def is_read(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
-    """Whether a rendering of ``mark_parts`` holds all parts, and neither lists of parts nor a dict of Python."""
+    """Whether a rendering of what ``mark`` gives holds all parts, and neither lists of parts nor a dict of Python."""
     contents = [message["content"] for message in messages if parts_of(message)]
     functions = [call.get("function", call) for message in messages for call in tool_calls(message)]
-    arguments = [function.get("arguments") for function in functions]
-    raw = [str(value) for value in (*contents, *arguments) if value and not isinstance(value, str)]
+    objects = [function.get("arguments") for function in functions if isinstance(function, Mapping)]
+    raw = [str(value) for value in (*contents, *objects) if isinstance(value, (list, dict))]
     raw += [json.dumps(content, ensure_ascii=False) for content in contents]
     parts = [part["text"] for content in contents for part in content]
     return not any(value in text for value in raw) and all(part in text for part in parts)
@@ -155,6 +153,13 @@ def _alias_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message's reasoning under the two names that templates read, as from transformers 5.24 on."""
     given = next((message[name] for name in REASONING if message.get(name)), None)
     return {} if given is None else {"thinking": message.get("thinking") or given, "reasoning_content": given}
+
+
+def _map_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A tool call with other arguments; they are its own, or those of its function."""
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _map_arguments(call["function"], change)}
+    return {**call, "arguments": change(call["arguments"])} if "arguments" in call else dict(call)
 
 
 def _parse_object(arguments: Any) -> Any:
