@@ -188,7 +188,8 @@ def test_columns_of_images_are_refused(name: str) -> None:
     for read, row in ((tokenize_completion, talk("a", "b")), (tokenize_prompt, {"prompt": "a"})):
         assert_raises(WhetValueError, message, read, {**row, name: [{"bytes": b"", "path": None}]}, words())
         assert read({**row, name: []}, words()) == read({**row, name: None}, words())
-    assert tokenize_prompt({"prompt": "a", "image": "python:3.12"}, words())
+    for named in ("python:3.12", 7, None):
+        assert tokenize_prompt({"prompt": "a", "image": named}, words())
 
 
 # --- nulls of Arrow -------------------------------------------------------------------------------

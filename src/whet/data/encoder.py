@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -38,12 +39,11 @@ class Encoder:
             raise WhetTypeError(f"{where}: the row is {row!r:.60}, expected a dict such as {{'prompt': ...}}.")
         self._where, self._row, self._tokenizer = where, row, tokenizer
         self._chat = Chat(where, row, tokenizer)
-        for name in _MEDIA:
-            value = row.get(name)
-            if value is not None and not isinstance(value, str) and getattr(value, "__len__", lambda: 1)():
-                raise self.error(
-                    f"the row has {name!r}, and only text is trained. Leave it out, or give it another name."
-                )
+        media = [name for name in _MEDIA if _is_media(row.get(name))]
+        if media:
+            raise self.error(
+                f"the row has {media[0]!r}, and only text is trained. Leave it out, or give it another name."
+            )
 
     def error(self, text: str) -> WhetValueError:
         return WhetValueError(f"{self._where}: {text}")
@@ -277,6 +277,13 @@ class Encoder:
         text = self._chat.render(messages, **flags)
         check_unicode(self._where, text)
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _is_media(value: Any) -> bool:
+    """Whether a field holds more than a name or a number."""
+    if value is None or isinstance(value, (str, Number)):
+        return False
+    return len(value) > 0 if isinstance(value, Sized) and getattr(value, "ndim", 1) else True
 
 
 def common_prefix(*rows: Sequence[int]) -> int:
