@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -64,8 +64,8 @@ def _lora(targets: Mapping[str, Place], config: ModelConfig, adapter: Any, where
 
 def _check_alone(model: Any, where: str) -> None:
     """Raise where the active adapters of a model in PEFT change more of it than their factors hold."""
-    active = model.active_adapters
-    for name in active() if callable(active) else active:
+    active = model.active_adapters  # of transformers' own models a method
+    for name in cast("list[str]", active() if callable(active) else active):
         if special := describe_special(model.peft_config[name].to_dict(), f"{where}: adapter {name!r}", whole=True):
             raise WhetValueError(
                 f"{where}: adapter {name!r} has {special}, which changes the model next to its factors. Make an engine "

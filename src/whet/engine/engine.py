@@ -69,6 +69,8 @@ class Engine:
             "q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k" and "q6_k", or llama.cpp's mixtures "q4_k_m" and "q5_k_m". A
             matrix whose rows are no whole blocks of 256 takes what llama.cpp takes (q5_0 for q4_k, q5_1 for q5_k, q8_0
             for q6_k), and int8 where they are no whole blocks of 32. Norms, biases and learned positions are float32.
+            GGUF's formats have float16 scales: a block of q8_0 whose largest weight is below 4e-6 becomes 0, as in
+            llama.cpp, and one whose largest is above 8e6 infinite.
         embedding, head: formats of their own. By default those of the mixture, q8_0 with the 4- and 5-bit formats, and
             else that of weights. A tied head is the embedding, in the head's format.
         kv_bytes: memory for keys and values; work that does not fit waits. It is asked of the system as it is used.
