@@ -284,21 +284,22 @@ class Acceleration:
 
     def _check_modules(self) -> None:
         """Raise where the kernels would bypass code, or do not reach an attention."""
-        inside = set(self._model.modules())
-        bypassed = {module for module in self._outer.modules() if module not in inside}
-        bypassed |= {self._model, *self._head_module.modules()}
-        for name, module in self._model.named_modules():
-            bypassed.update(_bypassed_inside(module))
-            if type(module).__name__ == "ParamWrapper":
+        named = list(self._outer.named_modules())
+        modules = [module for _, module in named]
+        wrappers = modules[: modules.index(self._model) + 1]  # PEFT's, and the model itself
+        bypassed = {*wrappers, *self._head_module.modules()}
+        for name, module in named:
+            kind = type(module).__name__
+            if kind == "Linear" or kind.endswith("MLP"):
+                bypassed.update(_bypassed_inside(module))
+            elif kind == "ParamWrapper":
+                raise WhetValueError(f"accelerate: {name} has PEFT's target_parameters. Pass target_modules.")
+            elif kind.endswith("Attention") and not (_asks_interface(module) or _is_gptj(module)):
                 raise WhetValueError(
-                    f"accelerate: {name} has PEFT's target_parameters. Name the layer: target_modules."
+                    f"accelerate: {kind} of the installed transformers takes no other function of attention. Install a "
+                    f"newer one."
                 )
-            if type(module).__name__.endswith("Attention") and not (_asks_interface(module) or _is_gptj(module)):
-                raise WhetValueError(
-                    f"accelerate: {type(module).__name__} of the installed transformers takes no other function of "
-                    f"attention. Install a newer one."
-                )
-        check_code(self._outer.named_modules(), "accelerate", bypassed)
+        check_code(named, "accelerate", bypassed)
 
     def _forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
         """The function that replaces a module's forward."""

@@ -58,7 +58,7 @@ def check_code(modules: Iterable[tuple[str, Any]], where: str, hooked: Collectio
             _check_function(type(module).forward, where, name, "forward")
         if "forward" in own:
             _check_function(own["forward"], where, name, "forward")
-        if hooked is None or module in hooked:
+        if (own["_forward_hooks"] or own["_forward_pre_hooks"]) and (hooked is None or module in hooked):
             for hook in (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()):
                 _check_function(hook, where, name, "a forward hook")
 
