@@ -540,7 +540,8 @@ class Trainer(ABC):
                 and tuples in the order of ``train_step``'s arguments; or ready batches, as ``train_step`` takes them.
                 In a sequence, an iterable, a ``DataLoader`` or an iterator (``whet.data.batches.batch_stream`` says in
                 what order). Rows are taken ``batch_size`` at a time. An iterable cannot be shuffled: it is taken in
-                its own order, and again from the start at its end.
+                its own order, and again from the start at its end. The form of all rows of a list is checked first;
+                batches are drawn and tokenised up to 4 before their step, and no more than there are steps to come.
             steps: how many more steps to run. The run continues at the row where the last one stopped, also in a
                 trainer loaded from a checkpoint, and with another ``batch_size``; in ready batches, such as those of
                 a ``DataLoader``, after as many of them. An iterator (which cannot start again) continues where it
@@ -552,6 +553,7 @@ class Trainer(ABC):
             The metrics of the last step; empty if there was none.
 
         Raises:
+            RowError: a row cannot be used; the message begins with its place.
             WhetTypeError: dataset is none of these, or both steps and n_epochs.
             WhetValueError: an empty dataset, fewer rows than ``batch_size``, steps that are no integer >= 0, n_epochs
                 that is no integer >= 1, or no steps for a dataset without a length.
