@@ -437,6 +437,16 @@ def test_bad_arguments_are_explained(call, error, message):
         call(engine)
 
 
+def test_weights_without_memory_or_with_a_lazy_minus_sign_are_refused():
+    model = llama()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.detach().clone()._neg_view()
+    assert_raises(WhetValueError, r"layers.0.mlp.up_proj.weight is lazily negated", Engine.from_model, model)
+    weight.data = weight.detach().resolve_neg()
+    weight.untyped_storage().resize_(0)
+    assert_raises(WhetTypeError, r"layers.0.mlp.up_proj.weight has no memory of its own", Engine.from_model, model)
+
+
 def test_integers_of_numpy_and_of_any_size_are_taken():
     with Engine.from_model(llama()) as engine:
         [expected] = engine.logprobs([[1, 2, 3]], start=2)

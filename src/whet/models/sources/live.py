@@ -18,6 +18,7 @@ from whet.models.families import FAMILIES, Family, family_of, model_config, modu
 from whet.models.formats import FLOAT_FORMATS
 from whet.models.slots import LoRA, Place, Source, Stored, place_lora, places, walk
 from whet.models.sources.module_code import check_code, check_settings
+from whet.ops import inputs
 
 if TYPE_CHECKING:
     from whet.models.base import PackedBase
@@ -190,6 +191,9 @@ class _Live:
             )
         if weight.device.type != "cpu":
             raise WhetValueError(f"{label} is on {weight.device}; the engine runs on the CPU. Pass model.cpu().")
+        inputs.check_memory(_WHERE, f"{names[0]}.{suffix}", weight)
+        if weight.is_neg():
+            raise WhetValueError(f"{label} is lazily negated. Put its resolve_neg() in its place.")
         if merged and suffix == "weight" and lora:
             weight = weight if format == "float64" else weight.float()
             for wrapper, name in lora:
