@@ -29,6 +29,16 @@ public:
             memory_ = Memory(mapped, Free{bytes});
             return;
         }
+#elif defined(__wasm__)
+        // The C library's allocator cannot give 2 GiB at once. Memory that the module grows by is zeros, and stays its
+        // own.
+        constexpr size_t large = size_t{1} << 30, page = 65536;
+        if (bytes >= large) {
+            const size_t before = __builtin_wasm_memory_grow(0, bytes / page + 1);
+            if (before == SIZE_MAX) throw std::bad_alloc();
+            memory_ = Memory(reinterpret_cast<void*>(before * page), Free{bytes});
+            return;
+        }
 #endif
         memory_ = Memory(allocate_zeroed(bytes + 64), Free{0});
         if (!memory_) throw std::bad_alloc();
@@ -47,6 +57,8 @@ private:
                 munmap(p, mapped);
                 return;
             }
+#elif defined(__wasm__)
+            if (mapped != 0) return;
 #endif
             std::free(p);
         }

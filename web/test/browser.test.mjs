@@ -259,7 +259,7 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
         const request = (async () => {
           for (;;) for await (const _ of engine.generate(ids, { maxNewTokens: 490 })); // until its worker has gone
         })();
-        return { tell, Engine, memory: await Engine.load("q8_0.gguf", { kvBytes: 4.2e9, cache: false }).catch(tell), ended: request.catch(tell) };
+        return { tell, Engine, memory: await Engine.load("q8_0.gguf", { kvBytes: 4.294e9, cache: false }).catch(tell), ended: request.catch(tell) };
       }, [ids]);
       if (name === "chromium") {
         for (const worker of page.workers()) await worker.evaluate(() => close()).catch(() => {}); // it is gone before it answers

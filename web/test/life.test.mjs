@@ -5,7 +5,7 @@ import { test } from "node:test";
 import { Engine, OutOfMemoryError } from "../dist/index.js";
 import { FIXTURES, readFixture, samplesOf } from "./fixtures.mjs";
 
-const { ids, greedy } = (await readFixture("model")).cases.q8_0;
+const { ids, greedy, adapted } = (await readFixture("model")).cases.q8_0;
 const bytes = await readFile(new URL("q8_0.gguf", FIXTURES));
 const GREEDY = { temperature: 0, maxNewTokens: 8, stopTokenIds: [] };
 
@@ -36,8 +36,17 @@ test("engines that are closed leave no memory behind", async () => {
   assert.ok(grown < 60e6, `${grown / 1e6} MB of 16 engines`); // each has 12 MB and more while it lives
 });
 
+test("keys and values may take more than 2 GiB, and what lies behind them works", async () => {
+  const engine = await Engine.load(bytes, { threads: 2, kvBytes: 3.5e9 });
+  assert.ok((await engine.info()).kvBytes > 3.4e9);
+  const adapter = await engine.loadAdapter(new URL("adapter/", FIXTURES));
+  assert.deepEqual(Array.from(await engine.logprobs(ids, { adapter })), adapted.scores.slice(0, ids.length - 1));
+  for (const stop of [[], ["no such text"]]) assert.deepEqual((await samplesOf(engine, ids, { ...GREEDY, stop }))[0].tokens, greedy.slice(0, 8));
+  engine.close();
+});
+
 test("without enough memory a clear error comes, and the next engine loads", async () => {
-  await assert.rejects(Engine.load(bytes, { threads: 1, kvBytes: 4.2e9 }), (error) => {
+  await assert.rejects(Engine.load(bytes, { threads: 1, kvBytes: 4.294e9 }), (error) => {
     assert.ok(error instanceof OutOfMemoryError, String(error));
     assert.match(error.message, /smaller contextLength/);
     return true;
