@@ -3,7 +3,7 @@ import { Chat } from "./chat.js";
 import { OutOfMemoryError, WhetError } from "./errors.js";
 import { startEngineWorker, type WorkerPort } from "./port.js";
 import type { Answer, Call, Estimate, FileOptions, Info, LoadOptions, Measure, Prompt, PromptOptions, Request, Token } from "./protocol.js";
-import { checkSampling, type Sampling, show } from "./sampling.js";
+import { checkSampling, isTemperature, type Sampling, show } from "./sampling.js";
 import { checkDigests, listFiles, type Progress, type Sources } from "./sources.js";
 import type { Message } from "./tokenizer.js";
 
@@ -209,7 +209,7 @@ export class Engine {
     checkCounts(where, { start });
     checkAdapter(where, adapter);
     checkSignal(where, signal);
-    if (typeof temperature !== "number" || !(temperature > 0 && temperature < Infinity)) throw new WhetError(`${where}: temperature is ${show(temperature)}, expected a finite number > 0.`);
+    if (!isTemperature(temperature)) throw new WhetError(`${where}: temperature is ${show(temperature)}, expected a finite number > 0, from 1e-30 to 1e30.`);
     const prompt = typeof tokens === "string" ? tokens : checkIds(where, "tokens", tokens);
     return (await this.call({ method: "logprobs", prompt, start, temperature, adapter }, signal)) as Float32Array;
   }

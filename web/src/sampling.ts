@@ -37,8 +37,11 @@ export interface Settings extends Required<Omit<Sampling, "stop" | "logitBias" |
 const isCount = (x: unknown) => Number.isInteger(x) && (x as number) >= 0;
 const isNumber = (x: unknown): x is number => typeof x === "number" && Number.isFinite(x);
 const isWhole = (x: unknown) => typeof x === "string" && x !== "" && !/\p{Surrogate}/u.test(x);
-const RANGES: Record<string, (x: any) => boolean> = {
-  "a finite number >= 0": (x) => isNumber(x) && x >= 0,
+/** float32 divides by these. */
+export const isTemperature = (x: unknown) => isNumber(x) && x >= 1e-30 && x <= 1e30;
+type Expected = (typeof SAMPLING)[keyof typeof SAMPLING]["expected"]; // of Python: another text there does not compile here
+const RANGES: Record<Expected, (x: any) => boolean> = {
+  "a finite number >= 0: 0, or from 1e-30 to 1e30": (x) => x === 0 || isTemperature(x),
   "an integer >= 0": isCount,
   "an integer >= 1": (x) => isCount(x) && x >= 1,
   "a number in (0, 1]": (x) => isNumber(x) && x > 0 && x <= 1,
@@ -52,7 +55,7 @@ const RANGES: Record<string, (x: any) => boolean> = {
   "an integer from 0 to 20": (x) => isCount(x) && x <= 20,
   "an integer from 0 to 2^64 - 1": (x) => (isCount(x) && Number.isSafeInteger(x)) || (typeof x === "bigint" && x >= 0n && x < 1n << 64n),
 };
-const SETTINGS = SAMPLING as Record<string, { default: unknown; expected: string }>;
+const SETTINGS = SAMPLING as Record<string, { default: unknown; expected: Expected }>;
 export const DEFAULTS = { maxNewTokens: SAMPLING.maxNewTokens.default, seed: SAMPLING.seed.default };
 
 /** The settings with the defaults of those that are left out. */
@@ -82,7 +85,7 @@ export function checkSampling(given: Record<string, unknown>, where: string): Se
 
 /** The seed of the n-th of several draws, as of whet chat; a wrong one as it is, for checkSampling. */
 export function addToSeed(seed: number | bigint = DEFAULTS.seed, n: number): number | bigint {
-  return RANGES[SETTINGS.seed.expected](seed) ? BigInt.asUintN(64, BigInt(seed) + BigInt(n)) : seed;
+  return RANGES[SAMPLING.seed.expected](seed) ? BigInt.asUintN(64, BigInt(seed) + BigInt(n)) : seed;
 }
 
 export function show(value: unknown): string {
