@@ -163,9 +163,12 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
         return kept;
       }, servers.other.url("q8_0.gguf?cut=100000"));
       assert.deepEqual(kept.map(({ isComplete }) => isComplete), [true]);
-      const ranges = requests.filter(({ method }) => method === "GET").map(({ range }) => range);
-      // After a failed preflight, of old browsers, the whole file is fetched.
-      assert.deepEqual(ranges, [undefined, requests.some(({ method }) => method === "OPTIONS") ? undefined : "bytes=100000-"]);
+      const [first, ...rest] = requests.filter(({ method }) => method === "GET").map(({ range }) => range);
+      assert.equal(first, undefined);
+      // Chromium may ask for the rest in two ranges, for its own cache. After a failed preflight, of old browsers, the whole
+      // file is fetched.
+      const expected = requests.some(({ method }) => method === "OPTIONS") ? /^undefined$/ : /^bytes=100000-/;
+      assert.ok(rest.length > 0 && rest.every((range) => expected.test(range)), String(rest));
       await page.close();
     });
 
