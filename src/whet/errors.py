@@ -95,11 +95,12 @@ def check_integer(where: str, name: str, value: Any, least: int, *, optional: bo
     """
     if value is None and optional:
         return None
-    if not isinstance(value, Integral) or isinstance(value, bool) or not least <= value < 1 << 63:
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    if number is None or not least <= number < 1 << 63:
         none = ", or None" if optional else ""
-        limit = " and < 2^63" if isinstance(value, Integral) and value >= least else ""
+        limit = " and < 2^63" if number is not None and number >= least else ""
         raise WhetValueError(f"{where}: {name} is {value!r}, expected an integer >= {least}{limit}{none}.")
-    return int(value)
+    return number
 
 
 def check_unicode(where: str, text: str) -> None:

@@ -179,7 +179,7 @@ def _replace_closed_streams() -> None:
 
 def _replace_unknown_characters() -> None:
     """Have "?" printed for a character that the encoding of standard output lacks, instead of an error."""
-    stdout = sys.stdout
+    stdout: Any = sys.stdout
     if hasattr(stdout, "reconfigure") and (stdout.errors == "strict" or stdout.encoding.lower() != "utf-8"):
         stdout.reconfigure(errors="replace")
 

@@ -98,7 +98,7 @@ def check_starts(start: int | Sequence[int], rows: Sequence[np.ndarray], where: 
     """
     if not isinstance(start, (Integral, Iterable)):
         raise WhetTypeError(f"{where}: start is {start!r:.60}, expected an integer, or one for each row.")
-    starts = [start] * len(rows) if isinstance(start, Integral) else list(start)
+    starts: list[Any] = list(start) if isinstance(start, Iterable) else [start] * len(rows)
     if len(starts) != len(rows):
         raise WhetValueError(f"{where}: start has {len(starts)} numbers, expected one for each of {len(rows)}.")
     for row, first in zip(rows, starts, strict=True):
