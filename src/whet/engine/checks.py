@@ -102,7 +102,7 @@ def check_starts(start: int | Sequence[int], rows: Sequence[np.ndarray], where: 
     if len(starts) != len(rows):
         raise WhetValueError(f"{where}: start has {len(starts)} numbers, expected one for each of {len(rows)}.")
     for row, first in zip(rows, starts, strict=True):
-        if not isinstance(first, Integral) or not 1 <= first <= len(row):
+        if not isinstance(first, Integral) or not 1 <= int(first) <= len(row):
             raise WhetValueError(f"{where}: start is {first} for a row of {len(row)}, expected 1 to that.")
     return [int(first) for first in starts]
 
