@@ -200,7 +200,8 @@ def merge_adapters(model: Any, folder: str, look: Callable[[Any], None] | None =
         adapted = import_peft().PeftModel.from_pretrained(model, folder)
         if look is not None:
             look(adapted)
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        embedding: Any = model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()
         is_tied = head is not None and head.weight is embedding.weight
         if is_tied and any(hasattr(layer, "base_layer") for layer in (embedding, head)):
             layer = getattr(head, "base_layer", head)

@@ -103,7 +103,7 @@ class RayPool:
         **options: Any,
     ) -> None:
         try:
-            import ray
+            import ray  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise MissingExtraError("RayPool", "Ray", "ray") from error
         workers = check_integer("RayPool", "workers", workers, 1)
@@ -112,7 +112,7 @@ class RayPool:
         max_position = options.pop("max_position", None)
         self._describe = lambda model: describe_module(model, max_position=max_position)
         source = None if model is None else self._describe(model)
-        self._config = source and source.config
+        self._config: Any = source and source.config
         self._narrow = _checked_narrow(source, options) if source else set()
         self._ray: Any = ray
         self._options, self.policy_version = options, 0

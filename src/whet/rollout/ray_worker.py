@@ -98,7 +98,7 @@ class Worker:
         return self._engine_of(policy).generate([prompt_ids], n, sampling, keys=[key])[0]
 
     def _engine_of(self, policy: Policy) -> Engine:
-        import ray
+        import ray  # pyright: ignore[reportMissingImports]
 
         with self._loading:
             engine = self._engine
@@ -109,8 +109,8 @@ class Worker:
                     else:  # a base alone never changes
                         engine.policy_version = policy.version
                 return engine
-            weights = ray.get(policy.weights[0])
-            if callable(weights):
+            weights: Any = ray.get(policy.weights[0])
+            if not isinstance(weights, Weights):
                 self._engine = _loaded(weights)
                 return self._engine
             config, targets, options, arrays, packed = weights
