@@ -202,7 +202,7 @@ def merge_adapters(model: Any, folder: str, look: Callable[[Any], None] | None =
             look(adapted)
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
-        is_tied = head is not None and head.weight is embedding.weight
+        is_tied = bool(head) and head.weight is embedding.weight
         if is_tied and any(hasattr(layer, "base_layer") for layer in (embedding, head)):
             layer = getattr(head, "base_layer", head)
             layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
