@@ -30,7 +30,7 @@ demo: $(VENV)/.installed-train
 
 # gym comes after test: pip builds some of what it brings with the setuptools that torch brings.
 test: $(VENV)/.installed-test $(VENV)/.installed-gym
-	$(BIN)/python -m pytest -n auto -rs --ignore tests/scale --ignore tests/wide
+	$(BIN)/python -m pytest -n auto -rfEs --ignore tests/scale --ignore tests/wide
 	$(BIN)/python -m pytest -n 2 tests/scale/test_command.py
 
 # What `make test` skips for lack of a package or a program (tests/needs.py), and what takes minutes.

@@ -243,8 +243,8 @@ def test_a_folder_of_an_older_version_has_no_tasks(files, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["--task", OWN, "--data=x"], "GRPORun: data is 'x' and has no effect: task brings rows"),
-        (["--task", OWN, "--eval-data=x"], "eval_data is 'x' and has no effect: task brings rows"),
+        (["--task", OWN, "--data=x"], "GRPORun: data is ['x'] and has no effect: task brings rows"),
+        (["--task", OWN, "--eval-data=x"], "eval_data is ['x'] and has no effect: task brings rows"),
         (["--data=x", "--reward=y", "--eval-items=3"], "eval_items is 3 and has no effect: there is no task"),
         (["--task", OWN, "--eval-every=3"], "eval_every is 3 and has no effect: there is no eval_items"),
         (["--task", f"{OWN},size=1,held_out=1"], "none of the 1 rows of sort_letters belongs to 'train'"),
