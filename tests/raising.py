@@ -1,17 +1,32 @@
-"""What a call refuses, in one line."""
+"""Refusals: the error of a call, and the facts that its message must hold.
+
+A test names the facts of a message (the argument, the value that came, the expected one, the fix), not its words, so that
+a sentence can be improved without the tests.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 
+def mentions(*facts: object) -> str:
+    """A regex for ``match=`` that is found in texts with each of ``facts``, in any order."""
+    return "(?s)^" + "".join(f"(?=.*{re.escape(str(fact))})" for fact in facts)
+
+
 def assert_raises(
-    error: type[BaseException], message: str, function: Callable[..., object], /, *arguments: Any, **settings: Any
+    error: type[BaseException],
+    message: str | tuple[object, ...],
+    function: Callable[..., object],
+    /,
+    *arguments: Any,
+    **settings: Any,
 ) -> None:
-    """``function(*arguments, **settings)`` raises ``error`` with a text in which ``message``, a regex, is found."""
+    """Assert that ``function(*arguments, **settings)`` raises ``error`` with these facts, or this regex, in its text."""
     __tracebackhide__ = True
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message if isinstance(message, str) else mentions(*message)):
         function(*arguments, **settings)
