@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from whet.bench import formatting
-from whet.bench.markdown import Cell
 from whet.bench.results import is_measured, is_ours, rows_of, why_not
 from whet.bench.stats import Ratio, paired_ratio, summary, unpaired_ratio
-from whet.bench.terminal import terminal_table
 from whet.errors import WhetTypeError, WhetValueError
+from whet.report.terminal import Cell, terminal_table
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable

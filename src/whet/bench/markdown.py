@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from whet.report.page import printable
-
-
-class Cell(NamedTuple):
-    """Text of a tone: "bad" is strong in Markdown, "muted" is emphasised, "" is neither."""
-
-    text: str
-    tone: str = ""
+from whet.report.terminal import Cell
 
 
 def escape(value: Any) -> str:

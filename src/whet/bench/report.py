@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from whet.bench import formatting
 from whet.bench.formatting import duration, significant
-from whet.bench.markdown import Cell, escape, markdown_table, span
+from whet.bench.markdown import escape, markdown_table, span
 from whet.bench.plots import draw
 from whet.bench.results import (
     case_label,
@@ -31,10 +31,10 @@ from whet.bench.results import (
     why_not,
 )
 from whet.bench.stats import Ratio, summary
-from whet.bench.terminal import terminal_table
 from whet.files import replace_text
 from whet.memory import PARTS
 from whet.report.page import markdown_page
+from whet.report.terminal import Cell, terminal_table
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable

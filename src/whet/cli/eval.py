@@ -23,7 +23,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tyro.conf import UseAppendAction
 
 import whet
-from whet.bench.terminal import terminal_table
 from whet.cli.settings import parse_flags
 from whet.cli.text_model import TextConfig, find_model, load_engine, load_tokenizer, stop_ids, with_adapters
 from whet.config.fields import Paths, PathText, check_range, check_used
@@ -37,6 +36,7 @@ from whet.models.formats import Weights
 from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.pretrained import open_pretrained
 from whet.report.page import versions
+from whet.report.terminal import terminal_table
 from whet.rewards.functions import load_function
 from whet.tasks import Task, open_task
 from whet.tasks.settings import read_spec

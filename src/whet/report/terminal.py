@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from whet.bench.markdown import Cell
 from whet.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+class Cell(NamedTuple):
+    """Text with a tone: "bad" is strong in Markdown, "muted" is emphasised, "" is neither."""
+
+    text: str
+    tone: str = ""
+
 
 _STYLES = {"bad": "red", "good": "green", "muted": "dim"}
 
@@ -22,10 +29,11 @@ def terminal_table(
     title: str | None = None,
     caption: str | None = None,
 ) -> Table:
-    """Cells in their tones and other values as text, never as markup; numeric columns to the right, on one line.
+    """Return a table of cells in the styles of their tones, and of other values as text, never as markup.
 
     Args:
-        function: the public function that makes the table.
+        function: the public function that makes the table, for errors.
+        numeric: the columns that are right-aligned and not wrapped.
         title: above the table; ``caption`` below it.
 
     Raises:
