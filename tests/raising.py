@@ -1,7 +1,7 @@
 """Refusals: the error of a call, and the facts that its message must hold.
 
-A test names the facts of a message (the argument, the value that came, the expected one, the fix), not its words, so that
-a sentence can be improved without the tests.
+A test names the facts of a message (argument, value, expected value, fix), not its words, so that a sentence can be
+improved without the tests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def assert_raises(
     *arguments: Any,
     **settings: Any,
 ) -> None:
-    """Assert that ``function(*arguments, **settings)`` raises ``error`` with these facts, or this regex, in its text."""
+    """Assert that ``function(*arguments, **settings)`` raises ``error`` with these facts or this regex."""
     __tracebackhide__ = True
     with pytest.raises(error, match=message if isinstance(message, str) else mentions(*message)):
         function(*arguments, **settings)

@@ -25,8 +25,8 @@ RULES = {
     r"(?<![\w'\"`.-])Of [a-z`_]": "start with the subject",
     r"\b[Tt]h(at|ose) of\b": "repeat the noun",
     # 2. Negation, exception, exclusion, repetition.
-    rf"(?<!here )(?<!here would )(?<!here will )(?<!here can )(?<!here must )(?<!here may )\b{_BE} no (?!longer\b|(more|"
-    r"less|fewer|better|worse|larger|smaller|slower|faster|later|earlier) than)": "is not a",
+    rf"(?<!here )(?<!here would )(?<!here will )(?<!here can )(?<!here must )(?<!here may )\b{_BE} no (?!longer\b|"
+    r"(more|less|fewer|better|worse|larger|smaller|slower|faster|later|earlier) than)": "is not a",
     r"\b[Bb]ut for\b": "except",
     r"(?<!stand )(?<!stands )(?<!leave )(?<!leaves )(?<!left )(?<!let )\b[Aa]lone\b": "only",
     r"\banew\b": "again, from scratch",
