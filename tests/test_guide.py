@@ -297,9 +297,8 @@ def test_callbacks(model, ref_model):
 
 
 def test_monitoring(model, ref_model, capsys, monkeypatch):
-    from whet.logging import ConsoleLogger, WandbLogger  # the name in the guide
-
     from whet.algorithms.dpo import DPO
+    from whet.training.loggers import ConsoleLogger, WandbLogger  # the guide's rlox.logging
 
     logger = ConsoleLogger(log_interval=100)
     dpo = DPO(model=model, ref_model=ref_model, logger=logger)

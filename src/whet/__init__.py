@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from whet import _core, moved, ops  # noqa: F401  (moved: finds modules by the names they had)
+from whet import _core, ops
 from whet.errors import WhetError, WhetTypeError, WhetValueError
 from whet.ops import *  # noqa: F403
 from whet.ops import inputs as _inputs
