@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from xml.etree import ElementTree
 
 import pytest
 from tests.raising import assert_raises
@@ -52,6 +53,15 @@ def test_the_report_shows_the_run(run):
     cells = [re.findall(r'<td class="\w*">(.*?)</td>', row) for row in rows]
     assert ["1+1=", "3", "0", "2", "1"] in cells
     assert ["only before", "z", "–", "–", "–"] in cells
+
+
+def test_main_curve_is_a_standalone_svg(run):
+    write_report(run, title=EVIL)
+    text = (run / "curve.svg").read_text(encoding="utf-8")
+    root = ElementTree.fromstring(text)
+    words = ["".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert root.get("aria-label") == EVIL and words[:3] == [EVIL, "Accuracy", "25.0% → 87.5%"] and "100%" in words
+    assert "prefers-color-scheme: dark" in text and text.count("http://") == 3  # xmlns, and EVIL twice
 
 
 def test_the_report_shows_who_held_memory(run):

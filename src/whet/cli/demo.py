@@ -261,5 +261,5 @@ def remove_earlier_run(folder: Path) -> None:
     """Take away what an earlier demo left, and nothing else."""
     for name in ("data", "sft", "model", "checkpoints"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("metrics.jsonl", "completions.jsonl", "config.toml", "report.html"):
+    for name in ("metrics.jsonl", "completions.jsonl", "config.toml", "report.html", "curve.svg"):
         (folder / name).unlink(missing_ok=True)

@@ -8,7 +8,7 @@
                      and the digest of the packed base that they are trained on
     memory.json      who held how much memory in the fullest step, and what was predicted
     README.md        the model's card
-    report.html      curves, samples, settings
+    report.html      curves, samples, settings; curve.svg: the accuracy or the reward as a picture
 
 Knows the algorithms by name only: what they are is in ``whet.algorithms``, what can be set in ``runs``.
 """

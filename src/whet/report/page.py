@@ -325,6 +325,29 @@ def inline_svg(figure: Any, title: str) -> str:
     return svg.strip()
 
 
+def standalone_svg(figure: str, title: str) -> str:
+    """Return a chart of ``line_chart`` as an SVG file: titled, light or dark as the reader's system, nothing external.
+
+    Args:
+        figure: the ``<figure>`` that ``line_chart`` returned.
+        title: the first line, above the chart's own caption.
+    """
+    pattern = (
+        r'<figure><figcaption>(.*?)<span>(.*?)</span>.*?<svg viewBox="0 0 ([\d.]+) ([\d.]+)"[^>]*>(.*)</svg></figure>'
+    )
+    caption, values, width, height, drawing = re.fullmatch(pattern, figure, re.DOTALL).groups()  # type: ignore[union-attr]
+    top = 46  # two lines of text
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-8 {-top} {float(width) + 16:g} {float(height) + top:g}" '
+        f'width="{float(width) + 16:g}" height="{float(height) + top:g}" role="img" aria-label="{safe(title)}">\n'
+        f"<style>:root {{ {_variables(0)} }} @media (prefers-color-scheme: dark) {{ :root {{ {_variables(1)} }} }} "
+        f":root {{ font-family: system-ui, sans-serif; }} text {{ fill: var(--ink); }}</style>\n"
+        f'<text y="-26" font-size="14" font-weight="600">{safe(title)}</text>\n'
+        f'<text y="-6" font-size="13" style="fill: var(--muted)">{caption}</text>\n'
+        f'<text x="{width}" y="-6" font-size="13" text-anchor="end">{values}</text>\n{drawing}\n</svg>\n'
+    )
+
+
 # --- what ran -------------------------------------------------------------------------------------------
 
 

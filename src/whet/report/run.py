@@ -19,7 +19,19 @@ from whet.data.messages import is_messages
 from whet.errors import WhetValueError
 from whet.files import replace_text
 from whet.memory import PARTS
-from whet.report.page import Point, ends, headline_row, line_chart, page, pairs_table, safe, table, versions, window
+from whet.report.page import (
+    Point,
+    ends,
+    headline_row,
+    line_chart,
+    page,
+    pairs_table,
+    safe,
+    standalone_svg,
+    table,
+    versions,
+    window,
+)
 
 try:
     import tomllib  # pyright: ignore[reportMissingImports]
@@ -47,7 +59,7 @@ def write_report(
     samples_before: Sequence[Mapping[str, Any]] = (),
     samples_after: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
-    """Writes ``run_dir/report.html`` from what a run left there.
+    """Write ``run_dir/report.html`` from a run's files, and its main curve as ``curve.svg``.
 
     Read are ``metrics.jsonl`` (as ``JSONLLogger`` writes it), and where they are there ``config.toml`` or
     ``config.json``, ``memory.json`` and ``completions.jsonl`` (of which the first and the last step are shown).
@@ -81,10 +93,11 @@ def write_report(
     ]
     note = "Thin lines are single steps; thick lines, and the figures beside the titles, are moving means."
     noisy = any(window(points) > 1 for points in curves.values())
+    charts = _charts(curves)
     body += [
         "<h2>Curves</h2>",
         f'<p class="note">{note}</p>' if noisy else "",
-        f'<div class="charts">{"".join(_charts(curves))}</div>',
+        f'<div class="charts">{"".join(charts)}</div>',
     ]
     if samples_before or samples_after:
         body += ["<h2>Samples before and after</h2>", _before_and_after(samples_before, samples_after)]
@@ -96,6 +109,9 @@ def write_report(
         body += ["<h2>Configuration</h2>", _configuration(config)]
     body += ["<h2>Versions</h2>", pairs_table(versions())]
     body.append(f"<footer>Written by Whet {__version__} on {time.strftime('%Y-%m-%d %H:%M')}.</footer>")
+    if charts:
+        main = next((chart for chart in charts if "<figcaption>Accuracy<" in chart), charts[0])
+        replace_text(folder / "curve.svg", standalone_svg(main, title))
     path = folder / "report.html"
     replace_text(path, page(title, "\n".join(part for part in body if part)))
     return path
