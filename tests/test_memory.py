@@ -53,7 +53,7 @@ n_all = sum(p.numel() for p in trainer.model.parameters())
 now, fullest = whet.memory_report(), trainer.memory.fullest
 print(json.dumps({
     "before": before, "now": now.parts, "resident": now.resident, "fullest": fullest.parts,
-    "predicted": predicted.at_its_fullest(), "total": predicted.total, "n_trained": n_trained, "n_all": n_all,
+    "predicted": predicted.at_peak(), "total": predicted.total, "n_trained": n_trained, "n_all": n_all,
     "peak": now.peak, "text": str(now),
     "sampler": trainer.engine.memory,
 }))

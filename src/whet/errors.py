@@ -63,10 +63,10 @@ class RankError(WhetError, RuntimeError):
     """Processes that train together do not reach each other, or one of them failed.
 
     Attributes:
-        is_told: it failed by an error that it tells itself.
+        is_reported: it failed by an error that it tells itself.
     """
 
-    is_told = False
+    is_reported = False
 
 
 class FolderInUseError(WhetValueError):

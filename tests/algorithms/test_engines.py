@@ -41,7 +41,9 @@ def test_native_and_torch_take_the_same_steps():
         first = completions(trainer)
         history += [trainer.train_step(PROMPTS) for _ in range(11)]
         runs[name] = first, history
-        assert all(step["sampler/log_ratio"] <= step["sampler/log_ratio_max"] < 1e-5 for step in history)
+        assert all(
+            step["sampler/logprob_difference"] <= step["sampler/logprob_difference_max"] < 1e-5 for step in history
+        )
     (tokens, native), (expected, torched) = runs["native"], runs["torch"]
     assert tokens == expected
     assert native[0]["loss"] == pytest.approx(torched[0]["loss"], abs=1e-6)
@@ -75,10 +77,12 @@ def test_coarser_weights_are_corrected_and_measured(weights):
     trainer = grpo(rollout_weights=weights)
     step = trainer.train_step(PROMPTS)
     assert trainer.config.correction() == "token_truncate"
-    assert 0 < step["sampler/log_ratio"] < step["sampler/log_ratio_max"] < 0.05
+    assert 0 < step["sampler/logprob_difference"] < step["sampler/logprob_difference_max"] < 0.05
     # E[pi / pi_sampler] under the sampler is 1.
-    assert step["sampler/weight"] == pytest.approx(1, abs=0.02)
-    assert "sampler/weight" not in grpo(rollout_weights=weights, sampler_correction="off").train_step(PROMPTS)
+    assert step["sampler/importance_weight"] == pytest.approx(1, abs=0.02)
+    assert "sampler/importance_weight" not in grpo(rollout_weights=weights, sampler_correction="off").train_step(
+        PROMPTS
+    )
 
 
 def test_auto_corrects_nothing_where_the_policy_itself_is_sampled():
@@ -86,12 +90,12 @@ def test_auto_corrects_nothing_where_the_policy_itself_is_sampled():
     assert GRPOConfig(rollout_weights="float32").correction() is None
     assert GRPOConfig(rollout_weights="int4", sampler_correction="off").correction() is None
     assert GRPOConfig(sampler_correction="sequence_mask").correction() == "sequence_mask"
-    assert "sampler/weight" not in grpo().train_step(PROMPTS)
+    assert "sampler/importance_weight" not in grpo().train_step(PROMPTS)
 
 
 def test_auto_correction_needs_no_logprobs():
     step = grpo(OwnGenerate(), rollout_weights="bf16").train_step(PROMPTS)
-    assert math.isfinite(step["loss"]) and "sampler/log_ratio" not in step
+    assert math.isfinite(step["loss"]) and "sampler/logprob_difference" not in step
 
 
 @pytest.mark.parametrize("engine", ["auto", "native", "torch"])
@@ -101,9 +105,9 @@ def test_online_dpo_measures_the_sampler(engine):
 
     step = online(micro_batch_size=1).train_step([[5], [6, 4], [7], [8]] * 2)
     assert step["frac_ties"] < 1
-    assert 0 <= step["sampler/log_ratio"] <= step["sampler/log_ratio_max"] < 1e-5
+    assert 0 <= step["sampler/logprob_difference"] <= step["sampler/logprob_difference_max"] < 1e-5
     # The loss looks at temperature 1, which is not what was sampled from here.
-    assert "sampler/log_ratio" not in online(temperature=0.5).train_step([[5], [6, 4], [7], [8]] * 2)
+    assert "sampler/logprob_difference" not in online(temperature=0.5).train_step([[5], [6, 4], [7], [8]] * 2)
 
 
 def test_best_of_n_is_the_same_on_both_engines():
@@ -157,7 +161,7 @@ def test_auto_samples_from_the_weights_as_they_are_multiplied(compute, format, m
     assert trainer.engine.formats["layers.0.o"] == format
     step = trainer.train_step(PROMPTS)
     # Of bfloat16 weights, what is left is that training rounds activations as well.
-    assert 0 <= step["sampler/log_ratio"] < (0.02 if format == "bfloat16" else 1e-5)
+    assert 0 <= step["sampler/logprob_difference"] < (0.02 if format == "bfloat16" else 1e-5)
 
 
 def test_names_in_the_config_and_beside_it():
@@ -220,9 +224,9 @@ def test_rewards_see_the_text_up_to_a_stop_string_and_all_tokens_are_trained_on(
 def test_what_changes_the_distribution_is_measured_and_corrected_as_filters_are(settings):
     """As with top_k, GRPO's log-probs are the model's, and the engine's those of what it drew from."""
     step = grpo(max_new_tokens=8, sampler_correction="token_truncate", **settings).train_step(PROMPTS)
-    assert step["sampler/log_ratio"] > 1e-3 and step["sampler/weight"] != 1
+    assert step["sampler/logprob_difference"] > 1e-3 and step["sampler/importance_weight"] != 1
     trainer = OnlineDPO(tiny_llama(), reward_fn=fours, max_new_tokens=8, **settings)
-    assert "sampler/log_ratio" not in trainer.train_step(PROMPTS)
+    assert "sampler/logprob_difference" not in trainer.train_step(PROMPTS)
 
 
 @pytest.mark.parametrize(
@@ -235,8 +239,8 @@ def test_policy_and_sampler_share_a_packed_base(format, compute, corrected, gap)
     assert isinstance(trainer.engine, Engine) and trainer.engine.base is base_of(model)
     for _ in range(2):
         metrics = trainer.train_step(PROMPTS)
-        assert metrics["sampler/log_ratio_max"] < gap
-        assert ("sampler/weight" in metrics) is corrected
+        assert metrics["sampler/logprob_difference_max"] < gap
+        assert ("sampler/importance_weight" in metrics) is corrected
     key = "base", id(base_of(model).core)
     [held] = {block for holder in (trainer, trainer.engine) for block in holder.held_memory() if block[1] == key}
     assert held == ("weights", key, base_of(model).nbytes)
@@ -259,7 +263,7 @@ def test_torch_samples_where_adapters_of_a_packed_base_are_outside_its_layers():
     ):
         trainer = grpo(model, compute="float32")
     assert isinstance(trainer.engine, TorchEngine)
-    assert trainer.train_step(PROMPTS)["sampler/log_ratio_max"] < 1e-4
+    assert trainer.train_step(PROMPTS)["sampler/logprob_difference_max"] < 1e-4
     with pytest.raises(WhetValueError, match="changes the embedding"):
         grpo(model, engine="native")
 
@@ -269,13 +273,17 @@ def test_the_cap_of_importance_weights_needs_a_model_that_is_corrected():
         return grpo(with_lora(frozen_model(tiny_llama(), base), target_modules="all-linear"), **settings)
 
     capped, plain = (make("q8_0", **settings).train_step(PROMPTS) for settings in ({"sampler_cap": 0.5}, {}))
-    assert capped["sampler/weight"] == pytest.approx(0.5) and plain["sampler/weight"] == pytest.approx(1, abs=0.05)
+    assert capped["sampler/importance_weight"] == pytest.approx(0.5) and plain[
+        "sampler/importance_weight"
+    ] == pytest.approx(1, abs=0.05)
     for model in (lambda: make("bf16", sampler_cap=2.0), lambda: grpo(sampler_cap=2.0)):
         with pytest.raises(
             WhetValueError, match=r"sampler_cap is 2\.0 and has no effect: sampler_correction is 'auto', and"
         ):
             model()
-    assert "sampler/weight" in make("bf16", sampler_cap=2.0, sampler_correction="token_truncate").train_step(PROMPTS)
+    assert "sampler/importance_weight" in make("bf16", sampler_cap=2.0, sampler_correction="token_truncate").train_step(
+        PROMPTS
+    )
 
 
 class Lagging:
@@ -302,13 +310,13 @@ def test_completions_of_an_older_policy_are_corrected_by_themselves():
         trainer = grpo(model, engine=Lagging(model, lag), learning_rate=0.05, compute="float32")
         steps = [trainer.train_step(PROMPTS) for _ in range(3)]
         if not lag:
-            assert all("sampler/weight" not in step for step in steps)
+            assert all("sampler/importance_weight" not in step for step in steps)
             continue
-        assert all(0 < step["sampler/weight"] <= 3 for step in steps)
-        assert steps[0]["sampler/log_ratio"] < 1e-5 < 1e-3 < steps[2]["sampler/log_ratio"]
+        assert all(0 < step["sampler/importance_weight"] <= 3 for step in steps)
+        assert steps[0]["sampler/logprob_difference"] < 1e-5 < 1e-3 < steps[2]["sampler/logprob_difference"]
     with pytest.raises(WhetValueError, match="sampler_cap"):
         grpo(sampler_cap=2.0)
     trainer = grpo(model := tiny_llama(), engine=Lagging(model, 1), sampler_cap=2.0)
-    assert trainer.train_step(PROMPTS)["sampler/weight"] <= 2
+    assert trainer.train_step(PROMPTS)["sampler/importance_weight"] <= 2
     off = grpo(model := tiny_llama(), engine=Lagging(model, 1), sampler_correction="off")
-    assert "sampler/weight" not in off.train_step(PROMPTS)
+    assert "sampler/importance_weight" not in off.train_step(PROMPTS)

@@ -164,13 +164,13 @@ def test_accumulated_micro_batches_trace_the_same_curve(loss_type, correction):
 def test_a_sampler_far_from_the_policy_is_warned_of_once_where_nothing_corrects_it():
     far = [[[-9.0] * len(completion) for completion in group] for group in GROUPS]
     trainer = make(engine=ScriptedEngine(GROUPS, far))
-    with pytest.warns(UserWarning, match=r"^GRPO: sampler/log_ratio is .*Set sampler_correction"):
+    with pytest.warns(UserWarning, match=r"^GRPO: sampler/logprob_difference is .*Set sampler_correction"):
         trainer.train_step(PROMPTS)
     corrected = make(engine=ScriptedEngine(GROUPS, far), sampler_correction="token_truncate")
     for again in (trainer, corrected):
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*log_ratio")
-            assert again.train_step(PROMPTS)["sampler/log_ratio"] > 0.1
+            warnings.filterwarnings("error", message=".*logprob_difference")
+            assert again.train_step(PROMPTS)["sampler/logprob_difference"] > 0.1
 
 
 def test_explicit_old_logprobs_change_nothing_on_policy():
@@ -182,8 +182,8 @@ def test_explicit_old_logprobs_change_nothing_on_policy():
     plain, corrected = make(), make(engine=ScriptedEngine(GROUPS, exact), sampler_correction="token_truncate")
     metrics, corrected_metrics = plain.train_step(PROMPTS), corrected.train_step(PROMPTS)
     assert corrected_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-6)
-    assert corrected_metrics["sampler/weight"] == pytest.approx(1.0, rel=1e-6)
-    assert corrected_metrics["sampler/log_ratio"] == pytest.approx(0.0, abs=1e-6)
+    assert corrected_metrics["sampler/importance_weight"] == pytest.approx(1.0, rel=1e-6)
+    assert corrected_metrics["sampler/logprob_difference"] == pytest.approx(0.0, abs=1e-6)
     assert_close_weights(corrected.model, plain.model, rtol=1e-4, atol=1e-6)
 
 
@@ -215,10 +215,10 @@ def test_padding_side_and_raggedness_change_nothing(make_model):
         assert_same_weights(model, results[0][1])
 
 
-def test_zero_spread_groups_are_counted_or_dropped():
+def test_zero_variance_groups_are_counted_or_filtered():
     same = [GROUPS[0], [[4, EOS], [4, EOS], [4, 9]]]
     counted = make(engine=ScriptedEngine(same), reward_fn=fours)
-    dropped = make(engine=ScriptedEngine(same), reward_fn=fours, drop_zero_spread=True)
+    dropped = make(engine=ScriptedEngine(same), reward_fn=fours, filter_zero_variance=True)
     alone = make(engine=ScriptedEngine(same[:1]), reward_fn=fours)
     losses = [m["loss"] for m in (counted.train_step(PROMPTS), dropped.train_step(PROMPTS))]
     assert counted.last_completions[3]["advantage"] == 0
@@ -227,8 +227,8 @@ def test_zero_spread_groups_are_counted_or_dropped():
     assert_same_weights(dropped.model, alone.model)
 
 
-def test_nothing_but_zero_spread_leaves_the_weights_alone():
-    grpo = make(reward_fn=lambda completions: [1.0] * 6, drop_zero_spread=True)
+def test_a_batch_of_zero_variance_groups_leaves_the_weights_unchanged():
+    grpo = make(reward_fn=lambda completions: [1.0] * 6, filter_zero_variance=True)
     metrics = grpo.train_step(PROMPTS)
     assert metrics["loss"] == 0 and metrics["frac_reward_zero_std"] == 1 and metrics["skipped_steps"] == 0
     assert grpo.step == 1 and grpo.n_updates == 0

@@ -114,7 +114,12 @@ def test_metrics_by_hand():
     )  # fmt: skip
     k3 = 2 - math.log(2) - 1
     expected = {"clip_ratio/low": 1 / 4, "clip_ratio/high": 1 / 4, "clip_ratio/region": 1 / 2}
-    expected |= {"kl": k3, "mean_kl": 4 * k3 / 2, "sampler/log_ratio": 0.25, "sampler/weight": math.exp(0.25)}
+    expected |= {
+        "kl": k3,
+        "mean_kl": 4 * k3 / 2,
+        "sampler/logprob_difference": 0.25,
+        "sampler/importance_weight": math.exp(0.25),
+    }
     assert metrics == pytest.approx(expected)
 
 
@@ -255,7 +260,7 @@ def test_rejected_tokens_leave_numerator_and_denominator(loss_type):
     expected, expected_metrics = grpo_loss(**without_row, loss_type=loss_type, beta=0.1)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     assert metrics["kl"] == pytest.approx(expected_metrics["kl"], rel=1e-12)
-    assert metrics["sampler/weight"] == pytest.approx(1.0)
+    assert metrics["sampler/importance_weight"] == pytest.approx(1.0)
 
 
 def test_the_weight_multiplies_the_policy_term_and_not_the_kl():

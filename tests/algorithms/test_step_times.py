@@ -8,7 +8,7 @@ from tests.clock import Clock
 from tests.tiny import EOS, ScriptedEngine, TinyModel, fours, token_logprobs
 
 from whet.algorithms import DPO, GRPO, SFT, OnlineDPO
-from whet.training.loggers import main_figures
+from whet.training.loggers import main_metrics
 
 PROMPTS = [[5, 6], [7]]
 GROUPS = [[[4, 4, EOS], [8, EOS]], [[4, EOS], [EOS]]]
@@ -74,7 +74,7 @@ def test_old_logprobs_are_logprobs_too():
     # Truncated weights reject nothing, and the first update's own log-probs are the old ones.
     metrics = online(GRPO, sampler_correction="token_truncate", **settings).train_step(PROMPTS)
     assert parts(metrics).keys() == UPDATE | SAMPLE | {"reward", "advantages"}
-    assert metrics["sampler/weight"] == pytest.approx(1, abs=1e-5)
+    assert metrics["sampler/importance_weight"] == pytest.approx(1, abs=1e-5)
 
 
 def test_the_reward_function_takes_the_time_it_takes():
@@ -125,4 +125,4 @@ def test_the_backward_pass_is_counted_as_such():
 
 def test_people_do_not_see_them():
     metrics = SFT(TinyModel()).train_step(PROMPTS, [[4, EOS], [9]])
-    assert main_figures(metrics).keys() == {"loss", "lr", "tokens/s"}
+    assert main_metrics(metrics).keys() == {"loss", "lr", "tokens/s"}

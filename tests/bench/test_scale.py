@@ -45,7 +45,7 @@ def test_what_a_batch_is_and_when_steps_are_wrong():
 def test_every_row_of_the_suite_and_its_items():
     tables = {table.title: table for table in suite.tables(suite.ScaleOptions())}
     providers = {title: [provider.name for provider in table.providers] for title, table in tables.items()}
-    assert providers["GRPO, 135 M Llama"] == ["whet", "whet, 2 ranks", "whet, 2 ranks, bfloat16 wire"]
+    assert providers["GRPO, 135 M Llama"] == ["whet", "whet, 2 ranks", "whet, 2 ranks, bfloat16 all-reduce"]
     sampled = tables["Sampling by 2 workers of one thread, 135 M Llama"].cases[0]
     assert (sampled.name, sampled.n_items) == ("4 x 8, 128 + 128", 32 * 128)
     full, adapters, beside_floats = tables["New weights to 2 workers, 135 M Llama"].cases

@@ -281,7 +281,7 @@ def test_a_killed_run_on_a_packed_base_ends_with_the_same_bits(method, files):
     rows = [json.loads(line) for line in (files.folder / "killed" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and all(row["grad_norm"] > 0 for row in rows)
     if method == "grpo":
-        assert all(0 < row["sampler/log_ratio"] < 0.5 and "sampler/weight" in row for row in rows)
+        assert all(0 < row["sampler/logprob_difference"] < 0.5 and "sampler/importance_weight" in row for row in rows)
 
 
 # --- elsewhere ------------------------------------------------------------------------------------------

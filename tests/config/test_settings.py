@@ -25,7 +25,7 @@ from whet.config import (
     settings,
 )
 from whet.config.fields import make_config
-from whet.config.sampling import DISTRIBUTION, SamplingParams
+from whet.config.sampling import DISTRIBUTION_SETTINGS, SamplingParams
 from whet.errors import WhetTypeError, WhetValueError
 
 ALL = [SFTConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, BestOfNConfig]
@@ -114,7 +114,7 @@ def test_values_out_of_range_are_named(config_class, settings, message):
     ("config_class", "settings", "why"),
     [
         (SFTConfig, {"schedule_steps": 9}, "lr_schedule is 'constant', which has no end"),
-        (SFTConfig, {"max_tokens_per_step": 9, "micro_batch_size": 2}, "micro_batch_size says what a pass takes"),
+        (SFTConfig, {"max_tokens_per_step": 9, "micro_batch_size": 2}, "micro_batch_size sets the rows of a pass"),
         (SFTConfig, {"max_tokens_per_step": 9, "compute": "torch"}, "compute is 'torch'"),
         (DPOConfig, {"beta": 0.2, "loss_type": "sft"}, "'sft' uses the chosen completion only"),
         (DPOConfig, {"precompute_reference": True, "reference_free": True}, "the loss uses no reference"),
@@ -206,12 +206,12 @@ def test_shared_fields_mean_the_same_everywhere():
         assert hints[name] == typing.get_type_hints(RolloutConfig)[name]
 
 
-@pytest.mark.parametrize("name", DISTRIBUTION)
+@pytest.mark.parametrize("name", DISTRIBUTION_SETTINGS)
 def test_a_setting_that_changes_the_distribution_is_not_plain(name):
     values = {"temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "logit_bias": {3: 1.0}}
-    assert RolloutConfig().samples_plainly()
-    assert not RolloutConfig(**{name: values.get(name, 2)}).samples_plainly()
-    assert RolloutConfig(stop=["x"]).samples_plainly()
+    assert RolloutConfig().uses_unmodified_distribution()
+    assert not RolloutConfig(**{name: values.get(name, 2)}).uses_unmodified_distribution()
+    assert RolloutConfig(stop=["x"]).uses_unmodified_distribution()
 
 
 def test_a_bias_in_toml_is_a_table(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from tests.isas import printed_by_isa
 
 from whet import _core
-from whet.config.sampling import DISTRIBUTION, SamplingParams
+from whet.config.sampling import DISTRIBUTION_SETTINGS, SamplingParams
 from whet.rollout.torch_engine import Sampler, token_uniforms
 
 INF, NAN = math.inf, math.nan
@@ -21,7 +21,7 @@ INF, NAN = math.inf, math.nan
 def core_settings(model_logprobs: bool = False, **settings: Any) -> dict[str, Any]:
     """What the core takes of ``SamplingParams(**settings)``."""
     params = SamplingParams(**settings)
-    names = [*DISTRIBUTION, "top_logprobs"]
+    names = [*DISTRIBUTION_SETTINGS, "top_logprobs"]
     return {name: getattr(params, name) for name in names} | {"model_logprobs": model_logprobs}
 
 

@@ -19,7 +19,7 @@ from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.errors import WhetTypeError, WhetValueError
 from whet.nn.causal_lm import completion_logprobs
-from whet.rollout.choose import check_lengths, make_engine, with_room
+from whet.rollout.choose import check_lengths, ensure_capacity, make_engine
 from whet.rollout.torch_engine import TorchEngine
 
 
@@ -167,11 +167,11 @@ def test_memory_for_keys_and_values():
     assert small.memory["kv_bytes"] == 2 * page
     make = partial(make_engine, "native", model, "auto", "GRPO")
     small.policy_version = 3
-    assert with_room(small, make, [[4] * 50, [4]], 13) is small
-    assert with_room(small, None, [[4] * 50, [4]], 900) is small
+    assert ensure_capacity(small, make, [[4] * 50, [4]], 13) is small
+    assert ensure_capacity(small, None, [[4] * 50, [4]], 900) is small
     torch_engine = TorchEngine(model)
-    assert with_room(torch_engine, make, [[4] * 50], 900) is torch_engine
-    larger = with_room(small, make, [[4] * 50, [4]], 900)
+    assert ensure_capacity(torch_engine, make, [[4] * 50], 900) is torch_engine
+    larger = ensure_capacity(small, make, [[4] * 50, [4]], 900)
     assert larger.policy_version == 3 and larger.memory["kv_bytes"] == 3 * page  # the model ends at 64 tokens
     assert [len(c.token_ids) for [c] in larger.generate([[4] * 50, [4]], 1, SamplingParams(max_new_tokens=900))] == [
         14,

@@ -91,7 +91,7 @@ def cached() -> dict[str, Any]:
         trainer = DPO(tiny_llama(), precompute_reference=True, reference_cache=str(folder), **SETTINGS)
         done = trainer.add_reference_logprobs(rows)
         runs.append([[row["ref_chosen_logprobs"], row["ref_rejected_logprobs"]] for row in done])
-        join_ranks().gather(None)  # rank 0 has written
+        join_ranks().all_gather(None)  # rank 0 has written
     [file] = folder.iterdir()
     return {"first": runs[0], "again": runs[1], "lines": sorted(file.read_text().splitlines())}
 
@@ -118,9 +118,9 @@ def exact() -> dict[str, Any]:
     }
 
 
-def bfloat16_wire() -> dict[str, Any]:
+def bfloat16_reduction() -> dict[str, Any]:
     """Gradients that travel rounded."""
-    return {"sft": _after(SFT(tiny_llama(), gradient_wire="bfloat16", **SETTINGS), SFT_BATCH)}
+    return {"sft": _after(SFT(tiny_llama(), reduce_dtype="bfloat16", **SETTINGS), SFT_BATCH)}
 
 
 def evaluations() -> dict[str, Any]:
@@ -178,7 +178,7 @@ def failures() -> dict[str, Any]:
     }
 
 
-CASES = (losses, adapters, cached, uneven, exact, bfloat16_wire, evaluations, failures)
+CASES = (losses, adapters, cached, uneven, exact, bfloat16_reduction, evaluations, failures)
 
 if __name__ == "__main__":
     found = {case.__name__: case() for case in CASES if case.__name__ in sys.argv[2:] or len(sys.argv) == 2}

@@ -16,7 +16,8 @@ import pytest
 import torch
 from tests.scale.ranks import LOSS_TYPES
 
-from whet.training.distributed import _pieces, deal
+from whet.rollout.sharded_engine import split_samples
+from whet.training.distributed import shard_by_cost
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -92,7 +93,7 @@ def test_accelerate_launches_ranks_too(found, tmp_path):
 def test_all_ranks_have_the_same_bits(found):
     for n in (2, 4):
         for rank in found[n][1:]:
-            for name in ("losses", "adapters", "cached", "uneven", "exact", "bfloat16_wire", "evaluations"):
+            for name in ("losses", "adapters", "cached", "uneven", "exact", "bfloat16_reduction", "evaluations"):
                 assert rank[name] == found[n][0][name]
 
 
@@ -107,11 +108,11 @@ def test_deterministic_reduction_is_the_same_gradient(found):
     assert exact["gradients"] != plain["gradients"]  # it rounds
 
 
-def test_a_bfloat16_wire_keeps_the_direction(found):
-    plain, rounded = found[1][0]["losses"]["sft"]["gradients"], found[2][0]["bfloat16_wire"]["sft"]["gradients"]
+def test_a_bfloat16_reduction_keeps_the_direction(found):
+    plain, rounded = found[1][0]["losses"]["sft"]["gradients"], found[2][0]["bfloat16_reduction"]["sft"]["gradients"]
     assert plain != rounded
     assert 0.9999 < cosine(plain, rounded) <= 1.0 + 1e-12
-    assert found[1][0]["bfloat16_wire"]["sft"]["gradients"] == plain  # of one process nothing travels
+    assert found[1][0]["bfloat16_reduction"]["sft"]["gradients"] == plain  # of one process nothing travels
 
 
 def test_evaluations_are_those_of_one_process(found):
@@ -133,17 +134,17 @@ def test_what_one_rank_meets_all_are_told(found, n):
 
 
 def test_deals_by_cost():
-    assert deal([5, 1, 1, 1, 4], 2) == [[0, 2], [1, 3, 4]]
-    assert deal([3], 3) == [[0], [], []]
-    assert deal([], 2) == [[], []]
+    assert shard_by_cost([5, 1, 1, 1, 4], 2) == [[0, 2], [1, 3, 4]]
+    assert shard_by_cost([3], 3) == [[0], [], []]
+    assert shard_by_cost([], 2) == [[], []]
 
 
 @pytest.mark.parametrize(("n_prompts", "n", "size"), [(3, 4, 2), (1, 5, 3), (4, 2, 2), (2, 2, 7), (5, 1, 4), (1, 2, 5)])
 def test_pieces_are_all_samples_once_and_even(n_prompts, n, size):
     shares = []
     for rank in range(size):
-        pieces = _pieces(n_prompts, n, rank, size).items()
+        pieces = split_samples(n_prompts, n, rank, size).items()
         shares.append([(k.prompt_index, k.first_sample + j) for c, keys in pieces for k in keys for j in range(c)])
     assert sorted(itertools.chain(*shares)) == [(i, j) for i in range(n_prompts) for j in range(n)]
-    assert all(count > 0 for rank in range(size) for count in _pieces(n_prompts, n, rank, size))
+    assert all(count > 0 for rank in range(size) for count in split_samples(n_prompts, n, rank, size))
     assert max(map(len, shares)) <= math.ceil(n_prompts * n / size)

@@ -26,7 +26,7 @@ from whet.training.loggers import (
     ProgressLogger,
     TensorBoardLogger,
     WandbLogger,
-    main_figures,
+    main_metrics,
 )
 
 
@@ -142,7 +142,7 @@ STEP = {
 
 
 def test_the_main_figures_come_in_order():
-    assert main_figures(STEP) == {
+    assert main_metrics(STEP) == {
         "loss": "-0.2500",
         "reward": "0.7500",
         "kl": "1.20e-04",
@@ -150,8 +150,8 @@ def test_the_main_figures_come_in_order():
         "lr": "1.00e-05",
         "tokens/s": "1,234",
     }
-    assert main_figures({"loss": 123.456, "eval/accuracy": 0.5}) == {"loss": "123.5", "eval/accuracy": "0.5000"}
-    assert main_figures({"x": math.nan, "n": 12345}) == {"x": "nan", "n": "12,345"}
+    assert main_metrics({"loss": 123.456, "eval/accuracy": 0.5}) == {"loss": "123.5", "eval/accuracy": "0.5000"}
+    assert main_metrics({"x": math.nan, "n": 12345}) == {"x": "nan", "n": "12,345"}
 
 
 def test_console_prints_first_every_interval_evaluations_and_last(capsys):

@@ -681,7 +681,7 @@ def test_rates_of_groups_are_refused():
 def test_settings_that_are_read_once_are_named_as_they_change(algorithm):
     model, settings = Net(), {"reward_fn": ones, "max_new_tokens": 2} if algorithm is GRPO else {}
     batch = [[4, 5]] if algorithm is GRPO else ROWS[:2]
-    for name in algorithm.config_class.read_once:
+    for name in algorithm.config_class.fixed_at_construction:
         trainer = algorithm(model, **settings)
         setattr(trainer.config, name, "changed")
         assert_raises(WhetValueError, rf"config\.{name} is 'changed' and has no effect", trainer.train_step, batch)

@@ -22,7 +22,7 @@ from whet.data.batches import batches_in_order
 from whet.errors import RewardError, check_integer
 from whet.nn.modules import stop_token_ids
 from whet.rewards.functions import RewardFn
-from whet.rollout.choose import check_lengths, make_engine, reward_functions, with_room
+from whet.rollout.choose import check_lengths, ensure_capacity, make_engine, reward_functions
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import Prompts, Rollout, as_prompt_row, read_prompts, sample, warn_if_truncated
 
@@ -131,7 +131,7 @@ class BestOfN:
         """N completions per prompt, and their rewards (B, N), of every prompt one at least."""
         self.engine.sync(self.model)
         check_lengths(self.model, prompts.ids, self.config.max_new_tokens, where)
-        self.engine = with_room(self.engine, self._make_engine, prompts.ids, self.config.max_new_tokens)
+        self.engine = ensure_capacity(self.engine, self._make_engine, prompts.ids, self.config.max_new_tokens)
         stop_ids = stop_token_ids(self.model, self.tokenizer, self.config.stop_token_ids)
         sampling = self.config.sampling(stop_ids, seed)
         rollout = sample(self.engine, prompts, self.config.n, sampling, self.tokenizer)

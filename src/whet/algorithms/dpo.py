@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from whet.algorithms.loss_terms import check_float_tensor, check_shapes, denominator, sampler_gap
+from whet.algorithms.loss_terms import check_float_tensor, check_shapes, denominator, logprob_difference
 from whet.config.settings import DPOConfig, DPOLossType, PreferenceConfig, check_dpo_options
 from whet.data.batches import as_rows, check_row_counts, columns_as_rows, is_batch, is_sequence, row_reader
 from whet.data.rows import tokenize_preference
 from whet.data.token_ids import token_rows
 from whet.errors import WhetTypeError, WhetValueError, is_number
 from whet.nn.causal_lm import completion_logprobs
-from whet.training.ahead import locate_error
 from whet.training.phases import phase
+from whet.training.prefetch import locate_error
 from whet.training.reference import ReferenceSums, TokenRow
 from whet.training.reference_cache import Sums
 from whet.training.trainer import Trainer, training_step
@@ -57,7 +57,7 @@ class Pairs(NamedTuple):
     metrics: Mapping[str, float] = MappingProxyType({})
 
     @classmethod
-    def of_rows(cls, rows: Iterable[TokenRow]) -> Pairs:
+    def from_rows(cls, rows: Iterable[TokenRow]) -> Pairs:
         """Pairs of prompt, chosen and rejected token ids."""
         prompts, chosen, rejected = map(list, zip(*rows, strict=True)) if (rows := list(rows)) else ([], [], [])
         return cls(prompts, chosen, rejected)
@@ -122,18 +122,18 @@ class DPO(Trainer):
             WhetValueError: rows that do not match, a row longer than ``max_length``, or ``precompute_reference``
                 without reference log-probs.
         """
-        pairs = self.prepared(prompt, chosen, rejected)
+        pairs = self.get_prepared(prompt, chosen, rejected)
         kept = self._without_ties(pairs)
         n_pairs = len(pairs.prompt_ids)
-        n_left_out = n_pairs - len(kept.prompt_ids)
-        if n_left_out and not self._warned_of_ties:
+        n_excluded = n_pairs - len(kept.prompt_ids)
+        if n_excluded and not self._warned_of_ties:
             self._warned_of_ties = True
             warnings.warn(
-                f"DPO: in {n_left_out} of the {n_pairs} pairs of this batch chosen and rejected are the same tokens. "
+                f"DPO: in {n_excluded} of the {n_pairs} pairs of this batch chosen and rejected are the same tokens. "
                 f"Such pairs are left out; frac_ties is their share of every batch.",
                 stacklevel=3,
             )
-        return {**update_on_pairs(self, kept), **pairs.metrics, "frac_ties": n_left_out / max(1, n_pairs)}
+        return {**update_on_pairs(self, kept), **pairs.metrics, "frac_ties": n_excluded / max(1, n_pairs)}
 
     def train(self, dataset: Any, steps: int | None = None, *, n_epochs: int | None = None) -> dict[str, float]:
         """Run ``Trainer.train``; with ``precompute_reference``, compute the reference's log-probs before.
@@ -152,8 +152,8 @@ class DPO(Trainer):
         """
         totals = {"loss": 0.0, "rewards/accuracies": 0.0, "rewards/margins": 0.0}
         n_pairs = n_tokens = 0
-        for batch in self.in_order(dataset):
-            pairs = self._without_ties(self.prepared(*batch))
+        for batch in self.iter_batches(dataset):
+            pairs = self._without_ties(self.get_prepared(*batch))
             if not pairs.prompt_ids:
                 continue
             sums = _pair_sums(pairs, self, self.model)
@@ -212,15 +212,15 @@ class DPO(Trainer):
                 "DPO: precompute_reference is set, the policy has been trained already, there is no ref_model, and "
                 "some rows are new. Pass ref_model, or the rows that add_reference_logprobs returned before."
             )
-        chosen, rejected = reference_sums(self, Pairs.of_rows(rows))
+        chosen, rejected = reference_sums(self, Pairs.from_rows(rows))
         return list(zip(chosen.tolist(), rejected.tolist(), strict=True))
 
-    def own_tensors(self) -> dict[str, Tensor]:
+    def extra_tensors(self) -> dict[str, Tensor]:
         """The reference's sums of the rows seen, see ``ReferenceSums.tensors``."""
         return self._sums.tensors()
 
-    def load_own_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what ``own_tensors`` returned."""
+    def load_extra_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what ``extra_tensors`` returned."""
         self._sums.load_tensors(tensors)
 
     def _without_ties(self, pairs: Pairs) -> Pairs:
@@ -247,7 +247,7 @@ class DPO(Trainer):
             tokenized = [self.tokenize_row(row, self.tokenizer) for row in rows]
         fitted = self.length_limit.fit(tokenized)
         rows = [row for row, ids in zip(rows, fitted.rows, strict=True) if ids is not None]
-        pairs = Pairs.of_rows(cast(TokenRow, tuple(ids)) for ids in fitted.rows if ids is not None)
+        pairs = Pairs.from_rows(cast(TokenRow, tuple(ids)) for ids in fitted.rows if ids is not None)
         pairs = pairs._replace(metrics=fitted.metrics)
         if not rows or not self.config.has_reference():
             return pairs
@@ -324,8 +324,8 @@ def pair_losses(
 def update_on_pairs(trainer: Trainer, pairs: Pairs) -> dict[str, float]:
     """One update of a trainer whose config is a ``PreferenceConfig``, and its metrics; no update for no pairs.
 
-    Of pairs with ``sampler_logprobs`` also ``sampler/log_ratio``, the mean over tokens of their absolute difference
-    from the policy's log-probs, and ``sampler/log_ratio_max``.
+    Pairs with ``sampler_logprobs`` add ``sampler/logprob_difference``, the mean over tokens of the absolute difference
+    from the policy's log-probs, and ``sampler/logprob_difference_max``.
     """
     if not pairs.prompt_ids:
         return {"loss": 0.0, "grad_norm": 0.0, "num_tokens": 0}
@@ -334,7 +334,7 @@ def update_on_pairs(trainer: Trainer, pairs: Pairs) -> dict[str, float]:
     n_completion = n_chosen + sum(map(len, pairs.rejected_ids))
     with trainer.update() as update:
         rows = pairs.rows()
-        for part in map(pairs.select, trainer.deal(update, rows, trainer.micro_batches(rows))):
+        for part in map(pairs.select, trainer.shard(update, rows, trainer.micro_batches(rows))):
             largest: dict[str, float] = {}
             with phase("forward"):
                 logprobs, entropy, mask = completion_logprobs(
@@ -347,8 +347,8 @@ def update_on_pairs(trainer: Trainer, pairs: Pairs) -> dict[str, float]:
                 )
             if part.sampler_logprobs is not None:
                 recorded = torch.cat([side[:, : mask.shape[1]] for side in part.sampler_logprobs]).to(mask.device)
-                gap, largest["sampler/log_ratio_max"] = sampler_gap(logprobs, recorded, mask)
-                metrics["sampler/log_ratio"] = gap / max(1, n_completion)
+                gap, largest["sampler/logprob_difference_max"] = logprob_difference(logprobs, recorded, mask)
+                metrics["sampler/logprob_difference"] = gap / max(1, n_completion)
             metrics["entropy"] = cast(Tensor, entropy).sum().item() / max(1, n_completion)
             update.add(loss, metrics, largest)
     return {**update.metrics, **update.maxima, "num_tokens": n_completion + 2 * sum(map(len, pairs.prompt_ids))}

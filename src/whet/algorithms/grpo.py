@@ -27,12 +27,12 @@ from whet.algorithms.loss_terms import (
     count_rows,
     denominator,
     importance_weights,
+    logprob_difference,
     masked,
-    sampler_gap,
     token_kl,
 )
 from whet.algorithms.online import OnlineTrainer
-from whet.config.fields import check_used
+from whet.config.fields import reject_ineffective
 from whet.config.settings import (
     GRPOConfig,
     GRPOLossType,
@@ -87,7 +87,7 @@ class GRPO(OnlineTrainer):
         super().__init__(model, ref_model, **arguments)
         plain = "sampler_correction is 'auto', and the model, which is on no quantised base, is sampled from as it is"
         may_correct = self._correction() is not None or not self._is_own_engine  # which may lag behind the policy
-        check_used(self.config, ["sampler_cap"], may_correct, plain)
+        reject_ineffective(self.config, ["sampler_cap"], may_correct, plain)
         self.rewards = reward_functions(self.config, reward_fn)
         self._begun: _Step | None = None
 
@@ -122,9 +122,9 @@ class GRPO(OnlineTrainer):
 
         Returns:
             Metrics: ``loss``, ``mean_reward``, ``reward_std`` (mean of the groups'), ``frac_reward_zero_std``,
-            ``rewards/NAME/{mean,std}``, ``entropy``, ``completions/...``, ``sampler/log_ratio`` and its ``_max`` (of
-            |log pi_old - log pi_sampler| per token), those of ``grpo_loss``, and those of every step. Those of several
-            iterations are averaged.
+            ``rewards/NAME/{mean,std}``, ``entropy``, ``completions/...``, ``sampler/logprob_difference`` and
+            ``sampler/logprob_difference_max`` (of |log pi_old - log pi_sampler| per token), ``grpo_loss`` metrics
+            and the metrics of every step; averages over ``num_iterations`` updates.
 
         Raises:
             RewardError: a reward function failed.
@@ -132,17 +132,21 @@ class GRPO(OnlineTrainer):
         self._begun = step = self._continued(prompt_batch) or self._begin(prompt_batch)
         while step.counts.n_tokens and len(step.updates) < self.config.num_iterations:
             with self.update() as update:
-                for batch in update.deal(step.batches, [batch.rows() for batch in step.batches]):
+                for batch in update.shard(step.batches, [batch.rows() for batch in step.batches]):
                     loss, metrics = self._loss(batch, step)
                     known = batch.sampler_logprobs is not None
-                    update.add(loss, metrics, {"sampler/log_ratio_max": batch.sampler_gap[1]} if known else None)
+                    update.add(
+                        loss,
+                        metrics,
+                        {"sampler/logprob_difference_max": batch.logprob_difference[1]} if known else None,
+                    )
             step.updates.append(update.metrics)
             step.maxima = update.maxima
         self._begun = None
         metrics = step.all_metrics()
         if step.batches and step.batches[0].correction is None:
             fix = "Set sampler_correction, or train adapters that both compute alike."
-            self.warn_of_gap(metrics.get("sampler/log_ratio", 0.0), fix)
+            self.warn_if_mismatched(metrics.get("sampler/logprob_difference", 0.0), fix)
         return metrics
 
     def _continued(self, prompt_batch: Any) -> _Step | None:
@@ -157,19 +161,19 @@ class GRPO(OnlineTrainer):
         config, size = self.config, self.config.group_size
         rollout = self.sample(prompt_batch, size)
         with phase("reward"):
-            scored = self.ranks.from_first(lambda: rollout.score(self.rewards))
+            scored = self.ranks.broadcast_from_first(lambda: rollout.score(self.rewards))
         with phase("advantages"):
             options = {"scale": config.scale_rewards, "ddof": config.advantage_ddof, "eps": config.advantage_eps}
             advantages = compute_batch_group_advantages(scored.rewards, size, **options)
         spread = group_std(scored.rewards.reshape(-1, size))
-        left_out = np.zeros(len(advantages), dtype=bool)
-        if config.drop_zero_spread:
-            left_out |= np.repeat(spread < 1e-8, size)
+        excluded = np.zeros(len(advantages), dtype=bool)
+        if config.filter_zero_variance:
+            excluded |= np.repeat(spread < 1e-8, size)
         if config.mask_truncated_completions:
-            left_out |= rollout.truncated
+            excluded |= rollout.truncated
         extra = {"advantage": advantages.tolist()}
         self.last_completions = completion_table(self.step + 1, rollout, scored, extra)
-        rows = np.flatnonzero(~left_out).tolist()
+        rows = np.flatnonzero(~excluded).tolist()
         batches = self._micro_batches(rollout, advantages, rows) if rows else []
         return _Step(
             number=self.step,
@@ -244,7 +248,7 @@ class GRPO(OnlineTrainer):
             )
         metrics["entropy"] = cast(Tensor, entropy).sum().item() / step.n_sampled
         if batch.sampler_logprobs is not None:
-            metrics["sampler/log_ratio"] = batch.sampler_gap[0] / step.n_sampled
+            metrics["sampler/logprob_difference"] = batch.logprob_difference[0] / step.n_sampled
         return loss, metrics
 
 
@@ -302,7 +306,7 @@ class _MicroBatch:
         correction: of the difference between that policy and the sampler; None: none.
         old_logprobs: (b, t), of the policy that sampled; None before the first update, whose own they are.
         weights: (b, t), importance weights; None without a correction.
-        sampler_gap: sum and maximum of |old_logprobs - sampler_logprobs|.
+        logprob_difference: sum and maximum of |old_logprobs - sampler_logprobs|.
     """
 
     prompt_ids: list[list[int]]
@@ -315,7 +319,7 @@ class _MicroBatch:
     correction: SamplerCorrection | None
     old_logprobs: Tensor | None = None
     weights: Tensor | None = None
-    sampler_gap: tuple[float, float] = (0.0, 0.0)
+    logprob_difference: tuple[float, float] = (0.0, 0.0)
 
     def rows(self) -> list[tuple[list[int], list[int]]]:
         """Prompts and completions."""
@@ -326,7 +330,7 @@ class _MicroBatch:
         self.old_logprobs = logprobs
         if self.sampler_logprobs is None:
             return
-        self.sampler_gap = sampler_gap(logprobs, self.sampler_logprobs, self.mask)
+        self.logprob_difference = logprob_difference(logprobs, self.sampler_logprobs, self.mask)
         if self.correction:
             self.weights, kept = importance_weights(
                 logprobs, self.sampler_logprobs, self.mask, correction=self.correction, cap=cap
@@ -406,7 +410,7 @@ def grpo_loss(
     Returns:
         The scalar loss, and metrics as floats: ``clip_ratio/{low,high,region}`` (share of tokens whose
         ratio is clipped), ``kl`` (mean per token) and ``mean_kl`` (mean of the sums per row), and
-        ``sampler/{log_ratio,weight}`` (means of |old - sampler| and w).
+        ``sampler/{logprob_difference,importance_weight}`` (means of |old - sampler| and w).
 
     Raises:
         WhetTypeError: an argument is no tensor, or of the wrong dtype or number of axes.
@@ -445,7 +449,7 @@ def grpo_loss(
     loss, metrics = _masked_loss(logprobs, old, advantages, mask, weights, ref_logprobs, settings, counts)
     if sampler_logprobs is not None:
         gaps = masked((old - sampler_logprobs.to(old)).abs(), mask)
-        metrics["sampler/log_ratio"] = (gaps.sum() / counts.n_tokens).item()
+        metrics["sampler/logprob_difference"] = (gaps.sum() / counts.n_tokens).item()
     return loss, metrics
 
 
@@ -494,7 +498,7 @@ def _masked_loss(
         for name, clipped in {"low": low, "high": high, "region": low | high}.items():
             metrics[f"clip_ratio/{name}"] = total(clipped) / counts.n_tokens
     if weights is not None:
-        metrics["sampler/weight"] = total(weights) / counts.n_tokens
+        metrics["sampler/importance_weight"] = total(weights) / counts.n_tokens
     if ref_logprobs is not None:
         with phase("kl"):
             kl = token_kl(logprobs, masked(ref_logprobs.detach().to(logprobs), mask), settings.kl_estimator)

@@ -63,7 +63,7 @@ def importance_weights(
     return masked(weights, weights <= cap), completion_mask & (weights <= cap)
 
 
-def sampler_gap(logprobs: Tensor, sampler_logprobs: Tensor, completion_mask: Tensor) -> tuple[float, float]:
+def logprob_difference(logprobs: Tensor, sampler_logprobs: Tensor, completion_mask: Tensor) -> tuple[float, float]:
     """Sum and maximum of |logprobs - sampler_logprobs| over the mask."""
     gap = masked(logprobs.detach() - sampler_logprobs.to(logprobs), completion_mask).abs()
     return gap.sum().item(), gap.max().item() if gap.numel() else 0.0

@@ -21,10 +21,10 @@ from whet.errors import WhetTypeError
 from whet.nn.frozen import base_of
 from whet.rewards.functions import RewardFn, RewardFunctions
 from whet.rewards.metrics import mean_rewards
-from whet.rollout.choose import check_lengths, make_engine, reward_functions, with_room
+from whet.rollout.choose import check_lengths, ensure_capacity, make_engine, reward_functions
 from whet.rollout.protocol import RolloutEngine
 from whet.rollout.rollout import Prompts, Rollout, as_prompt_row, read_prompts, sample, warn_if_truncated
-from whet.training.distributed import DividedEngine
+from whet.rollout.sharded_engine import ShardedEngine
 from whet.training.phases import phase
 from whet.training.trainer import Trainer
 
@@ -111,9 +111,9 @@ class OnlineTrainer(Trainer):
             functions = reward_functions(self.config, functions)
         scored = []
         with self._synced_engine():
-            for i, (batch,) in enumerate(self.in_order(dataset)):
+            for i, (batch,) in enumerate(self.iter_batches(dataset)):
                 rollout = self._sample(batch, 1, i, temperature)
-                scored.append(self.ranks.from_first(partial(rollout.score, functions)))
+                scored.append(self.ranks.broadcast_from_first(partial(rollout.score, functions)))
         return mean_rewards(scored)
 
     def sample(self, prompt_batch: Any, n: int) -> Rollout:
@@ -125,18 +125,18 @@ class OnlineTrainer(Trainer):
             self._warned_of_truncation = warn_if_truncated(rollout, longest, where)
         return rollout
 
-    def warn_of_gap(self, gap: float, fix: str) -> None:
+    def warn_if_mismatched(self, gap: float, fix: str) -> None:
         """Warn once where completions are of another policy than the one that is trained, and nothing corrects it.
 
         Args:
-            gap: ``sampler/log_ratio``.
+            gap: ``sampler/logprob_difference``.
             fix: ends the warning.
         """
         if gap > _FAR and self.ranks.is_first and not self._warned_of_gap:
             self._warned_of_gap = True
             warnings.warn(
-                f"{type(self).__name__}: sampler/log_ratio is {gap:.2g}: the sampler's log-probs are far from the "
-                f"policy's. Some adapters (virtual tokens), or a hook, compute something else in generate than in "
+                f"{type(self).__name__}: sampler/logprob_difference is {gap:.2g}: the sampler's log-probs are far from "
+                f"the policy's. Some adapters (virtual tokens), or a hook, compute something else in generate than in "
                 f"forward. {fix}",
                 stacklevel=3,
             )
@@ -179,12 +179,12 @@ class OnlineTrainer(Trainer):
 
     def _sample(self, batch: Any, n: int, key: int, temperature: float | None = None) -> Rollout:
         """``n`` completions per prompt, the same ones for one (seed, key) and the engine's weights."""
-        prompts = self.prepared(batch)
-        self.engine = with_room(self.engine, self._make_engine, prompts.ids, self.config.max_new_tokens)
+        prompts = self.get_prepared(batch)
+        self.engine = ensure_capacity(self.engine, self._make_engine, prompts.ids, self.config.max_new_tokens)
         seed = int(np.random.SeedSequence([self.config.seed % 2**64, key]).generate_state(1)[0])
         sampling = self.config.sampling(self.stop_token_ids(), seed)
         if temperature is not None:
             sampling = dataclasses.replace(sampling, temperature=temperature)
-        engine = self.engine if self.ranks.size == 1 else DividedEngine(self.ranks, self.engine)
+        engine = self.engine if self.ranks.size == 1 else ShardedEngine(self.ranks, self.engine)
         with phase("generation"):
             return sample(engine, prompts, n, sampling, self.tokenizer)

@@ -16,7 +16,7 @@ import torch
 
 from whet.algorithms.dpo import Pairs, update_on_pairs
 from whet.algorithms.online import OnlineTrainer
-from whet.config.fields import check_used
+from whet.config.fields import reject_ineffective
 from whet.config.settings import OnlineDPOConfig
 from whet.errors import WhetTypeError
 from whet.rewards.functions import RewardBatch, RewardFn, call_preference
@@ -51,7 +51,7 @@ class OnlineDPO(OnlineTrainer):
             raise WhetTypeError("OnlineDPO: pass either preference_fn or reward_fn.")
         super().__init__(model, ref_model, **arguments)
         settings = ("reward_weights", "reward_policy", "reward_timeout_s")
-        check_used(self.config, settings, reward_fn is not None, "preference_fn judges, and nothing is scored")
+        reject_ineffective(self.config, settings, reward_fn is not None, "preference_fn judges, and nothing is scored")
         self.preference_fn = preference_fn
         self.rewards = None if reward_fn is None else reward_functions(self.config, reward_fn)
 
@@ -64,9 +64,9 @@ class OnlineDPO(OnlineTrainer):
 
         Returns:
             Metrics: ``loss``, ``frac_ties`` (share of pairs without a winner, identical completions among
-            them), those of ``DPO.train_step``, ``completions/...``, ``sampler/log_ratio`` (where temperature is 1
-            and nothing filters: see ``update_on_pairs``), with reward functions ``mean_reward`` and
-            ``rewards/NAME/{mean,std}``, and those of every step.
+            them), those of ``DPO.train_step``, ``completions/...``, ``sampler/logprob_difference`` (if tokens are
+            sampled from the unmodified distribution: see ``update_on_pairs``), with reward functions ``mean_reward``
+            and ``rewards/NAME/{mean,std}``, and the metrics of every step.
 
         Raises:
             RewardError: preference_fn or a reward function failed.
@@ -74,7 +74,7 @@ class OnlineDPO(OnlineTrainer):
         rollout = self.sample(prompt_batch, 2)
         with phase("reward"):
             rewards = self.rewards
-            scored = None if rewards is None else self.ranks.from_first(lambda: rollout.score(rewards))
+            scored = None if rewards is None else self.ranks.broadcast_from_first(lambda: rollout.score(rewards))
         ids = rollout.completion_ids
         winners = [
             None if first == second else winner
@@ -90,7 +90,9 @@ class OnlineDPO(OnlineTrainer):
             sampler_logprobs=self._sampler_logprobs(rollout, decided),
         )
         metrics = update_on_pairs(self, pairs)
-        self.warn_of_gap(metrics.get("sampler/log_ratio", 0.0), "Train adapters that both compute alike.")
+        self.warn_if_mismatched(
+            metrics.get("sampler/logprob_difference", 0.0), "Train adapters that both compute alike."
+        )
         metrics["frac_ties"] = 1 - len(decided) / len(winners)
         return {**metrics, **(reward_metrics(scored) if scored else {}), **rollout.metrics()}
 
@@ -98,7 +100,7 @@ class OnlineDPO(OnlineTrainer):
         self, rollout: Rollout, decided: list[tuple[int, int]]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Those of chosen and rejected tokens, if they were sampled from the distribution that the loss is about."""
-        if not decided or not self.config.samples_plainly():
+        if not decided or not self.config.uses_unmodified_distribution():
             return None
         both = [i + winner for i, winner in decided] + [i + 1 - winner for i, winner in decided]
         recorded = rollout.sampler_logprobs(both)
@@ -111,6 +113,6 @@ class OnlineDPO(OnlineTrainer):
             judge = self.preference_fn
             assert judge is not None
             with phase("reward"):
-                return self.ranks.from_first(lambda: call_preference(judge, pairs))
+                return self.ranks.broadcast_from_first(lambda: call_preference(judge, pairs))
         first, second = scored.rewards[::2].tolist(), scored.rewards[1::2].tolist()
         return [0 if a > b else 1 if b > a else None for a, b in zip(first, second, strict=True)]

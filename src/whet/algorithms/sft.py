@@ -64,7 +64,7 @@ class SFT(Trainer):
             WhetTypeError: the batch has none of these forms.
             WhetValueError: rows that do not match, no token that counts, or a row longer than ``max_length``.
         """
-        prompt_ids, completion_ids, masks, shares = self.prepared(prompt, completion)
+        prompt_ids, completion_ids, masks, shares = self.get_prepared(prompt, completion)
         n_tokens = sum(map(sum, masks))
         if n_tokens == 0 and any(shares.values()):
             return {"loss": 0.0, "grad_norm": 0.0, **shares, "num_tokens": 0}
@@ -72,7 +72,7 @@ class SFT(Trainer):
             raise WhetValueError("SFT: no completion of the batch has a token to learn from.")
         with self.update() as update:
             rows = list(zip(prompt_ids, completion_ids, strict=True))
-            for part in self.deal(update, rows, self.micro_batches(rows)):
+            for part in self.shard(update, rows, self.micro_batches(rows)):
                 with phase("forward"):
                     logprobs, _, mask = completion_logprobs(
                         self.model,
@@ -92,8 +92,8 @@ class SFT(Trainer):
     def evaluation_metrics(self, dataset: Any) -> dict[str, float]:
         """``loss``: mean negative log-likelihood, in nats, of the tokens that count in all rows."""
         total, n_tokens = 0.0, 0
-        for batch in self.in_order(dataset):
-            prompt_ids, completion_ids, masks, _ = self.prepared(*batch)
+        for batch in self.iter_batches(dataset):
+            prompt_ids, completion_ids, masks, _ = self.get_prepared(*batch)
             total -= self.logprobs(self.model, prompt_ids, completion_ids, completion_mask=masks).sum().item()
             n_tokens += sum(map(sum, masks))
         if n_tokens == 0:

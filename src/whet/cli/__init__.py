@@ -23,7 +23,7 @@ from typing import Any
 
 from whet import __version__
 from whet.errors import RankError, RewardError, WhetError, WhetValueError, check_installed
-from whet.training.launch import end_ranks, end_with_launcher, is_told_elsewhere, start_ranks
+from whet.training.launch import end_ranks, end_with_launcher, is_reported_elsewhere, start_ranks
 
 USAGE = f"""\
 Whet {__version__}: post-trains language models on the machine you have.
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return status
         except RankError as error:  # torchrun starts all ranks again, unless another has said that the run is over
-            if not is_told_elsewhere(error):
+            if not is_reported_elsewhere(error):
                 print(_line_of(error), file=sys.stderr)
             return 2
         except WhetError as error:

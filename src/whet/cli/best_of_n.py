@@ -24,9 +24,9 @@ from whet.data.thinking import Replies
 from whet.errors import WhetValueError
 from whet.rewards.functions import load_function
 from whet.rollout.choose import make_engine, reward_functions
-from whet.rollout.rollout import as_prompt_row, show_completion
+from whet.rollout.rollout import as_prompt_row, decode_completion
 from whet.tasks.mixture import open_tasks
-from whet.training.ahead import check_forms
+from whet.training.prefetch import check_forms
 
 
 def main(run: BestOfNRun) -> int:
@@ -68,7 +68,7 @@ def best_completions(
         best_of_n = BestOfN(model, rewards, tokenizer=tokenizer, **settings)
         result: Any = best_of_n.generate(batch, return_scores=True, return_all=True)
         for row, scores, candidates in zip(batch, result.scores.numpy(), result.candidates, strict=True):
-            texts = [show_completion(candidate, replies) for candidate in candidates]
+            texts = [decode_completion(candidate, replies) for candidate in candidates]
             best = int(np.nanargmax(scores))
             found = {"prompt": row["prompt"], "completion": texts[best], "score": scores[best]}
             if run.all_candidates:

@@ -23,7 +23,7 @@ from whet.algorithms.sft import SFT
 from whet.cli.arithmetic import Row, exact_match, make_model, make_problems, make_tokenizer
 from whet.cli.runs import lock_folder
 from whet.cli.settings import write_toml
-from whet.config.fields import PathText, Positive, Range, Seed, check_types, check_used
+from whet.config.fields import PathText, Positive, Range, Seed, check_types, reject_ineffective
 from whet.config.sampling import SamplingParams
 from whet.config.settings import Compute, EngineName, GRPOConfig, RolloutWeights, SFTConfig
 from whet.report.run import write_report
@@ -71,7 +71,9 @@ class DemoConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_used(self, ["rollout_weights"], self.engine != "torch", "engine is 'torch', which samples from the model")
+        reject_ineffective(
+            self, ["rollout_weights"], self.engine != "torch", "engine is 'torch', which samples from the model"
+        )
 
 
 def sft_config(config: DemoConfig) -> SFTConfig:
@@ -97,7 +99,7 @@ def grpo_config(config: DemoConfig) -> GRPOConfig:
         max_new_tokens=_LONGEST_ANSWER,
         epsilon_high=0.28,
         adam_beta2=0.95,
-        drop_zero_spread=True,
+        filter_zero_variance=True,
         engine=config.engine,
         rollout_weights="auto" if config.engine == "torch" else config.rollout_weights,
         compute=config.compute,

@@ -191,7 +191,7 @@ def _print_loaded(model: str, tasks: Sequence[Any], with_adapters: bool) -> None
 
 
 def _print_run(asked: Any, method: str, memory: RunMemory) -> None:
-    parts, machine = memory.at_its_fullest(), machine_bytes()
+    parts, machine = memory.at_peak(), machine_bytes()
     if asked.json:
         figures = {"parts": parts, "total_bytes": memory.total, "update_bytes": sum(memory.update.values())}
         figures |= {"sampling_bytes": sum(memory.sampling.values()), "memory_bytes": machine}

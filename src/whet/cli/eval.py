@@ -25,7 +25,7 @@ from tyro.conf import UseAppendAction
 import whet
 from whet.cli.settings import parse_flags
 from whet.cli.text_model import TextConfig, find_model, load_engine, load_tokenizer, stop_ids, with_adapters
-from whet.config.fields import Paths, PathText, check_range, check_used
+from whet.config.fields import Paths, PathText, check_range, reject_ineffective
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.errors import WhetValueError
@@ -93,7 +93,7 @@ class EvalConfig(TextConfig):
     def sampling(self, stop_token_ids: Sequence[int] = ()) -> SamplingParams:
         usual = 1.0 if self.n > 1 else 0.0
         temperature = usual if self.temperature is None else self.temperature
-        return SamplingParams.of(self, temperature=temperature, stop_token_ids=stop_token_ids)
+        return SamplingParams.from_settings(self, temperature=temperature, stop_token_ids=stop_token_ids)
 
     def check(self) -> None:
         check_range(self, "n", self.n >= 1, "an integer >= 1")
@@ -101,10 +101,12 @@ class EvalConfig(TextConfig):
         check_range(self, "size", self.size is None or self.size >= 1, "an integer >= 1")
         check_range(self, "score_timeout_s", 0 < self.score_timeout_s < math.inf, "seconds > 0")
         check_range(self, "rollout_workers", self.rollout_workers >= 0, "an integer >= 0")
-        check_used(self, ["chat_template"], not self.raw, "raw asks without one")
-        check_used(self, ["ray_address"], self.rollout_workers > 0, "rollout_workers is 0: this process samples")
-        check_used(self, ["columns"], bool(self.data), "there is no data, whose columns they are")
-        check_used(self, ["records"], bool(self.out), "there is no file (--out) to write them to")
+        reject_ineffective(self, ["chat_template"], not self.raw, "raw asks without one")
+        reject_ineffective(
+            self, ["ray_address"], self.rollout_workers > 0, "rollout_workers is 0: this process samples"
+        )
+        reject_ineffective(self, ["columns"], bool(self.data), "there is no data, whose columns they are")
+        reject_ineffective(self, ["records"], bool(self.out), "there is no file (--out) to write them to")
 
     def unused_if_greedy(self) -> list[str]:
         return [*super().unused_if_greedy(), "n"]
@@ -207,7 +209,7 @@ def _open_tasks(asked: EvalConfig) -> list[tuple[Task, list[Any]]]:
     """The tasks, and their rows, which are generated once for all models."""
     every = [read_spec(spec) for spec in asked.task]
     for settings in every:
-        check_used(settings, ["weight"], False, "each task is evaluated for itself")
+        reject_ineffective(settings, ["weight"], False, "each task is evaluated for itself")
     sizes = [asked.size or settings.size or _SIZE for settings in every]
     tasks: list[Task] = [open_task(spec, split="eval", size=n) for spec, n in zip(asked.task, sizes, strict=True)]
     if asked.data:

@@ -23,7 +23,7 @@ from whet.cli.text_model import (
     text_pieces,
     with_adapters,
 )
-from whet.config.fields import check_range, check_used
+from whet.config.fields import check_range, reject_ineffective
 from whet.config.sampling import Completion, SamplingParams
 from whet.data.rows import tokenize_prompt
 from whet.engine import Engine
@@ -48,7 +48,7 @@ class GenerateConfig(OneModelConfig):
     def check(self) -> None:
         check_range(self, "n", self.n >= 1, "an integer >= 1")
         super().check()
-        check_used(self, ["chat_template"], not self.raw, "raw continues the prompt without one")
+        reject_ineffective(self, ["chat_template"], not self.raw, "raw continues the prompt without one")
 
     def unused_if_greedy(self) -> list[str]:
         return [*super().unused_if_greedy(), "n"]

@@ -17,7 +17,7 @@ from whet.config.fields import (
     Positive,
     TemperatureOrZero,
     check_range,
-    check_used,
+    reject_ineffective,
 )
 from whet.config.settings import BestOfNConfig, DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
 from whet.errors import WhetValueError, check_installed
@@ -99,8 +99,8 @@ class RunConfig:
         check_given(where, self, "model", rows, "output_dir")
         check_range(self, "loggers", len(set(self.loggers)) == len(self.loggers), "each of them once")
         self.check_adapters()
-        check_used(self, ["eval_every"], bool(getattr(self, measured)), f"there is no {measured}")
-        check_used(self, ["wandb_project"], "wandb" in self.loggers, "'wandb' is not among loggers")
+        reject_ineffective(self, ["eval_every"], bool(getattr(self, measured)), f"there is no {measured}")
+        reject_ineffective(self, ["wandb_project"], "wandb" in self.loggers, "'wandb' is not among loggers")
         for package in [*(name for name in self.loggers if name != "csv"), *(["peft"] if self.has_adapters() else [])]:
             check_installed(where, package, extra=package)
 
@@ -111,12 +111,12 @@ class RunConfig:
             WhetValueError: naming the setting.
         """
         shape = ["lora_alpha", "lora_dropout", "use_rslora", "lora_layers", "modules_to_save"]
-        check_used(self, ["lora_rank", *shape], not self.adapter, "adapter names a folder that says it itself")
-        check_used(self, shape, self.has_adapters(), "lora_rank is 0, and there are no adapters")
+        reject_ineffective(self, ["lora_rank", *shape], not self.adapter, "adapter names a folder that says it itself")
+        reject_ineffective(self, shape, self.has_adapters(), "lora_rank is 0, and there are no adapters")
         in_training = getattr(self, "training_mode", True)
-        check_used(self, ["lora_dropout"], in_training, "training_mode is off, in which nothing is dropped")
-        check_used(self, ["base"], self.has_adapters(), "lora_rank is 0, and every weight is trained")
-        check_used(self, ["dtype"], self.base in ("auto", "none"), "base is the format of the weights")
+        reject_ineffective(self, ["lora_dropout"], in_training, "training_mode is off, in which nothing is dropped")
+        reject_ineffective(self, ["base"], self.has_adapters(), "lora_rank is 0, and every weight is trained")
+        reject_ineffective(self, ["dtype"], self.base in ("auto", "none"), "base is the format of the weights")
 
     def has_adapters(self) -> bool:
         """Whether adapters are trained beside a frozen model."""
@@ -166,14 +166,14 @@ class OnlineRunConfig(RunConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_used(
+        reject_ineffective(
             self, ["data", "eval_data", "columns"], not self.task, "task brings rows to train and to evaluate on"
         )
-        check_used(self, ["eval_items"], bool(self.task), "there is no task; eval_data names rows that only measure")
+        reject_ineffective(self, ["eval_items"], bool(self.task), "there is no task; eval_data names evaluation rows")
         measured = self.sources()[1]
-        check_used(self, ["eval_temperature"], bool(getattr(self, measured)), f"there is no {measured}")
+        reject_ineffective(self, ["eval_temperature"], bool(getattr(self, measured)), f"there is no {measured}")
         is_float = self.base in ("auto", "none")
-        check_used(self, ["rollout_weights"], is_float, "base is packed for sampling too")
+        reject_ineffective(self, ["rollout_weights"], is_float, "base is packed for sampling too")
 
     def sources(self) -> tuple[str, str]:
         return ("task", "eval_items") if self.task else super().sources()
@@ -223,7 +223,7 @@ class OnlineDPORun(_TasksAsTexts, OnlineDPOConfig, OnlineRunConfig):
         if scored and not self.task:
             check_given(where, self, "reward")
         rewards = ["reward", "reward_weights", "reward_policy", "reward_timeout_s"]
-        check_used(self, rewards, scored, f"preference judges, and there is no {measured} to score")
+        reject_ineffective(self, rewards, scored, f"preference judges, and there is no {measured} to score")
 
 
 RUNS: dict[str, type[RunConfig]] = {"sft": SFTRun, "dpo": DPORun, "grpo": GRPORun, "online-dpo": OnlineDPORun}
@@ -268,7 +268,7 @@ class BestOfNRun(_TasksAsTexts, BestOfNConfig, _BestOfNInputs):
             WhetValueError: naming the setting and its flag.
         """
         check_given(where, self, "model", *([] if self.task else ["reward"]))
-        check_used(self, ["columns"], bool(self.prompts), "there are no prompts, whose columns they are")
+        reject_ineffective(self, ["columns"], bool(self.prompts), "there are no prompts, whose columns they are")
         if [bool(self.prompts), bool(self.prompt), bool(self.task)].count(True) != 1:
             raise WhetValueError(f"{where}: expected one of --prompts (a file), --prompt (a text) and --task.")
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import tyro
 
 from whet.cli.checkpoint_model import resolve_model
-from whet.config.fields import PathText, check_used
+from whet.config.fields import PathText, reject_ineffective
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.errors import WhetError, WhetValueError
@@ -75,7 +75,7 @@ class TextConfig:
         Raises:
             WhetValueError: one is out of range; it is named.
         """
-        return SamplingParams.of(self, stop_token_ids=stop_token_ids)
+        return SamplingParams.from_settings(self, stop_token_ids=stop_token_ids)
 
     def check(self) -> None:
         """Refuse what is wrong before anything is loaded.
@@ -84,7 +84,7 @@ class TextConfig:
             WhetValueError: naming the setting.
         """
         always = "temperature is 0, which takes the most probable token always"
-        check_used(self, self.unused_if_greedy(), self.sampling().temperature > 0, always)
+        reject_ineffective(self, self.unused_if_greedy(), self.sampling().temperature > 0, always)
 
     def unused_if_greedy(self) -> list[str]:
         """The settings that change nothing where always the most probable token is taken."""

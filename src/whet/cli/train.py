@@ -90,7 +90,7 @@ def main(method: str, run: Any) -> int:
 def _train(method: str, run: Any) -> int:
     folder = Path(run.output_dir)
     # Rank 0 chooses, so that all continue from the same one.
-    checkpoint, run.base = join_ranks().from_first(lambda: (_checkpoint_to_resume(run, folder), run.base))
+    checkpoint, run.base = join_ranks().broadcast_from_first(lambda: (_checkpoint_to_resume(run, folder), run.base))
     where = f"whet train {method}"
     plan = plan_adapters(run, _open_source(run, where), where, torch.cuda.is_available())
     run.base = plan.base
@@ -395,7 +395,7 @@ class StoppableCheckpoints(CheckpointCallback):
 
     def _end_if_asked(self, trainer: Any) -> None:
         # A signal may reach the ranks in different steps, or one of them alone: all end after the same step.
-        asked = [number for number in trainer.ranks.gather(self._stopping) if number is not None]
+        asked = [number for number in trainer.ranks.all_gather(self._stopping) if number is not None]
         if asked:
             super().on_train_end(trainer)
             _say(f"{step_folder(self.folder, trainer.step)} is written; the same command continues from there")
@@ -416,7 +416,7 @@ def _save_model(trainer: Trainer, folder: Path) -> None:
 
 def _write_memory(file: Path, fullest: MemoryReport, predicted: RunMemory | None) -> None:
     """The memory of the fullest step, part by part in bytes, and what was predicted of it."""
-    parts = {} if predicted is None else predicted.at_its_fullest()
+    parts = {} if predicted is None else predicted.at_peak()
     figures = {"measured": fullest.parts, "resident": fullest.resident, "peak": fullest.peak, "predicted": parts}
     replace_text(file, json.dumps(figures, indent=2) + "\n")
 

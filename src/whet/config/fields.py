@@ -150,14 +150,14 @@ def check_range(config: Any, name: str, ok: bool, expected: str) -> None:
         raise WhetValueError(f"{where}: {name} is {getattr(config, name)!r}, expected {expected}.")
 
 
-def check_used(config: Any, names: Sequence[str], used: bool, why: str) -> None:
-    """Raise for fields of ``config`` that are not at their defaults, unless they are ``used``.
+def reject_ineffective(config: Any, names: Sequence[str], effective: bool, why: str) -> None:
+    """Raise for fields of ``config`` that differ from their defaults, unless they are ``effective``.
 
     Raises:
         WhetValueError: naming the field, its value, ``why`` it has no effect, and the default.
     """
     defaults = {f.name: f for f in dataclasses.fields(config)}
-    for name in () if used else names:
+    for name in () if effective else names:
         value, default = getattr(config, name), _default(defaults[name])
         if value != default:
             raise WhetValueError(

@@ -29,7 +29,7 @@ _Mass = Annotated[float, Range("a number in (0, 1]", lambda p: 0 < p <= 1)]
 
 _Alternatives = Annotated[int, Range("an integer from 0 to 20", lambda n: 0 <= n <= 20)]
 
-DISTRIBUTION = (
+DISTRIBUTION_SETTINGS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "min_new_tokens",
 )  # fmt: skip
@@ -93,7 +93,7 @@ class SamplingParams:
     seed: Seed = 0
 
     @classmethod
-    def of(cls, settings: Any, **others: Any) -> SamplingParams:
+    def from_settings(cls, settings: Any, **others: Any) -> SamplingParams:
         """Of an object with attributes of these names, but for ``others``; what it does not have is at its default."""
         names = [field.name for field in dataclasses.fields(cls) if field.name not in others]
         return cls(**{name: getattr(settings, name) for name in names if hasattr(settings, name)}, **others)

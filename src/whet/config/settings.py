@@ -28,9 +28,9 @@ from whet.config.fields import (
     TokenIds,
     check_range,
     check_types,
-    check_used,
+    reject_ineffective,
 )
-from whet.config.sampling import DISTRIBUTION, SamplingParams
+from whet.config.sampling import DISTRIBUTION_SETTINGS, SamplingParams
 from whet.errors import WhetValueError, check_choice
 from whet.models.formats import Weights
 
@@ -71,7 +71,7 @@ class TrainerConfig:
         WhetValueError: a value out of range, or one that has no effect beside the others.
     """
 
-    read_once: ClassVar[tuple[str, ...]] = (
+    fixed_at_construction: ClassVar[tuple[str, ...]] = (
         "compute", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "deterministic_reduction",
     )  # fmt: skip
     """Fields that a trainer reads when it is made, and not again."""
@@ -110,8 +110,8 @@ class TrainerConfig:
     """Gradient norm above which gradients are clipped; 0: no clipping."""
     max_skipped_steps: Positive = 10
     """Abort after this many consecutive updates that were skipped because loss or gradient was not finite."""
-    gradient_wire: Literal["float32", "bfloat16"] = "float32"
-    """Under torchrun, how gradients travel; bfloat16 rounds them, and halves the bytes."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Under torchrun, dtype of the gradient all-reduce; bfloat16 rounds the gradients and halves the traffic."""
     deterministic_reduction: bool = False
     """Sum gradients so that any number of ranks, one among them, gives the same bits; 8 more bytes a parameter."""
     training_mode: bool = False
@@ -124,14 +124,16 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         check_types(self)
         decays = self.lr_schedule != "constant"
-        check_used(self, ["schedule_steps"], decays, "lr_schedule is 'constant', which has no end")
+        reject_ineffective(self, ["schedule_steps"], decays, "lr_schedule is 'constant', which has no end")
         if self.schedule_steps:
             ends = f"at most schedule_steps={self.schedule_steps}, where the rate is zero again"
             check_range(self, "warmup_steps", self.warmup_steps <= self.schedule_steps, ends)
-        check_used(self, ["gradient_wire"], not self.deterministic_reduction, "deterministic_reduction needs every bit")
+        reject_ineffective(
+            self, ["reduce_dtype"], not self.deterministic_reduction, "deterministic_reduction needs every bit"
+        )
         packed = ["max_tokens_per_step"] if self.max_tokens_per_step else []
-        check_used(self, packed, not self.micro_batch_size, "micro_batch_size says what a pass takes")
-        check_used(self, packed, self.compute != "torch", "compute is 'torch', which takes micro_batch_size rows")
+        reject_ineffective(self, packed, not self.micro_batch_size, "micro_batch_size sets the rows of a pass")
+        reject_ineffective(self, packed, self.compute != "torch", "compute is 'torch', which uses micro_batch_size")
 
     def has_reference(self) -> bool:
         """Whether the loss uses a reference."""
@@ -198,7 +200,7 @@ class PreferenceConfig:
     def __post_init__(self) -> None:
         check_types(self)
         check_dpo_options(type(self).__name__, self.loss_type, self.beta, self.label_smoothing)
-        check_used(self, ["beta"], self.loss_type != "sft", "'sft' uses the chosen completion only")
+        reject_ineffective(self, ["beta"], self.loss_type != "sft", "'sft' uses the chosen completion only")
 
     def has_reference(self) -> bool:
         """Whether the loss uses the reference."""
@@ -217,8 +219,10 @@ class DPOConfig(PreferenceConfig, OfflineConfig):
     def __post_init__(self) -> None:
         TrainerConfig.__post_init__(self)
         PreferenceConfig.__post_init__(self)
-        check_used(self, ["precompute_reference"], self.has_reference(), "the loss uses no reference")
-        check_used(self, ["reference_cache"], self.precompute_reference, "it caches what precompute_reference computes")
+        reject_ineffective(self, ["precompute_reference"], self.has_reference(), "the loss uses no reference")
+        reject_ineffective(
+            self, ["reference_cache"], self.precompute_reference, "it caches what precompute_reference computes"
+        )
 
 
 @dataclass(kw_only=True)
@@ -275,28 +279,28 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         check_types(self)
         native = ["rollout_weights", "kv_bytes"]
-        check_used(self, native, self.engine != "torch", "engine is 'torch', which samples from the model")
-        check_used(
+        reject_ineffective(self, native, self.engine != "torch", "engine is 'torch', which samples from the model")
+        reject_ineffective(
             self, ["rollout_workers", "ray_address"], self.engine == "ray", f"engine is {self.engine!r}, not 'ray'"
         )
         self.sampling((), self.seed)
 
-    def samples_plainly(self) -> bool:
+    def uses_unmodified_distribution(self) -> bool:
         """Whether tokens are sampled from the model's own distribution: temperature 1, no filters."""
         plain = SamplingParams()
-        return all(getattr(self, name) == getattr(plain, name) for name in DISTRIBUTION)
+        return all(getattr(self, name) == getattr(plain, name) for name in DISTRIBUTION_SETTINGS)
 
     def sampling(self, stop_ids: Sequence[int], seed: int) -> SamplingParams:
         """The sampling settings for an engine; ``stop_ids`` are the model's, used if the config has none."""
-        return SamplingParams.of(self, stop_token_ids=self.stop_token_ids or stop_ids, seed=seed)
+        return SamplingParams.from_settings(self, stop_token_ids=self.stop_token_ids or stop_ids, seed=seed)
 
 
 @dataclass(kw_only=True)
 class OnlineConfig(RolloutConfig, TrainerConfig):
     """Settings of the training algorithms that sample. ``batch_size`` counts prompts."""
 
-    read_once: ClassVar[tuple[str, ...]] = (
-        *TrainerConfig.read_once, "engine", "rollout_workers", "ray_address", "rollout_weights", "kv_bytes",
+    fixed_at_construction: ClassVar[tuple[str, ...]] = (
+        *TrainerConfig.fixed_at_construction, "engine", "rollout_workers", "ray_address", "rollout_weights", "kv_bytes",
         "reward_weights", "reward_policy", "reward_timeout_s",
     )  # fmt: skip
 
@@ -344,7 +348,7 @@ class GRPOConfig(OnlineConfig):
     """0: population standard deviation; 1: sample."""
     advantage_eps: _Eps = None
     """Added to the standard deviation (TRL: 1e-4, with ddof 1); None: nothing, but zeros below 1e-8."""
-    drop_zero_spread: bool = False
+    filter_zero_variance: bool = False
     """Drop groups whose rewards are all equal from the update, instead of counting them."""
     mask_truncated_completions: bool = False
     """Drop completions that max_new_tokens ended from the update."""
@@ -368,17 +372,17 @@ class GRPOConfig(OnlineConfig):
                 f"{type(self).__name__}: epsilon_high is None, and in 'cispo' it caps the ratio itself: at epsilon, "
                 f"{self.epsilon:g}, it would scale every gradient down to that. Pass epsilon_high, for example 5.0."
             )
-        check_used(
+        reject_ineffective(
             self, ["epsilon"], loss_type not in _UNCLIPPED, f"{loss_type!r} does not clip the ratio at 1 - epsilon"
         )
         taus = ["sapo_tau_positive", "sapo_tau_negative"]
-        check_used(self, taus, loss_type == "sapo", f"{loss_type!r} has no temperature")
-        check_used(self, ["kl_estimator"], self.beta != 0, "beta is 0, and there is no KL term")
+        reject_ineffective(self, taus, loss_type == "sapo", f"{loss_type!r} has no temperature")
+        reject_ineffective(self, ["kl_estimator"], self.beta != 0, "beta is 0, and there is no KL term")
         # With "auto" twice it is the model that decides: a quantised base is corrected, and GRPO sees it.
         may_correct = self.correction() is not None or self.sampler_correction == self.rollout_weights == "auto"
-        check_used(self, ["sampler_cap"], may_correct, "sampler_correction is off")
+        reject_ineffective(self, ["sampler_cap"], may_correct, "sampler_correction is off")
         spread = ["advantage_ddof", "advantage_eps"]
-        check_used(self, spread, self.scale_rewards != "none", "scale_rewards is 'none', and nothing divides")
+        reject_ineffective(self, spread, self.scale_rewards != "none", "scale_rewards is 'none', and nothing divides")
 
 
 @dataclass(kw_only=True)

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from whet import _core
-from whet.config.sampling import DISTRIBUTION, Completion, SamplingParams, StreamKey, stream_keys
+from whet.config.sampling import DISTRIBUTION_SETTINGS, Completion, SamplingParams, StreamKey, stream_keys
 from whet.engine.adapters import adapter_parts
 from whet.engine.checks import (
     LogprobsMode,
@@ -588,7 +588,7 @@ class Engine:
     ) -> dict[str, Any]:
         """The common part of a call's requests, as the core takes it."""
         check_sampling(s, self.config, where)
-        names = [*DISTRIBUTION, "top_logprobs"]
+        names = [*DISTRIBUTION_SETTINGS, "top_logprobs"]
         settings = {name: getattr(s, name) for name in names} | {"top_k": min(s.top_k, self.config.vocab_size)}
         special = texts.special_among(s.stop) if texts else []
         return {

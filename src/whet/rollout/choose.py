@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from whet.config.fields import check_used
+from whet.config.fields import reject_ineffective
 from whet.config.settings import EngineName, RolloutConfig, RolloutWeights
 from whet.engine import Engine
 from whet.errors import WhetTypeError, WhetValueError
@@ -119,7 +119,7 @@ def _native(model: nn.Module, weights: RolloutWeights, kv_bytes: int, tokenizer:
         return Engine.from_model(model, merge_adapters=True, **options)
 
 
-def with_room(
+def ensure_capacity(
     engine: RolloutEngine,
     make: Callable[[int], RolloutEngine] | None,
     prompt_ids: Sequence[Sequence[int]],
@@ -180,7 +180,7 @@ def reward_functions(config: RolloutConfig, reward_fn: RewardFn | None) -> Rewar
             ("reward_policy", reward_fn.on_error, config.reward_policy == reward_fn.on_error),
             ("reward_timeout_s", reward_fn.timeout_s, config.reward_timeout_s == reward_fn.timeout_s),
         ):
-            check_used(config, [name], same, f"reward_fn is RewardFunctions, which has its own, {own!r}")
+            reject_ineffective(config, [name], same, f"reward_fn is RewardFunctions, which has its own, {own!r}")
         return reward_fn
     return RewardFunctions(
         reward_fn,

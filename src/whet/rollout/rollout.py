@@ -62,7 +62,7 @@ def read_prompts(batch: Any, tokenizer: Any, where: str) -> Prompts:
         if len(column) != len(ids):
             raise WhetValueError(f"{where}: {name} has {len(column)} values, and there are {len(ids)} prompts.")
     shown = [
-        prompt if isinstance(prompt, str) or is_messages(prompt) else as_shown(row, tokenizer)
+        prompt if isinstance(prompt, str) or is_messages(prompt) else decode_for_reward(row, tokenizer)
         for prompt, row in zip(given, ids, strict=True)
     ]
     return Prompts(ids, shown, columns)
@@ -75,22 +75,22 @@ def as_prompt_row(item: Any) -> Mapping[str, Any]:
     return item if isinstance(item, Mapping) else {"prompt": item}
 
 
-def as_shown(token_ids: Sequence[int], tokenizer: Any) -> Any:
+def decode_for_reward(token_ids: Sequence[int], tokenizer: Any) -> Any:
     """Token ids as reward functions get them: text, or without a tokenizer a 1-D tensor."""
     if tokenizer is None:
         return torch.tensor(token_ids, dtype=torch.int64)
     return tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
-def show_completion(completion: Completion, replies: Replies | None) -> Any:
+def decode_completion(completion: Completion, replies: Replies | None) -> Any:
     """A completion as reward functions get it: text up to a stop string, or without a tokenizer its tokens."""
     if replies is None:
-        return as_shown(completion.token_ids, None)
+        return decode_for_reward(completion.token_ids, None)
     return replies.text(completion.token_ids) if completion.text is None else completion.text
 
 
-def as_plain(shown: Any) -> Any:
-    """The result of ``as_shown`` as a JSON value."""
+def to_json_value(shown: Any) -> Any:
+    """The result of ``decode_for_reward`` as a JSON value."""
     return shown.tolist() if isinstance(shown, torch.Tensor) else shown
 
 
@@ -182,7 +182,7 @@ def sample(engine: Sampler, prompts: Prompts, n: int, sampling: SamplingParams, 
         prompt_ids=repeated(prompts.ids),
         prompts=repeated(prompts.shown),
         completions=completions,
-        shown=[show_completion(completion, replies) for completion in completions],
+        shown=[decode_completion(completion, replies) for completion in completions],
         columns={name: repeated(values) for name, values in {OPENING_TAG: opening, **prompts.columns}.items()},
     )
 
@@ -192,8 +192,8 @@ def completion_table(
 ) -> list[dict[str, Any]]:
     """One dict per completion: step, prompt, completion, each function's reward, the total, and ``extra``."""
     columns: dict[str, Sequence[Any]] = {
-        "prompt": [as_plain(prompt) for prompt in rollout.prompts],
-        "completion": [as_plain(completion) for completion in rollout.shown],
+        "prompt": [to_json_value(prompt) for prompt in rollout.prompts],
+        "completion": [to_json_value(completion) for completion in rollout.shown],
     }
     if rewards is not None:
         columns |= {f"rewards/{name}": scores.tolist() for name, scores in rewards.by_name.items()}

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whet.config.sampling import DISTRIBUTION, Completion, SamplingParams, StreamKey, stream_keys
+from whet.config.sampling import DISTRIBUTION_SETTINGS, Completion, SamplingParams, StreamKey, stream_keys
 from whet.errors import WhetTypeError, WhetValueError, check_integer
 from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 from whet.nn.causal_lm import causal_logits, padded_batch, token_lists
@@ -231,7 +231,7 @@ class TorchEngine:
             prompt_ids: rows of token ids without padding, at least one token each.
             n: completions per prompt.
             sampling: a module's own ``generate`` must take those of its settings that are not at their defaults and
-                change the distribution (``whet.config.sampling.DISTRIBUTION``), and cannot tell top_logprobs.
+                change the distribution (``whet.config.sampling.DISTRIBUTION_SETTINGS``), and cannot tell top_logprobs.
             keys: as of the native engine. A module's own ``generate`` draws otherwise, and takes none.
 
         Raises:
@@ -510,7 +510,7 @@ def _own_settings(model: Any, sampling: SamplingParams) -> dict[str, Any]:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     neutral = SamplingParams()
     settings = {}
-    for name in DISTRIBUTION:
+    for name in DISTRIBUTION_SETTINGS:
         value = getattr(sampling, name)
         at_default = value == getattr(neutral, name)
         if name in parameters:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from whet.config.fields import check_used
+from whet.config.fields import reject_ineffective
 from whet.data.messages import is_messages
 from whet.errors import WhetTypeError, WhetValueError
 from whet.rewards.functions import load_function
@@ -42,7 +42,7 @@ class OwnTask:
     """A task of a user's own, with the rows of one split: each row is looked at once, here."""
 
     def __init__(self, settings: TaskSettings, split: Split, size: int | None) -> None:
-        check_used(settings, ["partial_credit"], False, "score is the task's own")
+        reject_ineffective(settings, ["partial_credit"], False, "score is the task's own")
         task = _make(settings)
         self.name = task.name
         self.system_prompt = task.system_prompt if settings.system_prompt is None else settings.system_prompt

@@ -11,9 +11,6 @@ Collectives run over gloo, on the CPU. This module imports torch where there are
 from __future__ import annotations
 
 import datetime
-import inspect
-import itertools
-import math
 import os
 import time
 import zlib
@@ -21,13 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from whet.config.sampling import Completion, SamplingParams, StreamKey
-from whet.errors import RankError, WhetTypeError, WhetValueError
+from whet.errors import RankError, WhetValueError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from whet.rollout.protocol import RolloutEngine
 
 Value = TypeVar("Value")
 
@@ -80,18 +74,18 @@ class Ranks:
         """Whether this is the rank that logs, saves and shows progress."""
         return self.rank == 0
 
-    def gather(self, value: Value) -> list[Value]:
+    def all_gather(self, value: Value) -> list[Value]:
         """The values of all ranks, in their order."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.size
-        with _told_if_lost():
+        with _report_lost_ranks():
             dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def share(self, compute: Callable[[], Value]) -> list[Value]:
+    def gather_results(self, compute: Callable[[], Value]) -> list[Value]:
         """The values that ``compute`` returns on the ranks, in their order.
 
         Raises:
@@ -102,36 +96,40 @@ class Ranks:
         try:
             value = compute()
         except Exception as error:
-            self.tell_failure(error)
+            self.broadcast_failure(error)
             raise
-        return self.gather_whole(value)
+        return self.all_gather_checked(value)
 
-    def gather_whole(self, value: Value) -> list[Value]:
-        """``gather`` for a place where other ranks may call ``tell_failure`` instead, which is an error here."""
+    def all_gather_checked(self, value: Value) -> list[Value]:
+        """Return the values of all ranks, in rank order, when other ranks may call ``broadcast_failure`` instead.
+
+        Raises:
+            RankError: another rank failed.
+        """
         if self.size == 1:
             return [value]
-        gathered = self.gather((None, value))
+        gathered = self.all_gather((None, value))
         for rank, (failure, _) in enumerate(gathered):
             if failure is not None:
                 error = RankError(f"rank {rank} failed: {failure}")
-                error.is_told = True
+                error.is_reported = True
                 raise error
         return [value for _, value in gathered]
 
-    def tell_failure(self, error: Exception) -> None:
-        """Tell the other ranks, which are or come to ``gather_whole``; nothing where one of them has told its own."""
+    def broadcast_failure(self, error: Exception) -> None:
+        """Make ``all_gather_checked`` raise on the other ranks; no-op if ``error`` is another rank's failure."""
         if self.size > 1 and not isinstance(error, RankError):
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"
             with suppress(RankError):  # they have ended: the error that is being raised is the cause
-                self.gather((text, None))
+                self.all_gather((text, None))
 
-    def from_first(self, compute: Callable[[], Value]) -> Value:
+    def broadcast_from_first(self, compute: Callable[[], Value]) -> Value:
         """The value that ``compute`` returns on rank 0; the others wait for it."""
-        return self.share(lambda: compute() if self.is_first else None)[0]  # pyright: ignore[reportReturnType]
+        return self.gather_results(lambda: compute() if self.is_first else None)[0]  # pyright: ignore[reportReturnType]
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is true on any rank."""
-        return any(self.gather(flag))
+        return any(self.all_gather(flag))
 
     def check_same(self, where: str, facts: dict[str, Any]) -> None:
         """Raise unless every rank has the same facts.
@@ -139,7 +137,7 @@ class Ranks:
         Raises:
             WhetValueError: it names the first one that differs.
         """
-        for rank, others in enumerate(self.gather(facts)):
+        for rank, others in enumerate(self.all_gather(facts)):
             for name, value in facts.items():
                 if others.get(name) != value:
                     raise WhetValueError(
@@ -148,10 +146,10 @@ class Ranks:
                         f"data and checkpoint."
                     )
 
-    def sum_tensors(self, tensors: Sequence[Tensor], wire: Any) -> None:
-        """Replace each tensor, contiguous, by its sum over the ranks, which travels in the dtype ``wire``.
+    def all_reduce(self, tensors: Sequence[Tensor], dtype: Any) -> None:
+        """Replace each contiguous tensor by its sum over the ranks, all-reduced in ``dtype``; None: its own dtype.
 
-        None: in its own. Every rank gets the same bits.
+        Every rank gets the same bits.
         """
         if self.size == 1:
             return
@@ -159,12 +157,12 @@ class Ranks:
         import torch.distributed as dist
 
         def reduce(pieces: list[Tensor]) -> None:
-            dtype = wire or pieces[0].dtype
-            with _told_if_lost():
-                if len(pieces) == 1 and pieces[0].dtype == dtype:
+            wire_dtype = dtype or pieces[0].dtype
+            with _report_lost_ranks():
+                if len(pieces) == 1 and pieces[0].dtype == wire_dtype:
                     dist.all_reduce(pieces[0], group=self._group)
                     return
-                bucket = torch.cat([piece.to(dtype) for piece in pieces])
+                bucket = torch.cat([piece.to(wire_dtype) for piece in pieces])
                 dist.all_reduce(bucket, group=self._group)
             for piece, total in zip(pieces, bucket.split([p.numel() for p in pieces]), strict=True):
                 piece.copy_(total)
@@ -235,7 +233,7 @@ def _join() -> Ranks:
 
 
 @contextmanager
-def _told_if_lost() -> Iterator[None]:
+def _report_lost_ranks() -> Iterator[None]:
     """Report what gloo raises where a rank has ended, or does not answer, as a RankError."""
     start = time.monotonic()
     try:
@@ -248,7 +246,7 @@ def _told_if_lost() -> Iterator[None]:
         ) from error
 
 
-def deal(costs: Sequence[float], size: int) -> list[list[int]]:
+def shard_by_cost(costs: Sequence[float], size: int) -> list[list[int]]:
     """Items to ``size`` ranks so that their costs are about even: the longest first, to whoever has least.
 
     Returns:
@@ -261,54 +259,6 @@ def deal(costs: Sequence[float], size: int) -> list[list[int]]:
         shares[rank].append(i)
         loads[rank] += costs[i]
     return [sorted(share) for share in shares]
-
-
-class DividedEngine:
-    """Samples on the engines of all ranks: each an equal share, whose tokens are those of the undivided call.
-
-    Args:
-        ranks: all of them.
-        engine: this rank's.
-    """
-
-    def __init__(self, ranks: Ranks, engine: RolloutEngine) -> None:
-        self.ranks, self.engine = ranks, engine
-
-    def generate(self, prompt_ids: Sequence[Sequence[int]], n: int, sampling: SamplingParams) -> list[list[Completion]]:
-        """As of every engine; all completions, on every rank."""
-        share = self.ranks.share(lambda: self._own(prompt_ids, n, sampling))
-        own = dict(itertools.chain(*share))
-        return [[own[i, j] for j in range(n)] for i in range(len(prompt_ids))]
-
-    def _own(
-        self, prompt_ids: Sequence[Sequence[int]], n: int, sampling: SamplingParams
-    ) -> list[tuple[tuple[int, int], Completion]]:
-        """This rank's completions, each with the indices of prompt and sample."""
-        generate: Any = self.engine.generate
-        parameters = inspect.signature(generate).parameters.values()
-        if not any(p.name == "keys" or p.kind is p.VAR_KEYWORD for p in parameters):
-            raise WhetTypeError(
-                f"{type(self.engine).__name__}.generate takes no keys, by which ranks divide a batch. Add keys=None "
-                f"(a whet.StreamKey for each prompt), or train in one process."
-            )
-        found = []
-        for count, keys in _pieces(len(prompt_ids), n, self.ranks.rank, self.ranks.size).items():
-            groups = generate([prompt_ids[key.prompt_index] for key in keys], count, sampling, keys=keys)
-            for key, group in zip(keys, groups, strict=True):
-                found += [((key.prompt_index, key.first_sample + j), c) for j, c in enumerate(group)]
-        return found
-
-
-def _pieces(n_prompts: int, n: int, rank: int, size: int) -> dict[int, list[StreamKey]]:
-    """A rank's samples of ``n_prompts`` groups of ``n``: how many of a prompt at once -> prompts and first samples."""
-    first, end = (n_prompts * n * r // size for r in (rank, rank + 1))
-    pieces: dict[int, list[StreamKey]] = {}
-    if first == end:  # more ranks than samples
-        return pieces
-    for i in range(first // n, math.ceil(end / n)):
-        start, stop = max(first, i * n), min(end, (i + 1) * n)
-        pieces.setdefault(stop - start, []).append(StreamKey(i, start - i * n))
-    return pieces
 
 
 class ExactSum:
@@ -351,7 +301,7 @@ class ExactSum:
     def finish(self, parameters: Sequence[Tensor], ranks: Ranks) -> None:
         """Set the gradients of these parameters to the sums over all ranks."""
         sums = [self._sum_of(p) if p in self._added else self._sum_of(p).zero_() for p in parameters]
-        ranks.sum_tensors(sums, None)
+        ranks.all_reduce(sums, None)
         for p, total in zip(parameters, sums, strict=True):
             p.grad = total.to(p.dtype).view_as(p)
 

@@ -68,12 +68,12 @@ def end_with_launcher() -> None:
         die_with(int(os.environ.get(_LAUNCHER, os.getppid())))
 
 
-def is_told_elsewhere(error: RankError) -> bool:
+def is_reported_elsewhere(error: RankError) -> bool:
     """Whether another rank of ``whet train --ranks`` says why it failed; returns when it has."""
     file = os.environ.get(_STATUS_FILE)
     if file is None:
         return False
-    end = time.monotonic() + (_PATIENCE_S if error.is_told else 0)
+    end = time.monotonic() + (_PATIENCE_S if error.is_reported else 0)
     while not os.path.exists(file) and time.monotonic() < end:  # or torchrun would end the other, for this one's end
         time.sleep(0.02)
     return os.path.exists(file)

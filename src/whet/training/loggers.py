@@ -62,7 +62,7 @@ _MAIN_METRICS: dict[str, tuple[str, ...]] = {
 """The labels of a line, in order, and the metric names of each: the first that is present is shown."""
 
 
-def main_figures(metrics: Mapping[str, float]) -> dict[str, str]:
+def main_metrics(metrics: Mapping[str, float]) -> dict[str, str]:
     """The main metrics and the evaluations, by label, as text; all metrics if there are none of these."""
     known = {
         label: next(metrics[name] for name in names if name in metrics)
@@ -106,7 +106,7 @@ class ConsoleLogger(Logger):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if _evaluations(metrics):
-            print(f"step {step:>6}  {_line(main_figures(metrics))}", flush=True)
+            print(f"step {step:>6}  {_line(main_metrics(metrics))}", flush=True)
             return
         self._pending = (dict(metrics), step)
         if self._printed_step is None or step // self.log_interval > self._printed_step // self.log_interval:
@@ -115,7 +115,7 @@ class ConsoleLogger(Logger):
     def _print_pending(self) -> None:
         if self._pending is not None:
             metrics, step = self._pending
-            print(f"step {step:>6}  {_line(main_figures(metrics))}", flush=True)
+            print(f"step {step:>6}  {_line(main_metrics(metrics))}", flush=True)
             self._printed_step, self._pending = step, None
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class ProgressLogger(Logger):
             self._start = (step, now_s)
         # A step's metrics and its evaluation may come in two calls; the bar keeps the last of each.
         kept = self._figures if self._bar is not None or step == self._last_step else {}
-        self._figures, self._last_step = kept | main_figures(metrics), step
+        self._figures, self._last_step = kept | main_metrics(metrics), step
         if self._bar is not None:
             self._show(step, now_s)
             return

@@ -212,7 +212,7 @@ class ReferenceSums:
             return {key: sums for key, row in unknown.items() if (sums := cache[row])}
 
         if open_cache and unknown:
-            self._sums |= ranks.from_first(partial(look_up, open_cache))
+            self._sums |= ranks.broadcast_from_first(partial(look_up, open_cache))
         left = [(key, row) for key, row in unknown.items() if key not in self._sums]
         for start in range(0, len(left), batch_size):
             batch = dict(left[start : start + batch_size])

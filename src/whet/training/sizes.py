@@ -49,7 +49,7 @@ class RunMemory(NamedTuple):
     gradients: int
     sampling: dict[str, int]
 
-    def at_its_fullest(self) -> dict[str, int]:
+    def at_peak(self) -> dict[str, int]:
         """The parts at the moment when they are most, whose sum is ``total``."""
         moments = self.update, {"gradients": self.gradients}, self.sampling
         last = max(moments, key=lambda parts: sum(parts.values()))
@@ -58,7 +58,7 @@ class RunMemory(NamedTuple):
     @property
     def total(self) -> int:
         """The most that the process holds."""
-        return sum(self.at_its_fullest().values())
+        return sum(self.at_peak().values())
 
 
 def run_memory(

@@ -66,7 +66,7 @@ def save_trainer(trainer: Trainer, path: str | os.PathLike[str]) -> None:
     for name, parameter in trainer.trainable.items():
         for key, value in trainer.optimizer.state[parameter].items():
             tensors["optimizer"][f"{name}.{key}"] = value
-    if own := trainer.own_tensors():
+    if own := trainer.extra_tensors():
         tensors["own"] = own
     state = {
         "algorithm": type(trainer).__name__,
@@ -150,7 +150,7 @@ def _restore(
             raise ValueError(f"the optimizer's {key} of {name} has shape {tuple(value.shape)}")
         trainer.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
     trainer.reference.load(tensors.get("reference", {}), state.get("adapters_off", True), where)
-    trainer.load_own_tensors(tensors.get("own", {}))
+    trainer.load_extra_tensors(tensors.get("own", {}))
     if "position" in state["counters"] and "epoch" not in state["counters"]:
         raise CheckpointError(
             f"{where}: the checkpoint counts its place in the data in batches, as earlier versions of Whet did, not in "

@@ -48,12 +48,12 @@ from whet.nn.modules import module_device, module_mode, stop_token_ids
 from whet.nn.optim import NARROW, AdamW
 from whet.nn.packed import token_batches
 from whet.signals import DeferredSignals
-from whet.training.ahead import Lookahead, check_forms, is_in_memory, locate_error
 from whet.training.callbacks import Callback, as_callback
-from whet.training.distributed import ExactSum, Ranks, deal, fingerprint, join_ranks
+from whet.training.distributed import ExactSum, Ranks, fingerprint, join_ranks, shard_by_cost
 from whet.training.lengths import LengthLimit
 from whet.training.loggers import Logger
 from whet.training.phases import phase, record
+from whet.training.prefetch import Prefetcher, check_forms, is_in_memory, locate_error
 from whet.training.reference import Reference
 from whet.training.state import Snapshot, load_trainer, save_trainer
 
@@ -135,7 +135,7 @@ class Update:
         self._added: list[tuple[int, dict[str, float], dict[str, float]]] = []
         memory.begin()
 
-    def deal(self, batches: Sequence[Batch], rows: Sequence[TokenRows]) -> Iterator[Batch]:
+    def shard(self, batches: Sequence[Batch], rows: Sequence[TokenRows]) -> Iterator[Batch]:
         """This rank's share of the micro-batches; the loss of each is added before the next one is taken.
 
         Args:
@@ -144,7 +144,7 @@ class Update:
         """
         self._costs = [count_tokens(part) for part in rows]
         self._digest = zlib.crc32(repr(rows).encode()) if self._ranks.size > 1 else 0
-        for i in deal(self._costs, self._ranks.size)[self._ranks.rank]:
+        for i in shard_by_cost(self._costs, self._ranks.size)[self._ranks.rank]:
             self._at = i
             if self._seed is not None:
                 torch.manual_seed(int(np.random.SeedSequence([self._seed, i]).generate_state(1, np.uint64)[0]) >> 1)
@@ -154,10 +154,10 @@ class Update:
         """Add the gradient of a micro-batch's loss, and its metrics; ``maxima`` are not summed.
 
         Raises:
-            WhetTypeError: there are several ranks, and the micro-batch does not come from ``deal``.
+            WhetTypeError: there are several ranks, and the micro-batch does not come from ``shard``.
         """
         if self._ranks.size > 1 and not self._costs:
-            raise WhetTypeError("Update.add: the micro-batches were not dealt to the ranks. Take them from deal().")
+            raise WhetTypeError("Update.add: the micro-batches were not dealt to the ranks. Take them from shard().")
         self._look()
         with phase("backward"):
             loss.backward()
@@ -166,7 +166,7 @@ class Update:
         if self._exact is not None:
             self._exact.add(self._parameters)
 
-    def reduce(self, wire: torch.dtype | None) -> None:
+    def reduce(self, dtype: torch.dtype | None) -> None:
         """Sum gradients and metrics over the micro-batches of all ranks.
 
         Raises:
@@ -176,7 +176,7 @@ class Update:
         exact, has_gradient = self._exact, [p.grad is not None for p in self._parameters]
         if exact is not None:
             has_gradient = [exact.has(p) for p in self._parameters]
-        shares = self._ranks.gather_whole((self._digest, self._added, has_gradient))
+        shares = self._ranks.all_gather_checked((self._digest, self._added, has_gradient))
         if any(digest != self._digest for digest, _, _ in shares):
             raise WhetValueError(
                 "train: the ranks have different batches. Give all of them the same rows in the same order; each "
@@ -195,7 +195,7 @@ class Update:
         elif self._ranks.size > 1:
             for p in concerned:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
-            self._ranks.sum_tensors([cast(Tensor, p.grad) for p in concerned], wire)
+            self._ranks.all_reduce([cast(Tensor, p.grad) for p in concerned], dtype)
 
     def _look(self) -> None:
         self._memory.look(sum(p.grad.nbytes for p in self._parameters if p.grad is not None))
@@ -287,7 +287,7 @@ class Trainer(ABC):
         )
         self.step = self.epoch = self.position = self.num_tokens = self.skipped_steps = self.n_updates = 0
         self._rate = self.config.learning_rate
-        self._made_with = {name: getattr(self.config, name) for name in self.config.read_once}
+        self._made_with = {name: getattr(self.config, name) for name in self.config.fixed_at_construction}
         self.memory = MemoryWatch()
         register_holder(self)
         self.should_stop = False
@@ -357,17 +357,17 @@ class Trainer(ABC):
         size = size or len(rows)
         return [list(range(start, min(start + size, len(rows)))) for start in range(0, len(rows), size)]
 
-    def deal(
+    def shard(
         self, update: Update, rows: Sequence[Sequence[Sequence[int]]], parts: Sequence[list[int]]
     ) -> Iterator[list[int]]:
-        """This rank's share of the micro-batches ``parts`` of the rows, as ``Update.deal``."""
-        return update.deal(parts, [[rows[i] for i in part] for part in parts])
+        """This rank's share of the micro-batches ``parts`` of the rows, as ``Update.shard``."""
+        return update.shard(parts, [[rows[i] for i in part] for part in parts])
 
     @contextmanager
     def update(self) -> Iterator[Update]:
         """One optimizer update: ``add`` the micro-batches' losses to what this gives, within its context.
 
-        The context takes the micro-batches from ``deal``, which gives each rank its share.
+        The context takes the micro-batches from ``shard``, which gives each rank its share.
 
         If the sum of the losses or the gradient norm is not finite, the update is skipped and counted, and neither
         parameters nor optimizer have changed.
@@ -399,10 +399,10 @@ class Trainer(ABC):
                 with module_mode(self.model, self.config.training_mode), self.acceleration or nullcontext():
                     yield update
             except Exception as error:
-                self.ranks.tell_failure(error)
+                self.ranks.broadcast_failure(error)
                 raise
         with phase("reduction") if self.ranks.size > 1 or exact is not None else nullcontext():
-            update.reduce(torch.bfloat16 if self.config.gradient_wire == "bfloat16" else None)
+            update.reduce(torch.bfloat16 if self.config.reduce_dtype == "bfloat16" else None)
         with phase("optimizer"):
             loss = update.metrics["loss"]
             norm = update.metrics["grad_norm"] = self._grad_norm()
@@ -496,8 +496,8 @@ class Trainer(ABC):
                     model, prompts, completions, completion_mask=mask, temperature=temperature
                 ).logprobs
 
-            own = deal(_costs(rows, parts), self.ranks.size)[self.ranks.rank]
-            for shared in self.ranks.share(lambda: [(parts[i], compute(parts[i])) for i in own]):
+            own = shard_by_cost(_costs(rows, parts), self.ranks.size)[self.ranks.rank]
+            for shared in self.ranks.gather_results(lambda: [(parts[i], compute(parts[i])) for i in own]):
                 for part, logprobs in shared:
                     out = out.to(logprobs.dtype)
                     out[part, : logprobs.shape[1]] = logprobs
@@ -571,7 +571,7 @@ class Trainer(ABC):
             dataset, self.config.batch_size, self.config.seed, place, self.row_fields, self.as_row
         )
         self._check_forms(dataset)
-        ahead = Lookahead(batches, lambda drawn: self._prepare(dataset, drawn[0]))
+        ahead = Prefetcher(batches, lambda drawn: self._prepare(dataset, drawn[0]))
         if steps is None:
             if n_left is None or per_epoch is None:
                 raise WhetValueError(
@@ -626,7 +626,7 @@ class Trainer(ABC):
         """
         return batch
 
-    def prepared(self, *batch: Any) -> Any:
+    def get_prepared(self, *batch: Any) -> Any:
         """``prepare``, for ``train_step`` and evaluation; what is known already of a batch is not computed again."""
         known, self._prepared = self._prepared, None
         given = [argument for argument in batch if argument is not None]
@@ -677,7 +677,7 @@ class Trainer(ABC):
         """The metrics of an evaluation over a dataset, by name, the main one first; each algorithm defines them."""
         raise WhetTypeError(f"{type(self).__name__}: it has no evaluation. Define evaluation_metrics(dataset).")
 
-    def in_order(self, dataset: Any) -> Iterator[tuple[Any, ...]]:
+    def iter_batches(self, dataset: Any) -> Iterator[tuple[Any, ...]]:
         """The arguments of ``train_step`` for one pass over a dataset, in its order."""
         where = f"{type(self).__name__}.evaluate"
         for batch in batches_in_order(dataset, self.config.batch_size, self.row_fields, self.as_row, where):
@@ -774,12 +774,12 @@ class Trainer(ABC):
         yield from tensor_memory("gradients", (p.grad for p in self.trainable.values() if p.grad is not None))
         yield from tensor_memory("moments", (value for value in states if isinstance(value, Tensor)))
 
-    def own_tensors(self) -> dict[str, Tensor]:
+    def extra_tensors(self) -> dict[str, Tensor]:
         """Tensors that a checkpoint keeps for an algorithm beside model and optimizer."""
         return {}
 
-    def load_own_tensors(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Restore what ``own_tensors`` returned."""
+    def load_extra_tensors(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Restore what ``extra_tensors`` returned."""
 
 
 def count_tokens(rows: Sequence[Sequence[Sequence[int]]]) -> int:

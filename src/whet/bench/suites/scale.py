@@ -127,7 +127,7 @@ def tables(options: ScaleOptions) -> list[Table]:
             [
                 contender("whet", native.serve_lora, base=""),
                 ranked("whet, 2 ranks", "", "gradients travel in float32"),
-                ranked("whet, 2 ranks, bfloat16 wire", "", gradient_wire="bfloat16"),
+                ranked("whet, 2 ranks, bfloat16 all-reduce", "", reduce_dtype="bfloat16"),
             ],
         ),
         training_table(
@@ -141,7 +141,7 @@ def tables(options: ScaleOptions) -> list[Table]:
             step,
             options,
             [
-                ranked("whet", "", "the plain sum, float32 wire"),
+                ranked("whet", "", "the plain sum, float32 all-reduce"),
                 ranked("whet, deterministic", "", deterministic_reduction=True),
             ],
         ),

@@ -21,13 +21,13 @@ Drawn = TypeVar("Drawn")
 Row = Mapping[str, Any]
 Tokenize = Callable[[Row, Any], object]
 
-AHEAD = 4
+PREFETCH = 4
 """Batches that are tokenised when the first of them is trained."""
 _QUIET_S = 1.0
 """Time after which a check of all rows shows how far it is."""
 
 
-class Lookahead(Generic[Drawn]):
+class Prefetcher(Generic[Drawn]):
     """The next items of a stream, each checked a few before its turn.
 
     Args:
@@ -41,7 +41,7 @@ class Lookahead(Generic[Drawn]):
 
     def take(self, n_left: int) -> tuple[Drawn, Any] | None:
         """The next item and what ``prepare`` returned; None at the end. No more than ``n_left`` are drawn."""
-        for drawn in itertools.islice(self._stream, max(0, min(n_left, AHEAD) - len(self._waiting))):
+        for drawn in itertools.islice(self._stream, max(0, min(n_left, PREFETCH) - len(self._waiting))):
             self._waiting.append((drawn, self._prepare(drawn)))
         return self._waiting.popleft() if self._waiting else None
 

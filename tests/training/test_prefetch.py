@@ -18,9 +18,9 @@ from whet.checkpoint import latest_checkpoint
 from whet.data.rows import epoch_order
 from whet.data.sources import Part, Rows
 from whet.errors import RewardError, RowError, WhetTypeError, WhetValueError
-from whet.training import ahead
-from whet.training.ahead import AHEAD, Lookahead
+from whet.training import prefetch
 from whet.training.callbacks import Callback, CheckpointCallback
+from whet.training.prefetch import PREFETCH, Prefetcher
 
 GOOD = {"prompt": "ab", "completion": "c"}
 
@@ -57,7 +57,7 @@ def test_a_table_of_datasets_is_checked_and_what_computes_its_rows_is_not():
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{**GOOD, "completion": None if i == 7 else "c"} for i in range(9)])
     assert_raises(RowError, "^row 7 of the dataset", sft(tokenizer=Unused()).train, rows, steps=1)
-    assert not ahead.is_in_memory(rows.with_transform(lambda batch: batch))
+    assert not prefetch.is_in_memory(rows.with_transform(lambda batch: batch))
 
 
 def test_rows_are_checked_once():
@@ -80,8 +80,8 @@ def test_a_row_that_only_the_tokenizer_finds_is_named_before_its_step(kind):
     """Its batch is the fifth: the fourth before it is not trained any more."""
     rows = [GOOD] * 8
     order = epoch_order(len(rows), 0, 0).tolist()
-    rows[order[AHEAD + 1]] = {"prompt": "ab", "completion": "c" * 70, "id": 3}
-    place = f"row {order[AHEAD + 1]} of the dataset"
+    rows[order[PREFETCH + 1]] = {"prompt": "ab", "completion": "c" * 70, "id": 3}
+    place = f"row {order[PREFETCH + 1]} of the dataset"
     if kind is iter:
         rows, place = iter([rows[i] for i in order]), "row 0 of the batch of step 3"
     trainer = sft()
@@ -109,16 +109,16 @@ def test_an_iterator_gives_its_batches_to_the_next_call_in_order():
 
 def test_no_more_is_drawn_than_is_to_come():
     numbers = count()
-    stream = Lookahead(numbers, lambda n: -n)
+    stream = Prefetcher(numbers, lambda n: -n)
     assert [stream.take(n) for n in (2, 1)] == [(0, 0), (1, -1)] and next(numbers) == 2
     assert [stream.take(9) for _ in range(2)] == [(3, -3), (4, -4)] and next(numbers) == 8
-    assert Lookahead([], print).take(3) is None
+    assert Prefetcher([], print).take(3) is None
 
 
 def test_a_long_check_shows_how_far_it_is(monkeypatch, capsys):
-    monkeypatch.setattr(ahead, "_QUIET_S", -1)
+    monkeypatch.setattr(prefetch, "_QUIET_S", -1)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert list(ahead._show_progress(range(8192))) == list(range(8192))
+    assert list(prefetch._show_progress(range(8192))) == list(range(8192))
     assert capsys.readouterr().err == "\rchecking rows: 49%\rchecking rows: 99%\r\x1b[K"
 
 
