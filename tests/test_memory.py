@@ -23,7 +23,7 @@ import torch, transformers, whet
 from tests.tiny import fours, tiny_llama, with_lora
 from whet.algorithms.grpo import GRPO
 from whet.memory import resident_bytes
-from whet.models.sources.live import describe_module
+from whet.models.sources.live import open_module
 from whet.training.sizes import Lengths, run_memory
 from whet.models.lora import choose_adapted
 
@@ -42,7 +42,7 @@ sizes = dict(vocab_size=8192, hidden_size=384, intermediate_size=1024, num_hidde
              num_key_value_heads=2, max_position_embeddings=512, eos_token_id=None, tie_word_embeddings=True)
 before = resident_bytes()
 model = tiny_llama(**sizes)
-source = describe_module(model)
+source = open_module(model)
 trainer = GRPO(adapted(model), **settings)
 for _ in range(3):
     trainer.train_step(prompts)

@@ -70,7 +70,8 @@ def facts() -> dict[str, Any]:
         "largest": architecture.LARGEST,
         "largestSize": architecture.LARGEST_SIZE,
         "formats": {
-            name: {k: s[k] for k in ("alias", "outer", "next") if k in s} for name, s in formats._SETTINGS.items()
+            name: {camel(k): s[k] for k in ("alias", "embedding_format", "next") if k in s}
+            for name, s in formats._SETTINGS.items()
         },
         "folder": {"buffers": folder._BUFFERS.pattern},
         "sampling": settings(),

@@ -23,7 +23,8 @@ from whet.cli.run_memory import fitting_settings, memory_of
 from whet.cli.runs import GRPORun, SFTRun
 from whet.cli.settings import read_toml
 from whet.errors import WhetValueError
-from whet.models.base import pack_base, read_record
+from whet.models.base_record import read_record
+from whet.models.packed_base import pack_base
 from whet.models.sources.pretrained import open_pretrained
 from whet.nn.frozen import base_of
 from whet.training.sizes import Lengths

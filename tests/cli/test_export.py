@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from whet.cli import export, main
 from whet.engine import probe
-from whet.models.rows import Rows
+from whet.models.row_reader import RowReader
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.gguf_container import read_gguf
 from whet.models.tokenizers import read_tokenizer
@@ -40,9 +40,9 @@ def test_a_file_that_is_another_model_is_removed(folder, tmp_path, capsys, monke
     def negated(self, slot, order):
         return -values(self, slot, order) if slot.endswith("down") else values(self, slot, order)
 
-    values = Rows.values
-    monkeypatch.setattr(Rows, "values", negated)
-    monkeypatch.setattr(Rows, "stored_format", lambda *_: None)
+    values = RowReader.values
+    monkeypatch.setattr(RowReader, "values", negated)
+    monkeypatch.setattr(RowReader, "stored_format", lambda *_: None)
     assert main(["export", str(folder), str(tmp_path / "tiny.gguf"), "--quantize", "f32"]) == 2
     error = capsys.readouterr().err
     assert "what was written is not this model: tokens 1 to 63" in error and error.count("\n") == 1

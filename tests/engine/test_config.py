@@ -10,10 +10,10 @@ import pytest
 from tests.engine.tiny_models import VOCAB, tiny_config, token_ids
 
 from whet.engine import Engine
-from whet.models.architecture import Piece
+from whet.models.architecture import RowSlice
 from whet.models.families import model_config
 from whet.models.reference import naive_forward
-from whet.models.slots import Source
+from whet.models.slots import ModelSource
 
 KNOBS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -42,9 +42,9 @@ def test_a_switch_alone(knob):
         slot: (rng.normal(size=shape) * 0.3 if len(shape) == 2 else rng.uniform(0.5, 1.5, shape)).astype(np.float32)
         for slot, shape in config.slots().items()
     }
-    pieces = [Piece(slot, 0, rows, "float32") for slot, rows in weights.items()]
+    slices = [RowSlice(slot, 0, rows, "float32") for slot, rows in weights.items()]
     right = naive_forward(config, {slot: rows.astype(np.float64) for slot, rows in weights.items()}, ids)
-    with Engine(Source(config, lambda: iter(pieces), {}), weights="float32") as engine:
+    with Engine(ModelSource(config, lambda: iter(slices), {}), weights="float32") as engine:
         found = engine.logits(ids)
     assert found.shape == (len(ids), VOCAB)
     np.testing.assert_allclose(found, right, rtol=0, atol=1e-4 * np.abs(right).max())

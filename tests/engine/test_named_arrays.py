@@ -12,9 +12,9 @@ from tests.tiny import changed, tiny_llama, with_lora
 
 from whet import Engine, SamplingParams
 from whet.errors import WhetError, WhetTypeError, WhetValueError
-from whet.models.base import pack_base
+from whet.models.packed_base import pack_base
 from whet.models.sources.arrays import named_arrays
-from whet.models.sources.live import describe_module
+from whet.models.sources.live import open_module
 
 SAMPLING = SamplingParams(max_new_tokens=6, seed=3)
 PROMPTS = [[3, 5, 7], [4, 4]]
@@ -51,7 +51,7 @@ def test_bfloat16_comes_as_its_bits():
 def test_slots_of_bfloat16_travel_in_half_the_bytes_and_are_the_same_engine():
     model = changed(tiny_llama())
     whole = named_arrays(model)
-    slots = [slot for slot, shape in describe_module(model).config.slots().items() if len(shape) == 2]
+    slots = [slot for slot, shape in open_module(model).config.slots().items() if len(shape) == 2]
     half = named_arrays(model, bfloat16_slots=slots)
     for name, array in half.items():
         assert str(array.dtype) == ("uint16" if array.ndim == 2 else "float32") and array.shape == whole[name].shape
@@ -64,11 +64,11 @@ def test_slots_of_bfloat16_travel_in_half_the_bytes_and_are_the_same_engine():
 def test_adapters_come_alone_or_with_the_weights(base):
     plain = tiny_llama(hidden_size=32, intermediate_size=32)
     adapted = with_lora(copy.deepcopy(plain), b_std=0.5, r=2, target_modules=["q_proj", "v_proj", "down_proj"])
-    alone = named_arrays(adapted, adapters_alone=True)
+    alone = named_arrays(adapted, adapters_only=True)
     assert all(isinstance(value, tuple) for value in alone.values()) and len(alone) == 6
     with Engine.from_model(adapted, weights=base or "float32") as near:
         expected = said(near)
-    engine = Engine.from_base(pack_base(describe_module(plain), weights=base)) if base else Engine.from_model(
+    engine = Engine.from_base(pack_base(open_module(plain), weights=base)) if base else Engine.from_model(
         plain, weights="float32"
     )  # fmt: skip
     with engine as far:
@@ -121,11 +121,11 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
         assert said(engine) == before and engine.policy_version == 0
         engine.release_weights()
         with pytest.raises(WhetValueError, match="these are adapters alone, and release_weights gave"):
-            engine.sync(named_arrays(with_lora(tiny_llama(), b_std=0.1), adapters_alone=True))
+            engine.sync(named_arrays(with_lora(tiny_llama(), b_std=0.1), adapters_only=True))
         engine.sync(arrays)
         assert said(engine) == before
     with pytest.raises(WhetValueError, match="no active LoRA adapter"):
-        named_arrays(model, adapters_alone=True)
+        named_arrays(model, adapters_only=True)
 
 
 def test_a_worker_needs_no_torch(tmp_path):

@@ -186,7 +186,7 @@ def test_a_sync_that_is_stopped_twice_is_known_to_be_torn(monkeypatch):
         def stopped(*_: Any) -> None:
             raise MemoryError
 
-        monkeypatch.setattr("whet.engine.engine.load", stopped)
+        monkeypatch.setattr("whet.engine.engine.pack_slices", stopped)
         change(model, 1.3)
         with pytest.raises(MemoryError):
             engine.sync(model)
@@ -246,8 +246,8 @@ def test_adapters_alone_are_taken_where_the_base_is_the_same(monkeypatch):
     from whet.engine import engine as module
 
     loads = []
-    load = module.load
-    monkeypatch.setattr(module, "load", lambda *arguments: (loads.append(1), load(*arguments)))
+    pack_slices = module.pack_slices
+    monkeypatch.setattr(module, "pack_slices", lambda *arguments: (loads.append(1), pack_slices(*arguments)))
     model = policy()
     with engine_of(model) as engine:
         for factor in (2.0, -0.5):

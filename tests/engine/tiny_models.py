@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from whet.models.families import FAMILIES
 from whet.models.reference import naive_forward, naive_weights
-from whet.models.slots import Source
+from whet.models.slots import ModelSource
 
 VOCAB = 48
 _LLAMA = {
@@ -240,7 +240,7 @@ def logits_of(model: Any, ids: torch.Tensor) -> np.ndarray:
         return model(ids).logits[0].numpy()
 
 
-def naive_logits(source: Source, ids: torch.Tensor, dtype: Any = np.float32) -> np.ndarray:
+def naive_logits(source: ModelSource, ids: torch.Tensor, dtype: Any = np.float32) -> np.ndarray:
     """(T, V): what the plain definition computes of a source."""
-    weights = naive_weights(source.config, source.pieces(), dtype)
+    weights = naive_weights(source.config, source.slices(), dtype)
     return naive_forward(source.config, weights, ids[0].numpy())

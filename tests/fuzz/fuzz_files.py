@@ -27,7 +27,7 @@ import numpy as np
 import whet
 from whet.models import tokenizers
 from whet.models.formats import TABLE, Format
-from whet.models.reference import piece_values
+from whet.models.reference import slice_values
 from whet.models.sources import folder, gguf, gguf_container, mapped  # noqa: F401  (here before they are instrumented)
 
 ROOT = Path(__file__).parents[2]
@@ -142,7 +142,7 @@ def gguf_blocks(data: bytes) -> None:
     except whet.WhetError as error:
         assert "holds NaN or infinity" in str(error), error
         return
-    assert all(np.isfinite(piece_values(piece)).all() for piece in gguf.open_gguf(path).pieces())
+    assert all(np.isfinite(slice_values(row_slice)).all() for row_slice in gguf.open_gguf(path).slices())
     with contextlib.suppress(whet.WhetError), engine:  # logits may hold NaN
         say(engine)
 

@@ -24,13 +24,13 @@ from whet.engine import Engine
 from whet.errors import DiskFullError, WhetValueError
 from whet.models import gguf_writer
 from whet.models.architecture import find_difference
-from whet.models.base import pack_base
 from whet.models.export import export_gguf, read_adapters
 from whet.models.families import FAMILIES, model_config
 from whet.models.formats import FILE_TYPES, TABLE
 from whet.models.gguf_keys import as_stored
+from whet.models.packed_base import pack_base
 from whet.models.reference import naive_weights
-from whet.models.slots import place_lora
+from whet.models.slots import locate_lora
 from whet.models.sources.folder import open_folder
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.gguf_container import read_gguf
@@ -72,7 +72,7 @@ def save(model: Any, tokenizer: Any, folder: Path, **settings: Any) -> Path:
 
 
 def weights_of(source: Any) -> dict[str, np.ndarray]:
-    return naive_weights(source.config, source.pieces(), np.float32)
+    return naive_weights(source.config, source.slices(), np.float32)
 
 
 def assert_same_model(ours: Any, theirs: Any, model_type: str) -> None:
@@ -109,18 +109,18 @@ def test_every_type(name, tokenizer, tmp_path):
     exact = weights_of(open_folder(folder))
     file, source = read_gguf(tmp_path / "model.gguf", "here"), open_gguf(tmp_path / "model.gguf")
     assert file.metadata["general.file_type"] == FILE_TYPES[name].file_type
-    for piece in source.pieces():
-        values = exact[piece.slot][piece.first_row : piece.first_row + len(piece.tensor)]
-        if not TABLE[piece.format].is_float:
-            np.testing.assert_array_equal(piece.tensor, whet.quantize(values, piece.format).data)
-        elif piece.format == "float16":
-            np.testing.assert_array_equal(piece.tensor, values.astype(np.float16))
-        elif piece.format == "bfloat16":
+    for row_slice in source.slices():
+        values = exact[row_slice.slot][row_slice.first_row : row_slice.first_row + len(row_slice.tensor)]
+        if not TABLE[row_slice.format].is_float:
+            np.testing.assert_array_equal(row_slice.tensor, whet.quantize(values, row_slice.format).data)
+        elif row_slice.format == "float16":
+            np.testing.assert_array_equal(row_slice.tensor, values.astype(np.float16))
+        elif row_slice.format == "bfloat16":
             np.testing.assert_array_equal(
-                piece.tensor, torch.tensor(values).bfloat16().view(torch.uint16).numpy(), err_msg=piece.slot
+                row_slice.tensor, torch.tensor(values).bfloat16().view(torch.uint16).numpy(), err_msg=row_slice.slot
             )
         else:
-            np.testing.assert_array_equal(piece.tensor, values)
+            np.testing.assert_array_equal(row_slice.tensor, values)
     assert sum(written.formats.values()) == len(file.tensors)
     down = TABLE[file.tensors["blk.0.ffn_down.weight"].format].block_length
     assert down <= 32 and file.tensors["blk.0.attn_norm.weight"].format == "float32"
@@ -199,7 +199,7 @@ def test_an_adapter_of_a_tied_head_leaves_the_embedding_as_it_is(packed, tokeniz
     folder = save(tiny_model("qwen2", vocab_size=N_ROWS), tokenizer, tmp_path / "model")
     source = pack_base(open_folder(folder), weights="float32").source() if packed else open_folder(folder)
     a, b = np.ones((1, 32), np.float32), np.ones((N_ROWS, 1), np.float32)
-    adapters = [place_lora(source.config, source.targets["lm_head"], a, b, 0.5, "here")]
+    adapters = [locate_lora(source.config, source.targets["lm_head"], a, b, 0.5, "here")]
     export_gguf(folder, tmp_path / "m.gguf", "f32", source=source, adapters=adapters)
     found, plain = weights_of(open_gguf(tmp_path / "m.gguf")), weights_of(open_folder(folder))
     np.testing.assert_array_equal(found["embedding"], plain["embedding"])
@@ -210,7 +210,7 @@ def test_an_adapter_of_a_tied_head_is_refused_where_llama_cpp_has_no_other(token
     folder = save(tiny_model("gemma2", vocab_size=N_ROWS), tokenizer, tmp_path / "model")
     source = open_folder(folder)
     a, b = np.ones((1, 32), np.float32), np.ones((N_ROWS, 1), np.float32)
-    adapters = [place_lora(source.config, source.targets["lm_head"], a, b, 1.0, "here")]
+    adapters = [locate_lora(source.config, source.targets["lm_head"], a, b, 1.0, "here")]
     message = "no place for this model's head, in gemma2 the embedding"
     assert_raises(WhetValueError, message, export_gguf, folder, tmp_path / "m.gguf", adapters=adapters)
 

@@ -32,8 +32,8 @@ from whet.errors import WhetTypeError, WhetValueError
 from whet.models.architecture import ModelConfig
 from whet.models.families import FAMILIES, model_config, short_position
 from whet.models.reference import naive_forward, naive_weights
-from whet.models.slots import place_lora
-from whet.models.sources.live import check_frequencies, describe_module
+from whet.models.slots import locate_lora
+from whet.models.sources.live import check_frequencies, open_module
 
 KV = {"num_key_value_heads": 2}
 
@@ -69,7 +69,7 @@ def in_float64(model, config: ModelConfig):
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case):
     model, ids = tiny_model(case), token_ids()
-    source = describe_module(model)
+    source = open_module(model)
     expected = logits_of(model, ids)
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(naive_logits(source, ids), expected, rtol=0, atol=1e-4)
@@ -81,7 +81,7 @@ def test_logits_are_those_of_transformers(case):
 def test_logits_in_float64(case):
     # GPT-J and the reordered GPT-2 compute attention in float32 whatever the weights.
     model, ids = tiny_model(case).double(), token_ids()
-    source = describe_module(model)
+    source = open_module(model)
     model = in_float64(model, source.config)
     logits = naive_logits(source, ids, np.float64)
     with exact_softmax(model):
@@ -90,11 +90,11 @@ def test_logits_in_float64(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_pieces_fill_every_slot_once(case):
-    source = describe_module(tiny_model(case))
+    source = open_module(tiny_model(case))
     rows = {slot: np.zeros(shape[0], int) for slot, shape in source.config.slots().items()}
-    for piece in source.pieces():
-        rows[piece.slot][piece.first_row : piece.first_row + len(piece.tensor)] += 1
-        assert tuple(piece.tensor.shape[1:]) == source.config.slots()[piece.slot][1:]
+    for row_slice in source.slices():
+        rows[row_slice.slot][row_slice.first_row : row_slice.first_row + len(row_slice.tensor)] += 1
+        assert tuple(row_slice.tensor.shape[1:]) == source.config.slots()[row_slice.slot][1:]
     assert all((count == 1).all() for count in rows.values())
 
 
@@ -103,7 +103,7 @@ def test_scalings_that_depend_on_the_length_are_resolved_for_it(case):
     for n in (12, 80):
         ids = token_ids(n)
         model = tiny_model(case)
-        source = describe_module(model, max_position=n)
+        source = open_module(model, max_position=n)
         assert source.config.max_position == n
         np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
 
@@ -117,7 +117,7 @@ LONGROPE = {
 def test_where_longropes_factors_change():
     config = tiny_config("phi3", **LONGROPE)
     assert short_position(config) == short_position(config.to_dict()) == 16
-    assert describe_module(tiny_model("phi3", **LONGROPE)).short_position == 16
+    assert open_module(tiny_model("phi3", **LONGROPE)).short_position == 16
     assert short_position(tiny_config("phi3", **{**LONGROPE, "max_position_embeddings": 16})) is None
     alike = {**LONGROPE["rope_parameters"], "short_factor": [2.0, 4.0, 8.0, 16.0]}
     assert short_position(tiny_config("phi3", **{**LONGROPE, "rope_parameters": alike})) is None
@@ -130,7 +130,7 @@ def test_where_longropes_factors_change():
 def test_a_part_of_a_head_rotates_where_transformers_reads_of_it_alone(case):
     model, ids = tiny_model(case, partial_rotary_factor=0.5), token_ids()
     assert model.config.rope_parameters["partial_rotary_factor"] == 0.5
-    np.testing.assert_allclose(naive_logits(describe_module(model), ids), logits_of(model, ids), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(naive_logits(open_module(model), ids), logits_of(model, ids), rtol=0, atol=1e-4)
     scaled = tiny_config(case, **rope("linear", factor=2.0, partial_rotary_factor=0.5)).to_dict()
     with pytest.raises(WhetValueError, match=f"partial_rotary_factor is 0.5 with rope_type 'linear', and a {case} rot"):
         model_config(scaled)
@@ -142,11 +142,11 @@ def test_a_module_that_rotates_by_other_frequencies_than_its_config_is_refused()
     with pytest.raises(
         WhetValueError, match=r"model\.rotary_emb\.inv_freq is .*, and the config says .*Make the model"
     ):
-        describe_module(model)
+        open_module(model)
     shorter = tiny_model("llama")
     shorter.model.rotary_emb.inv_freq = shorter.model.rotary_emb.original_inv_freq = torch.ones(2)
     with pytest.raises(WhetValueError, match=r"model\.rotary_emb\.inv_freq is \(1\.0, 1\.0\), and the config says"):
-        describe_module(shorter)
+        open_module(shorter)
 
 
 def test_every_trainer_refuses_other_frequencies_than_the_configs():
@@ -185,8 +185,8 @@ def test_a_long_text_before_does_not_change_what_is_described(case, dtype):
     with torch.no_grad():
         used(token_ids(80))
     for max_position in (None, 12, 80):
-        expected = describe_module(fresh, max_position=max_position).config
-        found = describe_module(used, max_position=max_position).config
+        expected = open_module(fresh, max_position=max_position).config
+        found = open_module(used, max_position=max_position).config
         np.testing.assert_allclose(found.inv_freq, expected.inv_freq, rtol=2**-8)
 
 
@@ -333,12 +333,12 @@ def test_pieces_are_views():
     for case in ("llama", "gpt_neox", "gpt2", "phi3"):
         model = tiny_model(case)
         storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        assert {p.tensor.untyped_storage().data_ptr() for p in describe_module(model).pieces()} <= storages
+        assert {p.tensor.untyped_storage().data_ptr() for p in open_module(model).slices()} <= storages
 
 
 def test_values_changed_in_place_are_seen():
     model, ids = tiny_model("llama"), token_ids()
-    source = describe_module(model)
+    source = open_module(model)
     model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
     np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
 
@@ -346,36 +346,36 @@ def test_values_changed_in_place_are_seen():
 def test_bfloat16_and_resized_embeddings():
     model, ids = tiny_model("qwen2").bfloat16(), token_ids()
     model.resize_token_embeddings(VOCAB + 5)
-    source = describe_module(model)
+    source = open_module(model)
     assert source.config.vocab_size == VOCAB + 5
-    assert {piece.format for piece in source.pieces()} == {"bfloat16"}
+    assert {row_slice.format for row_slice in source.slices()} == {"bfloat16"}
     expected = logits_of(model.float(), ids)
     np.testing.assert_allclose(naive_logits(source, ids), expected, rtol=0, atol=1e-4)
 
 
 def test_rotary_frequencies_are_as_rounded_as_the_modules():
-    assert describe_module(tiny_model("llama")).config == model_config(tiny_config("llama"))
-    rounded = describe_module(tiny_model("llama").bfloat16()).config.inv_freq
+    assert open_module(tiny_model("llama")).config == model_config(tiny_config("llama"))
+    rounded = open_module(tiny_model("llama").bfloat16()).config.inv_freq
     assert rounded == tuple(torch.tensor(model_config(tiny_config("llama")).inv_freq).bfloat16().double().tolist())
     # After a long text transformers holds other frequencies; those are not rounding.
     model = tiny_model("llama-longrope", max_position_embeddings=16)
     logits_of(model, token_ids(40))
-    assert describe_module(model).config == model_config(model.config)
+    assert open_module(model).config == model_config(model.config)
 
 
 def test_the_head_is_tied_where_it_has_the_embeddings_memory():
     model = tiny_model("qwen2")
-    assert describe_module(model).config.tied_head
+    assert open_module(model).config.tied_head
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
-    assert not describe_module(model).config.tied_head
+    assert not open_module(model).config.tied_head
     untied = tiny_model("llama")
     untied.lm_head.weight = untied.model.embed_tokens.weight
-    assert describe_module(untied).config.tied_head
+    assert open_module(untied).config.tied_head
 
 
 def test_a_compiled_model():
     model, ids = tiny_model("llama"), token_ids()
-    source = describe_module(torch.compile(model))
+    source = open_module(torch.compile(model))
     np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
 
 
@@ -398,12 +398,12 @@ def test_lora_apart_and_merged(case):
     model, ids = lora_of(case, LORA_CASES[case], fan_in_fan_out=case == "gpt2"), token_ids()
     expected, plain = logits_of(model, ids), logits_of(tiny_model(case), ids)
     assert np.abs(expected - plain).max() > 0.1
-    merged = describe_module(model, merged=True)
+    merged = open_module(model, merged=True)
     assert not merged.adapters
     np.testing.assert_allclose(naive_logits(merged, ids), expected, rtol=0, atol=1e-4)
-    apart = describe_module(model)
+    apart = open_module(model)
     np.testing.assert_allclose(naive_logits(apart, ids), plain, rtol=0, atol=1e-4)
-    weights = naive_weights(apart.config, apart.pieces(), np.float32)
+    weights = naive_weights(apart.config, apart.slices(), np.float32)
     for lora in apart.adapters:
         rows = slice(lora.first_row, lora.first_row + len(lora.b))
         weights[lora.slot][rows] += lora.scaling * (lora.b @ lora.a).numpy()
@@ -414,29 +414,29 @@ def test_lora_apart_and_merged(case):
 def test_lora_on_tied_embedding_and_head():
     for targets in (["embed_tokens"], ["lm_head"]):
         model, ids = lora_of("qwen2", targets), token_ids()
-        merged = describe_module(model, merged=True)
+        merged = open_module(model, merged=True)
         assert not merged.config.tied_head
         np.testing.assert_allclose(naive_logits(merged, ids), logits_of(model, ids), rtol=0, atol=1e-4)
-    (lora,) = describe_module(model).adapters
+    (lora,) = open_module(model).adapters
     assert (lora.slot, lora.first_row) == ("head", 0)
     with pytest.raises(WhetValueError, match=r"changes the embedding\. Pass merged=True"):
-        describe_module(lora_of("qwen2", ["embed_tokens"]))
+        open_module(lora_of("qwen2", ["embed_tokens"]))
 
 
 def test_which_adapters_are_active():
     model, ids = lora_of("llama", ["q_proj"]), token_ids()
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
-    assert {lora.slot for lora in describe_module(model).adapters} == {"layers.0.qkv", "layers.1.qkv"}
-    assert {lora.first_row for lora in describe_module(model).adapters} == {0}
+    assert {lora.slot for lora in open_module(model).adapters} == {"layers.0.qkv", "layers.1.qkv"}
+    assert {lora.first_row for lora in open_module(model).adapters} == {0}
     model.set_adapter("other")
-    assert {lora.first_row for lora in describe_module(model).adapters} == {48}
+    assert {lora.first_row for lora in open_module(model).adapters} == {48}
     with model.disable_adapter():
-        assert describe_module(model).adapters == ()
+        assert open_module(model).adapters == ()
         expected = logits_of(model, ids)
-        np.testing.assert_allclose(naive_logits(describe_module(model, merged=True), ids), expected, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(naive_logits(open_module(model, merged=True), ids), expected, rtol=0, atol=1e-4)
     expected = logits_of(model, ids)
     model.merge_adapter()
-    source = describe_module(model)
+    source = open_module(model)
     assert source.adapters == ()
     np.testing.assert_allclose(naive_logits(source, ids), expected, rtol=0, atol=1e-4)
 
@@ -444,7 +444,7 @@ def test_which_adapters_are_active():
 def test_modules_that_peft_trains_whole():
     model, ids = lora_of("llama", ["q_proj"], modules_to_save=["lm_head"]), token_ids()
     model.base_model.model.lm_head.modules_to_save["default"].weight.data.mul_(1.5)
-    merged = describe_module(model, merged=True)
+    merged = open_module(model, merged=True)
     np.testing.assert_allclose(naive_logits(merged, ids), logits_of(model, ids), rtol=0, atol=1e-4)
 
 
@@ -458,40 +458,40 @@ def test_modules_that_peft_trains_whole():
     ],
 )
 def test_other_adapters_are_named(config, message):
-    assert_raises(WhetValueError, message, describe_module, peft.get_peft_model(tiny_model("llama"), config))
+    assert_raises(WhetValueError, message, open_module, peft.get_peft_model(tiny_model("llama"), config))
 
 
 def test_adapters_are_placed_by_name():
-    source = describe_module(tiny_model("gpt_neox"))
-    place = source.targets["gpt_neox.layers.1.attention.query_key_value"]
+    source = open_module(tiny_model("gpt_neox"))
+    location = source.targets["gpt_neox.layers.1.attention.query_key_value"]
     a, b = np.ones((2, 32), np.float32), np.arange(96 * 2, dtype=np.float32).reshape(96, 2)
-    lora = place_lora(source.config, place, a, b, 2.0, "here")
+    lora = locate_lora(source.config, location, a, b, 2.0, "here")
     assert (lora.slot, lora.first_row, lora.scaling) == ("layers.1.qkv", 0, 2.0)
     # Head 1's keys, rows 24 + 8 to 24 + 15 of the module, are rows 32 + 8 to 32 + 15 of the slot.
     np.testing.assert_array_equal(lora.b[40:48], b[32:40])
     with pytest.raises(WhetValueError, match=r"here: the adapter of gpt_neox\.layers\.1\.\S* has shapes"):
-        place_lora(source.config, place, a, b[1:], 1.0, "here")
-    assert_raises(WhetValueError, "has ranks 2 and 1", place_lora, source.config, place, a, b[:, :1], 1.0, "here")
+        locate_lora(source.config, location, a, b[1:], 1.0, "here")
+    assert_raises(WhetValueError, "has ranks 2 and 1", locate_lora, source.config, location, a, b[:, :1], 1.0, "here")
 
 
 def test_what_is_no_plain_model_is_named():
     model = tiny_model("llama")
-    assert_raises(WhetTypeError, "model is a Linear, expected a Hugging Face model", describe_module, nn.Linear(2, 2))
+    assert_raises(WhetTypeError, "model is a Linear, expected a Hugging Face model", open_module, nn.Linear(2, 2))
     with pytest.raises(WhetValueError, match=r"the model has no model\.embed_tokens\. Pass the causal language model"):
-        describe_module(model.model)
+        open_module(model.model)
     with pytest.raises(WhetValueError, match="weight is on meta; the engine runs on the CPU"):
-        describe_module(copy.deepcopy(model).to("meta"))
+        open_module(copy.deepcopy(model).to("meta"))
     wider = tiny_model("llama")
     wider.model.layers[1].mlp.up_proj = nn.Linear(32, 44, bias=False)
     with pytest.raises(WhetValueError, match=r"layers.1.mlp.up_proj.weight has shape \(44, 32\), expected \(40, 32\)"):
-        describe_module(wider)
+        open_module(wider)
     biased = tiny_model("llama")
     biased.model.layers[0].mlp.up_proj.bias = nn.Parameter(torch.ones(40))
-    assert_raises(WhetValueError, r"the engine knows no model.layers.0.mlp.up_proj.bias", describe_module, biased)
+    assert_raises(WhetValueError, r"the engine knows no model.layers.0.mlp.up_proj.bias", open_module, biased)
     quantised = tiny_model("llama")
     weight = quantised.model.layers[0].mlp.up_proj.weight
     quantised.model.layers[0].mlp.up_proj.weight = nn.Parameter(weight.to(torch.int8), requires_grad=False)
-    assert_raises(WhetValueError, r"up_proj\.weight is int8, expected float32", describe_module, quantised)
+    assert_raises(WhetValueError, r"up_proj\.weight is int8, expected float32", open_module, quantised)
 
 
 def test_every_family_is_tried():

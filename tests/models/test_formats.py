@@ -12,7 +12,7 @@ from whet.models.formats import (
     MIXTURES,
     TABLE,
     FileType,
-    Part,
+    FormatSpan,
     Weights,
     choose_formats,
     core_format,
@@ -82,11 +82,11 @@ def test_mixtures_are_those_of_llama_cpps_files(mixture, base, n_layers):
     formats = choose_formats(source_of_config(config), mixture, None, None, "here")
     for i in range(n_layers):
         more = "q6_k" if i in LLAMA_CPPS[n_layers] else base
-        assert formats[f"layers.{i}.down"] == (Part(256, more),)
+        assert formats[f"layers.{i}.down"] == (FormatSpan(256, more),)
         assert formats[f"layers.{i}.qkv"] == (
-            (Part(384, base), Part(128, "q6_k")) if more != base else (Part(512, base),)
+            (FormatSpan(384, base), FormatSpan(128, "q6_k")) if more != base else (FormatSpan(512, base),)
         )
-        assert formats[f"layers.{i}.o"] == (Part(256, base),)
-    assert formats["embedding"] == (Part(96, base),) and formats["head"] == (Part(96, "q6_k"),)
+        assert formats[f"layers.{i}.o"] == (FormatSpan(256, base),)
+    assert formats["embedding"] == (FormatSpan(96, base),) and formats["head"] == (FormatSpan(96, "q6_k"),)
     tied = choose_formats(source_of_config({**config, "tie_word_embeddings": True}), mixture, None, None, "here")
-    assert tied["embedding"] == (Part(96, "q6_k"),)
+    assert tied["embedding"] == (FormatSpan(96, "q6_k"),)

@@ -12,8 +12,8 @@ from tests.processes import printed_by
 from tests.tiny import tiny_llama
 
 from whet import _core
-from whet.models.architecture import ACTIVATIONS, NORMS, Piece
-from whet.models.loading import load
+from whet.models.architecture import ACTIVATIONS, NORMS, RowSlice
+from whet.models.loading import pack_slices
 from whet.ops.quant import CORE_FORMATS, quantize
 
 N, K = 83, 256
@@ -39,7 +39,7 @@ def engine_with(format, n=N, k=K):
     norms = [(s, None, k, k) for s in ("layers.0.norm1.weight", "layers.0.norm2.weight", "final_norm.weight")]
     weights = _core.Weights(config_of(n, k), slots + norms)
     core = _core.Engine(weights, kv_bytes=1 << 20, max_batch=4, chunk=16, bf16_cache=False)
-    load(core.weights, [Piece("final_norm.weight", 0, np.ones(k, np.float32), "float32")])
+    pack_slices(core.weights, [RowSlice("final_norm.weight", 0, np.ones(k, np.float32), "float32")])
     return core
 
 
@@ -87,11 +87,11 @@ def test_pieces_and_strides_do_not_matter(format, source):
     weight = np.random.default_rng(0).normal(size=(N, K)).astype(np.float32)
     core = engine_with(format)
     given = SOURCES[source](weight)
-    pieces = [Piece("embedding", first, given[first:end], "float32") for first, end in ((0, 5), (5, 53), (53, N))]
-    load(core.weights, pieces)
+    slices = [RowSlice("embedding", first, given[first:end], "float32") for first, end in ((0, 5), (5, 53), (53, N))]
+    pack_slices(core.weights, slices)
     got = head_of(core)
     one_by_one = engine_with(format)
-    load(one_by_one.weights, [Piece("embedding", i, weight[i : i + 1], "float32") for i in range(N)])
+    pack_slices(one_by_one.weights, [RowSlice("embedding", i, weight[i : i + 1], "float32") for i in range(N)])
     np.testing.assert_array_equal(got, head_of(one_by_one))
     kept = rounded(weight, format).astype(np.float64)
     normed = kept[::9] / np.sqrt((kept[::9] ** 2).mean(axis=1, keepdims=True))
@@ -108,8 +108,8 @@ def test_halves_are_widened_exactly(dtype, format, transposed):
     given = weight.T.contiguous().T if transposed else weight
     halves, floats = engine_with(format), engine_with(format)
     name = str(dtype).removeprefix("torch.")
-    load(halves.weights, [Piece("embedding", 0, given, name)])
-    load(floats.weights, [Piece("embedding", 0, weight.float(), "float32")])
+    pack_slices(halves.weights, [RowSlice("embedding", 0, given, name)])
+    pack_slices(floats.weights, [RowSlice("embedding", 0, weight.float(), "float32")])
     np.testing.assert_array_equal(head_of(halves), head_of(floats))
 
 
@@ -119,8 +119,8 @@ def test_float64_is_rounded_to_float32_first(format, transposed):
     wide = np.random.default_rng(0).normal(size=(600, K))
     cores = [engine_with(format, 600) for _ in range(2)]
     given = np.asfortranarray(wide) if transposed else wide
-    load(cores[0].weights, [Piece("embedding", 0, given, "float64")])
-    load(cores[1].weights, [Piece("embedding", 0, wide.astype(np.float32), "float32")])
+    pack_slices(cores[0].weights, [RowSlice("embedding", 0, given, "float64")])
+    pack_slices(cores[1].weights, [RowSlice("embedding", 0, wide.astype(np.float32), "float32")])
     np.testing.assert_array_equal(head_of(cores[0], 600), head_of(cores[1], 600))
 
 
@@ -132,10 +132,10 @@ def test_blocks_become_any_format(stored, format):
     values = blocks.dequantize() if stored != format else blocks.data
     cores = [engine_with(format, 600) for _ in range(2)]
     for first in (0, 1):
-        piece = Piece("embedding", 300 * first, blocks.data[first::2], stored)
-        load(cores[0].weights, [piece])
-        plain = Piece("embedding", 300 * first, values[first::2], "float32" if stored != format else stored)
-        load(cores[1].weights, [plain])
+        row_slice = RowSlice("embedding", 300 * first, blocks.data[first::2], stored)
+        pack_slices(cores[0].weights, [row_slice])
+        plain = RowSlice("embedding", 300 * first, values[first::2], "float32" if stored != format else stored)
+        pack_slices(cores[1].weights, [plain])
     np.testing.assert_array_equal(head_of(cores[0], 600), head_of(cores[1], 600))
 
 
@@ -148,8 +148,8 @@ def test_vectors_of_every_float_type(format, step):
     cores = [engine_with("float32") for _ in range(2)]
     rows = np.random.default_rng(0).normal(size=(N, K)).astype(np.float32)
     for core, vector in zip(cores, ((given, format), (weight.float(), "float32")), strict=True):
-        load(core.weights, [Piece("embedding", 0, rows, "float32")])
-        load(core.weights, [Piece("final_norm.weight", 0, *vector)])
+        pack_slices(core.weights, [RowSlice("embedding", 0, rows, "float32")])
+        pack_slices(core.weights, [RowSlice("final_norm.weight", 0, *vector)])
     np.testing.assert_array_equal(*map(head_of, cores))
     first = rows[0] / np.sqrt((rows[0].astype(np.float64) ** 2).mean()) * weight.double().numpy()
     np.testing.assert_allclose(head_of(cores[0])[0].ravel(), rows @ first, atol=1e-3)
@@ -160,7 +160,7 @@ def test_rows_of_odd_length():
     for given in (weight, np.asfortranarray(weight)):
         for format in ("float32", "bfloat16"):
             core = engine_with(format, 33, 37)
-            load(core.weights, [Piece("embedding", 0, given, "float32")])
+            pack_slices(core.weights, [RowSlice("embedding", 0, given, "float32")])
             kept = rounded(weight, format).astype(np.float64)
             normed = kept[::9] / np.sqrt((kept[::9] ** 2).mean(axis=1, keepdims=True))
             np.testing.assert_allclose(

@@ -9,9 +9,9 @@ from tests.raising import assert_raises
 
 import whet
 from whet import Engine, SamplingParams
-from whet.models.formats import FORMATS, MIXTURES, PAGE_TOKENS, choose_formats, describe_parts
+from whet.models.formats import FORMATS, MIXTURES, PAGE_TOKENS, choose_formats, describe_spans
 from whet.models.sizes import PRESETS, estimate, load_source, page_bytes, slot_bytes, source_of_config, training
-from whet.models.slots import Piece, Source
+from whet.models.slots import ModelSource, RowSlice
 
 # Ragged in everything: rows that are no panels, columns that are no blocks of one format or another.
 LLAMA = {
@@ -49,11 +49,11 @@ def with_weights(source):
     """The same model, with small random weights."""
     rng = np.random.default_rng(0)
 
-    def pieces():
+    def slices():
         for slot, shape in source.config.slots().items():
-            yield Piece(slot, 0, 0.02 * rng.standard_normal(shape, np.float32), "float32")
+            yield RowSlice(slot, 0, 0.02 * rng.standard_normal(shape, np.float32), "float32")
 
-    return source._replace(pieces=pieces)
+    return source._replace(slices=slices)
 
 
 def used_by(engine, n_sequences, prompt_length, n_new):
@@ -102,15 +102,15 @@ def test_what_a_gguf_file_stores(tmp_path):
     rng = np.random.default_rng(0)
     plain = source_of_config({**LLAMA, "hidden_size": 256, "intermediate_size": 512})
 
-    def pieces():
+    def slices():
         for slot, shape in plain.config.slots().items():
             matrix = rng.standard_normal(shape, np.float32)
             if slot.endswith("down"):
-                yield Piece(slot, 0, whet.quantize(matrix, "q4_k").data, "q4_k")
+                yield RowSlice(slot, 0, whet.quantize(matrix, "q4_k").data, "q4_k")
             else:
-                yield Piece(slot, 0, matrix, "float32")
+                yield RowSlice(slot, 0, matrix, "float32")
 
-    stored = Source(plain.config, pieces, {})
+    stored = ModelSource(plain.config, slices, {})
     with Engine(stored, weights=None) as engine:
         assert engine.formats["layers.0.down"] == "q4_k" and engine.formats["layers.0.o"] == "bfloat16"
         assert engine.memory["weights_bytes"] == estimate(stored, None).weights < estimate(plain).weights
@@ -163,7 +163,7 @@ def test_embeddings_keep_8_bits_with_4_bit_weights():
     q8_0, q4_k = estimate(source, "q8_0"), estimate(source, "q4_k")
     assert q4_k.embeddings == q8_0.embeddings < estimate(source, "bf16").embeddings
     assert estimate(source, "q4_k").linear < 0.65 * q8_0.linear  # rows of 576 are in q5_0
-    assert describe_parts(choose_formats(source, "q4_k", None, None, "")["embedding"]) == "q8_0"
+    assert describe_spans(choose_formats(source, "q4_k", None, None, "")["embedding"]) == "q8_0"
 
 
 # ---------------------------------------------------------------- training
@@ -243,7 +243,7 @@ def test_errors_say_the_fix(tmp_path):
         (lambda: estimate(source, batch=-1), "estimate: batch is -1, expected an integer >= 1"),
         (lambda: estimate(source, context=513), "context is 513, and the model's last position is 512. Ask for fewer"),
         (
-            lambda: estimate(Source(dataclasses.replace(source.config, head_dim=1024), source.pieces, {})),
+            lambda: estimate(ModelSource(dataclasses.replace(source.config, head_dim=1024), source.slices, {})),
             "estimate: the engine does not run this model",
         ),
     ):

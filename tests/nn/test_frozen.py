@@ -20,9 +20,9 @@ from tests.tiny import with_lora
 from torch import nn
 
 from whet import WhetTypeError, WhetValueError
-from whet.models.base import pack_base
+from whet.models.packed_base import pack_base
 from whet.models.sources.gguf_model import load_gguf_model
-from whet.models.sources.live import describe_module
+from whet.models.sources.live import open_module
 from whet.nn import accelerate, completion_logprobs
 from whet.nn.accelerate import Acceleration, choose_accelerations
 from whet.nn.frozen import FrozenEmbedding, FrozenLinear, frozen_model
@@ -109,7 +109,7 @@ def test_torch_computes_the_same(case):
 
 def test_no_float_of_a_matrix_stays():
     """Neither in the modules, nor in state_dict, nor in what a training step keeps."""
-    base = pack_base(describe_module(tiny_model("llama", **LARGE)), weights="q8_0")
+    base = pack_base(open_module(tiny_model("llama", **LARGE)), weights="q8_0")
     model = lora(frozen_model(tiny_model("llama", **LARGE), base), r=2)
     assert all(p.ndim == 1 or "lora_" in name for name, p in model.named_parameters())
     assert all("norm" in name or "lora_" in name for name in model.state_dict())
@@ -205,7 +205,7 @@ def test_what_a_packed_weight_does_not_take_is_refused():
         assert_raises(WhetValueError, message, lora, frozen(), target_modules=["v_proj"], modules_to_save=[name])
     for init in ("olora", "pissa_niter_2"):
         assert_raises(WhetTypeError, "some kinds of init_lora_weights", lora, frozen(), init_lora_weights=init)
-    other = pack_base(describe_module(tiny_model("llama", intermediate_size=64)), weights="q8_0")
+    other = pack_base(open_module(tiny_model("llama", intermediate_size=64)), weights="q8_0")
     message = r"gate_proj.weight is \(40, 32\), and \(64, 32\) in the base: it is the base of another model"
     assert_raises(WhetValueError, message, frozen_model, tiny_model("llama"), other)
     assert_raises(WhetValueError, "weights is 'int3'", frozen_model, tiny_model("llama"), "int3")

@@ -169,7 +169,7 @@ def compare(name: str, path: Path, ids: Tokens, prompts: list[Tokens]) -> tuple[
     apart, *errors = (float(np.abs(a - b).mean()) for a, b in ((ours, theirs), (ours, exact), (theirs, exact)))
     row = Comparison(
         name,
-        {piece.format for piece in open_gguf(path).pieces() if piece.tensor.ndim == 2},
+        {row_slice.format for row_slice in open_gguf(path).slices() if row_slice.tensor.ndim == 2},
         (perplexity(ours), perplexity(theirs), perplexity(exact)),
         apart,
         (errors[0], errors[1]),

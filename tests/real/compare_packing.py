@@ -28,7 +28,7 @@ import whet
 from whet import Engine
 from whet.bench.contenders.engine.models import quantize_gguf
 from whet.models.export import export_gguf
-from whet.models.formats import FILE_TYPES, usual_name
+from whet.models.formats import FILE_TYPES, display_name
 from whet.models.tokenizers import read_tokenizer
 from whet.ops.quant import FORMATS
 
@@ -61,7 +61,7 @@ def main() -> None:
             ours, theirs = np.mean(pairs, axis=0)
             errors.add_row(mixture, name, str(len(pairs)), f"{ours:.3e}", f"{theirs:.3e}", ratio(ours, theirs))
         if mixture in PACKED:
-            ours = perplexity(source, texts, usual_name(mixture, "compare_packing"))
+            ours = perplexity(source, texts, display_name(mixture, "compare_packing"))
             theirs = perplexity(path, texts, None)
             perplexities.add_row(mixture, f"{ours:.3f}", f"{theirs:.3f}", ratio(ours, theirs))
         if mixture in FILE_TYPES:

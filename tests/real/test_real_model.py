@@ -15,9 +15,9 @@ from tests.real.compare_model import LOGPROBS, STORED
 from tests.real.model import PROSE, SHIPPED, real_model
 
 from whet.engine import Engine
-from whet.models.architecture import Piece
+from whet.models.architecture import RowSlice
 from whet.models.formats import TABLE, Format
-from whet.models.reference import piece_values
+from whet.models.reference import slice_values
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.gguf_container import read_gguf
 from whet.models.tokenizers import read_tokenizer
@@ -71,7 +71,9 @@ def test_a_file_with_layers_of_every_type_is_close_to_the_exact_model(ids, exact
         return LAYER_TYPES[(int(layer[1]) + 5 * (not layer[2])) % len(LAYER_TYPES)] if layer else "Q8_0"
 
     path = write_in_types(tmp_path / "model.gguf", type_of)
-    assert {piece.format for piece in open_gguf(path).pieces()} == {format_of(name).name for name in LAYER_TYPES}
+    assert {row_slice.format for row_slice in open_gguf(path).slices()} == {
+        format_of(name).name for name in LAYER_TYPES
+    }
     assert np.abs(logprobs(path, ids) - exact).mean() < 0.35
 
 
@@ -84,7 +86,7 @@ def write_in_types(path: Path, type_of: Callable[[str], str]) -> Path:
             (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
     for name, (tensor, format, shape) in file.tensors.items():
         kind = type_for(type_of(name), shape[-1]) if len(shape) == 2 else F32
-        add(writer, name, piece_values(Piece("", 0, tensor, format)), kind)
+        add(writer, name, slice_values(RowSlice("", 0, tensor, format)), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -18,7 +18,7 @@ from whet.config import DPOConfig, GRPOConfig, OnlineDPOConfig, SFTConfig
 from whet.errors import WhetValueError
 from whet.models.lora import choose_adapted
 from whet.models.sizes import estimate, load_source, source_of_config
-from whet.models.sources.live import describe_module
+from whet.models.sources.live import open_module
 from whet.nn import accelerate, scratch
 from whet.nn.causal_lm import completion_logprobs
 from whet.training.sizes import Lengths, run_memory
@@ -56,7 +56,7 @@ def held(trainer: Any) -> Counter[str]:
 def test_trainers_and_engines_hold_what_was_predicted(name, compute, lora, monkeypatch):
     monkeypatch.setattr(scratch._scratch, "buffer", torch.empty(0))  # larger after other tests
     model = make_model(name)
-    source = describe_module(model)
+    source = open_module(model)
     adapters: dict[str, Any] = {}
     if lora:
         model = with_lora(model, r=4, target_modules="all-linear")
@@ -100,7 +100,7 @@ def kept_by_autograd(model: Any, prompts: list[list[int]], completions: list[lis
 @pytest.mark.parametrize("lora", [False, True])
 def test_autograd_keeps_what_was_predicted(name, lora):
     model = make_model(name)
-    source, adapters = describe_module(model), {}
+    source, adapters = open_module(model), {}
     if lora:
         model, adapters = with_lora(model, r=4, target_modules="all-linear"), {"adapters": choose_adapted(source, 4)}
     prompts = [[5 + i, 6, 7, 8] * 25 for i in range(4)]

@@ -30,8 +30,8 @@ from whet.checkpoint.folder import latest_checkpoint, load_checkpoint, save_chec
 from whet.config import SFTConfig, learning_rate_at
 from whet.data.rows import epoch_order, shuffled_batches
 from whet.errors import CheckpointError, NonFiniteError, WhetTypeError, WhetValueError
-from whet.models.base import pack_recorded, read_record
-from whet.models.sources.live import describe_module
+from whet.models.base_record import pack_recorded, read_record
+from whet.models.sources.live import open_module
 from whet.nn.accelerate import acceleration_of
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.frozen import base_of, frozen_model
@@ -891,7 +891,7 @@ def test_adapters_go_on_and_are_saved_with_the_base_that_they_were_trained_on(tm
     def on(base, model=None):
         return with_lora(frozen_model(model or llama(), base), r=2, target_modules="all-linear")
 
-    again = SFT.from_checkpoint(tmp_path / "c", model=on(pack_recorded(describe_module(llama()), record, "t", "c")))
+    again = SFT.from_checkpoint(tmp_path / "c", model=on(pack_recorded(open_module(llama()), record, "t", "c")))
     assert again.step == 1
     for model, names in (
         (on("bf16"), r"a base in int8, q8_0 \(\w{12}\), and this model is on a base in bf16 \(\w{12}\)"),
@@ -907,7 +907,7 @@ def test_adapters_go_on_and_are_saved_with_the_base_that_they_were_trained_on(tm
         (other, record, r"a base in int8, q8_0 \(\w{12}\), and this model is on a base in int8, q8_0"),
         (llama(), {**record, "weights": "bf16"}, "a base in int8, q8_0, and this one is in bf16"),
     ):
-        args = describe_module(model), asked, "load", "model"
+        args = open_module(model), asked, "load", "model"
         assert_raises(CheckpointError, f"load: model was trained on {names}", pack_recorded, *args)
     (tmp_path / "model" / "whet_base.json").write_text('{"formats": "int8"}')
     assert_raises(CheckpointError, "is no record of a base", read_record, tmp_path / "model", "test")

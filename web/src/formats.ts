@@ -46,7 +46,7 @@ export interface Part {
 interface Setting {
   alias?: string;
   /** The format of the embedding and the head. */
-  outer?: string;
+  embeddingFormat?: string;
   /** The format of matrices whose rows its blocks do not divide; int8 where it is left out. */
   next?: string;
 }
@@ -74,8 +74,8 @@ export function chooseFormats(core: Core, config: ModelConfig, pieces: Piece[], 
   const found = new Map<string, Part[]>();
   for (const [slot, shape] of slots(config)) {
     if (shape.length !== 2) continue;
-    const outer = slot === "embedding" || slot === "head" ? settings[base]?.outer : undefined;
-    const parts = slot === "positions" ? [{ rows: shape[0], format: "float32" }] : (stored.get(slot) ?? [{ rows: shape[0], format: outer ?? base }]);
+    const embeddingFormat = slot === "embedding" || slot === "head" ? settings[base]?.embeddingFormat : undefined;
+    const parts = slot === "positions" ? [{ rows: shape[0], format: "float32" }] : (stored.get(slot) ?? [{ rows: shape[0], format: embeddingFormat ?? base }]);
     const merged: Part[] = [];
     for (let { rows, format } of parts) {
       while (shape[1] % known.get(format)!.block !== 0) format = settings[format]?.next ?? "int8";

@@ -1,5 +1,5 @@
 // Bindings of the weights of a model, which engines and trainers share, and of what is asked of tensors before they are
-// packed. whet.models.base checks arguments and explains; the checks here keep memory safe.
+// packed. whet.models.packed_base checks arguments and explains; the checks here keep memory safe.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 

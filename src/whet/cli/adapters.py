@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from whet.config.settings import OnlineConfig
 from whet.errors import CheckpointError, WhetValueError
-from whet.models.base import check_formats, read_binding
+from whet.models.base_record import check_formats, read_binding
 from whet.models.formats import check_fits, is_quantised
 from whet.models.lora import Adapted, choose_adapted, read_adapted
-from whet.models.slots import Source
+from whet.models.slots import ModelSource
 from whet.training.sizes import multiplies_bfloat16
 
 
@@ -29,7 +29,7 @@ class Plan(NamedTuple):
     record: dict[str, Any] | None = None
 
 
-def plan_adapters(run: Any, source: Source | None, where: str, on_gpu: bool = False) -> Plan:
+def plan_adapters(run: Any, source: ModelSource | None, where: str, on_gpu: bool = False) -> Plan:
     """Check the adapters of a run against its model, and decide its base where that is "auto". Nothing is loaded.
 
     Args:
@@ -75,7 +75,7 @@ def plan_adapters(run: Any, source: Source | None, where: str, on_gpu: bool = Fa
     return Plan(adapters, base, why, record)
 
 
-def _usual_base(run: Any, source: Source) -> str:
+def _usual_base(run: Any, source: ModelSource) -> str:
     """The base of the numbers that the step multiplies without one."""
     if is_quantised(source):
         return "own"
@@ -98,7 +98,7 @@ def _why_floats(run: Any, adapters: Adapted, on_gpu: bool) -> str:
     return ""
 
 
-def _check_packed(base: str, adapters: Adapted, source: Source, where: str) -> None:
+def _check_packed(base: str, adapters: Adapted, source: ModelSource, where: str) -> None:
     """Refuse what cannot be packed."""
     if adapters.needs_floats:
         raise WhetValueError(

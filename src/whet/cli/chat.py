@@ -22,7 +22,7 @@ from typing import TextIO
 
 from whet.cli.conversation import Conversation, Turn
 from whet.cli.settings import parse_flags
-from whet.cli.text_model import OneModelConfig, find_model, load_engine, load_tokenizer, stop_ids, with_adapters
+from whet.cli.text_model import OneModelConfig, find_model, load_chat_tokenizer, load_engine, stop_ids, with_adapters
 from whet.config.fields import check_range
 from whet.data.thinking import Tags
 from whet.errors import WhetError, WhetValueError
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     asked.check()
     path, adapter_path = with_adapters(asked.model, asked.adapter, _WHERE)
     model = find_model(path, _WHERE)
-    tokenizer = load_tokenizer(asked.tokenizer or model, _WHERE, asked.chat_template)
+    tokenizer = load_chat_tokenizer(asked.tokenizer or model, _WHERE, asked.chat_template)
     with load_engine(model, asked.weights, asked.context or None, _WHERE, adapter_path) as engine:
         engine.tokenizer = tokenizer  # for stop strings
         conversation = Conversation(

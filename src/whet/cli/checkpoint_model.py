@@ -59,10 +59,10 @@ def _unpacked(checkpoint: Path, where: str) -> str:
 
 def _add_tokenizer(checkpoint: Path, folder: Path, where: str) -> None:
     """That of the model which the run began with, where both are there."""
-    from whet.cli.models import load_tokenizer
+    from whet.cli.models import load_transformers_tokenizer
     from whet.cli.settings import read_toml
 
     settings = checkpoint.resolve().parent.parent / "config.toml"
     model = read_toml(settings).get("model") if settings.is_file() else None
     if isinstance(model, str) and Path(model).exists():
-        load_tokenizer(resolve_model(model, where)).save_pretrained(folder)
+        load_transformers_tokenizer(resolve_model(model, where)).save_pretrained(folder)

@@ -24,7 +24,7 @@ from whet.errors import WhetValueError, check_installed
 from whet.memory import PARTS, machine_bytes, resident_bytes
 from whet.models.formats import FORMATS, MIXTURES
 from whet.models.sizes import ModelMemory, TrainingEstimate, load_source, model_memory
-from whet.models.slots import Source
+from whet.models.slots import ModelSource
 from whet.training.sizes import Lengths, RunMemory, run_memory
 
 _WEIGHTS = tyro.conf.arg(metavar="{" + ",".join(FORMATS) + "}")
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     if asked.json:
         print(json.dumps(_as_dict(asked, memory), indent=2))
         return 0
-    chosen = memory.formats[memory.usual_name(asked.weights)]
+    chosen = memory.formats[memory.display_name(asked.weights)]
     console = Console()
     console.print(_table(asked, memory))
     console.print(
@@ -154,7 +154,7 @@ def _train(argv: list[str]) -> int:
     return 0
 
 
-def memory_of(run: Any, source: Source, lengths: Lengths, *, interpreter: int) -> RunMemory:
+def memory_of(run: Any, source: ModelSource, lengths: Lengths, *, interpreter: int) -> RunMemory:
     """``run_memory`` with the settings of a run."""
     plan = plan_adapters(run, source, "whet estimate")
     base = "none" if plan.adapters is None else plan.base
@@ -178,13 +178,13 @@ def _print_loaded(model: str, tasks: Sequence[Any], with_adapters: bool) -> None
     models = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
     for name in ("whet.cli.train", *models, *(["peft"] if with_adapters else [])):
         importlib.import_module(name)
-    from whet.cli.models import load_tokenizer
+    from whet.cli.models import load_transformers_tokenizer
     from whet.tasks.mixture import open_tasks
 
     kept = []
     if Path(model).exists():
         with suppress(Exception):
-            kept.append(load_tokenizer(model))
+            kept.append(load_transformers_tokenizer(model))
     with suppress(Exception):
         kept.append(open_tasks(tasks))
     print(resident_bytes())
@@ -220,7 +220,7 @@ def _table(asked: EstimateConfig, memory: ModelMemory) -> Table:
         table.add_column(name, justify="right")
     for name, e in memory.formats.items():
         sizes = map(in_bytes, (e.linear, e.embeddings, e.weights, e.total))
-        style = "bold" if name == memory.usual_name(asked.weights) else ""
+        style = "bold" if name == memory.display_name(asked.weights) else ""
         table.add_row(name, f"{e.bits_per_weight:.2f}", *sizes, style=style)
     return table
 
@@ -235,7 +235,7 @@ def _training(trained: TrainingEstimate) -> str:
 
 
 def _as_dict(asked: EstimateConfig, memory: ModelMemory) -> dict[str, object]:
-    chosen, trained = memory.formats[memory.usual_name(asked.weights)], memory.training
+    chosen, trained = memory.formats[memory.display_name(asked.weights)], memory.training
     settings = {key: value for key, value in dataclasses.asdict(asked).items() if key != "json"}
     return {
         **settings,

@@ -24,7 +24,7 @@ from tyro.conf import UseAppendAction
 
 import whet
 from whet.cli.settings import parse_flags
-from whet.cli.text_model import TextConfig, find_model, load_engine, load_tokenizer, stop_ids, with_adapters
+from whet.cli.text_model import TextConfig, find_model, load_chat_tokenizer, load_engine, stop_ids, with_adapters
 from whet.config.fields import Paths, PathText, check_range, reject_ineffective
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine
@@ -228,7 +228,7 @@ def _evaluate(
     tasks: Sequence[tuple[Task, list[Any]]],
 ) -> list[TaskResult]:
     """The results of a model, which is in memory meanwhile, here or in the workers."""
-    tokenizer = load_tokenizer(asked.tokenizer or model, _WHERE, asked.chat_template)
+    tokenizer = load_chat_tokenizer(asked.tokenizer or model, _WHERE, asked.chat_template)
     every = [read_items(task, tokenizer, rows=rows, raw=asked.raw, where=_WHERE) for task, rows in tasks]
     longest = max(len(prompt) for items in every for prompt in items.prompt_ids)
     config = open_pretrained(model).config

@@ -22,13 +22,13 @@ from whet.config.fields import PathText
 from whet.engine.probe import Comparison, engine_logprobs, original_position
 from whet.errors import WhetValueError
 from whet.files import replace_text
-from whet.models.base import pack_recorded, read_binding
+from whet.models.base_record import pack_recorded, read_binding
 from whet.models.export import Exported, export_gguf, read_adapters
 from whet.models.export_adapters import export_adapters
 from whet.models.formats import TABLE, FileType
 from whet.models.gguf_writer import Progress as Told
 from whet.models.gguf_writer import check_place
-from whet.models.slots import Source
+from whet.models.slots import ModelSource
 from whet.models.sources.folder import read_config
 from whet.models.sources.gguf import read_options
 from whet.models.sources.gguf_container import GGUFFile
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
         _write_beside(asked, model, adapter, source, found)
         return 0
     template = read_template(asked.chat_template, where) if asked.chat_template else None
-    checked = _Checked(opened, source._replace(adapters=tuple(adapters)), asked.quantize or "q4_k_m", where)
+    check_finite = _Checked(opened, source._replace(adapters=tuple(adapters)), asked.quantize or "q4_k_m", where)
     with told_of(output.name) as progress:
         found = export_gguf(
             opened,
@@ -108,10 +108,10 @@ def main(argv: Sequence[str]) -> int:
             chat_template=template,
             overwrite=asked.overwrite,
             progress=progress,
-            check=checked,
+            check=check_finite,
         )
-    print(f"{output}: {describe(found)}{checked.result}")
-    for note in filter(None, (found.note, checked.skipped)):
+    print(f"{output}: {describe(found)}{check_finite.result}")
+    for note in filter(None, (found.note, check_finite.skipped)):
         print(f"{where}: {note}.", file=sys.stderr)
     _write_beside(asked, model, adapter, source, found)
     return 0
@@ -127,7 +127,7 @@ class _Checked:
 
     result = skipped = ""
 
-    def __init__(self, model: str | GGUFFile, source: Source, quantize: str, where: str) -> None:
+    def __init__(self, model: str | GGUFFile, source: ModelSource, quantize: str, where: str) -> None:
         self._model, self._source, self._quantize, self._where = model, source, quantize, where
 
     def __call__(self, path: Path) -> None:
@@ -141,7 +141,7 @@ class _Checked:
         self.skipped = comparison.skipped
 
 
-def _write_beside(asked: ExportConfig, model: str, adapter: str, source: Source, found: Exported) -> None:
+def _write_beside(asked: ExportConfig, model: str, adapter: str, source: ModelSource, found: Exported) -> None:
     """The card and the Modelfile, where they are asked for."""
     output = Path(asked.output)
     if asked.card:

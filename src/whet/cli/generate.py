@@ -17,8 +17,8 @@ from whet.cli.settings import parse_flags
 from whet.cli.text_model import (
     OneModelConfig,
     find_model,
+    load_chat_tokenizer,
     load_engine,
-    load_tokenizer,
     stop_ids,
     text_pieces,
     with_adapters,
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     asked.check()
     path, adapter_path = with_adapters(asked.model, asked.adapter, _WHERE)
     model = find_model(path, _WHERE)
-    tokenizer = load_tokenizer(asked.tokenizer or model, _WHERE, asked.chat_template)
+    tokenizer = load_chat_tokenizer(asked.tokenizer or model, _WHERE, asked.chat_template)
     prompt = asked.prompt
     if tokenizer.chat_template and not asked.raw:
         prompt = [{"role": "user", "content": asked.prompt}]

@@ -15,9 +15,9 @@ from rich.table import Table
 import whet
 from whet.cli.estimate import in_bytes
 from whet.errors import WhetValueError
-from whet.models.formats import TABLE, choose_formats, describe_parts
+from whet.models.formats import TABLE, choose_formats, describe_spans
 from whet.models.sizes import model_memory
-from whet.models.slots import Source
+from whet.models.slots import ModelSource
 from whet.models.sources.folder import read_config
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 from whet.models.sources.pretrained import open_pretrained
@@ -91,15 +91,17 @@ def _architecture(opened: Path | GGUFFile) -> Any:
     return read_config(opened, "whet info").get("model_type")
 
 
-def _tensor_types(file: GGUFFile, source: Source) -> dict[str, dict[str, Any]]:
+def _tensor_types(file: GGUFFile, source: ModelSource) -> dict[str, dict[str, Any]]:
     """GGUF's name of each type of the file's tensors -> how many there are, and what the engine takes them as."""
     packed = choose_formats(source, None, None, None, "whet info")
     becomes: dict[str, set[str]] = {}
-    for piece in source.pieces():
-        format = TABLE[piece.format]
-        is_float32 = piece.slot not in packed or describe_parts(packed[piece.slot]) == "float32"  # norms and biases
+    for row_slice in source.slices():
+        format = TABLE[row_slice.format]
+        is_float32 = (
+            row_slice.slot not in packed or describe_spans(packed[row_slice.slot]) == "float32"
+        )  # norms and biases
         format = TABLE["float32" if is_float32 else "bfloat16" if format.is_float else format.packed_as]
-        becomes.setdefault(piece.format, set()).add(format.usual_name)
+        becomes.setdefault(row_slice.format, set()).add(format.display_name)
     types: dict[str, dict[str, Any]] = {}
     for stored in file.tensors.values():
         format = TABLE[stored.format]

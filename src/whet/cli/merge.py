@@ -22,9 +22,10 @@ from whet.config.fields import PathText
 from whet.engine.probe import Comparison, Probe, original_position
 from whet.errors import WhetValueError
 from whet.files import check_folder_of, replace_folder, temporary_beside, told_if_full, told_if_unwritable
-from whet.models.base import PackedBase, pack_recorded, read_binding
+from whet.models.base_record import pack_recorded, read_binding
 from whet.models.formats import TABLE
-from whet.models.slots import Source
+from whet.models.packed_base import PackedBase
+from whet.models.slots import ModelSource
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.written_folder import complete_folder
 
@@ -145,11 +146,13 @@ def check_place(out: Path, overwrite: bool, where: str) -> None:
         raise WhetValueError(f"{where}: {out} {what}. Choose another name, or replace a folder with --overwrite.")
 
 
-def stored_dtype(source: Source) -> FolderDtype:
+def stored_dtype(source: ModelSource) -> FolderDtype:
     """The dtype of most of a model's numbers; bfloat16 where they are quantised."""
     count: Counter[str] = Counter()
-    for piece in source.pieces():
-        count[piece.format] += piece.tensor.shape[0] * piece.tensor[0].size if piece.tensor.ndim > 1 else 0
+    for row_slice in source.slices():
+        count[row_slice.format] += (
+            row_slice.tensor.shape[0] * row_slice.tensor[0].size if row_slice.tensor.ndim > 1 else 0
+        )
     [(most, _)] = count.most_common(1)
     return most if TABLE[most].is_float and most != "float64" else "bfloat16"  # type: ignore[return-value]
 

@@ -23,7 +23,7 @@ from whet.cli.runs import RunConfig
 from whet.cli.text_model import read_template
 from whet.errors import CheckpointError, MissingExtraError, WhetValueError, check_installed
 from whet.models.adapter_files import base_name
-from whet.models.base import check_record, pack_recorded, read_record
+from whet.models.base_record import check_record, pack_recorded, read_record
 from whet.models.formats import TABLE
 from whet.models.lora import ALL_LINEAR
 from whet.models.sources.gguf import open_gguf
@@ -100,17 +100,17 @@ def _load(source: str, dtype: str, base: str) -> tuple[Any, Any]:
 def _load_base(source: str, dtype: str, base: str) -> tuple[Any, Any]:
     if not Path(source).is_file():
         model = _load_folder(source, dtype) if base == "none" else frozen_model(source, base)
-        return model, load_tokenizer(source)
+        return model, load_transformers_tokenizer(source)
     if base == "none":
         return _load_gguf(source, dtype)
     file = read_gguf(Path(source), "load_model")
     return frozen_model(file, None if base == "own" else base), read_tokenizer(file).to_transformers()
 
 
-def load_tokenizer(source: str) -> Any:
+def load_transformers_tokenizer(source: str) -> Any:
     """transformers' tokenizer of a folder, hub name or .gguf file."""
     if Path(source).is_file():
-        return read_tokenizer(read_gguf(Path(source), "load_tokenizer")).to_transformers()
+        return read_tokenizer(read_gguf(Path(source), "load_transformers_tokenizer")).to_transformers()
     return transformers.AutoTokenizer.from_pretrained(source)
 
 

@@ -17,8 +17,8 @@ from whet.config.settings import DPOConfig, OnlineConfig, PreferenceConfig
 from whet.data.rows import tokenize_example, tokenize_preference, tokenize_prompt
 from whet.errors import WhetError
 from whet.memory import available_bytes, resident_bytes
-from whet.models.slots import Source
-from whet.models.sources.live import describe_module
+from whet.models.slots import ModelSource
+from whet.models.sources.live import open_module
 from whet.nn.frozen import base_of
 from whet.training.sizes import Lengths, RunMemory
 
@@ -38,7 +38,7 @@ def predict_memory(method: str, run: Any, model: nn.Module, tokenizer: Any, rows
     try:
         if sys.platform != "linux" or any(parameter.dtype != torch.float32 for parameter in model.parameters()):
             return None
-        source, lengths = describe_module(model), mean_lengths(run, tokenizer, rows[:_LOOKED_AT])
+        source, lengths = open_module(model), mean_lengths(run, tokenizer, rows[:_LOOKED_AT])
         settings = {"interpreter": max(0, resident_bytes() - weights)}
         predicted = memory_of(run, source, lengths, **settings)
     except WhetError:  # the run says itself what is wrong with it
@@ -54,7 +54,7 @@ def predict_memory(method: str, run: Any, model: nn.Module, tokenizer: Any, rows
     return predicted
 
 
-def fitting_settings(run: Any, source: Source, lengths: Lengths, available: int, *, interpreter: int) -> str:
+def fitting_settings(run: Any, source: ModelSource, lengths: Lengths, available: int, *, interpreter: int) -> str:
     """Advice: the first settings with which the run fits, from those that change the least."""
     for change in _smaller_runs(run):
         smaller = dataclasses.replace(run, **change)

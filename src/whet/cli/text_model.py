@@ -21,7 +21,7 @@ from whet.engine import Engine
 from whet.errors import WhetError, WhetValueError
 from whet.models import tokenizers
 from whet.models.adapter_files import base_name
-from whet.models.base import check_formats, pack_recorded, read_binding
+from whet.models.base_record import check_formats, pack_recorded, read_binding
 from whet.models.formats import PAGE_TOKENS, Weights, choose_formats, kv_format
 from whet.models.sizes import page_bytes
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
@@ -170,7 +170,7 @@ def load_engine(
     return Engine(source, weights=weights, kv_bytes=kv_bytes, where=where)
 
 
-def load_tokenizer(model: str | GGUFFile, where: str, chat_template: str = "") -> Any:
+def load_chat_tokenizer(model: str | GGUFFile, where: str, chat_template: str = "") -> Any:
     """The tokenizer of a folder or of a GGUF file; ``chat_template`` names a file with a template in place of its own.
 
     Raises:

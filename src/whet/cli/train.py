@@ -48,8 +48,8 @@ from whet.config.settings import learning_rate_at
 from whet.errors import DiskFullError, RowError, WhetValueError
 from whet.files import force_to_disk, replace_text, temporary_beside, told_if_full
 from whet.memory import MemoryReport
-from whet.models.base import read_record
-from whet.models.slots import Source
+from whet.models.base_record import read_record
+from whet.models.slots import ModelSource
 from whet.models.sources.pretrained import open_pretrained
 from whet.report.run import write_report
 from whet.rewards.functions import RewardFunctions, load_function
@@ -152,7 +152,7 @@ def _train(method: str, run: Any) -> int:
     return 0
 
 
-def _open_source(run: Any, where: str) -> Source | None:
+def _open_source(run: Any, where: str) -> ModelSource | None:
     """The model that adapters are to be trained on, its weights unread; None: it is not here, or runs in torch only.
 
     Raises:

@@ -12,8 +12,8 @@ from whet import _core
 from whet.errors import WhetTypeError, WhetValueError
 from whet.models.adapter_files import describe_special
 from whet.models.architecture import ModelConfig
-from whet.models.slots import LoRA, Place, factor_values, find_place, place_lora
-from whet.models.sources.live import describe_module
+from whet.models.slots import LoRA, WeightLocation, factor_values, find_location, locate_lora
+from whet.models.sources.live import open_module
 from whet.ops.micro_lora import MicroLoRA
 
 _TARGETS = {
@@ -26,7 +26,7 @@ _TARGETS = {
 
 
 def adapter_parts(
-    targets: Mapping[str, Place], config: ModelConfig, adapter: Any, where: str
+    targets: Mapping[str, WeightLocation], config: ModelConfig, adapter: Any, where: str
 ) -> Iterator[tuple[Any, ...]]:
     """(layer, target, first row, A, B) of every matrix that an adapter changes; see ``Engine.add_adapter``.
 
@@ -39,11 +39,11 @@ def adapter_parts(
     return (_part(lora, where) for lora in _lora(targets, config, adapter, where))
 
 
-def _lora(targets: Mapping[str, Place], config: ModelConfig, adapter: Any, where: str) -> Iterable[LoRA]:
+def _lora(targets: Mapping[str, WeightLocation], config: ModelConfig, adapter: Any, where: str) -> Iterable[LoRA]:
     if isinstance(adapter, Sequence) and not isinstance(adapter, str) and all(isinstance(x, LoRA) for x in adapter):
         return adapter
     if hasattr(adapter, "named_modules"):
-        source = describe_module(adapter)
+        source = open_module(adapter)
         if source.config != config:
             raise WhetValueError(f"{where}: the adapter is of another model.")
         if not source.adapters:
@@ -73,8 +73,8 @@ def _check_alone(model: Any, where: str) -> None:
             )
 
 
-def _of_module(targets: Mapping[str, Place], config: ModelConfig, name: str, value: Any, where: str) -> LoRA:
-    place = find_place(targets, name, where)
+def _of_module(targets: Mapping[str, WeightLocation], config: ModelConfig, name: str, value: Any, where: str) -> LoRA:
+    location = find_location(targets, name, where)
     if isinstance(value, MicroLoRA):
         a, b, scaling = value.A, value.B.T, value.alpha / value.rank
     else:
@@ -86,7 +86,7 @@ def _of_module(targets: Mapping[str, Place], config: ModelConfig, name: str, val
                 f"{where}: adapter[{name!r}] is {value!r:.60}, expected a MicroLoRA or (A, B, scaling) with two arrays "
                 f"and a number ({error})."
             ) from None
-    return place_lora(config, place, a, b, scaling, where)
+    return locate_lora(config, location, a, b, scaling, where)
 
 
 def _part(lora: LoRA, where: str) -> tuple[int, _core.Target, int, np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ from whet.errors import WhetTypeError, WhetValueError, check_choice
 from whet.models.architecture import ModelConfig
 
 if TYPE_CHECKING:
-    from whet.models.base import PackedBase
+    from whet.models.packed_base import PackedBase
 
 LogprobsMode = Literal["sampling", "model"]
 

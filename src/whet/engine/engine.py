@@ -36,15 +36,15 @@ from whet.engine.checks import (
 from whet.engine.session import Calls, NewAdapter, Session, TokenStream, run_to_its_end
 from whet.errors import WhetError, WhetTypeError, WhetValueError, check_integer, check_temperature
 from whet.memory import register_holder
-from whet.models.architecture import ModelConfig, Piece
-from whet.models.base import PackedBase
+from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.formats import choose_formats
-from whet.models.loading import all_pieces, checked, checksums, load
+from whet.models.loading import check_finite, checksums, list_slices, pack_slices
+from whet.models.packed_base import PackedBase
 from whet.models.sizes import KV_BYTES, MAX_BATCH, PREFILL_CHUNK
-from whet.models.slots import Source
-from whet.models.sources.arrays import describe_arrays
+from whet.models.slots import ModelSource
+from whet.models.sources.arrays import open_arrays
 from whet.models.sources.gguf import open_gguf
-from whet.models.sources.live import describe_module
+from whet.models.sources.live import open_module
 from whet.models.sources.pretrained import open_pretrained
 from whet.models.tokenizers.token_texts import TokenTexts, read_token_texts
 
@@ -94,7 +94,7 @@ class Engine:
 
     def __init__(
         self,
-        source: Source,
+        source: ModelSource,
         *,
         weights: str | None = "bf16",
         embedding: str | None = None,
@@ -114,7 +114,7 @@ class Engine:
         self.base = source.base
         packed = source.base or PackedBase(source, choose_formats(source, weights, embedding, head, where))
         self.formats = packed.formats
-        pieces = all_pieces(source, where)
+        slices = list_slices(source, where)
         core = _core.Engine(
             packed.core, kv_bytes=kv_bytes, max_batch=max_batch, chunk=prefill_chunk,
             bf16_cache=packed.kv_format == "bfloat16",
@@ -122,7 +122,7 @@ class Engine:
         self._calls = Calls(core)
         self._stored: Any = None
         self._targets = source.targets
-        self._replace(pieces, source, where)
+        self._replace(slices, source, where)
         register_holder(self)
 
     @classmethod
@@ -142,7 +142,7 @@ class Engine:
             WhetValueError: a model or an option that the engine does not run, by its name.
         """
         where = "Engine.from_model"
-        source = describe_module(model, merged=merge_adapters, max_position=max_position)
+        source = open_module(model, merged=merge_adapters, max_position=max_position)
         if source.base is not None:
             _refuse_formats(options, where)
         engine = cls(source, where=where, **options)
@@ -192,7 +192,7 @@ class Engine:
 
     @classmethod
     def from_base(cls, base: PackedBase, **options: Any) -> Engine:
-        """On weights that ``whet.models.base.pack_base`` packed, which are not copied: others may hold them too.
+        """On weights that ``whet.models.packed_base.pack_base`` packed, which are not copied: others may hold them too.
 
         ``sync`` takes models on the same base, and copies their LoRA adapters.
 
@@ -404,16 +404,16 @@ class Engine:
         with (session := Session(self._calls, where)), session:
             session.begin(exclusive=True)
             if isinstance(model, Mapping):
-                source = describe_arrays(model, self.config, self._targets, self.base, where)
-                pieces = list(checked(source.pieces(), where))
-                if not pieces and self._calls.unusable:
+                source = open_arrays(model, self.config, self._targets, self.base, where)
+                slices = list(check_finite(source.slices(), where))
+                if not slices and self._calls.unusable:
                     raise WhetValueError(f"{where}: these are adapters alone, and {self._calls.unusable}.")
             else:
-                source = describe_module(model, merged=self._merged, max_position=self.config.max_position)
+                source = open_module(model, merged=self._merged, max_position=self.config.max_position)
                 check_same_model(self.config, source.config, where)
                 check_same_base(self.base, source.base, where)
-                pieces = list(checked(all_pieces(source, where), where))
-            self._replace(pieces, source, where, self.policy_version + 1 if version is None else version)
+                slices = list(check_finite(list_slices(source, where), where))
+            self._replace(slices, source, where, self.policy_version + 1 if version is None else version)
 
     def add_adapter(self, adapter: Any) -> int:
         """Take in a LoRA adapter that ``generate(adapter=...)`` then names, beside others and in one batch with them.
@@ -529,15 +529,15 @@ class Engine:
 
     # ------------------------------------------------------------------ its own
 
-    def _replace(self, pieces: Sequence[Piece], source: Source, where: str, version: int = 0) -> None:
+    def _replace(self, slices: Sequence[RowSlice], source: ModelSource, where: str, version: int = 0) -> None:
         """The weights in place of those before, once all has been checked that can be wrong with them.
 
         Those of a new engine, version 0, are checked as they are packed: nobody has it yet.
         """
         calls = self._calls
         core = calls.use(where)
-        stored = self._stored if not pieces else checksums(pieces) if source.adapters else None
-        is_packed = not pieces or (stored is not None and stored == self._stored and not calls.unusable)
+        stored = self._stored if not slices else checksums(slices) if source.adapters else None
+        is_packed = not slices or (stored is not None and stored == self._stored and not calls.unusable)
         with (new := NewAdapter(calls)), new:
             if source.adapters:
                 core.add_adapter(new.number, adapter_parts({}, self.config, source.adapters, where))
@@ -546,7 +546,7 @@ class Engine:
             def replace() -> None:
                 if not is_packed:
                     calls.unusable, self._stored = _TORN, None
-                    load(core.weights, pieces if version else checked(pieces, where))
+                    pack_slices(core.weights, slices if version else check_finite(slices, where))
                 calls.own_adapter, self.policy_version, self._stored, calls.unusable = own_adapter, version, stored, ""
                 core.remove_adapter(before)
 

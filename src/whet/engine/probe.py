@@ -19,10 +19,10 @@ import numpy as np
 from whet.engine.engine import Engine
 from whet.errors import WhetError, WhetValueError
 from whet.memory import available_bytes, resident_bytes
-from whet.models.architecture import ModelConfig, Piece
+from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.families import family_of, rope_scaling, trained_position
-from whet.models.rows import Rows
-from whet.models.slots import Source, untie_adapted
+from whet.models.row_reader import RowReader
+from whet.models.slots import ModelSource, untie_adapted
 from whet.models.sources.pretrained import open_pretrained
 
 _N_TOKENS = 80
@@ -107,14 +107,14 @@ class Comparison:
         return max(means, default=None)
 
 
-def engine_logprobs(source: Source, probe: Probe) -> np.ndarray:
+def engine_logprobs(source: ModelSource, probe: Probe) -> np.ndarray:
     """Log-probs of a probe by a source with its adapters, read in float32."""
     formats = dict.fromkeys(("weights", "embedding", "head"), "float32")
     with Engine(_as_floats(source), max_batch=1, where="probe", **formats) as engine:
         return np.asarray(engine.logprobs([probe.ids], start=probe.first)[0], np.float64)
 
 
-def _as_floats(source: Source) -> Source:
+def _as_floats(source: ModelSource) -> ModelSource:
     """The source with float32 in place of a packed base, which rounds what it multiplies, and with adapters merged in.
 
     Those of layers stay apart, which an engine computes; without a base.
@@ -125,15 +125,15 @@ def _as_floats(source: Source) -> Source:
         changed = set(source.config.slots())
     if not changed:
         return source
-    rows, shapes = Rows(source, "probe"), source.config.slots()
+    rows, shapes = RowReader(source, "probe"), source.config.slots()
 
-    def pieces() -> Iterator[Piece]:
-        yield from (piece for piece in source.pieces() if piece.slot not in changed)
+    def slices() -> Iterator[RowSlice]:
+        yield from (row_slice for row_slice in source.slices() if row_slice.slot not in changed)
         for slot in sorted(changed):
-            yield Piece(slot, 0, rows.values(slot, np.arange(shapes[slot][0])), "float32")
+            yield RowSlice(slot, 0, rows.values(slot, np.arange(shapes[slot][0])), "float32")
 
     adapters = tuple(adapter for adapter in source.adapters if adapter.slot not in changed)
-    return source._replace(pieces=pieces, adapters=adapters, base=None)
+    return source._replace(slices=slices, adapters=adapters, base=None)
 
 
 def _free_bytes() -> float:

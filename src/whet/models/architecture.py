@@ -32,7 +32,7 @@ _NUMBERS = ("inv_freq", "local_inv_freq", "attention_factor", "norm_eps")
 _SIZES = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "ffn_dim", "vocab_size", "max_position")
 
 
-class Piece(NamedTuple):
+class RowSlice(NamedTuple):
     """Some rows of one weight, as they lie in the source.
 
     Attributes:

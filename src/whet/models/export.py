@@ -16,8 +16,17 @@ from whet.models.families import FAMILIES, model_config
 from whet.models.formats import FILE_TYPES, Mixture, file_format
 from whet.models.gguf_keys import Keys, architecture_of, as_stored, check_keys, make_keys, window_note
 from whet.models.gguf_writer import Progress, Tensor, check_place, encoded_metadata, write_gguf
-from whet.models.rows import Rows
-from whet.models.slots import LoRA, Module, Place, Source, find_place, place_lora, places, untie_adapted
+from whet.models.row_reader import RowReader
+from whet.models.slots import (
+    LoRA,
+    ModelSource,
+    ModuleSpec,
+    WeightLocation,
+    find_location,
+    iter_locations,
+    locate_lora,
+    untie_adapted,
+)
 from whet.models.sources.folder import read_config
 from whet.models.sources.gguf import own_vectors, read_options
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
@@ -42,7 +51,7 @@ def export_gguf(
     path: str | os.PathLike[str],
     quantize: str = "q4_k_m",
     *,
-    source: Source | None = None,
+    source: ModelSource | None = None,
     adapters: Sequence[LoRA] = (),
     tokenizer: str | os.PathLike[str] | None = None,
     pre: str | None = None,
@@ -89,7 +98,7 @@ def export_gguf(
     else:
         metadata, model_type, keys = _of_folder(Path(model), opened, where)
         vectors = keys.vectors
-    rows = Rows(opened, where)
+    rows = RowReader(opened, where)
     stored = as_stored(opened.config, model_type)
     tensors = list(_tensors(rows, stored, FAMILIES[model_type].gguf_modules, mixture))
     if keys is not None:
@@ -110,7 +119,7 @@ def export_gguf(
     return Exported(size_bytes, count_formats(tensors), window_note(opened.config, model_type))
 
 
-def read_adapters(folder: str | os.PathLike[str], source: Source, where: str) -> list[LoRA]:
+def read_adapters(folder: str | os.PathLike[str], source: ModelSource, where: str) -> list[LoRA]:
     """The LoRA adapters in a folder of PEFT's, for a model.
 
     Raises:
@@ -119,7 +128,7 @@ def read_adapters(folder: str | os.PathLike[str], source: Source, where: str) ->
         MissingExtraError: safetensors is not installed.
     """
     return [
-        place_lora(source.config, find_place(source.targets, module, where), a, b, scaling, where)
+        locate_lora(source.config, find_location(source.targets, module, where), a, b, scaling, where)
         for module, (a, b, scaling) in read_peft(folder).items()
     ]
 
@@ -148,7 +157,7 @@ def _of_gguf(file: GGUFFile, where: str) -> tuple[dict[str, Any], str, dict[str,
     return metadata, read_options(file, where)["model_type"], own_vectors(file)
 
 
-def _of_folder(folder: Path, source: Source, where: str) -> tuple[dict[str, Any], str, Keys]:
+def _of_folder(folder: Path, source: ModelSource, where: str) -> tuple[dict[str, Any], str, Keys]:
     """The metadata that a folder's name gives, its model_type, and the options of its config."""
     config = read_config(folder, where)
     config = {**config, "tie_word_embeddings": source.config.tied_head}
@@ -159,33 +168,36 @@ def _of_folder(folder: Path, source: Source, where: str) -> tuple[dict[str, Any]
     return {"general.type": "model", "general.name": name}, config["model_type"], keys
 
 
-def _tensors(rows: Rows, stored: ModelConfig, modules: Sequence[Module], mixture: Mixture) -> Iterator[Tensor]:
+def _tensors(rows: RowReader, stored: ModelConfig, modules: Sequence[ModuleSpec], mixture: Mixture) -> Iterator[Tensor]:
     """The tensors of a model as it is stored, layer by layer: those that it has, and those that the file needs."""
     slots, own = stored.slots(), rows.config.slots()
-    found = [place for place in places(stored, modules) if place.weight in slots or place.bias]
-    embedding = next(place for place in found if place.weight == "embedding")
-    for place in sorted(found, key=lambda place: _depth(place, stored.n_layers)):
-        for suffix, slot in (("weight", place.weight), ("bias", place.bias)):
+    found = [location for location in iter_locations(stored, modules) if location.weight in slots or location.bias]
+    embedding = next(location for location in found if location.weight == "embedding")
+    for location in sorted(found, key=lambda location: _depth(location, stored.n_layers)):
+        for suffix, slot in (("weight", location.weight), ("bias", location.bias)):
             if slot not in slots or slot is None:
                 continue
-            shape = place.shape if suffix == "weight" else place.shape[:1]
-            format = file_format(mixture, stored, place) if suffix == "weight" else "float32"
+            shape = location.shape if suffix == "weight" else location.shape[:1]
+            format = file_format(mixture, stored, location) if suffix == "weight" else "float32"
 
             def chunks(
-                place: Place = place, slot: str = slot, format: str = format, shape: tuple[int, ...] = shape
+                location: WeightLocation = location,
+                slot: str = slot,
+                format: str = format,
+                shape: tuple[int, ...] = shape,
             ) -> Iterable[np.ndarray]:
                 if slot in own:
-                    return rows.chunks(place, slot, format)
+                    return rows.chunks(location, slot, format)
                 if slot == "head":
                     return rows.chunks(embedding, "embedding", format)
                 return [np.zeros(shape, np.float32)]
 
-            yield Tensor(f"{place.names[0]}.{suffix}", format, shape, chunks)
+            yield Tensor(f"{location.names[0]}.{suffix}", format, shape, chunks)
 
 
-def _depth(place: Place, n_layers: int) -> int:
+def _depth(location: WeightLocation, n_layers: int) -> int:
     """The place of a tensor in the file: before the layers, in one of them, or behind."""
-    begin, _, rest = place.weight.partition(".")
+    begin, _, rest = location.weight.partition(".")
     if begin == "layers":
         return int(rest.partition(".")[0])
     return -1 if begin in ("embedding", "positions") else n_layers

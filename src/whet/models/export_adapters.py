@@ -20,8 +20,8 @@ from whet.models.families import FAMILIES
 from whet.models.formats import TABLE
 from whet.models.gguf_keys import architecture_of
 from whet.models.gguf_writer import Progress, Tensor, check_place, write_gguf
-from whet.models.rows import adapters_of, encode, row_order
-from whet.models.slots import LoRA, Module, Source, factor_values, places
+from whet.models.row_reader import adapters_of, encode, slot_rows
+from whet.models.slots import LoRA, ModelSource, ModuleSpec, factor_values, iter_locations
 from whet.models.sources.folder import read_config
 from whet.models.sources.gguf import read_options
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
@@ -83,7 +83,7 @@ def export_adapters(
 
 
 def _factors(
-    source: Source, modules: Sequence[Module], adapters: Sequence[LoRA], alpha: float, where: str
+    source: ModelSource, modules: Sequence[ModuleSpec], adapters: Sequence[LoRA], alpha: float, where: str
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Of each tensor with adapters its name, A (r, k), and B (n, r) in the tensor's rows, for alpha / r."""
     slots = source.config.slots()
@@ -95,9 +95,9 @@ def _factors(
             )
         if not all(np.isfinite(factor_values(factor)).all() for factor in (adapter.a, adapter.b)):
             raise WhetValueError(f"{where}: the adapter of {adapter.slot} holds NaN or infinity. Look at what made it.")
-    for place in places(source.config, modules):
-        order = row_order(source.config, place)
-        parts = list(adapters_of(place.weight, order, adapters))
+    for location in iter_locations(source.config, modules):
+        order = slot_rows(source.config, location)
+        parts = list(adapters_of(location.weight, order, adapters))
         if not parts:
             continue
         rank, column = sum(len(part.a) for _, part in parts), 0
@@ -106,7 +106,7 @@ def _factors(
             factor = np.float32(part.scaling * rank / alpha)
             b[rows, column : column + len(part.a)] = factor * factor_values(part.b)[order[rows] - part.first_row]
             column += len(part.a)
-        yield f"{place.names[0]}.weight", np.concatenate([factor_values(part.a) for _, part in parts]), b
+        yield f"{location.names[0]}.weight", np.concatenate([factor_values(part.a) for _, part in parts]), b
 
 
 def _tensor(name: str, values: np.ndarray, format: str) -> Tensor:

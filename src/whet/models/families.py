@@ -34,7 +34,15 @@ from typing import Any
 
 from whet.errors import WhetTypeError, WhetValueError, check_integer
 from whet.models.architecture import LARGEST, LARGEST_SIZE, SOFTCAPS, ModelConfig
-from whet.models.slots import Cut, Module, Place, by_head, paired, places, whole
+from whet.models.slots import (
+    ModuleSpec,
+    RowOrder,
+    WeightLocation,
+    deinterleave,
+    iter_locations,
+    keep_order,
+    split_heads,
+)
 from whet.ops.rope_scaling import rope_frequencies
 
 _DATA: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text("utf-8"))
@@ -44,7 +52,7 @@ _NOT_RUN: dict[str, str] = {name: what for what, names in _DATA["not_run"].items
 _FIXES = {"quantization_config": " Load the model in float32, bfloat16 or float16; the engine quantises by weights=."}
 GGUF_NAMES: dict[str, Any] = _DATA["gguf"]
 """Metadata keys and tensors that are the same in all architectures; see above."""
-_CUTS: dict[str | None, Cut] = {None: whole, "transposed": whole, "by_head": by_head}
+_ROW_ORDERS: dict[str | None, RowOrder] = {None: keep_order, "transposed": keep_order, "by_head": split_heads}
 
 
 @dataclass(frozen=True)
@@ -78,9 +86,9 @@ class Family:
     keys: Mapping[str, str]
     settings: Mapping[str, Any]
     defaults: Mapping[str, Any]
-    modules: tuple[Module, ...]
+    modules: tuple[ModuleSpec, ...]
     gguf: Mapping[str, Any] | None = None
-    gguf_modules: tuple[Module, ...] = ()
+    gguf_modules: tuple[ModuleSpec, ...] = ()
     window: str = "none"
     rope: str = "neox"
     partial_rotary: bool = False
@@ -119,10 +127,10 @@ def _make_family(entry: dict[str, Any]) -> Family:
         names = tuple(row[key] for key in ("hf", "hf_also") if key in row)
         layout = row.get("hf_layout")
         offset = row.get("hf_offset", 0.0)
-        modules.append(Module(names, slot, part, _CUTS[layout], layout == "transposed", offset))
+        modules.append(ModuleSpec(names, slot, part, _ROW_ORDERS[layout], layout == "transposed", offset))
         if gguf is not None:
             interleaved = gguf.get("interleaved", False) and part in ("q", "k")
-            gguf_modules.append(Module((row["gguf"],), slot, part, paired if interleaved else whole))
+            gguf_modules.append(ModuleSpec((row["gguf"],), slot, part, deinterleave if interleaved else keep_order))
     return Family(**entry, modules=tuple(modules), gguf_modules=tuple(gguf_modules))
 
 
@@ -131,7 +139,7 @@ SCALES = ("attention_scale", "embedding_scale", "residual_scale", "logits_diviso
 FAMILIES: dict[str, Family] = {name: _make_family(_resolve(name)) for name in _DATA["families"]}
 
 
-def why_not(name: Any) -> str:
+def unsupported_reason(name: Any) -> str:
     """Words for what keeps the engine from a model_type, or an architecture of GGUF; empty where that is not known."""
     return f", which has {_NOT_RUN[name]}" if isinstance(name, str) and name in _NOT_RUN else ""
 
@@ -145,7 +153,7 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise WhetValueError(
-            f"{where}: model_type is {model_type!r:.60}{why_not(model_type)}; the engine runs "
+            f"{where}: model_type is {model_type!r:.60}{unsupported_reason(model_type)}; the engine runs "
             f"{', '.join(sorted(FAMILIES))}. "
             f'Use engine="torch" for this model.'
         )
@@ -209,9 +217,11 @@ def rope_scaling(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return _scaling(options, options.size("max_position"))
 
 
-def module_targets(model_type: str, config: ModelConfig) -> dict[str, Place]:
+def module_targets(model_type: str, config: ModelConfig) -> dict[str, WeightLocation]:
     """The place of every module of the Hugging Face model, by its name there."""
-    return {name: place for place in places(config, FAMILIES[model_type].modules) for name in place.names}
+    return {
+        name: location for location in iter_locations(config, FAMILIES[model_type].modules) for name in location.names
+    }
 
 
 def model_config(

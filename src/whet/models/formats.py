@@ -15,7 +15,7 @@ from whet.ops.quant import CORE_TABLE
 
 if TYPE_CHECKING:
     from whet.models.architecture import ModelConfig
-    from whet.models.slots import Place, Source
+    from whet.models.slots import ModelSource, WeightLocation
 
 Weights = Literal[
     "float32", "bf16", "int8", "int4", "q8_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "q4_k_m", "q5_k_m"
@@ -38,7 +38,7 @@ class Format(NamedTuple):
         block_bytes: bytes of a block.
         packed_as: the format that the engine takes it as: itself, or one that holds the same integers.
         alias: its name in settings, where that is another.
-        outer: the format of the embedding and the head of a model in this one; None: the same.
+        embedding_format: format of the embedding and the head of a model in this format. Default: the same.
         bound: the error of a weight in ``packed_as`` where that holds other numbers (cpp/engine/quantize.h).
         next: the format of a matrix whose rows its blocks do not divide; for K-quants that of llama.cpp.
     """
@@ -50,12 +50,12 @@ class Format(NamedTuple):
     block_bytes: int = 1
     packed_as: str = ""
     alias: str | None = None
-    outer: str | None = None
+    embedding_format: str | None = None
     next: str = "int8"
     bound: str = ""
 
     @property
-    def usual_name(self) -> str:
+    def display_name(self) -> str:
         """The name in settings."""
         return self.alias or self.name
 
@@ -93,7 +93,7 @@ class Mixture(NamedTuple):
         """A mixture whose formats are ``base`` where they are not given."""
         return cls(file_type, base, more or base, head or base, is_spread)
 
-    def outer_format(self, slot: str, tied_head: bool) -> str:
+    def end_format(self, slot: str, tied_head: bool) -> str:
         """The format of the embedding or the head."""
         return self.head if slot == "head" or tied_head else self.base
 
@@ -108,7 +108,7 @@ class Mixture(NamedTuple):
         return self.more if needs_more else self.base
 
 
-class Part(NamedTuple):
+class FormatSpan(NamedTuple):
     """Rows of a matrix, and the core's format that they are packed in."""
 
     n_rows: int
@@ -118,12 +118,12 @@ class Part(NamedTuple):
 _DTYPES = {"float32": "<f4", "bfloat16": "<u2", "float16": "<f2", "float64": "<f8"}
 _SETTINGS: dict[str, dict[str, str]] = {
     "bfloat16": {"alias": "bf16"},
-    "q4_0": {"alias": "int4", "outer": "q8_0"},
-    "q4_1": {"outer": "q8_0"},
-    "q5_0": {"outer": "q8_0"},
-    "q5_1": {"outer": "q8_0"},
-    "q4_k": {"outer": "q8_0", "next": "q5_0"},
-    "q5_k": {"outer": "q8_0", "next": "q5_1"},
+    "q4_0": {"alias": "int4", "embedding_format": "q8_0"},
+    "q4_1": {"embedding_format": "q8_0"},
+    "q5_0": {"embedding_format": "q8_0"},
+    "q5_1": {"embedding_format": "q8_0"},
+    "q4_k": {"embedding_format": "q8_0", "next": "q5_0"},
+    "q5_k": {"embedding_format": "q8_0", "next": "q5_1"},
     "q6_k": {"next": "q8_0"},
     "q2_k": {"bound": "within 1/254 of the largest of 32 weights and 2^-11 of each"},
     "iq4_xs": {"bound": "within 2^-11 of each weight"},
@@ -150,14 +150,14 @@ FILE_TYPES = {
 MIXTURES = {name: FILE_TYPES[name] for name in ("q4_k_m", "q5_k_m")}
 """Of these the values of ``weights`` that are no format."""
 FLOAT_FORMATS = tuple(name for name, format in TABLE.items() if format.is_float)
-FORMATS = (*(TABLE[name].usual_name for name in CORE_TABLE), *MIXTURES)
+FORMATS = (*(TABLE[name].display_name for name in CORE_TABLE), *MIXTURES)
 """Values of ``weights``, by the names that documents use."""
 _ALIASES = {format.alias: name for name, format in TABLE.items() if format.alias}
 
 
 def choose_formats(
-    source: Source, weights: str | None, embedding: str | None, head: str | None, where: str
-) -> dict[str, tuple[Part, ...]]:
+    source: ModelSource, weights: str | None, embedding: str | None, head: str | None, where: str
+) -> dict[str, tuple[FormatSpan, ...]]:
     """Slot -> formats of every matrix, from its first row on; see ``Engine`` for the rules.
 
     Raises:
@@ -166,7 +166,7 @@ def choose_formats(
     config = source.config
     mixture = MIXTURES.get(weights or "")
     base = mixture.base if mixture else core_format("bf16" if weights is None else weights, "weights", where)
-    outer = TABLE[base].outer or base
+    embedding_format = TABLE[base].embedding_format or base
     stored = _stored_parts(source, base) if weights is None else {}
     own = {
         "embedding": core_format(embedding, "embedding", where) if embedding is not None else None,
@@ -180,17 +180,17 @@ def choose_formats(
         if len(shape) != 2:
             continue
         if format := own.get(slot):
-            parts = [Part(shape[0], format)]
+            parts = [FormatSpan(shape[0], format)]
         elif mixture:
             parts = _mixed_parts(mixture, source, slot, shape[0])
         else:
-            default = outer if slot in ("embedding", "head") else base
-            parts = stored.get(slot, [Part(shape[0], default)])
-        formats[slot] = _merge(Part(n, _fit(format, shape[1])) for n, format in parts)
+            default = embedding_format if slot in ("embedding", "head") else base
+            parts = stored.get(slot, [FormatSpan(shape[0], default)])
+        formats[slot] = _merge(FormatSpan(n, _fit(format, shape[1])) for n, format in parts)
     return formats
 
 
-def check_fits(source: Source, weights: str, where: str) -> None:
+def check_fits(source: ModelSource, weights: str, where: str) -> None:
     """Refuse a format whose blocks divide the rows of no matrix of a model's layers.
 
     Raises:
@@ -209,7 +209,7 @@ def check_fits(source: Source, weights: str, where: str) -> None:
         )
 
 
-def is_quantised(source: Source) -> bool:
+def is_quantised(source: ModelSource) -> bool:
     """Whether a model is stored, or packed, in blocks of integers."""
     if source.base is not None:
         return source.base.is_quantised
@@ -217,19 +217,19 @@ def is_quantised(source: Source) -> bool:
     return not all(TABLE[part.format].is_float for parts in formats.values() for part in parts)
 
 
-def kv_format(formats: Mapping[str, tuple[Part, ...]]) -> str:
+def kv_format(formats: Mapping[str, tuple[FormatSpan, ...]]) -> str:
     """The format of keys and values: float32 with float32 weights, else bfloat16."""
     return "float32" if {part.format for part in formats["layers.0.o"]} == {"float32"} else "bfloat16"
 
 
-def describe_parts(parts: Iterable[Part]) -> str:
+def describe_spans(parts: Iterable[FormatSpan]) -> str:
     """The formats of a matrix: "q4_k", or "q4_k, q6_k" of one in several."""
     return ", ".join(dict.fromkeys(part.format for part in parts))
 
 
-def summarise(formats: Mapping[str, tuple[Part, ...]]) -> str:
+def summarise(formats: Mapping[str, tuple[FormatSpan, ...]]) -> str:
     """The formats of a model's matrices by their names in settings, each once: "q4_k, q8_0"."""
-    return ", ".join(dict.fromkeys(TABLE[part.format].usual_name for parts in formats.values() for part in parts))
+    return ", ".join(dict.fromkeys(TABLE[part.format].display_name for parts in formats.values() for part in parts))
 
 
 def core_format(name: str, argument: str, where: str) -> str:
@@ -245,26 +245,26 @@ def core_format(name: str, argument: str, where: str) -> str:
     return format
 
 
-def usual_name(weights: str, where: str) -> str:
+def display_name(weights: str, where: str) -> str:
     """The name in ``FORMATS`` of a value of ``weights`` by any of its names: "bf16" for "bfloat16".
 
     Raises:
         WhetValueError: there is no such format.
     """
-    return weights if weights in MIXTURES else TABLE[core_format(weights, "weights", where)].usual_name
+    return weights if weights in MIXTURES else TABLE[core_format(weights, "weights", where)].display_name
 
 
-def file_format(mixture: Mixture, config: ModelConfig, place: Place) -> str:
+def file_format(mixture: Mixture, config: ModelConfig, location: WeightLocation) -> str:
     """The format of a tensor of a GGUF file; of rows that no blocks divide float16, as llama-quantize has it."""
-    if len(place.shape) == 1 or place.weight == "positions":
+    if len(location.shape) == 1 or location.weight == "positions":
         return "float32"
-    _, number, name = place.weight.split(".") if "." in place.weight else ("", "", place.weight)
+    _, number, name = location.weight.split(".") if "." in location.weight else ("", "", location.weight)
     if not number:
-        format = mixture.outer_format(name, config.tied_head)
+        format = mixture.end_format(name, config.tied_head)
     else:
-        matrix = "values" if name == "qkv" and place.module.part in ("", "v") else name
+        matrix = "values" if name == "qkv" and location.module.part in ("", "v") else name
         format = mixture.layer_format(matrix, int(number), config.n_layers)
-    format = _fit(format, place.shape[-1])
+    format = _fit(format, location.shape[-1])
     return format if TABLE[format].gguf_type is not None else "float16"
 
 
@@ -275,37 +275,37 @@ def _fit(format: str, k: int) -> str:
     return format
 
 
-def _merge(parts: Iterable[Part]) -> tuple[Part, ...]:
+def _merge(parts: Iterable[FormatSpan]) -> tuple[FormatSpan, ...]:
     """Neighbours of one format become one part."""
-    merged: list[Part] = []
+    merged: list[FormatSpan] = []
     for part in parts:
         if merged and merged[-1].format == part.format:
-            part = Part(merged.pop().n_rows + part.n_rows, part.format)
+            part = FormatSpan(merged.pop().n_rows + part.n_rows, part.format)
         merged.append(part)
     return tuple(merged)
 
 
-def _stored_parts(source: Source, base: str) -> dict[str, list[Part]]:
+def _stored_parts(source: ModelSource, base: str) -> dict[str, list[FormatSpan]]:
     """The parts of slots of which some are stored quantised; their floats are taken as ``base``."""
-    found: dict[str, list[tuple[int, Part]]] = {}
-    for piece in source.pieces():
-        format = TABLE[piece.format]
-        part = Part(len(piece.tensor), base if format.is_float else format.packed_as)
-        found.setdefault(piece.slot, []).append((piece.first_row, part))
+    found: dict[str, list[tuple[int, FormatSpan]]] = {}
+    for row_slice in source.slices():
+        format = TABLE[row_slice.format]
+        part = FormatSpan(len(row_slice.tensor), base if format.is_float else format.packed_as)
+        found.setdefault(row_slice.slot, []).append((row_slice.first_row, part))
     parts = {slot: [part for _, part in sorted(rows)] for slot, rows in found.items()}
     return {slot: rows for slot, rows in parts.items() if any(format != base for _, format in rows)}
 
 
-def _mixed_parts(mixture: Mixture, source: Source, slot: str, n_rows: int) -> list[Part]:
+def _mixed_parts(mixture: Mixture, source: ModelSource, slot: str, n_rows: int) -> list[FormatSpan]:
     """The parts of a matrix in a mixture, before it is seen whether blocks divide its rows."""
     config = source.config
     if slot in ("embedding", "head"):
-        return [Part(n_rows, mixture.outer_format(slot, config.tied_head))]
+        return [FormatSpan(n_rows, mixture.end_format(slot, config.tied_head))]
     _, number, name = slot.split(".")
     format = mixture.layer_format("values" if name == "qkv" else name, int(number), config.n_layers)
     if name != "qkv":
-        return [Part(n_rows, format)]
-    if any(place.weight == slot and not place.module.part for place in source.targets.values()):
-        return [Part(n_rows, format)]  # the model stores q, k and v as one matrix
+        return [FormatSpan(n_rows, format)]
+    if any(location.weight == slot and not location.module.part for location in source.targets.values()):
+        return [FormatSpan(n_rows, format)]  # the model stores q, k and v as one matrix
     n_values = config.n_kv_heads * config.head_dim
-    return [Part(n_rows - n_values, mixture.base), Part(n_values, format)]
+    return [FormatSpan(n_rows - n_values, mixture.base), FormatSpan(n_values, format)]

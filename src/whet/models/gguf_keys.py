@@ -18,7 +18,7 @@ from whet.errors import WhetValueError
 from whet.models.architecture import SOFTCAPS, ModelConfig, find_difference
 from whet.models.families import FAMILIES, GGUF_NAMES, SCALES, family_of, rope_scaling, trained_position
 from whet.models.gguf_writer import Tensor
-from whet.models.slots import Stored
+from whet.models.slots import StoredTensor
 from whet.models.sources.gguf import describe_gguf
 from whet.models.sources.gguf_container import GGUFFile
 
@@ -134,8 +134,8 @@ def check_keys(keys: Keys, tensors: Sequence[Tensor], described: ModelConfig, wh
     Raises:
         WhetValueError: the file would describe another model.
     """
-    stored = {tensor.name: Stored(None, tensor.format, tensor.shape) for tensor in tensors}
-    stored |= {name: Stored(vector, "float32", vector.shape) for name, vector in keys.vectors.items()}
+    stored = {tensor.name: StoredTensor(None, tensor.format, tensor.shape) for tensor in tensors}
+    stored |= {name: StoredTensor(vector, "float32", vector.shape) for name, vector in keys.vectors.items()}
     file = GGUFFile((Path(where),), keys.metadata, stored)
     _, found = describe_gguf(file, described.max_position, where)
     if (name := find_difference(described, found)) is not None:

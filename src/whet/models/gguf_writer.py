@@ -18,7 +18,7 @@ import numpy as np
 from whet.errors import WhetTypeError, WhetValueError
 from whet.files import check_folder_of, force_to_disk, temporary_beside, told_if_full, told_if_unwritable
 from whet.models.formats import TABLE
-from whet.models.rows import row_bytes
+from whet.models.row_reader import row_bytes
 
 _VERSION = 3
 _ALIGNMENT = 32

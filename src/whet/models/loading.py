@@ -1,4 +1,4 @@
-"""A source's pieces into the core's packed weights, from where they lie."""
+"""Check, checksum and pack the slices of a source, without a copy."""
 
 from __future__ import annotations
 
@@ -10,59 +10,60 @@ import numpy as np
 
 from whet import _core
 from whet.errors import WhetValueError
-from whet.models.architecture import Piece
-from whet.models.slots import Source
-from whet.models.sources.mapped import let_go
+from whet.models.architecture import RowSlice
+from whet.models.slots import ModelSource
+from whet.models.sources.mapped import release_pages
 
 
-def all_pieces(source: Source, where: str) -> list[Piece]:
-    """The pieces of a source; none of a model on a packed base.
+def list_slices(source: ModelSource, where: str) -> list[RowSlice]:
+    """Return all slices of a source; of a model on a packed base, none.
 
     Raises:
-        WhetValueError: a slot that they do not fill.
+        WhetValueError: the slices do not fill a slot.
     """
-    pieces = list(source.pieces())
+    slices = list(source.slices())
     slots = source.config.slots() if source.base is None else {}
     missing = {slot: shape[0] for slot, shape in slots.items()}
-    for piece in pieces:
-        missing[piece.slot] -= len(piece.tensor)
+    for row_slice in slices:
+        missing[row_slice.slot] -= len(row_slice.tensor)
     for slot, rows in missing.items():
         if rows:
             raise WhetValueError(f"{where}: {slot} lacks {rows} rows.")
-    return pieces
+    return slices
 
 
-def checked(pieces: Iterable[Piece], where: str) -> Iterator[Piece]:
-    """The pieces, each once it has been looked at.
+def check_finite(slices: Iterable[RowSlice], where: str) -> Iterator[RowSlice]:
+    """Yield each slice after validating it.
 
     Raises:
-        WhetValueError: one holds NaN or infinity.
+        WhetValueError: a slice holds NaN or infinity.
     """
-    for piece in pieces:
-        if not _core.is_finite(**_rows(piece)):
+    for row_slice in slices:
+        if not _core.is_finite(**_rows(row_slice)):
             raise WhetValueError(
-                f"{where}: {piece.slot}, rows from {piece.first_row} on, holds NaN or infinity. Look at what made them."
+                f"{where}: {row_slice.slot}, rows from {row_slice.first_row}, holds NaN or infinity. Check the step "
+                f"or the file that produced it."
             )
-        yield piece
+        yield row_slice
 
 
-def load(weights: _core.Weights, pieces: Iterable[Piece]) -> None:
-    """Packs finite pieces; those of vectors become float32.
+def pack_slices(weights: _core.Weights, slices: Iterable[RowSlice]) -> None:
+    """Pack finite slices; vectors become float32.
 
-    A file's pages are let go with each tensor, so that packed weights and the file are not in memory both.
+    A file's pages are released after each slot, so that the file and the packed weights are not both in memory.
     """
-    for slot, of_tensor in itertools.groupby(pieces, lambda piece: piece.slot):
+    for slot, of_tensor in itertools.groupby(slices, lambda row_slice: row_slice.slot):
         tensors = []
-        for piece in of_tensor:
-            weights.pack(slot, first=piece.first_row, **_rows(piece))
-            tensors.append(piece.tensor)
-        let_go(tensors)
+        for row_slice in of_tensor:
+            weights.pack(slot, first=row_slice.first_row, **_rows(row_slice))
+            tensors.append(row_slice.tensor)
+        release_pages(tensors)
 
 
-def checksums(pieces: Iterable[Piece]) -> list[tuple[Any, ...]]:
-    """Slot, row, shape, format and a 64-bit checksum of all bytes of each piece, to tell what has changed."""
+def checksums(slices: Iterable[RowSlice]) -> list[tuple[Any, ...]]:
+    """Return slot, row, shape, format and 64-bit checksum of each slice, to detect changed weights."""
     prints = []
-    for slot, first_row, tensor, format in pieces:
+    for slot, first_row, tensor, format in slices:
         matrix = tensor if tensor.ndim == 2 else tensor[None]
         if _memory(matrix)[1][1] != 1:
             matrix = matrix.T if _memory(matrix)[1][0] == 1 else np.ascontiguousarray(matrix)
@@ -74,19 +75,19 @@ def checksums(pieces: Iterable[Piece]) -> list[tuple[Any, ...]]:
 
 
 def _memory(tensor: Any) -> tuple[int, tuple[int, ...]]:
-    """Address of the first element, and strides in elements."""
+    """Return the address of the first element, and the strides in elements."""
     if hasattr(tensor, "data_ptr"):
         return tensor.data_ptr(), tuple(tensor.stride())
     return tensor.ctypes.data, tuple(stride // tensor.itemsize for stride in tensor.strides)
 
 
-def _rows(piece: Piece) -> dict[str, Any]:
-    """The place of a piece in memory, as the core takes it: a matrix or one row, strides in elements."""
-    address, strides = _memory(piece.tensor)
-    *n, width = piece.tensor.shape
+def _rows(row_slice: RowSlice) -> dict[str, Any]:
+    """Return the memory of a slice as keywords of the core: a matrix or one row, strides in elements."""
+    address, strides = _memory(row_slice.tensor)
+    *n, width = row_slice.tensor.shape
     return {
         "address": address,
-        "type": _core.StoredType[piece.format],
+        "type": _core.StoredType[row_slice.format],
         "n": n[0] if n else 1,
         "width": width,
         "row_stride": strides[0] if n else 0,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from whet.errors import CheckpointError, WhetValueError
 from whet.models.adapter_files import PEFT_PREFIX, describe_special, read_peft_config
-from whet.models.slots import Place, Source
+from whet.models.slots import ModelSource, WeightLocation
 from whet.models.sources.folder import read_safetensors
 
 ALL_LINEAR = "all-linear"
@@ -35,31 +35,31 @@ class Adapted(NamedTuple):
         is_new: whether they change nothing yet; saved ones do.
     """
 
-    factors: tuple[tuple[Place, int], ...]
-    whole: tuple[Place, ...] = ()
+    factors: tuple[tuple[WeightLocation, int], ...]
+    whole: tuple[WeightLocation, ...] = ()
     special: str = ""
     is_new: bool = True
 
     @property
     def n_parameters(self) -> int:
         """Numbers that are trained."""
-        copies = sum(math.prod(place.shape) + (place.shape[0] if place.bias else 0) for place in self.whole)
-        return sum(rank * sum(place.shape) for place, rank in self.factors) + copies
+        copies = sum(math.prod(location.shape) + (location.shape[0] if location.bias else 0) for location in self.whole)
+        return sum(rank * sum(location.shape) for location, rank in self.factors) + copies
 
     @property
     def needs_floats(self) -> str:
         """The first thing that a packed matrix does not take, in words; empty: it takes all."""
-        matrices = [place.names[0] for place in self.whole if len(place.shape) == 2]
+        matrices = [location.names[0] for location in self.whole if len(location.shape) == 2]
         return self.special or (f"{matrices[0]} in modules_to_save" if matrices else "")
 
     @property
     def is_apart(self) -> bool:
         """Whether an engine computes all of it beside the weights."""
-        return not self.special and not self.whole and all(_is_in_layers(place) for place, _ in self.factors)
+        return not self.special and not self.whole and all(_is_in_layers(location) for location, _ in self.factors)
 
 
 def choose_adapted(
-    source: Source, rank: int, layers: Sequence[str] = (), modules_to_save: Sequence[str] = (), where: str = "LoRA"
+    source: ModelSource, rank: int, layers: Sequence[str] = (), modules_to_save: Sequence[str] = (), where: str = "LoRA"
 ) -> Adapted:
     """New adapters of a model.
 
@@ -75,30 +75,32 @@ def choose_adapted(
             the smaller side of a matrix, with the rank that fits all.
     """
     if list(layers) in ([], [ALL_LINEAR]):
-        chosen = [place for place in _places(source) if _is_in_layers(place) and len(place.shape) == 2]
+        chosen = [
+            location for location in _list_locations(source) if _is_in_layers(location) and len(location.shape) == 2
+        ]
     else:
-        chosen = [place for name in layers for place in _find(source, name, f".{name}", "lora_layers", where)]
-    whole = [place for name in modules_to_save for place in _find(source, name, name, "modules_to_save", where)]
-    for place in chosen:
-        if len(place.shape) != 2:
+        chosen = [location for name in layers for location in _find(source, name, f".{name}", "lora_layers", where)]
+    whole = [location for name in modules_to_save for location in _find(source, name, name, "modules_to_save", where)]
+    for location in chosen:
+        if len(location.shape) != 2:
             raise WhetValueError(
-                f"{where}: lora_layers names {place.names[0]}, which is no matrix. Train it whole: modules_to_save."
+                f"{where}: lora_layers names {location.names[0]}, which is no matrix. Train it whole: modules_to_save."
             )
-        if place in whole:
+        if location in whole:
             raise WhetValueError(
-                f"{where}: {place.names[0]} is in modules_to_save, and has an adapter too. Name it in one of them."
+                f"{where}: {location.names[0]} is in modules_to_save, and has an adapter too. Name it in one of them."
             )
-    smallest = min(chosen, key=lambda place: min(place.shape))
+    smallest = min(chosen, key=lambda location: min(location.shape))
     if rank > min(smallest.shape):
         n, k = smallest.shape
         raise WhetValueError(
             f"{where}: lora_rank is {rank}, and {smallest.names[0]} is {n} x {k}: its adapter has a rank of "
             f"{min(n, k)} at most. Pass {min(n, k)}, or leave that layer out of lora_layers."
         )
-    return Adapted(tuple((place, rank) for place in dict.fromkeys(chosen)), tuple(dict.fromkeys(whole)))
+    return Adapted(tuple((location, rank) for location in dict.fromkeys(chosen)), tuple(dict.fromkeys(whole)))
 
 
-def read_adapted(folder: str | os.PathLike[str], source: Source, where: str) -> Adapted:
+def read_adapted(folder: str | os.PathLike[str], source: ModelSource, where: str) -> Adapted:
     """The adapters in a folder that PEFT saved, for a model.
 
     Raises:
@@ -110,32 +112,34 @@ def read_adapted(folder: str | os.PathLike[str], source: Source, where: str) -> 
     if not path.is_file():
         raise CheckpointError(f"{label}: there is no {path.name}. Save the adapters with save_pretrained.")
     shapes = {name: entry.shape for name, entry in read_safetensors(path, where).items()}
-    pairs: dict[tuple[Place, bool], dict[str, tuple[int, ...]]] = {}
-    whole: dict[Place, None] = {}
+    pairs: dict[tuple[WeightLocation, bool], dict[str, tuple[int, ...]]] = {}
+    whole: dict[WeightLocation, None] = {}
     for name, shape in shapes.items():
         name = name.removeprefix(PEFT_PREFIX)
         if match := _FACTOR.fullmatch(name):
-            place = _place(source, match[1], label)
-            pairs.setdefault((place, match[3] is not None), {})[match[2] or match[3]] = shape
+            location = _find_location(source, match[1], label)
+            pairs.setdefault((location, match[3] is not None), {})[match[2] or match[3]] = shape
         elif (match := _WHOLE.fullmatch(name)) and ".base_layer." not in name and ".lora_" not in name:
-            whole[_place(source, match[1], label)] = None
+            whole[_find_location(source, match[1], label)] = None
     if not pairs:
         raise CheckpointError(f"{label}: there is no lora_A or lora_B in it.")
-    factors = tuple((place, _rank(place, is_table, pair, label)) for (place, is_table), pair in pairs.items())
+    factors = tuple((location, _rank(location, is_table, pair, label)) for (location, is_table), pair in pairs.items())
     return Adapted(factors, tuple(whole), describe_special(config, label), is_new=False)
 
 
-def _places(source: Source) -> list[Place]:
+def _list_locations(source: ModelSource) -> list[WeightLocation]:
     return list(dict.fromkeys(source.targets.values()))
 
 
-def _is_in_layers(place: Place) -> bool:
-    return place.weight.startswith("layers.")
+def _is_in_layers(location: WeightLocation) -> bool:
+    return location.weight.startswith("layers.")
 
 
-def _find(source: Source, name: str, end: str, setting: str, where: str) -> list[Place]:
+def _find(source: ModelSource, name: str, end: str, setting: str, where: str) -> list[WeightLocation]:
     """The places of modules whose names, after a dot, end so."""
-    found = [place for place in _places(source) if any(f".{known}".endswith(end) for known in place.names)]
+    found = [
+        location for location in _list_locations(source) if any(f".{known}".endswith(end) for known in location.names)
+    ]
     if not name or not found:
         raise WhetValueError(
             f"{where}: {setting} names {name!r}, and the model has no such module. {_near(source, name)}"
@@ -143,15 +147,15 @@ def _find(source: Source, name: str, end: str, setting: str, where: str) -> list
     return found
 
 
-def _near(source: Source, name: str) -> str:
+def _near(source: ModelSource, name: str) -> str:
     """The names of modules nearest to one that there is not."""
-    full = [place.names[0] for place in _places(source)]
+    full = [location.names[0] for location in _list_locations(source)]
     short = list(dict.fromkeys(known.rpartition(".")[2] for known in full))
     close = difflib.get_close_matches(name, short, n=2) or difflib.get_close_matches(name, full, n=2)
     return f"Did you mean {' or '.join(close)}?" if close else f"It has {', '.join(short)}."
 
 
-def _place(source: Source, module: str, label: str) -> Place:
+def _find_location(source: ModelSource, module: str, label: str) -> WeightLocation:
     if module not in source.targets:
         raise CheckpointError(
             f"{label}: it is an adapter of another model: it has {module}, and the model has not. "
@@ -160,15 +164,15 @@ def _place(source: Source, module: str, label: str) -> Place:
     return source.targets[module]
 
 
-def _rank(place: Place, is_table: bool, pair: Mapping[str, tuple[int, ...]], label: str) -> int:
+def _rank(location: WeightLocation, is_table: bool, pair: Mapping[str, tuple[int, ...]], label: str) -> int:
     """The rank of an adapter whose shapes are those of its matrix, or of its table of embeddings."""
     a, b = pair.get("A", ()), pair.get("B", ())
     if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not a[0]:
-        raise CheckpointError(f"{label}: {place.names[0]} has {dict(pair)}, expected A (r, k) and B (n, r).")
+        raise CheckpointError(f"{label}: {location.names[0]} has {dict(pair)}, expected A (r, k) and B (n, r).")
     shape = (a[1], b[0]) if is_table else (b[0], a[1])
-    if shape != place.shape:
+    if shape != location.shape:
         raise CheckpointError(
-            f"{label}: it is an adapter of another model: that of {place.names[0]} is for a matrix of {shape}, and the "
-            f"model has one of {place.shape}."
+            f"{label}: it is an adapter of another model: its {location.names[0]} is for a matrix of {shape}, and the "
+            f"model's is {location.shape}."
         )
     return a[0]

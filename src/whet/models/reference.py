@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from whet import _core
-from whet.models.architecture import ModelConfig, Piece
+from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.formats import TABLE
 from whet.ops.activations import naive_gelu, naive_silu, naive_softcap, naive_softmax
 from whet.ops.norm import naive_layer_norm, naive_rms_norm
@@ -50,29 +50,29 @@ def naive_forward(config: ModelConfig, weights: Mapping[str, np.ndarray], token_
     return naive_softcap(logits, config.logits_softcap) if config.logits_softcap else logits
 
 
-def naive_weights(config: ModelConfig, pieces: Iterable[Piece], dtype: Any = np.float64) -> dict[str, np.ndarray]:
+def naive_weights(config: ModelConfig, slices: Iterable[RowSlice], dtype: Any = np.float64) -> dict[str, np.ndarray]:
     """Slot -> array of all weights, put together from pieces; what no piece fills is NaN."""
     weights = {slot: np.full(shape, np.nan, dtype) for slot, shape in config.slots().items()}
-    for piece in pieces:
-        rows = piece_values(piece)
-        weights[piece.slot][piece.first_row : piece.first_row + len(rows)] = rows
+    for row_slice in slices:
+        rows = slice_values(row_slice)
+        weights[row_slice.slot][row_slice.first_row : row_slice.first_row + len(rows)] = rows
     return weights
 
 
-def piece_values(piece: Piece) -> np.ndarray:
+def slice_values(row_slice: RowSlice) -> np.ndarray:
     """The numbers of a piece, float32 (float64 for float64)."""
-    if hasattr(piece.tensor, "detach"):
-        tensor = piece.tensor.detach()
-        return (tensor if piece.format == "float64" else tensor.float()).numpy()
-    if piece.format == "bfloat16":
-        return bf16_values(piece.tensor)
-    format = TABLE[piece.format]
+    if hasattr(row_slice.tensor, "detach"):
+        tensor = row_slice.tensor.detach()
+        return (tensor if row_slice.format == "float64" else tensor.float()).numpy()
+    if row_slice.format == "bfloat16":
+        return bf16_values(row_slice.tensor)
+    format = TABLE[row_slice.format]
     if not format.is_float:
-        n, row_bytes = piece.tensor.shape
+        n, row_bytes = row_slice.tensor.shape
         numbers = np.empty((n, row_bytes // format.block_bytes * format.block_length), np.float32)
-        _core.dequantize_rows(_core.StoredType[piece.format], piece.tensor, numbers)
+        _core.dequantize_rows(_core.StoredType[row_slice.format], row_slice.tensor, numbers)
         return numbers
-    return np.asarray(piece.tensor, np.float64 if piece.format == "float64" else np.float32)
+    return np.asarray(row_slice.tensor, np.float64 if row_slice.format == "float64" else np.float32)
 
 
 def _post_norm(config: ModelConfig, layer: Mapping[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:

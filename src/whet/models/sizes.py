@@ -19,8 +19,16 @@ from whet.errors import WhetValueError, check_integer
 from whet.memory import machine_bytes
 from whet.models.architecture import ModelConfig
 from whet.models.families import model_config, module_targets
-from whet.models.formats import FORMATS, PAGE_TOKENS, choose_formats, core_format, describe_parts, kv_format, usual_name
-from whet.models.slots import Source
+from whet.models.formats import (
+    FORMATS,
+    PAGE_TOKENS,
+    choose_formats,
+    core_format,
+    describe_spans,
+    display_name,
+    kv_format,
+)
+from whet.models.slots import ModelSource
 from whet.models.sources.folder import read_config
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.mapped import map_file, parse_json
@@ -150,17 +158,17 @@ class ModelMemory(NamedTuple):
     training: TrainingEstimate
     machine: int
 
-    def usual_name(self, weights: str) -> str:
+    def display_name(self, weights: str) -> str:
         """The key in ``formats`` of a format by any of its names: "bf16" for "bfloat16".
 
         Raises:
             WhetValueError: there is no such format.
         """
-        return usual_name(weights, "estimate")
+        return display_name(weights, "estimate")
 
 
 def model_memory(
-    source: Source, context: int | None = None, batch: int = 1, embeddings: str | None = None
+    source: ModelSource, context: int | None = None, batch: int = 1, embeddings: str | None = None
 ) -> ModelMemory:
     """Every estimate of a model; arguments and errors are those of ``estimate``."""
     config = source.config
@@ -181,7 +189,7 @@ def default_context(config: ModelConfig) -> int:
     return min(4096, config.max_position)
 
 
-def load_source(model: str) -> Source:
+def load_source(model: str) -> ModelSource:
     """A preset, a config.json, the folder that holds one, or a .gguf file; of the first three without weights.
 
     Raises:
@@ -201,18 +209,18 @@ def load_source(model: str) -> Source:
     return source_of_config(parse_json(map_file(path, where).tobytes(), where), where)
 
 
-def source_of_config(config: Mapping[str, Any], where: str = "config") -> Source:
+def source_of_config(config: Mapping[str, Any], where: str = "config") -> ModelSource:
     """The model that a Hugging Face config (the keys of config.json) describes, without its weights.
 
     Raises:
         WhetValueError: a model_type, an option or a size that the engine does not run.
     """
     described = model_config(config, where=where)
-    return Source(described, lambda: iter(()), module_targets(config["model_type"], described))
+    return ModelSource(described, lambda: iter(()), module_targets(config["model_type"], described))
 
 
 def estimate(
-    source: Source,
+    source: ModelSource,
     weights: str | None = "bf16",
     context: int | None = None,
     batch: int = 1,
@@ -259,7 +267,7 @@ def estimate(
         norms=sum(sizes.values()) - sum(matrices.values()),
         kv_cache=batch * n_pages * page_bytes(config, kv),
         workspace=_workspace_bytes(config, batch, kv) + _sampler_bytes(config.vocab_size),
-        embedding_format=describe_parts(formats["embedding"]),
+        embedding_format=describe_spans(formats["embedding"]),
         kv_format=kv,
     )
 

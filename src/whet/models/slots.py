@@ -1,8 +1,13 @@
-"""From a source's tensors to the engine's slots: a table of modules, cut into pieces.
+"""The way of a tensor from a model's file or module to the engine's slots.
 
-A source (a live module, a folder, a GGUF file) names its tensors by a table of ``Module`` rows and hands them out one
-by one; here they are checked against the config's slots and cut into views. Nothing is copied or converted, but for
-norms to whose weights the model adds an offset.
+    ModelSource     a live module, a folder or a GGUF file: its config and its weights
+    ModuleSpec      a row of a family's table: a module's names in the source, and the slot that its weight belongs to
+    WeightLocation  a ``ModuleSpec`` in one layer: shape, and the rows of the slot
+    StoredTensor    the tensor under one of these names, in the format of the source
+    RowSlice        a view of rows of it in the slot's order, which the core packs
+
+Shapes and formats are checked against the config. Nothing is copied or converted, except norms to whose weights the
+model adds an offset.
 """
 
 from __future__ import annotations
@@ -14,30 +19,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from whet.errors import WhetValueError
-from whet.models.architecture import ModelConfig, Piece
+from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.formats import FLOAT_FORMATS
-from whet.models.reference import piece_values
+from whet.models.reference import slice_values
 
 if TYPE_CHECKING:
-    from whet.models.base import PackedBase
+    from whet.models.packed_base import PackedBase
 
 PARTS = ("q", "k", "v", "gate", "up")
 
 
-class Stored(NamedTuple):
-    """A tensor as a source keeps it: ``Piece.tensor``, ``Piece.format``, and the shape in numbers, not bytes."""
+class StoredTensor(NamedTuple):
+    """A tensor as a source keeps it: ``RowSlice.tensor``, ``RowSlice.format``, and the shape in numbers, not bytes."""
 
     tensor: Any
     format: str
     shape: tuple[int, ...]
 
 
-def whole(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
+def keep_order(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
     """The rows as they are."""
     yield 0, rows
 
 
-def by_head(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
+def split_heads(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
     """GPT-NeoX's query_key_value: per head its q, k and v; to all q, then all k, then all v."""
     dim, n_heads = config.head_dim, config.n_heads
     for head in range(n_heads):
@@ -46,7 +51,7 @@ def by_head(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
             yield (part * n_heads + head) * dim, rows[first : first + dim]
 
 
-def paired(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
+def deinterleave(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
     """llama.cpp's order of Llama's q and k: row 2i + p of a head was row i + p head_dim / 2."""
     dim = config.head_dim
     for first in range(0, rows.shape[0], dim):
@@ -54,18 +59,18 @@ def paired(config: ModelConfig, rows: Any) -> Iterator[tuple[int, Any]]:
             yield first + parity * (dim // 2), rows[first + parity : first + dim : 2]
 
 
-Cut = Callable[[ModelConfig, Any], Iterator[tuple[int, Any]]]
+RowOrder = Callable[[ModelConfig, Any], Iterator[tuple[int, Any]]]
 
 
 @dataclass(frozen=True)
-class Module:
+class ModuleSpec:
     """A layer of the source with .weight and perhaps .bias; ``{i}`` in the names is the layer's number.
 
     Attributes:
         names: what it is called; the first that is there counts.
         slot: which weight it is, or a part of.
         part: "q", "k" or "v" of qkv, "gate" or "up" of gate_up: its rows of the slot; "": all.
-        cut: how its rows lie in the slot's.
+        row_order: how its rows lie in the slot's.
         transposed: the source keeps (inputs, outputs).
         offset: the model computes with its weight and this.
     """
@@ -73,12 +78,12 @@ class Module:
     names: tuple[str, ...]
     slot: str
     part: str = ""
-    cut: Cut = whole
+    row_order: RowOrder = keep_order
     transposed: bool = False
     offset: float = 0.0
 
 
-class Place(NamedTuple):
+class WeightLocation(NamedTuple):
     """The place of one module of one layer: ``shape`` (outputs, inputs) of its weight; its first row in the slot."""
 
     names: tuple[str, ...]
@@ -86,7 +91,7 @@ class Place(NamedTuple):
     bias: str | None
     first_row: int
     shape: tuple[int, ...]
-    module: Module
+    module: ModuleSpec
 
 
 class LoRA(NamedTuple):
@@ -104,29 +109,29 @@ def factor_values(factor: Any) -> np.ndarray:
     return np.asarray(factor.detach().float() if hasattr(factor, "detach") else factor, np.float32)
 
 
-class Source(NamedTuple):
+class ModelSource(NamedTuple):
     """A model and its weights.
 
     Attributes:
         config: what it computes.
-        pieces: all of them, each call anew: of a live module as it is then. Together they fill every slot once.
-        targets: where each module of the Hugging Face model goes, by its name there; for ``place_lora``.
-        adapters: LoRA adapters that are no part of the pieces.
+        slices: the rows of every slot, each once. Every call reads again: a live module's values at that time.
+        targets: where each module of the Hugging Face model goes, by its name there; for ``locate_lora``.
+        adapters: LoRA adapters, not part of the slices.
         short_position: see ``families.short_position``; the config's frequencies are resolved for its max_position.
-        base: the packed weights that the model's modules share; there are no pieces then.
-        path: of the folder or file that the pieces are read from, absolute; empty: they are in memory.
+        base: the packed weights that the model's modules share; there are no slices then.
+        path: of the folder or file that the slices are read from, absolute; empty: they are in memory.
     """
 
     config: ModelConfig
-    pieces: Callable[[], Iterator[Piece]]
-    targets: dict[str, Place]
+    slices: Callable[[], Iterator[RowSlice]]
+    targets: dict[str, WeightLocation]
     adapters: tuple[LoRA, ...] = ()
     short_position: int | None = None
     base: PackedBase | None = None
     path: str = ""
 
 
-def untie_adapted(source: Source) -> Source:
+def untie_adapted(source: ModelSource) -> ModelSource:
     """The source with a head apart from the embedding, where the head is the embedding and an adapter changes it.
 
     Merged into the matrix that they share, the adapter would change both.
@@ -134,16 +139,16 @@ def untie_adapted(source: Source) -> Source:
     if not source.config.tied_head or not any(adapter.slot in ("embedding", "head") for adapter in source.adapters):
         return source
 
-    def pieces() -> Iterator[Piece]:
-        for piece in source.pieces():
-            yield piece
-            if piece.slot == "embedding":
-                yield piece._replace(slot="head")
+    def slices() -> Iterator[RowSlice]:
+        for row_slice in source.slices():
+            yield row_slice
+            if row_slice.slot == "embedding":
+                yield row_slice._replace(slot="head")
 
-    return source._replace(config=replace(source.config, tied_head=False), pieces=pieces)
+    return source._replace(config=replace(source.config, tied_head=False), slices=slices)
 
 
-def places(config: ModelConfig, modules: Sequence[Module]) -> Iterator[Place]:
+def iter_locations(config: ModelConfig, modules: Sequence[ModuleSpec]) -> Iterator[WeightLocation]:
     """Every module of every layer that the config has."""
     slots = config.slots()
     for module in modules:
@@ -157,12 +162,15 @@ def places(config: ModelConfig, modules: Sequence[Module]) -> Iterator[Place]:
             names = tuple(name.replace("{i}", str(i)) for name in module.names)
             rows, *rest = slots.get(weight, slots["embedding"])
             first, count = _part(config, module.part) if module.part else (0, rows)
-            yield Place(names, weight, bias, first, (count, *rest), module)
+            yield WeightLocation(names, weight, bias, first, (count, *rest), module)
 
 
-def walk(
-    config: ModelConfig, modules: Sequence[Module], get_tensor: Callable[[Sequence[str], str], Stored], where: str
-) -> Iterator[Piece]:
+def iter_slices(
+    config: ModelConfig,
+    modules: Sequence[ModuleSpec],
+    get_tensor: Callable[[Sequence[str], str], StoredTensor],
+    where: str,
+) -> Iterator[RowSlice]:
     """The pieces of a model.
 
     Args:
@@ -174,15 +182,15 @@ def walk(
         WhetValueError: a tensor's shape or format is not the config's.
     """
     slots = config.slots()
-    for place in places(config, modules):
-        for suffix, slot in (("weight", place.weight), ("bias", place.bias)):
+    for location in iter_locations(config, modules):
+        for suffix, slot in (("weight", location.weight), ("bias", location.bias)):
             if slot is None or slot not in slots:
                 continue
-            shape = place.shape if suffix == "weight" else place.shape[:1]
-            stored = get_tensor(place.names, suffix)
-            transposed = place.module.transposed and len(shape) == 2
+            shape = location.shape if suffix == "weight" else location.shape[:1]
+            stored = get_tensor(location.names, suffix)
+            transposed = location.module.transposed and len(shape) == 2
             expected = shape[::-1] if transposed else shape
-            label = f"{where}: {place.names[0]}.{suffix}"
+            label = f"{where}: {location.names[0]}.{suffix}"
             if tuple(stored.shape) != expected:
                 raise WhetValueError(
                     f"{label} has shape {tuple(stored.shape)}, expected {expected}. The config is another model's, or "
@@ -192,16 +200,18 @@ def walk(
                 raise WhetValueError(
                     f"{label} is {stored.format}, expected floats: norms and biases are not quantised."
                 )
-            if place.module.offset and suffix == "weight":
-                numbers = piece_values(Piece(slot, place.first_row, stored.tensor, stored.format))
-                yield Piece(slot, place.first_row, numbers + np.float32(place.module.offset), numbers.dtype.name)
+            if location.module.offset and suffix == "weight":
+                numbers = slice_values(RowSlice(slot, location.first_row, stored.tensor, stored.format))
+                yield RowSlice(
+                    slot, location.first_row, numbers + np.float32(location.module.offset), numbers.dtype.name
+                )
                 continue
             rows = stored.tensor.T if transposed else stored.tensor
-            for first, view in place.module.cut(config, rows):
-                yield Piece(slot, place.first_row + first, view, stored.format)
+            for first, view in location.module.row_order(config, rows):
+                yield RowSlice(slot, location.first_row + first, view, stored.format)
 
 
-def find_place(targets: Mapping[str, Place], name: str, where: str) -> Place:
+def find_location(targets: Mapping[str, WeightLocation], name: str, where: str) -> WeightLocation:
     """The place of a module, by its name in the Hugging Face model.
 
     Raises:
@@ -212,25 +222,25 @@ def find_place(targets: Mapping[str, Place], name: str, where: str) -> Place:
     return targets[name]
 
 
-def place_lora(config: ModelConfig, place: Place, a: Any, b: Any, scaling: float, where: str) -> LoRA:
+def locate_lora(config: ModelConfig, location: WeightLocation, a: Any, b: Any, scaling: float, where: str) -> LoRA:
     """A module's adapter W += scaling b a as one of its slot; b's rows are reordered where the weight's are.
 
     Raises:
         WhetValueError: the shapes are not those of the module, or it is no matrix.
     """
-    if len(place.shape) != 2 or a.ndim != 2 or b.ndim != 2 or (b.shape[0], a.shape[1]) != place.shape:
+    if len(location.shape) != 2 or a.ndim != 2 or b.ndim != 2 or (b.shape[0], a.shape[1]) != location.shape:
         raise WhetValueError(
-            f"{where}: the adapter of {place.names[0]} has shapes {tuple(a.shape)} and {tuple(b.shape)}, expected "
-            f"(r, k) and (n, r) for a module of shape (n, k) = {place.shape}."
+            f"{where}: the adapter of {location.names[0]} has shapes {tuple(a.shape)} and {tuple(b.shape)}, expected "
+            f"(r, k) and (n, r) for a module of shape (n, k) = {location.shape}."
         )
     if a.shape[0] != b.shape[1]:
-        raise WhetValueError(f"{where}: the adapter of {place.names[0]} has ranks {a.shape[0]} and {b.shape[1]}.")
-    if place.module.cut is not whole:
+        raise WhetValueError(f"{where}: the adapter of {location.names[0]} has ranks {a.shape[0]} and {b.shape[1]}.")
+    if location.module.row_order is not keep_order:
         rows = b.clone() if hasattr(b, "clone") else b.copy()
-        for first, view in place.module.cut(config, b):
+        for first, view in location.module.row_order(config, b):
             rows[first : first + len(view)] = view
         b = rows
-    return LoRA(place.weight, place.first_row, a, b, scaling)
+    return LoRA(location.weight, location.first_row, a, b, scaling)
 
 
 def _part(config: ModelConfig, part: str) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 A product with a frozen matrix dequantises it into one piece of memory that all layers share, in the dtype of products,
 forward and backward: y = x W^T, dx = dy W. No layer holds floats of it, keeps its input, or has a gradient. The bytes
-are those of a ``whet.models.base.PackedBase``, which an engine may sample from at the same time.
+are those of a ``whet.models.packed_base.PackedBase``, which an engine may sample from at the same time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from whet.errors import WhetTypeError, WhetValueError
-from whet.models.base import PackedBase, pack_base
-from whet.models.slots import Source
+from whet.models.packed_base import PackedBase, pack_base
+from whet.models.slots import ModelSource
 from whet.models.sources.gguf_container import GGUFFile
 from whet.models.sources.gguf_model import read_gguf_config
-from whet.models.sources.live import describe_module
+from whet.models.sources.live import open_module
 from whet.models.sources.pretrained import open_pretrained
 from whet.nn import functions
 from whet.nn.modules import inner_module
@@ -99,8 +99,8 @@ class _Packed(nn.Module):
     @property
     def formats(self) -> str:
         """The format of the matrix; "q4_k, q6_k" where its parts have several."""
-        place = self.whet_base.targets[self.name]
-        return self.whet_base.formats.get(place.weight) or self.whet_base.formats["embedding"]
+        location = self.whet_base.targets[self.name]
+        return self.whet_base.formats.get(location.weight) or self.whet_base.formats["embedding"]
 
     @property
     def weight(self) -> FrozenWeight:
@@ -293,8 +293,8 @@ class _NoMemory(TorchFunctionMode):
         return func(*args, **{**kwargs, "device": "meta"} if func is torch.empty else kwargs)
 
 
-def _source(model: str | os.PathLike[str] | GGUFFile | nn.Module) -> Source:
-    return describe_module(model) if isinstance(model, nn.Module) else open_pretrained(model)
+def _source(model: str | os.PathLike[str] | GGUFFile | nn.Module) -> ModelSource:
+    return open_module(model) if isinstance(model, nn.Module) else open_pretrained(model)
 
 
 def _build(path: str | os.PathLike[str] | GGUFFile) -> Any:
@@ -327,19 +327,19 @@ def _submodule(model: nn.Module, name: str) -> Any:
 
 def _check_shapes(name: str, module: Any, base: PackedBase) -> None:
     """Raise a WhetValueError where a module's tensors are not those of the base."""
-    place, shape = base.targets[name], tuple(module.weight.shape)
-    if (shape[::-1] if place.module.transposed else shape) != place.shape:
-        raise WhetValueError(f"frozen_model: {name}.weight is {shape}, and {place.shape} in the base: {_OTHER}")
-    if (getattr(module, "bias", None) is None) != (place.bias is None):
+    location, shape = base.targets[name], tuple(module.weight.shape)
+    if (shape[::-1] if location.module.transposed else shape) != location.shape:
+        raise WhetValueError(f"frozen_model: {name}.weight is {shape}, and {location.shape} in the base: {_OTHER}")
+    if (getattr(module, "bias", None) is None) != (location.bias is None):
         raise WhetValueError(f"frozen_model: only one of {name} and its place in the base has a bias: {_OTHER}")
 
 
 def _freeze(model: nn.Module, name: str, module: Any, base: PackedBase) -> None:
     """Put a frozen module in the place of one with a matrix; give one with a vector its numbers."""
-    place = base.targets[name]
-    bias = None if place.bias is None else base.bias(name, torch.empty(place.shape[0]))
-    if len(place.shape) == 1:
-        module.weight = nn.Parameter(base.rows(name, torch.empty(place.shape)), requires_grad=False)
+    location = base.targets[name]
+    bias = None if location.bias is None else base.bias(name, torch.empty(location.shape[0]))
+    if len(location.shape) == 1:
+        module.weight = nn.Parameter(base.rows(name, torch.empty(location.shape)), requires_grad=False)
         if bias is not None:
             module.bias = nn.Parameter(bias, requires_grad=False)
         return

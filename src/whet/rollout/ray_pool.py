@@ -25,11 +25,11 @@ from whet.engine import Engine
 from whet.engine.checks import check_same_model
 from whet.errors import MissingExtraError, WhetError, WhetValueError, check_integer
 from whet.models.formats import choose_formats
-from whet.models.loading import all_pieces, checked, checksums
+from whet.models.loading import check_finite, checksums, list_slices
 from whet.models.sizes import MAX_BATCH
-from whet.models.slots import Source
+from whet.models.slots import ModelSource
 from whet.models.sources.arrays import adapter_arrays, weight_arrays
-from whet.models.sources.live import describe_module
+from whet.models.sources.live import open_module
 from whet.rollout.ray_worker import PackedFile, Policy, Weights, Worker, versions
 
 _CONNECT_S = 5
@@ -59,8 +59,8 @@ class _Call(NamedTuple):
 
 def divide(n_prompts: int, n: int, n_workers: int) -> list[_Part]:
     """Groups, in as many parts as let every worker have one where there are fewer groups than workers."""
-    pieces = min(n, max(1, -(-n_workers // max(1, n_prompts))))
-    bounds = [n * i // pieces for i in range(pieces + 1)]
+    slices = min(n, max(1, -(-n_workers // max(1, n_prompts))))
+    bounds = [n * i // slices for i in range(slices + 1)]
     return [_Part(prompt, a, b - a) for prompt in range(n_prompts) for a, b in itertools.pairwise(bounds)]
 
 
@@ -110,7 +110,7 @@ class RayPool:
         if (model is None) == (load is None):
             raise WhetValueError("RayPool: expected one of model (whose weights sync sends) and load (makes engines).")
         max_position = options.pop("max_position", None)
-        self._describe = lambda model: describe_module(model, max_position=max_position)
+        self._describe = lambda model: open_module(model, max_position=max_position)
         source = None if model is None else self._describe(model)
         self._config: Any = source and source.config
         self._narrow = _checked_narrow(source, options) if source else set()
@@ -184,12 +184,12 @@ class RayPool:
             raise WhetValueError(f"{where}: the workers load their model themselves. Make a pool of the model instead.")
         source = self._describe(model)
         check_same_model(self._config, source.config, where)
-        pieces = all_pieces(source, where)
+        slices = list_slices(source, where)
         version = self.policy_version + 1
-        stored = checksums(pieces) if source.adapters or source.base is not None else None
+        stored = checksums(slices) if source.adapters or source.base is not None else None
         policy = self._policy if stored is not None and stored == self._stored else None
         if policy is None:
-            for _ in checked(pieces, where):
+            for _ in check_finite(slices, where):
                 pass
         adapters = [self._ray.put(adapter_arrays(model, source))] if source.adapters else []
         if policy is None:
@@ -199,7 +199,7 @@ class RayPool:
         self._policy = policy._replace(version=version, adapters=adapters)
         self._stored, self.policy_version = stored, version
 
-    def _weights(self, model: Any, source: Source) -> Weights:
+    def _weights(self, model: Any, source: ModelSource) -> Weights:
         base = source.base
         packed = None if base is None else PackedFile(base.path, base.record())
         arrays = {} if base is not None else weight_arrays(model, source, self._narrow)
@@ -322,7 +322,7 @@ class RayPool:
             self._is_own = False
 
 
-def _checked_narrow(source: Source, options: Mapping[str, Any]) -> set[str]:
+def _checked_narrow(source: ModelSource, options: Mapping[str, Any]) -> set[str]:
     """The slots whose weights may travel as bfloat16.
 
     Raises:

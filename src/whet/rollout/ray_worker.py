@@ -18,8 +18,9 @@ from whet.config.sampling import Completion, SamplingParams, StreamKey
 from whet.engine import Engine
 from whet.engine.session import EngineBusyError
 from whet.errors import WhetError, WhetValueError
-from whet.models.base import PackedBase, pack_recorded
-from whet.models.sources.arrays import describe_arrays
+from whet.models.base_record import pack_recorded
+from whet.models.packed_base import PackedBase
+from whet.models.sources.arrays import open_arrays
 from whet.models.sources.pretrained import open_pretrained
 
 _POLL_S = 0.05
@@ -63,7 +64,7 @@ class Weights(NamedTuple):
     """Weights as they travel.
 
     Attributes:
-        config, targets: of the model, as in ``Source``.
+        config, targets: of the model, as in ``ModelSource``.
         options: of the engine.
         arrays: by name; empty where there is a file.
         packed: None: the weights are the arrays.
@@ -121,7 +122,7 @@ class Worker:
                 if base is not None and not arrays:
                     source = base.source()
                 else:
-                    source = describe_arrays(arrays, config, targets, base, "RayPool")
+                    source = open_arrays(arrays, config, targets, base, "RayPool")
                 engine = Engine(source, where="RayPool", **options)
                 engine.policy_version = policy.version
             else:

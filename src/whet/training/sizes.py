@@ -16,7 +16,7 @@ from whet.errors import WhetValueError
 from whet.models.formats import PAGE_TOKENS
 from whet.models.lora import Adapted
 from whet.models.sizes import KV_BYTES, MAX_BATCH, estimate, page_bytes, slot_bytes, training
-from whet.models.slots import Source
+from whet.models.slots import ModelSource
 
 _VOCAB_TILE = 2048
 """Vocabulary entries whose logits a backward pass has at a time: ``whet.nn.functions``' own number."""
@@ -62,7 +62,7 @@ class RunMemory(NamedTuple):
 
 
 def run_memory(
-    source: Source,
+    source: ModelSource,
     config: TrainerConfig,
     lengths: Lengths,
     *,
@@ -128,8 +128,8 @@ def run_memory(
         if adapters is not None and adapters.is_apart:
             apart = "float32" if weights == "float32" else "bfloat16"  # format of adapters beside the weights
             parts["sampler_weights"] = (0 if is_packed else engine.weights) + sum(
-                slot_bytes((rank, place.shape[1]), apart) + slot_bytes((place.shape[0], rank), apart)
-                for place, rank in adapters.factors
+                slot_bytes((rank, location.shape[1]), apart) + slot_bytes((location.shape[0], rank), apart)
+                for location, rank in adapters.factors
             )
         elif not is_packed:  # given back before the update
             sampling["sampler_weights"] = engine.weights
@@ -148,11 +148,11 @@ def rows_per_prompt(config: TrainerConfig) -> int:
     return 2 if isinstance(config, PreferenceConfig) else 1
 
 
-def _multiplied_bytes(source: Source, narrow: bool, is_packed: bool, n_models: int) -> int:
+def _multiplied_bytes(source: ModelSource, narrow: bool, is_packed: bool, n_models: int) -> int:
     """The largest matrix, where it is not multiplied as it lies, and tiles of the head in panels."""
     vocab, hidden = source.config.slots()["embedding"]
     tile = min(_VOCAB_TILE, vocab)
-    shapes = [place.shape for place in source.targets.values() if place.weight.startswith("layers.")]
+    shapes = [location.shape for location in source.targets.values() if location.weight.startswith("layers.")]
     size = 2 if narrow else 4 if is_packed else 0
     tiles = {tile, vocab % _VOCAB_TILE} - {0} if narrow else ()
     panels = sum(slot_bytes((n, hidden), "bfloat16") for n in tiles)
@@ -192,7 +192,7 @@ def _step_tokens(config: TrainerConfig, lengths: Lengths) -> _Pass:
     return _Pass(tokens, targets, is_part)
 
 
-def _activation_bytes(source: Source, config: TrainerConfig, lengths: Lengths, size: int) -> int:
+def _activation_bytes(source: ModelSource, config: TrainerConfig, lengths: Lengths, size: int) -> int:
     """Tensors that the forward pass of a micro-batch keeps, and that the head makes at the beginning of its backward.
 
     Per token and layer: the residual stream before each norm (float32), q, k and v, attention's output and
@@ -211,7 +211,7 @@ def _activation_bytes(source: Source, config: TrainerConfig, lengths: Lengths, s
     per_layer += size * (2 * q + 2 * kv + n_ffn * model.ffn_dim) + 4 * model.n_heads
     if model.qk_norm:
         per_layer += size * (q + kv)
-    if any(place.weight == "layers.0.qkv" and not place.module.part for place in source.targets.values()):
+    if any(location.weight == "layers.0.qkv" and not location.module.part for location in source.targets.values()):
         per_layer += size * (q + kv)  # the values are a view of q, k and v in one
     else:
         per_layer += 4 * model.rotary_dim

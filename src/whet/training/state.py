@@ -20,7 +20,7 @@ from whet.checkpoint.folder import capture_rng, load_checkpoint, restore_rng, sa
 from whet.checkpoint.modules import build_module, describe_module, load_module_tensors, module_tensors
 from whet.config.fields import make_config
 from whet.errors import CheckpointError, WhetError
-from whet.models.base import check_record
+from whet.models.base_record import check_record
 from whet.nn.frozen import base_of
 from whet.nn.modules import module_device
 from whet.training.unpack import adapter_settings

@@ -38,7 +38,7 @@ from whet.data.batches import Place, Rewindable, as_row, batch_stream, batches_i
 from whet.data.token_ids import token_rows
 from whet.errors import NonFiniteError, WhetTypeError, WhetValueError, check_integer
 from whet.memory import MemoryWatch, register_holder, tensor_memory
-from whet.models.base import write_record
+from whet.models.base_record import write_record
 from whet.models.sources.live import check_frequencies
 from whet.models.written_folder import complete_folder
 from whet.nn.accelerate import acceleration_of, choose_accelerations

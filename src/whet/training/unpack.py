@@ -16,7 +16,7 @@ from whet.checkpoint.folder import load_checkpoint
 from whet.checkpoint.modules import build_module, load_module_tensors
 from whet.errors import CheckpointError
 from whet.files import replace_text
-from whet.models.base import write_record
+from whet.models.base_record import write_record
 from whet.models.written_folder import complete_folder
 
 

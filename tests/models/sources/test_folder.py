@@ -22,7 +22,7 @@ from tests.raising import assert_raises
 from whet.errors import WhetValueError
 from whet.models.reference import naive_weights
 from whet.models.sources.folder import open_folder, parse_safetensors, read_safetensors
-from whet.models.sources.live import describe_module
+from whet.models.sources.live import open_module
 from whet.models.sources.mapped import _unique as unique
 
 FAMILIES = ("llama-biases-tied", "mistral", "qwen2-windows", "qwen3", "gpt_neox", "gpt2", "gptj", "phi3-longrope")
@@ -66,10 +66,10 @@ def test_logits_are_those_of_transformers(case, tmp_path):
     model.save_pretrained(tmp_path)
     source = open_folder(tmp_path)
     np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
-    live = describe_module(model)
+    live = open_module(model)
     assert source.config == live.config and source.targets == live.targets
-    for piece in source.pieces():
-        assert not piece.tensor.flags.owndata and not piece.tensor.flags.writeable
+    for row_slice in source.slices():
+        assert not row_slice.tensor.flags.owndata and not row_slice.tensor.flags.writeable
 
 
 def test_shards(tmp_path):
@@ -84,12 +84,12 @@ def test_half_precision_without_torch(dtype, name, tmp_path):
     model = tiny_model("llama").to(dtype)
     model.save_pretrained(tmp_path)
     source = open_folder(tmp_path)
-    assert {piece.format for piece in source.pieces()} == {name}
-    live = describe_module(model)
-    for slot, array in naive_weights(source.config, source.pieces(), np.float32).items():
-        np.testing.assert_array_equal(array, naive_weights(live.config, live.pieces(), np.float32)[slot])
+    assert {row_slice.format for row_slice in source.slices()} == {name}
+    live = open_module(model)
+    for slot, array in naive_weights(source.config, source.slices(), np.float32).items():
+        np.testing.assert_array_equal(array, naive_weights(live.config, live.slices(), np.float32)[slot])
     code = "import sys; from whet.models.sources.folder import open_folder;"
-    code += f"list(open_folder({str(tmp_path)!r}).pieces());"
+    code += f"list(open_folder({str(tmp_path)!r}).slices());"
     code += "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules)"
     printed_by(code)
 

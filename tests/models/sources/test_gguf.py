@@ -22,7 +22,7 @@ from whet.models.formats import TABLE
 from whet.models.reference import naive_weights
 from whet.models.sources.gguf import open_gguf, tensor_name
 from whet.models.sources.gguf_container import parse_gguf, read_gguf
-from whet.models.sources.live import describe_module
+from whet.models.sources.live import open_module
 
 QUANTISED = tuple(gguf.GGMLQuantizationType(f.gguf_type) for f in TABLE.values() if f.gguf_name and not f.is_float)
 
@@ -37,13 +37,13 @@ def test_logits_are_those_of_transformers(case, tmp_path):
     model, ids = tiny_model(case, **({"scale_attn_weights": True} if "unscaled" in case else {})), token_ids()
     source = open_gguf(write_gguf(model, tmp_path / "model.gguf"))
     np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=1e-4)
-    live = describe_module(model)
-    ours, theirs = naive_weights(source.config, source.pieces()), naive_weights(live.config, live.pieces())
+    live = open_module(model)
+    ours, theirs = naive_weights(source.config, source.slices()), naive_weights(live.config, live.slices())
     assert ours.keys() == theirs.keys() and all(np.array_equal(ours[slot], theirs[slot]) for slot in ours)
     assert source.targets.keys() == live.targets.keys()
     assert source.config.windows == live.config.windows
-    for piece in source.pieces():
-        assert not piece.tensor.flags.owndata and not piece.tensor.flags.writeable
+    for row_slice in source.slices():
+        assert not row_slice.tensor.flags.owndata and not row_slice.tensor.flags.writeable
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -67,14 +67,14 @@ def test_every_type(case, kind, tmp_path):
     path = write_gguf(model, tmp_path / "model.gguf", kind)
     source = open_gguf(path)
     format = kind.name.lower().replace("f16", "float16").replace("bfloat16", "bfloat16")
-    assert {piece.format for piece in source.pieces()} == {"float32", format}
+    assert {row_slice.format for row_slice in source.slices()} == {"float32", format}
     by_name = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     for name in model.state_dict():
         tensor = by_name[gguf_name(model.config, name)]
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         model.get_parameter(name).data = torch.tensor(undone(model.config, name, values))
-    live = describe_module(model)
-    ours, theirs = (naive_weights(s.config, s.pieces(), np.float32) for s in (source, live))
+    live = open_module(model)
+    ours, theirs = (naive_weights(s.config, s.slices(), np.float32) for s in (source, live))
     for slot in theirs:
         np.testing.assert_array_equal(ours[slot], theirs[slot], err_msg=slot)
     ids = token_ids(8)
@@ -111,14 +111,18 @@ def test_mixed_types(tmp_path):
         model, tmp_path / "model.gguf", lambda name: F16 if "embed" in name else Q8_0 if "mlp.up" in name else F32
     )
     source = open_gguf(path)
-    formats = {piece.slot: piece.format for piece in source.pieces() if piece.first_row == 40 or "embed" in piece.slot}
+    formats = {
+        row_slice.slot: row_slice.format
+        for row_slice in source.slices()
+        if row_slice.first_row == 40 or "embed" in row_slice.slot
+    }
     assert formats["embedding"] == "float16" and formats["layers.0.gate_up"] == "q8_0"
     np.testing.assert_allclose(naive_logits(source, ids), logits_of(model, ids), rtol=0, atol=0.2)
 
 
 def test_llama3_scaling_is_a_tensor_of_divisors(tmp_path):
     model, ids = tiny_model("llama-llama3"), token_ids()
-    exact = describe_module(model).config
+    exact = open_module(model).config
     plain = 500.0 ** (-np.arange(4) / 4)
     path = write_gguf(
         model, tmp_path / "model.gguf", extra={"rope_freqs.weight": (plain / exact.inv_freq).astype(np.float32)}
@@ -152,7 +156,7 @@ def test_longrope(n, tmp_path):
 
     def change(writer):
         writer.add_rope_scaling_orig_ctx_len(16)
-        writer.add_rope_scaling_attn_factors(describe_module(model).config.attention_factor)
+        writer.add_rope_scaling_attn_factors(open_module(model).config.attention_factor)
 
     path = write_gguf(model, tmp_path / "model.gguf", change=change, extra=extra)
     source = open_gguf(path, max_position=n)
@@ -171,7 +175,7 @@ def test_a_file_whose_heads_rotate_in_part_is_refused_where_the_family_does_not(
 
 def weights_of(path: Path) -> dict[str, np.ndarray]:
     source = open_gguf(path)
-    return naive_weights(source.config, source.pieces(), np.float32)
+    return naive_weights(source.config, source.slices(), np.float32)
 
 
 def assert_same(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
@@ -288,7 +292,7 @@ def test_logits_are_those_of_llama_cpp(case, fused, tmp_path):
     extra = {}
     if case == "llama-llama3":
         plain = 500.0 ** (-np.arange(4) / 4)
-        extra["rope_freqs.weight"] = (plain / describe_module(model).config.inv_freq).astype(np.float32)
+        extra["rope_freqs.weight"] = (plain / open_module(model).config.inv_freq).astype(np.float32)
     path = write_gguf(model, tmp_path / "model.gguf", change=change, extra=extra, fused=fused)
     llama = llama_cpp.Llama(str(path), n_ctx=64, logits_all=True, verbose=False, n_threads=1)
     llama.eval(ids[0].tolist())
@@ -555,7 +559,7 @@ def test_any_byte_of_the_head_changed(small, tmp_path, at, byte):
         source = opened(bytes(data), tmp_path)
     except WhetValueError:
         return
-    assert all(piece.tensor.nbytes >= 0 for piece in source.pieces())
+    assert all(row_slice.tensor.nbytes >= 0 for row_slice in source.slices())
 
 
 def test_metadata_and_tensors_are_those_of_the_package(tmp_path):

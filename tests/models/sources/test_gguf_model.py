@@ -21,7 +21,7 @@ from whet.errors import WhetValueError
 from whet.models.sources.gguf import open_gguf
 from whet.models.sources.gguf_container import read_gguf
 from whet.models.sources.gguf_model import _check_same, load_gguf_model
-from whet.models.sources.live import describe_module
+from whet.models.sources.live import open_module
 
 KEYS = {
     "tokenizer.ggml.model": "gpt2",
@@ -89,11 +89,11 @@ def test_llama_3s_scaling_is_named_where_it_is_that(original, kind, tmp_path):
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     options = {"rope_parameters": {**rope, "original_max_position_embeddings": original}}
     options |= {"max_position_embeddings": 16384, "head_dim": 32}
-    exact = describe_module(tiny_model("llama", **options)).config
+    exact = open_module(tiny_model("llama", **options)).config
     divisors = (5e5 ** (-np.arange(16) / 16) / exact.inv_freq).astype(np.float32)
     model = check(make(tmp_path, "llama", extra={"rope_freqs.weight": divisors}, **options))
     assert model.config.rope_parameters["rope_type"] == kind
-    np.testing.assert_allclose(describe_module(model).config.inv_freq, exact.inv_freq, rtol=1e-6)
+    np.testing.assert_allclose(open_module(model).config.inv_freq, exact.inv_freq, rtol=1e-6)
 
 
 @pytest.mark.parametrize("n", [12, 24])
@@ -103,7 +103,7 @@ def test_longrope(n, tmp_path):
 
     def change(writer: Any) -> None:
         writer.add_rope_scaling_orig_ctx_len(16)
-        writer.add_rope_scaling_attn_factors(describe_module(tiny_model("phi3-longrope")).config.attention_factor)
+        writer.add_rope_scaling_attn_factors(open_module(tiny_model("phi3-longrope")).config.attention_factor)
 
     path = make(tmp_path, "phi3-longrope", change=change, extra=extra)
     model, _ = load_gguf_model(path)
@@ -124,7 +124,7 @@ def test_bfloat16_rounds_the_weights_and_nothing_else(tmp_path):
     model, _ = load_gguf_model(path, "bfloat16")
     for name, parameter in whole.named_parameters():
         assert torch.equal(model.get_parameter(name), parameter.bfloat16())
-    assert describe_module(model).config == describe_module(whole).config
+    assert open_module(model).config == open_module(whole).config
 
 
 def test_what_cannot_be_loaded(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from whet.models.sources.mapped import let_go, map_file
+from whet.models.sources.mapped import map_file, release_pages
 
 
 def resident_kib(path: Path) -> int:
@@ -21,9 +21,9 @@ def test_all_of_a_tensor_is_let_go_though_its_views_have_strides(tmp_path):
     np.arange(1 << 20, dtype=np.uint8).tofile(path)
     rows = map_file(path, "test").reshape(256, -1)
     assert rows.sum() > 0 and resident_kib(path) == 1024
-    let_go([rows[begin : begin + 64 : 2] for begin in (0, 1)])
+    release_pages([rows[begin : begin + 64 : 2] for begin in (0, 1)])
     assert resident_kib(path) == 768
-    let_go([rows[64:].T])
+    release_pages([rows[64:].T])
     assert resident_kib(path) == 0
 
 
@@ -36,5 +36,5 @@ def test_parts_of_a_weight_in_several_files_are_let_go(tmp_path):
         parts.append(map_file(tmp_path / name, "test"))
     for several in (parts, parts[::-1]):
         assert sum(int(part.sum()) for part in several) == 2 << 16
-        let_go([*several, np.ones(9)])
+        release_pages([*several, np.ones(9)])
         assert resident_kib(tmp_path / "first") == resident_kib(tmp_path / "second") == 0

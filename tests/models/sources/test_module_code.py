@@ -10,7 +10,7 @@ from tests.engine.tiny_models import tiny_model
 from tests.tiny import tiny_llama, with_lora
 
 from whet import Engine, WhetValueError
-from whet.models.sources.live import describe_module
+from whet.models.sources.live import open_module
 from whet.nn.frozen import frozen_model
 
 
@@ -85,25 +85,25 @@ def test_a_window_is_the_layers():
     model = tiny_model("qwen2-windows")
     model.model.layers[1].self_attn.sliding_window = 3
     with pytest.raises(WhetValueError, match=r"layers\.1\.self_attn\.sliding_window is 3, and the config says 4"):
-        describe_module(model)
+        open_module(model)
 
 
 def test_a_hook_around_adapters_and_one_on_a_packed_base_are_refused():
     model = with_lora(tiny_llama())
     model.register_forward_hook(lambda module, inputs, output: None)
     with pytest.raises(WhetValueError, match="a forward hook of the model is"):
-        describe_module(model)
+        open_module(model)
     model = frozen_model(tiny_llama(hidden_size=32, intermediate_size=64), "q8_0")
-    describe_module(model)
+    open_module(model)
     hook(model)
     with pytest.raises(WhetValueError, match=CHANGES[hook]):
-        describe_module(model)
+        open_module(model)
 
 
 @pytest.mark.parametrize("case", ["llama-yarn", "granite", "gemma2", "phi3-longrope", "gpt_neox"])
 def test_rounded_models_are_what_their_configs_say(case):
     for max_position in (None, 12):
-        describe_module(tiny_model(case).bfloat16(), max_position=max_position)
+        open_module(tiny_model(case).bfloat16(), max_position=max_position)
 
 
 def test_hooks_of_libraries_change_nothing():
@@ -112,4 +112,4 @@ def test_hooks_of_libraries_change_nothing():
     model.enable_input_require_grads()
     model(torch.tensor([[1, 2]]), output_hidden_states=True)  # whose hooks stay
     accelerate.hooks.add_hook_to_module(model.model.layers[0].mlp, accelerate.hooks.ModelHook())
-    describe_module(model)
+    open_module(model)

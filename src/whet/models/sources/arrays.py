@@ -14,33 +14,42 @@ import numpy as np
 from whet.errors import WhetTypeError, WhetValueError
 from whet.models.architecture import ModelConfig
 from whet.models.formats import FLOAT_FORMATS
-from whet.models.slots import LoRA, Place, Source, Stored, factor_values, find_place, place_lora, walk
+from whet.models.slots import (
+    LoRA,
+    ModelSource,
+    StoredTensor,
+    WeightLocation,
+    factor_values,
+    find_location,
+    iter_slices,
+    locate_lora,
+)
 
 if TYPE_CHECKING:
-    from whet.models.base import PackedBase
+    from whet.models.packed_base import PackedBase
 
 _FORMATS = {"uint16": "bfloat16"} | {name: name for name in FLOAT_FORMATS if name != "bfloat16"}
 
 
-def named_arrays(model: Any, *, adapters_alone: bool = False, bfloat16_slots: Collection[str] = ()) -> dict[str, Any]:
+def named_arrays(model: Any, *, adapters_only: bool = False, bfloat16_slots: Collection[str] = ()) -> dict[str, Any]:
     """The parameters of a live Hugging Face model, and its active LoRA adapters, copied.
 
     Args:
         model: as ``whet.Engine.from_model`` takes it. Of one on a packed base there are only the adapters.
-        adapters_alone: leave the weights out, which the engine has already.
+        adapters_only: leave the weights out, which the engine has already.
         bfloat16_slots: whose weights are rounded to bfloat16 here, for an engine that would do it there.
 
     Returns:
         Name -> array, and for each adapter module name -> (A (r, k), B (n, r), scaling): what ``Engine.sync`` takes.
 
     Raises:
-        WhetValueError: as ``describe_module``; or ``adapters_alone`` of a model without adapters.
+        WhetValueError: as ``open_module``; or ``adapters_only`` of a model without adapters.
     """
-    from whet.models.sources.live import describe_module
+    from whet.models.sources.live import open_module
 
-    source = describe_module(model)
+    source = open_module(model)
     found: dict[str, Any] = {}
-    if source.base is None and not adapters_alone:
+    if source.base is None and not adapters_only:
         found |= weight_arrays(model, source, bfloat16_slots)
     found |= adapter_arrays(model, source)
     if not found:
@@ -48,7 +57,7 @@ def named_arrays(model: Any, *, adapters_alone: bool = False, bfloat16_slots: Co
     return found
 
 
-def weight_arrays(model: Any, source: Source, bfloat16_slots: Collection[str] = ()) -> dict[str, np.ndarray]:
+def weight_arrays(model: Any, source: ModelSource, bfloat16_slots: Collection[str] = ()) -> dict[str, np.ndarray]:
     """Of ``named_arrays``, the weights of a model that ``source`` describes."""
     from whet.models.sources.live import live_parameters
 
@@ -57,7 +66,7 @@ def weight_arrays(model: Any, source: Source, bfloat16_slots: Collection[str] = 
     }
 
 
-def adapter_arrays(model: Any, source: Source) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
+def adapter_arrays(model: Any, source: ModelSource) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
     """Of ``named_arrays``, the adapters."""
     from whet.models.sources.live import live_adapters
 
@@ -67,13 +76,17 @@ def adapter_arrays(model: Any, source: Source) -> dict[str, tuple[np.ndarray, np
     }
 
 
-def describe_arrays(
-    arrays: Mapping[str, Any], config: ModelConfig, targets: Mapping[str, Place], base: PackedBase | None, where: str
-) -> Source:
+def open_arrays(
+    arrays: Mapping[str, Any],
+    config: ModelConfig,
+    targets: Mapping[str, WeightLocation],
+    base: PackedBase | None,
+    where: str,
+) -> ModelSource:
     """Named arrays as a source for the engine of this config: all weights, or none, and any adapters.
 
     Args:
-        targets: where modules go, as in ``Source``.
+        targets: where modules go, as in ``ModelSource``.
         base: the packed weights that the engine shares; its weights do not come as arrays then.
         where: begins the errors.
 
@@ -91,7 +104,7 @@ def describe_arrays(
                              "does not change. Send the adapters alone.")  # fmt: skip
     used: set[str] = set()
 
-    def tensor(names: Sequence[str], suffix: str) -> Stored:
+    def tensor(names: Sequence[str], suffix: str) -> StoredTensor:
         name = next((found for each in names if (found := f"{each}.{suffix}") in weights), None)
         if name is None:
             raise WhetValueError(
@@ -104,22 +117,22 @@ def describe_arrays(
             raise WhetTypeError(
                 f"{where}: {name} is a {kind}, expected a NumPy array of {', '.join(_FORMATS)}, bfloat16 as uint16."
             )
-        return Stored(array, _FORMATS[str(array.dtype)], array.shape)
+        return StoredTensor(array, _FORMATS[str(array.dtype)], array.shape)
 
-    modules = list(dict.fromkeys(place.module for place in targets.values()))
-    pieces = list(walk(config, modules, tensor, where)) if weights else []
+    modules = list(dict.fromkeys(location.module for location in targets.values()))
+    slices = list(iter_slices(config, modules, tensor, where)) if weights else []
     if unknown := sorted(weights.keys() - used):
         raise WhetValueError(f"{where}: the model has no parameter {unknown[0]}; it is another model's.")
-    return Source(config, lambda: iter(pieces), dict(targets), tuple(adapters), base=base)
+    return ModelSource(config, lambda: iter(slices), dict(targets), tuple(adapters), base=base)
 
 
-def _adapter(config: ModelConfig, targets: Mapping[str, Place], name: str, value: Any, where: str) -> LoRA:
+def _adapter(config: ModelConfig, targets: Mapping[str, WeightLocation], name: str, value: Any, where: str) -> LoRA:
     if not isinstance(value, (tuple, list)) or len(value) != 3:
         raise WhetTypeError(
             f"{where}: {name} is a {type(value).__name__}, expected an array, or (A, B, scaling) of an adapter."
         )
     a, b, scaling = value
-    return place_lora(config, find_place(targets, name, where), factor_values(a), factor_values(b), scaling, where)
+    return locate_lora(config, find_location(targets, name, where), factor_values(a), factor_values(b), scaling, where)
 
 
 def _array(tensor: Any, narrow: bool) -> np.ndarray:

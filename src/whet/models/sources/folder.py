@@ -17,10 +17,10 @@ import numpy as np
 
 from whet import _core
 from whet.errors import WhetValueError
-from whet.models.architecture import Piece
+from whet.models.architecture import RowSlice
 from whet.models.families import Family, family_of, model_config, module_targets, short_position
 from whet.models.formats import TABLE
-from whet.models.slots import Source, Stored, walk
+from whet.models.slots import ModelSource, StoredTensor, iter_slices
 from whet.models.sources.mapped import map_file, parse_container, parse_json, view
 
 _FORMATS = {TABLE[name].gguf_name: TABLE[name] for name in ("float32", "float16", "bfloat16", "float64")}
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
     offset: int
 
 
-def open_folder(path: str | os.PathLike[str], *, max_position: int | None = None) -> Source:
+def open_folder(path: str | os.PathLike[str], *, max_position: int | None = None) -> ModelSource:
     """The model of a Hugging Face folder.
 
     Args:
@@ -47,7 +47,7 @@ def open_folder(path: str | os.PathLike[str], *, max_position: int | None = None
         max_position: see ``model_config``.
 
     Returns:
-        ``Source(config, pieces, targets)``. The pieces are read-only views of the mapped files, which must not be
+        ``ModelSource(config, pieces, targets)``. The pieces are read-only views of the mapped files, which must not be
         changed while they are used; bfloat16 comes as uint16. A head that equals the embedding, in a model whose config
         ties them, is tied.
 
@@ -63,14 +63,14 @@ def open_folder(path: str | os.PathLike[str], *, max_position: int | None = None
     tensors = _Tensors(_entries(folder, where), family, where)
     described = model_config(config, max_position=max_position, where=where, tied_head=tensors.tied_head(config))
 
-    def pieces() -> Iterator[Piece]:
-        return walk(described, family.modules, tensors.get, where)
+    def slices() -> Iterator[RowSlice]:
+        return iter_slices(described, family.modules, tensors.get, where)
 
-    for _ in pieces():
+    for _ in slices():
         pass
     tensors.check_all_used(config["model_type"])
     targets = module_targets(config["model_type"], described)
-    return Source(described, pieces, targets, short_position=short_position(config, where))
+    return ModelSource(described, slices, targets, short_position=short_position(config, where))
 
 
 def read_config(folder: Path, where: str) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class _Tensors:
                 return found
         return None
 
-    def get(self, names: Sequence[str], suffix: str) -> Stored:
+    def get(self, names: Sequence[str], suffix: str) -> StoredTensor:
         name = self.find(names, suffix)
         if name is None:
             raise WhetValueError(
@@ -171,7 +171,7 @@ class _Tensors:
         if entry.dtype not in _FORMATS:
             raise WhetValueError(f"{entry.file}: {name} is {entry.dtype}; this engine reads {', '.join(_FORMATS)}.")
         format = _FORMATS[entry.dtype]
-        return Stored(view(entry.data, entry.offset, format.dtype, entry.shape), format.name, entry.shape)
+        return StoredTensor(view(entry.data, entry.offset, format.dtype, entry.shape), format.name, entry.shape)
 
     def tied_head(self, config: Mapping[str, Any]) -> bool | None:
         """False if the config ties a head that the files have apart; None: what the config says."""

@@ -32,9 +32,9 @@ from whet.models.families import (
     model_config,
     module_targets,
     short_position,
-    why_not,
+    unsupported_reason,
 )
-from whet.models.slots import Module, Source, Stored, places, walk
+from whet.models.slots import ModelSource, ModuleSpec, StoredTensor, iter_locations, iter_slices
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
 
 _KEYS: dict[str, str] = GGUF_NAMES["keys"]
@@ -50,7 +50,7 @@ _ARCHITECTURES = {
 """Architecture -> the model_types that have it."""
 
 
-def open_gguf(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | None = None) -> Source:
+def open_gguf(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | None = None) -> ModelSource:
     """The model of a GGUF file.
 
     Args:
@@ -59,7 +59,7 @@ def open_gguf(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | No
         max_position: see ``model_config``.
 
     Returns:
-        ``Source(config, pieces, targets)``. The pieces are read-only views of the mapped file, which must not be
+        ``ModelSource(config, pieces, targets)``. The pieces are read-only views of the mapped file, which must not be
         changed while they are used; bfloat16 comes as uint16, quantised rows as their bytes.
 
     Raises:
@@ -74,21 +74,21 @@ def open_gguf(path: str | os.PathLike[str] | GGUFFile, *, max_position: int | No
     tensors = _split_qkv(file.tensors, modules, described, where)
     used = set(_ROPE_TENSORS.values())
 
-    def tensor(names: Sequence[str], suffix: str) -> Stored:
+    def tensor(names: Sequence[str], suffix: str) -> StoredTensor:
         name = f"{names[0]}.{suffix}"
         used.add(name)
         if name not in tensors:
             raise WhetValueError(f"{where}: there is no tensor {name}, which this {architecture} needs.")
         return tensors[name]
 
-    pieces = list(walk(described, modules, tensor, where))
+    slices = list(iter_slices(described, modules, tensor, where))
     unknown = sorted(tensors.keys() - used)
     if unknown:
         raise WhetValueError(
             f"{where}: a {architecture} of this kind has no {unknown[0]}; the engine does not know it."
         )
     targets = module_targets(options["model_type"], described)
-    return Source(described, lambda: iter(pieces), targets, short_position=short_position(options, where))
+    return ModelSource(described, lambda: iter(slices), targets, short_position=short_position(options, where))
 
 
 def describe_gguf(file: GGUFFile, max_position: int | None, where: str) -> tuple[dict[str, Any], ModelConfig]:
@@ -111,8 +111,8 @@ def read_options(file: GGUFFile, where: str) -> dict[str, Any]:
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
         raise WhetValueError(
-            f"{where}: general.architecture is {architecture!r:.60}{why_not(architecture)}; this engine reads "
-            f"{', '.join(_ARCHITECTURES)}."
+            f"{where}: general.architecture is {architecture!r:.60}{unsupported_reason(architecture)}; this engine "
+            f"reads {', '.join(_ARCHITECTURES)}."
         )
     return _Metadata(file, architecture, where).options()
 
@@ -293,33 +293,33 @@ class _Metadata:
 
 
 def _split_qkv(
-    tensors: Mapping[str, Stored], modules: Sequence[Module], config: ModelConfig, where: str
-) -> dict[str, Stored]:
+    tensors: Mapping[str, StoredTensor], modules: Sequence[ModuleSpec], config: ModelConfig, where: str
+) -> dict[str, StoredTensor]:
     """The tensors, where a q, k and v that are one matrix, or one bias, of an architecture with three are three."""
     split = dict(tensors)
-    for place in places(config, [module for module in modules if module.part in ("q", "k", "v")]):
-        fused = _FUSED_QKV.replace("{i}", place.weight.split(".")[1])
-        for name, own in ((f"{fused}.{suffix}", f"{place.names[0]}.{suffix}") for suffix in ("weight", "bias")):
+    for location in iter_locations(config, [module for module in modules if module.part in ("q", "k", "v")]):
+        fused = _FUSED_QKV.replace("{i}", location.weight.split(".")[1])
+        for name, own in ((f"{fused}.{suffix}", f"{location.names[0]}.{suffix}") for suffix in ("weight", "bias")):
             if name not in tensors:
                 continue
-            whole, n_rows = tensors[name], config.slots()[place.weight][0]
+            whole, n_rows = tensors[name], config.slots()[location.weight][0]
             if own in tensors:
                 raise WhetValueError(f"{where}: there are both {name} and {own}. Convert the model again.")
             if whole.shape[0] != n_rows:
                 raise WhetValueError(f"{where}: {name} has {whole.shape[0]} rows, expected {n_rows}: q, k and v.")
             split.pop(name, None)
-            rows = slice(place.first_row, place.first_row + place.shape[0])
-            split[own] = Stored(whole.tensor[rows], whole.format, (place.shape[0], *whole.shape[1:]))
+            rows = slice(location.first_row, location.first_row + location.shape[0])
+            split[own] = StoredTensor(whole.tensor[rows], whole.format, (location.shape[0], *whole.shape[1:]))
     return split
 
 
-def _factors(stored: Stored | None, where: str) -> list[float]:
+def _factors(stored: StoredTensor | None, where: str) -> list[float]:
     if stored is None or stored.format != "float32" or len(stored.shape) != 1:
         raise WhetValueError(f"{where}: rope_freqs, rope_factors_short and rope_factors_long are 1-D F32 tensors.")
     return stored.tensor.tolist()
 
 
-def _with_rope_freqs(config: ModelConfig, tensors: Mapping[str, Stored], where: str) -> ModelConfig:
+def _with_rope_freqs(config: ModelConfig, tensors: Mapping[str, StoredTensor], where: str) -> ModelConfig:
     """Frequencies divided by a tensor, which is how llama.cpp keeps Llama 3's scaling."""
     name = _ROPE_TENSORS["divisors"]
     if name not in tensors:

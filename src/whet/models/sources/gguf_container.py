@@ -17,7 +17,7 @@ import numpy as np
 from whet import _core
 from whet.errors import WhetValueError
 from whet.models.formats import TABLE
-from whet.models.slots import Stored
+from whet.models.slots import StoredTensor
 from whet.models.sources.mapped import map_file, parse_container, view
 
 _FORMATS = {format.gguf_name: format for format in TABLE.values() if format.gguf_type is not None}
@@ -35,7 +35,7 @@ class GGUFFile(NamedTuple):
 
     paths: tuple[Path, ...]
     metadata: dict[str, Any]
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
 
 
 def read_gguf(path: Path, where: str) -> GGUFFile:
@@ -65,7 +65,7 @@ def read_gguf(path: Path, where: str) -> GGUFFile:
     return GGUFFile(paths, metadata, tensors)
 
 
-def parse_gguf(data: np.ndarray, where: str) -> tuple[dict[str, Any], dict[str, Stored]]:
+def parse_gguf(data: np.ndarray, where: str) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """The metadata and tensors of a file's bytes, (n,) uint8; those of the tensors are not looked at.
 
     Raises:
@@ -77,7 +77,7 @@ def parse_gguf(data: np.ndarray, where: str) -> tuple[dict[str, Any], dict[str, 
         format = _FORMATS[type]
         *rows, k = shape
         width = k if format.is_float else size_bytes // math.prod(rows)
-        tensors[name] = Stored(view(data, offset, format.dtype, (*rows, width)), format.name, shape)
+        tensors[name] = StoredTensor(view(data, offset, format.dtype, (*rows, width)), format.name, shape)
     return metadata, tensors
 
 
@@ -92,7 +92,7 @@ def _part_paths(path: Path, count: Any, where: str) -> tuple[Path, ...]:
     return tuple(path.with_name(f"{name[1]}-{i:05d}-of-{name[3]}.gguf") for i in range(1, int(name[3]) + 1))
 
 
-def _read_parts(paths: tuple[Path, ...], where: str) -> Iterator[tuple[dict[str, Any], dict[str, Stored]]]:
+def _read_parts(paths: tuple[Path, ...], where: str) -> Iterator[tuple[dict[str, Any], dict[str, StoredTensor]]]:
     """The metadata and tensors of each part, which says that it is that part of the same model as the first."""
     n_tensors = None
     for i, path in enumerate(paths):

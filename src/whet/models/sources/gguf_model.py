@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from whet.errors import WhetValueError, check_installed
-from whet.models.architecture import ModelConfig, Piece, find_difference
+from whet.models.architecture import ModelConfig, RowSlice, find_difference
 from whet.models.families import GGUF_NAMES, model_config
-from whet.models.reference import piece_values
-from whet.models.slots import Source
+from whet.models.reference import slice_values
+from whet.models.slots import ModelSource
 from whet.models.sources.gguf import open_gguf, read_options
 from whet.models.sources.gguf_container import GGUFFile, read_gguf
-from whet.models.sources.live import describe_module
-from whet.models.sources.mapped import let_go
+from whet.models.sources.live import open_module
+from whet.models.sources.mapped import release_pages
 from whet.models.tokenizers import GGUFTokenizer, read_tokenizer
 from whet.ops.rope_scaling import rope_frequencies
 
@@ -53,7 +53,7 @@ def load_gguf_model(path: str | os.PathLike[str] | GGUFFile, dtype: str = "float
     file = path if isinstance(path, GGUFFile) else read_gguf(Path(path), f'load_gguf_model("{path}")')
     config, tokenizer = read_gguf_config(file)
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    _copy_weights(open_gguf(file), describe_module(model), model)
+    _copy_weights(open_gguf(file), open_module(model), model)
     model.generation_config.eos_token_id = tokenizer.stop_token_ids or None
     return model.eval(), tokenizer.to_transformers()
 
@@ -129,28 +129,32 @@ def _check_same(ours: ModelConfig, theirs: ModelConfig, where: str) -> None:
         )
 
 
-def _copy_weights(source: Source, live: Source, model: Any) -> None:
+def _copy_weights(source: ModelSource, live: ModelSource, model: Any) -> None:
     """Write the file's numbers into the module's parameters, of which ``live`` has views; one slot at a time."""
     import torch
 
-    shapes, parameters = source.config.slots(), _by_slot(live.pieces())
-    moved = {place.weight: (name, place.module.offset) for name, place in live.targets.items() if place.module.offset}
-    for slot, pieces in _by_slot(source.pieces()).items():
+    shapes, parameters = source.config.slots(), _by_slot(live.slices())
+    moved = {
+        location.weight: (name, location.module.offset)
+        for name, location in live.targets.items()
+        if location.module.offset
+    }
+    for slot, slices in _by_slot(source.slices()).items():
         values = np.empty(shapes[slot], np.float32)
-        for piece in pieces:
-            values[piece.first_row : piece.first_row + len(piece.tensor)] = piece_values(piece)
-            let_go([piece.tensor])
+        for row_slice in slices:
+            values[row_slice.first_row : row_slice.first_row + len(row_slice.tensor)] = slice_values(row_slice)
+            release_pages([row_slice.tensor])
         if slot in moved:
             name, offset = moved[slot]
             model.get_parameter(f"{name}.weight").data.copy_(torch.from_numpy(values - np.float32(offset)))
             continue
-        for piece in parameters[slot]:
-            rows = values[piece.first_row : piece.first_row + len(piece.tensor)]
-            piece.tensor.copy_(torch.from_numpy(rows))
+        for row_slice in parameters[slot]:
+            rows = values[row_slice.first_row : row_slice.first_row + len(row_slice.tensor)]
+            row_slice.tensor.copy_(torch.from_numpy(rows))
 
 
-def _by_slot(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
-    found: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        found.setdefault(piece.slot, []).append(piece)
+def _by_slot(slices: Iterable[RowSlice]) -> dict[str, list[RowSlice]]:
+    found: dict[str, list[RowSlice]] = {}
+    for row_slice in slices:
+        found.setdefault(row_slice.slot, []).append(row_slice)
     return found

@@ -13,24 +13,24 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from whet.errors import WhetTypeError, WhetValueError
-from whet.models.architecture import ModelConfig, Piece
+from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.families import FAMILIES, Family, family_of, model_config, module_targets, short_position
 from whet.models.formats import FLOAT_FORMATS
-from whet.models.slots import LoRA, Place, Source, Stored, place_lora, places, walk
+from whet.models.slots import LoRA, ModelSource, StoredTensor, WeightLocation, iter_locations, iter_slices, locate_lora
 from whet.models.sources.module_code import check_code, check_settings
 from whet.ops import inputs
 
 if TYPE_CHECKING:
-    from whet.models.base import PackedBase
+    from whet.models.packed_base import PackedBase
 
-_WHERE = "describe_module"
+_WHERE = "open_module"
 _ROPE_FIX = (
     "Make the model from its config as it is now; if the config has rope_parameters, with transformers 5, or with "
     "rope_theta and rope_scaling next to them for transformers 4."
 )
 
 
-def describe_module(model: Any, *, merged: bool = False, max_position: int | None = None) -> Source:
+def open_module(model: Any, *, merged: bool = False, max_position: int | None = None) -> ModelSource:
     """A module's config and weights; of a model in PEFT, torch.compile or both, those of the model inside.
 
     Call it again after anything that may replace parameters (``.to``, resizing, tying, a new adapter); values that an
@@ -43,7 +43,7 @@ def describe_module(model: Any, *, merged: bool = False, max_position: int | Non
         max_position: see ``model_config``; of a model on a packed base only that which it was packed for.
 
     Returns:
-        A ``Source``, whole. The vocabulary is as large as the embedding is; the head is tied where it has the
+        A ``ModelSource``, whole. The vocabulary is as large as the embedding is; the head is tied where it has the
         embedding's memory, whatever the config says; rotary frequencies are as rounded as the module's own, which
         ``model.bfloat16()`` rounds too (and loading in bfloat16 does not). Where its modules have a ``PackedBase`` as
         ``whet_base``, that is the source's base and its config, and no weight is read.
@@ -70,15 +70,15 @@ def describe_module(model: Any, *, merged: bool = False, max_position: int | Non
     as_built = model_config(options, max_position=1, where=_WHERE, **module.head(family, merged))
     described = replace(described, inv_freq=module.frequencies(described.inv_freq, as_built.inv_freq))
 
-    def pieces() -> Iterator[Piece]:
-        return walk(described, family.modules, partial(module.tensor, merged=merged), _WHERE)
+    def slices() -> Iterator[RowSlice]:
+        return iter_slices(described, family.modules, partial(module.tensor, merged=merged), _WHERE)
 
     targets = module_targets(options["model_type"], described)
     module.check(described, family)
     check_code(model.named_modules(), _WHERE)
     check_settings(module.modules, described, _WHERE)
     adapters = () if merged else tuple(module.adapters(targets, described))
-    return Source(described, pieces, targets, adapters, short_position(options, _WHERE))
+    return ModelSource(described, slices, targets, adapters, short_position(options, _WHERE))
 
 
 def check_frequencies(model: Any, where: str) -> None:
@@ -112,16 +112,18 @@ def _check_theta(options: Mapping[str, Any], where: str) -> None:
         raise WhetValueError(f"{where}: the model has rope_theta {made_with}, and the config says {theta}. {_ROPE_FIX}")
 
 
-def live_parameters(model: Any, source: Source) -> Iterator[tuple[str, str, Any]]:
+def live_parameters(model: Any, source: ModelSource) -> Iterator[tuple[str, str, Any]]:
     """Name, slot and tensor of every weight of a module that ``source`` describes."""
     module, config = _Live(_unwrap(model)), source.config
-    for place in places(config, list(dict.fromkeys(place.module for place in source.targets.values()))):
-        for suffix, slot in (("weight", place.weight), ("bias", place.bias)):
+    for location in iter_locations(
+        config, list(dict.fromkeys(location.module for location in source.targets.values()))
+    ):
+        for suffix, slot in (("weight", location.weight), ("bias", location.bias)):
             if slot in config.slots():
-                yield f"{place.names[0]}.{suffix}", slot, module.tensor(place.names, suffix).tensor
+                yield f"{location.names[0]}.{suffix}", slot, module.tensor(location.names, suffix).tensor
 
 
-def live_adapters(model: Any, source: Source) -> Iterator[tuple[str, Any, Any, float]]:
+def live_adapters(model: Any, source: ModelSource) -> Iterator[tuple[str, Any, Any, float]]:
     """Module name, A, B and scaling of every active adapter of a module that ``source`` describes."""
     return _Live(_unwrap(model)).factors(source.targets)
 
@@ -176,7 +178,7 @@ class _Live:
                 )
         return found.base_layer, [(found, name) for name in active]
 
-    def tensor(self, names: Sequence[str], suffix: str, merged: bool = False) -> Stored:
+    def tensor(self, names: Sequence[str], suffix: str, merged: bool = False) -> StoredTensor:
         layer, lora = self.layer(names)
         weight = getattr(layer, suffix, None)
         label = f"{_WHERE}: {names[0]}.{suffix}"
@@ -199,7 +201,7 @@ class _Live:
             for wrapper, name in lora:
                 weight = weight + _delta(wrapper, name).to(weight.dtype)
             format = str(weight.dtype).removeprefix("torch.")
-        return Stored(weight, format, tuple(weight.shape))
+        return StoredTensor(weight, format, tuple(weight.shape))
 
     def head(self, family: Family, merged: bool) -> dict[str, Any]:
         """vocab_size of the embedding, and whether the head has its memory and stays it."""
@@ -240,12 +242,12 @@ class _Live:
         """Every tensor has the config's shape, and no parameter is left out."""
         seen: set[int] = set()
 
-        def tensor(names: Sequence[str], suffix: str) -> Stored:
+        def tensor(names: Sequence[str], suffix: str) -> StoredTensor:
             stored = self.tensor(names, suffix)
             seen.add(stored.tensor.data_ptr())
             return stored
 
-        for _ in walk(config, family.modules, tensor, _WHERE):
+        for _ in iter_slices(config, family.modules, tensor, _WHERE):
             pass
         for name, parameter in self.parameters.items():
             wrapped = ".lora_" in name or ".original_module." in name or ".modules_to_save." in name
@@ -271,8 +273,8 @@ class _Live:
                 f"{_WHERE}: max_position is {max_position}, and the base was packed for {base.config.max_position}. "
                 f"Leave it out, or pack the base from a source for that."
             )
-        for name, place in base.targets.items():
-            if len(place.shape) != 2 or name not in self.modules:
+        for name, location in base.targets.items():
+            if len(location.shape) != 2 or name not in self.modules:
                 continue
             layer, _ = self.layer([name])
             if getattr(layer, "whet_base", None) is not base:
@@ -288,11 +290,11 @@ class _Live:
                     f"adapters change. Freeze it, or train the model without a base."
                 )
 
-    def adapters(self, targets: Mapping[str, Place], config: ModelConfig) -> Iterator[LoRA]:
+    def adapters(self, targets: Mapping[str, WeightLocation], config: ModelConfig) -> Iterator[LoRA]:
         for name, a, b, scaling in self.factors(targets):
-            yield place_lora(config, targets[name], a, b, scaling, _WHERE)
+            yield locate_lora(config, targets[name], a, b, scaling, _WHERE)
 
-    def factors(self, targets: Mapping[str, Place]) -> Iterator[tuple[str, Any, Any, float]]:
+    def factors(self, targets: Mapping[str, WeightLocation]) -> Iterator[tuple[str, Any, Any, float]]:
         for name in targets:
             if name not in self.modules:
                 continue

@@ -45,7 +45,7 @@ def parse_container(parse: Callable[[np.ndarray], Any], data: np.ndarray, where:
         raise WhetValueError(f"{where}: {error}") from None
 
 
-def let_go(arrays: Sequence[Any]) -> None:
+def release_pages(arrays: Sequence[Any]) -> None:
     """Take the pages of mapped tensors, of each of which these are all views, out of the process's memory.
 
     The files have them still. Of other arrays, nothing.

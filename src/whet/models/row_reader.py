@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from whet.errors import WhetValueError
-from whet.models.architecture import ModelConfig, Piece
+from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.formats import TABLE
-from whet.models.loading import all_pieces, checked
-from whet.models.reference import piece_values
-from whet.models.slots import LoRA, Place, Source, factor_values
-from whet.models.sources.mapped import let_go
+from whet.models.loading import check_finite, list_slices
+from whet.models.reference import slice_values
+from whet.models.slots import LoRA, ModelSource, WeightLocation, factor_values
+from whet.models.sources.mapped import release_pages
 from whet.ops.linear import pack_weight
 from whet.ops.quant import bf16_bits
 
@@ -26,15 +26,15 @@ _CHUNK_BYTES = 32 << 20
 _PANEL_ROWS = 16
 
 
-def row_order(config: ModelConfig, place: Place) -> np.ndarray:
+def slot_rows(config: ModelConfig, location: WeightLocation) -> np.ndarray:
     """(n,): the slot's row of each row of a module's tensor."""
-    order = np.empty(place.shape[0], np.int64)
-    for first, rows in place.module.cut(config, np.arange(place.shape[0])):
-        order[rows] = place.first_row + first + np.arange(len(rows))
+    order = np.empty(location.shape[0], np.int64)
+    for first, rows in location.module.row_order(config, np.arange(location.shape[0])):
+        order[rows] = location.first_row + first + np.arange(len(rows))
     return order
 
 
-class Rows:
+class RowReader:
     """The rows of a source's slots.
 
     Args:
@@ -45,14 +45,14 @@ class Rows:
         WhetValueError: a slot that the source does not fill.
     """
 
-    def __init__(self, source: Source, where: str) -> None:
+    def __init__(self, source: ModelSource, where: str) -> None:
         self.config, self.base, self.where = source.config, source.base, where
-        self._pieces: dict[str, list[Piece]] = {}
-        for piece in sorted(all_pieces(source, where), key=lambda piece: piece.first_row):
-            self._pieces.setdefault(piece.slot, []).append(piece)
+        self._slices: dict[str, list[RowSlice]] = {}
+        for row_slice in sorted(list_slices(source, where), key=lambda row_slice: row_slice.first_row):
+            self._slices.setdefault(row_slice.slot, []).append(row_slice)
         self._adapters = source.adapters
 
-    def chunks(self, place: Place, slot: str, format: str) -> Iterator[np.ndarray]:
+    def chunks(self, location: WeightLocation, slot: str, format: str) -> Iterator[np.ndarray]:
         """A module's tensor, its rows in their order there: some at a time, in a format.
 
         Args:
@@ -62,17 +62,19 @@ class Rows:
         Raises:
             WhetValueError: NaN or infinity, or numbers beyond float16 where that is the format.
         """
-        order = row_order(self.config, place)
+        order = slot_rows(self.config, location)
         k = self.config.slots()[slot][-1] if len(self.config.slots()[slot]) == 2 else 1
         step = max(1, _CHUNK_BYTES // (4 * k * _PANEL_ROWS)) * _PANEL_ROWS
         for begin in range(0, len(order), step):
             yield self.encode(slot, order[begin : begin + step], format)
-        let_go([piece.tensor for piece in self._pieces.get(slot, ()) if isinstance(piece.tensor, np.ndarray)])
+        release_pages(
+            [row_slice.tensor for row_slice in self._slices.get(slot, ()) if isinstance(row_slice.tensor, np.ndarray)]
+        )
 
     def encode(self, slot: str, order: np.ndarray, format: str) -> np.ndarray:
         """Rows of a slot, in an order, as ``format`` stores them: numbers, the bits of bfloat16, bytes of blocks."""
         if self.stored_format(slot, order) == format:
-            parts = [(at, piece.tensor) for at, piece in self._parts(slot, order)]
+            parts = [(at, row_slice.tensor) for at, row_slice in self._parts(slot, order)]
             return _put_together(parts, len(order))
         return encode(self.values(slot, order), format, f"{self.where}: {slot}")
 
@@ -80,8 +82,8 @@ class Rows:
         """The format that all these rows are stored in; None: several, or not stored as they are."""
         if self.base is not None or any(self._changed(slot, order)):
             return None
-        formats = {piece.format for _, piece in self._parts(slot, order)}
-        is_module = any(hasattr(piece.tensor, "detach") for piece in self._pieces[slot])
+        formats = {row_slice.format for _, row_slice in self._parts(slot, order)}
+        is_module = any(hasattr(row_slice.tensor, "detach") for row_slice in self._slices[slot])
         return None if is_module or len(formats) > 1 else formats.pop()
 
     def values(self, slot: str, order: np.ndarray) -> np.ndarray:
@@ -89,7 +91,9 @@ class Rows:
         if self.base is not None:
             rows = self._base_rows(slot, order)
         else:
-            rows = _put_together([(at, piece_values(piece)) for at, piece in self._parts(slot, order)], len(order))
+            rows = _put_together(
+                [(at, slice_values(row_slice)) for at, row_slice in self._parts(slot, order)], len(order)
+            )
         rows = np.asarray(rows, np.float32)
         for at, delta in self._changed(slot, order):
             rows = rows if rows.flags.writeable and rows.flags.owndata else rows.copy()
@@ -110,19 +114,19 @@ class Rows:
         self.base.core.rows(slot, first, len(out), out)
         return out[order - first]
 
-    def _parts(self, slot: str, order: np.ndarray) -> Iterator[tuple[Any, Piece]]:
+    def _parts(self, slot: str, order: np.ndarray) -> Iterator[tuple[Any, RowSlice]]:
         """The places of rows, and those rows as a piece; each looked at for NaN and infinity."""
         is_run = bool((np.diff(order) == 1).all())
-        for piece in self._pieces[slot]:
-            end = piece.first_row + len(piece.tensor)
-            at: Any = np.flatnonzero((order >= piece.first_row) & (order < end))
+        for row_slice in self._slices[slot]:
+            end = row_slice.first_row + len(row_slice.tensor)
+            at: Any = np.flatnonzero((order >= row_slice.first_row) & (order < end))
             if not len(at):
                 continue
-            rows: Any = order[at] - piece.first_row
+            rows: Any = order[at] - row_slice.first_row
             if is_run:  # views, not copies
                 at, rows = slice(int(at[0]), int(at[-1]) + 1), slice(int(rows[0]), int(rows[-1]) + 1)
-            some = Piece(slot, int(order[0]), piece.tensor[rows], piece.format)
-            yield at, next(checked([some], self.where))
+            some = RowSlice(slot, int(order[0]), row_slice.tensor[rows], row_slice.format)
+            yield at, next(check_finite([some], self.where))
 
 
 def encode(values: np.ndarray, format: str, label: str) -> np.ndarray:

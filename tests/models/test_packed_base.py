@@ -19,9 +19,9 @@ from torch import nn
 from whet.config.sampling import SamplingParams
 from whet.engine import Engine, EngineBusyError
 from whet.errors import WhetTypeError, WhetValueError
-from whet.models.base import PackedBase, pack_base
 from whet.models.formats import FORMATS, choose_formats
-from whet.models.sources.live import describe_module
+from whet.models.packed_base import PackedBase, pack_base
+from whet.models.sources.live import open_module
 from whet.models.sources.pretrained import open_pretrained
 from whet.ops.quant import quantize
 
@@ -47,9 +47,9 @@ def kept(weight: torch.Tensor, format: str) -> torch.Tensor:
 
 def expected_rows(model: Any, source: Any, weights: str, name: str) -> torch.Tensor:
     """Of a module whose rows the slot has in their order; its parts in several formats are told by their rows."""
-    place = source.targets[name]
-    parts = choose_formats(source, weights, None, None, "test")[place.weight]
-    formats = [part.format for part in parts for _ in range(part.n_rows)][place.first_row :][: place.shape[0]]
+    location = source.targets[name]
+    parts = choose_formats(source, weights, None, None, "test")[location.weight]
+    formats = [part.format for part in parts for _ in range(part.n_rows)][location.first_row :][: location.shape[0]]
     weight = model.get_submodule(name).weight.detach()
     runs = [i for i in range(1, len(formats)) if formats[i] != formats[i - 1]]
     bounds = [0, *runs, len(formats)]
@@ -59,7 +59,7 @@ def expected_rows(model: Any, source: Any, weights: str, name: str) -> torch.Ten
 @pytest.mark.parametrize("weights", FORMATS)
 def test_rows_of_every_format(weights):
     model = wide_llama()
-    source = describe_module(model)
+    source = open_module(model)
     base = pack_base(source, weights=weights)
     for name in ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
         expected = expected_rows(model, source, weights, LAYER + name)
@@ -80,7 +80,7 @@ def test_rows_of_every_format(weights):
 
 
 def test_a_matrix_in_several_formats_is_one():
-    base = pack_base(describe_module(wide_llama(num_hidden_layers=3)), weights="q4_k_m")
+    base = pack_base(open_module(wide_llama(num_hidden_layers=3)), weights="q4_k_m")
     assert "q4_k, q6_k" in base.formats.values()
     q, k, v = (torch.empty(n, 256) for n in (40, 20, 20))
     for name, out in (("q", q), ("k", k), ("v", v)):
@@ -92,21 +92,21 @@ def test_a_matrix_in_several_formats_is_one():
 @pytest.mark.parametrize("case", CASES)
 def test_modules_of_every_family_are_found_by_their_names(case):
     model = tiny_model(case)
-    base = pack_base(describe_module(model), weights="float32")
-    for name, place in base.targets.items():
+    base = pack_base(open_module(model), weights="float32")
+    for name, location in base.targets.items():
         module = dict(model.named_modules()).get(name)
         if module is None:
             continue
-        weight = module.weight.detach().T if place.module.transposed else module.weight.detach()
+        weight = module.weight.detach().T if location.module.transposed else module.weight.detach()
         # Of a norm with an offset their sum is what is kept.
-        bound = 2**-23 if place.module.offset else 0.0
+        bound = 2**-23 if location.module.offset else 0.0
         torch.testing.assert_close(base.rows(name, torch.empty(weight.shape)), weight, rtol=0, atol=bound)
-        if place.bias is not None:
+        if location.bias is not None:
             assert torch.equal(base.bias(name, torch.empty(len(module.bias))), module.bias.detach()), name
 
 
 def test_the_bytes_do_not_depend_on_threads():
-    source = describe_module(wide_llama())
+    source = open_module(wide_llama())
 
     def packed() -> list[np.ndarray]:
         base = pack_base(source, weights="q4_k_m")
@@ -118,12 +118,12 @@ def test_the_bytes_do_not_depend_on_threads():
 
 def test_a_digest_is_of_weights_and_formats():
     model = tiny_model("llama")
-    digest = pack_base(describe_module(model)).digest()
-    assert pack_base(describe_module(model), weights="bf16").digest() == digest
-    assert pack_base(describe_module(model), weights="q8_0").digest() != digest
+    digest = pack_base(open_module(model)).digest()
+    assert pack_base(open_module(model), weights="bf16").digest() == digest
+    assert pack_base(open_module(model), weights="q8_0").digest() != digest
     with torch.no_grad():
         model.model.norm.weight[7] += 1
-    assert pack_base(describe_module(model)).digest() != digest
+    assert pack_base(open_module(model)).digest() != digest
 
 
 def said(engine: Engine) -> Any:
@@ -133,7 +133,7 @@ def said(engine: Engine) -> Any:
 @pytest.mark.parametrize("weights", ["float32", "bf16", "q4_k_m"])
 def test_engines_on_one_base_say_what_an_engine_of_its_own_says(weights):
     model = wide_llama()
-    base = pack_base(describe_module(model), weights=weights)
+    base = pack_base(open_module(model), weights=weights)
     own = Engine.from_model(model, weights=weights)
     assert own.base is None
     first, second = Engine.from_base(base), Engine.from_base(base, max_batch=2)
@@ -150,7 +150,7 @@ def test_a_folder_is_packed_as_its_model_is(tmp_path):
     model = tiny_model("llama")
     model.save_pretrained(tmp_path)
     base = pack_base(open_pretrained(tmp_path))
-    assert base.digest() == pack_base(describe_module(model)).digest()
+    assert base.digest() == pack_base(open_module(model)).digest()
     assert said(Engine.from_base(base)) == said(Engine.from_pretrained(tmp_path, tokenizer=None))
 
 
@@ -170,8 +170,8 @@ class OnBase(nn.Linear):
 
 def on_base(model: Any, base: PackedBase) -> Any:
     model = copy.deepcopy(model)
-    for name, place in base.targets.items():
-        if len(place.shape) == 2 and name in dict(model.named_modules()):
+    for name, location in base.targets.items():
+        if len(location.shape) == 2 and name in dict(model.named_modules()):
             model.set_submodule(name, OnBase(model.get_submodule(name), base))
     return model.requires_grad_(False)
 
@@ -181,7 +181,7 @@ LORA = {"r": 2, "target_modules": ["q_proj", "down_proj"], "b_std": 0.3}
 
 def test_a_model_on_the_base_gives_its_adapters_alone():
     model = tiny_model("llama")
-    base = pack_base(describe_module(model), weights="q8_0")
+    base = pack_base(open_module(model), weights="q8_0")
     digest = base.digest()
     engine = Engine.from_base(base)
     plain = said(engine)
@@ -199,7 +199,7 @@ def test_a_model_on_the_base_gives_its_adapters_alone():
 
 def test_an_engine_on_a_base_takes_no_other_model():
     model = tiny_model("llama")
-    base, other = pack_base(describe_module(model)), pack_base(describe_module(model))
+    base, other = pack_base(open_module(model)), pack_base(open_module(model))
     engine = Engine.from_base(base)
     plain = said(engine)
     assert_raises(WhetValueError, "Engine.sync: .* and the model has weights of its own", engine.sync, model)
@@ -213,7 +213,7 @@ def test_an_engine_on_a_base_takes_no_other_model():
 
 def test_more_than_adapters_beside_a_base_is_refused():
     model = tiny_model("llama")
-    base = pack_base(describe_module(model))
+    base = pack_base(open_module(model))
     engine = Engine.from_base(base)
     trained = on_base(model, base)
     trained.model.norm.weight.requires_grad_(True)
@@ -222,18 +222,18 @@ def test_more_than_adapters_beside_a_base_is_refused():
     with_head.lm_head = nn.Linear(32, VOCAB, bias=False).requires_grad_(False)
     assert_raises(WhetValueError, "lm_head is a Linear with a weight of its own", engine.sync, with_head)
     mixed = on_base(model, base)
-    mixed.lm_head.whet_base = pack_base(describe_module(model))
+    mixed.lm_head.whet_base = pack_base(open_module(model))
     assert_raises(WhetValueError, "on 2 packed bases", engine.sync, mixed)
     plain = on_base(model, base)
     assert_raises(WhetValueError, "merge_adapters=False", Engine.from_model, plain, merge_adapters=True)
     assert_raises(WhetValueError, "packed for 64", Engine.from_model, plain, max_position=32)
     assert_raises(WhetValueError, "Engine.from_model: weights is 'q8_0'", Engine.from_model, plain, weights="q8_0")
-    assert_raises(WhetValueError, "packed already", pack_base, describe_module(plain))
+    assert_raises(WhetValueError, "packed already", pack_base, open_module(plain))
 
 
 def test_what_a_base_refuses():
     model = tiny_model("llama", attention_bias=True)
-    base = pack_base(describe_module(model))
+    base = pack_base(open_module(model))
     q, out = LAYER + "self_attn.q_proj", torch.empty(32, 32)
     assert_raises(WhetValueError, "PackedBase.rows: the model has no module 'q_proj'", base.rows, "q_proj", out)
     assert_raises(WhetValueError, "has 32 rows, and rows 1 ... 32", base.rows, q, out, first=1)
@@ -251,16 +251,16 @@ def test_what_a_base_refuses():
     assert_raises(WhetValueError, "is no embedding", base.gather, q, ids, torch.empty(1, 32))
     assert_raises(WhetTypeError, "not pickled", pickle.dumps, base)
     assert copy.deepcopy({"base": base})["base"] is base
-    assert_raises(WhetTypeError, "Engine.from_base: base is a Source", Engine.from_base, base.source())
+    assert_raises(WhetTypeError, "Engine.from_base: base is a ModelSource", Engine.from_base, base.source())
     assert_raises(WhetValueError, "head is 'q8_0'", Engine.from_base, base, head="q8_0")
-    assert_raises(WhetValueError, "weights is 'fp3'", pack_base, describe_module(model), weights="fp3")
+    assert_raises(WhetValueError, "weights is 'fp3'", pack_base, open_module(model), weights="fp3")
     with torch.no_grad():
         model.lm_head.weight[0, 0] = float("nan")
-    assert_raises(WhetValueError, "pack_base: head.*NaN", pack_base, describe_module(model))
+    assert_raises(WhetValueError, "pack_base: head.*NaN", pack_base, open_module(model))
 
 
 def test_rows_in_another_order_are_read_whole():
     model = tiny_model("gpt_neox")
-    base = pack_base(describe_module(model))
+    base = pack_base(open_module(model))
     name = "gpt_neox.layers.0.attention.query_key_value"
     assert_raises(WhetValueError, "is read whole: 96 rows", base.rows, name, torch.empty(16, 32))
