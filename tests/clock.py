@@ -1,10 +1,10 @@
-"""A clock for code that measures itself: it goes on where something waits on it, and a tick when it is read."""
+"""A fake clock for code that measures time: it advances by every sleep, and by one tick when read."""
 
 TICK_S = 2**-20
 
 
 class Clock:
-    """Stands in for the module ``time``."""
+    """Replacement for the module ``time``."""
 
     def __init__(self) -> None:
         self._now_s = 0.0

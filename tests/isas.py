@@ -1,7 +1,7 @@
-"""The same work once for each instruction set that this processor runs.
+"""Runs code or tests once per instruction set of this processor.
 
-A process picks its kernels at its first call of one, by WHET_ISA. So one fresh process imports what the work needs, and
-forks for each set: modules are imported (and tests collected) once.
+A process selects its kernels at the first kernel call, by WHET_ISA. One new process therefore does the imports (or
+collects the tests) once, and forks for each instruction set.
 """
 
 import json
@@ -32,12 +32,12 @@ for isa in sets:
 
 
 def usable_isas() -> list[str]:
-    """What this processor runs; the first is what runs where WHET_ISA is not set."""
+    """Return the instruction sets that this processor supports; the first is the default without WHET_ISA."""
     return whet.build_info()["usable_instruction_sets"].split()
 
 
 def printed_by_isa(imports: str, work: str) -> dict[str, str]:
-    """Instruction set -> the line that ``work`` prints under it, after ``imports`` (of whet too)."""
+    """Return for each instruction set the line that ``work`` prints, after ``imports``, which must import whet."""
     given = json.dumps([imports, work, usable_isas()])
     run = subprocess.run(
         [sys.executable, "-c", _FORKS], input=given, capture_output=True, text=True, env=_environment(), timeout=600
@@ -49,16 +49,16 @@ def printed_by_isa(imports: str, work: str) -> dict[str, str]:
 
 
 def run_tests(isas: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """pytest with these arguments: the tests collected once, and run under each of these sets."""
+    """Run pytest with these arguments: tests are collected once, and run under each instruction set."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "tests.isas", *arguments]
-    # What is set while tests are collected: a mark may ask whether one set is forced.
+    # WHET_ISA is set during collection because marks can depend on it.
     env = _environment(WHET_ISA=isas[0], WHET_TESTED_ISAS=" ".join(isas))
     root = Path(__file__).parents[1]
     return subprocess.run(command, capture_output=True, text=True, env=env, cwd=root, timeout=900)
 
 
 def pytest_runtestloop(session) -> bool | None:
-    """As a plugin of that pytest: every child goes on to run the tests, and its parent waits for it."""
+    """Fork for each instruction set, as a pytest plugin: the child runs the tests, and the parent waits."""
     for isa in os.environ["WHET_TESTED_ISAS"].split():
         child = os.fork()
         if child == 0:

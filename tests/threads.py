@@ -1,4 +1,4 @@
-"""The same work on several numbers of Whet's threads."""
+"""Runs code with different numbers of Whet's threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import whet
 
 @contextlib.contextmanager
 def threads(n: int) -> Iterator[None]:
-    """Whet's kernels on n threads."""
+    """Set the number of Whet's threads within a ``with``."""
     before = whet.get_num_threads()
     whet.set_num_threads(n)
     try:
@@ -23,12 +23,12 @@ def threads(n: int) -> Iterator[None]:
 
 
 def same_on_any_threads(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns, an array or several, after the same bits on 1, 2 and 5 threads."""
+    """Assert that ``work`` returns the same bits on 1, 2 and 5 threads, and return its arrays."""
     results = []
     for n in (1, 2, 5):
         with threads(n):
             results.append(work())
-    for several in results[1:]:
-        for got, right in zip(several, results[0], strict=True):
+    for result in results[1:]:
+        for got, right in zip(result, results[0], strict=True):
             np.testing.assert_array_equal(got, right)
     return results[0]

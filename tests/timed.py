@@ -1,6 +1,6 @@
-"""The mark of tests that ask a clock."""
+"""The mark of tests that measure time."""
 
 import pytest
 
-# A clock tells of the machine too: who is right may be wrong while others have the processors, but not ten times.
+# Other load on the machine can fail a timing test once, but not ten times in a row.
 timed = pytest.mark.flaky(reruns=9, reruns_delay=1)

@@ -1,4 +1,4 @@
-"""What an accelerated model multiplies is its weights as they are, whoever has written them and however."""
+"""Accelerated models always compute with their current weights, however the weights were written."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 from tests.engine.tiny_models import VOCAB, tiny_model
+from tests.raising import assert_raises
 from tests.tiny import letters_tokenizer, with_lora
 
 from whet import WhetValueError
@@ -25,26 +26,25 @@ def trained(case: str = "llama", **options: Any) -> Any:
     return tiny_model(case, **options).requires_grad_(True)
 
 
-def answers(model: Any) -> list[torch.Tensor]:
-    """A packed batch, a padded one, and few rows, as in generation; the first also with gradients."""
+def outputs(model: Any) -> list[torch.Tensor]:
+    """Return outputs for a packed batch, a padded one, and few rows, as in generation."""
     result = completion_logprobs(model, [PROMPT], [COMPLETION]).logprobs.detach()
     with torch.no_grad():
         return [result, model(TOKENS).logits, model(TOKENS[:, :3]).logits, model(TOKENS[:, :1]).logits]
 
 
 def assert_fresh(model: Any, dtype: str) -> None:
-    """The answers are those of another model with these weights."""
-    seen = answers(model)
-    other = copy.deepcopy(model.config)
-    fresh = type(model)(other).eval()
+    """Assert that the outputs equal those that a new model with these weights computes."""
+    seen = outputs(model)
+    fresh = type(model)(copy.deepcopy(model.config)).eval()
     fresh.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     with accelerate(fresh, dtype):
-        for one, right in zip(seen, answers(fresh), strict=True):
-            assert torch.equal(one, right)
+        for output, right in zip(seen, outputs(fresh), strict=True):
+            assert torch.equal(output, right)
 
 
 def weights_of(model: Any) -> list[torch.Tensor]:
-    """A projection of each kind of module, and the head."""
+    """Return the projections of one layer, and the head."""
     return [p for name, p in model.named_parameters() if p.ndim == 2 and ("layers.1" in name or "h.1" in name)] + [
         model.get_output_embeddings().weight
     ]
@@ -64,33 +64,33 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("case", ["llama", "qwen2", "gpt2"])
 @pytest.mark.parametrize("write", WRITES)
-def test_no_way_of_writing_escapes(write, case, dtype):
+def test_every_kind_of_write_takes_effect(write, case, dtype):
     model = trained(case)
     weights = weights_of(model)
     for weight in weights:
         weight.alias = weight.data
     with accelerate(model, dtype):
-        before = answers(model)
+        before = outputs(model)
         for weight in weights:
             WRITES[write](weight)
             assert_fresh(model, dtype)
-        assert not any(torch.equal(one, other) for one, other in zip(before, answers(model), strict=True))
+        assert not any(torch.equal(one, other) for one, other in zip(before, outputs(model), strict=True))
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
 def test_a_weight_in_another_layout(case):
-    """Rows of it are no runs of memory: it is rounded by torch, whole."""
+    """Its rows are not contiguous, so torch rounds the whole matrix."""
     model, scaled = trained(case), trained(case)
     with accelerate(model, "bfloat16"):
         for weight in weights_of(model):
-            answers(model)
+            outputs(model)
             weight.data = (weight.data * 1.25).t().contiguous().t()
-        seen = answers(model)
+        seen = outputs(model)
     for weight in weights_of(scaled):
         weight.data.mul_(1.25)
     with accelerate(scaled, "bfloat16"):
-        for one, right in zip(seen, answers(scaled), strict=True):
-            torch.testing.assert_close(one, right, rtol=0.02, atol=0.05)
+        for output, right in zip(seen, outputs(scaled), strict=True):
+            torch.testing.assert_close(output, right, rtol=0.02, atol=0.05)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -110,7 +110,7 @@ def loss_of(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_no_optimizer_escapes(name):
+def test_updates_of_every_optimizer_take_effect(name):
     model = trained()
     optimizer = OPTIMIZERS[name](list(model.parameters()))
 
@@ -126,8 +126,8 @@ def test_no_optimizer_escapes(name):
             assert_fresh(model, "bfloat16")
 
 
-def test_products_have_no_copies_of_weights(monkeypatch):
-    """Memory for one matrix and the head's tile; a write between forward and backward is told."""
+def test_products_hold_no_copies_of_weights(monkeypatch):
+    """Memory for one matrix and one tile of the head; writing a weight between forward and backward raises."""
     monkeypatch.setattr(scratch._scratch, "buffer", torch.empty(0))
     model = trained("llama-biases-tied")
     with accelerate(model, "bfloat16") as acceleration:
@@ -144,43 +144,43 @@ def test_products_have_no_copies_of_weights(monkeypatch):
 def test_state_dicts_and_averaged_weights():
     model, other = trained(), trained(initializer_range=0.2)
     with accelerate(model, "bfloat16"):
-        own = answers(model)
+        own = outputs(model)
         kept = {name: p.detach().clone() for name, p in model.named_parameters()}
         model.load_state_dict(other.state_dict())
         assert_fresh(model, "bfloat16")
-        for name, p in model.named_parameters():  # as a callback swaps averages in for an evaluation
+        for name, p in model.named_parameters():  # like a callback that swaps in averages for an evaluation
             p.data.copy_(kept[name])
-        for one, right in zip(answers(model), own, strict=True):
-            assert torch.equal(one, right)
+        for output, right in zip(outputs(model), own, strict=True):
+            assert torch.equal(output, right)
 
 
-def test_adapters_are_merged_and_unmerged_inside():
+def test_adapters_can_be_merged_and_unmerged_while_accelerated():
     model = with_lora(trained(), r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     with accelerate(model, "float32"):
-        right = answers(model)
+        right = outputs(model)
     with accelerate(model, "bfloat16"):
         for change in (model.merge_adapter, model.unmerge_adapter):
             change()
-            for one, exact in zip(answers(model), right, strict=True):
-                assert (one - exact).abs().max() < 0.1 * exact.abs().max()
+            for output, exact in zip(outputs(model), right, strict=True):
+                assert (output - exact).abs().max() < 0.1 * exact.abs().max()
 
 
 @pytest.mark.parametrize("case", ["gpt_neox", "gpt2", "phi3", "llama"])
-def test_models_of_one_config_do_not_meet(case):
-    """A policy and its reference: each is accelerated, or not, by itself."""
+def test_models_that_share_a_config_are_accelerated_independently(case):
+    """For example a policy and its reference."""
     model = trained(case)
     other = type(model)(model.config).eval()
     other.load_state_dict(model.state_dict())
     assert other.config is model.config
     implementation = model.config._attn_implementation
-    plain = answers(model)
+    plain = outputs(model)
     first, second = accelerate(model, "float32"), accelerate(other, "float32")
     first.remove()
-    for one, right in zip([*answers(model), *answers(other)], [*plain, *plain], strict=True):
-        torch.testing.assert_close(one, right, rtol=1e-4, atol=1e-4)
+    for output, right in zip([*outputs(model), *outputs(other)], [*plain, *plain], strict=True):
+        torch.testing.assert_close(output, right, rtol=1e-4, atol=1e-4)
     second.remove()
     assert model.config._attn_implementation == implementation
-    assert all(torch.equal(one, right) for one, right in zip(answers(other), plain, strict=True))
+    assert all(torch.equal(output, right) for output, right in zip(outputs(other), plain, strict=True))
 
 
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
@@ -195,31 +195,30 @@ def test_embeddings_of_any_dtype(given, wanted):
     assert (logits - right).abs().max() < (1e-5 if wanted == given is torch.float32 else 0.06) * right.abs().max()
 
 
-def test_a_weight_of_another_dtype_is_refused():
+def test_a_weight_of_another_dtype_is_rejected():
     model = trained("llama")
-    with accelerate(model, "bfloat16"), pytest.raises(WhetValueError, match=r"become torch.float64.*Call remove\(\)"):
-        model.double()
-        loss_of(model)
+    with accelerate(model, "bfloat16"):
+        assert_raises(WhetValueError, ("torch.float64", "remove()"), loss_of, model.double())
 
 
-def test_an_interrupted_installation_leaves_no_trace(monkeypatch):
+def test_an_interrupted_installation_restores_the_model(monkeypatch):
     model = trained("gpt_neox")
-    before = answers(model)
-    wanted, n = Acceleration._forward_of, 0
+    before = outputs(model)
+    original, n = Acceleration._choose_forward, 0
 
-    def interrupted(self: Any, module: Any) -> Any:
+    def interrupt(self: Any, module: Any) -> Any:
         nonlocal n
         n += 1
         if n == 9:
             raise KeyboardInterrupt
-        return wanted(self, module)
+        return original(self, module)
 
-    monkeypatch.setattr(Acceleration, "_forward_of", interrupted)
+    monkeypatch.setattr(Acceleration, "_choose_forward", interrupt)
     with pytest.raises(KeyboardInterrupt):
         accelerate(model, "bfloat16")
     assert acceleration_of(model) is None
     assert not any("forward" in vars(module) for module in model.modules())
-    assert all(torch.equal(one, right) for one, right in zip(answers(model), before, strict=True))
+    assert all(torch.equal(output, right) for output, right in zip(outputs(model), before, strict=True))
 
 
 def hf_dataset() -> list[dict[str, torch.Tensor]]:
@@ -237,8 +236,8 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 0.02}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_hugging_faces_trainer_learns_what_it_learns_on_torch(dtype, tmp_path):
-    """With its own optimizer, which is fused: it changes weights without a trace."""
+def test_hugging_face_trainer_reaches_the_same_loss_as_on_torch(dtype, tmp_path):
+    """Its fused optimizer changes weights without changing their version counters."""
     from transformers import Trainer, TrainingArguments
 
     def train(model: Any) -> None:
@@ -253,7 +252,7 @@ def test_hugging_faces_trainer_learns_what_it_learns_on_torch(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_trls_trainer_learns_what_it_learns_on_torch(dtype, tmp_path):
+def test_trl_trainer_reaches_the_same_loss_as_on_torch(dtype, tmp_path):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
 
     def train(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""Every autograd function, forward and backward, against its formula in float64 torch."""
+"""Autograd functions, forward and backward, against their formulas in float64 torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch import Tensor
 
 from whet import _core
 from whet.nn import functions
+from whet.nn.linear_logprobs import Head, linear_logprobs
 from whet.nn.optim import AdamW
 from whet.nn.packed import PackedBatch, pack_batch
-from whet.nn.scratch import rounded
+from whet.nn.scratch import cast_weight
 
 GENERATOR = torch.Generator().manual_seed(11)
 BOUNDS = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
-"""Of the norm of a difference, relative to the norm of what it should be and a tenth of that of the gradient that came
-in, as some gradients are sums that cancel. The inputs are exact in both dtypes."""
+"""Bound of the norm of a difference, relative to the norm of the exact value plus a tenth of the norm of the incoming
+gradient, because some gradients are sums that cancel. The inputs are exact in both dtypes."""
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -28,15 +29,15 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def hold(function, definition, inputs: list[Tensor], bound: float) -> None:
-    """Value and gradients of ``function`` are those that ``definition`` has in float64."""
-    narrow = [x.clone().requires_grad_() for x in inputs]
-    wide = [x.double().requires_grad_() for x in inputs]
-    got, right = function(*narrow), definition(*wide)
+    """Assert that value and gradients of ``function`` equal those that ``definition`` has in float64."""
+    given = [x.clone().requires_grad_() for x in inputs]
+    doubles = [x.double().requires_grad_() for x in inputs]
+    got, right = function(*given), definition(*doubles)
     assert got.shape == right.shape
     grad = normal(*got.shape).to(got.dtype)
     got.backward(grad)
     right.backward(grad.double())
-    pairs = [(got, right), *((x.grad, y.grad) for x, y in zip(narrow, wide, strict=True))]
+    pairs = [(got, right), *((x.grad, y.grad) for x, y in zip(given, doubles, strict=True))]
     for i, (value, exact) in enumerate(pairs):
         error = (value.double() - exact).norm() / (exact.norm() + 0.1 * grad.double().norm())
         assert error < bound, f"{'value' if i == 0 else f'gradient {i - 1}'}: {error:.2g}"
@@ -62,16 +63,16 @@ def test_swiglu(n, dtype):
     hold(functions.swiglu, lambda gate, up: torch.nn.functional.silu(gate) * up, inputs, BOUNDS[dtype])
 
 
-@pytest.mark.parametrize(("head_dim", "turned"), [(8, 8), (64, 64), (40, 24)])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 8), (64, 64), (40, 24)])
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_rope(head_dim, turned, is_neox, dtype):
-    angles = normal(7, turned // 2)
+def test_rope(head_dim, rotary_dim, is_neox, dtype):
+    angles = normal(7, rotary_dim // 2)
     table = torch.cat((angles.cos(), angles.sin()), 1)
     cos, sin = (part[:, None].double() for part in table.chunk(2, 1))
 
     def definition(x: Tensor) -> Tensor:
-        rows, rest = x.split((turned, head_dim - turned), -1)
+        rows, rest = x.split((rotary_dim, head_dim - rotary_dim), -1)
         pairs = rows.unflatten(-1, (2, -1)) if is_neox else rows.unflatten(-1, (-1, 2)).transpose(-1, -2)
         first, second = pairs.unbind(-2)
         out = torch.stack((first * cos - second * sin, second * cos + first * sin), -2 if is_neox else -1)
@@ -80,10 +81,10 @@ def test_rope(head_dim, turned, is_neox, dtype):
     hold(lambda x: functions.rope(x, table, is_neox), definition, [normal(7, 3, head_dim, dtype=dtype)], BOUNDS[dtype])
 
 
-def visible(batch: PackedBatch, window: int | None) -> Tensor:
-    """(N, N): whether token i sees token j."""
+def attention_mask(batch: PackedBatch, window: int | None) -> Tensor:
+    """Return whether token i attends to token j, (N, N)."""
     n = len(batch.input_ids)
-    seen = torch.zeros(n, n, dtype=torch.bool)
+    mask = torch.zeros(n, n, dtype=torch.bool)
     for (q_begin, q_end), (k_begin, k_end) in zip(
         *(
             zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
@@ -94,14 +95,14 @@ def visible(batch: PackedBatch, window: int | None) -> Tensor:
         keys = batch.key_rows[k_begin:k_end]
         for token in range(q_begin, q_end):
             end = len(keys) - (q_end - 1 - token)
-            seen[token, keys[max(0, end - window) if window else 0 : end]] = True
-    return seen
+            mask[token, keys[max(0, end - window) if window else 0 : end]] = True
+    return mask
 
 
 LENGTHS = {
     "one token": [(1, [1])],
     "a shared prompt": [(9, [4, 1, 7])],
-    "past a block": [(70, [40, 3]), (1, [90]), (33, [2])],
+    "more than a block": [(70, [40, 3]), (1, [90]), (33, [2])],
 }
 
 
@@ -116,12 +117,12 @@ def test_attention(lengths, n_heads, n_kv_heads, head_dim, window, softcap, dtyp
             prompts.append([i] * n_prompt)
             completions.append([0] * n)
     batch = pack_batch(prompts, completions)
-    n, seen, group = len(batch.input_ids), visible(batch, window), n_heads // n_kv_heads
+    n, mask, kv_group = len(batch.input_ids), attention_mask(batch, window), n_heads // n_kv_heads
 
     def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        k, v = (x.repeat_interleave(kv_group, 1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * 0.3
-        weights = capped(scores, softcap).masked_fill(~seen, float("-inf")).softmax(-1)
+        weights = capped(scores, softcap).masked_fill(~mask, float("-inf")).softmax(-1)
         return torch.einsum("hij,jhd->ihd", weights, v)
 
     shapes = [(n, n_heads, head_dim), (n, n_kv_heads, head_dim), (n, n_kv_heads, head_dim)]
@@ -134,12 +135,12 @@ def capped(logits: Tensor, cap: float) -> Tensor:
     return cap * (logits / cap).tanh() if cap else logits
 
 
-@pytest.mark.parametrize(("n_rows", "n_words"), [(1, 5), (7, 300), (520, 2049)])
+@pytest.mark.parametrize(("n_rows", "vocab_size"), [(1, 5), (7, 300), (520, 2049)])
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
-def test_linear_logprobs(n_rows, n_words, dtype, softcap):
-    """Also of more rows and more words than are taken at a time."""
-    targets = torch.randint(0, n_words, (n_rows,), generator=GENERATOR)
+def test_linear_logprobs(n_rows, vocab_size, dtype, softcap):
+    """Also with more tokens and more vocabulary entries than one tile."""
+    targets = torch.randint(0, vocab_size, (n_rows,), generator=GENERATOR)
 
     def definition(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         logprobs = (capped(hidden @ weight.t() + bias, softcap) / 0.7).log_softmax(-1)
@@ -147,27 +148,27 @@ def test_linear_logprobs(n_rows, n_words, dtype, softcap):
 
     def function(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         def rows(first: int, n: int) -> Tensor:
-            return rounded(weight[first : first + n], dtype)
+            return cast_weight(weight[first : first + n], dtype)
 
-        head = functions.Head(rows, (n_words, 40), bias, dtype, weight)
+        head = Head(rows, (vocab_size, 40), bias, dtype, weight)
         head.softcap = softcap
-        logprobs, entropy = functions.linear_logprobs(hidden, head, targets, 0.7, True)
+        logprobs, entropy = linear_logprobs(hidden, head, targets, 0.7, True)
         every = (capped(hidden @ weight.t() + bias, softcap) / 0.7).double().log_softmax(-1)
         assert entropy is not None
         torch.testing.assert_close(entropy.double(), -(every.exp() * every).sum(1), rtol=1e-3, atol=1e-4)
         return logprobs
 
-    inputs = [normal(n_rows, 40), normal(n_words, 40) / 8, normal(n_words)]
+    inputs = [normal(n_rows, 40), normal(vocab_size, 40) / 8, normal(vocab_size)]
     hold(function, definition, inputs, {torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype])
 
 
-@pytest.mark.parametrize(("n_rows", "n_words"), [(1, 5), (7, 300), (520, 4100)])
+@pytest.mark.parametrize(("n_rows", "vocab_size"), [(1, 5), (7, 300), (520, 4100)])
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize(("confidence", "softcap"), [(0.0, 0.0), (12.0, 0.0), (0.0, 1.5), (12.0, 20.0)])
-def test_the_gradient_of_hidden_states_under_a_frozen_head(n_rows, n_words, dtype, confidence, softcap):
-    """Also of words that are almost certain, whose gradient is a small difference of large numbers: row by row."""
-    targets = torch.randint(0, n_words, (n_rows,), generator=GENERATOR)
-    hidden, weight, bias = normal(n_rows, 40), normal(n_words, 40) / 8, normal(n_words)
+def test_gradient_of_hidden_states_under_a_frozen_head(n_rows, vocab_size, dtype, confidence, softcap):
+    """Checked row by row, also for almost certain tokens, whose gradient is a small difference of large numbers."""
+    targets = torch.randint(0, vocab_size, (n_rows,), generator=GENERATOR)
+    hidden, weight, bias = normal(n_rows, 40), normal(vocab_size, 40) / 8, normal(vocab_size)
     weight, hidden = weight.to(dtype), hidden.to(dtype)
     hidden += confidence * weight[targets]
     scale = normal(n_rows)
@@ -178,12 +179,12 @@ def test_the_gradient_of_hidden_states_under_a_frozen_head(n_rows, n_words, dtyp
     (definition * scale).sum().backward()
 
     x = hidden.clone().requires_grad_()
-    head = functions.Head(lambda first, n: weight[first : first + n], (n_words, 40), bias, dtype)
+    head = Head(lambda first, n: weight[first : first + n], (vocab_size, 40), bias, dtype)
     head.softcap = softcap
-    logprobs, entropy = functions.linear_logprobs(x, head, targets, 0.7, True)
+    logprobs, entropy = linear_logprobs(x, head, targets, 0.7, True)
     (logprobs * scale).sum().backward()
     with torch.no_grad():
-        again = functions.linear_logprobs(x, head, targets, 0.7, True)
+        again = linear_logprobs(x, head, targets, 0.7, True)
     assert torch.equal(logprobs, again[0]) and torch.equal(cast(Tensor, entropy), cast(Tensor, again[1]))
     torch.testing.assert_close(logprobs.double(), definition.detach(), rtol=1e-4, atol=1e-5)
     error = (cast(Tensor, x.grad).double() - cast(Tensor, exact.grad)).norm(dim=1) / cast(Tensor, exact.grad).norm(
@@ -192,9 +193,9 @@ def test_the_gradient_of_hidden_states_under_a_frozen_head(n_rows, n_words, dtyp
     assert error.max() < {torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
 
 
-def product_of(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> functions.Product:
-    """Of a weight that trains."""
-    return functions.Product(lambda: rounded(weight, dtype), bias, master=weight)
+def trained_product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> functions.Product:
+    """Return the product with a weight that trains."""
+    return functions.Product(lambda: cast_weight(weight, dtype), bias, master=weight)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -203,7 +204,7 @@ def test_linear_and_embedding(dtype):
 
     def function(table: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         x = functions.embedding(ids, table, 0, False)
-        return functions.linears(x, [product_of(weight, bias, dtype)], dtype)[0].float()
+        return functions.linears(x, [trained_product(weight, bias, dtype)], dtype)[0].float()
 
     def definition(table: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         x = torch.nn.functional.embedding(ids, table, 0)
@@ -212,22 +213,22 @@ def test_linear_and_embedding(dtype):
     hold(function, definition, [normal(5, 33), normal(17, 33), normal(17)], BOUNDS[dtype])
 
 
-def kept_bytes(outputs_of: Callable[[], Any]) -> int:
-    """What a call keeps for its backward, memory that is kept twice counted once."""
-    kept: dict[int, int] = {}
+def saved_bytes(outputs_of: Callable[[], Any]) -> int:
+    """Return the bytes that a call saves for its backward, each storage counted once."""
+    saved: dict[int, int] = {}
 
-    def keep(x: Tensor) -> Tensor:
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    def save(x: Tensor) -> Tensor:
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
         outputs = outputs_of()
     del outputs
-    return sum(kept.values())
+    return sum(saved.values())
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_adapters_beside_frozen_products(dtype):
+def test_lora_adapters_of_frozen_products(dtype):
     """Two products of one input, the first with two adapters."""
     weights = normal(24, 33, dtype=dtype), normal(17, 33, dtype=dtype)
 
@@ -249,8 +250,8 @@ def test_adapters_beside_frozen_products(dtype):
     hold(function, definition, inputs, BOUNDS[dtype])
 
 
-def test_dropout_is_drawn_again_in_the_backward():
-    """The same elements of x are dropped, a share as large as asked for, and other ones the next time."""
+def test_dropout_mask_is_redrawn_in_the_backward():
+    """Forward and backward drop the same elements of x, the configured share of them; the next call drops others."""
     x, a, b = normal(40, 50), torch.eye(50), torch.eye(50)
     zero = torch.zeros(50, 50)
 
@@ -268,38 +269,40 @@ def test_dropout_is_drawn_again_in_the_backward():
     assert not torch.equal(other != 0, mask.bool())
 
 
-def test_a_frozen_weight_keeps_no_input():
+def test_a_frozen_weight_saves_no_input():
     x, weight, (a, b) = normal(100, 64).requires_grad_(), normal(32, 64), (normal(2, 64), normal(32, 2))
     product = functions.Product(lambda: weight, None)
-    assert kept_bytes(lambda: functions.linears(x, [product], torch.float32)) == 0
+    assert saved_bytes(lambda: functions.linears(x, [product], torch.float32)) == 0
     adapted = product._replace(adapters=(functions.Adapter(a.requires_grad_(), b.requires_grad_(), 1.0),))
-    once = kept_bytes(lambda: functions.linears(x, [adapted], torch.float32))
+    once = saved_bytes(lambda: functions.linears(x, [adapted], torch.float32))
     assert once == x.nbytes + 100 * 2 * 4 + a.nbytes + b.nbytes
-    trained = product_of(weight.requires_grad_(), None, torch.float32)
-    assert kept_bytes(lambda: functions.linears(x, [trained, trained], torch.float32)) == x.nbytes + weight.nbytes
-    assert kept_bytes(lambda: functions.linears(x, [adapted, adapted], torch.float32)) == once + 100 * 2 * 4
+    trained = trained_product(weight.requires_grad_(), None, torch.float32)
+    assert saved_bytes(lambda: functions.linears(x, [trained, trained], torch.float32)) == x.nbytes + weight.nbytes
+    assert saved_bytes(lambda: functions.linears(x, [adapted, adapted], torch.float32)) == once + 100 * 2 * 4
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("trains", ["the weight", "an adapter"])
-def test_inputs_of_products_are_computed_again(dtype, trains):
-    """A norm's and a SwiGLU's results are not kept; gradients are to the bit those of kept ones."""
+def test_inputs_of_products_are_recomputed(dtype, trains):
+    """Outputs of norms and SwiGLU are not saved; gradients equal those from saved outputs, to the bit."""
     a, b, weight = normal(2, 64).requires_grad_(), normal(32, 2).requires_grad_(), normal(32, 64).requires_grad_()
-    adapted = functions.Product(partial(rounded, weight, dtype), None, (functions.Adapter(a, b, 1.0),))
-    product, parameters = (product_of(weight, None, dtype), [weight]) if trains == "the weight" else (adapted, [a, b])
+    adapted = functions.Product(partial(cast_weight, weight, dtype), None, (functions.Adapter(a, b, 1.0),))
+    trains_weight = trains == "the weight"
+    product = trained_product(weight, None, dtype) if trains_weight else adapted
+    parameters = [weight] if trains_weight else [a, b]
 
-    def run(x: Tensor, recipes: bool) -> tuple[Tensor, ...]:
+    def run(x: Tensor, recompute: bool) -> tuple[Tensor, ...]:
         inner = functions.rms_norm(functions.swiglu(x, 2 * x), torch.ones(64), 1e-5, dtype)
-        inner = inner if recipes else inner.view_as(inner)  # another tensor, without a recipe
+        inner = inner if recompute else inner.view_as(inner)  # a tensor without a Recompute
         return functions.linears(inner, [product], dtype)
 
     x = normal(100, 64).requires_grad_()
-    losses = [run(x, recipes)[0].float().square().sum() for recipes in (True, False)]
+    losses = [run(x, recompute)[0].float().square().sum() for recompute in (True, False)]
     gradients = [torch.autograd.grad(loss, (x, *parameters)) for loss in losses]
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(one, other)
-    kept = [kept_bytes(lambda recipes=recipes: run(x, recipes)) for recipes in (True, False)]
-    assert kept[1] - kept[0] == 100 * 64 * dtype.itemsize
+    for recomputed, right in zip(*gradients, strict=True):
+        assert torch.equal(recomputed, right)
+    saved = [saved_bytes(lambda recompute=recompute: run(x, recompute)) for recompute in (True, False)]
+    assert saved[1] - saved[0] == 100 * 64 * dtype.itemsize
 
 
 def test_adamw():
@@ -317,16 +320,16 @@ def test_adamw():
     torch.testing.assert_close(parameter.detach().double(), p, rtol=5e-7, atol=1e-6)
 
 
-def test_the_core_takes_no_tensor_that_it_would_have_to_convert():
-    """A result written to a converted copy would be lost; a float64 read as float32 would be nonsense."""
+def test_the_core_rejects_tensors_that_need_a_conversion():
+    """A result written to a converted copy would be lost; float64 read as float32 would be garbage."""
     x, weight, out = torch.ones(2, 8), torch.ones(8), torch.zeros(2, 8, dtype=torch.bfloat16)
     _core.bf16_from_f32(x, out)
     assert torch.equal(out, x.bfloat16())
     for wrong in (x.double(), torch.ones(2, 16)[:, ::2]):
-        assert_raises(TypeError, "incompatible function arguments", _core.bf16_from_f32, wrong, out)
-        assert_raises(TypeError, "incompatible function arguments", _core.rms_norm_to_bf16, x, weight, 1e-5, wrong)
-    assert_raises(ValueError, "different shapes", _core.bf16_from_f32, x, out[0])
-    with pytest.raises(ValueError, match="the readers do not fit"):
+        assert_raises(TypeError, ("bf16_from_f32", "incompatible"), _core.bf16_from_f32, wrong, out)
+        assert_raises(TypeError, ("rms_norm_to_bf16", "incompatible"), _core.rms_norm_to_bf16, x, weight, 1e-5, wrong)
+    assert_raises(ValueError, ("shapes",), _core.bf16_from_f32, x, out[0])
+    with pytest.raises(ValueError, match="readers"):
         batch = pack_batch([[1, 2]], [[3, 4]])
         q = torch.zeros(len(batch.input_ids), 1, 32)
         task = _core.TrainingAttention(

@@ -22,7 +22,7 @@ def pair(**settings):
 
 
 def assert_close(ours, theirs, rtol=3e-7, atol=1e-8):
-    """As torch's but for its square root, which MKL does not always round to nearest."""
+    """Assert equality up to torch's square root, which MKL does not always round to nearest."""
     torch.testing.assert_close(list(ours), list(theirs), rtol=rtol, atol=atol)
 
 
@@ -45,7 +45,7 @@ def test_the_moments_are_torchs_to_the_bit(settings):
     x = torch.randn(11, 37)
     for _ in range(7):
         step(ours, mine, x)
-        # The same gradients for both: what is compared is the step.
+        # Both get the same gradients: the test compares only the step.
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             b.grad = a.grad.clone()
         reference.step()
@@ -55,7 +55,7 @@ def test_the_moments_are_torchs_to_the_bit(settings):
             assert all(torch.equal(a[key], b[key]) for key in b)
 
 
-def test_states_are_exchanged():
+def test_state_dicts_load_into_torch_and_back():
     (ours, mine), (theirs, reference) = pair(lr=1e-2)
     x = torch.randn(5, 37)
     for _ in range(3):
@@ -67,7 +67,7 @@ def test_states_are_exchanged():
     assert_close(ours.parameters(), theirs.parameters())
 
 
-def test_a_scale_multiplies_the_gradients():
+def test_grad_scale_multiplies_the_gradients():
     (ours, mine), (theirs, reference) = pair(lr=1e-2)
     x = torch.randn(5, 37)
     step(ours, mine, x, grad_scale=0.25)
@@ -76,7 +76,7 @@ def test_a_scale_multiplies_the_gradients():
     assert_close(ours.parameters(), theirs.parameters(), rtol=1e-6, atol=1e-7)
 
 
-def test_other_dtypes_and_layouts_take_torchs_step():
+def test_other_dtypes_and_layouts_use_torchs_step():
     torch.manual_seed(0)
     doubles = torch.nn.Linear(5, 4).double()
     strided = torch.nn.Parameter(torch.randn(4, 6).t())
@@ -92,7 +92,7 @@ def test_other_dtypes_and_layouts_take_torchs_step():
     assert_close(parameters, copies)
 
 
-def test_a_closure_and_no_gradient():
+def test_closure_and_parameters_without_gradient():
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = AdamW([p, torch.nn.Parameter(torch.ones(2))], lr=0.1)
 
@@ -106,8 +106,8 @@ def test_a_closure_and_no_gradient():
     assert torch.allclose(p, torch.full((3,), 0.9 - 1e-3))
 
 
-def test_a_changed_parameter_is_noticed():
-    """By autograd, which refuses a backward through what has changed."""
+def test_a_step_increments_the_version_counter():
+    """Autograd then rejects a backward through the changed parameter."""
     p = torch.nn.Parameter(torch.ones(3))
     loss = (p * p).sum()
     p.grad = torch.ones(3)
@@ -115,7 +115,7 @@ def test_a_changed_parameter_is_noticed():
     assert_raises(RuntimeError, "modified by an inplace operation", loss.backward)
 
 
-def test_a_state_of_another_shape_is_refused_and_no_memory_beyond_it_touched():
+def test_a_state_of_another_shape_raises_before_the_kernel_runs():
     module = torch.nn.Linear(64, 64)
     optimizer = AdamW(module.parameters())
     step(module, optimizer, torch.randn(3, 64))
@@ -125,43 +125,43 @@ def test_a_state_of_another_shape_is_refused_and_no_memory_beyond_it_touched():
 
 # --- 16-bit parameters and their masters ----------------------------------------------------------------
 
-NARROW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-PLACES = pytest.mark.parametrize("place", ["native", "a layout for torch", "amsgrad"])
+HALF_DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+PATHS = pytest.mark.parametrize("path", ["native", "a layout for torch", "amsgrad"])
 
 
-def narrow_pair(dtype, place="native"):
-    """A 16-bit parameter and a float32 one of the same values, larger than a piece, and an optimizer of each."""
+def half_pair(dtype, path="native"):
+    """Return a 16-bit and a float32 parameter of the same values, larger than a chunk, each with its optimizer."""
     torch.manual_seed(0)
     values = torch.randn(601, 449).to(dtype)
-    narrow = torch.nn.Parameter(values.t() if place == "a layout for torch" else values)
-    wide = torch.nn.Parameter(narrow.detach().float())
-    settings = {"lr": 1e-5, "weight_decay": 0.1, "amsgrad": place == "amsgrad"}
-    return (narrow, AdamW([narrow], **settings)), (wide, AdamW([wide], **settings))
+    half = torch.nn.Parameter(values.t() if path == "a layout for torch" else values)
+    full = torch.nn.Parameter(half.detach().float())
+    settings = {"lr": 1e-5, "weight_decay": 0.1, "amsgrad": path == "amsgrad"}
+    return (half, AdamW([half], **settings)), (full, AdamW([full], **settings))
 
 
-def step_both(narrow, mine, wide, reference, scale=1.0):
-    narrow.grad = torch.randn(narrow.shape).to(narrow.dtype).as_strided(narrow.shape, narrow.stride())
-    wide.grad = narrow.grad.float()
+def step_both(half, mine, full, reference, scale=1.0):
+    half.grad = torch.randn(half.shape).to(half.dtype).as_strided(half.shape, half.stride())
+    full.grad = half.grad.float()
     mine.step(grad_scale=scale)
     reference.step(grad_scale=scale)
 
 
-@NARROW
-@PLACES
-def test_a_16_bit_parameter_is_the_rounded_float32_one(dtype, place):
-    (narrow, mine), (wide, reference) = narrow_pair(dtype, place)
-    start = narrow.detach().clone()
+@HALF_DTYPES
+@PATHS
+def test_a_16_bit_parameter_is_its_rounded_float32_master(dtype, path):
+    (half, mine), (full, reference) = half_pair(dtype, path)
+    start = half.detach().clone()
     for _ in range(20):
-        step_both(narrow, mine, wide, reference, scale=0.5)
-        assert torch.equal(narrow, wide.to(dtype))
-    state, expected = mine.state[narrow], reference.state[wide]
-    assert set(state) == {*expected, "master"} and torch.equal(state["master"], wide)
+        step_both(half, mine, full, reference, scale=0.5)
+        assert torch.equal(half, full.to(dtype))
+    state, expected = mine.state[half], reference.state[full]
+    assert set(state) == {*expected, "master"} and torch.equal(state["master"], full)
     assert all(torch.equal(state[name], value) for name, value in expected.items())
-    assert (state["master"] != start).float().mean() > 0.99 and set(mine.state) == {narrow}
-    assert mine.param_groups[0]["params"][0] is narrow and narrow.grad is not None
+    assert (state["master"] != start).float().mean() > 0.99 and set(mine.state) == {half}
+    assert mine.param_groups[0]["params"][0] is half and half.grad is not None
 
 
-def test_updates_smaller_than_half_a_unit_add_up():
+def test_updates_below_half_an_ulp_accumulate():
     p = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = AdamW([p], lr=1e-4, weight_decay=0.0)
     for _ in range(100):
@@ -170,37 +170,37 @@ def test_updates_smaller_than_half_a_unit_add_up():
     assert torch.allclose(p.float(), torch.tensor(1 - 100 * 1e-4), atol=2**-9)
 
 
-@NARROW
-@PLACES
-def test_an_edited_parameter_wins_over_its_master(dtype, place):
-    (narrow, mine), (wide, reference) = narrow_pair(dtype, place)
-    step_both(narrow, mine, wide, reference)
-    narrow.data[:3] = 0.25
-    wide.data[:3] = 0.25
-    step_both(narrow, mine, wide, reference)
-    assert torch.equal(mine.state[narrow]["master"], wide), "the other weights keep what their masters had"
-    assert torch.equal(narrow, wide.to(dtype))
+@HALF_DTYPES
+@PATHS
+def test_an_edited_parameter_overrides_its_master(dtype, path):
+    (half, mine), (full, reference) = half_pair(dtype, path)
+    step_both(half, mine, full, reference)
+    half.data[:3] = 0.25
+    full.data[:3] = 0.25
+    step_both(half, mine, full, reference)
+    assert torch.equal(mine.state[half]["master"], full), "the masters of the other weights are unchanged"
+    assert torch.equal(half, full.to(dtype))
 
 
-@NARROW
-@PLACES
-def test_the_state_of_a_16_bit_parameter_is_loaded_unrounded(dtype, place):
-    (narrow, mine), (wide, reference) = narrow_pair(dtype, place)
-    step_both(narrow, mine, wide, reference)
-    saved = copy.deepcopy((narrow.detach().clone(memory_format=torch.preserve_format), mine.state_dict()))
+@HALF_DTYPES
+@PATHS
+def test_the_state_of_a_16_bit_parameter_loads_without_rounding(dtype, path):
+    (half, mine), (full, reference) = half_pair(dtype, path)
+    step_both(half, mine, full, reference)
+    saved = copy.deepcopy((half.detach().clone(memory_format=torch.preserve_format), mine.state_dict()))
     again = torch.nn.Parameter(saved[0])
     resumed = AdamW([again])
     resumed.load_state_dict(saved[1])
     again.grad = torch.ones_like(again)
-    narrow.grad = torch.ones_like(narrow)
+    half.grad = torch.ones_like(half)
     resumed.step()
     mine.step()
-    assert all(torch.equal(resumed.state[again][name], value) for name, value in mine.state[narrow].items())
-    assert torch.equal(narrow, again)
+    assert all(torch.equal(resumed.state[again][name], value) for name, value in mine.state[half].items())
+    assert torch.equal(half, again)
 
 
-@NARROW
-def test_the_state_of_torchs_optimizer_becomes_float32(dtype):
+@HALF_DTYPES
+def test_the_state_of_torchs_optimizer_converts_to_float32(dtype):
     p = torch.nn.Parameter(torch.randn(5, 3).to(dtype))
     p.grad = torch.ones_like(p)
     theirs, mine = torch.optim.AdamW([p]), AdamW([p])
@@ -210,10 +210,10 @@ def test_the_state_of_torchs_optimizer_becomes_float32(dtype):
     assert {value.dtype for value in mine.state[p].values()} == {torch.float32}
 
 
-def test_moments_and_masters_are_made_before_the_first_step():
+def test_allocate_moments_precedes_the_first_step():
     p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizer = AdamW([p])
-    optimizer.make_moments()
+    optimizer.allocate_moments()
     assert {name: value.dtype for name, value in optimizer.state[p].items()} == dict.fromkeys(
         ("step", "exp_avg", "exp_avg_sq", "master"), torch.float32
     )

@@ -1,4 +1,4 @@
-"""Packed batches, written out by hand."""
+"""Packed batches against values by hand."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.nn.packed import pack_batch, token_batches
+from whet.nn.packed import pack_batch, split_micro_batches
 
 
-def test_a_shared_prompt_stands_once():
+def test_a_shared_prompt_is_stored_once():
     batch = pack_batch([[5, 6], [7], [5, 6]], [[1, 2, 3], [], [4]])
     assert batch.input_ids.tolist() == [5, 6, 1, 2, 7]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 0]
@@ -26,27 +26,27 @@ def test_a_shared_prompt_stands_once():
 
 
 def test_micro_batches_keep_a_prompt_together():
-    # Prompts of 4 and 2 tokens; a completion of n tokens feeds n - 1.
+    # Prompts of 4 and 2 tokens; a completion of n tokens takes n - 1 inputs.
     rows = [([1] * 4, [9] * 3), ([2] * 2, [9] * 5), ([1] * 4, [9] * 3), ([2] * 2, [9] * 3)]
-    assert token_batches(rows, 100) == [[0, 1, 2, 3]]
-    assert token_batches(rows, 8) == [[0, 2], [1, 3]]
-    assert token_batches(rows, 7) == [[0], [1], [2], [3]]
-    assert token_batches(rows, 1) == [[0], [1], [2], [3]]
-    assert token_batches([], 4) == []
+    assert split_micro_batches(rows, 100) == [[0, 1, 2, 3]]
+    assert split_micro_batches(rows, 8) == [[0, 2], [1, 3]]
+    assert split_micro_batches(rows, 7) == [[0], [1], [2], [3]]
+    assert split_micro_batches(rows, 1) == [[0], [1], [2], [3]]
+    assert split_micro_batches([], 4) == []
 
 
 def test_a_pair_is_one_row():
     rows = [([1, 2], [3] * 4, [4] * 2), ([1, 2], [3] * 4, [4] * 2)]
-    assert token_batches(rows, 10) == [[0, 1]]
-    assert token_batches(rows, 9) == [[0], [1]]
+    assert split_micro_batches(rows, 10) == [[0, 1]]
+    assert split_micro_batches(rows, 9) == [[0], [1]]
 
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=3)
 
 
 @given(st.lists(st.tuples(TOKENS, st.lists(st.integers(0, 9), max_size=6)), max_size=12), st.integers(1, 20))
-def test_every_row_once_and_within_the_budget(rows, budget):
-    batches = token_batches(rows, budget)
+def test_micro_batches_hold_every_row_once_within_the_budget(rows, budget):
+    batches = split_micro_batches(rows, budget)
     assert sorted(i for batch in batches for i in batch) == list(range(len(rows)))
     assert all(batch == sorted(batch) for batch in batches)
     for batch in batches:

@@ -1,4 +1,4 @@
-"""The parts of Whet that live inside a torch graph. Importing this package imports torch."""
+"""Autograd functions, layers and the optimizer on Whet's kernels. Importing this package imports torch."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Log-probabilities that a causal language model gives to completions, differentiable in the model.
+"""Log-probabilities of completions under a causal language model, differentiable in the model.
 
-Takes any ``nn.Module`` that maps token ids to logits, Hugging Face causal models and PEFT models
-included. Does not sample, does not tokenise, does not switch between train and eval mode, and does
-not move the model.
+Supports any ``nn.Module`` that maps token ids to logits, including Hugging Face causal models and PEFT models. Does not
+sample, tokenise, switch between train and eval mode, or move the model.
 
-The log-softmax is ``log pi(a) = z_a / T - logsumexp(z / T)``, computed in chunks of tokens with a
-backward of its own: the only (tokens, V) tensors alive at once are the logits, their gradient, and
-one chunk. Padding is on the right, so in a causal model no real token ever attends to it.
+The log-softmax is ``log pi(a) = z_a / T - logsumexp(z / T)``, computed in chunks of tokens with a custom backward: the
+only (tokens, V) tensors alive at once are the logits, their gradient, and one chunk. Padding is on the right, so in a
+causal model no real token attends to it.
 """
 
 from __future__ import annotations
@@ -21,22 +20,20 @@ from torch import Tensor, nn
 
 from whet.errors import WhetTypeError, WhetValueError, check_temperature
 from whet.nn.accelerate import Acceleration, acceleration_of
-from whet.nn.functions import linear_logprobs
+from whet.nn.linear_logprobs import linear_logprobs
 from whet.nn.modules import inner_module, module_device, position_limit
 from whet.nn.packed import pack_batch
 
 _CHUNK_ELEMENTS = 1 << 20
-"""Logits converted to float32 at a time: 4 MiB, small enough to stay in a core's cache."""
+"""Logits converted to float32 at a time: 4 MiB, which fit in a core's cache."""
 
 
 class CompletionLogprobs(NamedTuple):
     """Log-probs of a batch of completions under a model. C is the longest completion's length.
 
     Attributes:
-        logprobs: (B, C) float32 (float64 for float64 logits), differentiable in the model; 0 where
-            ``mask`` is False.
-        entropy: (B, C), ``H = -sum_v p_v log p_v`` in nats, detached, 0 where ``mask`` is False; None
-            if it was not asked for.
+        logprobs: (B, C) float32 (float64 for float64 logits), differentiable in the model; 0 where ``mask`` is False.
+        entropy: (B, C), ``H = -sum_v p_v log p_v`` in nats, detached, 0 where ``mask`` is False; None unless requested.
         mask: (B, C) bool, True on the tokens of each completion that count.
     """
 
@@ -51,7 +48,7 @@ def _check_positions(
     limit = position_limit(model)
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         n_tokens = len(prompt) + len(completion)
-        if limit is not None and n_tokens - 1 > limit:  # the last one is not fed
+        if limit is not None and n_tokens - 1 > limit:  # the last token is not an input
             raise WhetValueError(
                 f"{where}: row {i} has {n_tokens:,} tokens, and the model's last position is {limit:,}. Shorten it."
             )
@@ -66,32 +63,30 @@ def completion_logprobs(
     temperature: float = 1.0,
     return_entropy: bool = False,
 ) -> CompletionLogprobs:
-    """Log-probability of each completion token, given its prompt and the tokens before it.
+    """Return the log-probability of each completion token, given its prompt and the tokens before it.
 
     ``log pi(y_t | x, y_<t) = z_t[y_t] / T - logsumexp(z_t / T)``, and ``H_t = -sum_v p_v log p_v``
-    (which is ``logZ - sum_v p_v z_v / T``), both accumulated in float32 whatever the dtype of the
-    logits; float64 logits stay float64.
+    (equal to ``logZ - sum_v p_v z_v / T``), both accumulated in float32 for any dtype of logits; float64 stays float64.
 
     Args:
-        model: ``forward(input_ids (B, T)) -> logits (B, T, V)``, or an object with ``.logits``. Where
-            forward names them, ``attention_mask``, ``use_cache=False`` and ``logits_to_keep`` (so
-            that the vocabulary is not projected on prompt positions) are passed as well. It runs
-            in the mode and on the device it is in.
+        model: ``forward(input_ids (B, T)) -> logits (B, T, V)``, or an object with ``.logits``, run in its current mode
+            and on its device. If forward has parameters ``attention_mask``, ``use_cache`` or ``logits_to_keep``, it
+            gets the mask, False, and a count that spares it the logits of prompt positions.
         prompt_ids: B rows of token ids without padding, at least one token each.
         completion_ids: B rows of token ids without padding; a row may be empty.
-        completion_mask: for each of their tokens, whether it counts; None: all do. The vocabulary is not projected for
-            the others on Whet's kernels.
-        temperature: T, divides the logits; use the one the completions were sampled with.
+        completion_mask: for each completion token, whether it counts; None: all do. Whet's kernels do not compute the
+            logits of tokens that do not count.
+        temperature: T, divides the logits; pass the sampling temperature of the completions.
         return_entropy: also compute H.
 
     Returns:
-        ``CompletionLogprobs(logprobs (B, C), entropy (B, C) or None, mask (B, C))``. A row does not
-        depend on its neighbours or on its padding.
+        ``CompletionLogprobs(logprobs (B, C), entropy (B, C) or None, mask (B, C))``. A row does not depend on other
+        rows or on padding.
 
     Raises:
-        WhetTypeError: token ids that are no integers, or an output that is no tensor of logits.
-        WhetValueError: no rows, row counts that disagree, an empty prompt, a mask of another shape, a token id outside
-            the vocabulary, logits of the wrong shape, a row longer than the model has positions, or a temperature that
+        WhetTypeError: token ids that are not integers, or an output that is not a tensor of logits.
+        WhetValueError: no rows, different numbers of rows, an empty prompt, a mask of another shape, a token id outside
+            the vocabulary, logits of the wrong shape, a row longer than the model's positions, or a temperature that
             is not a number > 0.
     """
     where = "completion_logprobs"
@@ -106,7 +101,7 @@ def completion_logprobs(
     if completion_mask is not None and list(map(len, completion_mask)) != list(map(len, completions)):
         raise WhetValueError(
             f"{where}: completion_mask has rows of {list(map(len, completion_mask))!s:.60} values, and completion_ids "
-            f"of {list(map(len, completions))!s:.60} tokens. Pass one for each token."
+            f"of {list(map(len, completions))!s:.60} tokens. Pass one value for each token."
         )
     _check_positions(where, model, prompts, completions)
 
@@ -114,10 +109,10 @@ def completion_logprobs(
     if acceleration is not None:
         return _packed_logprobs(acceleration, prompts, completions, completion_mask, temperature, return_entropy)
 
-    # The last token of a completion predicts nothing that is asked for, so it is not fed.
-    fed = [prompt + completion[:-1] for prompt, completion in zip(prompts, completions, strict=True)]
+    # The last token of a completion predicts nothing that counts, so it is not an input.
+    inputs = [prompt + completion[:-1] for prompt, completion in zip(prompts, completions, strict=True)]
     device = module_device(model)
-    input_ids, attention_mask = padded_batch(fed, device=device)
+    input_ids, attention_mask = padded_batch(inputs, device=device)
     n_last = input_ids.shape[1] - min(map(len, prompts)) + 1
     logits = causal_logits(model, input_ids, attention_mask, n_last, where=where)
 
@@ -128,12 +123,12 @@ def completion_logprobs(
     token_ids = targets[rows, steps]
     _check_vocabulary(where, token_ids, logits.shape[2])
     # Column of the logits that predict completion token 0, per row.
-    left_out = input_ids.shape[1] - logits.shape[1]
-    first = torch.tensor([len(prompt) - 1 - left_out for prompt in prompts], device=device)
+    n_skipped = input_ids.shape[1] - logits.shape[1]
+    first = torch.tensor([len(prompt) - 1 - n_skipped for prompt in prompts], device=device)
     logprobs, entropy = _TokenLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
         logits, rows, first[rows] + steps, token_ids, float(temperature), return_entropy
     )
-    return _by_row(logprobs, entropy, mask, rows, steps)
+    return _scatter_by_row(logprobs, entropy, mask, rows, steps)
 
 
 def _packed_logprobs(
@@ -144,14 +139,14 @@ def _packed_logprobs(
     temperature: float,
     return_entropy: bool,
 ) -> CompletionLogprobs:
-    """The same without padding, each prompt once, and without logits in memory."""
+    """Compute packed: without padding, shared prompts once, and logits never materialised."""
     where = "completion_logprobs"
     batch, head = pack_batch(prompts, completions), acceleration.head()
     _check_vocabulary(where, batch.targets, head.bounds[-1][1])
     try:
         hidden = acceleration.hidden_states(batch)
     except IndexError as error:
-        raise _no_row(where, batch.input_ids, int(batch.position_ids.max()) + 1) from error
+        raise _missing_row_error(where, batch.input_ids, int(batch.position_ids.max()) + 1) from error
     lengths = torch.tensor([len(row) for row in completions])
     mask, counts = torch.arange(int(lengths.max())) < lengths[:, None], slice(None)
     if completion_mask is not None:
@@ -160,16 +155,18 @@ def _packed_logprobs(
     logprobs, entropy = linear_logprobs(
         hidden[batch.hidden_rows[counts]], head, batch.targets[counts], float(temperature), return_entropy
     )
-    return _by_row(logprobs, entropy, mask, batch.rows[counts], batch.steps[counts])
+    return _scatter_by_row(logprobs, entropy, mask, batch.rows[counts], batch.steps[counts])
 
 
-def _by_row(logprobs: Tensor, entropy: Tensor | None, mask: Tensor, rows: Tensor, steps: Tensor) -> CompletionLogprobs:
-    """Values of tokens, in their rows and at their steps, with zeros elsewhere."""
+def _scatter_by_row(
+    logprobs: Tensor, entropy: Tensor | None, mask: Tensor, rows: Tensor, steps: Tensor
+) -> CompletionLogprobs:
+    """Scatter values of tokens to their rows and steps, with zeros elsewhere."""
 
-    def spread(values: Tensor) -> Tensor:
+    def scatter(values: Tensor) -> Tensor:
         return values.new_zeros(mask.shape).index_put((rows, steps), values)
 
-    return CompletionLogprobs(spread(logprobs), None if entropy is None else spread(entropy), mask)
+    return CompletionLogprobs(scatter(logprobs), None if entropy is None else scatter(entropy), mask)
 
 
 def _check_vocabulary(where: str, token_ids: Tensor, size: int) -> None:
@@ -180,7 +177,7 @@ def _check_vocabulary(where: str, token_ids: Tensor, size: int) -> None:
         )
 
 
-def _no_row(where: str, input_ids: Tensor, length: int) -> WhetValueError:
+def _missing_row_error(where: str, input_ids: Tensor, length: int) -> WhetValueError:
     return WhetValueError(
         f"{where}: the model's embedding has no row for a token or position of this batch (largest "
         f"token id {int(input_ids.max())}, longest row {length} tokens). Use the model's own tokenizer "
@@ -189,22 +186,21 @@ def _no_row(where: str, input_ids: Tensor, length: int) -> WhetValueError:
 
 
 def causal_logits(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, n_last: int, *, where: str) -> Tensor:
-    """Logits of right-padded rows, for at least the last ``n_last`` positions.
+    """Return the logits of right-padded rows, for at least the last ``n_last`` positions.
 
     Args:
         model: see ``completion_logprobs``.
         input_ids: (B, T) int64, on the model's device.
-        attention_mask: (B, T) bool; passed on if the model's forward names it.
-        n_last: positions needed, counted from the end; the others are left out where forward takes
-            ``logits_to_keep``.
+        attention_mask: (B, T) bool; passed if the model's forward has such a parameter.
+        n_last: positions needed, counted from the end; the others are skipped if forward has ``logits_to_keep``.
         where: the caller's name, for errors.
 
     Returns:
         (B, K, V) with K = T or K = n_last: the last K positions.
 
     Raises:
-        WhetTypeError: the output is no floating-point tensor.
-        WhetValueError: the output has the wrong shape, or an embedding lacks a row that is asked for.
+        WhetTypeError: the output is not a floating-point tensor.
+        WhetValueError: the output has the wrong shape, or an embedding has no row for a token or position.
     """
     n_rows, length = input_ids.shape
     named = _forward_parameters(model)
@@ -218,7 +214,7 @@ def causal_logits(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, n
     try:
         output = model(input_ids, **options)
     except IndexError as error:
-        raise _no_row(where, input_ids, length) from error
+        raise _missing_row_error(where, input_ids, length) from error
     logits = getattr(output, "logits", output)
     model_name = type(model).__name__
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
@@ -238,20 +234,20 @@ def causal_logits(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, n
 def padded_batch(
     rows: Sequence[Sequence[int]], *, device: torch.device, pad_id: int = 0, left: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rows of token ids as ``(ids (B, T) int64, mask (B, T) bool)``, padded on the right, or left."""
+    """Pad rows of token ids on the right, or left, to ``(ids (B, T) int64, mask (B, T) bool)``."""
     length = max(map(len, rows))
 
-    def padded(row: Sequence[int], fill: int) -> list[int]:
+    def pad_row(row: Sequence[int], fill: int) -> list[int]:
         padding = [fill] * (length - len(row))
         return [*padding, *row] if left else [*row, *padding]
 
-    ids = torch.tensor([padded(row, pad_id) for row in rows], dtype=torch.int64)
-    mask = torch.tensor([padded([1] * len(row), 0) for row in rows], dtype=torch.bool)
+    ids = torch.tensor([pad_row(row, pad_id) for row in rows], dtype=torch.int64)
+    mask = torch.tensor([pad_row([1] * len(row), 0) for row in rows], dtype=torch.bool)
     return ids.to(device), mask.to(device)
 
 
 def token_lists(rows: Sequence[Sequence[int]], where: str, name: str, *, allow_empty: bool) -> list[list[int]]:
-    """``rows`` as lists of ints, checked: integers only, none negative, no empty row unless allowed."""
+    """Return ``rows`` as lists of ints after checks: integers only, none negative, no empty row unless allowed."""
     checked = []
     for i, row in enumerate(rows):
         values = row.tolist() if isinstance(row, Tensor) else row
@@ -263,8 +259,8 @@ def token_lists(rows: Sequence[Sequence[int]], where: str, name: str, *, allow_e
             ) from error
         if not tokens and not allow_empty:
             raise WhetValueError(
-                f"{where}: {name}[{i}] is empty, so its first token has nothing before it to be predicted "
-                f"from. Start the prompt with at least one token, such as BOS."
+                f"{where}: {name}[{i}] is empty, so no token predicts the first token after it. Start the prompt with "
+                f"at least one token, such as BOS."
             )
         if tokens and min(tokens) < 0:
             raise WhetValueError(
@@ -285,10 +281,10 @@ def _chunks(n_tokens: int, vocab_size: int) -> Iterator[slice]:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """(N,) log-probs and entropies of ``token_ids`` under ``softmax(logits[rows, columns] / T)``.
+    """Log-probs and entropies, (N,), of ``token_ids`` under ``softmax(logits[rows, columns] / T)``.
 
-    The backward is ``d log pi(a) / d z_v = ([v = a] - p_v) / T``, from the saved logits and logZ.
-    Each (row, column) must appear once.
+    The backward is ``d log pi(a) / d z_v = ([v = a] - p_v) / T``, from the saved logits and logZ. Each (row, column)
+    must appear once.
     """
 
     @staticmethod
@@ -311,7 +307,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[part] = z.gather(-1, token_ids[part, None]).squeeze(-1) - log_z[part]
             if entropy is not None:
                 log_p = z.sub_(log_z[part, None])
-                # The floor makes p log p of an impossible token 0 * -1e4 and not 0 * -inf.
+                # The floor makes p log p of an impossible token 0 * -1e4 instead of 0 * -inf.
                 entropy[part] = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(dim=-1)
         ctx.save_for_backward(logits, rows, columns, token_ids, log_z)
         ctx.temperature = temperature

@@ -1,8 +1,8 @@
-"""Models whose matrices are packed once, in any format of the engine, and do not train: the base of adapters.
+"""Frozen models with packed matrices in any weight format of the engine: the base of adapters.
 
-A product with a frozen matrix dequantises it into one piece of memory that all layers share, in the dtype of products,
-forward and backward: y = x W^T, dx = dy W. No layer holds floats of it, keeps its input, or has a gradient. The bytes
-are those of a ``whet.models.packed_base.PackedBase``, which an engine may sample from at the same time.
+A product dequantises the matrix into scratch memory that all layers share, in the dtype of products, forward and
+backward: y = x W^T, dx = dy W. No layer holds a float copy, saves its input, or has a weight gradient. The packed bytes
+belong to a ``whet.models.packed_base.PackedBase``, which an engine can sample from at the same time.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ from whet.models.sources.gguf_model import read_gguf_config
 from whet.models.sources.live import open_module
 from whet.models.sources.pretrained import open_pretrained
 from whet.nn import functions
+from whet.nn.linear_logprobs import Head
 from whet.nn.modules import inner_module
 from whet.nn.scratch import scratch_matrix
 
-_MERGE = (
+_MERGE_FIX = (
     "Do that to the model in floats. Save the adapter with save_pretrained, and merge it there: "
     "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter).merge_and_unload()."
 )
-_OTHER = "it is the base of another model. Pass that of this one, or a format."
+_WRONG_BASE = "it is the base of another model. Pass this model's base, or a format."
 
 
 class FrozenWeight(Tensor):
-    """The ``.weight`` of a frozen module: its shape, and float32 numbers once something is computed with it.
+    """The ``.weight`` of a frozen module: a shape, dequantised to float32 on every use.
 
-    Torch computes with a dequantised copy, made each time. Writing to it, as PEFT does to merge an adapter, raises a
-    WhetTypeError: the numbers would be lost.
+    Torch operations get a temporary dequantised copy. Writing to the weight, as PEFT does to merge an adapter, raises a
+    WhetTypeError: the result would be lost.
     """
 
     _module: Any
 
     @staticmethod
-    def __new__(cls, module: _Packed) -> FrozenWeight:
+    def __new__(cls, module: _PackedModule) -> FrozenWeight:
         shape = module.whet_base.shape(module.name)
         weight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device="cpu")  # pyright: ignore
         weight._module = module
@@ -61,7 +62,7 @@ class FrozenWeight(Tensor):
         arguments = func._schema.arguments
         for argument, value in [*zip(arguments, args, strict=False), *((a, kwargs.get(a.name)) for a in arguments)]:
             if isinstance(value, FrozenWeight) and argument.alias_info is not None and argument.alias_info.is_write:
-                raise value._no_writing()
+                raise value._write_error()
 
         def dequantise(x: Any) -> Any:
             return x.dequantise() if isinstance(x, FrozenWeight) else x
@@ -69,7 +70,7 @@ class FrozenWeight(Tensor):
         return func(*tree_map(dequantise, args), **tree_map(dequantise, kwargs))
 
     def dequantise(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(N, K) float32: a copy of the numbers."""
+        """Return a float32 copy, (N, K)."""
         return self._module.whet_base.rows(self._module.name, torch.empty(self.shape))
 
     @property
@@ -78,66 +79,66 @@ class FrozenWeight(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        raise self._no_writing()
+        raise self._write_error()
 
-    def _no_writing(self) -> WhetTypeError:
+    def _write_error(self) -> WhetTypeError:
         return WhetTypeError(
-            f"{self._module.name}.weight: it is packed, and nothing writes to it; merging an adapter would, and so do "
-            f"another size of the vocabulary and some kinds of init_lora_weights. {_MERGE}"
+            f"{self._module.name}.weight: it is packed and read-only; merging an adapter, resizing the vocabulary and "
+            f"some kinds of init_lora_weights would write to it. {_MERGE_FIX}"
         )
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"FrozenWeight({self._module.name}, {tuple(self.shape)}, {self._module.formats})"
 
 
-class _Packed(nn.Module):
-    """The base class of frozen modules: a packed base, and the name of the module of the Hugging Face model there."""
+class _PackedModule(nn.Module):
+    """Base class of frozen modules: a packed base, and the module's Hugging Face name in it."""
 
     whet_base: PackedBase
     name: str
 
     @property
     def formats(self) -> str:
-        """The format of the matrix; "q4_k, q6_k" where its parts have several."""
+        """Weight format of the matrix; "q4_k, q6_k" if its parts have several."""
         location = self.whet_base.targets[self.name]
         return self.whet_base.formats.get(location.weight) or self.whet_base.formats["embedding"]
 
     @property
     def weight(self) -> FrozenWeight:
-        """The matrix, dequantised when it is read."""
+        """The matrix, dequantised on use."""
         return FrozenWeight(self)
 
     @weight.setter
     def weight(self, value: Any) -> None:
-        raise self.weight._no_writing()
+        raise self.weight._write_error()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name == "weight":
-            raise self.weight._no_writing()
+            raise self.weight._write_error()
         super().register_parameter(name, param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if not memo:  # not as a part of a model: PEFT's modules_to_save copies a module to train the copy
+        if not memo:  # not within a model's copy: PEFT's modules_to_save copies a module to train the copy
             raise WhetValueError(
-                f"{self.name}: it is packed as {self.formats}, and a copy of it alone, such as of modules_to_save, "
+                f"{self.name}: it is packed as {self.formats}, and a copy of this module, such as for modules_to_save, "
                 "does not train. Give it an adapter by target_modules, or load the model in floats."
             )
-        again = memo[id(self)] = self.__new__(type(self))
-        again.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return again
+        clone = memo[id(self)] = self.__new__(type(self))
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return clone
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         device = fn(torch.empty(0)).device
         if device.type != "cpu":
             raise WhetValueError(
-                f"{self.name}: it is packed for the CPU, and cannot go to {device}. Load the model in floats: "
+                f"{self.name}: it is packed for the CPU and cannot move to {device}. Load the model in floats: "
                 "AutoModelForCausalLM.from_pretrained(folder)."
             )
         return super()._apply(fn, recurse)
 
 
-def _uncompiled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A method that torch.compile leaves as it is: it would trace into memory that it does not know.
+def _exclude_from_compile(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Exclude a method from torch.compile, which cannot trace into packed memory.
 
     ``torch.compiler.disable`` as a decorator would import the compiler with this module: 75 MB and a second.
     """
@@ -153,11 +154,11 @@ def _uncompiled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return method
 
 
-class FrozenLinear(_Packed, nn.Linear):
+class FrozenLinear(_PackedModule, nn.Linear):
     """A linear layer (or transformers' Conv1D) whose weight is packed and does not train.
 
     Args:
-        base: has the weight.
+        base: holds the weight.
         name: of the layer, in ``base.targets``.
         bias: (N,) or None.
     """
@@ -168,36 +169,36 @@ class FrozenLinear(_Packed, nn.Linear):
         self.out_features, self.in_features = base.shape(name)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
 
-    @_uncompiled
+    @_exclude_from_compile
     def forward(self, input: Tensor) -> Tensor:
-        """x W^T + bias in the dtype of x: (..., N); computed in bfloat16 where x is, else in float32."""
+        """Return x W^T + bias, (..., N), in the dtype of x; computed in bfloat16 if x is bfloat16, else in float32."""
         dtype = torch.bfloat16 if input.dtype == torch.bfloat16 else torch.float32
         return functions.linears(input, [self.product(dtype)], dtype)[0].to(input.dtype)
 
     def product(self, dtype: torch.dtype, adapters: tuple[functions.Adapter, ...] = ()) -> functions.Product:
-        """The layer and its adapters, for ``functions.linears``."""
+        """Return the layer and its adapters, for ``functions.linears``."""
         return functions.Product(partial(self.rows, 0, self.out_features, dtype), self.bias, adapters)
 
-    def head(self, dtype: torch.dtype) -> functions.Head:
-        """The layer as the projection on the vocabulary."""
+    def head(self, dtype: torch.dtype) -> Head:
+        """Return the layer as an LM head."""
         shape = self.out_features, self.in_features
-        return functions.Head(partial(self.rows, dtype=dtype), shape, self.bias, dtype)
+        return Head(partial(self.rows, dtype=dtype), shape, self.bias, dtype)
 
     def rows(self, first: int, n: int, dtype: torch.dtype) -> Tensor:
-        """(n, K): rows of the weight, in memory that the next call on this thread writes again."""
+        """Return rows of the weight, (n, K), in scratch memory that the next call on this thread overwrites."""
         return self.whet_base.rows(self.name, scratch_matrix(n, self.in_features, dtype), first)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, weight={self.formats}"
 
 
-class FrozenEmbedding(_Packed, nn.Embedding):
+class FrozenEmbedding(_PackedModule, nn.Embedding):
     """An embedding whose table is packed and does not train; rows are float32.
 
     Args:
-        base: has the table.
+        base: holds the table.
         name: of the module, in ``base.targets``.
-        padding_idx: as nn.Embedding has it; it only matters to what reads it.
+        padding_idx: attribute of nn.Embedding, for code that reads it; no effect here.
         scale: multiplies the rows.
     """
 
@@ -208,12 +209,12 @@ class FrozenEmbedding(_Packed, nn.Embedding):
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
         self.scale_grad_by_freq = self.sparse = False
 
-    @_uncompiled
+    @_exclude_from_compile
     def forward(self, input: Tensor) -> Tensor:
-        """The rows at the ids: (..., K) float32.
+        """Return the rows at the ids, (..., K) float32.
 
         Raises:
-            IndexError: an id outside the table, as of nn.Embedding.
+            IndexError: an id outside the table, as nn.Embedding raises.
         """
         ids = input.reshape(-1).long().contiguous()
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:
@@ -227,25 +228,27 @@ class FrozenEmbedding(_Packed, nn.Embedding):
 
 
 def frozen_model(model: str | os.PathLike[str] | GGUFFile | nn.Module, base: str | PackedBase | None = None) -> Any:
-    """A Hugging Face model whose matrices are packed and frozen, the base of adapters: pass it to ``get_peft_model``.
+    """Return a Hugging Face model with packed, frozen matrices, the base of adapters: pass it to ``get_peft_model``.
 
     Embedding, linear layers and head become ``FrozenEmbedding`` and ``FrozenLinear``; norms and biases are float32 and
-    frozen too. There is no float copy of a matrix at any time, but of a live model's own, which go as they are
-    replaced. state_dict has no matrices. torch.compile leaves the products of frozen modules as they are. PEFT's prompt
-    tuning looks for the embedding among parameters: ``peft_model.word_embeddings = model.get_input_embeddings()``.
+    frozen too. No float copy of a matrix is ever made; matrices of a live model are freed as they are replaced. The
+    state_dict has no matrices. torch.compile skips the products of frozen modules. PEFT's prompt tuning searches the
+    parameters for the embedding, so set ``peft_model.word_embeddings = model.get_input_embeddings()``.
 
     Args:
-        model: a Hugging Face folder, a GGUF file, or a live model of one of the families, which is changed in place.
-        base: format of the matrices, as ``weights`` of ``Engine``; None: bf16, and of a GGUF file its own. Or the
-            packed base of this model, to share it.
+        model: a Hugging Face folder, a GGUF file, or a live model of a supported family, which is changed in place.
+        base: weight format of the matrices, as ``weights`` of ``Engine``; None: bf16, or the formats of the GGUF file.
+            Or this model's packed base, to share it.
 
     Returns:
-        The model, on the CPU, in eval mode; the base is ``whet_base`` of each frozen module.
+        The model, on the CPU, in eval mode; ``whet_base`` of each frozen module is the base.
 
     Raises:
-        WhetValueError: a model or a format that the engine does not run, or the base of another model.
+        WhetValueError: a model or a format that the engine does not support, or the base of another model.
     """
-    packed = base if isinstance(base, PackedBase) else pack_base(_source(model), weights=base, where="frozen_model")
+    packed = (
+        base if isinstance(base, PackedBase) else pack_base(_open_source(model), weights=base, where="frozen_model")
+    )
     hf = model if isinstance(model, nn.Module) else _build(model)
     inner: Any = inner_module(hf)
     modules = {name: module for name in packed.targets if (module := _submodule(inner, name)) is not None}
@@ -253,23 +256,23 @@ def frozen_model(model: str | os.PathLike[str] | GGUFFile | nn.Module, base: str
         _check_shapes(name, module, packed)
     for name, module in modules.items():
         _freeze(inner, name, module, packed)
-    left = [name for name, tensor in (*inner.named_parameters(), *inner.named_buffers()) if tensor.is_meta]
-    if left:
-        raise WhetValueError(f"frozen_model: the base has no {left[0]}: {_OTHER}")
-    inner.save_pretrained, inner.tie_weights = _refuse_saving, _leave_tied
+    missing = [name for name, tensor in (*inner.named_parameters(), *inner.named_buffers()) if tensor.is_meta]
+    if missing:
+        raise WhetValueError(f"frozen_model: the base has no {missing[0]}: {_WRONG_BASE}")
+    inner.save_pretrained, inner.tie_weights = _refuse_saving, _ignore_tie_weights
     return hf.eval()
 
 
 def base_of(model: nn.Module) -> PackedBase | None:
-    """The packed base of a model's frozen modules, or of those inside PEFT; None: its matrices are floats."""
-    return next((module.whet_base for module in model.modules() if isinstance(module, _Packed)), None)
+    """Return the packed base of a model's frozen modules, also inside PEFT; None: its matrices are floats."""
+    return next((module.whet_base for module in model.modules() if isinstance(module, _PackedModule)), None)
 
 
 def check_trainable(model: nn.Module, where: str) -> None:
-    """Raise a WhetValueError where PEFT is to train something of a frozen matrix beside plain LoRA."""
+    """Raise a WhetValueError if PEFT is to train more of a frozen matrix than plain LoRA."""
     for module in model.modules():
         layer: Any = module
-        if isinstance(getattr(module, "base_layer", None), _Packed) and (kinds := special_adapters(layer)):
+        if isinstance(getattr(module, "base_layer", None), _PackedModule) and (kinds := special_adapters(layer)):
             raise WhetValueError(
                 f"{where}: {', '.join(kinds)} of {layer.base_layer.name} needs its weight in floats, and it is packed "
                 f"as {layer.base_layer.formats}. Use plain LoRA, or load the model in floats."
@@ -277,7 +280,7 @@ def check_trainable(model: nn.Module, where: str) -> None:
 
 
 def special_adapters(layer: Any) -> list[str]:
-    """The adapters of one of PEFT's layers that are more than W + scaling B A, with what they are."""
+    """Return the adapters of a PEFT layer that are more than W + scaling B A, with their kinds."""
     variants, biases = getattr(layer, "lora_variant", {}), getattr(layer, "lora_bias", {})
     found = {name: type(variant).__name__ for name, variant in variants.items()}
     found |= {name: "DoRA" for name, used in getattr(layer, "use_dora", {}).items() if used and name not in found}
@@ -285,20 +288,20 @@ def special_adapters(layer: Any) -> list[str]:
     return [f"adapter {name!r} ({kind})" for name, kind in found.items()]
 
 
-class _NoMemory(TorchFunctionMode):
-    """Gives ``torch.empty``, which parameters are made with, no memory; buffers get theirs."""
+class _MetaParameters(TorchFunctionMode):
+    """Puts ``torch.empty``, which creates parameters, on the meta device; buffers are allocated."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         return func(*args, **{**kwargs, "device": "meta"} if func is torch.empty else kwargs)
 
 
-def _source(model: str | os.PathLike[str] | GGUFFile | nn.Module) -> ModelSource:
+def _open_source(model: str | os.PathLike[str] | GGUFFile | nn.Module) -> ModelSource:
     return open_module(model) if isinstance(model, nn.Module) else open_pretrained(model)
 
 
 def _build(path: str | os.PathLike[str] | GGUFFile) -> Any:
-    """The Hugging Face model of a folder or a GGUF file, its matrices without memory."""
+    """Build the Hugging Face model of a folder or a GGUF file with parameters on the meta device."""
     import transformers
 
     stops = None
@@ -307,7 +310,7 @@ def _build(path: str | os.PathLike[str] | GGUFFile) -> Any:
         stops = tokenizer.stop_token_ids or None
     else:
         config = transformers.AutoConfig.from_pretrained(path)
-    with _NoMemory():
+    with _MetaParameters():
         model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if stops:
         model.generation_config.eos_token_id = stops
@@ -317,7 +320,7 @@ def _build(path: str | os.PathLike[str] | GGUFFile) -> Any:
 
 
 def _submodule(model: nn.Module, name: str) -> Any:
-    """The module of this name, inside PEFT's adapters; None: it has another name in this model."""
+    """Return the module of this name, inside PEFT's adapters; None if the model has no such module."""
     try:
         module = model.get_submodule(name)
     except AttributeError:
@@ -326,16 +329,16 @@ def _submodule(model: nn.Module, name: str) -> Any:
 
 
 def _check_shapes(name: str, module: Any, base: PackedBase) -> None:
-    """Raise a WhetValueError where a module's tensors are not those of the base."""
+    """Raise a WhetValueError if a module's shape or bias differs from the base."""
     location, shape = base.targets[name], tuple(module.weight.shape)
     if (shape[::-1] if location.module.transposed else shape) != location.shape:
-        raise WhetValueError(f"frozen_model: {name}.weight is {shape}, and {location.shape} in the base: {_OTHER}")
+        raise WhetValueError(f"frozen_model: {name}.weight is {shape}, and {location.shape} in the base: {_WRONG_BASE}")
     if (getattr(module, "bias", None) is None) != (location.bias is None):
-        raise WhetValueError(f"frozen_model: only one of {name} and its place in the base has a bias: {_OTHER}")
+        raise WhetValueError(f"frozen_model: only one of {name} in the model and in the base has a bias: {_WRONG_BASE}")
 
 
 def _freeze(model: nn.Module, name: str, module: Any, base: PackedBase) -> None:
-    """Put a frozen module in the place of one with a matrix; give one with a vector its numbers."""
+    """Replace a module with a matrix by a frozen module; load the values of a module with a vector."""
     location = base.targets[name]
     bias = None if location.bias is None else base.bias(name, torch.empty(location.shape[0]))
     if len(location.shape) == 1:
@@ -345,7 +348,7 @@ def _freeze(model: nn.Module, name: str, module: Any, base: PackedBase) -> None:
         return
     is_table = isinstance(module, nn.Embedding)
     if is_table:
-        # Gemma's embedding multiplies what it looks up.
+        # Gemma's embedding scales its rows.
         frozen = FrozenEmbedding(base, name, module.padding_idx, getattr(module, "scalar_embed_scale", 1.0))
     else:
         frozen = FrozenLinear(base, name, bias)
@@ -358,10 +361,10 @@ def _freeze(model: nn.Module, name: str, module: Any, base: PackedBase) -> None:
 
 def _refuse_saving(*args: Any, **options: Any) -> None:
     raise WhetTypeError(
-        "save_pretrained: the matrices are packed, and a folder of them has no reader. Save the adapter: "
-        "get_peft_model(model, ...).save_pretrained(folder). The base is where it was loaded from."
+        "save_pretrained: the matrices are packed, and no library reads them from a folder. Save the adapter: "
+        "get_peft_model(model, ...).save_pretrained(folder). The base stays where it was loaded from."
     )
 
 
-def _leave_tied(*args: Any, **options: Any) -> None:
-    """In place of ``tie_weights``: the base has one matrix for embedding and head, or two, whatever is called."""
+def _ignore_tie_weights(*args: Any, **options: Any) -> None:
+    """Replace ``tie_weights`` by a no-op: whether embedding and head share a matrix is fixed in the base."""

@@ -1,4 +1,4 @@
-"""Small facts about a module: its device, its mode, what is inside its wrappers, which tokens end a completion."""
+"""Properties of a module: its device and mode, the module inside its wrappers, its position limit, its stop tokens."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from whet.signals import held_signals
 
 
 def module_device(model: nn.Module) -> torch.device:
-    """Device of the model's parameters; the CPU for a model without any."""
+    """Return the device of the model's parameters; the CPU if it has none."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 @contextmanager
 def module_mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Training or eval mode for a while; every submodule gets back the mode it had."""
+    """Switch to training or eval mode within a ``with``, then restore the mode of every submodule."""
     modes = [(member, member.training) for member in module.modules()]
     try:
         module.train(training)
@@ -33,16 +33,16 @@ def module_mode(module: nn.Module, training: bool) -> Iterator[None]:
 
 
 def inner_module(model: nn.Module) -> nn.Module:
-    """The module whose signature speaks for ``model``: inside torch.compile and PEFT wrappers."""
+    """Return the model inside torch.compile and PEFT wrappers, which has the signature and the config."""
     inner = getattr(model, "_orig_mod", model)
-    if type(inner).__name__ == "PeftMixedModel":  # which has no get_base_model
+    if type(inner).__name__ == "PeftMixedModel":  # has no get_base_model
         return inner.base_model.model  # pyright: ignore[reportReturnType, reportAttributeAccessIssue]
     get_base_model = getattr(inner, "get_base_model", None)
     return get_base_model() if callable(get_base_model) else inner  # pyright: ignore[reportReturnType]
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """``max_position_embeddings`` of the module's config, or of the module."""
+    """Return ``max_position_embeddings`` of the module's config, or of the module itself."""
     inner: Any = inner_module(model)
     config = getattr(inner, "config", inner)
     get_text_config = getattr(config, "get_text_config", None)
@@ -51,23 +51,23 @@ def position_limit(model: nn.Module) -> int | None:
 
 
 def stop_token_ids(model: nn.Module, tokenizer: Any, chosen: Sequence[int] = ()) -> list[int]:
-    """The tokens that end a completion: ``chosen``, or EOS of the generation config, or the tokenizer's if it differs.
+    """Return the tokens that end a completion: ``chosen``, else the tokenizer's EOS if it differs, else the model's.
 
-    Of a model without a generation config, EOS of its config; none of a plain module without a tokenizer.
+    The model's EOS is its generation config's, else its config's. A plain module without a tokenizer has none.
 
     Raises:
-        WhetValueError: one of them is outside the model's vocabulary, so that it is never drawn.
+        WhetValueError: a stop token is outside the model's vocabulary, so that it is never drawn.
     """
     inner: Any = inner_module(model)
     config = getattr(inner, "generation_config", None) or getattr(inner, "config", None)
-    of_model = getattr(config, "eos_token_id", None)
-    ids = [] if of_model is None else [of_model] if isinstance(of_model, int) else list(of_model)
-    of_tokenizer = getattr(tokenizer, "eos_token_id", None)
+    model_eos = getattr(config, "eos_token_id", None)
+    ids = [] if model_eos is None else [model_eos] if isinstance(model_eos, int) else list(model_eos)
+    tokenizer_eos = getattr(tokenizer, "eos_token_id", None)
     name, fix = "the model's eos_token_id", "Set it in its generation_config, or pass stop_token_ids."
     if chosen:
         ids, name, fix = list(chosen), "stop_token_ids", "Pass tokens that it has."
-    elif of_tokenizer is not None and of_tokenizer not in ids:
-        ids, name, fix = [of_tokenizer], "the tokenizer's eos_token_id", "Pass the model's own, or stop_token_ids."
+    elif tokenizer_eos is not None and tokenizer_eos not in ids:
+        ids, name, fix = [tokenizer_eos], "the tokenizer's eos_token_id", "Pass the model's own, or stop_token_ids."
     table: Any = inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
     n_tokens = len(table.weight) if hasattr(table, "weight") else math.inf
     for token in ids:

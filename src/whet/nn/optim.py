@@ -11,26 +11,25 @@ from torch import Tensor
 
 from whet import _core
 
-NARROW = (torch.bfloat16, torch.float16)
-"""Dtypes of parameters that have a float32 master."""
-_PIECE = 1 << 18
-"""Weights of a 16-bit parameter that are stepped at a time: their gradients in float32 stay in the cache."""
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+"""Dtypes of parameters with a float32 master."""
+_CHUNK = 1 << 18
+"""Weights of a 16-bit parameter updated at a time: their float32 gradients fit in the cache."""
 
 
 class AdamW(torch.optim.AdamW):
     """``torch.optim.AdamW`` with a native step for parameters on the CPU, and float32 masters of 16-bit ones.
 
-    Loshchilov & Hutter 2019, with torch's order of operations, each rounded once: the moments are torch's to the bit,
-    and so are most parameters; torch's square root, of MKL, may be an ULP off, and an update 1e-7 of itself with it.
-    Arguments, parameter groups and state dict are torch's, and so is the step of float64 parameters, other devices
-    and layouts.
+    Loshchilov & Hutter 2019, in torch's order of operations, each rounded once: moments equal torch's to the bit, and
+    so do most parameters; the square root that torch takes from MKL can be an ULP off, an update then 1e-7 of itself.
+    Arguments, parameter groups and state dict are torch's; float64 parameters, other devices and other layouts use
+    torch's step.
 
-    Departure from torch: a bfloat16 or float16 parameter is the rounded copy of a float32 master, ``master`` in its
-    state. Gradients are converted exactly, moments are float32, the step is that of a float32 parameter, and the
-    master is then rounded to the parameter, to nearest even. torch adds to the parameter itself, where whatever is less
-    than half a unit in the last place is lost: in bfloat16, 2^-9 of the weight. A weight that is not its rounded master
-    any more, because it was edited or loaded, is where its next step starts from. Moments and master take 12 bytes a
-    weight.
+    Departure from torch: a bfloat16 or float16 parameter is the rounded copy of a float32 master weight, ``master`` in
+    its state. Gradients are converted exactly, moments are float32, the master is updated like a float32 parameter and
+    then rounded to the parameter, to nearest even. torch updates the parameter itself and loses updates below half a
+    unit in the last place: in bfloat16, 2^-9 of the weight. If a weight was edited or loaded and no longer equals its
+    rounded master, its next step starts from the weight. Moments and master take 12 bytes per weight.
 
     Args:
         params, **settings: of ``torch.optim.AdamW``.
@@ -38,11 +37,11 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: float = 1.0) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update.
+        """Update the parameters once.
 
         Args:
-            closure: computes the loss again, as torch's optimizers take it.
-            grad_scale: multiplies every gradient on its way, as clipping does; ``.grad`` stays as it is.
+            closure: recomputes the loss, as in torch's optimizers.
+            grad_scale: multiplies every gradient as it is read, for clipping; ``.grad`` is unchanged.
         """
         loss = None
         if closure is not None:
@@ -51,35 +50,35 @@ class AdamW(torch.optim.AdamW):
         others: list[Tensor] = []
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None and not (_is_plain(group) and self._native_step(p, group, grad_scale)):
+                if p.grad is not None and not (_has_native_settings(group) and self._native_step(p, group, grad_scale)):
                     others.append(p)
         if others:
             self._torch_step(others, grad_scale)
         return loss
 
-    def make_moments(self) -> None:
-        """Make the moments and masters now that the first step would make.
+    def allocate_moments(self) -> None:
+        """Allocate the moments and masters now rather than in the first step.
 
-        That would have them in the memory that its activations leave, and what lies between them there is too small for
-        activations of another size.
+        The first step would place them in memory freed by its activations, and the gaps between them would be too small
+        for activations of another size.
         """
         for group in self.param_groups:
-            for p in group["params"] if _is_plain(group) else []:
+            for p in group["params"] if _has_native_settings(group) else []:
                 self._state_of(p)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but the state of 16-bit parameters in float32, which torch would round to their dtype."""
+        """Load like torch, except that the state of 16-bit parameters stays float32, where torch rounds it."""
         super().load_state_dict(state_dict)
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
         for p, key in zip(own, saved, strict=True):
-            if p.dtype in NARROW:
+            if p.dtype in HALF_DTYPES:
                 values = state_dict["state"].get(key, {})
                 tensors = {name: value for name, value in values.items() if name != "step"}
                 self.state[p] |= {name: value.to(p.device, torch.float32, copy=True) for name, value in tensors.items()}
 
     def _state_of(self, p: Tensor) -> dict[str, Any]:
-        """Moments of a parameter, and its master, made where they are missing."""
+        """Return the state of a parameter: moments and, for 16 bits, its master, allocated if missing."""
         state, master = self.state[p], self._master_of(p)
         if "exp_avg" not in state:
             state["step"] = torch.tensor(0.0)
@@ -88,8 +87,8 @@ class AdamW(torch.optim.AdamW):
         return state
 
     def _master_of(self, p: Tensor) -> Tensor:
-        """The tensor that a step changes: a 16-bit parameter's master, made where it is missing, or the parameter."""
-        if p.dtype not in NARROW:
+        """Return the tensor a step updates: a 16-bit parameter's master, allocated if missing, or the parameter."""
+        if p.dtype not in HALF_DTYPES:
             return p
         state = self.state[p]
         if "master" not in state:
@@ -107,7 +106,7 @@ class AdamW(torch.optim.AdamW):
         if any(x.device.type != "cpu" or not x.is_contiguous() for x in parts):
             return False
         if any(x.shape != p.shape for x in parts):
-            return False  # torch tells of it; the kernel would read and write past their end
+            return False  # torch raises an error; the kernel would read and write out of bounds
         state["step"] += 1
         beta1, beta2 = group["betas"]
         kernel = partial(
@@ -117,50 +116,50 @@ class AdamW(torch.optim.AdamW):
         if master is p:
             kernel(p=parts[0], grad=parts[1], m=parts[3], v=parts[4])
         else:
-            for narrow, narrow_grad, piece, m, v in zip(*(x.view(-1).split(_PIECE) for x in parts), strict=True):
-                _follow(piece, narrow)
-                kernel(p=piece, grad=narrow_grad.float(), m=m, v=v)
-                narrow.copy_(piece)
+            for half, half_grad, chunk, m, v in zip(*(x.view(-1).split(_CHUNK) for x in parts), strict=True):
+                _refresh_master(chunk, half)
+                kernel(p=chunk, grad=half_grad.float(), m=m, v=v)
+                half.copy_(chunk)
         torch.autograd.graph.increment_version(p)
         return True
 
     def _torch_step(self, others: list[Tensor], grad_scale: float) -> None:
-        """torch's own step of only these parameters, of 16-bit ones on their masters."""
-        whole = [(group, group["params"]) for group in self.param_groups]
-        found = [(p, p.grad, self._master_of(p), self.state[p]) for p in others]
-        stepped = {id(p): master for p, _, master, _ in found}
+        """Run torch's step on only these parameters, for 16-bit ones on their masters."""
+        all_groups = [(group, group["params"]) for group in self.param_groups]
+        selected = [(p, p.grad, self._master_of(p), self.state[p]) for p in others]
+        masters = {id(p): master for p, _, master, _ in selected}
         try:
-            for group, parameters in whole:
-                group["params"] = [stepped[id(p)] for p in parameters if id(p) in stepped]
-            for p, grad, master, state in found:
+            for group, parameters in all_groups:
+                group["params"] = [masters[id(p)] for p in parameters if id(p) in masters]
+            for p, grad, master, state in selected:
                 if master is not p:
-                    _follow(master, p)
-                    del state["master"]  # torch makes moments where a state is empty
+                    _refresh_master(master, p)
+                    del state["master"]  # torch allocates moments only if a state is empty
                     self.state[master] = state
-                wide = cast(Tensor, grad).to(master.dtype)
-                master.grad = wide * grad_scale if grad_scale != 1.0 else wide
+                master_grad = cast(Tensor, grad).to(master.dtype)
+                master.grad = master_grad * grad_scale if grad_scale != 1.0 else master_grad
             super().step()
         finally:
-            for group, parameters in whole:
+            for group, parameters in all_groups:
                 group["params"] = parameters
-            for p, grad, master, state in found:
+            for p, grad, master, state in selected:
                 master.grad = None
                 p.grad = grad
                 if master is not p:
                     self.state.pop(master, None)
                     state["master"] = master
-        for p, _, master, _ in found:
+        for p, _, master, _ in selected:
             if master is not p:
                 p.copy_(master)
 
 
-def _follow(master: Tensor, p: Tensor) -> None:
-    """Set what of a master does not round to its parameter, which was edited, to the parameter."""
+def _refresh_master(master: Tensor, p: Tensor) -> None:
+    """Set the elements of a master that do not round to its edited parameter to the parameter."""
     rounded = master.to(p.dtype)
     if not torch.equal(rounded, p):
         master.copy_(torch.where(rounded == p, master, p))
 
 
-def _is_plain(group: dict[str, Any]) -> bool:
-    """Whether the native step has the settings of a group."""
+def _has_native_settings(group: dict[str, Any]) -> bool:
+    """Whether the native step supports the settings of a group."""
     return not (group["amsgrad"] or group["maximize"] or group["capturable"] or group["differentiable"])

@@ -1,8 +1,8 @@
-"""A batch without padding: sequences laid end to end, and a prompt that several completions share laid once.
+"""A batch without padding: sequences end to end, and a prompt that several completions share stored once.
 
-A prompt's tokens stand once, and after them its completions' (without the last token, which predicts nothing). A
-completion's tokens see the prompt's keys and their own, so that the hidden states, and by the sum over the completions
-the gradients, are those of the padded batch.
+A prompt's tokens are followed by its completions (without their last tokens, which predict nothing). Tokens of a
+completion attend to the prompt and to their own completion, so hidden states, and gradients summed over the
+completions, equal the padded batch's.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from whet.ops.packing import pack_sequences
 
 
 class PackedBatch(NamedTuple):
-    """N tokens in S sequences, and the M predictions that are asked of them. All int64.
+    """N tokens in S sequences, and the M predictions to compute from them. All int64.
 
     Attributes:
         input_ids: (N,).
-        position_ids: (N,), of each token in its own prompt and completion.
+        position_ids: (N,), counted from the first token of the prompt.
         q_offsets: (S + 1,): sequence s is the tokens [q_offsets[s], q_offsets[s + 1]).
         k_offsets: (S + 1,), into ``key_rows``.
-        key_rows: (K,): the keys of sequence s are the tokens key_rows[k_offsets[s] : k_offsets[s + 1]]. Its queries are
-            their last ones (aligned on the right), and a query sees the keys up to itself.
+        key_rows: (K,): the keys of sequence s are the tokens key_rows[k_offsets[s] : k_offsets[s + 1]]. The last of
+            them are its queries (aligned right), and a query attends to keys up to itself.
         reader_offsets: (N + 1,), into ``readers``.
         readers: (K,): the inverse of ``key_rows`` in CSR form: the positions in it that refer to token n are
             readers[reader_offsets[n] : reader_offsets[n + 1]].
         hidden_rows: (M,): the token whose hidden state predicts.
-        targets: (M,): the token that it predicts.
-        rows: (M,): the completion that the target belongs to.
-        steps: (M,): and its place there.
+        targets: (M,): the token to predict.
+        rows: (M,): the completion of the target.
+        steps: (M,): the target's index in its completion.
     """
 
     input_ids: Tensor
@@ -50,7 +50,7 @@ class PackedBatch(NamedTuple):
 
 
 def pack_batch(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]) -> PackedBatch:
-    """The batch of these prompts, none of them empty, and their completions; equal prompts stand once."""
+    """Pack non-empty prompts and their completions; equal prompts are stored once."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, prompt in enumerate(prompt_ids):
         groups.setdefault(tuple(prompt), []).append(i)
@@ -91,15 +91,15 @@ def pack_batch(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Seq
     return PackedBatch(*(torch.from_numpy(np.ascontiguousarray(a, np.int64)) for a in arrays))
 
 
-def token_batches(rows: Sequence[Sequence[Sequence[int]]], max_tokens: int) -> list[list[int]]:
-    """Rows in micro-batches of at most ``max_tokens`` tokens of ``pack_batch``; a longer row is one by itself.
+def split_micro_batches(rows: Sequence[Sequence[Sequence[int]]], max_tokens: int) -> list[list[int]]:
+    """Split rows into micro-batches of at most ``max_tokens`` packed tokens; a longer row gets its own micro-batch.
 
     Args:
-        rows: each a prompt and its completions (one, or a pair). Those of one prompt stay together where they fit.
+        rows: a prompt and its completions (one, or a pair) each. Rows of one prompt share a micro-batch if they fit.
         max_tokens: 1 or more.
 
     Returns:
-        The indices of each micro-batch, ascending; the first one holds row 0.
+        Ascending row indices of each micro-batch; row 0 is in the first one.
     """
     groups: dict[tuple[int, ...], list[list[int]]] = {}
     costs: dict[tuple[int, ...], list[int]] = {}
@@ -112,7 +112,7 @@ def token_batches(rows: Sequence[Sequence[Sequence[int]]], max_tokens: int) -> l
         members[-1].append(i)
         sizes[-1] += tokens
     parts = [part for members in groups.values() for part in members]
-    sizes = [min(size, max_tokens) for of_prompt in costs.values() for size in of_prompt]
+    sizes = [min(size, max_tokens) for prompt_costs in costs.values() for size in prompt_costs]
     packed = [sorted(i for part in bin for i in parts[part]) for bin in pack_sequences(sizes, max_tokens)]
     return sorted(packed)
 

@@ -1,4 +1,4 @@
-"""Memory for one matrix, which every product of a thread writes again, and for tensors that a step makes and frees."""
+"""Memory of a training step: one scratch matrix per thread, which every product reuses, and its temporary tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from whet import _core
 
 _LINE = 64
-"""Bytes of a cache line, on which tensors begin."""
+"""Bytes of a cache line, the alignment of tensors."""
 
 
 class _Scratch(threading.local):
@@ -24,7 +24,7 @@ _scratch = _Scratch()
 
 
 def scratch_matrix(n: int, k: int, dtype: torch.dtype) -> Tensor:
-    """(n, k), not initialised, in memory that the next call on this thread gives again."""
+    """Return an uninitialised (n, k) matrix in memory that the next call on this thread reuses."""
     size = n * k * dtype.itemsize
     if len(_scratch.buffer) < size:
         _scratch.buffer = torch.empty(size, dtype=torch.uint8)
@@ -32,28 +32,28 @@ def scratch_matrix(n: int, k: int, dtype: torch.dtype) -> Tensor:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """``torch.empty`` in memory that fits where a tensor of the same size has been.
+    """Return ``torch.empty`` in memory that can reuse the block of a freed tensor of the same size.
 
-    torch asks for its memory with an alignment, for which the C library wants a free piece larger than the tensor: what
-    is freed between tensors that are kept, a quarter of the activations of a step, would hardly be used again.
+    torch allocates with an alignment, for which the C library needs a free block larger than the tensor: blocks freed
+    between live tensors, a quarter of a step's activations, would hardly be reused.
     """
     n = math.prod(shape)
     if not n:
         return torch.empty(shape, dtype=dtype)
     buffer = np.empty(n * dtype.itemsize + _LINE, np.uint8)
     numbers = torch.frombuffer(buffer, dtype=dtype, count=n, offset=-buffer.ctypes.data % _LINE)
-    return torch.ops.aten._unsafe_view(numbers, list(shape))  # no view, so that others may add to it in place
+    return torch.ops.aten._unsafe_view(numbers, list(shape))  # not a view for autograd: callers may add in place
 
 
 def scratch_memory() -> Tensor:
-    """The memory of this thread."""
+    """Return the scratch memory of this thread."""
     return _scratch.buffer
 
 
-def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float32 matrix as it is multiplied: itself, or rounded to bfloat16 in the scratch memory.
+def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a float32 matrix in the dtype of products: itself, or rounded to bfloat16 into scratch memory.
 
-    Reading it costs a product of many rows next to nothing, and nothing can be out of date.
+    Rounding it for every product costs next to nothing with many rows, and no copy can become stale.
     """
     weight = weight.detach()
     if weight.dtype == dtype:

@@ -1,7 +1,7 @@
-"""OpenMP's threads, on which torch computes.
+"""Running kernels on OpenMP's threads, which torch computes on.
 
-They spin for a while after each of torch's operations. Kernels that come next and have threads of their own find the
-processors taken, so for the time of a training step they run on OpenMP's too.
+OpenMP threads spin for a while after each torch operation and would compete with a second thread pool for the
+processors, so kernels run on OpenMP's threads during a training step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 def openmp_fork() -> int:
-    """Address of ``GOMP_parallel`` in the runtime that torch computes on; 0 where it has one thread or no OpenMP."""
+    """Return the address of ``GOMP_parallel`` in torch's OpenMP runtime; 0 with one thread or without OpenMP."""
     return _fork_of_torch() if torch.get_num_threads() > 1 else 0
 
 

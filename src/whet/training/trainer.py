@@ -45,8 +45,8 @@ from whet.nn.accelerate import acceleration_of, choose_accelerations
 from whet.nn.causal_lm import completion_logprobs
 from whet.nn.frozen import base_of
 from whet.nn.modules import module_device, module_mode, stop_token_ids
-from whet.nn.optim import NARROW, AdamW
-from whet.nn.packed import token_batches
+from whet.nn.optim import HALF_DTYPES, AdamW
+from whet.nn.packed import split_micro_batches
 from whet.signals import DeferredSignals
 from whet.training.callbacks import Callback, as_callback
 from whet.training.distributed import ExactSum, Ranks, fingerprint, join_ranks, shard_by_cost
@@ -353,7 +353,7 @@ class Trainer(ABC):
         """
         size, tokens = self.config.micro_batch_size, self.config.max_tokens_per_step
         if self.acceleration is not None and tokens and not size:
-            return token_batches(rows, tokens)
+            return split_micro_batches(rows, tokens)
         size = size or len(rows)
         return [list(range(start, min(start + size, len(rows)))) for start in range(0, len(rows), size)]
 
@@ -385,7 +385,7 @@ class Trainer(ABC):
         self._check_unchanged()
         with phase("optimizer"):
             self.optimizer.zero_grad()  # what others left
-            self.optimizer.make_moments()
+            self.optimizer.allocate_moments()
         parameters, exact = list(self.trainable.values()), self._exact
         if exact is not None:
             exact.begin()
@@ -467,7 +467,7 @@ class Trainer(ABC):
     def _grad_norm(self) -> float:
         """The norm of all gradients, whose 16-bit ones are replaced by their float32 norms, which torch would round."""
         grads = [p.grad for p in self.trainable.values() if p.grad is not None]
-        parts = [vector_norm(grad, dtype=torch.float32) if grad.dtype in NARROW else grad for grad in grads]
+        parts = [vector_norm(grad, dtype=torch.float32) if grad.dtype in HALF_DTYPES else grad for grad in grads]
         return nn.utils.get_total_norm(parts).item()
 
     @torch.no_grad()
