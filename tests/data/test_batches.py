@@ -1,4 +1,4 @@
-"""What an item of a data set is, the stream of batches of every kind of data set, and where it starts."""
+"""Classification of a dataset's items, streams of batches for every kind of dataset, and their start positions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
-from tests.raising import assert_raises
+from tests.raising import assert_raises, mentions
 from tests.tiny import Items, Streamed
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
@@ -41,12 +41,12 @@ def stream(dataset, batch_size=2, start=START, seed=0):
 
 
 def arguments(dataset, **settings):
-    """The arguments of ``train_step``, without the places."""
+    """Return the arguments of ``train_step``, without the positions."""
     return (batch for batch, _ in stream(dataset, **settings).batches)
 
 
 def taken(dataset, n=None, **settings):
-    """The prompts of the first n batches of rows."""
+    """Return the prompts of the first n batches of rows."""
     return [[r["prompt"] for r in rows] for (rows,) in islice(arguments(dataset, **settings), n)]
 
 
@@ -119,10 +119,8 @@ def test_batches_are_batches(item):
     assert is_batch(item, FIELDS)
 
 
-def test_two_texts_in_a_list_may_be_either_and_are_refused():
-    with pytest.raises(
-        WhetTypeError, match=r"may be a row of \(prompt, completion\) or a batch of texts\. Pass a tuple"
-    ):
+def test_an_ambiguous_list_of_two_texts_is_rejected():
+    with pytest.raises(WhetTypeError, match=mentions("(prompt, completion)", "batch", "tuple")):
         is_batch(["a", "b"], FIELDS)
     assert is_batch(["a", "b"], ("prompt",))
     assert is_batch(("a", "b"), ("prompt",)) and not is_batch(("a",), ("prompt",))
@@ -146,7 +144,7 @@ def test_rows_of_a_batch(batch, expected):
     assert as_rows(batch, row, "Test") == expected
 
 
-def test_columns_of_text_make_rows():
+def test_columns_of_text_become_rows():
     assert columns_as_rows(FIELDS, (["a"], ["b"]), "Test") == [{"prompt": "a", "completion": "b"}]
     assert columns_as_rows(FIELDS, ("a", CHAT), "Test") == [{"prompt": "a", "completion": CHAT}]
     assert columns_as_rows(FIELDS, ([[5]], MATRIX), "Test") is None
@@ -157,9 +155,7 @@ def test_columns_of_text_make_rows():
 def test_tuples_are_rows_with_the_fields_in_order():
     batches = arguments([([1], [2])] * 4)
     assert next(batches) == ([{"prompt": [1], "completion": [2]}] * 2,)
-    with pytest.raises(
-        WhetTypeError, match=r"Test: a row is \(1, 2, 3\), expected a dict or a tuple of \(prompt, comp"
-    ):
+    with pytest.raises(WhetTypeError, match=mentions("Test:", "(1, 2, 3)", "(prompt, completion)")):
         as_row((1, 2, 3), FIELDS, "Test")
 
 
@@ -176,7 +172,7 @@ def test_a_sequence_can_start_anywhere():
     assert all(len(batch) == 1 and len(batch[0]) == 2 for batch, _ in whole)
 
 
-def test_batches_that_are_ready_keep_their_form():
+def test_ready_batches_are_unchanged():
     assert next(arguments([MATRIX])) == (MATRIX,)
     assert next(arguments([(MATRIX, MATRIX)])) == (MATRIX, MATRIX)
     assert next(arguments(iter([[MATRIX, MATRIX]]))) == (MATRIX, MATRIX)
@@ -219,7 +215,7 @@ def test_sequences_of_rows_are_shuffled(dataset):
     ],
     ids=["stream", "sized", "values", "default collate", "own collate", "unbatched", "of a stream", "items", "worker"],
 )
-def test_iterables_of_rows_are_batched_in_their_order(dataset, per_epoch):
+def test_rows_of_iterables_are_batched_in_order(dataset, per_epoch):
     assert stream(dataset, batch_size=3).per_epoch == per_epoch
     batches = [rows for (rows,) in islice(arguments(dataset, batch_size=3), 4)]
     assert [[r["prompt"] for r in rows] for rows in batches] == [
@@ -236,7 +232,7 @@ def test_an_iterator_of_rows_is_batched_and_ends():
     assert taken(zip("abc", "def", strict=True)) == [["a", "b"], ["c"]]
 
 
-def test_iterables_start_over_and_iterators_end():
+def test_iterables_restart_and_iterators_end():
     class Loader:
         def __iter__(self):
             return iter([[[1]], [[2]], [[3]]])
@@ -246,8 +242,8 @@ def test_iterables_start_over_and_iterators_end():
     assert list(arguments(iter([[[1]], [[2]]]), start=Place(0, 5))) == [([[1]],), ([[2]],)]
 
 
-def test_a_default_collate_leaves_rows_alone_and_stacks_tensors():
-    """torch's own would transpose the lists of a row: messages, token ids, tuples of texts."""
+def test_default_collate_stacks_tensors_and_returns_rows_unchanged():
+    """torch's default would transpose the lists of a row: messages, token ids, tuples of texts."""
     chats = [{"prompt": [{"role": "user", "content": str(i)}], "completion": [5, 6, i]} for i in range(4)]
     [first, _] = islice(arguments(DataLoader(Items(chats), batch_size=2)), 2)
     assert first == (chats[:2],)
@@ -268,7 +264,7 @@ def test_a_default_collate_leaves_rows_alone_and_stacks_tensors():
     ],
     ids=["shuffle", "own generator", "batch sampler", "replacement"],
 )
-def test_a_shuffling_loader_has_one_order_wherever_it_starts(loader):
+def test_shuffle_order_of_a_loader_is_independent_of_the_start(loader):
     torch.manual_seed(1)
     before = torch.get_rng_state()
     whole = taken(loader(), 12)
@@ -283,7 +279,7 @@ def test_a_shuffling_loader_has_one_order_wherever_it_starts(loader):
     assert taken(loader(), 12, seed=1) != whole
 
 
-def test_a_loaders_own_seed_counts():
+def test_the_seed_of_a_loader_changes_its_order():
     orders = [
         taken(DataLoader(Items(ROWS), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(s)), 4)
         for s in (1, 2, 1)
@@ -311,8 +307,8 @@ def test_set_epoch_is_called_before_each_pass():
     ("batch_size", "sizes"), [(1, [1] * 5), (2, [2, 2, 1]), (3, [3, 2]), (5, [5])], ids=["1", "2", "3", "5"]
 )
 @pytest.mark.parametrize("dataset", [ROWS, Sized(ROWS), Streamed(ROWS)], ids=["sequence", "sized", "stream"])
-def test_batches_of_another_size_go_on_at_the_same_row(dataset, batch_size, sizes):
-    """After one batch of three rows, of eight: five are left, and in a sequence the last batch is whole."""
+def test_another_batch_size_resumes_at_the_same_row(dataset, batch_size, sizes):
+    """Five of eight rows remain after a batch of three, and the last batch of a sequence is full."""
     if dataset is ROWS:
         sizes = [size for size in sizes if size == batch_size]
     ((rows,), place), *_ = islice(stream(dataset, batch_size=3).batches, 1)
@@ -326,7 +322,7 @@ def test_batches_of_another_size_go_on_at_the_same_row(dataset, batch_size, size
     assert n_left == (None if type(dataset) is Streamed else len(sizes))
 
 
-def test_what_is_left_of_an_epoch_may_be_less_than_a_batch():
+def test_a_remainder_smaller_than_a_batch_starts_the_next_epoch():
     assert stream(ROWS, 4, Place(0, 6)).n_left == stream(ROWS, 4).per_epoch == 2
     assert taken(ROWS, 2, batch_size=4, start=Place(0, 6)) == taken(ROWS, 2, batch_size=4, start=Place(1))
     assert stream(Sized(ROWS), 4, Place(0, 6)).n_left == 1
@@ -361,31 +357,31 @@ def test_one_pass_in_order():
         (
             ROWS[:1],
             WhetValueError,
-            r"the dataset has 1 rows, fewer than batch_size=2\. Pass more rows, or a trainer with",
+            ("1 rows", "batch_size=2", "batch_size=1"),
         ),
         (
             "rows.jsonl",
             WhetTypeError,
-            r"dataset is 'rows.jsonl', expected a sequence or iterable.*read_rows reads a file",
+            ("'rows.jsonl'", "sequence or iterable", "read_rows"),
         ),
-        (5, WhetTypeError, "dataset is 5, expected"),
-        (None, WhetTypeError, "dataset is None, expected"),
-        (torch.tensor(5), WhetTypeError, r"dataset is tensor\(5\), expected"),
+        (5, WhetTypeError, ("dataset is 5",)),
+        (None, WhetTypeError, ("dataset is None",)),
+        (torch.tensor(5), WhetTypeError, ("dataset is tensor(5)",)),
         (
             {"prompt": ["a", "b"]},
             WhetTypeError,
-            r"a mapping with the keys 'prompt'.*a list of dicts if it holds columns",
+            ("mapping", "'prompt'", "a list of dicts"),
         ),
-        (Dataset(), WhetTypeError, "expected a sequence or iterable of rows or batches"),
+        (Dataset(), WhetTypeError, ("sequence or iterable",)),
         (Items([]), WhetValueError, "the dataset is empty"),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_no_data_set_is_named(dataset, error, message):
+def test_the_error_names_a_value_that_is_not_a_dataset(dataset, error, message):
     assert_raises(error, message, stream, dataset)
 
 
-def test_a_table_is_named():
+def test_the_error_for_a_table_names_the_conversion():
     class Frame:
         def __len__(self):
             return 3
@@ -394,17 +390,17 @@ def test_a_table_is_named():
             raise KeyError(name)
 
     assert_raises(WhetTypeError, r"Test: dataset\[0\] of the Frame", batches_in_order, Frame(), 2, FIELDS, row, "Test")
-    with pytest.raises(WhetTypeError, match=r"dataset\[0\] of the Frame raised KeyError\(0\), expected its first row"):
+    with pytest.raises(WhetTypeError, match=mentions("dataset[0]", "Frame", "KeyError(0)")):
         stream(Frame())
     for table, fix in (
-        (pyarrow.table({"prompt": ["a"]}), r"Table, whose items are columns.* Pass to_pylist\(\) of it"),
-        (type("DataFrame", (Frame,), {"iterrows": None})(), r"DataFrame, .* Pass to_dict\('records'\) of it"),
-        (type("DataFrame", (Frame,), {"to_dicts": None})(), r"DataFrame, .* Pass to_dicts\(\) of it"),
+        (pyarrow.table({"prompt": ["a"]}), ("Table", "to_pylist()")),
+        (type("DataFrame", (Frame,), {"iterrows": None})(), ("DataFrame", "to_dict('records')")),
+        (type("DataFrame", (Frame,), {"to_dicts": None})(), ("DataFrame", "to_dicts()")),
     ):
         assert_raises(WhetTypeError, fix, stream, table)
 
 
-def test_a_batch_among_rows_is_named():
+def test_the_error_names_a_batch_among_rows():
     batches = arguments(iter([{"prompt": "a"}, {"prompt": "b"}, [{"prompt": "c"}]]))
     next(batches)
     with pytest.raises(WhetTypeError, match="is a batch, but the dataset began with a row"):
@@ -413,6 +409,6 @@ def test_a_batch_among_rows_is_named():
 
 def test_row_counts_must_agree():
     check_row_counts("Test", ("a", "b"), ([1], [2]))
-    with pytest.raises(WhetValueError, match=r"Test: rows of the batch: a 1, b 2\. Pass as many of each"):
+    with pytest.raises(WhetValueError, match=mentions("Test:", "a 1", "b 2")):
         check_row_counts("Test", ("a", "b"), ([1], [2, 3]))
     assert_raises(WhetValueError, "a 0, b 0", check_row_counts, "Test", ("a", "b"), ([], []))

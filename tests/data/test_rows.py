@@ -1,4 +1,4 @@
-"""Token rows of every shape, tokenising with real tokenizers, and the order of batches."""
+"""Token rows of every shape, tokenisation with real tokenizers, and the order of batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.raising import assert_raises
+from tests.raising import assert_raises, mentions
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
@@ -27,7 +27,7 @@ TEMPLATE = (
 
 
 def words(template: str | None = "<s> $A", **special: Any) -> PreTrainedTokenizerFast:
-    """One token per word; ``template`` says what the tokenizer adds around a text."""
+    """Return a tokenizer with one token per word; ``template`` is its post-processor."""
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if template is not None:
@@ -41,12 +41,12 @@ def words(template: str | None = "<s> $A", **special: Any) -> PreTrainedTokenize
 
 
 def letters() -> PreTrainedTokenizerFast:
-    """Letters a, b, c, and ab merged into one token; no BOS."""
+    """Return a tokenizer of the letters a, b, c, with ab merged into one token, and no BOS."""
     core = Tokenizer(models.BPE({"</s>": 0, "a": 1, "b": 2, "c": 3, "ab": 4}, [("a", "b")]))
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
 
 
-def said(*turns: str) -> list[dict[str, str]]:
+def chat(*turns: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text} for role, text in (turn.split("=") for turn in turns)]
 
 
@@ -123,8 +123,8 @@ def test_prompt_text_gets_bos_as_the_tokenizer_adds_it_and_no_eos(template: str 
 
 
 def test_prompt_messages_open_the_assistants_turn() -> None:
-    assert tokenize_prompt({"prompt": said("user=a")}, words()) == [USER, A, ASSISTANT]
-    opened = tokenize_prompt({"prompt": said("user=a", "assistant=b")}, words())
+    assert tokenize_prompt({"prompt": chat("user=a")}, words()) == [USER, A, ASSISTANT]
+    opened = tokenize_prompt({"prompt": chat("user=a", "assistant=b")}, words())
     assert opened == [USER, A, ASSISTANT, B]  # its turn is left open: no EOS, no second opening
 
 
@@ -144,11 +144,11 @@ def test_an_empty_prompt_is_bos_or_an_error() -> None:
         ({"question": "a", "x": 1}, words(), WhetValueError, "no 'prompt'; it has 'question', 'x'"),
         ({"prompt": None}, words(), WhetValueError, "no 'prompt'"),
         ({"prompt": "a"}, None, WhetTypeError, "holds text, and there is no tokenizer"),
-        ({"prompt": "a"}, "gpt2", WhetTypeError, "tokenizer is 'gpt2', expected one such as AutoTokenizer"),
-        ({"prompt": said("user=a")}, letters(), WhetValueError, "has no chat_template"),
-        ({"prompt": said("tool=a")}, words(), WhetValueError, "chat template refuses .*no tools"),
-        ({"prompt": 3.5}, words(), WhetTypeError, r"a field holds 3\.5, expected one text, chat messages"),
-        ({"prompt": ["a", "b"]}, words(), WhetTypeError, r"a field holds \['a', 'b'\], expected one text"),
+        ({"prompt": "a"}, "gpt2", WhetTypeError, r"tokenizer is 'gpt2', expected .*AutoTokenizer"),
+        ({"prompt": chat("user=a")}, letters(), WhetValueError, "has no chat_template"),
+        ({"prompt": chat("tool=a")}, words(), WhetValueError, "chat template rejects .*no tools"),
+        ({"prompt": 3.5}, words(), WhetTypeError, r"a field is 3\.5, expected one text, chat messages"),
+        ({"prompt": ["a", "b"]}, words(), WhetTypeError, r"a field is \['a', 'b'\], expected one text"),
         ({"prompt": [{"from": "human"}]}, words(), WhetTypeError, r"expected .* chat messages \(dicts with role and"),
         ("a b", words(), WhetTypeError, "tokenize_prompt: the row is 'a b', expected a dict"),
         ({"prompt": [[1], [2]]}, words(), WhetTypeError, "holds 2 rows"),
@@ -173,9 +173,9 @@ def test_bad_prompts(row: dict[str, Any], tokenizer: Any, error: type[Exception]
         ({"prompt": [A, B], "completion": torch.tensor([C])}, ([A, B], [C])),
         ({"prompt": [A], "completion": []}, ([A], [])),
         ({"prompt": [], "completion": [A, B]}, ([A], [B])),
-        ({"prompt": said("user=a"), "completion": said("assistant=b")}, ([USER, A, ASSISTANT], [B, EOS])),
-        ({"prompt": said("user=a"), "completion": "b"}, ([USER, A, ASSISTANT], [B, EOS])),
-        ({"messages": said("user=a", "assistant=b c")}, ([USER, A, ASSISTANT], [B, C, EOS])),
+        ({"prompt": chat("user=a"), "completion": chat("assistant=b")}, ([USER, A, ASSISTANT], [B, EOS])),
+        ({"prompt": chat("user=a"), "completion": "b"}, ([USER, A, ASSISTANT], [B, EOS])),
+        ({"messages": chat("user=a", "assistant=b c")}, ([USER, A, ASSISTANT], [B, C, EOS])),
     ],
 )
 @pytest.mark.parametrize("template", ["<s> $A", "<s> $A </s>"])
@@ -187,7 +187,7 @@ def test_text_without_bos_has_its_first_token_as_context() -> None:
     assert tokenize_completion({"text": "abc"}, letters()) == ([4], [3, 0])
 
 
-def test_a_token_across_the_border_belongs_to_the_completion() -> None:
+def test_a_token_across_the_boundary_belongs_to_the_completion() -> None:
     assert tokenize_completion({"prompt": "ca", "completion": "bc"}, letters()) == ([3], [4, 3, 0])
     assert tokenize_completion({"prompt": "ca", "completion": "c"}, letters()) == ([3, 1], [3, 0])
 
@@ -197,9 +197,9 @@ def test_a_token_across_the_border_belongs_to_the_completion() -> None:
     [
         ({"a": 1}, words(), WhetValueError, "has 'a', expected 'prompt' and 'completion', or 'messages', or"),
         ({"completion": "a"}, words(), WhetValueError, "no 'prompt'"),
-        ({"messages": said("user=a")}, words(), WhetValueError, "expected two chat messages or more"),
-        ({"prompt": "a", "completion": said("assistant=b")}, words(), WhetTypeError, "both as text"),
-        ({"prompt": "a", "completion": [B]}, words(), WhetTypeError, "the prompt is 'a' and what follows it"),
+        ({"messages": chat("user=a")}, words(), WhetValueError, "expected two chat messages or more"),
+        ({"prompt": "a", "completion": chat("assistant=b")}, words(), WhetTypeError, "both as text"),
+        ({"prompt": "a", "completion": [B]}, words(), WhetTypeError, "the prompt is 'a'.*Give both"),
         ({"prompt": [], "completion": []}, words(), WhetValueError, "both empty"),
         ({"text": "a"}, words(eos_token=None), WhetValueError, "no EOS token"),
         ({"text": "a"}, None, WhetTypeError, "no tokenizer"),
@@ -222,24 +222,24 @@ CHAT = ([USER, A, ASSISTANT], [B, EOS], [C, EOS])
         ({"prompt": None, "chosen": "a b", "rejected": "a c"}, ([BOS, A], [B, EOS], [C, EOS])),
         ({"chosen": "a", "rejected": "b"}, ([BOS], [A, EOS], [B, EOS])),
         ({"prompt": "", "chosen": "a", "rejected": "b"}, ([BOS], [A, EOS], [B, EOS])),
-        ({"prompt": said("user=a"), "chosen": said("assistant=b"), "rejected": said("assistant=c")}, CHAT),
-        ({"prompt": said("user=a"), "chosen": "b", "rejected": "c"}, CHAT),
-        ({"chosen": said("user=a", "assistant=b"), "rejected": said("user=a", "assistant=c")}, CHAT),
+        ({"prompt": chat("user=a"), "chosen": chat("assistant=b"), "rejected": chat("assistant=c")}, CHAT),
+        ({"prompt": chat("user=a"), "chosen": "b", "rejected": "c"}, CHAT),
+        ({"chosen": chat("user=a", "assistant=b"), "rejected": chat("user=a", "assistant=c")}, CHAT),
         ({"prompt": [A], "chosen": [B, B], "rejected": [B]}, ([A], [B, B], [B])),
         ({"chosen": [A, B, B], "rejected": [A, C]}, ([A], [B, B], [C])),
         ({"prompt": [], "chosen": [A, B], "rejected": [A, C]}, ([A], [B], [C])),
-        # A prompt that both sides repeat, and a text that stands in their conversations.
+        # A prompt that both sides repeat, and a text that both conversations contain.
         ({"prompt": "a", "chosen": "a b", "rejected": "a c"}, ([BOS, A], [B, EOS], [C, EOS])),
         ({"prompt": "a", "chosen": "a b", "rejected": "c"}, ([BOS], [UNK, B, EOS], [UNK, EOS])),
         (
             {
-                "prompt": said("user=a"),
-                "chosen": said("user=a", "assistant=b"),
-                "rejected": said("user=a", "assistant=c"),
+                "prompt": chat("user=a"),
+                "chosen": chat("user=a", "assistant=b"),
+                "rejected": chat("user=a", "assistant=c"),
             },
             CHAT,
         ),
-        ({"prompt": " a\n", "chosen": said("user=a", "assistant=b"), "rejected": said("user=a", "assistant=c")}, CHAT),
+        ({"prompt": " a\n", "chosen": chat("user=a", "assistant=b"), "rejected": chat("user=a", "assistant=c")}, CHAT),
     ],
 )
 def test_preferences(row: dict[str, Any], expected: Any) -> None:
@@ -256,26 +256,26 @@ def test_the_prompt_is_the_shortest_common_prefix() -> None:
     ("row", "error", "message"),
     [
         ({"prompt": "a", "chosen": "b"}, WhetValueError, "no 'rejected'; it has 'prompt', 'chosen'"),
-        ({"chosen": "a", "rejected": "c"}, WhetValueError, "share no first token.*Give the row a prompt"),
+        ({"chosen": "a", "rejected": "c"}, WhetValueError, "no common first token.*prompt"),
         ({"prompt": "a", "chosen": [1], "rejected": [2]}, WhetTypeError, "both as token ids"),
         (
-            {"prompt": "a", "chosen": said("assistant=b"), "rejected": said("assistant=c")},
+            {"prompt": "a", "chosen": chat("assistant=b"), "rejected": chat("assistant=c")},
             WhetTypeError,
             "both as messages",
         ),
         (
-            {"prompt": "c", "chosen": said("user=a", "assistant=b"), "rejected": said("user=a", "assistant=c")},
+            {"prompt": "c", "chosen": chat("user=a", "assistant=b"), "rejected": chat("user=a", "assistant=c")},
             WhetValueError,
-            "the prompt 'c' is a text that the conversations after it do not hold. Leave the column prompt out",
+            ("the prompt 'c'", "conversations", "'prompt'"),
         ),
         (
             {
-                "prompt": said("user=b"),
-                "chosen": said("user=a", "assistant=b"),
-                "rejected": said("user=a", "assistant=c"),
+                "prompt": chat("user=b"),
+                "chosen": chat("user=a", "assistant=b"),
+                "rejected": chat("user=a", "assistant=c"),
             },
             WhetValueError,
-            "begins with the role 'user', .* Move what is before it to the prompt; if it repeats the prompt, leave",
+            ("the role 'user'", "prompt"),
         ),
     ],
 )
@@ -283,10 +283,10 @@ def test_bad_preferences(row: dict[str, Any], error: type[Exception], message: s
     assert_raises(error, message, tokenize_preference, row, letters())
 
 
-def test_a_completion_of_messages_is_the_assistants() -> None:
-    row = {"prompt": said("user=a"), "completion": said("user=a", "assistant=b")}
+def test_a_completion_of_messages_begins_with_the_assistant() -> None:
+    row = {"prompt": chat("user=a"), "completion": chat("user=a", "assistant=b")}
     for read in (tokenize_completion, tokenize_turns):
-        assert_raises(WhetValueError, "follows the prompt begins with the role 'user'", read, row, words())
+        assert_raises(WhetValueError, ("continuation", "'user'", "assistant"), read, row, words())
 
 
 def test_a_pair_without_a_difference() -> None:
@@ -298,18 +298,18 @@ def test_a_pair_without_a_difference() -> None:
     assert tokenize_preference({"chosen": "a b", "rejected": "a b"}, words()) == ([BOS, A, B, EOS], [], [])
 
 
-# --- what a row tells the chat template -----------------------------------------------------------
+# --- tools and options of the chat template -----------------------------------------------------------
 
 TOOLS = [{"type": "function", "function": {"name": "b"}}]
 WITH_TOOLS = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{{ (mood or '') + ' ' }}" + TEMPLATE
-ASKED, ANSWERED = said("user=a"), said("assistant=c")
+ASKED, ANSWERED = chat("user=a"), chat("assistant=c")
 READERS = [
     (tokenize_prompt, {"prompt": ASKED}),
     (tokenize_completion, {"prompt": ASKED, "completion": ANSWERED}),
     (tokenize_completion, {"messages": ASKED + ANSWERED}),
     (tokenize_turns, {"messages": ASKED + ANSWERED + ASKED + ANSWERED}),
-    (tokenize_preference, {"prompt": ASKED, "chosen": ANSWERED, "rejected": said("assistant=a")}),
-    (tokenize_preference, {"chosen": ASKED + ANSWERED, "rejected": ASKED + said("assistant=a")}),
+    (tokenize_preference, {"prompt": ASKED, "chosen": ANSWERED, "rejected": chat("assistant=a")}),
+    (tokenize_preference, {"chosen": ASKED + ANSWERED, "rejected": ASKED + chat("assistant=a")}),
 ]
 
 
@@ -335,14 +335,14 @@ def test_tools_and_options_reach_the_chat_template(read: Any, row: dict[str, Any
     assert read({**row, "chat_template_kwargs": None}, words()) == read(row, words())
 
 
-def test_tools_beside_plain_text_are_a_column() -> None:
+def test_tools_of_a_row_of_text_are_an_unused_column() -> None:
     assert tokenize_prompt({"prompt": "a", "tools": 3}, words()) == [BOS, A]
 
 
 @pytest.mark.parametrize(
     ("more", "tokenizer", "error", "message"),
     [
-        ({"tools": TOOLS}, words(), WhetValueError, "the tokenizer's chat template leaves them out"),
+        ({"tools": TOOLS}, words(), WhetValueError, "chat template drops them"),
         (
             {"tools": "{"},
             chatty(),
@@ -373,22 +373,18 @@ def test_bad_options_of_the_chat_template(
         (tokenize_completion, {"text": ASKED}),
     ],
 )
-def test_what_is_learnt_is_the_assistants(read: Any, row: dict[str, Any]) -> None:
-    with pytest.raises(
-        WhetValueError, match=r"the last message has the role 'user', .*End with an 'assistant' message: lea"
-    ):
+def test_only_assistant_turns_are_learnt(read: Any, row: dict[str, Any]) -> None:
+    with pytest.raises(WhetValueError, match=mentions("last message", "'user'", "'assistant'")):
         read(row, words())
 
 
-def test_messages_that_a_loader_took_apart_are_named() -> None:
+def test_the_error_names_messages_that_a_loader_collated() -> None:
     collated = [{"role": ["user", "user"], "content": ["a", "b"]}]
-    with pytest.raises(
-        WhetTypeError, match=r"a message has the role \['user', 'user'\].*collated, pass collate_fn=list"
-    ):
+    with pytest.raises(WhetTypeError, match=mentions("['user', 'user']", "collate_fn=list")):
         tokenize_prompt({"prompt": collated}, words())
 
 
-def test_rows_that_a_tokenizer_made() -> None:
+def test_rows_of_tokenizer_output() -> None:
     row = {"input_ids": [0, A, B], "attention_mask": [0, 1, 1], "answer": 3}
     assert tokenize_prompt(row, None) == [A, B]
     assert tokenize_completion(row, None) == ([A], [B])
@@ -403,7 +399,7 @@ def take(n: int, *args: int) -> list[list[int]]:
     return list(itertools.islice(shuffled_batches(*args), n))
 
 
-def test_each_epoch_shows_a_row_at_most_once_and_the_ragged_end_waits() -> None:
+def test_an_epoch_has_each_row_at_most_once_and_drops_the_remainder() -> None:
     batches = take(9, 10, 3, 0)
     epochs = [list(itertools.chain(*batches[start : start + 3])) for start in (0, 3, 6)]
     for epoch in epochs:
@@ -414,18 +410,18 @@ def test_each_epoch_shows_a_row_at_most_once_and_the_ragged_end_waits() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 1, 2, 3, 5, 6, 100, 3 * 10**12 + 1])
-def test_resumes_anywhere(start: int) -> None:
+def test_batches_resume_at_any_position(start: int) -> None:
     assert take(5, 10, 3, 7, start)[1:] == take(4, 10, 3, 7, start + 1)
     if start <= 100:
         assert take(start + 4, 10, 3, 7)[start:] == take(4, 10, 3, 7, start)
 
 
-def test_the_order_follows_the_seed() -> None:
+def test_the_seed_determines_the_order() -> None:
     assert take(3, 100, 10, 1) == take(3, 100, 10, 1) != take(3, 100, 10, 2)
     assert take(1, 100, 10, -1) != take(1, 100, 10, 1)
 
 
-def test_every_order_is_as_likely_as_any_other() -> None:
+def test_all_orders_are_equally_likely() -> None:
     counts = np.zeros((5, 5))
     for seed in range(2000):
         [order] = take(1, 5, 5, seed)
@@ -446,9 +442,9 @@ def test_every_order_is_as_likely_as_any_other() -> None:
         ((3, 1, None), "seed is None, expected an integer"),
     ],
 )
-def test_bad_batches_are_refused_at_once(args: tuple[Any, ...], message: str) -> None:
+def test_bad_batch_arguments_are_rejected_at_the_call(args: tuple[Any, ...], message: str) -> None:
     assert_raises(WhetValueError, f"shuffled_batches: {message}", shuffled_batches, *args)
 
 
-def test_integers_of_numpy_are_integers() -> None:
+def test_numpy_integers_are_accepted() -> None:
     assert take(2, np.int64(10), np.int32(3), np.int64(-1)) == take(2, 10, 3, -1)

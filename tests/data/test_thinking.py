@@ -1,4 +1,4 @@
-"""Thinking is told apart from the answer, whichever tags the template has and whoever opens them."""
+"""Separation of thinking and answer, for any tags, opened by the prompt or by the reply."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def template(name: str) -> str:
         ("ByteDance-Seed-OSS", ("<seed:think>", "</seed:think>")),
     ],
 )
-def test_the_tags_of_thinking_are_those_of_a_published_template(name, tags):
+def test_thinking_tags_of_published_templates(name, tags):
     assert thinking_tags(template(name)) == tags
 
 
@@ -41,7 +41,7 @@ def test_the_tags_of_thinking_are_those_of_a_published_template(name, tags):
         ("{{ m.content.split('</think>')[-1] }}", ("<think>", "</think>")),
     ],
 )
-def test_the_tags_of_thinking_are_a_pair(text, tags):
+def test_thinking_tags_are_a_pair(text, tags):
     assert thinking_tags(text) == tags
 
 
@@ -71,7 +71,7 @@ def test_the_answer_between_the_tags_of_a_template():
 
 
 @pytest.mark.parametrize("kind", [vocab_files.CONTROL, vocab_files.USER_DEFINED])
-def test_tags_that_are_special_tokens_are_in_the_text(kind):
+def test_tags_that_are_special_tokens_are_decoded(kind):
     trained = vocab_files.train_byte_level(list(PRE_TOKENIZERS["qwen2"].patterns), 400)
     metadata = vocab_files.byte_level_metadata(trained, "qwen2")
     metadata["tokenizer.ggml.tokens"] += ["<think>", "</think>"]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from whet.cli.text_model import SPARE_PAGES, text_pieces
 from whet.config.sampling import SamplingParams
 from whet.data.rows import tokenize_prompt
-from whet.data.thinking import USUAL_TAGS, Replies, Tags, answer_in
+from whet.data.thinking import DEFAULT_TAGS, Replies, Tags, answer_in
 from whet.engine import Engine, Token
 from whet.errors import WhetValueError
 from whet.models.formats import PAGE_TOKENS
@@ -91,7 +91,7 @@ class Conversation:
             )
         self.context = _context(engine, context)
         self._replies = Replies(tokenizer)
-        self.tags = self._replies.tags or USUAL_TAGS
+        self.tags = self._replies.tags or DEFAULT_TAGS
         self._n_replies = 0
         self.restart(system)
 
@@ -219,12 +219,12 @@ class Conversation:
         """The text of tokens as they come: ``text_pieces``, and the tags of thinking, also where they have no text."""
         if sampling.stop:  # found by the engine, which tells the text before it
             for token in tokens:
-                yield from filter(None, (self._replies.unread_tags.get(token.token_id), token.text))
+                yield from filter(None, (self._replies.special_tags.get(token.token_id), token.text))
             return
         token_ids = (token.token_id for token in tokens if token.token_id not in sampling.stop_token_ids)
-        for is_tag, run in itertools.groupby(token_ids, lambda token_id: token_id in self._replies.unread_tags):
+        for is_tag, run in itertools.groupby(token_ids, lambda token_id: token_id in self._replies.special_tags):
             if is_tag:
-                yield from map(self._replies.unread_tags.__getitem__, run)
+                yield from map(self._replies.special_tags.__getitem__, run)
             else:
                 yield from text_pieces(self.tokenizer, run)
 
@@ -298,7 +298,7 @@ class Turn:
             conversation._end(self, self._prompt, ids[:n_said], "".join(texts))
 
 
-def tell_apart(texts: Iterable[str], is_open: bool = False, tags: Tags = USUAL_TAGS) -> Iterator[Piece]:
+def tell_apart(texts: Iterable[str], is_open: bool = False, tags: Tags = DEFAULT_TAGS) -> Iterator[Piece]:
     """The pieces of a reply without its tags; what it begins with between tags is thinking.
 
     Args:

@@ -1,14 +1,14 @@
-"""Data sets as streams of batches: the arguments of successive training steps.
+"""Datasets as streams of batches: the arguments of successive training steps.
 
-One rule, ``is_batch``, classifies an item of a data set:
+One rule, ``is_batch``, classifies an item of a dataset:
 
-    row     a mapping of fields; a tuple of them in the algorithm's order; a text; chat messages; a flat list or
+    row     a mapping of fields; a tuple of fields in the algorithm's order; a text; chat messages; a flat list or
             1-D array of token ids
     batch   a list of rows; a mapping whose fields are columns of one length; (B, T) arrays of token ids: bare,
-            under ``input_ids``, or a tuple of them, as the arguments of ``train_step``
+            under ``input_ids``, or in a tuple, as the arguments of ``train_step``
 
-Only the fields that algorithms read matter: other columns may be arrays of any shape. Rows of a sequence are
-batched in shuffled order, those of an iterable in its own. Does not tokenise or pad.
+Only the fields that algorithms read matter: other columns may be arrays of any shape. Rows of a sequence are shuffled;
+rows of an iterable keep its order. Does not tokenise or pad.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from whet.errors import WhetTypeError, WhetValueError
 
 AsRow = Callable[[Any], Mapping[str, Any]]
 Passes = Callable[[int, int], Iterable[Any]]
-"""Items of an epoch from one on, by the numbers of both."""
+"""(epoch, first item) -> the items of that epoch from there on."""
 BatchesOf = Callable[[Iterable[Any]], Iterator[tuple[tuple[Any, ...], int]]]
-"""Arguments of ``train_step``, and their number of items, from the items of a pass."""
+"""Items of a pass -> the arguments of each ``train_step`` and their number of items."""
 
 
 class Place(NamedTuple):
-    """A place in a dataset, which does not depend on the size of the batches that are read from there on.
+    """A position in a dataset, independent of the batch size.
 
     Attributes:
-        epoch: passes over the dataset before it.
-        item: items of its own pass before it: rows, or ready batches.
+        epoch: completed passes over the dataset.
+        item: items of the current pass before the position: rows, or ready batches.
     """
 
     epoch: int = 0
@@ -49,38 +49,38 @@ class Place(NamedTuple):
 
 
 class Rewindable(Iterator[Any]):
-    """An iterator whose items that were not forgotten come again after ``rewind``.
+    """An iterator that repeats, after ``rewind``, the items that were not forgotten.
 
     Args:
-        source: an iterator, which cannot start again.
+        source: an iterator, which cannot restart.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
         self.source = source
-        self._taken: list[Any] = []
-        self._again: list[Any] = []
+        self._returned: list[Any] = []
+        self._pending: list[Any] = []
 
     def __next__(self) -> Any:
-        item = self._again.pop(0) if self._again else next(self.source)
-        self._taken.append(item)
+        item = self._pending.pop(0) if self._pending else next(self.source)
+        self._returned.append(item)
         return item
 
     def forget(self, n_items: int) -> None:
-        """Do not give again the first of the items that were taken."""
-        del self._taken[:n_items]
+        """Forget the first ``n_items`` of the items that were returned: ``rewind`` does not repeat them."""
+        del self._returned[:n_items]
 
     def rewind(self) -> None:
-        """Give again what was taken and not forgotten."""
-        self._taken, self._again = [], self._taken + self._again
+        """Return again, from now on, the items that were returned and not forgotten."""
+        self._returned, self._pending = [], self._returned + self._pending
 
 
 class BatchStream(NamedTuple):
-    """Batches of a dataset, from a place on.
+    """Batches of a dataset, from a position on.
 
     Attributes:
-        batches: the arguments of ``train_step``, and the place after them.
-        n_left: batches to the end of the epoch in which the first one is; None: not known.
-        per_epoch: batches of a whole epoch; None: not known.
+        batches: the arguments of each ``train_step``, and the position after it.
+        n_left: batches to the end of the first batch's epoch; None if unknown.
+        per_epoch: batches of a whole epoch; None if unknown.
     """
 
     batches: Iterator[tuple[tuple[Any, ...], Place]]
@@ -91,28 +91,28 @@ class BatchStream(NamedTuple):
 def batch_stream(
     dataset: Any, batch_size: int, seed: int, start: Place, fields: tuple[str, ...], as_row: AsRow
 ) -> BatchStream:
-    """The arguments of ``train_step`` from a place on, endlessly.
+    """Return the infinite stream of ``train_step`` arguments from a position on.
 
     Args:
         dataset: rows or batches (``is_batch``; the first item decides for all), in one of these forms:
 
             - a sequence, or anything with ``__len__`` and ``__getitem__``: its epochs are shuffled, keyed by
-              (seed, epoch); rows left over at the end of an epoch are dropped from it.
+              (seed, epoch); rows that do not fill a batch at the end of an epoch are dropped from it.
             - an iterable: read in its own order, repeatedly; the last batch of rows in a pass may be smaller.
-              If it has ``set_epoch``, that is called before each pass.
+              ``set_epoch``, if it has one, is called before each pass.
             - torch's ``DataLoader``: likewise, but torch's samplers draw from a generator keyed by (seed, epoch) and
-              the seed of the loader's own; torch's default collate stacks only tensors and leaves rows as they are.
-            - an iterator: continued from its current item, until it ends.
+              the seed of the loader's generator; torch's default collate stacks only tensors and does not change rows.
+            - an iterator: read from its current item to its end.
         batch_size: rows per batch.
-        seed: of the order.
-        start: where to begin, after what is left of its epoch where that is less than a batch; an iterator is not
-            moved. Another batch_size than before begins at the same row.
-        fields: the fields of a tuple, in this order.
+        seed: determines the order.
+        start: the position to begin at, or the next epoch if less than a batch remains of this one; an iterator is not
+            advanced. A different batch_size begins at the same row.
+        fields: names of a tuple's members, in order.
         as_row: converts a row to a dict.
 
     Raises:
-        WhetTypeError: dataset is none of these.
-        WhetValueError: it is empty, or a sequence of fewer rows than batch_size.
+        WhetTypeError: dataset has none of these forms.
+        WhetValueError: dataset is empty, or a sequence with fewer rows than batch_size.
     """
     _check_dataset("train", dataset)
     as_row = row_reader(dataset, as_row)
@@ -146,7 +146,7 @@ def batch_stream(
 def batches_in_order(
     dataset: Any, batch_size: int, fields: tuple[str, ...], as_row: AsRow, where: str
 ) -> Iterator[tuple[Any, ...]]:
-    """The arguments of ``train_step`` for one pass over a dataset, in its order; the last batch may be smaller.
+    """Yield the arguments of ``train_step`` for one pass over a dataset, in order; the last batch may be smaller.
 
     Args:
         dataset: as for ``batch_stream``; or a single batch or row.
@@ -154,8 +154,8 @@ def batches_in_order(
         where: the caller's name, for errors.
 
     Raises:
-        WhetTypeError: dataset is none of these.
-        WhetValueError: it is empty.
+        WhetTypeError: dataset has none of these forms.
+        WhetValueError: dataset is empty.
     """
     ids = _is_list(dataset) and len(dataset) > 0 and _is_ids(dataset)
     if isinstance(dataset, (str, Mapping)) or ids or is_messages(dataset):
@@ -175,17 +175,17 @@ def batches_in_order(
 
 
 def row_reader(dataset: Any, as_row: AsRow) -> AsRow:
-    """``as_row``; of a Hugging Face dataset, which Arrow holds, without the None that Arrow puts into its dicts."""
-    source = getattr(dataset, "dataset", dataset)  # that of a DataLoader or Subset
+    """Return ``as_row``; for a Hugging Face dataset, also drop the None values that Arrow adds to dicts."""
+    source = getattr(dataset, "dataset", dataset)  # the dataset of a DataLoader or Subset
     is_arrow = type(source).__module__.partition(".")[0] == "datasets"
     return (lambda item: drop_nulls(as_row(item))) if is_arrow else as_row
 
 
 def is_batch(item: Any, fields: tuple[str, ...]) -> bool:
-    """Whether an item of a data set is a batch, and not a row: the rule at the top of this file.
+    """Whether an item of a dataset is a batch rather than a row, by the rule at the top of this file.
 
     Raises:
-        WhetTypeError: a list of as many texts as ``fields``, which is ambiguous.
+        WhetTypeError: the item is a list of as many texts as ``fields``, which is ambiguous.
     """
     if isinstance(item, Mapping):
         return _is_column(item.get("input_ids")) or _has_columns(item)
@@ -202,18 +202,18 @@ def is_batch(item: Any, fields: tuple[str, ...]) -> bool:
 
 
 def as_rows(batch: Any, as_row: AsRow, where: str) -> list[Mapping[str, Any]] | None:
-    """The rows of a batch, or a single row; None for token ids in a form for ``whet.data.token_rows``.
+    """Return the rows of a batch or of a single row; None for token ids that ``whet.data.token_rows`` reads.
 
     Raises:
-        WhetTypeError: the batch is no mapping, list, text or array; ``where`` is the caller's name.
-        WhetValueError: it is empty.
+        WhetTypeError: the batch is not a mapping, list, text or array; ``where`` is the caller's name.
+        WhetValueError: the batch is empty.
     """
     if _is_object_array(batch):
         batch = batch.tolist()
     if not (isinstance(batch, (str, Mapping)) or _is_list(batch) or hasattr(batch, "ndim")):
         raise WhetTypeError(
             f"{where}: the batch is {batch!r:.60}, expected a list of rows (dicts), a dict of columns, or token ids in "
-            f"a tensor or lists. Of an iterator, pass list(batch)."
+            f"a tensor or lists. For an iterator, pass list(batch)."
         )
     if _length(batch) == 0:
         raise WhetValueError(f"{where}: the batch is empty. Pass at least one row.")
@@ -231,10 +231,10 @@ def as_rows(batch: Any, as_row: AsRow, where: str) -> list[Mapping[str, Any]] | 
 
 
 def tokenized_rows(batch: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-    """The rows of a mapping with (B, T) ``input_ids`` and columns of as many values; texts among them are left out.
+    """Return the rows of a mapping with (B, T) ``input_ids`` and columns of B values, without columns of text fields.
 
     Raises:
-        WhetValueError: a column with another number of values; ``where`` is the algorithm's name.
+        WhetValueError: a column has another number of values; ``where`` is the algorithm's name.
     """
     n_rows = len(batch["input_ids"])
     columns = {name: column for name, column in batch.items() if name not in FIELDS and column is not None}
@@ -247,7 +247,7 @@ def tokenized_rows(batch: Mapping[str, Any], where: str) -> list[Mapping[str, An
 
 
 def columns_as_rows(fields: tuple[str, ...], columns: Sequence[Any], where: str) -> list[Mapping[str, Any]] | None:
-    """The rows of columns of texts or chats, one per field; None for columns of token ids."""
+    """Return the rows of columns of texts or chats, one column per field; None for columns of token ids."""
     if not any(_has_text(column) for column in columns):
         return None
     lists = [[column] if isinstance(column, str) or is_messages(column) else column for column in columns]
@@ -256,7 +256,7 @@ def columns_as_rows(fields: tuple[str, ...], columns: Sequence[Any], where: str)
 
 
 def as_row(item: Any, fields: tuple[str, ...], where: str) -> Mapping[str, Any]:
-    """A dict unchanged, or a tuple of ``fields`` as a dict; ``where`` is the algorithm's name, for errors."""
+    """Return a dict unchanged, or a tuple of ``fields`` as a dict; ``where`` is the algorithm's name, for errors."""
     if isinstance(item, Mapping):
         return item
     if isinstance(item, tuple) and len(item) == len(fields):
@@ -265,17 +265,17 @@ def as_row(item: Any, fields: tuple[str, ...], where: str) -> Mapping[str, Any]:
 
 
 def is_sequence(dataset: Any) -> bool:
-    """Whether a data set has random access, such as a list, a tensor or torch's map-style Dataset."""
+    """Whether a dataset has random access, as a list, a tensor or torch's map-style Dataset has."""
     indexed = hasattr(dataset, "__getitem__") and _length(dataset) is not None
     return indexed and not isinstance(dataset, (str, bytes, Mapping, IterableDataset))
 
 
 def check_row_counts(where: str, names: Sequence[str], columns: Sequence[Sequence[Any]]) -> None:
-    """Raise for columns of a batch that are empty or of different lengths."""
+    """Reject columns of a batch that are empty or differ in length."""
     counts = [len(column) for column in columns]
     if len(set(counts)) > 1 or counts[0] == 0:
         found = ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True))
-        raise WhetValueError(f"{where}: rows of the batch: {found}. Pass as many of each, at least one.")
+        raise WhetValueError(f"{where}: rows of the batch: {found}. Pass equal numbers, at least one.")
 
 
 # --- kinds of items ------------------------------------------------------------------------------------
@@ -286,21 +286,21 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_ids(value: Any) -> bool:
-    """Whether it is one row of token ids: a 1-D array, or a flat list of integers."""
+    """Whether ``value`` is one row of token ids: a 1-D array, or a flat list of integers."""
     if hasattr(value, "ndim"):
         return value.ndim == 1 and not _is_object_array(value)
     return _is_list(value) and all(isinstance(v, Integral) or getattr(v, "ndim", 1) == 0 for v in value[:1])
 
 
 def _is_column(value: Any) -> bool:
-    """Whether it is the values of a field in several rows: texts, chats, or rows of token ids."""
+    """Whether ``value`` is a column, the values of a field in several rows: texts, chats, or rows of token ids."""
     if hasattr(value, "ndim"):
         return value.ndim == 2 or _is_object_array(value)
     return _is_list(value) and any(isinstance(v, str) or _is_ids(v) or is_messages(v) for v in value[:1])
 
 
 def _is_object_array(value: Any) -> bool:
-    """Whether it is a 1-D array of texts or other objects, such as a NumPy column."""
+    """Whether ``value`` is a 1-D array of texts or other objects, such as a NumPy column."""
     return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "OUT"
 
 
@@ -317,7 +317,7 @@ def _has_columns(item: Mapping[str, Any]) -> bool:
 
 
 def _length(value: Any) -> int | None:
-    """The number of items; None if it is no container, or of unknown length, such as a loader of a stream."""
+    """Return the number of items; None if ``value`` is not a container, or its length is unknown, as of a stream."""
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
         return None
     try:
@@ -327,7 +327,7 @@ def _length(value: Any) -> int | None:
 
 
 def _is_fields(item: Any, fields: tuple[str, ...]) -> bool:
-    """Whether it has one value per field of a row or batch: a tuple; or (B, T) arrays in a list, from a loader."""
+    """Whether ``item`` has one value per field: a tuple, or a list of (B, T) arrays, as a loader returns."""
     if not _is_list(item) or len(item) != len(fields) or _is_ids(item):
         return False
     if isinstance(item, tuple):
@@ -335,15 +335,15 @@ def _is_fields(item: Any, fields: tuple[str, ...]) -> bool:
     return all(getattr(member, "ndim", 0) == 2 for member in item)
 
 
-# --- passes over a data set -----------------------------------------------------------------------------
+# --- passes over a dataset -----------------------------------------------------------------------------
 
 
 _TABLES = {"to_pylist": "to_pylist()", "to_dicts": "to_dicts()", "iterrows": "to_dict('records')"}
-"""Methods that tables of pyarrow, polars and pandas have, and what gives their rows."""
+"""Method that identifies a table of pyarrow, polars or pandas -> call that returns its rows."""
 
 
 def _check_dataset(where: str, dataset: Any) -> None:
-    """Raise for an empty data set, and for anything that is no data set."""
+    """Reject an empty dataset, and anything that is not a dataset."""
     if isinstance(dataset, Mapping):
         raise WhetTypeError(
             f"{where}: dataset is a mapping with the keys {', '.join(map(repr, list(dataset)[:5]))}, expected rows or "
@@ -378,7 +378,7 @@ def _first(where: str, dataset: Any) -> Any:
 def _one_pass(
     items: Iterable[Any], batch_size: int, fields: tuple[str, ...], as_row: AsRow
 ) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """The arguments of ``train_step`` and their number of items: ready batches unchanged, ``batch_size`` rows each."""
+    """Yield the arguments of each ``train_step`` and their number of items: ready batches, or ``batch_size`` rows."""
     items = iter(items)
     first = list(itertools.islice(items, 1))
     items = itertools.chain(first, items)
@@ -397,7 +397,7 @@ def _one_pass(
 
 
 def _batch_items(dataset: Any, passes: Callable[[int], Iterable[Any]], batch_size: int, fields: tuple[str, ...]) -> int:
-    """Items of a batch, where the dataset has a length: 1 of ready batches."""
+    """Return the items per batch if the dataset has a length: 1 for ready batches."""
     if _length(dataset) is None:
         return batch_size
     if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
@@ -408,7 +408,7 @@ def _batch_items(dataset: Any, passes: Callable[[int], Iterable[Any]], batch_siz
 def _stream(
     passes: Passes, batches_of: BatchesOf, start: Place, n_items: int | None, count: Callable[[int], int]
 ) -> BatchStream:
-    """Pass after pass of ``n_items``, None where that is not known; ``count``: batches of a number of items."""
+    """Repeat passes of ``n_items`` (None if unknown); ``count`` maps a number of items to batches."""
     if n_items is None:
         return BatchStream(_repeat(passes, batches_of, start))
     if count(max(0, n_items - start.item)) == 0:
@@ -417,7 +417,7 @@ def _stream(
 
 
 def _repeat(passes: Passes, batches_of: BatchesOf, start: Place) -> Iterator[tuple[tuple[Any, ...], Place]]:
-    """The batches of pass after pass, from a place on."""
+    """Yield the batches of pass after pass, from a position on."""
     while True:
         place = start
         for arguments, place in _with_places(batches_of(passes(*start)), start):
@@ -436,12 +436,12 @@ def _with_places(
 
 
 def _passes(dataset: Any, seed: int) -> Callable[[int], Iterable[Any]]:
-    """Pass ``epoch`` over an iterable, in an order that (seed, epoch) determines where it is random."""
+    """Return a function from epoch to a pass over an iterable; (seed, epoch) determine a random order."""
     if not isinstance(dataset, DataLoader):
         return lambda epoch: _at_epoch(dataset, epoch, dataset)
     generator = torch.Generator()
     loader = _copy_loader(dataset, generator)
-    key = [int(seed) % 2**64, _own_seed(dataset) % 2**64]
+    key = [int(seed) % 2**64, _generator_seed(dataset) % 2**64]
 
     def one_pass(epoch: int) -> Iterable[Any]:
         generator.manual_seed(int(np.random.SeedSequence([*key, epoch]).generate_state(1)[0]))
@@ -458,9 +458,9 @@ def _at_epoch(dataset: Any, epoch: int, *parts: Any) -> Any:
 
 
 def _copy_loader(loader: DataLoader, generator: torch.Generator) -> DataLoader:
-    """A copy of the loader with another generator for torch's samplers, and rows not collated.
+    """Copy the loader with another generator for torch's samplers, and without collation of rows.
 
-    In a resumed run the state of the loader's generator, or of torch's, differs.
+    In a resumed run, the state of the loader's or torch's generator differs.
     """
     keyed = copy.copy(loader)
     # DataLoader forbids assigning its sampler.
@@ -475,7 +475,7 @@ def _copy_loader(loader: DataLoader, generator: torch.Generator) -> DataLoader:
 
 
 def _copy_sampler(sampler: Any, generator: torch.Generator) -> Any:
-    """A copy that draws from ``generator``, itself or through the sampler that it wraps; others unchanged."""
+    """Copy a sampler that draws from a generator, or wraps one that does, to draw from ``generator``."""
     wrapped = getattr(sampler, "sampler", None)
     keyed = None if wrapped is None else _copy_sampler(wrapped, generator)
     if not hasattr(sampler, "generator") and keyed is wrapped:
@@ -488,14 +488,14 @@ def _copy_sampler(sampler: Any, generator: torch.Generator) -> Any:
     return sampler
 
 
-def _own_seed(loader: DataLoader) -> int:
-    """The seed of the generator that was given to a loader or to its sampler; 0 without one."""
+def _generator_seed(loader: DataLoader) -> int:
+    """Return the seed of the generator of a loader or of its sampler; 0 without one."""
     holders = (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None))
     generators = (getattr(holder, "generator", None) for holder in holders)
     return next((generator.initial_seed() for generator in generators if generator is not None), 0)
 
 
 def _stack_tensors(items: list[Any]) -> Any:
-    """torch's default collate for tensors and tuples of them; rows are kept, as it would transpose their lists."""
+    """Collate tensors and tuples of tensors as torch does; return rows as is, whose lists torch would transpose."""
     members = [member for item in items for member in (item if isinstance(item, tuple) else (item,))]
     return default_collate(items) if all(hasattr(member, "ndim") for member in members) else items

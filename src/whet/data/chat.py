@@ -1,4 +1,4 @@
-"""The text of a row's messages by a tokenizer's chat template, in the form that it reads and with nothing left out."""
+"""Rendering of a row's messages by a tokenizer's chat template: in the form that the template reads, and complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Chat:
 
     Args:
         where: the caller's name, for errors.
-        row: ``tools`` (a list, or one as JSON) and ``chat_template_kwargs`` (a dict, or one as JSON) of it are read.
+        row: ``tools`` (a list, or JSON) and ``chat_template_kwargs`` (a dict, or JSON) are read from it.
         tokenizer: with ``apply_chat_template``.
     """
 
@@ -38,34 +38,34 @@ class Chat:
         self._form: Form | None = None
 
     def render(self, messages: Sequence[Any], **flags: bool) -> str:
-        """The text of messages.
+        """Return the text of messages.
 
         Args:
             flags: ``add_generation_prompt``, ``continue_final_message``.
 
         Raises:
-            WhetValueError: there is no template, or it refuses the messages, or they hold more than text.
-            WhetTypeError: a role is not a text, or tools or options are of another type.
+            WhetValueError: there is no template, it rejects the messages, or they hold more than text.
+            WhetTypeError: a role, tools or options have the wrong type.
         """
         return self._call(self.write(messages), flags)
 
     def write(self, messages: Sequence[Any]) -> list[dict[str, Any]]:
-        """The messages in the form that the template reads. The form of the row's first conversation holds for all."""
+        """Return the messages in the form that the template reads, which the row's first conversation determines."""
         self._check(messages)
         if self._form is None and has_forms(messages):
             self._form = self._find_form(messages)
         return (self._form or FORMS[0]).write(messages)
 
     def marked(self, messages: Sequence[Any]) -> Mapping[str, Any]:
-        """``input_ids``, and ``assistant_masks`` where the template has ``{% generation %}`` marks."""
+        """Return ``input_ids``, and ``assistant_masks`` if the template has ``{% generation %}`` marks."""
         flags = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         return self._call(self.write(messages), flags)
 
     def check_complete(self, messages: Sequence[Any], first_learnt: int) -> None:
-        """Refuse what the template leaves out: tools and tool calls, and reasoning and content of what is learnt.
+        """Reject messages of which the template drops tools or tool calls, or reasoning or content that is learnt.
 
         Args:
-            first_learnt: the message where what is learnt begins. Templates leave reasoning before it out by design.
+            first_learnt: the first message that may be learnt. Templates drop reasoning before it by design.
 
         Raises:
             WhetValueError: the rendering is the same without them.
@@ -76,14 +76,14 @@ class Chat:
         for name, fewer, options in reduced:
             if self._try(fewer, options) == text:
                 raise self._error(
-                    f"the row has {name}, and the tokenizer's chat template leaves them out. Use a template that takes "
-                    f"them (--chat-template), or leave them out of the row."
+                    f"the row has {name}, and the tokenizer's chat template drops them. Use a template that renders "
+                    f"them (--chat-template), or remove them from the row."
                 )
 
     def _reduce(
         self, messages: list[dict[str, Any]], first_learnt: int
     ) -> Iterator[tuple[str, list[dict[str, Any]], dict[str, Any]]]:
-        """Names of things that the row has, its messages without them, and changed options."""
+        """Yield each kind of content that the row has, its messages without that content, and options to change."""
         before, learnt = messages[:first_learnt], messages[first_learnt:]
         if self._tools:
             yield "tools", messages, {"tools": None}
@@ -104,8 +104,8 @@ class Chat:
         for message in messages:
             if not isinstance(message["role"], str):
                 raise self._type_error(
-                    f"a message has the role {message['role']!r:.40}, expected a text. Of rows that a DataLoader "
-                    f"collated, pass collate_fn=list."
+                    f"a message has the role {message['role']!r:.40}, expected a text. If a DataLoader collated "
+                    f"the rows, pass it collate_fn=list."
                 )
             if message.get("weight") not in (None, 0, 1):
                 raise self._error(f"the weight of a message is {message['weight']!r}, expected 1, or 0: not learnt.")
@@ -121,7 +121,7 @@ class Chat:
                 )
 
     def _find_form(self, messages: Sequence[Any]) -> Form:
-        """The first form in which the template reads messages; if it reads none, the one whose error tells why."""
+        """Return the first form that the template reads; if it reads none, the form whose error names the cause."""
         marked = mark(messages)
         for form in FORMS:
             written = form.write(marked)
@@ -131,7 +131,7 @@ class Chat:
         return FORMS[1]
 
     def _try(self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> str | None:
-        """The rendering; None: the template refuses it."""
+        """Return the rendering; None if the template rejects the messages."""
         try:
             return self._call(messages, options)
         except WhetValueError:
@@ -143,7 +143,7 @@ class Chat:
         try:
             return self._tokenizer.apply_chat_template(messages, **options)
         except Exception as error:
-            raise self._error(f"the chat template refuses {messages!r:.80}: {error}.") from error
+            raise self._error(f"the chat template rejects {messages!r:.80}: {error}.") from error
 
     @cached_property
     def _tools(self) -> list[Any]:
@@ -155,12 +155,12 @@ class Chat:
         options = dict(self._from_json("chat_template_kwargs", Mapping, "a dict") or {})
         if clashing := options.keys() & {*_FLAGS, "tools", "return_assistant_tokens_mask"}:
             raise self._error(
-                f"chat_template_kwargs sets {', '.join(sorted(clashing))}, which the task sets. Leave it out."
+                f"chat_template_kwargs sets {', '.join(sorted(clashing))}, which the task sets. Remove it."
             )
         return options
 
     def _from_json(self, name: str, kind: Any, expected: str) -> Any:
-        """A field that may be written as JSON; an empty text is None."""
+        """Return a field that may be JSON text; None if it is empty."""
         value = self._row.get(name)
         if isinstance(value, str):
             try:

@@ -1,6 +1,6 @@
-"""Token ids of one row: of its texts, of its messages by the tokenizer's chat template, or those that it holds.
+"""Token ids of one row: from text, from messages through the tokenizer's chat template, or as given.
 
-Needs NumPy; a tokenizer's packages only where they are used.
+Needs only NumPy, and the packages of the tokenizer that is passed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from whet.data.token_ids import MASKS, check_positions, counted_tokens, token_ro
 from whet.errors import WhetTypeError, WhetValueError, check_unicode
 
 FIELDS = ("prompt", "completion", "messages", "text", "chosen", "rejected")
-"""The fields of a row that are tokenised; the others are columns of the data set."""
+"""Fields of a row that are tokenised; other fields are columns of the dataset."""
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "pixel_values")
-"""Fields of rows for models that see and hear."""
+"""Fields for multimodal models."""
 
 
 class Encoder:
@@ -30,8 +30,8 @@ class Encoder:
 
     Args:
         where: the caller's name, for errors.
-        row: the fields, and further arguments of the chat template.
-        tokenizer: for text and messages.
+        row: the fields, and arguments of the chat template.
+        tokenizer: encodes text and messages.
     """
 
     def __init__(self, where: str, row: Mapping[str, Any], tokenizer: Any) -> None:
@@ -41,9 +41,7 @@ class Encoder:
         self._chat = Chat(where, row, tokenizer)
         media = [name for name in _MEDIA if _is_media(row.get(name))]
         if media:
-            raise self.error(
-                f"the row has {media[0]!r}, and only text is trained. Leave it out, or give it another name."
-            )
+            raise self.error(f"the row has {media[0]!r}, and only text is trained. Remove it, or rename it.")
 
     def error(self, text: str) -> WhetValueError:
         return WhetValueError(f"{self._where}: {text}")
@@ -57,20 +55,20 @@ class Encoder:
         return self._row[name]
 
     def is_tokenized(self) -> bool:
-        """Whether the row holds token ids as tokenizers name them, and no text of its own."""
+        """Whether the row has ``input_ids``, and none of the fields that are tokenised."""
         return self._row.get("input_ids") is not None and not any(self._row.get(n) is not None for n in FIELDS)
 
     def tokens(self) -> list[int]:
-        """The row's ``input_ids``, without padding."""
+        """Return the row's ``input_ids`` without padding."""
         ids = self.given(self._row["input_ids"])
         check_positions(self._where, self._row, len(ids))
         return ids
 
     def marked_tokens(self) -> tuple[list[int], list[bool]] | None:
-        """The row's ``input_ids``, without padding, and whether each is learnt; None: the row holds another form.
+        """Return the row's ``input_ids`` without padding, and whether each is learnt; None for a row of another form.
 
         Raises:
-            WhetValueError: it holds another form, and masks, which are those of ``input_ids``.
+            WhetValueError: a row of another form has masks, which apply only to ``input_ids``.
         """
         if self.is_tokenized():
             ids = self.tokens()
@@ -80,13 +78,13 @@ class Encoder:
         is_text = any(isinstance(self._row[name], str) or is_messages(self._row[name]) for name in fields)
         if masks and fields and (self._row.get("input_ids") is not None or not is_text):
             raise self.error(
-                f"the row has {masks[0]!r}, which marks tokens of 'input_ids', and {fields[0]!r}, which is what is "
-                f"tokenised and learnt. Leave one of them out."
+                f"the row has {masks[0]!r}, a mask over 'input_ids', and {fields[0]!r}, which is tokenised and learnt. "
+                f"Remove one of them."
             )
         return None
 
     def prompt(self, prompt: Any) -> list[int]:
-        """Token ids of a prompt, to be continued."""
+        """Return the token ids of a prompt for a model to continue."""
         if isinstance(prompt, str):
             return self._encode(prompt)
         if is_messages(prompt):
@@ -95,33 +93,33 @@ class Encoder:
         return self.given(prompt)
 
     def _open(self, messages: Sequence[Any]) -> list[int]:
-        """Token ids of messages with the assistant's turn opened, or left open if the last message is one."""
+        """Return the token ids of messages with the assistant's turn opened, or left open if it is the last message."""
         is_open = messages[-1]["role"] == "assistant"
         return self._render(messages, add_generation_prompt=not is_open, continue_final_message=is_open)
 
     def whole(self, answer: Any, first: int = 0) -> list[int]:
-        """Token ids of prompt and answer, with EOS; in messages, the answer begins with message ``first``."""
+        """Return the token ids of prompt and answer with EOS. In messages, the answer begins with message ``first``."""
         if isinstance(answer, str):
             return self._with_eos(self._encode(answer))
         if is_messages(answer):
             if answer[-1]["role"] != "assistant":
                 raise self.error(
-                    f"the last message has the role {answer[-1]['role']!r}, and what is learnt ends with it. End "
-                    f"with an 'assistant' message: leave out what follows it."
+                    f"the last message has the role {answer[-1]['role']!r}, and the learnt part ends with it. End with "
+                    f"an 'assistant' message: remove the messages after it."
                 )
             self._chat.check_complete(answer, first)
             return self._render(answer)
         return self.given(answer)
 
     def prompt_and_whole(self, prompt: Any, answer: Any) -> tuple[list[int], list[int]]:
-        """Token ids of the prompt alone, and of prompt and answer together."""
+        """Return the token ids of the prompt, and of prompt and answer tokenised jointly."""
         if is_messages(prompt) and isinstance(answer, str):
             answer = [{"role": "assistant", "content": answer}]
         both_text = isinstance(prompt, str) and isinstance(answer, str)
         both_chat = is_messages(prompt) and is_messages(answer)
         if not both_text and not both_chat and any(isinstance(v, str) or is_messages(v) for v in (prompt, answer)):
             raise self.type_error(
-                f"the prompt is {prompt!r:.40} and what follows it {answer!r:.40}. Give both as text, both as "
+                f"the prompt is {prompt!r:.40} and its continuation {answer!r:.40}. Give both as text, both as "
                 f"messages, or both as token ids."
             )
         if both_chat:
@@ -133,13 +131,13 @@ class Encoder:
         return prompt_ids, self.whole(prompt + answer) if both_text else prompt_ids + self.given(answer)
 
     def without_prompt(self, prompt: Any, answers: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-        """The prompt, and the answers without it if both repeat it; None for a text that conversations hold."""
+        """Return the prompt (None if the conversations contain its text), and the answers without a repeated prompt."""
         is_text, are_chats = isinstance(prompt, str), all(map(is_messages, answers))
         if is_text and are_chats and answers[0][0]["role"] != "assistant":
             if not all(any(prompt.strip() in text_of(message) for message in answer) for answer in answers):
                 raise self.error(
-                    f"the prompt {prompt!r:.40} is a text that the conversations after it do not hold. Leave the "
-                    f"column prompt out, or give it as messages that they continue."
+                    f"the prompt {prompt!r:.40} is a text that the conversations do not contain. Remove the column "
+                    f"'prompt', or give it as messages that they continue."
                 )
             return None, answers
         alike = all(isinstance(answer, str) for answer in answers) if is_text else is_messages(prompt) and are_chats
@@ -151,8 +149,8 @@ class Encoder:
     def _check_begins_with_answer(self, answer: Sequence[Any]) -> None:
         if answer[0]["role"] != "assistant" == answer[-1]["role"]:
             raise self.error(
-                f"what follows the prompt begins with the role {answer[0]['role']!r}, and the assistant's turn is what "
-                f"is learnt. Move what is before it to the prompt; if it repeats the prompt, leave the prompt out."
+                f"the continuation of the prompt begins with the role {answer[0]['role']!r}, and only the assistant's "
+                f"turn is learnt. Move the messages before it to the prompt; if they repeat it, remove the prompt."
             )
 
     def _check_weights(self, answer: Sequence[Any]) -> None:
@@ -160,7 +158,7 @@ class Encoder:
             raise self.error("a message of the assistant has weight 0, which only loss_on='completion' of SFT reads.")
 
     def conversation(self) -> tuple[Sequence[Any], int]:
-        """The row's messages, and the place of the first that may be learnt; none of another kind of row."""
+        """Return the row's messages and the index of the first that may be learnt; none for a row without messages."""
         start, messages = 0, self._row.get("messages")
         if self._row.get("completion") is not None:
             prompt, completion = self.field("prompt"), self._row["completion"]
@@ -177,7 +175,7 @@ class Encoder:
         """(start, end) in the conversation's ids of each turn that is learnt, from message ``first`` on."""
         turns = [i for i in range(first, len(messages)) if is_learnt(messages[i])]
         if not turns:
-            raise self.error("every message of the assistant has weight 0, so nothing is learnt. Leave the row out.")
+            raise self.error("every message of the assistant has weight 0, so nothing is learnt. Remove the row.")
         try:
             return [self._span(messages, i, ids) for i in turns]
         except WhetValueError as error:
@@ -186,10 +184,10 @@ class Encoder:
             return self._marked_spans(messages, first, ids, error)
 
     def _span(self, messages: Sequence[Any], turn: int, ids: list[int]) -> tuple[int, int]:
-        """One turn's, by the renderings of the messages before it and up to it."""
+        """Return the span of one turn, from renderings of the messages before it and up to it."""
         if turn == 0:
             raise self.error(
-                "messages begins with the assistant's turn, which answers nothing. Leave it out, give a system message "
+                "messages begins with the assistant's turn, which has no prompt. Remove it, put a system message "
                 "before it, or train on the last turn (loss_on='last_turn' of SFT)."
             )
         opening = self._render(messages[:turn], add_generation_prompt=True)
@@ -201,20 +199,20 @@ class Encoder:
             raise self._inexact(turn, "up to it", closing, ids)
         return start, end
 
-    def _inexact(self, turn: int, which: str, alone: list[int], ids: list[int]) -> WhetValueError:
-        place = common_prefix(alone, ids)
-        parts = (self._text(row[max(0, place - 6) : place + 12]) for row in (alone, ids))
+    def _inexact(self, turn: int, which: str, prefix: list[int], ids: list[int]) -> WhetValueError:
+        i = common_prefix(prefix, ids)
+        parts = (self._text(row[max(0, i - 6) : i + 12]) for row in (prefix, ids))
         return self.error(
-            "messages[{}] is the assistant's, and its tokens in the conversation cannot be told exactly: the chat "
-            "template renders the messages {} as ...{!r} alone, and as ...{!r} in the conversation. Use a template "
-            "with {{% generation %}} marks (--chat-template of whet train), give each turn a row of its own (as its "
-            "completion), or train on the last turn (loss_on='last_turn' of SFT).".format(turn, which, *parts)
+            "messages[{}] is the assistant's, and its tokens in the conversation cannot be located exactly: the chat "
+            "template renders the messages {} as ...{!r} in isolation, and as ...{!r} in the conversation. Use a "
+            "template with {{% generation %}} marks (--chat-template of whet train), give each turn its own row (as "
+            "its completion), or train on the last turn (loss_on='last_turn' of SFT).".format(turn, which, *parts)
         )
 
     def _marked_spans(
         self, messages: Sequence[Any], first: int, ids: list[int], problem: WhetValueError
     ) -> list[tuple[int, int]]:
-        """Those of the template's own marks; ``problem`` is why renderings do not tell them."""
+        """Return the spans that the template marks; ``problem`` is why renderings do not delimit the turns."""
         rendered = self._chat.marked(messages)
         edges = np.flatnonzero(np.diff([0, *rendered["assistant_masks"], 0])).tolist()
         spans = list(zip(edges[::2], edges[1::2], strict=True))
@@ -222,7 +220,7 @@ class Encoder:
         ends = [i for i in range(len(messages)) if roles[i] == "assistant" and roles[i + 1] != "assistant"]
         if len(spans) != len(ends):
             raise WhetValueError(
-                f"{problem} (It has such marks, but they give {len(spans)} parts for {len(ends)} turns.)"
+                f"{problem} (The template has such marks, but they give {len(spans)} spans for {len(ends)} turns.)"
             ) from problem
         ending = ids[spans[-1][1] :]
         spans = [(start, end + common_prefix(ids[end:], ending)) for start, end in spans]
@@ -232,12 +230,12 @@ class Encoder:
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def given(self, value: Any) -> list[int]:
-        """Token ids as they are, without the padding that the row's ``attention_mask`` shows of its ``input_ids``."""
+        """Return given token ids unchanged, except for padding of ``input_ids``, which the ``attention_mask`` marks."""
         mask = self._row.get("attention_mask") if value is self._row.get("input_ids") else None
         given = value if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else None
         if not hasattr(value, "ndim") and (given is None or isinstance(next(iter(given), None), (str, Mapping))):
             raise self.type_error(
-                f"a field holds {value!r:.60}, expected one text, chat messages (dicts with role and content) or "
+                f"a field is {value!r:.60}, expected one text, chat messages (dicts with role and content) or "
                 f"a flat list of token ids. In a batch of columns, every column has one value per row."
             )
         rows = token_rows(value, mask)
@@ -246,13 +244,13 @@ class Encoder:
         return rows[0]
 
     def _encode(self, text: str) -> list[int]:
-        """Ids of ``text`` with the tokenizer's prefix tokens, once, and without its suffix tokens."""
+        """Encode ``text`` with the tokenizer's prefix tokens, once, and without its suffix tokens."""
         tokenizer: Any = self._tokenizer
         if tokenizer is None:
             raise self.type_error("the row holds text, and there is no tokenizer. Pass one, or token ids.")
         if not hasattr(tokenizer, "__call__"):  # noqa: B004
             raise self.type_error(
-                f"tokenizer is {tokenizer!r:.60}, expected one such as AutoTokenizer.from_pretrained makes."
+                f"tokenizer is {tokenizer!r:.60}, expected a tokenizer, as AutoTokenizer.from_pretrained returns."
             )
         check_unicode(self._where, text)
         ids = tokenizer(text)["input_ids"]
@@ -273,7 +271,7 @@ class Encoder:
         return ids if ids[-1:] == [eos] else [*ids, eos]
 
     def _render(self, messages: Sequence[Any], **flags: bool) -> list[int]:
-        """Token ids of the chat template's text."""
+        """Return the token ids of the chat template's text."""
         text = self._chat.render(messages, **flags)
         check_unicode(self._where, text)
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -287,11 +285,11 @@ def _is_media(value: Any) -> bool:
 
 
 def common_prefix(*rows: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     alike = (len(set(column)) == 1 for column in zip(*rows, strict=False))
     return sum(1 for _ in itertools.takewhile(bool, alike))
 
 
 def list_names(row: Mapping[str, Any]) -> str:
-    """The names of a row's fields that are not None, for errors."""
+    """Return the names of a row's fields that are not None, for errors."""
     return ", ".join(repr(name) for name, value in row.items() if value is not None) or "nothing"

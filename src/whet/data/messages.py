@@ -1,7 +1,7 @@
-"""Chat messages: lists of ``{"role": ..., "content": ...}``, and the forms in which data sets write them.
+"""Chat messages: lists of ``{"role": ..., "content": ...}``, and their forms in datasets.
 
-Published data writes the arguments of tool calls as a text of JSON (OpenAI's form) or as a dict, content as a text or
-as parts (``[{"type": "text", "text": ...}]``), and reasoning under three names; a chat template reads one form of each.
+Datasets store the arguments of tool calls as JSON text (OpenAI's form) or as a dict, content as text or as parts
+(``[{"type": "text", "text": ...}]``), and reasoning under three names; a chat template reads one form of each.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning. The first is the one that most templates read."""
+"""Names of a message's reasoning. Most templates read the first."""
 _TEXT_PARTS = ("text", "input_text", "output_text", None)
 
 
 def is_messages(value: Any) -> bool:
-    """Whether it is a list of chat messages, mappings with a role."""
+    """Whether ``value`` is a list of chat messages, which are mappings with a role."""
     rows = value if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else ()
     return len(rows) > 0 and all(isinstance(row, Mapping) and "role" in row for row in rows)
 
 
 def count_shared(one: Any, other: Any) -> int:
-    """The number of messages with which two conversations begin alike; 0 for other values."""
+    """Return the number of leading messages that two conversations have in common; 0 for other values."""
     pairs = zip(one, other, strict=False) if is_messages(one) and is_messages(other) else ()
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def is_learnt(message: Mapping[str, Any]) -> bool:
-    """Whether it is a turn of the assistant, and its ``weight`` (as of OpenAI's format) is not 0."""
+    """Whether a message is an assistant turn whose ``weight`` (OpenAI's format) is not 0."""
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
 def parts_of(message: Mapping[str, Any]) -> Sequence[Any]:
-    """The parts of a message's content; none where it is a text."""
+    """Return the parts of a message's content; none if the content is text."""
     content = message.get("content")
     return content if isinstance(content, Sequence) and not isinstance(content, str) else ()
 
@@ -45,7 +45,7 @@ def is_text_part(part: Any) -> bool:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """The text of a message's content, its parts on lines; "" without one."""
+    """Return the text of a message's content, its parts joined by line breaks; "" without content."""
     content = message.get("content")
     return content if isinstance(content, str) else "\n".join(filter(None, map(_part_text, parts_of(message))))
 
@@ -55,9 +55,9 @@ def _part_text(part: Any) -> str:
 
 
 def drop_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row without the None that Arrow puts into dicts for keys of other rows, in its messages, tools and options.
+    """Return the row without the None values that Arrow adds to dicts of messages, tools and options for missing keys.
 
-    A message's own keys stay: templates distinguish a content of None.
+    Top-level keys of a message stay: templates distinguish a content of None.
     """
     return {name: _drop_from_field(name, value) for name, value in row.items()}
 
@@ -77,13 +77,13 @@ def _drop_nulls(value: Any) -> Any:
 
 
 class Form(NamedTuple):
-    """A form of messages: ``arguments`` of tool calls are a dict or str, and content may come in parts or is a text."""
+    """A form of messages: the type of tool calls' ``arguments`` (dict or str), and whether content may be in parts."""
 
     arguments: type
     has_parts: bool
 
     def write(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages in this form."""
+        """Return the messages in this form."""
         return [self._write_message(message) for message in messages]
 
     def _write_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,11 +101,11 @@ class Form(NamedTuple):
 
 
 FORMS = (Form(dict, True), Form(dict, False), Form(str, True), Form(str, False))
-"""In the order in which they are tried."""
+"""In the order that they are tried."""
 
 
 def mark(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages in the first form, with texts in their parts and arguments that occur nowhere else."""
+    """Return the messages in the first form, with unique markers as the text of their parts and arguments."""
     texts = map("\ue000{}\ue000".format, itertools.count())
     return [_mark_message(message, texts) for message in FORMS[0].write(messages)]
 
@@ -121,7 +121,7 @@ def _mark_message(message: dict[str, Any], texts: Iterator[str]) -> dict[str, An
 
 
 def is_read(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
-    """Whether a rendering of what ``mark`` gives holds all parts, and neither lists of parts nor a dict of Python."""
+    """Whether a rendering of marked messages has every marker, and no list of parts or Python dict printed raw."""
     contents = [message["content"] for message in messages if parts_of(message)]
     functions = [call.get("function", call) for message in messages for call in tool_calls(message)]
     objects = [function.get("arguments") for function in functions if isinstance(function, Mapping)]
@@ -132,12 +132,12 @@ def is_read(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
 
 
 def has_forms(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether messages hold something that is written in several forms."""
+    """Whether messages hold content that datasets store in several forms."""
     return any(tool_calls(message) or parts_of(message) for message in messages)
 
 
 def tool_calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The calls of a message, which may come as JSON; none where it has no list of dicts."""
+    """Return the tool calls of a message, which may be JSON text; none if they are not a list of dicts."""
     calls = message.get("tool_calls") or ()
     calls = _parse(calls) if isinstance(calls, str) else calls
     is_list = isinstance(calls, Sequence) and not isinstance(calls, str)
@@ -145,25 +145,25 @@ def tool_calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def without(messages: Sequence[Mapping[str, Any]], *names: str) -> list[dict[str, Any]]:
-    """The messages without some of their fields."""
+    """Return the messages without the named fields."""
     return [{name: value for name, value in message.items() if name not in names} for message in messages]
 
 
 def _alias_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message's reasoning under the two names that templates read, as from transformers 5.24 on."""
+    """Return a message's reasoning under the two names that templates read, as transformers does from 5.24."""
     given = next((message[name] for name in REASONING if message.get(name)), None)
     return {} if given is None else {"thinking": message.get("thinking") or given, "reasoning_content": given}
 
 
 def _map_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """A tool call with other arguments; they are its own, or those of its function."""
+    """Return a tool call with ``change`` applied to its arguments, or to the arguments of its function."""
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _map_arguments(call["function"], change)}
     return {**call, "arguments": change(call["arguments"])} if "arguments" in call else dict(call)
 
 
 def _parse_object(arguments: Any) -> Any:
-    """The dict that a text of JSON holds; an empty text is {}; others as they are."""
+    """Return the dict in a JSON text, {} for an empty text, and other arguments unchanged."""
     parsed = (_parse(arguments) if arguments.strip() else {}) if isinstance(arguments, str) else None
     return parsed if isinstance(parsed, dict) else arguments
 

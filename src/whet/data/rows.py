@@ -1,10 +1,10 @@
-"""Rows of token ids from dicts and tensors: tokenising, and the order of batches.
+"""Tokenisation of rows, and the order of batches.
 
-A row is a dict as in a JSON Lines file. Its fields may be plain strings, chat messages (lists of
-``{"role": ..., "content": ...}``) or token ids; the last are not changed. Does not pad, does not
-truncate, and keeps no data sets: a row is tokenised when its batch is needed.
+A row is a dict, as in a JSON Lines file. Its fields may be plain strings, chat messages (lists of
+``{"role": ..., "content": ...}``) or token ids, which are used unchanged. Does not pad, truncate, or store datasets: a
+row is tokenised when its batch is needed.
 
-Needs NumPy; a tokenizer's packages only where they are used.
+Needs only NumPy, and the packages of the tokenizer that is passed.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from whet.errors import WhetValueError, check_integer
 
 
 def tokenize_prompt(row: Mapping[str, Any], tokenizer: Any) -> list[int]:
-    """Token ids of ``row["prompt"]``, to be continued; or of ``input_ids``, without their padding.
+    """Return the token ids of ``row["prompt"]``, or ``input_ids`` without padding, for a model to continue.
 
-    A string gets BOS if, and as, the tokenizer adds it, and no EOS. Messages go through the chat
-    template, which opens the assistant's turn, or leaves it open if the last message is one.
+    A string gets BOS if the tokenizer adds it, and no EOS. Messages go through the chat template, which opens the
+    assistant's turn, or leaves it open if the last message is the assistant's.
 
-    Of every row that holds messages, here and below, ``tools`` (a list, or one as JSON) and
-    ``chat_template_kwargs`` (a dict, or one as JSON) go to the chat template.
+    In every row with messages, here and below, ``tools`` (a list, or JSON) and ``chat_template_kwargs`` (a dict, or
+    JSON) are passed to the chat template.
 
     Raises:
-        WhetValueError: no prompt or an empty one, no chat template, messages that the template rejects, or tools
-            that it ignores.
-        WhetTypeError: the prompt is none of the three forms, or text comes without a tokenizer.
+        WhetValueError: the prompt is missing or empty, there is no chat template, or the template rejects the messages
+            or ignores the tools.
+        WhetTypeError: the prompt has none of the three forms, or is text without a tokenizer.
     """
     encoder = Encoder("tokenize_prompt", row, tokenizer)
     ids = encoder.tokens() if encoder.is_tokenized() else encoder.prompt(encoder.field("prompt"))
@@ -43,29 +43,30 @@ def tokenize_prompt(row: Mapping[str, Any], tokenizer: Any) -> list[int]:
 
 
 def tokenize_completion(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[int]]:
-    """``(prompt_ids, completion_ids)`` of a row to imitate.
+    """Return ``(prompt_ids, completion_ids)`` of a row to imitate.
 
-    Rows: ``prompt`` and ``completion``; ``messages``, of which the last, the assistant's, is the completion; or
-    ``text`` (a string or token ids) or ``input_ids``, whose first token (BOS, if the tokenizer adds it) is the prompt.
-    Of ``input_ids``, tokens count that every mask of the row marks (``labels``, ``completion_mask`` and
-    ``assistant_masks``, see ``whet.data.token_ids.counted_tokens``), and the prompt is what precedes the first.
+    A row has ``prompt`` and ``completion``; or ``messages``, the last of which is the assistant's and is the
+    completion; or ``text`` (a string or token ids) or ``input_ids``, whose first token (BOS, if the tokenizer adds it)
+    is the prompt. With ``input_ids``, a token counts if every mask of the row marks it (``labels``,
+    ``completion_mask``, ``assistant_masks``; see ``whet.data.token_ids.counted_tokens``), and the prompt is all tokens
+    before the first that counts.
 
-    Text of prompt and completion is tokenised together, and the prompt is what that shares with the
-    prompt alone, at least one token: a token across the boundary belongs to the completion. Plain text ends
-    with EOS; a chat template ends its turns itself.
+    Prompt and completion text is tokenised jointly, and the prompt is the longest common prefix with the tokens of the
+    prompt text, at least one token: a token across the boundary belongs to the completion. Plain text ends with EOS; a
+    chat template ends its turns.
 
     Raises:
-        WhetValueError: fields are missing, all of them are empty, the tokenizer has no EOS token, the
-            chat template is missing or refuses the messages, or the last message is not the assistant's; or
-            masks of another length than ``input_ids``, with other values, or with gaps, which ``tokenize_turns`` reads.
-        WhetTypeError: a field is of another form than its partner, or text comes without a tokenizer.
+        WhetValueError: fields are missing or all empty, the tokenizer has no EOS token, the chat template is missing
+            or rejects the messages, or the last message is not the assistant's; or a mask differs in length from
+            ``input_ids``, has invalid values, or has gaps, which only ``tokenize_turns`` supports.
+        WhetTypeError: two fields have different forms, or text comes without a tokenizer.
     """
     encoder = Encoder("tokenize_completion", row, tokenizer)
     if (given := encoder.marked_tokens()) is not None:
         prompt_ids, completion_ids, mask = _split_marked(encoder, *given)
         if not all(mask):
             raise encoder.error(
-                "the row's masks leave out tokens after the first that is learnt, which tokenize_turns reads "
+                "the row's masks have gaps after the first token that is learnt, which only tokenize_turns supports "
                 "(loss_on='completion' of SFT)."
             )
         return prompt_ids, completion_ids
@@ -89,23 +90,23 @@ def tokenize_completion(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[in
 
 
 def tokenize_turns(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[int], list[bool]]:
-    """``(prompt_ids, completion_ids, completion_mask)`` of a row to imitate, in which every assistant's turn counts.
+    """Return ``(prompt_ids, completion_ids, completion_mask)`` of a row to imitate, with every assistant turn learnt.
 
-    Rows are those of ``tokenize_completion``. Of ``messages``, and of a ``completion`` that is messages, the tokens of
-    each turn of the assistant count, if its ``weight`` is not 0, and those of other turns do not; the prompt is what
-    precedes the first that counts. Of other rows, and where only the last message is to be learnt, it is what
-    ``tokenize_completion`` gives, which all counts.
+    Accepts the rows of ``tokenize_completion``. In ``messages``, and in a ``completion`` of messages, the tokens of
+    each assistant turn count unless its ``weight`` is 0, and no others do; the prompt is all tokens before the first
+    that counts. Other rows, and conversations whose last message only is learnt, give the ids of
+    ``tokenize_completion``, all of which count.
 
-    The tokens are those of the whole conversation. A turn begins where the messages before it end, rendered with the
-    assistant's turn opened, and ends where the messages up to it do: with the token that ends a turn, and the line
-    break after it if the template writes one. Both renderings have to be prefixes of the whole in tokens, but for an
-    EOS that a template writes behind the last message only, and for a token across the beginning, which belongs to the
-    turn. Where they are not, as with templates that leave out the reasoning of earlier turns, the template's own
-    ``{% generation %}`` marks tell, if there is one for each turn; what ends the last turn ends each of them, marked or
-    not.
+    The ids are the tokens of the whole conversation. A turn begins where the messages before it end, rendered with the
+    assistant's turn opened, and ends where the messages up to it end: with the end-of-turn token, and the line break
+    after it if the template writes one. Both renderings must be token prefixes of the whole, except for an EOS that a
+    template writes only after the last message, and for a token across the start, which belongs to the turn. If they
+    are not, as with templates that drop the reasoning of earlier turns, the template's ``{% generation %}`` marks
+    delimit the turns, provided that there is one for each; the tokens that end the last turn then end every turn,
+    marked or not.
 
     Raises:
-        WhetValueError: as ``tokenize_completion``; or neither tells the turns exactly.
+        WhetValueError: as ``tokenize_completion``; or neither method delimits the turns exactly.
         WhetTypeError: as ``tokenize_completion``.
     """
     encoder = Encoder("tokenize_turns", row, tokenizer)
@@ -125,10 +126,10 @@ def tokenize_turns(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], l
 
 
 def tokenize_example(row: Mapping[str, Any], tokenizer: Any, loss_on: str) -> tuple[list[int], list[int], list[bool]]:
-    """``(prompt_ids, completion_ids, completion_mask)`` of a row to imitate, by ``loss_on`` of ``SFTConfig``.
+    """Return ``(prompt_ids, completion_ids, completion_mask)`` of a row to imitate, by ``loss_on`` of ``SFTConfig``.
 
     Raises:
-        WhetValueError: as ``tokenize_turns``; or ``loss_on`` is "all", and the row has masks, which it would override.
+        WhetValueError: as ``tokenize_turns``; or ``loss_on="all"`` would override the row's masks.
         WhetTypeError: as ``tokenize_turns``.
     """
     if loss_on == "completion":
@@ -145,7 +146,7 @@ def tokenize_example(row: Mapping[str, Any], tokenizer: Any, loss_on: str) -> tu
 
 
 def _split_marked(encoder: Encoder, ids: list[int], counted: list[bool]) -> tuple[list[int], list[int], list[bool]]:
-    """Prompt, completion and its mask of a tokenised row: the completion begins with the first token that counts."""
+    """Split a tokenised row into prompt, completion and its mask; the completion begins with the first learnt token."""
     if not ids:
         raise encoder.error("input_ids is empty.")
     n_prompt = max(1, counted.index(True) if True in counted else len(ids))
@@ -153,16 +154,16 @@ def _split_marked(encoder: Encoder, ids: list[int], counted: list[bool]) -> tupl
 
 
 def tokenize_preference(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
-    """``(prompt_ids, chosen_ids, rejected_ids)`` of a preference pair.
+    """Return ``(prompt_ids, chosen_ids, rejected_ids)`` of a preference pair.
 
-    ``chosen`` and ``rejected`` continue ``prompt``, or, without one, start with it. A ``prompt`` of text or messages
-    that both of them repeat counts once, and one of text that stands in both conversations is not read.
-    The prompt is their longest common prefix in tokens. Text ends with EOS. The completions of
-    a tie are equal, and without a prompt empty.
+    ``chosen`` and ``rejected`` continue ``prompt``, or contain it if there is none. A ``prompt`` of text or messages
+    that both of them repeat counts once; a text prompt that occurs in both conversations is ignored. The prompt is the
+    longest common prefix in tokens. Text ends with EOS. The completions of a tie are equal, and empty without a
+    prompt.
 
     Raises:
-        WhetValueError: as ``tokenize_completion``; or chosen and rejected share no first token, or are conversations
-            without the text of the prompt.
+        WhetValueError: as ``tokenize_completion``; or chosen and rejected have no common first token, or are
+            conversations without the text of the prompt.
         WhetTypeError: as ``tokenize_completion``.
     """
     encoder = Encoder("tokenize_preference", row, tokenizer)
@@ -177,21 +178,21 @@ def tokenize_preference(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[in
     n_prompt = common_prefix(*bare)
     if n_prompt == 0:
         raise encoder.error(
-            "chosen and rejected share no first token, so there is no prompt to compare them on. Give the row a "
-            "prompt, or use a tokenizer that adds BOS."
+            "chosen and rejected have no common first token, so there is no prompt to compare them on. Give the "
+            "row a prompt, or use a tokenizer that adds BOS."
         )
     chosen, rejected = wholes
     return chosen[:n_prompt], chosen[n_prompt:], rejected[n_prompt:]
 
 
 def shuffled_batches(n_rows: int, batch_size: int, seed: int, start_batch: int = 0) -> Iterator[list[int]]:
-    """Row indices of the batches from ``start_batch`` on, endlessly.
+    """Yield the row indices of each batch, starting at ``start_batch``, indefinitely.
 
-    Epoch e is a permutation that depends on (seed, e) only, cut into ``n_rows // batch_size`` batches;
-    the rows left over at its end are dropped from it.
+    Epoch e is a permutation that depends only on (seed, e), cut into ``n_rows // batch_size`` batches; the remaining
+    rows are dropped from that epoch.
 
     Raises:
-        WhetValueError: fewer rows than batch_size, batch_size below 1, start_batch below 0, or no integers.
+        WhetValueError: n_rows < batch_size, batch_size < 1, start_batch < 0, or one is not an integer.
     """
     where = "shuffled_batches"
     n_rows, batch_size = check_integer(where, "n_rows", n_rows, 0), check_integer(where, "batch_size", batch_size, 1)
@@ -207,7 +208,7 @@ def shuffled_batches(n_rows: int, batch_size: int, seed: int, start_batch: int =
 
 
 def epoch_order(n_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """(n_rows,): the rows of an epoch, a permutation that depends on (seed, epoch) only."""
+    """Return the order of an epoch's rows, (n_rows,): a permutation that depends only on (seed, epoch)."""
     return np.random.default_rng([seed % 2**64, epoch]).permutation(n_rows)
 
 

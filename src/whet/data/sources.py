@@ -2,9 +2,10 @@
 
 A source is a file (.jsonl, .json, .csv, each also with .gz, or .parquet), a glob pattern of such files, or a dataset as
 ``NAME:CONFIG:SPLIT``: a folder or a name on the hub, as ``datasets.load_dataset`` reads it. Its configuration may be
-empty or left out (the default one), and so may its split (train), which may be a slice, ``train[:1000]``.
+empty or omitted (default: the dataset's default configuration), and so may its split (default: train), which may be a
+slice, ``train[:1000]``.
 
-Needs only the standard library; ``pyarrow`` and ``datasets`` where a source needs them.
+Needs only the standard library; Parquet needs ``pyarrow``, and a dataset ``datasets``.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ Source = str | os.PathLike[str]
 
 
 class Part(NamedTuple):
-    """Rows of one file or dataset: their places are ``prefix`` followed by a number each."""
+    """Rows of one file or dataset. The location of a row is ``prefix`` followed by its number."""
 
     prefix: str
     numbers: Sequence[int]
 
 
 class Rows(list[Row]):
-    """Rows in memory that know where each of them was read.
+    """Rows in memory, with the file and line that each was read from.
 
     Args:
         rows: the rows.
-        parts: where they come from, in their order; their numbers are as many as the rows.
+        parts: the sources of the rows, in order, with one number per row.
     """
 
     def __init__(self, rows: Iterable[Row] = (), parts: Iterable[Part] = ()) -> None:
@@ -59,19 +60,19 @@ class Rows(list[Row]):
 
 
 def read_rows(source: Source | Sequence[Source], columns: Mapping[str, str] | None = None) -> Rows:
-    """Rows of one source or several, in their order.
+    """Read the rows of one source, or of several in order.
 
     Args:
-        source: a file, a glob pattern, or a dataset as ``NAME:CONFIG:SPLIT``; or a list of them. Files that match a
+        source: a file, a glob pattern, or a dataset as ``NAME:CONFIG:SPLIT``; or a list of these. Files that match a
             pattern are read in the order of their names.
-        columns: field -> name of the column that it is read from, such as ``{"prompt": "question"}``, in every source.
-            Messages in it may be ShareGPT's, with ``from`` and ``value``. Other columns keep their names.
+        columns: field -> column to read it from, such as ``{"prompt": "question"}``, in every source. The column may
+            hold ShareGPT messages, with ``from`` and ``value``. Other columns keep their names.
 
     Raises:
-        WhetValueError: no such file, a file not in the format of its ending (with ``file:line`` for
-            JSON Lines and CSV), one without rows, or one without a column that ``columns`` names.
+        WhetValueError: a file does not exist, is not in the format of its extension (with ``file:line`` for JSON Lines
+            and CSV), has no rows, or lacks a column that ``columns`` names.
         WhetTypeError: source is not a path or a list of paths.
-        MissingExtraError: Parquet without pyarrow, or a dataset without ``datasets``.
+        MissingExtraError: ``pyarrow`` or ``datasets`` is needed and not installed.
     """
     found = Rows()
     for each in as_sources(source):
@@ -84,10 +85,10 @@ def read_rows(source: Source | Sequence[Source], columns: Mapping[str, str] | No
 
 
 def as_sources(source: Any) -> list[Source]:
-    """One source, or a list of them, as a list.
+    """Return one source, or a list of sources, as a list.
 
     Raises:
-        WhetTypeError: it is neither.
+        WhetTypeError: ``source`` is neither.
     """
     sources = list(source) if isinstance(source, (list, tuple)) else [source]
     if not sources or not all(isinstance(each, (str, os.PathLike)) for each in sources):
@@ -99,7 +100,7 @@ def as_sources(source: Any) -> list[Source]:
 
 
 def source_files(source: Source) -> list[Path]:
-    """The files that a source names on this machine, a dataset's folder among them; none of one on the hub."""
+    """Return the local files that a source names, or that a dataset's folder holds; none for a dataset on the hub."""
     path, named = Path(source), Path(_split_name(str(source))[0])
     if path.is_file():
         return [path]
@@ -131,7 +132,7 @@ def _read_source(source: str) -> list[tuple[Part, list[Row]]]:
 
 
 def _reader(name: str) -> Callable[[Path], tuple[Part, list[Row]]] | None:
-    """The reader of a file's format, by the ending of its name."""
+    """Return the reader for a file's extension."""
     return _READERS.get(Path(name.removesuffix(".gz")).suffix)
 
 
@@ -144,7 +145,7 @@ def _read_file(file: Path) -> tuple[Part, list[Row]]:
 
 
 def _content(file: Path) -> bytes:
-    """The bytes of a file, unpacked, without a byte order mark."""
+    """Return the bytes of a file, decompressed and without a byte order mark."""
     content = file.read_bytes()
     if file.suffix == ".gz":
         try:
@@ -155,7 +156,7 @@ def _content(file: Path) -> bytes:
 
 
 def _read_json(file: Path) -> tuple[Part, list[Row]]:
-    """A list of objects if the first character is a bracket, else one object per line; empty lines are skipped."""
+    """Parse a JSON array of objects if the first character is a bracket, else JSON Lines without empty lines."""
     content, numbers = _content(file), array("Q")
     if content.lstrip()[:1] == b"[":
         rows = _parse_json(content, str(file))
@@ -169,7 +170,7 @@ def _read_json(file: Path) -> tuple[Part, list[Row]]:
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             where = f"{part.prefix}{part.numbers[i]}"
-            raise WhetValueError(f'read_rows: {where}: {row!r:.60} is no JSON object, such as {{"prompt": ...}}.')
+            raise WhetValueError(f'read_rows: {where}: {row!r:.60} is not a JSON object, such as {{"prompt": ...}}.')
     return part, rows
 
 
@@ -181,7 +182,7 @@ def _parse_json(text: bytes, where: str) -> Any:
 
 
 def _read_csv(file: Path) -> tuple[Part, list[Row]]:
-    """Rows by the names in the first line; all values are text, and quoted ones may have several lines."""
+    """Parse CSV with a header line. All values are text, and a quoted value may span lines."""
     try:
         text = _content(file).decode()
     except ValueError as error:
@@ -192,7 +193,7 @@ def _read_csv(file: Path) -> tuple[Part, list[Row]]:
     try:
         for row in reader:
             if None in row or None in row.values():
-                raise csv.Error(f"the row has another number of values than the {len(row.keys() - {None})} columns")
+                raise csv.Error(f"the number of values is not the number of columns, {len(row.keys() - {None})}")
             rows.append(row)
             numbers.append(reader.line_num)
     except csv.Error as error:
@@ -224,7 +225,7 @@ def _read_dataset(name: str) -> tuple[Part, list[Row]]:
 
     try:
         rows = [drop_nulls(dict(row)) for row in datasets.load_dataset(path, config or None, split=split)]
-    except Exception as error:  # of many kinds: connections, names, splits, formats
+    except Exception as error:  # connections, names, splits, formats: no common base class
         raise WhetValueError(
             f"read_rows: {what} as a dataset failed: {type(error).__name__}: {error} Configuration and split are given "
             f"as NAME:CONFIG:SPLIT."
@@ -247,7 +248,7 @@ def _rename(rows: list[Row], columns: Mapping[str, str], source: str) -> list[Ro
 
 
 def _as_messages(value: Any) -> Any:
-    """Messages as ShareGPT writes them (from and value) with role and content; other values unchanged."""
+    """Convert ShareGPT messages (from, value) to role and content; return other values unchanged."""
     turns = value if isinstance(value, list) else []
     if not turns or not all(isinstance(turn, dict) and turn.keys() >= {"from", "value"} for turn in turns):
         return value
@@ -255,4 +256,4 @@ def _as_messages(value: Any) -> Any:
 
 
 _ROLES = {"human": "user", "gpt": "assistant"}
-"""ShareGPT's names of roles."""
+"""ShareGPT role -> role."""

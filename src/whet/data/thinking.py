@@ -1,4 +1,4 @@
-"""A model's thinking before its answer, told apart by the tags that its chat template has around it."""
+"""A model's thinking before its answer, delimited by the tags of its chat template."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ _NAMES = "think|thinking|thought|reasoning"
 _MARK = re.compile(rf"[<\[]\|?[\w:]*(?:{_NAMES})\|?[>\]]", re.IGNORECASE)
 _CLOSING = re.compile(rf"[<\[](?:/|\|END_)[\w:]*(?:{_NAMES})\|?[>\]]", re.IGNORECASE)
 _TAG_TOKENS = 32
-"""More than a tag has, and the blanks after it."""
+"""An upper bound for a tag and the whitespace after it."""
 
 
 class Tags(NamedTuple):
-    """The texts that thinking begins and ends with."""
+    """The texts that delimit thinking."""
 
     opening: str
     closing: str
 
 
 OPENING_TAG = "opening_tag"
-"""The column of rollouts with ``Replies.opening_tag`` of each prompt."""
-USUAL_TAGS = Tags("<think>", "</think>")
+"""Column of rollouts that holds ``Replies.opening_tag`` of each prompt."""
+DEFAULT_TAGS = Tags("<think>", "</think>")
 
 
 def thinking_tags(template: str) -> Tags:
-    """The tags of thinking in the text of a chat template; ``<think>`` and ``</think>`` where it has none.
+    """Return the thinking tags in the text of a chat template; default: ``<think>`` and ``</think>``.
 
-    They are the first name in brackets that ends in "think", "thinking", "thought" or "reasoning" and whose partner is
-    there too: with a slash, as ``[/THINK]``, or with END for START, as ``<|END_THINKING|>``.
+    The opening tag is the first bracketed name that ends in "think", "thinking", "thought" or "reasoning" and whose
+    closing tag occurs too: with a slash, as ``[/THINK]``, or with END for START, as ``<|END_THINKING|>``.
     """
     for opening in _MARK.findall(template):
         closing = _closing_of(opening)
         if closing != opening and closing in template:
             return Tags(opening, closing)
-    return USUAL_TAGS
+    return DEFAULT_TAGS
 
 
 def answer_in(reply: str, tags: Tags | None = None) -> str | None:
-    """The text of a reply behind its thinking; None where the thinking was cut off before there was an answer.
+    """Return the text of a reply after its thinking; None if the reply was truncated while thinking.
 
     Args:
-        reply: with the opening tag, also where that is the prompt's; see ``Replies.opening_tag``.
-        tags: around the thinking; None: those that are found in the reply.
+        reply: with the opening tag, even if the prompt ends with it; see ``Replies.opening_tag``.
+        tags: delimiters of the thinking. None: the tags found in the reply.
     """
     tags = tags or _tags_in(reply)
     begin = reply.lstrip()
@@ -56,11 +56,11 @@ def answer_in(reply: str, tags: Tags | None = None) -> str | None:
 
 
 class Replies:
-    """The texts of replies as scorers get them, and whether their prompt has opened the thinking.
+    """Decodes replies for scorers, and detects prompts that open the thinking.
 
     Attributes:
-        tags: around the thinking; None: the tokenizer has no chat template.
-        unread_tags: id -> tag, of those that are special tokens, which decoding leaves out.
+        tags: delimiters of the thinking; None if the tokenizer has no chat template.
+        special_tags: id -> tag, for tags that are special tokens, which decoding skips.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -68,25 +68,26 @@ class Replies:
         template = getattr(tokenizer, "chat_template", None)
         self.tags = thinking_tags(str(template)) if template else None
         encoded = {tag: tokenizer(tag, add_special_tokens=False)["input_ids"] for tag in self.tags or ()}
-        self.unread_tags = {ids[0]: tag for tag, ids in encoded.items() if len(ids) == 1 and not self._show(ids)}
+        self.special_tags = {ids[0]: tag for tag, ids in encoded.items() if len(ids) == 1 and not self._decode(ids)}
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens without special ones, except the tags of thinking."""
-        if self.unread_tags.keys().isdisjoint(token_ids):
-            return self._show(list(token_ids))
-        runs = itertools.groupby(token_ids, lambda token_id: token_id in self.unread_tags)
+        """Return the text of tokens without special tokens, except thinking tags."""
+        if self.special_tags.keys().isdisjoint(token_ids):
+            return self._decode(list(token_ids))
+        runs = itertools.groupby(token_ids, lambda token_id: token_id in self.special_tags)
         return "".join(
-            "".join(map(self.unread_tags.__getitem__, run)) if is_tag else self._show(list(run)) for is_tag, run in runs
+            "".join(map(self.special_tags.__getitem__, run)) if is_tag else self._decode(list(run))
+            for is_tag, run in runs
         )
 
     def opening_tag(self, prompt_ids: Sequence[int]) -> str:
-        """The tag that a prompt ends with, so that the reply begins within the thinking; "": it does not."""
+        """Return the opening tag if the prompt ends with it, so that the reply begins inside the thinking, else ""."""
         if self.tags is None:
             return ""
         end = self._tokenizer.decode(list(prompt_ids[-_TAG_TOKENS:]), skip_special_tokens=False)
         return self.tags.opening if end.rstrip().endswith(self.tags.opening) else ""
 
-    def _show(self, ids: list[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
@@ -95,11 +96,11 @@ def _closing_of(opening: str) -> str:
 
 
 def _tags_in(reply: str) -> Tags:
-    """The first tag of a reply, and its partner, which need not be there."""
+    """Return the first tag of a reply and its counterpart, which need not occur."""
     closing = _CLOSING.search(reply)
     opening = next((mark for mark in _MARK.findall(reply) if not _CLOSING.fullmatch(mark)), None)
     if opening is not None:
         return Tags(opening, _closing_of(opening))
     if closing is not None:
         return Tags(closing[0].replace("/", "", 1).replace("END_", "START_"), closing[0])
-    return USUAL_TAGS
+    return DEFAULT_TAGS

@@ -1,4 +1,4 @@
-"""Token ids of any common shape as rows, and the fields with one value per token. Needs NumPy."""
+"""Token ids of any common shape as rows, and fields with one value per token. Needs only NumPy."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from whet.errors import WhetTypeError, WhetValueError
 
 
 def token_rows(x: Any, attention_mask: Any = None) -> list[list[int]]:
-    """Token ids of any common shape as rows without padding.
+    """Return token ids of any common shape as rows without padding.
 
     Args:
         x: a (B, T) or (T,) integer tensor or array; a sequence of 1-D tensors, arrays or lists; one
             flat list of ints; or a mapping with ``input_ids`` and perhaps ``attention_mask``.
-        attention_mask: of x's shape, nonzero where a token counts; padding on either side is
-            stripped. None: every token counts.
+        attention_mask: the shape of x, nonzero where a token counts; padding on either side is stripped. None: every
+            token counts.
 
     Raises:
-        WhetTypeError: ids that are no integers.
-        WhetValueError: more than two axes, negative ids, a mask of another shape, or one with a hole.
+        WhetTypeError: ids are not integers.
+        WhetValueError: x has more than two axes or negative ids, or the mask has another shape or a hole.
     """
     if isinstance(x, Mapping):
         if "input_ids" not in x:
@@ -37,7 +37,7 @@ def token_rows(x: Any, attention_mask: Any = None) -> list[list[int]]:
 
 
 def _split_rows(x: Any) -> list[np.ndarray]:
-    """One array per row."""
+    """Return one array per row."""
     is_array = hasattr(x, "ndim")
     if not is_array and (isinstance(x, (str, bytes)) or not isinstance(x, Sequence)):
         raise WhetTypeError(f"token_rows: x is {x!r:.60}, expected token ids in a tensor, array or list.")
@@ -56,7 +56,7 @@ def _is_row(item: Any) -> bool:
 
 
 def _array(x: Any) -> np.ndarray:
-    """A list, or a torch tensor on any device, as an array; an empty one of integers."""
+    """Return a list, or a torch tensor on any device, as an array; an empty input gives integers."""
     if hasattr(x, "detach"):
         x = x.detach().cpu().tolist() if x.numel() else np.zeros(tuple(x.shape), dtype=np.int64)
     try:
@@ -93,13 +93,13 @@ def _strip_padding(i: int, row: np.ndarray, mask: np.ndarray | None) -> list[int
 # --- fields with one value per token ----------------------------------------------------------------
 
 MASKS = ("labels", "completion_mask", "assistant_masks")
-"""Fields that mark which tokens of ``input_ids`` are learnt."""
+"""Masks: fields that mark which tokens of ``input_ids`` are learnt."""
 _POSITIONS = ("position_ids", "seq_lengths", "token_type_ids")
 _WITHOUT_EFFECT = ("input_ids", "attention_mask", "special_tokens_mask")
 
 
 def check_positions(where: str, row: Mapping[str, Any], n_tokens: int) -> None:
-    """Refuse a tokenised row that is not one sequence of ``n_tokens`` tokens of one type.
+    """Reject a tokenised row that is not one sequence of ``n_tokens`` tokens of one type.
 
     Raises:
         WhetValueError: ``position_ids`` are not 0..n-1, ``seq_lengths`` not n, or ``token_type_ids`` not 0; ``where``
@@ -113,22 +113,22 @@ def check_positions(where: str, row: Mapping[str, Any], n_tokens: int) -> None:
         if values.tolist() != expected:
             raise WhetValueError(
                 f"{where}: {name} is {values.tolist()!s:.60}, expected {expected!s:.40}: a row is one sequence. Give "
-                f"each sequence a row of its own, or leave {name} out."
+                f"each sequence its own row, or remove {name}."
             )
 
 
 def counted_tokens(where: str, row: Mapping[str, Any], ids: Sequence[int]) -> list[bool]:
-    """Whether each token of a row's ``input_ids`` is learnt: where all of its ``MASKS`` mark it, or there are none.
+    """Return whether each token of a row's ``input_ids`` is learnt: all of its ``MASKS`` mark it, or it has none.
 
     Args:
         where: the caller's name, for errors.
-        row: ``labels`` holds at a token's own position the token if it is learnt, else -100; ``completion_mask`` and
+        row: ``labels`` holds the token itself if it is learnt, else -100, not shifted; ``completion_mask`` and
             ``assistant_masks`` hold 1 or 0.
-        ids: its token ids, without the padding that ``attention_mask`` shows.
+        ids: the row's token ids without padding.
 
     Raises:
-        WhetValueError: a mask of another length or with other values; or another field with one number per token, such
-            as weights, which would have no effect.
+        WhetValueError: a mask has another length or other values; or another field has one number per token, such as
+            weights, which would have no effect.
     """
     counted = np.ones(len(ids), bool)
     for name, value in row.items():
@@ -136,14 +136,14 @@ def counted_tokens(where: str, row: Mapping[str, Any], ids: Sequence[int]) -> li
             counted &= _read_mask(where, name, _per_token(where, row, name), np.asarray(ids, np.int64))
         elif name not in (*MASKS, *_POSITIONS, *_WITHOUT_EFFECT) and _has_numbers(value, len(row["input_ids"])):
             raise WhetValueError(
-                f"{where}: {name} holds one number per token, which would have no effect. Leave it out; the tokens "
-                f"that are learnt are read from {', '.join(MASKS)}."
+                f"{where}: {name} holds one number per token, which would have no effect. Remove it; the "
+                f"learnt tokens are read from {', '.join(MASKS)}."
             )
     return counted.tolist()
 
 
 def _read_mask(where: str, name: str, values: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Whether each token is marked by the values of one of ``MASKS``."""
+    """Return whether the values of one of ``MASKS`` mark each token."""
     allowed = (ids, np.int64(-100)) if name == "labels" else (np.int64(1), np.int64(0))
     marked, wrong = values == allowed[0], np.flatnonzero((values != allowed[0]) & (values != allowed[1]))
     if wrong.size:
@@ -154,7 +154,7 @@ def _read_mask(where: str, name: str, values: np.ndarray, ids: np.ndarray) -> np
 
 
 def _per_token(where: str, row: Mapping[str, Any], name: str) -> np.ndarray:
-    """The values of a field at the row's tokens, without padding."""
+    """Return the values of a field at the row's tokens, without padding."""
     values, n_tokens, mask = _flat(row[name]), len(_flat(row["input_ids"])), row.get("attention_mask")
     if values.shape != (n_tokens,):
         raise WhetValueError(f"{where}: {name} has {values.size} values, expected one for each of {n_tokens} tokens.")
@@ -162,13 +162,13 @@ def _per_token(where: str, row: Mapping[str, Any], name: str) -> np.ndarray:
 
 
 def _flat(value: Any) -> np.ndarray:
-    """The array of a row, which may come as a batch of one."""
+    """Return the array of a row, which may be a batch of one."""
     array = _array(value)
     return array[0] if array.ndim == 2 and len(array) == 1 else array
 
 
 def _has_numbers(value: Any, n: int) -> bool:
-    """Whether it is n numbers, at least two."""
+    """Whether ``value`` is n numbers, at least two."""
     if hasattr(value, "ndim"):
         return value.ndim == 1 and len(value) == n > 1 and _array(value).dtype.kind in "biuf"
     is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
