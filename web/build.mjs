@@ -1,5 +1,5 @@
-// Bundles the package into dist/: an entry for the page, one for the engine's worker, one for its threads, one for Hugging
-// Face's folders and adapters, and one for the primitives and kernels alone. The libraries are inside, so that a page needs no bundler.
+// Bundles the package into dist/: entries for the page, the engine's worker, its threads, Hugging Face formats, and the
+// primitives and kernels. Libraries are included, so that a page needs no bundler.
 import { execFileSync } from "node:child_process";
 import { readFile, writeFile } from "node:fs/promises";
 import { fileURLToPath } from "node:url";
@@ -24,13 +24,13 @@ if (process.argv[1] === fileURLToPath(import.meta.url)) {
       return `${name} ${version}\n\n${await readFile(`node_modules/${name}/LICENSE`, "utf8")}`;
     }),
   );
-  // What wasm-ld links in: Debian's packages bring their licences.
+  // Debian packages that wasm-ld links.
   for (const name of ["libc++-19-dev-wasm32", "libclang-rt-19-dev-wasm32", "wasi-libc"]) licenses.push(`${name}\n\n${await readFile(`/usr/share/doc/${name}/copyright`, "utf8")}`);
   await writeFile("dist/third_party_licenses.txt", licenses.join("\n\n"));
   await build(options);
-  // The minifier drops comments, by which bundlers leave an import of a URL to the browser.
+  // Comments that make bundlers leave this import to the browser: the minifier drops them.
   const text = await readFile("dist/worker.js", "utf8");
   const imports = "import(/* @vite-ignore */ /* webpackIgnore: true */ /* turbopackIgnore: true */ new URL(";
-  if (text.split("import(new URL(").length !== 2) throw new Error("dist/worker.js has not the one import of a URL");
+  if (text.split("import(new URL(").length !== 2) throw new Error("dist/worker.js has not exactly one import of a URL");
   await writeFile("dist/worker.js", text.replace("import(new URL(", imports));
 }

@@ -1,1 +1,1 @@
-// A page with nothing on it.
+// An empty page.

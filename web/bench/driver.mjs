@@ -1,8 +1,8 @@
-// One page in Chromium that does what it is told, for whet.bench.contenders.web: node driver.mjs SETTINGS.
+// Drives one page in Chromium for whet.bench.contenders.web: node driver.mjs SETTINGS.
 //
-// SETTINGS is JSON: {chromium, page, folders: {path: folder}}. The page is a module that is served from one of the
-// folders; each line of the input, {call, arguments}, calls a function that it exports and gets a line of output,
-// {result} or {error}. The page is isolated, so that its memory can be shared.
+// SETTINGS is JSON: {chromium, page, folders: {path: folder}}. The page is a module served from one of the folders. Each
+// input line, {call, arguments}, calls a function that it exports; the output line is {result} or {error}. The page is
+// isolated, so that its memory can be shared.
 import { createReadStream, readdirSync, readFileSync, statSync } from "node:fs";
 import { createServer } from "node:http";
 import { join, normalize } from "node:path";
@@ -37,7 +37,7 @@ const server = createServer((request, response) => {
   createReadStream(found.file).pipe(response);
 });
 
-/** The most memory that a renderer of this process's browser ever had, in bytes; undefined where the system does not tell. */
+/** Return the peak memory of this browser's largest renderer in bytes, or undefined if none is found. */
 function rendererPeak() {
   const parents = new Map();
   const peaks = new Map();
@@ -48,7 +48,7 @@ function rendererPeak() {
       if (!readFileSync(`/proc/${pid}/cmdline`, "utf8").includes("--type=renderer")) continue;
       peaks.set(pid, Number(/^VmHWM:\s+(\d+)/m.exec(status)[1]) * 1024);
     } catch {
-      continue; // it has ended meanwhile
+      continue; // the process has ended
     }
   }
   const isOurs = (pid) => pid === process.pid || (parents.has(pid) && isOurs(parents.get(pid)));
@@ -61,20 +61,20 @@ const browser = await chromium.launch({
   executablePath: settings.chromium,
   args: ["--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"],
 });
-process.stdout.on("error", () => {}); // whoever asked is gone, and so is the input: the loop below ends
-const answer = (value) => process.stdout.write(`${JSON.stringify(value)}\n`);
+process.stdout.on("error", () => {}); // the parent has exited: input ends, and the loop below with it
+const reply = (value) => process.stdout.write(`${JSON.stringify(value)}\n`);
 try {
   const page = await browser.newPage();
   const problems = [];
   page.on("console", (message) => ["error", "warning"].includes(message.type()) && problems.push(message.text()));
-  page.on("crash", () => problems.push("the page has crashed"));
-  const told = (error) => answer({ error: [error.message, ...problems.splice(0).slice(-5)].join("; ") });
+  page.on("crash", () => problems.push("the page crashed"));
+  const report = (error) => reply({ error: [error.message, ...problems.splice(0).slice(-5)].join("; ") });
   await page.goto(`http://127.0.0.1:${server.address().port}/`);
-  await page.evaluate(async (path) => void (globalThis.contender = await import(path)), settings.page).then(() => answer({ result: browser.version() }), told);
+  await page.evaluate(async (path) => void (globalThis.contender = await import(path)), settings.page).then(() => reply({ result: browser.version() }), report);
   for await (const line of createInterface({ input: process.stdin })) {
     const { call, arguments: given } = JSON.parse(line);
-    if (call === "rendererPeak") answer({ result: rendererPeak() ?? null });
-    else await page.evaluate(([name, given]) => globalThis.contender[name](given), [call, given]).then((result) => answer({ result: result ?? null }), told);
+    if (call === "rendererPeak") reply({ result: rendererPeak() ?? null });
+    else await page.evaluate(([name, given]) => globalThis.contender[name](given), [call, given]).then((result) => reply({ result: result ?? null }), report);
   }
 } finally {
   await browser.close();

@@ -1,4 +1,4 @@
-// The kernels behind Ops: on arrays that stay in the module's memory, and through the public calls, which copy them.
+// Kernels behind Ops: on arrays in the module's memory, and through the public calls, which copy them.
 import { Ops } from "/whet/ops.js";
 
 const BATCH_S = 0.02; // the clock of an isolated page steps by 5 us
@@ -17,7 +17,7 @@ const CALLS = {
   },
 };
 
-/** Keeps the inputs, float32 one after the other in a file, for calls of a kernel. */
+/** Prepare a kernel's inputs from a file of concatenated float32 arrays. */
 export async function prepare({ name, url, lengths, isCopied }) {
   const ops = await Ops.load();
   const bytes = await (await fetch(url)).arrayBuffer();
@@ -25,17 +25,17 @@ export async function prepare({ name, url, lengths, isCopied }) {
   const arrays = lengths.map((n) => new Float32Array(bytes, 4 * at, ((at += n), n)));
   const { results, core, call } = CALLS[name](ops, arrays);
   if (isCopied) return void (measured = { run: call, read: call });
-  const places = [...arrays, new Float32Array(results)].map((array) => {
-    const place = ops.core.allocate(array.byteLength);
-    ops.core.bytes(place, array.byteLength).set(new Uint8Array(array.buffer, array.byteOffset, array.byteLength));
-    return place;
+  const addresses = [...arrays, new Float32Array(results)].map((array) => {
+    const address = ops.core.allocate(array.byteLength);
+    ops.core.bytes(address, array.byteLength).set(new Uint8Array(array.buffer, array.byteOffset, array.byteLength));
+    return address;
   });
-  const out = places.pop();
-  const given = core(places, out);
+  const out = addresses.pop();
+  const given = core(addresses, out);
   measured = { run: () => ops.core.call(...given), read: () => (ops.core.call(...given), ops.core.floats(out, results)) };
 }
 
-/** The seconds of a call, over a batch, and its result. */
+/** Return the seconds per call, over a batch, and the result. */
 export function call() {
   const { run, read } = measured;
   for (let n = 1; ; n *= 2) {

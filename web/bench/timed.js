@@ -1,4 +1,4 @@
-/** The tokens of a stream, and the seconds to the first one and from there to the last. */
+/** Return a stream's tokens, the seconds to the first token and from the first to the last. */
 export async function timed(stream, read) {
   const tokens = [];
   const began = performance.now();

@@ -1,4 +1,4 @@
-// Whet's engine: sampled at temperature 1 with log-probs, as native Whet is measured.
+// Whet's engine: samples at temperature 1 with log-probs, as in the native benchmark.
 import { Engine } from "/whet/index.js";
 import { timed } from "./timed.js";
 

@@ -1,4 +1,4 @@
-// wllama: greedy, without a cache of prompts and with the sampler chain cut to one link.
+// wllama: greedy, without a prompt cache and with a single sampler in the chain.
 import { Wllama } from "/peers/@wllama/wllama/esm/index.min.js";
 import { timed } from "./timed.js";
 

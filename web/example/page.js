@@ -1,11 +1,11 @@
-// The page's state is one engine and one chat; every action of the page is one function below.
+// State of the page: one engine and one chat. Each action of the page is one function below.
 import { Engine } from "./dist/index.js";
 
 const at = (id) => document.getElementById(id);
 const inputs = ["message", "send", "clear", "measure"];
 let engine, chat, adapter, running;
 
-function say(text, isError = false) {
+function showStatus(text, isError = false) {
   at("status").textContent = text;
   at("status").classList.toggle("error", isError);
 }
@@ -27,17 +27,17 @@ async function open(source, name) {
   enable(false);
   at("facts").replaceChildren();
   at("progress").hidden = false;
-  say(`Loading ${name} ...`);
+  showStatus(`Loading ${name} ...`);
   try {
     const onProgress = ({ loadedBytes, totalBytes }) => (at("progress").value = totalBytes > 0 ? loadedBytes / totalBytes : 0);
     engine = await Engine.load(source, { contextLength: 2048, onProgress });
     show(await engine.info());
     startChat();
-    say(`${name} is ready.`);
+    showStatus(`${name} is ready.`);
     enable(true);
     at("message").focus();
   } catch (error) {
-    say(error.message, true);
+    showStatus(error.message, true);
   } finally {
     at("progress").hidden = true;
   }
@@ -50,7 +50,7 @@ function show(info) {
     Weights: `${megabytes(info.weightsBytes)} (${info.formats.join(", ")})`,
     Memory: megabytes(info.memoryBytes),
     Threads: String(info.threads),
-    "Native bits": info.exact ? "yes" : "no: this browser rounds twice",
+    "Bit-identical to native": info.exact ? "yes" : "no: this browser rounds twice",
   };
   at("facts").replaceChildren(
     ...Object.entries(facts).flatMap(([name, value]) => {
@@ -78,7 +78,7 @@ function add(role, text) {
   return item;
 }
 
-/** Its usual value where the field is empty. */
+/** Return the temperature; reset an empty field to its default. */
 function temperature() {
   const field = at("temperature");
   if (field.value === "") field.value = field.defaultValue;
@@ -89,7 +89,7 @@ async function send() {
   const text = at("message").value.trim();
   if (text === "" || running !== undefined) return;
   at("message").value = "";
-  const [question, answer] = [add("user", text), add("model", "")];
+  const [question, reply] = [add("user", text), add("model", "")];
   const nBefore = chat.messages.length;
   running = new AbortController();
   enable(false);
@@ -98,18 +98,18 @@ async function send() {
   try {
     for await (const token of chat.send(text, { temperature: temperature(), signal: running.signal })) {
       first ??= performance.now();
-      answer.append(token.text);
+      reply.append(token.text);
       at("chat").scrollTop = at("chat").scrollHeight;
       if (n++ > 0) at("rate").value = `${((n - 1) / ((performance.now() - first) / 1000)).toFixed(1)} tokens/s`;
     }
   } catch (error) {
-    if (error.name !== "AbortError") say(error.message, true);
+    if (error.name !== "AbortError") showStatus(error.message, true);
   } finally {
     if (n === 0) {
       question.remove();
-      answer.remove();
+      reply.remove();
       at("message").value = text;
-    } else if (chat.messages.length < nBefore + 2) say("The context is full: the oldest turns are forgotten.");
+    } else if (chat.messages.length < nBefore + 2) showStatus("The context is full: the oldest turns were dropped.");
     running = undefined;
     enable(true);
     at("message").focus();
@@ -118,7 +118,7 @@ async function send() {
 
 async function measure() {
   enable(false);
-  say("Measuring ...");
+  showStatus("Measuring ...");
   try {
     const { vocabSize } = await engine.info();
     const prompt = Array.from({ length: 256 }, (_, i) => 5 + ((i * 7919) % (vocabSize - 5)));
@@ -126,9 +126,9 @@ async function measure() {
     for await (const _ of engine.generate(prompt, { temperature: 0, minNewTokens: 65, maxNewTokens: 65 })) times.push(performance.now());
     const rates = [(256 / (times[1] - times[0])) * 1000, (64 / (times[65] - times[1])) * 1000];
     for (const [i, rate] of rates.entries()) at("speeds").rows[i].cells[1].textContent = rate.toFixed(1);
-    say("Measured.");
+    showStatus("Measured.");
   } catch (error) {
-    say(error.message, true);
+    showStatus(error.message, true);
   } finally {
     enable(true);
   }
@@ -141,9 +141,9 @@ async function openAdapter() {
     at("adapted").disabled = false;
     at("adapted").checked = true;
     startChat();
-    say("The adapter is ready. A new chat begins.");
+    showStatus("The adapter is ready. A new chat begins.");
   } catch (error) {
-    say(error.message, true);
+    showStatus(error.message, true);
   }
 }
 

@@ -1,4 +1,4 @@
-// A server of the example page, with the headers that threads need: node serve.mjs [PORT [MODELS]]
+// Serves the example page with the headers that threads need: node serve.mjs [PORT [MODELS]]
 import { createReadStream } from "node:fs";
 import { readdir, stat } from "node:fs/promises";
 import { createServer } from "node:http";
@@ -15,7 +15,7 @@ const headers = {
   "Content-Security-Policy": "default-src 'self'; script-src 'self' 'wasm-unsafe-eval'; img-src 'self' data:",
 };
 
-async function answer(request, response) {
+async function handle(request, response) {
   const path = normalize(decodeURIComponent(new URL(request.url, "http://localhost").pathname)).slice(1);
   if (path === "models.json") {
     const names = await readdir(models).catch(() => []);
@@ -32,7 +32,7 @@ async function answer(request, response) {
 }
 
 createServer((request, response) => {
-  answer(request, response).catch(() => response.writeHead(404, headers).end("There is no such file."));
+  handle(request, response).catch(() => response.writeHead(404, headers).end("Not found."));
 }).listen(Number(port), "127.0.0.1", function () {
   console.log(`http://localhost:${this.address().port}/`);
 });

@@ -1,4 +1,4 @@
-/** PEFT's adapters: adapter_config.json and adapter_model.safetensors, as parts of the engine's matrices. */
+/** PEFT LoRA adapters: adapter_config.json and adapter_model.safetensors, mapped to rows of the engine's matrices. */
 import type { Core } from "./core.js";
 import { WhetError } from "./errors.js";
 import { adapters as RULES } from "./facts.js";
@@ -9,7 +9,7 @@ import { readFloats, readSafetensors } from "./safetensors.js";
 import { show } from "./sampling.js";
 import type { Reader } from "./sources.js";
 
-/** One matrix of an adapter: W[firstRow ...] += b a, with a (rank, k) and b (n, rank), the scaling in b. */
+/** Factors of one weight: W[firstRow ...] += b a, with a (rank, k) and b (n, rank); the scaling is folded into b. */
 export interface AdapterPart {
   layer: number;
   target: (typeof TARGETS)[number];
@@ -19,27 +19,27 @@ export interface AdapterPart {
   b: Float32Array;
 }
 
-/** In the order of the core's Target. */
+/** The core's Target enum, in its order. */
 export const TARGETS = ["qkv", "o", "up", "down"] as const;
 const CONFIG = "adapter_config.json";
 const WEIGHTS = "adapter_model.safetensors";
 
-/** In a folder, by its URL. */
+/** Return names and URLs of an adapter's files in a folder, given by its URL. */
 export const adapterFiles = (folder: string): Files => [CONFIG, WEIGHTS].map((name) => [name, new URL(name, `${folder.replace(/\/$/, "")}/`).href]);
 
-interface Place {
+interface ModuleLocation {
   slot: string;
   layer: number;
   target: AdapterPart["target"] | undefined;
   firstRow: number;
   shape: [n: number, k: number];
-  /** The module numbers its rows by heads. */
+  /** Whether the module stores its rows head by head. */
   isByHead: boolean;
 }
 
-/** Where each module of the Hugging Face model lies. */
-function placesOf(config: ModelConfig, family: Family): Map<string, Place> {
-  const found = new Map<string, Place>();
+/** Map each linear module of the Hugging Face model to its rows of a slot. */
+function locateModules(config: ModelConfig, family: Family): Map<string, ModuleLocation> {
+  const found = new Map<string, ModuleLocation>();
   const shapes = slots(config);
   for (const [target, names] of Object.entries(family.modules)) {
     const [pattern, part = ""] = target.split(":");
@@ -55,44 +55,44 @@ function placesOf(config: ModelConfig, family: Family): Map<string, Place> {
   return found;
 }
 
-/** The parts of an adapter for a model. */
+/** Read an adapter's factors, checked against the model's shapes. */
 export async function readAdapter(core: Core, readers: Reader[], config: ModelConfig, family: Family, where: string): Promise<AdapterPart[]> {
   const find = (name: string): Reader => {
     const found = readers.find((reader) => reader.name.split("/").pop() === name);
     if (found === undefined) {
-      throw new WhetError(`${where}: source has ${readers.map((reader) => reader.name).join(", ")}, and no ${name}. Give both files that PEFT saves: ${CONFIG} and ${WEIGHTS}.`);
+      throw new WhetError(`${where}: source has ${readers.map((reader) => reader.name).join(", ")} but not ${name}. Pass both files that PEFT saves: ${CONFIG} and ${WEIGHTS}.`);
     }
     return found;
   };
   const [configFile, weights] = [find(CONFIG), find(WEIGHTS)];
   const settings = parseConfig(new TextDecoder().decode((await configFile.read(0, configFile.size)).slice()), where);
   const entries = await readSafetensors(core, weights, where);
-  const places = placesOf(config, family);
+  const locations = locateModules(config, family);
   const pairs = new Map<string, { A?: string; B?: string }>();
   for (const [name, { shape }] of entries) {
     const match = /^(.+)\.lora_([AB])\.weight$/.exec(name.startsWith(RULES.prefix) ? name.slice(RULES.prefix.length) : "");
-    if (match === null || shape.length !== 2) throw new WhetError(`${where}: ${name} (${shape.join(", ")}) is no factor of a linear layer. Merge it: whet merge.`);
+    if (match === null || shape.length !== 2) throw new WhetError(`${where}: ${name} (${shape.join(", ")}) is not a LoRA factor of a linear layer. Merge the adapter: whet merge.`);
     pairs.set(match[1], { ...pairs.get(match[1]), [match[2]]: name });
   }
-  if (pairs.size === 0) throw new WhetError(`${where}: there is no lora_A or lora_B in ${weights.name}.`);
+  if (pairs.size === 0) throw new WhetError(`${where}: ${weights.name} has neither lora_A nor lora_B.`);
   const parts: AdapterPart[] = [];
   for (const [module, { A, B }] of pairs) {
     const [a, b] = [entries.get(A ?? ""), entries.get(B ?? "")];
-    const place = places.get(module);
-    if (place === undefined) throw new WhetError(`${where}: it is an adapter of another model: it has ${module}, and this model has not.`);
-    if (place.target === undefined) throw new WhetError(`${where}: an adapter of ${module} cannot be kept apart. Merge it with whet merge, and load the result.`);
-    const [n, k] = place.shape;
+    const location = locations.get(module);
+    if (location === undefined) throw new WhetError(`${where}: this model has no module ${module}. Load the adapter on its base model.`);
+    if (location.target === undefined) throw new WhetError(`${where}: adapters of ${module} are not supported. Merge the adapter with whet merge and load the result.`);
+    const [n, k] = location.shape;
     if (a === undefined || b === undefined || a.shape[0] < 1 || a.shape[0] !== b.shape[1] || a.shape[1] !== k || b.shape[0] !== n) {
-      throw new WhetError(`${where}: ${module} has A (${a?.shape.join(", ") ?? "none"}) and B (${b?.shape.join(", ") ?? "none"}), expected (r, ${k}) and (${n}, r): it is an adapter of another model.`);
+      throw new WhetError(`${where}: ${module} has A (${a?.shape.join(", ") ?? "none"}) and B (${b?.shape.join(", ") ?? "none"}), expected (r, ${k}) and (${n}, r). Load the adapter on its base model.`);
     }
     const rank = a.shape[0];
     const scaling = Math.fround(alphaOf(settings, module, where) / (settings.use_rslora ? Math.sqrt(rank) : rank));
     const [down, up] = [await readFloats(weights, a, where), await readFloats(weights, b, where)];
-    const scaled = up.map((x) => scaling * x); // both float32, rounded once as in Python
-    if (!down.every(Number.isFinite) || !scaled.every(Number.isFinite)) throw new WhetError(`${where}: the adapter of ${module} holds NaN or infinity. Look at what made it.`);
+    const scaled = up.map((x) => scaling * x); // float32 times float32, rounded once as in Python
+    if (!down.every(Number.isFinite) || !scaled.every(Number.isFinite)) throw new WhetError(`${where}: the adapter of ${module} contains NaN or infinity. Check the training run.`);
     const rows = new Float32Array(scaled.length);
-    for (const [to, from, count] of cuts[place.isByHead ? "byHead" : "whole"](config, n)) rows.set(scaled.subarray(from * rank, (from + count) * rank), to * rank);
-    parts.push({ layer: place.layer, target: place.target, firstRow: place.firstRow, rank, a: down, b: rows });
+    for (const [to, from, count] of cuts[location.isByHead ? "byHead" : "whole"](config, n)) rows.set(scaled.subarray(from * rank, (from + count) * rank), to * rank);
+    parts.push({ layer: location.layer, target: location.target, firstRow: location.firstRow, rank, a: down, b: rows });
   }
   return parts;
 }
@@ -105,20 +105,20 @@ function parseConfig(text: string, where: string): Record<string, any> {
     throw new WhetError(`${where}: ${CONFIG} is not JSON: ${(error as Error).message}.`);
   }
   if (typeof config !== "object" || config === null || config.peft_type !== "LORA") throw new WhetError(`${where}: peft_type is ${show(config?.peft_type)}, expected "LORA".`);
-  for (const [key, plain] of Object.entries(RULES.plain)) {
+  for (const [key, neutral] of Object.entries(RULES.plain)) {
     const value = config[key];
-    const isPlain = value === undefined || value === null || value === false || value === plain || (Array.isArray(value) && value.length === 0);
-    if (!isPlain) throw new WhetError(`${where}: ${key} is ${show(value)}; only plain LoRA is read. Merge it: whet merge.`);
+    const isNeutral = value === undefined || value === null || value === false || value === neutral || (Array.isArray(value) && value.length === 0);
+    if (!isNeutral) throw new WhetError(`${where}: ${key} is ${show(value)}; only plain LoRA is supported. Merge the adapter: whet merge.`);
   }
   if ((config.bias ?? "none") !== "none") throw new WhetError(`${where}: bias is ${show(config.bias)}, expected "none": trained biases are not LoRA.`);
   const init: unknown = config.init_lora_weights;
   if (typeof init === "string" && RULES.changesBase.some((name) => init.toLowerCase().startsWith(name))) {
-    throw new WhetError(`${where}: init_lora_weights is ${show(init)}, which changes the base model too. Convert it with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...).`);
+    throw new WhetError(`${where}: init_lora_weights is ${show(init)}, which modifies the base weights. Convert it with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...).`);
   }
   return config;
 }
 
-/** The first entry of alpha_pattern whose name, a regular expression, is the module or its end (PEFT's rule), or lora_alpha. */
+/** Return alpha: the first alpha_pattern entry whose regular expression matches the module or its suffix (PEFT's rule), else lora_alpha. */
 function alphaOf(config: Record<string, any>, module: string, where: string): number {
   let alpha: unknown = config.lora_alpha ?? 8;
   for (const [name, value] of Object.entries(config.alpha_pattern ?? {})) {
@@ -126,6 +126,6 @@ function alphaOf(config: Record<string, any>, module: string, where: string): nu
     alpha = value;
     break;
   }
-  if (typeof alpha !== "number" || !Number.isFinite(alpha)) throw new WhetError(`${where}: the alpha of ${module} is ${show(alpha)}, expected a finite number.`);
+  if (typeof alpha !== "number" || !Number.isFinite(alpha)) throw new WhetError(`${where}: alpha of ${module} is ${show(alpha)}, expected a finite number.`);
   return alpha;
 }

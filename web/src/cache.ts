@@ -1,12 +1,12 @@
-/** Downloaded files in the origin's private file system: each with a note of its URL, size, ETag, hash and last use. The
- * cache holds at most half of the origin's quota: the least recently used files are evicted. */
+/** Download cache in the origin's private file system. Each file has a JSON record of its URL, size, ETag, hash and last
+ * use. The cache takes at most half of the origin's quota and evicts the least recently used files. */
 import type { Sink, Version } from "./download.js";
 import { urlOf } from "./port.js";
-import { ofBlob, type Reader } from "./sources.js";
+import { wrapBlob, type Reader } from "./sources.js";
 
 const FOLDER = "whet-web";
 
-interface Note {
+interface FileRecord {
   url: string;
   version: Version;
   isComplete: boolean;
@@ -14,7 +14,7 @@ interface Note {
   usedMs?: number;
 }
 
-/** A synchronous handle; TypeScript's library has it for workers alone. */
+/** FileSystemSyncAccessHandle, which TypeScript declares only for workers. */
 interface SyncHandle {
   getSize(): number;
   write(bytes: Uint8Array, options: { at: number }): number;
@@ -37,7 +37,7 @@ async function folder(): Promise<Folder | undefined> {
 const ATTEMPTS = 40;
 const PAUSE_MS = 25;
 
-/** Firefox frees a file some time after it was closed or read. */
+/** Open a file for writing, with retries: Firefox releases its lock some time after a close or a read. */
 async function openHandle(file: { createSyncAccessHandle(): Promise<SyncHandle> }): Promise<SyncHandle> {
   for (let attempt = 1; ; ++attempt) {
     try {
@@ -49,49 +49,49 @@ async function openHandle(file: { createSyncAccessHandle(): Promise<SyncHandle> 
   }
 }
 
-/** The key of a URL, without its fragment, which is never sent to a server. */
+/** Return the cache key of a URL without its fragment, which servers never receive. */
 async function keyOf(url: URL): Promise<string> {
   const digest = await crypto.subtle.digest("SHA-256", new TextEncoder().encode(url.href.split("#")[0]));
   return Array.from(new Uint8Array(digest), (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
-async function readNote(directory: FileSystemDirectoryHandle, key: string): Promise<Note | undefined> {
+async function readRecord(directory: FileSystemDirectoryHandle, key: string): Promise<FileRecord | undefined> {
   try {
-    return JSON.parse(await (await (await directory.getFileHandle(`${key}.json`)).getFile()).text()) as Note;
+    return JSON.parse(await (await (await directory.getFileHandle(`${key}.json`)).getFile()).text()) as FileRecord;
   } catch {
     return undefined;
   }
 }
 
-/** The notes of all files, by key. */
-async function readNotes(directory: Folder): Promise<[key: string, note: Note][]> {
-  const found: [string, Note][] = [];
+/** Return the records of all files. */
+async function readRecords(directory: Folder): Promise<[key: string, record: FileRecord][]> {
+  const found: [string, FileRecord][] = [];
   for await (const name of directory.keys()) {
     if (!name.endsWith(".json")) continue;
     const key = name.slice(0, -5);
-    const note = await readNote(directory, key);
-    if (note !== undefined) found.push([key, note]);
+    const record = await readRecord(directory, key);
+    if (record !== undefined) found.push([key, record]);
   }
   return found;
 }
 
 const sizeOf = async (directory: Folder, key: string) => (await (await directory.getFileHandle(key)).getFile()).size;
 
-/** Keys that this worker reads or writes, which it does not evict. */
+/** Keys that this worker reads or writes and therefore does not evict. */
 const inUse = new Set<string>();
 
-/** Evicts the least recently used file that this worker does not use; false: there is none. */
-export async function removeOldest(): Promise<boolean> {
+/** Evict the least recently used file that this worker does not use. Return false if there is none. */
+export async function evictOldest(): Promise<boolean> {
   const directory = await folder();
   if (directory === undefined) return false;
-  const notes = (await readNotes(directory)).filter(([key]) => !inUse.has(key));
-  for (const [key] of notes.sort(([, a], [, b]) => (a.usedMs ?? 0) - (b.usedMs ?? 0))) {
+  const records = (await readRecords(directory)).filter(([key]) => !inUse.has(key));
+  for (const [key] of records.sort(([, a], [, b]) => (a.usedMs ?? 0) - (b.usedMs ?? 0))) {
     if (await remove(directory, key)) return true;
   }
   return false;
 }
 
-/** False: another engine has the file open for writing. */
+/** Remove a file and its record. Return false if another engine has the file open for writing. */
 async function remove(directory: Folder, key: string): Promise<boolean> {
   try {
     await directory.removeEntry(key);
@@ -102,18 +102,18 @@ async function remove(directory: Folder, key: string): Promise<boolean> {
   }
 }
 
-/** Evicts until a file of this size fits into the bound; a single file may exceed it. */
-async function makeRoom(directory: Folder, bytes: number): Promise<void> {
+/** Evict until a file of this size fits into half of the quota, which a single file may exceed. */
+async function reserveSpace(directory: Folder, bytes: number): Promise<void> {
   const { quota = Infinity } = (await navigator.storage.estimate?.()) ?? {};
   const used = async () => {
-    const sizes = await Promise.all((await readNotes(directory)).map(([key]) => sizeOf(directory, key).catch(() => 0)));
+    const sizes = await Promise.all((await readRecords(directory)).map(([key]) => sizeOf(directory, key).catch(() => 0)));
     return sizes.reduce((sum, size) => sum + size, 0);
   };
-  while ((await used()) + bytes > quota / 2) if (!(await removeOldest())) return;
+  while ((await used()) + bytes > quota / 2) if (!(await evictOldest())) return;
 }
 
-/** One file of the cache, open for writing until it is complete. */
-export class Stored {
+/** A cached file, open for writing until it is complete. */
+export class CacheEntry {
   private handle: SyncHandle | undefined;
 
   constructor(
@@ -122,21 +122,21 @@ export class Stored {
     private readonly url: URL,
     private readonly file: FileSystemFileHandle,
     handle: SyncHandle,
-    private note: Note | undefined,
+    private record: FileRecord | undefined,
   ) {
     this.handle = handle;
   }
 
   get isComplete(): boolean {
-    return this.note?.isComplete === true && this.handle!.getSize() === this.note.version.totalBytes;
+    return this.record?.isComplete === true && this.handle!.getSize() === this.record.version.totalBytes;
   }
 
   get sha256(): string | undefined {
-    return this.note?.sha256;
+    return this.record?.sha256;
   }
 
   get version(): Version | undefined {
-    return this.note?.version;
+    return this.record?.version;
   }
 
   get sink(): Sink {
@@ -152,40 +152,40 @@ export class Stored {
     };
   }
 
-  /** Called before the first byte: a download is resumed only if the server still has this version. */
+  /** Record the version before the first byte: a download is resumed only while the server has the same version. */
   async begin(version: Version): Promise<void> {
-    await makeRoom(this.directory, version.totalBytes);
+    await reserveSpace(this.directory, version.totalBytes);
     await this.write(version, false);
   }
 
-  async setComplete(sha256: string | undefined): Promise<void> {
+  async markComplete(sha256: string | undefined): Promise<void> {
     const size = (await this.file.getFile()).size;
-    await this.write({ totalBytes: size, etag: this.note?.version.etag ?? null }, true, sha256?.toLowerCase());
+    await this.write({ totalBytes: size, etag: this.record?.version.etag ?? null }, true, sha256?.toLowerCase());
   }
 
-  /** A reader of the complete file, whose last use is now. */
+  /** Update the last use and return a reader of the complete file. */
   async reuse(sha256: string | undefined): Promise<Reader> {
-    await this.setComplete(sha256);
+    await this.markComplete(sha256);
     return this.finish();
   }
 
   private async write(version: Version, isComplete: boolean, sha256?: string): Promise<void> {
-    const note: Note = { url: this.note?.url ?? this.url.href, version, isComplete, sha256, usedMs: Date.now() };
-    this.note = note;
+    const record: FileRecord = { url: this.record?.url ?? this.url.href, version, isComplete, sha256, usedMs: Date.now() };
+    this.record = record;
     const file = (await this.directory.getFileHandle(`${this.key}.json`, { create: true })) as FileSystemFileHandle & { createSyncAccessHandle(): Promise<SyncHandle> };
     const handle = await openHandle(file);
     try {
       handle.truncate(0);
-      handle.write(new TextEncoder().encode(JSON.stringify(note)), { at: 0 });
+      handle.write(new TextEncoder().encode(JSON.stringify(record)), { at: 0 });
     } finally {
       handle.close();
     }
   }
 
-  /** A reader of the file, which other engines may read too. */
+  /** Close the handle and return a reader; other engines may read the file as well. */
   async finish(): Promise<Reader> {
     await this.close();
-    return ofBlob(await this.file.getFile(), this.url.href);
+    return wrapBlob(await this.file.getFile(), this.url.href);
   }
 
   async close(): Promise<void> {
@@ -200,30 +200,30 @@ export class Stored {
   }
 }
 
-/** The file of a URL, or a complete file with this hash, whatever its URL was (signed URLs change); undefined: there is no
- * such file system, or another engine writes this file. */
-export async function openCache(url: URL, sha256: string | undefined): Promise<Stored | undefined> {
+/** Open the entry of a URL, or a complete entry with this hash under any URL (signed URLs change). Return undefined if the
+ * runtime has no such file system or another engine is writing the file. */
+export async function openEntry(url: URL, sha256: string | undefined): Promise<CacheEntry | undefined> {
   const directory = await folder();
   if (directory === undefined) return undefined;
-  const isSought = ([, note]: [string, Note]) => note.isComplete && note.sha256 === sha256?.toLowerCase();
-  const key = (sha256 !== undefined && (await readNotes(directory)).find(isSought)?.[0]) || (await keyOf(url));
+  const hasHash = ([, record]: [string, FileRecord]) => record.isComplete && record.sha256 === sha256?.toLowerCase();
+  const key = (sha256 !== undefined && (await readRecords(directory)).find(hasHash)?.[0]) || (await keyOf(url));
   inUse.add(key);
   try {
     const file = (await directory.getFileHandle(key, { create: true })) as FileSystemFileHandle & { createSyncAccessHandle(): Promise<SyncHandle> };
-    return new Stored(directory, key, url, file, await openHandle(file), await readNote(directory, key));
+    return new CacheEntry(directory, key, url, file, await openHandle(file), await readRecord(directory, key));
   } catch {
     return undefined;
   }
 }
 
-/** URLs and bytes of what is cached. */
+/** List the cached files: URL, size and whether the download is complete. */
 export async function listCache(): Promise<{ url: string; sizeBytes: number; isComplete: boolean }[]> {
   const directory = await folder();
   if (directory === undefined) return [];
-  return Promise.all((await readNotes(directory)).map(async ([key, { url, isComplete }]) => ({ url, sizeBytes: await sizeOf(directory, key), isComplete })));
+  return Promise.all((await readRecords(directory)).map(async ([key, { url, isComplete }]) => ({ url, sizeBytes: await sizeOf(directory, key), isComplete })));
 }
 
-/** Removes a URL's file from the cache; all of them without a URL. */
+/** Remove a URL's file from the cache; without a URL, all files. */
 export async function clearCache(url?: string | URL): Promise<void> {
   const directory = await folder();
   if (directory === undefined) return;

@@ -1,11 +1,11 @@
-/** One instance of the core's WebAssembly module: its memory, its exports, and its exceptions as errors. */
+/** Instance of the core's WebAssembly module: memory, exports, and C++ exceptions as errors. */
 import { OutOfMemoryError, WhetError } from "./errors.js";
 
 const PAGE = 65536;
 const LARGEST_PAGES = 65536;
 const STEP_PAGES = 4096; // 256 MB
 
-/** A C++ exception: its type as the compiler spells it, and its text. */
+/** C++ exception: its mangled type and its text. */
 export class CoreError extends WhetError {
   constructor(
     readonly type: string,
@@ -20,7 +20,7 @@ export type Exports = Record<string, (...args: number[]) => number> & {
   __tls_size?: WebAssembly.Global<"i32">;
 };
 
-/** What a worker needs to run the core's tasks on the same memory. */
+/** State with which a worker runs the core's tasks on the same memory. */
 export interface Thread {
   module: WebAssembly.Module;
   memory: WebAssembly.Memory;
@@ -28,8 +28,9 @@ export interface Thread {
   tls: number;
 }
 
-/** Shared memory reserves its maximum as address space at once, of which iOS and 32-bit systems may have less than 4 GiB. */
-function makeMemory(shared: boolean): [WebAssembly.Memory, number] {
+/** Allocate as large a memory as the system allows: shared memory reserves its maximum as address space, of which iOS and
+ * 32-bit systems may have less than 4 GiB. */
+function allocateMemory(shared: boolean): [WebAssembly.Memory, number] {
   for (let maximum = LARGEST_PAGES; ; maximum -= STEP_PAGES) {
     try {
       return [new WebAssembly.Memory({ initial: 64, maximum, shared }), maximum * PAGE];
@@ -44,24 +45,24 @@ export class Core {
     readonly module: WebAssembly.Module,
     readonly memory: WebAssembly.Memory,
     /** Maximum size of the memory. */
-    readonly mostBytes: number,
+    readonly maxBytes: number,
     private readonly exports: Exports,
   ) {}
 
-  /** `shared`: memory that threads can share; only of the module that is built for it. */
+  /** Instantiate the module. `shared`: on memory that threads share, for which the module must be built. */
   static async create(module: WebAssembly.Module, shared: boolean): Promise<Core> {
-    const [memory, mostBytes] = makeMemory(shared);
+    const [memory, maxBytes] = allocateMemory(shared);
     const text = (at: number, n: number) => new TextDecoder().decode(new Uint8Array(memory.buffer, at, n).slice());
     const raise = (type: number, typeSize: number, at: number, size: number) => {
       throw new CoreError(text(type, typeSize), text(at, size));
     };
     const instance = await WebAssembly.instantiate(module, { env: { memory }, host: { raise } });
-    const core = new Core(module, memory, mostBytes, instance.exports as unknown as Exports);
-    core.call("__wasm_call_ctors"); // once for all threads: what it makes lies in the memory
+    const core = new Core(module, memory, maxBytes, instance.exports as unknown as Exports);
+    core.call("__wasm_call_ctors"); // once for all threads: constructed objects are in shared memory
     return core;
   }
 
-  /** Calls an export. An exception leaves the stack as it was. */
+  /** Call an export. The stack pointer is restored if it throws. */
   call(name: string, ...args: number[]): number {
     const stack = this.exports.__stack_pointer.value;
     try {
@@ -70,8 +71,7 @@ export class Core {
       this.exports.__stack_pointer.value = stack;
       if (error instanceof CoreError && /bad_alloc|length_error/.test(error.type)) {
         throw new OutOfMemoryError(
-          `The engine has no memory left: it holds ${Math.round(this.memory.buffer.byteLength / 1e6)} MB. Load a ` +
-            "smaller model, or pass a smaller contextLength.",
+          `The engine is out of memory at ${Math.round(this.memory.buffer.byteLength / 1e6)} MB. Load a smaller model, or pass a smaller contextLength.`,
         );
       }
       throw error;
@@ -94,18 +94,18 @@ export class Core {
     return new Uint8Array(this.memory.buffer, at >>> 0, n);
   }
 
-  /** Copies of typed arrays in the core's memory while `use` runs with their addresses. */
+  /** Copy typed arrays into the core's memory, call `use` with their addresses, and free the copies. */
   with<T>(arrays: ArrayBufferView[], use: (...at: number[]) => T): T {
-    const places: number[] = [];
+    const addresses: number[] = [];
     try {
       for (const array of arrays) {
-        places.push(this.allocate(Math.max(1, array.byteLength)));
+        addresses.push(this.allocate(Math.max(1, array.byteLength)));
         const from = new Uint8Array(array.buffer, array.byteOffset, array.byteLength);
-        this.bytes(places[places.length - 1], array.byteLength).set(from);
+        this.bytes(addresses[addresses.length - 1], array.byteLength).set(from);
       }
-      return use(...places);
+      return use(...addresses);
     } finally {
-      for (const at of places) this.release(at);
+      for (const at of addresses) this.release(at);
     }
   }
 
@@ -122,7 +122,7 @@ export class Core {
     return new Int32Array(this.memory.buffer, at >>> 0, n).slice() as Int32Array<ArrayBuffer>;
   }
 
-  /** The text that the last call left. */
+  /** Return the text that the last call left in the core's result buffer. */
   result(): string {
     const at = this.call("result_data");
     return new TextDecoder().decode(this.bytes(at, this.call("result_size")).slice());
@@ -133,14 +133,14 @@ export class Core {
     return JSON.parse(this.result()) as T;
   }
 
-  /** Bytes of memory that the module has; it never shrinks. */
+  /** Size of the module's memory, which never shrinks. */
   get memoryBytes(): number {
     return this.memory.buffer.byteLength;
   }
 
   // ------------------------------------------------------------- threads
 
-  /** A stack and thread-local memory for another instance on this memory. */
+  /** Allocate a stack and thread-local memory for another instance on this memory. */
   newThread(): Thread {
     const stackBytes = 4 * PAGE;
     const stack = this.allocate(stackBytes) + stackBytes;

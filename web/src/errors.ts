@@ -1,12 +1,12 @@
-/** An argument, a file or a state that the engine refuses: what came, what was expected, and the fix. */
+/** Invalid argument, file or state; the message names the value, the expected one and the fix. */
 export class WhetError extends Error {
   override name = "WhetError";
 }
 
-/** A file that is not there. */
+/** Missing file. */
 export class MissingFileError extends WhetError {}
 
-/** The memory that the model or the request needs is not there. */
+/** Not enough memory for the model or the request. */
 export class OutOfMemoryError extends WhetError {
   override name = "OutOfMemoryError";
 }

@@ -1,4 +1,4 @@
-/** Formats that the matrices of a model are packed in, and types that files have: whet.models.formats' rules. */
+/** Weight formats of the engine and tensor types of files, by the rules of whet.models.formats. */
 import type { Core } from "./core.js";
 import { WhetError } from "./errors.js";
 import { formats as SETTINGS } from "./facts.js";
@@ -6,7 +6,7 @@ import { type ModelConfig, slots } from "./model.js";
 import type { Piece } from "./pieces.js";
 import { show } from "./sampling.js";
 
-/** A type that tensors of files have. */
+/** Type of tensors in files. */
 export interface StoredType {
   name: string;
   index: number;
@@ -17,27 +17,27 @@ export interface StoredType {
 
 export const isFloat = (type: StoredType) => type.block === 1;
 
-/** By GGUF's names, of which those of floats are safetensors' too. */
+/** Return the tensor types by GGUF name; safetensors uses the same names for floats. */
 export function storedTypes(core: Core): Map<string, StoredType> {
   const rows = core.json<[string, string, number, number, string][]>("stored_types");
   return new Map(rows.map(([name, gguf, block, blockBytes, packedAs], index) => [gguf, { name, index, block, blockBytes, packedAs }]));
 }
 
-/** A format of packed weights. */
+/** Format of packed weights. */
 export interface WeightFormat {
   index: number;
   block: number;
   rowBytes(k: number): number;
-  /** Whether this build packs numbers in it. */
-  isPacked: boolean;
+  /** Whether this build can quantise to it. */
+  canPack: boolean;
 }
 
 export function weightFormats(core: Core): Map<string, WeightFormat> {
   const rows = core.json<[string, number, number, number, number][]>("weight_formats");
-  return new Map(rows.map(([name, block, blockBytes, scaleBytes, isPacked], index) => [name, { index, block, isPacked: isPacked === 1, rowBytes: (k) => (k / block) * blockBytes + scaleBytes }]));
+  return new Map(rows.map(([name, block, blockBytes, scaleBytes, canPack], index) => [name, { index, block, canPack: canPack === 1, rowBytes: (k) => (k / block) * blockBytes + scaleBytes }]));
 }
 
-/** Rows of a matrix, from those of the part before on. */
+/** Consecutive rows of a matrix in one format. */
 export interface Part {
   rows: number;
   format: string;
@@ -45,25 +45,25 @@ export interface Part {
 
 interface Setting {
   alias?: string;
-  /** The format of the embedding and the head. */
+  /** Format of the embedding and the head. */
   embeddingFormat?: string;
-  /** The format of matrices whose rows its blocks do not divide; int8 where it is left out. */
+  /** Fallback for row lengths that are not a multiple of the block. Default: int8. */
   next?: string;
 }
 
 const settings: Record<string, Setting> = SETTINGS;
 
 /**
- * Formats of every matrix.
+ * Choose the format of every matrix.
  *
- * @param weights the format of all; left out: quantised rows stay what they are, and floats are taken as bfloat16.
+ * @param weights format of all matrices. Default: quantised rows keep their format, floats become bfloat16.
  */
 export function chooseFormats(core: Core, config: ModelConfig, pieces: Piece[], types: Map<string, StoredType>, weights: string | undefined, where: string): Map<string, Part[]> {
   const known = weightFormats(core);
   const base = weights === undefined ? "bfloat16" : (Object.keys(settings).find((name) => settings[name].alias === weights) ?? weights);
-  if (!known.get(base)?.isPacked) {
-    const names = [...known].flatMap(([name, { isPacked }]) => (isPacked ? [settings[name]?.alias ?? name] : []));
-    throw new WhetError(`${where}: weights is ${show(weights)}, expected one of ${names.join(", ")}, or none: as the file has them.`);
+  if (!known.get(base)?.canPack) {
+    const names = [...known].flatMap(([name, { canPack }]) => (canPack ? [settings[name]?.alias ?? name] : []));
+    throw new WhetError(`${where}: weights is ${show(weights)}, expected one of ${names.join(", ")}, or none for the file's formats.`);
   }
   const stored = new Map<string, Part[]>();
   for (const { slot, tensor, count } of weights === undefined ? [...pieces].sort((a, b) => a.firstRow - b.firstRow) : []) {

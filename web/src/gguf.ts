@@ -1,13 +1,12 @@
-/** A GGUF file's model: the core's parser, the metadata as a config, the tensors as pieces of the engine's slots.
+/** Models in GGUF files: the core parses the header; metadata becomes a ModelConfig, and tensors are mapped to slots.
  *
- * As whet.models.sources.gguf: an option or a tensor that is not known is an error, since it may change what the model
- * computes. */
+ * As in whet.models.sources.gguf, an unknown option or tensor is an error, since it may change the computation. */
 import type { Core } from "./core.js";
 import { WhetError } from "./errors.js";
 import { activations, gguf as NAMES } from "./facts.js";
-import { readHead, type Tensor, type TensorRow, tensorsOf } from "./heads.js";
+import { readHeader, type Tensor, type TensorEntry, toTensors } from "./heads.js";
 import { FAMILIES, type Family, type ModelConfig, toCamel } from "./model.js";
-import { findPieces, type Piece, type Place, type Stored } from "./pieces.js";
+import { findPieces, type Piece, type Stored, type WeightLocation } from "./pieces.js";
 import { ropeFrequencies } from "./rope.js";
 import type { Reader } from "./sources.js";
 import { decode, readTexts } from "./texts.js";
@@ -19,21 +18,21 @@ export interface GgufFile {
   tensors: Map<string, Tensor>;
 }
 
-type MetadataRow = [key: string, type: number, itemType: number, count: number, offset: number, bytes: number];
+type MetadataEntry = [key: string, type: number, itemType: number, count: number, offset: number, bytes: number];
 
 export async function readGguf(core: Core, reader: Reader, where: string): Promise<GgufFile> {
-  const refuse = (why: string) => new WhetError(`${where}: ${reader.name}: ${why}`);
-  const { head, found } = await readHead<{ metadata: MetadataRow[]; tensors: TensorRow[] }>(core, "parse_gguf", reader, refuse);
-  return { metadata: new Map(found.metadata.map(([key, ...place]) => [key, readValue(head, place)])), tensors: tensorsOf(found.tensors) };
+  const toError = (why: string) => new WhetError(`${where}: ${reader.name}: ${why}`);
+  const { header, found } = await readHeader<{ metadata: MetadataEntry[]; tensors: TensorEntry[] }>(core, "parse_gguf", reader, toError);
+  return { metadata: new Map(found.metadata.map(([key, ...entry]) => [key, readValue(header, entry)])), tensors: toTensors(found.tensors) };
 }
 
 const STRING = 8;
 const ARRAY = 9;
 const SIZES = [1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8];
 
-function readValue(head: Uint8Array, [type, itemType, count, offset, bytes]: number[]): Value {
-  const view = new DataView(head.buffer, head.byteOffset, head.byteLength);
-  const text = (at: number, n: number) => decode(head.subarray(at, at + n));
+function readValue(header: Uint8Array, [type, itemType, count, offset, bytes]: number[]): Value {
+  const view = new DataView(header.buffer, header.byteOffset, header.byteLength);
+  const text = (at: number, n: number) => decode(header.subarray(at, at + n));
   const number = (kind: number, at: number): Value => {
     switch (kind) {
       case 0: return view.getUint8(at);
@@ -51,14 +50,15 @@ function readValue(head: Uint8Array, [type, itemType, count, offset, bytes]: num
   };
   if (type === STRING) return text(offset, bytes);
   if (type !== ARRAY) return number(type, offset);
-  if (itemType === ARRAY) return null; // no key that is read has one
-  if (itemType === STRING) return readTexts(head, offset, count);
+  if (itemType === ARRAY) return null; // no supported key has one
+  if (itemType === STRING) return readTexts(header, offset, count);
   return Array.from({ length: count }, (_, i) => number(itemType, offset + i * SIZES[itemType]));
 }
 
 const KEYS: Record<string, string> = NAMES.keys;
 
-class Metadata {
+/** Checked access to the options of a model's architecture. */
+class GgufOptions {
   private readonly given: Record<string, Value> = {};
   readonly architecture: string;
 
@@ -69,20 +69,20 @@ class Metadata {
     const architecture = file.metadata.get("general.architecture");
     const known = new Set(Object.values(FAMILIES).flatMap((family) => family.gguf?.architecture ?? []));
     if (typeof architecture !== "string" || !known.has(architecture)) {
-      throw new WhetError(`${where}: general.architecture is ${show(architecture)}; this engine reads ${[...known].join(", ")}.`);
+      throw new WhetError(`${where}: general.architecture is ${show(architecture)}; supported: ${[...known].join(", ")}.`);
     }
     this.architecture = architecture;
-    const begin = `${architecture}.`;
+    const prefix = `${architecture}.`;
     for (const [key, value] of file.metadata) {
-      if (!key.startsWith(begin)) continue;
-      const option = key.slice(begin.length);
+      if (!key.startsWith(prefix)) continue;
+      const option = key.slice(prefix.length);
       const names = Object.keys(KEYS).filter((name) => KEYS[name] === option);
-      const plain = (NAMES.plain as Record<string, readonly unknown[]>)[option];
-      if (names.length === 0 && plain === undefined && !(NAMES.ignored_keys as readonly string[]).includes(option)) {
-        throw new WhetError(`${where}: the engine does not know the option ${key} of this model.`);
+      const neutral = (NAMES.plain as Record<string, readonly unknown[]>)[option];
+      if (names.length === 0 && neutral === undefined && !(NAMES.ignored_keys as readonly string[]).includes(option)) {
+        throw new WhetError(`${where}: option ${key} is not supported.`);
       }
-      if (plain !== undefined && !plain.includes(value)) {
-        throw new WhetError(`${where}: ${key} is ${show(value)}, expected ${show(plain[0])} or none.`);
+      if (neutral !== undefined && !neutral.includes(value)) {
+        throw new WhetError(`${where}: ${key} is ${show(value)}, expected ${show(neutral[0])} or none.`);
       }
       for (const name of names) this.given[name] = value;
     }
@@ -96,38 +96,38 @@ class Metadata {
     return this.given[name];
   }
 
-  wrong(name: string, expected: string): WhetError {
+  invalid(name: string, expected: string): WhetError {
     return new WhetError(`${this.where}: ${this.architecture}.${KEYS[name]} is ${show(this.given[name])}, expected ${expected}.`);
   }
 
-  size(name: string, otherwise?: number): number {
-    let value: Value | undefined = this.given[name] ?? otherwise;
+  size(name: string, fallback?: number): number {
+    let value: Value | undefined = this.given[name] ?? fallback;
     if (Array.isArray(value) && value.length > 0 && value.every((each) => each === (value as Value[])[0])) value = value[0];
     if (typeof value !== "number" || !Number.isInteger(value) || value < 1 || value >= 2 ** 31) {
-      throw this.wrong(name, "an integer of at least 1");
+      throw this.invalid(name, "an integer of at least 1");
     }
     return value;
   }
 
-  number(name: string, otherwise = 0): number {
-    const value = this.given[name] ?? otherwise;
-    if (typeof value !== "number" || !(value > 0 && value < Infinity)) throw this.wrong(name, "a finite number above 0");
+  number(name: string, fallback = 0): number {
+    const value = this.given[name] ?? fallback;
+    if (typeof value !== "number" || !(value > 0 && value < Infinity)) throw this.invalid(name, "a finite number above 0");
     return value;
   }
 
-  /** The architecture's family; of several the one with a window where the file has one. */
+  /** Return the architecture's family; of several, the one with a window if the file has a window. */
   family(): Family {
     const all = Object.values(FAMILIES).filter((family) => family.gguf?.architecture === this.architecture);
     if (!this.given.sliding_window) return all[0];
     const found = all.find((family) => family.window === "all" || family.window === "pattern");
-    if (found === undefined) throw this.wrong("sliding_window", "none: it is not said which layers have it");
+    if (found === undefined) throw this.invalid("sliding_window", "none: this architecture does not specify which layers have a window");
     return found;
   }
 }
 
 const show = (value: unknown) => String(JSON.stringify(value) ?? "missing").slice(0, 80);
 
-async function floatsOf(tensor: Tensor | undefined, reader: Reader, where: string): Promise<number[] | undefined> {
+async function readF32(tensor: Tensor | undefined, reader: Reader, where: string): Promise<number[] | undefined> {
   if (tensor === undefined) return undefined;
   if (tensor.type !== "F32" || tensor.shape.length !== 1) {
     throw new WhetError(`${where}: ${tensor.name} is ${tensor.type} of ${tensor.shape.length} axes, expected F32 of one.`);
@@ -136,8 +136,8 @@ async function floatsOf(tensor: Tensor | undefined, reader: Reader, where: strin
   return Array.from(new Float32Array(bytes.buffer));
 }
 
-/** The config of a file's model, and where its tensors go. `maxPosition`: tokens of the longest sequence. */
-export async function describe(
+/** Return the config of a file's model and the slots of its tensors. `maxPosition`: context length in tokens. */
+export async function describeGguf(
   core: Core,
   file: GgufFile,
   reader: Reader,
@@ -145,22 +145,22 @@ export async function describe(
   caller: string,
 ): Promise<{ config: ModelConfig; family: Family; pieces: Piece[] }> {
   const where = `${caller}: ${reader.name}`;
-  const meta = new Metadata(file, where);
+  const meta = new GgufOptions(file, where);
   const family = meta.family();
   const moduleName = (slot: string) => (family.modules[slot].gguf ?? "").replace("{i}", "0");
   const [nLayers, trained, hiddenDim, ffnDim, nHeads] = ["n_layers", "max_position", "hidden_dim", "ffn_dim", "n_heads"].map((name) => meta.size(name));
-  if (hiddenDim % nHeads !== 0 && !meta.has("head_dim")) throw meta.wrong("hidden_dim", `a multiple of ${KEYS.n_heads}=${nHeads}`);
+  if (hiddenDim % nHeads !== 0 && !meta.has("head_dim")) throw meta.invalid("hidden_dim", `a multiple of ${KEYS.n_heads}=${nHeads}`);
   const nKvHeads = meta.size("n_kv_heads", nHeads);
   const headDim = meta.size("head_dim", Math.trunc(hiddenDim / nHeads));
-  if (meta.size("value_dim", headDim) !== headDim) throw meta.wrong("value_dim", `${KEYS.head_dim}=${headDim}`);
+  if (meta.size("value_dim", headDim) !== headDim) throw meta.invalid("value_dim", `${KEYS.head_dim}=${headDim}`);
   for (const [name, value, implied] of [["n_kv_heads", nKvHeads, nHeads], ["head_dim", headDim, Math.trunc(hiddenDim / nHeads)]] as const) {
-    if (!(name in family.keys) && value !== implied) throw meta.wrong(name, `${implied} for this architecture`);
+    if (!(name in family.keys) && value !== implied) throw meta.invalid(name, `${implied} for this architecture`);
   }
-  if (nHeads % nKvHeads !== 0) throw meta.wrong("n_heads", `a multiple of ${KEYS.n_kv_heads}=${nKvHeads}`);
+  if (nHeads % nKvHeads !== 0) throw meta.invalid("n_heads", `a multiple of ${KEYS.n_kv_heads}=${nKvHeads}`);
   const epsilon = ["rms_norm_eps", "layer_norm_eps"].find((name) => meta.has(name));
-  if (epsilon === undefined) throw meta.wrong("rms_norm_eps", "a number above 0");
+  if (epsilon === undefined) throw meta.invalid("rms_norm_eps", "a number above 0");
   const table = file.tensors.get(`${moduleName("embedding")}.weight`);
-  if (table?.shape.length !== 2) throw new WhetError(`${where}: there is no ${moduleName("embedding")}.weight of two axes, the embedding.`);
+  if (table?.shape.length !== 2) throw new WhetError(`${where}: tensor ${moduleName("embedding")}.weight with two axes, the embedding, is missing.`);
   const hasBias = (slot: string) => slot in family.modules && file.tensors.has(`${moduleName(slot)}.bias`);
   const fused = (NAMES.fused_qkv as string).replace("{i}", "0");
   const biases: Record<string, boolean> = {
@@ -170,7 +170,7 @@ export async function describe(
   };
   const options: Record<string, unknown> = {
     ...family.defaults,
-    ...optionsOfBiases(family, biases),
+    ...toBiasOptions(family, biases),
     use_parallel_residual: meta.get("use_parallel_residual") ?? true,
   };
   const settings: Record<string, unknown> = { gated: true, normal: true };
@@ -180,10 +180,10 @@ export async function describe(
   delete settings.normal;
   const length = maxPosition ?? trained;
   if (!(Number.isInteger(length) && length >= 1)) throw new WhetError(`${where}: contextLength is ${show(maxPosition)}, expected an integer of at least 1.`);
-  const rotary = await rotaryOf(core, meta, family, file, reader, headDim, trained, length, where);
-  if (family.rope === "none" && length > trained) throw new WhetError(`${where}: contextLength is ${length}, and the model has ${trained} positions.`);
-  const otherwise = family.gguf?.sliding_window ?? 0;
-  const window = family.window === "none" ? 0 : meta.get("sliding_window") ? meta.size("sliding_window") : otherwise;
+  const rotary = await readRotary(core, meta, family, file, reader, headDim, trained, length, where);
+  if (family.rope === "none" && length > trained) throw new WhetError(`${where}: contextLength is ${length}, expected at most ${trained}, the model's learned positions.`);
+  const fallback = family.gguf?.sliding_window ?? 0;
+  const window = family.window === "none" ? 0 : meta.get("sliding_window") ? meta.size("sliding_window") : fallback;
   const isLocal = (i: number) => family.window !== "pattern" || (i + 1) % (family.defaults.sliding_window_pattern as number) !== 0;
   const config: ModelConfig = {
     nLayers, nHeads, nKvHeads, headDim, hiddenDim, ffnDim,
@@ -195,8 +195,8 @@ export async function describe(
     parallelResidual: false, sharedNorm: false, preNorm: true, postNorm: false, qkNorm: false, qkNormWhole: false, gated: true,
     activation: (activations as Record<string, string>)[family.defaults.activation as string] as ModelConfig["activation"],
     windows: Array.from({ length: nLayers }, (_, i) => (window < length && isLocal(i) ? window : 0)),
-    ...scales(core, meta, family, { nLayers, nHeads, headDim, hiddenDim }),
-    ...localRotary(core, meta, family, nLayers, headDim, length, isLocal, where),
+    ...readScales(core, meta, family, { nLayers, nHeads, headDim, hiddenDim }),
+    ...readLocalRotary(core, meta, family, nLayers, headDim, length, isLocal, where),
     ropeLayers: family.rope_off ? ropeLayers(nLayers, family.defaults.no_rope_layer_interval as number) : [],
     tiedHead: !file.tensors.has(`${moduleName("head")}.weight`),
     qkvBias: false, oBias: false, mlpBias: false, headBias: false,
@@ -206,8 +206,8 @@ export async function describe(
   return { config, family, pieces: placeTensors(config, family, file, where) };
 }
 
-/** Whether matrices have biases, which is known by their tensors, under the names of the family's options. */
-function optionsOfBiases(family: Family, biases: Record<string, boolean>): Record<string, boolean> {
+/** Rename the bias flags, found by the file's tensors, to the family's options. */
+function toBiasOptions(family: Family, biases: Record<string, boolean>): Record<string, boolean> {
   const found: Record<string, boolean> = {};
   for (const [field, has] of Object.entries(biases)) {
     const option = family.settings[field];
@@ -216,18 +216,18 @@ function optionsOfBiases(family: Family, biases: Record<string, boolean>): Recor
   return found;
 }
 
-/** The factors that only some families have. */
-function scales(core: Core, meta: Metadata, family: Family, c: Pick<ModelConfig, "nLayers" | "nHeads" | "headDim" | "hiddenDim">) {
-  const given = (name: string, otherwise: number): number => {
-    if (name in family.keys) return meta.number(name, otherwise);
-    if (Math.abs(Number(meta.get(name) ?? otherwise) - otherwise) > 1e-6 * otherwise) throw meta.wrong(name, `${otherwise} or none`);
-    return otherwise;
+/** Return the factors that only some families have. */
+function readScales(core: Core, meta: GgufOptions, family: Family, c: Pick<ModelConfig, "nLayers" | "nHeads" | "headDim" | "hiddenDim">) {
+  const given = (name: string, fallback: number): number => {
+    if (name in family.keys) return meta.number(name, fallback);
+    if (Math.abs(Number(meta.get(name) ?? fallback) - fallback) > 1e-6 * fallback) throw meta.invalid(name, `${fallback} or none`);
+    return fallback;
   };
-  // The largest Gemma scales by another size than its heads' (query_pre_attn_scalar), which the file does not say.
+  // The largest Gemma scales by query_pre_attn_scalar, which is not its head_dim and not in the file.
   const scaled = c.nLayers === family.gguf?.scale_by_hidden ? Math.trunc(c.hiddenDim / c.nHeads) : c.headDim;
-  const plain = "query_pre_attn_scalar" in family.defaults ? core.call("power", scaled, -0.5) : 1 / Math.sqrt(c.headDim);
+  const implied = "query_pre_attn_scalar" in family.defaults ? core.call("power", scaled, -0.5) : 1 / Math.sqrt(c.headDim);
   return {
-    attentionScale: given("attention_scale", plain),
+    attentionScale: given("attention_scale", implied),
     attentionSoftcap: given("attention_softcap", (family.defaults.attention_softcap as number) ?? 0),
     embeddingScale: given("embedding_scale", family.root_of_embedding ? Math.sqrt(c.hiddenDim) : 1),
     residualScale: given("residual_scale", 1),
@@ -236,32 +236,33 @@ function scales(core: Core, meta: Metadata, family: Family, c: Pick<ModelConfig,
   };
 }
 
-/** Of layers that rotate by frequencies of their own, which files may leave out. */
-function localRotary(core: Core, meta: Metadata, family: Family, nLayers: number, headDim: number, length: number, isLocal: (i: number) => boolean, where: string) {
+/** Return the frequencies of layers with their own RoPE base; files may omit it. */
+function readLocalRotary(core: Core, meta: GgufOptions, family: Family, nLayers: number, headDim: number, length: number, isLocal: (i: number) => boolean, where: string) {
   const name = "rope_local_base_freq";
   const localLayers = Array.from({ length: nLayers }, (_, i) => isLocal(i));
-  if (!family.rope_local && meta.has(name)) throw meta.wrong(name, "none");
+  if (!family.rope_local && meta.has(name)) throw meta.invalid(name, "none");
   if (!family.rope_local || !localLayers.includes(true)) return { localLayers: [], localInvFreq: [] };
   const theta = meta.number(name, family.defaults[name] as number);
   const { invFreq } = ropeFrequencies(core, headDim, undefined, length, { rope_theta: theta }, where);
   return { localLayers, localInvFreq: invFreq };
 }
 
-/** Every interval-th layer does not rotate. */
+/** Whether each layer rotates: every interval-th does not. */
 const ropeLayers = (n: number, interval: number) => Array.from({ length: n }, (_, i) => (i + 1) % interval !== 0);
 
-async function rotaryOf(
-  core: Core, meta: Metadata, family: Family, file: GgufFile, reader: Reader, headDim: number, trained: number, length: number, where: string,
+/** Return the RoPE frequencies of the file's settings and tensors. */
+async function readRotary(
+  core: Core, meta: GgufOptions, family: Family, file: GgufFile, reader: Reader, headDim: number, trained: number, length: number, where: string,
 ): Promise<Pick<ModelConfig, "rotaryDim" | "isNeox" | "invFreq" | "attentionFactor">> {
   if (family.rope === "none") return { rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1 };
   const rotaryDim = meta.size("rotary_dim", headDim);
-  if (rotaryDim !== headDim && !family.partial_rotary) throw meta.wrong("rotary_dim", `the whole head, ${headDim}`);
+  if (rotaryDim !== headDim && !family.partial_rotary) throw meta.invalid("rotary_dim", `the whole head, ${headDim}`);
   const names = NAMES.rope_tensors;
   const kind = (meta.get("rope_type") ?? "none") as "none" | "linear" | "yarn";
-  const [shortFactor, longFactor] = await Promise.all([names.short_factor, names.long_factor].map((name) => floatsOf(file.tensors.get(name), reader, where)));
+  const [shortFactor, longFactor] = await Promise.all([names.short_factor, names.long_factor].map((name) => readF32(file.tensors.get(name), reader, where)));
   const isLong = shortFactor !== undefined || longFactor !== undefined;
   if (!isLong && kind !== "none" && kind !== "linear" && kind !== "yarn") {
-    throw meta.wrong("rope_type", "none, linear, yarn, or longrope with its rope_factors tensors");
+    throw meta.invalid("rope_type", "none, linear, yarn, or longrope with rope_factors tensors");
   }
   const given = meta.number("attention_factor", 1);
   const factor = meta.number("factor", 1);
@@ -280,33 +281,33 @@ async function rotaryOf(
   };
   const settings = { rope_theta: meta.number("rope_theta", 10000), ...scalings[isLong ? "longrope" : kind]() };
   const found = ropeFrequencies(core, headDim, rotaryDim, length, settings, where);
-  if (!isLong && kind !== "yarn") found.attentionFactor *= given; // llama.cpp multiplies by it under any scaling
-  const divisors = await floatsOf(file.tensors.get(names.divisors), reader, where);
+  if (!isLong && kind !== "yarn") found.attentionFactor *= given; // llama.cpp applies it to every scaling
+  const divisors = await readF32(file.tensors.get(names.divisors), reader, where);
   if (divisors !== undefined) {
     if (divisors.length !== found.invFreq.length || !divisors.every((x) => x > 0 && x < Infinity)) {
-      throw new WhetError(`${where}: ${names.divisors} has ${divisors.length} numbers, expected ${found.invFreq.length} finite ones above 0.`);
+      throw new WhetError(`${where}: ${names.divisors} has ${divisors.length} numbers, expected ${found.invFreq.length} finite numbers above 0.`);
     }
     found.invFreq = found.invFreq.map((f, i) => f / divisors[i]);
   }
   return { rotaryDim: 2 * found.invFreq.length, isNeox: true, ...found };
 }
 
-/** Where the tensors go; each tensor of the file is used. */
+/** Map the tensors to slots. Every tensor of the file must be used. */
 function placeTensors(config: ModelConfig, family: Family, file: GgufFile, where: string): Piece[] {
   const used = new Set<string>(Object.values(NAMES.rope_tensors as Record<string, string>));
-  const find = ([module]: string[], suffix: string, place: Place): Stored => {
+  const find = ([module]: string[], suffix: string, location: WeightLocation): Stored => {
     const own = file.tensors.get(`${module}.${suffix}`);
-    const fused = "qkv".includes(place.part) && place.part !== "" ? file.tensors.get(`${NAMES.fused_qkv.replace("{i}", String(place.layer))}.${suffix}`) : undefined;
-    if (own !== undefined && fused !== undefined) throw new WhetError(`${where}: there are both ${fused.name} and ${own.name}. Convert the model again.`);
+    const fused = "qkv".includes(location.part) && location.part !== "" ? file.tensors.get(`${NAMES.fused_qkv.replace("{i}", String(location.layer))}.${suffix}`) : undefined;
+    if (own !== undefined && fused !== undefined) throw new WhetError(`${where}: the file has both ${fused.name} and ${own.name}. Convert the model again.`);
     const tensor = own ?? fused;
-    if (tensor === undefined) throw new WhetError(`${where}: there is no tensor ${module}.${suffix}, which this model needs.`);
+    if (tensor === undefined) throw new WhetError(`${where}: tensor ${module}.${suffix} is missing. The file is incomplete.`);
     used.add(tensor.name);
     if (tensor === own) return { tensor, row: 0, shape: tensor.shape };
-    if (tensor.shape[0] !== place.rows) throw new WhetError(`${where}: ${tensor.name} has ${tensor.shape[0]} rows, expected ${place.rows}: q, k and v.`);
-    return { tensor, row: place.firstRow, shape: [place.count, ...tensor.shape.slice(1)] };
+    if (tensor.shape[0] !== location.rows) throw new WhetError(`${where}: ${tensor.name} has ${tensor.shape[0]} rows, expected ${location.rows} of q, k and v.`);
+    return { tensor, row: location.firstRow, shape: [location.count, ...tensor.shape.slice(1)] };
   };
   const pieces = findPieces(config, family, "gguf", find, where);
   const unknown = [...file.tensors.keys()].filter((name) => !used.has(name)).sort()[0];
-  if (unknown !== undefined) throw new WhetError(`${where}: a model of this kind has no ${unknown}; the engine does not know it.`);
+  if (unknown !== undefined) throw new WhetError(`${where}: unexpected tensor ${unknown} for this architecture.`);
   return pieces;
 }

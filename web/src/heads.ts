@@ -1,4 +1,4 @@
-/** The heads of model files, by the core's parsers. */
+/** Headers of model files, parsed by the core. */
 import type { Core, CoreError } from "./core.js";
 import type { WhetError } from "./errors.js";
 import type { Reader } from "./sources.js";
@@ -7,36 +7,36 @@ export interface Tensor {
   name: string;
   type: string;
   shape: number[];
-  /** In the file. */
+  /** Position in the file, in bytes. */
   offset: number;
   sizeBytes: number;
 }
 
-/** A tensor as the core tells it. */
-export type TensorRow = [name: string, type: string, shape: number[], offset: number, sizeBytes: number];
+/** A tensor in the core's JSON. */
+export type TensorEntry = [name: string, type: string, shape: number[], offset: number, sizeBytes: number];
 
-const SMALLEST_HEAD = 1 << 20;
+const MIN_HEADER_BYTES = 1 << 20;
 
 /**
- * A file's head, of which more is read until it is whole, and what the core's parser says of it.
+ * Read and parse a file's header, with growing reads until it is complete.
  *
- * @param parser the core's function.
- * @param refuse the error for a file that the parser refuses, from the parser's words.
+ * @param parser name of the core's function.
+ * @param toError makes the error of an invalid file from the parser's message.
  */
-export async function readHead<T>(core: Core, parser: string, reader: Reader, refuse: (why: string) => WhetError): Promise<{ head: Uint8Array; found: T }> {
-  for (let n = Math.min(SMALLEST_HEAD, reader.size); ; ) {
-    const head = await reader.read(0, n);
+export async function readHeader<T>(core: Core, parser: string, reader: Reader, toError: (why: string) => WhetError): Promise<{ header: Uint8Array; found: T }> {
+  for (let n = Math.min(MIN_HEADER_BYTES, reader.size); ; ) {
+    const header = await reader.read(0, n);
     try {
-      return { head, found: core.with([head], (at) => core.json<T>(parser, at, head.length, reader.size)) };
+      return { header, found: core.with([header], (at) => core.json<T>(parser, at, header.length, reader.size)) };
     } catch (error) {
-      const { type, message } = error as Partial<CoreError>; // by its shape: the scripts of the package share no class
+      const { type, message } = error as Partial<CoreError>; // duck-typed: each script of the package has its own class
       if (type === undefined || message === undefined) throw error;
-      if (!type.includes("MoreBytesNeeded")) throw refuse(message);
+      if (!type.includes("MoreBytesNeeded")) throw toError(message);
       n = Math.min(reader.size, Math.max(2 * n, Number(/\d+/.exec(message)?.[0])));
     }
   }
 }
 
-export function tensorsOf(rows: TensorRow[]): Map<string, Tensor> {
-  return new Map(rows.map(([name, type, shape, offset, sizeBytes]) => [name, { name, type, shape, offset, sizeBytes }]));
+export function toTensors(entries: TensorEntry[]): Map<string, Tensor> {
+  return new Map(entries.map(([name, type, shape, offset, sizeBytes]) => [name, { name, type, shape, offset, sizeBytes }]));
 }

@@ -1,5 +1,4 @@
-/** What Hugging Face's libraries save: folders of models, and PEFT's adapters. A script by itself, which is loaded when the
- * first of these comes. */
+/** Hugging Face formats: model folders and PEFT adapters. A separate chunk, loaded on first use. */
 export { adapterFiles, readAdapter, TARGETS } from "./adapters.js";
 export { describeFolder, hasTemplate, openFolder, readFolderTokenizer } from "./folder.js";
 export { toFloats } from "./safetensors.js";

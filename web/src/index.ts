@@ -1,4 +1,4 @@
-/** Whet's engine in the browser, Node, Deno and Bun: language models from GGUF files and Hugging Face folders, on the core's WebAssembly build. */
+/** Whet's engine for browsers, Node, Deno and Bun: runs GGUF files and Hugging Face folders on the core's WebAssembly build. */
 export { clearCache, listCache } from "./cache.js";
 export { Chat } from "./chat.js";
 export { Engine, type GenerateOptions } from "./engine.js";

@@ -1,4 +1,4 @@
-/** A model's computation as sizes and switches, its weights' shapes, and the places of a GGUF file's tensors in them. */
+/** Model architecture: sizes and switches, and the shapes of its weights. */
 import { families } from "./facts.js";
 
 export interface ModelConfig {
@@ -28,9 +28,9 @@ export interface ModelConfig {
   windows: number[];
   attentionScale: number;
   attentionSoftcap: number;
-  /** Per layer, whether it rotates; empty: all do. */
+  /** Per layer: whether RoPE applies; empty: to all. */
   ropeLayers: boolean[];
-  /** Per layer, whether it does by localInvFreq; empty: none. */
+  /** Per layer: whether RoPE uses localInvFreq; empty: in none. */
   localLayers: boolean[];
   localInvFreq: number[];
   embeddingScale: number;
@@ -62,7 +62,7 @@ export const FAMILIES: Record<string, Family> = families;
 
 export const toCamel = (name: string) => name.replace(/_(\w)/g, (_, letter: string) => letter.toUpperCase());
 
-/** Name -> shape of every weight, as in whet.models.architecture. */
+/** Return the shape of every weight by name, as in whet.models.architecture. */
 export function slots(c: ModelConfig): Map<string, number[]> {
   const q = c.nHeads * c.headDim;
   const found = new Map<string, number[]>([["embedding", [c.vocabSize, c.hiddenDim]]]);
@@ -92,7 +92,7 @@ export function slots(c: ModelConfig): Map<string, number[]> {
   return found;
 }
 
-/** A module's rows in a slot: "q", "k" or "v" of qkv, "gate" or "up" of gate_up; "": all. */
+/** Return a module's rows in a slot: "q", "k" or "v" of qkv, "gate" or "up" of gate_up; "": all rows. */
 export function partRows(c: ModelConfig, part: string, rows: number): [first: number, count: number] {
   const q = c.nHeads * c.headDim;
   const kv = c.nKvHeads * c.headDim;
@@ -107,7 +107,7 @@ export function partRows(c: ModelConfig, part: string, rows: number): [first: nu
   return parts[part];
 }
 
-/** The numbers in the order in which bindings/wasm/engine.cpp reads them. */
+/** Return the fields in the order in which bindings/wasm/engine.cpp reads them. */
 export function configNumbers(c: ModelConfig): Float64Array {
   return Float64Array.from([
     c.nLayers, c.nHeads, c.nKvHeads, c.headDim, c.hiddenDim, c.ffnDim, c.vocabSize, c.maxPosition,

@@ -1,7 +1,7 @@
-/** The primitives and kernels on typed arrays, under their Python names: float32, on the calling thread.
+/** Primitives and kernels on typed arrays: float32, on the calling thread, named as in Python.
  *
- * What each computes stands beside its Python function, in src/whet/ops; the bits are the same where `exact`. Arrays are
- * copied into the module's memory and back. */
+ * The Python functions in src/whet/ops document each of them; results are bit-identical if `exact`. Arrays are copied into the
+ * module's memory and back. */
 import type { Core } from "./core.js";
 import { WhetError } from "./errors.js";
 import { show } from "./sampling.js";
@@ -33,10 +33,10 @@ function number(name: string, what: string, value: unknown, isRight: (x: number)
   return value;
 }
 
-/** Rows of `columns` numbers; one row where `columns` is left out. */
+/** Return the shape of rows of `columns` numbers. Default: one row. */
 function rowsOf(name: string, x: Float32Array, columns: number | undefined): [rows: number, columns: number] {
   const n = columns === undefined ? x.length : size(name, "columns", columns);
-  if (n === 0 || x.length % n !== 0) throw new WhetError(`${name}: there are ${x.length} numbers, expected a multiple of ${n}, at least one row.`);
+  if (n === 0 || x.length % n !== 0) throw new WhetError(`${name}: got ${x.length} numbers, expected at least one row of ${n}, and whole rows.`);
   return [x.length / n, n];
 }
 
@@ -52,14 +52,14 @@ interface AttentionOptions {
   heads: number;
   kvHeads?: number;
   headDim: number;
-  /** Only the last so many keys are seen, the query's own included. */
+  /** Number of last keys that a query attends to, including its own position. Default: all. */
   window?: number;
-  /** Of the scores; headDim^-1/2 if not given. */
+  /** Scale of the scores. Default: headDim^-1/2. */
   scale?: number;
 }
 
-/** The checked arguments of attention. */
-function attended(name: string, q: Floats, k: Floats, v: Floats, { heads, kvHeads = heads, headDim, window, scale }: AttentionOptions) {
+/** Check the arguments of attention. */
+function checkAttention(name: string, q: Floats, k: Floats, v: Floats, { heads, kvHeads = heads, headDim, window, scale }: AttentionOptions) {
   for (const [what, value] of Object.entries({ heads, kvHeads, headDim })) size(name, what, value);
   if (heads % kvHeads !== 0) fail(name, "heads", heads, `a multiple of kvHeads=${kvHeads}`);
   if (headDim < 32 || headDim > 256 || headDim % 8 !== 0) fail(name, "headDim", headDim, "a multiple of 8 from 32 to 256");
@@ -75,24 +75,24 @@ function attended(name: string, q: Floats, k: Floats, v: Floats, { heads, kvHead
 export class Ops {
   private constructor(
     private readonly core: Core,
-    /** Whether the bits are the native kernels'. */
+    /** Whether results are bit-identical to the native kernels'. */
     readonly exact: boolean,
   ) {}
 
-  /** `assets`: where the package's wasm files are served; beside this script where it is left out. */
+  /** Load the module. `assets`: URL of the folder with the package's wasm files. Default: this script's folder. */
   static async load({ assets }: { assets?: string | URL } = {}): Promise<Ops> {
     const { core } = await startCore(globalThis.crossOriginIsolated !== false, "Ops.load", assets);
     return new Ops(core, core.call("is_fused") === 1);
   }
 
-  /** Runs an export on copies of arrays (null: a null pointer) and on fresh float32 results of these lengths. */
+  /** Call an export with copies of arrays (null: a null pointer) and new float32 results of these lengths. */
   private run(name: string, arrays: (ArrayBufferView | null)[], results: number[], args: (at: number[], out: number[]) => number[]): Float32Array[] {
     const given = arrays.filter((array) => array !== null);
-    const made = results.map((n) => new Float32Array(n));
-    return this.core.with([...given, ...made], (...places) => {
+    const outputs = results.map((n) => new Float32Array(n));
+    return this.core.with([...given, ...outputs], (...addresses) => {
       let next = 0;
-      const at = arrays.map((array) => (array === null ? 0 : places[next++]));
-      const out = places.slice(given.length);
+      const at = arrays.map((array) => (array === null ? 0 : addresses[next++]));
+      const out = addresses.slice(given.length);
       this.core.call(`op_${name}`, ...args(at, out));
       return results.map((n, i) => this.core.floats(out[i], n));
     });
@@ -141,7 +141,7 @@ export class Ops {
     return new Float64Array(sums[0].buffer);
   }
 
-  /** Log-probs of one token a row of logits, and entropies. */
+  /** Return the log-prob of one token per row of logits, and the row's entropy. */
   computeTokenLogprobs(logits: Floats, tokenIds: ArrayLike<number>, { temperature = 1 }: { temperature?: number } = {}): { logprobs: Float32Array; entropy: Float32Array } {
     const name = "computeTokenLogprobs";
     const x = floats(name, "logits", logits);
@@ -153,7 +153,7 @@ export class Ops {
     return { logprobs, entropy };
   }
 
-  /** Of trajectories of `length` steps; `lastValues`: one for each. */
+  /** Generalised advantage estimation over trajectories of `length` steps. `lastValues`: one value per trajectory. */
   computeGae(
     rewards: Floats, values: Floats, dones: ArrayLike<number | boolean>, lastValues: number | Floats, gamma: number, lambda: number, length?: number,
   ): { advantages: Float32Array; returns: Float32Array } {
@@ -201,12 +201,12 @@ export class Ops {
   }
 
   softmax(x: Floats, { columns, scale = 1 }: { columns?: number; scale?: number } = {}): Float32Array {
-    return this.weigh("softmax", x, columns, scale, false);
+    return this.runSoftmax("softmax", x, columns, scale, false);
   }
   logSoftmax(x: Floats, { columns, scale = 1 }: { columns?: number; scale?: number } = {}): Float32Array {
-    return this.weigh("logSoftmax", x, columns, scale, true);
+    return this.runSoftmax("logSoftmax", x, columns, scale, true);
   }
-  private weigh(name: string, x: Floats, columns: number | undefined, scale: number, log: boolean): Float32Array {
+  private runSoftmax(name: string, x: Floats, columns: number | undefined, scale: number, log: boolean): Float32Array {
     const a = floats(name, "x", x);
     const [rows, n] = rowsOf(name, a, columns);
     number(name, "scale", scale, Number.isFinite, "a finite number");
@@ -230,7 +230,7 @@ export class Ops {
     return this.run("swiglu", [g, u], [g.length], (at, out) => [...at, g.length, ...out])[0];
   }
 
-  /** A x, of A (m, x.length) row by row. */
+  /** Return A x for a row-major A (m, x.length). */
   gemv(a: Floats, x: Floats): Float32Array {
     const by = floats("gemv", "x", x);
     const matrix = floats("gemv", "a", a);
@@ -238,25 +238,25 @@ export class Ops {
     return this.run("gemv", [matrix, by], [m], ([at, vector], [out]) => [at, m, n, vector, out])[0];
   }
 
-  /** q (queries, heads, headDim) on k and v (keys, kvHeads, headDim), its queries aligned with the end of the keys. */
+  /** Attention of q (queries, heads, headDim) over k and v (keys, kvHeads, headDim); the last query is at the last key. */
   attention(q: Floats, k: Floats, v: Floats, options: AttentionOptions & { causal?: boolean }): Float32Array {
     const { causal = true, window, ...sizes } = options;
-    if (window !== undefined && !causal) fail("attention", "window", window, "none where causal is false");
-    const { given, heads, kvHeads, headDim, nQueries, nKeys, factor } = attended("attention", q, k, v, { window, ...sizes });
+    if (window !== undefined && !causal) fail("attention", "window", window, "undefined if causal is false");
+    const { given, heads, kvHeads, headDim, nQueries, nKeys, factor } = checkAttention("attention", q, k, v, { window, ...sizes });
     return this.run("attention", given, [given[0].length], (at, out) =>
       [...at, nQueries, nKeys, heads, kvHeads, headDim, +causal, window ?? 0, factor, ...out])[0];
   }
 
-  /** One query (heads, headDim) on the keys and values of a cache (keys, kvHeads, headDim): a step of decoding. */
+  /** Attention of one query (heads, headDim) over a cache's keys and values (keys, kvHeads, headDim): a decode step. */
   decodeAttention(q: Floats, k: Floats, v: Floats, options: AttentionOptions): Float32Array {
     const name = "decodeAttention";
-    const { given, heads, kvHeads, headDim, nKeys, factor } = attended(name, q, k, v, options);
+    const { given, heads, kvHeads, headDim, nKeys, factor } = checkAttention(name, q, k, v, options);
     if (given[0].length !== heads * headDim) fail(name, "the length of q", given[0].length, `heads times headDim, ${heads * headDim}`);
     const first = Math.max(0, nKeys - (options.window ?? nKeys));
     return this.run("decode_attention", given, [given[0].length], (at, out) => [...at, first, nKeys, heads, kvHeads, headDim, factor, ...out])[0];
   }
 
-  /** x (positions, heads, headDim) rotated by position * invFreq: the first 2 invFreq.length elements of each head. */
+  /** Rotate the first 2 invFreq.length elements of each head of x (positions, heads, headDim) by position * invFreq. */
   applyRope(
     positions: ArrayLike<number>, x: Floats, headDim: number, invFreq: Floats,
     { isNeox = true, attentionFactor = 1, inverse = false }: { isNeox?: boolean; attentionFactor?: number; inverse?: boolean } = {},
@@ -300,16 +300,16 @@ export class Ops {
   }
 }
 
-/** A low-rank adapter of a linear layer that learns: y += alpha / rank (x A^T) B, A (rank, in), B (rank, out). */
+/** Trainable low-rank adapter of a linear layer: y += alpha / rank (x A^T) B, A (rank, in), B (rank, out). */
 export class MicroLoRA {
   a: Float32Array;
   b: Float32Array;
-  private sums: [Float32Array, Float32Array];
-  private losses = 0;
-  private steps = 0;
+  private gradientSums: [Float32Array, Float32Array];
+  private nLosses = 0;
+  private nSteps = 0;
   private moments: Float32Array[];
 
-  /** A is uniform in (-1, 1) / sqrt(in), or what is given; B is 0. */
+  /** Default A: uniform in (-1, 1) / sqrt(in). Default B: 0. */
   constructor(
     private readonly ops: Ops,
     readonly inFeatures: number,
@@ -323,30 +323,30 @@ export class MicroLoRA {
     const sample = () => (2 * Math.random() - 1) / Math.sqrt(inFeatures);
     this.a = floats("MicroLoRA", "a", a ?? Float32Array.from({ length: rank * inFeatures }, sample), rank * inFeatures).slice();
     this.b = floats("MicroLoRA", "b", b ?? new Float32Array(rank * outFeatures), rank * outFeatures).slice();
-    this.sums = [new Float32Array(this.a.length), new Float32Array(this.b.length)];
+    this.gradientSums = [new Float32Array(this.a.length), new Float32Array(this.b.length)];
     this.moments = [this.a, this.b, this.a, this.b].map(({ length }) => new Float32Array(length));
   }
   readonly scale: number;
 
-  /** y + the delta of x, for rows of x (rows, in) and y (rows, out). */
+  /** Return y plus the adapter's delta for x (rows, in) and y (rows, out). */
   forward(x: Floats, y: Floats): Float32Array {
     const rows = floats("MicroLoRA.forward", "x", x);
     const [n] = rowsOf("MicroLoRA.forward", rows, this.inFeatures);
     return this.ops.loraForward(rows, floats("MicroLoRA.forward", "y", y, n * this.outFeatures), this.a, this.b, this.rank, this.scale);
   }
 
-  /** Adds the gradient of a loss, of x (rows, in) and dL/dy (rows, out). */
+  /** Accumulate a loss's gradient from x (rows, in) and dL/dy (rows, out). */
   accumulate(x: Floats, gradY: Floats): void {
     const rows = floats("MicroLoRA.accumulate", "x", x);
     const [n] = rowsOf("MicroLoRA.accumulate", rows, this.inFeatures);
     const grad = floats("MicroLoRA.accumulate", "gradY", gradY, n * this.outFeatures);
-    this.sums = this.ops.loraAccumulate(rows, grad, this.a, this.b, this.rank, this.scale, this.sums);
-    ++this.losses;
+    this.gradientSums = this.ops.loraAccumulate(rows, grad, this.a, this.b, this.rank, this.scale, this.gradientSums);
+    ++this.nLosses;
   }
 
   zeroGrad(): void {
-    for (const sum of this.sums) sum.fill(0);
-    this.losses = 0;
+    for (const sum of this.gradientSums) sum.fill(0);
+    this.nLosses = 0;
   }
 
   sgdStep(lr: number): void {
@@ -357,14 +357,14 @@ export class MicroLoRA {
     this.zeroGrad();
   }
 
-  /** AdamW, as torch.optim has it. */
+  /** Apply a step of AdamW, as in torch.optim. */
   adamStep(lr: number, { betas = [0.9, 0.999], eps = 1e-8, weightDecay = 0 }: { betas?: [number, number]; eps?: number; weightDecay?: number } = {}): void {
     const name = "MicroLoRA.adamStep";
     for (const [what, value] of Object.entries({ lr, weightDecay })) number(name, what, value, (x) => x >= 0 && x < Infinity, "a finite number >= 0");
     for (const beta of betas) number(name, "betas", beta, (x) => x >= 0 && x < 1, "two numbers in [0, 1)");
     number(name, "eps", eps, (x) => x > 0 && x < Infinity, "a finite number above 0");
     const gradients = this.meanGradients(name);
-    const settings = [lr, ...betas, eps, weightDecay, ++this.steps, 1];
+    const settings = [lr, ...betas, eps, weightDecay, ++this.nSteps, 1];
     const [a, , mA, vA] = this.ops.adamw(settings, [this.a, gradients[0], this.moments[0], this.moments[2]]);
     const [b, , mB, vB] = this.ops.adamw(settings, [this.b, gradients[1], this.moments[1], this.moments[3]]);
     [this.a, this.b, this.moments] = [a, b, [mA, mB, vA, vB]];
@@ -372,9 +372,9 @@ export class MicroLoRA {
   }
 
   private meanGradients(name: string): Float32Array[] {
-    if (this.losses === 0) throw new WhetError(`${name}: there is no gradient. Call accumulate first.`);
-    const means = this.sums.map((sum) => sum.map((x) => x / this.losses));
-    if (!means.every((mean) => mean.every(Number.isFinite))) throw new WhetError(`${name}: the gradient is not finite. Call zeroGrad, and look at the loss.`);
+    if (this.nLosses === 0) throw new WhetError(`${name}: no gradient was accumulated. Call accumulate first.`);
+    const means = this.gradientSums.map((sum) => sum.map((x) => x / this.nLosses));
+    if (!means.every((mean) => mean.every(Number.isFinite))) throw new WhetError(`${name}: the gradient is not finite. Call zeroGrad and check the loss.`);
     return means;
   }
 }

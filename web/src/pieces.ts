@@ -1,32 +1,32 @@
-/** The tensors of a model's files as rows of the engine's slots: whet.models.slots. */
+/** Mapping of the tensors in a model's files to rows of the engine's slots, as in whet.models.slots. */
 import { WhetError } from "./errors.js";
 import type { Tensor } from "./heads.js";
 import { type Family, type ModelConfig, partRows, slots } from "./model.js";
 
-/** Rows of a tensor on their way into a slot. */
+/** Rows of a tensor and their destination in a slot. */
 export interface Piece {
   slot: string;
   firstRow: number;
   tensor: Tensor;
-  /** First row of the tensor, how many, and the distance between them in rows. */
+  /** First row in the tensor, number of rows, and stride in rows. */
   row: number;
   count: number;
   every: number;
-  /** The tensor is (inputs, outputs), and its columns are what is called rows here. */
+  /** Whether the tensor is (inputs, outputs): its columns are the rows. */
   isTransposed: boolean;
-  /** What the model adds to the numbers of this norm. */
+  /** Constant that the model adds to a norm's weights. */
   offset: number;
 }
 
-/** A tensor, or rows of one that holds several. */
+/** A tensor, or the rows of one module in a fused tensor. */
 export interface Stored {
   tensor: Tensor;
   row: number;
   shape: number[];
 }
 
-/** What a module is to its slot: rows [firstRow, firstRow + count) of `rows`, in a layer. */
-export interface Place {
+/** Location of a module in its slot: rows [firstRow, firstRow + count) of `rows`, in a layer. */
+export interface WeightLocation {
   layer: number;
   part: string;
   firstRow: number;
@@ -38,10 +38,10 @@ type Cut = [to: number, from: number, count: number, every: number];
 
 export const cuts: Record<"whole" | "byHead" | "paired", (config: ModelConfig, rows: number) => Cut[]> = {
   whole: (_, rows) => [[0, 0, rows, 1]],
-  // GPT-NeoX's query_key_value: per head its q, k and v; to all q, then all k, then all v
+  // GPT-NeoX's query_key_value, [head][q, k, v], to [q, k, v][head]
   byHead: ({ headDim, nHeads }) =>
     Array.from({ length: 3 * nHeads }, (_, i) => [((i % 3) * nHeads + Math.floor(i / 3)) * headDim, i * headDim, headDim, 1]),
-  // llama.cpp's order of Llama's q and k: row 2i + p of a head was row i + p headDim / 2
+  // llama.cpp interleaves Llama's q and k: its row 2i + p of a head is row i + p headDim / 2
   paired: ({ headDim }, rows) =>
     Array.from({ length: (2 * rows) / headDim }, (_, i) => {
       const [head, parity] = [Math.floor(i / 2) * headDim, i % 2];
@@ -50,12 +50,12 @@ export const cuts: Record<"whole" | "byHead" | "paired", (config: ModelConfig, r
 };
 
 /**
- * The pieces that fill every slot once.
+ * Return the pieces that fill every slot exactly once.
  *
- * @param names whose names of modules the files have.
- * @param find the tensor of the first of these modules that is there; throws if none is.
+ * @param names naming scheme of the files.
+ * @param find returns the tensor of the first of these modules that exists; throws if none does.
  */
-export function findPieces(config: ModelConfig, family: Family, names: "hf" | "gguf", find: (modules: string[], suffix: string, place: Place) => Stored, where: string): Piece[] {
+export function findPieces(config: ModelConfig, family: Family, names: "hf" | "gguf", find: (modules: string[], suffix: string, location: WeightLocation) => Stored, where: string): Piece[] {
   const shapes = slots(config);
   const pieces: Piece[] = [];
   for (const [target, module] of Object.entries(family.modules)) {
@@ -75,7 +75,7 @@ export function findPieces(config: ModelConfig, family: Family, names: "hf" | "g
         const isTransposed = layout === "transposed" && shape.length === 2;
         const expected = isTransposed ? [shape[1], count] : [count, ...shape.slice(1)];
         if (stored.join() !== expected.join()) {
-          throw new WhetError(`${where}: ${tensor.name} has shape (${stored.join(", ")}), expected (${expected.join(", ")}). The config is another model's, or the file is damaged.`);
+          throw new WhetError(`${where}: ${tensor.name} has shape (${stored.join(", ")}), expected (${expected.join(", ")}). The config belongs to another model, or the file is damaged.`);
         }
         const offset = names === "hf" && suffix === "weight" ? (module.hf_offset ?? 0) : 0;
         for (const [to, from, n, every] of cut(config, count)) {

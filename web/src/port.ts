@@ -1,4 +1,4 @@
-/** Workers and their messages, the same in browsers, Deno, Bun and Node. */
+/** Workers and messages for browsers, Deno, Bun and Node. */
 export interface Port {
   postMessage(message: unknown): void;
   onMessage(listener: (message: any) => void): void;
@@ -9,25 +9,25 @@ export interface WorkerPort extends Port {
   terminate(): void;
 }
 
-/** Undefined in a page. As a bare name, bundlers would put a stand-in there. */
+/** Undefined in a page. (Bundlers would replace a bare `process` with a polyfill.) */
 const node = globalThis.process as NodeJS.Process | undefined;
 
 export const isNode = Boolean(node?.versions?.node) && !("Bun" in globalThis) && !("Deno" in globalThis);
 
-/** A module of Node's, which Deno and Bun have too; an import of it would stop bundlers. */
+/** Return a built-in module of Node, Deno or Bun. Bundlers would fail on an import. */
 export const nodeModule = ((id: string) => node!.getBuiltinModule(id)) as NodeJS.Process["getBuiltinModule"];
 
-/** A text is a URL, relative to the page where there is one. In Node other texts are paths, whatever characters they have. */
+/** Resolve a string to a URL, relative to the page if there is one. In Node, other strings are paths, whatever their characters. */
 export function urlOf(source: string | URL): URL {
   const page = globalThis.location?.href;
   if (source instanceof URL || page !== undefined || /^(https?|file|blob|data):/i.test(source)) return new URL(source, page);
   return nodeModule("node:url").pathToFileURL(source);
 }
 
-/** Processors that this process may use. (Node has a navigator from 21 on.) */
+/** Return the number of processors available to this process. (Node has a navigator since 21.) */
 export const nProcessors = () => (isNode ? nodeModule("node:os").availableParallelism() : navigator.hardwareConcurrency);
 
-function ofWebWorker(worker: Worker): WorkerPort {
+function wrapWebWorker(worker: Worker): WorkerPort {
   return {
     postMessage: (message) => worker.postMessage(message),
     onMessage: (listener) => worker.addEventListener("message", (event) => listener(event.data)),
@@ -36,11 +36,11 @@ function ofWebWorker(worker: Worker): WorkerPort {
   };
 }
 
-function ofNodeWorker(url: URL): WorkerPort {
+function wrapNodeWorker(url: URL): WorkerPort {
   const { Worker } = nodeModule("node:worker_threads");
   const worker = new Worker(url);
   worker.unref();
-  let pending = 0; // the process lives while an answer is awaited
+  let pending = 0; // calls in progress keep the process alive
   return {
     postMessage: (message) => {
       if (++pending === 1) worker.ref();
@@ -53,44 +53,44 @@ function ofNodeWorker(url: URL): WorkerPort {
       }),
     onError: (listener) => {
       worker.on("error", (error) => listener(error as Error));
-      worker.on("exit", (code) => listener(new Error(`it ended with code ${code}`)));
+      worker.on("exit", (code) => listener(new Error(`it exited with code ${code}`)));
     },
     terminate: () => void worker.terminate(),
   };
 }
 
-/** A file of the package in the folder where it is served. */
+/** Return the URL of a package file in the folder that serves it. */
 export const assetUrl = (assets: string | URL, name: string) => new URL(name, `${urlOf(assets).href.replace(/\/$/, "")}/`);
 
-/** The engine's worker; `assets`: where the package's files are served, if not beside this one. */
+/** Start the engine's worker. `assets`: URL of the folder with the package's files. Default: this script's folder. */
 export async function startEngineWorker(assets: string | URL | undefined): Promise<WorkerPort> {
   const given = assets === undefined ? undefined : assetUrl(assets, "worker.js");
-  if (isNode) return ofNodeWorker(given ?? new URL("./worker.js", import.meta.url));
+  if (isNode) return wrapNodeWorker(given ?? new URL("./worker.js", import.meta.url));
   const name = `whet-web-${crypto.randomUUID()}`;
-  // Bundlers look for the whole expression.
+  // Bundlers match the whole expression.
   const worker = given === undefined ? new Worker(new URL("./worker.js", import.meta.url), { type: "module", name }) : new Worker(given, { type: "module", name });
-  return watched(ofWebWorker(worker), name);
+  return watchWorker(wrapWebWorker(worker), name);
 }
 
 export async function startThreadWorker(): Promise<WorkerPort> {
-  if (isNode) return ofNodeWorker(new URL("./thread.js", import.meta.url));
-  return ofWebWorker(new Worker(new URL("./thread.js", import.meta.url), { type: "module" }));
+  if (isNode) return wrapNodeWorker(new URL("./thread.js", import.meta.url));
+  return wrapWebWorker(new Worker(new URL("./thread.js", import.meta.url), { type: "module" }));
 }
 
-/** A browser says nothing when it ends a worker. The worker holds a lock, which is free once it is gone. */
-function watched(port: WorkerPort, name: string): WorkerPort {
+/** Report a worker that the browser has terminated, which raises no event: the worker holds a lock, which its end releases. */
+function watchWorker(port: WorkerPort, name: string): WorkerPort {
   if (navigator.locks === undefined) return port;
   const listeners: ((error: Error) => void)[] = [];
-  const left = new AbortController();
+  const ended = new AbortController();
   let isWatched = false;
   port.onMessage(() => {
-    if (isWatched) return; // a first answer: the lock is held
+    if (isWatched) return; // the first message: the worker holds the lock
     isWatched = true;
     navigator.locks
-      .request(name, { signal: left.signal }, () => {
-        for (const listener of listeners) listener(new Error("it was ended from outside"));
+      .request(name, { signal: ended.signal }, () => {
+        for (const listener of listeners) listener(new Error("it was terminated from outside"));
       })
-      .catch(() => {}); // this side has ended it
+      .catch(() => {}); // terminated by this side
   });
   return {
     ...port,
@@ -99,28 +99,28 @@ function watched(port: WorkerPort, name: string): WorkerPort {
       port.onError(listener);
     },
     terminate() {
-      left.abort();
+      ended.abort();
       port.terminate();
     },
   };
 }
 
-/** In a worker: the way to whoever started it. */
-export function parent(): Port {
+/** Return a worker's port to its parent. */
+export function openParentPort(): Port {
   if (isNode) {
     const { parentPort } = nodeModule("node:worker_threads");
     return { postMessage: (message) => parentPort!.postMessage(message), onMessage: (listener) => void parentPort!.on("message", listener) };
   }
-  // Until the worker ends; see watched().
+  // Held until the worker ends; see watchWorker().
   if (navigator.locks !== undefined && self.name !== "") void navigator.locks.request(self.name, () => new Promise(() => {}));
   return { postMessage: (message) => postMessage(message), onMessage: (listener) => addEventListener("message", (event) => listener(event.data)) };
 }
 
-/** The script of what Hugging Face's libraries save; a bundler takes it as a file that is copied, and leaves its import as it stands (build.mjs). */
+/** Import the chunk of Hugging Face formats. Bundlers copy it as a file and keep this import unchanged (build.mjs). */
 export const loadHf = (): Promise<typeof import("./hf.js")> => import(new URL("./hf.js", import.meta.url).href);
 
-/** Lets messages come in. (Timers of zero would wait for 4 ms.) */
-export function breathe(): Promise<void> {
+/** Yield to the event loop, so that messages are handled. (Zero timers are clamped to 4 ms.) */
+export function yieldToEventLoop(): Promise<void> {
   if (isNode) return new Promise((resolve) => setImmediate(resolve));
   return new Promise((resolve) => {
     const { port1, port2 } = new MessageChannel();

@@ -1,64 +1,64 @@
-/** Messages between an Engine and its worker. */
-import type { Settings } from "./sampling.js";
+/** Messages between an Engine and its worker, and public option and result types. */
+import type { SamplingSettings } from "./sampling.js";
 import type { Progress, Source } from "./sources.js";
-import type { Message as ChatMessage } from "./tokenizer.js";
+import type { Message } from "./tokenizer.js";
 
 export type Files = [name: string, file: Source][];
 
 export interface LoadOptions {
-  /** Threads of the engine, its own among them; half of the processors where it is left out. */
+  /** Number of threads. Default: half of the processors. */
   threads?: number;
-  /** Tokens of the longest sequence; the model's own where it is left out, up to 4096. */
+  /** Longest sequence in tokens. Default: the model's, at most 4096. */
   contextLength?: number;
-  /** Bytes of keys and values; enough for one sequence of contextLength where it is left out. */
+  /** Size of the KV cache. Default: one sequence of contextLength. */
   kvBytes?: number;
-  /** Samples that are computed at a time. */
+  /** Maximum number of samples in a batch. Default: 4. */
   maxBatch?: number;
-  /** The format of all weights, such as "q8_0" or "float32"; left out, quantised weights stay what they are, and floats are taken as bf16. */
+  /** Format of all weights, such as "q8_0" or "float32". Default: quantised weights keep their format, floats become bf16. */
   weights?: string;
 }
 
 export interface FileOptions {
-  /** Of the file, or of each by name: 64 hexadecimal digits. A download that has them is not asked for again. */
+  /** SHA-256 of the file, or of each file by name: 64 hexadecimal digits. A cached file with this hash is not requested again. */
   sha256?: string | Readonly<Record<string, string>>;
-  /** Keep downloads in the browser's private file system; true where it is left out. */
+  /** Cache downloads in the browser's private file system. Default: true. */
   cache?: boolean;
 }
 
 export interface PromptOptions {
-  /** JSON schemas of functions, for the chat template. */
+  /** JSON schemas of tools, for the chat template. */
   tools?: unknown[];
-  /** End where the assistant begins; true where it is left out. */
+  /** End the prompt with the start of the assistant's turn. Default: true. */
   addGenerationPrompt?: boolean;
   /** Further variables of the chat template, such as enable_thinking. */
   templateOptions?: Record<string, unknown>;
 }
 
-/** A text, messages for the model's chat template, or token ids. */
-export type Prompt = string | readonly ChatMessage[] | ArrayLike<number>;
+/** Text, messages for the model's chat template, or token ids. */
+export type Prompt = string | readonly Message[] | ArrayLike<number>;
 
 export interface Request {
-  prompt: string | ChatMessage[] | Int32Array;
+  prompt: string | Message[] | Int32Array;
   options: PromptOptions;
-  sampling: Settings;
-  /** Whether the model's own stop tokens end a sample. */
-  stopsByItself: boolean;
+  sampling: SamplingSettings;
+  /** Whether the model's stop tokens end a sample. */
+  usesModelStops: boolean;
   n: number;
   promptIndex: number;
   adapter: number;
 }
 
 export interface Token {
-  /** Which of the n samples. */
+  /** Index of the sample, below n. */
   sample: number;
   token: number;
-  /** The whole characters that the token completes; special tokens have none. With `stop` never what could begin a stop string. Empty of a model without a tokenizer. */
+  /** Characters that the token completes. Empty for special tokens and without a tokenizer. With `stop`, a possible start of a stop string is withheld. */
   text: string;
-  /** Of the distribution that the token was drawn from. */
+  /** Log-prob under the distribution that the token was sampled from. */
   logprob: number;
-  /** Of `topLogprobs`: the most probable tokens of the same distribution, the most probable first; none of probability 0. */
+  /** With `topLogprobs`: the most probable tokens of the same distribution in descending order; tokens of probability 0 are excluded. */
   topLogprobs?: { token: number; logprob: number }[];
-  /** Of the sample's last token: why it ended. */
+  /** Reason why the sample ended, on its last token. */
   finish?: "stop" | "length";
 }
 
@@ -72,15 +72,15 @@ export interface Info {
   vocabSize: number;
   threads: number;
   build: Build;
-  /** Whether the bits are native Whet's: this engine of WebAssembly fuses multiply and add. */
+  /** Whether results are bit-identical to native Whet's: this runtime has a fused multiply-add. */
   exact: boolean;
-  /** Formats of the weights, each once. */
+  /** Distinct formats of the weights. */
   formats: string[];
-  /** Whether messages can be prompts. */
+  /** Whether prompts can be messages. */
   hasChatTemplate: boolean;
   weightsBytes: number;
   kvBytes: number;
-  /** All memory of the engine's WebAssembly. */
+  /** Size of the WebAssembly memory. */
   memoryBytes: number;
 }
 
@@ -89,12 +89,13 @@ export interface Estimate {
   parameters: number;
   contextLength: number;
   formats: string[];
-  /** Of the download. */
+  /** Size of the download. */
   fileBytes: number;
   weightsBytes: number;
   kvBytes: number;
 }
 
+/** Size of a prompt and of the context, in tokens. */
 export interface Measure {
   tokens: number;
   context: number;
@@ -104,18 +105,18 @@ export type Call =
   | { method: "load"; files: Files; options: LoadOptions & FileOptions; isolated: boolean }
   | { method: "estimate"; files: Files; options: Pick<LoadOptions, "contextLength" | "weights"> }
   | { method: "generate"; request: Request }
-  | { method: "measure"; messages: ChatMessage[]; options: PromptOptions }
+  | { method: "measure"; messages: Message[]; options: PromptOptions }
   | { method: "logprobs"; prompt: string | Int32Array; start: number; temperature: number; adapter: number }
   | { method: "tokenize"; text: string; addSpecialTokens: boolean }
   | { method: "detokenize"; tokens: Int32Array }
-  | { method: "render"; messages: ChatMessage[]; options: PromptOptions }
+  | { method: "render"; messages: Message[]; options: PromptOptions }
   | { method: "loadAdapter"; files: Files; options: FileOptions }
   | { method: "removeAdapter"; adapter: number }
   | { method: "info" };
 
-export type Message = { id: number; call: Call } | { id: number; abort: true };
+export type WorkerMessage = { id: number; call: Call } | { id: number; abort: true };
 
-export type Answer =
+export type Reply =
   | { id: number; event: Token[] | Progress }
   | { id: number; result: unknown }
   | { id: number; error: { name: string; message: string } };

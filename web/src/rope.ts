@@ -1,17 +1,17 @@
-/** Frequencies of rotary embeddings as models scale them, in float64: whet.ops.rope_scaling, whose formulas these are. */
+/** RoPE frequencies under the scalings of Hugging Face models, in float64; formulas and sources: whet.ops.rope_scaling. */
 import type { Core } from "./core.js";
 import { WhetError } from "./errors.js";
 import { show } from "./sampling.js";
 
 export interface Frequencies {
-  /** In radians per position, one for each pair. */
+  /** Radians per position, one per rotated pair. */
   invFreq: number[];
-  /** Of cosines and sines. */
+  /** Factor of cosines and sines. */
   attentionFactor: number;
 }
 
-/** Hugging Face's rope_parameters, whose every setting has to be used. */
-class Settings {
+/** Checked access to rope_parameters; every setting must be used. */
+class RopeSettings {
   private readonly used = new Set(["rope_type", "type"]);
 
   constructor(
@@ -20,7 +20,7 @@ class Settings {
     private readonly where: string,
   ) {}
 
-  wrong(name: string, expected: string): WhetError {
+  invalid(name: string, expected: string): WhetError {
     return new WhetError(`${this.where}: rotary embedding: ${name} is ${show(this.given[name])}, expected ${expected}.`);
   }
 
@@ -29,17 +29,17 @@ class Settings {
     return this.given[name] ?? undefined;
   }
 
-  number(name: string, otherwise?: number, above = 0, highest = Infinity): number {
-    const value = this.get(name) ?? otherwise;
+  number(name: string, fallback?: number, above = 0, highest = Infinity): number {
+    const value = this.get(name) ?? fallback;
     if (typeof value !== "number" || !(value > above && value <= highest) || !Number.isFinite(value)) {
-      throw this.wrong(name, `a number above ${above}${highest < Infinity ? ` and at most ${highest}` : ""}`);
+      throw this.invalid(name, `a number above ${above}${highest < Infinity ? ` and at most ${highest}` : ""}`);
     }
     return value;
   }
 
   numbers(name: string, n: number): number[] {
     const value = this.get(name);
-    if (!Array.isArray(value) || value.length !== n || !value.every((x) => x > 0)) throw this.wrong(name, `${n} numbers above 0, one for each pair`);
+    if (!Array.isArray(value) || value.length !== n || !value.every((x) => x > 0)) throw this.invalid(name, `${n} numbers above 0, one per rotated pair`);
     return value;
   }
 
@@ -53,20 +53,20 @@ class Settings {
 
   checkAllUsed(kind: string): void {
     const unknown = Object.keys(this.given).find((name) => !this.used.has(name));
-    if (unknown !== undefined) throw new WhetError(`${this.where}: rotary embedding: there is ${unknown}, which ${kind} does not know.`);
+    if (unknown !== undefined) throw new WhetError(`${this.where}: rotary embedding: ${unknown} is not a setting of ${kind}.`);
   }
 }
 
-/** @param rotaryDim undefined: headDim times the settings' partial_rotary_factor. */
+/** Return the frequencies of rope_parameters. `rotaryDim`: rotated elements of a head. Default: headDim * partial_rotary_factor. */
 export function ropeFrequencies(core: Core, headDim: number, rotaryDim: number | undefined, length: number, given: Readonly<Record<string, unknown>>, where: string): Frequencies {
-  const settings = new Settings(given, length, where);
+  const settings = new RopeSettings(given, length, where);
   const kind = String(given.rope_type ?? "default");
   const log = (x: number) => core.call("logarithm", x);
   const power = (x: number, y: number) => core.call("power", x, y);
   const base = settings.number("rope_theta", 10000, 1);
-  const share = settings.number("partial_rotary_factor", 1, 0, 1);
-  const dim = rotaryDim ?? (kind === "proportional" ? headDim : Math.trunc(headDim * share));
-  if (!Number.isInteger(dim) || dim < 2 || dim % 2 !== 0 || dim > headDim) throw new WhetError(`${where}: rotary embedding: ${dim} elements of a head rotate, expected an even number up to ${headDim}.`);
+  const fraction = settings.number("partial_rotary_factor", 1, 0, 1);
+  const dim = rotaryDim ?? (kind === "proportional" ? headDim : Math.trunc(headDim * fraction));
+  if (!Number.isInteger(dim) || dim < 2 || dim % 2 !== 0 || dim > headDim) throw new WhetError(`${where}: rotary embedding: the rotary dimension is ${dim}, expected an even number up to ${headDim}.`);
   const frequencies = (theta: number) => Array.from({ length: dim / 2 }, (_, i) => power(theta, -(2 * i) / dim));
   const plain = frequencies(base);
   const kinds: Record<string, () => [number[], number]> = {
@@ -77,14 +77,14 @@ export function ropeFrequencies(core: Core, headDim: number, rotaryDim: number |
     },
     dynamic: () => {
       const [factor, original] = [settings.number("factor"), settings.original()];
-      if (dim === 2) throw new WhetError(`${where}: rotary embedding: 2 elements of a head rotate, and dynamic scaling needs at least 4.`);
-      const longer = Math.max(length, original);
-      return [frequencies(base * power((factor * longer) / original - (factor - 1), dim / (dim - 2))), 1];
+      if (dim === 2) throw new WhetError(`${where}: rotary embedding: the rotary dimension is 2, expected at least 4 with dynamic scaling.`);
+      const extended = Math.max(length, original);
+      return [frequencies(base * power((factor * extended) / original - (factor - 1), dim / (dim - 2))), 1];
     },
     yarn: () => {
       const [factor, original] = [settings.factor(), settings.original()];
-      const pairOf = (turns: number) => (dim * log(original / (turns * 2 * Math.PI))) / (2 * log(base));
-      let [low, high] = [pairOf(settings.number("beta_fast", 32)), pairOf(settings.number("beta_slow", 1))];
+      const pairAt = (rotations: number) => (dim * log(original / (rotations * 2 * Math.PI))) / (2 * log(base));
+      let [low, high] = [pairAt(settings.number("beta_fast", 32)), pairAt(settings.number("beta_slow", 1))];
       if (settings.get("truncate") ?? true) [low, high] = [Math.floor(low), Math.ceil(high)];
       [low, high] = [Math.max(low, 0), Math.min(high, dim - 1)];
       const ramp = plain.map((_, i) => Math.min(Math.max((i - low) / (high - low || 0.001), 0), 1));
@@ -95,23 +95,23 @@ export function ropeFrequencies(core: Core, headDim: number, rotaryDim: number |
     },
     llama3: () => {
       const [factor, original, low, high] = [settings.number("factor"), settings.original(), settings.number("low_freq_factor"), settings.number("high_freq_factor")];
-      if (high <= low) throw settings.wrong("high_freq_factor", `above low_freq_factor=${low}`);
+      if (high <= low) throw settings.invalid("high_freq_factor", `above low_freq_factor=${low}`);
       const smooth = plain.map((f) => Math.min(Math.max(((original * f) / (2 * Math.PI) - low) / (high - low), 0), 1));
       return [plain.map((f, i) => f * ((1 - smooth[i]) / factor + smooth[i])), 1];
     },
     longrope: () => {
       const [factor, original] = [settings.factor(), settings.original()];
       const [short, long] = ["short_factor", "long_factor"].map((name) => settings.numbers(name, dim / 2));
-      const stretch = length > original ? long : short;
+      const divisors = length > original ? long : short;
       const inferred = factor > 1 ? Math.sqrt(1 + log(factor) / log(original)) : 1;
-      return [plain.map((f, i) => f / stretch[i]), settings.number("attention_factor", inferred)];
+      return [plain.map((f, i) => f / divisors[i]), settings.number("attention_factor", inferred)];
     },
     proportional: () => {
       const factor = settings.number("factor", 1);
-      return [plain.map((f, i) => (i < Math.trunc((share * dim) / 2) ? f / factor : 0)), 1];
+      return [plain.map((f, i) => (i < Math.trunc((fraction * dim) / 2) ? f / factor : 0)), 1];
     },
   };
-  if (!Object.hasOwn(kinds, kind)) throw settings.wrong("rope_type", `one of ${Object.keys(kinds).join(", ")}`);
+  if (!Object.hasOwn(kinds, kind)) throw settings.invalid("rope_type", `one of ${Object.keys(kinds).join(", ")}`);
   const [invFreq, attentionFactor] = kinds[kind]();
   settings.checkAllUsed(kind);
   return { invFreq, attentionFactor };

@@ -1,20 +1,20 @@
-/** Tensors of a safetensors file as float32. */
+/** Tensors of safetensors files as float32. */
 import type { Core } from "./core.js";
 import { WhetError } from "./errors.js";
-import { readHead, type Tensor, type TensorRow, tensorsOf } from "./heads.js";
+import { readHeader, type Tensor, type TensorEntry, toTensors } from "./heads.js";
 import type { Reader } from "./sources.js";
 
 export async function readSafetensors(core: Core, reader: Reader, where: string): Promise<Map<string, Tensor>> {
-  const refuse = (why: string) => new WhetError(`${where}: ${reader.name} is no safetensors file, or damaged: ${why}`);
-  return tensorsOf((await readHead<TensorRow[]>(core, "parse_safetensors", reader, refuse)).found);
+  const toError = (why: string) => new WhetError(`${where}: ${reader.name} is not a safetensors file, or it is damaged: ${why}`);
+  return toTensors((await readHeader<TensorEntry[]>(core, "parse_safetensors", reader, toError)).found);
 }
 
-/** A tensor's values. */
+/** Read a tensor's values. */
 export async function readFloats(reader: Reader, entry: Tensor, where: string): Promise<Float32Array> {
   return toFloats(await reader.read(entry.offset, entry.sizeBytes), entry, where);
 }
 
-/** The values of a tensor's bytes. */
+/** Convert a tensor's bytes to float32. */
 export function toFloats(data: Uint8Array, entry: Tensor, where: string): Float32Array {
   const bytes = data.slice().buffer;
   switch (entry.type) {
@@ -27,7 +27,7 @@ export function toFloats(data: Uint8Array, entry: Tensor, where: string): Float3
     case "F16":
       return Float32Array.from(new Uint16Array(bytes), toFloat);
   }
-  throw new WhetError(`${where}: ${entry.name} is ${entry.type}, expected F32, F16 or BF16. Save it in floats.`);
+  throw new WhetError(`${where}: ${entry.name} is ${entry.type}, expected F32, F16 or BF16. Save it as floats.`);
 }
 
 function toFloat(half: number): number {

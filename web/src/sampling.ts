@@ -1,9 +1,9 @@
-/** Checks of sampling settings: the names, defaults and ranges of whet.SamplingParams. */
+/** Checks of sampling settings, with the names, defaults and ranges of whet.SamplingParams. */
 import { WhetError } from "./errors.js";
 import { sampling as SAMPLING } from "./facts.js";
 
 export interface Sampling {
-  /** Divides the logits; 0 takes the most probable token. */
+  /** Divides the logits; 0: greedy. */
   temperature?: number;
   topK?: number;
   topP?: number;
@@ -12,22 +12,22 @@ export interface Sampling {
   presencePenalty?: number;
   frequencyPenalty?: number;
   minNewTokens?: number;
-  /** Longest completion, the stop token included. */
+  /** Maximum length of a completion, including its stop token. */
   maxNewTokens?: number;
-  /** A completion ends with, and includes, the first of these; of a text prompt also the model's own. */
+  /** A completion ends with the first of these, which it includes. Text prompts also end with the model's stop tokens. */
   stopTokenIds?: readonly number[];
-  /** The text of a completion ends before the first of these, wherever its tokens begin and end. The name of a special token makes it a stop token. */
+  /** The text of a completion ends before the first of these, also across tokens. The name of a special token makes it a stop token. */
   stop?: string | readonly string[];
   /** Token id -> number added to its logit, from -100 to 100. */
   logitBias?: Readonly<Record<number, number>>;
-  /** How many of the most probable tokens come with each token, up to 20. */
+  /** Number of most probable alternatives to return with each token, at most 20. */
   topLogprobs?: number;
-  /** Completions depend only on (seed, prompt index, sample index, position). Above 2^53 - 1 a bigint. */
+  /** Completions depend only on (seed, prompt index, sample index, position). A bigint above 2^53 - 1. */
   seed?: number | bigint;
 }
 
-/** The settings, all of them, in the forms in which the engine's worker takes them. */
-export interface Settings extends Required<Omit<Sampling, "stop" | "logitBias" | "stopTokenIds" | "seed">> {
+/** All settings, normalised for the engine's worker. */
+export interface SamplingSettings extends Required<Omit<Sampling, "stop" | "logitBias" | "stopTokenIds" | "seed">> {
   stopTokenIds: number[];
   stop: string[];
   logitBias: [token: number, bias: number][];
@@ -37,9 +37,9 @@ export interface Settings extends Required<Omit<Sampling, "stop" | "logitBias" |
 const isCount = (x: unknown) => Number.isInteger(x) && (x as number) >= 0;
 const isNumber = (x: unknown): x is number => typeof x === "number" && Number.isFinite(x);
 const isWhole = (x: unknown) => typeof x === "string" && x !== "" && !/\p{Surrogate}/u.test(x);
-/** float32 divides by these. */
+/** Whether a temperature is a normal float32 divisor. */
 export const isTemperature = (x: unknown) => isNumber(x) && x >= 1e-30 && x <= 1e30;
-type Expected = (typeof SAMPLING)[keyof typeof SAMPLING]["expected"]; // of Python: another text there does not compile here
+type Expected = (typeof SAMPLING)[keyof typeof SAMPLING]["expected"]; // Python's texts: a change there is a type error here
 const RANGES: Record<Expected, (x: any) => boolean> = {
   "a finite number >= 0: 0, or from 1e-30 to 1e30": (x) => x === 0 || isTemperature(x),
   "an integer >= 0": isCount,
@@ -58,12 +58,12 @@ const RANGES: Record<Expected, (x: any) => boolean> = {
 const SETTINGS = SAMPLING as Record<string, { default: unknown; expected: Expected }>;
 export const DEFAULTS = { maxNewTokens: SAMPLING.maxNewTokens.default, seed: SAMPLING.seed.default };
 
-/** The settings with the defaults of those that are left out. */
-export function checkSampling(given: Record<string, unknown>, where: string): Settings {
+/** Check settings and fill in the defaults. */
+export function checkSampling(given: Record<string, unknown>, where: string): SamplingSettings {
   const found: Record<string, any> = Object.fromEntries(Object.entries(SETTINGS).map(([name, setting]) => [name, setting.default]));
   for (const [name, value] of Object.entries(given)) {
     if (value === undefined) continue;
-    if (!(name in found)) throw new WhetError(`${where}: there is no setting ${name}. There are: ${Object.keys(found).join(", ")}.`);
+    if (!(name in found)) throw new WhetError(`${where}: unknown setting ${name}. Settings: ${Object.keys(found).join(", ")}.`);
     const { expected } = SETTINGS[name];
     if (!RANGES[expected](value)) {
       const limit = name === "seed" ? " (above 2^53 - 1 as a bigint)" : "";
@@ -80,14 +80,15 @@ export function checkSampling(given: Record<string, unknown>, where: string): Se
     stop: [found.stop].flat(),
     logitBias: Object.entries(found.logitBias).map(([id, bias]) => [Number(id), bias]),
     seed: BigInt(found.seed),
-  } as Settings;
+  } as SamplingSettings;
 }
 
-/** The seed of the n-th of several draws, as of whet chat; a wrong one as it is, for checkSampling. */
+/** Return the seed of reply n, as in whet chat. An invalid seed is returned unchanged, for checkSampling. */
 export function addToSeed(seed: number | bigint = DEFAULTS.seed, n: number): number | bigint {
   return RANGES[SAMPLING.seed.expected](seed) ? BigInt.asUintN(64, BigInt(seed) + BigInt(n)) : seed;
 }
 
+/** Format a value for an error message. */
 export function show(value: unknown): string {
   if (typeof value === "number" || typeof value === "bigint" || value === undefined) return String(value);
   if (typeof value === "function" || typeof value === "symbol") return `a ${typeof value}`;

@@ -1,4 +1,4 @@
-/** Where a model's bytes come from: URLs, Files, bytes; read in ranges, so that the file is not in memory as a whole. */
+/** Model sources: URLs, Files and bytes, read in ranges, so that a file is never in memory as a whole. */
 import { sha256 } from "@noble/hashes/sha2.js";
 import { bytesToHex } from "@noble/hashes/utils.js";
 import { MissingFileError, WhetError } from "./errors.js";
@@ -8,35 +8,35 @@ import { show } from "./sampling.js";
 
 /** One file. */
 export type Source = string | URL | Blob | ArrayBuffer | SharedArrayBuffer | Uint8Array;
-/** One file, or several: the parts of a split GGUF file, or the files of a folder by name; an input's FileList is such an array. */
+/** One or several files: the parts of a split GGUF file, an input's FileList, or a folder's files by name. */
 export type Sources = Source | readonly Source[] | ArrayLike<Blob> | { readonly files: Readonly<Record<string, Source>> };
 
 export interface Reader {
   name: string;
   size: number;
   read(offset: number, n: number): Promise<Uint8Array>;
-  /** From an offset on; undefined where it is read in ranges alone. */
+  /** Stream from an offset; undefined if only ranges can be read. */
   stream?(offset: number): ReadableStream<Uint8Array<ArrayBuffer>> | undefined;
   close?(): Promise<void>;
 }
 
 export interface Progress {
-  /** Of the file or its parts. */
+  /** Bytes so far, of the file or all its parts. */
   loadedBytes: number;
-  /** 0 where the server does not say. */
+  /** 0 if the server does not report the size. */
   totalBytes: number;
-  /** "download": bytes from the network; "pack": bytes that the engine has taken in. */
+  /** "download": bytes from the network; "pack": bytes that are packed into the engine. */
   phase: "download" | "pack";
 }
 
-/** The name of a source's last part: "model.gguf". */
+/** Return the base name of a source: "model.gguf". */
 export function nameOf(source: Source): string {
   if (isUrl(source)) return isInPage(urlOf(source)) ? "Blob" : decode(urlOf(source).pathname.split("/").pop() ?? "");
   if (source instanceof Blob) return "name" in source ? String(source.name) : "Blob";
   return "bytes";
 }
 
-/** A decoded part of a URL; unchanged where a percent sign encodes nothing. */
+/** Decode a part of a URL; return it unchanged if a percent sign is not an escape. */
 function decode(part: string): string {
   try {
     return decodeURIComponent(part);
@@ -45,34 +45,34 @@ function decode(part: string): string {
   }
 }
 
-/** A URL of bytes that are in the page already. */
+/** Whether a URL's bytes are already in the page. */
 const isInPage = ({ protocol }: URL) => protocol === "blob:" || protocol === "data:";
 
 export const isRemote = ({ protocol }: URL) => protocol !== "file:" && protocol !== "blob:" && protocol !== "data:";
 
-/** A list of [name, file]; URLs are absolute, as texts. */
+/** Return a source as [name, file] entries, with absolute URLs as strings. */
 export function listFiles(sources: Sources, where: string): [string, Source][] {
-  const wrong = (what: unknown) =>
-    new WhetError(`${where}: source is ${show(what)}, expected a URL, a File or Blob, the bytes of a file, an array of such parts, or {files: {name: file}}.`);
+  const invalid = (source: unknown) =>
+    new WhetError(`${where}: source is ${show(source)}, expected a URL, a File or Blob, the bytes of a file, an array of such parts, or {files: {name: file}}.`);
   const check = (source: unknown): Source => {
     const isFile =
       (typeof source === "string" && source !== "") || source instanceof URL || source instanceof Blob || source instanceof Uint8Array ||
       source instanceof ArrayBuffer || (typeof SharedArrayBuffer !== "undefined" && source instanceof SharedArrayBuffer);
-    if (!isFile) throw wrong(source);
+    if (!isFile) throw invalid(source);
     if (!isUrl(source as Source)) return source as Source;
     try {
       return urlOf(source as string).href;
     } catch {
-      throw wrong(source);
+      throw invalid(source);
     }
   };
   if (Array.isArray(sources) || isFileList(sources)) {
-    if (sources.length === 0) throw wrong(sources);
+    if (sources.length === 0) throw invalid(sources);
     return Array.from(sources as ArrayLike<Source>, (source) => [nameOf(check(source)), check(source)]);
   }
   if (typeof sources === "object" && sources !== null && "files" in sources) {
     const files = Object.entries(sources.files ?? {});
-    if (files.length === 0) throw wrong(sources);
+    if (files.length === 0) throw invalid(sources);
     return files.map(([name, source]) => [name, check(source)]);
   }
   return [[nameOf(check(sources)), check(sources)]];
@@ -80,7 +80,7 @@ export function listFiles(sources: Sources, where: string): [string, Source][] {
 
 const isFileList = (sources: unknown): sources is ArrayLike<Blob> => typeof FileList !== "undefined" && sources instanceof FileList;
 
-/** A reader of one file. URLs are downloaded as a whole, into the cache where there is one. */
+/** Open one file. URLs are downloaded completely, into the cache if there is one. */
 export async function openReader(name: string, source: Source, options: DownloadOptions): Promise<Reader> {
   const reader = await open(name, source, options);
   const expected = sha256Of(options.sha256, name);
@@ -90,7 +90,7 @@ export async function openReader(name: string, source: Source, options: Download
 
 export const isUrl = (source: Source): source is string | URL => typeof source === "string" || source instanceof URL;
 
-/** Whether a source is the URL of a folder, which ends with a slash, or the path of one. */
+/** Whether a source is a folder's URL, with a trailing slash, or its path. */
 export async function isFolder(source: Source): Promise<boolean> {
   if (!isUrl(source)) return false;
   const url = urlOf(source);
@@ -99,16 +99,16 @@ export async function isFolder(source: Source): Promise<boolean> {
 }
 
 async function open(name: string, source: Source, options: DownloadOptions): Promise<Reader> {
-  if (source instanceof Uint8Array) return ofBytes(source, name);
-  if (source instanceof Blob) return ofBlob(source, name);
-  if (!isUrl(source)) return ofBytes(new Uint8Array(source), name);
+  if (source instanceof Uint8Array) return wrapBytes(source, name);
+  if (source instanceof Blob) return wrapBlob(source, name);
+  if (!isUrl(source)) return wrapBytes(new Uint8Array(source), name);
   const url = urlOf(source);
-  if (url.protocol === "file:") return ofFile(url, options.where);
-  if (isInPage(url)) return ofBlob(await blobOf(url, options.where), name);
+  if (url.protocol === "file:") return openFile(url, options.where);
+  if (isInPage(url)) return wrapBlob(await fetchBlob(url, options.where), name);
   return download(url, name, { ...options, sha256: sha256Of(options.sha256, name) });
 }
 
-function blobOf(url: URL, where: string): Promise<Blob> {
+function fetchBlob(url: URL, where: string): Promise<Blob> {
   return fetch(url)
     .then((response) => response.blob())
     .catch((error: Error) => {
@@ -120,11 +120,11 @@ function sha256Of(given: DownloadOptions["sha256"], name: string): string | unde
   return typeof given === "string" ? given : given?.[name];
 }
 
-export function ofBytes(bytes: Uint8Array, name: string): Reader {
+export function wrapBytes(bytes: Uint8Array, name: string): Reader {
   return { name, size: bytes.length, read: async (offset, n) => bytes.subarray(offset, offset + n) };
 }
 
-export function ofBlob(blob: Blob, name: string): Reader {
+export function wrapBlob(blob: Blob, name: string): Reader {
   return {
     name,
     size: blob.size,
@@ -133,13 +133,13 @@ export function ofBlob(blob: Blob, name: string): Reader {
   };
 }
 
-const cutOff = (name: string, at: number) => new WhetError(`${name} ends at byte ${at}. It was cut while it was read.`);
+const truncated = (name: string, at: number) => new WhetError(`${name} ends at byte ${at}. It was truncated while it was read.`);
 
-async function ofFile(url: URL, where: string): Promise<Reader> {
-  const { open: openFile } = nodeModule("node:fs/promises");
+async function openFile(url: URL, where: string): Promise<Reader> {
+  const { open } = nodeModule("node:fs/promises");
   const path = nodeModule("node:url").fileURLToPath(url);
-  const file = await openFile(url).catch((error: NodeJS.ErrnoException) => {
-    throw new (error.code === "ENOENT" ? MissingFileError : WhetError)(`${where}: ${path} cannot be read (${error.message}). Give the path of a model file.`);
+  const file = await open(url).catch((error: NodeJS.ErrnoException) => {
+    throw new (error.code === "ENOENT" ? MissingFileError : WhetError)(`${where}: ${path} cannot be read (${error.message}). Pass the path of a model file.`);
   });
   return {
     name: path,
@@ -148,7 +148,7 @@ async function ofFile(url: URL, where: string): Promise<Reader> {
       const bytes = new Uint8Array(n);
       for (let done = 0; done < n; ) {
         const { bytesRead } = await file.read(bytes, done, n - done, offset + done);
-        if (bytesRead === 0) throw cutOff(`${where}: ${path}`, offset + done);
+        if (bytesRead === 0) throw truncated(`${where}: ${path}`, offset + done);
         done += bytesRead;
       }
       return bytes;
@@ -157,20 +157,20 @@ async function ofFile(url: URL, where: string): Promise<Reader> {
   };
 }
 
-/** A range of a file, and what it is read for. */
+/** Byte range of a file. */
 export interface Range {
   begin: number;
   end: number;
 }
 
-/** The bytes of ranges, which ascend; each may be overwritten when the next is asked for.
+/** Yield the bytes of ascending ranges. The next range may overwrite the buffer of the last.
  *
- * A stream reads into one buffer: of what slices of a blob give, tens of megabytes wait for the collector of garbage, and
- * they take four times as long. */
+ * A stream reads into one buffer. Slices of a blob would take four times as long and hold tens of megabytes until the next
+ * garbage collection. */
 export async function* readRanges<R extends Range>(reader: Reader, ranges: readonly R[]): AsyncGenerator<[R, Uint8Array]> {
   let stream: ReadableStreamBYOBReader | undefined;
   let buffer = new ArrayBuffer(Math.max(0, ...ranges.map(({ begin, end }) => end - begin)));
-  let at = NaN; // of the stream
+  let at = NaN; // position of the stream
   try {
     for (const range of ranges) {
       const { begin, end } = range;
@@ -184,7 +184,7 @@ export async function* readRanges<R extends Range>(reader: Reader, ranges: reado
       }
       for (at = begin; at < end; ) {
         const { value } = await stream.read(new Uint8Array(buffer, at - begin, end - at));
-        if (!value?.length) throw cutOff(`Engine.load: ${reader.name}`, at);
+        if (!value?.length) throw truncated(`Engine.load: ${reader.name}`, at);
         buffer = value.buffer;
         at += value.length;
       }
@@ -195,7 +195,7 @@ export async function* readRanges<R extends Range>(reader: Reader, ranges: reado
   }
 }
 
-/** A reader into buffers that are given to it; undefined where the runtime's stream has none. */
+/** Return a stream's reader into caller-owned buffers, or undefined if the runtime does not support it. */
 export function byteReader(stream: ReadableStream<Uint8Array<ArrayBuffer>> | undefined): ReadableStreamBYOBReader | undefined {
   try {
     return stream?.getReader({ mode: "byob" });
@@ -204,7 +204,7 @@ export function byteReader(stream: ReadableStream<Uint8Array<ArrayBuffer>> | und
   }
 }
 
-/** Checks digests before anything is downloaded. */
+/** Check digests before a download. */
 export function checkDigests(given: DownloadOptions["sha256"], where: string): void {
   for (const each of typeof given === "object" && given !== null ? Object.values(given) : [given]) {
     const isDigest = each === undefined || (typeof each === "string" && /^[0-9a-f]{64}$/i.test(each));
@@ -212,14 +212,14 @@ export function checkDigests(given: DownloadOptions["sha256"], where: string): v
   }
 }
 
-const PIECE = 4 << 20;
+const CHUNK_BYTES = 4 << 20;
 
-/** Throws where the file's SHA-256 is another. */
+/** Throw if the file's SHA-256 differs. */
 export async function checkSha256(reader: Reader, expected: string, where: string): Promise<void> {
   const hash = sha256.create();
-  for (let at = 0; at < reader.size; at += PIECE) hash.update(await reader.read(at, Math.min(PIECE, reader.size - at)));
+  for (let at = 0; at < reader.size; at += CHUNK_BYTES) hash.update(await reader.read(at, Math.min(CHUNK_BYTES, reader.size - at)));
   const found = bytesToHex(hash.digest());
   if (found !== expected.toLowerCase()) {
-    throw new WhetError(`${where}: ${reader.name} has SHA-256 ${found}, expected ${expected.toLowerCase()}. It is another file, or damaged: correct sha256, or download it again (a kept file after clearCache).`);
+    throw new WhetError(`${where}: ${reader.name} has SHA-256 ${found}, expected ${expected.toLowerCase()}. The file differs or is damaged: correct sha256, or download it again (after clearCache if it is cached).`);
   }
 }

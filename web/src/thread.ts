@@ -1,11 +1,11 @@
-/** A thread of the engine's pool: it never returns from the core, and ends when it is terminated. */
+/** Thread of the engine's pool: never returns from the core, and ends by termination. */
 import type { Exports, Thread } from "./core.js";
-import { parent } from "./port.js";
+import { openParentPort } from "./port.js";
 
-const port = parent();
+const port = openParentPort();
 port.onMessage((thread: Thread) => void run(thread));
 
-/** Runs the core's tasks on its memory. What a task throws is told by the thread that waits for it. */
+/** Run the core's tasks on its memory. The thread that waits for a failed task reports its exception. */
 async function run({ module, memory, stack, tls }: Thread): Promise<never> {
   const raise = () => {
     throw new Error();

@@ -1,4 +1,4 @@
-/** Text to token ids and back, and messages to text. */
+/** Tokenization, detokenization and chat templates. */
 import { Template } from "@huggingface/jinja";
 import { Tokenizer } from "@huggingface/tokenizers";
 import { WhetError } from "./errors.js";
@@ -7,33 +7,33 @@ import { type Metadata, readVocabulary, type TokenizerJson } from "./vocabulary.
 
 interface PlainMessage {
   role: string;
-  /** A text, or parts that the chat template knows; a message with tool calls may have none. */
+  /** Text, or parts that the chat template supports; optional with tool calls. */
   content?: string | readonly unknown[] | null;
-  /** Of the assistant, for the chat template. */
+  /** Tool calls of the assistant, for the chat template. */
   tool_calls?: readonly unknown[];
 }
 
-/** A message of the chat template, which may read further keys. (An interface has no index signature, so that both are here.) */
+/** Message for the chat template, which may use further keys. (A union, since interfaces lack index signatures.) */
 export type Message = PlainMessage | (PlainMessage & { [key: string]: unknown });
 
 export interface ChatOptions {
-  /** JSON schemas of functions. */
+  /** JSON schemas of tools. */
   tools?: unknown[];
-  /** End where the assistant begins; true where it is left out. */
+  /** End the prompt with the start of the assistant's turn. Default: true. */
   addGenerationPrompt?: boolean;
-  /** Further variables of the template, such as enable_thinking. */
+  /** Additional template variables, such as enable_thinking. */
   templateOptions?: Record<string, unknown>;
 }
 
-/** transformers' names of special tokens, and GGUF's. */
+/** Names of special tokens in transformers and in GGUF. */
 const ROLES = { bos_token: "bos", eos_token: "eos", unk_token: "unknown", pad_token: "padding", sep_token: "seperator", mask_token: "mask", cls_token: "cls" };
 const TEMPLATE = "tokenizer.chat_template";
 
-interface Parts {
+interface TokenizerData {
   json(): TokenizerJson;
-  /** Texts of special tokens by transformers' names. */
+  /** Texts of special tokens by transformers name. */
   specialTokens: Record<string, string>;
-  /** Sources by name; "default" is the usual one. */
+  /** Template sources by name; "default" is the default template. */
   templates: Map<string, string>;
 }
 
@@ -42,23 +42,23 @@ export class TextTokenizer {
   private readonly compiled = new Map<string, Template>();
 
   private constructor(
-    private readonly parts: Parts,
+    private readonly data: TokenizerData,
     readonly texts: TokenTexts,
     readonly stopIds: number[],
     private readonly where: string,
   ) {}
 
-  /** Made when a text is first encoded: the texts of tokens do without it. */
+  /** Built on the first encoding: decoding does not need it. */
   private get encoder(): Tokenizer {
     try {
-      return (this.backend ??= new Tokenizer(this.parts.json(), {}));
+      return (this.backend ??= new Tokenizer(this.data.json(), {}));
     } catch (error) {
-      throw new WhetError(`${this.where}: the tokenizer cannot be built: ${String((error as Error)?.message ?? error)}. Give prompts as token ids.`);
+      throw new WhetError(`${this.where}: the tokenizer cannot be built: ${String((error as Error)?.message ?? error)}. Pass prompts as token ids.`);
     }
   }
 
-  /** Of a GGUF file's metadata, by key. */
-  static ofGguf(metadata: Metadata, where: string): TextTokenizer {
+  /** Build a tokenizer from a GGUF file's metadata. */
+  static fromGguf(metadata: Metadata, where: string): TextTokenizer {
     const { texts: tokens, added, decoder, json, roles, stopIds } = readVocabulary(metadata, where);
     const specialTokens = Object.fromEntries(
       Object.entries(ROLES).flatMap(([name, role]) => (roles.has(role) ? [[name, tokens[roles.get(role)!]]] : [])),
@@ -66,15 +66,15 @@ export class TextTokenizer {
     const templates = new Map<string, string>();
     for (const [key, value] of metadata) {
       if (key !== TEMPLATE && !key.startsWith(`${TEMPLATE}.`)) continue;
-      if (typeof value !== "string") throw new WhetError(`${where}: ${key} is ${JSON.stringify(value)?.slice(0, 60)}, expected a text. Remove the key.`);
+      if (typeof value !== "string") throw new WhetError(`${where}: ${key} is ${JSON.stringify(value)?.slice(0, 60)}, expected a string. Remove the key.`);
       templates.set(key === TEMPLATE ? "default" : key.slice(TEMPLATE.length + 1), value);
     }
     const texts = new TokenTexts(decoder, tokens, added, where);
     return new TextTokenizer({ json, specialTokens, templates }, texts, stopIds, where);
   }
 
-  /** With EOS as a further stop token. Of a folder's tokenizer.json, and its tokenizer_config.json and chat_template.jinja where there are such. */
-  static ofFolder(json: TokenizerJson, config: Record<string, any>, template: string | undefined, stopIds: number[], where: string): TextTokenizer {
+  /** Build a tokenizer from a folder's tokenizer.json, tokenizer_config.json and chat_template.jinja. EOS is added to `stopIds`. */
+  static fromFolder(json: TokenizerJson, config: Record<string, any>, template: string | undefined, stopIds: number[], where: string): TextTokenizer {
     const specialTokens: Record<string, string> = {};
     for (const name of Object.keys(ROLES)) {
       const text = config[name]?.content ?? config[name];
@@ -88,11 +88,11 @@ export class TextTokenizer {
     const tokens: string[] = Array.isArray(vocab) ? vocab.map(([text]: [string]) => text) : [];
     if (!Array.isArray(vocab)) for (const [text, id] of Object.entries(vocab)) tokens[id as number] = text;
     const texts = new TokenTexts(json.decoder, tokens, json.added_tokens ?? [], where);
-    const stops = new Set([...stopIds, ...texts.specialAmong([specialTokens.eos_token ?? ""])]);
+    const stops = new Set([...stopIds, ...texts.findSpecial([specialTokens.eos_token ?? ""])]);
     return new TextTokenizer({ json: () => json, specialTokens, templates }, texts, [...stops], where);
   }
 
-  /** The ids of a text; special tokens in it are those tokens. With BOS and EOS, as the model says, by `addSpecialTokens`. */
+  /** Encode a text; special tokens in it are recognised. `addSpecialTokens`: add BOS and EOS as the model specifies. */
   encode(text: string, addSpecialTokens = true): number[] {
     return this.encoder.encode(text, { add_special_tokens: addSpecialTokens }).ids;
   }
@@ -101,7 +101,7 @@ export class TextTokenizer {
     return new TextStream(this.texts);
   }
 
-  /** The text of ids, without special tokens. */
+  /** Decode token ids, without special tokens. */
   decode(ids: Iterable<number>): string {
     const stream = this.stream();
     let text = "";
@@ -110,21 +110,21 @@ export class TextTokenizer {
   }
 
   get hasTemplate(): boolean {
-    return this.parts.templates.size > 0;
+    return this.data.templates.size > 0;
   }
 
-  /** Messages as a text, by the model's chat template. */
+  /** Render messages with the model's chat template. */
   render(messages: Message[], { tools, addGenerationPrompt = true, templateOptions = {} }: ChatOptions, where: string): string {
-    const { templates, specialTokens } = this.parts;
+    const { templates, specialTokens } = this.data;
     const name = tools !== undefined && templates.has("tool_use") ? "tool_use" : "default";
     const source = templates.get(name);
-    if (source === undefined) throw new WhetError(`${where}: the model has no chat template. Give the prompt as a text or as token ids.`);
+    if (source === undefined) throw new WhetError(`${where}: the model has no chat template. Pass the prompt as a text or as token ids.`);
     try {
       let template = this.compiled.get(source);
       if (template === undefined) this.compiled.set(source, (template = new Template(source)));
       return template.render({ ...specialTokens, ...templateOptions, messages, tools: tools ?? null, documents: templateOptions.documents ?? null, add_generation_prompt: addGenerationPrompt });
     } catch (error) {
-      throw new WhetError(`${where}: the chat template cannot render these messages (${String((error as Error)?.message ?? error)}). Change the messages, or give the prompt as a text.`);
+      throw new WhetError(`${where}: the chat template cannot render these messages (${String((error as Error)?.message ?? error)}). Change the messages, or pass the prompt as a text.`);
     }
   }
 }

@@ -1,9 +1,9 @@
-/** The keys tokenizer.ggml.* of a GGUF file, as a tokenizer.json: whet.models.tokenizers' rules on its own tables. */
+/** Translation of a GGUF file's tokenizer.ggml.* keys into a tokenizer.json, by the rules and tables of whet.models.tokenizers. */
 import { WhetError } from "./errors.js";
 import { preTokenizers, vocabulary as RULES } from "./facts.js";
 
 export type Metadata = ReadonlyMap<string, unknown>;
-/** A tokenizer.json. */
+/** Contents of a tokenizer.json. */
 export type TokenizerJson = Record<string, any>;
 
 interface Kind {
@@ -28,16 +28,16 @@ export interface AddedToken {
 }
 
 export interface Vocabulary {
-  /** Of tokens, by their ids. */
+  /** Texts of tokens by id. */
   texts: string[];
   added: AddedToken[];
-  /** As tokenizer.json has it. */
+  /** Decoder in the form of tokenizer.json. */
   decoder: TokenizerJson;
-  /** All of it. Merges take tens of megabytes, so that it is made where texts are encoded. */
+  /** Build the whole tokenizer.json. Its merges take tens of megabytes, so it is built only to encode texts. */
   json(): TokenizerJson;
-  /** Ids by GGUF's role: bos, eos, unknown and so on. */
+  /** Ids by GGUF role: bos, eos, unknown and so on. */
   roles: Map<string, number>;
-  /** Tokens that end a generation, ascending. */
+  /** Ids of tokens that end a completion, ascending. */
   stopIds: number[];
 }
 
@@ -50,7 +50,7 @@ const PRE_TOKENIZERS = new Map<string, PreTokenizer>(
   ),
 );
 
-/** The tokenizer that a file's metadata describe. */
+/** Read the tokenizer from a file's metadata. */
 export function readVocabulary(metadata: Metadata, where: string): Vocabulary {
   return new VocabularyReader(metadata, where).read();
 }
@@ -61,35 +61,35 @@ class VocabularyReader {
     private readonly where: string,
   ) {}
 
-  private wrong(name: string, found: unknown, expected: string): WhetError {
-    const shown = String(JSON.stringify(found) ?? "missing").slice(0, 80);
-    return new WhetError(`${this.where}: tokenizer.ggml.${name} is ${shown}, expected ${expected}. Convert the model again, or give prompts as token ids.`);
+  private invalid(name: string, found: unknown, expected: string): WhetError {
+    const value = String(JSON.stringify(found) ?? "missing").slice(0, 80);
+    return new WhetError(`${this.where}: tokenizer.ggml.${name} is ${value}, expected ${expected}. Convert the model again, or pass prompts as token ids.`);
   }
 
-  private value<T>(name: string, kind: "string" | "number" | "boolean", expected: string, otherwise: T): T {
+  private readValue<T>(name: string, kind: "string" | "number" | "boolean", expected: string, fallback: T): T {
     const value = this.metadata.get(`tokenizer.ggml.${name}`);
-    if (value === undefined) return otherwise;
-    if (typeof value !== kind) throw this.wrong(name, value, expected);
+    if (value === undefined) return fallback;
+    if (typeof value !== kind) throw this.invalid(name, value, expected);
     return value as T;
   }
 
-  private items<T>(name: string, kind: "string" | "number", n?: number): T[] {
+  private readArray<T>(name: string, kind: "string" | "number", n?: number): T[] {
     const items = this.metadata.get(`tokenizer.ggml.${name}`) ?? [];
-    if (!Array.isArray(items)) throw this.wrong(name, items, `an array of ${kind}s`);
-    if (items.length > 0 && n !== undefined && items.length !== n) throw this.wrong(name, `${items.length} items`, `one for each of the ${n} tokens`);
+    if (!Array.isArray(items)) throw this.invalid(name, items, `an array of ${kind}s`);
+    if (items.length > 0 && n !== undefined && items.length !== n) throw this.invalid(name, `${items.length} items`, `one for each of the ${n} tokens`);
     const bad = items.find((item) => typeof item !== kind);
-    if (bad !== undefined) throw this.wrong(name, bad, `an array of ${kind}s`);
+    if (bad !== undefined) throw this.invalid(name, bad, `an array of ${kind}s`);
     return items as T[];
   }
 
   read(): Vocabulary {
-    const model = this.value<string>("model", "string", "a text", "missing");
+    const model = this.readValue<string>("model", "string", "a text", "missing");
     const kind = (RULES.kinds as Record<string, Kind>)[model];
-    if (kind === undefined || model === "t5" || this.items("precompiled_charsmap", "number").length > 0) {
+    if (kind === undefined || model === "t5" || this.readArray("precompiled_charsmap", "number").length > 0) {
       const refused = (RULES.refused as Record<string, string>)[model];
-      const why = kind !== undefined ? "has a compiled normalisation" : refused !== undefined ? `is ${refused}` : "is not known";
+      const reason = kind !== undefined ? "has a compiled normalisation" : refused !== undefined ? `is ${refused}` : "is unknown";
       throw new WhetError(
-        `${this.where}: tokenizer.ggml.model is "${model}", which ${why}; this package reads gpt2, gemma4 and llama without one. Give prompts as token ids.`,
+        `${this.where}: tokenizer.ggml.model is "${model}", which ${reason}; supported: gpt2, gemma4 and llama without compiled normalisation. Pass prompts as token ids.`,
       );
     }
     const { tokens, index } = this.tokens();
@@ -97,19 +97,19 @@ class VocabularyReader {
     const pre = model === "llama" ? undefined : this.preTokenizer(model);
     const ids = this.specialIds(kind, tokens.length);
     const stopIds = markSpecial(index, types, ids);
-    const addBos = this.value("add_bos_token", "boolean", "a bool", kind.addBos || (pre?.addBos ?? false));
-    const addEos = this.value("add_eos_token", "boolean", "a bool", kind.addEos);
+    const addBos = this.readValue("add_bos_token", "boolean", "a bool", kind.addBos || (pre?.addBos ?? false));
+    const addEos = this.readValue("add_eos_token", "boolean", "a bool", kind.addEos);
     for (const [role, isNeeded] of [["bos", addBos], ["eos", addEos]] as const) {
-      if (isNeeded && !ids.has(role)) throw this.wrong(`${role}_token_id`, undefined, "an id: this tokenizer needs the token");
+      if (isNeeded && !ids.has(role)) throw this.invalid(`${role}_token_id`, undefined, "an id: this tokenizer adds the token");
     }
     for (const [role, isControl] of [["bos", addBos], ["eos", true], ["unknown", model === "llama"]] as const) {
       const id = ids.get(role);
       if (isControl && id !== undefined && !isSpecial(types[id])) types[id] = TYPE.CONTROL;
     }
     const roles = new Map([...ids].filter(([role, id]) => (RULES.roles as readonly string[]).includes(role) && isSpecial(types[id])));
-    const addsSpace = model === "llama" && this.value("add_space_prefix", "boolean", "a bool", kind.addSpacePrefix);
+    const addsSpace = model === "llama" && this.readValue("add_space_prefix", "boolean", "a bool", kind.addSpacePrefix);
     const decoder = pre?.byteLevel ? { type: "ByteLevel" } : decoderOf(addsSpace);
-    const stripped = this.stripsRight(tokens, types);
+    const stripped = this.findRightStripped(tokens, types);
     const added = tokens.flatMap((content, id) =>
       isSpecial(types[id])
         ? [{ id, content, special: types[id] !== TYPE.USER_DEFINED, single_word: false, lstrip: false, rstrip: stripped.has(id), normalized: false }]
@@ -119,7 +119,7 @@ class VocabularyReader {
     const template = [...(addBos ? [token("bos")] : []), { Sequence: { id: "A", type_id: 0 } }, ...(addEos ? [token("eos")] : [])];
     const post_processor = { type: "TemplateProcessing", single: template, pair: template };
     const json = () => ({
-      ...(pre === undefined ? this.pieces(tokens, types, roles, addsSpace) : this.bytePairs(tokens, pre)),
+      ...(pre === undefined ? this.buildPieces(tokens, types, roles, addsSpace) : this.buildBytePairs(tokens, pre)),
       decoder,
       added_tokens: added,
       post_processor,
@@ -135,49 +135,49 @@ class VocabularyReader {
   }
 
   private tokens(): { tokens: string[]; index: Map<string, number> } {
-    const tokens = this.items<string>("tokens", "string").map((token, i) => token || `[EMPTY_${i}]`);
-    if (tokens.length < 1 || tokens.length > RULES.mostTokens) throw this.wrong("tokens", `${tokens.length} items`, `1 to ${RULES.mostTokens} tokens`);
+    const tokens = this.readArray<string>("tokens", "string").map((token, i) => token || `[EMPTY_${i}]`);
+    if (tokens.length < 1 || tokens.length > RULES.mostTokens) throw this.invalid("tokens", `${tokens.length} items`, `1 to ${RULES.mostTokens} tokens`);
     const index = new Map<string, number>();
     for (const [i, token] of tokens.entries()) {
-      if (index.has(token)) throw this.wrong("tokens", token, "each token once: it is there twice");
+      if (index.has(token)) throw this.invalid("tokens", token, "each token once");
       index.set(token, i);
     }
     return { tokens, index };
   }
 
   private types(n: number): number[] {
-    const types = this.items<number>("token_type", "number", n).map((type) => type || TYPE.UNUSED);
+    const types = this.readArray<number>("token_type", "number", n).map((type) => type || TYPE.UNUSED);
     const bad = types.find((type) => !Object.values(TYPE).includes(type as never));
-    if (bad !== undefined) throw this.wrong("token_type", bad, "0 to 6");
+    if (bad !== undefined) throw this.invalid("token_type", bad, "0 to 6");
     return types.length > 0 ? types : Array<number>(n).fill(TYPE.NORMAL);
   }
 
   private preTokenizer(model: string): PreTokenizer {
-    const name = model === "gemma4" ? model : this.value("pre", "string", "a text", "default");
+    const name = model === "gemma4" ? model : this.readValue("pre", "string", "a text", "default");
     const found = PRE_TOKENIZERS.get(name);
-    if (found === undefined) throw this.wrong("pre", name, `a pre-tokenizer that is known, such as ${[...PRE_TOKENIZERS.keys()].slice(0, 4).join(", ")}`);
+    if (found === undefined) throw this.invalid("pre", name, `a known pre-tokenizer, such as ${[...PRE_TOKENIZERS.keys()].slice(0, 4).join(", ")}`);
     return found;
   }
 
   private specialIds(kind: Kind, n: number): Map<string, number> {
     const ids = new Map(Object.entries(kind.specialIds).filter(([, id]) => id < n));
     for (const role of [...RULES.roles, ...Object.keys(RULES.fillInTheMiddle)]) {
-      const found = this.value<number | undefined>(`${role}_token_id`, "number", "an id", undefined);
+      const found = this.readValue<number | undefined>(`${role}_token_id`, "number", "an id", undefined);
       if (found === undefined) continue;
-      if (!Number.isInteger(found) || found < 0 || found >= n) throw this.wrong(`${role}_token_id`, found, `one of the ${n} tokens`);
+      if (!Number.isInteger(found) || found < 0 || found >= n) throw this.invalid(`${role}_token_id`, found, `one of the ${n} tokens`);
       ids.set(role, found);
     }
     return ids;
   }
 
-  private bytePairs(tokens: string[], pre: PreTokenizer): TokenizerJson {
-    if (!this.metadata.has("tokenizer.ggml.merges")) throw this.wrong("merges", undefined, "an array of texts");
+  private buildBytePairs(tokens: string[], pre: PreTokenizer): TokenizerJson {
+    if (!this.metadata.has("tokenizer.ggml.merges")) throw this.invalid("merges", undefined, "an array of texts");
     const known = new Set(tokens);
-    const merges = [...new Set(this.items<string>("merges", "string"))].map((merge) => {
+    const merges = [...new Set(this.readArray<string>("merges", "string"))].map((merge) => {
       const space = merge.indexOf(" ", 1);
       const [left, right] = [merge.slice(0, space), merge.slice(space + 1)];
       if (space < 0 || !known.has(left) || !known.has(right) || !known.has(left + right)) {
-        throw this.wrong("merges", merge, "two tokens, with a space between them, that make a third");
+        throw this.invalid("merges", merge, "two tokens, separated by a space, whose concatenation is a token");
       }
       return [left, right];
     });
@@ -194,16 +194,16 @@ class VocabularyReader {
     };
   }
 
-  private pieces(tokens: string[], types: number[], roles: Map<string, number>, addsSpace: boolean): TokenizerJson {
-    const scores = this.items<number>("scores", "number", tokens.length);
-    if (scores.length === 0) throw this.wrong("scores", undefined, `an array of ${tokens.length} numbers`);
+  private buildPieces(tokens: string[], types: number[], roles: Map<string, number>, addsSpace: boolean): TokenizerJson {
+    const scores = this.readArray<number>("scores", "number", tokens.length);
+    if (scores.length === 0) throw this.invalid("scores", undefined, `an array of ${tokens.length} numbers`);
     const bad = scores.find((score) => !Number.isFinite(score));
-    if (bad !== undefined) throw this.wrong("scores", String(bad), "finite numbers");
+    if (bad !== undefined) throw this.invalid("scores", String(bad), "finite numbers");
     const unknown = roles.get("unknown");
     const bytes = new Set(tokens.filter((_, i) => types[i] === TYPE.BYTE));
     const hasBytes = Array.from({ length: 256 }, (_, i) => `<0x${i.toString(16).toUpperCase().padStart(2, "0")}>`).every((token) => bytes.has(token));
     const steps: object[] = [];
-    if (this.value("remove_extra_whitespaces", "boolean", "a bool", false)) {
+    if (this.readValue("remove_extra_whitespaces", "boolean", "a bool", false)) {
       steps.push({ type: "Replace", pattern: { Regex: "^ +| +$" }, content: "" }, { type: "Replace", pattern: { Regex: " {2,}" }, content: " " });
     }
     if (addsSpace) steps.push({ type: "Prepend", prepend: " " });
@@ -221,8 +221,8 @@ class VocabularyReader {
     };
   }
 
-  /** Phi-3's special tokens take the whitespace behind them: GGUF has no place for it. */
-  private stripsRight(tokens: string[], types: number[]): Set<number> {
+  /** Return the ids of special tokens that strip whitespace on their right: Phi-3's, which GGUF cannot express. */
+  private findRightStripped(tokens: string[], types: number[]): Set<number> {
     const name = this.metadata.get("general.name");
     if (typeof name !== "string" || !/phi-?3/i.test(name)) return new Set();
     return new Set(types.flatMap((type, i) => (isSpecial(type) && !["<unk>", "<s>", "<|endoftext|>"].includes(tokens[i]) ? [i] : [])));
@@ -237,12 +237,12 @@ const decoderOf = (addsSpace: boolean) => ({
 });
 const vocabOf = (tokens: string[]) => Object.fromEntries(tokens.map((token, i) => [token, i]));
 
-/** All pairs of pieces that make a piece, those of the best score first. */
+/** Return all pairs of pieces whose concatenation is a piece, by descending score. */
 function mergesOfScores(tokens: string[], types: number[], scores: number[]): string[][] {
-  const kept = types.flatMap((type, i) => (type === TYPE.NORMAL || type === TYPE.USER_DEFINED || type === TYPE.UNUSED ? [i] : []));
-  const pieces = new Set(kept.map((i) => tokens[i]));
+  const mergeable = types.flatMap((type, i) => (type === TYPE.NORMAL || type === TYPE.USER_DEFINED || type === TYPE.UNUSED ? [i] : []));
+  const pieces = new Set(mergeable.map((i) => tokens[i]));
   const merges: string[][] = [];
-  for (const i of kept.sort((a, b) => scores[b] - scores[a] || a - b)) {
+  for (const i of mergeable.sort((a, b) => scores[b] - scores[a] || a - b)) {
     const characters = [...tokens[i]];
     for (let k = 1; k < characters.length; ++k) {
       const pair = [characters.slice(0, k).join(""), characters.slice(k).join("")];
@@ -252,7 +252,7 @@ function mergesOfScores(tokens: string[], types: number[], scores: number[]): st
   return merges;
 }
 
-/** Makes control tokens of those whose text says so; adds roles found by text; the tokens that end a generation. */
+/** Set token types and roles by the texts of known special tokens. Return the ids of tokens that end a completion. */
 function markSpecial(index: Map<string, number>, types: number[], ids: Map<string, number>): number[] {
   for (const [role, texts] of Object.entries(RULES.fillInTheMiddle)) {
     const text = texts.find((each) => index.has(each));
@@ -267,11 +267,11 @@ function markSpecial(index: Map<string, number>, types: number[], ids: Map<strin
   for (const role of RULES.endsGeneration) if (ids.has(role)) stops.add(ids.get(role)!);
   const has = (text: string) => (ends as string[]).includes(text);
   if ((has("<|return|>") || has("<|flush|>")) && (has("<|call|>") || has("<|calls|>")) && has("<|end|>")) {
-    stops.delete(index.get("<|end|>")!); // ends a message there, not the generation
+    stops.delete(index.get("<|end|>")!); // ends a message there, not the completion
     types[index.get("<|end|>")!] = TYPE.USER_DEFINED;
   }
   if (has("</s>") && (has("<|tool_response>") || stops.has(index.get("<|plamo:eos|>") ?? -1))) {
-    stops.delete(index.get("</s>")!); // a piece of HTML there
+    stops.delete(index.get("</s>")!); // HTML there
     types[index.get("</s>")!] = TYPE.NORMAL;
   }
   return [...stops].sort((a, b) => a - b);

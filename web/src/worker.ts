@@ -1,22 +1,22 @@
-/** The worker of an Engine: its calls, one Host, and the signals of those that run. */
+/** Engine worker: dispatches calls to its Host and keeps the abort signals of calls in progress. */
 import type { DownloadOptions } from "./download.js";
 import { estimate, Host } from "./host.js";
-import { parent } from "./port.js";
-import type { Answer, Call, FileOptions, Message } from "./protocol.js";
+import { openParentPort } from "./port.js";
+import type { Call, FileOptions, Reply, WorkerMessage } from "./protocol.js";
 
-const port = parent();
+const port = openParentPort();
 const running = new Map<number, AbortController>();
 let host: Host | undefined;
 
-async function answer(id: number, call: Call, signal: AbortSignal): Promise<unknown> {
-  const emit = (event: Extract<Answer, { event: unknown }>["event"]) => port.postMessage({ id, event } satisfies Answer);
+async function dispatch(id: number, call: Call, signal: AbortSignal): Promise<unknown> {
+  const emit = (event: Extract<Reply, { event: unknown }>["event"]) => port.postMessage({ id, event } satisfies Reply);
   const from = (where: string, { sha256, cache }: FileOptions = {}): DownloadOptions => ({ where, signal, onProgress: emit, sha256, cache });
   if (call.method === "load") {
     host = await Host.load(call.files, call.options, call.isolated, from("Engine.load", call.options));
     return host.info();
   }
   if (call.method === "estimate") return estimate(call.files, call.options, from("Engine.estimate"));
-  const engine = host!; // an Engine exists once it is loaded
+  const engine = host!; // other calls follow a load
   switch (call.method) {
     case "generate":
       return engine.generate(call.request, signal, emit);
@@ -39,7 +39,7 @@ async function answer(id: number, call: Call, signal: AbortSignal): Promise<unkn
   }
 }
 
-port.onMessage((message: Message) => {
+port.onMessage((message: WorkerMessage) => {
   if ("abort" in message) {
     running.get(message.id)?.abort();
     return;
@@ -47,10 +47,10 @@ port.onMessage((message: Message) => {
   const { id, call } = message;
   const controller = new AbortController();
   running.set(id, controller);
-  answer(id, call, controller.signal)
+  dispatch(id, call, controller.signal)
     .then(
-      (result) => port.postMessage({ id, result } satisfies Answer),
-      (error) => port.postMessage({ id, error: { name: String(error?.name), message: String(error?.message ?? error) } } satisfies Answer),
+      (result) => port.postMessage({ id, result } satisfies Reply),
+      (error) => port.postMessage({ id, error: { name: String(error?.name), message: String(error?.message ?? error) } } satisfies Reply),
     )
     .finally(() => running.delete(id));
 });

@@ -1,4 +1,4 @@
-// The package in Chromium, and in Firefox where it is installed: served as files, by a page of its own.
+// The package in Chromium, and in Firefox if it is installed, in a page that serves it as files.
 import assert from "node:assert/strict";
 import { existsSync } from "node:fs";
 import { readFile } from "node:fs/promises";
@@ -6,6 +6,7 @@ import { after, before, describe, test } from "node:test";
 import { chromium } from "playwright-core";
 import puppeteer from "puppeteer-core";
 import { FIXTURES, readFixture } from "./fixtures.mjs";
+import { mentions } from "./mentions.mjs";
 import { serve } from "./server.mjs";
 
 const { cases } = await readFixture("model");
@@ -13,7 +14,7 @@ const { ids, plain, greedy } = cases.q8_0;
 const ISOLATED = { "cross-origin-opener-policy": "same-origin", "cross-origin-embedder-policy": "require-corp" };
 const CSP = { "content-security-policy": "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; worker-src 'self'; connect-src 'self'" };
 
-// A cross-origin server that exposes headers and allows none in requests: every preflight fails.
+// Headers of a cross-origin server that exposes headers but allows none in requests: every preflight fails.
 const OTHER = { "access-control-allow-origin": "*", "access-control-expose-headers": "ETag, Content-Range", "cross-origin-resource-policy": "cross-origin" };
 
 const BROWSERS = {
@@ -32,12 +33,12 @@ async function files() {
   for (const name of ["index.js", "worker.js", "thread.js", "hf.js", "threads.wasm", "threads-plain.wasm", "plain.wasm"]) found[name] = await readFile(new URL(`../dist/${name}`, import.meta.url));
   for (const name of ["q8_0.gguf", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"]) found[name] = await readFile(new URL(name, FIXTURES));
   for (const name of ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]) found[`folder/${name}`] = await readFile(new URL(`folder/${name}`, FIXTURES));
-  // The package with less of the browser: storage for five models, at most 1 GiB of shared memory, none, no relaxed SIMD.
-  const mostPages = (n) => `const { Memory } = WebAssembly; WebAssembly.Memory = class extends Memory { constructor(how) { if (how.shared && how.maximum > ${n}) throw new RangeError("could not allocate memory"); super(how); } };`;
-  const scarce = { storage: `navigator.storage.estimate = async () => ({ quota: ${5.5 * found["q8_0.gguf"].length} });`, memory: mostPages(16384), shared: mostPages(0), simd: "const { validate } = WebAssembly; let n = 0; WebAssembly.validate = (bytes) => n++ > 0 && validate(bytes);" };
-  for (const [folder, script] of Object.entries(scarce)) {
-    for (const name of ["thread.js", "hf.js", "threads.wasm", "threads-plain.wasm", "plain.wasm"]) found[`scarce/${folder}/${name}`] = found[name];
-    found[`scarce/${folder}/worker.js`] = Buffer.from(`${script}\n${found["worker.js"]}`);
+  // The package in limited browsers: storage for five models, at most 1 GiB of shared memory, none, no relaxed SIMD.
+  const maxPages = (n) => `const { Memory } = WebAssembly; WebAssembly.Memory = class extends Memory { constructor(how) { if (how.shared && how.maximum > ${n}) throw new RangeError("could not allocate memory"); super(how); } };`;
+  const limited = { storage: `navigator.storage.estimate = async () => ({ quota: ${5.5 * found["q8_0.gguf"].length} });`, memory: maxPages(16384), shared: maxPages(0), simd: "const { validate } = WebAssembly; let n = 0; WebAssembly.validate = (bytes) => n++ > 0 && validate(bytes);" };
+  for (const [folder, script] of Object.entries(limited)) {
+    for (const name of ["thread.js", "hf.js", "threads.wasm", "threads-plain.wasm", "plain.wasm"]) found[`limited/${folder}/${name}`] = found[name];
+    found[`limited/${folder}/worker.js`] = Buffer.from(`${script}\n${found["worker.js"]}`);
   }
   return found;
 }
@@ -69,7 +70,7 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
       return { page, messages };
     }
 
-    test("an isolated page has threads and the native engine's tokens and bits", async () => {
+    test("an isolated page has threads and results bit-identical to the native engine's", async () => {
       const { page } = await open("isolated");
       const found = await page.evaluate(async ([ids]) => {
         const { Engine } = await import("/index.js");
@@ -86,7 +87,7 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
       await page.close();
     });
 
-    test("a page that is not isolated has one thread, and is told the headers once", async () => {
+    test("a page without isolation has one thread, and one warning names the headers", async () => {
       const { page, messages } = await open("plain");
       const info = await page.evaluate(async () => {
         const { Engine } = await import("/index.js");
@@ -100,9 +101,9 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
       await page.close();
     });
 
-    test("a strict content security policy admits it", async () => {
+    test("a strict content security policy works", async () => {
       const { page } = await open("strict");
-      // Scripts of the page itself are refused there, so that the test asks by the debugger.
+      // The policy blocks inline scripts, so the test evaluates through the debugger.
       const tokens = await page.evaluate(async ([ids]) => {
         const { Engine } = await import("/index.js");
         const engine = await Engine.load("q8_0.gguf", { threads: 2, cache: false });
@@ -120,11 +121,11 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
         const { Engine } = await import("/index.js");
         return Engine.load("q8_0.gguf").catch(({ message }) => message);
       });
-      assert.match(message, /^Engine.load: http:.*threads.wasm could not be fetched \(.*admit them in a content security policy: connect-src/);
+      mentions("Engine.load", "threads.wasm", "content security policy", "connect-src")(message);
       await page.close();
     });
 
-    test("a download stays in the origin's file system, and is asked for again where the server has another", async () => {
+    test("a download is cached, and fetched again if the server has another version", async () => {
       const { page } = await open("isolated");
       const load = () =>
         page.evaluate(async () => {
@@ -152,27 +153,27 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
       await page.close();
     });
 
-    test("a download from another origin goes on where it was cut", async () => {
+    test("an interrupted cross-origin download is resumed", async () => {
       const { page } = await open("isolated");
       const { requests } = servers.other;
-      const kept = await page.evaluate(async (url) => {
+      const cached = await page.evaluate(async (url) => {
         const { clearCache, Engine, listCache } = await import("/index.js");
         (await Engine.load(url, { threads: 1 })).close();
-        const kept = await listCache();
+        const cached = await listCache();
         await clearCache();
-        return kept;
+        return cached;
       }, servers.other.url("q8_0.gguf?cut=100000"));
-      assert.deepEqual(kept.map(({ isComplete }) => isComplete), [true]);
+      assert.deepEqual(cached.map(({ isComplete }) => isComplete), [true]);
       const [first, ...rest] = requests.filter(({ method }) => method === "GET").map(({ range }) => range);
       assert.equal(first, undefined);
-      // Chromium may ask for the rest in two ranges, for its own cache. After a failed preflight, of old browsers, the whole
+      // Chromium may request the rest in two ranges, for its own cache. After a failed preflight, of old browsers, the whole
       // file is fetched.
       const expected = requests.some(({ method }) => method === "OPTIONS") ? /^undefined$/ : /^bytes=100000-/;
       assert.ok(rest.length > 0 && rest.every((range) => expected.test(range)), String(rest));
       await page.close();
     });
 
-    test("an estimate of another origin's file needs no exposed header, and errors name their call", async () => {
+    test("an estimate of a cross-origin file needs no exposed header, and errors name their call", async () => {
       const { page } = await open("plain");
       const found = await page.evaluate(async ([url, small]) => {
         const { Engine } = await import("/index.js");
@@ -180,11 +181,11 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
         return [fileBytes, await Engine.estimate(small).catch((error) => error.message)];
       }, [servers.bare.url("q8_0.gguf"), servers.bare.url("adapter/adapter_config.json")]);
       assert.equal(found[0], (await readFile(new URL("q8_0.gguf", FIXTURES))).length);
-      assert.match(found[1], /^Engine.estimate: adapter_config.json: /);
+      mentions("Engine.estimate", "adapter_config.json")(found[1]);
       await page.close();
     });
 
-    test("blob: URLs are not kept, and a kept file is found by its hash under another URL", async () => {
+    test("blob: URLs are not cached, and a cached file is found by its hash under another URL", async () => {
       const { page } = await open("isolated");
       const found = await page.evaluate(async () => {
         const { clearCache, Engine, listCache } = await import("/index.js");
@@ -206,25 +207,25 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
       });
       assert.equal(found.first.length, 1);
       assert.deepEqual(found.second, found.first);
-      assert.match(found.wrong, /has SHA-256 .*, expected 0{64}/);
+      mentions("q8_0.gguf", "sha256", "0".repeat(64))(found.wrong);
       await page.close();
     });
 
-    test("the cache takes half of the origin's quota, and the least recently used go first", async () => {
+    test("the cache takes half of the origin's quota and evicts the least recently used files", async () => {
       const { page } = await open("isolated");
-      const kept = await page.evaluate(async () => {
+      const cached = await page.evaluate(async () => {
         const { clearCache, Engine, listCache } = await import("/index.js");
         await clearCache();
-        for (const n of [1, 2, 1, 3]) (await Engine.load(`q8_0.gguf?${n}`, { threads: 1, assets: "/scarce/storage" })).close();
-        const kept = await listCache();
+        for (const n of [1, 2, 1, 3]) (await Engine.load(`q8_0.gguf?${n}`, { threads: 1, assets: "/limited/storage" })).close();
+        const cached = await listCache();
         await clearCache();
-        return kept.map(({ url, isComplete }) => [url.split("?")[1], isComplete]).sort();
+        return cached.map(({ url, isComplete }) => [url.split("?")[1], isComplete]).sort();
       });
-      assert.deepEqual(kept, [["1", true], ["3", true]]);
+      assert.deepEqual(cached, [["1", true], ["3", true]]);
       await page.close();
     });
 
-    test("without relaxed SIMD; with few addresses for shared memory, and with none", async () => {
+    test("fallbacks without relaxed SIMD, with little address space for shared memory, and with none", async () => {
       const { page, messages } = await open("isolated");
       const found = await page.evaluate(async () => {
         const { Engine } = await import("/index.js");
@@ -234,67 +235,67 @@ for (const [name, { path, launch }] of Object.entries(BROWSERS)) {
           engine.close();
           return [build, threads];
         };
-        const large = await load("/scarce/memory", { contextLength: 1_200_000 }).catch(({ message }) => message);
-        return [await load("/scarce/simd"), await load("/scarce/memory"), await load("/scarce/shared"), large];
+        const large = await load("/limited/memory", { contextLength: 1_200_000 }).catch(({ message }) => message);
+        return [await load("/limited/simd"), await load("/limited/memory"), await load("/limited/shared"), large];
       });
       assert.deepEqual(found.slice(0, 3), [["threads-plain", 2], ["threads", 2], ["plain", 1]]);
-      assert.match(found[3], /Engine.load: the weights take .*; the engine's memory is 1074 MB at most/);
-      assert.equal(messages.filter((text) => text.includes("no shared memory, or not enough addresses for it")).length, 1);
+      mentions("Engine.load", "contextLength=1200000", "1074 MB")(found[3]);
+      assert.equal(messages.filter((text) => text.includes("shared memory or address space")).length, 1);
       await page.close();
     });
 
-    test("a worker's script that is not there is told, and the page lives", async () => {
+    test("a missing worker script is reported, and the page survives", async () => {
       const { page } = await open("isolated");
       const message = await page.evaluate(async () => {
         const { Engine } = await import("/index.js");
         return Engine.load("q8_0.gguf", { assets: "/elsewhere/" }).catch((error) => `${error.name}: ${error.message}`);
       });
-      assert.match(message, /^WhetError: Engine: its worker has failed: its script could not be loaded; serve the package's worker.js/);
+      mentions("WhetError: Engine", "worker", "worker.js")(message);
       await page.close();
     });
 
-    test("a worker that is ended from outside, and too little memory, are told, and the page lives", async () => {
+    test("a terminated worker and out of memory are reported, and the page survives", async () => {
       const { page } = await open("isolated");
       const state = await page.evaluateHandle(async ([ids]) => {
         const { Engine } = await import("/index.js");
-        const tell = (error) => `${error.name}: ${error.message}`;
+        const format = (error) => `${error.name}: ${error.message}`;
         const engine = await Engine.load("q8_0.gguf", { threads: 1, cache: false });
         const request = (async () => {
-          for (;;) for await (const _ of engine.generate(ids, { maxNewTokens: 490 })); // until its worker has gone
+          for (;;) for await (const _ of engine.generate(ids, { maxNewTokens: 490 })); // until the worker ends
         })();
-        return { tell, Engine, memory: await Engine.load("q8_0.gguf", { kvBytes: 4.294e9, cache: false }).catch(tell), ended: request.catch(tell) };
+        return { Engine, memory: await Engine.load("q8_0.gguf", { kvBytes: 4.294e9, cache: false }).catch(format), ended: request.catch(format) };
       }, [ids]);
       if (name === "chromium") {
-        for (const worker of page.workers()) await worker.evaluate(() => close()).catch(() => {}); // it is gone before it answers
-        assert.match(await state.evaluate(({ ended }) => ended), /^WhetError: Engine: its worker has failed: it was ended from outside. Load the model again/);
+        for (const worker of page.workers()) await worker.evaluate(() => close()).catch(() => {}); // it ends before it can reply
+        mentions("WhetError: Engine", "worker", "terminated", "Load the model again")(await state.evaluate(({ ended }) => ended));
       }
       const found = await state.evaluate(async ({ Engine, memory }) => {
         (await Engine.load("q8_0.gguf", { threads: 1, cache: false })).close();
         return memory;
       });
-      assert.match(found, /^OutOfMemoryError: .*contextLength/);
+      mentions("OutOfMemoryError", "contextLength")(found);
       await page.close();
     });
 
-    test("a folder of safetensors has the native engine's tokens and bits", async () => {
+    test("results of a safetensors folder are bit-identical to the native engine's", async () => {
       const { page } = await open("strict");
       const tokens = await page.evaluate(async ([ids]) => {
         const { clearCache, Engine, listCache } = await import("/index.js");
         (await Engine.load("folder/", { threads: 1 })).close();
-        const engine = await Engine.load("folder/", { threads: 1 }); // see docs/web.md of Firefox
-        const kept = await listCache();
+        const engine = await Engine.load("folder/", { threads: 1 }); // one thread: Firefox may hang (docs/web.md)
+        const cached = await listCache();
         await clearCache();
-        const tokens = kept.map(({ url, isComplete }) => [url.split("/").pop(), isComplete]).sort();
+        const tokens = cached.map(({ url, isComplete }) => [url.split("/").pop(), isComplete]).sort();
         for await (const { sample, token, logprob } of engine.generate(ids, { n: 2, temperature: 0.8, topP: 0.9, maxNewTokens: 24, seed: 7, stopTokenIds: [1] })) if (sample === 0) tokens.push([token, logprob]);
         return tokens;
       }, [ids]);
       const { tokens: expected, logprobs } = cases.folder.plain.samples[0];
-      const kept = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"].map((name) => [name, true]);
-      assert.deepEqual(tokens, [...kept, ...expected.map((token, i) => [token, logprobs[i]])]);
+      const cached = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"].map((name) => [name, true]);
+      assert.deepEqual(tokens, [...cached, ...expected.map((token, i) => [token, logprobs[i]])]);
       await page.close();
     });
 
-    test("a signal ends a request in the midst, and adapters are by request", async () => {
+    test("an AbortSignal ends a request, and each request selects its adapter", async () => {
       const { page } = await open("isolated");
       const found = await page.evaluate(async ([ids]) => {
         const { Engine } = await import("/index.js");

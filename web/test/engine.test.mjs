@@ -1,5 +1,5 @@
-// The engine against the native one: the same seed and weights give the same tokens and bits of log-probs, on any
-// number of threads, where the module fuses multiply and add; elsewhere the same but for rounding.
+// The engine against the native one: tokens and log-probs are bit-identical on any number of threads if the module has a
+// fused multiply-add; otherwise they differ by rounding.
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { test } from "node:test";
@@ -15,7 +15,7 @@ async function compare(engine, expected, adapter, exact) {
   const { ids, samples, scores: wanted } = expected;
   const scores = await engine.logprobs([...ids, ...samples[0].tokens], { adapter });
   const difference = scores.reduce((sum, score, i) => sum + Math.abs(score - wanted[i]), 0) / scores.length;
-  // Log-probs are of 5 nats, the weights are large, and activations are rounded to 8 bits: a last bit grows.
+  // Log-probs are about 5 nats, weights are large and activations are rounded to 8 bits, which amplifies rounding errors.
   assert.ok(difference < 0.2, `the mean difference of log-probs is ${difference}`);
   if (!exact) return;
   assert.deepEqual(bits(scores), bits(wanted));
@@ -28,7 +28,7 @@ async function compare(engine, expected, adapter, exact) {
 }
 
 for (const [name, { ids, plain, adapted, greedy, chat }] of Object.entries(cases)) {
-  test(`${name}: tokens, texts and log-probs are those of the native engine, with an adapter and without`, async () => {
+  test(`${name}: tokens, texts and log-probs equal the native engine's, with and without an adapter`, async () => {
     for (const threads of expectedBuild === "plain" ? [1] : [1, 2]) {
       const engine = await Engine.load(new URL(name === "folder" ? "folder/" : `${name}.gguf`, FIXTURES), { threads });
       try {
@@ -50,7 +50,7 @@ for (const [name, { ids, plain, adapted, greedy, chat }] of Object.entries(cases
 }
 
 for (const { options, samples } of isExact ? samplings : []) {
-  test(`sampling settings ${JSON.stringify(options)}: tokens, texts, log-probs and alternatives are those of the native engine`, async () => {
+  test(`sampling settings ${JSON.stringify(options)}: tokens, texts, log-probs and alternatives equal the native engine's`, async () => {
     const engine = await Engine.load(new URL("q8_0.gguf", FIXTURES), { threads: 1 });
     try {
       const found = await samplesOf(engine, cases.q8_0.ids, { ...options, seed: BigInt(options.seed), n: 2 });

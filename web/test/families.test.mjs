@@ -1,12 +1,11 @@
-// Models of every family that the native engine runs, as folders and GGUF files, and in other formats: the same tokens
-// and bits of log-probs.
+// Models of every supported family as folders and GGUF files, and in other formats: bit-identical to the native engine.
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { Engine } from "../dist/index.js";
 import { FIXTURES, readFixture, samplesOf } from "./fixtures.mjs";
 
 for (const { file, options, ids, samples, scores, adapter: folder } of await readFixture("families")) {
-  test(`${file} ${options.weights ?? ""}${folder ?? ""}: tokens and log-probs are those of the native engine`, async () => {
+  test(`${file} ${options.weights ?? ""}${folder ?? ""}: tokens and log-probs equal the native engine's`, async () => {
     const engine = await Engine.load(new URL(file, FIXTURES), { threads: 1, ...options });
     try {
       const parts = ["adapter_config.json", "adapter_model.safetensors"].map((name) => new URL(`${folder}${name}`, FIXTURES));

@@ -1,4 +1,4 @@
-"""Write what the tests of the package compare with: tokenizers, chat templates and settings as Python has them.
+"""Generate fixtures for the package's tests: models, tokenizers, chat templates and settings with Python's results.
 
 python web/test/fixtures.py FOLDER
 """
@@ -39,7 +39,7 @@ MESSAGES = [
 
 
 def tokenizers() -> list[dict[str, Any]]:
-    """Vocabularies trained here, and the ids and texts of Python's tokenizer of each."""
+    """Train vocabularies and return them with texts, ids and decoded texts of Python's tokenizer."""
     cases: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for pre in ("gpt-2", "llama-bpe", "qwen2", "smollm", "deepseek-v3", "gpt-4o", "kimi-k2", "superbpe"):
         trained = vocab_files.train_byte_level(list(PRE_TOKENIZERS[pre].patterns))
@@ -64,7 +64,7 @@ def tokenizers() -> list[dict[str, Any]]:
 
 
 def templates() -> list[dict[str, Any]]:
-    """Published templates, and the texts that Python renders."""
+    """Return published chat templates with the texts that Python renders."""
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
     found = []
     for path in sorted((ROOT / "tests/fixtures/templates").glob("*.jinja")):
@@ -79,7 +79,7 @@ def templates() -> list[dict[str, Any]]:
 
 
 def settings() -> list[dict[str, Any]]:
-    """Whether Python takes a value of a setting."""
+    """Return values of sampling settings and whether Python accepts them."""
     numbers: list[Any] = [-3, -2, -1, -0.5, 0, 0.25, 1, 1.5, 2, 2.5, 21, 129, "1", True, None, [1], [], [-1], [0.5]]
     texts: list[Any] = ["a", "", "\ud800", ["a", "é"], ["a", ""], ["a"] * 65]
     tables: list[Any] = [{}, {"1": 2.5}, {"a": 1}, {"-1": 1}, {"1": 101}, {"1": "2"}, {"1": None}, {"1.5": 1}]
@@ -88,15 +88,15 @@ def settings() -> list[dict[str, Any]]:
         for value in [*numbers, *texts, *(tables if name == "logit_bias" else [])]:
             try:
                 SamplingParams(**{name: value})
-                is_taken = True
+                is_accepted = True
             except (WhetTypeError, WhetValueError):
-                is_taken = False
-            found.append({"name": camel(name), "value": value, "isTaken": is_taken})
+                is_accepted = False
+            found.append({"name": camel(name), "value": value, "isAccepted": is_accepted})
     return found
 
 
 def model(folder: Path) -> None:
-    """A small Llama as GGUF files and as a folder, an adapter, and what the native engine makes of them."""
+    """Write a small Llama as GGUF files and a folder, an adapter, and the native engine's results."""
     trained = vocab_files.train_byte_level(list(PRE_TOKENIZERS["smollm"].patterns), 400)
     template = (ROOT / "tests/fixtures/templates/HuggingFaceTB-SmolLM2-135M-Instruct.jinja").read_text(encoding="utf-8")
     keys = vocab_files.byte_level_metadata(trained, "smollm") | {"tokenizer.chat_template": template}
@@ -119,8 +119,8 @@ def model(folder: Path) -> None:
     expected: dict[str, Any] = {}
     for kind in KINDS:
         path = write_gguf(llama, folder / f"{kind.lower()}.gguf", gguf.GGMLQuantizationType[kind], keys=keys)
-        expected[path.stem] = answers(Engine.from_gguf(path), read_tokenizer(path), folder / "adapter")
-    expected["folder"] = answers(Engine.from_pretrained(folder / "folder"), read_tokenizer(path), folder / "adapter")
+        expected[path.stem] = run_native(Engine.from_gguf(path), read_tokenizer(path), folder / "adapter")
+    expected["folder"] = run_native(Engine.from_pretrained(folder / "folder"), read_tokenizer(path), folder / "adapter")
     write_gguf(llama, folder / "part.gguf", keys=keys, split_max_tensors=8)
     drawn = samplings(Engine.from_gguf(folder / "q8_0.gguf"), read_tokenizer(path))
     found = {"prompt": PROMPT, "messages": MESSAGES, "cases": expected, "samplings": drawn}
@@ -132,8 +132,8 @@ ADAPTER = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "lora_al
 PROMPT = "The model is in café, and"
 
 
-def answers(engine: Engine, tokenizer: GGUFTokenizer, adapter: Path) -> dict[str, Any]:
-    """Samples and log-probs, without and with an adapter."""
+def run_native(engine: Engine, tokenizer: GGUFTokenizer, adapter: Path) -> dict[str, Any]:
+    """Return samples and log-probs with and without an adapter."""
     ids = tokenizer.encode(PROMPT)
     sampling = SamplingParams(
         temperature=0.8, top_p=0.9, max_new_tokens=24, seed=7, stop_token_ids=tokenizer.stop_token_ids
@@ -157,34 +157,34 @@ REORDERED = {
     "gpt2": {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
     "gpt_neox": {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
 }
-"""Adapters of models whose files keep matrices transposed, and rows by heads."""
+"""Adapters of models whose files store transposed matrices, or q, k and v head by head."""
 NO_GGUF = {"llama-proportional", "gemma2-kinds", "gemma2-attention"}
-"""Cases with what GGUF has no place for: half of a head, a head of Gemma 2's own, no cap."""
+"""Cases that GGUF cannot express: proportional RoPE, an untied head of Gemma 2, no soft-cap."""
 
 
 def families(folder: Path) -> None:
-    """Models of every family as files, and what the native engine makes of them."""
+    """Write models of every family as files, with the native engine's results."""
     folder.mkdir(exist_ok=True)
     found = []
     for case, (model_type, _) in CASES.items():
         model = tiny_model(case)
         model.save_pretrained(folder / case)
-        found.append(source_answers(folder / case))
+        found.append(run_source(folder / case))
         if FAMILIES[model_type].gguf is not None and case not in NO_GGUF:
-            found.append(source_answers(write_gguf(model, folder / f"{case}.gguf")))
+            found.append(run_source(write_gguf(model, folder / f"{case}.gguf")))
     for case, settings in REORDERED.items():
         with_lora(tiny_model(case), b_std=0.2, **settings).save_pretrained(folder / f"{case}-adapter")
-        found.append(source_answers(folder / case, folder / f"{case}-adapter"))
+        found.append(run_source(folder / case, folder / f"{case}-adapter"))
     tiny_model("llama").half().save_pretrained(folder / "half")
     tiny_model("llama").bfloat16().save_pretrained(folder / "sharded", max_shard_size="8KB")
-    found += [source_answers(folder / "half"), source_answers(folder / "sharded")]
+    found += [run_source(folder / "half"), run_source(folder / "sharded")]
     for weights in ("float32", "bf16", "int8", "q8_0"):
         for path in (folder.parent / "folder", folder.parent / "q4_0.gguf", folder / "qwen2"):
-            found.append(source_answers(path, weights=weights))
+            found.append(run_source(path, weights=weights))
     (folder.parent / "families.json").write_text(json.dumps(found))
 
 
-def source_answers(path: Path, adapter: Path | None = None, **options: Any) -> dict[str, Any]:
+def run_source(path: Path, adapter: Path | None = None, **options: Any) -> dict[str, Any]:
     engine, [ids] = Engine.from_pretrained(path, **options), token_ids().tolist()
     number = None if adapter is None else engine.add_adapter(str(adapter))
     sampling = SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=16, seed=3)
@@ -198,7 +198,7 @@ def source_answers(path: Path, adapter: Path | None = None, **options: Any) -> d
 
 
 def samplings(engine: Engine, tokenizer: GGUFTokenizer) -> list[dict[str, Any]]:
-    """Samples with every setting, and with stop strings that tokens cut in every way."""
+    """Return samples with every setting, and with stop strings across token boundaries."""
     ids = tokenizer.encode(PROMPT)
     [[greedy]] = engine.generate([ids], 1, SamplingParams(temperature=0, max_new_tokens=24))
     [[plain]] = engine.generate([ids], 1, SamplingParams(temperature=0.9, max_new_tokens=40, seed=5))
@@ -230,7 +230,7 @@ def samplings(engine: Engine, tokenizer: GGUFTokenizer) -> list[dict[str, Any]]:
 
 
 def ops() -> dict[str, Any]:
-    """Arguments and results of primitives and kernels, at sizes that no vector divides."""
+    """Return arguments and results of primitives and kernels, at sizes that are not multiples of a vector."""
     rng = np.random.default_rng(3)
 
     def normal(*shape: int) -> np.ndarray:
@@ -286,9 +286,9 @@ def main(folder: Path) -> None:
     model(folder)
     families(folder / "families")
     (folder / "ops.json").write_text(json.dumps(ops()), encoding="utf-8")
-    for name, made in (("tokenizers", tokenizers()), ("templates", templates()), ("settings", settings())):
+    for name, cases in (("tokenizers", tokenizers()), ("templates", templates()), ("settings", settings())):
         (folder / f"{name}.json").write_text(
-            json.dumps({"messages": MESSAGES, "cases": made}, ensure_ascii=True), encoding="utf-8"
+            json.dumps({"messages": MESSAGES, "cases": cases}, ensure_ascii=True), encoding="utf-8"
         )
 
 

@@ -1,4 +1,4 @@
-// An engine's life: many of them without growth, and too little memory.
+// Lifetime of engines: many of them without memory growth, and out of memory.
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { test } from "node:test";
@@ -9,20 +9,20 @@ const { ids, greedy, adapted } = (await readFixture("model")).cases.q8_0;
 const bytes = await readFile(new URL("q8_0.gguf", FIXTURES));
 const GREEDY = { temperature: 0, maxNewTokens: 8, stopTokenIds: [] };
 
-test("1,000 requests that are left in the midst leave the engine's memory as it was", async () => {
+test("1,000 abandoned requests do not grow the engine's memory", async () => {
   const engine = await Engine.load(bytes, { threads: 1 });
-  const leave = async () => {
+  const abandon = async () => {
     for await (const _ of engine.generate(ids, { n: 2, maxNewTokens: 400 })) break;
   };
-  for (let i = 0; i < 20; ++i) await leave();
+  for (let i = 0; i < 20; ++i) await abandon();
   const { memoryBytes } = await engine.info();
-  for (let i = 0; i < 1000; ++i) await leave();
+  for (let i = 0; i < 1000; ++i) await abandon();
   assert.equal((await engine.info()).memoryBytes, memoryBytes);
   assert.deepEqual((await samplesOf(engine, ids, GREEDY))[0].tokens, greedy.slice(0, 8));
   engine.close();
 });
 
-test("engines that are closed leave no memory behind", async () => {
+test("closed engines free their memory", async () => {
   const live = async (n) => {
     for (let i = 0; i < n; ++i) {
       const engine = await Engine.load(bytes, { threads: 2 });
@@ -33,10 +33,10 @@ test("engines that are closed leave no memory behind", async () => {
   };
   const before = await live(8);
   const grown = (await live(16)) - before;
-  assert.ok(grown < 60e6, `${grown / 1e6} MB of 16 engines`); // each has 12 MB and more while it lives
+  assert.ok(grown < 60e6, `${grown / 1e6} MB of 16 engines`); // each takes at least 12 MB while open
 });
 
-test("keys and values may take more than 2 GiB, and what lies behind them works", async () => {
+test("a KV cache above 2 GiB works, and so do later allocations", async () => {
   const engine = await Engine.load(bytes, { threads: 2, kvBytes: 3.5e9 });
   assert.ok((await engine.info()).kvBytes > 3.4e9);
   const adapter = await engine.loadAdapter(new URL("adapter/", FIXTURES));
@@ -45,7 +45,7 @@ test("keys and values may take more than 2 GiB, and what lies behind them works"
   engine.close();
 });
 
-test("without enough memory a clear error comes, and the next engine loads", async () => {
+test("out of memory is an OutOfMemoryError with the fix, and the next engine loads", async () => {
   await assert.rejects(Engine.load(bytes, { threads: 1, kvBytes: 4.294e9 }), (error) => {
     assert.ok(error instanceof OutOfMemoryError, String(error));
     assert.match(error.message, /smaller contextLength/);

@@ -1,8 +1,9 @@
-// The primitives and kernels against the native ones: the same bits where the module fuses multiply and add.
+// Primitives and kernels against the native ones: bit-identical if the module has a fused multiply-add.
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { MicroLoRA, Ops } from "../dist/ops.js";
 import { readFixture } from "./fixtures.mjs";
+import { mentions } from "./mentions.mjs";
 
 const f = await readFixture("ops");
 const ops = await Ops.load();
@@ -43,8 +44,8 @@ test("norms, activations and products", () => {
   same(ops.logSoftmax(x, { columns: 83 }), "log_softmax");
   same(ops.silu(x), "silu");
   same(ops.gelu(x), "gelu");
-  const turned = Float32Array.from({ length: x.length }, (_, i) => x[(3 - Math.floor(i / 83)) * 83 + (i % 83)]);
-  same(ops.swiglu(x, turned), "swiglu");
+  const reversed = Float32Array.from({ length: x.length }, (_, i) => x[(3 - Math.floor(i / 83)) * 83 + (i % 83)]);
+  same(ops.swiglu(x, reversed), "swiglu");
   same(ops.gemv(x, weight), "gemv");
 });
 
@@ -55,7 +56,7 @@ test("attention and rotation", () => {
   same(ops.attention(q, k, v, { ...shape, window: 7 }), "window");
   same(ops.decodeAttention(q.subarray(0, 160), k, v, shape), "decoded");
   same(ops.decodeAttention(q.subarray(0, 160), k, v, { ...shape, window: 6 }), "last_keys");
-  assert.throws(() => ops.decodeAttention(q, k, v, shape), /decodeAttention: the length of q is 1440, expected heads times headDim, 160/);
+  assert.throws(() => ops.decodeAttention(q, k, v, shape), mentions("decodeAttention", "q", 1440, 160));
   same(ops.applyRope(f.positions, numbers("heads"), 40, f.freqs), "rotated");
 });
 
@@ -70,21 +71,21 @@ test("MicroLoRA: forward, gradients, and steps", () => {
   same(lora.b, "sgd_b");
   lora.accumulate(x, grad);
   lora.adamStep(0.01, { weightDecay: 0.1 });
-  same(lora.a, "adam_a", 1e-5); // NumPy's order of operations is another one
+  same(lora.a, "adam_a", 1e-5); // NumPy orders the operations differently
   same(lora.b, "adam_b", 1e-5);
 });
 
-test("arguments that do not fit are refused by name, and the next call works", () => {
+test("invalid arguments are rejected by name, and the next call works", () => {
   const x = new Float32Array(8);
-  assert.throws(() => ops.rmsNorm(x, new Float32Array(3)), /^WhetError: rmsNorm: there are 8 numbers, expected a multiple of 3/);
-  assert.throws(() => ops.rmsNorm("x", null), /rmsNorm: x is "x", expected numbers/);
-  assert.throws(() => ops.computeBatchGroupAdvantages(x, 3), /multiple of 3/);
-  assert.throws(() => ops.computeBatchGroupAdvantages(x, 4, { scale: "std" }), /scale is "std", expected group, batch or none/);
-  assert.throws(() => ops.computeTokenLogprobs(x, [4, 9]), /tokenIds is 4, expected integers from 0 to 3/);
-  assert.throws(() => ops.attention(x, x, x, { heads: 1, headDim: 8 }), /headDim is 8, expected a multiple of 8 from 32 to 256/);
-  assert.throws(() => ops.computeGae(x, x, x, 0, 2, 1), /gamma is 2, expected a number in \[0, 1\]/);
-  assert.throws(() => ops.packSequences([5], 4), /lengths is 5/);
-  assert.throws(() => new MicroLoRA(ops, 8, 8, 9), /rank is 9, expected from 1 to 8/);
-  assert.throws(() => new MicroLoRA(ops, 8, 8, 1).sgdStep(1), /there is no gradient/);
+  assert.throws(() => ops.rmsNorm(x, new Float32Array(3)), mentions("WhetError: rmsNorm", 8, 3));
+  assert.throws(() => ops.rmsNorm("x", null), mentions("rmsNorm", 'x is "x"'));
+  assert.throws(() => ops.computeBatchGroupAdvantages(x, 3), mentions("computeBatchGroupAdvantages", 8, 3));
+  assert.throws(() => ops.computeBatchGroupAdvantages(x, 4, { scale: "std" }), mentions("scale", "std", "group, batch or none"));
+  assert.throws(() => ops.computeTokenLogprobs(x, [4, 9]), mentions("tokenIds", 4, 0, 3));
+  assert.throws(() => ops.attention(x, x, x, { heads: 1, headDim: 8 }), mentions("headDim", 8, 32, 256));
+  assert.throws(() => ops.computeGae(x, x, x, 0, 2, 1), mentions("gamma", 2, "[0, 1]"));
+  assert.throws(() => ops.packSequences([5], 4), mentions("lengths", 5, 4));
+  assert.throws(() => new MicroLoRA(ops, 8, 8, 9), mentions("rank", 9, 1, 8));
+  assert.throws(() => new MicroLoRA(ops, 8, 8, 1).sgdStep(1), mentions("sgdStep", "accumulate"));
   same(ops.rmsNorm(numbers("x"), numbers("weight")), "rms");
 });

@@ -1,4 +1,4 @@
-// The package as npm packs it, installed into an empty project: Node, Deno and Bun run it, Vite and esbuild bundle it.
+// The package as packed by npm and installed into an empty project: runs in Node, Deno and Bun, bundled by Vite and esbuild.
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
 import { existsSync } from "node:fs";
@@ -14,7 +14,7 @@ import { serve } from "./server.mjs";
 const { cases } = await readFixture("model");
 const { ids, greedy } = cases.q8_0;
 const tool = (name) => fileURLToPath(new URL(`test/runtimes/node_modules/.bin/${name}`, `file://${process.cwd()}/`));
-const has = (name) => !existsSync(tool(name)) && `${name} is not installed`;
+const reasonMissing = (name) => !existsSync(tool(name)) && `${name} is not installed`;
 const executablePath = ["/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"].find(existsSync);
 const ISOLATED = { "cross-origin-opener-policy": "same-origin", "cross-origin-embedder-policy": "require-corp" };
 const PROGRAM = `
@@ -62,19 +62,19 @@ before(async () => {
 after(() => rm(folder, { recursive: true }));
 
 for (const [name, command, isExact] of [["node", [process.execPath], true], ["deno", [tool("deno"), "run", "-A"], true], ["bun", [tool("bun")], undefined]]) {
-  test(`${name} runs it`, { skip: name !== "node" && has(name) }, () => {
+  test(`${name} runs it`, { skip: name !== "node" && reasonMissing(name) }, () => {
     const [program, ...args] = command;
     const output = execFileSync(program, [...args, "main.js", new URL("q8_0.gguf", FIXTURES).href], { cwd: folder, encoding: "utf8", timeout: 60_000 });
     const found = JSON.parse(output);
     assert.deepEqual([found.build, found.half, found.adapter], ["threads", 0.5, 1]);
-    if (isExact !== undefined) assert.equal(found.exact, isExact); // Bun's engine rounds twice on x86-64
+    if (isExact !== undefined) assert.equal(found.exact, isExact); // Bun rounds twice on x86-64
     if (found.exact) assert.deepEqual(found.tokens, greedy.slice(0, 8));
     assert.equal(found.tokens.length, 8);
   });
 }
 
 for (const resolution of ["nodenext", "bundler", "node10"]) {
-  test(`TypeScript takes what the run time takes, resolving as ${resolution}`, async () => {
+  test(`types accept all valid calls with moduleResolution ${resolution}`, async () => {
     await writeFile(join(folder, "typed.ts"), TYPED);
     const module = resolution === "nodenext" ? resolution : "esnext";
     const args = ["--noEmit", "--strict", "--target", "es2022", "--lib", "es2023,dom", "--module", module, "--moduleResolution", resolution];
@@ -82,14 +82,14 @@ for (const resolution of ["nodenext", "bundler", "node10"]) {
   });
 }
 
-test("the package has its README and licences", async () => {
+test("the package contains its README and licences", async () => {
   const root = join(folder, "node_modules/whet-web");
   for (const name of ["README.md", "LICENSE", "dist/third_party_licenses.txt"]) assert.ok((await readFile(join(root, name), "utf8")).length > 1000, name);
   const licences = await readFile(join(root, "dist/third_party_licenses.txt"), "utf8");
   for (const name of ["@huggingface/jinja", "libc++", "wasi-libc", "LLVM Exceptions"]) assert.ok(licences.includes(name), name);
 });
 
-/** The files below a folder, by their paths. */
+/** Read the files below a folder by path. */
 async function filesOf(root) {
   const entries = await readdir(root, { recursive: true, withFileTypes: true });
   const paths = entries.filter((entry) => entry.isFile()).map((entry) => join(entry.parentPath, entry.name));
@@ -113,17 +113,17 @@ async function runInChromium(files) {
   }
 }
 
-const RIGHT = { tokens: greedy.slice(0, 8), adapter: 1, build: "threads", exact: true };
+const EXPECTED = { tokens: greedy.slice(0, 8), adapter: 1, build: "threads", exact: true };
 
-test("Vite bundles it without configuration, with its workers and modules", { skip: has("vite") || (!executablePath && "Chromium is not installed") }, async () => {
+test("Vite bundles it without configuration, including workers and modules", { skip: reasonMissing("vite") || (!executablePath && "Chromium is not installed") }, async () => {
   execFileSync(process.execPath, [tool("vite"), "build"], { cwd: folder, stdio: "ignore", timeout: 60_000 });
-  assert.deepEqual(await runInChromium(await filesOf(join(folder, "dist"))), RIGHT);
+  assert.deepEqual(await runInChromium(await filesOf(join(folder, "dist"))), EXPECTED);
 });
 
-test("esbuild bundles it without configuration; the package's other files lie beside", { skip: !executablePath && "Chromium is not installed" }, async () => {
+test("esbuild bundles it without configuration, with the package's other files next to the output", { skip: !executablePath && "Chromium is not installed" }, async () => {
   const out = join(folder, "out");
   await build({ entryPoints: [join(folder, "app.js")], bundle: true, format: "esm", outdir: out, logLevel: "silent" });
   await cp(join(folder, "index.html"), join(out, "index.html"));
   for (const name of ["worker.js", "thread.js", "hf.js", "threads.wasm", "threads-plain.wasm", "plain.wasm"]) await cp(join(folder, "node_modules/whet-web/dist", name), join(out, name));
-  assert.deepEqual(await runInChromium(await filesOf(out)), RIGHT);
+  assert.deepEqual(await runInChromium(await filesOf(out)), EXPECTED);
 });

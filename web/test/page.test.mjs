@@ -1,4 +1,4 @@
-// The example page in Chromium: a model is loaded, chatted with and measured, by keyboard; wide and narrow, light and dark.
+// The example page in Chromium: load, chat and measure by keyboard; wide and narrow, light and dark.
 import assert from "node:assert/strict";
 import { spawn } from "node:child_process";
 import { existsSync } from "node:fs";
@@ -8,7 +8,7 @@ import { FIXTURES } from "./fixtures.mjs";
 
 const executablePath = ["/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"].find(existsSync);
 
-test("the example page", { skip: executablePath === undefined && "Chromium is not installed" }, async () => {
+test("the example page loads a model, chats and measures", { skip: executablePath === undefined && "Chromium is not installed" }, async () => {
   const { chromium } = await import("playwright-core");
   const path = fileURLToPath(new URL("../example/serve.mjs", import.meta.url));
   const server = spawn(process.execPath, [path, "0", fileURLToPath(FIXTURES)], { stdio: ["ignore", "pipe", "inherit"] });
@@ -20,7 +20,7 @@ test("the example page", { skip: executablePath === undefined && "Chromium is no
     page.on("pageerror", (error) => problems.push(error.message));
     await page.goto(url);
     const status = (text) => page.waitForFunction((end) => document.querySelector("#status").textContent.includes(end), text);
-    await page.fill("#temperature", ""); // before there is a model
+    await page.fill("#temperature", ""); // without a model
     await page.fill("#url", "http://[");
     await page.press("#url", "Enter");
     await status("source is \"http://[\", expected a URL");
@@ -30,14 +30,14 @@ test("the example page", { skip: executablePath === undefined && "Chromium is no
     await page.fill("#url", "models/q8_0.gguf");
     await page.press("#url", "Enter");
     await status("q8_0.gguf is ready.");
-    assert.match(await page.textContent("#facts"), /Architecturellama.*Native bitsyes/);
-    await page.keyboard.type("Why?"); // the message has the focus
+    assert.match(await page.textContent("#facts"), /Architecturellama.*Bit-identical to nativeyes/);
+    await page.keyboard.type("Why?"); // the message field has the focus
     await page.keyboard.press("Enter");
     await page.waitForFunction(() => !document.querySelector("#send").disabled);
     assert.match(await page.textContent("#chat"), /^Why\?.+/s);
     assert.equal(await page.textContent("#status"), "models/q8_0.gguf is ready.");
     assert.equal(await page.inputValue("#temperature"), "0.7");
-    await page.fill("#message", "long ".repeat(3000)); // refused, and given back
+    await page.fill("#message", "long ".repeat(3000)); // rejected and restored
     await page.press("#message", "Enter");
     await status("Shorten it");
     assert.equal(await page.locator("#chat li").count(), 2);
@@ -49,7 +49,7 @@ test("the example page", { skip: executablePath === undefined && "Chromium is no
     for (const [colorScheme, width] of [["light", 1200], ["dark", 1200], ["dark", 360], ["light", 360]]) {
       await page.emulateMedia({ colorScheme });
       await page.setViewportSize({ width, height: 800 });
-      assert.ok(await page.evaluate(() => document.documentElement.scrollWidth <= innerWidth), `it is wider than ${width}`);
+      assert.ok(await page.evaluate(() => document.documentElement.scrollWidth <= innerWidth), `the page is wider than ${width}`);
     }
     const unnamed = await page.$$eval("input, textarea, button, progress", (all) =>
       all.filter((each) => !(each.labels?.length || each.textContent || each.ariaLabel)).map(({ id }) => id),

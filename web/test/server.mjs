@@ -1,5 +1,5 @@
-// A server of files for tests, by a path's query: ?cut=N ends after N bytes, once; ?etag=X; ?gzip; ?busy=X answers 503
-// once, with a Retry-After of X; ?rangeless drops range requests.
+// File server for tests. Queries: ?cut=N ends the first response after N bytes (&always: every response); ?etag=none; ?gzip;
+// ?busy=X answers 503 once, with Retry-After X; ?rangeless drops range requests.
 import { createServer } from "node:http";
 import { gzipSync } from "node:zlib";
 

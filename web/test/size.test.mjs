@@ -1,4 +1,4 @@
-// What a page downloads.
+// Download sizes of the package.
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { test } from "node:test";
@@ -9,8 +9,8 @@ import { libraries, options } from "../build.mjs";
 const KB = 1024;
 const sizeOf = (files) => files.reduce((sum, bytes) => sum + gzipSync(bytes, { level: 9 }).length, 0);
 
-// 30 KB load and sample; the rest trims chats to their context, resumes downloads and bounds the cache.
-test("the scripts are at most 84 KB, compressed, of which ours are 34 KB", async () => {
+// 30 KB load and sample; the rest trims chats to the context, resumes downloads and bounds the cache.
+test("the scripts are at most 84 KB compressed, without libraries 34 KB", async () => {
   const names = ["index", "worker", "thread", "hf"].map((name) => new URL(`../dist/${name}.js`, import.meta.url));
   const all = sizeOf(await Promise.all(names.map((name) => readFile(name))));
   assert.ok(all <= 84 * KB, `${all} bytes`);
@@ -20,12 +20,12 @@ test("the scripts are at most 84 KB, compressed, of which ours are 34 KB", async
   assert.ok(ours <= 34 * KB, `${ours} bytes`);
 });
 
-test("the script of folders and adapters, which comes with the first of these, is at most 12 KB", async () => {
+test("the lazily loaded chunk of folders and adapters is at most 12 KB", async () => {
   const bytes = await readFile(new URL("../dist/hf.js", import.meta.url));
   assert.ok(sizeOf([bytes]) <= 12 * KB, `${sizeOf([bytes])} bytes`);
 });
 
-test("the primitives and kernels, which a page may have alone, are at most 8 KB", async () => {
+test("the separate entry of primitives and kernels is at most 8 KB", async () => {
   const bytes = await readFile(new URL("../dist/ops.js", import.meta.url));
   assert.ok(sizeOf([bytes]) <= 8 * KB, `${sizeOf([bytes])} bytes`);
 });

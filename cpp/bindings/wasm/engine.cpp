@@ -1,7 +1,7 @@
-// The engine for JavaScript: one model and its scheduler for each instance of the module.
+// Engine exports for JavaScript: one model and its scheduler per instance of the module.
 //
-// web/src checks arguments and explains; the checks here keep memory safe. Settings come as an array of doubles, in the
-// order in which web/src/core.ts writes them.
+// web/src validates arguments with explanatory errors; the checks here are for memory safety. Settings are an array of
+// doubles, in the order of web/src/model.ts and host.ts.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -21,10 +21,10 @@ namespace {
 std::shared_ptr<Weights> weights;
 std::optional<Transformer> model;
 std::optional<Scheduler> scheduler;
-std::unique_ptr<Adapter> adapter;               // in the making
-std::shared_ptr<const TokenTexts> token_texts;  // null: stop strings are not found
+std::unique_ptr<Adapter> adapter;               // under construction
+std::shared_ptr<const TokenTexts> token_texts;  // null: no stop strings
 
-// Reads one number after another.
+// Sequential reader of settings.
 class Settings {
 public:
     Settings(const double* at, size_t n) : at_(at), end_(at + n) {}
@@ -57,7 +57,7 @@ std::vector<int32_t> tokens_of(const int32_t* tokens, size_t n) {
     return checked;
 }
 
-// Texts end to end, of which each one's length is read.
+// Stop strings from their concatenated bytes and their lengths.
 std::shared_ptr<const StopStrings> stop_strings_of(const char* text, Settings& from) {
     std::vector<std::string> strings;
     for (size_t i = from.size(); i > 0; --i) {
@@ -65,7 +65,7 @@ std::shared_ptr<const StopStrings> stop_strings_of(const char* text, Settings& f
         text += strings.back().size();
     }
     if (strings.empty()) return nullptr;
-    if (token_texts == nullptr) throw std::logic_error("the texts of tokens are not known");
+    if (token_texts == nullptr) throw std::logic_error("the token texts are not set");
     return std::make_shared<StopStrings>(token_texts, strings);
 }
 
@@ -80,7 +80,7 @@ Request request_of(const int32_t* tokens, size_t n, uint32_t adapter_id) {
     return request;
 }
 
-// A sample where it lies: JavaScript reads the addresses.
+// Addresses of a sample's arrays, which JavaScript reads in place.
 struct SampleView {
     size_t n;
     const int32_t* tokens;
@@ -123,7 +123,7 @@ WHET_EXPORT(add_vector) void add_vector(const char* slot, size_t size, size_t n)
 }
 WHET_EXPORT(allocate_weights) void allocate_weights() { weights->allocate(); }
 
-// Rows of `width` elements; false where one is NaN or infinite.
+// Packs rows of `width` elements. Returns false if an element is NaN or infinite.
 WHET_EXPORT(pack)
 bool pack(const char* slot, size_t size, size_t first, int type, const void* data, size_t n, size_t width,
           ptrdiff_t row_stride, ptrdiff_t column_stride) {
@@ -147,7 +147,7 @@ WHET_EXPORT(kv_used_bytes) size_t kv_used_bytes() {
     return (cache.n_pages() - cache.n_free()) * cache.page_bytes();
 }
 
-// The bytes of every token, end to end, and where each ends.
+// Concatenated bytes of all tokens, and the end of each.
 WHET_EXPORT(set_token_texts)
 void set_token_texts(const char* bytes, size_t n_bytes, const int32_t* ends, size_t n, bool drops_first_space) {
     token_texts = std::make_shared<TokenTexts>(TokenTexts{{bytes, n_bytes}, {ends, ends + n}, drops_first_space});
@@ -210,7 +210,7 @@ WHET_EXPORT(scores) const float* scores(uint32_t id) { return running().job(id).
 
 WHET_EXPORT(begin_adapter) void begin_adapter() { adapter = std::make_unique<Adapter>(weights->config().n_layers); }
 
-// A (rank, k) and B (n, rank), contiguous float32, the scaling in B.
+// A (rank, k) and B (n, rank), contiguous float32; the scaling is folded into B.
 WHET_EXPORT(add_adapter_part)
 void add_adapter_part(size_t layer, int target, size_t first_row, const float* a, const float* b, size_t rank, size_t k,
                       size_t n) {
@@ -218,7 +218,7 @@ void add_adapter_part(size_t layer, int target, size_t first_row, const float* a
     const Target to = static_cast<Target>(target);
     const Matrix& matrix = matrix_of(weights->layers[layer], to);
     if (k != matrix.k() || first_row + n > matrix.n()) {
-        throw std::invalid_argument("an adapter of other shapes than its matrix");
+        throw std::invalid_argument("the adapter's shapes do not match its matrix");
     }
     const WeightFormat format = adapter_format(matrix);
     PackedWeight down(format, rank, k), up(format, n, rank);
@@ -229,7 +229,7 @@ void add_adapter_part(size_t layer, int target, size_t first_row, const float* a
 WHET_EXPORT(end_adapter) void end_adapter(uint32_t id) { running().add_adapter(id, std::move(adapter)); }
 WHET_EXPORT(remove_adapter) void remove_adapter(uint32_t id) { running().remove_adapter(id); }
 
-// ---------------------------------------------------------------- numbers that do not depend on the host's libm
+// ---------------------------------------------------------------- maths independent of the host's libm
 
 WHET_EXPORT(power) double power(double base, double exponent) { return std::pow(base, exponent); }
 WHET_EXPORT(logarithm) double logarithm(double x) { return std::log(x); }

@@ -1,4 +1,4 @@
-// The parsers of model files and the tables of formats for JavaScript: JSON text in `result`.
+// Model file parsers and format tables for JavaScript, as JSON in `result`.
 #include <cstdint>
 #include <span>
 
@@ -43,7 +43,7 @@ WHET_EXPORT(result_data) const char* result_data() { return result.data(); }
 WHET_EXPORT(result_size) size_t result_size() { return result.size(); }
 
 // {"metadata": [[key, type, item type, count, offset in the head, bytes], ...], "tensors": [...]}: JavaScript reads the
-// values where they lie.
+// values in place.
 WHET_EXPORT(parse_gguf) void parse_gguf_head(const uint8_t* head, size_t n_bytes, double file_bytes) {
     const GgufFile file = parse_gguf({head, n_bytes}, static_cast<uint64_t>(file_bytes), gguf_types());
     result = "{\"metadata\":[";
@@ -73,7 +73,7 @@ WHET_EXPORT(parse_safetensors) void parse_safetensors_head(const uint8_t* head, 
     append_tensors(parse_safetensors({head, n_bytes}, static_cast<uint64_t>(file_bytes)).tensors);
 }
 
-// [[name, GGUF's name, block length, block bytes, format that it is packed as], ...] in the order of StoredType
+// [[name, GGUF name, block length, block bytes, packed format], ...] in the order of StoredType
 WHET_EXPORT(stored_types) void stored_types() {
     result = "[";
     for (int i = 0; i < static_cast<int>(StoredType::kCount); ++i) {
@@ -93,8 +93,8 @@ WHET_EXPORT(stored_types) void stored_types() {
     result += ']';
 }
 
-// [[name, block length, block bytes, bytes after a row's blocks, whether numbers are packed in
-// it], ...] in the order of WeightFormat
+// [[name, block length, block bytes, bytes after a row's blocks, whether this build can quantise to it], ...] in the
+// order of WeightFormat
 WHET_EXPORT(weight_formats) void weight_formats() {
     result = "[";
     for (const FormatTraits& format : format_table()) {

@@ -1,8 +1,8 @@
-// What a WebAssembly module without a system needs of its language: the table of kernels, memory for several threads,
-// and exceptions.
+// Runtime support for a WebAssembly module without an operating system: kernel table, thread-safe allocation and
+// exceptions.
 //
-// An exception is thrown by JavaScript: its Error carries the C++ exception's type and text through the module's
-// frames, whose destructors run, to the caller in JavaScript. Nothing in the core catches.
+// JavaScript throws exceptions: its Error carries the C++ exception's type and text through the module's frames, whose
+// destructors run, to the caller in JavaScript. Nothing in the core catches.
 #include <cstdlib>
 #include <cstring>
 #include <exception>
@@ -22,7 +22,7 @@ const Kernels& kernels() { return wasm::table; }
 WHET_EXPORT(allocate) void* allocate(size_t bytes) { return ::operator new(bytes); }
 WHET_EXPORT(release) void release(void* memory) { std::free(memory); }
 
-// Whether fma() rounds once: the choice is fixed for each engine of WebAssembly. (Volatile: nothing is folded.)
+// Whether the relaxed madd rounds once, which each runtime fixes. (Volatile prevents constant folding.)
 WHET_EXPORT(is_fused) bool is_fused() {
 #if defined(__wasm_relaxed_simd__)
     typedef float Four __attribute__((vector_size(16)));
@@ -40,15 +40,15 @@ WHET_EXPORT(is_fused) bool is_fused() {
 // ---------------------------------------------------------------- memory
 
 #if defined(__wasm_atomics__)
-// The C library's allocator has no lock. The linker sends its callers here (--wrap).
+// The C library's allocator is not thread-safe. The linker redirects its callers here (--wrap).
 namespace {
 bool is_allocating = false;
-struct Allocating {
-    Allocating() {
+struct AllocatorLock {
+    AllocatorLock() {
         while (__atomic_test_and_set(&is_allocating, __ATOMIC_ACQUIRE)) {
         }
     }
-    ~Allocating() { __atomic_clear(&is_allocating, __ATOMIC_RELEASE); }
+    ~AllocatorLock() { __atomic_clear(&is_allocating, __ATOMIC_RELEASE); }
 };
 }  // namespace
 
@@ -58,19 +58,19 @@ void* __real_calloc(size_t, size_t);
 void* __real_aligned_alloc(size_t, size_t);
 void __real_free(void*);
 void* __wrap_malloc(size_t n) {
-    const Allocating lock;
+    const AllocatorLock lock;
     return __real_malloc(n);
 }
 void* __wrap_calloc(size_t n, size_t size) {
-    const Allocating lock;
+    const AllocatorLock lock;
     return __real_calloc(n, size);
 }
 void* __wrap_aligned_alloc(size_t alignment, size_t n) {
-    const Allocating lock;
+    const AllocatorLock lock;
     return __real_aligned_alloc(alignment, n);
 }
 void __wrap_free(void* memory) {
-    const Allocating lock;
+    const AllocatorLock lock;
     __real_free(memory);
 }
 }
@@ -92,7 +92,7 @@ void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
 // ---------------------------------------------------------------- exceptions
 
 extern "C" {
-// Throws an Error of this type and text.
+// Throws an Error with this type and text.
 __attribute__((import_module("host"), import_name("raise"), noreturn)) void host_raise(const char* type,
                                                                                        size_t type_size,
                                                                                        const char* text,
@@ -104,24 +104,25 @@ void* __cxa_allocate_exception(size_t size) noexcept {
     return memory;
 }
 void __cxa_free_exception(void* exception) noexcept { std::free(exception); }
-// The object is leaked, 16 bytes and its text: JavaScript has copied what is wanted of it. All types of the core begin
-// with std::exception.
+// Leaks the object, 16 bytes and its text, after JavaScript has copied the text. All exceptions of the core derive from
+// std::exception as their first base.
 [[noreturn]] void __cxa_throw(void* exception, std::type_info* type, void* (*)(void*)) {
     const char* const text = static_cast<std::exception*>(exception)->what();
     host_raise(type->name(), std::strlen(type->name()), text, std::strlen(text));
 }
-void* __cxa_begin_catch(void* exception) noexcept { return exception; }  // before std::terminate, of noexcept functions
-int __cxa_thread_atexit(void (*)(void*), void*, void*) noexcept { return 0; }  // no thread ends before its memory does
+// Called before std::terminate in noexcept functions.
+void* __cxa_begin_catch(void* exception) noexcept { return exception; }
+int __cxa_thread_atexit(void (*)(void*), void*, void*) noexcept { return 0; }  // threads live as long as their memory
 [[noreturn]] void __cxa_pure_virtual() { __builtin_trap(); }
 void abort() { __builtin_trap(); }
-[[noreturn]] void abort_message(const char*, ...) { __builtin_trap(); }  // the library's own would bring printf
+[[noreturn]] void abort_message(const char*, ...) { __builtin_trap(); }  // the library's version links printf
 }
 
 namespace std {
 [[noreturn]] void terminate() noexcept { __builtin_trap(); }
 }  // namespace std
 
-// As above. Not all versions promise that it does not throw.
+// As above. Some versions do not declare it noexcept.
 #ifndef _LIBCPP_VERBOSE_ABORT_NOEXCEPT
 #define _LIBCPP_VERBOSE_ABORT_NOEXCEPT
 #endif

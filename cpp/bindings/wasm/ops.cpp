@@ -1,4 +1,4 @@
-// The primitives and kernels for JavaScript: contiguous float32 arrays in the module's memory. web/src/ops.ts checks
+// Primitives and kernels for JavaScript, on contiguous float32 arrays in the module's memory. web/src/ops.ts checks
 // shapes and settings.
 #include <cstdint>
 #include <algorithm>
@@ -78,7 +78,7 @@ void op_gae(const float* rewards, const float* values, const uint8_t* dones, con
         returns);
 }
 
-// indices (n,) and the bins' first places in it (n + 1,). Returns how many bins there are.
+// Writes indices (n,) and each bin's begin in it (n + 1,). Returns the number of bins.
 WHET_EXPORT(op_pack_sequences)
 size_t op_pack_sequences(const int64_t* lengths, size_t n, double max_length, int64_t* indices, int64_t* begins) {
     const Packing packing = pack_sequences(lengths, static_cast<int64_t>(n), static_cast<int64_t>(max_length));
@@ -126,7 +126,7 @@ void op_attention(const float* q, const float* k, const float* v, size_t n_queri
                        .n_keys = static_cast<int64_t>(n_keys)}});
 }
 
-// One query on keys [first, n_keys).
+// Attention of one query over keys [first, n_keys).
 WHET_EXPORT(op_decode_attention)
 void op_decode_attention(const float* q, const float* k, const float* v, size_t first, size_t n_keys, size_t n_heads,
                          size_t n_kv_heads, size_t head_dim, double scale, float* out) {
@@ -134,7 +134,7 @@ void op_decode_attention(const float* q, const float* k, const float* v, size_t 
                      {{q, k, v, out, static_cast<int64_t>(first), static_cast<int64_t>(n_keys)}});
 }
 
-// x (tokens, heads, head_dim), in place, at these positions.
+// Rotates x (tokens, heads, head_dim) in place by its tokens' positions.
 WHET_EXPORT(op_apply_rope)
 void op_apply_rope(const int32_t* positions, size_t tokens, float* x, size_t heads, size_t head_dim,
                    const double* inv_freq, size_t rotary_dim, bool is_neox, double scale, bool inverse) {

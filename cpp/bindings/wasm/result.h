@@ -1,4 +1,4 @@
-// The text that the last call left for JavaScript.
+// Text result of the last call, for JavaScript.
 #pragma once
 #include <string>
 #include <string_view>
@@ -7,7 +7,7 @@ namespace whet {
 
 inline std::string result;
 
-// 'text' as JSON. The core's names are UTF-8 without control characters.
+// Appends text as a JSON string. The core's names are UTF-8 without control characters.
 inline void append_json(std::string_view text) {
     result += '"';
     for (const char c : text) {

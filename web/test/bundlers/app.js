@@ -1,4 +1,4 @@
-// What a page does with the package: a model, an adapter and a folder, by URL. `assets`: where a bundler does not put the files.
+// Page that loads a model, an adapter and a folder by URL. `assets`: for bundlers that do not copy the package's files.
 import { Engine } from "whet-web";
 
 const tokensOf = async (engine, ids) => {

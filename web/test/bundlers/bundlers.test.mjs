@@ -1,4 +1,4 @@
-// A page that is bundled by each bundler, as it comes, and run in Chromium: GGUF file, threads, adapter and folder.
+// A page bundled by each bundler with its defaults and run in Chromium: GGUF file, threads, adapter and folder.
 import assert from "node:assert/strict";
 import { execFileSync, spawn } from "node:child_process";
 import { existsSync } from "node:fs";
@@ -18,7 +18,7 @@ const SERVED = ["q8_0.gguf", "adapter/adapter_config.json", "adapter/adapter_mod
 const FOLDER = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"].map((name) => `folder/${name}`);
 const here = `${process.cwd()}/test/bundlers`; // make runs the tests in web/
 const modules = join(here, "node_modules");
-const projects = join(here, "build"); // below the modules, where every bundler finds them
+const projects = join(here, "build"); // next to node_modules, where every bundler resolves the package
 let browser;
 
 before(async () => {
@@ -31,8 +31,8 @@ before(async () => {
 });
 after(() => browser?.close());
 
-/** A project of the page, with further files. */
-async function project(name, files = {}) {
+/** Create a project with the page and these files. */
+async function createProject(name, files = {}) {
   const folder = join(projects, name);
   await mkdir(folder);
   for (const file of ["app.js", "index.html"]) await cp(join(here, file), join(folder, file));
@@ -63,7 +63,7 @@ async function check(url, options = {}) {
   }
 }
 
-/** What a bundler has written, served next to the models. */
+/** Serve a bundler's output next to the models and check it. */
 async function checkFiles(folder, options) {
   const server = await serve({ ...(await filesOf(folder)), ...(await fixtures()) }, ISOLATED);
   try {
@@ -79,14 +79,14 @@ const copyAssets = (to) => Promise.all(ASSETS.map((name) => cp(join(modules, "wh
 for (const [vite, config] of [["vite", ""], ["vite-7", 'optimizeDeps: { exclude: ["whet-web"] }']]) {
   const script = join(modules, vite, "bin/vite.js");
   test(`${vite} builds it`, async () => {
-    const folder = await project(`${vite}-build`);
+    const folder = await createProject(`${vite}-build`);
     execFileSync(process.execPath, [script, "build"], { cwd: folder, stdio: "pipe" });
     await checkFiles(join(folder, "dist"));
   });
 
-  test(`${vite} serves it while it is developed`, async () => {
+  test(`${vite} serves it in development`, async () => {
     const headers = JSON.stringify(ISOLATED);
-    const folder = await project(`${vite}-dev`, { "vite.config.js": `export default { server: { headers: ${headers}, fs: { strict: false } }, ${config} };` });
+    const folder = await createProject(`${vite}-dev`, { "vite.config.js": `export default { server: { headers: ${headers}, fs: { strict: false } }, ${config} };` });
     for (const [name, bytes] of Object.entries(await fixtures())) {
       await mkdir(join(folder, "public", name, ".."), { recursive: true });
       await writeFile(join(folder, "public", name), bytes);
@@ -109,7 +109,7 @@ for (const [vite, config] of [["vite", ""], ["vite-7", 'optimizeDeps: { exclude:
 }
 
 test("webpack bundles it", async () => {
-  const folder = await project("webpack", { "webpack.config.mjs": 'export default { mode: "production", entry: "./app.js" };' });
+  const folder = await createProject("webpack", { "webpack.config.mjs": 'export default { mode: "production", entry: "./app.js" };' });
   build("webpack", [], folder);
   await writeFile(join(folder, "dist/index.html"), '<!doctype html><script src="main.js"></script>');
   await checkFiles(join(folder, "dist"));
@@ -126,16 +126,16 @@ for (const how of ["--turbopack", "--webpack"]) {
   });
 }
 
-test("esbuild bundles the import; the package's other files lie next to it", async () => {
-  const folder = await project("esbuild");
+test("esbuild bundles the import, with the package's other files next to the output", async () => {
+  const folder = await createProject("esbuild");
   build("esbuild", ["app.js", "--bundle", "--format=esm", "--outdir=out"], folder);
   await cp(join(folder, "index.html"), join(folder, "out/index.html"));
   await copyAssets(join(folder, "out"));
   await checkFiles(join(folder, "out"));
 });
 
-test("Rollup bundles the import; the package's other files lie next to it", async () => {
-  const folder = await project("rollup");
+test("Rollup bundles the import, with the package's other files next to the output", async () => {
+  const folder = await createProject("rollup");
   build("rollup", ["app.js", "--dir", "out", "--format", "es", "-p", "node-resolve"], folder);
   await cp(join(folder, "index.html"), join(folder, "out/index.html"));
   await copyAssets(join(folder, "out"));
@@ -143,7 +143,7 @@ test("Rollup bundles the import; the package's other files lie next to it", asyn
 });
 
 test("Parcel bundles the import, with the package's files as assets", async () => {
-  const folder = await project("parcel", { "index.html": '<!doctype html><title>app</title><script type="module" src="./app.js"></script>', "package.json": '{ "private": true }' });
+  const folder = await createProject("parcel", { "index.html": '<!doctype html><title>app</title><script type="module" src="./app.js"></script>', "package.json": '{ "private": true }' });
   build("parcel", ["build", "index.html", "--dist-dir", "out", "--cache-dir", "cache", "--no-autoinstall"], folder);
   await mkdir(join(folder, "out/whet"));
   await copyAssets(join(folder, "out/whet"));

@@ -1,4 +1,4 @@
-// Files by URL, Blob and bytes: resumed, cut, damaged and wrong downloads, against a real server.
+// Sources by URL, Blob, bytes and path: resumed, interrupted, damaged and wrong downloads from a real server.
 import assert from "node:assert/strict";
 import { createHash, randomBytes } from "node:crypto";
 import { mkdtemp, rm, writeFile } from "node:fs/promises";
@@ -7,6 +7,7 @@ import { relative } from "node:path";
 import { after, test } from "node:test";
 import { pathToFileURL } from "node:url";
 import { isFolder, listFiles, openReader, readRanges } from "../../src/sources.ts";
+import { mentions } from "../mentions.mjs";
 import { serve } from "../server.mjs";
 
 const bytes = Uint8Array.from({ length: 300_000 }, (_, i) => (i * 2654435761) >>> 24);
@@ -37,7 +38,7 @@ test("URLs, Blobs, Files, bytes and paths give the same bytes", async () => {
   }
 });
 
-test("ranges are read one after the other, by a stream and without one", async () => {
+test("ranges are read in order, with and without a stream", async () => {
   const ranges = [[100, 1100], [1100, 1101], [1101, 200_000], [250_000, 250_010], [299_990, 300_000]].map(([begin, end]) => ({ begin, end }));
   for (const source of [new Blob([bytes]), bytes, server.url("a.gguf")]) {
     const reader = await openReader("a.gguf", source, { where: "Engine.load", signal: new AbortController().signal, onProgress: () => {} });
@@ -51,15 +52,15 @@ test("ranges are read one after the other, by a stream and without one", async (
   const short = await openReader("a.gguf", new Blob([bytes]), { where: "Engine.load" });
   await assert.rejects(async () => {
     for await (const _ of readRanges(short, [{ begin: 299_000, end: 300_001 }]));
-  }, /^WhetError: Engine.load: a.gguf ends at byte 300000. It was cut while it was read/);
+  }, mentions("WhetError: Engine.load", "a.gguf", 300000));
 });
 
-test("progress tells bytes and total, and ends with all", async () => {
+test("progress reports received and total bytes, and ends with the total", async () => {
   const { progress } = await load(server.url("a.gguf"));
   assert.deepEqual(progress.at(-1), { loadedBytes: bytes.length, totalBytes: bytes.length, phase: "download" });
 });
 
-test("a download that is cut goes on where it was", async () => {
+test("an interrupted download is resumed", async () => {
   const before = server.requests.length;
   const { read } = await load(server.url("a.gguf?cut=100000"), { sha256 });
   assert.deepEqual(read, bytes);
@@ -73,7 +74,7 @@ test("if range requests fail, the whole file is requested", async () => {
   assert.deepEqual([ranges[0], ranges[1], ranges.at(-1)], [undefined, "bytes=100000-", undefined]);
 });
 
-test("a file that changed before its download was resumed is fetched from its first byte", async () => {
+test("a file that changed before its download was resumed is fetched from the start", async () => {
   const progress = [];
   const onProgress = (each) => {
     if (progress.push(each) === 1) server.etag = "new";
@@ -82,20 +83,20 @@ test("a file that changed before its download was resumed is fetched from its fi
   assert.deepEqual(new Uint8Array(await reader.read(0, reader.size)), bytes);
 });
 
-test("a busy server is tried again after its Retry-After", async () => {
+test("a busy server is retried after its Retry-After", async () => {
   assert.deepEqual((await load(server.url("a.gguf?busy=0"))).read, bytes);
-  await assert.rejects(load(server.url("a.gguf?busy=3600")), /could not be downloaded \(it answered 503 Service Unavailable, and to ask again after 3600; 0 bytes came\)/);
+  await assert.rejects(load(server.url("a.gguf?busy=3600")), mentions("a.gguf", 503, 3600, "0 bytes"));
 });
 
-test("blob: and data: URLs are read where they are", async () => {
+test("blob: and data: URLs are read in place", async () => {
   const url = URL.createObjectURL(new Blob([bytes]));
   assert.deepEqual((await load(url)).read, bytes);
   assert.deepEqual((await load(`data:application/octet-stream;base64,${Buffer.from(bytes).toString("base64")}`)).read, bytes);
   URL.revokeObjectURL(url);
-  await assert.rejects(load(url), /blob:.* cannot be read \(.*\). Pass the Blob itself/);
+  await assert.rejects(load(url), mentions("blob:", "Pass the Blob"));
 });
 
-test("paths are paths, whatever characters they have", async () => {
+test("paths may contain any characters", async () => {
   const folder = await mkdtemp(`${tmpdir()}/whet #?%-`);
   for (const name of ["a#b.gguf", "a?b.gguf", "50%20off.gguf", "100%.gguf", "c:d.gguf"]) {
     await writeFile(`${folder}/${name}`, bytes);
@@ -107,43 +108,43 @@ test("paths are paths, whatever characters they have", async () => {
   await rm(folder, { recursive: true });
 });
 
-test("without an ETag it begins again, as the file may be another", async () => {
+test("without an ETag an interrupted download restarts", async () => {
   const before = server.requests.length;
   assert.deepEqual((await load(server.url("a.gguf?cut=100000&etag=none"))).read, bytes);
   assert.deepEqual(server.requests.slice(before).map(({ range }) => range), [undefined, undefined]);
 });
 
-test("a download that is cut again and again says how far it came", async () => {
-  await assert.rejects(load(server.url("a.gguf?cut=1&always&etag=none")), /could not be downloaded \(.*; 1 bytes came\). Load it again/);
+test("a download that keeps failing reports the received bytes", async () => {
+  await assert.rejects(load(server.url("a.gguf?cut=1&always&etag=none")), mentions("a.gguf", "1 bytes", "Load it again"));
 });
 
-test("a compressed answer is taken, whose length is not the file's", async () => {
+test("a compressed response works, though its length is not the file's", async () => {
   assert.deepEqual((await load(server.url("a.gguf?gzip"))).read, bytes);
 });
 
-test("a compressed download that is cut begins again, as ranges count compressed bytes", async () => {
+test("an interrupted compressed download restarts, as ranges count compressed bytes", async () => {
   const reader = await openReader("noise", server.url("noise?gzip&cut=100000"), { where: "f", signal: new AbortController().signal, onProgress: () => {} });
   assert.deepEqual(Buffer.from(await reader.read(0, reader.size)), noise);
 });
 
-test("another hash, a wrong hash, no file and no server are told", async () => {
+test("a wrong hash, a missing URL and a missing path are rejected", async () => {
   for (const source of [server.url("a.gguf"), bytes]) {
-    await assert.rejects(load(source, { sha256: "0".repeat(64) }), new RegExp(`has SHA-256 ${sha256}, expected 0{64}. It is another file, or damaged`));
+    await assert.rejects(load(source, { sha256: "0".repeat(64) }), mentions("SHA-256", sha256, "0".repeat(64), "clearCache"));
   }
-  await assert.rejects(load(server.url("b.gguf")), /answered 404 Not Found, expected the file. Correct the URL/);
-  await assert.rejects(load("/nowhere/a.gguf"), /nowhere\/a.gguf cannot be read \(ENOENT/);
+  await assert.rejects(load(server.url("b.gguf")), mentions("b.gguf", 404, "URL"));
+  await assert.rejects(load("/nowhere/a.gguf"), mentions("nowhere/a.gguf", "ENOENT"));
 });
 
-test("a download is aborted at once", async () => {
+test("an AbortSignal aborts a download immediately", async () => {
   const controller = new AbortController();
   const loading = load(server.url("a.gguf?cut=1000&always"), { signal: controller.signal });
   setTimeout(() => controller.abort(), 50);
   await assert.rejects(loading, { name: "AbortError" });
 });
 
-test("what is no file is refused", () => {
+test("invalid sources are rejected", () => {
   for (const wrong of [undefined, null, 7, "", [], {}, { files: {} }, [7], { files: { a: 7 } }, "http://"]) {
-    assert.throws(() => listFiles(wrong, "Engine.load"), /^WhetError: Engine.load: source is .*, expected a URL, a File or Blob/, String(wrong));
+    assert.throws(() => listFiles(wrong, "Engine.load"), mentions("WhetError: Engine.load", "source", "URL", "Blob"), String(wrong));
   }
   assert.deepEqual(listFiles({ files: { "config.json": bytes } }, "f"), [["config.json", bytes]]);
   assert.deepEqual(listFiles([new URL("http://a/b/c%20d.gguf?x=1")], "f").map(([name]) => name), ["c d.gguf"]);
