@@ -24,7 +24,7 @@ def _module(name: str, extra: str) -> Need:
 
 
 def _has_page() -> bool:
-    from whet.bench.contenders.web.page import missing_part
+    from benchmarks.contenders.web.page import missing_part
 
     return not missing_part()
 

@@ -1,7 +1,9 @@
 """``whet bench`` as its users run it: processes, files, options, and what it answers to a wrong one."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -9,11 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.raising import mentions
 
 import whet.bench
 from whet.bench import BenchOptions
 from whet.bench.run import run_suite
-from whet.bench.suites import load_suite, suite_names
+from whet.bench.suites import CLONE, load_suite, suite_names
 from whet.cli import main
 
 
@@ -105,6 +108,20 @@ def test_a_wrong_option_is_one_line(arguments, message, capsys):
     assert error.count("\n") == 1
 
 
+def test_wheel_has_the_kernel_suite_and_names_the_clone_for_others(tmp_path):
+    shutil.copytree(Path(whet.__file__).parent, tmp_path / "whet", ignore=shutil.ignore_patterns("__pycache__"))
+    code = "import sys; from whet.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "bench"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    helped, refused = (
+        subprocess.run([*command, name], capture_output=True, text=True, cwd=tmp_path, env=environment)
+        for name in ("--help", "grpo")
+    )
+    assert "  kernels " in helped.stdout and "  grpo " not in helped.stdout and "clone" in helped.stdout
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert re.search(mentions("'grpo'", "kernels", "clone", "pip install -e"), refused.stderr)
+
+
 def test_a_stopped_run_reports_what_it_has(tmp_path, monkeypatch):
     measure = whet.bench.run._measure
 
@@ -134,5 +151,6 @@ def test_the_process_that_measures_ends_with_the_command(tmp_path):
 
 
 def test_bench_uses_public_names_only():
-    for path in Path(whet.bench.__file__).parent.rglob("*.py"):
+    folder = Path(whet.bench.__file__).parent
+    for path in [*folder.rglob("*.py"), *(CLONE / "benchmarks").rglob("*.py")]:
         assert not re.search(r"\b_core\b", path.read_text()), path

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 import whet
+from benchmarks.contenders.engine.models import quantize_gguf
 from whet import Engine
-from whet.bench.contenders.engine.models import quantize_gguf
 from whet.models.export import export_gguf
 from whet.models.formats import FILE_TYPES, display_name
 from whet.models.tokenizers import read_tokenizer

@@ -1,18 +1,18 @@
 """The rows of `whet bench scale` do their work."""
 
 import pytest
-from tests.bench.serving import served_here
+from tests.benchmarks.serving import served_here
 from tests.scale.test_ray_pool import cluster  # noqa: F401
 
-from whet.bench.contenders import scale
-from whet.bench.contenders.scale import Sampling, wrong_steps
-from whet.bench.contenders.training import native
-from whet.bench.contenders.training.contender import RankedContender
-from whet.bench.contenders.training.lora import Weights, Work, run_error, run_steps, run_whole
-from whet.bench.contenders.training.workload import GRPOShape
+from benchmarks.contenders import scale
+from benchmarks.contenders.scale import Sampling, wrong_steps
+from benchmarks.contenders.training import native
+from benchmarks.contenders.training.contender import RankedContender
+from benchmarks.contenders.training.lora import Weights, Work, run_error, run_steps, run_whole
+from benchmarks.contenders.training.workload import GRPOShape
+from benchmarks.suites import scale as suite
+from benchmarks.suites.grpo import TINY
 from whet.bench.harness import QUICK, run_case
-from whet.bench.suites import scale as suite
-from whet.bench.suites.grpo import TINY
 
 pytestmark = pytest.mark.needs("ray")
 

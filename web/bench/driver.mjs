@@ -1,4 +1,4 @@
-// Drives one page in Chromium for whet.bench.contenders.web: node driver.mjs SETTINGS.
+// Drives one page in Chromium for benchmarks.contenders.web: node driver.mjs SETTINGS.
 //
 // SETTINGS is JSON: {chromium, page, folders: {path: folder}}. The page is a module served from one of the folders. Each
 // input line, {call, arguments}, calls a function that it exports; the output line is {result} or {error}. The page is

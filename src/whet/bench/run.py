@@ -17,6 +17,7 @@ import whet
 from whet.bench import machine
 from whet.bench.case import BenchOptions, Suite
 from whet.bench.report import write_report
+from whet.bench.suites import CLONE, in_clone
 from whet.bench.worker import choose
 from whet.errors import WhetError, WhetValueError
 
@@ -123,7 +124,7 @@ def _measure(suite: Suite, options: BenchOptions, threads: int, scaling: bool) -
         }
         worker = subprocess.Popen(
             [sys.executable, "-m", "whet.bench.worker", json.dumps(order)],
-            env=machine.environment(threads),
+            env=_environment(threads),
             preexec_fn=pin,
         )
         try:
@@ -134,6 +135,13 @@ def _measure(suite: Suite, options: BenchOptions, threads: int, scaling: bool) -
     if status not in (0, 130):
         raise WhetError(f"whet bench {suite.name}: the measuring process ended with status {status}; see above.")
     return status, found
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """Environment of a worker: the number of threads, and an import path on which the clone's suites are found."""
+    environment = machine.environment(threads)
+    paths = [str(CLONE), *filter(None, [environment.get("PYTHONPATH")])]
+    return environment | ({"PYTHONPATH": os.pathsep.join(paths)} if in_clone() else {})
 
 
 def _merge(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from whet.bench.case import BenchOptions, Suite
 from whet.bench.compare import THRESHOLD, as_table, compare, load_results
 from whet.bench.run import run_suite
-from whet.bench.suites import load_suite, suite_names
+from whet.bench.suites import in_clone, load_suite, suite_names
 from whet.errors import WhetValueError
 
 _USAGE = """\
@@ -34,6 +34,8 @@ def main(argv: Sequence[str]) -> int:
     """The exit status: 1 for a wrong answer of Whet's, or in a comparison for a regression; else 0."""
     if not argv or argv[0] in ("-h", "--help"):
         print(_USAGE + "".join(f"  {name:12} {load_suite(name).title}\n" for name in suite_names()), end="")
+        if not in_clone():
+            print("\nFurther suites, which measure peers too, run in a clone of the repository (pip install -e CLONE).")
         print("\nwhet bench SUITE --help lists its settings.")
         return 0 if argv else 2
     if argv[0] == "compare":

@@ -1,28 +1,58 @@
-"""The suites, one short module each with a ``SUITE``. A new module here is a new suite: nothing lists them."""
+"""Suites, one module each with a ``SUITE``: those of this package, and of ``benchmarks/suites`` in a clone.
+
+Suites that need peers (TRL, llama.cpp, a browser) are in the repository but not in the wheel. A new module in either
+folder is a new suite; there is no list.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import pkgutil
+import sys
+from pathlib import Path
 
+import whet
 from whet.bench.case import Suite
 from whet.errors import WhetValueError
 
+CLONE = Path(whet.__file__).resolve().parents[2]
+"""Root of the repository, if Whet is installed from a clone (editable); else a folder without ``benchmarks``."""
+_PACKAGES = {"whet.bench.suites": __path__[0], "benchmarks.suites": str(CLONE / "benchmarks" / "suites")}
+
+
+def _modules() -> dict[str, str]:
+    """Module of each suite, by the suite's name."""
+    return {
+        module.name.replace("_", "-"): f"{package}.{module.name}"
+        for package, folder in _PACKAGES.items()
+        for module in pkgutil.iter_modules([folder])
+    }
+
+
+def in_clone() -> bool:
+    """Whether the suites that need peers are available."""
+    return Path(_PACKAGES["benchmarks.suites"]).is_dir()
+
 
 def suite_names() -> list[str]:
-    """Every suite, as ``whet bench`` calls it."""
-    return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__))
+    """Names of all available suites, as passed to ``whet bench``."""
+    return sorted(_modules())
 
 
 def load_suite(name: str) -> Suite:
-    """The suite of a name.
+    """Import a suite.
 
     Raises:
-        WhetValueError: there is none of that name.
+        WhetValueError: there is no suite of this name, or it is available only in a clone of the repository.
     """
-    if name not in suite_names():
-        close = difflib.get_close_matches(name, suite_names(), n=1)
-        hint = f"Did you mean {close[0]}?" if close else f"There are: {', '.join(suite_names())}."
+    modules = _modules()
+    if name not in modules:
+        close, names = difflib.get_close_matches(name, modules, n=1), ", ".join(suite_names())
+        hint = f"Did you mean {close[0]}?" if close else f"There are: {names}."
+        if not in_clone():
+            hint = f"The installed package has: {names}. Others need a clone of the repository (pip install -e CLONE)."
         raise WhetValueError(f"whet bench: there is no suite {name!r}. {hint}")
-    return importlib.import_module(f"whet.bench.suites.{name.replace('-', '_')}").SUITE
+    if modules[name].startswith("benchmarks.") and str(CLONE) not in sys.path:
+        sys.path.insert(0, str(CLONE))  # an editable install adds only src
+    return importlib.import_module(modules[name]).SUITE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whet.bench.case import BenchOptions, Suite, Table
-from whet.bench.contenders.kernels import attention, linear, lora, memory, norm, rope
+from whet.bench.kernels import attention, linear, lora, memory, norm, rope
 
 
 def tables(options: BenchOptions) -> list[Table]:

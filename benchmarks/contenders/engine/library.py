@@ -1,0 +1,78 @@
+"""A way to run a model: what the engines have in common, and what a contender has to answer of a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders.engine.models import ModelFiles
+from benchmarks.contenders.engine.workload import Sample, Workload, close, load_once
+from whet.bench.case import Call, Timed, seconds_of
+
+
+class Library:
+    """Loads models in a format of weights, and generates; ``decode``, ``prefill`` and so on prepare a provider's call.
+
+    Attributes:
+        name: by which its models are told from those of others.
+    """
+
+    name: str
+
+    def of_model(self, files: ModelFiles, weights: str) -> Any:
+        """A model of the files' own."""
+        raise NotImplementedError
+
+    def source(self, files: ModelFiles, weights: str) -> Path:
+        """The file or folder to load from."""
+        return files.folder
+
+    def load(self, path: Path, weights: str) -> Any:
+        """A model from there."""
+        raise NotImplementedError
+
+    def generate(self, model: Any, prompts: Sequence[Sequence[int]], n_tokens: int, n_samples: int = 1) -> Sample:
+        """Generate ``n_samples`` completions of every prompt, and return the first."""
+        raise NotImplementedError
+
+    def model(self, x: Workload, weights: str) -> Any:
+        """The workload's model, loaded once."""
+        return load_once((x.files.shape, self.name, weights), lambda: self.of_model(x.files, weights))
+
+    def decode(self, weights: str, x: Workload) -> Call:
+        """``n_steps`` steps after the first token of every row."""
+        raise NotImplementedError
+
+    def prefill(self, weights: str, x: Workload) -> Call:
+        """Prompts, to the first token of each."""
+        model = self.model(x, weights)
+        return lambda: self.generate(model, x.fresh(), 1)
+
+    def group(self, weights: str, x: Workload) -> Call:
+        """A prompt and all its completions."""
+        model = self.model(x, weights)
+        return lambda: self.generate(model, x.fresh(), x.n_tokens, x.n_samples)
+
+    def load_files(self, weights: str, x: Workload) -> Call:
+        """From the files to a model; that it can generate is seen outside the time."""
+        path = self.source(x.files, weights)
+
+        def call() -> Timed:
+            sample, load_s = self._run(path, weights, x.prompts[:1], x.n_tokens)
+            return Timed(sample, {"load": load_s}, "load")
+
+        return call
+
+    def lifetime(self, weights: str, x: Workload) -> Call:
+        """Load, generate, free."""
+        path = self.source(x.files, weights)
+        return lambda: self._run(path, weights, x.prompts, x.n_tokens)[0]
+
+    def _run(self, path: Path, weights: str, prompts: Sequence[Sequence[int]], n_tokens: int) -> tuple[Sample, float]:
+        """A sample of a model that is freed afterwards, and the seconds of loading it."""
+        model, load_s = seconds_of(self.load, path, weights)
+        try:
+            return self.generate(model, prompts, n_tokens), load_s
+        finally:
+            close(model)

@@ -1,0 +1,339 @@
+"""The work of the suites "lora" and "lora-learning": runs of trainers on LoRA adapters, each a process of its own.
+
+Whet and TRL get the same weights, the same rows in the same order, and the same settings. What a step trained on is
+counted in tokens and compared with what it should have been; its time and the peak of its process are the findings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import statistics
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from benchmarks.contenders.engine.models import ModelShape, write_random_folder
+from benchmarks.contenders.training import workload
+from benchmarks.contenders.training.contender import Contender, whole_run
+from benchmarks.contenders.training.workload import DPOShape, GRPOShape
+from whet.bench.case import Timed, WholeRun
+from whet.data.rows import tokenize_completion, tokenize_preference, tokenize_prompt
+
+RANK = 16
+ALPHA = 32
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Every linear layer but the head."""
+LEARNING_RATES = {"adapters": 2e-4, "all weights": 5e-6}
+SUMS = "reasoning_gym:chain_sum,min_terms=2,max_terms=2,min_digits=1,max_digits=2"
+_N_SUMS = 5000
+_CHAT = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+
+Method = Literal["grpo", "sft", "dpo"]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model on disk, as each library likes it best; gone with the object if it was made.
+
+    Attributes:
+        path: for Whet, the GGUF file that was given, or the folder.
+        folder: Hugging Face's, of the same numbers.
+    """
+
+    path: Path
+    folder: Path
+
+    @classmethod
+    def of_file(cls, gguf: str) -> Weights:
+        """A GGUF file, and its numbers in float32 in a temporary folder."""
+        from whet.models.sources.gguf_model import load_gguf_model
+
+        path = Path(gguf).resolve(strict=True)
+        weights = cls(path, _temporary_folder())
+        for part in load_gguf_model(path):
+            part.save_pretrained(weights.folder)
+        return weights._removed_with_it()
+
+    @classmethod
+    def random(cls, shape: ModelShape) -> Weights:
+        """Random ones of a true shape, bfloat16, in a temporary folder."""
+        folder = _temporary_folder()
+        write_random_folder(shape, folder)
+        return cls(folder, folder)._removed_with_it()
+
+    def _removed_with_it(self) -> Weights:
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        return self
+
+
+def _temporary_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="whet-bench-"))
+
+
+class Tokens(NamedTuple):
+    """The tokens of a step.
+
+    Attributes:
+        rows: a digest of the token ids: of GRPO's prompts, else of the whole rows.
+        n_completion: tokens of completions.
+    """
+
+    rows: str
+    n_completion: int
+
+
+class Step(NamedTuple):
+    """A contender's account of a step.
+
+    Attributes:
+        tokens: that it trained on.
+        n_trained: parameters.
+        loss: of the step.
+        grad_norm: of all gradients, before clipping.
+        seconds: that it took.
+        memory: who holds the memory of the process in its fullest step so far, if that is known.
+        score: held-out, of the policy before the step, where it was evaluated.
+    """
+
+    tokens: Tokens
+    n_trained: int
+    loss: float
+    grad_norm: float
+    seconds: float
+    memory: Mapping[str, int] = {}
+    score: float | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """Steps of a method on rows, each row a dict as both libraries take it.
+
+    Attributes:
+        method: the algorithm.
+        path, folder: of the model, see ``Weights``.
+        shape: of the model, and of rows with as many tokens as it says; None: rows are sums of two terms.
+        n_steps: of the run, the first of which does not count.
+        seed: of the order of the sums, of the adapters and of the sampling.
+        evaluate_every: steps from one evaluation on held-out sums to the next; 0: none.
+        n_held_out: sums of an evaluation.
+    """
+
+    method: Method
+    path: str
+    folder: str
+    model: ModelShape
+    shape: GRPOShape | DPOShape | None = None
+    n_steps: int = 5
+    seed: int = 0
+    evaluate_every: int = 0
+    n_held_out: int = 200
+    n_prompts: int = 8
+    group_size: int = 8
+    max_new_tokens: int = 24
+
+    @classmethod
+    def on_sums(cls, weights: Weights, model: ModelShape, **settings: Any) -> Work:
+        """GRPO on sums of two terms, 8 prompts a step and 8 completions of at most 24 tokens of each."""
+        return cls("grpo", str(weights.path), str(weights.folder), model, **settings)
+
+    @classmethod
+    def of_shape(cls, method: Method, weights: Weights, shape: GRPOShape | DPOShape, **settings: Any) -> Work:
+        """Random rows in which every completion has all its tokens."""
+        if isinstance(shape, GRPOShape):
+            sizes = (shape.n_prompts, shape.group_size, shape.completion_length)
+            settings |= dict(zip(("n_prompts", "group_size", "max_new_tokens"), sizes, strict=True))
+        return cls(method, str(weights.path), str(weights.folder), shape.model, shape, **settings)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of a step: completions, pairs, or rows to imitate."""
+        if isinstance(self.shape, DPOShape):
+            return self.shape.n_pairs * (2 if self.method == "sft" else 1)
+        return self.n_prompts * self.group_size
+
+    def tokenizer(self) -> Any:
+        """The model's own, or one of bytes where its weights are random."""
+        if (Path(self.folder) / "tokenizer.json").is_file():
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(self.folder)
+        tokenizer = workload.tokenizer_of(self.shape or DPOShape(self.model))
+        tokenizer.chat_template = _CHAT
+        return tokenizer
+
+    # --- rows -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _sums(self) -> tuple[Any, Any]:
+        """The tasks of training and of evaluation."""
+        from whet.tasks import open_task
+
+        return open_task(f"{SUMS},seed=1000000,size={_N_SUMS}"), open_task(SUMS, split="eval", size=self.n_held_out)
+
+    @cached_property
+    def _order(self) -> list[int]:
+        return np.random.default_rng(self.seed).permutation(len(self._sums[0].rows)).tolist()
+
+    def rows(self, step: int) -> list[dict[str, Any]]:
+        """The rows of a step, counted from 0."""
+        if isinstance(self.shape, GRPOShape):
+            return [{"prompt": text, "row": i} for i, text in enumerate(self.shape.prompts(step))]
+        if isinstance(self.shape, DPOShape):
+            pairs = self.shape.pairs()
+            if self.method == "dpo":
+                return pairs
+            return [{"prompt": p["prompt"], "completion": p[side]} for p in pairs for side in ("chosen", "rejected")]
+        first = step * self.n_prompts
+        return [self._sum(0, self._order[i % len(self._order)]) for i in range(first, first + self.n_prompts)]
+
+    def held_out(self) -> list[dict[str, Any]]:
+        """The sums of an evaluation."""
+        return [self._sum(1, i) for i in range(self.n_held_out)]
+
+    def _sum(self, split: int, row: int) -> dict[str, Any]:
+        from whet.tasks import prompt_of
+
+        task = self._sums[split]
+        return {"prompt": prompt_of(task, task.rows[row]), "row": row if split == 0 else -1 - row}
+
+    def reward(self, completions: Sequence[Any], completion_ids: Any = None, row: Sequence[int] = (), **_: Any) -> Any:
+        """The score of each completion: of sums the task's; of random rows the share of even token ids.
+
+        Args:
+            completions: texts, or messages as TRL has them.
+            row: of sums, their numbers in the task; those held out count down from -1.
+        """
+        if self.shape is not None:
+            return workload.even_tokens(completion_ids)
+        texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+        tasks = [self._sums[int(i < 0)] for i in row]
+        places = [i if i >= 0 else -1 - i for i in row]
+        return [float(task.score(text, task.rows[i])) for text, task, i in zip(texts, tasks, places, strict=True)]
+
+    # --- what was done ----------------------------------------------------------------------------------------
+
+    def token_rows(self, rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> list[list[int]]:
+        """Token ids of rows: of GRPO's prompts, else of whole rows, as Whet tokenises them."""
+        if self.method == "grpo":
+            return [tokenize_prompt(row, tokenizer) for row in rows]
+        if self.method == "sft":
+            return [prompt + ids for prompt, ids in (tokenize_completion(row, tokenizer) for row in rows)]
+        pairs = [tokenize_preference(row, tokenizer) for row in rows]
+        return [prompt + ids for prompt, *both in pairs for ids in both]
+
+    def expected(self) -> list[str]:
+        """The digest of the rows of each step."""
+        tokenizer = self.tokenizer()
+        return [digest(self.token_rows(self.rows(step), tokenizer)) for step in range(self.n_steps)]
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether the policy is evaluated before this step."""
+        return self.evaluate_every > 0 and step % self.evaluate_every == 0
+
+
+def digest(rows: Iterable[Sequence[int]]) -> str:
+    """Of rows of token ids, in whatever order."""
+    return hashlib.sha256(json.dumps(sorted([int(i) for i in row] for row in rows)).encode()).hexdigest()[:16]
+
+
+def lora_config() -> Any:
+    """The adapters of every contender."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(LAYERS), task_type="CAUSAL_LM")
+
+
+def n_adapter_parameters(shape: ModelShape) -> int:
+    """Numbers of the adapters of a model."""
+    return RANK * sum(n + k for n, k in _layer_shapes(shape))
+
+
+def _layer_shapes(shape: ModelShape) -> list[tuple[int, int]]:
+    """(outputs, inputs) of every linear layer but the head."""
+    config = shape.config
+    q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    hidden, ffn = config.hidden_dim, config.ffn_dim
+    layer = [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q), (ffn, hidden), (ffn, hidden), (hidden, ffn)]
+    return layer * config.n_layers
+
+
+def lora_step_flops(shape: GRPOShape, quantised: bool) -> float:
+    """Operations of a GRPO step on adapters that computes every token once, and again what its backward computes again.
+
+    Sampling and forward pass a product each of every matrix, the backward pass dx = dy W, for the head within the
+    forward; of attention the scores are computed again (five products for the forward's two). Adapters: four products
+    of A and B.
+    Operations of sampling on a quantised base count half: they are of 8 bits, which machines do twice as fast.
+    """
+    model = shape.model
+    n_prompt, n_completion = shape.n_prompts * shape.prompt_length, shape.n_completions * shape.completion_length
+    passes = workload.step_flops(
+        model, 1, (shape.n_prompts, shape.prompt_length), (shape.n_completions, shape.completion_length)
+    )
+    matrices = model.forward_flops(n_prompt + n_completion, n_completion, 0.0)
+    attention = passes - matrices
+    adapters = 4 * 2 * (n_prompt + n_completion) * n_adapter_parameters(model)
+    return passes * (1.5 if quantised else 2.0) + matrices + 2.5 * attention + adapters
+
+
+# --- the run ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The steps of a run, for ``run_error``."""
+
+    steps: Sequence[Step] = field(repr=False)
+
+
+def run_whole(serve: Callable[..., None], work: Work, settings: Mapping[str, Any]) -> WholeRun:
+    """A run in a process of its own; its first step is not among the samples."""
+    return run_steps(partial(Contender, serve), work, settings)
+
+
+def run_steps(start: Callable[..., Callable[[], Timed]], work: Work, settings: Mapping[str, Any]) -> WholeRun:
+    """A run by the contender that ``start`` starts for the work and settings."""
+    run = whole_run(partial(start, replace(work), dict(settings)), work.n_steps)  # without what the work has cached
+    steps: list[Step] = run.value
+    curve = [(i, step.score) for i, step in enumerate(steps) if step.score is not None]
+    return replace(run, value=Answer(steps), memory=steps[-1].memory, curve=curve)
+
+
+def run_error(answer: Answer, work: Work) -> float:
+    """0 for a run of the steps that were asked for, else 1.
+
+    Each has the right rows, as many tokens as completions of random rows have, all adapters or all weights trained,
+    and a finite loss and gradient.
+    """
+    n_trained = {n_adapter_parameters(work.model), work.model.config.n_parameters}
+    steps = answer.steps
+    right = [step.tokens.rows for step in steps] == work.expected()
+    right &= all(step.n_trained in n_trained for step in steps)
+    right &= bool(np.isfinite([[step.loss, step.grad_norm] for step in steps]).all())
+    if work.method == "grpo":
+        most = work.n_rows * work.max_new_tokens
+        right &= all(0 < step.tokens.n_completion <= most for step in steps)
+        right &= work.shape is None or all(step.tokens.n_completion == most for step in steps)
+    return 0.0 if right else 1.0
+
+
+def held_out_score(engine: Any, model: Any, work: Work, tokenizer: Any) -> float:
+    """The mean score of the held-out sums, answered greedily by a native engine on the model's weights."""
+    from whet.config.sampling import SamplingParams
+
+    rows = work.held_out()
+    sampling = SamplingParams(
+        temperature=0, max_new_tokens=work.max_new_tokens, stop_token_ids=[int(tokenizer.eos_token_id)]
+    )
+    engine.sync(model)
+    completions = engine.generate([tokenize_prompt(row, tokenizer) for row in rows], 1, sampling)
+    texts = [tokenizer.decode(group[0].token_ids, skip_special_tokens=True) for group in completions]
+    return statistics.mean(work.reward(texts, row=[row["row"] for row in rows]))

@@ -1,0 +1,141 @@
+"""Whet's trainers."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders.training import lora, workload
+from benchmarks.contenders.training.contender import Session
+from benchmarks.contenders.training.lora import Work
+from benchmarks.contenders.training.workload import Answer, DPOShape, GRPOShape, Watch
+
+
+def serve_grpo(session: Session, shape: GRPOShape, settings: dict[str, Any]) -> None:
+    """GRPO steps, each on its own prompts."""
+    from whet.algorithms.grpo import GRPO
+
+    tokenizer = workload.tokenizer_of(shape)
+    policy = session.build(workload.policy_of, shape.model)
+    trainer = GRPO(
+        policy,
+        workload.reference_of(shape, policy) if shape.beta else None,
+        reward_fn=workload.even_tokens,
+        beta=shape.beta,
+        group_size=shape.group_size,
+        max_new_tokens=shape.completion_length,
+        stop_token_ids=shape.stop_ids,
+        advantage_ddof=1,
+        advantage_eps=workload.ADVANTAGE_EPS,
+        **workload.OPTIMIZER,
+        **settings,
+    )
+    watch = Watch(policy)
+    for step in count():
+        prompts = [tokenizer(text)["input_ids"] for text in shape.prompts(step)]
+        session.begin()
+        metrics = trainer.train_step(prompts)
+        rows = [row["completion"] for row in trainer.last_completions]
+        session.end(_answer(metrics, watch, rows), _parts(metrics))
+
+
+def serve_dpo(session: Session, shape: DPOShape, settings: dict[str, Any]) -> None:
+    """DPO steps on the same pairs."""
+    from whet.algorithms.dpo import DPO
+
+    tokenizer = workload.tokenizer_of(shape)
+    policy = session.build(workload.policy_of, shape.model)
+    trainer = DPO(
+        policy,
+        workload.reference_of(shape, policy),
+        tokenizer=tokenizer,
+        beta=workload.DPO_BETA,
+        **workload.OPTIMIZER,
+        **settings,
+    )
+    watch = Watch(policy)
+    while True:
+        session.begin()
+        metrics = trainer.train_step(shape.pairs())
+        session.end(_answer(metrics, watch), _parts(metrics))
+
+
+def serve_lora(session: Session, work: Work, settings: dict[str, Any]) -> None:
+    """Steps of adapters on a packed base, or of all weights.
+
+    Args:
+        settings: ``base``: its format; "": all weights are trained, in float32. Others are the trainer's own.
+    """
+    import torch
+
+    from whet.algorithms.dpo import DPO
+    from whet.algorithms.grpo import GRPO
+    from whet.algorithms.sft import SFT
+
+    tokenizer = work.tokenizer()
+    torch.manual_seed(work.seed)
+    base, own = settings["base"], {name: value for name, value in settings.items() if name != "base"}
+    model = _model_of(work, base)
+    rate = lora.LEARNING_RATES["adapters" if base else "all weights"]
+    # Where no completion is to end, EOS is no token of the model: prompts are token ids, and there is no tokenizer.
+    has_eos = tokenizer.eos_token_id < work.model.config.vocab_size
+    arguments = {**workload.OPTIMIZER, "learning_rate": rate, "seed": work.seed, **own}
+    arguments["tokenizer"] = tokenizer if has_eos else None
+    if work.method == "grpo":
+        trainer = GRPO(
+            model,
+            reward_fn=work.reward,
+            group_size=work.group_size,
+            max_new_tokens=work.max_new_tokens,
+            advantage_ddof=1,
+            advantage_eps=workload.ADVANTAGE_EPS,
+            **arguments,
+        )
+    else:
+        beta = {"beta": workload.DPO_BETA} if work.method == "dpo" else {}
+        trainer = {"sft": SFT, "dpo": DPO}[work.method](model, **beta, **arguments)
+    n_trained = sum(parameter.numel() for parameter in trainer.trainable.values())
+    for step in count():
+        rows, score = work.rows(step), None
+        ids = work.token_rows(rows, tokenizer)
+        if not has_eos:
+            rows = [{**row, "prompt": prompt} for row, prompt in zip(rows, ids, strict=True)]
+        if work.is_evaluated(step):
+            score = lora.held_out_score(trainer.engine, trainer.model, work, tokenizer)
+        session.begin()
+        metrics = trainer.train_step(rows)
+        seconds, fullest = session.elapsed_s, trainer.memory.fullest
+        memory = {} if fullest is None else fullest.parts
+        n_completion = round(metrics.get("completions/mean_length", 0) * work.n_rows)
+        tokens = lora.Tokens(lora.digest(ids), n_completion)
+        session.end(
+            lora.Step(tokens, n_trained, metrics["loss"], metrics["grad_norm"], seconds, memory, score), _parts(metrics)
+        )
+
+
+def _model_of(work: Work, base: str) -> Any:
+    """The policy of a run, adapters upon a packed base or all weights in float32."""
+    if base:
+        import peft
+
+        from whet.nn import frozen_model
+
+        return peft.get_peft_model(frozen_model(work.path, base), lora.lora_config())
+    if Path(work.path).is_file():
+        from whet.models.sources.gguf_model import load_gguf_model
+
+        return load_gguf_model(work.path)[0]
+    import torch
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(work.path, dtype=torch.float32)
+
+
+def _answer(metrics: dict[str, float], watch: Watch, completion_ids: Any = ()) -> Answer:
+    return Answer(metrics["loss"], metrics["grad_norm"], watch.moved(), completion_ids)
+
+
+def _parts(metrics: dict[str, float]) -> dict[str, float]:
+    seconds = {name[5:-2]: part_s for name, part_s in metrics.items() if name.startswith("time/")}
+    return {name: part_s for name, part_s in seconds.items() if name != "other"}

@@ -1,0 +1,227 @@
+"""LoRA on a packed base beside TRL and PEFT: whole runs, each a process from its start to its end.
+
+A sample is a step; the first of a run is not one. What a run is judged by is that it did the work: the same rows,
+tokens and number of trained parameters for everybody. That gradients are right is tested elsewhere, against torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders.engine.models import QWEN2_500M, SMOLLM2_135M, ModelShape
+from benchmarks.contenders.training import native, trl
+from benchmarks.contenders.training.lora import (
+    RANK,
+    Method,
+    Weights,
+    Work,
+    lora_step_flops,
+    run_error,
+    run_whole,
+)
+from benchmarks.contenders.training.workload import DPOShape, GRPOShape
+from benchmarks.suites.grpo import TINY
+from whet.bench.case import BenchOptions, Call, Case, Provider, Suite, Table
+from whet.errors import WhetValueError
+from whet.models.sizes import PRESETS
+
+QWEN2_1500M = ModelShape("1.5 B Qwen2", {**QWEN2_500M.hf_config, **PRESETS["qwen2-1.5b"]})
+NOTE = (
+    f"A whole process a row: the time of a step is the median of those after the first, beside it the time from the "
+    f"start of the process to its first step, and the most memory that it ever had. LoRA has rank {RANK} on every "
+    "linear layer but the head; everybody has the same rows in the same order and the same settings. TRL and PEFT "
+    "multiply in bfloat16 (autocast), recompute no activations, and take micro-batches of {micro_batch}."
+)
+_LONG = "Random weights of the true shape, prompts of random letters; completions have all their tokens."
+
+
+@dataclass(frozen=True)
+class LoraOptions(BenchOptions):
+    """Settings of the LoRA suites."""
+
+    smollm2: str = ""
+    """SmolLM2-135M-Instruct as a GGUF file; random weights of its shape, and a tokenizer of bytes, if not given."""
+    steps: int = 5
+    """Steps of a run, at least 2, as the first does not count."""
+
+
+def contender(name: str, serve: Callable[..., None], note: str = "", **settings: Any) -> Provider:
+    """A trainer with these settings of its own."""
+
+    def prepare(work: Work) -> Call:
+        return partial(run_whole, serve, work, settings)
+
+    return Provider(name, prepare, note=note)
+
+
+def whet(name: str, base: str) -> Provider:
+    """Whet's trainer on a base in a format; "": with all weights trained."""
+    return contender(name, native.serve_lora, f"the base is packed in {base}" if base else "", base=base)
+
+
+def peer(name: str, base: str = "float32", note: str = "", **settings: Any) -> Provider:
+    """TRL's trainer on PEFT's adapters, with a frozen model in a dtype; "": with all weights trained."""
+    return contender(
+        name, trl.serve_lora, note, base=base, **{"bf16": True, "gradient_checkpointing": False, **settings}
+    )
+
+
+def peers(micro_batch: int) -> list[Provider]:
+    """TRL and PEFT as fast as they get, and with base weights of two bytes."""
+    return [
+        peer("TRL + PEFT", micro_batch=micro_batch, note="base in float32"),
+        peer("TRL + PEFT bf16 base", "bfloat16", micro_batch=micro_batch),
+    ]
+
+
+def real_providers() -> list[Provider]:
+    """All that run the real task."""
+    return [
+        whet("whet", "bf16"),
+        whet("whet float32", "float32"),
+        whet("whet q8_0", "q8_0"),
+        whet("whet q4_k_m", "q4_k_m"),
+        whet("whet all weights", ""),
+        *peers(16),
+        peer("TRL + PEFT 4 bits", "nf4", "bitsandbytes' nf4 on the CPU, adapters in bfloat16", micro_batch=16),
+        peer("TRL all weights", "", micro_batch=16),
+    ]
+
+
+def settings_of_trl() -> list[Provider]:
+    """TRL + PEFT otherwise than at its fastest."""
+    return [
+        whet("whet", "bf16"),
+        *(peer(f"TRL + PEFT micro-batch {n}", micro_batch=n) for n in (4, 64)),
+        peer("TRL + PEFT checkpointing", micro_batch=16, gradient_checkpointing=True),
+    ]
+
+
+@lru_cache(maxsize=1)
+def weights_of(shape: ModelShape, given: str = "") -> Weights:
+    """A model's weights: of a GGUF file, or random. The last ones stay on disk."""
+    return Weights.of_file(given) if given else Weights.random(shape)
+
+
+def work_case(name: str, make: Callable[[int], Work], n_items: float, n_flops: float = 0, note: str = "") -> Case:
+    """A run; ``make`` gets a seed."""
+    return Case(
+        name,
+        inputs=lambda rng: make(int(rng.integers(2**31))),
+        reference=lambda work: work,
+        tolerance=0.0,
+        n_flops=n_flops,
+        flop_dtype="bfloat16",
+        n_items=n_items,
+        note=note,
+    )
+
+
+def work_table(title: str, cases: Sequence[Case], providers: Sequence[Provider], note: str, micro_batch: int) -> Table:
+    """Runs by these contenders."""
+    return Table(
+        title,
+        cases,
+        providers,
+        allocation="inside: all that a step allocates",
+        note=f"{note} {NOTE.format(micro_batch=micro_batch)}",
+        item="tokens",
+        error=run_error,
+    )
+
+
+def sums_case(shape: ModelShape, options: LoraOptions, **settings: Any) -> Case:
+    """GRPO on sums of two terms: the real task, with real weights if they are given."""
+
+    def make(seed: int) -> Work:
+        return Work.on_sums(weights_of(shape, options.smollm2), shape, n_steps=options.steps, seed=seed, **settings)
+
+    n_prompts, group_size = settings.get("n_prompts", 8), settings.get("group_size", 8)
+    name = f"{n_prompts} x {group_size}, at most {settings.get('max_new_tokens', 24)} tokens"
+    return work_case(name, make, n_prompts * group_size)
+
+
+def sums_note(options: LoraOptions) -> str:
+    """The model of the sums, in words."""
+    source = (
+        "SmolLM2-135M-Instruct, the GGUF file that was given, its numbers in float32 for TRL."
+        if options.smollm2
+        else "Random weights of SmolLM2-135M's shape and a tokenizer of bytes: no GGUF file was given (--smollm2)."
+    )
+    return f"{source} GRPO on reasoning-gym's chain_sum, two terms of one or two digits; items are completions."
+
+
+def shape_case(
+    name: str, method: Method, shape: GRPOShape | DPOShape, options: LoraOptions, n_flops: float = 0
+) -> Case:
+    """Random rows of these sizes."""
+
+    def make(seed: int) -> Work:
+        return Work.of_shape(method, weights_of(shape.model), shape, n_steps=options.steps, seed=seed)
+
+    return work_case(name, make, shape.n_tokens, n_flops)
+
+
+def pair_tables(model: ModelShape, n_pairs: int, options: LoraOptions) -> list[Table]:
+    """DPO on pairs, and SFT on their rows."""
+    shape = DPOShape(model, n_pairs=n_pairs)
+    lengths = f"{shape.prompt_length} + {shape.completion_length}"
+    titles: Mapping[Method, str] = {"dpo": f"{n_pairs} pairs, {lengths}", "sft": f"{2 * n_pairs} rows, {lengths}"}
+    return [
+        work_table(
+            f"{method.upper()}, LoRA, {model.name}",
+            [shape_case(name, method, shape, options)],
+            [whet("whet", "bf16"), whet("whet q8_0", "q8_0"), *peers(4)],
+            _LONG,
+            4,
+        )
+        for method, name in titles.items()
+    ]
+
+
+def check(options: Any, suite: str, least_steps: int) -> None:
+    """Raise a WhetValueError for settings of a LoRA suite with which nothing can be measured."""
+    if options.steps < least_steps:
+        raise WhetValueError(f"whet bench {suite}: steps is {options.steps}, expected at least {least_steps}.")
+    if options.smollm2 and not Path(options.smollm2).is_file():
+        raise WhetValueError(f"whet bench {suite}: smollm2 is {options.smollm2!r}, and there is no such file.")
+
+
+def tables(options: LoraOptions) -> list[Table]:
+    """All of it; runs of a tiny model if it has to be quick.
+
+    Raises:
+        WhetValueError: fewer than two steps, or a model that is no file.
+    """
+    check(options, "lora", least_steps=2)
+    if options.quick:
+        shape = GRPOShape(TINY, n_prompts=2, group_size=4, prompt_length=16, completion_length=16)
+        case = shape_case("2 x 4, 16 + 16", "grpo", shape, options)
+        return [work_table("GRPO, LoRA, tiny Llama", [case], [whet("whet", "bf16"), *peers(8)], _LONG, 8)]
+    small, large = GRPOShape(QWEN2_500M), GRPOShape(QWEN2_1500M)
+    sums = [sums_case(SMOLLM2_135M, options)]
+    long = "4 x 8, 128 + 128"
+    small_case = shape_case(long, "grpo", small, options, lora_step_flops(small, quantised=True))
+    large_case = shape_case(long, "grpo", large, options, lora_step_flops(large, quantised=True))
+    return [
+        work_table("GRPO on sums, LoRA, SmolLM2-135M", sums, real_providers(), sums_note(options), 16),
+        work_table("TRL's settings, GRPO on sums", sums, settings_of_trl(), sums_note(options), 16),
+        *pair_tables(SMOLLM2_135M, 8, options),
+        work_table("GRPO, LoRA, 0.5 B Qwen2", [small_case], [whet("whet", "q8_0"), *peers(2)], _LONG, 2),
+        *pair_tables(QWEN2_500M, 4, options),
+        work_table("GRPO, LoRA, 1.5 B Qwen2", [large_case], [whet("whet", "q4_k_m")], _LONG, 2),
+    ]
+
+
+SUITE = Suite(
+    name="lora",
+    title="LoRA on a packed base beside TRL and PEFT",
+    summary="Whole runs of GRPO, DPO and SFT on adapters: the time of a step, the time to the first one, and the most "
+    "memory that the process had.",
+    tables=tables,
+    options=LoraOptions,
+)

@@ -1,0 +1,194 @@
+"""The LoRA suites: runs do the same work in Whet and in TRL, are judged by it, and are kept where they take hours."""
+
+import importlib.util
+import math
+from dataclasses import replace
+
+import pytest
+from tests.benchmarks.serving import served_here
+
+from benchmarks.contenders.training import lora, native, trl
+from benchmarks.contenders.training.lora import Weights, Work, run_error, run_whole
+from benchmarks.contenders.training.workload import DPOShape, GRPOShape
+from benchmarks.suites import lora as suite
+from benchmarks.suites import lora_learning
+from benchmarks.suites.grpo import TINY
+from whet.bench import NotMeasured
+from whet.bench.harness import QUICK, run_case
+from whet.errors import WhetValueError
+
+HAS_TRL = importlib.util.find_spec("trl") is not None
+SHAPES = {
+    "grpo": GRPOShape(TINY, n_prompts=2, group_size=4, prompt_length=9, completion_length=12, seed=3),
+    "dpo": DPOShape(TINY, n_pairs=4, prompt_length=9, completion_length=12, seed=3),
+    "sft": DPOShape(TINY, n_pairs=4, prompt_length=9, completion_length=12, seed=3),
+}
+PEER = {"base": "float32", "bf16": False, "gradient_checkpointing": False, "micro_batch": 2}
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return Weights.random(TINY)
+
+
+def work_of(weights, method, **settings):
+    if method == "sums":
+        sizes = {"n_prompts": 2, "group_size": 2, "max_new_tokens": 5, "n_held_out": 4}
+        return Work.on_sums(weights, TINY, **{**sizes, "n_steps": 2, **settings})
+    return Work.of_shape(method, weights, SHAPES[method], **{"n_steps": 2, **settings})
+
+
+def steps_here(serve, work, settings):
+    """The steps of a trainer in this process, which spares the seconds of a fresh one."""
+    return served_here(serve, work.n_steps, replace(work), settings)
+
+
+def test_a_run_is_a_process_from_its_start_to_its_end(weights):
+    run = run_whole(native.serve_lora, work := work_of(weights, "grpo"), {"base": "q8_0"})
+    assert run_error(run.value, work) == 0
+    assert len(run.samples_s) == 1 and run.start_s > 0 and run.curve == []
+    assert {"forward", "backward", "optimizer"} <= set(run.parts)
+    assert 0 < sum(sum(part) for part in run.parts.values()) <= 1.01 * sum(run.samples_s)
+    assert run.peak_bytes is None or (run.memory["weights"] > 0 and sum(run.memory.values()) <= run.peak_bytes)
+
+
+@pytest.mark.parametrize("method", ["dpo", "sft", "sums"])
+def test_a_run_of_whet_does_its_work(weights, method):
+    work = work_of(weights, method)
+    assert run_error(lora.Answer(steps_here(native.serve_lora, work, {"base": "q4_k_m"})), work) == 0
+
+
+@pytest.mark.skipif(not HAS_TRL, reason="TRL is not installed")
+@pytest.mark.parametrize("method", ["grpo", "dpo", "sft", "sums"])
+def test_trl_has_the_same_rows_and_loss(weights, method):
+    work = work_of(weights, method)
+    theirs = run_whole(trl.serve_lora, work, PEER)
+    assert run_error(theirs.value, work) == 0
+    steps = steps_here(native.serve_lora, work, {"base": "float32"})
+    assert [step.tokens.rows for step in steps] == [step.tokens.rows for step in theirs.value.steps]
+    ours, first = steps[0], theirs.value.steps[0]
+    assert ours.n_trained == first.n_trained == lora.n_adapter_parameters(TINY)
+    if method in ("dpo", "sft"):
+        assert ours.loss == pytest.approx(first.loss, rel=0.01)  # bfloat16, where the machine has it
+        assert ours.grad_norm == pytest.approx(first.grad_norm, rel=0.05)
+        assert method == "sft" or first.loss == pytest.approx(math.log(2), rel=1e-4)
+
+
+def test_all_weights_are_trained_where_there_is_no_base(weights):
+    work = work_of(weights, "grpo")
+    steps = steps_here(native.serve_lora, work, {"base": ""})
+    assert run_error(lora.Answer(steps), work) == 0
+    assert steps[0].n_trained == TINY.config.n_parameters
+
+
+def test_a_run_that_did_other_work_is_wrong(weights):
+    work = work_of(weights, "grpo")
+    steps = steps_here(native.serve_lora, work, {"base": "bf16"})
+    tokens = steps[1].tokens
+    others = [
+        steps[:1],
+        [steps[0], steps[1]._replace(tokens=tokens._replace(rows="other"))],
+        [steps[0], steps[1]._replace(tokens=tokens._replace(n_completion=tokens.n_completion - 1))],
+        [steps[0], steps[1]._replace(n_trained=7)],
+        [steps[0], steps[1]._replace(loss=math.nan)],
+    ]
+    assert run_error(lora.Answer(steps), work) == 0
+    assert [run_error(lora.Answer(other), work) for other in others] == [1.0] * len(others)
+
+
+def test_seeds_have_orders_of_their_own(weights):
+    first, again, second = (work_of(weights, "sums", seed=seed) for seed in (1, 1, 2))
+    assert first.expected() == again.expected() != second.expected()
+    trained = {str(row["prompt"]) for step in range(3) for row in first.rows(step)}
+    assert len(trained) == 6 and not trained & {str(row["prompt"]) for row in first.held_out()}
+
+
+def test_the_reward_takes_texts_and_messages(weights):
+    work = work_of(weights, "sums")
+    rows = work.rows(0)
+    right = [work._sums[0].rows[row["row"]]["answer"] for row in rows]
+    numbers = [row["row"] for row in rows]
+    assert work.reward(right, row=numbers) == [1.0, 1.0]
+    messages = [[{"role": "assistant", "content": text}] for text in [right[0], "none"]]
+    assert work.reward(messages, row=numbers)[0] == 1.0 > work.reward(messages, row=numbers)[1]
+
+
+def test_a_run_is_a_row_of_its_samples(weights):
+    case = suite.work_case("run", lambda seed: work_of(weights, "grpo", n_steps=3, seed=seed), 8, 1e3)
+    providers = [suite.whet("whet", "q4_k_m"), suite.contender("broken", native.serve_lora, base="q9")]
+    table = suite.work_table("runs", [case], providers, "", 2)
+    good, bad = run_case(table, case, providers, 1, QUICK, 0).rows
+    assert good.status == "measured" and len(good.samples_s) == 2 and good.start_s is not None
+    assert good.peak_bytes is None or good.memory
+    assert bad.status == "failed" and "q9" in bad.why
+
+
+def test_operations_by_hand():
+    shape = SHAPES["grpo"]
+    config, tokens, completions = TINY.config, 2 * 9 + 8 * 12, 8 * 12
+    head = config.vocab_size * config.hidden_dim
+    matrices = 2 * (tokens * (TINY.n_weights - head) + completions * head)
+    adapters = 8 * tokens * lora.n_adapter_parameters(TINY)
+    keys = 2 * 9**2 / 2 + completions * (9 + 6)
+    attention = 4 * config.n_layers * config.n_heads * config.head_dim * keys
+    expected = 3 * matrices + 4.5 * attention + adapters
+    assert lora.lora_step_flops(shape, quantised=False) == pytest.approx(expected)
+    saved = 0.5 * (matrices + attention)
+    assert lora.lora_step_flops(shape, quantised=True) == pytest.approx(expected - saved)
+
+
+def test_random_folders_are_the_same_for_everybody(weights):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(weights.folder, dtype=torch.float32)
+    assert sum(p.numel() for p in model.parameters()) == TINY.config.n_parameters
+    deviation = model.model.layers[1].mlp.up_proj.weight.std().item()
+    assert deviation == pytest.approx(0.02, rel=0.05)
+    assert model.model.norm.weight.mean().item() == pytest.approx(1, abs=0.02)
+    folder = weights.folder
+    other = Weights.random(TINY)
+    assert [f.read_bytes() for f in sorted(folder.glob("*.safetensors"))] == [
+        f.read_bytes() for f in sorted(other.folder.glob("*.safetensors"))
+    ]
+    gone = other.folder
+    del other
+    assert not gone.exists()
+
+
+def test_runs_that_learn_are_kept(weights, tmp_path):
+    def make(seed):
+        return work_of(weights, "sums", n_steps=3, seed=seed, evaluate_every=1)
+
+    provider, work = lora_learning.kept(suite.whet("whet", "q8_0"), make, tmp_path), make(1)
+    run = provider.prepare(1)()
+    assert [step for step, _ in run.curve] == [0, 1, 2] and all(0 <= score <= 1 for _, score in run.curve)
+    (file,) = tmp_path.iterdir()
+    changed = file.read_text().replace(f'"start_s": {run.start_s}', '"start_s": 12.5')
+    file.write_text(changed)
+    again = provider.prepare(1)()
+    assert again.start_s == 12.5 and again.curve == run.curve and run_error(again.value, work) == 0
+    assert again.value == run.value
+    with pytest.raises(NotMeasured, match="seed 2 only"):
+        lora_learning.kept(suite.peer("TRL"), make, tmp_path, 2).prepare(3)
+
+
+def test_the_suites_have_every_row():
+    tables = {table.title: table for table in suite.tables(suite.LoraOptions())}
+    names = {provider.name for provider in tables["GRPO on sums, LoRA, SmolLM2-135M"].providers}
+    bases = {"whet", "whet float32", "whet q8_0", "whet q4_k_m", "whet all weights"}
+    assert bases | {"TRL + PEFT", "TRL + PEFT 4 bits", "TRL all weights"} <= names
+    for title in ("GRPO, LoRA, 0.5 B Qwen2", "GRPO, LoRA, 1.5 B Qwen2"):
+        (case,) = tables[title].cases
+        assert case.n_items == 4 * 8 * (128 + 128) and case.n_flops > 0
+    assert {f"{m}, LoRA, {size}" for m in ("DPO", "SFT") for size in ("SmolLM2-135M", "0.5 B Qwen2")} <= set(tables)
+    assert suite.QWEN2_1500M.config.n_parameters == pytest.approx(1.54e9, rel=0.01)
+
+
+def test_settings_that_measure_nothing_are_refused():
+    with pytest.raises(WhetValueError, match="whet bench lora: steps is 1, expected at least 2"):
+        suite.tables(suite.LoraOptions(steps=1))
+    with pytest.raises(WhetValueError, match="smollm2 is 'none', and there is no such file"):
+        suite.tables(suite.LoraOptions(smollm2="none"))
+    with pytest.raises(WhetValueError, match="whet bench lora-learning: steps is 0, expected at least 1"):
+        lora_learning.tables(lora_learning.LearningOptions(steps=0))

@@ -1,0 +1,110 @@
+"""``whet bench rope``: flags honoured, providers right, a wrong one shows."""
+
+import numpy as np
+import pytest
+import tyro
+
+from benchmarks.suites.rope import SUITE, RopeOptions
+from whet.bench import NotMeasured
+from whet.bench.kernels.rope import torch_compiled
+from whet.errors import WhetError
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+
+def parsed(*flags):
+    return tyro.cli(RopeOptions, args=flags)
+
+
+def case_names(options):
+    return [[case.name for case in table.cases] for table in SUITE.tables(options)]
+
+
+def test_the_grid_of_the_script_is_the_default():
+    prefill, decode = case_names(RopeOptions())
+    assert len(prefill) == 32
+    assert prefill[0] == "1 x 64, 32 heads" and prefill[-1] == "64 x 512, 48 heads"
+    assert decode[0] == "1 x 1, 32 heads" and decode[-1] == "64 x 1, 48 heads, cold"
+    assert len(case_names(RopeOptions(quick=True))[0]) == 4
+
+
+def test_every_flag_is_honoured():
+    options = parsed(
+        *("--no-is-neox-style", "--batch-size", "32", "--seq-len", "1024", "--num-heads", "64", "--num-kv-heads", "8"),
+        *("--head-size", "256", "--rotary-dim", "64", "--dtype", "float", "--seed", "3", "--save-path", "there"),
+    )
+    assert (options.seed, options.out, options.device) == (3, "there", "cpu")
+    (table,) = SUITE.tables(options)
+    assert table.title == "RoPE, prefill, GPT-J pairing, float32"
+    (case,) = table.cases
+    assert case.name == "32 x 1024, 64/8 heads"
+    # 72 heads, 64 elements of 4 bytes, read and written; a row of the table; a position
+    assert case.n_bytes == 32 * 1024 * (72 * 64 * 4 * 2 + 64 * 4 + 8)
+    assert parsed("--is-neox-style").is_neox_style and not options.is_neox_style
+    assert parsed("--out", "here").out == "here"
+
+
+def test_the_seed_and_the_shape_reach_the_inputs():
+    (table,) = SUITE.tables(RopeOptions(batch_size=2, seq_len=3, num_heads=4, num_kv_heads=1, head_size=64))
+    one, same, other = (table.cases[0].inputs(np.random.default_rng(seed)) for seed in (1, 1, 2))
+    assert one.shapes == [(2, 3, 4, 64), (2, 3, 1, 64)]
+    np.testing.assert_array_equal(one.positions, same.positions)
+    assert not np.array_equal(one.positions, other.positions)
+    assert one.rope.rotary_dim == 32 and one.rope.max_position == 8192
+
+
+def test_the_documents_times_stand_only_where_it_measured():
+    def figures(**settings):
+        case = SUITE.tables(RopeOptions(batch_size=16, seq_len=512, num_heads=32, **settings))[0].cases[0]
+        return case.published, case.note
+
+    published, note = figures()
+    assert published == {"torch": 123.4e-6, "FlashInfer": 42.7e-6, "vLLM": 38.9e-6} and "8 TB/s" in note
+    assert figures(is_neox_style=False)[0]["vLLM"] == 39.5e-6
+    for settings in ({"rotary_dim": 128}, {"dtype": "float"}, {"num_kv_heads": 8}, {"head_size": 64}):
+        assert figures(**settings) == ({}, "")
+
+
+@pytest.mark.parametrize("is_neox_style", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float"])
+def test_every_provider_is_right_and_a_wrong_one_would_show(is_neox_style, dtype):
+    options = RopeOptions(
+        is_neox_style=is_neox_style, dtype=dtype, batch_size=2, seq_len=5, num_heads=3, num_kv_heads=1
+    )
+    (table,) = SUITE.tables(options)
+    (case,) = table.cases
+    inputs = case.inputs(np.random.default_rng(0))
+    right = case.reference(inputs)
+    assert right.shape == (2 * 5 * (3 + 1) * 128,)
+    for provider in table.providers:
+        if provider.prepare is torch_compiled:
+            continue  # compiling takes longer than all tests of this file
+        tolerance = case.tolerance if provider.tolerance is None else provider.tolerance
+        if provider.name in ("FlashInfer", "vLLM"):
+            with pytest.raises(NotMeasured, match="only on CUDA devices, and this run is on cpu"):
+                provider.prepare(inputs)
+            continue
+        answer = provider.prepare(inputs)()
+        assert table.error(answer, right) <= tolerance, provider.name
+        assert table.error(np.asarray(answer) + 2 * tolerance * (1 + np.abs(right)), right) > tolerance
+
+
+def test_whet_is_not_measured_on_a_device():
+    (table,) = SUITE.tables(RopeOptions(batch_size=1, seq_len=2, device="cuda:0"))[:1]
+    inputs = table.cases[0].inputs(np.random.default_rng(0))
+    with pytest.raises(NotMeasured, match="this run is on cuda:0"):
+        table.providers[0].prepare(inputs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "tpu"}, "device is 'tpu', expected cpu, cuda"),
+        ({"batch_size": -1}, "batch_size is -1, expected at least 1, or 0"),
+        ({"rotary_dim": 256}, "rotary_dim is 256, expected an even number up to head_size=128"),
+    ],
+)
+def test_errors_say_the_mend(settings, message):
+    with pytest.raises(WhetError, match=message):
+        SUITE.tables(RopeOptions(**settings))
