@@ -1,6 +1,7 @@
 #include "engine/formats.h"
 
 #include <algorithm>
+#include <cfloat>
 #include <cstring>
 
 #include "engine/quantize.h"
@@ -157,6 +158,20 @@ template <class Block>
 constexpr Quantiser quantiser = quantize_blocks<Block>;
 #endif
 
+struct Range {
+    double largest, vanishing;
+};
+
+template <class Block>
+constexpr Range range_of_block() {
+    constexpr double most = Block::kBits == 8 ? 127 : Block::kBias ? Block::kBias - 1 : (1 << Block::kBits) - 1;
+    constexpr double half = 65504.0, unit = 0x1p-23;
+    if constexpr (requires(Block block) { block.dmin; }) return {63 * half, 63 * most * unit};
+    if constexpr (requires(Block block) { block.m; }) return {half, most * unit};
+    if constexpr (requires(Block block) { block.factors; }) return {127 * most * half, 127 * most * unit};
+    return {most * half, most * unit};
+}
+
 template <class Block, const PanelLayout& layout>
 constexpr FormatTraits block_traits(const char* name, void (*Kernels::*pack_panel)(const PanelTask&),
                                     void (*Kernels::*unpack_panel)(const UnpackTask&),
@@ -165,6 +180,8 @@ constexpr FormatTraits block_traits(const char* name, void (*Kernels::*pack_pane
             .block_length = Block::kLength,
             .block_bytes = sizeof(Block),
             .panel = layout,
+            .largest = range_of_block<Block>().largest,
+            .vanishing = range_of_block<Block>().vanishing,
             .pack_row = pack_blocks<Block, layout>,
             .unpack_row = unpack_blocks<Block, layout>,
             .quantize_row = quantiser<Block>,
@@ -183,6 +200,8 @@ const std::array<FormatTraits, static_cast<size_t>(WeightFormat::kCount)>& forma
          .block_bytes = 4,
          .source = Source::kFloat32,
          .panel = kFloat32Layout,
+         .largest = FLT_MAX,
+         .vanishing = 0x1p-140,
          .unpack_row = unpack_numbers<float>,
          .dequantize_row = copy_float32,
          .pack_panel = &Kernels::pack_panel_f32,
@@ -193,6 +212,8 @@ const std::array<FormatTraits, static_cast<size_t>(WeightFormat::kCount)>& forma
          .block_bytes = 2,
          .source = Source::kBFloat16,
          .panel = kBFloat16Layout,
+         .largest = 0x1.fefffep127,  // above it, rounding gives infinity
+         .vanishing = 0x1p-132,
          .unpack_row = unpack_numbers<uint16_t>,
          .dequantize_row = widen_bfloat16,
          .pack_panel = &Kernels::pack_panel_bf16,
@@ -203,6 +224,8 @@ const std::array<FormatTraits, static_cast<size_t>(WeightFormat::kCount)>& forma
          .block_bytes = 1,
          .row_scale_bytes = 4,
          .panel = kInt8Layout,
+         .largest = FLT_MAX,
+         .vanishing = 127 * 0x1p-140,
          .pack_row = pack_int8,
          .unpack_row = unpack_int8,
          .quantize_row = quantize_int8,

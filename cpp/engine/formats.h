@@ -22,6 +22,9 @@ struct FormatTraits {
     // multiplied by inputs quantised to int8.
     Source source = Source::kPacked;
     PanelLayout panel;
+    // The largest |weight| that it can hold; and what the largest |weight| of a block has to reach for its scale to be
+    // usable: a float16 of at least two units of 2^-24. Smaller scales are 0 or rounded by more than a fifth.
+    double largest, vanishing;
 
     // A row as output j of a panel, and back: the same bytes. Numbers are packed by the kernel alone.
     void (*pack_row)(const uint8_t* row, size_t k, uint8_t* panel, size_t j) = nullptr;

@@ -18,6 +18,7 @@ public:
     void place(uint8_t* memory) { data_ = memory; }
 
     const FormatTraits& format() const { return *format_; }
+    WeightFormat format_id() const { return static_cast<WeightFormat>(format_ - format_table().data()); }
     size_t n() const { return n_; }
     size_t k() const { return k_; }
     size_t size_bytes() const { return panel_bytes_ * n_panels_; }

@@ -1,6 +1,7 @@
 #include "engine/weights.h"
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 
 #include "kernels/dispatch.h"
@@ -147,6 +148,23 @@ void Weights::pack(const std::string& slot, size_t first, const StoredRows& rows
     for_parts(matrix.parts, first, rows.n, [&](PackedWeight& part, size_t begin, size_t n, size_t before) {
         pack_rows(rows.range(before, n), part, begin);
     });
+}
+
+PackingLoss Weights::measure_loss(const std::string& slot, size_t first, const StoredRows& rows) const {
+    if (vectors_.contains(slot)) return measure_packing_loss(rows, WeightFormat::kFloat32);
+    const Matrix& matrix = matrix_at(slot);
+    if (first > matrix.n() || rows.n > matrix.n() - first || rows.k != matrix.k()) {
+        throw std::invalid_argument("rows of another shape than \"" + slot + "\" has");
+    }
+    PackingLoss sum{.format = WeightFormat::kFloat32, .limit = INFINITY};
+    for_parts(matrix.parts, first, rows.n, [&](const PackedWeight& part, size_t, size_t n, size_t before) {
+        const PackingLoss loss = measure_packing_loss(rows.range(before, n), part.format_id());
+        if (sum.largest > sum.limit) return;
+        sum.format = loss.format, sum.limit = loss.limit;
+        sum.largest = std::max(sum.largest, loss.largest);
+        sum.squared_norm += loss.squared_norm, sum.squared_lost += loss.squared_lost;
+    });
+    return sum;
 }
 
 void Weights::pack_vector(const std::string& slot, size_t first, const StoredRows& row) {

@@ -10,6 +10,7 @@
 
 #include "engine/config.h"
 #include "engine/linear.h"
+#include "engine/packing_loss.h"
 #include "engine/stored_rows.h"
 #include "runtime/read_write_lock.h"
 
@@ -62,6 +63,8 @@ public:
     // Into rows [first, first + rows.n) of the matrix that was added under a name; one row into the numbers from
     // `first` on of a vector. Throws std::invalid_argument if nothing was, or of another shape.
     void pack(const std::string& slot, size_t first, const StoredRows& rows);
+    // The loss of pack() with the same arguments; of rows in several formats, the first format that they exceed.
+    PackingLoss measure_loss(const std::string& slot, size_t first, const StoredRows& rows) const;
 
     // The numbers of a row; a vector's rows are of one. Throws std::invalid_argument if there is no slot of this name,
     // as all of these do.

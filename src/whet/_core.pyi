@@ -165,6 +165,18 @@ class Weights:
         row_stride: int,
         column_stride: int,
     ) -> None: ...
+    def measure_loss(
+        self,
+        slot: str,
+        *,
+        first: int,
+        address: int,
+        type: StoredType,
+        n: int,
+        width: int,
+        row_stride: int,
+        column_stride: int,
+    ) -> tuple[str, float, float, float, float]: ...
 
 class Engine:
     weights: Weights
@@ -210,6 +222,9 @@ class Engine:
     def release_memory(self) -> int: ...
 
 def checksum(address: int, rows: int, row_bytes: int, stride: int) -> int: ...
+def packing_loss(
+    *, format: int, address: int, type: StoredType, n: int, width: int, row_stride: int, column_stride: int
+) -> tuple[str, float, float, float, float]: ...
 def is_finite(*, address: int, type: StoredType, n: int, width: int, row_stride: int, column_stride: int) -> bool: ...
 def keep_freed_memory() -> None: ...
 def release_freed_memory(bytes: int) -> None: ...

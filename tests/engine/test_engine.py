@@ -248,7 +248,7 @@ def test_sync_takes_all_weights_or_none():
         with torch.no_grad():
             model.model.embed_tokens.weight.zero_()
             model.lm_head.weight[3, 5] = torch.nan
-        assert_raises(WhetValueError, ("Engine.sync", "head, rows from 0", "NaN or infinity"), engine.sync, model)
+        assert_raises(WhetValueError, ("Engine.sync", "head, rows 0 to 47", "NaN or infinity"), engine.sync, model)
         assert everything(engine.generate(prompts(8), 2, PLAIN)) == before and engine.policy_version == 0
 
 

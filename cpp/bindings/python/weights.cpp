@@ -77,6 +77,21 @@ StoredRows rows_at(uintptr_t address, StoredType type, size_t n, size_t width, p
     return {type, reinterpret_cast<const void*>(address), n, k, row_stride, column_stride};
 }
 
+nb::tuple to_tuple(const PackingLoss& loss) {
+    return nb::make_tuple(traits(loss.format).name, loss.largest, loss.limit, loss.squared_norm, loss.squared_lost);
+}
+
+nb::tuple packing_loss_call(int format, uintptr_t address, StoredType type, size_t n, size_t width,
+                            ptrdiff_t row_stride, ptrdiff_t column_stride) {
+    const StoredRows rows = rows_at(address, type, n, width, row_stride, column_stride);
+    PackingLoss loss;
+    {
+        const ReleasedGil released;
+        loss = measure_packing_loss(rows, static_cast<WeightFormat>(format));
+    }
+    return to_tuple(loss);
+}
+
 bool is_finite_call(uintptr_t address, StoredType type, size_t n, size_t width, ptrdiff_t row_stride,
                     ptrdiff_t column_stride) {
     const StoredRows rows = rows_at(address, type, n, width, row_stride, column_stride);
@@ -112,6 +127,17 @@ void pack_call(const Shared<Weights>& weights, const char* slot, size_t first, u
     const StoredRows rows = rows_at(address, type, n, width, row_stride, column_stride);
     const ReleasedGil released;
     weights.value->pack(slot, first, rows);
+}
+
+nb::tuple measure_loss_call(const Shared<Weights>& weights, const char* slot, size_t first, uintptr_t address,
+                            StoredType type, size_t n, size_t width, ptrdiff_t row_stride, ptrdiff_t column_stride) {
+    const StoredRows rows = rows_at(address, type, n, width, row_stride, column_stride);
+    PackingLoss loss;
+    {
+        const ReleasedGil released;
+        loss = weights.value->measure_loss(slot, first, rows);
+    }
+    return to_tuple(loss);
 }
 
 // Whether a float32 or bfloat16 array has the places of so many rows of a slot, contiguous: (count, k), or one axis of
@@ -152,6 +178,8 @@ void bind_weights(nb::module_& m) {
     m.def("checksum", &checksum_call);
     m.def("is_finite", &is_finite_call, nb::kw_only(), arg("address"), arg("type"), arg("n"), arg("width"),
           arg("row_stride"), arg("column_stride"));
+    m.def("packing_loss", &packing_loss_call, nb::kw_only(), arg("format"), arg("address"), arg("type"), arg("n"),
+          arg("width"), arg("row_stride"), arg("column_stride"));
     nb::enum_<Norm>(m, "Norm").value("rms", Norm::kRms).value("layer", Norm::kLayer);
     nb::class_<Shared<Weights>>(m, "Weights")
         .def(
@@ -163,6 +191,8 @@ void bind_weights(nb::module_& m) {
             arg("config"), arg("slots"))
         .def("pack", &pack_call, arg("slot"), nb::kw_only(), arg("first"), arg("address"), arg("type"), arg("n"),
              arg("width"), arg("row_stride"), arg("column_stride"))
+        .def("measure_loss", &measure_loss_call, arg("slot"), nb::kw_only(), arg("first"), arg("address"), arg("type"),
+             arg("n"), arg("width"), arg("row_stride"), arg("column_stride"))
         .def("rows", &rows_call, arg("slot"), arg("first"), arg("n"), arg("out"))
         .def("gather", &gather_call, arg("slot"), arg("ids"), arg("out"))
         .def("checksum",

@@ -38,7 +38,7 @@ from whet.errors import WhetError, WhetTypeError, WhetValueError, check_integer,
 from whet.memory import register_holder
 from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.formats import choose_formats
-from whet.models.loading import check_finite, checksums, list_slices, pack_slices
+from whet.models.loading import check_range, checksums, list_slices, pack_slices
 from whet.models.packed_base import PackedBase
 from whet.models.sizes import KV_BYTES, MAX_BATCH, PREFILL_CHUNK
 from whet.models.slots import ModelSource
@@ -70,7 +70,8 @@ class Engine:
             matrix whose rows are no whole blocks of 256 takes what llama.cpp takes (q5_0 for q4_k, q5_1 for q5_k, q8_0
             for q6_k), and int8 where they are no whole blocks of 32. Norms, biases and learned positions are float32.
             GGUF's formats have float16 scales: a block of q8_0 whose largest weight is below 4e-6 becomes 0, as in
-            llama.cpp, and one whose largest is above 8e6 infinite.
+            llama.cpp. A tensor that loses more than half of its norm to that is rejected, as is a weight beyond the
+            format's range (8e6 in q8_0, 3.39e38 in bf16).
         embedding, head: formats of their own. By default those of the mixture, q8_0 with the 4- and 5-bit formats, and
             else that of weights. A tied head is the embedding, in the head's format.
         kv_bytes: memory for keys and values; work that does not fit waits. It is asked of the system as it is used.
@@ -139,7 +140,8 @@ class Engine:
             options: see the class. A model on a packed base keeps its formats.
 
         Raises:
-            WhetValueError: a model or an option that the engine does not run, by its name.
+            WhetValueError: a model or an option that the engine does not run, by its name, or weights beyond the range
+                of their format.
         """
         where = "Engine.from_model"
         source = open_module(model, merged=merge_adapters, max_position=max_position)
@@ -164,7 +166,7 @@ class Engine:
             weights: None: bf16 of a folder, and of a GGUF file as in ``from_gguf``.
 
         Raises:
-            WhetValueError: there is no such model, or it is damaged.
+            WhetValueError: there is no such model, it is damaged, or its weights are beyond the range of their format.
         """
         source = open_pretrained(path, max_position=max_position)
         return cls(source, weights=weights, where="Engine.from_pretrained", **{"tokenizer": path, **options})
@@ -185,7 +187,8 @@ class Engine:
                 IQ4_XS become Q8_0, whose scales are rounded (cpp/engine/quantize.h).
 
         Raises:
-            WhetValueError: the file holds no such model, or is damaged.
+            WhetValueError: the file holds no such model, is damaged, or its weights are beyond the range of their
+                format.
         """
         source = open_gguf(path, max_position=max_position)
         return cls(source, weights=weights, where="Engine.from_gguf", **{"tokenizer": path, **options})
@@ -395,7 +398,8 @@ class Engine:
         Raises:
             EngineBusyError: a completion is under way.
             WhetValueError: another model than the engine was made for, one on another base or on none where the engine
-                is on one, weights that hold NaN or infinity, or adapters alone where the weights are torn or released.
+                is on one, weights that hold NaN or infinity or are beyond the range of their format, or
+                adapters alone where the weights are torn or released.
             WhetTypeError: arrays of other types.
         """
         where = "Engine.sync"
@@ -403,16 +407,17 @@ class Engine:
             check_integer(where, "version", version, 1)
         with (session := Session(self._calls, where)), session:
             session.begin(exclusive=True)
+            weights = self._calls.use(where).weights
             if isinstance(model, Mapping):
                 source = open_arrays(model, self.config, self._targets, self.base, where)
-                slices = list(check_finite(source.slices(), where))
+                slices = list(check_range(source.slices(), where, weights, self.config))
                 if not slices and self._calls.unusable:
                     raise WhetValueError(f"{where}: these are adapters alone, and {self._calls.unusable}.")
             else:
                 source = open_module(model, merged=self._merged, max_position=self.config.max_position)
                 check_same_model(self.config, source.config, where)
                 check_same_base(self.base, source.base, where)
-                slices = list(check_finite(list_slices(source, where), where))
+                slices = list(check_range(list_slices(source, where), where, weights, self.config))
             self._replace(slices, source, where, self.policy_version + 1 if version is None else version)
 
     def add_adapter(self, adapter: Any) -> int:
@@ -546,7 +551,9 @@ class Engine:
             def replace() -> None:
                 if not is_packed:
                     calls.unusable, self._stored = _TORN, None
-                    pack_slices(core.weights, slices if version else check_finite(slices, where))
+                    pack_slices(
+                        core.weights, slices if version else check_range(slices, where, core.weights, self.config)
+                    )
                 calls.own_adapter, self.policy_version, self._stored, calls.unusable = own_adapter, version, stored, ""
                 core.remove_adapter(before)
 

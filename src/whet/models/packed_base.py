@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from whet import _core
 from whet.errors import WhetTypeError, WhetValueError
 from whet.models.formats import TABLE, FormatSpan, choose_formats, describe_spans, kv_format, summarise
-from whet.models.loading import check_finite, list_slices, pack_slices
+from whet.models.loading import check_range, list_slices, pack_slices
 from whet.models.slots import ModelSource, WeightLocation, find_location, keep_order
 from whet.ops.quant import CORE_FORMATS
 
@@ -204,13 +204,14 @@ def pack_base(
         where: begins the errors.
 
     Raises:
-        WhetValueError: a format that there is not, weights that hold NaN or infinity, or a model on a packed base.
+        WhetValueError: a format that there is not, weights that hold NaN or infinity or that their format
+            cannot represent, or a model on a packed base.
     """
     if source.base is not None:
         raise WhetValueError(f"{where}: the model's weights are packed already. Share its base, which is source.base.")
     base = PackedBase(source, choose_formats(source, weights, embedding, head, where))
     base._asked = {"weights": weights, "embedding": embedding, "head": head}
-    pack_slices(base.core, check_finite(list_slices(source, where), where))
+    pack_slices(base.core, check_range(list_slices(source, where), where, base.core, base.config))
     return base
 
 

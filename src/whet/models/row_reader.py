@@ -14,7 +14,7 @@ import numpy as np
 from whet.errors import WhetValueError
 from whet.models.architecture import ModelConfig, RowSlice
 from whet.models.formats import TABLE
-from whet.models.loading import check_finite, list_slices
+from whet.models.loading import Loss, RangeCheck, check_finite, encoding_loss, list_slices
 from whet.models.reference import slice_values
 from whet.models.slots import LoRA, ModelSource, WeightLocation, factor_values
 from whet.models.sources.mapped import release_pages
@@ -60,23 +60,27 @@ class RowReader:
             format: of the table of formats; norms and biases are numbers.
 
         Raises:
-            WhetValueError: NaN or infinity, or numbers beyond float16 where that is the format.
+            WhetValueError: NaN or infinity, or weights that the format cannot represent; see ``RangeCheck``.
         """
         order = slot_rows(self.config, location)
         k = self.config.slots()[slot][-1] if len(self.config.slots()[slot]) == 2 else 1
         step = max(1, _CHUNK_BYTES // (4 * k * _PANEL_ROWS)) * _PANEL_ROWS
+        check = RangeCheck(self.where)
         for begin in range(0, len(order), step):
-            yield self.encode(slot, order[begin : begin + step], format)
+            yield self.encode(slot, order[begin : begin + step], format, check)
+        check.finish()
         release_pages(
             [row_slice.tensor for row_slice in self._slices.get(slot, ()) if isinstance(row_slice.tensor, np.ndarray)]
         )
 
-    def encode(self, slot: str, order: np.ndarray, format: str) -> np.ndarray:
-        """Rows of a slot, in an order, as ``format`` stores them: numbers, the bits of bfloat16, bytes of blocks."""
+    def encode(self, slot: str, order: np.ndarray, format: str, check: RangeCheck) -> np.ndarray:
+        """Return rows of a slot, in an order, as ``format`` stores them: numbers, bits of bfloat16, bytes of blocks."""
         if self.stored_format(slot, order) == format:
             parts = [(at, row_slice.tensor) for at, row_slice in self._parts(slot, order)]
             return _put_together(parts, len(order))
-        return encode(self.values(slot, order), format, f"{self.where}: {slot}")
+        values = self.values(slot, order)
+        check.add(slot, slot, int(order.min()), len(order), _loss(values, format))
+        return encode(values, format, f"{self.where}: {slot}")
 
     def stored_format(self, slot: str, order: np.ndarray) -> str | None:
         """The format that all these rows are stored in; None: several, or not stored as they are."""
@@ -145,6 +149,17 @@ def encode(values: np.ndarray, format: str, label: str) -> np.ndarray:
             raise WhetValueError(f"{label} has numbers beyond float16's 65504. Write bf16 or f32.")
         return halves
     return pack_weight(values, format).unpack().data
+
+
+def _loss(values: np.ndarray, format: str) -> Loss:
+    """Return what float32 rows lose to the range of a format, for ``RangeCheck``."""
+    if format != "float16":
+        return encoding_loss(values, format)
+    norm, lost = float(np.vdot(values, values)), values.size * 2.0**-50  # a float16 rounds by at most 2^-25 below 2^-14
+    if 9 * lost > norm:
+        exact = values.astype(np.float64)
+        norm, lost = float(np.vdot(exact, exact)), float(np.square(exact - _to_float16(values)).sum())
+    return format, float(np.abs(values).max(initial=0.0)), 65519.0, norm, lost
 
 
 def _to_float16(values: np.ndarray) -> np.ndarray:

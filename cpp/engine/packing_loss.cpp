@@ -1,0 +1,189 @@
+#include "engine/packing_loss.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <mutex>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "engine/formats.h"
+#include "runtime/thread_pool.h"
+
+namespace whet {
+namespace {
+
+constexpr double kReadNs = 0.2, kDequantizeNs = 0.7;  // of one number, roughly
+constexpr size_t kChunkRows = 256;                    // 16 panels: enough for the threads, and little memory
+constexpr size_t kSampledRows = 16;                   // one row in so many shows that a converted matrix is not tiny
+constexpr size_t kLanes = 16;
+
+// Magnitudes as float32 bits, which compare as integers. A float16 is a float32 of another bias: its NaN and infinity
+// become 65536 and more.
+uint32_t magnitude(float x) { return std::bit_cast<uint32_t>(x) & 0x7fffffff; }
+struct FromFloat32 {
+    using Number = float;
+    static uint32_t magnitude_of(float x) { return magnitude(x); }
+    static constexpr float kInfinite = INFINITY;
+};
+struct FromFloat64 {
+    using Number = double;
+    static uint32_t magnitude_of(double x) { return magnitude(static_cast<float>(x)); }
+    static constexpr float kInfinite = INFINITY;
+};
+struct FromBFloat16 {
+    using Number = uint16_t;
+    static uint32_t magnitude_of(uint16_t x) { return static_cast<uint32_t>(x & 0x7fff) << 16; }
+    static constexpr float kInfinite = INFINITY;
+};
+struct FromFloat16 {
+    using Number = uint16_t;
+    static uint32_t magnitude_of(uint16_t x) {
+        return magnitude(std::bit_cast<float>(static_cast<uint32_t>(x & 0x7fff) << 13) * 0x1p+112f);
+    }
+    static constexpr float kInfinite = 65536.0f;
+};
+
+bool has_range_of_float32(const FormatTraits& format) { return format.vanishing < 1e-30; }
+
+struct RowRange {
+    float largest;
+    double squares;
+};
+
+// Squares are summed in float32: below 1e-19 they underflow, and the norm is found to be small. Formats with the range
+// of float32 do without: there the largest weight is bound enough.
+template <class From, bool with_squares>
+RowRange range_of_row(const void* row, size_t n, ptrdiff_t stride) {
+    const auto* x = static_cast<const typename From::Number*>(row);
+    uint32_t top[kLanes] = {};
+    float squares[kLanes] = {};
+    const auto add = [&](size_t i, auto step, size_t lane) {
+        const uint32_t bits = From::magnitude_of(x[static_cast<ptrdiff_t>(i) * step]);
+        const float size = std::bit_cast<float>(bits);
+        top[lane] = static_cast<int32_t>(bits) > static_cast<int32_t>(top[lane]) ? bits : top[lane];
+        if constexpr (with_squares) squares[lane] += size * size;
+    };
+    const auto add_all = [&](auto step) {  // a constant step makes vectors of the loop
+        const size_t whole = n - n % kLanes;
+        for (size_t i = 0; i < whole; i += kLanes) {
+            for (size_t lane = 0; lane < kLanes; ++lane) add(i + lane, step, lane);
+        }
+        for (size_t i = whole; i < n; ++i) add(i, step, 0);
+    };
+    stride == 1 ? add_all(std::integral_constant<ptrdiff_t, 1>()) : add_all(stride);
+    const float largest = std::bit_cast<float>(*std::max_element(top, top + kLanes));
+    double sum = with_squares ? 0.0 : static_cast<double>(largest) * largest;
+    for (float square : squares) sum += square;
+    return {largest < From::kInfinite ? largest : INFINITY, sum};
+}
+
+template <bool with_squares>
+RowRange range_of_numbers(const StoredRows& rows, size_t i) {
+    const auto measure = [&](auto from) {
+        using From = decltype(from);
+        const auto* first = static_cast<const typename From::Number*>(rows.data);
+        return range_of_row<From, with_squares>(first + static_cast<ptrdiff_t>(i) * rows.row_stride, rows.k,
+                                                rows.column_stride);
+    };
+    switch (rows.type) {
+        case StoredType::kFloat32:
+            return measure(FromFloat32());
+        case StoredType::kBFloat16:
+            return measure(FromBFloat16());
+        case StoredType::kFloat16:
+            return measure(FromFloat16());
+        default:
+            return measure(FromFloat64());
+    }
+}
+
+double largest_float64(const StoredRows& rows) {
+    double largest = 0.0;
+    for (size_t i = 0; i < rows.n; ++i) {
+        const auto* x = static_cast<const double*>(rows.data) + static_cast<ptrdiff_t>(i) * rows.row_stride;
+        for (size_t j = 0; j < rows.k; ++j) {
+            largest = std::max(largest, std::fabs(x[static_cast<ptrdiff_t>(j) * rows.column_stride]));
+        }
+    }
+    return largest;
+}
+
+// The largest weight and the squared norm of every step-th row.
+void sum_rows(const StoredRows& rows, size_t step, PackingLoss& sum) {
+    std::mutex lock;
+    const StoredTraits& stored = traits(rows.type);
+    const bool with_squares = !has_range_of_float32(traits(sum.format));
+    const size_t n = (rows.n + step - 1) / step;
+    const double number_ns = stored.is_quantised ? kDequantizeNs : kReadNs;
+    parallel_for(n, number_ns * static_cast<double>(n * rows.k), [&](size_t i) {
+        RowRange row;
+        if (stored.is_quantised) {
+            std::vector<float> numbers(rows.k);
+            unpack_rows(rows.range(i * step, 1), numbers.data());
+            row = range_of_row<FromFloat32, true>(numbers.data(), rows.k, 1);
+        } else {
+            row = with_squares ? range_of_numbers<true>(rows, i * step) : range_of_numbers<false>(rows, i * step);
+        }
+        const std::lock_guard<std::mutex> own(lock);
+        sum.largest = std::max(sum.largest, static_cast<double>(row.largest));
+        sum.squared_norm += row.squares;
+    });
+}
+
+// The definition: packs some rows at a time and compares.
+void compare_packed(const StoredRows& rows, WeightFormat format, PackingLoss& loss) {
+    loss.squared_norm = loss.squared_lost = 0.0;
+    std::vector<float> before(std::min(rows.n, kChunkRows) * rows.k), after(before.size());
+    for (size_t first = 0; first < rows.n; first += kChunkRows) {
+        const StoredRows some = rows.range(first, std::min(rows.n - first, kChunkRows));
+        PackedWeight packed(format, some.n, some.k);
+        pack_rows(some, packed, 0);
+        unpack_rows(some, before.data());
+        packed.rows(0, some.n, after.data(), false);
+        for (size_t i = 0; i < some.n * some.k; ++i) {
+            const double x = before[i], lost = x - after[i];
+            loss.squared_norm += x * x, loss.squared_lost += lost * lost;
+        }
+    }
+}
+
+}  // namespace
+
+PackingLoss measure_packing_loss(StoredRows rows, WeightFormat format) {
+    const StoredTraits& stored = traits(rows.type);
+    const FormatTraits& packed = traits(format);
+    const bool keeps_blocks = stored.is_quantised && stored.packed_as == format;
+    const bool is_in_range = stored.source && has_range_of_float32(packed) &&
+                             (stored.source != Source::kFloat32 || format != WeightFormat::kBFloat16);
+    PackingLoss loss{.format = format};
+    if (keeps_blocks || is_in_range) {
+        if (!is_finite(rows)) return {format, INFINITY, packed.largest};
+        if (stored.convert_row == nullptr) return {format, 0.0, packed.largest};
+        sum_rows(rows, kSampledRows, loss);
+        loss.largest = std::min(loss.largest, packed.largest);  // is_finite has checked the limit
+    } else {
+        if (stored.is_quantised && !is_finite(rows)) return {format, INFINITY, packed.largest};
+        if (rows.row_stride == 1 && rows.column_stride != 1 && !stored.is_quantised) {
+            StoredRows in_order = rows;  // as they are in memory
+            std::swap(in_order.n, in_order.k);
+            std::swap(in_order.row_stride, in_order.column_stride);
+            sum_rows(in_order, 1, loss);
+        } else {
+            sum_rows(rows, 1, loss);
+        }
+        if (rows.type == StoredType::kFloat64 && loss.largest == INFINITY && is_finite(rows)) {
+            loss.largest = largest_float64(rows);
+        }
+    }
+    loss.limit = packed.largest;
+    if (loss.largest > loss.limit) return loss;
+    // Blocks with a usable scale lose less than 0.4 of their norm to rounding in any format, and this does not count
+    // it: only weights below `vanishing` are lost to the range.
+    loss.squared_lost = static_cast<double>(rows.n * rows.k) * packed.vanishing * packed.vanishing;
+    if (loss.squared_lost * 9.0 > loss.squared_norm) compare_packed(rows, format, loss);
+    return loss;
+}
+
+}  // namespace whet
