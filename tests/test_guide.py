@@ -156,7 +156,7 @@ def test_a_reference_without_a_coefficient(model, ref_model, tmp_path, capsys):
 
     grpo = GRPO(model, ref_model, reward_fn, group_size=4, max_new_tokens=4)
     assert grpo.config.beta == 0.1 and "kl" in grpo.train_step(torch.randint(VOCAB, (2, 4)))
-    assert capsys.readouterr().out.startswith("GRPO: beta is 0.1, as ref_model is given. Pass beta (or kl_coef)")
+    assert capsys.readouterr().out.startswith("GRPO: beta is 0.1, the default with a ref_model. Pass beta (or kl_coef)")
     grpo.save(tmp_path / "c")
     again = GRPO.from_checkpoint(tmp_path / "c", reward_fn=reward_fn)
     assert again.config.beta == 0.1 and again.ref_model is not None

@@ -1,4 +1,4 @@
-"""The algorithms with each engine: the same tokens, weights that follow, one version a rollout, how far off it is."""
+"""Algorithms on each engine: equal tokens, synced weights, one policy version per rollout, mismatch with the policy."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from tests.raising import mentions
 from tests.tiny import EOS, OwnGenerate, Recorded, assert_same_weights, fours, letters_tokenizer, tiny_llama, with_lora
 
 from whet.algorithms.best_of_n import BestOfN
@@ -32,7 +33,7 @@ def completions(trainer):
     return [row["completion"] for row in trainer.last_completions]
 
 
-def test_native_and_torch_take_the_same_steps():
+def test_native_and_torch_engines_give_equal_steps():
     runs = {}
     for name, kind in (("native", Engine), ("torch", TorchEngine)):
         trainer = grpo(engine=name, compute="float32")
@@ -48,20 +49,20 @@ def test_native_and_torch_take_the_same_steps():
     assert tokens == expected
     assert native[0]["loss"] == pytest.approx(torched[0]["loss"], abs=1e-6)
     for step, other in zip(native, torched, strict=True):
-        # One token on the other side of a uniform moves the mean of 12 rewards by a twelfth.
+        # One token that differs moves the mean of 12 rewards by a twelfth.
         assert step["mean_reward"] == pytest.approx(other["mean_reward"], abs=0.35)
     assert np.mean([s["mean_reward"] for s in native]) == pytest.approx(
         np.mean([s["mean_reward"] for s in torched]), abs=0.1
     )
 
 
-def test_a_rollout_is_of_one_version_and_the_next_one_of_the_new_weights():
+def test_every_rollout_has_one_policy_version_and_current_weights():
     trainer = grpo()
     engine = trainer.engine = Recorded(trainer.engine)
     for version in (1, 2):
         trainer.train_step(PROMPTS)
         assert {c.policy_version for group in engine.groups[-1] for c in group} == {version}
-    # Weights that something else than the optimizer changed: always token 9.
+    # Weights changed without the optimizer: always token 9.
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.zero_()
@@ -73,7 +74,7 @@ def test_a_rollout_is_of_one_version_and_the_next_one_of_the_new_weights():
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
-def test_coarser_weights_are_corrected_and_measured(weights):
+def test_coarser_sampler_weights_are_corrected_and_measured(weights):
     trainer = grpo(rollout_weights=weights)
     step = trainer.train_step(PROMPTS)
     assert trainer.config.correction() == "token_truncate"
@@ -85,7 +86,7 @@ def test_coarser_weights_are_corrected_and_measured(weights):
     )
 
 
-def test_auto_corrects_nothing_where_the_policy_itself_is_sampled():
+def test_auto_correction_is_off_if_the_sampler_is_the_policy():
     assert GRPOConfig().correction() is None
     assert GRPOConfig(rollout_weights="float32").correction() is None
     assert GRPOConfig(rollout_weights="int4", sampler_correction="off").correction() is None
@@ -93,24 +94,24 @@ def test_auto_corrects_nothing_where_the_policy_itself_is_sampled():
     assert "sampler/importance_weight" not in grpo().train_step(PROMPTS)
 
 
-def test_auto_correction_needs_no_logprobs():
+def test_auto_correction_does_not_require_logprobs():
     step = grpo(OwnGenerate(), rollout_weights="bf16").train_step(PROMPTS)
     assert math.isfinite(step["loss"]) and "sampler/logprob_difference" not in step
 
 
 @pytest.mark.parametrize("engine", ["auto", "native", "torch"])
-def test_online_dpo_measures_the_sampler(engine):
+def test_online_dpo_measures_the_sampler_mismatch(engine):
     def online(**settings):
         return OnlineDPO(tiny_llama(), reward_fn=fours, engine=engine, max_new_tokens=5, compute="float32", **settings)
 
     step = online(micro_batch_size=1).train_step([[5], [6, 4], [7], [8]] * 2)
     assert step["frac_ties"] < 1
     assert 0 <= step["sampler/logprob_difference"] <= step["sampler/logprob_difference_max"] < 1e-5
-    # The loss looks at temperature 1, which is not what was sampled from here.
+    # The loss is at temperature 1, the samples are not.
     assert "sampler/logprob_difference" not in online(temperature=0.5).train_step([[5], [6, 4], [7], [8]] * 2)
 
 
-def test_best_of_n_is_the_same_on_both_engines():
+def test_best_of_n_is_equal_on_both_engines():
     found = {}
     for engine in ("native", "torch"):
         best = BestOfN(tiny_llama(), fours, engine=engine, n=4, max_new_tokens=6)
@@ -119,7 +120,7 @@ def test_best_of_n_is_the_same_on_both_engines():
     assert torch.equal(found["native"].sequences, found["torch"].sequences)
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(tmp_path):
+def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_run(tmp_path):
     through = grpo()
     for _ in range(2):
         through.train_step(PROMPTS)
@@ -132,7 +133,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(tmp_path):
     assert_same_weights(through.model, resumed.model)
 
 
-def test_the_engine_is_made_once():
+def test_the_engine_is_created_once():
     trainer = grpo()
     engine = trainer.engine
     for _ in range(3):
@@ -140,7 +141,7 @@ def test_the_engine_is_made_once():
     assert trainer.engine is engine and engine.policy_version == 3
 
 
-def test_an_update_has_the_memory_of_sampling():
+def test_sampling_memory_is_released_before_the_update():
     trainer = grpo()
     held = []
     update = trainer.update
@@ -156,21 +157,21 @@ def test_an_update_has_the_memory_of_sampling():
     ("compute", "format"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("torch", "float32")]
 )
 @pytest.mark.parametrize("make_model", [tiny_llama, lambda: with_lora(tiny_llama(), target_modules=["v_proj"])])
-def test_auto_samples_from_the_weights_as_they_are_multiplied(compute, format, make_model):
+def test_auto_samples_in_the_format_of_the_matmuls(compute, format, make_model):
     trainer = grpo(make_model(), compute=compute)
     assert trainer.engine.formats["layers.0.o"] == format
     step = trainer.train_step(PROMPTS)
-    # Of bfloat16 weights, what is left is that training rounds activations as well.
+    # With bfloat16 weights the remaining difference is that training also rounds activations.
     assert 0 <= step["sampler/logprob_difference"] < (0.02 if format == "bfloat16" else 1e-5)
 
 
-def test_names_in_the_config_and_beside_it():
+def test_the_engine_argument_overrides_the_config():
     assert isinstance(grpo(config=GRPOConfig(engine="torch")).engine, TorchEngine)
     assert isinstance(grpo(config=GRPOConfig(engine="torch"), engine="native").engine, Engine)
     assert grpo(engine="torch").config.engine == "torch"
 
 
-def test_unsupported_models_fall_back_with_one_warning_and_native_refuses():
+def test_unsupported_models_fall_back_to_torch_with_one_warning():
     import peft
 
     def model():
@@ -182,14 +183,14 @@ def test_unsupported_models_fall_back_with_one_warning_and_native_refuses():
         trainer = grpo(model(), stop_token_ids=[EOS])
         for _ in range(2):
             trainer.train_step([[5], [6], [7]])
-    told = [w for w in caught if "native engine" in str(w.message)]
-    assert len(told) == 1 and "GRPO: torch samples" in str(told[0].message) and told[0].filename == __file__
-    with pytest.raises(WhetValueError, match="the model has learned prompts"):
+    warned = [w for w in caught if "native engine" in str(w.message)]
+    assert len(warned) == 1 and "GRPO: torch samples" in str(warned[0].message) and warned[0].filename == __file__
+    with pytest.raises(WhetValueError, match=mentions("learned", "prompts")):
         grpo(model(), engine="native")
 
 
 @pytest.mark.parametrize("name", ["native", "torch"])
-def test_rewards_see_the_text_up_to_a_stop_string_and_all_tokens_are_trained_on(name):
+def test_rewards_get_text_before_stop_strings_and_all_tokens_are_trained(name):
     seen = []
 
     def reward(completions, completion_ids):
@@ -213,7 +214,7 @@ def test_rewards_see_the_text_up_to_a_stop_string_and_all_tokens_are_trained_on(
     sequences, _, _ = best.generate([[5]], return_all=True)
     assert sequences.shape[1] > 1
     without = grpo(**settings)
-    with pytest.raises(WhetValueError, match=r"stop is \('ab', 'c'\), and .* no tokenizer"):
+    with pytest.raises(WhetValueError, match=mentions("stop", "('ab', 'c')", "tokenizer")):
         without.train_step(PROMPTS)
 
 
@@ -221,8 +222,8 @@ def test_rewards_see_the_text_up_to_a_stop_string_and_all_tokens_are_trained_on(
     "settings",
     [{"presence_penalty": 1.0}, {"frequency_penalty": 1.0}, {"logit_bias": {4: 2.0}}, {"min_new_tokens": 4}],
 )
-def test_what_changes_the_distribution_is_measured_and_corrected_as_filters_are(settings):
-    """As with top_k, GRPO's log-probs are the model's, and the engine's those of what it drew from."""
+def test_a_modified_distribution_is_measured_and_corrected(settings):
+    """GRPO's log-probs are of the model's distribution, the engine's of the modified distribution, as with top_k."""
     step = grpo(max_new_tokens=8, sampler_correction="token_truncate", **settings).train_step(PROMPTS)
     assert step["sampler/logprob_difference"] > 1e-3 and step["sampler/importance_weight"] != 1
     trainer = OnlineDPO(tiny_llama(), reward_fn=fours, max_new_tokens=8, **settings)
@@ -246,29 +247,25 @@ def test_policy_and_sampler_share_a_packed_base(format, compute, corrected, gap)
     assert held == ("weights", key, base_of(model).nbytes)
 
 
-def test_formats_of_a_sampler_on_a_packed_base_are_the_base_s():
+def test_sampler_formats_on_a_packed_base_are_the_base_formats():
     model = with_lora(frozen_model(tiny_llama(), "q8_0"), target_modules="all-linear")
     for engine in ("native", "auto"):
-        with pytest.raises(
-            WhetValueError, match="rollout_weights is 'int8', and the model's weights are packed already"
-        ):
+        with pytest.raises(WhetValueError, match=mentions("rollout_weights", "'int8'", "packed", "'auto'")):
             grpo(model, engine=engine, rollout_weights="int8")
 
 
 @pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings")
-def test_torch_samples_where_adapters_of_a_packed_base_are_outside_its_layers():
+def test_torch_samples_if_adapters_are_outside_the_layers_of_a_packed_base():
     model = with_lora(frozen_model(tiny_llama(), "q8_0"), b_std=0.1, target_modules=["embed_tokens", "lm_head"])
-    with pytest.warns(
-        UserWarning, match="torch samples, which is slower, as the native engine does not run this model"
-    ):
+    with pytest.warns(UserWarning, match=mentions("torch samples", "native engine", "engine='torch'")):
         trainer = grpo(model, compute="float32")
     assert isinstance(trainer.engine, TorchEngine)
     assert trainer.train_step(PROMPTS)["sampler/logprob_difference_max"] < 1e-4
-    with pytest.raises(WhetValueError, match="changes the embedding"):
+    with pytest.raises(WhetValueError, match=mentions("embedding")):
         grpo(model, engine="native")
 
 
-def test_the_cap_of_importance_weights_needs_a_model_that_is_corrected():
+def test_sampler_cap_requires_an_active_correction():
     def make(base, **settings):
         return grpo(with_lora(frozen_model(tiny_llama(), base), target_modules="all-linear"), **settings)
 
@@ -278,7 +275,7 @@ def test_the_cap_of_importance_weights_needs_a_model_that_is_corrected():
     ] == pytest.approx(1, abs=0.05)
     for model in (lambda: make("bf16", sampler_cap=2.0), lambda: grpo(sampler_cap=2.0)):
         with pytest.raises(
-            WhetValueError, match=r"sampler_cap is 2\.0 and has no effect: sampler_correction is 'auto', and"
+            WhetValueError, match=mentions("sampler_cap", "2.0", "no effect", "sampler_correction", "'auto'")
         ):
             model()
     assert "sampler/importance_weight" in make("bf16", sampler_cap=2.0, sampler_correction="token_truncate").train_step(
@@ -287,7 +284,7 @@ def test_the_cap_of_importance_weights_needs_a_model_that_is_corrected():
 
 
 class Lagging:
-    """Samples from the weights of the sync before the last one."""
+    """Engine that samples from the weights of the sync before the last."""
 
     def __init__(self, model, lag):
         self.engine, self.lag, self.policy_version = Engine.from_model(model, weights="float32"), lag, 0
@@ -304,7 +301,7 @@ class Lagging:
         return self.engine.generate(prompt_ids, n, sampling)
 
 
-def test_completions_of_an_older_policy_are_corrected_by_themselves():
+def test_completions_of_an_older_policy_are_corrected_automatically():
     for lag in (0, 1):
         model = tiny_llama()
         trainer = grpo(model, engine=Lagging(model, lag), learning_rate=0.05, compute="float32")
@@ -314,7 +311,7 @@ def test_completions_of_an_older_policy_are_corrected_by_themselves():
             continue
         assert all(0 < step["sampler/importance_weight"] <= 3 for step in steps)
         assert steps[0]["sampler/logprob_difference"] < 1e-5 < 1e-3 < steps[2]["sampler/logprob_difference"]
-    with pytest.raises(WhetValueError, match="sampler_cap"):
+    with pytest.raises(WhetValueError, match=mentions("sampler_cap")):
         grpo(sampler_cap=2.0)
     trainer = grpo(model := tiny_llama(), engine=Lagging(model, 1), sampler_cap=2.0)
     assert trainer.train_step(PROMPTS)["sampler/importance_weight"] <= 2

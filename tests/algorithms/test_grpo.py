@@ -1,4 +1,4 @@
-"""GRPO: against the step written out by hand, its options, its inputs, and its invariants."""
+"""GRPO: against a step in plain torch, options, inputs and invariants."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from tests.raising import assert_raises
+from tests.raising import assert_raises, mentions
 from tests.tiny import (
     EOS,
     Recorded,
@@ -49,7 +49,7 @@ def make(model=None, **settings) -> GRPO:
 
 
 def by_hand(model, ref_model, n_updates, *, beta, temperature, loss_type="dapo"):
-    """The same updates, one row at a time, with nothing of Whet but the AdamW of torch."""
+    """Make the same updates in plain torch, one row at a time."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
     rewards = np.array([c.count(4) for _, c in ROWS], dtype=float).reshape(2, 3)
     advantages = ((rewards - rewards.mean(1, keepdims=True)) / rewards.std(1, keepdims=True)).ravel()
@@ -76,7 +76,7 @@ def by_hand(model, ref_model, n_updates, *, beta, temperature, loss_type="dapo")
 @pytest.mark.parametrize("num_iterations", [1, 3])
 @pytest.mark.parametrize("micro_batch_size", [0, 1, 4])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
-def test_steps_are_those_written_out(num_iterations, micro_batch_size, loss_type):
+def test_steps_match_plain_torch(num_iterations, micro_batch_size, loss_type):
     model, ref_model, own = TinyModel(), TinyModel(seed=1), TinyModel()
     grpo = make(
         model, ref_model=ref_model, beta=0.3, temperature=0.7, num_iterations=num_iterations, loss_type=loss_type,
@@ -87,7 +87,7 @@ def test_steps_are_those_written_out(num_iterations, micro_batch_size, loss_type
     assert metrics["loss"] == pytest.approx(expected, rel=1e-9)
     assert_close_weights(model, own, rtol=1e-7, atol=1e-9)
     if num_iterations == 3:
-        assert metrics["clip_ratio/region"] > 0  # the later updates do clip
+        assert metrics["clip_ratio/region"] > 0  # later updates clip
 
 
 def test_metrics_by_hand():
@@ -123,7 +123,7 @@ def test_metrics_by_hand():
     assert all(isinstance(value, (int, float)) for value in metrics.values())
 
 
-def test_last_completions_hold_the_table():
+def test_last_completions_are_a_table():
     grpo = make()
     grpo.train_step(PROMPTS)
     table = grpo.last_completions
@@ -161,10 +161,10 @@ def test_accumulated_micro_batches_trace_the_same_curve(loss_type, correction):
             assert timeless(got) == pytest.approx(timeless(expected), rel=1e-6, abs=1e-9)
 
 
-def test_a_sampler_far_from_the_policy_is_warned_of_once_where_nothing_corrects_it():
+def test_an_uncorrected_sampler_mismatch_is_warned_about_once():
     far = [[[-9.0] * len(completion) for completion in group] for group in GROUPS]
     trainer = make(engine=ScriptedEngine(GROUPS, far))
-    with pytest.warns(UserWarning, match=r"^GRPO: sampler/logprob_difference is .*Set sampler_correction"):
+    with pytest.warns(UserWarning, match=mentions("GRPO", "sampler/logprob_difference", "sampler_correction")):
         trainer.train_step(PROMPTS)
     corrected = make(engine=ScriptedEngine(GROUPS, far), sampler_correction="token_truncate")
     for again in (trainer, corrected):
@@ -174,7 +174,7 @@ def test_a_sampler_far_from_the_policy_is_warned_of_once_where_nothing_corrects_
 
 
 def test_explicit_old_logprobs_change_nothing_on_policy():
-    """A sampler that agrees with the policy makes every importance weight 1."""
+    """With a sampler that agrees with the policy every importance weight is 1."""
     model = TinyModel()
     exact = [
         [token_logprobs(model, p, c).detach().tolist() for c in group] for p, group in zip(PROMPTS, GROUPS, strict=True)
@@ -187,7 +187,7 @@ def test_explicit_old_logprobs_change_nothing_on_policy():
     assert_close_weights(corrected.model, plain.model, rtol=1e-4, atol=1e-6)
 
 
-def test_a_batch_that_the_correction_rejects_teaches_nothing():
+def test_a_batch_rejected_by_the_correction_makes_no_update():
     far = [[[-50.0] * len(c) for c in group] for group in GROUPS]
     grpo = make(engine=ScriptedEngine(GROUPS, far), sampler_correction="sequence_mask")
     assert grpo.train_step(PROMPTS)["loss"] == 0
@@ -195,13 +195,13 @@ def test_a_batch_that_the_correction_rejects_teaches_nothing():
     assert_same_weights(grpo.model, TinyModel())
 
 
-def test_correction_needs_an_engine_that_tells_logprobs():
-    with pytest.raises(WhetValueError, match="sampler_correction needs log-probs"):
+def test_correction_requires_an_engine_that_records_logprobs():
+    with pytest.raises(WhetValueError, match=mentions("sampler_correction", "log-probs")):
         make(sampler_correction="token_mask").train_step(PROMPTS)
 
 
 @pytest.mark.parametrize("make_model", [TinyModel, tiny_llama])
-def test_padding_side_and_raggedness_change_nothing(make_model):
+def test_results_do_not_depend_on_padding(make_model):
     forms = [padded(PROMPTS, left=True), padded(PROMPTS, left=False), [torch.tensor(p) for p in PROMPTS], PROMPTS]
     results = []
     for batch in (*forms, [{"prompt": p} for p in PROMPTS]):
@@ -218,13 +218,13 @@ def test_padding_side_and_raggedness_change_nothing(make_model):
 def test_zero_variance_groups_are_counted_or_filtered():
     same = [GROUPS[0], [[4, EOS], [4, EOS], [4, 9]]]
     counted = make(engine=ScriptedEngine(same), reward_fn=fours)
-    dropped = make(engine=ScriptedEngine(same), reward_fn=fours, filter_zero_variance=True)
-    alone = make(engine=ScriptedEngine(same[:1]), reward_fn=fours)
-    losses = [m["loss"] for m in (counted.train_step(PROMPTS), dropped.train_step(PROMPTS))]
+    filtered = make(engine=ScriptedEngine(same), reward_fn=fours, filter_zero_variance=True)
+    single = make(engine=ScriptedEngine(same[:1]), reward_fn=fours)
+    losses = [m["loss"] for m in (counted.train_step(PROMPTS), filtered.train_step(PROMPTS))]
     assert counted.last_completions[3]["advantage"] == 0
-    assert losses[1] == pytest.approx(alone.train_step(PROMPTS[:1])["loss"])
-    assert losses[0] == pytest.approx(losses[1] * 9 / 15)  # the others' 6 tokens stay in the mean
-    assert_same_weights(dropped.model, alone.model)
+    assert losses[1] == pytest.approx(single.train_step(PROMPTS[:1])["loss"])
+    assert losses[0] == pytest.approx(losses[1] * 9 / 15)  # the 6 tokens of the other group count in the mean
+    assert_same_weights(filtered.model, single.model)
 
 
 def test_a_batch_of_zero_variance_groups_leaves_the_weights_unchanged():
@@ -235,12 +235,12 @@ def test_a_batch_of_zero_variance_groups_leaves_the_weights_unchanged():
     assert_same_weights(grpo.model, TinyModel())
 
 
-def test_one_completion_per_prompt_is_refused():
-    with pytest.raises(WhetValueError, match="group_size is 1, expected an integer >= 2: of one completion every"):
+def test_group_size_one_is_rejected():
+    with pytest.raises(WhetValueError, match=mentions("group_size", 1, "an integer >= 2")):
         make(group_size=1)
 
 
-def test_truncated_completions_are_left_out_on_request():
+def test_truncated_completions_can_be_excluded():
     ended = [[c for c in group if c[-1] == EOS] for group in GROUPS]
     masked = make(mask_truncated_completions=True, scale_rewards="none")
     metrics = masked.train_step(PROMPTS)
@@ -253,10 +253,10 @@ def test_truncated_completions_are_left_out_on_request():
     assert metrics["completions/clipped_ratio"] == 2 / 6
 
 
-def test_many_truncated_completions_are_one_warning():
+def test_many_truncated_completions_give_one_warning():
     truncated = [[[4, 4, 4, 4], [8, EOS], [9, 4, 9, 9]], [[4, EOS], [EOS], [10, 11, 4, EOS]]]
     trainer = make(engine=ScriptedEngine(truncated))
-    with pytest.warns(UserWarning, match="max_new_tokens=4 ended 33% of the completions"):
+    with pytest.warns(UserWarning, match=mentions("max_new_tokens", "4", "33")):
         trainer.train_step(PROMPTS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -264,7 +264,7 @@ def test_many_truncated_completions_are_one_warning():
         make(engine=ScriptedEngine([[[4, 4, EOS]] * 3, [[4, EOS], [EOS], [9, 4, 9, 9]]])).train_step(PROMPTS)
 
 
-def test_rewards_take_columns_weights_and_none():
+def test_rewards_get_columns_and_apply_weights():
     def matches(prompts, completions, completion_ids, answer):
         assert [p.tolist() for p in prompts[::3]] == PROMPTS
         assert completion_ids == [c.tolist() for c in completions]
@@ -286,14 +286,14 @@ def test_rewards_take_columns_weights_and_none():
 @pytest.mark.parametrize(
     ("setting", "own"),
     [
-        ({"reward_weights": [1.0]}, r"\[2.0\]"),
+        ({"reward_weights": [1.0]}, "[2.0]"),
         ({"reward_policy": "skip"}, "'zero'"),
         ({"reward_timeout_s": 5.0}, "None"),
     ],
 )
-def test_reward_settings_beside_functions_that_have_their_own_are_refused(setting, own):
+def test_reward_settings_that_contradict_reward_functions_are_rejected(setting, own):
     prepared = RewardFunctions(fours, weights=[2.0], on_error="zero")
-    with pytest.raises(WhetValueError, match=f"GRPOConfig: {next(iter(setting))} is .*has its own, {own}"):
+    with pytest.raises(WhetValueError, match=mentions("GRPOConfig", next(iter(setting)), "RewardFunctions", own)):
         make(reward_fn=prepared, **setting)
 
 
@@ -306,7 +306,7 @@ def test_unscored_completions_have_advantage_zero():
     assert math.isnan(silent["mean_reward"]) and silent["loss"] == 0
 
 
-def test_advantage_options_are_those_of_trl():
+def test_advantage_options_match_trl():
     grpo = make(advantage_ddof=1, advantage_eps=1e-4)
     grpo.train_step(PROMPTS)
     rewards = np.array([2.0, 0.0, 1.0])
@@ -314,7 +314,7 @@ def test_advantage_options_are_those_of_trl():
     assert [row["advantage"] for row in grpo.last_completions[:3]] == pytest.approx(expected.tolist())
 
 
-def test_text_goes_in_and_text_is_scored():
+def test_text_prompts_give_text_completions_to_rewards():
     seen = {}
 
     def reward(prompts, completions, answer):
@@ -331,7 +331,7 @@ def test_text_goes_in_and_text_is_scored():
     assert grpo.last_completions[3]["completion"] == "dd"
 
 
-def test_one_seed_one_run():
+def test_equal_seeds_give_equal_runs():
     runs = []
     for seed in (0, 0, 1):
         grpo = make(engine="auto", seed=seed)
@@ -339,7 +339,7 @@ def test_one_seed_one_run():
     assert runs[0] == runs[1] != runs[2]
 
 
-def test_each_step_samples_anew_and_the_engine_follows_the_weights():
+def test_each_step_samples_new_completions_with_current_weights():
     engine = ScriptedEngine(GROUPS)
     grpo = make(engine=engine)
     for _ in range(3):
@@ -372,7 +372,7 @@ CHATS = [[{"role": "user", "content": "ab"}], [{"role": "user", "content": "h"}]
     ],
     ids=repr,
 )
-def test_every_form_of_a_batch_of_prompts(batch, columns):
+def test_accepts_every_form_of_a_batch_of_prompts(batch, columns):
     tokenizer = letters_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     prompts = read_prompts(batch, tokenizer, "Test")
@@ -403,41 +403,33 @@ def test_tools_reach_the_chat_template_and_the_reward_functions():
 
 
 @pytest.mark.parametrize(
-    ("batch", "error", "message"),
+    ("batch", "error", "facts"),
     [
-        ([], WhetValueError, "Test: the batch is empty"),
-        (torch.zeros(0, 3).long(), WhetValueError, "Test: the batch is empty"),
-        ("", WhetTypeError, "there is no tokenizer"),
-        (
-            None,
-            WhetTypeError,
-            r"Test: the batch is None, expected a list of rows \(dicts\), a dict of columns, or token",
-        ),
-        (5, WhetTypeError, "Test: the batch is 5, expected"),
-        (iter([[5]]), WhetTypeError, r"Test: the batch is <list_iterator .*Of an iterator, pass list\(batch\)"),
-        ({"input_ids": "ab"}, WhetTypeError, "a field holds 'ab', expected one text"),
-        (torch.tensor(5), WhetValueError, "row 0 has 0 axes"),
-        (torch.ones(2, 2), WhetTypeError, "row 0 holds float64 values, expected integer token ids"),
-        ([1.5, 2.5], WhetTypeError, "a field holds 1.5, expected one text"),
-        ([None, "a"], WhetValueError, "the row has no 'prompt'; it has nothing"),
-        (["a", 5], WhetTypeError, "there is no tokenizer"),
-        ([{"prompt": []}], WhetValueError, "the prompt is empty"),
-        ({"input_ids": [[4], [5]], "n": [1]}, WhetValueError, "Test: n has 1 values, and there are 2 prompts"),
-        (
-            {"prompt": ["a", "b"], "n": [1]},
-            WhetTypeError,
-            r"a field holds \['a', 'b'\], expected one text, .*one value per row",
-        ),
-        ({"question": ["a"]}, WhetValueError, "no 'prompt'; it has 'question'"),
+        ([], WhetValueError, ("Test", "empty")),
+        (torch.zeros(0, 3).long(), WhetValueError, ("Test", "empty")),
+        ("", WhetTypeError, ("tokenizer",)),
+        (None, WhetTypeError, ("Test", "None", "list of rows", "dict of columns", "token")),
+        (5, WhetTypeError, ("Test", "5", "list of rows")),
+        (iter([[5]]), WhetTypeError, ("Test", "<list_iterator", "list(batch)")),
+        ({"input_ids": "ab"}, WhetTypeError, ("field", "'ab'")),
+        (torch.tensor(5), WhetValueError, ("row 0", "0 axes")),
+        (torch.ones(2, 2), WhetTypeError, ("row 0", "float64", "token ids")),
+        ([1.5, 2.5], WhetTypeError, ("field", "1.5")),
+        ([None, "a"], WhetValueError, ("'prompt'",)),
+        (["a", 5], WhetTypeError, ("tokenizer",)),
+        ([{"prompt": []}], WhetValueError, ("prompt", "empty")),
+        ({"input_ids": [[4], [5]], "n": [1]}, WhetValueError, ("Test", "n has", 1, "2 prompts")),
+        ({"prompt": ["a", "b"], "n": [1]}, WhetTypeError, ("field", "['a', 'b']", "per row")),
+        ({"question": ["a"]}, WhetValueError, ("'prompt'", "'question'")),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_no_batch_of_prompts_is_named(batch, error, message):
-    assert_raises(error, message, read_prompts, batch, None, "Test")
+def test_invalid_batches_of_prompts_are_rejected(batch, error, facts):
+    assert_raises(error, facts, read_prompts, batch, None, "Test")
 
 
 @pytest.mark.parametrize("make_model", [TinyModel, tiny_llama])
-def test_evaluation_is_the_mean_reward_of_one_completion_each_and_trains_nothing(make_model):
+def test_evaluation_is_the_mean_reward_of_one_completion_per_prompt_and_changes_nothing(make_model):
     prompts = torch.tensor([[5, 6], [7, 8], [9, 5], [5, 5], [6, 4]])
     settings = {"engine": "auto", "batch_size": 2, "max_new_tokens": 6}
     evaluated, plain = make(make_model(), **settings), make(make_model(), **settings)
@@ -464,7 +456,7 @@ def test_evaluation_is_the_mean_reward_of_one_completion_each_and_trains_nothing
     assert_same_weights(evaluated.model, plain.model)
 
 
-def test_how_evaluation_asks_the_engine():
+def test_evaluation_calls_the_engine_with_its_temperature():
     engine = Recorded(make(engine="auto").engine)
     grpo = make(engine=engine, batch_size=2, temperature=0.7)
     grpo.evaluate([[5], [6], [7]])
@@ -472,7 +464,7 @@ def test_how_evaluation_asks_the_engine():
     assert engine.asked == [(2, 1, 0.7), (1, 1, 0.7), (1, 1, 0)] and engine.policy_version == 2
 
 
-def test_metrics_of_an_evaluation():
+def test_evaluation_metrics():
     def half(completions):
         return [0.5 if (c == 4).any() else None for c in completions]
 
@@ -481,13 +473,13 @@ def test_metrics_of_an_evaluation():
     assert found == {"mean_reward": 4 / 3, "rewards/fours/mean": 1.0, "rewards/half/mean": 0.5}
     unscored = make(reward_fn=lambda completions: [None], engine=ScriptedEngine([[[4, 4]]]))
     assert math.isnan(unscored.evaluate([[5]]))
-    assert_raises(WhetValueError, r"GRPO\.evaluate: the dataset is empty", grpo.evaluate, [])
-    with pytest.raises(WhetTypeError, match=r"GRPO\.evaluate: dataset is None, expected a sequence or iterable"):
+    assert_raises(WhetValueError, ("GRPO.evaluate", "empty"), grpo.evaluate, [])
+    with pytest.raises(WhetTypeError, match=mentions("GRPO.evaluate", "dataset", "None", "a sequence or iterable")):
         grpo.evaluate(None)
-    assert_raises(WhetValueError, "temperature is -1", grpo.evaluate, [[5]], temperature=-1)
+    assert_raises(WhetValueError, ("temperature", -1), grpo.evaluate, [[5]], temperature=-1)
 
 
-def test_without_beta_there_is_no_reference():
+def test_beta_zero_needs_no_reference():
     assert make().ref_model is None
     grpo = make(beta=0.1)
     assert grpo.ref_model is not grpo.model
@@ -495,7 +487,7 @@ def test_without_beta_there_is_no_reference():
     assert "kl" not in make().train_step(PROMPTS)
 
 
-def test_the_base_of_a_peft_model_is_its_reference():
+def test_the_reference_of_a_peft_model_is_its_base():
     base, model = tiny_llama(), with_lora(tiny_llama())
     grpo = make(model, kl_coef=0.5)
     assert grpo.ref_model is None
@@ -517,7 +509,7 @@ def test_the_base_of_a_peft_model_is_its_reference():
 
 @pytest.mark.parametrize("make_model", [TinyModel, tiny_llama, lambda: with_lora(tiny_llama())])
 def test_it_learns(make_model):
-    """Hugging Face models on the native engine."""
+    """Hugging Face models train on the native engine."""
     torch.manual_seed(0)
     grpo = GRPO(
         make_model(), reward_fn=first_is_four, group_size=8, max_new_tokens=2, learning_rate=0.05, loss_type="dr_grpo"
@@ -527,41 +519,41 @@ def test_it_learns(make_model):
     assert history[0] < 0.4 and np.mean(history[-5:]) > 0.9
 
 
-def test_a_failing_reward_leaves_the_trainer_as_it_was():
+def test_a_failing_reward_function_leaves_the_trainer_unchanged():
     def broken(completions):
         raise KeyError("no such answer")
 
     grpo = make(reward_fn=broken)
-    assert_raises(RewardError, "broken failed", grpo.train_step, PROMPTS)
+    assert_raises(RewardError, ("broken", "failed"), grpo.train_step, PROMPTS)
     assert grpo.step == 0
     assert_same_weights(grpo.model, TinyModel())
     skipping = make(reward_fn=broken, reward_policy="skip")
-    with pytest.warns(UserWarning, match="broken failed"):
+    with pytest.warns(UserWarning, match=mentions("broken", "failed")):
         assert skipping.train_step(PROMPTS)["reward_errors"] == 6
 
 
-def test_bad_arguments_are_named():
-    assert_raises(WhetTypeError, r"GRPO: reward_fn is None", GRPO, TinyModel())
-    assert_raises(WhetTypeError, "kl_coef and beta are one setting", make, kl_coef=0.1, beta=0.1)
-    assert_raises(WhetTypeError, r"no setting 'group_sise'\. Did you mean group_size", make, group_sise=4)
-    assert_raises(WhetValueError, "engine is 'vllm', expected one of 'auto', 'native'", make, engine="vllm")
-    with pytest.raises(WhetTypeError, match="GRPO: engine is 3, expected 'auto', 'native', 'torch', 'ray' or a Rollo"):
+def test_invalid_arguments_are_rejected():
+    assert_raises(WhetTypeError, ("GRPO", "reward_fn"), GRPO, TinyModel())
+    assert_raises(WhetTypeError, ("kl_coef", "beta", "setting"), make, kl_coef=0.1, beta=0.1)
+    assert_raises(WhetTypeError, ("'group_sise'", "group_size"), make, group_sise=4)
+    assert_raises(WhetValueError, ("engine", "'vllm'", "one of 'auto', 'native'"), make, engine="vllm")
+    with pytest.raises(WhetTypeError, match=mentions("GRPO", "engine", "3", "'auto', 'native', 'torch', 'ray'")):
         make(engine=3)
-    assert_raises(WhetValueError, "loss_type is 'ppo', expected one of 'grpo'", make, loss_type="ppo")
-    assert_raises(WhetValueError, r"temperature is 0\.0, expected a finite number > 0", GRPOConfig, temperature=0.0)
-    assert_raises(WhetValueError, "GRPO: the batch is empty", make().train_step, [])
+    assert_raises(WhetValueError, ("loss_type", "'ppo'", "one of 'grpo'"), make, loss_type="ppo")
+    assert_raises(WhetValueError, ("temperature", "0.0", "a finite number > 0"), GRPOConfig, temperature=0.0)
+    assert_raises(WhetValueError, ("GRPO", "batch", "empty"), make().train_step, [])
 
 
-def test_weights_that_are_nan_end_in_an_error():
+def test_nan_weights_end_in_an_error():
     model = TinyModel()
     with torch.no_grad():
         model.head.bias[0] = math.nan
     grpo = make(model, max_skipped_steps=2)
     assert math.isnan(grpo.train_step(PROMPTS)["loss"])
-    assert_raises(NonFiniteError, "2 updates in a row", grpo.train_step, PROMPTS)
+    assert_raises(NonFiniteError, ("2 updates", "row"), grpo.train_step, PROMPTS)
 
 
-def test_the_loss_of_the_step_is_the_pure_loss():
+def test_the_loss_of_a_step_is_grpo_loss():
     model = TinyModel()
     parts = [token_logprobs(model, p, c) for p, c in ROWS]
     logprobs = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)

@@ -1,4 +1,4 @@
-"""SFT: against the update written out, its inputs, and accumulated micro-batches."""
+"""SFT: against an update in plain torch, inputs, and accumulated micro-batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from tests.raising import assert_raises
+from tests.raising import assert_raises, mentions
 from tests.tiny import (
     EOS,
     TinyModel,
@@ -39,7 +39,7 @@ def negative_log_likelihood(model, pairs):
 
 
 @pytest.mark.parametrize("micro_batch_size", [0, 1])
-def test_updates_are_those_written_out(micro_batch_size):
+def test_updates_match_plain_torch(micro_batch_size):
     sft, own = make(micro_batch_size=micro_batch_size), TinyModel()
     optimizer = torch.optim.AdamW(own.parameters(), lr=0.02, weight_decay=0.0)
     for _ in range(3):
@@ -54,7 +54,7 @@ def test_updates_are_those_written_out(micro_batch_size):
 
 
 @pytest.mark.parametrize("make_model", [tiny_llama, lambda: with_lora(tiny_llama())])
-def test_hugging_face_models_and_adapters(make_model):
+def test_trains_hugging_face_models_and_adapters(make_model):
     model = make_model()
     expected = negative_log_likelihood(model, list(zip(PROMPTS, COMPLETIONS, strict=True))).item()
     sft = make(model)
@@ -71,7 +71,7 @@ def test_loss_on_all_tokens():
 
 
 def a_talk():
-    """A tokenizer, a conversation of two turns, and its prompt, completion and mask by hand."""
+    """Return a tokenizer, a conversation of two turns, and its prompt, completion and mask by hand."""
     tokenizer = letters_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ 'g' if m.role == 'user' else 'h' }}{{ m.content }}"
@@ -84,7 +84,7 @@ def a_talk():
 
 @pytest.mark.parametrize("make_model", [TinyModel, tiny_llama])
 @pytest.mark.parametrize("micro_batch_size", [0, 1])
-def test_every_assistants_turn_counts_and_no_other_token(make_model, micro_batch_size):
+def test_only_assistant_turns_count(make_model, micro_batch_size):
     tokenizer, row, prompt, completion, mask = a_talk()
     rows = [row, {"prompt": [5, 6], "completion": [4, EOS]}]
     model = make_model()
@@ -93,7 +93,7 @@ def test_every_assistants_turn_counts_and_no_other_token(make_model, micro_batch
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     sft = make(model, tokenizer=tokenizer, micro_batch_size=micro_batch_size)
     assert sft.evaluate(rows) == pytest.approx(loss.item(), rel=1e-5)
-    computed = []  # which are freed after the update
+    computed = []  # freed after the update
     sft.optimizer.register_step_pre_hook(lambda *_: computed.append([p.grad.clone() for p in model.parameters()]))
     metrics = sft.train_step(rows)
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
@@ -112,7 +112,7 @@ def test_loss_on_the_last_turn_or_all_of_a_conversation(loss_on, n_prompt):
     assert_same_weights(sft.model, by_ids.model)
 
 
-def test_every_form_of_tokenised_rows_is_learnt_where_its_labels_are():
+def test_tokenised_rows_train_on_their_labels():
     model = tiny_llama()
     input_ids, labels = torch.tensor([[1, 5, 6, 4, 8, EOS], [1, 7, 9, 0, 0, 0]]), torch.full((2, 6), -100)
     labels[0, 3:], labels[1, 2] = input_ids[0, 3:], 9
@@ -131,7 +131,7 @@ def test_every_form_of_tokenised_rows_is_learnt_where_its_labels_are():
         assert sft.evaluate(form) == pytest.approx(expected, rel=1e-5)
 
 
-def test_all_forms_of_a_batch_are_one():
+def test_all_forms_of_a_batch_are_equivalent():
     batches = [
         (PROMPTS, COMPLETIONS),
         (padded(PROMPTS, left=True), padded(COMPLETIONS, left=False)),
@@ -150,7 +150,7 @@ def test_a_tensor_of_completions_ends_at_eos():
     assert_same_weights(cut.model, ragged.model)
 
 
-def test_rows_of_text():
+def test_rows_of_text_are_tokenised():
     sft = make(tokenizer=letters_tokenizer())
     sft.train_step([{"prompt": "bc", "completion": "ae"}, {"text": "dab"}])
     by_ids = make()
@@ -166,7 +166,7 @@ def test_rows_of_text():
 
 @pytest.mark.parametrize("loss_on", ["completion", "all"])
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
-def test_evaluation_is_the_loss_of_all_rows_and_trains_nothing(loss_on, batch_size):
+def test_evaluation_is_the_loss_of_all_rows_and_changes_nothing(loss_on, batch_size):
     rows = [{"prompt": p, "completion": c} for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
     rows += [{"text": [4, 5, 6, 7]}]
     sft = make(TinyModel(dropout=0.5), loss_on=loss_on, batch_size=batch_size)
@@ -177,11 +177,11 @@ def test_evaluation_is_the_loss_of_all_rows_and_trains_nothing(loss_on, batch_si
     assert_same_weights(sft.model, TinyModel())
     stepped = make(loss_on=loss_on).train_step(rows)
     assert found == pytest.approx(stepped["loss"], rel=1e-9)
-    with pytest.raises(WhetValueError, match="no completion of the dataset has a token that counts"):
+    with pytest.raises(WhetValueError, match=mentions("SFT", "completion of the dataset")):
         sft.evaluate([{"prompt": [5], "completion": []}])
 
 
-def test_bare_rows_of_a_dataset_count_whole():
+def test_all_tokens_of_bare_rows_count():
     trained, stepped = make(batch_size=2), make()
     trained.train([[5, 6, 7], torch.tensor([8, 9])], steps=1)
     stepped.train_step([[5], [8]], [[6, 7], [9]])
@@ -191,7 +191,7 @@ def test_bare_rows_of_a_dataset_count_whole():
     assert_same_weights(pairs.model, trained.model)
 
 
-def test_dropout_is_on_in_training_and_modes_come_back():
+def test_dropout_is_on_in_training_and_modes_are_restored():
     model = TinyModel(dropout=0.5).eval()
     sft = make(model)
     torch.manual_seed(0)
@@ -202,12 +202,12 @@ def test_dropout_is_on_in_training_and_modes_come_back():
     assert off["loss"] == pytest.approx(make().train_step(PROMPTS, COMPLETIONS)["loss"])
 
 
-def test_bad_batches_are_named():
-    with pytest.raises(WhetValueError, match="SFT: rows of the batch: prompt 2, completion 1"):
+def test_invalid_batches_are_rejected():
+    with pytest.raises(WhetValueError, match=mentions("SFT", "prompt 2", "completion 1")):
         make().train_step(PROMPTS, COMPLETIONS[:1])
-    assert_raises(WhetValueError, "no completion of the batch has a token to learn from", make().train_step, [[5], [6]])
-    assert_raises(WhetTypeError, "there is no tokenizer", make().train_step, [{"prompt": "a", "completion": "b"}])
-    assert_raises(WhetValueError, "expected one of 'completion', 'last_turn', 'all'", make, loss_on="prompt")
+    assert_raises(WhetValueError, ("SFT", "completion of the batch"), make().train_step, [[5], [6]])
+    assert_raises(WhetTypeError, ("tokenizer",), make().train_step, [{"prompt": "a", "completion": "b"}])
+    assert_raises(WhetValueError, ("'completion'", "'last_turn'", "'all'"), make, loss_on="prompt")
 
 
 # --- long rows ----------------------------------------------------------------------------------------
@@ -215,32 +215,30 @@ def test_bad_batches_are_named():
 LONG = [{"input_ids": [5] * n} for n in (4, 64, 65, 80)]
 
 
-def test_a_row_past_the_models_last_position_is_an_error():
-    message = r"SFT: row 2 of the batch has 65 tokens, and the model's last position is 64\. Shorten it"
+def test_a_row_longer_than_the_models_positions_is_rejected():
+    facts = ("SFT", "row 2 of the batch", "65 tokens", "last position is 64", "Shorten")
     for trainer in (make(tiny_llama()), make(tiny_llama(), compute="torch")):
-        assert_raises(WhetValueError, message, trainer.train_step, LONG)
+        assert_raises(WhetValueError, facts, trainer.train_step, LONG)
         assert trainer.train_step(LONG[:2])["num_tokens"] == 68
-        named = "^row 2 of the dataset: SFT: the row has 65 tokens"
-        assert_raises(RowError, named, trainer.evaluate, LONG)
-    assert make().train_step(LONG)["num_tokens"] == 213  # of a model that names no last position
-    message = "max_length is 65, and the model's last position is 64"
-    assert_raises(WhetValueError, message, make, tiny_llama(), max_length=65)
-    message = "completion_logprobs: row 1 has 66 tokens, and the model's last position is 64"
-    assert_raises(WhetValueError, message, completion_logprobs, tiny_llama(), [[5], [5]], [[5], [5] * 65])
+        assert_raises(RowError, ("row 2 of the dataset", "SFT", "65 tokens"), trainer.evaluate, LONG)
+    assert make().train_step(LONG)["num_tokens"] == 213  # a model without a position limit
+    assert_raises(WhetValueError, ("max_length is 65", "last position is 64"), make, tiny_llama(), max_length=65)
+    facts = ("completion_logprobs", "row 1", "66 tokens", "last position is 64")
+    assert_raises(WhetValueError, facts, completion_logprobs, tiny_llama(), [[5], [5]], [[5], [5] * 65])
 
 
 def test_long_rows_are_dropped_or_cut_and_counted():
     row = {"prompt": [5, 6], "completion": [4, 8, 9, EOS]}
     short, full = {"prompt": [5, 6], "completion": [4, 8]}, {"prompt": [7] * 4, "completion": [9]}
-    with pytest.warns(UserWarning, match=r"SFT: 1 of 2 rows have more than 4 tokens \(max_length\): 0 are cut, 1 left"):
+    with pytest.warns(UserWarning, match=mentions("SFT", "1 of 2", "4 tokens", "max_length")):
         dropped = make(max_length=4, truncation="drop").train_step([row, short])
     assert (dropped["frac_cut"], dropped["frac_dropped"], dropped["num_tokens"]) == (0, 0.5, 4)
     assert dropped["loss"] == make(max_length=4).train_step([short])["loss"]
-    with pytest.warns(UserWarning, match="2 of 3 rows have more than 4 tokens"):
+    with pytest.warns(UserWarning, match=mentions("2 of 3", "4 tokens")):
         cut = make(max_length=4, truncation="cut").train_step([row, short, full])
     assert (cut["frac_cut"], cut["frac_dropped"]) == (1 / 3, 1 / 3)
     assert cut["loss"] == make().train_step([short, short])["loss"]
-    with pytest.warns(UserWarning, match="8 left out"):
+    with pytest.warns(UserWarning, match=mentions("8", "dropped")):
         trainer = make(max_length=4, truncation="drop")
         before = weights(trainer.model)
         metrics = trainer.train([row] * 8, steps=1)

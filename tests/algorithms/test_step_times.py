@@ -1,4 +1,4 @@
-"""The times in a step's metrics: which phases each algorithm has, and that they add up to the step."""
+"""Times in a step's metrics: the phases of each algorithm, which add up to the step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def planted_clock(monkeypatch):
 
 
 class SlowEngine(ScriptedEngine):
-    """Takes 20 ms to sync and 30 ms to sample."""
+    """Engine that takes 20 ms to sync and 30 ms to sample."""
 
     def sync(self, model):
         CLOCK.sleep(0.02)
@@ -35,7 +35,7 @@ class SlowEngine(ScriptedEngine):
 
 
 def parts(metrics):
-    """The phases of a step, which have to add up."""
+    """Return the phases of a step, and check their sum."""
     found = {name[5:-2]: value for name, value in metrics.items() if name.startswith("time/")}
     assert all(name == f"time/{name[5:-2]}_s" for name in metrics if name.startswith("time/"))
     assert sum(found.values()) == pytest.approx(metrics["step_time_s"], rel=0, abs=1e-9)
@@ -62,7 +62,7 @@ def test_without_a_reference_grpo_has_neither_logprobs_nor_kl():
     assert parts(metrics).keys() == UPDATE | SAMPLE | {"reward", "advantages"}
 
 
-def test_old_logprobs_are_logprobs_too():
+def test_old_logprobs_count_as_logprobs():
     sampled = [
         [token_logprobs(TinyModel(), p, c).detach().tolist() for c in group]
         for p, group in zip(PROMPTS, GROUPS, strict=True)
@@ -71,13 +71,13 @@ def test_old_logprobs_are_logprobs_too():
     settings = {"reward_fn": fours, "group_size": 2, "engine": engine}
     metrics = online(GRPO, sampler_correction="token_mask", **settings).train_step(PROMPTS)
     assert parts(metrics).keys() == UPDATE | SAMPLE | {"reward", "advantages", "logprobs"}
-    # Truncated weights reject nothing, and the first update's own log-probs are the old ones.
+    # Truncation rejects nothing: the first update's log-probs serve as old log-probs.
     metrics = online(GRPO, sampler_correction="token_truncate", **settings).train_step(PROMPTS)
     assert parts(metrics).keys() == UPDATE | SAMPLE | {"reward", "advantages"}
     assert metrics["sampler/importance_weight"] == pytest.approx(1, abs=1e-5)
 
 
-def test_the_reward_function_takes_the_time_it_takes():
+def test_reward_time_is_the_time_of_the_reward_function():
     def slow(completions):
         CLOCK.sleep(0.03)
         return fours(completions)
@@ -87,23 +87,23 @@ def test_the_reward_function_takes_the_time_it_takes():
 
 
 @pytest.mark.parametrize("judge", [{"reward_fn": fours}, {"preference_fn": lambda pairs: [0] * len(pairs)}])
-def test_online_dpo(judge):
+def test_phases_of_online_dpo(judge):
     metrics = online(OnlineDPO, **judge).train_step(PROMPTS)
     assert parts(metrics).keys() == UPDATE | SAMPLE | {"reward", "logprobs"}
 
 
-def test_a_step_without_an_update_has_no_phases_of_one():
+def test_a_step_without_an_update_has_no_update_phases():
     metrics = online(OnlineDPO, preference_fn=lambda pairs: [None] * len(pairs)).train_step(PROMPTS)
     assert parts(metrics).keys() == SAMPLE | {"reward", "other"}
 
 
-def test_dpo_and_sft():
+def test_phases_of_dpo_and_sft():
     dpo = DPO(TinyModel()).train_step(PROMPTS, [[4, EOS], [9]], [[10], [4, 4]])
     assert parts(dpo).keys() == UPDATE | {"logprobs"}
     assert parts(SFT(TinyModel()).train_step(PROMPTS, [[4, EOS], [9]])).keys() == UPDATE
 
 
-def test_the_backward_pass_is_counted_as_such():
+def test_the_backward_pass_has_its_phase():
     class SlowBackward(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -123,6 +123,6 @@ def test_the_backward_pass_is_counted_as_such():
     assert found["forward"] >= 0.02 and found["backward"] >= 0.03 > found["other"] + found["loss"] + found["optimizer"]
 
 
-def test_people_do_not_see_them():
+def test_phases_are_not_main_metrics():
     metrics = SFT(TinyModel()).train_step(PROMPTS, [[4, EOS], [9]])
     assert main_metrics(metrics).keys() == {"loss", "lr", "tokens/s"}

@@ -22,8 +22,8 @@ def test_defaults_then_file_then_flags(files):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("learning_rte = 1e-3", "there is no setting 'learning_rte'. Did you mean learning_rate?"),
-        ("[grpo]\nsteps = 3", "there is no setting 'grpo'."),
+        ("learning_rte = 1e-3", "unknown setting 'learning_rte'. Did you mean learning_rate?"),
+        ("[grpo]\nsteps = 3", "unknown setting 'grpo'."),
         ('learning_rate = "1e-3"', "learning_rate is '1e-3', expected float."),
         ("lora_layers = 'q_proj'", "lora_layers is 'q_proj', expected a list of str values."),
         ("loss_type = 'ppo'", "loss_type is 'ppo', expected one of 'grpo', "),

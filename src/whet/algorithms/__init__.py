@@ -1,7 +1,7 @@
 """The five algorithms and their losses. Importing this package imports torch.
 
-Each algorithm is one file with its equation and assumptions on top; each loss is a pure function of
-named tensors that works without any trainer.
+Each algorithm is one file that begins with its equation and assumptions; each loss is a pure function of named tensors
+that works without a trainer.
 """
 
 from __future__ import annotations

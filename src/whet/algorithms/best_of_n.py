@@ -2,8 +2,7 @@
 
     y* = argmax_i r(x, y_i),    y_1 ... y_N ~ pi(. | x)
 
-No training. Assumes that the rewards of one prompt's completions can be compared; of equal rewards the
-first counts.
+No training. Assumes that the rewards of one prompt's completions are comparable; ties go to the first completion.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from whet.rollout.rollout import Prompts, Rollout, as_prompt_row, read_prompts, 
 
 
 class BestOfNResult(NamedTuple):
-    """The result of ``BestOfN.generate`` with scores or candidates.
+    """Result of ``BestOfN.generate`` with scores or candidates.
 
     Attributes:
-        sequences: (B, P+T) int64, each prompt with its best completion, padded on the right.
-        scores: (B, N) float64, the reward of each candidate, NaN where it was not scored; or None.
-        candidates: per prompt its N completions; or None.
+        sequences: (B, P+T) int64, each prompt followed by its best completion, padded on the right.
+        scores: (B, N) float64, the reward of each candidate, NaN if unscored; or None.
+        candidates: N completions per prompt; or None.
     """
 
     sequences: Tensor
@@ -45,11 +44,11 @@ class BestOfN:
     """Rejection sampling at inference time.
 
     Args:
-        model: samples the candidates; a module with ``generate``, or any that maps token ids to logits.
+        model: the model to sample from; a module with ``generate``, or any module from token ids to logits.
         reward_fn: one reward function, several, or ``RewardFunctions``.
         config: settings; None: the defaults.
-        tokenizer: for prompts of text, and so that reward functions see text.
-        engine: samples the candidates; "auto", "native" or "torch" set ``config.engine``; None: as that says.
+        tokenizer: for text prompts; reward functions then get text.
+        engine: the engine that samples; "auto", "native" or "torch" set ``config.engine``; None: ``config.engine``.
         **settings: fields of ``BestOfNConfig``, such as ``n`` and ``max_new_tokens``.
     """
 
@@ -79,7 +78,7 @@ class BestOfN:
     def generate(
         self, prompts: Any, *, return_scores: bool = False, return_all: bool = False
     ) -> Tensor | BestOfNResult:
-        """The best of N completions for each prompt; the same ones again for the same seed.
+        """Return the best of N completions for each prompt, reproducibly for a given seed.
 
         Args:
             prompts: a (B, P) tensor; a dict of input_ids and attention_mask; ragged lists of token ids;
@@ -110,11 +109,11 @@ class BestOfN:
         )
 
     def evaluate(self, prompts: Any, *, batch_size: int = 8) -> float:
-        """The mean over prompts of the best reward among N completions, by which ``generate`` chooses.
+        """Return the mean over prompts of the best reward among N completions.
 
         Args:
-            prompts: as for ``generate``; or any data set of them as for ``GRPO.train``, read once in its order.
-            batch_size: prompts to sample for at a time, where they are not batched already.
+            prompts: as for ``generate``; or a dataset as for ``GRPO.train``, read once in order.
+            batch_size: prompts per batch, unless the dataset is batched already.
 
         Raises:
             RewardError: as ``generate``.
@@ -128,7 +127,7 @@ class BestOfN:
         return sum(best) / len(best)
 
     def _candidates(self, prompts: Prompts, seed: int, where: str) -> tuple[Rollout, np.ndarray]:
-        """N completions per prompt, and their rewards (B, N), of every prompt one at least."""
+        """Return N completions per prompt and their rewards (B, N), at least one reward per prompt."""
         self.engine.sync(self.model)
         check_lengths(self.model, prompts.ids, self.config.max_new_tokens, where)
         self.engine = ensure_capacity(self.engine, self._make_engine, prompts.ids, self.config.max_new_tokens)
@@ -141,8 +140,8 @@ class BestOfN:
         unscored = np.isnan(scores).all(axis=1)
         if unscored.any():
             raise RewardError(
-                f"{where}: no candidate for prompt {int(unscored.argmax())} was scored, so none is best. Score at "
-                f"least one."
+                f"{where}: no candidate for prompt {int(unscored.argmax())} was scored. Score at least one "
+                f"candidate of each prompt."
             )
         return rollout, scores
 

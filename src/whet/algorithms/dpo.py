@@ -5,8 +5,8 @@ completion, d = c - r (Rafailov et al. 2023, eq. 7):
 
     l = -log sigmoid(beta d)
 
-The members of the family differ in the function of c, r and d (see ``dpo_loss``). Assumes that both
-completions answer the same prompt; prompt tokens never count.
+The losses of the family differ in the function of c, r and d (see ``dpo_loss``). Assumes that both completions answer
+the same prompt; prompt tokens never count.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _REFERENCE = ("ref_chosen_logprobs", "ref_rejected_logprobs")
 
 
 class Pairs(NamedTuple):
-    """B preference pairs. A pair of tensors is of the chosen and of the rejected completions.
+    """B preference pairs. A pair of tensors belongs to the chosen and the rejected completions.
 
     Attributes:
         prompt_ids, chosen_ids, rejected_ids: B rows of token ids each.
-        reference: the reference's log-probs, summed over the tokens, (B,) each; None: not known.
-        sampler_logprobs: of tokens, as an engine recorded them, (B, T) each; None: it did not.
-        metrics: of ``LengthLimit``, of the batch that they were taken from.
+        reference: the reference's log-probs, summed over tokens, (B,) each; None: not computed.
+        sampler_logprobs: log-probs of the tokens as recorded by the engine, (B, T) each; None: not recorded.
+        metrics: ``LengthLimit`` metrics of the source batch.
     """
 
     prompt_ids: list[list[int]]
@@ -58,16 +58,16 @@ class Pairs(NamedTuple):
 
     @classmethod
     def from_rows(cls, rows: Iterable[TokenRow]) -> Pairs:
-        """Pairs of prompt, chosen and rejected token ids."""
+        """Build pairs from rows of prompt, chosen and rejected token ids."""
         prompts, chosen, rejected = map(list, zip(*rows, strict=True)) if (rows := list(rows)) else ([], [], [])
         return cls(prompts, chosen, rejected)
 
     def rows(self) -> list[TokenRow]:
-        """Prompt, chosen and rejected token ids of each pair."""
+        """Return prompt, chosen and rejected token ids of each pair."""
         return list(zip(self.prompt_ids, self.chosen_ids, self.rejected_ids, strict=True))
 
     def select(self, indices: list[int]) -> Pairs:
-        """Some of the pairs."""
+        """Return the pairs at ``indices``."""
         prompts, chosen, rejected = ([side[i] for i in indices] for side in self[:3])
         reference, sampler_logprobs = (
             both and (both[0][indices], both[1][indices]) for both in (self.reference, self.sampler_logprobs)
@@ -75,15 +75,16 @@ class Pairs(NamedTuple):
         return Pairs(prompts, chosen, rejected, reference, sampler_logprobs, self.metrics)
 
     def lengths(self) -> tuple[Tensor, Tensor]:
-        """Tokens of each chosen and each rejected completion, (B,)."""
+        """Return the token counts of chosen and rejected completions, (B,) each."""
         return torch.tensor(list(map(len, self.chosen_ids))), torch.tensor(list(map(len, self.rejected_ids)))
 
 
 class DPO(Trainer):
-    """Direct Preference Optimization. The arguments are those of ``Trainer``.
+    """Direct Preference Optimization. Takes the arguments of ``Trainer``.
 
-    Ties, pairs whose chosen and rejected completions are the same tokens, carry no preference: they are left out (not
-    for the loss ``sft``, which uses the chosen completion only), counted in ``frac_ties``, and warned of once.
+    Ties, pairs whose chosen and rejected completions are the same tokens, carry no preference: they are excluded
+    (except by the loss ``sft``, which only uses the chosen completion), counted in ``frac_ties``, and warned about
+    once.
     """
 
     config_class = DPOConfig
@@ -93,33 +94,34 @@ class DPO(Trainer):
 
     @cached_property
     def _sums(self) -> ReferenceSums:
-        """The reference's sums of the rows that were precomputed."""
+        """The reference's summed log-probs of precomputed rows."""
         return ReferenceSums()
 
     def uses_reference(self) -> bool:
-        """Whether the reference computes log-probs in every step; precomputed ones need none."""
+        """Whether the reference computes log-probs in every step, which precomputed log-probs make unnecessary."""
         return self.config.has_reference() and not self.config.precompute_reference
 
     @training_step
     def train_step(self, prompt: Any, chosen: Any = None, rejected: Any = None) -> dict[str, float]:
-        """One update on a batch of pairs.
+        """Update the policy on a batch of pairs.
 
         Args:
-            prompt: B prompts, texts or as ``whet.data.token_rows`` takes token ids, a (B, P) tensor for one; or, alone,
-                a list of rows: dicts that ``whet.data.tokenize_preference`` reads, or tuples of prompt, chosen and
-                rejected, or a dict of their columns; with ``ref_chosen_logprobs`` and ``ref_rejected_logprobs``
-                (sums) if they are precomputed.
-            chosen: B completions without their prompts, likewise.
-            rejected: B completions, likewise.
+            prompt: B prompts, as texts or as token ids in a form that ``whet.data.token_rows`` reads, such as a (B, P)
+                tensor; or, as the only argument, a list of rows: dicts that ``whet.data.tokenize_preference`` reads,
+                tuples of prompt, chosen and rejected, or a dict of columns. Rows with precomputed reference log-probs
+                have the sums ``ref_chosen_logprobs`` and ``ref_rejected_logprobs``.
+            chosen: B completions without their prompts, in the same forms.
+            rejected: B completions, in the same forms.
 
         Returns:
-            Metrics: ``loss``, those of ``dpo_loss``, ``entropy`` (mean per completion token), ``frac_ties`` (share of
-            ties among the pairs), with ``truncation`` also ``frac_cut`` and ``frac_dropped`` (shares of the rows), and
-            those of every step. A batch of ties or dropped rows only has loss and gradient norm 0, and makes no update.
+            Metrics: ``loss``, the metrics of ``dpo_loss``, ``entropy`` (mean per completion token), ``frac_ties``
+            (share of pairs), with ``truncation`` also ``frac_cut`` and ``frac_dropped`` (shares of rows), and the
+            metrics of every step. A batch with only ties or dropped rows has loss and gradient norm 0, and makes no
+            update.
 
         Raises:
             WhetTypeError: the batch has none of these forms.
-            WhetValueError: rows that do not match, a row longer than ``max_length``, or ``precompute_reference``
+            WhetValueError: columns of different lengths, a row longer than ``max_length``, or ``precompute_reference``
                 without reference log-probs.
         """
         pairs = self.get_prepared(prompt, chosen, rejected)
@@ -130,22 +132,22 @@ class DPO(Trainer):
             self._warned_of_ties = True
             warnings.warn(
                 f"DPO: in {n_excluded} of the {n_pairs} pairs of this batch chosen and rejected are the same tokens. "
-                f"Such pairs are left out; frac_ties is their share of every batch.",
+                f"Such ties are excluded; frac_ties is their share of every batch.",
                 stacklevel=3,
             )
         return {**update_on_pairs(self, kept), **pairs.metrics, "frac_ties": n_excluded / max(1, n_pairs)}
 
     def train(self, dataset: Any, steps: int | None = None, *, n_epochs: int | None = None) -> dict[str, float]:
-        """Run ``Trainer.train``; with ``precompute_reference``, compute the reference's log-probs before.
+        """Run ``Trainer.train``; with ``precompute_reference``, compute the reference's log-probs first.
 
-        They are kept, also in checkpoints, for later epochs and runs over the same rows.
+        Log-probs are kept, also in checkpoints, for later epochs and runs over the same rows.
         """
         if self.config.precompute_reference and self.config.has_reference():
             dataset = self.add_reference_logprobs(dataset)
         return super().train(dataset, steps, n_epochs=n_epochs)
 
     def evaluation_metrics(self, dataset: Any) -> dict[str, float]:
-        """``loss``, ``rewards/accuracies`` and ``rewards/margins`` of ``dpo_loss`` over all pairs but ties.
+        """Return ``loss``, ``rewards/accuracies`` and ``rewards/margins`` of ``dpo_loss`` over all pairs except ties.
 
         Raises:
             WhetValueError: all pairs are ties, or ``precompute_reference`` without reference log-probs.
@@ -165,19 +167,19 @@ class DPO(Trainer):
             n_pairs += len(pairs.prompt_ids)
             n_tokens += sum(map(len, pairs.chosen_ids))
         if not n_pairs:
-            raise WhetValueError("DPO: no pair of the dataset has a difference between chosen and rejected.")
+            raise WhetValueError("DPO: chosen and rejected are the same in every pair of the dataset.")
         per_token = {"loss"} if self.config.loss_type == "sft" else set()
         return {name: total / (n_tokens if name in per_token else n_pairs) for name, total in totals.items()}
 
     def add_reference_logprobs(self, rows: Any) -> list[Mapping[str, Any]]:
         """Add ``ref_chosen_logprobs`` and ``ref_rejected_logprobs``, summed over the completion, to the rows.
 
-        They are those of ``ref_model``, or of the policy if it has not been trained yet. Nothing is computed again for
-        rows that have them, or that this trainer, its checkpoint or ``reference_cache`` knows.
+        The reference is ``ref_model``, or the policy before its first update. Rows that already have log-probs, or
+        whose log-probs are in this trainer, its checkpoint or ``reference_cache``, are not computed again.
 
         Raises:
             WhetTypeError: not a sequence of rows.
-            WhetValueError: some rows are not known and there is no reference: the policy has been trained already.
+            WhetValueError: log-probs are missing and there is no reference: the policy has already been trained.
         """
         if not is_sequence(rows):
             raise WhetTypeError(
@@ -185,7 +187,7 @@ class DPO(Trainer):
             )
         items = [rows[i] for i in range(len(rows))]
         if any(is_batch(item, self.row_fields) for item in items):
-            raise WhetTypeError("DPO: precompute_reference needs a sequence of rows, not of ready batches.")
+            raise WhetTypeError("DPO: precompute_reference needs a sequence of rows, not of batches.")
         done = list(map(row_reader(rows, self.as_row), items))
         missing = [i for i, row in enumerate(done) if _read_sums(row) is None]
         if not missing:
@@ -199,28 +201,28 @@ class DPO(Trainer):
         token_rows = [cast(TokenRow, tuple(row)) for row in fitted if row is not None]
         cache, arithmetic = self.config.reference_cache, self.acceleration.dtype if self.acceleration else "torch"
         open_cache = partial(self.reference.open_cache, cache, str(arithmetic).removeprefix("torch."))
-        known = self._sums.add(
+        found = self._sums.add(
             token_rows, self._reference_sums, self.config.batch_size, open_cache if cache else None, self.ranks
         )
-        for i, sums in zip(missing, known, strict=True):
+        for i, sums in zip(missing, found, strict=True):
             done[i] = {**done[i], **dict(zip(_REFERENCE, sums, strict=True))}
         return done
 
     def _reference_sums(self, rows: list[TokenRow]) -> list[Sums]:
         if self.reference.is_policy() and self.n_updates:
             raise WhetValueError(
-                "DPO: precompute_reference is set, the policy has been trained already, there is no ref_model, and "
+                "DPO: precompute_reference is set, the policy has already been trained, there is no ref_model, and "
                 "some rows are new. Pass ref_model, or the rows that add_reference_logprobs returned before."
             )
         chosen, rejected = reference_sums(self, Pairs.from_rows(rows))
         return list(zip(chosen.tolist(), rejected.tolist(), strict=True))
 
     def extra_tensors(self) -> dict[str, Tensor]:
-        """The reference's sums of the rows seen, see ``ReferenceSums.tensors``."""
+        """Return the reference's sums of the rows seen, see ``ReferenceSums.tensors``."""
         return self._sums.tensors()
 
     def load_extra_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what ``extra_tensors`` returned."""
+        """Restore the result of ``extra_tensors``."""
         self._sums.load_tensors(tensors)
 
     def _without_ties(self, pairs: Pairs) -> Pairs:
@@ -231,7 +233,7 @@ class DPO(Trainer):
         return pairs if len(different) == len(pairs.prompt_ids) else pairs.select(different)
 
     def prepare(self, prompt: Any, chosen: Any = None, rejected: Any = None) -> Pairs:
-        """The pairs of a batch, with the reference's sums if they are known for all."""
+        """Return the pairs of a batch, with the reference's sums if they are known for all pairs."""
         columns = (prompt, chosen, rejected)
         if chosen is not None and rejected is not None:
             rows = columns_as_rows(self.row_fields, columns, "DPO")
@@ -258,12 +260,12 @@ class DPO(Trainer):
         return pairs._replace(reference=(sums[:, 0], sums[:, 1]))
 
     def tokenize_row(self, row: Mapping[str, Any], tokenizer: Any) -> TokenRow:
-        """Prompt, chosen and rejected completion; see ``tokenize_preference``."""
+        """Return prompt, chosen and rejected completion; see ``tokenize_preference``."""
         return tokenize_preference(row, tokenizer)
 
 
 def _read_sums(row: Mapping[str, Any]) -> Sums | None:
-    """The reference's sums in the fields of a row; None: it has none."""
+    """Return the reference's sums from the fields of a row; None if absent."""
     sums = []
     for name in _REFERENCE:
         value = row.get(name)
@@ -277,15 +279,15 @@ def _read_sums(row: Mapping[str, Any]) -> Sums | None:
 
 
 def reference_sums(trainer: Trainer, pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """The reference's log-probs of chosen and rejected completions, (B,) each."""
+    """Return the reference's log-probs of chosen and rejected completions, (B,) each."""
     with trainer.reference.as_module() as model:
         return _pair_sums(pairs, trainer, model)
 
 
 def with_reference(trainer: Trainer, pairs: Pairs) -> Pairs:
-    """The pairs with the reference's sums, for a trainer whose config is a ``PreferenceConfig``.
+    """Add the reference's sums to the pairs, for a trainer whose config is a ``PreferenceConfig``.
 
-    Unchanged where the loss does not use the reference.
+    Return the pairs unchanged if the loss does not use the reference.
     """
     if not trainer.config.has_reference() or pairs.reference is not None:
         return pairs
@@ -306,7 +308,7 @@ def _pair_sums(pairs: Pairs, trainer: Trainer, model: nn.Module) -> tuple[Tensor
 def pair_losses(
     config: PreferenceConfig, pairs: Pairs, policy: tuple[Tensor, Tensor], *, n_pairs: int, n_tokens: int
 ) -> tuple[Tensor, dict[str, float]]:
-    """``dpo_loss`` of pairs, with the settings of ``config``, from the policy's sums."""
+    """Return ``dpo_loss`` of pairs from the policy's summed log-probs, with the settings of ``config``."""
     chosen_lengths, rejected_lengths = (counts.to(policy[0].device) for counts in pairs.lengths())
     return dpo_loss(
         *policy,
@@ -322,7 +324,7 @@ def pair_losses(
 
 
 def update_on_pairs(trainer: Trainer, pairs: Pairs) -> dict[str, float]:
-    """One update of a trainer whose config is a ``PreferenceConfig``, and its metrics; no update for no pairs.
+    """Update a trainer whose config is a ``PreferenceConfig``, and return metrics; no update without pairs.
 
     Pairs with ``sampler_logprobs`` add ``sampler/logprob_difference``, the mean over tokens of the absolute difference
     from the policy's log-probs, and ``sampler/logprob_difference_max``.
@@ -335,7 +337,7 @@ def update_on_pairs(trainer: Trainer, pairs: Pairs) -> dict[str, float]:
     with trainer.update() as update:
         rows = pairs.rows()
         for part in map(pairs.select, trainer.shard(update, rows, trainer.micro_batches(rows))):
-            largest: dict[str, float] = {}
+            maxima: dict[str, float] = {}
             with phase("forward"):
                 logprobs, entropy, mask = completion_logprobs(
                     trainer.model, part.prompt_ids * 2, part.chosen_ids + part.rejected_ids, return_entropy=True
@@ -347,10 +349,10 @@ def update_on_pairs(trainer: Trainer, pairs: Pairs) -> dict[str, float]:
                 )
             if part.sampler_logprobs is not None:
                 recorded = torch.cat([side[:, : mask.shape[1]] for side in part.sampler_logprobs]).to(mask.device)
-                gap, largest["sampler/logprob_difference_max"] = logprob_difference(logprobs, recorded, mask)
-                metrics["sampler/logprob_difference"] = gap / max(1, n_completion)
+                total, maxima["sampler/logprob_difference_max"] = logprob_difference(logprobs, recorded, mask)
+                metrics["sampler/logprob_difference"] = total / max(1, n_completion)
             metrics["entropy"] = cast(Tensor, entropy).sum().item() / max(1, n_completion)
-            update.add(loss, metrics, largest)
+            update.add(loss, metrics, maxima)
     return {**update.metrics, **update.maxima, "num_tokens": n_completion + 2 * sum(map(len, pairs.prompt_ids))}
 
 
@@ -368,13 +370,13 @@ def dpo_loss(
     n_pairs: float | None = None,
     n_tokens: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss of the DPO family, averaged over pairs; sft over the tokens of the chosen completions.
+    """Loss of the DPO family, averaged over pairs; sft is averaged over the tokens of the chosen completions.
 
     With c and r the log-ratios of chosen and rejected, d = c - r, d' = c / chosen_lengths - r /
     rejected_lengths, s the label smoothing and sig the sigmoid::
 
         sigmoid       -(1 - s) logsig(beta d) - s logsig(-beta d)      (s > 0: conservative DPO)
-        sigmoid_norm  the same of d'
+        sigmoid_norm  sigmoid with d' in place of d
         robust        [-(1 - s) logsig(beta d) + s logsig(-beta d)] / (1 - 2 s)
         hinge         relu(1 - beta d)
         ipo           (d' - 1 / (2 beta))^2
@@ -388,20 +390,18 @@ def dpo_loss(
 
     Args:
         chosen_logprobs: (B,) float, summed over the completion, differentiable. The loss has its dtype.
-        rejected_logprobs: (B,), likewise.
-        ref_chosen_logprobs: (B,), of the reference; None for both references: reference-free, as if
-            the reference gave every completion the same probability.
+        rejected_logprobs: (B,), as chosen_logprobs.
+        ref_chosen_logprobs: (B,), log-probs of the reference; None for both references: reference-free, as if the
+            reference assigned every completion the same probability.
         ref_rejected_logprobs: (B,).
         loss_type: see above.
         beta: strength of the KL regularisation towards the reference.
-        label_smoothing: probability that a label is wrong, for sigmoid, sigmoid_norm, robust and
-            exo_pair (which needs one above 0).
-        chosen_lengths: (B,), tokens of each completion; for ipo, sigmoid_norm and sft.
+        label_smoothing: probability that a label is wrong, for sigmoid, sigmoid_norm, robust and exo_pair (which needs
+            a value above 0).
+        chosen_lengths: (B,), tokens per completion; for ipo, sigmoid_norm and sft.
         rejected_lengths: (B,); for ipo and sigmoid_norm.
-        n_pairs: pairs of the whole batch, so that the losses and the metrics of micro-batches add up;
-            None: B.
-        n_tokens: for sft, tokens of the chosen completions of the whole batch, likewise; None: the sum of
-            chosen_lengths.
+        n_pairs: pairs of the whole batch, so that losses and metrics of micro-batches add up; None: B.
+        n_tokens: for sft, tokens of the chosen completions of the whole batch; None: the sum of chosen_lengths.
 
     Returns:
         The scalar loss, and metrics as floats, means over the pairs: ``rewards/{chosen,rejected}`` (beta c
@@ -409,9 +409,9 @@ def dpo_loss(
         ``logps/{chosen,rejected}``.
 
     Raises:
-        WhetTypeError: an argument is no tensor, or of the wrong dtype or number of axes.
-        WhetValueError: shapes that disagree, no pairs, an unknown loss_type, a setting out of range,
-            one reference without the other, or missing lengths.
+        WhetTypeError: an argument is not a tensor, or has the wrong dtype or number of axes.
+        WhetValueError: shapes differ, there are no pairs, loss_type is unknown, a setting is out of range, only one
+            reference is given, or lengths are missing.
 
     Source: TRL 1.16's table (Rafailov 2023, Mitchell 2023, Chowdhury 2024, Zhao 2023, Azar 2023, Meng
         2024, Ji 2024, Chen 2024, Jung 2024, Wu 2024, D'Oosterlinck 2024). Departure: TRL's sigmoid

@@ -1,13 +1,12 @@
-"""Group Relative Policy Optimization: sample G completions per prompt, reinforce those above the group's mean.
+"""Group Relative Policy Optimization: sample G completions per prompt, reinforce completions above the group mean.
 
 Per token t of completion i, with its group-relative advantage A_i and the probability ratio
 rho = exp(log pi - log pi_old) (Shao et al. 2024, eq. 3):
 
     l_it = -min(rho A_i, clip(rho, 1 - epsilon, 1 + epsilon_high) A_i) + beta KL_it
 
-The members of the family differ in l and in how tokens are summed (see ``grpo_loss``). Assumes that
-every completion of a group answers the same prompt, and that log-probs are taken at the sampling
-temperature.
+The losses of the family differ in l and in how tokens are summed (see ``grpo_loss``). Assumes that every completion
+of a group answers the same prompt, and that log-probs are computed at the sampling temperature.
 """
 
 from __future__ import annotations
@@ -54,18 +53,18 @@ from whet.training.distributed import join_ranks
 from whet.training.phases import phase
 from whet.training.trainer import training_step
 
-_BETA = 0.1
-"""``beta`` beside a ref_model, unless it is given: a reference that has no effect is never meant."""
+_DEFAULT_BETA = 0.1
+"""Default ``beta`` with a ref_model: a reference without effect is never intended."""
 
 
 class GRPO(OnlineTrainer):
     """Group Relative Policy Optimization.
 
     Args:
-        model, ref_model, **arguments: of ``Trainer`` and ``OnlineTrainer``. A ref_model without beta means beta = 0.1,
-            which is printed; TRL's default is 0.
+        model, ref_model, **arguments: arguments of ``Trainer`` and ``OnlineTrainer``. With a ref_model beta defaults to
+            0.1, which is printed; TRL's default is 0.
         reward_fn: one reward function, several, or ``whet.rewards.RewardFunctions``.
-        kl_coef: another name for ``beta``.
+        kl_coef: alias of ``beta``.
     """
 
     config_class = GRPOConfig
@@ -85,24 +84,26 @@ class GRPO(OnlineTrainer):
                 raise WhetTypeError("GRPO: kl_coef and beta are one setting. Pass one of them.")
             arguments["beta"] = kl_coef
         super().__init__(model, ref_model, **arguments)
-        plain = "sampler_correction is 'auto', and the model, which is on no quantised base, is sampled from as it is"
-        may_correct = self._correction() is not None or not self._is_own_engine  # which may lag behind the policy
-        reject_ineffective(self.config, ["sampler_cap"], may_correct, plain)
+        why = "sampler_correction is 'auto', and without a quantised base the sampler matches the policy"
+        may_correct = self._correction() is not None or not self._is_own_engine  # a custom engine may lag behind
+        reject_ineffective(self.config, ["sampler_cap"], may_correct, why)
         self.rewards = reward_functions(self.config, reward_fn)
-        self._begun: _Step | None = None
+        self._in_progress: _Step | None = None
 
     def complete_config(self, config: GRPOConfig, ref_model: torch.nn.Module | None) -> GRPOConfig:
-        """The config with its ``beta``, which ref_model decides where it is not given."""
+        """Return the config with ``beta`` resolved; its default depends on ref_model."""
         if config.beta is not None:
             return config
-        beta = 0.0 if ref_model is None else _BETA
+        beta = 0.0 if ref_model is None else _DEFAULT_BETA
         if beta and join_ranks().is_first:
-            print(f"GRPO: beta is {beta}, as ref_model is given. Pass beta (or kl_coef) to change it.", flush=True)
+            print(
+                f"GRPO: beta is {beta}, the default with a ref_model. Pass beta (or kl_coef) to change it.", flush=True
+            )
         return replace(config, beta=beta)
 
     def _correction(self, rollout: Rollout | None = None) -> SamplerCorrection | None:
-        """The config's. "auto" corrects on a quantised base too, where the sampler alone rounds inputs to 8 bits, and
-        completions that an older policy sampled.
+        """Return the correction of the config. "auto" also corrects on a quantised base, where only the sampler rounds
+        inputs to 8 bits, and for completions sampled by an older policy.
         """
         base = base_of(self.model)
         sampled = [] if rollout is None else rollout.completions
@@ -113,15 +114,15 @@ class GRPO(OnlineTrainer):
 
     @training_step
     def train_step(self, prompt_batch: Any) -> dict[str, float]:
-        """Sample completions for a batch of prompts, score them, and update the policy on them.
+        """Sample completions for a batch of prompts, score them, and update the policy.
 
         Args:
             prompt_batch: a (B, P) tensor; a dict of input_ids and attention_mask, padded on either side;
-                ragged lists of token ids; with a tokenizer texts, or rows (dicts) with ``prompt`` as text,
-                messages or ids. The other fields of rows reach the reward functions.
+                ragged lists of token ids; with a tokenizer texts, or rows (dicts) with ``prompt`` as text, messages or
+                ids. Reward functions get the other fields of rows.
 
         Returns:
-            Metrics: ``loss``, ``mean_reward``, ``reward_std`` (mean of the groups'), ``frac_reward_zero_std``,
+            Metrics: ``loss``, ``mean_reward``, ``reward_std`` (mean over groups), ``frac_reward_zero_std``,
             ``rewards/NAME/{mean,std}``, ``entropy``, ``completions/...``, ``sampler/logprob_difference`` and
             ``sampler/logprob_difference_max`` (of |log pi_old - log pi_sampler| per token), ``grpo_loss`` metrics
             and the metrics of every step; averages over ``num_iterations`` updates.
@@ -129,32 +130,29 @@ class GRPO(OnlineTrainer):
         Raises:
             RewardError: a reward function failed.
         """
-        self._begun = step = self._continued(prompt_batch) or self._begin(prompt_batch)
+        self._in_progress = step = self._resume(prompt_batch) or self._begin(prompt_batch)
         while step.counts.n_tokens and len(step.updates) < self.config.num_iterations:
             with self.update() as update:
                 for batch in update.shard(step.batches, [batch.rows() for batch in step.batches]):
                     loss, metrics = self._loss(batch, step)
                     known = batch.sampler_logprobs is not None
-                    update.add(
-                        loss,
-                        metrics,
-                        {"sampler/logprob_difference_max": batch.logprob_difference[1]} if known else None,
-                    )
+                    maxima = {"sampler/logprob_difference_max": batch.logprob_difference[1]} if known else None
+                    update.add(loss, metrics, maxima)
             step.updates.append(update.metrics)
             step.maxima = update.maxima
-        self._begun = None
+        self._in_progress = None
         metrics = step.all_metrics()
         if step.batches and step.batches[0].correction is None:
-            fix = "Set sampler_correction, or train adapters that both compute alike."
+            fix = "Set sampler_correction, or train adapters that generate and forward compute alike."
             self.warn_if_mismatched(metrics.get("sampler/logprob_difference", 0.0), fix)
         return metrics
 
-    def _continued(self, prompt_batch: Any) -> _Step | None:
-        """The step on these prompts that an interrupt ended between two of its updates."""
-        begun = self._begun
-        if begun is None or not begun.updates or begun.number != self.step:
+    def _resume(self, prompt_batch: Any) -> _Step | None:
+        """Return the step on these prompts that was interrupted between two of its updates, if any."""
+        step = self._in_progress
+        if step is None or not step.updates or step.number != self.step:
             return None
-        return begun if self.prepare(prompt_batch).ids == begun.prompt_ids else None
+        return step if self.prepare(prompt_batch).ids == step.prompt_ids else None
 
     def _begin(self, prompt_batch: Any) -> _Step:
         """Sample completions and score them."""
@@ -194,7 +192,7 @@ class GRPO(OnlineTrainer):
         )
 
     def _micro_batches(self, rollout: Rollout, advantages: np.ndarray, rows: list[int]) -> list[_MicroBatch]:
-        """Some completions of a rollout, with all that is known before the first update on them."""
+        """Return some completions of a rollout as micro-batches, with everything known before the first update."""
         config = self.config
         prompts = [rollout.prompt_ids[i] for i in rows]
         completions = [rollout.completions[i].token_ids for i in rows]
@@ -204,9 +202,9 @@ class GRPO(OnlineTrainer):
         sampler, correction = rollout.sampler_logprobs(rows), self._correction(rollout)
         if correction and sampler is None and config.sampler_correction != "auto":
             raise WhetValueError(
-                "GRPO: sampler_correction needs log-probs, and the engine records none. Set it to 'off'."
+                "GRPO: sampler_correction needs log-probs, which the engine does not record. Set it to 'off'."
             )
-        # The loss is divided by the number of tokens that a mask keeps; and dropout would be noise in the weights.
+        # A mask changes the number of tokens that the loss is divided by; dropout would add noise to the weights.
         if correction and sampler is not None and (correction.endswith("mask") or config.training_mode):
             old = self.logprobs(self.model, prompts, completions, config.temperature)
         batches = []
@@ -233,14 +231,14 @@ class GRPO(OnlineTrainer):
         return batches
 
     def _loss(self, batch: _MicroBatch, step: _Step) -> tuple[Tensor, dict[str, float]]:
-        """Loss and metrics of a micro-batch, as its share of the whole batch's."""
+        """Return loss and metrics of a micro-batch, as its share of the batch."""
         config = self.config
         with phase("forward"):
             logprobs, entropy, _ = completion_logprobs(
                 self.model, batch.prompt_ids, batch.completion_ids, temperature=config.temperature, return_entropy=True
             )
         with phase("loss"):
-            if batch.old_logprobs is None:  # the first update starts from the policy that sampled
+            if batch.old_logprobs is None:  # the policy of the first update is the policy that sampled
                 batch.set_old_logprobs(logprobs.detach(), config.sampler_cap)
             old = cast(Tensor, batch.old_logprobs)
             loss, metrics = _masked_loss(
@@ -254,17 +252,17 @@ class GRPO(OnlineTrainer):
 
 @dataclass
 class _Step:
-    """One step, from its completions on.
+    """State of a step after sampling.
 
     Attributes:
-        number: steps before it.
-        prompt_ids: of the batch.
+        number: number of steps before this one.
+        prompt_ids: prompts of the batch.
         batches: the completions that count, in micro-batches.
-        n_sampled: their tokens.
-        counts: what their sums are divided by.
-        metrics: of the completions.
+        n_sampled: tokens of these completions.
+        counts: divisors of the loss.
+        metrics: metrics of the completions.
         updates: metrics of each update so far.
-        maxima: of all micro-batches, by name.
+        maxima: maxima over all micro-batches, by name.
     """
 
     number: int
@@ -277,7 +275,7 @@ class _Step:
     maxima: dict[str, float] = field(default_factory=dict)
 
     def all_metrics(self) -> dict[str, float]:
-        """The means over the updates, and the metrics of the completions."""
+        """Return means over the updates, and the metrics of the completions."""
         if not self.updates:
             return {"loss": 0.0, "grad_norm": 0.0, **self.metrics}
         means = {name: sum(update[name] for update in self.updates) / len(self.updates) for name in self.updates[0]}
@@ -285,7 +283,7 @@ class _Step:
 
 
 class _Counts(NamedTuple):
-    """Of a whole batch: tokens and rows that count, without those that the correction rejects; dr_grpo's constant."""
+    """Divisors for a batch: tokens and rows that count, except those rejected by the correction; dr_grpo's constant."""
 
     n_tokens: float
     n_rows: float
@@ -294,17 +292,17 @@ class _Counts(NamedTuple):
 
 @dataclass
 class _MicroBatch:
-    """Completions that go through the model together, and what every update on them shares.
+    """Completions of one forward pass, and the data that all updates on them share.
 
     Attributes:
         prompt_ids, completion_ids: b rows of token ids.
         advantages: (b,) float64.
-        mask: (b, t) bool: tokens that count, which are those that the correction does not reject.
-        n_rows: completions that count.
+        mask: (b, t) bool, True for tokens that count: not rejected by the correction.
+        n_rows: number of completions that count.
         ref_logprobs: (b, t); None: no KL term.
-        sampler_logprobs: (b, t), as the engine recorded them; None: it does not.
-        correction: of the difference between that policy and the sampler; None: none.
-        old_logprobs: (b, t), of the policy that sampled; None before the first update, whose own they are.
+        sampler_logprobs: (b, t), recorded by the engine; None: not recorded.
+        correction: importance correction; None: off.
+        old_logprobs: (b, t), log-probs of the policy that sampled; None until the first update computes them.
         weights: (b, t), importance weights; None without a correction.
         logprob_difference: sum and maximum of |old_logprobs - sampler_logprobs|.
     """
@@ -322,11 +320,11 @@ class _MicroBatch:
     logprob_difference: tuple[float, float] = (0.0, 0.0)
 
     def rows(self) -> list[tuple[list[int], list[int]]]:
-        """Prompts and completions."""
+        """Return prompts and completions."""
         return list(zip(self.prompt_ids, self.completion_ids, strict=True))
 
     def set_old_logprobs(self, logprobs: Tensor, cap: float) -> None:
-        """Set the log-probs of the policy that sampled, and derive gap, importance weights and mask from them."""
+        """Set the log-probs of the policy that sampled; derive the difference, importance weights and mask."""
         self.old_logprobs = logprobs
         if self.sampler_logprobs is None:
             return
@@ -362,14 +360,14 @@ def grpo_loss(
     n_rows: float | None = None,
     max_completion_length: int | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss of the GRPO family over a batch of completions.
+    """Loss of the GRPO family over a batch of completions.
 
-    With m the mask, A the advantages, w the sampler's importance weights (1 without), and rho =
-    exp(logprobs - old_logprobs) per token, or exp of that difference's mean per sequence (GSPO)::
+    With m the mask, A the advantages, w the importance weights (1 without correction), and rho =
+    exp(logprobs - old_logprobs) per token, or the exponential of its mean per sequence (GSPO)::
 
         cispo:       l = -w stopgrad(min(rho, epsilon_high)) A logprobs
         sapo:        l = -w A 4 sigmoid(tau (rho - 1)) / tau
-        the others:  l = -w min(min(rho, delta) A, clip(rho, 1 - epsilon, 1 + epsilon_high) A)
+        others:      l = -w min(min(rho, delta) A, clip(rho, 1 - epsilon, 1 + epsilon_high) A)
         beta != 0:   l += beta KL
 
         grpo, sapo:         mean over rows of (sum l m / sum m)
@@ -377,49 +375,49 @@ def grpo_loss(
         dr_grpo:            sum l m / (n_rows max_completion_length)
         luspo:              mean over rows of (sum l m)
 
-    KL estimates KL(policy || reference) from the policy's own samples (Schulman 2020), with d = ref -
-    policy: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1. ``kl_bias_correction`` multiplies k3 by rho, which
-    makes its gradient that of the KL; k2's already is, and k1's is zero in expectation.
+    KL estimates KL(policy || reference) from the policy's samples (Schulman 2020), with d = ref - policy:
+    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1. ``kl_bias_correction`` multiplies k3 by rho, so that its
+    gradient is the gradient of the KL, as k2's is; the gradient of k1 is zero in expectation.
 
-    A masked position contributes nothing to value and gradient, even if it is NaN. The losses of
-    micro-batches add up to that of the whole batch if each is given the whole batch's ``n_tokens`` and
-    ``n_rows``, and so do the metrics. (bnpo is dapo with the tokens of one update as n_tokens.)
+    A masked position contributes nothing to value and gradient, even if it is NaN. Losses and metrics of
+    micro-batches add up to the whole batch's if each call gets the whole batch's ``n_tokens`` and
+    ``n_rows``. (bnpo is dapo with the tokens of one update as n_tokens.)
 
     Args:
-        logprobs: (B, T) float, of the policy, differentiable. The loss has its dtype.
-        old_logprobs: (B, T), of the policy that sampled; None: ``logprobs``, detached, which is the same
-            in the first update after sampling.
+        logprobs: (B, T) float, log-probs of the policy, differentiable. The loss has its dtype.
+        old_logprobs: (B, T), log-probs of the policy that sampled; None: ``logprobs``, detached, which is
+            correct for the first update after sampling.
         advantages: (B,) or (B, T).
         completion_mask: (B, T) bool, True on the tokens that count.
-        ref_logprobs: (B, T), of the reference; needed if beta != 0, only measured otherwise.
-        sampler_logprobs: (B, T), as recorded by an engine that may disagree with the policy; None: no
+        ref_logprobs: (B, T), log-probs of the reference; required if beta != 0, else only for metrics.
+        sampler_logprobs: (B, T), recorded by an engine that may differ from the policy; None: no
             importance correction.
         loss_type: see above.
-        level: whether rho is per token or per sequence.
-        epsilon: the ratio is clipped below at 1 - epsilon.
-        epsilon_high: and above at 1 + epsilon_high; None: ``epsilon``. In cispo the cap of rho itself (usually 5).
+        level: level of rho: token or sequence.
+        epsilon: clip the ratio below at 1 - epsilon.
+        epsilon_high: clip the ratio above at 1 + epsilon_high; None: ``epsilon``. In cispo the cap of rho (usually 5).
         delta: cap of rho where A < 0 (two-sided clipping); None: no cap.
         beta: weight of the KL term.
         kl_estimator, kl_bias_correction: see above.
         sapo_tau_positive, sapo_tau_negative: tau where A > 0, and elsewhere.
-        sampler_correction, sampler_cap: how w is computed, see ``importance_weights``.
-        n_tokens, n_rows: of the whole batch; None: of this one. Tokens that a "mask" correction rejects,
-            and rows that it rejects whole, are not counted.
+        sampler_correction, sampler_cap: computation of w, see ``importance_weights``.
+        n_tokens, n_rows: counts of the whole batch; None: of this batch. They exclude tokens that a "mask"
+            correction rejects, and rows that it rejects entirely.
         max_completion_length: dr_grpo's constant, in tokens; None: T, the width of this batch.
 
     Returns:
-        The scalar loss, and metrics as floats: ``clip_ratio/{low,high,region}`` (share of tokens whose
-        ratio is clipped), ``kl`` (mean per token) and ``mean_kl`` (mean of the sums per row), and
+        The scalar loss, and metrics as floats: ``clip_ratio/{low,high,region}`` (share of tokens with a
+        clipped ratio), ``kl`` (mean per token) and ``mean_kl`` (mean of the sums per row), and
         ``sampler/{logprob_difference,importance_weight}`` (means of |old - sampler| and w).
 
     Raises:
-        WhetTypeError: an argument is no tensor, or of the wrong dtype or number of axes.
-        WhetValueError: shapes differ, an unknown name, a setting out of range, beta != 0 without
+        WhetTypeError: an argument is not a tensor, or has the wrong dtype or number of axes.
+        WhetValueError: shapes differ, a name is unknown, a setting is out of range, or beta != 0 without
             a reference.
 
     Source: as in TRL 1.16 (grpo: Shao et al. 2024, dr_grpo: Liu et al. 2025, dapo: Yu et al. 2025, GSPO:
-        Zheng et al. 2025, cispo: MiniMax 2025, luspo and sapo: TRL). Departure: a rejected token leaves
-        the denominators too.
+        Zheng et al. 2025, cispo: MiniMax 2025, luspo and sapo: TRL). Departure: rejected tokens are
+        also excluded from the denominators.
     """
     settings = SimpleNamespace(
         loss_type=loss_type, level=level, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta, beta=beta,
@@ -448,8 +446,8 @@ def grpo_loss(
     )
     loss, metrics = _masked_loss(logprobs, old, advantages, mask, weights, ref_logprobs, settings, counts)
     if sampler_logprobs is not None:
-        gaps = masked((old - sampler_logprobs.to(old)).abs(), mask)
-        metrics["sampler/logprob_difference"] = (gaps.sum() / counts.n_tokens).item()
+        difference = masked((old - sampler_logprobs.to(old)).abs(), mask)
+        metrics["sampler/logprob_difference"] = (difference.sum() / counts.n_tokens).item()
     return loss, metrics
 
 
@@ -463,9 +461,9 @@ def _masked_loss(
     settings: Any,
     counts: _Counts,
 ) -> tuple[Tensor, dict[str, float]]:
-    """``grpo_loss`` of checked arguments: the tokens in ``mask``, and the importance weights (None: 1).
+    """Return ``grpo_loss`` of validated arguments, with tokens in ``mask`` and importance weights (None: 1).
 
-    ``settings`` has the options of ``grpo_loss`` under the names that ``GRPOConfig`` has too.
+    ``settings`` has the options of ``grpo_loss`` as attributes, such as a ``GRPOConfig``.
     """
     logprobs, old = masked(logprobs, mask), masked(old.detach().to(logprobs), mask)
     advantages = advantages.detach().to(logprobs)
@@ -511,7 +509,7 @@ def _masked_loss(
 
 
 def _clipped_loss(ratio: Tensor, advantages: Tensor, bounds: tuple[float, float], delta: float | None) -> Tensor:
-    """grpo, bnpo, dr_grpo, dapo and luspo, which differ in how tokens are summed."""
+    """Loss of grpo, bnpo, dr_grpo, dapo and luspo, which differ in how tokens are summed."""
     capped = ratio if delta is None else ratio.clamp(max=delta)
     return -torch.min(capped * advantages, ratio.clamp(*bounds) * advantages)
 

@@ -1,4 +1,4 @@
-"""Terms shared by the losses: NaN-safe masking, KL estimators, importance weights, checks of tensors.
+"""Terms shared by the losses: NaN-safe masking, KL estimators, importance weights, tensor checks.
 
 Pure functions of tensors. No model, no trainer, no loss.
 """
@@ -16,7 +16,7 @@ from whet.errors import WhetTypeError, WhetValueError, check_choice, is_number
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """``values`` where ``mask`` is True and 0 elsewhere, in value and in gradient.
+    """Return ``values`` where ``mask`` is True and 0 elsewhere, in value and gradient.
 
     Unlike multiplying by the mask, selecting does not propagate NaN and inf.
     """
@@ -31,18 +31,18 @@ def importance_weights(
     correction: SamplerCorrection = "sequence_mask",
     cap: float = 3.0,
 ) -> tuple[Tensor, Tensor]:
-    """Importance weights of tokens sampled by an engine whose log-probs differ from the policy's.
+    """Return importance weights of tokens sampled by an engine whose log-probs differ from the policy's.
 
     ``w = exp(old_logprobs - sampler_logprobs)``, per token, or per sequence with the difference summed
-    over its tokens. "truncate" gives min(w, cap) (Ionides 2008); "mask" rejects where w is above the
-    cap, or NaN.
+    over its tokens. "truncate" gives min(w, cap) (Ionides 2008); "mask" rejects tokens with
+    w > cap or w = NaN.
 
     Args:
-        old_logprobs: (B, T), of the policy at the time of sampling.
+        old_logprobs: (B, T), log-probs of the policy at the time of sampling.
         sampler_logprobs: (B, T), recorded by the sampler.
         completion_mask: (B, T) bool.
         correction: see above.
-        cap: the largest weight.
+        cap: maximum weight.
 
     Returns:
         weights (B, T), detached, in old_logprobs' dtype, and the mask without the rejected tokens.
@@ -64,13 +64,13 @@ def importance_weights(
 
 
 def logprob_difference(logprobs: Tensor, sampler_logprobs: Tensor, completion_mask: Tensor) -> tuple[float, float]:
-    """Sum and maximum of |logprobs - sampler_logprobs| over the mask."""
-    gap = masked(logprobs.detach() - sampler_logprobs.to(logprobs), completion_mask).abs()
-    return gap.sum().item(), gap.max().item() if gap.numel() else 0.0
+    """Return sum and maximum of |logprobs - sampler_logprobs| over the mask."""
+    difference = masked(logprobs.detach() - sampler_logprobs.to(logprobs), completion_mask).abs()
+    return difference.sum().item(), difference.max().item() if difference.numel() else 0.0
 
 
 def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """Estimates of KL(policy || reference) from the policy's samples, per token (Schulman 2020).
+    """Estimate KL(policy || reference) from the policy's samples, per token (Schulman 2020).
 
     With d = ref_logprobs - logprobs: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1.
     """
@@ -83,15 +83,15 @@ def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> 
 
 
 def count_rows(completion_mask: Tensor, kept_mask: Tensor) -> int:
-    """Rows of a batch, without those that an importance correction rejected whole."""
+    """Count the rows of a batch, except rows that an importance correction rejected entirely."""
     return int((kept_mask.any(1) | ~completion_mask.any(1)).sum())
 
 
 def denominator(where: str, name: str, value: Any) -> float:
-    """The count that sums over a batch are divided by, at least 1; ``value`` may be a tensor of one element.
+    """Return the divisor of sums over a batch, at least 1; ``value`` may be a tensor with one element.
 
     Raises:
-        WhetValueError: it is not a finite number >= 0.
+        WhetValueError: value is not a finite number >= 0.
     """
     count = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     if not (is_number(count) and count >= 0):
@@ -103,29 +103,29 @@ def check_float_tensor(where: str, name: str, value: Any, n_axes: int) -> None:
     """Raise unless ``value`` is a floating-point tensor with ``n_axes`` axes."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim != n_axes:
         axes = "(B, T)" if n_axes == 2 else "(B,)"
-        raise WhetTypeError(f"{where}: {name} is {_kind(value)}, expected a {axes} floating-point tensor.")
+        raise WhetTypeError(f"{where}: {name} is {_describe(value)}, expected a {axes} floating-point tensor.")
 
 
 def check_shapes(
     where: str, name: str, like: Tensor, others: Mapping[str, Any], optional: Mapping[str, Any] | None = None
 ) -> None:
-    """Raise unless every tensor has the shape of ``like``, and every ``*_mask`` is bool; optional ones may be None."""
+    """Raise unless every tensor has the shape of ``like`` and every ``*_mask`` is bool; ``optional`` may be None."""
     given = {other: value for other, value in (optional or {}).items() if value is not None}
     for other, value in {**others, **given}.items():
         if not isinstance(value, Tensor):
-            raise WhetTypeError(f"{where}: {other} is {_kind(value)}, expected a tensor.")
+            raise WhetTypeError(f"{where}: {other} is {_describe(value)}, expected a tensor.")
         if value.shape != like.shape:
             raise WhetValueError(
-                f"{where}: {other} has shape {tuple(value.shape)}, expected that of {name}, {tuple(like.shape)}."
+                f"{where}: {other} has shape {tuple(value.shape)}, expected the shape of {name}, {tuple(like.shape)}."
             )
         if other.endswith("_mask") and value.dtype != torch.bool:
             raise WhetTypeError(
-                f"{where}: {other} is {_kind(value)}, expected bool, True on the tokens that count. "
+                f"{where}: {other} is {_describe(value)}, expected bool, True on the tokens that count. "
                 f"Convert a 0/1 mask with mask.bool()."
             )
 
 
-def _kind(value: Any) -> str:
+def _describe(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"a {tuple(value.shape)} {value.dtype} tensor"

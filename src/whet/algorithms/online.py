@@ -1,4 +1,4 @@
-"""The base of the training algorithms that sample: engine, rewards and evaluation."""
+"""Base of the training algorithms that sample: engine, rewards and evaluation."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from whet.rollout.sharded_engine import ShardedEngine
 from whet.training.phases import phase
 from whet.training.trainer import Trainer
 
-_FAR = 0.1
-"""Nats per token; an engine in the policy's own format differs by less than 0.02."""
+_MAX_DIFFERENCE = 0.1
+"""Nats per token; an engine in the policy's weight format differs by less than 0.02."""
 
 
 class OnlineTrainer(Trainer):
-    """The base of the training algorithms that sample.
+    """Base of the training algorithms that sample.
 
-    Every rank samples its share of a batch; rank 0 alone calls reward and preference functions, with the whole batch,
-    so that one that compares completions, or keeps a state, gives what it gives in one process.
+    Every rank samples its share of a batch; only rank 0 calls reward and preference functions, with the whole batch, so
+    that functions that compare completions or keep state return the same values as in a single process.
 
     Args:
-        engine: samples the completions; "auto", "native" or "torch" set ``config.engine``; None: as that says.
-        **arguments: of ``Trainer``.
+        engine: the engine that samples; "auto", "native" or "torch" set ``config.engine``; None: ``config.engine``.
+        **arguments: arguments of ``Trainer``.
 
     Attributes:
         last_completions: one dict per completion of the last step: step, prompt, completion, each reward.
@@ -65,7 +65,7 @@ class OnlineTrainer(Trainer):
         weights = config.rollout_weights
         rounds = self.acceleration is not None and self.acceleration.dtype == torch.bfloat16
         if weights == "auto" and rounds and base_of(self.model) is None:
-            weights = "bf16"  # as the policy's matrix products use them
+            weights = "bf16"  # as in the policy's matmuls
         pool = {"workers": config.rollout_workers, "address": config.ray_address}
         make = partial(make_engine, chosen, model, weights, type(self).__name__, tokenizer=self.tokenizer, **pool)
         self.engine = make(config.kv_bytes)
@@ -73,25 +73,25 @@ class OnlineTrainer(Trainer):
         self._make_engine = make if self._is_own_engine and not config.kv_bytes else None
         self.last_completions: list[dict[str, Any]] = []
         self._sampler_bytes = 0
-        self._warned_of_truncation = self._warned_of_gap = False
+        self._warned_of_truncation = self._warned_of_mismatch = False
 
     def as_row(self, item: Any) -> Mapping[str, Any]:
-        """An item of a dataset as a dict; a bare prompt is a row too."""
+        """Return an item of a dataset as a dict; a bare prompt is also a row."""
         return as_prompt_row(item)
 
     def evaluate(self, prompts: Any, *, reward_fn: RewardFn | None = None, temperature: float | None = None) -> float:
-        """The mean reward of one completion per prompt, sampled from the policy as it is.
+        """Return the mean reward of one completion per prompt, sampled from the current policy.
 
-        Nothing is trained: weights, optimizer, counters and random states do not change. The engine is synced with the
-        weights (``policy_version`` increases), as in every step. The same weights give the same completions.
+        Weights, optimizer, counters and random states do not change. The engine is synced with the weights
+        (``policy_version`` increases), as in every step. The same weights give the same completions.
 
         Args:
-            prompts: as for ``train``, read once in their order; or a single batch.
-            reward_fn: overrides the trainer's.
-            temperature: of sampling; 0: always the most probable token; None: the trainer's.
+            prompts: as for ``train``, read once in order; or a single batch.
+            reward_fn: default: the trainer's.
+            temperature: sampling temperature; 0: greedy; None: the trainer's.
 
         Returns:
-            The mean over the prompts that were scored; NaN if none was.
+            The mean over scored prompts; NaN if no prompt was scored.
 
         Raises:
             RewardError: a reward function failed.
@@ -102,11 +102,11 @@ class OnlineTrainer(Trainer):
     def evaluation_metrics(
         self, dataset: Any, *, reward_fn: RewardFn | None = None, temperature: float | None = None
     ) -> dict[str, float]:
-        """``mean_reward`` as of ``evaluate``, and with several reward functions the mean of each."""
+        """Return ``mean_reward``, the result of ``evaluate``, and with several reward functions the mean of each."""
         where = f"{type(self).__name__}.evaluate"
         functions = self.rewards if reward_fn is None else reward_fn
         if functions is None:
-            raise WhetTypeError(f"{where}: there is no reward function, but a preference_fn. Pass reward_fn.")
+            raise WhetTypeError(f"{where}: there is a preference_fn and no reward function. Pass reward_fn.")
         if not isinstance(functions, RewardFunctions):
             functions = reward_functions(self.config, functions)
         scored = []
@@ -117,7 +117,7 @@ class OnlineTrainer(Trainer):
         return mean_rewards(scored)
 
     def sample(self, prompt_batch: Any, n: int) -> Rollout:
-        """``n`` completions per prompt from the policy as it is, the same ones for one (seed, step)."""
+        """Sample ``n`` completions per prompt from the current policy, reproducibly for (seed, step)."""
         with self._synced_engine():
             rollout = self._sample(prompt_batch, n, self.step)
         if self.ranks.is_first and not self._warned_of_truncation:
@@ -125,29 +125,30 @@ class OnlineTrainer(Trainer):
             self._warned_of_truncation = warn_if_truncated(rollout, longest, where)
         return rollout
 
-    def warn_if_mismatched(self, gap: float, fix: str) -> None:
-        """Warn once where completions are of another policy than the one that is trained, and nothing corrects it.
+    def warn_if_mismatched(self, difference: float, fix: str) -> None:
+        """Warn once if the sampler's distribution differs from the trained policy, and no correction is active.
 
         Args:
-            gap: ``sampler/logprob_difference``.
-            fix: ends the warning.
+            difference: the metric ``sampler/logprob_difference``.
+            fix: last sentence of the warning.
         """
-        if gap > _FAR and self.ranks.is_first and not self._warned_of_gap:
-            self._warned_of_gap = True
+        if difference > _MAX_DIFFERENCE and self.ranks.is_first and not self._warned_of_mismatch:
+            self._warned_of_mismatch = True
             warnings.warn(
-                f"{type(self).__name__}: sampler/logprob_difference is {gap:.2g}: the sampler's log-probs are far from "
-                f"the policy's. Some adapters (virtual tokens), or a hook, compute something else in generate than in "
-                f"forward. {fix}",
+                f"{type(self).__name__}: sampler/logprob_difference is {difference:.2g}: the sampler's log-probs are "
+                "far from the policy's. Adapters with virtual tokens, or hooks, may make generate and forward differ. "
+                f"{fix}",
                 stacklevel=3,
             )
 
     @contextmanager
     def _synced_engine(self) -> Iterator[None]:
-        """Sampling takes the memory that updates have left, and gives it back: the peak is of one of them, not of both.
+        """Sync the engine, and return its memory to the system afterwards: peak memory is the maximum of sampling and
+        update, not their sum.
 
-        The allocator keeps what an update frees, and the engine what its sequences had. As much of the former goes back
-        to the system before as the engine took the last time, and all of the latter afterwards; weights that the next
-        sync packs anew, too.
+        The allocator retains memory freed by an update, the engine memory of finished sequences. Before sampling, as
+        many bytes of the allocator's are returned to the system as the engine used last time; after it, all of the
+        engine's, including weights that the next sync packs again.
         """
         if self.acceleration is not None:
             with phase("generation"):
@@ -161,12 +162,12 @@ class OnlineTrainer(Trainer):
             if release is not None:
                 with phase("generation"):
                     self._sampler_bytes = release()
-        if self._is_own_engine and isinstance(self.engine, Engine):  # a user's may sample again without a sync
+        if self._is_own_engine and isinstance(self.engine, Engine):  # a user's engine may sample again without a sync
             with phase("generation"):
                 self._sampler_bytes += self.engine.release_weights()
 
     def prepare(self, batch: Any) -> Prompts:
-        """The prompts of a batch as token ids, each with room for a completion."""
+        """Return the prompts of a batch as token ids; reject prompts that leave no room for a completion."""
         where = type(self).__name__
         prompts = read_prompts(batch, self.tokenizer, where)
         self.length_limit.check_prompts(prompts.ids)
@@ -174,11 +175,11 @@ class OnlineTrainer(Trainer):
         return prompts
 
     def tokenize_row(self, row: Mapping[str, Any], tokenizer: Any) -> list[int]:
-        """The prompt; see ``tokenize_prompt``."""
+        """Return the prompt; see ``tokenize_prompt``."""
         return tokenize_prompt(row, tokenizer)
 
     def _sample(self, batch: Any, n: int, key: int, temperature: float | None = None) -> Rollout:
-        """``n`` completions per prompt, the same ones for one (seed, key) and the engine's weights."""
+        """Sample ``n`` completions per prompt, reproducibly for (seed, key) and the engine's weights."""
         prompts = self.get_prepared(batch)
         self.engine = ensure_capacity(self.engine, self._make_engine, prompts.ids, self.config.max_new_tokens)
         seed = int(np.random.SeedSequence([self.config.seed % 2**64, key]).generate_state(1)[0])

@@ -1,10 +1,9 @@
-"""Online DPO: sample two completions per prompt, ask which is preferred, and make a DPO update on the pair.
+"""Online DPO: sample two completions per prompt, compare them, and make a DPO update on the pair.
 
     l = -log sigmoid(beta [(log pi - log ref)(y+) - (log pi - log ref)(y-)]),    y1, y2 ~ pi(. | x)
 
-(Guo et al. 2024, eq. 3; the other losses of the DPO family as well.) Assumes an oracle that compares
-two answers to one prompt, or reward functions whose higher score wins. Ties carry no preference and are
-left out.
+(Guo et al. 2024, eq. 3; the other losses of the DPO family as well.) Assumes a judge that compares two answers to one
+prompt, or reward functions whose higher score wins. Ties carry no preference and are excluded.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from whet.training.trainer import training_step
 
 
 class OnlineDPO(OnlineTrainer):
-    """DPO on the policy's own completions.
+    """DPO on completions sampled from the policy.
 
     Args:
-        model, ref_model, **arguments: of ``Trainer`` and ``OnlineTrainer``.
-        preference_fn: gets a list of pairs of completions (text with a tokenizer, else 1-D tensors, without
-            prompts) and returns 0 for each pair whose first completion is preferred, 1 for the second, None for a tie.
-        reward_fn: one reward function, several, or ``whet.rewards.RewardFunctions``, in its place.
+        model, ref_model, **arguments: arguments of ``Trainer`` and ``OnlineTrainer``.
+        preference_fn: function of a list of pairs of completions (text with a tokenizer, else 1-D tensors, without
+            prompts); returns, per pair, 0 if the first completion is preferred, 1 for the second, None for a tie.
+        reward_fn: instead of preference_fn: one reward function, several, or ``whet.rewards.RewardFunctions``.
     """
 
     config_class = OnlineDPOConfig
@@ -51,22 +50,22 @@ class OnlineDPO(OnlineTrainer):
             raise WhetTypeError("OnlineDPO: pass either preference_fn or reward_fn.")
         super().__init__(model, ref_model, **arguments)
         settings = ("reward_weights", "reward_policy", "reward_timeout_s")
-        reject_ineffective(self.config, settings, reward_fn is not None, "preference_fn judges, and nothing is scored")
+        reject_ineffective(self.config, settings, reward_fn is not None, "preference_fn judges without rewards")
         self.preference_fn = preference_fn
         self.rewards = None if reward_fn is None else reward_functions(self.config, reward_fn)
 
     @training_step
     def train_step(self, prompt_batch: Any) -> dict[str, float]:
-        """Sample two completions per prompt, have them compared, and update the policy on the pairs.
+        """Sample two completions per prompt, compare them, and update the policy on the pairs.
 
         Args:
-            prompt_batch: as ``GRPO.train_step`` takes it.
+            prompt_batch: as for ``GRPO.train_step``.
 
         Returns:
-            Metrics: ``loss``, ``frac_ties`` (share of pairs without a winner, identical completions among
-            them), those of ``DPO.train_step``, ``completions/...``, ``sampler/logprob_difference`` (if tokens are
-            sampled from the unmodified distribution: see ``update_on_pairs``), with reward functions ``mean_reward``
-            and ``rewards/NAME/{mean,std}``, and the metrics of every step.
+            Metrics: ``loss``, ``frac_ties`` (share of pairs without a winner, including identical
+            completions), the metrics of ``DPO.train_step``, ``completions/...``, ``sampler/logprob_difference`` (if
+            tokens are sampled from the unmodified distribution: see ``update_on_pairs``), with reward functions
+            ``mean_reward`` and ``rewards/NAME/{mean,std}``, and the metrics of every step.
 
         Raises:
             RewardError: preference_fn or a reward function failed.
@@ -91,7 +90,7 @@ class OnlineDPO(OnlineTrainer):
         )
         metrics = update_on_pairs(self, pairs)
         self.warn_if_mismatched(
-            metrics.get("sampler/logprob_difference", 0.0), "Train adapters that both compute alike."
+            metrics.get("sampler/logprob_difference", 0.0), "Train adapters that generate and forward compute alike."
         )
         metrics["frac_ties"] = 1 - len(decided) / len(winners)
         return {**metrics, **(reward_metrics(scored) if scored else {}), **rollout.metrics()}
@@ -99,7 +98,7 @@ class OnlineDPO(OnlineTrainer):
     def _sampler_logprobs(
         self, rollout: Rollout, decided: list[tuple[int, int]]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Those of chosen and rejected tokens, if they were sampled from the distribution that the loss is about."""
+        """Return log-probs of chosen and rejected tokens, if sampled from the unmodified distribution."""
         if not decided or not self.config.uses_unmodified_distribution():
             return None
         both = [i + winner for i, winner in decided] + [i + 1 - winner for i, winner in decided]
@@ -107,7 +106,7 @@ class OnlineDPO(OnlineTrainer):
         return None if recorded is None else (recorded[: len(decided)], recorded[len(decided) :])
 
     def _winners(self, rollout: Rollout, scored: RewardBatch | None) -> Sequence[int | None]:
-        """The preferred side of each pair, or None; a pair with an unscored completion is a tie."""
+        """Return the preferred side of each pair, or None; a pair with an unscored completion is a tie."""
         if scored is None:
             pairs = list(zip(rollout.shown[::2], rollout.shown[1::2], strict=True))
             judge = self.preference_fn

@@ -2,7 +2,7 @@
 
     l = -log pi(y_t | x, y_<t), averaged over the completion tokens of the batch that count
 
-Prompt tokens do not count, unless a row has no prompt; of a conversation only the assistant's turns do.
+Prompt tokens do not count, unless a row has no prompt; in a conversation only the assistant's turns count.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from whet.training.trainer import Trainer, training_step
 
 
 class Examples(NamedTuple):
-    """Rows of a batch to imitate.
+    """Rows of a batch to train on.
 
     Attributes:
         prompt_ids, completion_ids: rows of token ids each.
-        masks: for each token of the completions, whether it counts.
-        metrics: of ``LengthLimit``.
+        masks: per completion token, True if it counts.
+        metrics: ``LengthLimit`` metrics.
     """
 
     prompt_ids: list[list[int]]
@@ -39,37 +39,38 @@ class Examples(NamedTuple):
 
 
 class SFT(Trainer):
-    """Supervised fine-tuning of a model on completions. The arguments are those of ``Trainer``."""
+    """Supervised fine-tuning of a model on completions. Takes the arguments of ``Trainer``."""
 
     config_class = SFTConfig
     row_fields = ("prompt", "completion")
 
     @training_step
     def train_step(self, prompt: Any, completion: Any = None) -> dict[str, float]:
-        """One update on a batch.
+        """Update the model on a batch.
 
         Args:
-            prompt: B prompts, texts or as ``whet.data.token_rows`` takes token ids; or, alone, a list of rows (dicts
-                that ``whet.data.tokenize_turns`` reads, texts, or tuples of prompt and completion), a dict of their
-                columns, a mapping with (B, T) ``input_ids`` and perhaps masks, or token ids that all count but the
-                first. Of their tokens those count that ``config.loss_on`` says, or that all masks of the row mark.
-            completion: B completions, likewise.
+            prompt: B prompts, as texts or as token ids in a form that ``whet.data.token_rows`` reads; or, as the only
+                argument, a list of rows (dicts that ``whet.data.tokenize_turns`` reads, texts, or tuples of prompt and
+                completion), a dict of columns, a mapping with (B, T) ``input_ids`` and optional masks, or token ids,
+                all of which count except the first. ``config.loss_on``, or the masks of a row, select the tokens that
+                count.
+            completion: B completions, in the same forms.
 
         Returns:
-            Metrics: ``loss`` (mean negative log-likelihood per token, in nats), ``token_probability``, and
-            those of every step; with ``truncation`` also ``frac_cut`` and ``frac_dropped``, shares of the rows. A batch
-            of rows that are all left out has loss and gradient norm 0, and makes no update.
+            Metrics: ``loss`` (mean negative log-likelihood per token, in nats), ``token_probability``, the metrics of
+            every step, and with ``truncation`` also ``frac_cut`` and ``frac_dropped``, shares of rows. A batch with
+            only dropped rows has loss and gradient norm 0, and makes no update.
 
         Raises:
             WhetTypeError: the batch has none of these forms.
-            WhetValueError: rows that do not match, no token that counts, or a row longer than ``max_length``.
+            WhetValueError: columns of different lengths, no token that counts, or a row longer than ``max_length``.
         """
         prompt_ids, completion_ids, masks, shares = self.get_prepared(prompt, completion)
         n_tokens = sum(map(sum, masks))
         if n_tokens == 0 and any(shares.values()):
             return {"loss": 0.0, "grad_norm": 0.0, **shares, "num_tokens": 0}
         if n_tokens == 0:
-            raise WhetValueError("SFT: no completion of the batch has a token to learn from.")
+            raise WhetValueError("SFT: no completion of the batch has a token that counts.")
         with self.update() as update:
             rows = list(zip(prompt_ids, completion_ids, strict=True))
             for part in self.shard(update, rows, self.micro_batches(rows)):
@@ -86,11 +87,11 @@ class SFT(Trainer):
         return {**update.metrics, **shares, "num_tokens": sum(map(len, [*prompt_ids, *completion_ids]))}
 
     def as_row(self, item: Any) -> Any:
-        """An item of a dataset as a dict; a bare text or row of token ids counts whole."""
+        """Return an item of a dataset as a dict; all of a bare text or row of token ids counts."""
         return item if isinstance(item, Mapping) else super().as_row(item) if _is_pair(item) else {"text": item}
 
     def evaluation_metrics(self, dataset: Any) -> dict[str, float]:
-        """``loss``: mean negative log-likelihood, in nats, of the tokens that count in all rows."""
+        """Return ``loss``: mean negative log-likelihood, in nats, of the tokens that count in all rows."""
         total, n_tokens = 0.0, 0
         for batch in self.iter_batches(dataset):
             prompt_ids, completion_ids, masks, _ = self.get_prepared(*batch)
@@ -101,20 +102,20 @@ class SFT(Trainer):
         return {"loss": total / n_tokens}
 
     def prepare(self, prompt: Any, completion: Any = None) -> Examples:
-        """The rows of a batch as token ids, within the limit of their length."""
+        """Return the rows of a batch as token ids, within the length limit."""
         rows = list(zip(*self._token_ids(prompt, completion), strict=True))
         fitted = self.length_limit.fit(rows)
         prompt_ids, completion_ids, masks = _columns([row for row in fitted.rows if row is not None], 3)
         return Examples(prompt_ids, completion_ids, masks, fitted.metrics)
 
     def tokenize_row(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[int], list[bool]]:
-        """Prompt, completion, and which tokens of it count; see ``tokenize_example``."""
+        """Return prompt, completion and mask of the completion; see ``tokenize_example``."""
         return tokenize_example(row, tokenizer, self.config.loss_on)
 
     def _token_ids(
         self, prompt: Any, completion: Any = None
     ) -> tuple[list[list[int]], list[list[int]], list[list[bool]]]:
-        """Prompts and completions of a batch, and which tokens of the completions count."""
+        """Return prompts, completions and completion masks of a batch."""
         if completion is None:
             rows = as_rows(prompt, self.as_row, "SFT")
             if rows is None and isinstance(prompt, Mapping):
@@ -147,22 +148,22 @@ def _is_pair(item: Any) -> bool:
 def sft_loss(
     logprobs: Tensor, completion_mask: Tensor, *, n_tokens: float | None = None
 ) -> tuple[Tensor, dict[str, float]]:
-    """Mean negative log-likelihood, ``-sum logprobs m / n_tokens``, in nats.
+    """Return the mean negative log-likelihood, ``-sum logprobs m / n_tokens``, in nats.
 
     A masked position contributes nothing to value and gradient, even if it is NaN.
 
     Args:
-        logprobs: (B, T) float, of the tokens, differentiable. The loss has its dtype.
+        logprobs: (B, T) float, log-probs of the tokens, differentiable. The loss has its dtype.
         completion_mask: (B, T) bool, True on the tokens that count.
-        n_tokens: counting tokens of the whole batch, so that micro-batches add up to it; None: those
-            of this one.
+        n_tokens: counting tokens of the whole batch, so that micro-batches add up; None: counting tokens of this
+            batch.
 
     Returns:
         The scalar loss, and as metric ``token_probability``, the mean probability of the tokens.
 
     Raises:
-        WhetTypeError: an argument is no tensor, or of the wrong dtype or number of axes.
-        WhetValueError: shapes that disagree, or n_tokens that is no number >= 0.
+        WhetTypeError: an argument is not a tensor, or has the wrong dtype or number of axes.
+        WhetValueError: shapes differ, or n_tokens is not a number >= 0.
     """
     check_float_tensor("sft_loss", "logprobs", logprobs, n_axes=2)
     check_shapes("sft_loss", "logprobs", logprobs, {"completion_mask": completion_mask})

@@ -1,7 +1,7 @@
-"""Config dataclasses: made from keyword arguments or a table of a file, and their fields checked.
+"""Construction and validation of config dataclasses, from keyword arguments or a table of a file.
 
-The types of fields are those of TOML: a number, a string, a boolean, a list or a table of them; None stands for a
-missing value. Knows no field by name: the configs are in ``whet.config`` and beside what they configure.
+Fields have the types of TOML: a number, a string, a boolean, a list or a table of these; None is a missing value.
+No field is special here: configs are defined in ``whet.config`` and next to the code that they configure.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Config = TypeVar("Config")
 
 
 class Range(NamedTuple):
-    """The values that a field takes, beside its type; in an alias such as those below, not in an annotation itself."""
+    """Valid values of a field, in addition to its type; used in aliases such as ``Count``."""
 
     expected: str
     holds: Callable[[Any], bool]
 
 
 class Conversion(NamedTuple):
-    """A function of a field's value, applied before it is checked; in an alias, as ``Range``."""
+    """Function applied to a field's value before validation; used in aliases, like ``Range``."""
 
     convert: Callable[[Any], Any]
 
 
 def expand_home(value: Any) -> Any:
-    """A path with the home folder in place of its ``~``, as a shell has it; also each of a list."""
+    """Replace ``~`` by the home folder in a path or in each path of a list, as a shell does."""
     if isinstance(value, (list, tuple)):
         return [expand_home(each) for each in value]
     return os.path.expanduser(value) if isinstance(value, (str, os.PathLike)) else value
@@ -66,7 +66,7 @@ TokenBias = Annotated[
 ]
 PathText = Annotated[str, Conversion(expand_home)]
 Paths = Annotated[list[str], Conversion(_as_paths)]
-"""Several, or one as a text."""
+"""A list of paths, or a single path."""
 StopStrings = Annotated[
     Sequence[str],
     Range(
@@ -77,12 +77,12 @@ StopStrings = Annotated[
 
 
 def make_config(config_class: type[Config], config: Config | None, settings: Mapping[str, Any]) -> Config:
-    """A config of ``config_class``: ``config``, or the defaults, with the fields in ``settings`` replaced.
+    """Return a config of ``config_class``: ``config`` or the defaults, with the fields in ``settings`` replaced.
 
     Raises:
-        WhetTypeError: config is of another class, a setting is no field (the message suggests the
-            closest), or a value is of another type than its field.
-        WhetValueError: a value out of its field's range.
+        WhetTypeError: config has another class, a setting is not a field (the message suggests the closest), or a
+            value has the wrong type.
+        WhetValueError: a value is out of range.
     """
     where = config_class.__name__
     if config is not None and type(config) is not config_class:
@@ -91,24 +91,23 @@ def make_config(config_class: type[Config], config: Config | None, settings: Map
     for name in settings:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
-            hint = f"Did you mean {close[0]}?" if close else f"There are: {', '.join(names)}."
-            raise WhetTypeError(f"{where}: there is no setting {name!r}. {hint}")
+            hint = f"Did you mean {close[0]}?" if close else f"Settings: {', '.join(names)}."
+            raise WhetTypeError(f"{where}: unknown setting {name!r}. {hint}")
     if config is None:
         return config_class(**settings)
     return dataclasses.replace(cast(Any, config), **settings)
 
 
 def check_types(config: Any) -> None:
-    """Raise for a value of another type than its field's, for NaN, and for one outside the field's ``Range``.
+    """Convert the values of all fields, and check their types and ranges.
 
-    Values are converted first, by ``convert_fields``. An int is a float, and a tuple a list.
-
-    Numbers of NumPy and others are converted to Python's, for JSON, TOML and native code; a table's keys that have to
-    be integers also from text, which JSON and TOML make of them.
+    ``convert_fields`` runs first. An int is a valid float, a tuple a valid list. NumPy scalars and other numbers become
+    Python numbers, for JSON, TOML and native code; integer keys of a table are also parsed from strings, which is how
+    JSON and TOML store them.
 
     Raises:
-        WhetTypeError: naming the field, its type and the value.
-        WhetValueError: a string that is not among a field's choices, NaN, or a value out of range.
+        WhetTypeError: a value has the wrong type; names the field, its type and the value.
+        WhetValueError: a string is not among a field's choices, or a value is NaN or out of range.
     """
     convert_fields(config)
     hints = typing.get_type_hints(type(config), include_extras=True)
@@ -132,7 +131,7 @@ def check_types(config: Any) -> None:
 
 
 def convert_fields(config: Any) -> None:
-    """Replace the values of fields that have a ``Conversion``, such as paths that begin with ``~``."""
+    """Apply the ``Conversion`` of each field that has one, such as paths that begin with ``~``."""
     for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
         for note in typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ():
             if isinstance(note, Conversion):
@@ -140,10 +139,10 @@ def convert_fields(config: Any) -> None:
 
 
 def check_range(config: Any, name: str, ok: bool, expected: str) -> None:
-    """Raise for the field ``name`` of ``config`` unless ``ok``.
+    """Raise unless ``ok``.
 
     Raises:
-        WhetValueError: naming the field, its value and what was expected.
+        WhetValueError: names the field ``name`` of ``config``, its value and the expected one.
     """
     if not ok:
         where = type(config).__name__
@@ -151,10 +150,10 @@ def check_range(config: Any, name: str, ok: bool, expected: str) -> None:
 
 
 def reject_ineffective(config: Any, names: Sequence[str], effective: bool, why: str) -> None:
-    """Raise for fields of ``config`` that differ from their defaults, unless they are ``effective``.
+    """Raise if a field of ``config`` differs from its default, unless the fields are ``effective``.
 
     Raises:
-        WhetValueError: naming the field, its value, ``why`` it has no effect, and the default.
+        WhetValueError: names the field, its value, ``why`` it has no effect, and its default.
     """
     defaults = {f.name: f for f in dataclasses.fields(config)}
     for name in () if effective else names:
@@ -170,7 +169,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _as_python(value: Any) -> Any:
-    """Numbers, also in lists and tables, as Python's int or float; anything else unchanged."""
+    """Convert numbers, also in lists and tables, to int or float; return other values unchanged."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(_as_python, value))
     if isinstance(value, Mapping):
@@ -181,7 +180,7 @@ def _as_python(value: Any) -> Any:
 
 
 def _as_integer(key: Any) -> Any:
-    """The integer that a text is; anything else unchanged."""
+    """Parse an integer from a string; return other values unchanged."""
     try:
         return int(key) if isinstance(key, str) else key
     except ValueError:
@@ -206,7 +205,7 @@ def _is_of_type(value: Any, hint: Any) -> bool:
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
-    """The values of a Literal, or of those in a union."""
+    """Values of a Literal, or of the Literals in a union."""
     if typing.get_origin(hint) is Literal:
         return typing.get_args(hint)
     return tuple(choice for member in typing.get_args(hint) for choice in _choices(member))

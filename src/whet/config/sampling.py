@@ -1,4 +1,4 @@
-"""Sampling settings and sampled completions, as engines and algorithms share them."""
+"""Sampling settings and sampled completions, shared by engines and algorithms."""
 
 from __future__ import annotations
 
@@ -33,47 +33,47 @@ DISTRIBUTION_SETTINGS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "min_new_tokens",
 )  # fmt: skip
-"""The settings that change which distribution tokens are drawn from; their defaults leave it the model's."""
+"""Settings that modify the distribution that tokens are drawn from; their defaults are no-ops."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The distribution that tokens are drawn from, and when a completion ends.
+    """The distribution that tokens are drawn from, and the end of a completion.
 
-    A row of logits goes through these in this order: min_new_tokens, logit_bias, repetition_penalty, frequency_penalty,
-    presence_penalty, temperature, top_k, top_p, min_p. With z the logit of a token, p of it in the sequence so far, the
-    prompt included, and c of it in the completion::
+    Logits are processed in this order: min_new_tokens, logit_bias, repetition_penalty, frequency_penalty,
+    presence_penalty, temperature, top_k, top_p, min_p. With z the logit of a token, p its count in the sequence so far
+    (prompt included) and c its count in the completion::
 
         z = z + logit_bias;  if p > 0: z = z / repetition_penalty if z > 0 else z * repetition_penalty
         z = z - frequency_penalty c - presence_penalty [c > 0];  z = z / temperature
 
-    The meaning of each setting is vLLM's, with these departures: min_p comes after top_k and top_p, not before; a bias
-    out of range is refused, not clipped; log-probs are of the distribution drawn from unless ``logprobs_mode`` says
-    otherwise; top_logprobs leaves out tokens that cannot be drawn, and does not add the one that was; the first of
-    ``stop`` is the one whose last byte comes first, not that which the list has first, and the text that it is found in
-    is that of the completion decoded by itself, where SentencePiece leaves out a first space.
+    Settings follow vLLM, with these differences: min_p applies after top_k and top_p, not before; a bias out of range
+    is rejected, not clipped; log-probs are of the modified distribution unless ``logprobs_mode`` is set; top_logprobs
+    excludes tokens of probability 0 and does not add the sampled token; of several stop strings in a text, the string
+    whose last byte occurs first ends it, not the first of the list; and stop strings are searched in the completion
+    decoded separately from its prompt, where SentencePiece drops a leading space.
 
     Attributes:
         temperature: divides the logits; 0 takes the most probable token (greedy).
         top_k: keep the k most probable tokens; 0 keeps all.
         top_p: keep the smallest set of most probable tokens whose mass reaches top_p; 1 keeps all.
-        min_p: drop tokens less probable than min_p times the most probable one; 0 keeps all.
+        min_p: drop tokens less probable than min_p times the maximum probability; 0 keeps all.
         repetition_penalty: divides positive and multiplies negative logits of tokens already in the
-            sequence (Keskar et al. 2019); 1 changes nothing.
-        presence_penalty: subtracted from the logits of tokens that the completion has, from -2 to 2.
-        frequency_penalty: the same for each time that it has them, from -2 to 2.
-        logit_bias: token id -> number added to its logit, from -100 (which all but bans it) to 100.
-        min_new_tokens: no stop token, and no end of a stop string, among so many first tokens.
-        max_new_tokens: longest completion, the stop token included.
-        stop_token_ids: a completion ends with, and includes, the first of these.
-        stop: a string or several; the text of a completion ends before the first of them, wherever its tokens begin and
-            end. Of two that end with the same byte the longer one counts. Special tokens have no text; the name of one,
-            such as "<|im_end|>", makes it a stop token. The engine needs a tokenizer.
-        top_logprobs: how many of the most probable tokens to report with each token, from 0 to 20.
+            sequence (Keskar et al. 2019); 1: no penalty.
+        presence_penalty: subtracted from the logits of tokens in the completion, from -2 to 2.
+        frequency_penalty: subtracted from a token's logit per occurrence in the completion, from -2 to 2.
+        logit_bias: token id -> number added to its logit, from -100 (which practically bans the token) to 100.
+        min_new_tokens: neither a stop token nor the end of a stop string among this many first tokens.
+        max_new_tokens: maximum length of a completion, including the stop token.
+        stop_token_ids: a completion ends with, and includes, the first of these tokens.
+        stop: a string or several; the text of a completion ends before the first match, regardless of token boundaries.
+            If two matches end with the same byte, the longer one counts. Special tokens have no text; the name of a
+            special token, such as "<|im_end|>", makes it a stop token. The engine needs a tokenizer.
+        top_logprobs: number of most probable tokens to report with each token, from 0 to 20.
         seed: completions depend only on (seed, prompt index, sample index, position); from 0 to 2^64 - 1.
 
     Raises:
-        WhetTypeError: a value of another type than its field; integers and floats of NumPy do.
+        WhetTypeError: a value has the wrong type; NumPy integers and floats are accepted.
         WhetValueError: a field is out of range.
     """
 
@@ -94,7 +94,7 @@ class SamplingParams:
 
     @classmethod
     def from_settings(cls, settings: Any, **others: Any) -> SamplingParams:
-        """Of an object with attributes of these names, but for ``others``; what it does not have is at its default."""
+        """Build from any object with attributes of these names, except those in ``others``; default: the field's."""
         names = [field.name for field in dataclasses.fields(cls) if field.name not in others]
         return cls(**{name: getattr(settings, name) for name in names if hasattr(settings, name)}, **others)
 
@@ -111,10 +111,10 @@ class SamplingParams:
 
 
 class StreamKey(NamedTuple):
-    """The random numbers that the completions of a prompt are drawn with, beside the seed.
+    """Key of the random numbers of a prompt's completions, in addition to the seed.
 
-    Completion j of n has those of (prompt_index, first_sample + j), so that a batch, or a group, may be divided among
-    calls and engines, and every completion is the one that the undivided call gives.
+    Completion j of n is drawn with the key (prompt_index, first_sample + j), so that splitting a batch or a group among
+    calls and engines does not change any completion.
     """
 
     prompt_index: int
@@ -122,19 +122,19 @@ class StreamKey(NamedTuple):
 
 
 def stream_keys(keys: Sequence[StreamKey] | None, n_prompts: int, where: str) -> list[StreamKey]:
-    """Keys as they were given; None: those of prompts 0, 1, 2, ...
+    """Validate ``keys``; None: the keys of prompts 0, 1, 2, ...
 
     Raises:
-        WhetValueError: not one key for each prompt, or numbers outside 0 ... 2**63 - 1.
+        WhetValueError: the number of keys is not ``n_prompts``, or a number is outside 0 ... 2**63 - 1.
     """
     if keys is None:
         return [StreamKey(i) for i in range(n_prompts)]
     if len(keys) != n_prompts:
         raise WhetValueError(f"{where}: keys has {len(keys)} entries, expected one for each of {n_prompts} prompts.")
-    return [_checked_key(key, f"keys[{i}]", where) for i, key in enumerate(keys)]
+    return [_check_key(key, f"keys[{i}]", where) for i, key in enumerate(keys)]
 
 
-def _checked_key(key: StreamKey, name: str, where: str) -> StreamKey:
+def _check_key(key: StreamKey, name: str, where: str) -> StreamKey:
     numbers = tuple(key) if isinstance(key, tuple) else ()
     if not 1 <= len(numbers) <= 2 or not all(isinstance(n, Integral) and 0 <= n < 2**63 for n in numbers):
         raise WhetValueError(
@@ -149,17 +149,17 @@ class Completion:
     """One sampled completion, without its prompt and without padding.
 
     Attributes:
-        token_ids: the sampled tokens; the stop token, if one came, is the last. A stop string's are among them.
-        logprobs: per token, the log-probability under the distribution it was drawn from; None
-            where the source cannot tell (a module's own ``generate``).
-        finish_reason: "stop" if a stop token or a stop string came, "length" if max_new_tokens ended it.
-        policy_version: how many times the engine's weights had been synced when it was sampled.
-        text: of ``SamplingParams.stop`` the text up to the stop string, or, where none came, of all tokens: what the
-            tokenizer decodes them to, without special tokens. (Of SentencePiece's tokens of bytes only those that
-            are not UTF-8 become U+FFFD; the tokenizer's ``decode`` replaces all of the run.) None without ``stop``.
-        top_logprobs: per token its alternatives, (token id, log-prob), the most probable first: those that the
-            distribution of ``logprobs`` gives a probability, ``SamplingParams.top_logprobs`` at most; None where that
-            is 0.
+        token_ids: the sampled tokens, including a final stop token and the tokens of a stop string.
+        logprobs: per token, the log-probability under the distribution it was drawn from; None if the source does not
+            provide them (a module's own ``generate``).
+        finish_reason: "stop" after a stop token or a stop string, "length" after max_new_tokens.
+        policy_version: number of weight syncs of the engine before it was sampled.
+        text: with ``SamplingParams.stop``, the decoded text up to the stop string, or all of it, without special
+            tokens; else None. (In runs of SentencePiece byte tokens only bytes that are not UTF-8 become U+FFFD; the
+            tokenizer's ``decode`` replaces the whole run.)
+        top_logprobs: per token, its alternatives as (token id, log-prob), most probable first: at most
+            ``SamplingParams.top_logprobs`` tokens of nonzero probability in the distribution of ``logprobs``; None if
+            that setting is 0.
     """
 
     token_ids: list[int]

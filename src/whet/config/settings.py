@@ -1,8 +1,7 @@
-"""The settings of every algorithm: flat dataclasses that a TOML table, flags or keyword arguments fill.
+"""Settings of every algorithm: flat dataclasses filled from a TOML table, flags or keyword arguments.
 
-Each field documents its effect and unit. A value of another type or out of range raises when the config is made, and so
-does one that has no effect beside the others; a field at its default never does. Reads no files, and does not import
-torch.
+Each field documents its effect and unit. Construction rejects values of the wrong type, out of range, or without effect
+given the other settings; a field at its default is never rejected. Reads no files, and does not import torch.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ DPOLossType = Literal[
 ]  # fmt: skip
 
 _GroupSize = Annotated[
-    int, Range("an integer >= 2: of one completion every advantage is 0, and nothing is learnt", lambda n: n >= 2)
+    int,
+    Range("an integer >= 2: the advantage of a single completion is 0", lambda n: n >= 2),
 ]
 _Cap = Annotated[float, Range("a number > 0", lambda cap: cap > 0)]
 _Ddof = Annotated[int, Range("0 or 1", lambda n: n in (0, 1))]
@@ -67,14 +67,14 @@ class TrainerConfig:
     """Settings of every training algorithm.
 
     Raises:
-        WhetTypeError: a value of another type than its field.
-        WhetValueError: a value out of range, or one that has no effect beside the others.
+        WhetTypeError: a value has the wrong type.
+        WhetValueError: a value is out of range, or has no effect given the other settings.
     """
 
     fixed_at_construction: ClassVar[tuple[str, ...]] = (
         "compute", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "deterministic_reduction",
     )  # fmt: skip
-    """Fields that a trainer reads when it is made, and not again."""
+    """Fields that a trainer reads only in its constructor."""
 
     learning_rate: NonNegative = 1e-6
     """Learning rate after the warm-up."""
@@ -83,17 +83,16 @@ class TrainerConfig:
     warmup_steps: Count = 0
     """Steps over which the rate rises linearly to learning_rate."""
     schedule_steps: Count = 0
-    """Length of the schedule in steps; 0: to the last step of the longest ``train`` call so far, so that a run which is
-    continued with more steps has a higher rate again."""
+    """Length of the schedule in steps; 0: up to the last step of the longest ``train`` call so far: continuing a run
+    with more steps raises the rate again."""
     batch_size: Positive = 8
     """Rows of the dataset per step, in ``train``."""
     micro_batch_size: Count = 0
-    """Rows per forward and backward pass; 0: see max_tokens_per_step. Fewer need less memory; the same gradient."""
+    """Rows per forward and backward pass; 0: see max_tokens_per_step. Fewer rows need less memory."""
     max_tokens_per_step: Count = 768
-    """Tokens per forward and backward pass on Whet's kernels if micro_batch_size is 0; 0: all at once. The same
-    gradient."""
+    """Tokens per forward and backward pass on Whet's kernels if micro_batch_size is 0; 0: no limit."""
     compute: Compute = "auto"
-    """Backend of the step: Whet's kernels (whet.nn.accelerate), with products in bfloat16 or float32, or torch.
+    """Backend of the step: Whet's kernels (whet.nn.accelerate), with matmuls in bfloat16 or float32, or torch.
 
     auto: the kernels for a Hugging Face model of the supported families with float32 weights on the CPU, in bfloat16
     if the processor supports it; else torch. Master weights are float32 either way: AdamW keeps them for bfloat16 and
@@ -105,28 +104,28 @@ class TrainerConfig:
     adam_epsilon: NonNegative = 1e-8
     """Added to the root of AdamW's second moment."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay, per unit of learning rate, of matrices; none of norms and biases."""
+    """Decoupled weight decay, per unit of learning rate, of matrices; norms and biases do not decay."""
     max_grad_norm: NonNegative = 1.0
     """Gradient norm above which gradients are clipped; 0: no clipping."""
     max_skipped_steps: Positive = 10
-    """Abort after this many consecutive updates that were skipped because loss or gradient was not finite."""
+    """Abort after this many consecutive updates were skipped because loss or gradient was not finite."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Under torchrun, dtype of the gradient all-reduce; bfloat16 rounds the gradients and halves the traffic."""
     deterministic_reduction: bool = False
-    """Sum gradients so that any number of ranks, one among them, gives the same bits; 8 more bytes a parameter."""
+    """Sum gradients exactly: any number of ranks, including 1, gives the same bits; 8 more bytes per parameter."""
     training_mode: bool = False
     """Update in training mode, with dropout and gradient checkpointing."""
     stop_token_ids: TokenIds = field(default_factory=list)
-    """Tokens that end a completion; empty: the EOS of tokenizer or model."""
+    """Tokens that end a completion; empty: the EOS token of tokenizer or model."""
     seed: Seed = 0
-    """Seed of the order of the data and of the sampling; from 0 to 2^64 - 1."""
+    """Seed of data order and sampling, from 0 to 2^64 - 1."""
 
     def __post_init__(self) -> None:
         check_types(self)
         decays = self.lr_schedule != "constant"
-        reject_ineffective(self, ["schedule_steps"], decays, "lr_schedule is 'constant', which has no end")
+        reject_ineffective(self, ["schedule_steps"], decays, "lr_schedule is 'constant', which has no length")
         if self.schedule_steps:
-            ends = f"at most schedule_steps={self.schedule_steps}, where the rate is zero again"
+            ends = f"at most schedule_steps={self.schedule_steps}, where the rate reaches zero"
             check_range(self, "warmup_steps", self.warmup_steps <= self.schedule_steps, ends)
         reject_ineffective(
             self, ["reduce_dtype"], not self.deterministic_reduction, "deterministic_reduction needs every bit"
@@ -141,31 +140,31 @@ class TrainerConfig:
 
 
 def learning_rate_at(step: int, config: TrainerConfig, horizon: int) -> float:
-    """The learning rate of the step that follows ``step`` finished ones, in a schedule of ``horizon`` steps.
+    """Return the learning rate after ``step`` completed steps, in a schedule of ``horizon`` steps.
 
-    ``warmup: top (step + 1) / warmup_steps``; then, with p = (step - warmup_steps) / (horizon -
-    warmup_steps), at most 1, ``constant: top``, ``linear: top (1 - p)``, ``cosine: top (1 + cos(pi p)) / 2``.
+    With the peak rate r, ``warmup: r (step + 1) / warmup_steps``; then, with p = (step - warmup_steps) / (horizon -
+    warmup_steps), at most 1, ``constant: r``, ``linear: r (1 - p)``, ``cosine: r (1 + cos(pi p)) / 2``.
     """
-    top = config.learning_rate
+    peak = config.learning_rate
     if step < config.warmup_steps:
-        return top * (step + 1) / config.warmup_steps
+        return peak * (step + 1) / config.warmup_steps
     if config.lr_schedule == "constant":
-        return top
+        return peak
     progress = min(1.0, (step - config.warmup_steps) / max(1, horizon - config.warmup_steps))
     if config.lr_schedule == "linear":
-        return top * (1 - progress)
-    return top * (1 + math.cos(math.pi * progress)) / 2
+        return peak * (1 - progress)
+    return peak * (1 + math.cos(math.pi * progress)) / 2
 
 
 @dataclass(kw_only=True)
 class OfflineConfig(TrainerConfig):
-    """Settings of the algorithms that learn from completions of the dataset."""
+    """Settings of algorithms that train on completions of the dataset."""
 
     max_length: Count = 0
-    """Most tokens of a row, prompt and completion together; 0: the model's positions."""
+    """Maximum tokens of a row, prompt plus completion; 0: the model's positions."""
     truncation: Literal["error", "drop", "cut"] = "error"
-    """For a longer row: error; drop, leave it out; cut the end of its completion. frac_cut and frac_dropped of the
-    metrics are their shares."""
+    """Handling of longer rows: error; drop the row; cut the end of its completion. The shares of such rows are the
+    metrics frac_cut and frac_dropped."""
 
 
 @dataclass(kw_only=True)
@@ -177,11 +176,11 @@ class SFTConfig(OfflineConfig):
     training_mode: bool = True
     """Update in training mode, with dropout and gradient checkpointing."""
     loss_on: Literal["completion", "last_turn", "all"] = "completion"
-    """Which tokens count.
+    """Tokens that are trained on.
 
-    completion: the completion's, and of messages those of every assistant's turn.
-    last_turn: of messages those of the last turn.
-    all: all but the row's first."""
+    completion: the completion; in messages, every assistant turn.
+    last_turn: in messages, only the last turn.
+    all: every token except the first of the row."""
 
 
 @dataclass(kw_only=True)
@@ -191,16 +190,16 @@ class PreferenceConfig:
     beta: float = 0.1
     """Strength of the KL regularisation towards the reference."""
     loss_type: DPOLossType = "sigmoid"
-    """The function of the log-ratios, see ``dpo_loss``."""
+    """Loss function of the log-ratios, see ``dpo_loss``."""
     label_smoothing: float = 0.0
     """Probability that a label is wrong."""
     reference_free: bool = False
-    """Drop the reference, as if it gave every completion the same probability."""
+    """Ignore the reference, as if it assigned every completion the same probability."""
 
     def __post_init__(self) -> None:
         check_types(self)
         check_dpo_options(type(self).__name__, self.loss_type, self.beta, self.label_smoothing)
-        reject_ineffective(self, ["beta"], self.loss_type != "sft", "'sft' uses the chosen completion only")
+        reject_ineffective(self, ["beta"], self.loss_type != "sft", "'sft' uses only the chosen completion")
 
     def has_reference(self) -> bool:
         """Whether the loss uses the reference."""
@@ -212,9 +211,9 @@ class DPOConfig(PreferenceConfig, OfflineConfig):
     """Settings of DPO. ``batch_size`` counts pairs."""
 
     precompute_reference: bool = False
-    """Compute the reference's log-probs once, before ``train``, instead of keeping a copy of the model for them."""
+    """Compute the reference's log-probs once, before ``train``, instead of keeping a copy of the model."""
     reference_cache: PathText = ""
-    """Folder that caches precomputed log-probs, by weights and rows, for later runs; empty: no cache."""
+    """Folder that caches precomputed log-probs for later runs, keyed by weights and rows; empty: no cache."""
 
     def __post_init__(self) -> None:
         TrainerConfig.__post_init__(self)
@@ -230,51 +229,50 @@ class RolloutConfig:
     """Settings of sampling and of rewards."""
 
     max_new_tokens: int = 512
-    """Maximum length of a completion in tokens, including the stop token. A model that thinks before it answers may
-    need thousands."""
+    """Maximum length of a completion in tokens, including the stop token. A reasoning model may need thousands."""
     temperature: Temperature = 1.0
-    """Divides the logits before sampling; above 0."""
+    """Divisor of the logits before sampling; above 0."""
     top_k: int = 0
-    """Sample from the k most probable tokens; 0: from all."""
+    """Sample from the k most probable tokens; 0: all tokens."""
     top_p: float = 1.0
-    """Sample from the most probable tokens with this cumulative probability; 1: from all."""
+    """Sample from the most probable tokens with this cumulative probability; 1: all tokens."""
     min_p: float = 0.0
-    """Drop tokens less probable than this share of the most probable one; 0: none."""
+    """Drop tokens less probable than this share of the maximum probability; 0: none."""
     repetition_penalty: float = 1.0
-    """Penalty on the logits of tokens that occurred already; 1: none."""
+    """Penalty on the logits of tokens already in the sequence; 1: none."""
     presence_penalty: Penalty = 0.0
-    """Subtracted from the logits of tokens that the completion has already, from -2 to 2."""
+    """Subtracted from the logits of tokens already in the completion, from -2 to 2."""
     frequency_penalty: Penalty = 0.0
-    """The same for each time that it has them, from -2 to 2."""
+    """Subtracted from a token's logit per occurrence in the completion, from -2 to 2."""
     logit_bias: TokenBias = field(default_factory=dict)
-    """Numbers from -100 to 100 that are added to the logits of tokens, by token id."""
+    """Numbers from -100 to 100 added to the logits, by token id."""
     min_new_tokens: Count = 0
     """Minimum length of a completion in tokens before it may end."""
     stop_token_ids: TokenIds = field(default_factory=list)
-    """Tokens that end a completion; empty: the EOS of tokenizer or model."""
+    """Tokens that end a completion; empty: the EOS token of tokenizer or model."""
     stop: StopStrings = field(default_factory=list)
-    """Strings that end a completion: reward functions see its text up to there, and all of its tokens are trained on.
+    """Strings that end a completion: reward functions see the text before them, all sampled tokens are trained on.
     Needs a tokenizer."""
     engine: EngineName = "auto"
-    """Engine that samples: native, or the model through torch; auto: native if it supports the model. ray: native ones
-    in processes of their own, on this machine or many, with the same completions."""
+    """Engine that samples: native, or the model through torch; auto: native if it supports the model; ray: native
+    engines in other processes, on one machine or many, with the same completions."""
     rollout_workers: Count = 0
-    """Processes that sample with engine='ray'; 0: 2."""
+    """Number of sampling processes with engine='ray'; 0: 2."""
     ray_address: str = ""
-    """Of the Ray cluster, auto for the one that this machine belongs to; empty: RAY_ADDRESS, or one of its own."""
+    """Address of the Ray cluster; auto: this machine's cluster; empty: RAY_ADDRESS, or a new local cluster."""
     rollout_weights: RolloutWeights = "auto"
-    """Weight format of the native engine; auto: bf16 or float32, as in the policy's matrix products."""
+    """Weight format of the native engine; auto: bf16 or float32, as in the policy's matmuls."""
     kv_bytes: Count = 0
     """KV cache of the native engine in bytes, committed lazily; 0: 1 GiB, or more if the longest sequence needs it. A
-    sequence that needs more than a given size is an error."""
+    sequence that exceeds an explicit size is an error."""
     reward_weights: _Weights = field(default_factory=list)
     """One weight per reward function; empty: 1 each."""
     reward_policy: Literal["raise", "skip", "zero"] = "raise"
-    """On failure of a reward function: end the run, leave the sample unscored, or score it 0."""
+    """When a reward function fails: end the run, leave the sample unscored, or score it 0."""
     reward_timeout_s: _Timeout = None
-    """Time limit of one call of a reward function in seconds; None: no limit."""
+    """Time limit of a reward function call in seconds; None: no limit."""
     seed: Seed = 0
-    """Seed of the sampling; from 0 to 2^64 - 1."""
+    """Seed of sampling, from 0 to 2^64 - 1."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -286,18 +284,18 @@ class RolloutConfig:
         self.sampling((), self.seed)
 
     def uses_unmodified_distribution(self) -> bool:
-        """Whether tokens are sampled from the model's own distribution: temperature 1, no filters."""
-        plain = SamplingParams()
-        return all(getattr(self, name) == getattr(plain, name) for name in DISTRIBUTION_SETTINGS)
+        """Whether tokens are sampled from the model's distribution: temperature 1, no filters, no penalties."""
+        neutral = SamplingParams()
+        return all(getattr(self, name) == getattr(neutral, name) for name in DISTRIBUTION_SETTINGS)
 
     def sampling(self, stop_ids: Sequence[int], seed: int) -> SamplingParams:
-        """The sampling settings for an engine; ``stop_ids`` are the model's, used if the config has none."""
+        """Return the ``SamplingParams`` for an engine; ``stop_ids`` is used if the config has no stop_token_ids."""
         return SamplingParams.from_settings(self, stop_token_ids=self.stop_token_ids or stop_ids, seed=seed)
 
 
 @dataclass(kw_only=True)
 class OnlineConfig(RolloutConfig, TrainerConfig):
-    """Settings of the training algorithms that sample. ``batch_size`` counts prompts."""
+    """Settings of training algorithms that sample. ``batch_size`` counts prompts."""
 
     fixed_at_construction: ClassVar[tuple[str, ...]] = (
         *TrainerConfig.fixed_at_construction, "engine", "rollout_workers", "ray_address", "rollout_weights", "kv_bytes",
@@ -314,51 +312,51 @@ class GRPOConfig(OnlineConfig):
     """Settings of GRPO. ``batch_size`` counts prompts, ``micro_batch_size`` completions."""
 
     group_size: _GroupSize = 8
-    """Completions per prompt, at least 2: advantages are relative to the group."""
+    """Completions per prompt, at least 2; advantages are relative to the group."""
     num_iterations: Positive = 1
     """Updates per batch of completions."""
     loss_type: GRPOLossType = "dapo"
-    """The member of the family, see ``grpo_loss``."""
+    """Variant of the loss, see ``grpo_loss``."""
     level: RatioLevel = "token"
-    """Whether the probability ratio is per token or per sequence (GSPO)."""
+    """Level of the probability ratio: per token or per sequence (GSPO)."""
     epsilon: float = 0.2
-    """The ratio is clipped below at 1 - epsilon."""
+    """Clip the ratio below at 1 - epsilon."""
     epsilon_high: float | None = None
-    """And above at 1 + epsilon_high; None: epsilon. In cispo the cap of the ratio itself, which is required."""
+    """Clip the ratio above at 1 + epsilon_high; None: epsilon. In cispo, where it is required, the cap of the ratio."""
     delta: float | None = None
-    """Cap of the ratio where the advantage is negative; None: no cap."""
+    """Cap of the ratio for negative advantages; None: no cap."""
     beta: _Beta = None
-    """Weight of the KL term; 0: none, and no reference. None: 0.1 with a ref_model, else 0. Alias: ``kl_coef``."""
+    """Weight of the KL term; 0: no KL term and no reference. None: 0.1 with a ref_model, else 0. Alias: ``kl_coef``."""
     kl_estimator: KLEstimator = "k3"
     """KL estimator: k1, k2 or k3 (Schulman 2020)."""
     kl_bias_correction: bool = True
-    """Multiply k3 by the ratio, which makes its gradient that of the KL."""
+    """Multiply k3 by the ratio, so that its gradient is the gradient of the KL."""
     sapo_tau_positive: AboveZero = 1.0
-    """sapo's temperature for advantages above 0."""
+    """Temperature of sapo for advantages above 0."""
     sapo_tau_negative: AboveZero = 1.05
-    """sapo's temperature for the others."""
+    """Temperature of sapo for advantages <= 0."""
     sampler_correction: Literal["auto", "off"] | SamplerCorrection = "auto"
     """Importance correction for an engine whose log-probs differ from the policy's; auto: token_truncate if
-    rollout_weights is bf16 or narrower, the model is on a quantised base, or an older policy sampled; else off."""
+    rollout_weights is bf16 or narrower, the base is quantised, or an older policy sampled; else off."""
     sampler_cap: _Cap = 3.0
-    """Cap of the importance weights."""
+    """Maximum importance weight."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Scope of the standard deviation that divides the advantages."""
     advantage_ddof: _Ddof = 0
     """0: population standard deviation; 1: sample."""
     advantage_eps: _Eps = None
-    """Added to the standard deviation (TRL: 1e-4, with ddof 1); None: nothing, but zeros below 1e-8."""
+    """Added to the standard deviation (TRL: 1e-4, with ddof 1); None: nothing, but advantages are 0 if it is < 1e-8."""
     filter_zero_variance: bool = False
-    """Drop groups whose rewards are all equal from the update, instead of counting them."""
+    """Exclude groups with identical rewards from the update; they have no gradient, but count in its mean."""
     mask_truncated_completions: bool = False
-    """Drop completions that max_new_tokens ended from the update."""
+    """Exclude completions truncated by max_new_tokens from the update."""
 
     def has_reference(self) -> bool:
         """Whether the loss has a KL term."""
         return bool(self.beta)
 
     def correction(self) -> SamplerCorrection | None:
-        """``sampler_correction`` with "auto" decided; None: off."""
+        """Return ``sampler_correction`` with "auto" resolved; None: off."""
         if self.sampler_correction == "auto":
             return None if self.rollout_weights in ("auto", "float32") else "token_truncate"
         return None if self.sampler_correction == "off" else self.sampler_correction
@@ -369,20 +367,22 @@ class GRPOConfig(OnlineConfig):
         loss_type = self.loss_type
         if loss_type == "cispo" and self.epsilon_high is None:
             raise WhetValueError(
-                f"{type(self).__name__}: epsilon_high is None, and in 'cispo' it caps the ratio itself: at epsilon, "
-                f"{self.epsilon:g}, it would scale every gradient down to that. Pass epsilon_high, for example 5.0."
+                f"{type(self).__name__}: epsilon_high is None, but 'cispo' caps the ratio with it: a cap of "
+                f"epsilon={self.epsilon:g} would scale down every gradient. Pass epsilon_high, for example 5.0."
             )
         reject_ineffective(
             self, ["epsilon"], loss_type not in _UNCLIPPED, f"{loss_type!r} does not clip the ratio at 1 - epsilon"
         )
         taus = ["sapo_tau_positive", "sapo_tau_negative"]
         reject_ineffective(self, taus, loss_type == "sapo", f"{loss_type!r} has no temperature")
-        reject_ineffective(self, ["kl_estimator"], self.beta != 0, "beta is 0, and there is no KL term")
-        # With "auto" twice it is the model that decides: a quantised base is corrected, and GRPO sees it.
+        reject_ineffective(self, ["kl_estimator"], self.beta != 0, "beta is 0: no KL term")
+        # With both at "auto" the model decides: GRPO corrects a quantised base.
         may_correct = self.correction() is not None or self.sampler_correction == self.rollout_weights == "auto"
         reject_ineffective(self, ["sampler_cap"], may_correct, "sampler_correction is off")
         spread = ["advantage_ddof", "advantage_eps"]
-        reject_ineffective(self, spread, self.scale_rewards != "none", "scale_rewards is 'none', and nothing divides")
+        reject_ineffective(
+            self, spread, self.scale_rewards != "none", "scale_rewards is 'none': advantages are not divided"
+        )
 
 
 @dataclass(kw_only=True)
@@ -401,15 +401,14 @@ class BestOfNConfig(RolloutConfig):
     n: Positive = 8
     """Candidates per prompt."""
     pad_token_id: _TokenId = None
-    """Right padding of shorter rows; None: the tokenizer's padding token, or 0."""
+    """Token that pads shorter rows on the right; None: the tokenizer's padding token, or 0."""
 
 
 def check_grpo_options(where: str, options: Any) -> None:
-    """Raise for options, under the names of ``GRPOConfig``, that ``grpo_loss`` cannot use.
+    """Validate the options of ``grpo_loss``, an object with fields of ``GRPOConfig``; errors begin with ``where``.
 
     Raises:
-        WhetValueError: an unknown name, a number out of range, or a bound that the loss does not have; it begins with
-            ``where``, the caller's name.
+        WhetValueError: an unknown name, a number out of range, or a bound that the loss does not have.
     """
     for name, choices in (("loss_type", GRPOLossType), ("level", RatioLevel), ("kl_estimator", KLEstimator)):
         check_choice(where, name, getattr(options, name), choices)
@@ -425,19 +424,19 @@ def check_grpo_options(where: str, options: Any) -> None:
 
 
 def check_dpo_options(where: str, loss_type: str, beta: float, label_smoothing: float) -> None:
-    """Raise for options that ``dpo_loss`` cannot use; ``where`` is the caller's name.
+    """Validate the options of ``dpo_loss``; errors begin with ``where``, the caller's name.
 
     Raises:
-        WhetValueError: an unknown loss_type, a number out of range, or label smoothing that the loss does not have.
+        WhetValueError: an unknown loss_type, a number out of range, or label smoothing in a loss without it.
     """
     check_choice(where, "loss_type", loss_type, DPOLossType)
     if not (beta > 0 and math.isfinite(beta)):
         raise WhetValueError(f"{where}: beta is {beta!r}, expected a finite number > 0.")
     if not 0 <= label_smoothing < 0.5:
-        raise WhetValueError(f"{where}: label_smoothing is {label_smoothing!r}, expected one in [0, 0.5).")
+        raise WhetValueError(f"{where}: label_smoothing is {label_smoothing!r}, expected a number in [0, 0.5).")
     if label_smoothing and loss_type not in _SMOOTHED:
         raise WhetValueError(
-            f"{where}: label_smoothing is {label_smoothing}, but {loss_type!r} has no such term. Pass 0, or "
+            f"{where}: label_smoothing is {label_smoothing}, but {loss_type!r} has no smoothing. Pass 0, or "
             f"a loss_type among {', '.join(_SMOOTHED)}."
         )
     if loss_type == "exo_pair" and not label_smoothing:

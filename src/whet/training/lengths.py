@@ -1,4 +1,4 @@
-"""The longest row that is trained, and what happens to longer ones: an error, or they are cut or left out."""
+"""Maximum length of trained rows, and handling of longer rows: an error, cut, or dropped."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from whet.errors import WhetValueError
 from whet.nn.modules import position_limit
 
 
-class Fitted(NamedTuple):
-    """Rows within a limit.
+class FittedRows(NamedTuple):
+    """Rows within a length limit.
 
     Attributes:
-        rows: each as it is, or cut; None where it is left out.
-        metrics: ``frac_cut`` and ``frac_dropped``, shares of the rows, where longer ones are no error.
+        rows: each row unchanged or cut; None if dropped.
+        metrics: ``frac_cut`` and ``frac_dropped``, shares of rows; empty if longer rows are errors.
     """
 
     rows: list[list[Any] | None]
@@ -27,18 +27,18 @@ class Fitted(NamedTuple):
 
 
 class LengthLimit:
-    """Fits rows of token ids into a number of tokens.
+    """Maximum number of tokens per row.
 
     Args:
-        model: its last position is the limit, where the settings have no ``max_length``.
-        config: ``max_length`` and ``truncation``, of an algorithm that has them; longer rows of others are an error.
+        model: its last position is the limit if ``max_length`` is 0.
+        config: settings, with ``max_length`` and ``truncation`` for some algorithms; else longer rows are errors.
         where: the algorithm's name, for errors.
 
     Attributes:
-        n_tokens: the longest row.
+        n_tokens: the limit.
 
     Raises:
-        WhetValueError: ``max_length`` is past the model's last position.
+        WhetValueError: ``max_length`` exceeds the model's last position.
     """
 
     def __init__(self, model: nn.Module, config: TrainerConfig, where: str) -> None:
@@ -46,22 +46,22 @@ class LengthLimit:
         if positions is not None and max_length > positions:
             raise WhetValueError(f"{where}: max_length is {max_length}, and the model's last position is {positions}.")
         self.n_tokens = max_length or positions or math.inf
-        self._what = "max_length" if max_length else "the model's last position"
+        self._limit_name = "max_length" if max_length else "the model's last position"
         self._truncation, self._where = getattr(config, "truncation", "error"), where
         self._has_warned = False
 
-    def fit(self, rows: Sequence[Sequence[Any]]) -> Fitted:
-        """Rows within the limit; each is a prompt and its completions, perhaps with masks of their tokens.
+    def fit(self, rows: Sequence[Sequence[Any]]) -> FittedRows:
+        """Fit rows into the limit; a row is a prompt and its completions, with optional masks.
 
-        A cut row loses the ends of its completions; one whose prompt leaves no room for them is left out.
+        Cutting shortens the completions; a row whose prompt leaves no room for them is dropped.
 
         Raises:
-            WhetValueError: a row is longer, and ``truncation`` is "error".
+            WhetValueError: a row is too long and ``truncation`` is "error".
         """
         lengths = [len(row[0]) + max(map(len, row[1:]), default=0) for row in rows]
         if self._truncation == "error":
             self._check(lengths)
-            return Fitted([list(row) for row in rows], {})
+            return FittedRows([list(row) for row in rows], {})
         fitted = [self._shorten(row, n) for row, n in zip(rows, lengths, strict=True)]
         n_dropped = fitted.count(None)
         n_cut = sum(n > self.n_tokens for n in lengths) - n_dropped
@@ -69,24 +69,24 @@ class LengthLimit:
             self._has_warned = True
             warnings.warn(
                 f"{self._where}: {n_cut + n_dropped} of {len(rows)} rows have more than {self.n_tokens:,} tokens "
-                f"({self._what}): {n_cut} are cut, {n_dropped} left out. frac_cut and frac_dropped are their shares "
-                f"of every batch.",
+                f"({self._limit_name}): {n_cut} are cut, {n_dropped} dropped. frac_cut and frac_dropped are their "
+                f"shares of every batch.",
                 stacklevel=4,
             )
-        return Fitted(fitted, {"frac_cut": n_cut / len(rows), "frac_dropped": n_dropped / len(rows)})
+        return FittedRows(fitted, {"frac_cut": n_cut / len(rows), "frac_dropped": n_dropped / len(rows)})
 
     def check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Refuse prompts that leave no room for a completion.
+        """Reject prompts that leave no room for a completion.
 
         Raises:
-            WhetValueError: naming the first one.
+            WhetValueError: names the first such prompt.
         """
         for i, prompt in enumerate(prompts):
             if len(prompt) >= self.n_tokens:
                 which = f"prompt {i}" if len(prompts) > 1 else "the prompt"
                 raise WhetValueError(
                     f"{self._where}: {which} has {len(prompt):,} tokens, which leaves no room to generate: "
-                    f"{self._what} is {self.n_tokens:,}. Shorten or drop it."
+                    f"{self._limit_name} is {self.n_tokens:,}. Shorten or drop it."
                 )
 
     def _check(self, lengths: Sequence[int]) -> None:
@@ -94,8 +94,8 @@ class LengthLimit:
             if n > self.n_tokens:
                 which = f"row {i} of the batch" if len(lengths) > 1 else "the row"
                 raise WhetValueError(
-                    f"{self._where}: {which} has {n:,} tokens, and {self._what} is {self.n_tokens:,}. Shorten it, or "
-                    f"set truncation to 'cut' or 'drop'."
+                    f"{self._where}: {which} has {n:,} tokens, and {self._limit_name} is {self.n_tokens:,}. Shorten "
+                    f"it, or set truncation to 'cut' or 'drop'."
                 )
 
     def _shorten(self, row: Sequence[Any], n_tokens: int) -> list[Any] | None:
