@@ -4,6 +4,7 @@
 # make wide    matrices of versions and of compilers, sanitizers, llama.cpp, Ray, bundlers, QEMU: under 80 minutes
 # make test-scale  several processes: ranks under torchrun, and pools of sampling workers with Ray
 # make web     the core as WebAssembly and the npm package around it, in web/dist; make web-test tests it, make web-demo shows it
+# make docs    the site from docs/, in build/site/index.html
 # make fuzz    a minute of hostile bytes for each kind of model file
 # make test-real  a real model beside llama.cpp, in every mixture of types: 3 GB in build/real, half an hour
 # make torture kills, full disks, damaged files, memory that is refused: docs/reliability.md, under 20 minutes
@@ -13,7 +14,7 @@ BUILD  := build/release
 BIN    := $(VENV)/bin
 NATIVE := $(shell find cpp -type f) CMakeLists.txt pyproject.toml constraints.txt tools/set_up.py
 
-.PHONY: demo test test-scale test-wide test-real web web-test web-wide web-demo fuzz torture lint cpp-test wheel-test \
+.PHONY: demo test test-scale test-wide test-real web web-test web-wide web-demo docs fuzz torture lint cpp-test wheel-test \
   setup-test check wide wide-packages format clean
 .NOTPARALLEL:  # two extras must not be installed into one environment at once; each recipe uses all cores
 
@@ -93,6 +94,11 @@ web-wide: web-test
 web-demo: web
 	$(BIN)/node web/example/serve.mjs 8000 models
 
+# Fails on a broken link, on an API name that does not exist, and on a page that requests anything from elsewhere.
+docs: $(VENV)/.installed-docs
+	$(BIN)/zensical build --clean --strict
+	@! grep -rlE '<(script|link|img)[^>]* (src|href)="?(https?:)?//' build/site --include='*.html'
+
 # Files as an enemy writes them.
 fuzz: $(VENV)/.installed-fuzz
 	for kind in containers safetensors config gguf blocks tokenizer; do \
@@ -112,7 +118,7 @@ wheel-test: $(VENV)/.installed-test
 setup-test: $(VENV)/.installed-test
 	$(BIN)/python tests/set_ups.py pythons
 
-check: test lint cpp-test-release web-test
+check: test lint cpp-test-release web-test docs
 
 wide: wide-packages cpp-test test-scale test-wide wheel-test setup-test web-wide
 

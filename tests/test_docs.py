@@ -1,0 +1,87 @@
+"""The documentation agrees with the code: links, navigation, defaults, quoted error messages, names of the API."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from whet import ops
+from whet.config import settings
+
+try:
+    import tomllib
+except ImportError:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = {"sft": ("SFTConfig",), "dpo": ("DPOConfig",), "grpo": ("GRPOConfig",), "index": ("DPOConfig", "GRPOConfig")}
+
+
+def test_every_page_is_in_the_navigation():
+    site = (ROOT / "zensical.toml").read_text(encoding="utf-8")
+    named = re.findall(r'"([\w/-]+\.md)"', str(tomllib.loads(site)["project"]["nav"]).replace("'", '"'))
+    assert sorted(named) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"])
+def test_links_outside_the_site_lead_somewhere(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    targets = [target for target in re.findall(r"\]\(([^)#]+)", text) if "://" not in target]
+    assert [target for target in targets if not (ROOT / name).parent.joinpath(target).exists()] == []
+
+
+def default_rows(page: str) -> Iterator[tuple[str, str, str]]:
+    """Setting, Whet's default and TRL's ``name` = `default`` of each row of a page's table of defaults."""
+    for line in (DOCS / "algorithms" / f"{page}.md").read_text(encoding="utf-8").splitlines():
+        if found := re.match(r"\| `(\w+)`[^|]*\| `([^|`]*)` \| (?:`(\w+` = `[^`]*)`)? *\|", line):
+            yield found[1], found[2], found[3] or ""
+
+
+def default_of(config: type, name: str) -> str:
+    field = next(field for field in dataclasses.fields(config) if field.name == name)
+    return str(field.default)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_of_defaults_have_the_defaults_of_whet_and_trl(page):
+    rows = list(default_rows(page))
+    assert rows
+    for config in PAGES[page]:
+        for name, whet, _ in rows:
+            assert default_of(getattr(settings, config), name) == whet, name
+        trl = pytest.importorskip("trl")
+        for _, _, other in filter(lambda row: row[2], rows):
+            name, _, default = other.partition("` = `")
+            assert default_of(getattr(trl, config), name) == default, name
+
+
+def test_quoted_error_messages_exist():
+    messages = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(messages) > 20
+    texts = [text for path in [*ROOT.glob("src/whet/**/*.py"), *ROOT.glob("tools/*.py")] for text in strings_of(path)]
+    missing = []
+    for message in messages:
+        parts = [re.escape(part.strip()) for part in message.split("...") if part.strip(" .,:")]
+        if not any(re.search(".*".join(parts), text, re.DOTALL) for text in texts):
+            missing.append(message)
+    assert not missing
+
+
+def strings_of(path: Path) -> Iterator[str]:
+    """The string literals of a file; implicit concatenations are joined, and values of f-strings are omitted."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value for part in node.values if isinstance(part, ast.Constant))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_api_pages_have_all_public_primitives():
+    text = (DOCS / "api" / "primitives.md").read_text(encoding="utf-8")
+    assert [name for name in ops.__all__ if not re.search(rf"\b{name}\b", text)] == []
