@@ -15,7 +15,8 @@ GLOBS = (
     *("cpp/**/*.h", "cpp/**/*.cpp", "cpp/**/*.def", "web/src/**/*.ts", "web/test/**/*.ts", "web/test/**/*.mjs"),
     *("web/test/**/*.py", "web/example/*", "web/*.md", "docs/**/*.md", "*.md", "Makefile", "web/Makefile"),
 )
-FILES = sorted({path for pattern in GLOBS for path in ROOT.glob(pattern) if path.is_file()} - {Path(__file__)})
+FACTS = ROOT / "web/src/facts.ts"  # generated
+FILES = sorted({path for pattern in GLOBS for path in ROOT.glob(pattern) if path.is_file()} - {Path(__file__), FACTS})
 
 _BE = r"(is|are|was|were|be|been)"
 _DOCSTRING = r'^\s*r?"""'

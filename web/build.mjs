@@ -7,8 +7,9 @@ import { build } from "esbuild";
 
 export const libraries = ["@huggingface/jinja", "@huggingface/tokenizers", "@noble/hashes"];
 export const options = {
-  entryPoints: ["index", "worker", "thread", "hf", "ops"].map((name) => fileURLToPath(new URL(`src/${name}.ts`, import.meta.url))),
-  outdir: fileURLToPath(new URL("dist", import.meta.url)),
+  entryPoints: { index: "src/index.ts", worker: "src/engine/worker.ts", thread: "src/core/thread.ts", hf: "src/models/hf.ts", ops: "src/ops.ts" },
+  absWorkingDir: fileURLToPath(new URL(".", import.meta.url)),
+  outdir: "dist",
   bundle: true,
   minify: true,
   format: "esm",

@@ -1,9 +1,10 @@
 /** Whet's engine for browsers, Node, Deno and Bun: runs GGUF files and Hugging Face folders on the core's WebAssembly build. */
-export { clearCache, listCache } from "./cache.js";
-export { Chat } from "./chat.js";
-export { Engine, type GenerateOptions } from "./engine.js";
-export { OutOfMemoryError, WhetError } from "./errors.js";
-export type { Estimate, FileOptions, Info, LoadOptions, Prompt, PromptOptions, Token } from "./protocol.js";
-export type { Sampling } from "./sampling.js";
-export type { Progress, Source, Sources } from "./sources.js";
-export type { Message } from "./tokenizer.js";
+export { OutOfMemoryError, WhetError } from "./core/errors.js";
+export { Chat } from "./engine/chat.js";
+export { Engine } from "./engine/engine.js";
+export type { Estimate, FileOptions, GenerateOptions, Info, LoadOptions, Prompt, PromptOptions, Token } from "./engine/protocol.js";
+export type { Sampling } from "./engine/sampling.js";
+export { clearCache, listCache } from "./files/cache.js";
+export type { Progress } from "./files/reader.js";
+export type { Source, Sources } from "./files/sources.js";
+export type { Message } from "./text/tokenizer.js";

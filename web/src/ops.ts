@@ -2,10 +2,9 @@
  *
  * The Python functions in src/whet/ops document each of them; results are bit-identical if `exact`. Arrays are copied into the
  * module's memory and back. */
-import type { Core } from "./core.js";
-import { WhetError } from "./errors.js";
-import { show } from "./sampling.js";
-import { startCore } from "./start.js";
+import type { Core } from "./core/core.js";
+import { show, WhetError } from "./core/errors.js";
+import { startCore } from "./core/start.js";
 
 type Floats = ArrayLike<number>;
 const ACTIVATIONS = ["silu", "gelu", "gelu_tanh"];

@@ -1,7 +1,7 @@
 // Engine exports for JavaScript: one model and its scheduler per instance of the module.
 //
 // web/src validates arguments with explanatory errors; the checks here are for memory safety. Settings are an array of
-// doubles, in the order of web/src/model.ts and host.ts.
+// doubles, in the order of web/src/models/architecture.ts and engine/host.ts.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

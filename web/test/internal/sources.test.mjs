@@ -6,7 +6,8 @@ import { tmpdir } from "node:os";
 import { relative } from "node:path";
 import { after, test } from "node:test";
 import { pathToFileURL } from "node:url";
-import { isFolder, listFiles, openReader, readRanges } from "../../src/sources.ts";
+import { readRanges } from "../../src/files/reader.ts";
+import { isFolder, listFiles, openReader } from "../../src/files/sources.ts";
 import { mentions } from "../mentions.mjs";
 import { serve } from "../server.mjs";
 

@@ -1,0 +1,45 @@
+/** Selection and start of the WebAssembly build that this runtime supports. */
+import { Core } from "./core.js";
+import { WhetError } from "./errors.js";
+import { assetUrl, isNode, nodeModule } from "./port.js";
+
+/** "threads": relaxed SIMD and shared memory; "threads-plain": SIMD128 and shared memory; "plain": only SIMD128. */
+export type Build = "threads" | "threads-plain" | "plain";
+
+/**
+ * Start the best build that this runtime supports: relaxed SIMD and threads, SIMD128 and threads, or only SIMD128.
+ *
+ * @param where prefix of error messages.
+ * @param assets URL of the folder with the package's files. Default: this script's folder.
+ */
+export async function startCore(isolated: boolean, where: string, assets?: string | URL): Promise<{ core: Core; build: Build }> {
+  // Bundlers match these exact expressions.
+  const urls: Record<Build, URL> = {
+    threads: new URL("./threads.wasm", import.meta.url),
+    "threads-plain": new URL("./threads-plain.wasm", import.meta.url),
+    plain: new URL("./plain.wasm", import.meta.url),
+  };
+  const only = isNode ? globalThis.process.env.WHET_WEB_BUILD : undefined;
+  for (const build of Object.keys(urls) as Build[]) {
+    const isShared = build !== "plain";
+    if ((isShared && !isolated) || (only !== undefined && only !== build)) continue;
+    const url = assets === undefined ? urls[build] : assetUrl(assets, `${build}.wasm`);
+    const bytes = await fetchBytes(url, where);
+    if (!WebAssembly.validate(bytes)) continue;
+    const module = await WebAssembly.compile(bytes);
+    const core = await Core.create(module, isShared).catch((error) => {
+      if (!isShared) throw error; // else: no shared memory, or no address space for it
+    });
+    if (core !== undefined) return { core, build };
+  }
+  throw new WhetError(`${where}: this runtime's WebAssembly has no SIMD, which the core needs. Use Chrome 91, Firefox 89, Safari 16.4, Node 22 or later.`);
+}
+
+async function fetchBytes(url: URL, where: string): Promise<Uint8Array<ArrayBuffer>> {
+  if (url.protocol === "file:") return new Uint8Array(await nodeModule("node:fs/promises").readFile(url));
+  const response = await fetch(url).catch((error: Error) => {
+    throw new WhetError(`${where}: ${url.href} could not be fetched (${error.message}). Serve the package's wasm files next to its scripts, and allow them in the content security policy: connect-src.`);
+  });
+  if (!response.ok) throw new WhetError(`${where}: ${url.href} answered ${response.status}. Serve the package's wasm files next to its scripts.`);
+  return new Uint8Array(await response.arrayBuffer());
+}

@@ -1,0 +1,133 @@
+/** Messages between an Engine and its worker, and public option and result types. */
+import type { Build } from "../core/start.js";
+import type { Progress } from "../files/reader.js";
+import type { Files } from "../files/sources.js";
+import type { Message } from "../text/tokenizer.js";
+import type { Sampling, SamplingSettings } from "./sampling.js";
+
+export interface LoadOptions {
+  /** Number of threads. Default: half of the processors. */
+  threads?: number;
+  /** Longest sequence in tokens. Default: the model's, at most 4096. */
+  contextLength?: number;
+  /** Size of the KV cache. Default: one sequence of contextLength. */
+  kvBytes?: number;
+  /** Maximum number of samples in a batch. Default: 4. */
+  maxBatch?: number;
+  /** Format of all weights, such as "q8_0" or "float32". Default: quantised weights keep their format, floats become bf16. */
+  weights?: string;
+}
+
+export interface FileOptions {
+  /** SHA-256 of the file, or of each file by name: 64 hexadecimal digits. A cached file with this hash is not requested again. */
+  sha256?: string | Readonly<Record<string, string>>;
+  /** Cache downloads in the browser's private file system. Default: true. */
+  cache?: boolean;
+}
+
+export interface PromptOptions {
+  /** JSON schemas of tools, for the chat template. */
+  tools?: unknown[];
+  /** End the prompt with the start of the assistant's turn. Default: true. */
+  addGenerationPrompt?: boolean;
+  /** Further variables of the chat template, such as enable_thinking. */
+  templateOptions?: Record<string, unknown>;
+}
+
+export interface Signal {
+  /** Signal that aborts the call, which then rejects with the signal's reason. */
+  signal?: AbortSignal;
+}
+
+export interface GenerateOptions extends Sampling, PromptOptions, Signal {
+  /** Number of samples. Default: 1. */
+  n?: number;
+  /** Number that loadAdapter returned. Default: the base model. */
+  adapter?: number;
+  /** Key of the random numbers, together with the seed and the sample's index. Default: 0. */
+  promptIndex?: number;
+}
+
+/** Text, messages for the model's chat template, or token ids. */
+export type Prompt = string | readonly Message[] | ArrayLike<number>;
+
+export interface Request {
+  prompt: string | Message[] | Int32Array;
+  options: PromptOptions;
+  sampling: SamplingSettings;
+  /** Whether the model's stop tokens end a sample. */
+  usesModelStops: boolean;
+  n: number;
+  promptIndex: number;
+  adapter: number;
+}
+
+export interface Token {
+  /** Index of the sample, below n. */
+  sample: number;
+  token: number;
+  /** Characters that the token completes. Empty for special tokens and without a tokenizer. With `stop`, a possible start of a stop string is withheld. */
+  text: string;
+  /** Log-prob under the distribution that the token was sampled from. */
+  logprob: number;
+  /** With `topLogprobs`: the most probable tokens of the same distribution in descending order; tokens of probability 0 are excluded. */
+  topLogprobs?: { token: number; logprob: number }[];
+  /** Reason why the sample ended, on its last token. */
+  finish?: "stop" | "length";
+}
+
+export interface Info {
+  architecture: string;
+  parameters: number;
+  contextLength: number;
+  vocabSize: number;
+  threads: number;
+  build: Build;
+  /** Whether results are bit-identical to native Whet's: this runtime has a fused multiply-add. */
+  exact: boolean;
+  /** Distinct formats of the weights. */
+  formats: string[];
+  /** Whether prompts can be messages. */
+  hasChatTemplate: boolean;
+  weightsBytes: number;
+  kvBytes: number;
+  /** Size of the WebAssembly memory. */
+  memoryBytes: number;
+}
+
+export interface Estimate {
+  architecture: string;
+  parameters: number;
+  contextLength: number;
+  formats: string[];
+  /** Size of the download. */
+  fileBytes: number;
+  weightsBytes: number;
+  kvBytes: number;
+}
+
+/** Size of a prompt and of the context, in tokens. */
+export interface Measure {
+  tokens: number;
+  context: number;
+}
+
+export type Call =
+  | { method: "load"; files: Files; options: LoadOptions & FileOptions; isolated: boolean }
+  | { method: "estimate"; files: Files; options: Pick<LoadOptions, "contextLength" | "weights"> }
+  | { method: "generate"; request: Request }
+  | { method: "measure"; messages: Message[]; options: PromptOptions }
+  | { method: "logprobs"; prompt: string | Int32Array; start: number; temperature: number; adapter: number }
+  | { method: "tokenize"; text: string; addSpecialTokens: boolean }
+  | { method: "detokenize"; tokens: Int32Array }
+  | { method: "render"; messages: Message[]; options: PromptOptions }
+  | { method: "loadAdapter"; files: Files; options: FileOptions }
+  | { method: "removeAdapter"; adapter: number }
+  | { method: "info" };
+
+export type WorkerMessage = { id: number; call: Call } | { id: number; abort: true };
+
+export type Reply =
+  | { id: number; event: Token[] | Progress }
+  | { id: number; result: unknown }
+  | { id: number; error: { name: string; message: string } };

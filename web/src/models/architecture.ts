@@ -1,0 +1,119 @@
+/** Model architecture: sizes and switches, and the shapes of its weights. */
+import { families } from "../facts.js";
+
+export interface ModelConfig {
+  nLayers: number;
+  nHeads: number;
+  nKvHeads: number;
+  headDim: number;
+  hiddenDim: number;
+  ffnDim: number;
+  vocabSize: number;
+  maxPosition: number;
+  norm: "rms" | "layer";
+  normEps: number;
+  rotaryDim: number;
+  isNeox: boolean;
+  invFreq: number[];
+  attentionFactor: number;
+  learnedPositions: number;
+  parallelResidual: boolean;
+  sharedNorm: boolean;
+  preNorm: boolean;
+  postNorm: boolean;
+  qkNorm: boolean;
+  qkNormWhole: boolean;
+  activation: "silu" | "gelu" | "gelu_tanh";
+  gated: boolean;
+  windows: number[];
+  attentionScale: number;
+  attentionSoftcap: number;
+  /** Per layer: whether RoPE applies; empty: to all. */
+  ropeLayers: boolean[];
+  /** Per layer: whether RoPE uses localInvFreq; empty: in none. */
+  localLayers: boolean[];
+  localInvFreq: number[];
+  embeddingScale: number;
+  residualScale: number;
+  logitsScale: number;
+  logitsSoftcap: number;
+  tiedHead: boolean;
+  qkvBias: boolean;
+  oBias: boolean;
+  mlpBias: boolean;
+  headBias: boolean;
+}
+
+export interface Family {
+  keys: Record<string, string>;
+  settings: Record<string, unknown>;
+  defaults: Record<string, unknown>;
+  modules: Record<string, { hf: string; hf_also?: string; hf_layout?: "by_head" | "transposed"; hf_offset?: number; gguf?: string }>;
+  gguf: { architecture: string; interleaved?: boolean; scale_by_hidden?: number; sliding_window?: number } | null;
+  window: "none" | "all" | "some" | "pattern";
+  rope: "neox" | "gptj" | "none";
+  partial_rotary: boolean;
+  rope_off: boolean;
+  rope_local: boolean;
+  root_of_embedding: boolean;
+}
+
+export const FAMILIES: Record<string, Family> = families;
+
+export const toCamel = (name: string) => name.replace(/_(\w)/g, (_, letter: string) => letter.toUpperCase());
+
+/** Return the shape of every weight by name, as in whet.models.architecture. */
+export function slots(c: ModelConfig): Map<string, number[]> {
+  const q = c.nHeads * c.headDim;
+  const found = new Map<string, number[]>([["embedding", [c.vocabSize, c.hiddenDim]]]);
+  if (c.learnedPositions > 0) found.set("positions", [c.learnedPositions, c.hiddenDim]);
+  const parts = c.norm === "layer" ? ["weight", "bias"] : ["weight"];
+  const matrices: [string, number, number, boolean][] = [
+    ["qkv", q + 2 * c.nKvHeads * c.headDim, c.hiddenDim, c.qkvBias],
+    ["o", c.hiddenDim, q, c.oBias],
+    [c.gated ? "gate_up" : "up", (c.gated ? 2 : 1) * c.ffnDim, c.hiddenDim, c.mlpBias],
+    ["down", c.hiddenDim, c.ffnDim, c.mlpBias],
+  ];
+  for (let i = 0; i < c.nLayers; ++i) {
+    const norms = [...(c.sharedNorm ? ["norm1"] : c.preNorm ? ["norm1", "norm2"] : []), ...(c.postNorm ? ["post_norm1", "post_norm2"] : [])];
+    for (const norm of norms) {
+      for (const part of parts) found.set(`layers.${i}.${norm}.${part}`, [c.hiddenDim]);
+    }
+    const normed = c.qkNormWhole ? [c.nHeads, c.nKvHeads] : [1, 1];
+    if (c.qkNorm) for (const [j, which] of ["q", "k"].entries()) found.set(`layers.${i}.${which}_norm.weight`, [normed[j] * c.headDim]);
+    for (const [name, n, k, biased] of matrices) {
+      found.set(`layers.${i}.${name}`, [n, k]);
+      if (biased) found.set(`layers.${i}.${name}.bias`, [n]);
+    }
+  }
+  for (const part of parts) found.set(`final_norm.${part}`, [c.hiddenDim]);
+  if (!c.tiedHead) found.set("head", [c.vocabSize, c.hiddenDim]);
+  if (c.headBias) found.set("head.bias", [c.vocabSize]);
+  return found;
+}
+
+/** Return a module's rows in a slot: "q", "k" or "v" of qkv, "gate" or "up" of gate_up; "": all rows. */
+export function moduleRows(c: ModelConfig, part: string, rows: number): [first: number, count: number] {
+  const q = c.nHeads * c.headDim;
+  const kv = c.nKvHeads * c.headDim;
+  const parts: Record<string, [number, number]> = {
+    "": [0, rows],
+    q: [0, q],
+    k: [q, kv],
+    v: [q + kv, kv],
+    gate: [0, c.ffnDim],
+    up: [c.ffnDim, c.ffnDim],
+  };
+  return parts[part];
+}
+
+/** Return the fields in the order in which bindings/wasm/engine.cpp reads them. */
+export function configNumbers(c: ModelConfig): Float64Array {
+  return Float64Array.from([
+    c.nLayers, c.nHeads, c.nKvHeads, c.headDim, c.hiddenDim, c.ffnDim, c.vocabSize, c.maxPosition,
+    ["rms", "layer"].indexOf(c.norm), c.normEps, c.rotaryDim, +c.isNeox, c.attentionFactor, c.learnedPositions,
+    +c.parallelResidual, +c.sharedNorm, +c.preNorm, +c.postNorm, +c.qkNorm, +c.qkNormWhole, ["silu", "gelu", "gelu_tanh"].indexOf(c.activation), +c.gated,
+    c.attentionScale, c.attentionSoftcap, c.embeddingScale, c.residualScale, c.logitsScale, c.logitsSoftcap, ...c.windows, ...c.invFreq,
+    c.ropeLayers.length, ...c.ropeLayers.map(Number), c.localLayers.length, ...c.localLayers.map(Number), ...c.localInvFreq,
+  ]);
+}

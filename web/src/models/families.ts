@@ -1,0 +1,254 @@
+/** Hugging Face model families: translates a config.json into the engine's ModelConfig.
+ *
+ * Tables and rules are from whet.models.families. (gguf.ts translates GGUF metadata on its own: a page with GGUF files does not
+ * download this file.) */
+import type { Core } from "../core/core.js";
+import { show, WhetError } from "../core/errors.js";
+import { activations, largest, largestSize, notRun, plain as PLAIN } from "../facts.js";
+import { FAMILIES, type Family, type ModelConfig, toCamel } from "./architecture.js";
+import { ropeFrequencies } from "./rope.js";
+
+/** Contents of a config.json. */
+export type HfConfig = Readonly<Record<string, unknown>>;
+
+/** Return why a model_type is not supported, as the end of a sentence; "" if unknown. */
+const unsupportedReason = (name: unknown) => {
+  const [, reason] = Object.entries(notRun).find(([key]) => key === name) ?? [];
+  return reason === undefined ? "" : `, which has ${reason}`;
+};
+
+export function familyOf(given: HfConfig, where: string): Family {
+  const name = given.model_type;
+  if (typeof name !== "string" || !Object.hasOwn(FAMILIES, name)) {
+    throw new WhetError(`${where}: model_type is ${show(name)}${unsupportedReason(name)}; supported: ${Object.keys(FAMILIES).sort().join(", ")}.`);
+  }
+  return FAMILIES[name];
+}
+
+/** Return the context length that the model was trained for, in tokens. */
+export const trainedContext = (given: HfConfig, where: string) => new Options(given, familyOf(given, where), where).size("max_position");
+
+const isObject = (value: unknown): value is Record<string, unknown> => typeof value === "object" && value !== null && !Array.isArray(value);
+
+/** Checked access to a config under the family's names and with its defaults. */
+class Options {
+  constructor(
+    readonly given: HfConfig,
+    readonly family: Family,
+    readonly where: string,
+  ) {}
+
+  get(name: string): unknown {
+    const key = this.family.keys[name] ?? name;
+    return key in this.given ? this.given[key] : this.family.defaults[name];
+  }
+
+  invalid(name: string, expected: string): WhetError {
+    return new WhetError(`${this.where}: ${this.family.keys[name] ?? name} is ${show(this.get(name))}, expected ${expected}.`);
+  }
+
+  rejectUnsupported(): void {
+    for (const [name, values] of Object.entries(PLAIN as unknown as Record<string, unknown[]>)) {
+      const value = this.given[name];
+      const isFamilyKey = Object.values(this.family.keys).includes(name);
+      if (value !== undefined && !isFamilyKey && !values.some((plain) => JSON.stringify(plain) === JSON.stringify(value))) {
+        throw new WhetError(`${this.where}: ${name} is ${show(value)}, which is not supported for ${this.given.model_type}; expected ${show(values.at(-1))}.`);
+      }
+    }
+  }
+
+  size(name: string, fallback?: number): number {
+    const value = (name in this.family.keys || name === "vocab_size" ? this.get(name) : undefined) ?? fallback;
+    const limit = (largest as Record<string, number>)[name] ?? largestSize;
+    if (!isCount(value, 1) || value > limit) throw this.invalid(name, `an integer from 1 to ${limit}`);
+    return value;
+  }
+
+  count(name: string, least: number): number {
+    const value = this.get(name);
+    if (!isCount(value, least)) throw this.invalid(name, `an integer of at least ${least}`);
+    return value;
+  }
+
+  number(name: string): number {
+    const value = this.get(name);
+    if (typeof value !== "number" || !Number.isFinite(value)) throw this.invalid(name, "a finite number");
+    return value;
+  }
+
+  /** Return a factor that only some families have. */
+  scale(name: string, fallback = 1): number {
+    if (!(name in this.family.keys)) return fallback;
+    const value = this.number(name);
+    if (!(value > 0)) throw this.invalid(name, "a number above 0");
+    return value;
+  }
+
+  /** Return a soft-cap that only some families have; 0: none. */
+  softcap(name: string): number {
+    if (!(name in this.family.keys) || (this.get(name) ?? null) === null) return 0;
+    const value = this.number(name);
+    if (!(value > 1e-6 && value < 1e6)) throw this.invalid(name, "a number from 1e-6 to 1e6, or null");
+    return value;
+  }
+
+  flag(name: string): boolean {
+    const value = this.get(name) ?? false;
+    if (typeof value !== "boolean") throw this.invalid(name, "true or false");
+    return value;
+  }
+
+  activation(): ModelConfig["activation"] {
+    const [, found] = Object.entries(activations).find(([name]) => name === this.get("activation")) ?? [];
+    if (found === undefined) throw this.invalid("activation", `one of ${Object.keys(activations).join(", ")}`);
+    return found;
+  }
+
+  ropeLayers(nLayers: number): boolean[] {
+    if (!this.family.rope_off) return [];
+    const given = this.get("no_rope_layers") ?? undefined;
+    if (given === undefined) {
+      const interval = this.count("no_rope_layer_interval", 1);
+      return Array.from({ length: nLayers }, (_, i) => (i + 1) % interval !== 0);
+    }
+    if (!Array.isArray(given) || given.length < nLayers || !given.every((each) => each === 0 || each === 1)) throw this.invalid("no_rope_layers", `a 0 or 1 for each of ${nLayers} layers`);
+    return given.slice(0, nLayers).map(Boolean);
+  }
+
+  windows(nLayers: number, length: number): number[] {
+    const { window: kind } = this.family;
+    const isGiven = kind !== "none" && (kind !== "some" || this.flag("use_sliding_window")) && (this.get("sliding_window") ?? null) !== null;
+    let window = isGiven ? this.count("sliding_window", 1) : 0;
+    if (window >= length) window = 0; // no window gives the same result and is cheaper
+    let isLocal: (i: number) => boolean = () => true;
+    if (kind === "pattern") {
+      const layers = this.localLayers(nLayers);
+      isLocal = (i) => layers[i];
+    } else if (kind === "some" && window > 0) {
+      const layers = this.layerTypes(nLayers);
+      const full = layers === undefined ? this.count("max_window_layers", 0) : 0;
+      isLocal = (i) => layers?.[i] ?? i >= full;
+    }
+    return Array.from({ length: nLayers }, (_, i) => (isLocal(i) ? window : 0));
+  }
+
+  /** Whether each layer attends in a window, by layer_types; undefined without them. */
+  private layerTypes(nLayers: number): boolean[] | undefined {
+    const kinds = this.get("layer_types") ?? undefined;
+    if (kinds === undefined) return undefined;
+    const known = ["full_attention", "sliding_attention"];
+    if (!Array.isArray(kinds) || kinds.length !== nLayers || !kinds.every((kind) => known.includes(kind))) throw this.invalid("layer_types", `${nLayers} of ${known.join(" and ")}`);
+    return kinds.map((kind) => kind === known[1]);
+  }
+
+  /** Whether each layer attends in a window; without layer_types, every sliding_window_pattern-th layer is global. */
+  localLayers(nLayers: number): boolean[] {
+    const kinds = this.layerTypes(nLayers);
+    if (kinds !== undefined) return kinds;
+    const pattern = this.count("sliding_window_pattern", 1);
+    return Array.from({ length: nLayers }, (_, i) => (i + 1) % pattern !== 0);
+  }
+
+  /** Return the RoPE settings: rope_parameters, or the several keys of older configs. */
+  rope(trained: number): Record<string, unknown> {
+    const { family } = this;
+    let given = this.get("rope_parameters") || this.get("rope_scaling") || {};
+    if (family.rope_local && isObject(given)) given = given.full_attention ?? ("sliding_attention" in given ? {} : given);
+    if (!isObject(given) || Object.values(given).some(isObject)) throw new WhetError(`${this.where}: rope_parameters is ${show(given)}, expected one object for all layers.`);
+    const scaling: Record<string, unknown> = Object.fromEntries(Object.entries(given).filter(([, value]) => value !== null));
+    let kind = (scaling.rope_type ??= scaling.type ?? "default");
+    if (kind === "su" || (kind === "yarn" && this.given.model_type === "phi3")) kind = scaling.rope_type = "longrope";
+    const aliases = { rope_theta: ["rope_theta", "rotary_emb_base"], partial_rotary_factor: family.partial_rotary ? ["partial_rotary_factor", "rotary_pct"] : [] };
+    for (const [key, names] of Object.entries(aliases)) {
+      const found = names.map((name) => this.get(name)).find((value) => (value ?? null) !== null);
+      if (found !== undefined) scaling[key] ??= found;
+    }
+    if (!family.partial_rotary && kind !== "proportional") {
+      const partial = scaling.partial_rotary_factor ?? 1;
+      delete scaling.partial_rotary_factor;
+      if (partial !== 1 && kind !== "default") {
+        throw new WhetError(`${this.where}: partial_rotary_factor is ${show(partial)} with rope_type ${show(kind)}, but ${this.given.model_type} rotates whole heads. Remove it.`);
+      }
+    }
+    const original = "original_max_position_embeddings";
+    if (kind === "llama3" || kind === "yarn" || kind === "longrope") {
+      scaling[original] = this.get(original) ?? scaling[original] ?? trained;
+      if (kind !== "llama3" && typeof scaling[original] === "number" && scaling[original] > 0) scaling.factor ??= trained / scaling[original];
+    } else if (kind === "dynamic") scaling[original] = trained;
+    else delete scaling[original];
+    return scaling;
+  }
+}
+
+const isCount = (value: unknown, least: number): value is number => Number.isInteger(value) && (value as number) >= least;
+
+/**
+ * Return the engine's config of a model.
+ *
+ * @param length context length in tokens, for which frequencies are computed. Default: as trained.
+ * @param tiedHead whether the head is the embedding. Default: tie_word_embeddings.
+ */
+export function modelConfig(core: Core, given: HfConfig, where: string, length?: number, tiedHead?: boolean): ModelConfig {
+  const family = familyOf(given, where);
+  const options = new Options(given, family, where);
+  options.rejectUnsupported();
+  const [nLayers, nHeads, hiddenDim] = ["n_layers", "n_heads", "hidden_dim"].map((name) => options.size(name));
+  const nKvHeads = options.size("n_kv_heads", nHeads);
+  const headDim = options.size("head_dim", Math.trunc(hiddenDim / nHeads));
+  const isGiven = "head_dim" in family.keys && (options.get("head_dim") ?? null) !== null;
+  if (!isGiven && hiddenDim % nHeads !== 0) throw options.invalid("hidden_dim", `a multiple of ${family.keys.n_heads}=${nHeads}`);
+  if (nHeads % nKvHeads !== 0) throw options.invalid("n_heads", `a multiple of ${family.keys.n_kv_heads}=${nKvHeads}`);
+  const trained = options.size("max_position");
+  const maxPosition = length ?? trained;
+  if (family.rope === "none" && maxPosition > trained) throw new WhetError(`${where}: contextLength is ${maxPosition}, expected at most ${trained}, the model's learned positions.`);
+  let attentionScale = options.get("scale_attn_weights") === false ? 1 : 1 / Math.sqrt(headDim);
+  if ("query_pre_attn_scalar" in family.defaults) attentionScale = core.call("power", options.number("query_pre_attn_scalar"), -0.5);
+  const settings: Record<string, unknown> = {};
+  for (const [name, value] of Object.entries(family.settings)) {
+    settings[toCamel(name)] = typeof value === "string" && value.startsWith("@") ? options.flag(value.slice(1)) : value;
+  }
+  return {
+    nLayers, nHeads, nKvHeads, headDim, hiddenDim, maxPosition,
+    ffnDim: options.size("ffn_dim", family.keys.ffn_dim === "n_inner" ? 4 * hiddenDim : undefined),
+    vocabSize: options.size("vocab_size"),
+    norm: "rms",
+    normEps: options.number("norm_eps"),
+    windows: options.windows(nLayers, maxPosition),
+    attentionScale: options.scale("attention_scale", attentionScale),
+    attentionSoftcap: options.softcap("attention_softcap"),
+    embeddingScale: options.scale("embedding_scale", family.root_of_embedding ? Math.sqrt(hiddenDim) : 1),
+    residualScale: options.scale("residual_scale"),
+    logitsScale: 1 / options.scale("logits_divisor"),
+    logitsSoftcap: options.softcap("logits_softcap"),
+    learnedPositions: family.rope === "none" ? trained : 0,
+    preNorm: true, postNorm: false, qkNorm: false, qkNormWhole: false, parallelResidual: false, sharedNorm: false,
+    activation: options.activation(),
+    gated: true,
+    tiedHead: tiedHead ?? options.flag("tie_word_embeddings"),
+    qkvBias: false, oBias: false, mlpBias: false, headBias: false,
+    ropeLayers: options.ropeLayers(nLayers),
+    ...readRotary(core, options, headDim, maxPosition, trained),
+    ...readLocalRotary(core, options, nLayers, headDim, maxPosition),
+    ...settings,
+  };
+}
+
+function readRotary(core: Core, options: Options, headDim: number, length: number, trained: number): Pick<ModelConfig, "rotaryDim" | "isNeox" | "invFreq" | "attentionFactor"> {
+  const { rope } = options.family;
+  if (rope === "none") return { rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1 };
+  const isNeox = rope === "neox";
+  const found = ropeFrequencies(core, headDim, isNeox ? undefined : options.count("rotary_dim", 2), length, isNeox ? options.rope(trained) : {}, options.where);
+  return { rotaryDim: 2 * found.invFreq.length, isNeox, ...found };
+}
+
+/** Return the frequencies of layers with their own RoPE base. */
+function readLocalRotary(core: Core, options: Options, nLayers: number, headDim: number, length: number): Pick<ModelConfig, "localLayers" | "localInvFreq"> {
+  const none = { localLayers: [], localInvFreq: [] };
+  if (!options.family.rope_local) return none;
+  const given = options.get("rope_parameters");
+  const local = (isObject(given) && given.sliding_attention) || { rope_theta: options.get("rope_local_base_freq") };
+  if (!isObject(local) || (local.rope_type ?? "default") !== "default") throw options.invalid("rope_parameters", "sliding_attention with the default rope_type");
+  const localLayers = options.localLayers(nLayers);
+  if (!localLayers.includes(true)) return none;
+  return { localLayers, localInvFreq: ropeFrequencies(core, headDim, undefined, length, { rope_theta: local.rope_theta }, options.where).invFreq };
+}

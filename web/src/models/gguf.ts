@@ -1,0 +1,267 @@
+/** Models in GGUF files: metadata becomes a ModelConfig, and tensors are mapped to slots.
+ *
+ * As in whet.models.sources.gguf, an unknown option or tensor is an error, since it may change the computation. */
+import type { Core } from "../core/core.js";
+import { show, WhetError } from "../core/errors.js";
+import { activations, gguf as NAMES } from "../facts.js";
+import type { GgufFile, Value } from "../files/gguf.js";
+import type { Tensor } from "../files/headers.js";
+import type { Reader } from "../files/reader.js";
+import { FAMILIES, type Family, type ModelConfig, toCamel } from "./architecture.js";
+import { ropeFrequencies } from "./rope.js";
+import { listSlices, type RowSlice, type StoredTensor, type WeightLocation } from "./slices.js";
+
+const KEYS: Record<string, string> = NAMES.keys;
+
+/** Checked access to the options of a model's architecture. */
+class GgufOptions {
+  private readonly given: Record<string, Value> = {};
+  readonly architecture: string;
+
+  constructor(
+    file: GgufFile,
+    private readonly where: string,
+  ) {
+    const architecture = file.metadata.get("general.architecture");
+    const known = new Set(Object.values(FAMILIES).flatMap((family) => family.gguf?.architecture ?? []));
+    if (typeof architecture !== "string" || !known.has(architecture)) {
+      throw new WhetError(`${where}: general.architecture is ${show(architecture)}; supported: ${[...known].join(", ")}.`);
+    }
+    this.architecture = architecture;
+    const prefix = `${architecture}.`;
+    for (const [key, value] of file.metadata) {
+      if (!key.startsWith(prefix)) continue;
+      const option = key.slice(prefix.length);
+      const names = Object.keys(KEYS).filter((name) => KEYS[name] === option);
+      const neutral = (NAMES.plain as Record<string, readonly unknown[]>)[option];
+      if (names.length === 0 && neutral === undefined && !(NAMES.ignored_keys as readonly string[]).includes(option)) {
+        throw new WhetError(`${where}: option ${key} is not supported.`);
+      }
+      if (neutral !== undefined && !neutral.includes(value)) {
+        throw new WhetError(`${where}: ${key} is ${show(value)}, expected ${show(neutral[0])} or none.`);
+      }
+      for (const name of names) this.given[name] = value;
+    }
+  }
+
+  has(name: string): boolean {
+    return name in this.given;
+  }
+
+  get(name: string): Value | undefined {
+    return this.given[name];
+  }
+
+  invalid(name: string, expected: string): WhetError {
+    return new WhetError(`${this.where}: ${this.architecture}.${KEYS[name]} is ${show(this.given[name])}, expected ${expected}.`);
+  }
+
+  size(name: string, fallback?: number): number {
+    let value: Value | undefined = this.given[name] ?? fallback;
+    if (Array.isArray(value) && value.length > 0 && value.every((each) => each === (value as Value[])[0])) value = value[0];
+    if (typeof value !== "number" || !Number.isInteger(value) || value < 1 || value >= 2 ** 31) {
+      throw this.invalid(name, "an integer of at least 1");
+    }
+    return value;
+  }
+
+  number(name: string, fallback = 0): number {
+    const value = this.given[name] ?? fallback;
+    if (typeof value !== "number" || !(value > 0 && value < Infinity)) throw this.invalid(name, "a finite number above 0");
+    return value;
+  }
+
+  /** Return the architecture's family; of several, the one with a window if the file has a window. */
+  family(): Family {
+    const all = Object.values(FAMILIES).filter((family) => family.gguf?.architecture === this.architecture);
+    if (!this.given.sliding_window) return all[0];
+    const found = all.find((family) => family.window === "all" || family.window === "pattern");
+    if (found === undefined) throw this.invalid("sliding_window", "none: this architecture does not specify which layers have a window");
+    return found;
+  }
+}
+
+async function readF32(tensor: Tensor | undefined, reader: Reader, where: string): Promise<number[] | undefined> {
+  if (tensor === undefined) return undefined;
+  if (tensor.type !== "F32" || tensor.shape.length !== 1) {
+    throw new WhetError(`${where}: ${tensor.name} is ${tensor.type} of ${tensor.shape.length} axes, expected F32 of one.`);
+  }
+  const bytes = (await reader.read(tensor.offset, tensor.sizeBytes)).slice();
+  return Array.from(new Float32Array(bytes.buffer));
+}
+
+/** Return the config of a file's model and the slots of its tensors. `maxPosition`: context length in tokens. */
+export async function describeGguf(
+  core: Core,
+  file: GgufFile,
+  reader: Reader,
+  maxPosition: number | undefined,
+  caller: string,
+): Promise<{ config: ModelConfig; family: Family; slices: RowSlice[] }> {
+  const where = `${caller}: ${reader.name}`;
+  const meta = new GgufOptions(file, where);
+  const family = meta.family();
+  const moduleName = (slot: string) => (family.modules[slot].gguf ?? "").replace("{i}", "0");
+  const [nLayers, trained, hiddenDim, ffnDim, nHeads] = ["n_layers", "max_position", "hidden_dim", "ffn_dim", "n_heads"].map((name) => meta.size(name));
+  if (hiddenDim % nHeads !== 0 && !meta.has("head_dim")) throw meta.invalid("hidden_dim", `a multiple of ${KEYS.n_heads}=${nHeads}`);
+  const nKvHeads = meta.size("n_kv_heads", nHeads);
+  const headDim = meta.size("head_dim", Math.trunc(hiddenDim / nHeads));
+  if (meta.size("value_dim", headDim) !== headDim) throw meta.invalid("value_dim", `${KEYS.head_dim}=${headDim}`);
+  for (const [name, value, implied] of [["n_kv_heads", nKvHeads, nHeads], ["head_dim", headDim, Math.trunc(hiddenDim / nHeads)]] as const) {
+    if (!(name in family.keys) && value !== implied) throw meta.invalid(name, `${implied} for this architecture`);
+  }
+  if (nHeads % nKvHeads !== 0) throw meta.invalid("n_heads", `a multiple of ${KEYS.n_kv_heads}=${nKvHeads}`);
+  const epsilon = ["rms_norm_eps", "layer_norm_eps"].find((name) => meta.has(name));
+  if (epsilon === undefined) throw meta.invalid("rms_norm_eps", "a number above 0");
+  const table = file.tensors.get(`${moduleName("embedding")}.weight`);
+  if (table?.shape.length !== 2) throw new WhetError(`${where}: tensor ${moduleName("embedding")}.weight with two axes, the embedding, is missing.`);
+  const hasBias = (slot: string) => slot in family.modules && file.tensors.has(`${moduleName(slot)}.bias`);
+  const fused = (NAMES.fused_qkv as string).replace("{i}", "0");
+  const biases: Record<string, boolean> = {
+    qkv_bias: hasBias("layers.{i}.qkv") || hasBias("layers.{i}.qkv:q") || file.tensors.has(`${fused}.bias`),
+    o_bias: hasBias("layers.{i}.o"),
+    mlp_bias: hasBias("layers.{i}.gate_up:gate") || hasBias("layers.{i}.up"),
+  };
+  const options: Record<string, unknown> = {
+    ...family.defaults,
+    ...toBiasOptions(family, biases),
+    use_parallel_residual: meta.get("use_parallel_residual") ?? true,
+  };
+  const settings: Record<string, unknown> = { gated: true, normal: true };
+  for (const [name, value] of Object.entries(family.settings)) {
+    settings[toCamel(name)] = typeof value === "string" && value.startsWith("@") ? Boolean(options[value.slice(1)]) : value;
+  }
+  delete settings.normal;
+  const length = maxPosition ?? trained;
+  if (!(Number.isInteger(length) && length >= 1)) throw new WhetError(`${where}: contextLength is ${show(maxPosition)}, expected an integer of at least 1.`);
+  const rotary = await readRotary(core, meta, family, file, reader, headDim, trained, length, where);
+  if (family.rope === "none" && length > trained) throw new WhetError(`${where}: contextLength is ${length}, expected at most ${trained}, the model's learned positions.`);
+  const fallback = family.gguf?.sliding_window ?? 0;
+  const window = family.window === "none" ? 0 : meta.get("sliding_window") ? meta.size("sliding_window") : fallback;
+  const isLocal = (i: number) => family.window !== "pattern" || (i + 1) % (family.defaults.sliding_window_pattern as number) !== 0;
+  const config: ModelConfig = {
+    nLayers, nHeads, nKvHeads, headDim, hiddenDim, ffnDim,
+    vocabSize: table.shape[0],
+    maxPosition: length,
+    norm: "rms",
+    normEps: meta.number(epsilon),
+    learnedPositions: family.rope === "none" ? trained : 0,
+    parallelResidual: false, sharedNorm: false, preNorm: true, postNorm: false, qkNorm: false, qkNormWhole: false, gated: true,
+    activation: (activations as Record<string, string>)[family.defaults.activation as string] as ModelConfig["activation"],
+    windows: Array.from({ length: nLayers }, (_, i) => (window < length && isLocal(i) ? window : 0)),
+    ...readScales(core, meta, family, { nLayers, nHeads, headDim, hiddenDim }),
+    ...readLocalRotary(core, meta, family, nLayers, headDim, length, isLocal, where),
+    ropeLayers: family.rope_off ? ropeLayers(nLayers, family.defaults.no_rope_layer_interval as number) : [],
+    tiedHead: !file.tensors.has(`${moduleName("head")}.weight`),
+    qkvBias: false, oBias: false, mlpBias: false, headBias: false,
+    ...rotary,
+    ...settings,
+  };
+  return { config, family, slices: placeTensors(config, family, file, where) };
+}
+
+/** Rename the bias flags, found by the file's tensors, to the family's options. */
+function toBiasOptions(family: Family, biases: Record<string, boolean>): Record<string, boolean> {
+  const found: Record<string, boolean> = {};
+  for (const [field, has] of Object.entries(biases)) {
+    const option = family.settings[field];
+    if (typeof option === "string") found[option.slice(1)] ??= has;
+  }
+  return found;
+}
+
+/** Return the factors that only some families have. */
+function readScales(core: Core, meta: GgufOptions, family: Family, c: Pick<ModelConfig, "nLayers" | "nHeads" | "headDim" | "hiddenDim">) {
+  const given = (name: string, fallback: number): number => {
+    if (name in family.keys) return meta.number(name, fallback);
+    if (Math.abs(Number(meta.get(name) ?? fallback) - fallback) > 1e-6 * fallback) throw meta.invalid(name, `${fallback} or none`);
+    return fallback;
+  };
+  // The largest Gemma scales by query_pre_attn_scalar, which is not its head_dim and not in the file.
+  const scaled = c.nLayers === family.gguf?.scale_by_hidden ? Math.trunc(c.hiddenDim / c.nHeads) : c.headDim;
+  const implied = "query_pre_attn_scalar" in family.defaults ? core.call("power", scaled, -0.5) : 1 / Math.sqrt(c.headDim);
+  return {
+    attentionScale: given("attention_scale", implied),
+    attentionSoftcap: given("attention_softcap", (family.defaults.attention_softcap as number) ?? 0),
+    embeddingScale: given("embedding_scale", family.root_of_embedding ? Math.sqrt(c.hiddenDim) : 1),
+    residualScale: given("residual_scale", 1),
+    logitsScale: 1 / given("logits_divisor", 1),
+    logitsSoftcap: given("logits_softcap", (family.defaults.logits_softcap as number) ?? 0),
+  };
+}
+
+/** Return the frequencies of layers with their own RoPE base; files may omit it. */
+function readLocalRotary(core: Core, meta: GgufOptions, family: Family, nLayers: number, headDim: number, length: number, isLocal: (i: number) => boolean, where: string) {
+  const name = "rope_local_base_freq";
+  const localLayers = Array.from({ length: nLayers }, (_, i) => isLocal(i));
+  if (!family.rope_local && meta.has(name)) throw meta.invalid(name, "none");
+  if (!family.rope_local || !localLayers.includes(true)) return { localLayers: [], localInvFreq: [] };
+  const theta = meta.number(name, family.defaults[name] as number);
+  const { invFreq } = ropeFrequencies(core, headDim, undefined, length, { rope_theta: theta }, where);
+  return { localLayers, localInvFreq: invFreq };
+}
+
+/** Whether each layer rotates: every interval-th does not. */
+const ropeLayers = (n: number, interval: number) => Array.from({ length: n }, (_, i) => (i + 1) % interval !== 0);
+
+/** Return the RoPE frequencies of the file's settings and tensors. */
+async function readRotary(
+  core: Core, meta: GgufOptions, family: Family, file: GgufFile, reader: Reader, headDim: number, trained: number, length: number, where: string,
+): Promise<Pick<ModelConfig, "rotaryDim" | "isNeox" | "invFreq" | "attentionFactor">> {
+  if (family.rope === "none") return { rotaryDim: 0, isNeox: true, invFreq: [], attentionFactor: 1 };
+  const rotaryDim = meta.size("rotary_dim", headDim);
+  if (rotaryDim !== headDim && !family.partial_rotary) throw meta.invalid("rotary_dim", `the whole head, ${headDim}`);
+  const names = NAMES.rope_tensors;
+  const kind = (meta.get("rope_type") ?? "none") as "none" | "linear" | "yarn";
+  const [shortFactor, longFactor] = await Promise.all([names.short_factor, names.long_factor].map((name) => readF32(file.tensors.get(name), reader, where)));
+  const isLong = shortFactor !== undefined || longFactor !== undefined;
+  if (!isLong && kind !== "none" && kind !== "linear" && kind !== "yarn") {
+    throw meta.invalid("rope_type", "none, linear, yarn, or longrope with rope_factors tensors");
+  }
+  const given = meta.number("attention_factor", 1);
+  const factor = meta.number("factor", 1);
+  const yarn = given * (0.1 * core.call("logarithm", Math.max(factor, 1)) + 1);
+  const original = isLong || kind === "yarn" ? meta.size("original_max_position_embeddings", trained) : trained;
+  const extended = { original_max_position_embeddings: original };
+  const scalings = {
+    none: () => ({}),
+    linear: () => ({ rope_type: "linear", factor }),
+    yarn: () => ({
+      rope_type: "yarn", factor, ...extended,
+      attention_factor: meta.has("attention_factor") ? yarn : meta.number("yarn_attention_factor", yarn),
+      beta_fast: meta.number("beta_fast", 32), beta_slow: meta.number("beta_slow", 1),
+    }),
+    longrope: () => ({ rope_type: "longrope", factor: trained / original, ...extended, attention_factor: given, short_factor: shortFactor, long_factor: longFactor }),
+  };
+  const settings = { rope_theta: meta.number("rope_theta", 10000), ...scalings[isLong ? "longrope" : kind]() };
+  const found = ropeFrequencies(core, headDim, rotaryDim, length, settings, where);
+  if (!isLong && kind !== "yarn") found.attentionFactor *= given; // llama.cpp applies it to every scaling
+  const divisors = await readF32(file.tensors.get(names.divisors), reader, where);
+  if (divisors !== undefined) {
+    if (divisors.length !== found.invFreq.length || !divisors.every((x) => x > 0 && x < Infinity)) {
+      throw new WhetError(`${where}: ${names.divisors} has ${divisors.length} numbers, expected ${found.invFreq.length} finite numbers above 0.`);
+    }
+    found.invFreq = found.invFreq.map((f, i) => f / divisors[i]);
+  }
+  return { rotaryDim: 2 * found.invFreq.length, isNeox: true, ...found };
+}
+
+/** Map the tensors to slots. Every tensor of the file must be used. */
+function placeTensors(config: ModelConfig, family: Family, file: GgufFile, where: string): RowSlice[] {
+  const used = new Set<string>(Object.values(NAMES.rope_tensors as Record<string, string>));
+  const find = ([module]: string[], suffix: string, location: WeightLocation): StoredTensor => {
+    const own = file.tensors.get(`${module}.${suffix}`);
+    const fused = "qkv".includes(location.part) && location.part !== "" ? file.tensors.get(`${NAMES.fused_qkv.replace("{i}", String(location.layer))}.${suffix}`) : undefined;
+    if (own !== undefined && fused !== undefined) throw new WhetError(`${where}: the file has both ${fused.name} and ${own.name}. Convert the model again.`);
+    const tensor = own ?? fused;
+    if (tensor === undefined) throw new WhetError(`${where}: tensor ${module}.${suffix} is missing. The file is incomplete.`);
+    used.add(tensor.name);
+    if (tensor === own) return { tensor, row: 0, shape: tensor.shape };
+    if (tensor.shape[0] !== location.rows) throw new WhetError(`${where}: ${tensor.name} has ${tensor.shape[0]} rows, expected ${location.rows} of q, k and v.`);
+    return { tensor, row: location.firstRow, shape: [location.count, ...tensor.shape.slice(1)] };
+  };
+  const slices = listSlices(config, family, "gguf", find, where);
+  const unknown = [...file.tensors.keys()].filter((name) => !used.has(name)).sort()[0];
+  if (unknown !== undefined) throw new WhetError(`${where}: unexpected tensor ${unknown} for this architecture.`);
+  return slices;
+}

@@ -1,0 +1,89 @@
+/** Mapping of the tensors in a model's files to rows of the engine's slots, as in whet.models.slots. */
+import { WhetError } from "../core/errors.js";
+import type { Tensor } from "../files/headers.js";
+import { type Family, type ModelConfig, moduleRows, slots } from "./architecture.js";
+
+/** Rows of a tensor and their destination in a slot. */
+export interface RowSlice {
+  slot: string;
+  firstRow: number;
+  tensor: Tensor;
+  /** First row in the tensor, number of rows, and stride in rows. */
+  row: number;
+  count: number;
+  stride: number;
+  /** Whether the tensor is (inputs, outputs): its columns are the rows. */
+  isTransposed: boolean;
+  /** Constant that the model adds to a norm's weights. */
+  offset: number;
+}
+
+/** A tensor, or the rows of one module in a fused tensor. */
+export interface StoredTensor {
+  tensor: Tensor;
+  row: number;
+  shape: number[];
+}
+
+/** Location of a module in its slot: rows [firstRow, firstRow + count) of `rows`, in a layer. */
+export interface WeightLocation {
+  layer: number;
+  part: string;
+  firstRow: number;
+  count: number;
+  rows: number;
+}
+
+type RowCopy = [to: number, from: number, count: number, stride: number];
+
+/** Row copies from a module's stored order to the slot's order. */
+export const rowOrders: Record<"keepOrder" | "splitHeads" | "deinterleave", (config: ModelConfig, rows: number) => RowCopy[]> = {
+  keepOrder: (_, rows) => [[0, 0, rows, 1]],
+  // GPT-NeoX's query_key_value, [head][q, k, v], to [q, k, v][head]
+  splitHeads: ({ headDim, nHeads }) =>
+    Array.from({ length: 3 * nHeads }, (_, i) => [((i % 3) * nHeads + Math.floor(i / 3)) * headDim, i * headDim, headDim, 1]),
+  // llama.cpp interleaves Llama's q and k: its row 2i + p of a head is row i + p headDim / 2
+  deinterleave: ({ headDim }, rows) =>
+    Array.from({ length: (2 * rows) / headDim }, (_, i) => {
+      const [head, parity] = [Math.floor(i / 2) * headDim, i % 2];
+      return [head + (parity * headDim) / 2, head + parity, headDim / 2, 2];
+    }),
+};
+
+/**
+ * Return the slices that fill every slot exactly once.
+ *
+ * @param names naming scheme of the files.
+ * @param find returns the tensor of the first of these modules that exists; throws if none does.
+ */
+export function listSlices(config: ModelConfig, family: Family, names: "hf" | "gguf", find: (modules: string[], suffix: string, location: WeightLocation) => StoredTensor, where: string): RowSlice[] {
+  const shapes = slots(config);
+  const slices: RowSlice[] = [];
+  for (const [target, module] of Object.entries(family.modules)) {
+    const [pattern, part = ""] = target.split(":");
+    const modules = names === "gguf" ? [module.gguf ?? ""] : [module.hf, ...(module.hf_also === undefined ? [] : [module.hf_also])];
+    const layout = names === "hf" ? module.hf_layout : undefined;
+    const isInterleaved = names === "gguf" && family.gguf?.interleaved === true && (part === "q" || part === "k");
+    const order = rowOrders[layout === "by_head" ? "splitHeads" : isInterleaved ? "deinterleave" : "keepOrder"];
+    for (let layer = 0; layer < (pattern.includes("{i}") ? config.nLayers : 1); ++layer) {
+      const fill = (text: string) => text.replace("{i}", String(layer));
+      const own = fill(pattern);
+      for (const [suffix, slot] of [["weight", shapes.has(own) ? own : `${own}.weight`], ["bias", `${own}.bias`]]) {
+        const shape = shapes.get(slot);
+        if (shape === undefined) continue;
+        const [firstRow, count] = moduleRows(config, part, shape[0]);
+        const { tensor, row, shape: stored } = find(modules.map(fill), suffix, { layer, part, firstRow, count, rows: shape[0] });
+        const isTransposed = layout === "transposed" && shape.length === 2;
+        const expected = isTransposed ? [shape[1], count] : [count, ...shape.slice(1)];
+        if (stored.join() !== expected.join()) {
+          throw new WhetError(`${where}: ${tensor.name} has shape (${stored.join(", ")}), expected (${expected.join(", ")}). The config belongs to another model, or the file is damaged.`);
+        }
+        const offset = names === "hf" && suffix === "weight" ? (module.hf_offset ?? 0) : 0;
+        for (const [to, from, n, stride] of order(config, count)) {
+          slices.push({ slot, firstRow: firstRow + to, tensor, row: row + from, count: n, stride, isTransposed, offset });
+        }
+      }
+    }
+  }
+  return slices;
+}
