@@ -20,14 +20,14 @@ from tests.processes import printed_by
 from whet.errors import DiskFullError, FolderInUseError
 from whet.files import (
     FolderLock,
+    disk_full_errors,
     drop_torn_line,
     fingerprint,
     remove_abandoned,
     replace_bytes,
     replace_folder,
     replace_text,
-    temporary_beside,
-    told_if_full,
+    temporary_next_to,
     write_new,
 )
 
@@ -148,8 +148,8 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
 WRITER = """
 import sys
 from pathlib import Path
-from whet.files import temporary_beside
-with temporary_beside(Path(sys.argv[1]), "writing", folder=sys.argv[2] == "True") as temporary:
+from whet.files import temporary_next_to
+with temporary_next_to(Path(sys.argv[1]), "writing", folder=sys.argv[2] == "True") as temporary:
     print(temporary, flush=True)
     sys.stdin.read()
 """
@@ -158,12 +158,12 @@ with temporary_beside(Path(sys.argv[1]), "writing", folder=sys.argv[2] == "True"
 @pytest.mark.parametrize("folder", [False, True])
 def test_what_another_process_writes_is_left_alone_and_what_a_killed_one_wrote_is_removed(tmp_path, folder):
     with Process(WRITER, tmp_path / "a[b]", folder) as writer:
-        with temporary_beside(tmp_path / "a[b]", "writing", folder) as own:
+        with temporary_next_to(tmp_path / "a[b]", "writing", folder) as own:
             assert own != Path(writer.said) and names(tmp_path) == sorted([own.name, Path(writer.said).name])
         remove_abandoned(tmp_path, ".*.writing")
         assert names(tmp_path) == [Path(writer.said).name]
         writer.kill()
-        with temporary_beside(tmp_path / "a[b]", "writing", folder) as own:
+        with temporary_next_to(tmp_path / "a[b]", "writing", folder) as own:
             assert names(tmp_path) == [own.name]
     assert names(tmp_path) == []
 
@@ -177,7 +177,7 @@ def test_replaced_texts_and_folders_are_whole_for_readers_while_several_write(tm
         try:
             for _ in range(20):
                 replace_text(file, content)
-                with temporary_beside(folder, "saving", folder=True) as temporary:
+                with temporary_next_to(folder, "saving", folder=True) as temporary:
                     (temporary / "content").write_text(content)
                     replace_folder(temporary, folder)
         except BaseException as error:
@@ -211,9 +211,9 @@ def test_a_file_keeps_the_permissions_that_the_umask_gives(tmp_path):
     ],
 )
 def test_a_lack_of_space_is_told_with_the_fix(tmp_path, number, message):
-    with pytest.raises(DiskFullError, match=message), told_if_full(tmp_path / "file", 7):
+    with pytest.raises(DiskFullError, match=message), disk_full_errors(tmp_path / "file", 7):
         raise OSError(number, os.strerror(number))
-    with pytest.raises(PermissionError), told_if_full(tmp_path / "file", 7):
+    with pytest.raises(PermissionError), disk_full_errors(tmp_path / "file", 7):
         raise OSError(errno.EACCES, "not mine")
 
 

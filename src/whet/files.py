@@ -61,7 +61,7 @@ def replace_text(path: str | os.PathLike[str], text: str) -> None:
 def replace_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """``replace_text`` of bytes."""
     path = Path(path)
-    with told_if_full(path, len(data)), temporary_beside(path, "writing") as temporary:
+    with disk_full_errors(path, len(data)), temporary_next_to(path, "writing") as temporary:
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
@@ -70,7 +70,7 @@ def replace_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def temporary_beside(path: Path, purpose: str, folder: bool = False) -> Iterator[Path]:
+def temporary_next_to(path: Path, purpose: str, folder: bool = False) -> Iterator[Path]:
     """An empty hidden file, or folder, in which to write the next content of ``path`` and rename it there.
 
     ``.NAME.TOKEN.PURPOSE`` belongs to this writer, and is locked until the context ends; what is not renamed by then is
@@ -93,7 +93,7 @@ def temporary_beside(path: Path, purpose: str, folder: bool = False) -> Iterator
 
 
 def remove_abandoned(folder: Path, pattern: str) -> None:
-    """Remove the files and folders of ``temporary_beside`` in ``folder`` whose writers have died."""
+    """Remove the files and folders of ``temporary_next_to`` in ``folder`` whose writers have died."""
     for path in folder.glob(pattern):
         with contextlib.suppress(OSError):  # gone already, another's, or on a file system that cannot tell
             descriptor = _open(path)
@@ -126,7 +126,7 @@ def _make_locked(path: Path, purpose: str, folder: bool, made: list[Path]) -> tu
 
 
 def replace_folder(temporary: Path, path: Path) -> None:
-    """Rename a folder of ``temporary_beside``, forced to disk, into its place, whatever folder is there.
+    """Rename a folder of ``temporary_next_to``, forced to disk, into its place, whatever folder is there.
 
     That one is renamed to ``previous_of(path)`` before and removed afterwards: at every moment the old or the new one
     stands at one of the two places. Several processes that replace one folder take turns.
@@ -153,7 +153,7 @@ def previous_of(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def told_if_full(path: Path, size_bytes: int, then: str = "try again") -> Iterator[None]:
+def disk_full_errors(path: Path, size_bytes: int, then: str = "try again") -> Iterator[None]:
     """Turn the system's "no space left" into an error that says where, how much was needed, and what to do.
 
     Raises:
@@ -183,8 +183,8 @@ def check_folder_of(path: Path, where: str) -> None:
 
 
 @contextlib.contextmanager
-def told_if_unwritable(path: Path, where: str) -> Iterator[None]:
-    """Turn the system's other errors of writing into one that says where; a full disk is ``told_if_full``'s.
+def unwritable_errors(path: Path, where: str) -> Iterator[None]:
+    """Turn the system's other errors of writing into one that says where; a full disk is ``disk_full_errors``'s.
 
     Raises:
         WhetValueError: in place of an OSError.

@@ -56,7 +56,7 @@ class MemoryReport(NamedTuple):
 class Holder(Protocol):
     """Something that holds memory."""
 
-    def held_memory(self) -> Iterable[tuple[str, Hashable, int]]:
+    def memory_blocks(self) -> Iterable[tuple[str, Hashable, int]]:
         """(part, key, bytes) of each block, as it is now; a block that several hold has one key, and counts once."""
         ...
 
@@ -70,7 +70,7 @@ def register_holder(holder: Holder) -> None:
 
 
 def tensor_memory(part: str, tensors: Iterable[Any]) -> Iterator[tuple[str, Hashable, int]]:
-    """The memory of torch tensors, for ``Holder.held_memory``; those of a GPU are left out, and views are one block."""
+    """The memory of torch tensors, for ``Holder.memory_blocks``; those of a GPU are left out, and views are one block."""
     for tensor in tensors:
         if tensor.device.type == "cpu":
             storage = tensor.untyped_storage()
@@ -97,7 +97,7 @@ def memory_report(activations: int = 0) -> MemoryReport:
     """
     blocks: dict[Hashable, tuple[str, int]] = {}
     for holder in list(_holders):
-        for part, key, n_bytes in holder.held_memory():
+        for part, key, n_bytes in holder.memory_blocks():
             blocks.setdefault(key, (part, n_bytes))
     parts = dict.fromkeys(PARTS, 0)
     for part, n_bytes in blocks.values():
@@ -124,7 +124,7 @@ class MemoryWatch:
         """Call before the first forward pass of a step."""
         self._before = allocated_bytes() if sys.platform == "linux" else 0
 
-    def look(self, gradients: int) -> None:
+    def sample(self, gradients: int) -> None:
         """Call after a forward pass, and after a backward; ``gradients``: their bytes, of this step."""
         if sys.platform != "linux":
             return

@@ -61,7 +61,7 @@ class DeferredSignals:
 
 
 @contextmanager
-def held_signals() -> Iterator[None]:
+def deferred_signals() -> Iterator[None]:
     """A context in which Python's signal handlers are put off, for a change that is one block."""
     with DeferredSignals() as signals:
         signals.hold()

@@ -243,7 +243,7 @@ def test_policy_and_sampler_share_a_packed_base(format, compute, corrected, gap)
         assert metrics["sampler/logprob_difference_max"] < gap
         assert ("sampler/importance_weight" in metrics) is corrected
     key = "base", id(base_of(model).core)
-    [held] = {block for holder in (trainer, trainer.engine) for block in holder.held_memory() if block[1] == key}
+    [held] = {block for holder in (trainer, trainer.engine) for block in holder.memory_blocks() if block[1] == key}
     assert held == ("weights", key, base_of(model).nbytes)
 
 

@@ -208,7 +208,7 @@ def test_released_weights_are_gone_until_the_next_sync():
                 engine.release_weights()
         assert answers(engine) == said
         assert 0 < engine.release_weights() <= n_bytes
-        assert {part: n for part, _, n in engine.held_memory()}["sampler_weights"] == 0
+        assert {part: n for part, _, n in engine.memory_blocks()}["sampler_weights"] == 0
         for call in (engine.generate, engine.logprobs):
             assert_raises(WhetError, r"release_weights gave the memory .* back\. Call sync\(model\)", call, [[1, 2]])
         engine.sync(model)

@@ -227,6 +227,6 @@ def test_a_module_that_trains_with_the_policy_is_refused():
 def test_first_values_are_counted():
     trainer = make(with_lora(tiny_llama(), b_std=0.2))
     n_bytes = sum(value.nbytes for value in trainer.reference.first_values.values())
-    held = {part: size for part, _, size in trainer.held_memory() if part == "reference"}
+    held = {part: size for part, _, size in trainer.memory_blocks() if part == "reference"}
     assert n_bytes and held
     assert memory_report().parts["reference"] >= n_bytes

@@ -43,7 +43,7 @@ def make_model(name: str) -> Any:
 
 
 def held(trainer: Any) -> Counter[str]:
-    blocks = {key: (part, n_bytes) for part, key, n_bytes in reversed(list(trainer.held_memory()))}
+    blocks = {key: (part, n_bytes) for part, key, n_bytes in reversed(list(trainer.memory_blocks()))}
     total: Counter[str] = Counter()
     for part, n_bytes in blocks.values():
         total[part] += n_bytes
@@ -76,7 +76,7 @@ def test_trainers_and_engines_hold_what_was_predicted(name, compute, lora, monke
     [sampler] = [parts["sampler_weights"] for parts in (run.parts, run.sampling) if "sampler_weights" in parts]
     assert sampler == memory["weights_bytes"] + memory["adapters_bytes"]
     # Between steps, an engine has weights only where the next sync keeps them.
-    still = sum(n_bytes for part, _, n_bytes in trainer.engine.held_memory() if part == "sampler_weights")
+    still = sum(n_bytes for part, _, n_bytes in trainer.engine.memory_blocks() if part == "sampler_weights")
     assert still == predicted.get("sampler_weights", 0) == (sampler if lora else 0)
 
 
@@ -92,7 +92,7 @@ def kept_by_autograd(model: Any, prompts: list[list[int]], completions: list[lis
     with accelerate(model) as acceleration, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         logprobs = completion_logprobs(model, prompts, completions).logprobs  # noqa: F841  (holds what is kept)
         own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        own |= {key for _, key, _ in acceleration.held_memory()}
+        own |= {key for _, key, _ in acceleration.memory_blocks()}
     return sum(n_bytes for address, n_bytes in storages.items() if address not in own)
 
 

@@ -152,7 +152,7 @@ def test_a_16_bit_model_learns_what_a_float32_one_learns(dtype):
 def test_masters_are_in_the_memory_of_moments():
     trainer = sft(narrow(), compute="torch")
     trainer.train_step(ROWS[:2])
-    parts = [(part, n_bytes) for part, _, n_bytes in trainer.held_memory()]
+    parts = [(part, n_bytes) for part, _, n_bytes in trainer.memory_blocks()]
     n_weights = sum(p.numel() for p in trainer.trainable.values())
     assert sum(n for part, n in parts if part == "moments") == 12 * n_weights + 4 * len(trainer.trainable)
     assert sum(n for part, n in parts if part == "weights") >= 2 * n_weights

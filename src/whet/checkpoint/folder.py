@@ -40,15 +40,15 @@ except ImportError as error:
 from whet.checkpoint.jsonable import decode, encode
 from whet.checkpoint.modules import same_memory_key
 from whet.files import (
+    disk_full_errors,
     fingerprint,
     previous_of,
     remove_abandoned,
     replace_folder,
-    temporary_beside,
-    told_if_full,
+    temporary_next_to,
     write_new,
 )
-from whet.signals import held_signals
+from whet.signals import deferred_signals
 
 __all__ = [
     "capture_rng",
@@ -102,8 +102,8 @@ def save_checkpoint(
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with (
-        told_if_full(path, size_bytes, "go on from the newest checkpoint"),
-        temporary_beside(path, _SAVING, folder=True) as temporary,
+        disk_full_errors(path, size_bytes, "go on from the newest checkpoint"),
+        temporary_next_to(path, _SAVING, folder=True) as temporary,
     ):
         files = _write_tensors(temporary, stored)
         files["state.json"] = _write_text(temporary / "state.json", state_text)
@@ -183,7 +183,7 @@ def prune_checkpoints(folder: str | os.PathLike[str], newest: Path, keep: int) -
     folder = Path(folder)
     older = [p for p in _step_paths(folder) if _step_of(p) < _step_of(newest) and _is_checkpoint(p)]
     for path in older[: max(0, len(older) - (keep - 1))]:
-        with temporary_beside(path, _SAVING, folder=True) as removed:
+        with temporary_next_to(path, _SAVING, folder=True) as removed:
             os.replace(path, removed)  # so that no half-removed checkpoint is ever visible
     remove_abandoned(folder, f".step-*.{_SAVING}")
     for previous in folder.glob(".step-*.previous"):
@@ -438,7 +438,7 @@ def preserved_rng() -> Iterator[None]:
     try:
         yield
     finally:
-        with held_signals():
+        with deferred_signals():
             restore_rng(state)
 
 

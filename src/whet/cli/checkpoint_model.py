@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from whet.errors import CheckpointError, WhetValueError
-from whet.files import told_if_full
+from whet.files import disk_full_errors
 
 
 def resolve_model(model: str, where: str) -> str:
@@ -49,7 +49,7 @@ def _unpacked(checkpoint: Path, where: str) -> str:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     size_bytes = sum(file.stat().st_size for file in checkpoint.glob("model.safetensors"))
     try:
-        with told_if_full(folder / "model", size_bytes):
+        with disk_full_errors(folder / "model", size_bytes):
             unpack_model(checkpoint, folder)
             _add_tokenizer(checkpoint, folder, where)
     except CheckpointError as error:

@@ -30,7 +30,7 @@ from whet.config.sampling import SamplingParams
 from whet.engine import Engine
 from whet.errors import WhetValueError
 from whet.evaluation import Estimate, RewardedRows, TaskResult, compare, evaluate, read_items
-from whet.files import replace_text, temporary_beside
+from whet.files import replace_text, temporary_next_to
 from whet.models.adapter_files import read_peft
 from whet.models.formats import Weights
 from whet.models.sources.gguf_container import GGUFFile
@@ -189,7 +189,7 @@ def _check_out(path: Path) -> None:
             raise WhetValueError(f"{_WHERE}: {path} is there already. Remove it, or choose another file for --out.")
         if not path.absolute().parent.is_dir():
             raise WhetValueError(f"{_WHERE}: there is no folder {str(path.parent)!r} to write {path} to.")
-        with temporary_beside(path, "writing"):
+        with temporary_next_to(path, "writing"):
             pass
     except OSError as error:
         raise WhetValueError(

@@ -21,7 +21,7 @@ from whet.cli.text_model import find_model, with_adapters
 from whet.config.fields import PathText
 from whet.engine.probe import Comparison, Probe, original_position
 from whet.errors import WhetValueError
-from whet.files import check_folder_of, replace_folder, temporary_beside, told_if_full, told_if_unwritable
+from whet.files import check_folder_of, disk_full_errors, replace_folder, temporary_next_to, unwritable_errors
 from whet.models.base_record import pack_recorded, read_binding
 from whet.models.formats import TABLE
 from whet.models.packed_base import PackedBase
@@ -100,9 +100,9 @@ def write_folder(model: str, adapter: str, output: str, dtype: FolderDtype, over
     module = module.to(getattr(torch, kind))
     size_bytes = sum(parameter.nbytes for parameter in module.parameters())
     with (
-        told_if_unwritable(out, where),
-        told_if_full(out, size_bytes),
-        temporary_beside(out, "merging", folder=True) as temporary,
+        unwritable_errors(out, where),
+        disk_full_errors(out, size_bytes),
+        temporary_next_to(out, "merging", folder=True) as temporary,
     ):
         with system_errors():
             module.save_pretrained(temporary)

@@ -46,7 +46,7 @@ from whet.cli.runs import OnlineRunConfig
 from whet.cli.settings import read_toml, write_toml
 from whet.config.settings import learning_rate_at
 from whet.errors import DiskFullError, RowError, WhetValueError
-from whet.files import force_to_disk, replace_text, temporary_beside, told_if_full
+from whet.files import disk_full_errors, force_to_disk, replace_text, temporary_next_to
 from whet.memory import MemoryReport
 from whet.models.base_record import read_record
 from whet.models.slots import ModelSource
@@ -405,7 +405,7 @@ class StoppableCheckpoints(CheckpointCallback):
 def _save_model(trainer: Trainer, folder: Path) -> None:
     """Write model and tokenizer, first beside their folder: a full disk leaves whole what is in it."""
     size_bytes = sum(parameter.nbytes for parameter in trainer.model.parameters())
-    with told_if_full(folder, size_bytes), temporary_beside(folder, "saving", folder=True) as temporary:
+    with disk_full_errors(folder, size_bytes), temporary_next_to(folder, "saving", folder=True) as temporary:
         with system_errors():
             trainer.save_pretrained(temporary)
         folder.mkdir(exist_ok=True)

@@ -499,7 +499,7 @@ class Engine:
             self._calls.unusable = _RELEASED
             return self._calls.use(where).weights.release()
 
-    def held_memory(self) -> Iterator[tuple[str, Hashable, int]]:
+    def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
         """The memory that the engine holds, for ``whet.memory_report``; nothing once it is closed."""
         core = self._calls.core
         if core is None:
@@ -509,7 +509,7 @@ class Engine:
         except WhetError:  # a thread of the parent process left it in the middle of a step, and nobody can use it here
             return
         if self.base is not None:
-            yield from self.base.held_memory()
+            yield from self.base.memory_blocks()
         own = ["weights_bytes"] if self.base is None and self._calls.unusable != _RELEASED else []
         for part, *names in (
             ("sampler_weights", *own, "adapters_bytes"),

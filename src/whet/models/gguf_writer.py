@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whet.errors import WhetTypeError, WhetValueError
-from whet.files import check_folder_of, force_to_disk, temporary_beside, told_if_full, told_if_unwritable
+from whet.files import check_folder_of, disk_full_errors, force_to_disk, temporary_next_to, unwritable_errors
 from whet.models.formats import TABLE
 from whet.models.row_reader import row_bytes
 
@@ -93,8 +93,8 @@ def write_gguf(
     head = b"".join([b"GGUF", struct.pack("<IQQ", _VERSION, len(tensors), len(metadata)), *keys, *infos])
     head += bytes(_padding(len(head)))
     total = len(head) + offset
-    with told_if_unwritable(path, where):
-        with told_if_full(path, total), temporary_beside(path, "exporting") as temporary:
+    with unwritable_errors(path, where):
+        with disk_full_errors(path, total), temporary_next_to(path, "exporting") as temporary:
             with temporary.open("wb", buffering=0) as file:
                 for n_written in _write(file, head, tensors, where):
                     if progress is not None:

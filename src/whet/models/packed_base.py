@@ -61,7 +61,7 @@ class PackedBase:
         """Bytes of all weights."""
         return self.core.size_bytes
 
-    def held_memory(self) -> Iterator[tuple[str, Hashable, int]]:
+    def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
         """The memory of the base, for ``whet.memory_report``: one block, however many engines and trainers have it."""
         yield "weights", ("base", id(self.core)), self.nbytes
 

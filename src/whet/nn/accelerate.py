@@ -47,7 +47,7 @@ from whet.nn.modules import inner_module, module_device
 from whet.nn.packed import PackedBatch
 from whet.nn.scratch import cast_weight, scratch_memory
 from whet.nn.threads import openmp_fork
-from whet.signals import held_signals
+from whet.signals import deferred_signals
 
 _NAME = "whet"
 _MAX_ROWS_ROUNDED_ON_LOAD = 32
@@ -201,7 +201,7 @@ class Acceleration:
         """Restore all of the model's own functions; a no-op if they are in place."""
         if acceleration_of(self._model) is not self:
             return
-        with held_signals():
+        with deferred_signals():
             while self._originals:
                 module, name, original = self._originals.pop()
                 if original is None:
@@ -251,7 +251,7 @@ class Acceleration:
         self._head = head
         return head
 
-    def held_memory(self) -> Iterator[tuple[str, Hashable, int]]:
+    def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
         """Yield the rounded, dequantised and packed copies of weights, for ``whet.memory_report``."""
         yield from tensor_memory("copies", [scratch_memory()])
         if self._head is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from whet.errors import WhetValueError
-from whet.signals import held_signals
+from whet.signals import deferred_signals
 
 
 def module_device(model: nn.Module) -> torch.device:
@@ -27,7 +27,7 @@ def module_mode(module: nn.Module, training: bool) -> Iterator[None]:
         module.train(training)
         yield
     finally:
-        with held_signals():
+        with deferred_signals():
             for member, mode in modes:
                 member.training = mode
 

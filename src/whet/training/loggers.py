@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from whet.errors import WhetError, WhetTypeError, WhetValueError, check_installed, check_integer, is_number
-from whet.files import drop_torn_line, replace_text, told_if_full
+from whet.files import disk_full_errors, drop_torn_line, replace_text
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -277,7 +277,7 @@ class _FileLogger(Logger):
 
     def _append(self, text: str) -> None:
         # Opened for every row: nothing is buffered when the process is killed, shared with a fork, or left open.
-        with told_if_full(self.path, len(text)), self.path.open("a", encoding="utf-8", newline="") as file:
+        with disk_full_errors(self.path, len(text)), self.path.open("a", encoding="utf-8", newline="") as file:
             file.write(text)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.errors import CheckpointError, WhetValueError
-from whet.signals import held_signals
+from whet.signals import deferred_signals
 from whet.training.distributed import Ranks
 from whet.training.reference_cache import ReferenceCache, Sums, row_digest
 
@@ -152,11 +152,11 @@ def _without_adapters(policy: Any) -> Iterator[None]:
     flags = [(p, p.requires_grad) for p in policy.parameters()]
     disabled = policy.disable_adapter()
     try:
-        with held_signals():
+        with deferred_signals():
             disabled.__enter__()
         yield
     finally:
-        with held_signals():
+        with deferred_signals():
             disabled.__exit__(None, None, None)
             for p, requires_grad in flags:
                 p.requires_grad_(requires_grad)
@@ -167,11 +167,11 @@ def _with_values(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor])
     """Other values in the parameters' place for a while; the memory of each is exchanged, not written."""
     own = {name: p.data for name, p in parameters.items()}
     try:
-        with held_signals():
+        with deferred_signals():
             _exchange(parameters, values)
         yield
     finally:
-        with held_signals():
+        with deferred_signals():
             _exchange(parameters, own)
 
 

@@ -198,7 +198,7 @@ class Update:
             self._ranks.all_reduce([cast(Tensor, p.grad) for p in concerned], dtype)
 
     def _look(self) -> None:
-        self._memory.look(sum(p.grad.nbytes for p in self._parameters if p.grad is not None))
+        self._memory.sample(sum(p.grad.nbytes for p in self._parameters if p.grad is not None))
 
 
 class Trainer(ABC):
@@ -760,16 +760,16 @@ class Trainer(ABC):
         if base is not None:
             write_record(folder, base.record())
 
-    def held_memory(self) -> Iterator[tuple[str, Hashable, int]]:
+    def memory_blocks(self) -> Iterator[tuple[str, Hashable, int]]:
         """The memory that the trainer holds, for ``whet.memory_report``."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         for part, model in (("weights", self.model), ("reference", self.ref_model)):
             if model is not None:
                 yield from tensor_memory(part, itertools.chain(model.parameters(), model.buffers()))
                 base = base_of(model)
-                yield from base.held_memory() if base is not None else ()
+                yield from base.memory_blocks() if base is not None else ()
         for acceleration in self.accelerations.values():
-            yield from acceleration.held_memory()
+            yield from acceleration.memory_blocks()
         yield from tensor_memory("reference", self.reference.first_values.values())
         yield from tensor_memory("gradients", (p.grad for p in self.trainable.values() if p.grad is not None))
         yield from tensor_memory("moments", (value for value in states if isinstance(value, Tensor)))
