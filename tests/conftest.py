@@ -1,6 +1,6 @@
-"""One thread each for torch and BLAS: the suite runs one process per core, and idle threads spin.
+"""Set up pytest: torch and BLAS use one thread, since the suite runs one process per core and idle threads spin.
 
-And Ctrl-C heard as at a terminal: a shell starts what it runs in the background deaf to it.
+SIGINT has its default handler, because a shell starts background jobs with SIGINT ignored.
 """
 
 import gc
@@ -16,17 +16,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
-    """Take what the imports made out of garbage collection: the bench harness collects before every case."""
+    """Exclude imported objects from garbage collection: the bench harness collects before every case."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fail-if-missing", action="store_true", help="fail, not skip, what lacks what it needs")
+    parser.addoption(
+        "--fail-if-missing", action="store_true", help="fail tests with a missing need instead of skipping"
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test whose need is not met."""
+    """Skip a test with a missing need."""
     for mark in item.iter_markers("needs"):
         for name in mark.args:
             if remedy := missing(name):

@@ -1,7 +1,7 @@
-"""What some tests need beyond the extra ``test``, and how it is installed.
+"""Packages and programs that some tests need beyond the extra ``test``, and how to install them.
 
-A test with ``@pytest.mark.needs(NAME)`` is skipped where NAME is missing. ``make wide`` installs all of them and runs
-these tests with ``--fail-if-missing``, so that no such test is skipped everywhere without anyone noticing.
+A test with ``@pytest.mark.needs(NAME)`` is skipped if NAME is missing. ``make wide`` installs all of them and runs
+these tests with ``--fail-if-missing``, so that no test is skipped everywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Need(NamedTuple):
-    """Something that tests need: whether it is here, and how to get it."""
+    """A prerequisite of tests: whether it is met, and how to install it."""
 
     is_met: Callable[[], bool]
     remedy: str
@@ -44,6 +44,6 @@ NEEDS = {
 
 
 def missing(name: str) -> str:
-    """The remedy for a need that is not met; empty where it is met."""
+    """Return how to install NAME; empty if it is installed."""
     need = NEEDS[name]
     return "" if need.is_met() else f"needs {need.remedy}"

@@ -1,4 +1,4 @@
-"""Python code and ``whet`` commands in processes of their own."""
+"""Python code and ``whet`` commands in separate processes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import subprocess
 import sys
 
 WHET = [sys.executable, "-c", "import sys; from whet.cli import main; sys.exit(main())"]
-"""The command, before its arguments."""
+"""The ``whet`` command without arguments."""
 
 
 def run_python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What the code printed, and its exit status."""
+    """Run Python code; the result has its output and exit status."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, **environment})
 
 
 def printed_by(code: str, *arguments: object, **environment: str) -> str:
-    """What the code printed, which has to end well."""
+    """Return the output of Python code, which must exit with status 0."""
     done = run_python(code, *arguments, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,10 +1,10 @@
-"""Run by `make wheel-test` and `make setup-test`: Whet set up in the ways that its documents name, really.
+"""Real installations of Whet in the documented ways, run by `make wheel-test` and `make setup-test`.
 
     wheel     `pip wheel .` without git, CMake and Ninja; the wheel in an empty environment; the source package
     pythons   constraints.txt under Python 3.10 to 3.14, for everything that `make check` installs, and the environment
-              of `make demo` with every interpreter at hand
+              of `make demo` with every installed interpreter
 
-All take the core that `make test` compiled, and compile the extension for their interpreter.
+Both link the core that `make test` compiled, and compile the extension for their interpreter.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "set-ups"
 CORE = ROOT / "build" / "release" / "libwhet_core.a"
 VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-EXTRA = "dev"  # and those that it names
-COMPILER = ("as", "ld", "ar", "ranlib", "nm", "strip", "sh", "uname")  # what it needs on PATH
+EXTRA = "dev"  # and the extras that it names
+COMPILER = ("as", "ld", "ar", "ranlib", "nm", "strip", "sh", "uname")  # programs that it needs on PATH
 
 sys.path.insert(0, str(ROOT / "tools"))
 from set_up import BUILD_TOOLS, index_of_torch  # noqa: E402
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def run(*command: object, path: str | None = None, **env: object) -> str:
-    """What a command prints; its errors come through."""
+    """Run a command and return its output; stderr is passed through."""
     given = {**os.environ, "SKBUILD_CMAKE_DEFINE": f"WHET_CORE={CORE}", "PATH": path or os.environ["PATH"]}
     given |= {name: str(value) for name, value in env.items()}
     done = subprocess.run([str(part) for part in command], env=given, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -76,13 +76,13 @@ def check_wheel() -> None:
 
 
 def check_source_package(folder: Path) -> None:
-    """It holds every file that git does, but for those that serve continuous integration."""
+    """Check that the source package has every file in git except files for continuous integration."""
     code = f"import scikit_build_core.build as build; print(build.build_sdist({str(folder)!r}))"
     archive = run(sys.executable, "-c", code).split()[-1]
     with tarfile.open(folder / archive) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
-    kept = {name for name in run("git", "ls-files").splitlines() if not name.startswith(".ci/")}
-    assert kept <= names, f"{archive} lacks {sorted(kept - names)}"
+    expected = {name for name in run("git", "ls-files").splitlines() if not name.startswith(".ci/")}
+    assert expected <= names, f"{archive} lacks {sorted(expected - names)}"
     assert not any(name.endswith((".so", ".pyc")) for name in names), archive
 
 
@@ -92,25 +92,25 @@ def check_source_package(folder: Path) -> None:
 def check_pythons() -> None:
     WORK.mkdir(parents=True, exist_ok=True)
     interpreters = find_interpreters()
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:  # two wait for packages while one compiles
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:  # two download packages while one compiles
         for line in pool.map(lambda version: check_python(version, interpreters.get(version)), VERSIONS):
             print(line, flush=True)
 
 
 def check_python(version: str, interpreter: str | None) -> str:
     packages = resolve(version, interpreter)
-    # Where torch would bring gigabytes that no GPU here has a use for, the environment does without it.
+    # If torch would install gigabytes of CUDA, the environment has no torch.
     cuda = any(name.startswith("nvidia-") for name in packages)
-    told = f"Python {version}: {len(packages)} packages{', CUDA among them' if cuda else ''}"
+    summary = f"Python {version}: {len(packages)} packages{', including CUDA' if cuda else ''}"
     if interpreter is None:
-        return f"{told}; no interpreter at hand"
-    return f"{told}; {check_environment(version, interpreter, 'bench' if cuda else 'train')}"
+        return f"{summary}; this interpreter is not installed"
+    return f"{summary}; {check_environment(version, interpreter, 'bench' if cuda else 'train')}"
 
 
 def resolve(version: str, interpreter: str | None) -> list[str]:
-    """The names of what EXTRA installs under this Python, all of them wheels; only their metadata are downloaded.
+    """Resolve the packages of EXTRA under this Python, wheels only; pip downloads only their metadata.
 
-    pip takes the markers of packages from the interpreter that it runs on: that of the version, if one is at hand.
+    pip evaluates markers for the interpreter on which it runs: ``interpreter``, or else this one.
     """
     report, constraints = WORK / f"{version}-report.json", WORK / f"{version}-constraints.txt"
     lines = (line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
@@ -124,7 +124,7 @@ def resolve(version: str, interpreter: str | None) -> list[str]:
 
 
 def requirements(version: str) -> list[str]:
-    """Of the package with EXTRA, and with the extras that it names."""
+    """Return the requirements of the package with EXTRA and the extras that it names."""
     found, wanted = set(), [EXTRA]
     declared = [Requirement(line) for line in requires("whet") or []]
     for extra in wanted:
@@ -142,16 +142,16 @@ def applies(requirement: Requirement, version: str, extra: str = "") -> bool:
 
 
 def find_interpreters() -> dict[str, str]:
-    """Version -> interpreter, that of the distribution before others."""
+    """Map versions to interpreters, preferring the distribution's."""
     on_path = [shutil.which(f"python{version}") for version in VERSIONS]
     installed = sorted(Path.home().glob(".pyenv/versions/*/bin/python3"))
     found: dict[str, str] = {}
     for python in filter(None, ["/usr/bin/python3", *installed, *on_path]):
         if Path(python).exists():
             code = "import sys; print('{}.{}'.format(*sys.version_info))"
-            asked = subprocess.run([python, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-            if asked.stdout.strip() in VERSIONS:
-                found.setdefault(asked.stdout.strip(), str(python))
+            printed = subprocess.run([python, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            if (version := printed.stdout.strip()) in VERSIONS:
+                found.setdefault(version, str(python))
     return found
 
 
@@ -161,7 +161,7 @@ def check_environment(version: str, interpreter: str, extra: str) -> str:
     variables = [f"PYTHON={interpreter}", f"VENV=build/set-ups/{version}", f"BUILD=build/set-ups/{version}-build"]
     start = time.monotonic()
     run("make", *variables, stamp)
-    run("make", "-q", *variables, stamp)  # and again it has nothing to do
+    run("make", "-q", *variables, stamp)  # a second run is a no-op
     elapsed = time.monotonic() - start
     python = folder / "bin" / "python"
     assert run(python, "-m", "whet", "--version") == run(folder / "bin" / "whet", "--version")

@@ -1,4 +1,4 @@
-"""Errors of Whet cross processes: pickle makes them again from their args, and they print the same."""
+"""Errors of Whet cross process boundaries: pickle restores them from their args, and they print the same."""
 
 import copy
 import inspect
@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-import whet.engine  # noqa: F401  one of its errors is not in whet.errors
+import whet.engine  # noqa: F401  defines an error that is not in whet.errors
 from whet.errors import WhetError
 
 

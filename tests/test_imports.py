@@ -1,9 +1,9 @@
-"""What an import does not bring with it: a user pays for what is used."""
+"""Packages that an import must not load: users pay only for the parts they use."""
 
 import pytest
 from tests.processes import printed_by
 
-DESCRIBED = """from whet.models import families, reference
+MODEL_CONFIG = """from whet.models import families, reference
 from whet.models.sources import live
 config = families.model_config({'model_type': 'gpt2', 'n_embd': 8, 'n_head': 2, 'n_layer': 1, 'vocab_size': 9})
 assert config.slots()['layers.0.qkv'] == (24, 8)"""
@@ -21,8 +21,8 @@ assert config.slots()['layers.0.qkv'] == (24, 8)"""
         ("import whet.training.loggers", "torch rich tensorboard wandb matplotlib typing_extensions"),
         ("import whet.models.tokenizers", "torch transformers tokenizers jinja2"),
         ("import whet.algorithms, whet.nn, whet.engine", "torch._dynamo transformers peft datasets"),
-        (DESCRIBED, "torch transformers peft"),
+        (MODEL_CONFIG, "torch transformers peft"),
     ],
 )
-def test_an_import_brings_what_it_needs_alone(code, absent):
+def test_import_does_not_load_unneeded_packages(code, absent):
     assert printed_by(f"{code}\nimport sys\nprint({set(absent.split())} & set(sys.modules))") == "set()\n"

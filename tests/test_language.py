@@ -62,7 +62,7 @@ RULES = {
     r"\bdef _?(turned|joined|projected|unwrapped|parsed|measured|templated|described|found|begun|checked)\b": "a verb",
     # 6. Headings are nouns or verbs; programs print, report, return, raise.
     r"^(#+|//) (What|Where) [a-z]": "a noun phrase, or an imperative",
-    r"\b([Tt]ells?|[Tt]old|[Tt]elling)\b": "print, report, inform, distinguish",
+    r"(?<!\.)\b([Tt]ells?|[Tt]old|[Tt]elling)\b": "print, report, inform, distinguish",
     r"(?<![\"'])\b(says|said|saying|say)\b(?!\")": "print, report, name, document, specify, read",
 }
 

@@ -1,4 +1,4 @@
-"""Who holds a process's memory, against what can be counted by hand; and what control groups leave."""
+"""Memory of a process by owner, against sizes computed by hand; and limits of control groups."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from whet import _core
 from whet.memory import PARTS, _control_groups, available_bytes, machine_bytes, memory_report, resident_bytes
 
 NARROW = "bf16" in _core.isa()
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells who holds memory")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is reported on Linux only")
 
-# A model of 22 M parameters: large beside what libraries allocate by the way.
+# A model of 22 M parameters: large compared with allocations of libraries.
 STEPS = """
 import json, sys
 import torch, transformers, whet
@@ -61,7 +61,7 @@ print(json.dumps({
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_the_memory_of_a_process_is_reported_and_was_predicted(lora):
+def test_memory_report_equals_counts_by_hand_and_the_prediction(lora):
     found = json.loads(printed_by(STEPS, json.dumps(lora)))
     now, resident = found["now"], found["resident"]
     assert now["weights"] == pytest.approx(4 * found["n_all"], rel=1e-3)
@@ -69,36 +69,36 @@ def test_the_memory_of_a_process_is_reported_and_was_predicted(lora):
     sampler = found["sampler"]
     assert now.get("sampler_weights", 0) == (sampler["weights_bytes"] + sampler["adapters_bytes"] if lora else 0)
     assert not {"kv_cache", "workspace", "activations", "gradients"} & set(now)
-    # What nobody has claimed is what the process had before there was a model.
+    # Unclaimed memory equals the memory of the process before the model was created.
     assert sum(now.values()) == resident
     assert now["interpreter"] == pytest.approx(found["before"], abs=0.05 * resident)
-    assert PARTS["moments"] in found["text"] and "in all" in found["text"]
+    assert PARTS["moments"] in found["text"] and "total" in found["text"]
     fullest, predicted = found["fullest"], found["predicted"]
     for part in ("weights", "moments", "sampler_weights", "copies"):
         assert predicted.get(part, 0) == pytest.approx(fullest.get(part, 0), rel=0.01), part
-    # The head makes its gradient, logits, and the gradients of hidden states in its backward pass: 8 x 4 x 20 tokens.
+    # The head's backward pass allocates its gradient, logits, and gradients of hidden states: 8 x 4 x 20 tokens.
     assert "gradients" not in fullest and predicted["gradients"] == 4 * (found["n_trained"] if lora else 8192 * 384)
     head = 640 * (2048 * (6 if NARROW else 4) + (8 if NARROW else 4) * 384)
     assert predicted["activations"] - head == pytest.approx(fullest["activations"], rel=0.1)
     assert found["total"] == pytest.approx(found["peak"], rel=0.1)
 
 
-def test_a_process_without_a_model_holds_its_libraries():
+def test_memory_of_a_process_without_a_model_is_its_libraries():
     parts = json.loads(printed_by("import json, whet; print(json.dumps(whet.memory_report().parts))"))
     assert set(parts) <= {"interpreter", "allocator"} and parts["interpreter"] > 1e7
 
 
-def test_an_engine_is_reported_while_it_is_open():
+def test_memory_of_an_engine_is_reported_while_it_is_open():
     before = memory_report().parts.get("sampler_weights", 0)
     from tests.engine.tiny_models import tiny_model
 
     with whet.Engine.from_model(tiny_model("llama")) as engine:
-        held = memory_report().parts["sampler_weights"] - before
-        assert held == engine.memory["weights_bytes"]
+        weights_bytes = memory_report().parts["sampler_weights"] - before
+        assert weights_bytes == engine.memory["weights_bytes"]
     assert memory_report().parts.get("sampler_weights", 0) == before
 
 
-def test_what_a_process_may_hold_is_no_more_than_the_machine_has():
+def test_available_memory_is_at_most_the_machines():
     assert resident_bytes() < available_bytes() <= machine_bytes()
 
 
@@ -108,7 +108,7 @@ def write_group(folder: Path, **files: object) -> None:
         (folder / name.replace("__", ".")).write_text(f"{value}\n")
 
 
-def test_control_groups_of_version_2_count_with_those_around_them(tmp_path):
+def test_control_groups_of_version_2_include_ancestors(tmp_path):
     groups = tmp_path / "sys/fs/cgroup"
     write_group(tmp_path / "proc/self", cgroup="0::/user/job")
     stat = {"memory__stat": "anon 1\ninactive_file 300"}
@@ -125,6 +125,6 @@ def test_control_groups_of_version_1_and_of_a_container(tmp_path):
     values = {"memory__usage_in_bytes": 900, "memory__stat": "cache 7\ntotal_inactive_file 100"}
     write_group(group, memory__limit_in_bytes=9223372036854771712, **values)
     assert list(_control_groups(tmp_path)) == []
-    write_group(group, memory__limit_in_bytes=2000)  # the path is the host's, which is not there
+    write_group(group, memory__limit_in_bytes=2000)  # the path is the host's, which does not exist here
     assert list(_control_groups(tmp_path)) == [(2000, 800)]
     assert list(_control_groups(tmp_path / "nowhere")) == []

@@ -1,4 +1,4 @@
-"""What `import whet` promises: NumPy alone, threads that change no bit, a choice of instruction set."""
+"""`import whet`: NumPy only, results that do not depend on threads, a choice of instruction set."""
 
 import multiprocessing
 import os
@@ -30,7 +30,7 @@ def available_isas():
     return found
 
 
-def test_the_engine_stands_at_top_level_and_needs_numpy_alone():
+def test_engine_is_exported_lazily_and_needs_only_numpy():
     code = (
         "import sys, whet; print('whet.engine' in sys.modules, 'Engine' in dir(whet) or 'Engine' in whet.__all__)\n"
         "from whet import *; whet.engine.Engine is Engine or 1 / 0; SamplingParams(); Completion\n"
@@ -83,28 +83,28 @@ print(h.hexdigest())
 """
 
 
-def test_every_instruction_set_gives_the_same_bits():
+def test_results_do_not_depend_on_the_instruction_set():
     digests = printed_by_isa(IMPORTS, DIGEST)
     assert len(digests) >= 2 and len(set(digests.values())) == 1, digests
 
 
-def test_every_number_of_threads_gives_the_same_bits():
+def test_results_do_not_depend_on_the_number_of_threads():
     program = f"{IMPORTS}\n{DIGEST}"
     assert len({run_python(program, WHET_NUM_THREADS=n).stdout for n in ("1", "2", "5")}) == 1
 
 
-def test_primitives_hold_on_every_instruction_set():
-    """The tests of the kernels under every instruction set but the first, which the suite itself runs on."""
+def test_kernels_are_right_on_every_instruction_set():
+    """Run the kernel tests on every instruction set except the first, on which the suite itself runs."""
     here = os.path.dirname(__file__)
-    # Rates are no results, tensors take the same kernels; packing and RoPE's scalings have none, and every length and
-    # dtype of advantages and divergences is in DIGEST, whose bits are equal.
-    left_out = ["torch", "probe", "packing", "rope_scaling", "advantages", "divergence"]
-    tests = [f"{here}/ops", f"{here}/nn/test_functions.py", *(f"--ignore={here}/ops/test_{n}.py" for n in left_out)]
+    # probe measures rates, torch tensors use the same kernels, packing and RoPE scaling have no kernels, and DIGEST
+    # covers every length and dtype of advantages and divergences.
+    excluded = ["torch", "probe", "packing", "rope_scaling", "advantages", "divergence"]
+    tests = [f"{here}/ops", f"{here}/nn/test_functions.py", *(f"--ignore={here}/ops/test_{n}.py" for n in excluded)]
     run = run_tests(usable_isas()[1:], *tests)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
 
 
-def test_build_info_names_what_runs():
+def test_build_info_lists_usable_instruction_sets():
     info = whet.build_info()
     built, usable = info["instruction_sets"].split(), info["usable_instruction_sets"].split()
     assert set(info) == {"compiler", "build_type", "instruction_sets", "usable_instruction_sets", "processors"}
@@ -115,7 +115,7 @@ def test_build_info_names_what_runs():
     assert any(name in info["compiler"] for name in ("GCC", "Clang", "clang")) and info["build_type"]
 
 
-def test_bad_environment_is_named():
+def test_invalid_environment_variable_is_named():
     assert (
         "WHET_NUM_THREADS=many is not a number"
         in run_python("import whet; whet.get_num_threads()", WHET_NUM_THREADS="many").stderr
@@ -125,32 +125,32 @@ def test_bad_environment_is_named():
     assert run.stdout == "one\n"
 
 
-def test_without_docstrings():
+def test_import_works_without_docstrings():
     code = "import whet; print(whet.compute_group_advantages([1.0, 3.0]), whet.compute_group_advantages.__doc__)"
     run = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True)
     assert (run.stdout, run.stderr) == ("[-1.  1.] None\n", "")
 
 
-def test_a_module_that_is_loaded_again_keeps_its_docstring():
+def test_reloaded_module_keeps_its_docstring():
     code = (
         "import importlib, whet\nfor _ in range(6): importlib.reload(whet.ops.advantages)\n"
         "print(whet.ops.advantages.compute_group_advantages.__doc__)"
     )
-    assert printed_by(code).startswith("Advantages of one group")
+    assert "group" in printed_by(code).splitlines()[0]
 
 
 @pytest.mark.parametrize("work", ["whet.softmax(x, out=x)", "whet.linear(x, w)", "whet.compute_token_logprobs(x, ids)"])
-def test_a_daemon_thread_in_the_core_does_not_abort_the_process_at_its_end(work):
+def test_daemon_thread_in_the_core_does_not_abort_at_exit(work):
     code = f"""
 import threading, time, numpy as np, whet
 x = np.zeros((1000, 2000), np.float32)
-w, ids, begun = whet.pack_weight(np.ones((256, 2000), np.float32)), np.zeros(1000, int), threading.Event()
+w, ids, started = whet.pack_weight(np.ones((256, 2000), np.float32)), np.zeros(1000, int), threading.Event()
 def loop():
     while True:
         {work}
-        begun.set()
+        started.set()
 threading.Thread(target=loop, daemon=True).start()
-begun.wait()
+started.wait()
 """
     for _ in range(3):
         assert printed_by(code) == ""
@@ -160,14 +160,14 @@ def test_thread_settings():
     for n in (1, 4, 2):
         with threads(n):
             assert whet.get_num_threads() == n
-    for bad, message in ((0, "at least 1"), (1.5, "an integer"), (5000, "at most 1024")):
-        assert_raises(whet.WhetError, message, whet.set_num_threads, bad)
+    for bad, expected in ((0, "at least 1"), (1.5, "an integer"), (5000, "at most 1024")):
+        assert_raises(whet.WhetError, ("set_num_threads", bad, expected), whet.set_num_threads, bad)
 
 
 X = np.random.default_rng(0).normal(size=(64, 5000))
 
 
-def test_calls_from_many_threads_at_once():
+def test_concurrent_calls_from_many_threads():
     expected = whet.compute_batch_token_kl(X, -X)
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda _: whet.compute_batch_token_kl(X, -X), range(8)))
@@ -179,7 +179,7 @@ def _in_child(queue):
     queue.put((whet.compute_batch_token_kl(X, -X), whet.get_num_threads()))
 
 
-def test_works_after_fork():
+def test_core_works_after_fork():
     expected = whet.compute_batch_token_kl(X, -X)
     context = multiprocessing.get_context("fork")
     queue = context.Queue()

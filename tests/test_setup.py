@@ -1,4 +1,4 @@
-"""What `make demo` and `pip install .` say where something is missing: one line, before anything is downloaded."""
+"""Missing prerequisites of `make demo` and `pip install .`: one line that names them, before any download."""
 
 import functools
 import http.server
@@ -32,7 +32,7 @@ set_up = load_set_up()
 
 @pytest.fixture
 def refusal(tmp_path):
-    """The line with which tools/set_up.py refuses; any download would fail with other words."""
+    """Error line of tools/set_up.py, which must exit before it downloads."""
 
     def line(**env):
         folder = tmp_path / "venv"
@@ -47,7 +47,7 @@ def refusal(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["-h"], 0), ([], 2), (["venv", "build"], 2)])
-def test_other_arguments_print_the_usage_and_make_nothing(arguments, status, tmp_path):
+def test_other_arguments_print_the_usage_and_create_nothing(arguments, status, tmp_path):
     run = subprocess.run([HERE, ROOT / "tools" / "set_up.py", *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == status and "python3 tools/set_up.py VENV BUILD EXTRA" in run.stdout
     assert not list(tmp_path.iterdir())
@@ -55,7 +55,7 @@ def test_other_arguments_print_the_usage_and_make_nothing(arguments, status, tmp
 
 @pytest.fixture
 def bare_home(tmp_path):
-    """A PYTHONHOME as of a distribution without python3-dev and python3-venv: no headers, no ensurepip."""
+    """PYTHONHOME of a distribution without python3-dev and python3-venv: no headers, no ensurepip."""
     home = tmp_path / "home"
     library = home / sys.platlibdir / STDLIB.name
     library.mkdir(parents=True)
@@ -72,7 +72,7 @@ def test_missing_headers_and_ensurepip_are_named_together(refusal, bare_home):
     assert line.endswith(f"apt-get install {name}-venv {name}-dev")
 
 
-def test_missing_compiler(refusal, tmp_path):
+def test_missing_compiler_is_named(refusal, tmp_path):
     assert "there is no C++ compiler (c++, g++ or clang++)" in refusal(PATH=str(tmp_path))
     assert "there is no C++ compiler (g++-99)" in refusal(CXX="g++-99")
 
@@ -85,7 +85,7 @@ def test_missing_compiler(refusal, tmp_path):
         ("", "neither"),
     ],
 )
-def test_compiler_that_is_too_old(macros, found, refusal, tmp_path):
+def test_outdated_compiler_is_named_with_its_version(macros, found, refusal, tmp_path):
     compiler = tmp_path / "old c++"
     compiler.write_text(f"#!/bin/sh\ncat <<'EOF'\n{macros}\nEOF\n")
     compiler.chmod(0o755)
@@ -93,19 +93,21 @@ def test_compiler_that_is_too_old(macros, found, refusal, tmp_path):
     assert f"is {found}" in line and "GCC 11 or Clang 19 or later" in line and line.endswith("apt-get install g++")
 
 
-def test_python_that_is_too_old(tmp_path):
+def test_outdated_python_is_named(tmp_path):
     interpreters = Path.home().glob(".pyenv/versions/[23].[0-9].*/bin/python")
     old = next((str(python) for python in interpreters), None)
     if old is None:
-        pytest.skip("no Python below 3.10 at hand")
+        pytest.skip("no Python below 3.10 is installed")
     command = ["make", "-s", f"PYTHON={old}", f"VENV={tmp_path}/venv", f"{tmp_path}/venv/.installed-train"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     lines = run.stderr.strip().splitlines()
-    assert run.returncode and "needs Python 3.10 or later" in lines[0] and len(lines) == 2, run  # and make's own
+    assert run.returncode and "needs Python 3.10 or later" in lines[0] and len(lines) == 2, (
+        run
+    )  # the other line is make's
     assert not (tmp_path / "venv").exists()
 
 
-def cmake_says(tmp_path, path, *options):
+def cmake_error(tmp_path, path, *options):
     cmake = shutil.which("cmake") or str(Path(sys.executable).parent / "cmake")
     command = [cmake, "-S", ROOT, "-B", tmp_path / "build", "-G", "Unix Makefiles", *options]
     env = {**os.environ, "PATH": path}
@@ -117,16 +119,16 @@ def cmake_says(tmp_path, path, *options):
 
 def test_pip_install_names_a_missing_compiler(tmp_path):
     (tmp_path / "make").symlink_to(shutil.which("make"))
-    assert "Whet needs a C++ compiler. Install g++, or name one in CXX." in cmake_says(tmp_path, str(tmp_path))
+    assert "Whet needs a C++ compiler. Install g++, or name one in CXX." in cmake_error(tmp_path, str(tmp_path))
 
 
 def test_pip_install_names_missing_headers(tmp_path):
     hidden = f"-DPython_INCLUDE_DIR={tmp_path / 'nowhere'}"
-    said = cmake_says(tmp_path, os.environ["PATH"], f"-DPython_EXECUTABLE={sys.executable}", hidden)
-    assert f"{sys.executable} lacks Python.h or NumPy. Install python3-dev and NumPy." in said
+    error = cmake_error(tmp_path, os.environ["PATH"], f"-DPython_EXECUTABLE={sys.executable}", hidden)
+    assert f"{sys.executable} lacks Python.h or NumPy. Install python3-dev and NumPy." in error
 
 
-def test_the_minimum_is_one_everywhere():
+def test_minimum_versions_agree_in_all_files():
     compilers = set_up.minimum_compilers()
     readme = (ROOT / "README.md").read_text()
     assert re.search(r"`g\+\+` \((\d+)\+\)", readme)[1] == str(compilers["GNU"])
@@ -156,7 +158,7 @@ def index():
         thread.join()
 
 
-def test_torch_without_cuda_where_its_index_answers(index, monkeypatch):
+def test_torch_without_cuda_if_its_index_is_reachable(index, monkeypatch):
     monkeypatch.setattr(set_up, "has_nvidia_gpu", lambda: False)
     for folder, options in (("known", ["--extra-index-url", f"{index}/known"]), ("gone", [])):
         monkeypatch.setattr(set_up, "TORCH_WITHOUT_CUDA", f"{index}/{folder}")
@@ -165,13 +167,13 @@ def test_torch_without_cuda_where_its_index_answers(index, monkeypatch):
     assert set_up.index_of_torch() == []
 
 
-def test_the_size_is_told_before_the_download(index, monkeypatch):
+def test_download_size_is_printed_before_the_download(index, monkeypatch):
     monkeypatch.setattr(set_up, "has_nvidia_gpu", lambda: False)
 
-    def told(*urls):
+    def describe(*urls):
         return set_up.describe_download({"install": [{"download_info": {"url": url}} for url in urls]})
 
-    assert told("file:///torch.whl") == ""
-    assert told(f"{index}/known/a.whl", f"{index}/known/b.whl") == "2 packages, 6 MB, are downloaded."
-    assert told(f"{index}/known/a.whl", f"{index}/gone/b.whl") == "2 packages, at least 3 MB, are downloaded."
-    assert "CUDA for torch among them" in told(f"{index}/known/nvidia_cublas.whl")
+    assert describe("file:///torch.whl") == ""
+    assert describe(f"{index}/known/a.whl", f"{index}/known/b.whl") == "2 packages, 6 MB, are downloaded."
+    assert describe(f"{index}/known/a.whl", f"{index}/gone/b.whl") == "2 packages, at least 3 MB, are downloaded."
+    assert "CUDA for torch" in describe(f"{index}/known/nvidia_cublas.whl")

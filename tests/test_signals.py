@@ -1,4 +1,4 @@
-"""Signals that wait until a change is whole."""
+"""Signal handlers deferred until a change is complete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from whet.signals import DeferredSignals
 
 @pytest.fixture
 def came():
-    """Signals whose handlers have run: SIGTERM's raises."""
+    """Signals whose handlers have run; the handler of SIGTERM raises."""
     numbers = []
 
     def note(number, frame):
@@ -22,15 +22,15 @@ def came():
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     yield numbers
-    assert all(signal.getsignal(number) is note for number in before), "the handlers are as they were"
+    assert all(signal.getsignal(number) is note for number in before), "the handlers are restored"
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def test_handlers_wait_until_they_are_released_and_run_in_their_order(came):
+def test_handlers_are_deferred_until_release_and_run_in_order(came):
     with DeferredSignals() as signals:
         signal.raise_signal(signal.SIGALRM)
-        assert came == [signal.SIGALRM], "nothing waits before hold"
+        assert came == [signal.SIGALRM], "nothing is deferred before hold"
         signals.hold()
         signals.hold()
         signal.raise_signal(signal.SIGINT)
@@ -43,17 +43,17 @@ def test_handlers_wait_until_they_are_released_and_run_in_their_order(came):
     assert came[3:] == [signal.SIGINT]
 
 
-def test_what_a_handler_raises_is_raised_after_the_change(came):
+def test_exception_of_a_handler_is_raised_after_the_change(came):
     done = []
     with pytest.raises(TimeoutError), DeferredSignals() as signals:
         signals.hold()
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
         done.append("all of it")
-    assert done and came == [signal.SIGTERM, signal.SIGINT], "an exception keeps no other handler from running"
+    assert done and came == [signal.SIGTERM, signal.SIGINT], "other handlers run in spite of an exception"
 
 
-def test_an_exception_of_the_change_itself_is_not_replaced(came):
+def test_exception_of_the_change_itself_is_not_replaced(came):
     with pytest.raises(KeyError), DeferredSignals() as signals:
         signals.hold()
         signal.raise_signal(signal.SIGINT)
@@ -61,7 +61,7 @@ def test_an_exception_of_the_change_itself_is_not_replaced(came):
     assert came == [signal.SIGINT]
 
 
-def test_nothing_waits_outside_of_the_context_or_of_the_main_thread(came):
+def test_nothing_is_deferred_outside_of_the_context_or_in_other_threads(came):
     signals = DeferredSignals()
     signals.hold()
     signal.raise_signal(signal.SIGINT)

@@ -36,7 +36,7 @@ class TinyModel(nn.Module):
 
 
 class OwnGenerate(TinyModel):
-    """With a generate of its own, which draws from torch's generator and tells no log-probs."""
+    """A model with a custom ``generate``, which draws from torch's generator and returns no log-probs."""
 
     def generate(self, input_ids: Tensor, max_new_tokens: int) -> Tensor:
         for _ in range(max_new_tokens):
@@ -51,7 +51,7 @@ LLAMA = {
 
 
 def tiny_llama(seed: int = 0, **options: Any) -> Any:
-    """A random Llama of the sizes in LLAMA; options take their place. The generator's state stays as it was."""
+    """Create a random Llama of the sizes in LLAMA, overridden by options; torch's generator state is preserved."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.random.fork_rng():
@@ -60,7 +60,7 @@ def tiny_llama(seed: int = 0, **options: Any) -> Any:
 
 
 def with_lora(model: Any, seed: int = 0, b_std: float = 0.0, **settings: Any) -> Any:
-    """The model with random adapters of PEFT, whose B are not zero where ``b_std`` is given."""
+    """Add random PEFT adapters, whose B factors have the standard deviation ``b_std``."""
     from peft import LoraConfig, get_peft_model
 
     given = {"r": 4, "target_modules": ["v_proj", "down_proj", "lm_head"], "task_type": "CAUSAL_LM"}
@@ -74,7 +74,7 @@ def with_lora(model: Any, seed: int = 0, b_std: float = 0.0, **settings: Any) ->
 
 
 def changed(model: nn.Module, seed: int = 1) -> Any:
-    """A copy of the model with all parameters moved at random."""
+    """Copy the model and perturb all of its parameters."""
     other = copy.deepcopy(model)
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -84,7 +84,7 @@ def changed(model: nn.Module, seed: int = 1) -> Any:
 
 
 def letters_tokenizer() -> Any:
-    """One token per letter a..h; ids 0..3 are <pad> <s> </s> and a space."""
+    """Create a tokenizer with one token per letter a..h; ids 0..3 are <pad> <s> </s> and a space."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -96,7 +96,7 @@ def letters_tokenizer() -> Any:
 
 
 class ScriptedEngine:
-    """A RolloutEngine that returns the completions it was given, and keeps what it was asked."""
+    """A RolloutEngine that returns given completions and records its calls."""
 
     def __init__(self, groups: list[list[list[int]]], logprobs: list[list[list[float]]] | None = None) -> None:
         self.groups = groups
@@ -124,7 +124,7 @@ class ScriptedEngine:
 
 
 class Recorded:
-    """Passes on to an engine, and keeps what it was asked and what came back."""
+    """Wrapper of an engine that records calls and results."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -143,7 +143,7 @@ class Recorded:
 
 
 class Items(Dataset):
-    """The least that is a data set of torch."""
+    """Minimal torch dataset."""
 
     def __init__(self, items: Sequence[Any]) -> None:
         self.items = items
@@ -153,7 +153,7 @@ class Items(Dataset):
 
     def __getitem__(self, i: int) -> Any:
         if not 0 <= i < len(self.items):
-            raise KeyError(i)  # torch asks for no IndexError
+            raise KeyError(i)  # torch does not require IndexError
         return self.items[i]
 
 
@@ -166,7 +166,7 @@ class Streamed(IterableDataset):
 
 
 def fours(completions: list[Tensor]) -> list[float]:
-    """A reward: how often token 4 comes."""
+    """Reward: number of occurrences of token 4."""
     return [float((c == 4).sum()) for c in completions]
 
 
@@ -175,12 +175,12 @@ def first_is_four(completions: list[Tensor]) -> list[float]:
 
 
 def timeless(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics that are the same in every run."""
+    """Return the metrics that do not depend on time."""
     return {name: value for name, value in metrics.items() if "time" not in name and name != "tokens_per_s"}
 
 
 def token_logprobs(model: nn.Module, prompt: list[int], completion: list[int], temperature: float = 1.0) -> Tensor:
-    """Per-token log-probs of one completion, one row, no padding: the plain definition."""
+    """Compute per-token log-probs of one completion by the plain definition: one row, no padding."""
     output = model(torch.tensor([prompt + completion]))
     logits = getattr(output, "logits", output)[0, len(prompt) - 1 : -1] / temperature
     return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None]).squeeze(-1)
@@ -201,7 +201,7 @@ def assert_close_weights(a: nn.Module, b: nn.Module, **tolerance: Any) -> None:
 
 
 def make_trainer(algorithm: Callable[..., Any], model: nn.Module | None = None, **settings: Any) -> Any:
-    """A trainer whose step can be written out: no clipping, and float32 where Whet's kernels compute."""
+    """Create a trainer whose step tests can write out: no clipping, and float32 if Whet's kernels compute."""
     given: dict[str, Any] = {"learning_rate": 0.02, "max_grad_norm": 0.0}
     if hasattr(model, "config"):
         given["compute"] = "float32"
@@ -209,7 +209,7 @@ def make_trainer(algorithm: Callable[..., Any], model: nn.Module | None = None, 
 
 
 def padded(rows: list[list[int]], left: bool) -> dict[str, Tensor]:
-    """Rows as a tokenizer pads them on either side."""
+    """Pad rows on the left or right, as a tokenizer does."""
     fills = [[0] * (max(map(len, rows)) - len(row)) for row in rows]
     ids = [fill + row if left else row + fill for row, fill in zip(rows, fills, strict=True)]
     masks = [fill + [1] * len(row) if left else [1] * len(row) + fill for row, fill in zip(rows, fills, strict=True)]
@@ -217,7 +217,7 @@ def padded(rows: list[list[int]], left: bool) -> dict[str, Tensor]:
 
 
 def assert_same_steps(make: Callable[[], Any], batches: Sequence[tuple[Any, ...]]) -> None:
-    """One step on each batch leaves the same weights."""
+    """Assert that one step on each batch leaves the same weights."""
     trainers = [make() for _ in batches]
     for trainer, batch in zip(trainers, batches, strict=True):
         trainer.train_step(*batch)

@@ -1,4 +1,4 @@
-"""Run by `make wheel-test` in an environment that holds the wheel and NumPy alone: every primitive works."""
+"""Every primitive of the wheel in an environment with only NumPy; run by `make wheel-test`."""
 
 import importlib.metadata
 import importlib.util
@@ -23,7 +23,7 @@ assert whet.compute_batch_group_advantages(r, 4).shape == (8,)
 assert abs(whet.compute_token_logprobs(np.zeros((1, 4), np.float32), [0])[0] + np.log(4)) < 1e-6
 assert whet.compute_gae(r, r, r > 9, 0.0, 1.0, 1.0)[0].shape == (8,)
 assert whet.pack_sequences([3, 5, 4], 8) == [[1, 0], [2]]
-assert FAMILIES["llama"].gguf_modules[0].names == ("token_embd",)  # which a data file of the wheel says
+assert FAMILIES["llama"].gguf_modules[0].names == ("token_embd",)  # read from a data file of the wheel
 
 try:
     from whet.algorithms.grpo import GRPO  # noqa: F401
@@ -32,6 +32,6 @@ except whet.WhetError as error:
 else:
     raise AssertionError("an algorithm was imported without torch")
 
-print(
-    f"whet {importlib.metadata.version('whet')} on {whet.isa()}: 13 primitives work with NumPy {np.__version__} alone"
-)
+assert importlib.util.find_spec("whet.bench.kernels") and not importlib.util.find_spec("benchmarks")
+
+print(f"whet {importlib.metadata.version('whet')} on {whet.isa()}: 13 primitives work with only NumPy {np.__version__}")

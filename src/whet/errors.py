@@ -1,7 +1,7 @@
-"""Every error that Whet raises on purpose, and the checks of single arguments that raise them.
+"""Every error that Whet raises on purpose, and checks of single arguments.
 
 Each error is a ``WhetError`` and also the builtin that fits, so callers catch either. A message names the
-function, the argument, what came, what was expected, and the fix.
+function, the argument, its value, the expected value, and the fix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class WhetError(Exception):
 
 
 class WhetValueError(WhetError, ValueError):
-    """An argument of the right type holds something that cannot be used."""
+    """An argument has the right type and an invalid value."""
 
 
 class WhetTypeError(WhetError, TypeError):
@@ -26,7 +26,7 @@ class WhetTypeError(WhetError, TypeError):
 
 
 class MissingExtraError(WhetError, ImportError):
-    """A part of Whet needs a package that an optional extra installs."""
+    """A package of an optional extra is missing."""
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         super().__init__(what, package, extra)
@@ -37,22 +37,22 @@ class MissingExtraError(WhetError, ImportError):
 
 
 def check_installed(what: str, *modules: str, extra: str = "train", package: str | None = None) -> None:
-    """Raise a MissingExtraError for the first module that is not installed; ``package`` is its name on PyPI."""
+    """Raise a MissingExtraError for the first missing module; ``package`` is its name on PyPI."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(what, package or module, extra)
 
 
 class RewardError(WhetValueError):
-    """A reward or preference function raised, hung, or returned something that is no score."""
+    """A reward or preference function raised, hung, or returned something other than a score."""
 
 
 class RowError(WhetValueError, WhetTypeError):
-    """A row of a dataset cannot be used; the message begins with its place."""
+    """A row of a dataset is invalid; the message begins with the row's file and line, or its index."""
 
 
 class CheckpointError(WhetValueError):
-    """A checkpoint is missing, incomplete, altered, or does not fit the object it is loaded into."""
+    """A checkpoint is missing, incomplete, corrupted, or does not fit the object that loads it."""
 
 
 class NonFiniteError(WhetError, ArithmeticError):
@@ -60,21 +60,21 @@ class NonFiniteError(WhetError, ArithmeticError):
 
 
 class RankError(WhetError, RuntimeError):
-    """Processes that train together do not reach each other, or one of them failed.
+    """Ranks cannot reach each other, or one of them failed.
 
     Attributes:
-        is_reported: it failed by an error that it tells itself.
+        is_reported: whether the failing rank reports its error itself.
     """
 
     is_reported = False
 
 
 class FolderInUseError(WhetValueError):
-    """Another process has locked the folder of a run, or of its checkpoints."""
+    """Another process has locked the folder of a run or of its checkpoints."""
 
 
 class DiskFullError(WhetError, OSError):
-    """A file was not written for lack of space; what was there before is whole."""
+    """A file was not written for lack of space; its previous content is intact."""
 
     def __init__(self, error_number: int, message: str) -> None:
         super().__init__(error_number, message)
@@ -84,14 +84,14 @@ class DiskFullError(WhetError, OSError):
 
 
 class DownloadError(WhetError, OSError):
-    """A published file cannot be had, or is not the one that was published."""
+    """A published file cannot be downloaded, or its SHA-256 differs."""
 
 
 def check_integer(where: str, name: str, value: Any, least: int, *, optional: bool = False) -> Any:
-    """``value`` as an int of at least ``least``; with ``optional``, None too. ``where`` is the caller's name.
+    """Return ``value`` as an int, which must be at least ``least``, or None if ``optional``.
 
     Raises:
-        WhetValueError: it is not.
+        WhetValueError: the value is anything else; the message begins with ``where``, the caller's name.
     """
     if value is None and optional:
         return None
@@ -104,10 +104,10 @@ def check_integer(where: str, name: str, value: Any, least: int, *, optional: bo
 
 
 def check_unicode(where: str, text: str) -> None:
-    """Refuse a text with lone surrogates, which no tokenizer takes; ``where`` is the caller's name.
+    """Reject a text with lone surrogates, which no tokenizer accepts; ``where`` is the caller's name.
 
     Raises:
-        WhetValueError: the surrogate, and the text around it.
+        WhetValueError: the message quotes the surrogate and its context.
     """
     try:
         text.encode()
@@ -120,21 +120,17 @@ def check_unicode(where: str, text: str) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite real number, and no bool."""
+    """Whether ``value`` is a finite real number, but not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_temperature(value: Any) -> bool:
-    """Whether float32 logits can be divided by it without overflow."""
+    """Whether float32 logits can be divided by ``value`` without overflow."""
     return is_number(value) and 1e-30 <= value <= 1e30
 
 
 def check_temperature(where: str, value: Any) -> None:
-    """Raise for a temperature that float32 logits cannot be divided by.
-
-    Raises:
-        WhetValueError: naming it.
-    """
+    """Raise a WhetValueError for a temperature by which float32 logits cannot be divided."""
     if not is_temperature(value):
         raise WhetValueError(
             f"{where}: temperature is {value!r:.60}, expected a finite number > 0, from 1e-30 to 1e30."
@@ -142,6 +138,6 @@ def check_temperature(where: str, value: Any) -> None:
 
 
 def check_choice(where: str, name: str, value: Any, choices: Any) -> None:
-    """Raise for a ``value`` that is not among the ``choices`` of a Literal type."""
+    """Raise a WhetValueError for a ``value`` that is not among the ``choices`` of a Literal type."""
     if value not in typing.get_args(choices):
         raise WhetValueError(f"{where}: {name} is {value!r}, expected one of {', '.join(typing.get_args(choices))}.")

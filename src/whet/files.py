@@ -1,10 +1,10 @@
-"""Files that survive kills and second processes: atomic writes, torn lines, digests, and locks on folders.
+"""Crash-safe files: atomic writes, torn lines, digests, and locks on folders.
 
-A file or folder is replaced whole: its next content is written beside it, forced to disk, and renamed into its place.
-What is being written is locked by its writer, and so what a killed process left is told from what another writes now.
+A file or folder is replaced as a whole: new content is written to a temporary next to it, forced to disk, and renamed.
+The writer locks its temporary, which distinguishes leftovers of killed processes from writes in progress.
 
-Locks are ``flock``: the kernel releases them with the process, however it ends. They belong to the open file, which a
-forked child shares, so every forked child closes the descriptors of its parent's locks at once.
+Locks are ``flock``: the kernel releases them when the process ends, however it ends. They belong to the open file
+description, which a forked child shares, so every forked child immediately closes its parent's lock descriptors.
 
 Needs only the standard library.
 """
@@ -37,29 +37,29 @@ if TYPE_CHECKING:
 
 _LOCK_FILE = ".lock"
 _BLOCK_BYTES = 4 << 20
-"""Written and hashed at a time."""
+"""Unit of writing and hashing."""
 _FULL = {
     errno.ENOSPC: ("the disk is full", "Free space there"),
     errno.EDQUOT: ("this user's quota of the disk is used up", "Free space there, or have the quota raised"),
-    errno.EFBIG: ("this process may write no file so large", "Raise the limit (ulimit -f)"),
+    errno.EFBIG: ("the file would exceed this process's file size limit", "Raise the limit (ulimit -f)"),
 }
-"""Errors that more space fixes: (what is wrong, the fix)."""
+"""Errors that more space fixes: (cause, fix)."""
 
 
 # --- atomic writes --------------------------------------------------------------------------------------
 
 
 def replace_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a whole text file so that a reader, or a kill, sees the old text or the new, never a part.
+    """Replace a text file atomically: readers see the old text or the new text, never a part, even after a kill.
 
     Raises:
-        DiskFullError: the disk is full; what was at ``path`` is left alone.
+        DiskFullError: the disk is full; the previous content of ``path`` is intact.
     """
     replace_bytes(path, text.encode())
 
 
 def replace_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """``replace_text`` of bytes."""
+    """Replace a binary file atomically, as ``replace_text`` does."""
     path = Path(path)
     with disk_full_errors(path, len(data)), temporary_next_to(path, "writing") as temporary:
         with temporary.open("wb") as file:
@@ -71,10 +71,10 @@ def replace_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
 @contextlib.contextmanager
 def temporary_next_to(path: Path, purpose: str, folder: bool = False) -> Iterator[Path]:
-    """An empty hidden file, or folder, in which to write the next content of ``path`` and rename it there.
+    """Yield an empty hidden file or folder for the new content of ``path``, to be renamed to ``path``.
 
-    ``.NAME.TOKEN.PURPOSE`` belongs to this writer, and is locked until the context ends; what is not renamed by then is
-    removed. So is what killed writers of the same path and purpose left behind.
+    ``.NAME.TOKEN.PURPOSE`` is locked by this writer until the context ends, and removed then unless it was renamed.
+    Leftovers of killed writers of the same path and purpose are removed first.
     """
     remove_abandoned(path.parent, f".{glob.escape(path.name)}.*{purpose}")
     made: list[Path] = []
@@ -95,7 +95,7 @@ def temporary_next_to(path: Path, purpose: str, folder: bool = False) -> Iterato
 def remove_abandoned(folder: Path, pattern: str) -> None:
     """Remove the files and folders of ``temporary_next_to`` in ``folder`` whose writers have died."""
     for path in folder.glob(pattern):
-        with contextlib.suppress(OSError):  # gone already, another's, or on a file system that cannot tell
+        with contextlib.suppress(OSError):  # removed already, locked by its writer, or a file system without locks
             descriptor = _open(path)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -108,7 +108,7 @@ def remove_abandoned(folder: Path, pattern: str) -> None:
 
 
 def _make_locked(path: Path, purpose: str, folder: bool, made: list[Path]) -> tuple[Path, int]:
-    """``made`` gets every path before it is there, so that one is removed after an interrupt at any moment."""
+    """Create a locked temporary; its path is in ``made`` before it exists, so an interrupt at any moment leaks none."""
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{purpose}")
         made.append(temporary)
@@ -118,7 +118,7 @@ def _make_locked(path: Path, purpose: str, folder: bool, made: list[Path]) -> tu
             temporary.touch(exist_ok=False)
         with contextlib.suppress(FileNotFoundError):  # removed before it was locked
             descriptor = _open(temporary)
-            with contextlib.suppress(OSError):  # without locks nobody removes it either
+            with contextlib.suppress(OSError):  # on a file system without locks no process removes it either
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             if _is_at(descriptor, temporary):
                 return temporary, descriptor
@@ -126,10 +126,10 @@ def _make_locked(path: Path, purpose: str, folder: bool, made: list[Path]) -> tu
 
 
 def replace_folder(temporary: Path, path: Path) -> None:
-    """Rename a folder of ``temporary_next_to``, forced to disk, into its place, whatever folder is there.
+    """Force a folder of ``temporary_next_to`` to disk and rename it to ``path``, replacing any folder there.
 
-    That one is renamed to ``previous_of(path)`` before and removed afterwards: at every moment the old or the new one
-    stands at one of the two places. Several processes that replace one folder take turns.
+    The old folder is renamed to ``previous_of(path)`` first and removed last: at every moment the old or the new folder
+    exists at one of the two paths. Concurrent replacements of one folder are serialised by a lock on its parent.
     """
     force_to_disk(temporary)
     previous = previous_of(path)
@@ -138,7 +138,7 @@ def replace_folder(temporary: Path, path: Path) -> None:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if path.exists():
-            shutil.rmtree(previous, ignore_errors=True)  # left by a kill after the last rename: not needed
+            shutil.rmtree(previous, ignore_errors=True)  # left by a kill after the last rename: obsolete
             os.replace(path, previous)
         os.replace(temporary, path)
         os.fsync(descriptor)
@@ -148,16 +148,16 @@ def replace_folder(temporary: Path, path: Path) -> None:
 
 
 def previous_of(path: Path) -> Path:
-    """The path at which ``replace_folder`` keeps the old folder until the new one is in place."""
+    """Return the path at which ``replace_folder`` keeps the old folder until the new one is in place."""
     return path.with_name(f".{path.name}.previous")
 
 
 @contextlib.contextmanager
 def disk_full_errors(path: Path, size_bytes: int, then: str = "try again") -> Iterator[None]:
-    """Turn the system's "no space left" into an error that says where, how much was needed, and what to do.
+    """Turn "no space left" errors of the system into an error with the path, the bytes needed, and the fix.
 
     Raises:
-        DiskFullError: in place of an OSError that more space fixes.
+        DiskFullError: instead of an OSError that more space fixes.
     """
     try:
         yield
@@ -166,28 +166,28 @@ def disk_full_errors(path: Path, size_bytes: int, then: str = "try again") -> It
             raise
         what, fix = _FULL[error.errno]
         sizes = f"{size_bytes:,} bytes needed, {shutil.disk_usage(path.parent).free:,} free"
-        message = f"{path} was not written: {what} ({sizes}). What was there before is whole. {fix}, then {then}."
+        message = f"{path} was not written: {what} ({sizes}). Its previous content is intact. {fix}, then {then}."
         raise DiskFullError(error.errno, message) from error
 
 
 def check_folder_of(path: Path, where: str) -> None:
-    """Refuse a path in whose folder nothing can be made, before the work.
+    """Reject an output path before the work if its folder is missing or not writable.
 
     Raises:
-        WhetValueError: there is no such folder, or nothing may be written there.
+        WhetValueError: the folder is missing or not writable.
     """
     if not path.parent.is_dir():
-        raise WhetValueError(f"{where}: there is no folder {path.parent}. Make it first.")
+        raise WhetValueError(f"{where}: there is no folder {path.parent}. Create it first.")
     if not os.access(path.parent, os.W_OK):
         raise _unwritable(path, where, os.strerror(errno.EACCES))
 
 
 @contextlib.contextmanager
 def unwritable_errors(path: Path, where: str) -> Iterator[None]:
-    """Turn the system's other errors of writing into one that says where; a full disk is ``disk_full_errors``'s.
+    """Turn the system's other write errors into one that names the folder; ``disk_full_errors`` handles a full disk.
 
     Raises:
-        WhetValueError: in place of an OSError.
+        WhetValueError: instead of an OSError.
     """
     try:
         yield
@@ -204,13 +204,13 @@ def _unwritable(path: Path, where: str, reason: str) -> WhetValueError:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Remove what follows the last line end: a row that a killed process did not finish."""
+    """Truncate a file after its last newline: a killed process may have left an incomplete row."""
     if (data := path.read_bytes()) and not data.endswith(b"\n"):
         os.truncate(path, data.rfind(b"\n") + 1)
 
 
 def force_to_disk(path: Path) -> None:
-    """Have the system write a file, or a folder's entries, before going on."""
+    """Flush a file, or a folder's entries, to the storage device (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -219,33 +219,33 @@ def force_to_disk(path: Path) -> None:
 
 
 def write_new(path: Path, chunks: Iterable[Buffer]) -> dict[str, Any]:
-    """Write a file that is not there yet, force it to disk, and return what ``fingerprint`` will say of it.
+    """Write a new file, force it to disk, and return its ``fingerprint``.
 
-    Whole blocks go past the system's page cache, where the file system lets them (``O_DIRECT``): what was just written
-    is not read again soon, and would take as much memory there as the file is long, from what is.
+    Whole blocks bypass the page cache if the file system supports it (``O_DIRECT``): the data is not read again soon,
+    and would evict as many bytes of pages that are.
     """
     digest, size_bytes = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as stream, mmap.mmap(-1, _BLOCK_BYTES) as block:  # aligned to a page
-        _write_past_cache(stream, True)
+        _set_direct(stream, True)
         for filled in _blocks(chunks, block):
             with memoryview(block)[:filled] as rest:
-                if filled < len(block):  # the end of the file is no whole number of sectors
-                    _write_past_cache(stream, False)
+                if filled < len(block):  # the end of the file is not a whole number of sectors
+                    _set_direct(stream, False)
                 digest.update(rest)
                 size_bytes += filled
                 written = 0
-                while written < filled:  # a disk that is almost full takes a part
+                while written < filled:  # a disk that is almost full accepts a part
                     try:
                         written += stream.write(rest[written:])
                     except OSError as error:
-                        if error.errno != errno.EINVAL or not _write_past_cache(stream, False):
+                        if error.errno != errno.EINVAL or not _set_direct(stream, False):
                             raise
         os.fsync(stream.fileno())
     return {"size_bytes": size_bytes, "sha256": digest.hexdigest()}
 
 
 def _blocks(chunks: Iterable[Buffer], block: mmap.mmap) -> Iterator[int]:
-    """Copy chunks of any lengths into ``block``, one after the other; yields how much it holds each time it is full."""
+    """Copy chunks of any lengths into ``block`` in order; yield its size when it is full, and the rest at the end."""
     filled = 0
     for chunk in chunks:
         rest = memoryview(chunk).cast("B")
@@ -260,8 +260,8 @@ def _blocks(chunks: Iterable[Buffer], block: mmap.mmap) -> Iterator[int]:
         yield filled
 
 
-def _write_past_cache(stream: FileIO, wanted: bool) -> bool:
-    """Have writes go past the page cache, or through it; returns whether that is a change."""
+def _set_direct(stream: FileIO, wanted: bool) -> bool:
+    """Make writes bypass the page cache, or use it; return whether that is a change."""
     flag = getattr(os, "O_DIRECT", 0)  # not on every system
     flags = fcntl.fcntl(stream, fcntl.F_GETFL)
     changed = (flags | flag if wanted else flags & ~flag) ^ flags
@@ -273,7 +273,7 @@ def _write_past_cache(stream: FileIO, wanted: bool) -> bool:
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """``size_bytes`` and ``sha256`` of a file."""
+    """Return ``size_bytes`` and ``sha256`` of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):
@@ -287,11 +287,10 @@ def fingerprint(path: Path) -> dict[str, Any]:
 class FolderLock:
     """Exclusive use of a folder by this process, from ``acquire`` to ``release`` or to the end of the process.
 
-    Several locks of one process share a folder. On a file system without locks a warning says that nothing keeps a
-    second process out.
+    Several locks of one process share a folder. A file system without locks gives a warning, and no exclusion.
 
     Args:
-        folder: made when the lock is acquired.
+        folder: created when the lock is acquired.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -299,11 +298,11 @@ class FolderLock:
         self._key: Path | None = None
 
     def acquire(self) -> None:
-        """Take the folder, if this lock does not hold it already.
+        """Lock the folder; a no-op if this lock holds it already.
 
         Raises:
-            FolderInUseError: another process has it; the message says which.
-            OSError: the folder cannot be made, or not be written to.
+            FolderInUseError: another process, named in the message, holds the lock.
+            OSError: the folder cannot be created or is not writable.
         """
         if self._key is not None and self._key in _locked:
             return
@@ -315,14 +314,14 @@ class FolderLock:
         self._key = key
 
     def release(self) -> None:
-        """Give the folder back, if this lock holds it."""
+        """Unlock the folder; a no-op if this lock does not hold it."""
         key, self._key = self._key, None
-        if key is None or key not in _locked:  # never acquired, or by the process that this one was forked from
+        if key is None or key not in _locked:  # never acquired, or acquired by the parent before the fork
             return
         _locked[key][1] -= 1
         if not _locked[key][1]:
             descriptor, _ = _locked.pop(key)
-            if _is_at(descriptor, key / _LOCK_FILE):  # and no other's: the folder may have been removed and made anew
+            if _is_at(descriptor, key / _LOCK_FILE):  # the folder may have been removed and created again
                 (key / _LOCK_FILE).unlink()
             _close(descriptor)
 
@@ -335,7 +334,7 @@ class FolderLock:
 
 
 def _lock(file: Path) -> int:
-    """The descriptor of a lock file that this process now holds, be it one that a killed process left."""
+    """Lock a file, new or left by a killed process, and return its descriptor."""
     while True:
         descriptor = _open(file, os.O_RDWR | os.O_CREAT)
         try:
@@ -349,12 +348,12 @@ def _lock(file: Path) -> int:
             ) from None
         except OSError as error:
             warnings.warn(
-                f"FolderLock: the file system of {file.parent} has no locks ({error.strerror}), so nothing keeps a "
-                f"second run out of this folder.",
+                f"FolderLock: the file system of {file.parent} has no locks ({error.strerror}), so a second "
+                f"run in this folder is not prevented.",
                 stacklevel=4,
             )
-        if _is_at(descriptor, file):  # and not one that its holder has just removed
-            with contextlib.suppress(OSError):  # a full disk: the lock holds, and only its holder's name is not known
+        if _is_at(descriptor, file):  # its previous holder may have just removed it
+            with contextlib.suppress(OSError):  # a full disk: the lock works without its holder's name
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, _holder().encode(), 0)
             return descriptor
@@ -376,7 +375,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 # --- descriptors ----------------------------------------------------------------------------------------
 
 _locked: dict[Path, list[int]] = {}
-"""The folders of this process's locks: [descriptor, number of FolderLocks]."""
+"""Locked folders of this process: [descriptor, number of FolderLocks]."""
 _descriptors: set[int] = set()
 
 
@@ -387,12 +386,12 @@ def _open(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def keep_from_children(descriptor: int) -> None:
-    """Have forked children close a descriptor, as those that execute a program do anyway."""
+    """Close a descriptor in forked children, as ``exec`` does anyway."""
     _descriptors.add(descriptor)
 
 
 def release_to_children(descriptor: int) -> None:
-    """Undo ``keep_from_children``, before the descriptor is closed and its number goes to another file."""
+    """Undo ``keep_from_children``, before the descriptor is closed and its number reused."""
     _descriptors.discard(descriptor)
 
 

@@ -1,7 +1,7 @@
-"""The memory of this process: what it holds, who holds it, and what the system would still give it.
+"""Memory of this process: its size, its breakdown by owner, and the memory that is still available.
 
-Who holds much memory, an engine or a trainer, registers itself, and says when asked what it holds. What the C library's
-allocator keeps is read from the C library and the kernel. Knows no part by more than its name. Linux only.
+Large memory consumers, engines and trainers, register themselves and list their blocks on request. The memory retained
+by the C library's allocator is read from the C library and the kernel. Linux only.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from whet.errors import WhetError
 
 PARTS = {
     "interpreter": "Python, its libraries and their data",
-    "weights": "weights that are trained, and frozen ones beside them",
-    "reference": "weights of the reference model, or the first values of adapters",
-    "copies": "the weight that is multiplied, rounded or dequantised",
+    "weights": "trained weights, and frozen weights next to them",
+    "reference": "weights of the reference model, or initial values of adapters",
+    "copies": "rounded or dequantised copy of the current weight",
     "gradients": "gradients",
     "moments": "the optimizer's moments, and its float32 master weights of 16-bit parameters",
     "sampler_weights": "weights of the sampler",
     "kv_cache": "keys and values of the sampler",
     "workspace": "workspace of the sampler",
     "activations": "activations of a training step",
-    "allocator": "freed memory that the allocator keeps for the next step",
+    "allocator": "freed memory that the allocator retains for the next step",
 }
-"""The parts of a process's memory, in words."""
+"""Descriptions of the parts of a process's memory."""
 
 
 class MemoryReport(NamedTuple):
-    """The memory of the process at one moment, in bytes.
+    """Memory of the process at one moment, in bytes.
 
     Attributes:
-        parts: by the names in ``PARTS``; they add up to ``resident``.
-        resident: physical memory of the process.
-        peak: the most that it ever was.
+        parts: bytes by the names in ``PARTS``; they add up to ``resident``.
+        resident: physical memory of the process (RSS).
+        peak: highest ``resident`` since the process started.
     """
 
     parts: dict[str, int]
@@ -49,15 +49,15 @@ class MemoryReport(NamedTuple):
 
     def __str__(self) -> str:
         rows = [(PARTS[name], n_bytes) for name, n_bytes in self.parts.items()]
-        rows += [("in all", self.resident), ("at most so far", self.peak)]
+        rows += [("total", self.resident), ("peak so far", self.peak)]
         return "\n".join(f"{n_bytes / 1e6:12,.1f} MB  {words}" for words, n_bytes in rows)
 
 
 class Holder(Protocol):
-    """Something that holds memory."""
+    """Owner of memory."""
 
     def memory_blocks(self) -> Iterable[tuple[str, Hashable, int]]:
-        """(part, key, bytes) of each block, as it is now; a block that several hold has one key, and counts once."""
+        """Yield (part, key, bytes) of each current block; a block shared by owners has one key and counts once."""
         ...
 
 
@@ -65,12 +65,12 @@ _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def register_holder(holder: Holder) -> None:
-    """Have ``memory_report`` ask this object as long as it lives."""
+    """Include this object in ``memory_report`` for as long as it lives."""
     _holders.add(holder)
 
 
 def tensor_memory(part: str, tensors: Iterable[Any]) -> Iterator[tuple[str, Hashable, int]]:
-    """The memory of torch tensors, for ``Holder.memory_blocks``; those of a GPU are left out, and views are one block."""
+    """Yield the blocks of CPU tensors, as ``Holder.memory_blocks`` does; views of one storage are one block."""
     for tensor in tensors:
         if tensor.device.type == "cpu":
             storage = tensor.untyped_storage()
@@ -78,16 +78,15 @@ def tensor_memory(part: str, tensors: Iterable[Any]) -> Iterator[tuple[str, Hash
 
 
 def memory_report(activations: int = 0) -> MemoryReport:
-    """Who holds the memory of this process now, counted in bytes.
+    """Break down the memory of this process by owner, in bytes.
 
-    weights, reference, copies, gradients and moments are those of the trainers that there are; sampler_weights,
-    kv_cache and workspace those of the engines, of pages and workspace only what the system has given memory for.
-    allocator is what was freed and the C library keeps: the heap's resident memory without what is allocated in it.
-    interpreter is the rest: Python, the code and data of libraries, and whatever else the program holds, such as a
-    model that no trainer has.
+    weights, reference, copies, gradients and moments belong to the live trainers; sampler_weights, kv_cache and
+    workspace to the engines (only committed pages of the KV cache and workspace count). allocator is freed memory that
+    the C library retains: the heap's resident memory minus its allocated bytes. interpreter is the rest: Python, code
+    and data of libraries, and other objects of the program, such as a model that no trainer uses.
 
     Args:
-        activations: of a step that is under way, which its trainer knows.
+        activations: bytes of activations of the step in progress, reported by its trainer.
 
     Returns:
         The parts that are not empty, and their sum, the resident memory.
@@ -110,10 +109,10 @@ def memory_report(activations: int = 0) -> MemoryReport:
 
 
 class MemoryWatch:
-    """The memory of the process where training steps have most: after a forward pass, or after its backward.
+    """Highest memory of training steps, sampled after each forward pass and each backward pass.
 
     Attributes:
-        fullest: the report of the fullest moment so far; None: there was none, or the system is not Linux.
+        fullest: report of the highest sample so far; None before the first sample, or if the system is not Linux.
     """
 
     def __init__(self) -> None:
@@ -125,7 +124,7 @@ class MemoryWatch:
         self._before = allocated_bytes() if sys.platform == "linux" else 0
 
     def sample(self, gradients: int) -> None:
-        """Call after a forward pass, and after a backward; ``gradients``: their bytes, of this step."""
+        """Sample after a forward or a backward pass; ``gradients``: bytes of this step's gradients."""
         if sys.platform != "linux":
             return
         allocated = allocated_bytes()
@@ -135,7 +134,7 @@ class MemoryWatch:
 
 
 def resident_bytes() -> int:
-    """Physical memory of this process.
+    """Return the physical memory of this process (RSS).
 
     Raises:
         WhetError: the system is not Linux.
@@ -144,18 +143,18 @@ def resident_bytes() -> int:
 
 
 def allocated_bytes() -> int:
-    """Bytes that are allocated in the C library now; 0 where that does not tell."""
+    """Return the bytes that are allocated from the C library now; 0 if it does not report them."""
     return sum(_allocated_bytes())
 
 
 def machine_bytes() -> int:
-    """This machine's memory, or what the control groups of this process may use of it."""
+    """Return this machine's memory, or the lowest limit of this process's control groups."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([memory, *(group.limit for group in _control_groups())])
 
 
 def available_bytes() -> int:
-    """The most that this process may hold: what it holds, and what machine and control groups have left.
+    """Return the most memory that this process can have: its own plus what machine and control groups have left.
 
     Raises:
         WhetError: the system is not Linux.
@@ -173,16 +172,16 @@ def _read_status() -> dict[str, int]:
 
 
 def _read_kilobytes(path: str) -> dict[str, int]:
-    """The lines ``Name: 12 kB`` of a file of the kernel's, in bytes."""
+    """Parse lines ``Name: 12 kB`` of a file in /proc, into bytes."""
     try:
         text = Path(path).read_text(encoding="ascii", errors="replace")
     except OSError as error:
-        raise WhetError(f"memory_report: {path} cannot be read ({error.strerror}), which Linux has.") from None
+        raise WhetError(f"memory_report: {path} cannot be read ({error.strerror}); it exists on Linux only.") from None
     return {name: 1024 * int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
 
 
 def _heap_bytes() -> int:
-    """Resident memory of the allocator's heap."""
+    """Return the resident memory of the allocator's heap."""
     found = 0
     with open("/proc/self/smaps", encoding="ascii", errors="replace") as lines:
         in_heap = False
@@ -195,7 +194,7 @@ def _heap_bytes() -> int:
 
 
 class _ControlGroup(NamedTuple):
-    """limit, and what counts towards it but for file pages that the kernel drops when memory is needed."""
+    """Memory limit, and the bytes that count towards it except reclaimable file pages."""
 
     limit: int
     used: int
@@ -205,42 +204,42 @@ _GROUP_FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""Controller -> the files of its limit and its use, and the name of droppable file pages: of version 2, and of 1."""
+"""Controller -> files of its limit and usage, and the name of reclaimable file pages: cgroup v2, and v1."""
 
 
 def _control_groups(root: Path = Path("/")) -> Iterator[_ControlGroup]:
-    """The groups of this process that have a limit, those around them too."""
+    """Yield the control groups of this process that have a limit, including their ancestors."""
     file = root / "proc/self/cgroup"
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
         _, controllers, path = line.split(":", 2)
         for controller in {"", "memory"} & set(controllers.split(",")):
             top = root / "sys/fs/cgroup" / controller
             inner = top / path.lstrip("/")
-            # Within a container, the path may be the host's, and its own group is at the top.
+            # In a container the path may be the host's, while the container's group is mounted at the top.
             for folder in dict.fromkeys([*(p for p in (inner, *inner.parents) if p.is_relative_to(top)), top]):
                 group = _read_group(folder, *_GROUP_FILES[controller])
                 if group is not None:
                     yield group
 
 
-def _read_group(folder: Path, limit: str, current: str, droppable: str) -> _ControlGroup | None:
+def _read_group(folder: Path, limit: str, current: str, reclaimable: str) -> _ControlGroup | None:
     try:
         most = (folder / limit).read_text(encoding="ascii").strip()
         used = int((folder / current).read_text(encoding="ascii"))
         stat = (folder / "memory.stat").read_text(encoding="ascii").split()
     except (OSError, ValueError):
         return None
-    if not most.isdigit() or int(most) >= 1 << 60:  # "max", or the number that stands for it in version 1
+    if not most.isdigit() or int(most) >= 1 << 60:  # "max", or its numeric equivalent in version 1
         return None
-    dropped = int(stat[stat.index(droppable) + 1]) if droppable in stat else 0
-    return _ControlGroup(int(most), used - dropped)
+    reclaimed = int(stat[stat.index(reclaimable) + 1]) if reclaimable in stat else 0
+    return _ControlGroup(int(most), used - reclaimed)
 
 
 # --- the C library ------------------------------------------------------------------------------------------
 
 
 class _Allocated(NamedTuple):
-    """Bytes that are allocated: in the heap, and in mappings of their own."""
+    """Allocated bytes: in the heap, and in separate mappings."""
 
     heap: int
     mapped: int
