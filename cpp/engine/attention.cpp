@@ -67,11 +67,11 @@ AttentionTask make_attention_task(const AttentionShape& shape, const AttentionSe
     task.k_token = shape.k_token, task.v_token = shape.v_token;
     task.out_token = shape.out_token, task.out_head = shape.out_head;
     task.n_queries = end - begin, task.n_keys = sequence.n_keys;
-    task.group = shape.kv_group(), task.head_dim = shape.head_dim;
+    task.kv_group = shape.kv_group(), task.head_dim = shape.head_dim;
     task.position = sequence.n_keys - sequence.n_queries + begin;
     task.window = shape.window, task.causal = shape.causal;
     task.block_size = shape.block_size != 0 ? shape.block_size : shape.head_dim <= 128 ? 256 : 128;
-    task.scale = shape.scale, task.cap = shape.cap;
+    task.scale = shape.scale, task.softcap = shape.cap;
     task.key_rows = sequence.key_rows;
     task.lse = sequence.lse == nullptr ? nullptr : sequence.lse + begin * shape.n_heads + head;
     task.lse_token = shape.n_heads;
@@ -127,7 +127,7 @@ void decode_attention(const AttentionShape& shape, const std::vector<DecodeSeque
         task.v = at(keys.sequence->v, kv_head * shape.v_head, size);
         task.q_head = shape.q_head, task.k_token = shape.k_token, task.v_token = shape.v_token;
         task.k_head = shape.k_head, task.v_head = shape.v_head;
-        task.kv_heads = shape.n_kv_heads / parts, task.group = shape.kv_group(), task.head_dim = shape.head_dim;
+        task.kv_heads = shape.n_kv_heads / parts, task.kv_group = shape.kv_group(), task.head_dim = shape.head_dim;
         task.begin = keys.begin, task.end = keys.end, task.scale = shape.scale;
         task.partial = partials + (i / static_cast<size_t>(parts) * heads + static_cast<size_t>(head)) * row;
         task.scratch = scratch<char>(kernel.decode_scratch(task), Scratch::kTask);

@@ -198,7 +198,7 @@ const std::array<FormatTraits, static_cast<size_t>(WeightFormat::kCount)>& forma
         {.name = "float32",
          .block_length = 1,
          .block_bytes = 4,
-         .source = Source::kFloat32,
+         .source = RowType::kFloat32,
          .panel = kFloat32Layout,
          .largest = FLT_MAX,
          .vanishing = 0x1p-140,
@@ -210,7 +210,7 @@ const std::array<FormatTraits, static_cast<size_t>(WeightFormat::kCount)>& forma
         {.name = "bfloat16",
          .block_length = 1,
          .block_bytes = 2,
-         .source = Source::kBFloat16,
+         .source = RowType::kBFloat16,
          .panel = kBFloat16Layout,
          .largest = 0x1.fefffep127,  // above it, rounding gives infinity
          .vanishing = 0x1p-132,

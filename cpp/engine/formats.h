@@ -20,7 +20,7 @@ struct FormatTraits {
     size_t row_scale_bytes = 0;        // after a row's blocks
     // What its rows are: numbers, which are multiplied by inputs of the same type, or kPacked: blocks, which are
     // multiplied by inputs quantised to int8.
-    Source source = Source::kPacked;
+    RowType source = RowType::kPacked;
     PanelLayout panel;
     // The largest |weight| that it can hold; and what the largest |weight| of a block has to reach for its scale to be
     // usable: a float16 of at least two units of 2^-24. Smaller scales are 0 or rounded by more than a fifth.

@@ -144,12 +144,12 @@ void multiply_quantised(const Layer& layer) {
 void multiply(std::span<const PackedWeight> w, const void* x, bool x_bf16, size_t ldx, size_t rows, const float* bias,
               float* y, size_t ldy, bool add) {
     for (size_t end = 0, first = 0; !w.empty(); w = w.subspan(end), end = 0) {
-        const Source source = w.front().format().source;
+        const RowType source = w.front().format().source;
         size_t n = 0;
         while (end < w.size() && w[end].format().source == source) n += w[end++].n();
-        const auto product = source == Source::kFloat32    ? multiply_float32
-                             : source == Source::kBFloat16 ? multiply_bfloat16
-                                                           : multiply_quantised;
+        const auto product = source == RowType::kFloat32    ? multiply_float32
+                             : source == RowType::kBFloat16 ? multiply_bfloat16
+                                                            : multiply_quantised;
         product({w.first(end), x, x_bf16, ldx, rows, bias == nullptr ? nullptr : bias + first, y + first, ldy, add});
         first += n;
     }

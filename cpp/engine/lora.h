@@ -22,7 +22,7 @@ inline const Matrix& matrix_of(const LayerWeights& layer, Target target) {
 
 // The format of an adapter's factors beside a matrix: float32 beside float32, else bfloat16.
 inline WeightFormat adapter_format(const Matrix& matrix) {
-    const bool wide = matrix.parts.front().format().source == Source::kFloat32;
+    const bool wide = matrix.parts.front().format().source == RowType::kFloat32;
     return wide ? WeightFormat::kFloat32 : WeightFormat::kBFloat16;
 }
 

@@ -19,7 +19,7 @@ const FormatTraits& checked(WeightFormat format, size_t k) {
     throw std::invalid_argument("rows of " + std::to_string(k) + " weights are not whole blocks of " + f.name);
 }
 
-ptrdiff_t element_bytes(Source source) { return source == Source::kFloat32 ? 4 : source == Source::kPacked ? 1 : 2; }
+ptrdiff_t element_bytes(RowType source) { return source == RowType::kFloat32 ? 4 : source == RowType::kPacked ? 1 : 2; }
 
 }  // namespace
 
@@ -47,17 +47,17 @@ void PackedWeight::each_panel(size_t first, size_t count, double number_ns, Visi
     });
 }
 
-void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, Source source, ptrdiff_t row_stride,
+void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, RowType source, ptrdiff_t row_stride,
                              ptrdiff_t column_stride) {
     row_stride *= element_bytes(source);
-    if (source == Source::kPacked) source = format_->source, column_stride = 1;
+    if (source == RowType::kPacked) source = format_->source, column_stride = 1;
     column_stride *= element_bytes(source);
-    if (source != Source::kPacked && kernels().*format_->pack_panel == nullptr) {
+    if (source != RowType::kPacked && kernels().*format_->pack_panel == nullptr) {
         return quantize_rows(first, count, rows, source, row_stride, column_stride);
     }
     each_panel(first, count, kPackNs, [&](uint8_t* panel, size_t begin, size_t end) {
         const uint8_t* from = static_cast<const uint8_t*>(rows) + static_cast<ptrdiff_t>(begin - first) * row_stride;
-        if (source != Source::kPacked) {
+        if (source != RowType::kPacked) {
             return (kernels().*format_->pack_panel)(
                 {from, source, row_stride, column_stride, begin % kPanel, end - begin, k_, panel});
         }
@@ -66,7 +66,7 @@ void PackedWeight::pack_rows(size_t first, size_t count, const void* rows, Sourc
 }
 
 // As the kernels that pack do, to the bit, in builds without them. Panels of float32 are how the kernels widen numbers.
-void PackedWeight::quantize_rows(size_t first, size_t count, const void* rows, Source source, ptrdiff_t row_stride,
+void PackedWeight::quantize_rows(size_t first, size_t count, const void* rows, RowType source, ptrdiff_t row_stride,
                                  ptrdiff_t column_stride) {
     if (format_->quantize_row == nullptr) {
         throw std::invalid_argument(std::string("this build does not quantise weights to ") + format_->name);
@@ -82,7 +82,7 @@ void PackedWeight::quantize_rows(size_t first, size_t count, const void* rows, S
         panel.unpack(numbers.data(), k_ * sizeof(float));
         for (size_t i = 0; i < n; ++i) {
             format_->quantize_row(numbers.data() + i * k_, k_, packed.data());
-            pack_rows(first + done + i, 1, packed.data(), Source::kPacked, 0, 1);
+            pack_rows(first + done + i, 1, packed.data(), RowType::kPacked, 0, 1);
         }
     }
 }

@@ -30,7 +30,7 @@ public:
     // Rows [first, first + count) from numbers with any strides, in elements; or from the format's own layout, its rows
     // row_stride bytes apart. bfloat16 is rounded to nearest even; the quantised formats, whose numbers have to be
     // finite, are those of quantize.h to the bit.
-    void pack_rows(size_t first, size_t count, const void* rows, Source source, ptrdiff_t row_stride,
+    void pack_rows(size_t first, size_t count, const void* rows, RowType source, ptrdiff_t row_stride,
                    ptrdiff_t column_stride);
     // Rows [first, first + count) as numbers, (count, k): float32 or, where `bf16`, rounded to the nearest bfloat16,
     // ties to even.
@@ -46,7 +46,7 @@ private:
     uint8_t* data_ = nullptr;  // touched first by the threads that pack
 
     void rows_one_by_one(size_t first, size_t count, float* out) const;
-    void quantize_rows(size_t first, size_t count, const void* rows, Source source, ptrdiff_t row_stride,
+    void quantize_rows(size_t first, size_t count, const void* rows, RowType source, ptrdiff_t row_stride,
                        ptrdiff_t column_stride);
     // visit(panel, begin, end) for the rows of each panel that are among [first, first + count), over the pool where so
     // many nanoseconds for each number are worth it.

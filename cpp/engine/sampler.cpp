@@ -19,7 +19,7 @@ constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr Drawn kNothingDrawn{0, kNaN};
 
 constexpr size_t kBlock = 1024;  // logits whose weights have one sum
-constexpr size_t kSpan = 256;    // logits that lane_tops_f32 makes 16 maxima of
+constexpr size_t kSpan = 256;    // logits that lane_maxima_f32 makes 16 maxima of
 constexpr int kDigit = 11;       // bits of a digit of the radix select
 
 struct Item {
@@ -79,7 +79,7 @@ Row sum_weights(const float* logits, size_t size, float temperature, const Scrat
     Row row{logits, size, temperature};
     const size_t n_blocks = ceil_div(size, kBlock);
     if (n_blocks == 0) return row;
-    kernels().weigh_blocks_f32(logits, size, kBlock, row.scale(), scratch.sums, scratch.block_tops);
+    kernels().exp_sum_blocks_f32(logits, size, kBlock, row.scale(), scratch.sums, scratch.block_tops);
     row.top = scratch.block_tops[n_blocks - 1];
     float block_top = kNaN;
     double factor = 0;
@@ -116,7 +116,7 @@ Drawn draw_plain(const Row& row, double uniform, const Scratch& scratch) {
     while (before + scratch.sums[b] <= target) before += scratch.sums[b++];
     const size_t begin = b * kBlock, length = std::min(kBlock, row.size - begin);
     const float block_top = scratch.block_tops[b];
-    kernels().weigh_f32(row.logits + begin, length, block_top, row.scale(), scratch.weights);
+    kernels().exp_weights_f32(row.logits + begin, length, block_top, row.scale(), scratch.weights);
     const size_t token = begin + find_token(scratch.weights, length, row.factor(block_top), before, target);
     return {static_cast<int32_t>(token), row.logprob(row.logits[token])};
 }
@@ -235,16 +235,16 @@ float min_p_cut(const Row& row, float min_p) {
 }
 
 void gather(Candidates& candidates, const Row& row, float cut) {
-    candidates.n = kernels().gather_f32(row.logits, row.size, cut, candidates.values, candidates.ids);
+    candidates.n = kernels().gather_above_f32(row.logits, row.size, cut, candidates.values, candidates.ids);
 }
 
 double weigh(Candidates& candidates, const Row& row) {
-    return kernels().weigh_f32(candidates.values, candidates.n, row.top, row.scale(), candidates.weights);
+    return kernels().exp_weights_f32(candidates.values, candidates.n, row.top, row.scale(), candidates.weights);
 }
 
 // Top-k leaves row.top and row.total those of what it keeps; total 0 or NaN where the logits are not proper.
 void apply_top_k(Candidates& candidates, Row& row, size_t k, const Scratch& scratch) {
-    row.top = kernels().lane_tops_f32(row.logits, row.size, scratch.lane_tops);
+    row.top = kernels().lane_maxima_f32(row.logits, row.size, scratch.lane_tops);
     if (!std::isfinite(row.top)) return;
     gather(candidates, row, cut_for(k, scratch.lane_tops, ceil_div(row.size, kSpan) * 16));
     if (candidates.n > k) keep_best(candidates, false, static_cast<double>(k), row.top, scratch);

@@ -81,8 +81,9 @@ void convert_to_q8_0(const uint8_t* row, size_t k, uint8_t* packed) {
 }
 
 template <class Bits, Bits exponent>
-constexpr StoredTraits numbers(const char* name, uint32_t number, const char* gguf_name, std::optional<Source> source) {
-    const WeightFormat format = source == Source::kBFloat16 ? WeightFormat::kBFloat16 : WeightFormat::kFloat32;
+constexpr StoredTraits numbers(const char* name, uint32_t number, const char* gguf_name,
+                               std::optional<RowType> source) {
+    const WeightFormat format = source == RowType::kBFloat16 ? WeightFormat::kBFloat16 : WeightFormat::kFloat32;
     return {.name = name,
             .gguf = {number, gguf_name, 1, sizeof(Bits)},
             .is_in_gguf = source.has_value(),
@@ -113,9 +114,9 @@ constexpr size_t kTypes = static_cast<size_t>(StoredType::kCount);
 // In the order of StoredType.
 constexpr std::array<StoredTraits, kTypes> make_table() {
     std::array<StoredTraits, kTypes> table = {{
-        numbers<uint32_t, 0x7f800000>("float32", 0, "F32", Source::kFloat32),
-        numbers<uint16_t, 0x7f80>("bfloat16", 30, "BF16", Source::kBFloat16),
-        numbers<uint16_t, 0x7c00>("float16", 1, "F16", Source::kFloat16),
+        numbers<uint32_t, 0x7f800000>("float32", 0, "F32", RowType::kFloat32),
+        numbers<uint16_t, 0x7f80>("bfloat16", 30, "BF16", RowType::kBFloat16),
+        numbers<uint16_t, 0x7c00>("float16", 1, "F16", RowType::kFloat16),
         numbers<uint64_t, 0x7ff0000000000000>("float64", 28, "F64", {}),
         packed<BlockQ8_0>("q8_0", 8, "Q8_0", WeightFormat::kQ8_0),
         packed<BlockQ4_0>("q4_0", 2, "Q4_0", WeightFormat::kQ4_0),
@@ -226,9 +227,9 @@ void pack_rows(const StoredRows& rows, PackedWeight& to, size_t first) {
     const FormatTraits& packed = traits(stored.packed_as);
     const bool keeps_integers = stored.is_quantised && &packed == &to.format();
     if (keeps_integers && stored.convert_row == nullptr) {
-        return to.pack_rows(first, rows.n, rows.data, Source::kPacked, rows.row_stride, 1);
+        return to.pack_rows(first, rows.n, rows.data, RowType::kPacked, rows.row_stride, 1);
     }
-    const auto pack = [&](Source source, size_t width) {
+    const auto pack = [&](RowType source, size_t width) {
         return [&to, first, source, width](size_t begin, size_t count, const uint8_t* memory) {
             to.pack_rows(first + begin, count, memory, source, static_cast<ptrdiff_t>(width), 1);
         };
@@ -236,10 +237,10 @@ void pack_rows(const StoredRows& rows, PackedWeight& to, size_t first) {
     if (keeps_integers) {
         const auto convert = [&](size_t i, uint8_t* row) { stored.convert_row(row_at(rows, i), rows.k, row); };
         const size_t bytes = packed.row_bytes(rows.k);
-        return in_portions(rows.n, bytes, convert, pack(Source::kPacked, bytes));
+        return in_portions(rows.n, bytes, convert, pack(RowType::kPacked, bytes));
     }
     const auto unpack = [&](size_t i, uint8_t* row) { unpack_row(rows, i, reinterpret_cast<float*>(row)); };
-    in_portions(rows.n, rows.k * sizeof(float), unpack, pack(Source::kFloat32, rows.k));
+    in_portions(rows.n, rows.k * sizeof(float), unpack, pack(RowType::kFloat32, rows.k));
 }
 
 }  // namespace whet

@@ -41,7 +41,7 @@ struct StoredTraits {
     // The format that packed weights take the rows in as they are, or after convert_row. Of numbers: that of the
     // kernels that pack them.
     WeightFormat packed_as;
-    std::optional<Source> source = {};  // of the numbers that packing kernels read
+    std::optional<RowType> source = {};  // of the numbers that packing kernels read
     void (*convert_row)(const uint8_t* row, size_t k, uint8_t* packed) = nullptr;  // null: the same bytes
     void (*dequantize_row)(const uint8_t* row, size_t k, float* x) = nullptr;      // of quantised types
     // Of n blocks that lie end to end, or of n numbers, `stride` of them apart.

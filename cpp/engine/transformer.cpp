@@ -213,7 +213,7 @@ void Transformer::place(const Row& row, size_t i, size_t layer, KvCache& cache) 
         const float* table = (config_.is_local(layer) ? local_cos_sin_ : cos_sin_) + i * config_.rotary_dim;
         turn(q, config_.n_heads + config_.n_kv_heads, static_cast<ptrdiff_t>(d), table, config_.rotary_dim, false);
     }
-    const auto put = bf16_cache_ ? k.cached_put_bf16 : k.cached_put_f32;
+    const auto put = bf16_cache_ ? k.cached_write_kv_bf16 : k.cached_write_kv_f32;
     uint8_t* page = cache.data() + static_cast<size_t>(row.pages[row.position / kPageTokens]) * cache.page_bytes();
     for (size_t head = 0; head < config_.n_kv_heads; ++head) {
         put(key + head * d, key + (config_.n_kv_heads + head) * d, static_cast<int64_t>(d), row.position % kPageTokens,
@@ -248,11 +248,11 @@ void Transformer::attend(const Row* rows, const Group& group, size_t kv_head, si
     task.page_bytes = cache.page_bytes();
     task.pages = rows[group.first].pages;
     task.scale = static_cast<float>(config_.attention_scale * kLog2E);
-    task.cap = static_cast<float>(config_.attention_softcap * kLog2E);
+    task.softcap = static_cast<float>(config_.attention_softcap * kLog2E);
     const auto first_page = [&](const Row& row) {
         return std::max<int64_t>(0, row.position - task.window + 1) / kPageTokens;
     };
-    k.cached_begin(task.state, task.rows, task.head_dim);
+    k.cached_init_state(task.state, task.rows, task.head_dim);
     task.begin = first_page(rows[group.first]);
     for (size_t r = 1; r < group.n; ++r) task.begin = std::min(task.begin, first_page(rows[group.first + r]));
     task.end = group.shared;

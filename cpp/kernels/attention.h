@@ -58,8 +58,8 @@ struct ForwardLayout {
     float *queries, *outputs, *sums, *tops, *keys, *values, *weights;
 
     WHET_INLINE ForwardLayout(const AttentionTask& t, int per_word) {
-        const ptrdiff_t rows = (t.n_queries * t.group + 15) / 16 * 16;
-        tiles = (t.n_queries * t.group + kTileRows - 1) / kTileRows;
+        const ptrdiff_t rows = (t.n_queries * t.kv_group + 15) / 16 * 16;
+        tiles = (t.n_queries * t.kv_group + kTileRows - 1) / kTileRows;
         key_words = t.head_dim / per_word;
         columns = (t.head_dim + 15) / 16 * 16;
         const auto take = [&](ptrdiff_t n) WHET_INLINE_LAMBDA {
@@ -92,12 +92,12 @@ struct Visible {
     int64_t begin[kTileRows], end[kTileRows];
 
     WHET_INLINE Visible(const AttentionTask& t, ptrdiff_t tile) {
-        int64_t query = tile * kTileRows / t.group, head = tile * kTileRows % t.group;
+        int64_t query = tile * kTileRows / t.kv_group, head = tile * kTileRows % t.kv_group;
         for (int r = 0; r < kTileRows; ++r) {
             const int64_t next = t.position + query + 1;  // the first key after the query's own
             begin[r] = next > t.window ? next - t.window : 0;
             end[r] = t.causal && next < t.n_keys ? (next > 0 ? next : 0) : t.n_keys;
-            if (++head == t.group && query + 1 < t.n_queries) ++query, head = 0;
+            if (++head == t.kv_group && query + 1 < t.n_queries) ++query, head = 0;
         }
     }
     WHET_INLINE int64_t first() const { return begin[0]; }
@@ -137,12 +137,12 @@ WHET_INLINE void pack_panel(float* out, ptrdiff_t n_words, RowOf&& row_of) {
 // Query rows in panels of two tiles, and the state of the softmax before the first key.
 template <class Format>
 WHET_INLINE void pack_queries(const AttentionTask& t, const ForwardLayout& at) {
-    const ptrdiff_t rows = t.n_queries * t.group;
+    const ptrdiff_t rows = t.n_queries * t.kv_group;
     for (ptrdiff_t panel = 0; panel < rows; panel += 16) {
         pack_panel<Format>(at.queries + panel * at.key_words, at.key_words, [&](int j) WHET_INLINE_LAMBDA {
             const ptrdiff_t row = panel + j;
             const auto* q = static_cast<const typename Format::Element*>(t.q);
-            return row < rows ? q + row / t.group * t.q_token + row % t.group * t.q_head : nullptr;
+            return row < rows ? q + row / t.kv_group * t.q_token + row % t.kv_group * t.q_head : nullptr;
         });
     }
     for (float* x = at.outputs; x < at.tops; x += 16) store(x, f32x16(0.0f));
@@ -304,7 +304,7 @@ WHET_INLINE void add_block(const AttentionTask& t, const ForwardLayout& at, ptrd
     float factors[16];
     const f32x16 old_top = load(at.tops + tile * 16);
     f32x16 top = scores<Format>(at, tile, visible, block, begin, end, t.scale);
-    if (t.cap > 0.0f) top = cap_scores(at, visible, block, begin, end, t.cap);
+    if (t.softcap > 0.0f) top = cap_scores(at, visible, block, begin, end, t.softcap);
     top = max(top, old_top);
     store(at.tops + tile * 16, top);
     store(factors, exp2_fast(max(f32x16(kNoWeight), old_top - top)));
@@ -321,17 +321,17 @@ WHET_INLINE void add_block(const AttentionTask& t, const ForwardLayout& at, ptrd
 
 template <class Format>
 WHET_INLINE void store_outputs(const AttentionTask& t, const ForwardLayout& at) {
-    for (ptrdiff_t row = 0; row < t.n_queries * t.group; ++row) {
+    for (ptrdiff_t row = 0; row < t.n_queries * t.kv_group; ++row) {
         const float sum = sum_lanes(load(at.sums + row * 16));
         const f32x16 inverse(sum == 0.0f ? 0.0f : 1.0f / sum);
         if (t.lse != nullptr) {
             const float top = at.tops[row / kTileRows * 16 + row % kTileRows];
             // A row without keys has no weights in the gradient either.
-            t.lse[row / t.group * t.lse_token + row % t.group] =
+            t.lse[row / t.kv_group * t.lse_token + row % t.kv_group] =
                 sum == 0.0f ? __builtin_inff() : top + static_cast<float>(__builtin_log2(sum));
         }
-        auto* out =
-            static_cast<typename Format::Element*>(t.out) + row / t.group * t.out_token + row % t.group * t.out_head;
+        auto* out = static_cast<typename Format::Element*>(t.out) + row / t.kv_group * t.out_token +
+                    row % t.kv_group * t.out_head;
         for (ptrdiff_t c = 0; c < at.columns; c += 16) {
             const int n = static_cast<int>(t.head_dim - c < 16 ? t.head_dim - c : 16);
             Format::store_out(out + c, load(at.outputs + row * at.columns + c) * inverse, n);

@@ -62,7 +62,7 @@ struct BackwardLayout {
         s_columns = take(kRows / per_word * kKeys);
         s_rows = take(kRows * kKeys / per_word);
         p = take(kTileRows * kStep);
-        slopes = take(t.cap > 0.0f ? kTileRows * kStep : 0);
+        slopes = take(t.softcap > 0.0f ? kTileRows * kStep : 0);
     }
 };
 
@@ -120,7 +120,7 @@ template <class Format, bool capped>
 __attribute__((noinline)) void tile_gradient(const AttentionBackwardTask& t, const BackwardLayout& at, ptrdiff_t tile,
                                              const Visible& visible, int64_t block, ptrdiff_t key) {
     const f32x16 zero(0.0f), unseen(kNoWeight);
-    [[maybe_unused]] const f32x16 inverse(capped ? 1.0f / t.cap : 0.0f);
+    [[maybe_unused]] const f32x16 inverse(capped ? 1.0f / t.softcap : 0.0f);
     const bool masked = !visible.all_see(block + key, block + key + kStep);
     const ptrdiff_t row = tile * kTileRows, panel = (row / 16 * 16) * at.key_words + row % 16;
     const float* keys = at.key_panels + (block + key) * at.key_words;
@@ -145,7 +145,7 @@ __attribute__((noinline)) void tile_gradient(const AttentionBackwardTask& t, con
             if constexpr (capped) {
                 const f32x16 bounded = tanh(sums[r][c] * f32x16(t.scale) * inverse);
                 store(at.slopes + r * kStep + c * kPanel, fma(-bounded, bounded, f32x16(1.0f)));
-                score = fma(bounded, f32x16(t.cap), -lse);
+                score = fma(bounded, f32x16(t.softcap), -lse);
             } else {
                 score = fma(sums[r][c], f32x16(t.scale), -lse);
             }
@@ -221,13 +221,14 @@ template <class Format>
 WHET_INLINE void pack_block(const AttentionBackwardTask& t, const BackwardLayout& at, ptrdiff_t first,
                             ptrdiff_t count) {
     using Element = typename Format::Element;
-    const ptrdiff_t n_rows = t.n_queries * t.group;
-    const auto out_at = [&](ptrdiff_t row)
-                            WHET_INLINE_LAMBDA { return row / t.group * t.out_token + row % t.group * t.out_head; };
+    const ptrdiff_t n_rows = t.n_queries * t.kv_group;
+    const auto out_at = [&](ptrdiff_t row) WHET_INLINE_LAMBDA {
+        return row / t.kv_group * t.out_token + row % t.kv_group * t.out_head;
+    };
     const auto query = [&](ptrdiff_t i) WHET_INLINE_LAMBDA {
         const ptrdiff_t row = first + i;
         const auto* q = static_cast<const Element*>(t.q);
-        return row < n_rows ? q + row / t.group * t.q_token + row % t.group * t.q_head : nullptr;
+        return row < n_rows ? q + row / t.kv_group * t.q_token + row % t.kv_group * t.q_head : nullptr;
     };
     const auto grad = [&](ptrdiff_t i) WHET_INLINE_LAMBDA {
         return first + i < n_rows ? static_cast<const Element*>(t.grad_out) + out_at(first + i) : nullptr;
@@ -238,7 +239,7 @@ WHET_INLINE void pack_block(const AttentionBackwardTask& t, const BackwardLayout
     pack_rows<Format>(at.grad_rows, count, t.head_dim, at.columns, grad);
     for (ptrdiff_t i = 0; i < count; ++i) {
         const ptrdiff_t row = first + i;
-        at.lse[i] = row < n_rows ? t.lse[row / t.group * t.lse_token + row % t.group] : __builtin_inff();
+        at.lse[i] = row < n_rows ? t.lse[row / t.kv_group * t.lse_token + row % t.kv_group] : __builtin_inff();
         f32x16 sum(0.0f);
         for (ptrdiff_t c = 0; row < n_rows && c < t.head_dim; c += 16) {
             const int n = static_cast<int>(t.head_dim - c < 16 ? t.head_dim - c : 16);
@@ -255,8 +256,8 @@ WHET_INLINE void gradient(const AttentionBackwardTask& t) {
     using Element = typename Format::Element;
     const BackwardLayout at(t, Format::kPerWord);
     const f32x16 factor(t.scale * 0x1.62e42fefa39efp-1f);
-    const ptrdiff_t n_rows = t.n_queries * t.group;
-    const auto tile_at = t.cap > 0.0f ? &tile_gradient<Format, true> : &tile_gradient<Format, false>;
+    const ptrdiff_t n_rows = t.n_queries * t.kv_group;
+    const auto tile_at = t.softcap > 0.0f ? &tile_gradient<Format, true> : &tile_gradient<Format, false>;
     pack_all_keys<Format>(t, at);
     for (ptrdiff_t first = 0; first < n_rows; first += kRows) {
         const ptrdiff_t left = (n_rows - first + kTileRows - 1) / kTileRows * kTileRows;
@@ -281,7 +282,8 @@ WHET_INLINE void gradient(const AttentionBackwardTask& t) {
         }
         for (ptrdiff_t i = 0; i < count && first + i < n_rows; ++i) {
             const ptrdiff_t row = first + i;
-            Element* out = static_cast<Element*>(t.grad_q) + row / t.group * t.out_token + row % t.group * t.out_head;
+            Element* out =
+                static_cast<Element*>(t.grad_q) + row / t.kv_group * t.out_token + row % t.kv_group * t.out_head;
             for (ptrdiff_t c = 0; c < t.head_dim; c += 16) {
                 const int n = static_cast<int>(t.head_dim - c < 16 ? t.head_dim - c : 16);
                 rows::put(out + c, load(at.grad_q + i * at.columns + c) * factor, n);

@@ -16,14 +16,14 @@ struct AttentionTask {
     const void *q, *k, *v;  // the first query's first head; key and value 0 of the sequence
     void* out;              // as q
     ptrdiff_t q_token, q_head, k_token, v_token, out_token, out_head;
-    int64_t n_queries, group, head_dim;  // group: query heads per KV head
-    int64_t n_keys;                      // of the sequence
-    int64_t position;                    // of the first query among the keys; below 0 it sees nothing
-    int64_t window;                      // keys seen, the query's own included
+    int64_t n_queries, kv_group, head_dim;  // kv_group: query heads per KV head
+    int64_t n_keys;                         // of the sequence
+    int64_t position;                       // of the first query among the keys; below 0 it sees nothing
+    int64_t window;                         // keys seen, the query's own included
     bool causal;
     int block_size;
     float scale;              // of the base-2 scores
-    float cap;                // of the same: cap tanh(score / cap); 0: none
+    float softcap;            // of the same: cap tanh(score / cap); 0: none
     const int64_t* key_rows;  // key j and its value are key_rows[j] tokens after k and v; null: j
     float* lse;               // of query i and head h at [i * lse_token + h], in base 2; null: not wanted
     ptrdiff_t lse_token;
@@ -44,7 +44,7 @@ struct AttentionBackwardTask : AttentionTask {
 struct DecodeTask {
     const void *q, *k, *v;  // the first head; key and value 0 of the sequence
     ptrdiff_t q_head, k_token, k_head, v_token, v_head;
-    int64_t kv_heads, group, head_dim, begin, end;
+    int64_t kv_heads, kv_group, head_dim, begin, end;
     float scale;
     float* partial;  // for each query head head_dim rounded up to 32 floats, and kDecodePartialExtra more
     void* scratch;   // decode_scratch(task) bytes, aligned to 64
@@ -63,7 +63,7 @@ struct CachedTask {
     size_t page_bytes;
     const int32_t* pages;  // of the sequence, from its first key on
     int64_t begin, end;    // which of them
-    float scale, cap;      // as AttentionTask has them
+    float scale, softcap;  // as AttentionTask has them
 };
 
 }  // namespace whet

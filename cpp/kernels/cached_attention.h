@@ -111,7 +111,7 @@ __attribute__((noinline)) void add_page(const CachedTask& t, int64_t row, int64_
     for (f32x16& top : tops) top = f32x16(kNothing);
     scores<Format, rows>(static_cast<const float*>(t.queries) + row * words, words, keys, end, seen, t.scale, weights,
                          tops);
-    if (t.cap > 0.0f) cap_scores(rows, end, seen, t.cap, &weights[0][0], tops);
+    if (t.softcap > 0.0f) cap_scores(rows, end, seen, t.softcap, &weights[0][0], tops);
     float factors[rows];
     for (int r = 0; r < rows; ++r) {
         float* own = t.state + (row + r) * stride + columns;
@@ -174,7 +174,7 @@ void cached_attention_f32(const CachedTask& task) { cached::attend<attention::Fl
 void cached_attention_bf16(const CachedTask& task) { cached::attend<attention::BFloat16>(task); }
 
 // Initial state of a row before its first page; its output (head_dim) after the last.
-void cached_begin(float* state, int64_t rows, int64_t head_dim) {
+void cached_init_state(float* state, int64_t rows, int64_t head_dim) {
     const int64_t columns = cached::columns_of(head_dim);
     for (int64_t row = 0; row < rows; ++row, state += columns + 16) {
         for (int64_t c = 0; c < columns + 16; c += 16) store(state + c, f32x16(0.0f));
@@ -190,13 +190,13 @@ void cached_output(const float* state, int64_t head_dim, float* out) {
 }
 
 // Key and value (head_dim) of one token into place `slot` of a page of one KV head.
-void cached_put_f32(const float* key, const float* value, int64_t head_dim, int64_t slot, void* page) {
+void cached_write_kv_f32(const float* key, const float* value, int64_t head_dim, int64_t slot, void* page) {
     auto* keys = static_cast<float*>(page);
     float* values = keys + cached::kTokens * head_dim + slot * cached::columns_of(head_dim);
     cached::put_key(key, head_dim, slot, keys);
     __builtin_memcpy(values, value, static_cast<size_t>(head_dim) * sizeof *values);
 }
-void cached_put_bf16(const float* key, const float* value, int64_t head_dim, int64_t slot, void* page) {
+void cached_write_kv_bf16(const float* key, const float* value, int64_t head_dim, int64_t slot, void* page) {
     const int64_t words = cached::words_of<attention::BFloat16>(head_dim), columns = cached::columns_of(head_dim);
     uint16_t rounded[kAttentionMaxHeadDim + 1] = {};
     bf16_from_f32(key, static_cast<size_t>(head_dim), rounded);

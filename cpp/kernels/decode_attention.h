@@ -232,9 +232,9 @@ struct DecodeLayout {
         dim = rounded_up(t.head_dim, lanes);
         partial_row = rounded_up(t.head_dim, 32) + static_cast<ptrdiff_t>(kDecodePartialExtra);
         weights = static_cast<float*>(t.scratch);
-        factors = weights + t.kv_heads * t.group * kBlock;
-        queries = reinterpret_cast<Element*>(factors + rounded_up(t.kv_heads * t.group, 16));
-        copies = queries + t.kv_heads * t.group * dim;
+        factors = weights + t.kv_heads * t.kv_group * kBlock;
+        queries = reinterpret_cast<Element*>(factors + rounded_up(t.kv_heads * t.kv_group, 16));
+        copies = queries + t.kv_heads * t.kv_group * dim;
     }
 };
 
@@ -256,14 +256,14 @@ WHET_INLINE void weigh_block(const DecodeTask& t, const DecodeLayout<typename Fo
     const Element* all_keys = static_cast<const Element*>(t.k) + key * t.k_token;
     auto ahead = ahead_of<Element>(t, t.k, t.k_token, t.k_head, key);
     // As few keys at a time as fill a vector of scores in every tile.
-    const int step = t.group % 4 == 1 ? 16 : t.group % 4 == 2 ? 8 : 4;
+    const int step = t.kv_group % 4 == 1 ? 16 : t.kv_group % 4 == 2 ? 8 : 4;
     for (int from = 0; from < n; from += step) {
         const int n_keys = n - from < step ? n - from : step;
         for (int64_t kv_head = 0; kv_head < t.kv_heads; ++kv_head) {
             StridedRows<Element> k{all_keys + from * t.k_token + kv_head * t.k_head, t.k_token};
             if (at.dim != t.head_dim) k = padded(k, n_keys, t.head_dim, at.dim, at.copies);
-            each_tile(t.group, [&](int64_t in_group, auto rows) WHET_INLINE_LAMBDA {
-                const int64_t head = kv_head * t.group + in_group;
+            each_tile(t.kv_group, [&](int64_t in_group, auto rows) WHET_INLINE_LAMBDA {
+                const int64_t head = kv_head * t.kv_group + in_group;
                 const StridedRows<Element> q{at.queries + head * at.dim, at.dim};
                 scores<Format, decltype(rows)::value>(q, k, n_keys, static_cast<int>(at.dim), t.scale,
                                                       at.weights + head * kBlock + from,
@@ -271,7 +271,7 @@ WHET_INLINE void weigh_block(const DecodeTask& t, const DecodeLayout<typename Fo
             });
         }
     }
-    for (int64_t head = 0; head < t.kv_heads * t.group; ++head) {
+    for (int64_t head = 0; head < t.kv_heads * t.kv_group; ++head) {
         float* extra = t.partial + (head + 1) * at.partial_row - kDecodePartialExtra;
         at.factors[head] = weigh(at.weights + head * kBlock, n, extra);
     }
@@ -290,8 +290,8 @@ WHET_INLINE void add_weighed(const DecodeTask& t, const DecodeLayout<typename Fo
         for (int64_t kv_head = 0; kv_head < t.kv_heads; ++kv_head) {
             StridedRows<Element> v{all_values + from * t.v_token + kv_head * t.v_head, t.v_token};
             if (at.dim != t.head_dim) v = padded(v, n_keys, t.head_dim, at.dim, at.copies);
-            each_tile(t.group, [&](int64_t in_group, auto rows) WHET_INLINE_LAMBDA {
-                const int64_t head = kv_head * t.group + in_group;
+            each_tile(t.kv_group, [&](int64_t in_group, auto rows) WHET_INLINE_LAMBDA {
+                const int64_t head = kv_head * t.kv_group + in_group;
                 add_block<Format, decltype(rows)::value>(
                     v, n_keys, static_cast<int>(at.dim), at.weights + head * kBlock + from,
                     from == 0 ? at.factors + head : kOnes, t.partial + head * at.partial_row, at.partial_row,
@@ -305,7 +305,7 @@ template <class Format>
 WHET_INLINE void attend(const DecodeTask& t) {
     using Element = typename Format::Element;
     const DecodeLayout<Element> at(t, Format::kLanes);
-    const int64_t heads = t.kv_heads * t.group;
+    const int64_t heads = t.kv_heads * t.kv_group;
     padded<Element>({static_cast<const Element*>(t.q), t.q_head}, heads, t.head_dim, at.dim, at.queries);
     for (int64_t head = 0; head < heads; ++head) {
         float* row = t.partial + head * at.partial_row;
@@ -349,7 +349,7 @@ WHET_INLINE void merge(const float* partials, ptrdiff_t n, ptrdiff_t stride, int
 
 // Bytes of scratch memory that a task needs.
 size_t decode_scratch(const DecodeTask& t) {
-    const int64_t heads = t.kv_heads * t.group, dim = decode::rounded_up(t.head_dim, 32);
+    const int64_t heads = t.kv_heads * t.kv_group, dim = decode::rounded_up(t.head_dim, 32);
     return static_cast<size_t>(heads * (decode::kBlock + dim) + decode::rounded_up(heads, 16) + decode::kBlock * dim) *
            sizeof(float);
 }

@@ -17,17 +17,17 @@ namespace pack {
 constexpr size_t kTile = kQuantBlock;  // inputs
 
 // Sixteen neighbours as float32.
-template <Source source>
+template <RowType source>
 WHET_SHARED f32x16 widened(const uint8_t* x) {
-    if constexpr (source == Source::kFloat32) return load(reinterpret_cast<const float*>(x));
-    if constexpr (source == Source::kBFloat16) return load_bf16(reinterpret_cast<const uint16_t*>(x));
-    if constexpr (source == Source::kFloat16) return load_f16(reinterpret_cast<const uint16_t*>(x));
+    if constexpr (source == RowType::kFloat32) return load(reinterpret_cast<const float*>(x));
+    if constexpr (source == RowType::kBFloat16) return load_bf16(reinterpret_cast<const uint16_t*>(x));
+    if constexpr (source == RowType::kFloat16) return load_f16(reinterpret_cast<const uint16_t*>(x));
 }
 
 // Input `at` of the task's outputs, wherever they lie; zeros in the other lanes.
-template <Source source>
+template <RowType source>
 WHET_INLINE f32x16 column(const PanelTask& task, size_t at) {
-    constexpr ptrdiff_t size = source == Source::kFloat32 ? 4 : 2;
+    constexpr ptrdiff_t size = source == RowType::kFloat32 ? 4 : 2;
     const uint8_t* x = static_cast<const uint8_t*>(task.x) + static_cast<ptrdiff_t>(at) * task.column_stride;
     if (task.row_stride == size && task.count == 16) {
         __builtin_prefetch(x +
@@ -42,9 +42,9 @@ WHET_INLINE f32x16 column(const PanelTask& task, size_t at) {
 }
 
 // Inputs [at, at + n) of 16 rows, n <= 16; lanes that are not the task's repeat its first or last row.
-template <Source source>
+template <RowType source>
 WHET_INLINE void transposed(const PanelTask& task, size_t at, size_t n, float* tile) {
-    constexpr ptrdiff_t size = source == Source::kFloat32 ? 4 : 2;
+    constexpr ptrdiff_t size = source == RowType::kFloat32 ? 4 : 2;
     f32x16 words[16];
     WHET_UNROLL(16)
     for (size_t j = 0; j < 16; ++j) {
@@ -64,9 +64,9 @@ WHET_INLINE void transposed(const PanelTask& task, size_t at, size_t n, float* t
     for (size_t i = 0; i < n; ++i) store(tile + 16 * i, words[i]);
 }
 
-template <Source source>
+template <RowType source>
 __attribute__((noinline)) void read_tile(const PanelTask& task, size_t at, size_t n, float* tile) {
-    if (task.column_stride != (source == Source::kFloat32 ? 4 : 2)) {
+    if (task.column_stride != (source == RowType::kFloat32 ? 4 : 2)) {
         for (size_t i = 0; i < n; ++i) store(tile + 16 * i, column<source>(task, at + i));
         return;
     }
@@ -77,12 +77,12 @@ __attribute__((noinline)) void read_tile(const PanelTask& task, size_t at, size_
 
 // Inputs [at, at + n) of the task's outputs, n <= kTile: input at + i is the vector at tile + 16 i.
 WHET_INLINE void read_tile(const PanelTask& task, size_t at, size_t n, float* tile) {
-    if (task.source == Source::kFloat32) {
-        read_tile<Source::kFloat32>(task, at, n, tile);
-    } else if (task.source == Source::kBFloat16) {
-        read_tile<Source::kBFloat16>(task, at, n, tile);
+    if (task.source == RowType::kFloat32) {
+        read_tile<RowType::kFloat32>(task, at, n, tile);
+    } else if (task.source == RowType::kBFloat16) {
+        read_tile<RowType::kBFloat16>(task, at, n, tile);
     } else {
-        read_tile<Source::kFloat16>(task, at, n, tile);
+        read_tile<RowType::kFloat16>(task, at, n, tile);
     }
 }
 
@@ -132,7 +132,7 @@ void pack_panel_bf16(const PanelTask& task) {
         if (n % 2 != 0) store(tile + 16 * n, f32x16(0.0f));
         for (size_t i = 0; i < n; i += 2, panel += 16) {
             const f32x16 even = load(tile + 16 * i), odd = load(tile + 16 * i + 16);
-            const bool exact = task.source == Source::kBFloat16;
+            const bool exact = task.source == RowType::kBFloat16;
             pack::put(panel, exact ? pack::upper_halves(even, odd) : bit_cast<f32x16>(zip_bf16(even, odd)), task);
         }
     }

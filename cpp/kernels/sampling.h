@@ -63,7 +63,7 @@ WHET_INLINE double weigh(const float* x, size_t n, float top, float scale, Use u
 
 // For each block of the row: tops, the greatest logit up to its end, and sums, of its weights relative to that. A NaN
 // or +inf makes its block's sum NaN.
-void weigh_blocks_f32(const float* x, size_t n, size_t block, float scale, double* sums, float* tops) {
+void exp_sum_blocks_f32(const float* x, size_t n, size_t block, float scale, double* sums, float* tops) {
     float top = kNothing;
     for (size_t begin = 0; begin < n; begin += block) {
         const size_t length = n - begin < block ? n - begin : block;
@@ -74,7 +74,7 @@ void weigh_blocks_f32(const float* x, size_t n, size_t block, float scale, doubl
     }
 }
 
-double weigh_f32(const float* x, size_t n, float top, float scale, float* weights) {
+double exp_weights_f32(const float* x, size_t n, float top, float scale, float* weights) {
     return sampling::weigh(x, n, top, scale, [&](f32x16 w, size_t at, int count) WHET_INLINE_LAMBDA {
         rows::put(weights + at, w, count);
     });
@@ -82,7 +82,7 @@ double weigh_f32(const float* x, size_t n, float top, float scale, float* weight
 
 // 16 maxima for each span of 256 logits, over every 16th of them; -inf where there are none. Returns the greatest of
 // all, or NaN if the row holds NaN or +inf.
-float lane_tops_f32(const float* x, size_t n, float* tops) {
+float lane_maxima_f32(const float* x, size_t n, float* tops) {
     constexpr size_t kSpan = 256;
     constexpr float kLowest = -__builtin_inff();
     f32x16 greatest(kLowest), nan(0.0f);
@@ -115,7 +115,7 @@ float lane_tops_f32(const float* x, size_t n, float* tops) {
 
 // The logits that are not below the finite cut, and their places, in order; returns how many. Both outputs have room
 // for n + 16.
-size_t gather_f32(const float* x, size_t n, float cut, float* values, int32_t* ids) {
+size_t gather_above_f32(const float* x, size_t n, float cut, float* values, int32_t* ids) {
     size_t found = 0;
     rows::each(0, n, [&](size_t at, int count) WHET_INLINE_LAMBDA {
         const f32x16 v = rows::read(x + at, count, -__builtin_inff());

@@ -323,7 +323,7 @@ void test_loading(WeightFormat format) {
     std::vector<float> x(n * k);
     for (size_t i = 0; i < x.size(); ++i) x[i] = std::sin(static_cast<float>(i));
     const auto rows = [&](PackedWeight& w) {
-        w.pack_rows(0, n, x.data(), Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
+        w.pack_rows(0, n, x.data(), RowType::kFloat32, static_cast<ptrdiff_t>(k), 1);
         std::vector<float> out(n * k);
         for (size_t i = 0; i < n; ++i) w.row(i, out.data() + i * k);
         return out;

@@ -360,7 +360,7 @@ void test_attention(size_t n, size_t head_dim, size_t group) {
     task.q = q.data, task.k = k.data, task.v = v.data, task.out = out.data;
     task.q_token = task.out_token = signed_of(group * head_dim);
     task.q_head = task.out_head = task.k_token = task.v_token = signed_of(head_dim);
-    task.n_queries = task.n_keys = signed_of(n), task.group = signed_of(group), task.head_dim = signed_of(head_dim);
+    task.n_queries = task.n_keys = signed_of(n), task.kv_group = signed_of(group), task.head_dim = signed_of(head_dim);
     task.window = INT64_MAX, task.causal = true, task.block_size = 32, task.scale = 0.2f;
     std::vector<float> scratch(kernels().attention_scratch(task) / sizeof(float));
     task.scratch = scratch.data();
@@ -369,7 +369,7 @@ void test_attention(size_t n, size_t head_dim, size_t group) {
     whet::DecodeTask step{};
     step.q = q.data + (n - 1) * group * head_dim, step.k = k.data, step.v = v.data;
     step.q_head = step.k_token = step.v_token = step.k_head = step.v_head = signed_of(head_dim);
-    step.kv_heads = 1, step.group = task.group, step.head_dim = task.head_dim, step.end = task.n_keys;
+    step.kv_heads = 1, step.kv_group = task.kv_group, step.head_dim = task.head_dim, step.end = task.n_keys;
     step.scale = task.scale, step.partial = partial.data;
     std::vector<float> decode_scratch(kernels().decode_scratch(step) / sizeof(float));
     step.scratch = decode_scratch.data();

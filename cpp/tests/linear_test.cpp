@@ -49,7 +49,7 @@ void test_linear(WeightFormat format, const char* name, size_t m, size_t n, size
         x[i] = i % k % 32 == 0 ? 127.0f : std::round(std::clamp(x[i], -3.0f, 3.0f) * 30.0f);
     const std::vector<uint8_t> rows = rows_of(format, w, n, k);
     whet::PackedWeight packed(format, n, k);
-    packed.pack_rows(0, n, rows.data(), whet::Source::kPacked,
+    packed.pack_rows(0, n, rows.data(), whet::RowType::kPacked,
                      static_cast<ptrdiff_t>(whet::traits(format).row_bytes(k)), 1);
     std::vector<uint8_t> back(rows.size());
     packed.unpack(back.data(), whet::traits(format).row_bytes(k));
@@ -76,10 +76,10 @@ void test_linear(WeightFormat format, const char* name, size_t m, size_t n, size
 }
 
 // A number in a source's bits, and the float32 that it stands for.
-float put_number(whet::Source source, float x, uint8_t* to) {
-    if (source == whet::Source::kFloat32) return std::memcpy(to, &x, sizeof x), x;
+float put_number(whet::RowType source, float x, uint8_t* to) {
+    if (source == whet::RowType::kFloat32) return std::memcpy(to, &x, sizeof x), x;
     uint16_t bits = 0;
-    if (source == whet::Source::kBFloat16) {
+    if (source == whet::RowType::kBFloat16) {
         whet::kernels().bf16_from_f32(&x, 1, &bits);
         whet::kernels().f32_from_bf16(&bits, 1, &x);
     } else {  // a float16 that has few bits: a sign and a power of two
@@ -95,8 +95,8 @@ float put_number(whet::Source source, float x, uint8_t* to) {
 
 // Rows [first, first + count) of numbers with the given strides, against the same rows in the format's own layout.
 void test_packing(WeightFormat format, const char* name, size_t n, size_t k, size_t first, size_t count,
-                  whet::Source source, size_t row_stride, size_t column_stride) {
-    const size_t size = source == whet::Source::kFloat32 ? 4 : 2, bytes = whet::traits(format).row_bytes(k);
+                  whet::RowType source, size_t row_stride, size_t column_stride) {
+    const size_t size = source == whet::RowType::kFloat32 ? 4 : 2, bytes = whet::traits(format).row_bytes(k);
     std::vector<float> values = normal(count * k, 6), before = normal(n * k, 7);
     std::vector<uint8_t> numbers(((count - 1) * row_stride + (k - 1) * column_stride + 1) * size);
     for (size_t i = 0; i < count; ++i) {
@@ -109,7 +109,7 @@ void test_packing(WeightFormat format, const char* name, size_t n, size_t k, siz
     std::vector<uint8_t> expected = old_rows, back(n * bytes);
     std::copy(rows.begin(), rows.end(), expected.begin() + static_cast<ptrdiff_t>(first * bytes));
     whet::PackedWeight packed(format, n, k);
-    packed.pack_rows(0, n, old_rows.data(), whet::Source::kPacked, static_cast<ptrdiff_t>(bytes), 1);
+    packed.pack_rows(0, n, old_rows.data(), whet::RowType::kPacked, static_cast<ptrdiff_t>(bytes), 1);
     packed.pack_rows(first, count, numbers.data(), source, static_cast<ptrdiff_t>(row_stride),
                      static_cast<ptrdiff_t>(column_stride));
     packed.unpack(back.data(), bytes);
@@ -127,7 +127,7 @@ void test_packing_in_every_way(WeightFormat format, const char* name) {
     const size_t block = whet::traits(format).block_length, n = 37;
     for (const size_t k : {block, block == 1 ? 35 : 2 * block}) {
         for (const auto& [first, count] : {std::pair<size_t, size_t>{0, 37}, {16, 16}, {5, 3}, {9, 20}, {36, 1}}) {
-            for (const auto source : {whet::Source::kFloat32, whet::Source::kBFloat16, whet::Source::kFloat16}) {
+            for (const auto source : {whet::RowType::kFloat32, whet::RowType::kBFloat16, whet::RowType::kFloat16}) {
                 test_packing(format, name, n, k, first, count, source, k, 1);
                 test_packing(format, name, n, k, first, count, source, 1, count);
                 test_packing(format, name, n, k, first, count, source, 3 * k, 3);
@@ -197,7 +197,7 @@ void test_stored_rows(whet::StoredType type, size_t n, size_t k) {
         pack_rows(rows, packed, 1);
         const bool keeps_integers = stored.is_quantised && format == stored.packed_as;
         if (!keeps_integers) {
-            plain.pack_rows(1, n, values.data(), whet::Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
+            plain.pack_rows(1, n, values.data(), whet::RowType::kFloat32, static_cast<ptrdiff_t>(k), 1);
             same = same && std::memcmp(packed.panel(0), plain.panel(0), plain.size_bytes()) == 0;
             continue;
         }
@@ -225,7 +225,7 @@ void test_parts(const std::vector<WeightFormat>& formats, size_t m, size_t n, si
     for (size_t i = 0; i < formats.size(); ++i) {
         const std::vector<float> w = normal(n * k, static_cast<int>(i));
         parts.emplace_back(formats[i], n, k)
-            .pack_rows(0, n, w.data(), whet::Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
+            .pack_rows(0, n, w.data(), whet::RowType::kFloat32, static_cast<ptrdiff_t>(k), 1);
         whet::linear(parts.back(), x.data(), false, k, m, bias.data() + i * n, expected.data() + i * n, width);
     }
     whet::linear(parts, x.data(), false, k, m, bias.data(), y.data(), width);

@@ -92,8 +92,8 @@ inline std::unique_ptr<Adapter> adapter_of(const ModelConfig& c) {
     const auto add = [&](size_t layer, Target target, size_t first, size_t n, size_t k) {
         PackedWeight a(WeightFormat::kFloat32, 3, k), b(WeightFormat::kFloat32, n, 3);
         const std::vector<float> values(3 * std::max(n, k), 0.05f);
-        a.pack_rows(0, 3, values.data(), Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
-        b.pack_rows(0, n, values.data(), Source::kFloat32, 3, 1);
+        a.pack_rows(0, 3, values.data(), RowType::kFloat32, static_cast<ptrdiff_t>(k), 1);
+        b.pack_rows(0, n, values.data(), RowType::kFloat32, 3, 1);
         adapter->add(layer, target, first, std::move(a), std::move(b));
     };
     add(0, Target::kQkv, 20, 40, c.hidden_dim);

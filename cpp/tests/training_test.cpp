@@ -206,11 +206,11 @@ void test_attention(const char* what, const AttentionShape& s, Forward forward, 
     task.q = tq.data(), task.k = tk.data(), task.v = tv.data(), task.out = out.data();
     task.q_token = task.out_token = signed_of(s.group * d), task.q_head = task.out_head = signed_of(d);
     task.k_token = task.v_token = signed_of(d);
-    task.n_queries = signed_of(s.n_queries), task.group = signed_of(s.group), task.head_dim = signed_of(d);
+    task.n_queries = signed_of(s.n_queries), task.kv_group = signed_of(s.group), task.head_dim = signed_of(d);
     task.n_keys = signed_of(s.n_keys), task.position = task.n_keys - task.n_queries;
     task.window = s.window, task.causal = true, task.block_size = 64, task.scale = 0.3f;
-    task.cap = s.cap;
-    task.key_rows = key_rows.data(), task.lse = lse.data(), task.lse_token = task.group;
+    task.softcap = s.cap;
+    task.key_rows = key_rows.data(), task.lse = lse.data(), task.lse_token = task.kv_group;
     std::vector<float> scratch(kernels().attention_scratch(task) / sizeof(float));
     task.scratch = scratch.data();
     forward(task);

@@ -50,9 +50,9 @@ struct Packed {
     // A row becomes what its format keeps of it.
     void define(const FormatTraits& format, float* x) const {
         std::vector<uint8_t> row(format.row_bytes(k));
-        if (format.source == Source::kFloat32) {
+        if (format.source == RowType::kFloat32) {
             std::memcpy(row.data(), x, row.size());
-        } else if (format.source == Source::kBFloat16) {
+        } else if (format.source == RowType::kBFloat16) {
             kernels().bf16_from_f32(x, k, reinterpret_cast<uint16_t*>(row.data()));
         } else {
             format.quantize_row(x, k, row.data());

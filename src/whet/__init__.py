@@ -53,7 +53,7 @@ def set_num_threads(n: int) -> None:
     Raises:
         WhetValueError: n is not in [1, 1024].
     """
-    n = _inputs.positive_size("set_num_threads", "n", n)
+    n = _inputs.as_positive_int("set_num_threads", "n", n)
     if n > 1024:
         raise WhetValueError(f"set_num_threads: n is {n}, expected at most 1024.")
     _core.set_num_threads(n)

@@ -1,4 +1,4 @@
-"""Arrays for the tests of kernels that work row by row."""
+"""Arrays for the tests of row-wise kernels."""
 
 import numpy as np
 
@@ -8,9 +8,9 @@ def normal(shape, mean=0.0, spread=1.0, seed=0):
 
 
 def views():
-    """The same numbers in memory of every kind."""
+    """Yield views of one array with many kinds of strides."""
     base = normal((4, 6, 5, 40), spread=2.0)
-    places = (
+    indices = (
         np.s_[...],
         np.s_[0, 0, 0],
         np.s_[:, ::-1, 1:3],
@@ -18,5 +18,5 @@ def views():
         np.s_[..., ::2],
         np.s_[None, 1:, None],
     )
-    yield from (base[place] for place in places)
+    yield from (base[index] for index in indices)
     yield from (base.T, base.transpose(2, 0, 1, 3), np.broadcast_to(base[0, 0, 0], (3, 40)), base.astype(">f4"))

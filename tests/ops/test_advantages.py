@@ -46,13 +46,13 @@ def test_scales():
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 8, 9, 16, 33])
 @pytest.mark.parametrize("eps", [None, 1e-4])
-def test_no_spread_is_zero(group_size, eps):
+def test_zero_variance_gives_zero_advantages(group_size, eps):
     r = np.full(3 * group_size, 0.1)
     np.testing.assert_array_equal(whet.compute_batch_group_advantages(r, group_size, eps=eps), np.zeros(3 * group_size))
 
 
 def exact_advantages(group):
-    """One group in rationals, the square root to 40 digits."""
+    """Return the advantages of one group in rationals, with the square root to 40 digits."""
     rewards = [Fraction(float(x)) for x in group]
     mean = sum(rewards) / len(rewards)
     variance = sum((x - mean) ** 2 for x in rewards) / len(rewards)
@@ -77,7 +77,7 @@ def test_float64_within_4_ulp():
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("group_size", [1, 2, 3, 4, 7, 8, 12, 64, 70, 5000])
-def test_equals_the_definition_with_unscored_rewards(group_size, options, dtype):
+def test_equals_the_reference_with_unscored_rewards(group_size, options, dtype):
     rng = np.random.default_rng(group_size)
     r = rng.normal(1, 2, (13, group_size)).astype(dtype)
     r[rng.random(r.shape) < 0.2] = np.nan
@@ -107,7 +107,7 @@ def test_one_group_of_a_million(dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9, 16, 33])
-def test_one_group_is_a_batch_of_one_to_the_bit(size, dtype):
+def test_one_group_equals_a_batch_of_one_to_the_bit(size, dtype):
     r = np.random.default_rng(size).normal(size=size).astype(dtype)
     unscored = np.where(np.arange(size) % 3 == 1, np.nan, r).astype(dtype)
     for rewards in (r, unscored, r[::-1]):
@@ -116,17 +116,17 @@ def test_one_group_is_a_batch_of_one_to_the_bit(size, dtype):
         assert one.tobytes() == batch.tobytes() == whet.compute_group_advantages(rewards=rewards).tobytes()
 
 
-def test_one_groups_function_presents_itself_as_what_it_is():
+def test_native_function_has_signature_and_docstring():
     function = whet.compute_group_advantages
     assert str(inspect.signature(function)) == "(rewards, *, scale='group', ddof=0, eps=None)"
-    assert inspect.getdoc(function).startswith("Advantages of one group: ")
+    assert inspect.getdoc(function).startswith("Return the advantages of one group: ")
     assert (function.__module__, function.__name__) == ("whet.ops.advantages", "compute_group_advantages")
     assert pickle.loads(pickle.dumps(function)) is function
     for call in (lambda: function(), lambda: function([1.0], 2), lambda: function([1.0], std=1)):
-        assert_raises(TypeError, r"compute_group_advantages\(\)", call)
+        assert_raises(TypeError, ("compute_group_advantages()",), call)
 
 
-def test_infinite_reward_spoils_its_group_alone():
+def test_infinite_reward_affects_only_its_group():
     r = np.array([[1.0, np.inf], [1.0, 2.0]])
     out = whet.compute_batch_group_advantages(r)
     assert np.isnan(out[0]).all()
@@ -158,25 +158,25 @@ def test_lists_and_views():
 ERRORS = [
     (
         lambda: whet.compute_batch_group_advantages(np.zeros(30), 8),
-        "rewards has 30 elements, not a multiple of group_size=8",
+        ("rewards", 30, "group_size=8"),
     ),
-    (lambda: whet.compute_batch_group_advantages(np.zeros(30)), "no group_size was given"),
-    (lambda: whet.compute_batch_group_advantages(np.zeros(30), 0), "group_size is 0, expected at least 1"),
-    (lambda: whet.compute_batch_group_advantages(np.zeros(0), 8), "nothing to compare"),
-    (lambda: whet.compute_batch_group_advantages(np.zeros((0, 8))), "nothing to compare"),
-    (lambda: whet.compute_batch_group_advantages(np.float64(1.0), 1), "nothing to compare"),
-    (lambda: whet.compute_group_advantages(np.zeros((2, 4))), "compute_batch_group_advantages for several"),
-    (lambda: whet.compute_group_advantages(np.zeros(4), scale="std"), "scale is 'std'"),
-    (lambda: whet.compute_group_advantages(np.zeros(4), eps=-1.0), "eps is -1.0"),
-    (lambda: whet.compute_group_advantages(np.zeros(4), ddof=-1), "ddof is -1"),
-    (lambda: whet.compute_group_advantages(np.zeros(4, int)), "dtype int64.*astype"),
-    (lambda: whet.compute_group_advantages(["good", "bad"]), "rewards is a list that does not make an array"),
+    (lambda: whet.compute_batch_group_advantages(np.zeros(30)), ("30 elements", "Pass group_size")),
+    (lambda: whet.compute_batch_group_advantages(np.zeros(30), 0), ("group_size is 0", "at least 1")),
+    (lambda: whet.compute_batch_group_advantages(np.zeros(0), 8), ("rewards has shape", "at least one reward")),
+    (lambda: whet.compute_batch_group_advantages(np.zeros((0, 8))), ("rewards has shape", "at least one reward")),
+    (lambda: whet.compute_batch_group_advantages(np.float64(1.0), 1), ("rewards has shape", "at least one reward")),
+    (lambda: whet.compute_group_advantages(np.zeros((2, 4))), ("(2, 4)", "compute_batch_group_advantages")),
+    (lambda: whet.compute_group_advantages(np.zeros(4), scale="std"), ("scale is 'std'",)),
+    (lambda: whet.compute_group_advantages(np.zeros(4), eps=-1.0), ("eps is -1.0",)),
+    (lambda: whet.compute_group_advantages(np.zeros(4), ddof=-1), ("ddof is -1",)),
+    (lambda: whet.compute_group_advantages(np.zeros(4, int)), ("dtype int64", "astype")),
+    (lambda: whet.compute_group_advantages(["good", "bad"]), ("rewards is a list",)),
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), ERRORS)
-def test_errors_say_the_mend(call, message):
-    assert_raises(whet.WhetError, message, call)
+@pytest.mark.parametrize(("call", "facts"), ERRORS)
+def test_errors_name_the_fix(call, facts):
+    assert_raises(whet.WhetError, facts, call)
 
 
 # ---------------------------------------------------------------- GAE
@@ -197,7 +197,7 @@ def test_gae_ends_at_done():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("n", [1, 2, 7, 70, 1000, 10**6])
-def test_gae_equals_the_definition(n, dtype):
+def test_gae_equals_the_reference(n, dtype):
     rng = np.random.default_rng(n)
     r, v = rng.normal(size=(2, n)).astype(dtype)
     d = rng.random(n) < 0.05
@@ -221,19 +221,19 @@ def test_gae_batch_rows_equal_single_calls():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "facts"),
     [
-        ({"gamma": 1.5}, "gamma is 1.5"),
-        ({"lam": -0.1}, "lam is -0.1"),
-        ({"values": np.zeros(3)}, r"values has shape \(3,\)"),
-        ({"values": np.zeros(4, np.float32)}, "values has dtype float32"),
-        ({"dones": np.full(4, 0.5)}, "other than 0 and 1"),
-        ({"dones": np.zeros(3, bool)}, r"dones has shape \(3,\)"),
-        ({"last_value": np.zeros(2)}, "last_value has shape"),
-        ({"rewards": np.zeros(0)}, "not empty"),
+        ({"gamma": 1.5}, ("gamma is 1.5",)),
+        ({"lam": -0.1}, ("lam is -0.1",)),
+        ({"values": np.zeros(3)}, ("values has shape (3,)",)),
+        ({"values": np.zeros(4, np.float32)}, ("values has dtype float32",)),
+        ({"dones": np.full(4, 0.5)}, ("dones", "0 and 1")),
+        ({"dones": np.zeros(3, bool)}, ("dones has shape (3,)",)),
+        ({"last_value": np.zeros(2)}, ("last_value has shape",)),
+        ({"rewards": np.zeros(0)}, ("rewards has shape (0,)",)),
     ],
 )
-def test_gae_errors(change, message):
+def test_gae_errors(change, facts):
     good = {"rewards": np.zeros(4), "values": np.zeros(4), "dones": np.zeros(4, bool)}
     good |= {"last_value": 0.0, "gamma": 0.9, "lam": 0.9}
-    assert_raises(whet.WhetError, message, whet.compute_gae, **{**good, **change})
+    assert_raises(whet.WhetError, facts, whet.compute_gae, **{**good, **change})

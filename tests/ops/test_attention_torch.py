@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from tests.raising import mentions
 
 if os.environ.get("WHET_ISA"):  # the same kernels as in test_attention.py; torch's import takes longer than the tests
     pytest.skip("instruction sets are tested without torch", allow_module_level=True)
@@ -20,7 +21,7 @@ def tensors(n_queries, n_keys, heads, kv_heads, head_dim, dtype=torch.float32, b
 
 
 def of_torch(q, k, v, **options):
-    """In float64, with the heads before the tokens as torch has them."""
+    """Return torch's attention in float64, which expects heads before tokens."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     return sdpa(q, k, v, enable_gqa=True, **options).transpose(1, 2)
 
@@ -40,9 +41,9 @@ def test_equals_torch(dtype, heads, kv_heads, length):
 def test_windows_and_cached_keys():
     q, k, v = tensors(40, 100, 6, 2, 80)
     position, key = torch.arange(60, 100)[:, None], torch.arange(100)[None]
-    seen = (key <= position) & (key > position - 25)
+    mask = (key <= position) & (key > position - 25)
     torch.testing.assert_close(
-        whet.attention(q, k, v, window=25).double(), of_torch(q, k, v, attn_mask=seen), rtol=0, atol=3e-6
+        whet.attention(q, k, v, window=25).double(), of_torch(q, k, v, attn_mask=mask), rtol=0, atol=3e-6
     )
 
 
@@ -71,17 +72,17 @@ def test_views_out_and_numpy():
     offsets = torch.tensor([0, 7, 20], dtype=torch.int32)
     packed = whet.attention(q[0], k[0], v[0], cu_seqlens=offsets)
     assert torch.equal(packed[:7], expected[0, :7])
-    with pytest.raises(whet.WhetTypeError, match="out is a ndarray, but q a Tensor"):
+    with pytest.raises(whet.WhetTypeError, match=mentions("out is a ndarray")):
         whet.attention(q, k, v, out=out.numpy())
 
 
-def test_refusals():
+def test_unsupported_tensors_are_rejected():
     q, k, v = tensors(4, 4, 2, 1, 32)
-    with pytest.raises(whet.WhetValueError, match=r"attention: q requires grad.*\.detach\(\)"):
+    with pytest.raises(whet.WhetValueError, match=mentions("attention", "q requires grad", ".detach()")):
         whet.attention(q.requires_grad_(), k, v)
-    with pytest.raises(whet.WhetValueError, match="k is on meta, expected a CPU tensor"):
+    with pytest.raises(whet.WhetValueError, match=mentions("k is on meta", "CPU tensor")):
         whet.attention(q.detach(), k.to("meta"), v)
-    with pytest.raises(whet.WhetTypeError, match=r"v has dtype torch\.bfloat16, but q has torch\.float32"):
+    with pytest.raises(whet.WhetTypeError, match=mentions("v has dtype torch.bfloat16", "q has torch.float32")):
         whet.attention(q.detach(), k, v.bfloat16())
-    with pytest.raises(whet.WhetTypeError, match="dtype float16, expected float32 or bfloat16"):
+    with pytest.raises(whet.WhetTypeError, match=mentions("dtype float16", "float32 or bfloat16")):
         whet.decode_attention(q.detach()[:, 0].half(), k, v, [1, 1])

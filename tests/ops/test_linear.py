@@ -1,10 +1,11 @@
-"""Products against float64, on ragged sizes, odd strides, NumPy and torch; and the same bits however they are cut."""
+"""Products against float64, on ragged sizes, odd strides, NumPy and torch; bits do not depend on the batch."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
+from tests.raising import assert_raises, mentions
 from tests.threads import same_on_any_threads
 
 import whet
@@ -35,7 +36,7 @@ def bf16(x):
 
 
 def close(got, x, w, extra=0.0, bias=0.0):
-    """Within float32 summation error, and `extra` relative, of x w^T + bias in float64."""
+    """Assert float32 summation accuracy, plus ``extra`` relative, against x w^T + bias in float64."""
     x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
     exact = naive_linear(x, w, bias)
     size = np.abs(x) @ np.abs(w).T + np.abs(bias)
@@ -70,8 +71,8 @@ def test_gemm_bfloat16_is_rounded_once(m, n, k):
     close(got.double().numpy(), a.double().numpy(), b.double().numpy().T, extra=2**-8)
     wide = whet.gemm(a.float(), b.float())
     assert (got.float() - wide).abs().max() <= wide.abs().max() * 2**-8
-    for one in (whet.gemm(a.T.contiguous(), b, transpose_a=True), whet.gemm(a, b.T.contiguous(), transpose_b=True)):
-        assert torch.equal(one, got)
+    for result in (whet.gemm(a.T.contiguous(), b, transpose_a=True), whet.gemm(a, b.T.contiguous(), transpose_b=True)):
+        assert torch.equal(result, got)
 
 
 def test_gemm_alpha_beta_and_out():
@@ -81,7 +82,7 @@ def test_gemm_alpha_beta_and_out():
     expected = naive_gemm(a.astype(np.float64), b, 0.5, -2.0, c[:, :37].astype(np.float64))
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
     strided = np.full((7, 40), np.nan, np.float32)
-    whet.gemm(a, b, out=strided[:, :37])  # beta = 0 does not read: no NaN gets in
+    whet.gemm(a, b, out=strided[:, :37])  # beta = 0 does not read out, so no NaN propagates
     np.testing.assert_array_equal(strided[:, :37], whet.gemm(a, b))
     assert np.isnan(strided[:, 37:]).all()
     half = bf16(c[:, :37])
@@ -129,7 +130,7 @@ def test_linear_on_float_weights(m, n, k, format):
 
 
 def quantised_bound(x, w):
-    """What rounding x to int8 in blocks of 32 can cost: half a step of each block, times the weights' sizes."""
+    """Error bound of rounding x to int8 in blocks of 32: half a step of each block, times |weights|."""
     k = x.shape[1]
     padded = np.pad(np.abs(x), ((0, 0), (0, -k % 32))).reshape(len(x), -1, 32)
     steps = np.repeat(padded.max(axis=2) / 127, 32, axis=1)[:, :k]
@@ -146,7 +147,7 @@ def test_linear_on_quantised_weights(m, n, k, format):
     exact = x.astype(np.float64) @ quantised.dequantize().T.astype(np.float64) + bias
     got = whet.linear(x, packed, bias)
     assert np.all(np.abs(got - exact) <= quantised_bound(x, quantised.dequantize()))
-    # Inputs that int8 holds exactly leave nothing but float32 rounding.
+    # Inputs that int8 represents exactly have only float32 rounding errors.
     whole = np.round(np.clip(x, -3, 3) * 42).astype(np.float32)
     whole[:, ::32] = 127
     exact = whole.astype(np.float64) @ quantised.dequantize().T.astype(np.float64)
@@ -154,7 +155,7 @@ def test_linear_on_quantised_weights(m, n, k, format):
 
 
 @pytest.mark.parametrize("k", [1, 3, 31, 33, 100])
-def test_int8_takes_any_number_of_inputs(k):
+def test_int8_supports_any_row_length(k):
     x, w = normal(0, 3, k), normal(1, 20, k)
     quantised = whet.quantize(w, "int8")
     got = whet.linear(x, whet.pack_weight(quantised))
@@ -163,7 +164,7 @@ def test_int8_takes_any_number_of_inputs(k):
 
 
 @pytest.mark.parametrize("format", CORE_FORMATS)
-def test_a_row_is_the_same_alone_and_in_any_batch_on_any_threads(format):
+def test_a_rows_bits_do_not_depend_on_batch_or_threads(format):
     x, packed = normal(0, 67, 512), whet.pack_weight(normal(1, 300, 512), format)
     whole = same_on_any_threads(lambda: whet.linear(x, packed))
     for rows in (slice(0, 1), slice(3, 4), slice(5, 8), slice(66, 67), slice(11, 42)):
@@ -171,7 +172,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch_on_any_threads(format):
 
 
 @pytest.mark.parametrize("format", CORE_FORMATS)
-def test_packing_loses_nothing(format):
+def test_packing_is_lossless(format):
     w = normal(3, 37, 512)
     packed = whet.pack_weight(w, format)
     if format == "float32":
@@ -182,7 +183,7 @@ def test_packing_loses_nothing(format):
         np.testing.assert_array_equal(packed.unpack().data, whet.quantize(w, format).data)
 
 
-def test_nan_inputs_come_out():
+def test_nan_inputs_propagate():
     x = normal(0, 3, 64)
     x[1, 40] = np.nan
     for format in ("float32", "bfloat16", "int8", "q8_0", "q4_0"):
@@ -203,7 +204,7 @@ def test_leading_axes_out_and_strides():
     assert whet.linear(x[:0, :, :24], packed).shape == (0, 3, 20)
 
 
-def test_products_of_a_size_that_threads_share():
+def test_products_split_over_threads():
     a, b = normal(0, 300, 200), normal(1, 200, 500)
     close(whet.gemm(a, b), a, b.T)
     x, w = normal(2, 600, 130), normal(3, 200, 130)
@@ -214,51 +215,50 @@ SQUARE, WIDE = normal(0, 2, 2), normal(0, 2, 3)
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("call", "error", "facts"),
     [
-        (lambda: whet.gemm(WIDE, normal(0, 4, 5)), WhetValueError, r"gemm: a is \(2, 3\) and b \(4, 5\)"),
-        (lambda: whet.gemm(WIDE, normal(0, 3)), WhetValueError, r"gemm: b has shape \(3,\), expected two"),
-        (lambda: whet.gemm(SQUARE, SQUARE, beta=1.0), WhetValueError, "beta is 1.0 but out is None"),
-        (lambda: whet.gemm(SQUARE.astype(int), SQUARE), WhetTypeError, "gemm: a has dtype int64"),
+        (lambda: whet.gemm(WIDE, normal(0, 4, 5)), WhetValueError, ("gemm", "a is (2, 3)", "b (4, 5)")),
+        (lambda: whet.gemm(WIDE, normal(0, 3)), WhetValueError, ("gemm", "b has shape (3,)", "two")),
+        (lambda: whet.gemm(SQUARE, SQUARE, beta=1.0), WhetValueError, ("beta is 1.0", "out is None")),
+        (lambda: whet.gemm(SQUARE.astype(int), SQUARE), WhetTypeError, ("gemm", "a has dtype int64")),
         (
             lambda: whet.gemm(SQUARE, SQUARE, out=np.empty((2, 3), np.float32)),
             WhetValueError,
-            r"out is ndarray float32 \(2, 3\), expected a NumPy array of float32 and shape \(2, 2\)",
+            ("out is ndarray float32 (2, 3)", "NumPy array of float32", "shape (2, 2)"),
         ),
         (
             lambda: whet.gemm(SQUARE, SQUARE, out=np.empty((2, 2), np.float32).T),
             WhetValueError,
-            "rows are not contiguous",
+            ("out", "contiguous"),
         ),
-        (lambda: whet.gemv(WIDE, normal(0, 4)), WhetValueError, r"x \(4,\), expected \(3,\)"),
-        (lambda: whet.linear(WIDE, WIDE), WhetTypeError, r"Pass pack_weight\(weight\)"),
+        (lambda: whet.gemv(WIDE, normal(0, 4)), WhetValueError, ("x has shape (4,)", "(3,)")),
+        (lambda: whet.linear(WIDE, WIDE), WhetTypeError, ("pack_weight(weight)",)),
         (
             lambda: whet.linear(WIDE, whet.pack_weight(normal(0, 4, 5))),
             WhetValueError,
-            r"x has shape \(2, 3\), expected \(\.\.\., 5\)",
+            ("x has shape (2, 3)", "(..., 5)"),
         ),
         (
             lambda: whet.linear(normal(0, 2, 5), whet.pack_weight(normal(0, 4, 5)), normal(0, 3)),
             WhetValueError,
-            r"bias has shape \(3,\), expected \(4,\)",
+            ("bias has shape (3,)", "(4,)"),
         ),
-        (lambda: whet.pack_weight(normal(0, 4, 5), "fp8"), WhetValueError, "format is 'fp8', expected one of float32"),
-        (lambda: whet.pack_weight(normal(0, 4, 33), "q8_0"), WhetValueError, "rows of 33, not a multiple of the 32"),
+        (lambda: whet.pack_weight(normal(0, 4, 5), "fp8"), WhetValueError, ("format is 'fp8'", "one of float32")),
+        (lambda: whet.pack_weight(normal(0, 4, 33), "q8_0"), WhetValueError, ("rows of 33", "32", "q8_0")),
         (
             lambda: whet.pack_weight(whet.quantize(normal(0, 4, 32), "q8_0"), "q4_0"),
             WhetValueError,
-            r"quantized as q8_0, and format is 'q4_0'\. Pass weight\.dequantize\(\)",
+            ("quantised as q8_0", "format is 'q4_0'", "weight.dequantize()"),
         ),
     ],
 )
-def test_what_does_not_fit_is_explained(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def test_invalid_arguments_are_named(call, error, facts):
+    assert_raises(error, facts, call)
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "bfloat16"])
-def test_out_may_be_an_input(kind):
-    """Whole, or shifted by a row: as NumPy's matmul, which reads before it writes."""
+def test_out_may_alias_an_input(kind):
+    """Entirely, or shifted by a row: like NumPy's matmul, which reads before it writes."""
     rng = np.random.default_rng(3)
 
     def fresh(*shape):
@@ -292,7 +292,7 @@ def test_out_may_be_an_input(kind):
                 )
 
 
-def test_a_bias_may_be_where_the_result_goes():
+def test_bias_may_alias_out():
     x, weight = np.eye(20, dtype=np.float32), np.ones((20, 20), np.float32)
     out = np.zeros((20, 20), np.float32)
     out[7] = np.arange(20)
@@ -301,6 +301,6 @@ def test_a_bias_may_be_where_the_result_goes():
 
 
 @pytest.mark.parametrize("shape", [(2**33, 2**31), (2**62, 8), (0, 2**62), (8, -1)])
-def test_weights_of_no_size_or_beyond_memory_are_refused(shape):
-    with pytest.raises(WhetValueError, match=r"PackedWeight: .*expected sizes >= 0 and at most 2\^46 numbers"):
+def test_invalid_weight_sizes_are_rejected(shape):
+    with pytest.raises(WhetValueError, match=mentions("PackedWeight", "2^46")):
         whet.PackedWeight("float32", shape)

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from tests.raising import assert_raises
 
 import whet
 from whet.ops.logprobs import naive_token_logprobs
@@ -27,11 +28,11 @@ def test_within_1e_6_of_long_double(vocab_size, temperature):
     logits = rng.normal(0, 3, (24, vocab_size)).astype(np.float32)
     ids = rng.integers(0, vocab_size, 24)
     ids[:12] = logits[:12].argmax(1)
-    logits[np.arange(6), ids[:6]] += 4  # close to certain
+    logits[np.arange(6), ids[:6]] += 4  # almost certain
     logits[:, : vocab_size // 3] -= np.linspace(0, 60, 24)[:, None].astype(np.float32)  # and far below
     logprobs, entropy = whet.compute_token_logprobs(logits, ids, temperature=temperature, return_entropy=True)
     wide, wide_entropy = naive_token_logprobs(logits.astype(np.longdouble), ids, temperature=temperature)
-    # Beyond certainty 1 - 1e-8 only tokens 18 nats below are left, whose float32 exponents are that much coarser.
+    # Above a probability of 1 - 1e-8 only tokens 18 nats below contribute, with coarser float32 exponents.
     error = np.abs(logprobs - wide)
     assert np.all(error <= np.where(wide < -1e-8, 1e-6, 1e-5) * np.abs(wide))
     assert np.all(np.abs(entropy - wide_entropy) <= 2e-6 * np.maximum(wide_entropy, 0.05))
@@ -64,22 +65,21 @@ def test_each_row_has_its_own_token():
 
 
 @pytest.mark.parametrize(
-    ("logits", "ids", "options", "message"),
+    ("logits", "ids", "options", "facts"),
     [
-        (np.zeros((2, 3), np.float32), [0], {}, r"logits has shape \(2, 3\) and token_ids \(1,\)"),
-        (np.zeros(3, np.float32), [0], {}, r"expected \(N, V\)"),
-        (np.zeros((1, 0), np.float32), [0], {}, "V >= 1"),
-        (np.zeros((2, 3), np.float32), [0, 3], {}, r"token_ids\[1\] is 3, outside the vocabulary of 3"),
-        (np.zeros((2, 3), np.float32), [-1, 0], {}, r"token_ids\[0\] is -1"),
-        (np.zeros((2, 3), np.float32), [0.5, 1.0], {}, "token_ids has dtype float64, expected integers"),
-        (np.zeros((2, 3)), [0, 1], {}, "logits has dtype float64, expected float32.*astype"),
-        (np.zeros((2, 3), np.float32), [0, 1], {"temperature": 0.0}, "temperature is 0.0"),
-        (np.zeros((2, 3), np.float32), [0, 1], {"temperature": math.nan}, "temperature is nan"),
+        (np.zeros((2, 3), np.float32), [0], {}, ("logits has shape (2, 3)", "token_ids (1,)")),
+        (np.zeros(3, np.float32), [0], {}, ("(N, V)",)),
+        (np.zeros((1, 0), np.float32), [0], {}, ("V >= 1",)),
+        (np.zeros((2, 3), np.float32), [0, 3], {}, ("token_ids[1] is 3", "vocabulary of 3")),
+        (np.zeros((2, 3), np.float32), [-1, 0], {}, ("token_ids[0] is -1",)),
+        (np.zeros((2, 3), np.float32), [0.5, 1.0], {}, ("token_ids has dtype float64", "integers")),
+        (np.zeros((2, 3)), [0, 1], {}, ("logits has dtype float64", "float32", "astype")),
+        (np.zeros((2, 3), np.float32), [0, 1], {"temperature": 0.0}, ("temperature is 0.0",)),
+        (np.zeros((2, 3), np.float32), [0, 1], {"temperature": math.nan}, ("temperature is nan",)),
     ],
 )
-def test_errors_say_the_mend(logits, ids, options, message):
-    with pytest.raises(whet.WhetError, match=message):
-        whet.compute_token_logprobs(logits, ids, **options)
+def test_errors_name_the_fix(logits, ids, options, facts):
+    assert_raises(whet.WhetError, facts, whet.compute_token_logprobs, logits, ids, **options)
 
 
 def test_no_rows_give_no_logprobs():

@@ -1,4 +1,4 @@
-"""The low-rank products against float64, and the adapter that is trained with them."""
+"""Low-rank products against float64, and the MicroLoRA adapter that uses them."""
 
 import copy
 import itertools
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.isas import printed_by_isa
-from tests.raising import assert_raises
+from tests.raising import assert_raises, mentions
 from tests.threads import same_on_any_threads
 
 import whet
@@ -27,7 +27,7 @@ def arrays(rows, n_in, n_out, rank, seed=0):
 
 
 def close(got, exact, n):
-    """Within float32 rounding of sums of n products of numbers around 1."""
+    """Assert float32 accuracy for sums of n products of numbers around 1."""
     np.testing.assert_allclose(got, exact, rtol=2e-6, atol=3e-7 * 8 * np.sqrt(n) * 8)
 
 
@@ -89,7 +89,7 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours():
             np.testing.assert_array_equal(whet.lora_forward(x[i], y[i].copy(), a, b, 0.3), together[i])
 
 
-def test_thread_counts_give_the_same_bits():
+def test_bits_do_not_depend_on_threads():
     x, y, a, b = arrays(50, 1500, 900, 3)
     index = np.arange(50) % 3 - 1
     adapters = [adapter_of(1500, 900, 3, seed=k) for k in range(2)]
@@ -118,7 +118,7 @@ print(h.hexdigest())
 
 
 @pytest.mark.skipif("WHET_ISA" in os.environ, reason="tests every instruction set itself")
-def test_instruction_sets_give_the_same_bits():
+def test_bits_do_not_depend_on_the_instruction_set():
     assert len(set(printed_by_isa("import hashlib, numpy as np, whet", DIGEST).values())) == 1
 
 
@@ -126,12 +126,12 @@ def test_strided_rows_misaligned_starts_and_more_axes():
     x, y, a, b = arrays(6, 33, 20, 2)
     expected = whet.lora_forward(x, y.copy(), a, b, 1.0)
     big_x, big_y = np.zeros((12, 40), np.float32), np.full((12, 30), 7, np.float32)
-    apart_x, apart_y = big_x[::2, 1:34], big_y[1::2, 3:23]
-    apart_x[:], apart_y[:] = x, y
-    whet.lora_forward(apart_x, apart_y, a, b, 1.0)
-    np.testing.assert_array_equal(apart_y, expected)
+    strided_x, strided_y = big_x[::2, 1:34], big_y[1::2, 3:23]
+    strided_x[:], strided_y[:] = x, y
+    whet.lora_forward(strided_x, strided_y, a, b, 1.0)
+    np.testing.assert_array_equal(strided_y, expected)
     assert (big_y[::2] == 7).all() and (big_y[:, :3] == 7).all() and (big_y[:, 23:] == 7).all()
-    # Not the plain case: columns apart, axes that do not fold, reversed rows, other byte order, lists.
+    # The slow path: column strides, axes that do not fold, reversed rows, other byte order, lists.
     fortran = np.asfortranarray(y)
     np.testing.assert_array_equal(whet.lora_forward(np.asfortranarray(x), fortran, a, b, 1.0), expected)
     folded = y.reshape(2, 3, 20).copy()
@@ -154,7 +154,7 @@ def test_x_may_be_y():
     close(whet.lora_forward(x, x, a, a, 0.1), expected, 40)
 
 
-def test_gradients_of_columns_apart():
+def test_gradients_with_column_strides():
     x, y, a, b = arrays(4, 10, 7, 3)
     grads = [np.ones_like(a), np.ones_like(b)]
     odd = [np.asfortranarray(g) for g in grads]
@@ -170,36 +170,36 @@ READ_ONLY.flags.writeable = False
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("call", "error", "facts"),
     [
-        (lambda: whet.lora_forward(X[:, :9], Y, A, B, 1.0), ValueError, r"x has shape \(4, 9\), expected \(..., 10\)"),
-        (lambda: whet.lora_forward(X, Y[:3], A, B, 1.0), ValueError, r"y has shape \(3, 7\), expected \(4, 7\)"),
-        (lambda: whet.lora_forward(X[None], Y, A, B, 1.0), ValueError, r"y has shape \(4, 7\), expected \(1, 4, 7\)"),
-        (lambda: whet.lora_forward(X, Y.tolist(), A, B, 1.0), TypeError, "y is a list, but is written to"),
-        (lambda: whet.lora_forward(X, READ_ONLY, A, B, 1.0), ValueError, "y is read-only"),
-        (lambda: whet.lora_forward(X, Y.astype(int), A, B, 1.0), TypeError, "y has dtype int64, expected float32"),
-        (lambda: whet.lora_forward(X.astype(float), Y, A, B, 1.0), TypeError, "x has dtype float64"),
-        (lambda: whet.lora_forward(X, Y, A, B[:2], 1.0), ValueError, "a has 3 rows and b 2"),
-        (lambda: whet.lora_forward(X, Y, A.astype(float), B, 1.0), TypeError, "a has dtype float64, expected float32"),
-        (lambda: whet.lora_forward(X, Y, A[0], B, 1.0), ValueError, r"a has shape \(10,\), expected \(r, features\)"),
-        (lambda: whet.lora_forward(X, Y, np.tile(A, (3, 1)), B, 1.0), ValueError, "with r from 1 to 8"),
-        (lambda: whet.lora_accumulate(X, Y[:2], A, B, 1.0, A * 0, B * 0), ValueError, "Give both the same rows"),
-        (lambda: whet.lora_accumulate(X, Y, A, B, 1.0, B * 0, B * 0), ValueError, r"grad_a has shape \(3, 7\)"),
-        (lambda: whet.lora_batch(X, Y.copy(), [], [0] * 4), ValueError, "adapters is empty"),
-        (lambda: whet.lora_batch(X, Y.copy(), [3], [0] * 4), TypeError, r"adapters\[0\] is a int"),
+        (lambda: whet.lora_forward(X[:, :9], Y, A, B, 1.0), ValueError, ("x has shape (4, 9)", "(..., 10)")),
+        (lambda: whet.lora_forward(X, Y[:3], A, B, 1.0), ValueError, ("y has shape (3, 7)", "(4, 7)")),
+        (lambda: whet.lora_forward(X[None], Y, A, B, 1.0), ValueError, ("y has shape (4, 7)", "(1, 4, 7)")),
+        (lambda: whet.lora_forward(X, Y.tolist(), A, B, 1.0), TypeError, ("y is a list",)),
+        (lambda: whet.lora_forward(X, READ_ONLY, A, B, 1.0), ValueError, ("y is read-only",)),
+        (lambda: whet.lora_forward(X, Y.astype(int), A, B, 1.0), TypeError, ("y has dtype int64", "float32")),
+        (lambda: whet.lora_forward(X.astype(float), Y, A, B, 1.0), TypeError, ("x has dtype float64",)),
+        (lambda: whet.lora_forward(X, Y, A, B[:2], 1.0), ValueError, ("has 3 rows and b 2",)),
+        (lambda: whet.lora_forward(X, Y, A.astype(float), B, 1.0), TypeError, ("has dtype float64", "float32")),
+        (lambda: whet.lora_forward(X, Y, A[0], B, 1.0), ValueError, ("has shape (10,)", "(r, features)")),
+        (lambda: whet.lora_forward(X, Y, np.tile(A, (3, 1)), B, 1.0), ValueError, ("with r from 1 to 8",)),
+        (lambda: whet.lora_accumulate(X, Y[:2], A, B, 1.0, A * 0, B * 0), ValueError, ("both the same rows",)),
+        (lambda: whet.lora_accumulate(X, Y, A, B, 1.0, B * 0, B * 0), ValueError, ("grad_a has shape (3, 7)",)),
+        (lambda: whet.lora_batch(X, Y.copy(), [], [0] * 4), ValueError, ("adapters is empty",)),
+        (lambda: whet.lora_batch(X, Y.copy(), [3], [0] * 4), TypeError, ("adapters[0] is a int",)),
         (
             lambda: whet.LoRAStack([adapter_of(5, 3), adapter_of(5, 4)]),
             ValueError,
-            r"adapters\[1\] is 5 to 4, but adapters\[0\] is 5 to 3",
+            ("adapters[1] is 5 to 4", "adapters[0] is 5 to 3"),
         ),
-        (lambda: whet.lora_batch(X, Y.copy(), [adapter_of(10, 7)], [0, 0, 1, 0]), ValueError, r"index\[2\] is 1"),
-        (lambda: whet.lora_batch(X, Y.copy(), [adapter_of(10, 7)], np.full(4, -2)), ValueError, r"index\[0\] is -2"),
-        (lambda: whet.lora_batch(X, Y.copy(), [adapter_of(10, 7)], [0, 0]), ValueError, r"index has shape \(2,\)"),
-        (lambda: whet.lora_batch(X, Y.copy(), [adapter_of(10, 7)], [0.0] * 4), TypeError, "index has dtype float64"),
+        (lambda: whet.lora_batch(X, Y.copy(), [adapter_of(10, 7)], [0, 0, 1, 0]), ValueError, ("index[2] is 1",)),
+        (lambda: whet.lora_batch(X, Y.copy(), [adapter_of(10, 7)], np.full(4, -2)), ValueError, ("index[0] is -2",)),
+        (lambda: whet.lora_batch(X, Y.copy(), [adapter_of(10, 7)], [0, 0]), ValueError, ("index has shape (2,)",)),
+        (lambda: whet.lora_batch(X, Y.copy(), [adapter_of(10, 7)], [0.0] * 4), TypeError, ("index has dtype float64",)),
     ],
 )
-def test_bad_inputs_are_explained(call, error, message):
-    with pytest.raises(error, match=message) as caught:
+def test_invalid_inputs_are_named(call, error, facts):
+    with pytest.raises(error, match=mentions(*facts)) as caught:
         call()
     assert isinstance(caught.value, whet.WhetError)
 
@@ -207,7 +207,7 @@ def test_bad_inputs_are_explained(call, error, message):
 # --- an adapter per row -----------------------------------------------------------------------------------
 
 
-def test_batch_gives_every_row_what_its_adapter_gives_it_alone():
+def test_batch_rows_equal_single_calls():
     adapters = [adapter_of(70, 45, rank, alpha, seed=rank) for rank, alpha in ((1, 1.0), (8, 3.0), (2, 16.0), (5, 2.0))]
     x, y, _, _ = arrays(23, 70, 45, 1)
     index = np.random.default_rng(1).integers(-1, 4, 23)
@@ -237,13 +237,13 @@ def test_a_new_adapter_changes_nothing():
     assert repr(adapter) == "MicroLoRA(40, 30, rank=3, alpha=4)"
 
 
-def test_bad_adapters():
-    for arguments, message in (
-        ((0, 3), "in_features is 0, expected at least 1"),
-        ((3, 3, 9), "rank is 9, expected 1 to 8"),
-        ((3, 3, 1, np.inf), "alpha is inf"),
+def test_invalid_adapters_are_named():
+    for arguments, facts in (
+        ((0, 3), ("in_features is 0", "at least 1")),
+        ((3, 3, 9), ("rank is 9", "1 to 8")),
+        ((3, 3, 1, np.inf), ("alpha is inf",)),
     ):
-        assert_raises(whet.WhetValueError, message, whet.MicroLoRA, *arguments)
+        assert_raises(whet.WhetValueError, facts, whet.MicroLoRA, *arguments)
 
 
 def test_sgd_by_hand():
@@ -276,10 +276,10 @@ def test_ewc_by_hand():
     assert (adapter.A[0, 0], adapter.B[0, 0]) == (1.25, 2.5)
     assert adapter.ewc_penalty() == 0.25 * (22.5 * 0.75**2 + 10 * 0.5**2)
     adapter.accumulate(x, g * 0)
-    adapter.sgd_step(0.0625)  # the penalty alone: A += 0.5 * 22.5 * 0.75 / 16, B += 0.5 * 10 * 0.5 / 16
+    adapter.sgd_step(0.0625)  # only the penalty: A += 0.5 * 22.5 * 0.75 / 16, B += 0.5 * 10 * 0.5 / 16
     assert (adapter.A[0, 0], adapter.B[0, 0]) == (1.25 + 8.4375 / 16, 2.5 + 2.5 / 16)
     a, b = float(adapter.A[0, 0]), float(adapter.B[0, 0])
-    adapter.accumulate_fisher(x, x)  # a second task: its squares, B^2 and A^2, join F, around the new weights
+    adapter.accumulate_fisher(x, x)  # a second task: its squares, B^2 and A^2, are added to F, around the new weights
     adapter.consolidate()
     assert adapter.ewc_penalty() == 0
     adapter.A[0, 0] += 1
@@ -298,26 +298,26 @@ def test_merge_and_unmerge():
     np.testing.assert_allclose(adapter.unmerge(merged), weight, atol=4e-6)
     fortran = np.asfortranarray(weight)
     np.testing.assert_allclose(adapter.merge(fortran), exact, rtol=1e-5, atol=1e-5)
-    with pytest.raises(whet.WhetValueError, match=r"merge: weight has shape \(33, 20\), expected \(20, 33\)"):
+    with pytest.raises(whet.WhetValueError, match=mentions("merge", "weight has shape (33, 20)", "(20, 33)")):
         adapter.merge(weight.T)
 
 
-def test_a_step_that_cannot_be_taken():
+def test_invalid_steps_are_named():
     adapter = adapter_of()
     x, g, _, _ = arrays(1, 5, 3, 1)
-    for call, message in (
-        (lambda: adapter.sgd_step(0.1), "no gradient was accumulated"),
-        (lambda: adapter.adam_step(0.1), "no gradient was accumulated"),
-        (lambda: adapter.sgd_step(-1), "lr is -1, expected a finite number"),
-        (lambda: adapter.adam_step(0.1, betas=(0.9, 1.0)), r"betas is \(0.9, 1.0\)"),
-        (lambda: adapter.adam_step(0.1, eps=0), "eps is 0, expected a number above 0"),
-        (lambda: adapter.adam_step(0.1, weight_decay=float("nan")), "weight_decay is nan"),
-        (adapter.consolidate, "no Fisher information was accumulated"),
+    for call, facts in (
+        (lambda: adapter.sgd_step(0.1), ("no gradient was accumulated",)),
+        (lambda: adapter.adam_step(0.1), ("no gradient was accumulated",)),
+        (lambda: adapter.sgd_step(-1), ("lr is -1", "finite number")),
+        (lambda: adapter.adam_step(0.1, betas=(0.9, 1.0)), ("betas is (0.9, 1.0)",)),
+        (lambda: adapter.adam_step(0.1, eps=0), ("eps is 0", "number above 0")),
+        (lambda: adapter.adam_step(0.1, weight_decay=float("nan")), ("weight_decay is nan",)),
+        (adapter.consolidate, ("no Fisher information was accumulated",)),
     ):
-        assert_raises(whet.WhetValueError, message, call)
+        assert_raises(whet.WhetValueError, facts, call)
     before = adapter.A.copy()
     adapter.accumulate(x, g * np.nan)
-    assert_raises(whet.WhetValueError, r"the gradient holds NaN or infinity. Call zero_grad\(\)", adapter.sgd_step, 0.1)
+    assert_raises(whet.WhetValueError, ("zero_grad()",), adapter.sgd_step, 0.1)
     np.testing.assert_array_equal(adapter.A, before)
     adapter.zero_grad()
     adapter.accumulate(x, g)
@@ -333,7 +333,7 @@ def trained(adapter, steps, seed=0):
     return adapter
 
 
-def test_a_state_continues_as_if_nothing_had_happened():
+def test_a_loaded_state_continues_identically():
     first = trained(adapter_of(), 3)
     first.accumulate_fisher(np.ones(5, np.float32), np.ones(3, np.float32))
     first.consolidate()
@@ -350,7 +350,7 @@ def test_a_state_continues_as_if_nothing_had_happened():
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda adapter: pickle.loads(pickle.dumps(adapter))])
-def test_a_copy_learns_on_in_its_own_memory(copied):
+def test_copies_have_their_own_memory_and_state(copied):
     x, g, _, _ = arrays(3, 40, 24, 2)
 
     def learn(adapter):
@@ -359,7 +359,7 @@ def test_a_copy_learns_on_in_its_own_memory(copied):
         for _ in range(2):
             adapter.accumulate(x, g)
             adapter.adam_step(0.1)
-        adapter.accumulate(x, g)  # a gradient that no step has taken yet
+        adapter.accumulate(x, g)  # a gradient without a step yet
 
     def content(adapter):
         return {name: np.copy(value) for name, value in adapter.state_dict().items()}
@@ -378,25 +378,25 @@ def test_a_copy_learns_on_in_its_own_memory(copied):
     assert not np.array_equal(twin.A, before["lora_A"]) and twin.A.ctypes.data % 64 == 0
 
 
-def test_bad_states_change_nothing():
+def test_invalid_states_change_nothing():
     adapter = adapter_of()
     before, state = adapter.A.copy(), adapter_of(seed=3).state_dict()
-    for change, message in (
-        ({"lora_A": None}, "lora_A is missing, expected float32"),
-        ({"lora_B": np.zeros((2, 4), np.float32)}, r"lora_B is float32 \(2, 4\), expected float32 \(2, 3\)"),
-        ({"grad_A": np.zeros((2, 5))}, "grad_A is float64"),
-        ({"adam_m_A": np.zeros((2, 5), np.float32)}, "adam_m_B is missing"),
-        ({"momentum_A": np.zeros(3)}, "momentum_A or momentum_B is unknown"),
-        ({"n_steps": 1.5}, "n_steps is 1.5, expected a finite int"),
-        ({"alpha": float("nan")}, "alpha is nan"),
+    for change, facts in (
+        ({"lora_A": None}, ("lora_A is missing", "float32")),
+        ({"lora_B": np.zeros((2, 4), np.float32)}, ("lora_B is float32 (2, 4)", "float32 (2, 3)")),
+        ({"grad_A": np.zeros((2, 5))}, ("grad_A is float64",)),
+        ({"adam_m_A": np.zeros((2, 5), np.float32)}, ("adam_m_B is missing",)),
+        ({"momentum_A": np.zeros(3)}, ("momentum_A or momentum_B is unknown",)),
+        ({"n_steps": 1.5}, ("n_steps is 1.5", "finite int")),
+        ({"alpha": float("nan")}, ("alpha is nan",)),
     ):
-        assert_raises(whet.errors.CheckpointError, message, adapter.load_state_dict, {**state, **change})
+        assert_raises(whet.errors.CheckpointError, facts, adapter.load_state_dict, {**state, **change})
     np.testing.assert_array_equal(adapter.A, before)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 7, 40])
-def test_rows_of_y_may_lie_on_those_of_x(shift):
-    """Shifted, they are copied first; in place they are read row by row."""
+def test_y_may_overlap_x(shift):
+    """If shifted, inputs are copied first; in place they are read row by row."""
     rng = np.random.default_rng(1)
     a, b = (rng.integers(-2, 3, (2, 40)).astype(np.float32) for _ in range(2))
     memory = rng.integers(-2, 3, 200 * 40 + 40).astype(np.float32)

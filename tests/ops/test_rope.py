@@ -22,22 +22,22 @@ def normal(*shape):
 
 
 def by_complex_numbers(positions, x, head_size, inv_freq, is_neox):
-    """Every pair as a + bi, times exp(i position theta), in extended precision."""
+    """Rotate every pair as a + bi, times exp(i position theta), in extended precision."""
     angles = (np.asarray(positions, np.longdouble)[..., None] * inv_freq)[..., None, :]
     half = len(inv_freq)
     out = x.reshape(*angles.shape[:-2], -1, head_size).astype(np.longdouble)
     pairs = out[..., : 2 * half]
     if is_neox:
-        turned = (pairs[..., :half] + 1j * pairs[..., half:]) * (np.cos(angles) + 1j * np.sin(angles))
-        out[..., :half], out[..., half : 2 * half] = turned.real, turned.imag
+        rotated = (pairs[..., :half] + 1j * pairs[..., half:]) * (np.cos(angles) + 1j * np.sin(angles))
+        out[..., :half], out[..., half : 2 * half] = rotated.real, rotated.imag
     else:
-        turned = (pairs[..., 0::2] + 1j * pairs[..., 1::2]) * (np.cos(angles) + 1j * np.sin(angles))
-        out[..., 0 : 2 * half : 2], out[..., 1 : 2 * half : 2] = turned.real, turned.imag
+        rotated = (pairs[..., 0::2] + 1j * pairs[..., 1::2]) * (np.cos(angles) + 1j * np.sin(angles))
+        out[..., 0 : 2 * half : 2], out[..., 1 : 2 * half : 2] = rotated.real, rotated.imag
     return out.reshape(x.shape)
 
 
 def test_worked_values():
-    # Position 1 turns the first pair by a quarter: (a, b) to (-b, a); the second pair stays.
+    # Position 1 rotates the first pair by a quarter turn: (a, b) to (-b, a); the second pair is unchanged.
     quarter = np.array([np.pi / 2, 0.0])
     for is_neox, expected in ((True, [-3, 2, 1, 4, 5]), (False, [-2, 1, 3, 4, 5])):
         x = np.array([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]], np.float32)
@@ -74,7 +74,7 @@ def test_against_complex_numbers(rotary_dim, head_size, is_neox):
 @pytest.mark.parametrize(("rotary_dim", "head_size"), SHAPES)
 @pytest.mark.parametrize("inverse", [False, True])
 def test_to_the_bit(rotary_dim, head_size, is_neox, inverse):
-    # Each product with cos is rounded, the other one is added by a fused multiply-add: all instruction sets do this.
+    # The product with cos is rounded, the product with sin added by a fused multiply-add, on every instruction set.
     x, positions, half = normal(9, head_size), np.arange(9), rotary_dim // 2
     table = normal(9, rotary_dim)
     first, second = (slice(half), slice(half, 2 * half)) if is_neox else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
@@ -87,7 +87,7 @@ def test_to_the_bit(rotary_dim, head_size, is_neox, inverse):
     np.testing.assert_array_equal(x, expected)
 
 
-def test_naive_definition_agrees():
+def test_equals_the_reference():
     rope, positions = whet.get_rope(64, 32, 100), RNG.integers(0, 100, (2, 7))
     query = normal(2, 7, 3 * 64)
     for is_neox in (True, False):
@@ -99,19 +99,19 @@ def test_naive_definition_agrees():
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
-def test_inverse_undoes_forward_and_norms_stay(is_neox):
+def test_inverse_undoes_forward_and_norms_are_preserved(is_neox):
     rope = whet.get_rope(96, 64, 5000, is_neox_style=is_neox)
     query, key, positions = normal(40, 4, 96), normal(40, 96), RNG.integers(0, 5000, 40)
-    turned, turned_key = rope(positions, query.copy(), key.copy())
-    assert np.abs(turned - query).max() > 0.1
-    np.testing.assert_allclose(np.linalg.norm(turned, axis=-1), np.linalg.norm(query, axis=-1), rtol=1e-6)
-    back, back_key = rope.inverse(positions, turned, turned_key)
-    assert back is turned and back_key is turned_key
+    rotated, rotated_key = rope(positions, query.copy(), key.copy())
+    assert np.abs(rotated - query).max() > 0.1
+    np.testing.assert_allclose(np.linalg.norm(rotated, axis=-1), np.linalg.norm(query, axis=-1), rtol=1e-6)
+    back, back_key = rope.inverse(positions, rotated, rotated_key)
+    assert back is rotated and back_key is rotated_key
     np.testing.assert_allclose(back, query, atol=1e-6)
     np.testing.assert_allclose(back_key, key, atol=1e-6)
 
 
-def test_products_depend_on_the_distance_alone():
+def test_products_depend_only_on_distance():
     rope, q, k = whet.get_rope(128, max_position=4096), normal(128), normal(128)
     products = []
     for at in (0, 1000, 4000):
@@ -126,7 +126,7 @@ def test_inverse_is_the_transpose_under_an_attention_factor():
     np.testing.assert_allclose(rope.inverse(positions, rope(positions, x.copy())[0])[0], 1.25**2 * x, atol=1e-6)
 
 
-# --- how the arrays lie ---------------------------------------------------------------------------------
+# --- layouts of arrays ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
@@ -143,7 +143,7 @@ def test_views_of_a_fused_projection(is_neox):
     np.testing.assert_array_equal(qkv[:, cuts[1] :], before[:, cuts[1] :])
 
 
-def test_heads_before_tokens_and_every_form_of_positions():
+def test_heads_first_layout_and_position_types():
     rope = whet.get_rope(16, max_position=32)
     x = normal(2, 3, 5, 16)  # (B, heads, T, head_size)
     positions = RNG.integers(0, 32, (2, 5))
@@ -175,7 +175,7 @@ def test_rows_of_a_wider_table():
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (0, 2, 16), (3, 0), (3, 0, 16)])
-def test_nothing_to_turn(shape):
+def test_empty_inputs(shape):
     positions, x = np.zeros(shape[0], np.int64), np.zeros(shape, np.float32)
     assert whet.get_rope(16, max_position=4)(positions, x, x.copy())[0] is x
     assert whet.apply_rope(np.zeros((2, 0), int), np.zeros((2, 0, 16), np.float32), None, 16, normal(1, 16)) is None
@@ -196,15 +196,15 @@ def test_any_shape(data):
     np.testing.assert_allclose(x, right, atol=2e-6)
 
 
-def test_threads_change_no_bit():
+def test_bits_do_not_depend_on_threads():
     rope, positions = whet.get_rope(128, max_position=3000), RNG.integers(0, 3000, (3, 700))
     query, key = normal(3, 700, 4, 128), normal(3, 700, 128)
 
-    def rotated():
+    def rotate():
         whet.apply_rope_freqs(positions, computed := key.copy(), None, 128, rope.inv_freq)
         return *rope(positions, query.copy(), key.copy()), computed
 
-    _, by_table, computed = same_on_any_threads(rotated)
+    _, by_table, computed = same_on_any_threads(rotate)
     np.testing.assert_array_equal(by_table, computed)
 
 
@@ -212,7 +212,7 @@ def test_threads_change_no_bit():
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
-def test_computed_angles_are_those_of_the_table(is_neox):
+def test_computed_angles_equal_the_table(is_neox):
     for rotary_dim, head_size in ((2, 2), (30, 40), (128, 128), (300, 300)):
         rope = whet.get_rope(head_size, rotary_dim, 200, is_neox_style=is_neox)
         positions, x = RNG.integers(0, 200, 50), normal(50, 3 * head_size)
@@ -227,7 +227,7 @@ def test_far_positions_are_within_float32():
     inv_freq = whet.get_rope(128, max_position=1).inv_freq
     positions = np.array([0, 1, 12345, 131071, 999_999, 10**6, -7, -(10**6), 2**24 + 1, 2**31, -(2**31)])
     x = np.zeros((len(positions), 128), np.float32)
-    x[:, :64] = 1  # turns into (cos, sin)
+    x[:, :64] = 1  # rotates to (cos, sin)
     whet.apply_rope_freqs(positions, x, None, 128, inv_freq, attention_factor=1.0)
     angles = positions.astype(np.longdouble)[:, None] * inv_freq
     error = np.abs(x - np.concatenate([np.cos(angles), np.sin(angles)], axis=1)).max(1)
@@ -247,44 +247,44 @@ X = np.zeros((2, 32), np.float32)
 
 
 @pytest.mark.parametrize(
-    ("positions", "query", "key", "head_size", "table", "message"),
+    ("positions", "query", "key", "head_size", "table", "facts"),
     [
-        ([0, 10], X, None, 16, TABLE, r"positions\[1\] is 10, outside the table of 10 positions\. Make a longer"),
-        ([[0], [-1]], X[:, None], None, 16, TABLE, r"positions\[1, 0\] is -1"),
-        ([0, 1, 2], X, None, 16, TABLE, r"query has shape \(2, 32\), but positions has \(3,\) and head_size is 16"),
-        ([0, 1], X, X[:1], 16, TABLE, r"key has shape \(1, 32\)"),
-        ([0, 1], X, None, 24, TABLE, r"query has shape \(2, 32\).*head_size is 24.*n_heads \* head_size"),
-        ([0, 1], X.reshape(2, 1, 32), None, 16, TABLE, r"query has shape \(2, 1, 32\)"),
-        ([0, 1], X, None, 8, TABLE, "rotary_dim is 16, expected an even number from 2 to head_size=8"),
-        ([0, 1], X, None, 16, TABLE[:, :15], "rotary_dim is 15"),
-        ([0, 1], X, None, 0, TABLE, "head_size is 0, expected at least 1"),
-        ([0, 1], X, None, 16.0, TABLE, "head_size is 16.0, expected an integer"),
-        ([0, 1], X, None, 16, TABLE[0], r"cos_sin_cache has shape \(16,\), expected \(max_position, rotary_dim\)"),
-        ([0, 1], X, None, 16, TABLE.astype(float), r"cos_sin_cache has dtype float64.*astype\(np.float32\)"),
-        ([0.0, 1.0], X, None, 16, TABLE, "positions has dtype float64, expected int64 or int32"),
-        ([[[0]], [[1]]], X, None, 16, TABLE, r"positions has shape \(2, 1, 1\), expected \(T,\) or \(B, T\)"),
-        ([0, 1], X.astype(float), None, 16, TABLE, r"query has dtype float64, expected float32 or bfloat16.*astype"),
-        ([0, 1], X.tolist(), None, 16, TABLE, "query is a list, expected a NumPy array or a torch tensor"),
-        ([0, 1], np.ma.array(X), None, 16, TABLE, "query is a MaskedArray"),
-        ([0, 1], None, X, 16, TABLE, "query is a NoneType"),
-        ([0, 1], READ_ONLY, None, 16, TABLE, "query is read-only.*copy"),
-        ([0, 1], X, READ_ONLY, 16, TABLE, "key is read-only"),
-        ([0, 1], np.zeros((2, 64), np.float32)[:, ::2], None, 16, TABLE, r"query has strides \(64, 2\), expected 1"),
+        ([0, 10], X, None, 16, TABLE, ("positions[1] is 10", "table of 10 positions")),
+        ([[0], [-1]], X[:, None], None, 16, TABLE, ("positions[1, 0] is -1",)),
+        ([0, 1, 2], X, None, 16, TABLE, ("query has shape (2, 32)", "positions has (3,)", "head_size is 16")),
+        ([0, 1], X, X[:1], 16, TABLE, ("key has shape (1, 32)",)),
+        ([0, 1], X, None, 24, TABLE, ("query has shape (2, 32)", "head_size is 24", "n_heads * head_size")),
+        ([0, 1], X.reshape(2, 1, 32), None, 16, TABLE, ("query has shape (2, 1, 32)",)),
+        ([0, 1], X, None, 8, TABLE, ("rotary_dim is 16", "even number from 2 to head_size=8")),
+        ([0, 1], X, None, 16, TABLE[:, :15], ("rotary_dim is 15",)),
+        ([0, 1], X, None, 0, TABLE, ("head_size is 0", "at least 1")),
+        ([0, 1], X, None, 16.0, TABLE, ("head_size is 16.0", "integer")),
+        ([0, 1], X, None, 16, TABLE[0], ("cos_sin_cache has shape (16,)", "(max_position, rotary_dim)")),
+        ([0, 1], X, None, 16, TABLE.astype(float), ("cos_sin_cache has dtype float64", "astype(np.float32)")),
+        ([0.0, 1.0], X, None, 16, TABLE, ("positions has dtype float64", "int64 or int32")),
+        ([[[0]], [[1]]], X, None, 16, TABLE, ("positions has shape (2, 1, 1)", "(T,) or (B, T)")),
+        ([0, 1], X.astype(float), None, 16, TABLE, ("query has dtype float64", "float32 or bfloat16", "astype")),
+        ([0, 1], X.tolist(), None, 16, TABLE, ("query is a list",)),
+        ([0, 1], np.ma.array(X), None, 16, TABLE, ("query is a MaskedArray",)),
+        ([0, 1], None, X, 16, TABLE, ("query is a NoneType",)),
+        ([0, 1], READ_ONLY, None, 16, TABLE, ("query is read-only", "copy")),
+        ([0, 1], X, READ_ONLY, 16, TABLE, ("key is read-only",)),
+        ([0, 1], np.zeros((2, 64), np.float32)[:, ::2], None, 16, TABLE, ("query has strides (64, 2)", "1")),
         (
             [0, 1],
             np.lib.stride_tricks.as_strided(X, (2, 32), (0, 4)),
             None,
             16,
             TABLE,
-            "query is expanded: elements share memory",
+            ("query is expanded",),
         ),
     ],
 )
-def test_errors_say_the_mend(positions, query, key, head_size, table, message):
-    assert_raises(whet.WhetError, "apply_rope: " + message, whet.apply_rope, positions, query, key, head_size, table)
+def test_errors_name_the_fix(positions, query, key, head_size, table, facts):
+    assert_raises(whet.WhetError, ("apply_rope", *facts), whet.apply_rope, positions, query, key, head_size, table)
 
 
-def test_a_bad_key_leaves_the_query_alone():
+def test_an_invalid_key_leaves_the_query_unchanged():
     query = normal(2, 16)
     before = query.copy()
     with pytest.raises(whet.WhetValueError):
@@ -295,20 +295,20 @@ def test_a_bad_key_leaves_the_query_alone():
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "facts"),
     [
-        (lambda: whet.apply_rope_freqs([0, 2**31 + 1], X, None, 16, np.ones(8)), r"positions\[1\] is 2147483649"),
-        (lambda: whet.apply_rope_freqs([0, 1], X, None, 16, np.ones((2, 4))), r"inv_freq has shape \(2, 4\)"),
-        (lambda: whet.apply_rope_freqs([0, 1], X, None, 16, np.ones(9)), "rotary_dim is 18"),
-        (lambda: whet.apply_rope_freqs([0, 1], X, None, 16, np.ones(0)), r"inv_freq has shape \(0,\)"),
-        (lambda: whet.apply_rope_freqs([0, 1], X, None, 16, np.ones(8, int)), "inv_freq has dtype int64"),
-        (lambda: whet.RotaryEmbedding(16, 8, [1.0, np.inf]), "inv_freq holds inf"),
-        (lambda: whet.RotaryEmbedding(16, 0, np.ones(8)), "max_position is 0, expected at least 1"),
-        (lambda: whet.RotaryEmbedding(4, 8, np.ones(8)), "rotary_dim is 16, expected an even number from 2 to head_si"),
+        (lambda: whet.apply_rope_freqs([0, 2**31 + 1], X, None, 16, np.ones(8)), ("positions[1] is 2147483649",)),
+        (lambda: whet.apply_rope_freqs([0, 1], X, None, 16, np.ones((2, 4))), ("inv_freq has shape (2, 4)",)),
+        (lambda: whet.apply_rope_freqs([0, 1], X, None, 16, np.ones(9)), ("rotary_dim is 18",)),
+        (lambda: whet.apply_rope_freqs([0, 1], X, None, 16, np.ones(0)), ("inv_freq has shape (0,)",)),
+        (lambda: whet.apply_rope_freqs([0, 1], X, None, 16, np.ones(8, int)), ("inv_freq has dtype int64",)),
+        (lambda: whet.RotaryEmbedding(16, 8, [1.0, np.inf]), ("inv_freq holds inf",)),
+        (lambda: whet.RotaryEmbedding(16, 0, np.ones(8)), ("max_position is 0", "at least 1")),
+        (lambda: whet.RotaryEmbedding(4, 8, np.ones(8)), ("rotary_dim is 16", "head_size=4")),
     ],
 )
-def test_other_errors(call, message):
-    assert_raises(whet.WhetError, message, call)
+def test_other_errors(call, facts):
+    assert_raises(whet.WhetError, facts, call)
 
 
 def test_repr_names_the_settings():

@@ -1,10 +1,11 @@
-"""Scaled frequencies: transformers' ROPE_INIT_FUNCTIONS, values by hand, and settings that cannot be."""
+"""Scaled frequencies: transformers' ROPE_INIT_FUNCTIONS, values by hand, and invalid settings."""
 
 import math
 import os
 
 import numpy as np
 import pytest
+from tests.raising import assert_raises
 
 import whet
 from whet.ops.rope_scaling import rope_frequencies
@@ -32,7 +33,7 @@ SCALINGS = {
 }
 
 
-@pytest.mark.skipif("WHET_ISA" in os.environ, reason="NumPy alone: no instruction set matters")
+@pytest.mark.skipif("WHET_ISA" in os.environ, reason="uses only NumPy, on every instruction set")
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize(("base", "max_position"), [(10000.0, 16384), (500000.0, 16384), (10000.0, 2048)])
 def test_equals_transformers(name, base, max_position):
@@ -43,7 +44,7 @@ def test_equals_transformers(name, base, max_position):
     given = {"rope_type": kind, **SCALINGS[name]}
     theirs = {"factor": 1.0 if kind == "proportional" else None, **given, "rope_theta": base}
     original = given.get("original_max_position_embeddings", max_position)
-    # For dynamic scaling transformers takes the model's maximum as the original length, and the sequence apart.
+    # Dynamic scaling in transformers uses the model's maximum as the original length, and seq_len as the sequence.
     config = transformers.LlamaConfig(
         hidden_size=128, num_attention_heads=2, head_dim=64, rope_parameters=theirs,
         max_position_embeddings=original if kind == "dynamic" else max_position,
@@ -54,7 +55,7 @@ def test_equals_transformers(name, base, max_position):
     assert attention_factor == pytest.approx(factor, rel=1e-12)
 
 
-@pytest.mark.skipif("WHET_ISA" in os.environ, reason="NumPy alone: no instruction set matters")
+@pytest.mark.skipif("WHET_ISA" in os.environ, reason="uses only NumPy, on every instruction set")
 def test_rotation_equals_transformers():
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -70,7 +71,7 @@ def test_rotation_equals_transformers():
     rope = whet.get_rope(64, max_position=16384, base=500000.0, scaling=scaling)
     rope(positions, q.transpose(1, 2), k.transpose(1, 2))
     for got, right in zip((q, k), expected, strict=True):
-        torch.testing.assert_close(got, right, rtol=0, atol=5e-4)  # its angles are float32: 1000 x 2^-24
+        torch.testing.assert_close(got, right, rtol=0, atol=5e-4)  # transformers' angles are float32: 1000 x 2^-24
 
 
 # --- by hand --------------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ def test_dynamic_by_hand():
 
 
 def test_llama3_by_hand():
-    # Turns in L = 200 pi: 100 theta. theta = 1, 0.1, 0.01, 0.001 turn 100, 10, 1 and 0.1 times. Ends: 19 and 1.
+    # Rotations over L = 200 pi: 100 theta. theta = 1, 0.1, 0.01, 0.001 rotate 100, 10, 1 and 0.1 times. Ends: 19 and 1.
     scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 19.0}
     scaling["original_max_position_embeddings"] = 200 * math.pi
     inv_freq, _ = rope_frequencies(8, None, 4096, 10000.0, scaling)
@@ -99,7 +100,7 @@ def test_llama3_by_hand():
 
 
 def test_yarn_by_hand():
-    # Pairs 0 .. 3 of d = 8 with base 10^4 turn 10^(2 - i) times in L = 200 pi: pair i for 10^(2 - i) turns.
+    # Pairs 0 .. 3 of d = 8 with base 10^4 rotate 10^(2 - i) times over L = 200 pi.
     scaling = {"rope_type": "yarn", "factor": math.e, "original_max_position_embeddings": 200 * math.pi}
     inv_freq, factor = rope_frequencies(8, None, 4096, 10000.0, {**scaling, "beta_fast": 100, "beta_slow": 1})
     low = 1 / math.e
@@ -125,7 +126,7 @@ def test_proportional_by_hand():
     np.testing.assert_allclose(inv_freq, [0.5, 0.05, 0, 0], rtol=1e-15)
 
 
-def test_what_the_dict_says_of_the_plain_settings():
+def test_plain_settings_in_the_dict():
     plain = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
     np.testing.assert_allclose(rope_frequencies(8, None, 16, 10000.0, plain)[0], [1, 0.1], rtol=1e-15)
     assert whet.get_rope(8, scaling={}).rotary_dim == 8
@@ -138,31 +139,30 @@ def test_what_the_dict_says_of_the_plain_settings():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "facts"),
     [
-        ({"scaling": {"rope_type": "ntk"}}, "rope_type 'ntk', expected one of 'default', 'linear'"),
-        ({"scaling": {"rope_type": []}}, "rope_type \\[\\], expected one of 'default', 'linear'"),
-        ({"scaling": {"factor": 2.0}}, "rope_type None"),
-        ({"scaling": "linear"}, "scaling is a str, expected a dict"),
-        ({"scaling": {"rope_type": "linear"}}, "scaling has no 'factor', which linear needs. Pass how many times"),
-        ({"scaling": {"rope_type": "linear", "factor": "2"}}, r"scaling\['factor'\] is '2', expected a number"),
-        ({"scaling": {"rope_type": "linear", "factor": 0}}, "is 0, expected a number above 0"),
-        ({"scaling": {"rope_type": "linear", "factor": math.nan}}, "is nan, expected a number above 0"),
-        ({"scaling": {"rope_type": "linear", "factor": 2, "beta_fast": 3}}, "has 'beta_fast', which linear does not"),
-        ({"scaling": {"rope_type": "dynamic", "factor": 2}}, "no 'original_max_position_embeddings'.*trained for"),
-        ({"scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor 1.0, expected"),
-        ({"scaling": {"rope_type": "longrope", **LONG, "long_factor": [1]}}, r"\['long_factor'\] has shape \(1,\)"),
-        ({"scaling": {"rope_type": "default", "rope_theta": 5.0}, "base": 7.0}, "base is 7.0, but .* rope_theta 5.0"),
-        ({"scaling": {"rope_type": "proportional"}, "rotary_dim": 32}, "rotary_dim is 32, expected head_size=64"),
-        ({"scaling": {"rope_type": "default", "partial_rotary_factor": 1.5}}, "above 0 and at most 1"),
+        ({"scaling": {"rope_type": "ntk"}}, ("rope_type 'ntk'", "one of 'default', 'linear'")),
+        ({"scaling": {"rope_type": []}}, ("rope_type []", "one of 'default', 'linear'")),
+        ({"scaling": {"factor": 2.0}}, ("rope_type None",)),
+        ({"scaling": "linear"}, ("scaling is a str", "dict")),
+        ({"scaling": {"rope_type": "linear"}}, ("no 'factor'", "linear")),
+        ({"scaling": {"rope_type": "linear", "factor": "2"}}, ("scaling['factor'] is '2'", "number")),
+        ({"scaling": {"rope_type": "linear", "factor": 0}}, ("is 0", "number above 0")),
+        ({"scaling": {"rope_type": "linear", "factor": math.nan}}, ("is nan", "number above 0")),
+        ({"scaling": {"rope_type": "linear", "factor": 2, "beta_fast": 3}}, ("'beta_fast'", "linear")),
+        ({"scaling": {"rope_type": "dynamic", "factor": 2}}, ("no 'original_max_position_embeddings'", "trained for")),
+        ({"scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, ("high_freq_factor 1.0",)),
+        ({"scaling": {"rope_type": "longrope", **LONG, "long_factor": [1]}}, ("['long_factor'] has shape (1,)",)),
+        ({"scaling": {"rope_type": "default", "rope_theta": 5.0}, "base": 7.0}, ("base is 7.0", "rope_theta 5.0")),
+        ({"scaling": {"rope_type": "proportional"}, "rotary_dim": 32}, ("rotary_dim is 32", "head_size=64")),
+        ({"scaling": {"rope_type": "default", "partial_rotary_factor": 1.5}}, ("partial_rotary_factor", "1.5")),
         ({"scaling": {"rope_type": "dynamic", "factor": 2, "original_max_position_embeddings": 8}, "rotary_dim": 2},
-         "rotary_dim is 2, and dynamic scaling needs at least 4"),
-        ({"rotary_dim": 33}, "rotary_dim is 33, expected an even number up to head_size=64"),
-        ({"rotary_dim": 66}, "rotary_dim is 66"),
-        ({"base": 1.0}, "base is 1.0, expected a number above 1"),
-        ({"max_position": 0}, "max_position is 0"),
+         ("rotary_dim is 2", "dynamic", "at least 4")),
+        ({"rotary_dim": 33}, ("rotary_dim is 33", "even number up to head_size=64")),
+        ({"rotary_dim": 66}, ("rotary_dim is 66",)),
+        ({"base": 1.0}, ("base is 1.0", "number above 1")),
+        ({"max_position": 0}, ("max_position is 0",)),
     ],
 )  # fmt: skip
-def test_errors_say_the_mend(settings, message):
-    with pytest.raises(whet.WhetError, match="get_rope: .*" + message):
-        whet.get_rope(64, **settings)
+def test_errors_name_the_fix(settings, facts):
+    assert_raises(whet.WhetError, ("get_rope", *facts), whet.get_rope, 64, **settings)

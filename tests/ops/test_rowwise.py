@@ -1,4 +1,4 @@
-"""What all functions of rows promise: any view, any place of the result, and the same bits on any threads."""
+"""Properties of all row-wise functions: any view, any ``out``, and bits that do not depend on threads."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ every_function = pytest.mark.parametrize("f", FUNCTIONS.values(), ids=FUNCTIONS)
 
 
 @every_function
-def test_views_and_places(f):
+def test_views_and_out(f):
     for x in views():
         expected = f(np.array(x, np.float32))
         got = f(x)
@@ -40,20 +40,20 @@ def test_views_and_places(f):
 
 
 @every_function
-def test_an_out_that_is_its_input_or_overlaps_it_is_written_after_it_is_read(f):
+def test_out_may_overlap_the_input(f):
     base = normal((9, 33))
     expected = f(base)
     x = base.copy()
     assert f(x, out=x) is x
     np.testing.assert_array_equal(x, expected)
-    for source, place in (np.s_[:-1], np.s_[1:]), (np.s_[1:], np.s_[:-1]):
+    for source, target in (np.s_[:-1], np.s_[1:]), (np.s_[1:], np.s_[:-1]):
         x = base.copy()
-        f(x[source], out=x[place])
-        np.testing.assert_array_equal(x[place], expected[source])
+        f(x[source], out=x[target])
+        np.testing.assert_array_equal(x[target], expected[source])
 
 
 @every_function
-def test_threads_and_neighbours_change_no_bit(f):
+def test_bits_do_not_depend_on_threads_or_other_rows(f):
     x = normal((200, 700), spread=3.0)
     whole = same_on_any_threads(lambda: f(x))
     np.testing.assert_array_equal(f(x[77]), whole[77])

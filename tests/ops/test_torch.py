@@ -1,4 +1,4 @@
-"""Torch tensors in, torch tensors out, without a copy, and never silently cut from a graph."""
+"""Torch tensors in, torch tensors out, without a copy; tensors that require grad raise."""
 
 import numpy as np
 import pytest
@@ -46,13 +46,13 @@ def test_logprobs_in_float32_and_bfloat16():
         torch.testing.assert_close(entropy.double(), -(wide.exp() * wide).sum(1), rtol=1e-6, atol=0)
 
 
-def test_views_are_read_right():
+def test_views_are_read_correctly():
     t = torch.from_numpy(P)
     for view in (t.T, t[:, ::2], t[1:]):
         torch.testing.assert_close(
             whet.compute_batch_group_advantages(view), whet.compute_batch_group_advantages(view.clone()), rtol=0, atol=0
         )
-    negated = torch.from_numpy(P + 1j * Q).conj().imag  # a lazy minus sign on memory that holds Q
+    negated = torch.from_numpy(P + 1j * Q).conj().imag  # a lazily negated view of Q
     assert whet.compute_token_kl(negated[0], t[0]) == whet.compute_token_kl(-Q[0], P[0])
 
 
@@ -99,14 +99,14 @@ IN_PLACE_ONLY = {
 
 
 @pytest.mark.parametrize("name", OF_ONE_TENSOR)
-def test_lazy_minus_signs_are_read(name):
-    """Of torch's lazily negated tensors, whose memory holds the other sign."""
+def test_lazily_negated_inputs_are_read(name):
+    """The memory of torch's lazily negated tensors holds the opposite sign."""
     x, function = OF_ONE_TENSOR[name]
     torch.testing.assert_close(function(x.clone()._neg_view()), function(-x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", WRITTEN_TO)
-def test_lazy_minus_signs_are_written(name):
+def test_lazily_negated_outputs_are_written(name):
     x, function = WRITTEN_TO[name]
     lazy, plain = x.clone()._neg_view(), -x
     function(lazy)
@@ -115,14 +115,14 @@ def test_lazy_minus_signs_are_written(name):
 
 
 @pytest.mark.parametrize("name", IN_PLACE_ONLY)
-def test_lazy_minus_signs_of_what_is_written_in_place_are_refused(name):
+def test_lazily_negated_in_place_arguments_are_rejected(name):
     x, function = IN_PLACE_ONLY[name]
-    assert_raises(whet.WhetError, "lazily negated|as it lies in memory", function, x.clone()._neg_view())
+    assert_raises(whet.WhetError, r"lazily negated|memory layout", function, x.clone()._neg_view())
 
 
 def freed(x):
     x = x.clone()
-    x.untyped_storage().resize_(0)  # as FSDP does with its parameters
+    x.untyped_storage().resize_(0)  # like FSDP with its parameters
     return x
 
 
@@ -145,34 +145,34 @@ class Wrapper(torch.Tensor):
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("kind", [freed, fake, Wrapper])
 @pytest.mark.parametrize("name", [*OF_ONE_TENSOR, *WRITTEN_TO, *IN_PLACE_ONLY])
-def test_tensors_without_memory_are_refused(name, kind):
+def test_tensors_without_memory_are_rejected(name, kind):
     x, function = (OF_ONE_TENSOR | WRITTEN_TO | IN_PLACE_ONLY)[name]
-    assert_raises(whet.WhetTypeError, "has no memory of its own", function, kind(x))
+    assert_raises(whet.WhetTypeError, ("has no memory",), function, kind(x))
 
 
-def test_tensors_that_stand_for_others_are_refused():
+def test_wrapped_tensors_are_rejected():
     rows = torch.zeros(3, 32)
     for function in (whet.softmax, whet.silu, whet.compute_group_advantages):
-        assert_raises(whet.WhetTypeError, "has no memory of its own", torch.func.vmap(function), rows)
+        assert_raises(whet.WhetTypeError, ("has no memory",), torch.func.vmap(function), rows)
     shrunk = rows.clone()
     shrunk.untyped_storage().resize_(8)
-    assert_raises(whet.WhetTypeError, "weight has no memory of its own", whet.pack_weight, shrunk)
+    assert_raises(whet.WhetTypeError, ("weight has no memory",), whet.pack_weight, shrunk)
     ids = torch.zeros(3, dtype=torch.long, device="meta")
-    assert_raises(whet.WhetTypeError, "token_ids has no memory", whet.compute_token_logprobs, rows, ids)
-    assert_raises(whet.WhetTypeError, "dtype float32, expected integers", whet.compute_token_logprobs, rows, rows[:, 0])
+    assert_raises(whet.WhetTypeError, ("token_ids has no memory",), whet.compute_token_logprobs, rows, ids)
+    assert_raises(whet.WhetTypeError, ("dtype float32", "integers"), whet.compute_token_logprobs, rows, rows[:, 0])
     empty = torch.zeros(0, 5)
     assert whet.softmax(empty).shape == (0, 5)
     assert whet.compute_token_logprobs(empty, []).shape == (0,)
     assert whet.compute_token_logprobs(rows, torch.arange(3)._neg_view()._neg_view()).shape == (3,)
 
 
-def test_an_out_that_shares_memory_with_itself_is_refused():
+def test_an_expanded_out_is_rejected():
     expanded = torch.zeros(1, 4).expand(4, 4)
-    assert_raises(whet.WhetValueError, "share memory. Pass a plain array", whet.gemm, ONE, ONE.T, out=expanded)
-    assert_raises(whet.WhetValueError, "lazily negated", whet.gemm, ONE, ONE.T, out=torch.zeros(4, 4)._neg_view())
+    assert_raises(whet.WhetValueError, ("share memory",), whet.gemm, ONE, ONE.T, out=expanded)
+    assert_raises(whet.WhetValueError, ("lazily negated",), whet.gemm, ONE, ONE.T, out=torch.zeros(4, 4)._neg_view())
 
 
-def test_gradients_are_refused():
+def test_tensors_that_require_grad_are_rejected():
     leaf = torch.zeros(8, requires_grad=True)
     for call in (
         lambda: whet.compute_token_kl(leaf, leaf),
@@ -181,21 +181,21 @@ def test_gradients_are_refused():
         lambda: whet.compute_group_advantages(torch.nn.Parameter(torch.zeros(8))),
         lambda: whet.compute_token_logprobs(leaf.reshape(2, 4), [0, 1]),
     ):
-        assert_raises(whet.WhetValueError, r"requires grad.*\.detach\(\)", call)
+        assert_raises(whet.WhetValueError, ("requires grad", ".detach()"), call)
     assert whet.compute_token_kl(leaf.detach(), leaf.detach()) == 0.0
 
 
 @pytest.mark.parametrize(
-    ("tensor", "message"),
+    ("tensor", "facts"),
     [
-        (torch.zeros(8, dtype=torch.float16), r"dtype float16.*\.to\(torch.float32\)"),
-        (torch.zeros(8, dtype=torch.bfloat16), "dtype bfloat16"),
-        (torch.zeros(8, device="meta"), r"on meta, expected a CPU tensor. Pass rewards.cpu\(\)"),
-        (torch.zeros(8).to_sparse(), "to_dense"),
+        (torch.zeros(8, dtype=torch.float16), ("dtype float16", ".to(torch.float32)")),
+        (torch.zeros(8, dtype=torch.bfloat16), ("dtype bfloat16",)),
+        (torch.zeros(8, device="meta"), ("on meta", "CPU tensor", "rewards.cpu()")),
+        (torch.zeros(8).to_sparse(), ("to_dense",)),
     ],
 )
-def test_other_tensors_are_refused(tensor, message):
-    assert_raises(whet.WhetError, message, whet.compute_group_advantages, tensor)
+def test_unsupported_tensors_are_rejected(tensor, facts):
+    assert_raises(whet.WhetError, facts, whet.compute_group_advantages, tensor)
 
 
 def test_a_tensor_and_an_array_agree():
@@ -203,7 +203,7 @@ def test_a_tensor_and_an_array_agree():
 
 
 def test_no_copy():
-    # 64 MB in and a float out: a copy would show in torch's or NumPy's peak, so time's stand-in is the address.
+    # 64 MB in and a float out: a copy would show in NumPy's peak memory.
     import tracemalloc
 
     t = torch.zeros(8 * 2**20, dtype=torch.float64)

@@ -262,7 +262,7 @@ private:
         }
         const auto n = static_cast<size_t>(a.shape[0]), k = static_cast<size_t>(a.shape[1]);
         PackedWeight weight(format, n, k);
-        weight.pack_rows(0, n, a.data, Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
+        weight.pack_rows(0, n, a.data, RowType::kFloat32, static_cast<ptrdiff_t>(k), 1);
         return weight;
     }
 

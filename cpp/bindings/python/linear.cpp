@@ -34,7 +34,7 @@ struct PackedObject {
     PackedWeight weight;
 
     // Rows of numbers at an address with strides in elements, or in the format's own layout with strides in bytes.
-    void pack_rows(size_t first, size_t count, uintptr_t rows, Source source, ptrdiff_t row_stride,
+    void pack_rows(size_t first, size_t count, uintptr_t rows, RowType source, ptrdiff_t row_stride,
                    ptrdiff_t column_stride) {
         const ReleasedGil released;
         weight.pack_rows(first, count, reinterpret_cast<const void*>(rows), source, row_stride, column_stride);
@@ -137,11 +137,11 @@ nb::object gemv_call(nb::handle a_object, nb::handle x_object, nb::handle out_ob
 }  // namespace
 
 void bind_linear(nb::module_& m) {
-    nb::enum_<Source>(m, "Source")
-        .value("FLOAT32", Source::kFloat32)
-        .value("BFLOAT16", Source::kBFloat16)
-        .value("FLOAT16", Source::kFloat16)
-        .value("PACKED", Source::kPacked);
+    nb::enum_<RowType>(m, "RowType")
+        .value("FLOAT32", RowType::kFloat32)
+        .value("BFLOAT16", RowType::kBFloat16)
+        .value("FLOAT16", RowType::kFloat16)
+        .value("PACKED", RowType::kPacked);
     nb::class_<PackedObject>(m, "PackedWeight")
         .def("__init__",
              [](PackedObject* self, int format, size_t n, size_t k) {
@@ -161,7 +161,7 @@ void bind_linear(nb::module_& m) {
         nb::list rows;
         for (const FormatTraits& f : format_table()) {
             rows.append(
-                nb::make_tuple(f.name, f.block_length, f.block_bytes, f.row_scale_bytes, f.source == Source::kPacked));
+                nb::make_tuple(f.name, f.block_length, f.block_bytes, f.row_scale_bytes, f.source == RowType::kPacked));
         }
         return rows;
     });

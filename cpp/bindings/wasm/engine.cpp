@@ -222,8 +222,8 @@ void add_adapter_part(size_t layer, int target, size_t first_row, const float* a
     }
     const WeightFormat format = adapter_format(matrix);
     PackedWeight down(format, rank, k), up(format, n, rank);
-    down.pack_rows(0, rank, a, Source::kFloat32, static_cast<ptrdiff_t>(k), 1);
-    up.pack_rows(0, n, b, Source::kFloat32, static_cast<ptrdiff_t>(rank), 1);
+    down.pack_rows(0, rank, a, RowType::kFloat32, static_cast<ptrdiff_t>(k), 1);
+    up.pack_rows(0, n, b, RowType::kFloat32, static_cast<ptrdiff_t>(rank), 1);
     adapter->add(layer, to, first_row, std::move(down), std::move(up));
 }
 WHET_EXPORT(end_adapter) void end_adapter(uint32_t id) { running().add_adapter(id, std::move(adapter)); }

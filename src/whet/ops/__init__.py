@@ -1,4 +1,4 @@
-"""The Python face of the native kernels, each beside its plain NumPy definition. Needs only NumPy."""
+"""Python functions over the native kernels, each with a NumPy reference implementation. Needs only NumPy."""
 
 from whet.ops.activations import gelu, log_softmax, silu, softcap, softmax, swiglu
 from whet.ops.advantages import compute_batch_group_advantages, compute_gae, compute_group_advantages

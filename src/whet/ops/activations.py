@@ -1,8 +1,7 @@
 """softmax and log_softmax along the last axis, the activations silu, gelu and swiglu, and softcap.
 
 Arithmetic is float32, with float64 sums; a bfloat16 result is rounded once. Results do not depend on the instruction
-set, on the number of threads, or on the other rows. Not differentiated through. Each takes ``out``, which may be an
-input: then it works in place.
+set, the number of threads, or the other rows. Not differentiable. ``out`` may be an input, for in-place operation.
 """
 
 from __future__ import annotations
@@ -22,45 +21,45 @@ _GELU_KINDS = {"none": _core.Activation.gelu, "tanh": _core.Activation.gelu_tanh
 
 
 def naive_softmax(x: np.ndarray, scale: float = 1.0) -> np.ndarray:
-    """The definition of ``softmax``, in the array's own precision."""
+    """Reference implementation of ``softmax``, in the array's own precision."""
     with np.errstate(invalid="ignore"):
         weights = np.exp(scale * (x - x.max(-1, keepdims=True)))
     return weights / weights.sum(-1, keepdims=True)
 
 
 def naive_log_softmax(x: np.ndarray, scale: float = 1.0) -> np.ndarray:
-    """The definition of ``log_softmax``, in the array's own precision."""
+    """Reference implementation of ``log_softmax``, in the array's own precision."""
     with np.errstate(invalid="ignore"):
         z = scale * (x - x.max(-1, keepdims=True))
     return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
 
 def naive_silu(x: np.ndarray) -> np.ndarray:
-    """The definition of ``silu``, in the array's own precision."""
+    """Reference implementation of ``silu``, in the array's own precision."""
     return x / (1 + np.exp(-x))
 
 
 def naive_gelu(x: np.ndarray, approximate: str = "none") -> np.ndarray:
-    """The definition of ``gelu``, in the array's own precision."""
+    """Reference implementation of ``gelu``, in the array's own precision."""
     if approximate == "tanh":
         return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     return 0.5 * x * np.vectorize(math.erfc, otypes=[x.dtype])(-x / math.sqrt(2))
 
 
 def naive_swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """The definition of ``swiglu``, in the arrays' own precision."""
+    """Reference implementation of ``swiglu``, in the arrays' own precision."""
     return naive_silu(gate) * up
 
 
 def naive_softcap(x: np.ndarray, cap: float) -> np.ndarray:
-    """The definition of ``softcap``, in the array's own precision."""
+    """Reference implementation of ``softcap``, in the array's own precision."""
     return cap * np.tanh(x / cap)
 
 
 def softmax(x: Any, *, scale: float = 1.0, out: Any = None) -> Any:
-    """exp(scale x_i) / sum_j exp(scale x_j) over the last axis.
+    """Return exp(scale x_i) / sum_j exp(scale x_j) over the last axis.
 
-    Within 3 ULP of the exact value (of 1e-36, where it is smaller), whatever the length and the spread of the row.
+    Within 3 ULP of the exact value (of 1e-36, if that is larger), for any length and spread of the row.
 
     Args:
         x: (..., n) float32 or bfloat16, NumPy or torch (CPU).
@@ -68,7 +67,7 @@ def softmax(x: Any, *, scale: float = 1.0, out: Any = None) -> Any:
         out: like x, written in place, x itself allowed; None: a new array.
 
     Returns:
-        The shape, kind and dtype of x. -inf gives 0; a row that holds NaN or inf, or nothing but -inf, gives NaN.
+        The shape, kind and dtype of x. -inf gives 0; a row with NaN or inf, or of only -inf, gives NaN.
 
     Raises:
         WhetValueError: scale is not a finite number above 0, ``out`` cannot take the result, or a tensor requires grad
@@ -79,19 +78,18 @@ def softmax(x: Any, *, scale: float = 1.0, out: Any = None) -> Any:
 
 
 def log_softmax(x: Any, *, scale: float = 1.0, out: Any = None) -> Any:
-    """scale x_i - log sum_j exp(scale x_j) over the last axis.
+    """Return scale x_i - log sum_j exp(scale x_j) over the last axis.
 
-    Within 2 ULP of the exact value, or 1e-15 where it is close to 0. Arguments and errors as ``softmax``.
+    Within 2 ULP of the exact value, or 1e-15 if it is close to 0. Arguments and errors as ``softmax``.
 
     Returns:
-        The shape, kind and dtype of x, in nats. -inf gives -inf; a row that holds NaN or inf, or nothing but -inf,
-        gives NaN.
+        The shape, kind and dtype of x, in nats. -inf gives -inf; a row with NaN or inf, or of only -inf, gives NaN.
     """
     return _softmax("log_softmax", x, scale, True, out)
 
 
 def silu(x: Any, *, out: Any = None) -> Any:
-    """x / (1 + exp(-x)), element by element, within 4 ULP (of 1e-36, where it is smaller).
+    """Return x / (1 + exp(-x)) element-wise, within 4 ULP (of 1e-36, if that is larger).
 
     Args:
         x: (..., n) float32 or bfloat16, NumPy or torch (CPU).
@@ -108,11 +106,11 @@ def silu(x: Any, *, out: Any = None) -> Any:
 
 
 def gelu(x: Any, approximate: str = "none", *, out: Any = None) -> Any:
-    """x P(N <= x) for a standard normal N, element by element (Hendrycks & Gimpel 2016).
+    """Return x P(N <= x) for a standard normal N, element-wise (Hendrycks & Gimpel 2016).
 
-    ``approximate="tanh"``: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as GPT-2 has it. The exact form is within
-    8 ULP everywhere: the tail for negative x is computed itself and not as 1 + erf, which cancels. The tanh form is as
-    close for x > -1; below, rounding of its exponent u costs |u| ULP more.
+    ``approximate="tanh"``: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as in GPT-2. The exact form is within
+    8 ULP everywhere: the tail for negative x is computed directly instead of as 1 + erf, which cancels. The tanh form
+    is as accurate for x > -1; below, rounding its exponent u costs |u| ULP more.
 
     Arguments, result and errors as ``silu``; also WhetValueError for another ``approximate``.
     """
@@ -123,11 +121,11 @@ def gelu(x: Any, approximate: str = "none", *, out: Any = None) -> Any:
 
 
 def swiglu(gate: Any, up: Any = None, *, out: Any = None) -> Any:
-    """silu(gate) * up, element by element (Shazeer 2020).
+    """Return silu(gate) * up, element-wise (Shazeer 2020).
 
     Args:
         gate: (..., n) float32 or bfloat16, NumPy or torch (CPU); without ``up``: (..., 2 n) with the gate in the first
-            half of the last axis and up in the second, as one fused projection gives them.
+            half of the last axis and up in the second, the output of a fused projection.
         up: like gate.
         out: (..., n) of gate's dtype, written in place; gate or up itself allowed. None: a new array.
 
@@ -143,33 +141,34 @@ def swiglu(gate: Any, up: Any = None, *, out: Any = None) -> Any:
     if result is not NotImplemented:
         return result
     name = "swiglu"
-    gate = rowwise.rows(name, "gate", gate)
+    gate = rowwise.as_rows(name, "gate", gate)
     shape = tuple(gate.shape)
     if up is None:
         if shape[-1] % 2:
             raise WhetValueError(
-                f"{name}: gate has shape {shape} and no up was given, so that its last axis must hold two halves, "
-                "and be even. Pass up, or both side by side."
+                f"{name}: gate has shape {shape} and up is None, so the last axis must hold gate and up, and be even. "
+                "Pass up, or gate and up concatenated."
             )
         shape = (*shape[:-1], shape[-1] // 2)
     else:
-        up = rowwise.rows(name, "up", up)
-        inputs.same_shape(name, gate=gate, up=up)
-        inputs.same_dtype(name, gate=gate, up=up)
+        up = rowwise.as_rows(name, "up", up)
+        inputs.check_same_shape(name, gate=gate, up=up)
+        inputs.check_same_dtype(name, gate=gate, up=up)
     if out is not None:
         rowwise.check_target(name, "out", out, shape, gate)
-    result = inputs.computed(name, _core.swiglu(rowwise.flat(gate), None if up is None else rowwise.flat(up), None))
-    return rowwise.finish(name, result, shape, out)
+    flat_up = None if up is None else rowwise.flatten(up)
+    result = inputs.check_computed(name, _core.swiglu(rowwise.flatten(gate), flat_up, None))
+    return rowwise.store_result(name, result, shape, out)
 
 
 def softcap(x: Any, cap: float, *, out: Any = None) -> Any:
-    """cap tanh(x / cap), element by element: Gemma 2's bound of attention scores and logits.
+    """Return cap tanh(x / cap), element-wise: Gemma 2's bound of attention scores and logits.
 
-    Within 6 ULP, but where x / cap is below 1e-37.
+    Within 6 ULP, except if x / cap is below 1e-37.
 
     Args:
         x: (..., n) float32 or bfloat16, NumPy or torch (CPU).
-        cap: what no result is beyond; rounded to float32, above 0.
+        cap: bound of |result|; rounded to float32, above 0.
         out: like x, written in place, x itself allowed; None: a new array.
 
     Returns:
@@ -182,7 +181,7 @@ def softcap(x: Any, cap: float, *, out: Any = None) -> Any:
     """
     result = _core.softcap(x, cap, out)
     if result is NotImplemented:
-        factor = inputs.float32_factor("softcap", "cap", cap)
+        factor = inputs.as_float32_factor("softcap", "cap", cap)
         result = _slow("softcap", x, lambda rows: _core.softcap(rows, factor, None), out)
     return result
 
@@ -190,7 +189,7 @@ def softcap(x: Any, cap: float, *, out: Any = None) -> Any:
 def _softmax(name: str, x: Any, scale: float, log: bool, out: Any) -> Any:
     result = _core.softmax(x, scale, log, out)
     if result is NotImplemented:
-        factor = inputs.float32_factor(name, "scale", scale)
+        factor = inputs.as_float32_factor(name, "scale", scale)
         result = _slow(name, x, lambda rows: _core.softmax(rows, factor, log, None), out)
     return result
 
@@ -203,8 +202,8 @@ def _activation(name: str, x: Any, kind: _core.Activation, out: Any) -> Any:
 
 
 def _slow(name: str, x: Any, core: Callable[[Any], Any], out: Any) -> Any:
-    x = rowwise.rows(name, "x", x)
+    x = rowwise.as_rows(name, "x", x)
     shape = tuple(x.shape)
     if out is not None:
         rowwise.check_target(name, "out", out, shape, x)
-    return rowwise.finish(name, inputs.computed(name, core(rowwise.flat(x))), shape, out)
+    return rowwise.store_result(name, inputs.check_computed(name, core(rowwise.flatten(x))), shape, out)

@@ -1,7 +1,7 @@
-"""Advantages: of completions within their group (GRPO), and along a trajectory (GAE).
+"""Advantages of completions within their group (GRPO), and along a trajectory (GAE).
 
-Rewards and values are not differentiated through: a tensor that requires grad is an error. Arithmetic is
-float64 whatever the dtype; results have the dtype and kind (NumPy or torch) of the rewards.
+Not differentiable: a tensor that requires grad is an error. Arithmetic is float64 for every dtype; results have the
+dtype and kind (NumPy or torch) of the rewards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GROUP = _core.Scale.GROUP
 def naive_group_advantages(
     rewards: np.ndarray, *, scale: str = "group", ddof: int = 0, eps: float | None = None
 ) -> np.ndarray:
-    """The definition of ``compute_batch_group_advantages`` for rewards (n_prompts, G), in their own precision."""
+    """Reference implementation of ``compute_batch_group_advantages`` for rewards (n_prompts, G), in their precision."""
 
     def deviation(r: np.ndarray, centred: np.ndarray, axis: int | None) -> np.ndarray:
         freedom = np.sum(~np.isnan(r), axis=axis, keepdims=True) - ddof
@@ -51,8 +51,8 @@ def compute_group_advantages(
     ddof: int = 0,
     eps: float | None = None,
 ) -> Any:
-    """Advantages of one group: ``compute_batch_group_advantages`` for rewards (G,)."""
-    r = inputs.plain("compute_group_advantages", "rewards", rewards)
+    """Return the advantages of one group: ``compute_batch_group_advantages`` for rewards (G,)."""
+    r = inputs.as_plain_array("compute_group_advantages", "rewards", rewards)
     if len(r.shape) != 1:
         raise WhetValueError(
             f"compute_group_advantages: rewards has shape {tuple(r.shape)}, expected one group (G,). "
@@ -69,28 +69,28 @@ def compute_batch_group_advantages(
     ddof: int = 0,
     eps: float | None = None,
 ) -> Any:
-    """A = (r - mean of its group) / s: the group-relative advantage of GRPO (Shao et al. 2024, section 4.1.2).
+    """Return A = (r - group mean) / s, the group-relative advantage of GRPO (Shao et al. 2024, section 4.1.2).
 
     s is the standard deviation of the group ("group"), of all rewards of the call ("batch"), or 1 ("none"). The
-    default is the population deviation, with zeros where it is below 1e-8; ``ddof=1, eps=1e-4`` is TRL's:
-    A = (r - mean) / (std + eps). A deviation of no more than ddof rewards counts as 0.
+    default is the population deviation, with A = 0 if it is below 1e-8; ``ddof=1, eps=1e-4`` matches TRL:
+    A = (r - mean) / (std + eps). The deviation of ddof rewards or fewer is 0.
 
-    A NaN reward means unscored: it is left out of every mean and deviation, and its advantage is 0. An infinite
+    A NaN reward means unscored: it is excluded from every mean and deviation, and its advantage is 0. An infinite
     reward makes the advantages of its group NaN.
 
     Args:
         rewards: (n_prompts * G,) with group_size = G, or (n_prompts, G) without; float32 or float64, NumPy or
             torch (CPU); a list is read as float64, None in it as unscored.
         group_size: completions per prompt.
-        scale: what to divide by.
-        ddof: 0 for the population deviation, 1 for the sample one.
-        eps: added to the deviation; None gives zeros for groups without spread instead.
+        scale: the divisor s.
+        ddof: 0 for the population deviation, 1 for the sample deviation.
+        eps: added to the deviation; None: zero advantages for groups of zero variance instead.
 
     Returns:
-        Advantages, of the shape, dtype and kind of rewards. Exact to 4 ULP (float64).
+        Advantages, with the shape, dtype and kind of rewards. Exact to 4 ULP (float64).
 
     Raises:
-        WhetValueError: rewards are empty or no multiple of group_size; group_size < 1; eps < 0; a tensor
+        WhetValueError: rewards are empty or not a multiple of group_size; group_size < 1; eps < 0; a tensor
             requires grad or is not on the CPU.
         WhetTypeError: the dtype is not float32 or float64.
     """
@@ -100,30 +100,30 @@ def compute_batch_group_advantages(
     elif scale == "group" and ddof == 1 and isinstance(eps, float) and 0.0 <= eps < math.inf:
         result = _group_advantages(rewards, size, _GROUP, 1.0, eps)
     if result is NotImplemented:
-        r = inputs.plain("compute_batch_group_advantages", "rewards", rewards)
+        r = inputs.as_plain_array("compute_batch_group_advantages", "rewards", rewards)
         return _advantages("compute_batch_group_advantages", r, group_size, scale, ddof, eps)
     return result
 
 
 def _advantages(function: str, r: Any, group_size: Any, scale: str, ddof: Any, eps: Any) -> Any:
     if 0 in r.shape or not r.shape:
-        raise WhetValueError(f"{function}: rewards has shape {tuple(r.shape)}: there is nothing to compare.")
+        raise WhetValueError(f"{function}: rewards has shape {tuple(r.shape)}, expected at least one reward.")
     if not isinstance(scale, str) or scale not in _SCALES:
         raise WhetValueError(f"{function}: scale is {scale!r}, expected 'group', 'batch' or 'none'.")
-    if not 0 <= inputs.number(function, "ddof", ddof) < math.inf:
+    if not 0 <= inputs.as_number(function, "ddof", ddof) < math.inf:
         raise WhetValueError(f"{function}: ddof is {ddof!r}, expected 0 (population) or 1 (sample).")
-    if eps is not None and not 0 <= inputs.number(function, "eps", eps) < math.inf:
+    if eps is not None and not 0 <= inputs.as_number(function, "eps", eps) < math.inf:
         raise WhetValueError(f"{function}: eps is {eps!r}, expected a number >= 0, or None.")
-    group_size = inputs.rows_of(function, "rewards", r, "group_size", group_size)
+    group_size = inputs.check_rows(function, "rewards", r, "group_size", group_size)
     size = False if group_size is None else group_size
     result = _group_advantages(r, size, _SCALES[scale], float(ddof), -1.0 if eps is None else float(eps))
-    return inputs.computed(function, result)
+    return inputs.check_computed(function, result)
 
 
 def naive_gae(
     rewards: np.ndarray, values: np.ndarray, dones: np.ndarray, last_value: Any, gamma: float, lam: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The definition of ``compute_gae`` for (T,) arrays, in their own precision."""
+    """Reference implementation of ``compute_gae`` for (T,) arrays, in their own precision."""
     advantages = np.zeros_like(rewards)
     next_value, advantage = rewards.dtype.type(last_value), rewards.dtype.type(0)
     for t in reversed(range(len(rewards))):
@@ -136,7 +136,7 @@ def naive_gae(
 
 
 def compute_gae(rewards: Any, values: Any, dones: Any, last_value: Any, gamma: float, lam: float) -> tuple[Any, Any]:
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16), of one trajectory or a batch.
+    """Compute generalised advantage estimates (Schulman et al. 2016, eq. 16) of one trajectory or a batch.
 
         delta_t = r_t + gamma (1 - done_t) V_{t+1} - V_t
         A_t     = delta_t + gamma lam (1 - done_t) A_{t+1},   returns_t = A_t + V_t
@@ -144,13 +144,13 @@ def compute_gae(rewards: Any, values: Any, dones: Any, last_value: Any, gamma: f
     Args:
         rewards: (T,) or (B, T), float32 or float64, NumPy or torch (CPU).
         values: V_t, the same shape and dtype.
-        dones: the same shape, bool (or floats 0 and 1): True where the episode ended with step t.
-        last_value: V_T, a number, or (B,) for a batch; not looked at where the last step is done.
+        dones: the same shape, bool (or floats 0 and 1): True if the episode ended with step t.
+        last_value: V_T, a number, or (B,) for a batch; ignored if the last step is done.
         gamma: discount, in [0, 1].
         lam: lambda, in [0, 1].
 
     Returns:
-        (advantages, returns), of the shape, dtype and kind of rewards. The recurrence runs in float64.
+        (advantages, returns), with the shape, dtype and kind of rewards. The recurrence is computed in float64.
 
     Raises:
         WhetValueError: shapes disagree, T = 0, gamma or lam outside [0, 1], dones not 0 or 1, a tensor requires
@@ -164,14 +164,14 @@ def compute_gae(rewards: Any, values: Any, dones: Any, last_value: Any, gamma: f
 def _gae(rewards: Any, values: Any, dones: Any, last_value: Any, gamma: float, lam: float) -> tuple[Any, Any]:
     name = "compute_gae"
     for label, x in (("gamma", gamma), ("lam", lam)):
-        if not 0 <= inputs.number(name, label, x) <= 1:
+        if not 0 <= inputs.as_number(name, label, x) <= 1:
             raise WhetValueError(f"{name}: {label} is {x!r}, expected a number in [0, 1].")
-    r, v = inputs.plain(name, "rewards", rewards), inputs.plain(name, "values", values)
+    r, v = inputs.as_plain_array(name, "rewards", rewards), inputs.as_plain_array(name, "values", values)
     if len(r.shape) not in (1, 2) or 0 in r.shape:
         raise WhetValueError(f"{name}: rewards has shape {tuple(r.shape)}, expected (T,) or (B, T), not empty.")
-    d = inputs.plain(name, "dones", dones, ("bool", *inputs.FLOATS))
-    inputs.same_dtype(name, rewards=r, values=v)
-    inputs.same_shape(name, rewards=r, values=v, dones=d)
+    d = inputs.as_plain_array(name, "dones", dones, ("bool", *inputs.FLOATS))
+    inputs.check_same_dtype(name, rewards=r, values=v)
+    inputs.check_same_shape(name, rewards=r, values=v, dones=d)
     if "bool" not in str(d.dtype):
         if not bool(((d == 0) | (d == 1)).all()):
             raise WhetValueError(f"{name}: dones holds values other than 0 and 1. Pass a bool array.")
@@ -187,4 +187,4 @@ def _gae(rewards: Any, values: Any, dones: Any, last_value: Any, gamma: float, l
             f"for rewards of shape {tuple(r.shape)}."
         )
     last = float(last.reshape(())) if len(r.shape) == 1 else np.ascontiguousarray(np.broadcast_to(last, expected))
-    return inputs.computed(name, _core.gae(r, v, d, last, float(gamma), float(lam)))
+    return inputs.check_computed(name, _core.gae(r, v, d, last, float(gamma), float(lam)))

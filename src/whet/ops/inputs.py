@@ -1,8 +1,8 @@
-"""Slow path of the primitives: converts what the fast path refuses where that is safe, and raises where it is not.
+"""Slow path of the primitives: converts arguments that the fast path rejects, and raises if no conversion is safe.
 
-The native functions answer ``NotImplemented`` to anything but contiguous float arrays that agree. The
-functions here then turn views, subclasses, lists and odd strides into plain arrays (a copy, made only where
-it must be) and raise for what has no safe reading. Nothing here runs on the fast path.
+The native functions return ``NotImplemented`` for anything except contiguous float arrays of matching shapes. The
+functions here then convert views, subclasses, lists and odd strides to plain arrays, copying only if necessary, and
+raise for arguments without a safe interpretation. Nothing here runs on the fast path.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ FLOATS = ("float32", "float64")
 
 
 def is_tensor(x: Any) -> bool:
-    """Whether x is a torch tensor; torch is not imported to find out."""
+    """Whether x is a torch tensor; does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 
-def plain(function: str, name: str, x: Any, dtypes: tuple[str, ...] = FLOATS) -> Any:
-    """x as a contiguous NumPy array or torch CPU tensor of one of the dtypes, else an error that says the fix."""
+def as_plain_array(function: str, name: str, x: Any, dtypes: tuple[str, ...] = FLOATS) -> Any:
+    """Return x as a contiguous NumPy array or torch CPU tensor of one of the dtypes, or raise an error with the fix."""
     where = f"{function}: {name}"
     if is_tensor(x):
         if x.requires_grad:
@@ -66,14 +66,14 @@ def plain(function: str, name: str, x: Any, dtypes: tuple[str, ...] = FLOATS) ->
     return x
 
 
-def integers(function: str, name: str, x: Any, expected: str = "integers") -> np.ndarray:
-    """x as a contiguous int64 array; an empty one may have any dtype.
+def as_integers(function: str, name: str, x: Any, expected: str = "integers") -> np.ndarray:
+    """Return x as a contiguous int64 array; an empty array may have any dtype.
 
     Raises:
-        WhetTypeError: it does not hold integers.
+        WhetTypeError: x does not hold integers.
     """
     try:
-        array = _tensor_values(function, name, x) if is_tensor(x) else np.asarray(x)
+        array = _tensor_to_numpy(function, name, x) if is_tensor(x) else np.asarray(x)
     except (TypeError, ValueError) as error:
         if isinstance(error, WhetTypeError):
             raise
@@ -83,11 +83,11 @@ def integers(function: str, name: str, x: Any, expected: str = "integers") -> np
     return np.ascontiguousarray(array, np.int64)
 
 
-def _tensor_values(function: str, name: str, x: Any) -> np.ndarray:
+def _tensor_to_numpy(function: str, name: str, x: Any) -> np.ndarray:
     try:
         if x.data_ptr() != 0:
             return x.numpy()
-    except (RuntimeError, TypeError):  # it is not plain memory of the CPU, or bfloat16
+    except (RuntimeError, TypeError):  # not plain CPU memory, or bfloat16
         pass
     if x.device.type in ("cpu", "meta"):
         check_memory(function, name, x)
@@ -98,43 +98,43 @@ def _tensor_values(function: str, name: str, x: Any) -> np.ndarray:
 def _has_address(x: Any) -> bool:
     try:
         return x.data_ptr() != 0
-    except RuntimeError:  # of a wrapped tensor
+    except RuntimeError:  # a wrapped tensor
         return False
 
 
 def check_memory(function: str, name: str, x: Any) -> None:
-    """Raise for a torch tensor whose elements are not all in the memory of this process: fake, wrapped or freed."""
+    """Raise for a torch tensor without memory in this process: fake, wrapped or freed."""
     size = 0 if 0 in x.shape else 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
     try:
         storage = x.untyped_storage()
         has_memory = storage.device.type == "cpu" and storage.nbytes() >= (x.storage_offset() + size) * x.itemsize
-    except RuntimeError:  # of a wrapped tensor
+    except RuntimeError:  # a wrapped tensor
         has_memory = False
     if size and not (has_memory and _has_address(x)):
         raise WhetTypeError(
-            f"{function}: {name} has no memory of its own: its storage was freed, or it stands for another tensor (a "
-            f"fake tensor, torch.func.vmap or jvp, a subclass). Pass a plain tensor."
+            f"{function}: {name} has no memory: its storage was freed, or it represents another tensor (a fake tensor, "
+            f"torch.func.vmap or jvp, a subclass). Pass a plain tensor."
         )
 
 
-def computed(function: str, result: Any) -> Any:
-    """The result of the core for arguments that were checked and converted.
+def check_computed(function: str, result: Any) -> Any:
+    """Return the core's result for arguments that were checked and converted.
 
     Raises:
-        WhetTypeError: it refused them again, for a reason that no check names.
+        WhetTypeError: the core rejected them again, for a reason that no check covers.
     """
     if result is NotImplemented:
         raise WhetTypeError(
-            f"{function}: an argument cannot be read, or written to, as it lies in memory. Pass contiguous copies."
+            f"{function}: the memory layout of an argument cannot be read, or written to. Pass contiguous copies."
         )
     return result
 
 
-def number(function: str, name: str, value: Any) -> float:
-    """value as a float.
+def as_number(function: str, name: str, value: Any) -> float:
+    """Return value as a float.
 
     Raises:
-        WhetTypeError: it is not a real number.
+        WhetTypeError: value is not a real number.
     """
     try:
         math.isfinite(value)
@@ -143,15 +143,15 @@ def number(function: str, name: str, value: Any) -> float:
     return float(value)
 
 
-def float32_factor(function: str, name: str, value: Any) -> float:
-    """value as a number above 0 that float32 holds, and its reciprocal too: kernels multiply by either."""
-    if not 1e-37 < (factor := number(function, name, value)) < 1e37:
+def as_float32_factor(function: str, name: str, value: Any) -> float:
+    """Return value as a float, if it is above 0 and float32 holds it and its reciprocal: kernels use both."""
+    if not 1e-37 < (factor := as_number(function, name, value)) < 1e37:
         raise WhetValueError(f"{function}: {name} is {value!r}, expected a number above 0 that float32 holds.")
     return factor
 
 
-def same_dtype(function: str, **arrays: Any) -> None:
-    """Raises unless all arrays have the dtype of the first."""
+def check_same_dtype(function: str, **arrays: Any) -> None:
+    """Raise unless all arrays have the dtype of the first."""
     (first, a), *others = arrays.items()
     for name, b in others:
         if str(a.dtype).removeprefix("torch.") != str(b.dtype).removeprefix("torch."):
@@ -160,8 +160,8 @@ def same_dtype(function: str, **arrays: Any) -> None:
             )
 
 
-def same_shape(function: str, **arrays: Any) -> None:
-    """Raises unless all arrays have the shape of the first."""
+def check_same_shape(function: str, **arrays: Any) -> None:
+    """Raise unless all arrays have the shape of the first."""
     (first, a), *others = arrays.items()
     for name, b in others:
         if tuple(a.shape) != tuple(b.shape):
@@ -170,8 +170,8 @@ def same_shape(function: str, **arrays: Any) -> None:
             )
 
 
-def positive_size(function: str, name: str, value: Any) -> int:
-    """value as an int of at least 1."""
+def as_positive_int(function: str, name: str, value: Any) -> int:
+    """Return value as an int of at least 1."""
     try:
         size = operator.index(value)
     except TypeError:
@@ -181,30 +181,29 @@ def positive_size(function: str, name: str, value: Any) -> int:
     return size
 
 
-def apart(out: Any, *arrays: Any) -> list[Any]:
-    """The arrays, those that share memory with ``out`` as copies: they are read while it is written."""
+def copy_overlapping(out: Any, *arrays: Any) -> list[Any]:
+    """Copy the arrays that share memory with ``out``, which is written while they are read; return all arrays."""
     if out is None:
         return list(arrays)
     return [(x.clone() if is_tensor(x) else x.copy()) if may_share_memory(out, x) else x for x in arrays]
 
 
 def may_share_memory(a: Any, b: Any) -> bool:
-    """Whether an element of a may lie where one of b does; for two arrays or two tensors."""
+    """Whether two arrays, or two tensors, may share memory."""
     if is_tensor(a) and is_tensor(b):
         return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
     return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.may_share_memory(a, b)
 
 
-def rows_of(function: str, name: str, x: Any, length_name: str, length: Any) -> int | None:
-    """Checks that x is 2-D, or flat with a length that divides it; returns the length as an int."""
+def check_rows(function: str, name: str, x: Any, length_name: str, length: Any) -> int | None:
+    """Check that x is 2-D, or flat with a length that divides its size; return the length as an int."""
     shape = tuple(x.shape)
     if length is not None:
-        length = positive_size(function, length_name, length)
+        length = as_positive_int(function, length_name, length)
     if len(shape) == 2:
         if length is not None and length != shape[1]:
             raise WhetValueError(
-                f"{function}: {name} has shape {shape}, but {length_name}={length}. "
-                f"Leave {length_name} out for a 2-D array."
+                f"{function}: {name} has shape {shape}, but {length_name}={length}. Omit {length_name} for a 2-D array."
             )
         return length
     if len(shape) != 1:

@@ -1,8 +1,8 @@
-"""Moves into and out of a KV cache: the keys, or the values, of sequences side by side.
+"""Writes to and reads from a contiguous KV cache: the keys, or the values, of a batch of sequences.
 
 A cache is (B, T_max, H_kv, D): sequences, positions, KV heads, head_dim. One token is H_kv * D elements, so a token of
-keys and values is 2 * H_kv * D * size of an element bytes: 4 KiB for 8 heads of 128 in bfloat16. Only bytes move: any
-dtype will do, and nothing is converted. Sequences are split over the pool.
+keys and values takes 2 * H_kv * D * element size bytes: 4 KiB for 8 heads of 128 in bfloat16. Only bytes are copied:
+every dtype is supported, and nothing is converted. Sequences are split over the thread pool.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from whet.ops import inputs, rowwise
 
 
 def naive_kv_append(cache: np.ndarray, new: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The definition of ``kv_append``."""
+    """Reference implementation of ``kv_append``."""
     for sequence, tokens, position in zip(cache, new, positions, strict=True):
         sequence[position : position + len(tokens)] = tokens
     return cache
 
 
 def naive_kv_gather(cache: np.ndarray, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The definition of ``kv_gather``."""
+    """Reference implementation of ``kv_gather``."""
     parts = [cache[row, :length] for row, length in zip(rows, lengths, strict=True)]
     return np.concatenate([cache[:0].reshape(0, *cache.shape[2:]), *parts])
 
 
 def kv_append(cache: Any, new: Any, positions: Any) -> Any:
-    """cache[b, positions[b] + t] = new[b, t] for every sequence b and token t, in place.
+    """Write cache[b, positions[b] + t] = new[b, t] for every sequence b and token t, in place.
 
     Args:
         cache: (B, T_max, H_kv, D), any dtype, NumPy or torch (CPU), any strides with a contiguous last axis.
@@ -42,11 +42,11 @@ def kv_append(cache: Any, new: Any, positions: Any) -> Any:
         ``cache``.
 
     Raises:
-        WhetValueError: shapes disagree, a position is negative or a sequence would go past T_max, or the cache cannot
-            be written to. Nothing has been written then.
+        WhetValueError: shapes disagree, a position is negative, a sequence would exceed T_max, or the cache cannot be
+            written to. Nothing is written in these cases.
         WhetTypeError: dtypes or kinds differ, or positions are not integers.
     """
-    positions = inputs.integers("kv_append", "positions", positions)
+    positions = inputs.as_integers("kv_append", "positions", positions)
     if _core.kv_append(cache, new, positions) is not NotImplemented:
         return cache
     name = "kv_append"
@@ -68,34 +68,34 @@ def kv_append(cache: Any, new: Any, positions: Any) -> Any:
     for row, position in enumerate(positions.tolist()):
         if position < 0 or position + n_tokens > t_max:
             raise WhetValueError(
-                f"{name}: positions[{row}] is {position}, and {n_tokens} tokens from there do not fit into a cache of "
+                f"{name}: positions[{row}] is {position}, and {n_tokens} tokens from there do not fit in a cache of "
                 f"{t_max} positions. Make the cache larger, or drop old tokens first."
             )
     rowwise.check_target(name, "cache", cache, tuple(cache.shape), cache)
     if 0 not in new.shape:
-        # A copy, so that tokens that lie in the cache itself are read before they are changed.
+        # A copy, because ``new`` may be a view of the cache.
         new = new.detach().clone().resolve_neg() if inputs.is_tensor(new) else new.copy("C")
-        inputs.computed(name, _core.kv_append(_bytes(name, cache), _bytes(name, new), positions))
+        inputs.check_computed(name, _core.kv_append(_bytes(name, cache), _bytes(name, new), positions))
     return cache
 
 
 def kv_gather(cache: Any, rows: Any, lengths: Any, *, out: Any = None) -> Any:
-    """The first lengths[i] tokens of cache[rows[i]], one sequence after the other, without padding.
+    """Return the first lengths[i] tokens of cache[rows[i]], one sequence after another, without padding.
 
     Args:
         cache: (B, T_max, H_kv, D), as for ``kv_append``.
-        rows: (R,) integers in [0, B); a row may come more than once.
+        rows: (R,) integers in [0, B); rows may repeat.
         lengths: (R,) integers in [0, T_max].
         out: (sum of lengths, H_kv, D) of cache's kind and dtype, written in place; None: a new array.
 
     Returns:
-        (sum of lengths, H_kv, D), of the kind and dtype of cache.
+        (sum of lengths, H_kv, D), with the kind and dtype of cache.
 
     Raises:
-        WhetValueError: shapes disagree, a row or a length is out of its range, or ``out`` cannot take the result.
+        WhetValueError: shapes disagree, a row or a length is out of range, or ``out`` cannot hold the result.
         WhetTypeError: rows or lengths are not integers.
     """
-    rows, lengths = inputs.integers("kv_gather", "rows", rows), inputs.integers("kv_gather", "lengths", lengths)
+    rows, lengths = inputs.as_integers("kv_gather", "rows", rows), inputs.as_integers("kv_gather", "lengths", lengths)
     result = _core.kv_gather(cache, rows, lengths, out)
     if result is not NotImplemented:
         return result
@@ -113,9 +113,9 @@ def kv_gather(cache: Any, rows: Any, lengths: Any, *, out: Any = None) -> Any:
     shape = (int(lengths.sum()), *cache.shape[2:])
     if out is not None:
         rowwise.check_target(name, "out", out, shape, cache)
-    packed = inputs.computed(name, _core.kv_gather(_bytes(name, cache), rows, lengths, None))
+    packed = inputs.check_computed(name, _core.kv_gather(_bytes(name, cache), rows, lengths, None))
     packed = packed.view(cache.dtype).reshape(shape)
-    return rowwise.finish(name, packed, shape, out)
+    return rowwise.store_result(name, packed, shape, out)
 
 
 def _check_cache(function: str, cache: Any) -> None:
@@ -134,7 +134,7 @@ def _check_cache(function: str, cache: Any) -> None:
 
 
 def _bytes(function: str, x: Any) -> Any:
-    """x as bytes, the same memory: for dtypes that the core has no name for."""
+    """Return a view of x as uint8, for dtypes that the core does not have."""
     try:
         return x.view(np.uint8) if isinstance(x, np.ndarray) else x.view(sys.modules["torch"].uint8)
     except (ValueError, RuntimeError):

@@ -1,7 +1,7 @@
-"""MicroLoRA: a low-rank adapter that learns while a model runs, and batches in which every row has its own.
+"""MicroLoRA: a low-rank adapter for online learning, and batches with a separate adapter per row.
 
-Forward, gradients and merging as in ``whet.ops.lora``; steps of SGD and AdamW; elastic weight consolidation (EWC), so
-that a new task does not undo an older one. Files and PEFT are in ``whet.models.adapter_files``.
+Forward, gradients and merging as in ``whet.ops.lora``; steps of SGD and AdamW; elastic weight consolidation (EWC)
+against catastrophic forgetting. Files and PEFT are in ``whet.models.adapter_files``.
 
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685; Kirkpatrick et al. 2017,
 "Overcoming catastrophic forgetting in neural networks", equation 3.
@@ -21,18 +21,18 @@ from whet.errors import CheckpointError, WhetTypeError, WhetValueError
 from whet.ops import inputs
 from whet.ops.lora import (
     MAX_RANK,
+    check_factors,
+    check_rows,
     check_target,
-    checked_factors,
-    checked_rows,
     lora_accumulate,
     lora_forward,
     naive_lora_forward,
-    written,
+    run_on_copy,
 )
 
 
 def naive_lora_batch(x: np.ndarray, y: np.ndarray, adapters: Sequence[MicroLoRA], index: Sequence[int]) -> np.ndarray:
-    """The definition of ``lora_batch``; returns a new array."""
+    """Reference implementation of ``lora_batch``; returns a new array."""
     rows = [
         out if k < 0 else naive_lora_forward(row, out, adapters[k].A, adapters[k].B, adapters[k].scale)
         for row, out, k in zip(x, y, index, strict=True)
@@ -41,14 +41,14 @@ def naive_lora_batch(x: np.ndarray, y: np.ndarray, adapters: Sequence[MicroLoRA]
 
 
 class LoRAStack:
-    """Adapters of one layer side by side in memory, for ``lora_batch``. A copy: later steps of an adapter do not show.
+    """Adapters of one layer stacked in memory, for ``lora_batch``. A copy: later steps of an adapter have no effect.
 
     Args:
         adapters: at least one; all with the same in_features and out_features. Ranks and alphas may differ.
 
     Raises:
-        WhetValueError: none were given, or their sizes differ.
-        WhetTypeError: one is no MicroLoRA.
+        WhetValueError: no adapters, or different sizes.
+        WhetTypeError: an adapter is not a MicroLoRA.
     """
 
     def __init__(self, adapters: Sequence[MicroLoRA]) -> None:
@@ -74,7 +74,7 @@ class LoRAStack:
 
 
 def lora_batch(x: Any, y: Any, adapters: LoRAStack | Sequence[MicroLoRA], index: Any) -> Any:
-    """``lora_forward`` of every row with an adapter of its own, in place; a row's bits are those it has alone.
+    """Apply ``lora_forward`` to every row with its own adapter, in place; rows do not depend on each other.
 
     Args:
         x: (N, in), float32 or bfloat16, NumPy or torch (CPU).
@@ -88,16 +88,16 @@ def lora_batch(x: Any, y: Any, adapters: LoRAStack | Sequence[MicroLoRA], index:
     Raises:
         WhetValueError: shapes disagree, an index is out of range, y is read-only, or a tensor requires grad or is not
             on the CPU.
-        WhetTypeError: a dtype is not among those above, index holds no integers, or y is no array.
+        WhetTypeError: another dtype, index does not hold integers, or y is not an array.
     """
     stack = adapters if isinstance(adapters, LoRAStack) else LoRAStack(adapters)
     packed = (stack._a, stack._b, stack._offsets, stack._scales)
     if _core.lora_batch(x, y, *packed, index) is not NotImplemented:
         return y
     name = "lora_batch"
-    rows = checked_rows(name, "x", x, "the adapters", stack.in_features)
+    rows = check_rows(name, "x", x, "the adapters", stack.in_features)
     check_target(name, "y", y, (*np.shape(x)[:-1], stack.out_features))
-    ids = inputs.integers(name, "index", index)
+    ids = inputs.as_integers(name, "index", index)
     if ids.shape != (len(rows),):
         raise WhetValueError(f"{name}: index has shape {ids.shape}, expected ({len(rows)},): one adapter per row of x.")
     bad = np.flatnonzero((ids < -1) | (ids >= len(stack)))
@@ -106,20 +106,20 @@ def lora_batch(x: Any, y: Any, adapters: LoRAStack | Sequence[MicroLoRA], index:
             f"{name}: index[{bad[0]}] is {ids[bad[0]]}, expected -1 (none) to {len(stack) - 1}: "
             f"there are {len(stack)} adapters."
         )
-    written(name, y, stack.out_features, lambda flat: _core.lora_batch(rows, flat, *packed, ids))
+    run_on_copy(name, y, stack.out_features, lambda flat: _core.lora_batch(rows, flat, *packed, ids))
     return y
 
 
 class MicroLoRA:
-    """One low-rank adapter of a linear layer, with its gradients, its optimiser and its memory of older tasks.
+    """A low-rank adapter of a linear layer, with its gradients, optimizer state and EWC state of earlier tasks.
 
     A starts uniform in (-1, 1) / sqrt(in_features), B at 0: a new adapter changes nothing.
 
-    Gradients: each ``accumulate`` adds the gradient of one loss, and a step follows their mean, G / n, plus that of the
-    EWC penalty, ewc_lambda / 2 sum F (theta - theta*)^2. ``accumulate_fisher`` collects squared gradients on a task
-    that is to be remembered, and ``consolidate`` makes their mean F and the weights of this moment theta*.
+    Gradients: each ``accumulate`` adds the gradient of one loss, and a step uses their mean, G / n, plus the gradient
+    of the EWC penalty, ewc_lambda / 2 sum F (theta - theta*)^2. ``accumulate_fisher`` adds squared gradients on a task
+    to retain; ``consolidate`` adds their mean to F and sets theta* to the current weights.
 
-    A copy (``copy``, ``pickle``) has its own memory, and learns on from where the adapter is.
+    A copy (``copy``, ``pickle``) has its own memory and includes the optimizer state.
 
     Args:
         in_features: columns of x.
@@ -129,36 +129,36 @@ class MicroLoRA:
         seed: of A.
 
     Attributes:
-        ewc_lambda: weight of the EWC penalty; 0 at first, and without effect before ``consolidate``.
+        ewc_lambda: weight of the EWC penalty; initially 0, and without effect before ``consolidate``.
         n_gradients: losses in G since the last step.
         n_steps: Adam steps so far.
 
     Raises:
         WhetValueError: a size below 1, a rank above 8, or an alpha that is not finite.
-        WhetTypeError: a size that is no integer.
+        WhetTypeError: a size that is not an integer.
     """
 
     def __init__(self, in_features: int, out_features: int, rank: int = 2, alpha: float = 4.0, seed: int = 0) -> None:
-        self.in_features = inputs.positive_size("MicroLoRA", "in_features", in_features)
-        self.out_features = inputs.positive_size("MicroLoRA", "out_features", out_features)
-        self.rank = inputs.positive_size("MicroLoRA", "rank", rank)
+        self.in_features = inputs.as_positive_int("MicroLoRA", "in_features", in_features)
+        self.out_features = inputs.as_positive_int("MicroLoRA", "out_features", out_features)
+        self.rank = inputs.as_positive_int("MicroLoRA", "rank", rank)
         if self.rank > MAX_RANK:
-            raise WhetValueError(f"MicroLoRA: rank is {rank}, expected 1 to {MAX_RANK}. Larger ranks are PEFT's work.")
-        if not math.isfinite(inputs.number("MicroLoRA", "alpha", alpha)):
+            raise WhetValueError(f"MicroLoRA: rank is {rank}, expected 1 to {MAX_RANK}. Use PEFT for larger ranks.")
+        if not math.isfinite(inputs.as_number("MicroLoRA", "alpha", alpha)):
             raise WhetValueError(f"MicroLoRA: alpha is {alpha}, expected a finite number.")
         self.alpha = float(alpha)
         self.scale = self.alpha / self.rank
         self.ewc_lambda = 0.0
         self.n_gradients = self.n_steps = self.n_fisher = 0
-        # A and B in one flat array, and every companion of them (gradient, moments, ...) in one of the same layout:
-        # an optimiser step is then one formula.
+        # A and B share one flat array, and gradients, moments, ... are flat arrays of the same layout, so that an
+        # optimizer step is one formula.
         self._arrays: dict[str, np.ndarray] = {}
         self._make_views()
         bound = 1 / math.sqrt(self.in_features)
         self._a[:] = np.random.default_rng(seed).uniform(-bound, bound, self._a.shape)
 
     def _make_views(self) -> None:
-        self._theta, self._gradient = self._companion("lora"), self._companion("grad")
+        self._theta, self._gradient = self._buffer("lora"), self._buffer("grad")
         self._a, self._b = self._split(self._theta)
         self._grad_a, self._grad_b = self._split(self._gradient)
 
@@ -166,70 +166,70 @@ class MicroLoRA:
         return {name: value for name, value in vars(self).items() if name not in _VIEWS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A view that is copied no longer shares memory: the flat arrays are taken over, each at a cache line again.
+        # Copied views would not share memory: copy the flat arrays, aligned to cache lines, and recreate the views.
         self.__dict__.update(state, _arrays={})
         for name, array in state["_arrays"].items():
-            self._companion(name)[:] = array
+            self._buffer(name)[:] = array
         self._make_views()
 
     @classmethod
     def from_arrays(cls, a: Any, b: Any, alpha: float) -> MicroLoRA:
-        """An adapter with A (r, in) and B (r, out) given, float32; they are copied."""
-        a, b = checked_factors("MicroLoRA.from_arrays", a, b)
+        """Return an adapter with copies of A (r, in) and B (r, out), float32."""
+        a, b = check_factors("MicroLoRA.from_arrays", a, b)
         adapter = cls(a.shape[1], b.shape[1], a.shape[0], alpha)
         adapter._a[:], adapter._b[:] = a, b
         return adapter
 
     @property
     def A(self) -> np.ndarray:
-        """(r, in) float32, the adapter's own memory."""
+        """Factor A, (r, in) float32: a view of the adapter's memory."""
         return self._a
 
     @property
     def B(self) -> np.ndarray:
-        """(r, out) float32, the adapter's own memory."""
+        """Factor B, (r, out) float32: a view of the adapter's memory."""
         return self._b
 
     @property
     def gradients(self) -> tuple[np.ndarray, np.ndarray]:
-        """G_A (r, in) and G_B (r, out) float32: sums over the losses accumulated since the last step."""
+        """Sums G_A (r, in) and G_B (r, out), float32, over the losses accumulated since the last step."""
         return self._grad_a, self._grad_b
 
     def __repr__(self) -> str:
         return f"MicroLoRA({self.in_features}, {self.out_features}, rank={self.rank}, alpha={self.alpha:g})"
 
     def forward(self, x: Any, y: Any) -> Any:
-        """y += s (x A^T) B, in place; returns y. Arguments as ``lora_forward``."""
+        """Add s (x A^T) B to y in place, and return y. Arguments as ``lora_forward``."""
         if _core.lora_forward(x, y, self._a, self._b, self.scale) is NotImplemented:
             lora_forward(x, y, self._a, self._b, self.scale)
         return y
 
     def accumulate(self, x: Any, grad_y: Any) -> None:
-        """Add the gradient of one loss: x (..., in) as the layer saw it, grad_y = dL/dy (..., out).
+        """Add the gradient of one loss: x (..., in) is the layer's input, grad_y = dL/dy (..., out).
 
-        Rows of one call belong to one loss: their gradients are added, as autograd adds them.
+        Rows of one call belong to one loss: their gradients are summed, like in autograd.
         """
         lora_accumulate(x, grad_y, self._a, self._b, self.scale, self._grad_a, self._grad_b)
         self.n_gradients += 1
 
     def zero_grad(self) -> None:
-        """Forget the accumulated gradient."""
+        """Discard the accumulated gradient."""
         self._gradient[:] = 0
         self.n_gradients = 0
 
     def sgd_step(self, lr: float) -> None:
-        """theta -= lr g, with g the mean gradient and the EWC term. Then G = 0, n = 0.
+        """Step theta -= lr g, with g the mean gradient plus the EWC term. Then G = 0, n = 0.
 
         Raises:
             WhetValueError: nothing was accumulated, the gradient is not finite, or lr is below 0 or not finite.
         """
-        self._theta -= np.float32(_not_negative("sgd_step", "lr", lr)) * self._mean_gradient("sgd_step")
+        self._theta -= np.float32(_check_not_negative("sgd_step", "lr", lr)) * self._mean_gradient("sgd_step")
         self.zero_grad()
 
     def adam_step(
         self, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0
     ) -> None:
-        """One step of AdamW (Loshchilov & Hutter 2019, algorithm 2), with g as in ``sgd_step``. Then G = 0, n = 0.
+        """Step AdamW (Loshchilov & Hutter 2019, algorithm 2), with g as in ``sgd_step``. Then G = 0, n = 0.
 
         m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
         theta -= lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay theta)
@@ -238,14 +238,14 @@ class MicroLoRA:
             WhetValueError: as ``sgd_step``; betas outside [0, 1), eps not above 0, or weight_decay below 0.
         """
         name = "adam_step"
-        _not_negative(name, "lr", lr)
-        _not_negative(name, "weight_decay", weight_decay)
+        _check_not_negative(name, "lr", lr)
+        _check_not_negative(name, "weight_decay", weight_decay)
         if not all(0 <= beta < 1 for beta in betas):
             raise WhetValueError(f"{name}: betas is {betas}, expected two numbers in [0, 1).")
         if not 0 < eps < math.inf:
             raise WhetValueError(f"{name}: eps is {eps}, expected a number above 0.")
         g = self._mean_gradient(name)
-        m, v = self._companion("adam_m"), self._companion("adam_v")
+        m, v = self._buffer("adam_m"), self._buffer("adam_v")
         self.n_steps += 1
         b1, b2 = betas
         m += np.float32(1 - b1) * (g - m)
@@ -259,77 +259,77 @@ class MicroLoRA:
     def accumulate_fisher(self, x: Any, grad_y: Any) -> None:
         """Add the squared gradient of one sample's log-likelihood to the diagonal Fisher information.
 
-        One call is one sample: the gradients of its rows are added before they are squared. Leaves G as it is.
+        One call is one sample: the gradients of its rows are summed before they are squared. Does not change G.
         """
         gradient = np.zeros_like(self._theta)
         lora_accumulate(x, grad_y, self._a, self._b, self.scale, *self._split(gradient))
-        self._companion("fisher_sum")[:] += gradient * gradient
+        self._buffer("fisher_sum")[:] += gradient * gradient
         self.n_fisher += 1
 
     def consolidate(self) -> None:
-        """Remember: theta* = theta, and the mean of the squared gradients joins F.
+        """Set theta* = theta, and add the mean of the squared gradients to F.
 
-        A further task adds its mean to the F of the earlier ones, around the new theta* (online EWC of Schwarz et al.
-        2018, "Progress & Compress", with gamma = 1).
+        Later tasks add to the F of earlier tasks, around the new theta* (online EWC of Schwarz et al. 2018, "Progress &
+        Compress", with gamma = 1).
 
         Raises:
-            WhetValueError: there was no ``accumulate_fisher`` since the last time.
+            WhetValueError: no ``accumulate_fisher`` since the last ``consolidate``.
         """
         if self.n_fisher == 0:
             raise WhetValueError("consolidate: no Fisher information was accumulated. Call accumulate_fisher before.")
-        total = self._companion("fisher_sum")
-        self._companion("fisher")[:] += total / np.float32(self.n_fisher)
-        self._companion("anchor")[:] = self._theta
+        total = self._buffer("fisher_sum")
+        self._buffer("fisher")[:] += total / np.float32(self.n_fisher)
+        self._buffer("anchor")[:] = self._theta
         total[:] = 0
         self.n_fisher = 0
 
     def ewc_penalty(self) -> float:
-        """ewc_lambda / 2 sum F (theta - theta*)^2, summed in float64; 0 before ``consolidate``."""
+        """Return ewc_lambda / 2 sum F (theta - theta*)^2, summed in float64; 0 before ``consolidate``."""
         if "anchor" not in self._arrays:
             return 0.0
         moved = self._theta.astype(np.float64) - self._arrays["anchor"]
         return float(0.5 * self.ewc_lambda * np.sum(self._arrays["fisher"] * moved * moved))
 
     def merge(self, weight: Any) -> Any:
-        """weight += s B^T A, in place; returns weight.
+        """Add s B^T A to weight in place, and return weight.
 
         Args:
-            weight: (out, in) as ``torch.nn.Linear`` keeps it, float32 or bfloat16 (rounded once), NumPy or torch. A
-                parameter is passed as ``linear.weight.detach()``, which shares its memory.
+            weight: (out, in) like in ``torch.nn.Linear``, float32 or bfloat16 (rounded once), NumPy or torch. Pass a
+                parameter as ``linear.weight.detach()``, which shares its memory.
         """
         return self._add_to(weight, self.scale, "merge")
 
     def unmerge(self, weight: Any) -> Any:
-        """weight -= s B^T A, in place; returns weight: that of before ``merge``, but for one rounding of each."""
+        """Subtract s B^T A from weight in place, and return weight: undoes ``merge`` up to rounding."""
         return self._add_to(weight, -self.scale, "unmerge")
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a continued run needs: copies of the arrays, ``lora_A`` to ``anchor_B``, and the numbers."""
+        """Return the complete training state: copies of the arrays, ``lora_A`` to ``anchor_B``, and the numbers."""
         state: dict[str, Any] = {name: getattr(self, name) for name in _NUMBERS}
-        for name in _COMPANIONS:
+        for name in _BUFFERS:
             if name in self._arrays:
                 for letter, part in zip("AB", self._split(self._arrays[name]), strict=True):
                     state[f"{name}_{letter}"] = part.copy()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` of an adapter of the same sizes gave. All of it or, after an error, nothing.
+        """Load the ``state_dict`` of an adapter of the same sizes; after an error nothing has changed.
 
-        ``lora_A`` and ``lora_B`` suffice: everything else then starts anew.
+        ``lora_A`` and ``lora_B`` are required; missing entries are reset.
 
         Raises:
-            CheckpointError: an unknown or missing key, another shape or dtype, or a number that is none.
+            CheckpointError: an unknown or missing key, another shape or dtype, or a value that is not a number.
         """
         loaded = MicroLoRA(self.in_features, self.out_features, self.rank, self.alpha)
         arrays = {key: value for key, value in state.items() if key not in _NUMBERS}
         for name in sorted({"lora", *(key[:-2] for key in arrays)}):
-            if name not in _COMPANIONS:
+            if name not in _BUFFERS:
                 raise CheckpointError(f"load_state_dict: {name}_A or {name}_B is unknown. Expected {_KEYS}.")
-            for letter, part in zip("AB", loaded._split(loaded._companion(name)), strict=True):
+            for letter, part in zip("AB", loaded._split(loaded._buffer(name)), strict=True):
                 value = arrays.pop(f"{name}_{letter}", None)
                 if value is None or np.shape(value) != part.shape or str(value.dtype) != "float32":
                     raise CheckpointError(
-                        f"load_state_dict: {name}_{letter} is {_described(value)}, expected float32 {part.shape}."
+                        f"load_state_dict: {name}_{letter} is {_describe(value)}, expected float32 {part.shape}."
                     )
                 part[:] = value
         if arrays:
@@ -342,22 +342,22 @@ class MicroLoRA:
         loaded.scale = loaded.alpha / loaded.rank
         self.__dict__.update(loaded.__dict__)
 
-    def _companion(self, name: str) -> np.ndarray:
-        """The flat array of a name; zeros at first. It begins on a cache line, and so does its B."""
+    def _buffer(self, name: str) -> np.ndarray:
+        """Return the flat array of this name, initially zeros; it and its B part are aligned to cache lines."""
         if name not in self._arrays:
-            n = self._begin_of_b + self.rank * self.out_features
+            n = self._b_offset + self.rank * self.out_features
             memory = np.zeros(n + 15, np.float32)
             begin = -(memory.ctypes.data // 4) % 16
             self._arrays[name] = memory[begin : begin + n]
         return self._arrays[name]
 
     @property
-    def _begin_of_b(self) -> int:
+    def _b_offset(self) -> int:
         return -(-self.rank * self.in_features // 16) * 16
 
     def _split(self, flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         n = self.rank * self.in_features
-        return flat[:n].reshape(self.rank, -1), flat[self._begin_of_b :].reshape(self.rank, -1)
+        return flat[:n].reshape(self.rank, -1), flat[self._b_offset :].reshape(self.rank, -1)
 
     def _mean_gradient(self, function: str) -> np.ndarray:
         if self.n_gradients == 0:
@@ -366,28 +366,28 @@ class MicroLoRA:
         if self.ewc_lambda and "anchor" in self._arrays:
             g += np.float32(self.ewc_lambda) * self._arrays["fisher"] * (self._theta - self._arrays["anchor"])
         if not np.isfinite(g).all():
-            raise WhetValueError(f"{function}: the gradient holds NaN or infinity. Call zero_grad() to leave it out.")
+            raise WhetValueError(f"{function}: the gradient holds NaN or infinity. Call zero_grad() to discard it.")
         return g
 
     def _add_to(self, weight: Any, scale: float, function: str) -> Any:
         if _core.lora_add_product(self._b.T, self._a, weight, scale) is NotImplemented:
             check_target(function, "weight", weight, (self.out_features, self.in_features))
             add = partial(_core.lora_add_product, self._b.T, self._a)
-            written(function, weight, self.in_features, lambda flat: add(flat, float(scale)))
+            run_on_copy(function, weight, self.in_features, lambda flat: add(flat, float(scale)))
         return weight
 
 
 _NUMBERS = {"alpha": float, "ewc_lambda": float, "n_gradients": int, "n_steps": int, "n_fisher": int}
 _VIEWS = ("_theta", "_gradient", "_a", "_b", "_grad_a", "_grad_b")
-_COMPANIONS = ("lora", "grad", "adam_m", "adam_v", "fisher_sum", "fisher", "anchor")
-_KEYS = f"NAME_A and NAME_B for NAME among {', '.join(_COMPANIONS)}, and {', '.join(_NUMBERS)}"
+_BUFFERS = ("lora", "grad", "adam_m", "adam_v", "fisher_sum", "fisher", "anchor")
+_KEYS = f"NAME_A and NAME_B for NAME among {', '.join(_BUFFERS)}, and {', '.join(_NUMBERS)}"
 
 
-def _not_negative(function: str, name: str, value: float) -> float:
-    if not 0 <= inputs.number(function, name, value) < math.inf:
+def _check_not_negative(function: str, name: str, value: float) -> float:
+    if not 0 <= inputs.as_number(function, name, value) < math.inf:
         raise WhetValueError(f"{function}: {name} is {value}, expected a finite number of at least 0.")
     return value
 
 
-def _described(x: Any) -> str:
+def _describe(x: Any) -> str:
     return "missing" if x is None else f"{getattr(x, 'dtype', type(x).__name__)} {np.shape(x)}"

@@ -1,9 +1,9 @@
-"""Normalisation along the last axis, with the addition of a residual fused in: RMSNorm and LayerNorm.
+"""Normalisation along the last axis, with a fused residual addition: RMSNorm and LayerNorm.
 
 Sums are float32 within blocks of 256 elements and float64 across them: their relative error stays below 1e-6 at any
 length. The rest is float32; a bfloat16 result is rounded once. A square beyond float32's range (|x| > 1.8e19) is
-infinite, and its row comes out as 0 or NaN. Results do not depend on the instruction set, on the number of threads, or
-on the other rows. Not differentiated through.
+infinite, and its row becomes 0 or NaN. Results do not depend on the instruction set, the number of threads, or the
+other rows. Not differentiable.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from whet.ops import inputs, rowwise
 
 
 def naive_rms_norm(x: np.ndarray, weight: Any = 1.0, eps: float = 1e-6) -> np.ndarray:
-    """The definition of ``rms_norm``, in the arrays' own precision."""
+    """Reference implementation of ``rms_norm``, in the arrays' own precision."""
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
 def naive_layer_norm(x: np.ndarray, weight: Any = 1.0, bias: Any = 0.0, eps: float = 1e-5) -> np.ndarray:
-    """The definition of ``layer_norm``, in the arrays' own precision."""
+    """Reference implementation of ``layer_norm``, in the arrays' own precision."""
     centred = x - x.mean(-1, keepdims=True)
     return centred / np.sqrt((centred * centred).mean(-1, keepdims=True) + eps) * weight + bias
 
 
 def rms_norm(x: Any, weight: Any = None, eps: float = 1e-6, *, residual: Any = None, out: Any = None) -> Any:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang & Sennrich 2019).
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang & Sennrich 2019).
 
-    With ``residual``, residual += x comes first, in place and rounded to its dtype, and x is that sum from then on:
-    the result is what the two steps give one after the other.
+    With ``residual``, first compute residual += x in place, rounded to its dtype, then norm that sum: the result equals
+    two separate steps.
 
     Args:
         x: (..., n) float32 or bfloat16, NumPy or torch (CPU).
-        weight: (n,) of x's dtype or float32; None: ones. (A Gemma checkpoint keeps weight - 1: pass 1 + weight.)
+        weight: (n,) of x's dtype or float32; None: ones. (A Gemma checkpoint stores weight - 1: pass 1 + weight.)
         eps: added to the mean square; 0 or more.
         residual: like x, written in place; None: no residual.
         out: like x, written in place, x itself allowed; None: a new array.
@@ -46,8 +46,8 @@ def rms_norm(x: Any, weight: Any = None, eps: float = 1e-6, *, residual: Any = N
         The shape, kind and dtype of x. A row of zeros with eps = 0, or with NaN, gives NaN.
 
     Raises:
-        WhetValueError: shapes disagree, eps is negative or not finite, an array that is written to cannot be, or
-            ``out`` shares memory with ``residual``, or a tensor requires grad or is not on the CPU.
+        WhetValueError: shapes disagree, eps is negative or not finite, an output is not writable, ``out`` shares
+            memory with ``residual``, or a tensor requires grad or is not on the CPU.
         WhetTypeError: another dtype.
     """
     result = _core.rms_norm(x, weight, eps, residual, out)
@@ -59,16 +59,16 @@ def rms_norm(x: Any, weight: Any = None, eps: float = 1e-6, *, residual: Any = N
 def layer_norm(
     x: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *, residual: Any = None, out: Any = None
 ) -> Any:
-    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last axis (Ba, Kiros & Hinton 2016).
+    """Return (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last axis (Ba, Kiros & Hinton 2016).
 
-    var is the mean of the squares of x - mean(x): two passes, which do not cancel where the mean is large.
+    var is the mean of the squares of x - mean(x), computed without cancellation if the mean is large.
 
     Args:
         x: (..., n) float32 or bfloat16, NumPy or torch (CPU).
         weight: (n,) of x's dtype or float32; None: ones.
         bias: (n,) of x's dtype or float32; None: zeros.
         eps: added to the variance; 0 or more.
-        residual: as for ``rms_norm``: residual += x in place first, and the sum is normed.
+        residual: as for ``rms_norm``: residual += x in place first, then norm the sum.
         out: like x, written in place, x itself allowed; None: a new array.
 
     Returns:
@@ -84,9 +84,9 @@ def layer_norm(
 
 
 def _slow(name: str, core: Any, x: Any, vectors: dict[str, Any], eps: Any, residual: Any, out: Any) -> Any:
-    if not 0 <= inputs.number(name, "eps", eps) < math.inf:
+    if not 0 <= inputs.as_number(name, "eps", eps) < math.inf:
         raise WhetValueError(f"{name}: eps is {eps!r}, expected a finite number of at least 0.")
-    x = rowwise.rows(name, "x", x)
+    x = rowwise.as_rows(name, "x", x)
     shape, n = tuple(x.shape), x.shape[-1]
     vectors = {key: _vector(name, key, v, x, n) for key, v in vectors.items()}
     if len({rowwise.dtype_name(v) for v in vectors.values() if v is not None}) == 2:
@@ -97,19 +97,19 @@ def _slow(name: str, core: Any, x: Any, vectors: dict[str, Any], eps: Any, resid
     if residual is not None:
         rowwise.check_target(name, "residual", residual, shape, x)
         if out is not None and _share_memory(out, residual):
-            raise WhetValueError(f"{name}: out shares memory with residual, which keeps the sum. Pass another out.")
+            raise WhetValueError(f"{name}: out shares memory with residual, which holds the sum. Pass another out.")
         # A copy, so that an x that shares some of its memory is read before it is changed.
-        total = rowwise.flat(residual.clone() if inputs.is_tensor(residual) else residual.copy("C"))
-    result = inputs.computed(name, core(rowwise.flat(x), *vectors.values(), float(eps), total, None))
+        total = rowwise.flatten(residual.clone() if inputs.is_tensor(residual) else residual.copy("C"))
+    result = inputs.check_computed(name, core(rowwise.flatten(x), *vectors.values(), float(eps), total, None))
     if residual is not None:
         residual[...] = total.reshape(shape)
-    return rowwise.finish(name, result, shape, out)
+    return rowwise.store_result(name, result, shape, out)
 
 
 def _vector(name: str, key: str, v: Any, x: Any, n: int) -> Any:
     if v is None:
         return None
-    v = rowwise.rows(name, key, v)
+    v = rowwise.as_rows(name, key, v)
     if tuple(v.shape) != (n,):
         raise WhetValueError(f"{name}: {key} has shape {tuple(v.shape)}, expected ({n},), the last axis of x.")
     if rowwise.dtype_name(v) not in (rowwise.dtype_name(x), "float32"):

@@ -1,4 +1,4 @@
-"""Sequence packing: which sequences share a row of a training batch."""
+"""Sequence packing: assigns sequences to the rows of a training batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from whet.ops import inputs
 
 
 def naive_pack_sequences(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """The definition of ``pack_sequences``: O(n * bins)."""
+    """Reference implementation of ``pack_sequences``: O(n * bins)."""
     bins: list[list[int]] = []
     room: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -27,16 +27,16 @@ def naive_pack_sequences(lengths: Sequence[int], max_length: int) -> list[list[i
 
 
 def pack_sequences(lengths: Any, max_length: int) -> list[list[int]]:
-    """First-fit decreasing (Johnson 1973): longest first, each into the first bin with room, in O(n log n).
+    """Pack by first-fit decreasing (Johnson 1973): longest first, each into the first bin with room, in O(n log n).
 
-    Uses at most 11/9 OPT + 6/9 bins (Dosa 2007). Equal lengths go in the order of their indices.
+    Uses at most 11/9 OPT + 6/9 bins (Dosa 2007). Equal lengths are packed in the order of their indices.
 
     Args:
         lengths: n integers in [0, max_length], tokens per sequence: a list, or a NumPy or torch array.
         max_length: tokens per bin, at least 1.
 
     Returns:
-        Bins of indices into lengths, each index once; no lengths, no bins.
+        Bins of indices into lengths, each index once; an empty list for no lengths.
 
     Raises:
         WhetValueError: a length is negative or above max_length (the message names its index), lengths are not
@@ -44,8 +44,8 @@ def pack_sequences(lengths: Any, max_length: int) -> list[list[int]]:
         WhetTypeError: lengths are not integers.
     """
     name = "pack_sequences"
-    limit = inputs.positive_size(name, "max_length", max_length)
-    array = inputs.integers(name, "lengths", lengths, "one axis of integers")
+    limit = inputs.as_positive_int(name, "max_length", max_length)
+    array = inputs.as_integers(name, "lengths", lengths, "one axis of integers")
     if np.ndim(lengths) != 1:
         raise WhetTypeError(
             f"{name}: lengths has shape {np.shape(lengths)}, expected one axis: the number of tokens of each sequence."

@@ -1,8 +1,8 @@
-"""Ceilings of this machine (bandwidths, multiply-adds), to compare other figures with, and the cost of allocation.
+"""Hardware ceilings of this machine (bandwidths, multiply-adds) as a reference, and the cost of allocation.
 
-The rates of loops that only load, copy, scale, or multiply and add, on the kernels' instruction set (``whet.isa()``)
-and threads (``whet.get_num_threads()``). Each is the fastest of several timed batches, at least 3, after one that is
-not counted; a batch starts on all threads together and lasts a millisecond or more. Not exported at top level.
+Rates of loops that only load, copy, scale, or multiply and add, on the kernels' instruction set (``whet.isa()``) and
+threads (``whet.get_num_threads()``). A rate is the fastest of at least 3 timed batches, after one warm-up batch; a
+batch starts on all threads together and lasts a millisecond or more. Not exported at top level.
 """
 
 from __future__ import annotations
@@ -17,55 +17,54 @@ FMA_DTYPES = ("float32", "float64", "bfloat16", "int8")
 
 
 def read_rate(n_bytes: int, seconds: float = 0.05) -> float:
-    """Bytes read per second from n_bytes of memory: every 64-byte vector loaded and or-ed to a register, over and over.
+    """Measure the bytes read per second from n_bytes of memory: repeated loads of 64-byte vectors, or-ed to a register.
 
-    The memory is cut into one contiguous part for each thread, in steps of 512 bytes: for the rate of a cache of one
-    core, take n_bytes that fits into as many of them as there are threads.
+    The memory is split into one contiguous part per thread, in steps of 512 bytes: to measure a per-core cache, pass
+    an n_bytes that fits in this cache times the number of threads.
 
     Args:
         n_bytes: bytes in all, at least 1; rounded up to 512 for each thread.
-        seconds: how long to measure, above 0 and at most 3600; three batches are made however short it is.
+        seconds: duration of the measurement, above 0 and at most 3600; at least three batches run.
 
     Returns:
         Bytes per second of all threads together.
 
     Raises:
         WhetValueError: n_bytes is below 1, or seconds is not in (0, 3600].
-        WhetTypeError: n_bytes is no integer, or seconds is no number.
-        MemoryError: the system does not give so much memory.
+        WhetTypeError: n_bytes is not an integer, or seconds is not a number.
+        MemoryError: the memory cannot be allocated.
     """
     return _core.read_rate(_size("read_rate", n_bytes), _duration("read_rate", seconds))
 
 
 def copy_rate(n_bytes: int, seconds: float = 0.05) -> float:
-    """Bytes read plus bytes written per second by a copy of one half of n_bytes of memory to the other half.
+    """Measure the bytes read plus written per second by a copy of one half of n_bytes of memory to the other half.
 
-    The faster of ordinary stores and of streaming stores (which bypass the caches), each measured for half of
-    ``seconds``. What an ordinary store reads before it writes is not counted. Arguments and errors are those of
-    ``read_rate``.
+    The faster of ordinary stores and streaming stores (which bypass the caches), each measured for half of
+    ``seconds``. The read for ownership of ordinary stores is not counted. Arguments and errors as for ``read_rate``.
     """
     return _core.copy_rate(_size("copy_rate", n_bytes), _duration("copy_rate", seconds))
 
 
 def scale_rate(n_bytes: int, seconds: float = 0.05) -> float:
-    """Bytes read plus bytes written per second by ``x *= factor`` in place, x float32 of n_bytes.
+    """Measure the bytes read plus written per second by ``x *= factor`` in place, x float32 of n_bytes.
 
-    Arguments and errors are those of ``read_rate``.
+    Arguments and errors as for ``read_rate``.
     """
     return _core.scale_rate(_size("scale_rate", n_bytes), _duration("scale_rate", seconds))
 
 
 def fma_rate(dtype: str, seconds: float = 0.05) -> float:
-    """Operations per second in registers, a multiplication and an addition counting as two, over all threads.
+    """Measure operations per second in registers on all threads; a multiply-add counts as two.
 
     ``sums[c] += a * b`` for independent vectors of sums. "float32" and "float64" are fused multiply-adds of that dtype.
     "bfloat16" sums products of pairs in float32 (4 operations a lane), "int8" products of four, unsigned times signed,
-    in int32 (8 a lane). These two have instructions of their own only on "avx512bf16"; on any other instruction set
-    the figure is that of the emulation which the kernels use there.
+    in int32 (8 a lane). Only "avx512bf16" has instructions for these two; on other instruction sets the rate is that
+    of the kernels' emulation.
 
     Raises:
-        WhetValueError: dtype is none of these, or seconds is not in (0, 3600].
-        WhetTypeError: seconds is no number.
+        WhetValueError: an unknown dtype, or seconds not in (0, 3600].
+        WhetTypeError: seconds is not a number.
     """
     if dtype not in FMA_DTYPES:
         raise WhetValueError(f"fma_rate: dtype is {dtype!r}, expected one of {', '.join(FMA_DTYPES)}, as a string.")
@@ -73,32 +72,32 @@ def fma_rate(dtype: str, seconds: float = 0.05) -> float:
 
 
 def evict(n_bytes: int) -> None:
-    """Reads at least n_bytes of other memory, so that what was in the caches is there no more.
+    """Flush the caches by reading at least n_bytes of other memory.
 
-    Take twice the last cache or more. Each thread reads a part of its own and so clears the caches of its own core. The
-    memory stays allocated for the next call.
+    Pass at least twice the size of the last-level cache. Each thread reads a separate part and thereby flushes the
+    caches of its core. The memory stays allocated for the next call.
 
     Raises:
         WhetValueError: n_bytes is below 1.
-        WhetTypeError: n_bytes is no integer.
-        MemoryError: the system does not give so much memory.
+        WhetTypeError: n_bytes is not an integer.
+        MemoryError: the memory cannot be allocated.
     """
     _core.evict(_size("evict", n_bytes))
 
 
 def kv_pages(n_layers: int, n_kv_heads: int, head_dim: int, dtype: str) -> Any:
-    """A KV cache as an engine of these sizes has it, of 8 pages of 64 tokens, in "float32" or "bfloat16".
+    """Return an engine's KV cache of these sizes, with 8 pages of 64 tokens, in "float32" or "bfloat16".
 
-    Its ``take_and_release()`` allocates a zeroed page, frees it, and returns the page's bytes. It is the same page each
-    time: the page freed last is the first to be allocated again.
+    ``take_and_release()`` of the cache allocates a zeroed page, frees it, and returns the page's bytes: the same page
+    each time, because the page freed last is allocated first.
 
     Raises:
-        WhetValueError: a size is below 1, or dtype is neither of these.
-        WhetTypeError: a size is no integer.
-        MemoryError: the system does not give so much memory.
+        WhetValueError: a size is below 1, or another dtype.
+        WhetTypeError: a size is not an integer.
+        MemoryError: the memory cannot be allocated.
     """
     given = {"n_layers": n_layers, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
-    sizes = [inputs.positive_size("kv_pages", name, size) for name, size in given.items()]
+    sizes = [inputs.as_positive_int("kv_pages", name, size) for name, size in given.items()]
     if dtype not in ("float32", "bfloat16"):
         raise WhetValueError(f"kv_pages: dtype is {dtype!r}, expected 'float32' or 'bfloat16'.")
     if max(sizes) > 1 << 16:
@@ -108,7 +107,7 @@ def kv_pages(n_layers: int, n_kv_heads: int, head_dim: int, dtype: str) -> Any:
 
 
 def malloc_and_free(n_bytes: int, zeroed: bool) -> int:
-    """``malloc`` and ``free`` of the C library, once; between them, where ``zeroed``, n_bytes of zeros are written.
+    """Call ``malloc`` and ``free`` of the C library once; if ``zeroed``, write n_bytes of zeros in between.
 
     Returns:
         n_bytes.
@@ -120,7 +119,7 @@ def malloc_and_free(n_bytes: int, zeroed: bool) -> int:
 
 
 def _size(function: str, n_bytes: Any) -> int:
-    size = inputs.positive_size(function, "n_bytes", n_bytes)
+    size = inputs.as_positive_int(function, "n_bytes", n_bytes)
     if size > 1 << 48:
         raise WhetValueError(f"{function}: n_bytes is {size}, expected at most 2^48. It counts bytes, not bits.")
     return size
@@ -130,7 +129,7 @@ def _duration(function: str, seconds: Any) -> float:
     try:
         value = float(seconds)
     except (TypeError, ValueError):
-        raise WhetTypeError(f"{function}: seconds is {seconds!r}, expected a number. Pass 0.05, say.") from None
+        raise WhetTypeError(f"{function}: seconds is {seconds!r}, expected a number, such as 0.05.") from None
     if not 0.0 < value <= 3600.0:
-        raise WhetValueError(f"{function}: seconds is {value}, expected above 0 and at most 3600. Pass 0.05, say.")
+        raise WhetValueError(f"{function}: seconds is {value}, expected above 0 and at most 3600, such as 0.05.")
     return value

@@ -1,6 +1,6 @@
-"""Rotary position embedding of queries and keys, in place, each function beside its plain NumPy definition.
+"""Rotary position embedding of queries and keys, in place, with NumPy reference implementations.
 
-The scalings of long contexts are in ``whet.ops.rope_scaling``: each is only another table of angles.
+Scaling for long contexts is in ``whet.ops.rope_scaling``: it only changes the table of angles.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from whet.errors import WhetTypeError, WhetValueError
 from whet.ops import inputs
 from whet.ops.rope_scaling import rope_frequencies
 
-FARTHEST = 2**31
-"""Positions up to here, either way, can be rotated without a table."""
+MAX_POSITION = 2**31
+"""Largest absolute position that can be rotated without a table."""
 
 
 def naive_cos_sin_cache(inv_freq: np.ndarray, max_position: int, attention_factor: float = 1.0) -> np.ndarray:
-    """The definition of a table, (max_position, 2 n): scaled cosines, then sines, in the precision of inv_freq."""
+    """Reference table, (max_position, 2 n): scaled cosines, then sines, in the precision of inv_freq."""
     angles = np.arange(max_position, dtype=inv_freq.dtype)[:, None] * inv_freq
     return attention_factor * np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
 
@@ -33,7 +33,7 @@ def naive_rope(
     *,
     inverse: bool = False,
 ) -> np.ndarray:
-    """The definition of ``apply_rope`` for one of query and key, in the precision of x, as a new array."""
+    """Reference implementation of ``apply_rope`` for one of query and key, in the precision of x, as a new array."""
     half = cos_sin_cache.shape[1] // 2
     cos, sin = (part[:, None] for part in np.split(cos_sin_cache[positions.ravel()].astype(x.dtype), 2, axis=1))
     sin = -sin if inverse else sin
@@ -54,40 +54,40 @@ def apply_rope(
     *,
     inverse: bool = False,
 ) -> None:
-    """Turns every pair (a, b) of every head by its token's angle, in place: (a cos - b sin, a sin + b cos).
+    """Rotate every pair (a, b) of every head by its token's angle, in place: (a cos - b sin, a sin + b cos).
 
-    Of rotary_dim elements, the width of the table, NeoX (Llama, Mistral, Qwen) pairs element i with
-    i + rotary_dim / 2 and GPT-J pairs 2i with 2i + 1; the rest of a head stays as it is. float32 arithmetic, one
-    rounding to nearest even where query or key is bfloat16; the same bits on any number of threads.
+    Within the first rotary_dim elements (the width of the table), NeoX (Llama, Mistral, Qwen) pairs element i with
+    i + rotary_dim / 2 and GPT-J pairs 2i with 2i + 1; the rest of a head is unchanged. float32 arithmetic, one rounding
+    to nearest even for bfloat16; results do not depend on the number of threads.
 
     Source: Su et al., "RoFormer", 2021, equation 34.
 
     Args:
         positions: integers, (T,) or (B, T): rows of the table.
-        query: (T, H * head_size) or (T, H, head_size), or with (B, T) in place of T; float32 or bfloat16, NumPy
-            (bfloat16 of ml_dtypes) or torch, on the CPU. Any strides, as of a slice of a fused projection, but the last
-            axis has to lie in one piece.
-        key: the same with as many heads as it has, or None.
+        query: (T, H * head_size) or (T, H, head_size), or with (B, T) instead of T; float32 or bfloat16, NumPy
+            (bfloat16 of ml_dtypes) or torch, on the CPU. Any strides (for example a slice of a fused projection) with
+            a contiguous last axis.
+        key: like query with its own number of heads, or None.
         head_size: elements of a head.
         cos_sin_cache: (max_position, rotary_dim) float32: rotary_dim / 2 cosines, then as many sines.
         is_neox: the pairing, NeoX or GPT-J.
-        inverse: rotate back, by the negative angle. It is the gradient's way too; with a table that is scaled by an
-            attention factor m, there and back multiplies by m^2.
+        inverse: rotate by the negative angle, which is also the gradient. With a table scaled by an attention factor m,
+            rotation and inverse together multiply by m^2.
 
     Raises:
         WhetValueError: shapes disagree, a position is outside the table, rotary_dim is odd or above head_size, or
-            query or key requires grad, is not on the CPU, is read-only, or shares memory among its elements.
-        WhetTypeError: a dtype or a type is none of these.
+            query or key requires grad, is not on the CPU, is read-only, or has elements that share memory.
+        WhetTypeError: another dtype or type.
     """
     if _core.apply_rope(positions, query, key, head_size, cos_sin_cache, bool(is_neox), bool(inverse)) is None:
         return
     name = "apply_rope"
-    table = inputs.plain(name, "cos_sin_cache", cos_sin_cache, ("float32",))
+    table = inputs.as_plain_array(name, "cos_sin_cache", cos_sin_cache, ("float32",))
     if table.ndim != 2:
         raise WhetValueError(
             f"{name}: cos_sin_cache has shape {tuple(table.shape)}, expected (max_position, rotary_dim)."
         )
-    positions, head_size = _checked(name, positions, query, key, head_size, int(table.shape[1]))
+    positions, head_size = _check_arguments(name, positions, query, key, head_size, int(table.shape[1]))
     _check_rows(name, positions, 0, len(table) - 1, f"the table of {len(table)} positions", "Make a longer table")
     _apply_converted(name, _core.apply_rope, positions, query, key, head_size, table, bool(is_neox), bool(inverse))
 
@@ -103,10 +103,10 @@ def apply_rope_freqs(
     attention_factor: float = 1.0,
     inverse: bool = False,
 ) -> None:
-    """``apply_rope`` without a table: sines and cosines of position * inv_freq are computed once per token.
+    """Apply RoPE without a table: sines and cosines of position * inv_freq are computed once per token.
 
-    The same bits as with the table of a ``RotaryEmbedding`` of these frequencies. Angles are float64: sines and cosines
-    are within 1e-7 for positions up to 10^6, and within 1e-6 up to 2^31, if inv_freq is at most 1.
+    The bits equal those with the table of a ``RotaryEmbedding`` of these frequencies. Angles are float64: the error of
+    sines and cosines is at most 1e-7 for positions up to 10^6, and 1e-6 up to 2^31, if inv_freq is at most 1.
 
     Args:
         positions, query, key, head_size, is_neox, inverse: as for ``apply_rope``; positions in [-2^31, 2^31].
@@ -121,13 +121,13 @@ def apply_rope_freqs(
         return
     name = "apply_rope_freqs"
     freqs = _frequencies(name, inv_freq)
-    positions, head_size = _checked(name, positions, query, key, head_size, 2 * len(freqs))
-    _check_rows(name, positions, -FARTHEST, FARTHEST, "the range of [-2^31, 2^31]", "Check the positions")
+    positions, head_size = _check_arguments(name, positions, query, key, head_size, 2 * len(freqs))
+    _check_rows(name, positions, -MAX_POSITION, MAX_POSITION, "the range of [-2^31, 2^31]", "Check the positions")
     _apply_converted(name, _core.apply_rope_freqs, positions, query, key, head_size, freqs, *flags)
 
 
 class RotaryEmbedding:
-    """A table of angles and the pairing it is for; ``get_rope`` makes one from a model's settings.
+    """A table of angles and its pairing; ``get_rope`` creates it from a model's settings.
 
     Attributes:
         head_size: elements of a head.
@@ -135,7 +135,7 @@ class RotaryEmbedding:
         max_position: rows of the table.
         is_neox_style: the pairing, see ``apply_rope``.
         inv_freq: (rotary_dim / 2,) float64, radians per position.
-        attention_factor: by which cosines and sines are multiplied.
+        attention_factor: multiplies cosines and sines.
         cos_sin_cache: (max_position, rotary_dim) float32 NumPy array, computed in float64 and rounded once.
     """
 
@@ -155,11 +155,11 @@ class RotaryEmbedding:
 
         Raises:
             WhetValueError: inv_freq is empty or longer than head_size / 2, or a size is below 1.
-            WhetTypeError: a size is no integer, or inv_freq is not float.
+            WhetTypeError: a size is not an integer, or inv_freq is not float.
         """
         name = "RotaryEmbedding"
-        self.head_size = inputs.positive_size(name, "head_size", head_size)
-        self.max_position = inputs.positive_size(name, "max_position", max_position)
+        self.head_size = inputs.as_positive_int(name, "head_size", head_size)
+        self.max_position = inputs.as_positive_int(name, "max_position", max_position)
         self.inv_freq = _frequencies(name, inv_freq).copy()
         self.rotary_dim = 2 * len(self.inv_freq)
         _check_rotary_dim(name, self.rotary_dim, self.head_size)
@@ -195,33 +195,33 @@ def get_rope(
     is_neox_style: bool = True,
     scaling: dict[str, Any] | None = None,
 ) -> RotaryEmbedding:
-    """The rotary embedding of a model: inv_freq[i] = base^(-2i / rotary_dim), changed by ``scaling``.
+    """Return the rotary embedding of a model: inv_freq[i] = base^(-2i / rotary_dim), modified by ``scaling``.
 
     Args:
         head_size: elements of a head.
-        rotary_dim: elements of a head to turn, even; the whole head if None.
+        rotary_dim: elements of a head to rotate, even; None: the whole head.
         max_position: rows of the table, so positions 0 .. max_position - 1.
         base: rope_theta.
         is_neox_style: the pairing, see ``apply_rope``.
         scaling: Hugging Face's rope_scaling (or rope_parameters): a dict with "rope_type" linear, dynamic, yarn,
-            llama3, longrope, proportional or default, and what that one needs; see ``whet.ops.rope_scaling``. There is
-            one table for all lengths: dynamic and longrope are taken as of a sequence of max_position tokens, where
-            Hugging Face computes anew as a sequence grows.
+            llama3, longrope, proportional or default, and the settings of that type; see ``whet.ops.rope_scaling``. One
+            table serves all lengths: dynamic and longrope assume a sequence of max_position tokens, where Hugging Face
+            recomputes the frequencies as a sequence grows.
 
     Raises:
-        WhetValueError, WhetTypeError: a setting is missing, unknown or cannot be.
+        WhetValueError, WhetTypeError: a setting is missing, unknown or invalid.
     """
-    head_size = inputs.positive_size("get_rope", "head_size", head_size)
-    max_position = inputs.positive_size("get_rope", "max_position", max_position)
+    head_size = inputs.as_positive_int("get_rope", "head_size", head_size)
+    max_position = inputs.as_positive_int("get_rope", "max_position", max_position)
     inv_freq, factor = rope_frequencies(head_size, rotary_dim, max_position, base, scaling)
     return RotaryEmbedding(head_size, max_position, inv_freq, attention_factor=factor, is_neox_style=is_neox_style)
 
 
-# --- what the fast path does not take -------------------------------------------------------------------
+# --- the slow path --------------------------------------------------------------------------------------
 
 
 def _frequencies(function: str, inv_freq: Any) -> np.ndarray:
-    freqs = np.asarray(inputs.plain(function, "inv_freq", inv_freq), np.float64)
+    freqs = np.asarray(inputs.as_plain_array(function, "inv_freq", inv_freq), np.float64)
     if freqs.ndim != 1 or len(freqs) == 0:
         raise WhetValueError(f"{function}: inv_freq has shape {freqs.shape}, expected (rotary_dim / 2,).")
     if not np.isfinite(freqs).all():
@@ -236,13 +236,13 @@ def _check_rotary_dim(function: str, rotary_dim: int, head_size: int) -> None:
         )
 
 
-def _checked(
+def _check_arguments(
     function: str, positions: Any, query: Any, key: Any, head_size: Any, rotary_dim: int
 ) -> tuple[np.ndarray, int]:
-    """positions as int64 and head_size as an int, if query and key fit them."""
-    head_size = inputs.positive_size(function, "head_size", head_size)
+    """Return positions as int64 and head_size as an int, if query and key fit them."""
+    head_size = inputs.as_positive_int(function, "head_size", head_size)
     _check_rotary_dim(function, rotary_dim, head_size)
-    ids = inputs.integers(function, "positions", positions, "int64 or int32")
+    ids = inputs.as_integers(function, "positions", positions, "int64 or int32")
     if ids.ndim not in (1, 2):
         raise WhetValueError(f"{function}: positions has shape {ids.shape}, expected (T,) or (B, T).")
     _check_heads(function, "query", query, ids.shape, head_size)
@@ -252,7 +252,7 @@ def _checked(
 
 
 def _check_heads(function: str, name: str, x: Any, leading: tuple[int, ...], head_size: int) -> None:
-    """Raises unless x can be rotated in place."""
+    """Raise unless x can be rotated in place."""
     where, is_tensor = f"{function}: {name}", inputs.is_tensor(x)
     if not is_tensor and type(x) not in (np.ndarray,):
         raise WhetTypeError(
@@ -296,12 +296,12 @@ def _check_rows(function: str, positions: np.ndarray, lowest: int, highest: int,
         at = tuple(outside[0].tolist())
         raise WhetValueError(
             f"{function}: positions[{', '.join(map(str, at))}] is {positions[at]}, outside {what}. "
-            f"{fix}, or leave out what is padding."
+            f"{fix}, or exclude padding."
         )
 
 
 def _apply_converted(function: str, core: Any, positions: Any, query: Any, key: Any, *rest: Any) -> None:
     if core(positions, query, key, *rest) is not None:
         raise WhetTypeError(
-            f"{function}: query or key cannot be written in place as it lies in memory. Pass a contiguous copy."
+            f"{function}: query or key has a memory layout that cannot be written in place. Pass a contiguous copy."
         )

@@ -1,21 +1,21 @@
-"""Frequencies of rotary embeddings, as models scale them for long contexts. Float64, NumPy only.
+"""Frequencies of rotary embeddings with the scaling of long-context models. Float64, NumPy only.
 
-Takes Hugging Face's ``rope_scaling`` (later ``rope_parameters``) as it stands in a config.json, and gives what its
-``ROPE_INIT_FUNCTIONS`` give, which compute in float32. With d = rotary_dim, theta_i = base^(-2i / d), s = factor and L
-the original length:
+Reads Hugging Face's ``rope_scaling`` (later ``rope_parameters``) of a config.json and returns the frequencies of its
+``ROPE_INIT_FUNCTIONS``, which compute in float32. With d = rotary_dim, theta_i = base^(-2i / d), s = factor and L the
+original length:
 
     linear        theta_i / s                                              (Chen et al., 2023)
     dynamic       with base (s n / L - (s - 1))^(d / (d - 2)) as the base, for a sequence of n > L tokens (NTK-aware)
-    yarn          theta_i where a pair turns more than beta_fast times in L, theta_i / s below beta_slow times, a ramp
-                  over i between; cosines and sines times 0.1 ln s + 1     (Peng et al., 2023, section 3)
-    llama3        theta_i where the wavelength is below L / high_freq_factor, theta_i / s above L / low_freq_factor, a
+    yarn          theta_i if a pair rotates more than beta_fast times in L, theta_i / s below beta_slow rotations, a
+                  ramp over i between; cosines and sines times 0.1 ln s + 1     (Peng et al., 2023, section 3)
+    llama3        theta_i if the wavelength is below L / high_freq_factor, theta_i / s above L / low_freq_factor, a
                   blend between                                            (Llama 3.1)
     longrope      theta_i / short_factor[i], or long_factor[i] for sequences longer than L; cosines and sines times
                   sqrt(1 + ln s / ln L)                                    (Ding et al., 2024)
     proportional  base^(-2i / head_size) / s for the first partial_rotary_factor of the pairs, 0 for the others
 
-dynamic and longrope depend on the length of the sequence. Here it is max_position, the length of the table: what vLLM
-does for dynamic with max_position = s L; Hugging Face does it anew for each length.
+dynamic and longrope depend on the length of the sequence. Here it is max_position, the length of the table, as in vLLM
+for dynamic with max_position = s L; Hugging Face recomputes the frequencies for each length.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ def rope_frequencies(
     base: float = _DEFAULT_BASE,
     scaling: Mapping[str, Any] | None = None,
 ) -> tuple[np.ndarray, float]:
-    """inv_freq (rotary_dim / 2,) float64 in radians per position, and the factor of cosines and sines.
+    """Return inv_freq (rotary_dim / 2,) float64 in radians per position, and the factor of cosines and sines.
 
     Args:
-        rotary_dim: even; if None, head_size times the scaling's partial_rotary_factor, or all of it.
+        rotary_dim: even; None: head_size times the scaling's partial_rotary_factor (1 if missing).
         max_position: tokens of the longest sequence.
-        base: rope_theta; one that stands in ``scaling`` has to agree with it, unless this is the default.
-        scaling: a dict with "rope_type" (or "type") and what that one needs, as above; None for none.
+        base: rope_theta; must agree with a rope_theta in ``scaling``, unless it is the default.
+        scaling: a dict with "rope_type" (or "type") and the settings of that type, as above; None: no scaling.
 
     Raises:
-        WhetValueError: a setting is missing, unknown, or cannot be.
-        WhetTypeError: scaling is no dict, or a setting no number.
+        WhetValueError: a setting is missing, unknown, or invalid.
+        WhetTypeError: scaling is not a dict, or a setting is not a number.
     """
-    settings = _Settings(dict(scaling) if isinstance(scaling, Mapping) else _none_of(scaling), max_position)
+    settings = _Settings(dict(scaling) if isinstance(scaling, Mapping) else _reject_non_dict(scaling), max_position)
     kind = settings.kind()
     base = settings.base(base)
     share = settings.number("partial_rotary_factor", default=1.0, highest=1.0)
     if rotary_dim is None:
         rotary_dim = head_size if kind == "proportional" else int(head_size * share)
-    dim = inputs.positive_size("get_rope", "rotary_dim", rotary_dim)
+    dim = inputs.as_positive_int("get_rope", "rotary_dim", rotary_dim)
     if dim % 2 or dim > head_size or (kind == "proportional" and dim != head_size):
         expected = f"head_size={head_size}" if kind == "proportional" else f"an even number up to head_size={head_size}"
         raise WhetValueError(f"get_rope: rotary_dim is {dim}, expected {expected}.")
     rotary = _Rotary(dim, base, base ** (-np.arange(0, dim, 2) / dim), share)
-    found = _KINDS[kind](rotary, settings)
+    frequencies = _KINDS[kind](rotary, settings)
     settings.check_all_used(kind)
-    return found
+    return frequencies
 
 
-def _none_of(scaling: Any) -> dict[str, Any]:
+def _reject_non_dict(scaling: Any) -> dict[str, Any]:
     if scaling is not None:
         raise WhetTypeError(
             f"get_rope: scaling is a {type(scaling).__name__}, expected a dict such as "
@@ -79,7 +79,7 @@ def _none_of(scaling: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Rotary:
-    """rotary_dim, base, inv_freq without scaling, and the share of the pairs that turn (proportional)."""
+    """rotary_dim, base, unscaled inv_freq, and the share of the pairs that rotate (proportional)."""
 
     dim: int
     base: float
@@ -88,7 +88,7 @@ class _Rotary:
 
 
 class _Settings:
-    """The dict, which tells a missing, a wrong and an unknown setting."""
+    """The settings of ``scaling``; raises for missing, invalid and unknown settings."""
 
     def __init__(self, given: dict[str, Any], max_position: int) -> None:
         self.given, self.max_position, self.used = given, max_position, {"rope_type", "type"}
@@ -120,7 +120,7 @@ class _Settings:
         value = default if value is None else value
         if value is None:
             raise WhetValueError(
-                f"get_rope: scaling has no {name!r}, which {self.kind()} needs. {_MENDS.get(name, '')}"
+                f"get_rope: scaling has no {name!r}, which {self.kind()} requires. {_FIXES.get(name, '')}"
             )
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise WhetTypeError(f"get_rope: scaling[{name!r}] is {value!r}, expected a number.")
@@ -133,7 +133,7 @@ class _Settings:
         return self.number("original_max_position_embeddings", above=1.0)
 
     def factor(self) -> float:
-        """The factor; how much longer than the original the table is, if it is not given."""
+        """Return the factor; default: the length of the table over the original length."""
         return self.number("factor", default=self.max_position / self.original_length())
 
     def numbers(self, name: str, n: int) -> np.ndarray:
@@ -148,10 +148,10 @@ class _Settings:
         unknown = sorted(self.given.keys() - self.used)
         if unknown:
             known = ", ".join(sorted(self.used - {"type"}))
-            raise WhetValueError(f"get_rope: scaling has {unknown[0]!r}, which {kind} does not know. It knows {known}.")
+            raise WhetValueError(f"get_rope: scaling has {unknown[0]!r}, unknown for {kind}. Its settings are {known}.")
 
 
-_MENDS = {
+_FIXES = {
     "original_max_position_embeddings": "Pass the length the model was trained for (its max_position_embeddings).",
     "factor": "Pass how many times as long as the original the context is.",
 }
@@ -178,7 +178,7 @@ def _yarn(rotary: _Rotary, settings: _Settings) -> tuple[np.ndarray, float]:
     factor, original, dim = settings.factor(), settings.original_length(), rotary.dim
 
     def pair_of(turns: float) -> float:
-        """The place, not rounded, of the pair that turns so often in the original length."""
+        """Return the fractional index of the pair that rotates ``turns`` times over the original length."""
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rotary.base))
 
     low = pair_of(settings.number("beta_fast", default=32.0))
@@ -216,8 +216,8 @@ def _longrope(rotary: _Rotary, settings: _Settings) -> tuple[np.ndarray, float]:
 
 
 def _proportional(rotary: _Rotary, settings: _Settings) -> tuple[np.ndarray, float]:
-    turning = np.arange(rotary.dim // 2) < int(rotary.share * rotary.dim // 2)
-    return np.where(turning, rotary.inv_freq / settings.number("factor", default=1.0), 0.0), 1.0
+    rotates = np.arange(rotary.dim // 2) < int(rotary.share * rotary.dim // 2)
+    return np.where(rotates, rotary.inv_freq / settings.number("factor", default=1.0), 0.0), 1.0
 
 
 _KINDS: dict[str, Callable[[_Rotary, _Settings], tuple[np.ndarray, float]]] = {
