@@ -156,7 +156,7 @@ PackingLoss measure_packing_loss(StoredRows rows, WeightFormat format) {
     const FormatTraits& packed = traits(format);
     const bool keeps_blocks = stored.is_quantised && stored.packed_as == format;
     const bool is_in_range = stored.source && has_range_of_float32(packed) &&
-                             (stored.source != Source::kFloat32 || format != WeightFormat::kBFloat16);
+                             (stored.source != RowType::kFloat32 || format != WeightFormat::kBFloat16);
     PackingLoss loss{.format = format};
     if (keeps_blocks || is_in_range) {
         if (!is_finite(rows)) return {format, INFINITY, packed.largest};
