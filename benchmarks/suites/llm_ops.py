@@ -16,7 +16,7 @@ import numpy as np
 
 import whet
 from whet.bench.case import BenchOptions, Case, Provider, Suite, Table, relative_error, to_array
-from whet.bench.prepare import ITEM_BYTES, Function, Prepare, found, in_loop, on_arrays, on_tensors, tensor
+from whet.bench.prepare import ITEM_BYTES, Function, Prepare, in_loop, on_arrays, on_tensors, resolve, tensor
 from whet.ops.advantages import naive_group_advantages
 from whet.ops.divergence import naive_token_kl
 
@@ -149,7 +149,7 @@ def rlox_batch(function: Function, swap: bool = False) -> Prepare:
 
     def prepare(logprobs: Logprobs) -> Any:
         p, q = (x.ravel() for x in logprobs)
-        return partial(found(function), *((q, p) if swap else (p, q)), logprobs.policy.shape[1])
+        return partial(resolve(function), *((q, p) if swap else (p, q)), logprobs.policy.shape[1])
 
     return prepare
 

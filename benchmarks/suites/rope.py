@@ -15,15 +15,15 @@ import whet
 from whet.bench.case import BenchOptions, Call, Case, NotMeasured, Provider, Suite, Table
 from whet.bench.kernels.rope import (
     RopeInputs,
-    anew,
     in_place,
+    out_of_place,
     rope_case,
     torch_compiled,
     torch_rope,
     whet_rope,
     whet_rope_torch,
 )
-from whet.bench.prepare import Dtype, Prepare, found
+from whet.bench.prepare import Dtype, Prepare, resolve
 from whet.errors import WhetValueError
 
 
@@ -69,7 +69,7 @@ def transformers_rope(inputs: RopeInputs) -> Call:
     query, key = inputs.tensors
     if inputs.rope.is_neox_style:
         wide_cos, wide_sin = (part.repeat(1, 1, 2) for part in (cos, sin))
-        return anew(inputs, lambda: neox(query, key, wide_cos, wide_sin, unsqueeze_dim=2))
+        return out_of_place(inputs, lambda: neox(query, key, wide_cos, wide_sin, unsqueeze_dim=2))
     n = inputs.rope.rotary_dim
 
     def rotate(x: Any) -> Any:
@@ -77,7 +77,7 @@ def transformers_rope(inputs: RopeInputs) -> Call:
 
         return torch.cat((gptj(x[..., :n], sin, cos), x[..., n:]), -1)
 
-    return anew(inputs, lambda: [rotate(query), rotate(key)])
+    return out_of_place(inputs, lambda: [rotate(query), rotate(key)])
 
 
 def on_cuda(kernel: str, float32_table: bool) -> Prepare:
@@ -86,7 +86,7 @@ def on_cuda(kernel: str, float32_table: bool) -> Prepare:
     def prepare(inputs: RopeInputs) -> Call:
         if not inputs.device.startswith("cuda"):
             raise NotMeasured(f"runs only on CUDA devices, and this run is on {inputs.device}")
-        rotate, rope, pair = found(kernel), inputs.rope, inputs.pair()
+        rotate, rope, pair = resolve(kernel), inputs.rope, inputs.pair()
         table = inputs.table("float32" if float32_table else inputs.dtype)
         positions = inputs.torch_positions.flatten()
         query, key = (x.view(len(positions), -1) for x in pair)

@@ -32,7 +32,7 @@ from benchmarks.suites.llm_ops import (
     rlox_batch,
 )
 from whet.bench.case import BenchOptions, Call, Case, Provider, Suite, Table
-from whet.bench.prepare import ITEM_BYTES, found, in_loop, normal, on_arrays, on_tensors, tensor
+from whet.bench.prepare import ITEM_BYTES, in_loop, normal, on_arrays, on_tensors, resolve, tensor
 from whet.ops.advantages import naive_gae
 from whet.ops.divergence import naive_token_kl_schulman
 from whet.ops.logprobs import naive_token_logprobs
@@ -62,7 +62,7 @@ def trl_form(rewards: Any, size: int, mean: Callable[..., Any], std: Callable[..
 
 
 def trl_groups(mean: str, std: str) -> Callable[[Groups], Call]:
-    return lambda groups: partial(trl_form, *map(tensor, groups), found(mean), found(std))
+    return lambda groups: partial(trl_form, *map(tensor, groups), resolve(mean), resolve(std))
 
 
 PUBLISHED_GROUPS = {
@@ -292,8 +292,8 @@ def rlox_gae(x: Trajectories) -> Call:
     rewards, values, dones = x.rewards.ravel(), x.values.ravel(), x.dones.astype(np.float64).ravel()
     batch, steps = x.rewards.shape
     if batch == 1:
-        return partial(found("rlox:compute_gae"), rewards, values, dones, float(x.last_values[0]), GAMMA, LAM)
-    return partial(found("rlox:compute_gae_batched"), rewards, values, dones, x.last_values, steps, GAMMA, LAM)
+        return partial(resolve("rlox:compute_gae"), rewards, values, dones, float(x.last_values[0]), GAMMA, LAM)
+    return partial(resolve("rlox:compute_gae_batched"), rewards, values, dones, x.last_values, steps, GAMMA, LAM)
 
 
 def loop_over_time(rewards: Any, values: Any, alive: Any, last_values: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Makes results.json as a run would leave it, from a seed: every status, a loss, parts, cold and threaded cases."""
+"""Synthetic results.json from a seed: every status, a loss, parts, cold and threaded cases."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from whet.bench.harness import CaseResult, Row
 
 
 def a_row(provider, rng=None, median_s=None, spread=0.02, rounds=31, **fields):
-    """A row; measured, with samples around ``median_s``, if that is given."""
+    """Make a row, with samples around ``median_s`` if given."""
     samples = [] if median_s is None or rng is None else list(median_s * np.exp(spread * rng.standard_normal(rounds)))
     row = Row(provider, error=2.2e-16, tolerance=1e-12, samples_s=[float(s) for s in samples], loops=64, cpus=1.0)
     return asdict(row) | fields
 
 
 def a_case(name, rows, **fields):
-    """A case on two threads, warm, of no size."""
+    """Make a warm case on two threads, without a size."""
     case = Case(name, lambda rng: None, lambda inputs: None, tolerance=1e-12, n_bytes=65536)
     return CaseResult(case, threads=2, rows=[]).as_dict() | {"rows": rows} | fields
 
 
 def a_table(title, cases, **fields):
-    """A table of cases."""
+    """Make a table of cases."""
     return {"title": title, "allocation": "", "note": "", "item": "", "size_label": "", "cases": cases} | fields
 
 
@@ -38,13 +38,13 @@ _CEILINGS = {
 
 
 def make_results(tables, **fields):
-    """A whole run of ``tables``."""
+    """Make the results of a run of ``tables``."""
     return copy.deepcopy(
         {
             "schema": 1,
             "suite": "llm-ops",
             "title": "The primitives of an RL step",
-            "summary": "Group advantages and token KL beside rlox, NumPy and torch.",
+            "summary": "Group advantages and token KL compared with rlox, NumPy and torch.",
             "quick": False,
             "interrupted": False,
             "written": "2026-11-21T06:00:00+00:00",
@@ -70,7 +70,7 @@ def make_results(tables, **fields):
 
 
 def sized_table(rng, title="Group advantages, batched"):
-    """Three sizes of a case with a win, a loss and an even match, a cold one, and one on a single thread."""
+    """Make a table of three sizes with a win, a loss and a tie, a cold case, and a case on one thread."""
     cases = []
     for n_groups, group in ((16, 4), (64, 8), (256, 16)):
         base = 2e-6 * n_groups / 16
@@ -99,7 +99,7 @@ def sized_table(rng, title="Group advantages, batched"):
 
 
 def statuses_table(rng, title="Token KL"):
-    """A case with a row of every status."""
+    """Make a table with a row of every status."""
     rows = [
         a_row("whet", rng, 1e-5, peak_bytes=3 << 20),
         a_row("rlox", status="absent", why="rlox is not installed: pip install 'whet[peers]'", error=None),
@@ -111,7 +111,7 @@ def statuses_table(rng, title="Token KL"):
 
 
 def parts_table(rng, title="One GRPO step"):
-    """A case whose rows tell where their time goes, in more parts than there are colours."""
+    """Make a table whose rows have more parts than there are colours."""
     shares = {"generation": 0.55, "logprobs": 0.08, "forward": 0.12, "loss": 0.01, "backward": 0.2, "optimizer": 0.03,
               "advantages": 2e-5, "kl": 1e-5, "sync": 0.001, "other": 0.00897}  # fmt: skip
     rows = []
@@ -123,13 +123,13 @@ def parts_table(rng, title="One GRPO step"):
 
 
 def full_results(seed=0, **fields):
-    """A run with all of these tables."""
+    """Make the results of a run with all of these tables."""
     rng = np.random.default_rng(seed)
     return make_results([sized_table(rng), statuses_table(rng), parts_table(rng)], **fields)
 
 
 def save(results, folder):
-    """Leaves ``folder/results.json``, as a run does."""
+    """Write ``folder/results.json``, as a run does."""
     folder.mkdir(exist_ok=True)
     (folder / "results.json").write_text(json.dumps(results))
     return folder

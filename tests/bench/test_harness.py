@@ -1,4 +1,4 @@
-"""The harness on providers whose behaviour is planted: right, wrong, slow, failing, missing, impossible."""
+"""The harness with providers that are right, wrong, slow, failing, missing or impossibly fast."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ CEILINGS = {
 
 
 def spin(seconds, answer=1.0):
-    """A call that takes so long, and gives the answer."""
+    """Make a call that spins for ``seconds`` and returns the answer."""
 
     def call():
         end = time.perf_counter() + seconds
@@ -48,8 +48,8 @@ def run(providers, case=None, effort=BRIEF, **table):
 
 
 @timed
-def test_medians_and_pairs_are_those_planted(monkeypatch):
-    monkeypatch.setattr("whet.bench.machine.cpu_seconds", time.perf_counter)  # one processor, whatever others take
+def test_medians_and_ratios_equal_planted_times(monkeypatch):
+    monkeypatch.setattr("whet.bench.machine.cpu_seconds", time.perf_counter)  # one processor, whatever the load
     rows = run([Provider("whet", lambda x: spin(2e-4)), Provider("peer", lambda x: spin(3e-4))])
     assert len(rows["whet"].samples_s) == len(rows["peer"].samples_s) == 9
     assert np.median(rows["whet"].samples_s) == pytest.approx(2e-4, rel=0.1)
@@ -60,14 +60,14 @@ def test_medians_and_pairs_are_those_planted(monkeypatch):
 
 
 @timed
-def test_the_process_has_the_seconds_of_its_thread():
+def test_cpu_seconds_include_this_thread():
     cpu_s, own_s = cpu_seconds(), time.thread_time()
     spin(0.1)()
     assert cpu_seconds() - cpu_s == pytest.approx(time.thread_time() - own_s, rel=0.35)
 
 
 @timed
-def test_a_planted_regression_of_a_tenth_is_found_and_a_loss_is_a_loss():
+def test_planted_difference_of_ten_percent_is_significant():
     providers = [Provider("whet", lambda x: spin(3.3e-4)), Provider("peer", lambda x: spin(3e-4))]
     rows = run(providers, effort=Effort(31, case_s=20.0))
     ratio = paired_ratio(rows["peer"].samples_s, rows["whet"].samples_s)
@@ -82,7 +82,7 @@ def test_short_calls_are_timed_in_loops():
     assert np.median(rows["whet"].samples_s) < 1e-6
 
 
-def test_a_wrong_answer_is_reported_and_not_timed():
+def test_wrong_answer_is_reported_and_not_timed():
     calls = []
 
     def wrong(x):
@@ -97,7 +97,7 @@ def test_a_wrong_answer_is_reported_and_not_timed():
     assert row.why == "error 1e-08, allowed 1e-09"
 
 
-def test_a_provider_has_its_own_definition_and_tolerance():
+def test_provider_can_have_its_own_definition_and_tolerance():
     doubled = Provider("peer", lambda x: lambda: 2 * x, reference=lambda x: 2 * x)
     rough = Provider("rough", lambda x: lambda: x + 1e-5, tolerance=1e-4)
     rows = run([Provider("whet", lambda x: lambda: x), doubled, rough])
@@ -105,7 +105,7 @@ def test_a_provider_has_its_own_definition_and_tolerance():
     assert rows["rough"].error == pytest.approx(1e-5)
 
 
-def test_a_provider_that_fails_takes_nobody_with_it():
+def test_failing_provider_does_not_stop_the_others():
     def broken(x):
         raise RuntimeError("out of luck")
 
@@ -127,7 +127,7 @@ def test_a_provider_that_fails_takes_nobody_with_it():
     assert rows["whet"].status == "measured"
 
 
-def test_what_is_not_there_is_said():
+def test_missing_package_is_named_with_its_pip_command():
     def missing(x):
         import no_such_package_at_all
 
@@ -147,13 +147,13 @@ def test_what_is_not_there_is_said():
     assert {row.status for row in rows.values()} == {"measured", "absent"}
 
 
-def test_the_impossible_is_refused():
+def test_row_faster_than_the_ceiling_is_refused():
     idle = Provider("whet", lambda x: lambda: x)
     rows = run([idle, Provider("peer", lambda x: spin(0.02))], a_case(n_bytes=1e8, cache="cold"))
     assert rows["whet"].status == "refused"
     assert rows["whet"].why.startswith("impossible: ")
     assert "memory bandwidth of this machine" in rows["whet"].why
-    assert rows["whet"].samples_s  # what was seen stays on record
+    assert rows["whet"].samples_s  # the samples stay in results.json
     assert rows["peer"].status == "measured"
     median_s = np.median(rows["peer"].samples_s)
     assert rows["peer"].bandwidth == pytest.approx(1e8 / median_s) and median_s >= 0.02
@@ -162,7 +162,7 @@ def test_the_impossible_is_refused():
 
 
 @timed
-def test_a_refusal_is_judged_again_with_better_ceilings():
+def test_refused_row_is_rated_again_with_higher_ceilings():
     case = a_case(n_flops=1e8)
     provider = Provider("whet", lambda x: spin(5e-4))
     result = run_case(Table("t", [case], [provider], ""), case, [provider], 1, BRIEF, 0)
@@ -173,7 +173,7 @@ def test_a_refusal_is_judged_again_with_better_ceilings():
     assert (result.rows[0].status, result.rows[0].why) == ("measured", "")
 
 
-def test_the_bound_takes_each_byte_from_where_it_may_be(monkeypatch):
+def test_bandwidth_bound_uses_the_cache_level_that_fits(monkeypatch):
     monkeypatch.setattr("whet.bench.machine.caches", lambda: {"L1": 1000, "L2": 10_000, "L3": 100_000})
     small, middle = a_case(n_bytes=2000), a_case(n_bytes=12_000)
     assert fastest_possible(small, CEILINGS, 2) == (pytest.approx(2000 / 4e11), "L1 bandwidth")
@@ -203,7 +203,7 @@ def test_cold_calls_are_slower_than_warm_ones():
 
 
 @timed
-def test_other_processes_are_noticed():
+def test_load_of_other_processes_is_measured():
     code = "import time\nend = time.monotonic() + 30\nwhile time.monotonic() < end: pass"
     with watch_others() as idle:
         time.sleep(0.5)
@@ -219,7 +219,7 @@ def test_other_processes_are_noticed():
     assert idle["cpus"] >= 0
 
 
-def test_parts_are_kept_per_sample_and_add_up():
+def test_parts_are_recorded_per_sample_and_add_up():
     def timed(x):
         def call():
             spin(1e-3)()
@@ -234,7 +234,7 @@ def test_parts_are_kept_per_sample_and_add_up():
     np.testing.assert_allclose(totals, row.samples_s, rtol=1e-6)
 
 
-def test_a_slow_step_is_timed_from_its_third_on(monkeypatch):
+def test_very_slow_step_is_timed_from_the_third_call(monkeypatch):
     for name, seconds in {"VERY_SLOW": 1e-4, "SLOW": 1e-4, "SETTLE": 0.0, "TURN": 0.0}.items():
         monkeypatch.setattr(f"whet.bench.harness._{name}_S", seconds)
     calls = []
@@ -248,7 +248,7 @@ def test_a_slow_step_is_timed_from_its_third_on(monkeypatch):
     assert len(calls) == 2 + BRIEF.rounds
 
 
-def test_who_breaks_on_the_second_call_does_not_take_the_others_along():
+def test_provider_failing_on_the_second_call_does_not_stop_the_others():
     def once(x):
         answers = iter([Timed(x, {"all": 1e-3})])
         return lambda: next(answers)
@@ -287,15 +287,15 @@ def test_errors_of_tensors_keep_their_precision():
     assert relative_error(torch.tensor([1.5], dtype=torch.bfloat16), [1.0]) == 0.5
 
 
-def test_a_whole_run_is_made_once():
-    made = []
+def test_whole_run_is_made_once():
+    answers = []
 
     def once(answer):
-        made.append(answer)
+        answers.append(answer)
         return WholeRun(answer, [2.0, 4.0, 3.0], 7.0, {"forward": [1.0, 2.0, 1.5]}, 9 << 20, {"weights": 5}, [(0, 0.5)])
 
     rows = run([Provider("whet", lambda x: lambda: once(1.0)), Provider("wrong", lambda x: lambda: once(2.0))])
-    assert made == [1.0, 2.0]
+    assert answers == [1.0, 2.0]
     row = rows["whet"]
     assert row.status == "measured" and row.samples_s == [2.0, 4.0, 3.0] and row.start_s == 7.0
     assert row.parts == {"forward": [1.0, 2.0, 1.5]} and row.peak_bytes == 9 << 20

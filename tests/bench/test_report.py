@@ -1,4 +1,4 @@
-"""The report shows every row, losses as losses, in a page and in Markdown, loads nothing, and draws what there is."""
+"""Reports in HTML and Markdown: every row with its status, losses in red, no external resources, plots of all data."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.bench.results import (
     sized_table,
     statuses_table,
 )
+from tests.raising import mentions
 from tests.report.parsed_page import EVIL, Page
 
 from whet.bench.formatting import duration, items_rate, rate, share, significant, size, times
@@ -34,19 +35,19 @@ from whet.report.page import LIGHT_COLORS
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A report of everything, written once."""
+    """Write a report with all kinds of rows once."""
     path = tmp_path_factory.mktemp("runs") / "new" / "report"
     assert write_report(full_results(), path) == path / "report.html"
     return path
 
 
 def grid_cells(markdown, provider):
-    """The cells of the Markdown rows of a provider."""
+    """Return the cells of a provider's rows in Markdown."""
     rows = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in markdown.splitlines() if line[:1] == "|"]
     return [row for row in rows if len(row) > 1 and row[1] == provider]
 
 
-def test_every_status_shows_with_its_reason(folder):
+def test_every_status_is_shown_with_its_reason(folder):
     page = Page((folder / "report.html").read_text(encoding="utf-8")).text
     markdown = (folder / "report.md").read_text(encoding="utf-8").replace("\\", "")
     for reason in (
@@ -58,7 +59,7 @@ def test_every_status_shows_with_its_reason(folder):
         assert reason in page and reason in markdown
 
 
-def test_a_loss_is_a_number_below_one_in_red(folder):
+def test_loss_is_a_ratio_below_one_in_red(folder):
     html = (folder / "report.html").read_text(encoding="utf-8")
     losses = re.findall(r"<strong>(0\.\d+)× \[0\.\d+, 0\.\d+\] \*\*\*</strong></td>", html)
     assert len(losses) == 6  # whet float32 three times, torch at 256 x 16: warm, cold, and on one thread
@@ -69,7 +70,7 @@ def test_a_loss_is_a_number_below_one_in_red(folder):
     assert len(re.findall(r"\*\*0\.\d+× ", (folder / "report.md").read_text())) == 6
 
 
-def test_the_rows_give_their_figures(folder):
+def test_rows_show_their_figures(folder):
     markdown = (folder / "report.md").read_text(encoding="utf-8")
     first = grid_cells(markdown, "rlox")[0]
     assert first[3].count("µs") == 1 and "–" in first[3] and first[4] == "31"
@@ -101,14 +102,14 @@ def test_the_headline_counts_wins_and_losses_of_warm_rows_on_all_threads(tmp_pat
     assert found["even"] == (pytest.approx(1.0, rel=0.03), "0 won, 0 lost, 2 even")
 
 
-def test_whets_other_rows_are_no_peers_and_an_unmeasured_subject_gives_no_ratio(tmp_path):
+def test_headlines_exclude_other_rows_of_whet_and_unmeasured_subjects(tmp_path):
     rng = np.random.default_rng(0)
     assert set(headlines(tmp_path, [sized_table(rng)])) == {"rlox", "NumPy", "torch"}
     case = a_case("one", [a_row("whet", status="failed", why="x"), a_row("rlox", rng, 1.0)])
     assert headlines(tmp_path, [a_table("t", [case])]) == {}
 
 
-def test_page_and_markdown_load_and_run_nothing(folder):
+def test_page_and_markdown_have_no_scripts_or_external_resources(folder):
     shown = Page((folder / "report.html").read_text(encoding="utf-8"))
     assert not {"script", "link", "img", "iframe", "object", "image"} & set(shown.tags)
     assert not any(name.startswith("on") or "//" in value for name, value in shown.attributes)
@@ -149,7 +150,7 @@ def test_colours_follow_light_and_dark(folder):
     assert over_size.count("var(--accent)") > 2  # the subject's line and markers
 
 
-def test_plots_are_pictures_and_named_after_their_tables(folder):
+def test_plots_are_named_after_their_tables(folder):
     names = {path.name for path in folder.glob("*.png")}
     advantages = {f"group-advantages-batched-{kind}.png" for kind in ("ratio", "size", "threads")}
     assert names == advantages | {"one-grpo-step-ratio.png", "one-grpo-step-parts.png"}
@@ -164,7 +165,7 @@ def test_plots_are_pictures_and_named_after_their_tables(folder):
     ("n_cases", "kinds"),
     [(0, set()), (2, {"ratio"}), (3, {"ratio", "size"}), (5, {"ratio", "size", "threads"})],
 )
-def test_nothing_is_drawn_of_nothing(tmp_path, n_cases, kinds):
+def test_plots_without_data_are_omitted(tmp_path, n_cases, kinds):
     rng = np.random.default_rng(0)
     sized = sized_table(rng, title="sized")
     sized["cases"] = sized["cases"][:n_cases]
@@ -183,7 +184,7 @@ def test_plots_draw_the_figures_of_the_rows():
     assert [(bar.get_x(), bar.get_width()) for bar in bars] == [(1, 3.0), (1, -0.5)]
     lines = threads_figure(table, 2, LIGHT_COLORS).axes[0].lines
     assert [(list(line.get_xdata()), list(line.get_ydata())) for line in lines] == [
-        ([1, 2], [1, 2]),  # as many times as threads
+        ([1, 2], [1, 2]),  # linear speed-up
         ([1, 2], [1.0, 1.0]),
         ([1, 2], [1.0, 1.5]),
     ]
@@ -192,7 +193,7 @@ def test_plots_draw_the_figures_of_the_rows():
     assert [list(line.get_xydata().ravel()) for line in lines][-1] == [1.0, 1.0, 8.0, 1.0, 100.0, 100.0]
 
 
-def test_parts_are_told_in_seconds_and_shares(folder):
+def test_parts_are_shown_in_seconds_and_shares(folder):
     markdown = (folder / "report.md").read_text(encoding="utf-8")
     assert re.search(r"\| generation \| 1\.\d\d s \(55\.0%\) \| 1\.\d\d s \(55\.0%\) \|", markdown)
     assert re.search(r"\| kl \| .* µs \(0\.001%\) \|", markdown)
@@ -202,7 +203,7 @@ def test_parts_are_told_in_seconds_and_shares(folder):
     assert "3 smaller" in [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def test_a_run_tells_its_start_its_memory_and_its_scores(tmp_path):
+def test_whole_run_shows_start_memory_and_scores(tmp_path):
     rng = np.random.default_rng(0)
     memory = {"weights": 3 << 20, "activations": 5 << 20}
     runs = [
@@ -215,13 +216,13 @@ def test_a_run_tells_its_start_its_memory_and_its_scores(tmp_path):
     markdown = (tmp_path / "report.md").read_text(encoding="utf-8").replace("\\", "")
     assert grid_cells(markdown, "whet")[0][-2:] == ["4.50 s", "0.250 → 0.500"]
     assert grid_cells(markdown, "TRL")[0][-2:] == ["12.0 s", ""]
-    assert "| activations of a training step | 5 MiB |" in markdown and "| in all | 8 MiB |" in markdown
+    assert "| activations of a training step | 5 MiB |" in markdown and "| total | 8 MiB |" in markdown
     (line,) = learning_figure(table, 2, LIGHT_COLORS).axes[0].lines
     assert line.get_xdata().tolist() == [0, 10] and line.get_ydata() == pytest.approx([0.3, 0.65])
     assert (tmp_path / "runs-learning.png").exists()
 
 
-def test_verification_gives_the_worst_case_of_every_provider(tmp_path):
+def test_verification_has_the_worst_case_of_every_provider(tmp_path):
     rng = np.random.default_rng(0)
     cases = [
         a_case("small", [a_row("whet", rng, 1.0, error=1e-7, tolerance=1e-6), a_row("a", status="failed", why="no")]),
@@ -231,7 +232,7 @@ def test_verification_gives_the_worst_case_of_every_provider(tmp_path):
     cases[1]["rows"].append(a_row("b", status="wrong", why="shapes differ", error=math.inf))
     write_report(make_results([a_table("T", cases)]), tmp_path)
     after = (tmp_path / "report.md").read_text().split("## Verification")[1].split("## Method")[0]
-    # 1e-7 of 1e-6 is nearer to its limit than 2e-7 of 1e-5.
+    # 1e-7 is closer to its tolerance of 1e-6 than 2e-7 to 1e-5.
     assert [row[2:] for row in grid_cells(after, "whet")] == [["1e-07", "1e-06", "small", "2"]]
     assert [row[2:] for row in grid_cells(after, "a")] == [["2.2e-16", "1e-12", "large", "1"]]
     assert [row[2:] for row in grid_cells(after, "b")] == [["**inf**", "1e-12", "large", "1"]]
@@ -240,35 +241,35 @@ def test_verification_gives_the_worst_case_of_every_provider(tmp_path):
     )
 
 
-def test_results_json_is_what_came(folder):
+def test_results_json_equals_the_results(folder):
     assert json.loads((folder / "results.json").read_text(encoding="utf-8")) == full_results()
 
 
 @pytest.mark.parametrize(
     ("fields", "warning"),
     [
-        ({"load": {"before": [1.1, 1, 1], "after": []}}, "The machine was busy: a load of 1.1 on 2 processors"),
-        ({"quick": True}, "A quick run: few rounds"),
+        ({"load": {"before": [1.1, 1, 1], "after": []}}, "The machine was busy: load 1.1 on 2 processors"),
+        ({"quick": True}, "Quick run: few rounds"),
         ({"interrupted": True}, "The run was interrupted"),
     ],
 )
-def test_what_weakens_the_figures_is_said(tmp_path, fields, warning):
+def test_load_quick_and_interrupted_runs_have_a_warning(tmp_path, fields, warning):
     calm = {"load": {"before": [1.0, 1, 1], "after": []}}
     for given, expected in ((fields, True), (calm, False)):
         html = write_report(make_results([], **given), tmp_path).read_text(encoding="utf-8")
         assert (f"<p><strong>{warning}" in html) == expected
 
 
-def test_machine_method_and_ceilings_are_told(folder):
+def test_report_has_machine_method_and_ceilings(folder):
     text = Page((folder / "report.html").read_text(encoding="utf-8")).text
-    for told in (
+    for expected in (
         "AMD EPYC 9R14", "32 KiB", "avx512bf16", "b5d2eb3 (modified)", "whet bench llm-ops --threads 2", "0.1 0.2 0.3",
         "read, L2", "220 GB/s", "460 GFLOP/s", "1 thread", "in random order", "95% percentile bootstrap", "rlox",
     ):  # fmt: skip
-        assert told in text
+        assert expected in text
 
 
-def test_the_terminal_shows_every_row_and_every_reason():
+def test_terminal_table_shows_every_row_and_reason():
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     rng = np.random.default_rng(0)
     for table in (sized_table(rng), statuses_table(rng, title="[red]Token KL[/nope]")):
@@ -276,11 +277,11 @@ def test_the_terminal_shows_every_row_and_every_reason():
     text = console.export_text()
     assert "[red]Token KL[/nope]" in text
     assert re.search(r"rlox +10\.\d µs +5\.\d+× \[5\.\d+, 5\.\d+\] \*\*\* +2\.30 GB/s +6% of L2 +6\.60 µs", text)
-    for told in ("absent", "wrong", "failed", "refused", "planted failure", "is not installed", "impossible: 40 times"):
-        assert told in text
+    for word in ("absent", "wrong", "failed", "refused", "planted failure", "is not installed", "impossible: 40 times"):
+        assert word in text
 
 
-def test_figures_in_words():
+def test_figures_are_formatted_with_units():
     assert [duration(s) for s in (3e-10, 2.2e-6, 9.996e-7, 0.0123, 1.5, 125.0, 0.0)] == [
         "0.300 ns", "2.20 µs", "1.00 µs", "12.3 ms", "1.50 s", "125 s", "0 ns",
     ]  # fmt: skip
@@ -298,7 +299,7 @@ def test_figures_in_words():
     assert (rate(a_row("x")), share(a_row("x")), items_rate(a_row("x"))) == ("", "", "")
 
 
-def test_a_case_tells_what_sets_it_apart(tmp_path):
+def test_case_label_has_cache_and_threads(tmp_path):
     rows = [a_row("whet", np.random.default_rng(0), 1.0)]
     cases = [a_case("8", rows, cache="cold", threads=1), a_case("8 cold", rows, cache="cold"), a_case("8", rows)]
     write_report(make_results([a_table("t", cases)]), tmp_path)
@@ -306,15 +307,15 @@ def test_a_case_tells_what_sets_it_apart(tmp_path):
     assert labels[:3] == ["8, cold, 1 thread", "8 cold", "8"]
 
 
-def test_a_missing_package_is_one_clear_line(tmp_path, monkeypatch):
+def test_missing_package_is_named_with_its_pip_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingExtraError, match=r"write_report needs matplotlib\. Install it with: pip install 'whet"):
+    with pytest.raises(MissingExtraError, match=mentions("write_report", "matplotlib", "pip install 'whet[train]'")):
         write_report(full_results(), tmp_path)
-    assert Path(tmp_path / "results.json").exists()  # what was measured is kept
+    assert Path(tmp_path / "results.json").exists()  # the results are kept
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "markdown_it", None)
-    with pytest.raises(MissingExtraError, match=r"markdown_page needs markdown-it-py\. Install it with: pip install"):
+    with pytest.raises(MissingExtraError, match=mentions("markdown_page", "markdown-it-py", "pip install 'whet[")):
         write_report(full_results(), tmp_path)
     monkeypatch.setitem(sys.modules, "rich.table", None)
-    with pytest.raises(MissingExtraError, match=r"rich_table needs rich\. Install it with: pip install 'whet"):
+    with pytest.raises(MissingExtraError, match=mentions("rich_table", "rich", "pip install 'whet[")):
         rich_table(full_results()["tables"][0])

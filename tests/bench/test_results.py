@@ -1,4 +1,4 @@
-"""rows_as_csv: one line a row, full precision, nothing invented for what was not measured."""
+"""rows_as_csv: one line per row, full precision, empty figures for rows without a time."""
 
 import csv
 import io
@@ -9,7 +9,7 @@ from tests.bench.results import a_case, a_row, a_table, make_results
 from whet.bench.results import CSV_COLUMNS, rows_as_csv
 
 
-def test_rows():
+def test_csv_has_full_precision_and_empty_figures_of_absent_rows():
     fast = a_row("whet", bandwidth=2.5e10, share=0.5, bound="L2 bandwidth", items_per_s=1e6) | {
         "samples_s": [3e-6, 1e-6, 2e-6, 4e-6, 5e-6]
     }
@@ -28,7 +28,7 @@ def test_rows():
     assert all(second[name] == "" for name in ("median_s", "p20_s", "p80_s", "n", "max_error", "bytes_per_s"))
 
 
-def test_a_refused_row_keeps_its_line_without_figures():
+def test_refused_row_has_a_line_without_figures():
     refused = a_row("vLLM", status="refused", why="faster than the machine", bandwidth=1e15) | {"samples_s": [1e-9]}
     text = rows_as_csv(make_results([a_table("t", [a_case("c", [a_row("whet"), refused])])]))
     line = list(csv.DictReader(io.StringIO(text)))[1]

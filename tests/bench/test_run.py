@@ -1,4 +1,4 @@
-"""``whet bench`` as its users run it: processes, files, options, and what it answers to a wrong one."""
+"""``whet bench`` end to end: processes, files, options and errors."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def whet_bench(*arguments, cwd=None):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """One row of one suite against one peer, and its folder."""
+    """Run one row of one suite against one peer; return its results and folder."""
     folder = tmp_path_factory.mktemp("run")
     flags = ["--quick", "--only", "16 x 4", "--peers", "numpy", "--threads", "1", "--out", str(folder)]
     run = whet_bench("llm-ops", *flags)
@@ -36,7 +36,7 @@ def results(tmp_path_factory):
     return json.loads((folder / "results.json").read_text()), folder
 
 
-def test_what_a_run_leaves(results):
+def test_run_writes_results_report_and_plots(results):
     found, folder = results
     assert {"results.json", "rows.csv", "report.md", "report.html"} <= {path.name for path in folder.iterdir()}
     assert list(folder.glob("*.png"))
@@ -58,7 +58,7 @@ def test_what_a_run_leaves(results):
             assert row["error"] <= row["tolerance"]
 
 
-def test_the_report_needs_nothing_from_elsewhere(results):
+def test_report_loads_no_external_resources(results):
     page = (results[1] / "report.html").read_text()
     assert "<script" not in page
     assert not re.search(r"(src|href)=[\"']?https?:", page)
@@ -75,7 +75,7 @@ def test_compare_finds_a_planted_regression(results, tmp_path):
     assert "16 x 4" in run.stdout
 
 
-def test_suites_and_help(capsys):
+def test_help_lists_suites_and_options(capsys):
     assert main(["bench"]) == 2
     assert main(["bench", "--help"]) == 0
     shown = capsys.readouterr().out
@@ -95,13 +95,13 @@ def test_suites_and_help(capsys):
         (["llm-op"], "there is no suite 'llm-op'. Did you mean llm-ops?"),
         (["llm-ops", "--only", "17 x 3"], "no row contains '17 x 3'. There are: "),
         (["llm-ops", "--peers", "jax"], "there is no provider 'jax'. There are: "),
-        (["llm-ops", "--threads", "5000"], "threads is 5000, and this process may use"),
+        (["llm-ops", "--threads", "5000"], "threads is 5000"),
         (["llm-ops", "--threads", "-1"], "threads is -1"),
         (["compare", "nowhere", "nowhere"], "nowhere"),
         (["compare", ".", ".", "--threshold", "0"], "threshold is 0.0, expected a share above 0"),
     ],
 )
-def test_a_wrong_option_is_one_line(arguments, message, capsys):
+def test_invalid_option_is_one_line(arguments, message, capsys):
     assert main(["bench", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -122,7 +122,7 @@ def test_wheel_has_the_kernel_suite_and_names_the_clone_for_others(tmp_path):
     assert re.search(mentions("'grpo'", "kernels", "clone", "pip install -e"), refused.stderr)
 
 
-def test_a_stopped_run_reports_what_it_has(tmp_path, monkeypatch):
+def test_interrupted_run_reports_partial_results(tmp_path, monkeypatch):
     measure = whet.bench.run._measure
 
     def stopped(*arguments, **named):
@@ -136,8 +136,8 @@ def test_a_stopped_run_reports_what_it_has(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "results.json").read_text())["interrupted"] is True
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
-def test_the_process_that_measures_ends_with_the_command(tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="a parent death signal exists on Linux only")
+def test_worker_ends_with_the_command(tmp_path):
     command = [sys.executable, "-m", "whet", "bench", "llm-ops", "--threads", "1", "--out", str(tmp_path / "out")]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as bench:
         deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""The statistics that decide who is faster, on samples whose truth is known."""
+"""Statistics of speed comparisons, on samples with known medians."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from whet.bench.stats import paired_ratio, summary, unpaired_ratio
 
 
 def times(rng, n, median=1.0, spread=0.05):
-    """As calls take: a floor, a skewed spread above it, and now and then an interruption."""
+    """Draw call times: a minimum, a skewed spread above it, and occasional interruptions."""
     samples = median * (1 + spread * rng.exponential(1.0, n) - spread * np.log(2))
     samples[rng.random(n) < 0.05] *= 3
     return samples
@@ -17,13 +17,13 @@ def test_summary_by_hand():
     assert summary([5, 1, 4, 2, 3, 6]) == (3.5, 2.0, 5.0, 6)
 
 
-def test_ratio_is_that_of_the_pairs():
+def test_paired_ratio_is_the_median_of_pairs():
     ratio = paired_ratio([2.0, 40.0, 6.0], [1.0, 10.0, 3.0])
     assert ratio.median == 2.0
     assert (ratio.low, ratio.high) == (2.0, 4.0)
 
 
-def test_what_slows_a_whole_round_cancels():
+def test_slowdown_of_a_whole_round_cancels():
     rng = np.random.default_rng(0)
     drift = np.exp(rng.normal(0, 0.7, 31))
     ratio = paired_ratio(1.1 * drift * times(rng, 31, spread=0.01), drift * times(rng, 31, spread=0.01))
@@ -33,14 +33,14 @@ def test_what_slows_a_whole_round_cancels():
 
 
 @pytest.mark.parametrize("n", [5, 9, 31])
-def test_equal_providers_are_not_starred(n):
+def test_equal_providers_are_rarely_significant(n):
     rng = np.random.default_rng(1)
     starred = sum(paired_ratio(times(rng, n), times(rng, n)).stars == "***" for _ in range(200))
-    assert starred <= 20  # 5% are expected of a 95% interval
+    assert starred <= 20  # 5% are expected with a 95% interval
 
 
 @pytest.mark.parametrize(("factor", "n"), [(1.1, 31), (0.9, 31), (1.25, 9), (0.8, 9)])
-def test_a_difference_is_found_in_either_direction(factor, n):
+def test_difference_is_found_in_either_direction(factor, n):
     rng = np.random.default_rng(2)
     found = 0
     for _ in range(100):
@@ -49,16 +49,16 @@ def test_a_difference_is_found_in_either_direction(factor, n):
     assert found >= 90
 
 
-def test_the_interval_holds_the_truth_95_times_in_100():
+def test_interval_covers_the_true_ratio_in_95_percent():
     rng = np.random.default_rng(3)
-    held = 0
+    covered = 0
     for _ in range(300):
         ratio = paired_ratio(1.3 * times(rng, 21), times(rng, 21))
-        held += ratio.low <= 1.3 <= ratio.high
-    assert held >= 275
+        covered += ratio.low <= 1.3 <= ratio.high
+    assert covered >= 275
 
 
-def test_a_planted_regression_between_two_runs():
+def test_unpaired_ratio_finds_a_planted_regression():
     rng = np.random.default_rng(4)
     slower = unpaired_ratio(1.1 * times(rng, 31, spread=0.02), times(rng, 31, spread=0.02))
     assert slower.low > 1.05
@@ -66,6 +66,6 @@ def test_a_planted_regression_between_two_runs():
     assert same.low < 1 < same.high
 
 
-def test_the_same_samples_give_the_same_interval():
+def test_interval_is_deterministic():
     samples = times(np.random.default_rng(5), 20)
     assert paired_ratio(samples, samples[::-1]) == paired_ratio(samples, samples[::-1])

@@ -1,7 +1,7 @@
-"""Benchmarks: every figure that Whet claims, with its peers measured beside it.
+"""Benchmarks: every figure that Whet claims, measured together with its peers.
 
-A suite (``suites/``) is tables of cases; the harness checks every provider's answer against a float64 reference
-before it times it, and refuses a row that the machine cannot have done. ``whet bench`` is its command line.
+A suite is tables of cases. The harness checks every provider's answer against a float64 reference before timing it, and
+rejects rows that are faster than the machine allows. The command line is ``whet bench``.
 """
 
 from whet.bench.case import BenchOptions, Case, NotMeasured, Provider, Suite, Table, Timed

@@ -1,6 +1,6 @@
-"""The parts of a benchmark: a suite of tables, a table of cases, and the providers that answer each case.
+"""Parts of a benchmark: a suite has tables, a table has cases, and providers answer each case.
 
-A suite is one short module in ``suites/`` with a ``SUITE``; it is registered nowhere else.
+A suite is one short module in a ``suites`` folder with a ``SUITE``; there is no other registration.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, Literal
 import numpy as np
 
 Call = Callable[[], Any]
-"""The function that is timed: takes nothing, returns the answer."""
+"""The timed function: it takes no arguments and returns the answer."""
 
 
 class NotMeasured(Exception):
-    """Raised by a provider that cannot answer a case, with the reason that the report shows."""
+    """A provider does not support a case; the message is the reason in the report."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,12 @@ class Provider:
     """A contender.
 
     Attributes:
-        name: as the report shows it: "whet", "rlox (loop)", "torch float32".
-        prepare: takes the case's inputs, and returns the call to be timed. It imports its library itself: an
-            ImportError means that it is not measured.
-        reference: what this provider should answer, where that is not the case's reference (another definition of
-            the same thing).
-        tolerance: in place of the case's, for a provider that computes in a narrower dtype.
-        note: what is particular about it, shown under the table.
+        name: name in the report: "whet", "rlox (loop)", "torch float32".
+        prepare: takes the case's inputs and returns the call to be timed. It imports its library itself: after an
+            ImportError the provider is not measured.
+        reference: reference answer of a provider with a different definition; None: the case's reference.
+        tolerance: tolerance of a provider that computes in a narrower dtype; None: the case's tolerance.
+        note: remark shown under the table.
     """
 
     name: str
@@ -43,24 +42,24 @@ class Provider:
 
 @dataclass(frozen=True)
 class Case:
-    """One size of one piece of work.
+    """One size of a workload.
 
     Attributes:
         name: unique in its table: "256 x 16".
-        inputs: makes the inputs from a seeded generator; providers get what it returns.
-        reference: the right answer from the inputs, in float64 or wider.
-        tolerance: largest error that passes, as ``Table.error`` defines it.
-        n_bytes: bytes that have to move: each input read once, each result written once.
-        n_flops: floating-point operations that have to be done, a multiply-add counted as two. Leave out (0) what has
-            no agreed count, such as an exponential.
-        flop_dtype: which rate bounds them: float32, float64, bfloat16 or int8.
-        footprint: bytes touched in all, which decides the cache level that bounds n_bytes; 0: n_bytes.
-        cache: "warm": the inputs were just used; "cold": everything was pushed out of the caches before the call.
-        n_items: how many items (``Table.item``, tokens for one) the case handles; shown per second.
-        size: place on the x axis of the scaling plot; None: not in the plot.
-        thread_scaling: measured again on fewer threads, for the plot over threads.
-        published: provider -> seconds that a publication gives for this row, on whatever machine it used.
-        note: shown beside the row.
+        inputs: creates the inputs from a seeded generator; they are passed to providers.
+        reference: computes the correct answer from the inputs, in float64 or wider.
+        tolerance: largest error that passes, as defined by ``Table.error``.
+        n_bytes: minimum memory traffic: each input read once, each result written once.
+        n_flops: floating-point operations, a multiply-add counted as two; operations without an agreed count, such as
+            exponentials, do not count.
+        flop_dtype: dtype whose FMA rate bounds n_flops: float32, float64, bfloat16 or int8.
+        footprint: total bytes touched, which determine the cache level that bounds n_bytes; 0: n_bytes.
+        cache: "warm": the inputs were just used; "cold": the caches are evicted before the call.
+        n_items: number of items (``Table.item``, such as tokens) in the case; reported per second.
+        size: position on the x axis of the scaling plot; None: not in the plot.
+        thread_scaling: whether to measure the case on fewer threads too, for the plot over threads.
+        published: provider -> seconds published for this row, on the publication's machine.
+        note: remark about the row.
     """
 
     name: str
@@ -80,12 +79,12 @@ class Case:
 
 
 def to_array(answer: Any) -> np.ndarray:
-    """An answer in float64, of NumPy or torch, which alone has bfloat16."""
+    """Convert an answer of NumPy or torch, including bfloat16 tensors, to float64."""
     return np.asarray(answer.double() if hasattr(answer, "double") else answer, np.float64)
 
 
 def relative_error(answer: Any, reference: Any) -> float:
-    """max |answer - reference| / max(1, |reference|); infinite where shapes differ or only one is NaN."""
+    """Compute max |answer - reference| / max(1, |reference|); infinite if shapes differ or only one is NaN."""
     got, right = to_array(answer), np.asarray(reference, np.float64)
     if got.shape != right.shape or not np.array_equal(np.isfinite(got), np.isfinite(right)):
         return float("inf")
@@ -98,18 +97,18 @@ def relative_error(answer: Any, reference: Any) -> float:
 
 @dataclass(frozen=True)
 class Table:
-    """Cases that the same providers answer.
+    """Cases with the same providers.
 
     Attributes:
         title: unique in its suite.
-        cases: by rising size.
-        providers: the first is the subject of the ratios, Whet as a rule.
-        allocation: what of allocation is inside the timing: "inside: the result is a new array".
-        note: what a reader must know, in a sentence or two.
-        item: what ``Case.n_items`` counts: "tokens".
-        size_label: what ``Case.size`` is: "tokens per sequence".
-        peak_memory: whether a call's peak memory is measured too.
-        error: (answer, reference) -> a number, 0 for a perfect answer, compared with the tolerance.
+        cases: cases by ascending size.
+        providers: the first is the subject of the ratios, usually Whet.
+        allocation: allocations within the timed call: "inside: the result is a new array".
+        note: context for the reader, in a sentence or two.
+        item: unit of ``Case.n_items``: "tokens".
+        size_label: meaning of ``Case.size``: "tokens per sequence".
+        peak_memory: whether to measure a call's peak memory too.
+        error: (answer, reference) -> error to compare with the tolerance; 0 for an exact answer.
     """
 
     title: str
@@ -125,14 +124,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Timed:
-    """The return value of a call that also timed its own parts.
+    """Return value of a call that times its own parts.
 
     Attributes:
-        value: its answer.
-        parts: the seconds of each part.
-        counted: the part that is the call's sample, where the rest is not what is measured; "": the whole call.
-        note: what the provider chose for this case, shown under the table.
-        peak_bytes: peak memory of the call, where only the provider can measure it.
+        value: the answer.
+        parts: seconds of each part.
+        counted: the part that is the call's sample; "": the whole call.
+        note: the provider's choice for this case, shown under the table.
+        peak_bytes: peak memory of the call, if only the provider can measure it.
     """
 
     value: Any
@@ -144,16 +143,16 @@ class Timed:
 
 @dataclass(frozen=True)
 class WholeRun:
-    """The return value of a call that is made once: a run of a process of its own, from its start to its end.
+    """Return value of a call that is made once: a whole run in a separate process.
 
     Attributes:
-        value: its answer.
-        samples_s: the seconds of each of its steps that counts, which are the row's samples.
-        start_s: the seconds from the start of the process to its first step.
-        parts: the seconds of the parts of each of these steps.
-        peak_bytes: the most memory that the process ever had; None where the system does not tell.
-        memory: who held it in the fullest step, by the names in ``whet.memory.PARTS``; empty: unknown.
-        curve: (step, score) of a run that learns.
+        value: the answer.
+        samples_s: seconds of each counted step, the row's samples.
+        start_s: seconds from the start of the process to its first step.
+        parts: seconds of the parts of each counted step.
+        peak_bytes: peak memory of the process; None if the system does not report it.
+        memory: memory by owner at the peak step, by the names in ``whet.memory.PARTS``; empty: unknown.
+        curve: (step, score) of a training run.
     """
 
     value: Any
@@ -166,7 +165,7 @@ class WholeRun:
 
 
 def seconds_of(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
-    """The result of ``work(*arguments)``, and the seconds it took."""
+    """Return the result of ``work(*arguments)`` and its seconds."""
     started = time.perf_counter()
     answer = work(*arguments)
     return answer, time.perf_counter() - started
@@ -177,29 +176,29 @@ class BenchOptions:
     """Settings of a benchmark run."""
 
     quick: bool = False
-    """Fewer rounds, and only what is quick to measure."""
+    """Measure fewer rounds, and only quick cases."""
     only: str = ""
-    """Only the rows whose "table / case" contains this, whatever the case of the letters."""
+    """Measure only the rows whose "table / case" contains this, ignoring case."""
     peers: tuple[str, ...] = ()
-    """Only these providers beside Whet, by the beginning of their name; all, if none is given."""
+    """Measure only these providers and Whet, by the beginning of their names. Default: all."""
     threads: int = 0
-    """Threads of every provider alike; 0: one per processor of this process."""
+    """Threads of each provider; 0: one per processor of this process."""
     out: str = ""
-    """Folder for results.json, report.md, report.html and the plots; runs/bench/SUITE if not given."""
+    """Folder for results.json, report.md, report.html and the plots. Default: runs/bench/SUITE."""
     seed: int = 0
-    """Of the inputs, and of the order in which providers take turns."""
+    """Seed of the inputs and of the order of providers in each round."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """The tables of ``whet bench NAME``.
+    """Tables of ``whet bench NAME``.
 
     Attributes:
-        name: as on the command line.
+        name: name on the command line.
         title: heading of the report.
-        summary: a sentence or two under it.
-        tables: the tables, from the options.
-        options: dataclass of the options; a subclass of ``BenchOptions`` where the suite has its own.
+        summary: a sentence or two below the heading.
+        tables: creates the tables from the options.
+        options: dataclass of the options; a subclass of ``BenchOptions`` if the suite has its own.
     """
 
     name: str

@@ -1,9 +1,9 @@
-"""The changes between two runs of a suite, and which of them are noise.
+"""Comparison of two runs of a suite: which changes are significant and which are noise.
 
-A row's samples show how one process scatters, not how the same program differs from one start to the next: where its
-memory lies, what clock the processor keeps, who else uses the machine. So an interval is not enough. A change
-has to be larger than a threshold, with its whole interval; and where peers whose version did not change were measured
-in both runs, they show how far the machine itself drifted, and corrected for that the change has to be as large.
+The samples of a row measure variance within one process, not between runs of the same program, which differ in memory
+layout, clock frequency and other load. An interval is therefore not enough: the whole interval of a change has to
+exceed a threshold. If peers with an unchanged version were measured in both runs, they estimate the drift of the
+machine, and the change corrected for drift has to exceed the threshold too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from whet.bench import formatting
-from whet.bench.results import is_measured, is_ours, rows_of, why_not
+from whet.bench.results import is_measured, is_ours, rows_of, status_reason
 from whet.bench.stats import Ratio, paired_ratio, summary, unpaired_ratio
 from whet.errors import WhetTypeError, WhetValueError
 from whet.report.terminal import Cell, terminal_table
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 THRESHOLD = 0.1
-"""Two runs of the same program differ by 5% and more in some rows, with intervals that leave out 1; rarely by 10%."""
+"""Two runs of the same program differ by 5% or more in some rows, with intervals that exclude 1; rarely by 10%."""
 
 _SCHEMA = 1
 _LEAST_CONTROLS = 3
@@ -40,13 +40,13 @@ class Change:
     """One row in both runs.
 
     Attributes:
-        table, case, provider, threads: which row.
-        ours: it is the subject of its case or another way through Whet; else it is a peer.
-        ratio: median time after / before, with its 95% interval; None where one of them has no time.
-        verdict: "slower" and "faster": by more than the threshold, surely. "noise": by more, but not surely. "same":
-            neither. "appeared" and "gone": only one run has the row, or a time for it. "broken": timed before, and now
-            its answer is wrong, it failed, or it was refused.
-        why: the reason of a row that has no time now.
+        table, case, provider, threads: key of the row.
+        ours: whether the row is the subject of its case or another variant of Whet; else it is a peer.
+        ratio: median time after / before, with its 95% interval; None if one of them has no time.
+        verdict: "slower" and "faster": significantly, by more than the threshold. "noise": by more than the threshold,
+            but not significantly. "same": neither. "appeared" and "gone": only one run has the row, or a time for it.
+            "broken": timed before, but now the answer is wrong, or the row failed or was refused.
+        why: the reason if the row has no time in the later run.
     """
 
     table: str
@@ -60,20 +60,20 @@ class Change:
 
     @property
     def name(self) -> str:
-        """ "Token KL / 8192 / whet", with the threads."""
+        """Name of the row with its threads: "Token KL / 8192 / whet (2 threads)"."""
         return f"{self.table} / {self.case} / {self.provider} ({self.threads} thread{'s' if self.threads != 1 else ''})"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of ``compare``.
+    """Result of ``compare``.
 
     Attributes:
-        changes: every row of either run, in the order of the later one.
-        drift: how many times as long the controls took in the later run; None with fewer than three of them.
-        n_controls: rows of peers whose version did not change.
-        threshold: the share by which a time has to change.
-        warnings: what makes the two runs hard to compare.
+        changes: every row of either run, in the order of the later run.
+        drift: time of the controls in the later run / the earlier run; None with fewer than three controls.
+        n_controls: number of rows of peers whose version did not change.
+        threshold: relative change of a time that counts.
+        warnings: differences that make the two runs hard to compare.
     """
 
     changes: list[Change]
@@ -84,12 +84,12 @@ class Comparison:
 
     @property
     def regressions(self) -> list[Change]:
-        """Whet's rows that became slower, and rows of anybody that broke."""
+        """Rows of Whet that became slower, and all rows that broke."""
         return [c for c in self.changes if c.verdict == "broken" or (c.verdict == "slower" and c.ours)]
 
     @property
     def summary(self) -> list[str]:
-        """The comparison in a few lines."""
+        """Lines that summarise the comparison."""
         lines = [*self.warnings, self._drift_line()]
         for whose, ours in (("Whet", True), ("peers", False)):
             counts = Counter(change.verdict for change in self.changes if change.ours == ours)
@@ -105,37 +105,35 @@ class Comparison:
     def _drift_line(self) -> str:
         if self.drift is None:
             return (
-                f"drift of the machine: not known from {self.n_controls} rows of unchanged peers; "
-                f"{_LEAST_CONTROLS} are needed. Changes are judged as they are."
+                f"drift of the machine: unknown with {self.n_controls} rows of unchanged peers; "
+                f"{_LEAST_CONTROLS} are needed. Changes are not corrected for drift."
             )
         line = (
             f"drift of the machine: {self.n_controls} rows of unchanged peers took {formatting.interval(self.drift)} "
             "the time"
         )
         if _beyond(self.drift.median, self.threshold):
-            return (
-                f"{line}. The machine itself changed by more than the threshold: measure again before believing this."
-            )
+            return f"{line}. The machine changed by more than the threshold: measure again before you trust this."
         return line
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any], threshold: float = THRESHOLD) -> Comparison:
     """Compare two runs of one suite.
 
-    With t the threshold, r the ratio of medians after / before with its interval, and d the drift (the median over
-    controls of their r, and 1 with fewer than three controls), a row is
+    With t the threshold, r the ratio of medians after / before with its interval, and d the drift (the median r of the
+    controls; 1 with fewer than three controls), a row is
 
         slower  if low(r) > 1 + t and low(r) / d > 1 + t
         faster  if high(r) < 1 - t and high(r) / d < 1 - t
-        noise   if r or r / d is beyond the threshold, and it is neither of them
+        noise   if r or r / d is beyond the threshold, but the row is neither slower nor faster
         same    otherwise
 
-    So a machine that became slower makes no regression, and one that became faster does not hide a whole one: the row
-    is then "noise", which asks for another run. A control is judged as it is, since it measures the drift itself.
+    A slower machine therefore causes no regression, and a faster machine cannot hide one completely: the row is then
+    "noise" and needs another run. Controls are not corrected, since they measure the drift.
 
     Args:
-        before: what ``load_results`` read from the run before the change.
-        after: from the run after it.
+        before: results of the run before the change, from ``load_results``.
+        after: results of the run after the change.
         threshold: 0.1 is ten percent.
 
     Raises:
@@ -151,7 +149,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], threshold: floa
     controls = {
         key
         for key in new
-        if key in old and not new[key]["ours"] and _is_named_after(key[2], packages)
+        if key in old and not new[key]["ours"] and _belongs_to(key[2], packages)
         and is_measured(old[key]) and is_measured(new[key])
     }  # fmt: skip
     drift = None
@@ -166,10 +164,10 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], threshold: floa
 
 
 def load_results(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The results that a run left in a folder, or in a file.
+    """Load results.json of a run from its folder or from the file.
 
     Raises:
-        WhetValueError: there is no such file, or it is no results.json of this version.
+        WhetValueError: there is no such file, or it is not a results.json of this version.
     """
     file = Path(path)
     file = file / "results.json" if file.is_dir() else file
@@ -182,19 +180,19 @@ def load_results(path: str | os.PathLike[str]) -> dict[str, Any]:
     schema = results.get("schema") if isinstance(results, dict) else None
     if schema != _SCHEMA:
         raise WhetValueError(
-            f"load_results: {file} has the schema {schema!r}, expected {_SCHEMA}. Pass results.json of whet bench."
+            f"load_results: {file} has schema {schema!r}, expected {_SCHEMA}. Pass results.json of whet bench."
         )
     try:
         _check(results)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise WhetValueError(
-            f"load_results: {file} is not a whole result: {type(error).__name__}: {error}. Run the suite again."
+            f"load_results: {file} is incomplete: {type(error).__name__}: {error}. Run the suite again."
         ) from error
     return results
 
 
 def as_table(comparison: Comparison) -> RichTable:
-    """The changes for the terminal: a line per row, the regressions in red.
+    """Format the changes for the terminal: a line per row, regressions in red.
 
     Raises:
         MissingExtraError: rich is not installed.
@@ -210,7 +208,7 @@ def as_table(comparison: Comparison) -> RichTable:
     return terminal_table("as_table", headers, [header in ("threads", "after / before") for header in headers], rows)
 
 
-# --- how a row is judged --------------------------------------------------------------------------------
+# --- verdicts -------------------------------------------------------------------------------------------
 
 _Key = tuple[str, str, str, int, str]
 """Table, case, provider, threads, cache."""
@@ -237,7 +235,7 @@ def _change(
         verdict = "gone" if new["status"] == "absent" else "broken"
     elif is_measured(new):
         verdict = "appeared"
-    why = "" if new is None or is_measured(new) else why_not(new)
+    why = "" if new is None or is_measured(new) else status_reason(new)
     ours = any(row["ours"] for row in (old, new) if row is not None)
     return Change(table, case, provider, threads, ours, ratio, verdict, why)
 
@@ -255,8 +253,8 @@ def _beyond(ratio: float, threshold: float) -> bool:
     return not 1 - threshold <= ratio <= 1 + threshold
 
 
-def _is_named_after(provider: str, packages: Sequence[str]) -> bool:
-    """Whether the provider's first word is one of the packages: "rlox (loop)", "NumPy", "llama.cpp"."""
+def _belongs_to(provider: str, packages: Sequence[str]) -> bool:
+    """Whether the provider's first word names one of the packages: "rlox (loop)", "NumPy", "llama.cpp"."""
     name = _letters(provider.split(" ")[0])
     return any(_letters(package) in (name, f"{name}python") for package in packages)
 
@@ -269,7 +267,7 @@ def _letters(name: str) -> str:
 
 
 def _warnings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """How the runs differ other than by what they measured."""
+    """List differences of machine, settings, load and versions between the runs."""
     found = []
     for what, pick in (
         ("processor", lambda run: run["machine"]["processor"]),
@@ -279,7 +277,7 @@ def _warnings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     ):
         old, new = pick(before), pick(after)
         if old != new:
-            found.append(f"warning: the runs are not alike: {what} was {old} and is {new}")
+            found.append(f"warning: the runs differ: {what} was {old} and is {new}")
     for name, run in (("before", before), ("after", after)):
         load, cpus = run["load"]["before"], run["machine"]["cpus"]
         if load and load[0] > 0.5 * cpus:
@@ -293,12 +291,12 @@ def _warnings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 
 def _check(results: Mapping[str, Any]) -> None:
-    """Touches all that ``compare`` needs, so that what is missing shows here, with the file's name."""
+    """Read every field that ``compare`` needs, so that a missing one is reported with the file's name."""
     _warnings(results, results)
     if not isinstance(results["suite"], str):
         raise WhetTypeError(f"suite is {results['suite']!r}, expected a name")
     for key, row in _rows(results):
         hash(key)
-        why_not(row)
+        status_reason(row)
         if is_measured(row) and not all(sample > 0 for sample in row["samples_s"]):
-            raise WhetValueError(f"{' / '.join(map(str, key[:3]))} has samples that are no times")
+            raise WhetValueError(f"{' / '.join(map(str, key[:3]))} has samples that are not positive times")

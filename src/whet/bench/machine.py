@@ -1,6 +1,6 @@
-"""The machine under a benchmark: what it is, how its processors are given out, and how fast it can possibly be.
+"""The machine of a benchmark: its description, its processors and threads, and its performance ceilings.
 
-Knows no suite. The ceilings are measured by Whet's own probes (``whet.ops.probe``) in the run that they judge.
+Independent of suites. Ceilings are measured by Whet's probes (``whet.ops.probe``) in the same run as the rows.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _PACKAGES = (
 
 
 def cpus() -> list[int]:
-    """The processors that this process may use."""
+    """List the processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def environment(threads: int) -> dict[str, str]:
-    """The environment in which every library takes ``threads`` threads, to be set before any is loaded."""
+    """Return an environment in which every library uses ``threads`` threads; set it before loading any of them."""
     return {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, str(threads))}
 
 
 def used_threads(asked: int) -> dict[str, Any]:
-    """The number of threads that each library reports, and the processors that all of them share."""
+    """Collect the number of threads that each library reports, and the processors that all of them share."""
     used: dict[str, Any] = {"asked": asked, "cpus": cpus(), "whet": whet.get_num_threads()}
     if torch := sys.modules.get("torch"):
         used["torch"] = torch.get_num_threads()
@@ -61,7 +61,7 @@ def used_threads(asked: int) -> dict[str, Any]:
 
 
 def describe() -> dict[str, Any]:
-    """Processor, number of processors, caches, memory and operating system."""
+    """Describe processor, number of processors, caches, memory and operating system."""
     return {
         "processor": processor(),
         "cpus": len(cpus()),
@@ -72,7 +72,7 @@ def describe() -> dict[str, Any]:
 
 
 def caches() -> dict[str, int]:
-    """Bytes of the data caches: L1 and L2 of one core, L3 in all. Empty where the system does not report them."""
+    """Return the sizes of the data caches: L1 and L2 per core, L3 in total; empty if the system reports none."""
     sizes = {}
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         if (index / "type").read_text().strip() != "Instruction":
@@ -82,7 +82,7 @@ def caches() -> dict[str, int]:
 
 
 def versions() -> dict[str, str]:
-    """Whet, Python, and the contenders that are installed."""
+    """Return the versions of Whet, Python and the installed contenders."""
     found = {"whet": whet.__version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -93,14 +93,14 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the source that runs, "(modified)" if it has changed since; empty where there is none."""
+    """Return the commit of the running source, with "(modified)" if files changed; empty outside of a repository."""
     here = Path(whet.__file__).parent
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        if not git("ls-files", "__init__.py"):  # installed below somebody else's repository
+        if not git("ls-files", "__init__.py"):  # installed below another repository
             return ""
         return git("rev-parse", "--short", "HEAD") + (" (modified)" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
@@ -108,13 +108,13 @@ def commit() -> str:
 
 
 def load_average() -> list[float]:
-    """How many processes wanted to run, over the last 1, 5 and 15 minutes."""
+    """Return the load averages of the last 1, 5 and 15 minutes."""
     return [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else []
 
 
 @contextlib.contextmanager
 def watch_others() -> Iterator[dict[str, float]]:
-    """Yields a dict that afterwards holds ``cpus``: how many processors other processes kept busy; empty if unknown."""
+    """Yield a dict that has ``cpus`` afterwards: the processors used by other processes; empty if unknown."""
     found: dict[str, float] = {}
     before, started_s = _others_busy_s(), time.perf_counter()
     yield found
@@ -124,7 +124,7 @@ def watch_others() -> Iterator[dict[str, float]]:
 
 
 def _others_busy_s() -> float | None:
-    """Seconds of processor time that went to anything but this process (and its idling) since the machine started."""
+    """Return the CPU seconds of all other processes and interrupts since boot."""
     try:
         fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     except OSError:
@@ -134,7 +134,7 @@ def _others_busy_s() -> float | None:
 
 
 def cpu_seconds() -> float:
-    """Processor time of this process, and of the living children that multiprocessing started for it."""
+    """Return the CPU time of this process and of its live multiprocessing children."""
     total = time.process_time()
     for child in multiprocessing.active_children():
         with contextlib.suppress(OSError):
@@ -147,7 +147,7 @@ def cpu_seconds() -> float:
 
 
 def measure_ceilings(quick: bool) -> dict[str, dict[str, float]]:
-    """The fastest that this process's threads can read, copy and scale at each level, and multiply and add."""
+    """Measure how fast this process's threads can read, copy and scale at each cache level, and multiply-add."""
     seconds = 0.03 if quick else 0.15
     threads, sizes = whet.get_num_threads(), {}
     for level, size in caches().items():
@@ -160,23 +160,23 @@ def measure_ceilings(quick: bool) -> dict[str, dict[str, float]]:
 
 
 def highest(first: Ceilings, second: Ceilings) -> dict[str, dict[str, float]]:
-    """Ceilings measured twice: the higher figure of each."""
+    """Merge two measurements of the ceilings: the higher figure of each."""
     return {name: {key: max(value, second[name][key]) for key, value in rates.items()} for name, rates in first.items()}
 
 
 def fastest_possible(case: Any, ceilings: Ceilings, threads: int) -> tuple[float, str]:
-    """The least seconds in which the machine can do a case, and what bounds it; (0, "") for no bytes and no operations.
+    """Return the minimum seconds of a case on this machine and its bottleneck; (0, "") without bytes and operations.
 
-    What fits into a cache is taken to come from there, at the rate of the fastest of reading, copying and scaling: no
-    provider can do better, whatever its mixture of loads and stores.
+    Data that fits into a cache is assumed to be there, and to stream at the highest of the read, copy and scale rates:
+    no mixture of loads and stores is faster.
     """
     rates = {level: max(ceilings[kind][level] for kind in ("read", "copy", "scale")) for level in ceilings["read"]}
     footprint = case.footprint or case.n_bytes
     left, bounds = footprint, {}
     for level, size in caches().items() if case.cache == "warm" else ():
-        held = min(left, size if level == "L3" else size * threads)
-        bounds[f"{level} bandwidth"] = held / rates[level] * case.n_bytes / footprint if footprint else 0.0
-        left -= held
+        cached = min(left, size if level == "L3" else size * threads)
+        bounds[f"{level} bandwidth"] = cached / rates[level] * case.n_bytes / footprint if footprint else 0.0
+        left -= cached
     bounds["memory bandwidth"] = left / rates["memory"] * case.n_bytes / footprint if footprint else 0.0
     moving, computing = sum(bounds.values()), case.n_flops / ceilings["flops"][case.flop_dtype]
     if computing >= moving:
@@ -188,9 +188,9 @@ def fastest_possible(case: Any, ceilings: Ceilings, threads: int) -> tuple[float
 
 
 def peak_bytes(call: Any) -> int | None:
-    """How far the process's memory rises while ``call`` runs; None where Linux does not report it.
+    """Return the rise of the process's memory while ``call`` runs; None if the system does not report it.
 
-    Memory that an allocator kept from before and hands out again does not show.
+    Memory that an allocator retained from earlier calls is not counted.
     """
     try:
         _trim()
@@ -203,26 +203,26 @@ def peak_bytes(call: Any) -> int | None:
 
 
 def reset_peak() -> None:
-    """Have the peak of this process's memory start again from here.
+    """Reset the peak of this process's memory to its current size.
 
     Raises:
-        OSError: not on this system.
+        OSError: the system does not support it.
     """
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def resident_bytes(peak: bool = False) -> int:
-    """Memory of this process, now or at its peak.
+    """Return the memory of this process, now or at its peak.
 
     Raises:
-        OSError: not on this system.
+        OSError: the system does not report it.
     """
     name, status = "VmHWM" if peak else "VmRSS", Path("/proc/self/status").read_text()
     return int(re.search(rf"^{name}:\s*(\d+) kB", status, re.MULTILINE).group(1)) * 1024  # type: ignore[union-attr]
 
 
 def _trim() -> None:
-    """Give freed memory back to the system, so that taking it again shows."""
+    """Return freed memory to the system, so that new allocations are counted."""
     import ctypes
     import gc
 

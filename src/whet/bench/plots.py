@@ -1,8 +1,7 @@
-"""The plots of a benchmark: ratios with their intervals, time over size, speed-up over threads, parts of a call, and
-scores of runs that learn.
+"""Plots of a benchmark: ratios with intervals, time over size, speed-up over threads, parts of a call, learning curves.
 
-Each is drawn twice, in the page's colours for report.html and as a PNG on a light ground beside it. A plot that would
-show nothing is not drawn.
+Each is drawn twice: as SVG in the page's colours for report.html, and as a PNG on a light background. Plots without
+data are omitted.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ Colors = Mapping[str, str]
 _WIDTH = 7.2
 _MOST_PARTS = 7
 _MARKERS = "osD^v<>PX"
-"""One more than there are colours: providers that share a colour have different markers."""
+"""One more than the number of colours: providers that share a colour have different markers."""
 
 
 class Chart(NamedTuple):
-    """A plot: its caption, the SVG for a page, and the name of its PNG."""
+    """Caption, SVG and name of the PNG of a plot."""
 
     title: str
     note: str
@@ -41,13 +40,13 @@ class Chart(NamedTuple):
 
 
 def draw(table: Table, threads: int, folder: Path, slug: str) -> Iterator[Chart]:
-    """Draw the plots of a table for which there is something to show; write ``folder/SLUG-KIND.png`` of each.
+    """Draw the plots of a table that have data; write ``folder/SLUG-KIND.png`` of each.
 
     Args:
-        table: as results.json has it.
-        threads: of the run; cases on fewer are only for the plot over threads.
-        folder: where the PNGs go.
-        slug: the beginning of their names.
+        table: a table of results.json.
+        threads: threads of the run; cases on fewer threads are only in the plot over threads.
+        folder: the folder of the PNGs.
+        slug: prefix of their names.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -74,7 +73,7 @@ def draw(table: Table, threads: int, folder: Path, slug: str) -> Iterator[Chart]
 
 
 def ratio_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
-    """A bar per peer from 1 to how many times as fast the subject is, in a group per case."""
+    """Draw the subject's speed relative to each peer: a bar per peer from 1 to the ratio, in a group per case."""
     groups = []
     for case in _full_cases(table, threads):
         bars = [(row["provider"], against) for row in case["rows"] if (against := subject_ratio(row, case)) is not None]
@@ -95,7 +94,7 @@ def ratio_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
         y += 0.6
     ratios = [against for _, bars in groups for _, against in bars]
     low, high = min(1.0, *(r.low for r in ratios)), max(1.0, *(r.high for r in ratios))
-    # Room for the figures at the ends of the bars: a sixth of the width on each side that has bars.
+    # Space for the figures at the ends of the bars: a sixth of the width on each side that has bars.
     sides = (low < 1) + (high > 1)
     room = math.exp(max(math.log(high / low), 0.05) * 0.17 / (1 - 0.17 * sides))
     _log_axis(axes.xaxis, low / (room if low < 1 else 1.02), high * room, lambda value: f"{value:g}×")
@@ -111,7 +110,7 @@ def ratio_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
 
 
 def size_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
-    """Time against size, both logarithmic: a line through the medians with a band from p20 to p80."""
+    """Draw time over size, both logarithmic: a line through the medians with a band from p20 to p80."""
     lines: dict[str, list[tuple[float, Any]]] = {}
     for case in _full_cases(table, threads):
         if case["size"] and case["cache"] == "warm":
@@ -130,7 +129,7 @@ def size_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
         axes.fill_between(xs, [t.p20 for t in times], [t.p80 for t in times], color=color, alpha=0.2, linewidth=0)
         axes.plot(xs, [t.median for t in times], color=color, linewidth=2, marker=marker, markersize=4.5)
     seconds = [value for points in lines.values() for _, time in points for value in (time.p20, time.p80)]
-    _log_axis(axes.xaxis, sizes[0] / 1.1, sizes[-1] * 1.1, _count, _apart(sizes))
+    _log_axis(axes.xaxis, sizes[0] / 1.1, sizes[-1] * 1.1, _count, _thin_out(sizes))
     _log_axis(axes.yaxis, min(seconds) / 1.2, max(seconds) * 1.2, _short_duration)
     _set_style(axes, colors, grid="y")
     axes.set_xlabel(_label(table["size_label"] or "size", 60), color=colors["muted"])
@@ -140,7 +139,7 @@ def size_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
 
 
 def threads_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
-    """Speed-up over the fewest threads, a panel per case and a line per provider; dashed: as many times as threads."""
+    """Draw the speed-up over the fewest threads: a panel per case, a line per provider, a dashed line if linear."""
     panels: dict[str, dict[str, dict[int, float]]] = {}
     for case, row in rows_of(table):
         if is_measured(row):
@@ -175,7 +174,7 @@ def threads_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
 
 
 def parts_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
-    """The time of a call by its parts: a bar per row with parts, in shares of the whole, the smallest parts in one."""
+    """Draw the shares of a call's parts in its time: a bar per row with parts, the smallest parts merged."""
     bars = [
         (f"{case_label(case, threads)} · {row['provider']}", summary(row["samples_s"]).median, part_medians(row))
         for case, row in rows_of(table)
@@ -211,7 +210,7 @@ def parts_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
 
 
 def learning_figure(table: Table, threads: int, colors: Colors) -> Figure | None:
-    """Score over steps: a line through the means of a provider's runs, with a band from the lowest to the highest."""
+    """Draw score over steps: a line through the means of a provider's runs, with a band from minimum to maximum."""
     runs: dict[str, list[dict[int, float]]] = {}
     for case in _full_cases(table, threads):
         for row in case["rows"]:
@@ -237,16 +236,16 @@ def learning_figure(table: Table, threads: int, colors: Colors) -> Figure | None
 
 
 _PLOTS: tuple[tuple[str, str, str, Callable[[Table, int, Colors], Any]], ...] = (
-    ("ratio", "How many times as fast {subject} is", "lines: 95% interval", ratio_figure),
+    ("ratio", "Speed of {subject} relative to its peers", "lines: 95% interval", ratio_figure),
     ("size", "Time over size", "bands: p20 to p80", size_figure),
-    ("threads", "Speed-up over threads", "dashed: as many times as threads", threads_figure),
-    ("parts", "Where the time goes", "medians of the parts", parts_figure),
-    ("learning", "Score over steps", "lines: means of the runs, bands: lowest to highest", learning_figure),
+    ("threads", "Speed-up over threads", "dashed: linear", threads_figure),
+    ("parts", "Breakdown of the time", "medians of the parts", parts_figure),
+    ("learning", "Score over steps", "lines: means of the runs, bands: minimum to maximum", learning_figure),
 )
-"""Kind, title, note, and what draws it."""
+"""Kind, title, note, and function that draws it."""
 
 
-# --- what they share ------------------------------------------------------------------------------------
+# --- shared parts ---------------------------------------------------------------------------------------
 
 
 def _full_cases(table: Table, threads: int) -> list[Mapping[str, Any]]:
@@ -254,7 +253,7 @@ def _full_cases(table: Table, threads: int) -> list[Mapping[str, Any]]:
 
 
 def _series(table: Table) -> dict[str, tuple[str, str]]:
-    """Provider -> colour and marker, the same in every plot of a table; the subject has the accent."""
+    """Return colour and marker of each provider, the same in all plots of a table; the subject has the accent."""
     providers = dict.fromkeys(row["provider"] for _, row in rows_of(table))
     return {name: (SERIES[i % len(SERIES)], _MARKERS[i % len(_MARKERS)]) for i, name in enumerate(providers)}
 
@@ -302,7 +301,7 @@ def _legend(figure: Figure, series: Mapping[str, tuple[str, str]], colors: Color
 
 
 def _give_title(figure: Figure, title: str) -> None:
-    """A title over the legend, which the layout makes room for."""
+    """Set a title above the legend, for which the layout reserves space."""
     from matplotlib.font_manager import FontProperties
 
     figure.set_figheight(figure.get_figheight() + 0.35)
@@ -351,7 +350,7 @@ def _log_axis(
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten, with twice and five times them where that leaves eight at most; tenths within a narrow range."""
+    """Return powers of ten, with their multiples by 2 and 5 if at most eight fit; tenths within a narrow range."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1, 2, 5), (1, 3), (1,)):
         ticks = [step * 10.0**power for power in decades for step in steps]
@@ -365,14 +364,14 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _apart(values: Sequence[float]) -> list[float]:
-    """The rising values, thinned from the end to be at least a tenth of the logarithmic range apart."""
+def _thin_out(values: Sequence[float]) -> list[float]:
+    """Thin out ascending values, from the end, to distances of at least a tenth of the logarithmic range."""
     least = math.log(values[-1] / values[0]) / 10
-    kept = [values[-1]]
+    ticks = [values[-1]]
     for value in reversed(values[:-1]):
-        if math.log(kept[-1] / value) >= least:
-            kept.append(value)
-    return kept
+        if math.log(ticks[-1] / value) >= least:
+            ticks.append(value)
+    return ticks
 
 
 def _count(value: float) -> str:

@@ -1,7 +1,7 @@
-"""How a plain function becomes a provider: it is called with the case's inputs, which are a tuple, as they are.
+"""Providers from plain functions, which are called with the case's inputs, a tuple.
 
-``function`` is a callable, or "package:name", which is imported when the provider is prepared: a package that is not
-installed is an ImportError there. What is timed is the function itself, with its arguments bound.
+``function`` is a callable, or "package:name", which is imported when the provider is prepared: a missing package raises
+ImportError there. The timed call is the function itself with its arguments bound.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
-    """Standard normal numbers in float32 that ``dtype`` represents exactly: every provider starts from the same."""
+    """Draw standard normal numbers in float32 that ``dtype`` represents exactly, so that all providers get the same."""
     x = rng.standard_normal(shape, np.float32)
     if dtype == "bfloat16":
         x.view(np.uint32)[...] &= 0xFFFF0000
@@ -31,7 +31,7 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str = "float
 
 
 def tensor(array: Any, dtype: str = "") -> Any:
-    """An array in torch, sharing its memory if it can; floats in ``dtype`` if one is given. A number as it is."""
+    """Convert an array to a torch tensor, sharing memory if possible, and floats to ``dtype``; return scalars as is."""
     import torch
 
     if not isinstance(array, np.ndarray):
@@ -40,31 +40,31 @@ def tensor(array: Any, dtype: str = "") -> Any:
     return x.to(getattr(torch, dtype)) if dtype and x.is_floating_point() else x
 
 
-def found(function: Function) -> Callable[..., Any]:
-    """The function, imported if it is given by its name."""
+def resolve(function: Function) -> Callable[..., Any]:
+    """Return the function, importing it if given by name."""
     return pkgutil.resolve_name(function) if isinstance(function, str) else function
 
 
 def on_arrays(function: Function, **options: Any) -> Prepare:
-    """``function(*inputs, **options)``."""
-    return lambda inputs: partial(found(function), *inputs, **options)
+    """Call ``function(*inputs, **options)``."""
+    return lambda inputs: partial(resolve(function), *inputs, **options)
 
 
 def on_tensors(function: Function, dtype: str = "", **options: Any) -> Prepare:
-    """``function(*inputs, **options)`` with torch tensors in place of arrays, made outside the timing."""
-    return lambda inputs: partial(found(function), *(tensor(x, dtype) for x in inputs), **options)
+    """Call ``function(*inputs, **options)`` with torch tensors, converted from arrays outside of the timing."""
+    return lambda inputs: partial(resolve(function), *(tensor(x, dtype) for x in inputs), **options)
 
 
 def in_dtype(function: Function, dtype: Dtype, **options: Any) -> Prepare:
-    """On arrays in float32, on torch tensors in bfloat16, which NumPy has not."""
+    """Call with arrays in float32, with torch tensors in bfloat16, which NumPy does not have."""
     return on_arrays(function, **options) if dtype == "float32" else on_tensors(function, dtype, **options)
 
 
 def in_loop(function: Function, tensors: bool = False) -> Prepare:
-    """A list of ``function(*row)`` for each of ``inputs.rows()``: a Python loop of calls."""
+    """Call ``function(*row)`` for each of ``inputs.rows()`` in a Python loop, and return the list of results."""
 
     def prepare(inputs: Any) -> Call:
-        call, rows = found(function), inputs.rows()
+        call, rows = resolve(function), inputs.rows()
         if tensors:
             rows = [[tensor(x) for x in row] for row in rows]
         return lambda: [call(*row) for row in rows]
@@ -73,7 +73,7 @@ def in_loop(function: Function, tensors: bool = False) -> Prepare:
 
 
 def in_float64(naive: Callable[..., Any], **options: Any) -> Callable[[Any], Any]:
-    """The reference ``naive(*inputs, **options)``, the floats widened."""
+    """Return the reference ``naive(*inputs, **options)`` with float32 inputs widened to float64."""
 
     def reference(inputs: Any) -> Any:
         wide = [x.astype(np.float64) if x.dtype == np.float32 else x for x in inputs]

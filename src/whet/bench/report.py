@@ -1,7 +1,7 @@
-"""A benchmark's results for a reader: results.json, report.md, a self-contained report.html, and plots as PNGs.
+"""Reports of benchmarks: results.json, report.md, a self-contained report.html, and plots as PNGs.
 
-The report is written in Markdown, and the page is made from that. Nothing is left out: losses, and rows that were not
-measured, failed, answered wrongly or were refused, are in their places, with the reason below the table.
+The report is written in Markdown and rendered to HTML. It is complete: losses, and rows that were not measured, failed,
+gave a wrong answer or were refused, are in the tables, with the reasons below.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from whet.bench.results import (
     peer_ratios,
     rows_as_csv,
     rows_of,
+    status_reason,
     subject_of,
     subject_ratio,
-    why_not,
 )
 from whet.bench.stats import Ratio, summary
 from whet.files import replace_text
@@ -42,36 +42,35 @@ if TYPE_CHECKING:
 Json = Mapping[str, Any]
 
 _METHOD = (
-    "Correctness comes first. Every provider answers every case once before any clock runs, and its answer is "
-    "compared with a reference in float64 or wider; one whose error exceeds its tolerance is shown as wrong and not "
-    "timed. Some providers define the same thing differently; each is compared with its own definition, never by a "
-    "loose tolerance.",
-    "In every round each provider has one turn, in random order, on the same pinned processors and with the same "
-    "number of threads. A turn starts with calls that are not counted, until threads of the provider before it have "
-    "come to rest; then calls are timed in batches long enough for the clock, and the median batch is the turn's one "
+    "Correctness: every provider answers every case once before anything is timed, and its answer is compared with a "
+    "reference in float64 or wider. A provider whose error exceeds its tolerance is listed as wrong and not timed. A "
+    "provider with a different definition is compared with that definition, not by a looser tolerance.",
+    "Timing: in every round each provider has one turn, in random order, on the same pinned processors and with the "
+    "same number of threads. A turn waits for threads of the previous provider to stop spinning and makes warm-up "
+    "calls; then calls are timed in batches long enough for the clock's resolution, and the median batch is the turn's "
     "sample. Medians, 20th and 80th percentiles and n in the tables are over these samples.",
-    "A ratio is the median over rounds of the peer's sample over the subject's sample of the same round, so that "
-    "whatever slowed a whole round down cancels. Its interval is a 95% percentile bootstrap of the rounds. Three "
-    "stars: the interval leaves out 1. Above 1 the subject is faster; below 1 it has lost, and that is shown in red.",
-    "Warm cases find their inputs as the call before left them in the caches. Before each call of a cold case, "
-    "everything is pushed out of the caches.",
-    "The ceilings of the machine are measured in the same run, on the same threads: the fastest that it reads, copies "
-    "and scales at each cache level and in memory, and its rate of fused multiply-adds per dtype. GB/s counts each "
-    "input read once and each result written once, GFLOP/s a multiply-add as two operations. A row faster than its "
-    "ceiling allows is impossible, and refused: it cannot have done the work.",
-    "What these samples cannot show is how the same program differs from one start to the next; compare two runs with "
-    "whet bench compare before believing a small difference.",
+    "Ratios: a ratio is the median over rounds of the peer's sample / the subject's sample of the same round, so that "
+    "slowdowns of a whole round cancel. Its interval is a 95% percentile bootstrap of the rounds. Three stars: the "
+    "interval excludes 1. Above 1 the subject is faster; below 1 it is slower, shown in red.",
+    "Caches: inputs of warm cases were used by the previous call. The caches are evicted before each call of a cold "
+    "case.",
+    "Ceilings: measured in the same run on the same threads: the highest rates of reading, copying and scaling at each "
+    "cache level and in memory, and of fused multiply-adds per dtype. GB/s counts each input read once and each result "
+    "written once; GFLOP/s counts a multiply-add as two operations. A row faster than its ceiling is refused: it "
+    "cannot have done the work.",
+    "Limits: these samples do not measure the variance between runs of a program; compare two runs with whet bench "
+    "compare before you trust a small difference.",
 )
 
 
 def write_report(results: Json, folder: str | os.PathLike[str]) -> Path:
-    """Write results.json, rows.csv, report.md, report.html and the plots into ``folder``, made if it is missing.
+    """Write results.json, rows.csv, report.md, report.html and the plots into ``folder``.
 
-    report.html is one file without scripts that loads nothing. report.md shows the PNGs beside it.
+    report.html is one file without scripts or external resources. report.md embeds the PNGs in the same folder.
 
     Args:
-        results: what ``run_suite`` returns and results.json has.
-        folder: the report's folder.
+        results: the results that ``run_suite`` returns and results.json contains.
+        folder: the report's folder, created if missing.
 
     Returns:
         The path of report.html.
@@ -92,7 +91,7 @@ def write_report(results: Json, folder: str | os.PathLike[str]) -> Path:
 
 
 def _as_json(value: Any) -> Any:
-    """The value with "Infinity" and "NaN" in place of what JSON has no number for, as in the run logs."""
+    """Replace non-finite floats, which JSON does not have, by the strings "Infinity" and "NaN", as in run logs."""
     if isinstance(value, Mapping):
         return {key: _as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -106,7 +105,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _paragraphs(results: Json, folder: Path, svgs: dict[str, str]) -> Iterator[str]:
-    """The report below its title, in Markdown; puts the SVG of every plot into ``svgs``, by the name of its PNG."""
+    """Yield the report below its title, in Markdown; store the SVG of every plot in ``svgs`` by the name of its PNG."""
     threads = results["threads"]["asked"]
     yield from _top(results)
     slugs: set[str] = set()
@@ -117,7 +116,7 @@ def _paragraphs(results: Json, folder: Path, svgs: dict[str, str]) -> Iterator[s
         if charts:
             yield "\n".join(f"![{escape(chart.title)} ({escape(chart.note)})]({chart.png})" for chart in charts)
     yield "## Verification"
-    yield span("The largest error of every provider in every table, beside what its tolerance allows there.", "muted")
+    yield span("Largest error of every provider in every table, with its tolerance in that case.", "muted")
     headers = ["table", "provider", "largest error", "allowed", "in case", "cases checked"]
     body = [row for table in results["tables"] for row in _verification(table, threads)]
     yield markdown_table(headers, [False, False, True, True, False, True], body)
@@ -138,9 +137,9 @@ def _top(results: Json) -> Iterator[str]:
     ]
     yield span(" · ".join(facts), "muted")
     if results.get("interrupted"):
-        yield span("The run was interrupted: what follows is what had been measured by then.", "bad")
+        yield span("The run was interrupted: only cases that were measured by then are listed.", "bad")
     if results["quick"]:
-        yield span("A quick run: few rounds, so the intervals are wide, and some cases are left out.", "bad")
+        yield span("Quick run: few rounds, so the intervals are wide, and some cases are omitted.", "bad")
     yield from (span(warning, "bad") for warning in _load_warnings(results))
     figures = [
         f"- **{significant(geometric_mean(ratios))}×** against {escape(peer)}: {_score(ratios)}"
@@ -149,8 +148,8 @@ def _top(results: Json) -> Iterator[str]:
     if figures:
         yield "\n".join(figures)
         yield span(
-            "How many times as fast as each peer: the geometric mean over the warm rows. A row counts as won or lost "
-            "where its 95% interval leaves out 1.",
+            "Speed relative to each peer: geometric mean over the warm rows. A row counts as won or lost if its 95% "
+            "interval excludes 1.",
             "muted",
         )
 
@@ -168,21 +167,21 @@ def _load_warnings(results: Json) -> Iterator[str]:
     load, cpus = results["load"]["before"], results["machine"]["cpus"]
     if load and load[0] > 0.5 * cpus:
         yield (
-            f"The machine was busy: a load of {load[0]:g} on {cpus} processors before the run. Interleaving keeps the "
-            "ratios of single-threaded rows fair, but times, rates and shares of the ceilings may be off."
+            f"The machine was busy: load {load[0]:g} on {cpus} processors before the run. Ratios of single-threaded "
+            "rows are still fair because turns are interleaved; times, rates and shares of the ceilings may be off."
         )
     others = [case.get("others_cpus") or 0.0 for table in results["tables"] for case in table["cases"]]
     disturbed = sum(n_cpus > _NOTICEABLE_CPUS for n_cpus in others)
     if disturbed:
         yield (
-            f"Other processes kept up to {max(others):.1f} processors busy in {disturbed} of {len(others)} cases. "
-            "Threads that wait for each other by spinning, as torch's do, then take up to 1,000 times as long: run "
-            "again on a quiet machine before believing a ratio of rows that use several threads."
+            f"Other processes used up to {max(others):.1f} processors in {disturbed} of {len(others)} cases. "
+            "Spinning barriers, as in torch, then take up to 1,000 times as long: run again on a quiet machine before "
+            "you trust ratios of multi-threaded rows."
         )
 
 
 def _slug(title: str, taken: set[str]) -> str:
-    """The title as the beginning of a file name that no other table has."""
+    """Make a unique file name prefix from a table's title."""
     base = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:60] or "table"
     slug, number = base, 2
     while slug in taken:
@@ -197,14 +196,14 @@ def _slug(title: str, taken: set[str]) -> str:
 class _Column(NamedTuple):
     header: str
     cell: Callable[[Json, Json], str | Cell]
-    """(case, measured row) -> what it shows; "" for nothing."""
+    """(case, measured row) -> text of the cell; "" if empty."""
 
 
 _PUBLISHED = "published (other machine)"
 
 
 def _columns(table: Json) -> list[_Column]:
-    """The columns of a table's rows but case and provider, all numeric; one that is empty for every row is left out."""
+    """Return the columns after case and provider, all numeric, except those that are empty in every row."""
     columns = [
         _Column("median", lambda case, row: duration(summary(row["samples_s"]).median)),
         _Column("p20–p80", lambda case, row: duration(*summary(row["samples_s"])[1:3])),
@@ -240,7 +239,7 @@ def _start_cell(case: Json, row: Json) -> str:
 
 
 def _score_cell(case: Json, row: Json) -> str:
-    """The scores of a run that learns, before its first step and after its last."""
+    """Format the scores of a training run before its first step and after its last step."""
     if not row["curve"]:
         return ""
     (_, first), (_, last) = row["curve"][0], row["curve"][-1]
@@ -253,14 +252,14 @@ def _published_cell(case: Json, row: Json) -> str:
 
 
 def _cell(column: _Column, case: Json, row: Json) -> str | Cell:
-    """A column's cell of a row; a row without a time has its status in place of the median, and the published time."""
+    """Format a cell; a row without a time has only its status, in the median column, and its published time."""
     if is_measured(row) or column.header == _PUBLISHED:
         return column.cell(case, row)
     return _status(row) if column.header == "median" else ""
 
 
 def _status(row: Json) -> Cell:
-    """Why there is no time, in a word: muted for a provider that is absent, which is no fault."""
+    """Status of a row without a time, muted if the provider is only absent."""
     return Cell(row["status"], "muted" if row["status"] == "absent" else "bad")
 
 
@@ -278,12 +277,12 @@ def _table_section(table: Json, threads: int) -> Iterator[str]:
     if any(row["parts"] for _, row in rows_of(table)):
         yield _parts_table(table, threads)
     if any(row["memory"] for _, row in rows_of(table)):
-        yield span("Who held the memory of the process in its fullest step, as Whet reports it.", "muted")
+        yield span("Memory of the process by owner at its peak step, as reported by Whet.", "muted")
         yield _memory_table(table, threads)
 
 
 def _grid(table: Json, columns: list[_Column], threads: int) -> tuple[list[str], list[list[str | Cell]]]:
-    """Headers and rows of a table, a case named in its first row."""
+    """Build headers and rows of a table; a case is named only in its first row."""
     body = []
     for case, row in rows_of(table):
         label = case_label(case, threads) if row is case["rows"][0] else ""
@@ -292,11 +291,11 @@ def _grid(table: Json, columns: list[_Column], threads: int) -> tuple[list[str],
 
 
 def _reasons(table: Json, threads: int) -> Iterator[Cell]:
-    """Why rows have no time, a reason once; with the cases that it is for, unless it is for all."""
+    """Yield the distinct reasons of rows without a time, with their cases unless they apply to all cases."""
     found: dict[Cell, list[str]] = {}
     for case, row in rows_of(table):
         if not is_measured(row):
-            reason = Cell(f"{row['provider']}: {why_not(row)}", _status(row).tone)
+            reason = Cell(f"{row['provider']}: {status_reason(row)}", _status(row).tone)
             found.setdefault(reason, []).append(case_label(case, threads))
     for reason, labels in found.items():
         cases = f"{', '.join(labels)}: " if len(labels) < len(table["cases"]) else ""
@@ -304,14 +303,14 @@ def _reasons(table: Json, threads: int) -> Iterator[Cell]:
 
 
 def _notes(table: Json, threads: int) -> list[str]:
-    """Particulars of providers and cases, and published figures that this suite has no row of."""
+    """List notes of providers and cases, and published figures without a row in this suite."""
     notes = {f"{row['provider']}: {row['note']}": None for _, row in rows_of(table) if row["note"]}
     for case in table["cases"]:
         label = case_label(case, threads)
         if case["note"]:
             notes[f"{label}: {case['note']}"] = None
         if (case.get("others_cpus") or 0.0) > _NOTICEABLE_CPUS:
-            notes[f"{label}: other processes kept {case['others_cpus']:.1f} processors busy meanwhile"] = None
+            notes[f"{label}: other processes used {case['others_cpus']:.1f} processors during this case"] = None
         others = set(case["published"]) - {row["provider"] for row in case["rows"]}
         if others:
             given = ", ".join(f"{name} {duration(case['published'][name])}" for name in sorted(others))
@@ -320,7 +319,7 @@ def _notes(table: Json, threads: int) -> list[str]:
 
 
 def _parts_table(table: Json, threads: int) -> str:
-    """A row per part, a column per row of the table that has parts."""
+    """Format the parts' times: a row per part, a column per row of the table that has parts."""
     columns = {
         f"{case_label(case, threads)} · {row['provider']}": part_medians(row)
         for case, row in rows_of(table)
@@ -332,7 +331,7 @@ def _parts_table(table: Json, threads: int) -> str:
 
 
 def _memory_table(table: Json, threads: int) -> str:
-    """A row per part, a column per row of the table whose memory is known."""
+    """Format memory by owner: a row per part, a column per row of the table whose memory is known."""
     columns = {
         f"{case_label(case, threads)} · {row['provider']}": row["memory"]
         for case, row in rows_of(table)
@@ -340,7 +339,7 @@ def _memory_table(table: Json, threads: int) -> str:
     }
     names = [name for name in PARTS if any(name in memory for memory in columns.values())]
     body = [[PARTS[n], *(formatting.size(m[n]) if n in m else "" for m in columns.values())] for n in names]
-    body.append(["in all", *(formatting.size(sum(memory.values())) for memory in columns.values())])
+    body.append(["total", *(formatting.size(sum(memory.values())) for memory in columns.values())])
     return markdown_table(["memory", *columns], [False, *[True] * len(columns)], body)
 
 
@@ -354,7 +353,7 @@ def _percent(share: float) -> str:
 
 
 def _verification(table: Json, threads: int) -> Iterator[list[Any]]:
-    """Per provider the case in which its error came nearest to what was allowed, or exceeded it most."""
+    """Yield for each provider the case with the largest error relative to its tolerance."""
     title = table["title"]
     for provider in dict.fromkeys(row["provider"] for _, row in rows_of(table)):
         own = [(case, row) for case, row in rows_of(table) if row["provider"] == provider]
@@ -371,7 +370,7 @@ def _verification(table: Json, threads: int) -> Iterator[list[Any]]:
 
 
 def _excess(row: Json) -> float:
-    """The error in tolerances; where none is allowed, the error itself."""
+    """Return error / tolerance, or the error if the tolerance is 0."""
     return float(row["error"]) / (float(row["tolerance"]) or 1.0)
 
 
@@ -386,7 +385,7 @@ def _machine_section(results: Json) -> Iterator[str]:
         {
             "processor": machine["processor"],
             "processors used": machine["cpus"],
-            "caches": caches + (" (L1 and L2 of one core, L3 in all)" if caches else "not reported"),
+            "caches": caches + (" (L1 and L2 per core, L3 in total)" if caches else "not reported"),
             "memory": formatting.size(machine["memory_bytes"]) if machine["memory_bytes"] else "not reported",
             "system": machine["system"],
             "load before": _loads(load["before"]),
@@ -418,7 +417,7 @@ def _loads(load: list[float]) -> str:
 
 
 def _ceilings(ceilings: Mapping[str, Json]) -> str:
-    """A row per ceiling, a column per number of threads."""
+    """Format the ceilings: a row per ceiling, a column per number of threads."""
     counts = sorted(ceilings, key=int)
     found: dict[str, dict[str, str]] = {}
     for count in counts:
@@ -436,17 +435,17 @@ def _ceilings(ceilings: Mapping[str, Json]) -> str:
 
 
 def _terminal_columns(table: Json) -> list[_Column]:
-    """The columns that fit into a terminal, shorter."""
+    """Return the columns that fit into a terminal, with shorter headers."""
     short = {"of the ceiling": "ceiling", _PUBLISHED: "published"}
-    left_out = {"p20–p80", "n", "max error", "CPUs"}
-    columns = [column for column in _columns(table) if column.header not in left_out]
+    omitted = {"p20–p80", "n", "max error", "CPUs"}
+    columns = [column for column in _columns(table) if column.header not in omitted]
     if any(column.header == "rate" for column in columns):
         columns = [column for column in columns if not column.header.endswith("/s")]
     return [column._replace(header=short.get(column.header, column.header)) for column in columns]
 
 
 def rich_table(table: Json) -> RichTable:
-    """A table for the terminal: the figures that matter, and below it why rows have none.
+    """Format a table for the terminal, with the reasons of rows without a time below.
 
     Raises:
         MissingExtraError: rich is not installed.

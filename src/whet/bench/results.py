@@ -1,7 +1,7 @@
-"""The rows of results.json: which were measured, why the others were not, how they compare, and all of them as CSV.
+"""Rows of results.json: their status, the reasons of rows without a time, ratios to the subject, and CSV.
 
-Report, plots, the terminal's tables and ``compare`` all read rows through here, so that they cannot differ. It writes
-no file; ``formatting`` has the figures as text.
+Report, plots, terminal tables and ``compare`` all read rows through this module, so that they cannot disagree. It
+writes no files; ``formatting`` converts figures to text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from whet.bench.stats import Ratio, paired_ratio, summary
 
 _STATUS = {"absent": "not measured", "wrong": "wrong answer, not timed"}
-"""Statuses of rows without a time, in words before the reason; the others are such words."""
+"""Descriptions of statuses of rows without a time; other statuses are shown unchanged."""
 
 CSV_COLUMNS = (
     "suite", "table", "case", "threads", "cache", "provider", "status", "why", "median_s", "p20_s", "p80_s", "n",
@@ -25,17 +25,17 @@ CSV_COLUMNS = (
 
 
 def is_measured(row: Mapping[str, Any]) -> bool:
-    """Whether the row has a time to be shown."""
+    """Whether the row has a time."""
     return row["status"] == "measured" and bool(row["samples_s"])
 
 
 def is_ours(row: Mapping[str, Any], case: Mapping[str, Any]) -> bool:
-    """Whether the row is the subject of its case, or another way through Whet, and not a peer."""
+    """Whether the row is the subject of its case or another variant of Whet, not a peer."""
     return row is case["rows"][0] or row["provider"].lower().startswith("whet")
 
 
 def subject_ratio(row: Mapping[str, Any], case: Mapping[str, Any]) -> Ratio | None:
-    """How many times as long as the subject the row took; None for the subject, and where one has no time."""
+    """Return the row's time / the subject's time; None for the subject, or if one of them has no time."""
     subject = case["rows"][0]
     if row is subject or not (is_measured(row) and is_measured(subject)):
         return None
@@ -48,7 +48,7 @@ def _paired_ratio(others: tuple[float, ...], ours: tuple[float, ...]) -> Ratio:
 
 
 def peer_ratios(tables: Sequence[Mapping[str, Any]], threads: int) -> dict[str, list[Ratio]]:
-    """Peer -> its ratio in every warm case on all threads where it and the subject were measured."""
+    """Collect the ratios of each peer over the warm cases on all threads in which it and the subject were measured."""
     found: dict[str, list[Ratio]] = {}
     for table in tables:
         for case, row in rows_of(table):
@@ -59,24 +59,24 @@ def peer_ratios(tables: Sequence[Mapping[str, Any]], threads: int) -> dict[str, 
 
 
 def geometric_mean(ratios: Sequence[Ratio]) -> float:
-    """Of the medians of the ratios."""
+    """Return the geometric mean of the ratios' medians."""
     return math.exp(sum(math.log(ratio.median) for ratio in ratios) / len(ratios))
 
 
 def rows_of(table: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """(case, row) of a table, in its order."""
+    """Yield (case, row) of a table in order."""
     for case in table["cases"]:
         for row in case["rows"]:
             yield case, row
 
 
 def subject_of(table: Mapping[str, Any]) -> str:
-    """The provider whose speed the table's ratios are about."""
+    """Return the provider that the table's ratios compare with its peers."""
     return table["cases"][0]["rows"][0]["provider"] if table["cases"] else "whet"
 
 
 def case_label(case: Mapping[str, Any], threads: int) -> str:
-    """The case's name, with what sets it apart: fewer threads than ``threads``, a cold cache."""
+    """Return the case's name, with its threads if fewer than ``threads`` and its cache if cold."""
     parts = [case["name"]]
     if case["cache"] == "cold" and "cold" not in case["name"].lower():
         parts.append("cold")
@@ -85,26 +85,26 @@ def case_label(case: Mapping[str, Any], threads: int) -> str:
     return ", ".join(parts)
 
 
-def why_not(row: Mapping[str, Any]) -> str:
-    """Why a row has no time: "not measured: rlox is not installed ..."."""
+def status_reason(row: Mapping[str, Any]) -> str:
+    """Return why a row has no time: "not measured: rlox is not installed ..."."""
     return ": ".join(part for part in (_STATUS.get(row["status"], row["status"]), row["why"]) if part)
 
 
 def part_medians(row: Mapping[str, Any]) -> dict[str, float]:
-    """Part -> median seconds, in the order in which the row has them."""
+    """Return the median seconds of each part, in the row's order."""
     return {name: summary(samples).median for name, samples in row["parts"].items() if samples}
 
 
 def rows_as_csv(results: Mapping[str, Any]) -> str:
-    """Every row of a run as comma-separated values, with times in seconds and rates per second, in full precision.
+    """Format every row of a run as CSV, with times in seconds and rates per second, in full precision.
 
-    A row that has no time keeps its line: ``status`` and ``why`` say what happened, and its figures are empty.
+    A row without a time has a line too, with ``status``, ``why`` and empty figures.
 
     Args:
-        results: what ``run_suite`` returns and results.json has.
+        results: the results that ``run_suite`` returns and results.json contains.
 
     Returns:
-        A heading line (``CSV_COLUMNS``) and one line a row, each ended by a newline.
+        A header line (``CSV_COLUMNS``) and one line per row, each ended by a newline.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

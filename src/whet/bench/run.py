@@ -1,4 +1,4 @@
-"""Runs a suite from start to report: a worker process per number of threads, then one result of all they found."""
+"""Run a suite from start to report: a worker process per number of threads, and one merged result."""
 
 from __future__ import annotations
 
@@ -23,17 +23,15 @@ from whet.errors import WhetError, WhetValueError
 
 
 def run_suite(suite: Suite, options: BenchOptions, command: str) -> tuple[dict[str, Any], Path]:
-    """Measure a suite and write its report.
-
-    Stopped by Ctrl-C it still reports what has been measured.
+    """Measure a suite and write its report; after Ctrl-C, of the cases measured so far.
 
     Returns:
         The results, and the path of report.html.
 
     Raises:
-        WhetValueError: options that choose nothing, or more threads than there are processors.
+        WhetValueError: the options select no row, or more threads than there are processors.
         WhetError: the measuring process died.
-        KeyboardInterrupt: after the report of what had been measured, if anything had.
+        KeyboardInterrupt: after the report of the cases measured so far.
     """
     threads = _check(suite, options)
     folder = Path(options.out or f"runs/bench/{suite.name}")
@@ -70,19 +68,19 @@ def run_suite(suite: Suite, options: BenchOptions, command: str) -> tuple[dict[s
     }
     path = write_report(results, folder)
     if interrupted:
-        print(f"stopped; what was measured is in {path}")
+        print(f"stopped; partial results are in {path}")
         raise KeyboardInterrupt
     return results, path
 
 
 def _check(suite: Suite, options: BenchOptions) -> int:
-    """The number of threads, if the options choose something that can be run."""
+    """Validate the options and return the number of threads."""
     where, available = f"whet bench {suite.name}", len(machine.cpus())
     threads = options.threads or available
     if not 1 <= threads <= available:
         raise WhetValueError(
-            f"{where}: threads is {options.threads}, and this process may use {available} processors. "
-            f"Pass 1 to {available}: threads that share a processor measure the scheduler."
+            f"{where}: threads is {options.threads}, but this process may use {available} processors. "
+            f"Pass 1 to {available}: oversubscribed threads measure the scheduler."
         )
     tables = suite.tables(options)
     if not list(choose(suite, options)):
@@ -96,16 +94,16 @@ def _check(suite: Suite, options: BenchOptions) -> int:
 
 
 def _thread_counts(suite: Suite, options: BenchOptions, threads: int) -> list[int]:
-    """All threads first, then 1, 2, 4 ... for the cases that are measured on fewer, unless it has to be quick."""
+    """Return all threads, then 1, 2, 4 ... for the cases that are measured on fewer threads, unless quick."""
     scaling = any(case.thread_scaling for _, cases, _ in choose(suite, options) for case in cases)
     fewer = [1 << k for k in range(threads.bit_length()) if 1 << k < threads]
     return [threads, *(fewer if scaling and not options.quick else [])]
 
 
 def _measure(suite: Suite, options: BenchOptions, threads: int, scaling: bool) -> tuple[int, dict[str, Any]]:
-    """The findings of a worker with so many threads: all of them if its status is 0, none if it got nowhere."""
+    """Run a worker with ``threads`` threads; return its exit status and its results, empty if it measured nothing."""
     if scaling:
-        print(f"again on {threads} thread{'s' if threads > 1 else ''}", flush=True)
+        print(f"on {threads} thread{'s' if threads > 1 else ''}", flush=True)
     pinned = machine.cpus()[:threads]
 
     def pin() -> None:
@@ -145,7 +143,7 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 def _merge(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One list of tables; the cases of further parts, measured on fewer threads, follow those of the first."""
+    """Merge lists of tables; cases of further parts, measured on fewer threads, follow the cases of the first part."""
     tables = {table["title"]: table for table in parts[0]}
     for table in (table for part in parts[1:] for table in part):
         tables[table["title"]]["cases"] += table["cases"]

@@ -1,6 +1,6 @@
-"""Statistics of samples of time: medians, spreads, and whether one contender is faster than another.
+"""Statistics of time samples: medians, spreads, and ratios of contenders with confidence intervals.
 
-Intervals are percentile bootstraps (Efron 1979), seeded: the same samples always give the same interval.
+Intervals are seeded percentile bootstraps (Efron 1979): the same samples always give the same interval.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _RESAMPLES = 4000
 
 
 class Summary(NamedTuple):
-    """Of samples in one unit: median, 20th and 80th percentile, and how many there are."""
+    """Median, 20th and 80th percentile, and number of samples."""
 
     median: float
     p20: float
@@ -31,20 +31,20 @@ class Ratio(NamedTuple):
 
     @property
     def stars(self) -> str:
-        """Three stars where the interval leaves out 1, on either side."""
+        """Three stars if the interval excludes 1, else an empty string."""
         return "***" if self.low > 1 or self.high < 1 else ""
 
 
 def summary(samples: Sequence[float]) -> Summary:
-    """Median, p20, p80 and n."""
+    """Return median, p20, p80 and n."""
     p20, median, p80 = np.percentile(samples, (20, 50, 80))
     return Summary(float(median), float(p20), float(p80), len(samples))
 
 
 def paired_ratio(others: Sequence[float], ours: Sequence[float]) -> Ratio:
-    """How many times as long ``others`` took: the median of the rounds' ratios.
+    """Return the median ratio ``others`` / ``ours`` over rounds.
 
-    Sample i of both comes from round i, so that what slowed a whole round down cancels.
+    Sample i of both is from round i, so that slowdowns of a whole round cancel.
     """
     ratios = np.asarray(others, float) / np.asarray(ours, float)
     medians = np.median(_resample(ratios), axis=1)
@@ -52,7 +52,7 @@ def paired_ratio(others: Sequence[float], ours: Sequence[float]) -> Ratio:
 
 
 def unpaired_ratio(after: Sequence[float], before: Sequence[float]) -> Ratio:
-    """Median of ``after`` / median of ``before``, from two runs without common rounds."""
+    """Return median(``after``) / median(``before``) of two runs without common rounds."""
     medians = np.median(_resample(np.asarray(after, float)), axis=1)
     medians /= np.median(_resample(np.asarray(before, float), seed=1), axis=1)
     return Ratio(float(np.median(after) / np.median(before)), *_interval(medians))

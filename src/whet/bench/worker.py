@@ -1,7 +1,7 @@
-"""The process that measures: ``python -m whet.bench.worker JSON``, started by ``whet bench``.
+"""Measuring process, ``python -m whet.bench.worker JSON``, started by ``whet bench``.
 
-It has its own process so that the number of threads is set before any library is loaded. It shows its progress, and
-leaves what it has measured in a file after every case, so that a run that is stopped loses nothing.
+A separate process sets the number of threads before any library is loaded. It shows progress and saves the results
+after every case, so that a stopped run loses nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from whet.rewards.processes import die_with
 
 
 def choose(suite: Suite, options: BenchOptions) -> Iterator[tuple[Table, list[Case], list[Provider]]]:
-    """The tables with those of their cases and providers that the options ask for."""
+    """Yield the tables with the cases and providers that the options select."""
     peers = tuple(peer.lower() for peer in options.peers)
     for table in suite.tables(options):
         cases = [case for case in table.cases if options.only.lower() in f"{table.title} / {case.name}".lower()]
@@ -39,12 +39,12 @@ def choose(suite: Suite, options: BenchOptions) -> Iterator[tuple[Table, list[Ca
 
 
 class Findings:
-    """The results so far, saved to a file after every case.
+    """Results so far, saved to a file after every case.
 
     Args:
-        path: of the JSON file.
-        threads: asked for.
-        ceilings: of the machine, by which results are rated.
+        path: path of the JSON file.
+        threads: requested number of threads.
+        ceilings: ceilings of the machine, for rating results.
     """
 
     def __init__(self, path: Path, threads: int, ceilings: Ceilings) -> None:
@@ -52,7 +52,7 @@ class Findings:
         self._results: list[tuple[Table, list[CaseResult]]] = []
 
     def add(self, table: Table, result: CaseResult) -> None:
-        """Rate and save a case of the last table, or of a new one."""
+        """Rate and save a case of the last table or of a new one."""
         result.rate(self._ceilings)
         if not self._results or self._results[-1][0] is not table:
             self._results.append((table, []))
@@ -60,7 +60,7 @@ class Findings:
         self._save()
 
     def raise_ceilings(self, ceilings: Ceilings) -> None:
-        """Rate all cases anew by the higher of these ceilings and those before."""
+        """Rate all cases again by the higher of these ceilings and the previous ceilings."""
         self._ceilings = machine.highest(self._ceilings, ceilings)
         for _, results in self._results:
             for result in results:
@@ -68,7 +68,7 @@ class Findings:
         self._save()
 
     def tables(self) -> list[dict[str, Any]]:
-        """As results.json has them."""
+        """Convert the tables to the form of results.json."""
         names = ("title", "allocation", "note", "item", "size_label")
         return [
             {**{name: getattr(table, name) for name in names}, "cases": [result.as_dict() for result in results]}
@@ -83,7 +83,7 @@ class Findings:
 
 @contextmanager
 def show_progress(console: Console, n_cases: int) -> Iterator[Callable[[str], Callable[[float], None]]]:
-    """Show a bar; yields ``begin(name)``, which starts a case and returns a function to call with its share done."""
+    """Show a progress bar; yield ``begin(name)``, which starts a case and returns a setter of its completed share."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -91,10 +91,10 @@ def show_progress(console: Console, n_cases: int) -> Iterator[Callable[[str], Ca
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task, n_begun = progress.add_task("ceilings of the machine", total=n_cases), count()
+        task, n_started = progress.add_task("ceilings of the machine", total=n_cases), count()
 
         def begin(name: str) -> Callable[[float], None]:
-            n_done = next(n_begun)
+            n_done = next(n_started)
             progress.update(task, description=name[:60], completed=n_done)
             return lambda share: progress.update(task, completed=n_done + share)
 
@@ -102,8 +102,8 @@ def show_progress(console: Console, n_cases: int) -> Iterator[Callable[[str], Ca
 
 
 def main(order: dict[str, Any]) -> None:
-    """Measure a suite, or only its thread-scaling cases, and leave the findings in ``order["out"]``."""
-    die_with(order["parent"])  # else it would go on for an hour, unseen, beside what is measured next
+    """Measure a suite, or only its thread-scaling cases, and write the results to ``order["out"]``."""
+    die_with(order["parent"])  # else it would continue for an hour, unnoticed, and disturb the next measurement
     suite = load_suite(order["suite"])
     options = suite.options(**{**order["options"], "peers": tuple(order["options"]["peers"])})
     threads, effort, console = order["threads"], QUICK if options.quick else Effort(), Console()
@@ -118,7 +118,7 @@ def main(order: dict[str, Any]) -> None:
                 findings.add(table, run_case(table, case, providers, threads, effort, options.seed, on_round))
             if cases and not order["scaling"]:
                 console.print(rich_table(findings.tables()[-1]))
-        # The machine may have been slower at the start: the better of the two judges.
+        # The machine may have been slower at the start: keep the higher ceilings.
         findings.raise_ceilings(machine.measure_ceilings(options.quick))
 
 

@@ -1,1 +1,1 @@
-"""The kernels' benchmark tables, a module for each family; ``suites/kernels.py`` puts them together."""
+"""Benchmark tables of kernels, a module per family; ``suites/kernels.py`` combines them."""

@@ -1,6 +1,6 @@
-"""Tables of attention: prefill and decode, and the rows of RuvLLM's document that are decode under other names.
+"""Attention tables: prefill and decode, and the rows of RuvLLM's document that are decode under other names.
 
-Bytes are those of q, K, V and the result, once each; operations are 4 D for each query and each key that it sees.
+Bytes count q, K, V and the result once each; operations are 4 D per query and visible key.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 import whet
 from whet.bench.case import BenchOptions, Call, Case, Provider, Table, to_array
-from whet.bench.prepare import ITEM_BYTES, Dtype, found, in_dtype, in_float64, normal, tensor
+from whet.bench.prepare import ITEM_BYTES, Dtype, in_dtype, in_float64, normal, resolve, tensor
 from whet.ops.attention import naive_attention, naive_decode_attention
 
 _SDPA = "scaled_dot_product_attention, enable_gqa"
@@ -23,7 +23,7 @@ _TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-7 * 6}  # bfloat16: of the greate
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one call; ``decode``: one query per sequence over ``tokens`` keys, else causal prefill."""
+    """Shape of one call; ``decode``: one query per sequence over ``tokens`` keys, else causal prefill."""
 
     decode: bool
     batch: int
@@ -45,7 +45,7 @@ class Shape:
         return 4.0 * self.batch * self.heads * self.head_dim * pairs
 
     def inputs(self, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-        """q (B, T, H, D), K, V (B, T, H_kv, D); or q (B, H, D), K, V and their lengths (B,) for decode."""
+        """Draw q (B, T, H, D), K, V (B, T, H_kv, D); for decode q (B, H, D), K, V and their lengths (B,)."""
         token_axis = () if self.decode else (self.tokens,)
         kv = (self.batch, self.tokens, self.kv_heads, self.head_dim)
         shapes = ((self.batch, *token_axis, self.heads, self.head_dim), kv, kv)
@@ -62,8 +62,8 @@ def _error(answer: Any, reference: np.ndarray) -> float:
 
 
 def _torch(dtype: Dtype, inputs: Sequence[np.ndarray]) -> Call:
-    """Heads before tokens in memory, which torch takes as it is; back in Whet's order as a view."""
-    attend = found("torch.nn.functional:scaled_dot_product_attention")
+    """Call torch with heads before tokens in memory, its native order; return a view in Whet's order."""
+    attend = resolve("torch.nn.functional:scaled_dot_product_attention")
     q, k, v = (tensor(x, dtype) for x in inputs[:3])
     decode, gqa = q.ndim == 3, q.shape[-2] != k.shape[-2]
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q.unsqueeze(1) if decode else q, k, v))
@@ -76,7 +76,7 @@ def _torch(dtype: Dtype, inputs: Sequence[np.ndarray]) -> Call:
 
 
 def _numpy(inputs: Sequence[np.ndarray]) -> Call:
-    """Decode as two einsum products and a softmax, over a group's heads at once."""
+    """Decode as two batched products and a softmax, over all heads of a KV group at once."""
     queries, k, v, _ = inputs
     batch, _, kv_heads, head_dim = k.shape
     q, scale = queries.reshape(batch, kv_heads, -1, head_dim), np.float32(head_dim**-0.5)
@@ -108,7 +108,7 @@ def _case(name: str, shape: Shape, published: float = 0.0, note: str = "", threa
 
 
 def _table(title: str, cases: list[Case], dtype: Dtype, decode: bool, torch_note: str = _SDPA, **words: Any) -> Table:
-    """Whet and torch, and NumPy in float32 decode."""
+    """Create a table of Whet and torch, with NumPy for float32 decode."""
     providers = [
         Provider("whet", in_dtype(whet.decode_attention if decode else whet.attention, dtype)),
         Provider("torch", partial(_torch, dtype), note=torch_note),
@@ -122,22 +122,22 @@ def _table(title: str, cases: list[Case], dtype: Dtype, decode: bool, torch_note
 def _prefill(dtype: Dtype, tokens: tuple[int, ...]) -> Table:
     shapes = [Shape(False, 1, n, 9, 3, 64, dtype) for n in tokens]
     cases = [_case(f"{s.tokens} tokens", s, thread_scaling=s.tokens == max(tokens)) for s in shapes]
-    note = "One causal sequence, 9 query heads over 3 KV heads, head_dim 64; operations are the lower triangle's."
+    note = "One causal sequence, 9 query heads over 3 KV heads, head_dim 64; operations count the lower triangle."
     return _table(f"Attention, prefill, {dtype}", cases, dtype, decode=False, note=note, size_label="tokens")
 
 
 def _decode(dtype: Dtype, tokens: tuple[int, ...]) -> Table:
     cases = [_case(f"{n} keys", Shape(True, 8, n, 32, 8, 128, dtype)) for n in tokens]
-    note = "A query for each of 8 sequences, 32 query heads over 8 KV heads, head_dim 128: bound by reading K and V."
+    note = "One query for each of 8 sequences, 32 query heads over 8 KV heads, head_dim 128: bound by reading K and V."
     return _table(f"Attention, decode, {dtype}", cases, dtype, decode=True, note=note, size_label="keys per sequence")
 
 
-_MISLABELLED = "1 query, 1 head, head_dim 64; in RuvLLM's document a flash bench under another name"
-_FLASH = "1 query, 1 head, head_dim 128: a step of decoding"
-_BANDWIDTH = "no bandwidth test: the flash row's attention over as many keys as the label has KB"
-_GQA = "in RuvLLM's document K and V are copied for each head inside the timing"
+_MISLABELLED = "1 query, 1 head, head_dim 64; in RuvLLM's document the flash benchmark under another name"
+_FLASH = "1 query, 1 head, head_dim 128: a decode step"
+_BANDWIDTH = "not a bandwidth test: the attention of the flash row over as many keys as the label has KB"
+_GQA = "RuvLLM's timing includes copies of K and V for each head"
 
-# (name, shape, published seconds, what the row really is)
+# (name, shape, published seconds, the actual workload)
 _DOCUMENT = [
     *[
         (f"Softmax attention {n}", Shape(True, 1, n, 1, 1, 64), s, _MISLABELLED)
@@ -167,14 +167,14 @@ def _document(quick: bool) -> Table:
         "float32",
         decode=True,
         torch_note="",
-        note="Float32, one query, warm cache; the call from Python is inside the timing, RuvLLM's are calls from "
-        'Rust. RuvLLM\'s "840 us for 256 tokens" is GQA with 32 query and 4 KV heads at 512 keys.',
+        note="Float32, one query, warm cache; times include the call from Python, RuvLLM's a call from Rust. "
+        'RuvLLM\'s "840 us for 256 tokens" is GQA with 32 query and 4 KV heads at 512 keys.',
         size_label="keys",
     )
 
 
 def tables(options: BenchOptions) -> list[Table]:
-    """Prefill and decode in both dtypes at the sizes of the floors, and the rows of RuvLLM's document."""
+    """Create the tables of prefill and decode in both dtypes, and of RuvLLM's document."""
     prefill = (256, 1024) if options.quick else (256, 512, 1024, 2048)
     decode = (512,) if options.quick else (512, 1024, 2048, 4096)
     dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")

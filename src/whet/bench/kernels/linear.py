@@ -1,4 +1,4 @@
-"""Tables of the matrix products: gemm, gemv, and the linear layer on packed and quantised weights."""
+"""Tables of matrix products: gemm, gemv, and the linear layer on packed and quantised weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from whet.bench.prepare import (
     ITEM_BYTES,
     Dtype,
     Function,
-    found,
     in_dtype,
     in_float64,
     normal,
     on_arrays,
     on_tensors,
+    resolve,
     tensor,
 )
 from whet.ops.quant import CORE_TABLE, FORMATS, bf16_values
@@ -28,18 +28,18 @@ from whet.ops.quant import CORE_TABLE, FORMATS, bf16_values
 # RuvLLM 2.0's document: an Apple M4 Pro, float32.
 _RUVLLM_GEMM = {128: 216.89e-6, 256: 1.76e-3, 512: 16.71e-3}
 _RUVLLM_GEMV = {256: 3.12e-6, 512: 13.83e-6, 1024: 58.09e-6, 2048: 263.76e-6, 4096: 1.36e-3}
-_ONE_THREAD = "RuvLLM's figure is of one thread"
+_ONE_THREAD = "RuvLLM's figure is for one thread"
 _INSIDE = "inside: the result is a new array"
-_ERROR = {"float32": 2e-5, "bfloat16": 0.03}  # of a typical element; bfloat16 rounds the largest at 2^-9
+_ERROR = {"float32": 2e-5, "bfloat16": 0.03}  # relative to a typical element; bfloat16 rounds the largest by 2^-9
 
 
 def product_error(answer: Any, reference: np.ndarray) -> float:
-    """The largest difference, in units of a typical element of the product (the root of the mean square)."""
+    """Return the largest difference relative to a typical element of the product (its root mean square)."""
     return float(np.abs(to_array(answer) - reference).max() / np.sqrt(np.mean(reference**2)))
 
 
 def _providers(dtype: Dtype, ours: Function, plain: Function, **options: Any) -> list[Provider]:
-    """Whet's function, and a plain one for torch, and for NumPy where it has the dtype."""
+    """Create providers of Whet's function, and of a plain one for torch and, if it has the dtype, NumPy."""
     numpy_ = [Provider("NumPy", on_arrays(plain))] if dtype == "float32" else []
     return [
         Provider("whet", in_dtype(ours, dtype, **options)),
@@ -74,7 +74,8 @@ def _gemm(dtype: Dtype, sizes: list[int], published: Mapping[int, float]) -> Tab
         cases,
         _providers(dtype, whet.gemm, _times_transposed, transpose_b=True),
         allocation=_INSIDE,
-        note="C = A B^T with B as a linear layer keeps its weight; packing B is inside the timing; 2 m n k operations.",
+        note="C = A B^T with B stored like the weight of a linear layer; the timing includes packing B; 2 m n k "
+        "operations.",
         size_label="size of the square matrices",
         error=product_error,
     )
@@ -87,7 +88,7 @@ def _gemv(dtype: Dtype, shapes: list[tuple[int, int]], published: Mapping[int, f
             return normal(rng, (n, k), dtype), x
 
         matrix_bytes = n * k * ITEM_BYTES[dtype]
-        note = _ONE_THREAD if n < 4096 else "RuvLLM's 35.9 GFLOP/s are 24.7 at its own time"
+        note = _ONE_THREAD if n < 4096 else "RuvLLM's 35.9 GFLOP/s are 24.7 by its own time"
         return Case(
             f"{n} x {k}",
             inputs,
@@ -106,7 +107,7 @@ def _gemv(dtype: Dtype, shapes: list[tuple[int, int]], published: Mapping[int, f
         [case(*shape) for shape in shapes],
         _providers(dtype, whet.gemv, matmul),
         allocation=_INSIDE,
-        note="y = A x on the matrix as it lies in memory, row by row.",
+        note="y = A x with the matrix unpacked, row-major.",
         size_label="bytes of the matrix",
         error=product_error,
     )
@@ -116,7 +117,7 @@ def _gemv(dtype: Dtype, shapes: list[tuple[int, int]], published: Mapping[int, f
 
 
 class Layer(NamedTuple):
-    """x (M, K), a weight w (N, K), whose product is x w^T, and the weight as the linear layer takes it."""
+    """x (M, K), a weight w (N, K), whose product is x w^T, and the packed weight."""
 
     x: np.ndarray
     w: np.ndarray
@@ -124,7 +125,7 @@ class Layer(NamedTuple):
 
 
 def _layer(m: int, n: int, k: int, format: str) -> Callable[[np.random.Generator], Layer]:
-    """Inputs that int8 in blocks of 32 represents exactly, and the weight as the format stores it."""
+    """Make inputs that int8 in blocks of 32 represents exactly, and the weight with the format's rounding."""
 
     def make(rng: np.random.Generator) -> Layer:
         x = rng.integers(-127, 128, (m, k)).astype(np.float32)
@@ -138,13 +139,13 @@ def _layer(m: int, n: int, k: int, format: str) -> Callable[[np.random.Generator
 
 
 def _torch_linear(layer: Layer) -> Call:
-    return partial(found("torch.nn.functional:linear"), *(tensor(a, "bfloat16") for a in layer[:2]))
+    return partial(resolve("torch.nn.functional:linear"), *(tensor(a, "bfloat16") for a in layer[:2]))
 
 
 def _linear(
     m: int, formats: list[str], shapes: list[tuple[int, int]], cold_shapes: Sequence[tuple[int, int]] = ()
 ) -> Table:
-    """Of each format the shapes whose rows its blocks divide; from memory too, those in ``cold_shapes``."""
+    """Create the table of the linear layer: for each format, shapes whose rows are whole blocks, warm and cold."""
     flop_dtypes: dict[str, Any] = {"float32": "float32", "bfloat16": "bfloat16"}
     caches: dict[Literal["warm", "cold"], Sequence[tuple[int, int]]] = {"warm": shapes, "cold": cold_shapes}
     cases = [
@@ -165,7 +166,7 @@ def _linear(
         for n, k in some
         if k % CORE_TABLE[format].block_length == 0
     ]
-    rounded = "torch bfloat16: on the same weights rounded to bfloat16."
+    rounded = "torch bfloat16: the same weights rounded to bfloat16."
     return Table(
         f"Linear layer, {m} row{'s' if m > 1 else ''}",
         cases,
@@ -174,15 +175,15 @@ def _linear(
             Provider("torch bfloat16", _torch_linear, tolerance=_ERROR["bfloat16"], note=rounded),
         ],
         allocation=_INSIDE,
-        note="x W^T on a packed weight; rounding x to bfloat16 or int8 is inside the timing. Bytes are the format's "
-        "own, scales counted.",
+        note="x W^T with a packed weight; the timing includes rounding x to bfloat16 or int8. Bytes count the format's "
+        "blocks with their scales.",
         item="rows",
         error=product_error,
     )
 
 
 def tables(options: BenchOptions) -> list[Table]:
-    """The products, only small ones where it has to be quick."""
+    """Create the tables of products; if quick, only small ones."""
     large = [(4096, 4096), (11008, 4096)]
     if options.quick:
         return [

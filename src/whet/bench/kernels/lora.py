@@ -1,4 +1,4 @@
-"""Tables of the low-rank adapters: forward and gradients of one row, and a batch in which every row has its adapter."""
+"""Tables of low-rank adapters: forward pass and gradients of one row, and batches with an adapter per row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GRADIENT = {768: 2.6e-6, 2048: 6.5e-6, 4096: 21.9e-6}
 
 
 class Inputs(NamedTuple):
-    """Rows x and y (or dL/dy) of a layer with as many inputs as outputs, and an adapter whose B is not zero."""
+    """Rows x and y (or dL/dy) of a square layer, and adapters whose B is not zero."""
 
     x: np.ndarray
     y: np.ndarray
@@ -43,7 +43,7 @@ def _inputs(n_rows: int, n: int, rank: int, n_adapters: int = 1) -> Callable[[np
 
 
 def _forward_case(name: str, n_rows: int, n: int, rank: int, n_adapters: int = 1, **fields: Any) -> Case:
-    """Rows through their adapters, which they have in turn."""
+    """Create a forward case; rows cycle through the adapters."""
     return Case(
         name,
         _inputs(n_rows, n, rank, n_adapters),
@@ -57,7 +57,7 @@ def _forward_case(name: str, n_rows: int, n: int, rank: int, n_adapters: int = 1
 
 
 # --- forward ----------------------------------------------------------------------------------------------
-# Every call adds the delta once more to the provider's own copy of y. The first call is the one that is checked.
+# Every call adds the delta again to the provider's copy of y. Only the first call is checked.
 
 
 def _forward_reference(inputs: Inputs) -> np.ndarray:
@@ -109,8 +109,8 @@ def _forward(sizes: list[int], ranks: list[int], n_rows: int = 1) -> Table:
         f"MicroLoRA forward, {n_rows} row{'s' if n_rows > 1 else ''}",
         [case(n, rank) for n in sizes for rank in ranks],
         [Provider("whet", _whet_forward), Provider("torch", _torch_forward), Provider("NumPy", _numpy_forward)],
-        allocation="none for Whet: y is written in place; torch and NumPy make their intermediate arrays inside",
-        note="y += s (x A) B, float32, call from Python included. RuvLLM's figures are of compiled Rust only.",
+        allocation="none for Whet: y is written in place; inside for torch and NumPy: intermediate arrays",
+        note="y += s (x A) B, float32, including the call from Python. RuvLLM's figures are for compiled Rust.",
         item="rows",
     )
 
@@ -182,7 +182,7 @@ def _gradient(sizes: list[int], rank: int = 2) -> Table:
         "MicroLoRA gradient accumulation, 1 row",
         cases,
         [Provider("whet", _whet_gradient), Provider("torch", _torch_gradient), Provider("NumPy", _numpy_gradient)],
-        allocation="none for Whet: the gradients are added to in place",
+        allocation="none for Whet: gradients accumulate in place",
         note="G_A += s (g B^T)^T x and G_B += s (x A)^T g, from a real gradient g.",
         item="rows",
         error=product_error,
@@ -217,10 +217,10 @@ def _batch(n: int, rank: int, rows: list[int], n_adapters: int = 4) -> Table:
         _forward_case(f"{count} rows, {n} x {n}, rank {rank}", count, n, rank, n_adapters, size=count) for count in rows
     ]
     return Table(
-        f"MicroLoRA forward, {n_adapters} adapters in turn",
+        f"MicroLoRA forward, cycling {n_adapters} adapters",
         cases,
         [Provider("whet", _whet_batch), Provider("torch", _torch_batch, note="gathers each row's adapter, then bmm")],
-        allocation="none for Whet: y is written in place; torch makes its intermediate arrays inside",
+        allocation="none for Whet: y is written in place; inside for torch: intermediate arrays",
         note="Each row has its own adapter, as in a batch of sequences of several users.",
         item="rows",
         size_label="rows",
@@ -228,7 +228,7 @@ def _batch(n: int, rank: int, rows: list[int], n_adapters: int = 4) -> Table:
 
 
 def tables(options: BenchOptions) -> list[Table]:
-    """The rows of RuvLLM's document, and what it has none of: many rows, and many adapters."""
+    """Create the tables of RuvLLM's document, and of batches with many rows and adapters, which it lacks."""
     sizes = [768, 4096] if options.quick else [768, 2048, 4096]
     return [
         _forward(sizes, [1, 2] if options.quick else [1, 2, 8]),

@@ -1,4 +1,4 @@
-"""The table of the memory pool: a page of the KV cache, taken and given back, beside the allocators of C and torch."""
+"""Table of the page pool: allocating and freeing a page of the KV cache, compared with malloc and torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from whet.ops import probe
 
 
 class Page(NamedTuple):
-    """The model whose page it is, keys and values in bfloat16, and the page's bytes."""
+    """Page of a model's KV cache in bfloat16."""
 
     n_layers: int
     n_kv_heads: int
@@ -18,7 +18,7 @@ class Page(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """64 tokens, keys and values, 2 bytes each: as the engine has it where head_dim is a multiple of 16."""
+        """Bytes of keys and values of 64 tokens, the engine's page if head_dim is a multiple of 16."""
         return 64 * self.n_layers * self.n_kv_heads * self.head_dim * 2 * 2
 
 
@@ -31,25 +31,25 @@ _MODELS = {
 
 
 def tables(options: BenchOptions) -> list[Table]:
-    """The one table of this family."""
+    """Create the table of this family."""
     cases = [
         Case(f"{name}, {page.n_bytes / 2**20:.2f} MiB", partial(_same, page), lambda p: p.n_bytes, 0.0, n_items=1)
         for name, page in _MODELS.items()
     ]
     providers = [
-        Provider("whet", _whet, note="from the cache's free pages; zeroed"),
+        Provider("whet", _whet, note="from the cache's free list; zeroed"),
         Provider("malloc, zeroed", partial(_malloc, True), note="malloc, memset, free: the same work"),
-        Provider("torch.zeros", partial(_torch, "zeros"), note="made and dropped"),
-        Provider("malloc", partial(_malloc, False), note="nothing is written: the system has only given addresses"),
-        Provider("torch.empty", partial(_torch, "empty"), note="likewise"),
+        Provider("torch.zeros", partial(_torch, "zeros"), note="created and freed"),
+        Provider("malloc", partial(_malloc, False), note="not written: only address space is reserved"),
+        Provider("torch.empty", partial(_torch, "empty"), note="not written either"),
     ]
     note = (
-        "64 tokens of keys and values of all layers in bfloat16, on one thread; a page is zeroed when taken, and is "
-        "the one given back last. RuvLLM's document says of its pool that an inference makes 3 allocations in "
-        "place of 847, without a bench; in Whet a decoded token makes none (cpp/tests/allocation_test.cpp)."
+        "64 tokens of keys and values of all layers in bfloat16, on one thread; pages are zeroed when allocated and "
+        "reused in LIFO order. RuvLLM's document claims 3 allocations per inference instead of 847 for its pool, "
+        "without a benchmark; in Whet a decoded token allocates nothing (cpp/tests/allocation_test.cpp)."
     )
-    title = "Memory pool: a page of the KV cache, taken and given back"
-    return [Table(title, cases, providers, "it is what is timed", note, item="pages")]
+    title = "Page pool: allocating and freeing a page of the KV cache"
+    return [Table(title, cases, providers, "the timed operation", note, item="pages")]
 
 
 def _same(page: Page, _: object) -> Page:

@@ -10,7 +10,7 @@ import numpy as np
 
 import whet
 from whet.bench.case import BenchOptions, Call, Case, Provider, Table
-from whet.bench.prepare import Prepare, found, in_float64, normal, on_arrays, on_tensors, tensor
+from whet.bench.prepare import Prepare, in_float64, normal, on_arrays, on_tensors, resolve, tensor
 from whet.ops.activations import naive_log_softmax, naive_softcap, naive_softmax, naive_swiglu
 from whet.ops.kv_cache import naive_kv_append
 from whet.ops.norm import naive_layer_norm, naive_rms_norm
@@ -23,13 +23,13 @@ _NOT_AN_APPEND = "the row of RuvLLM's document is its attention over this many t
 _RUVLLM_KV = {256: 6e-6, 512: 12e-6, 1024: 24e-6, 2048: 48e-6}
 
 _INSIDE = "inside: the result is a new array"
-_OUTSIDE = "outside: the result goes into a given array"
+_OUTSIDE = "outside: the result is written to a given array"
 _ERROR = 2e-6
 _EPS = 1e-6
 
 
 def tables(options: BenchOptions) -> list[Table]:
-    """All tables of this family."""
+    """Create all tables of this family."""
     norms = [_one_row("rms_norm", naive_rms_norm, _RUVLLM_RMS), _one_row("layer_norm", naive_layer_norm, _RUVLLM_LAYER)]
     softmaxes = [_softmax("softmax", naive_softmax), _softmax("log_softmax", naive_log_softmax)]
     return [*norms, _matrix(), *softmaxes, _swiglu(), _softcap(), _kv_append()]
@@ -40,7 +40,7 @@ def _inputs(*shapes: tuple[int, ...], scale: float = 1) -> Callable[[np.random.G
 
 
 def _providers(name: str, torch_: Prepare, naive: Any, note: str = "", **options: Any) -> list[Provider]:
-    """Whet's function of the name, torch, and the definition in NumPy."""
+    """Create providers of Whet's function ``name``, torch, and the NumPy definition."""
     return [
         Provider("whet", on_arrays(getattr(whet, name), **options)),
         Provider("torch", torch_, note=note),
@@ -53,7 +53,7 @@ def _providers(name: str, torch_: Prepare, naive: Any, note: str = "", **options
 
 def _torch_norm(name: str, inputs: Sequence[np.ndarray]) -> Call:
     x, *parameters = map(tensor, inputs)
-    return partial(found(f"torch.nn.functional:{name}"), x, x.shape[-1:], *parameters, eps=_EPS)
+    return partial(resolve(f"torch.nn.functional:{name}"), x, x.shape[-1:], *parameters, eps=_EPS)
 
 
 def _one_row(name: str, naive: Any, published: dict[int, float]) -> Table:
@@ -71,7 +71,7 @@ def _one_row(name: str, naive: Any, published: dict[int, float]) -> Table:
         )
         for n in (768, 1024, 2048, 4096, 8192)
     ]
-    note = "One row from the caches: what counts is the call itself."
+    note = "One row in cache: dominated by call overhead."
     providers = _providers(name, partial(_torch_norm, name), naive, eps=_EPS)
     return Table(f"{name}, one row, float32", cases, providers, _INSIDE, note, size_label="elements per row")
 
@@ -92,7 +92,7 @@ def _matrix() -> Table:
 
 
 def _rows(naive: Any, n_arrays: int, shapes: Sequence[tuple[int, int]]) -> list[Case]:
-    """A result of ``n_arrays`` arrays of each shape, of wide normal numbers."""
+    """Create a case per shape with ``n_arrays`` inputs of normal numbers with a standard deviation of 4."""
     return [
         Case(
             f"{rows} x {n}",
@@ -115,7 +115,7 @@ def _softmax(name: str, naive: Any) -> Table:
 def _swiglu() -> Table:
     def torch_(inputs: Sequence[np.ndarray]) -> Call:
         gate, up = map(tensor, inputs)
-        silu = found("torch.nn.functional:silu")
+        silu = resolve("torch.nn.functional:silu")
         return lambda: silu(gate) * up
 
     cases = _rows(naive_swiglu, 2, ((1, 1536), (1, 11_008), (32, 1536), (512, 11_008)))
@@ -139,14 +139,14 @@ _KV_HEADS, _HEAD_DIM, _T_MAX = 8, 128, 4096
 
 
 class Tokens(NamedTuple):
-    """A cache (B, T_max, H_kv, D), new tokens (B, T, H_kv, D) and where they go (B,)."""
+    """A cache (B, T_max, H_kv, D), new tokens (B, T, H_kv, D) and their positions (B,)."""
 
     cache: np.ndarray
     new: np.ndarray
     positions: np.ndarray
 
     def fresh(self) -> Tokens:
-        """With a cache of its own, which is written."""
+        """Copy the cache, which the call writes."""
         return self._replace(cache=self.cache.copy())
 
 
@@ -182,11 +182,11 @@ def _kv_append() -> Table:
     ]
     providers = [
         Provider("whet", lambda t: partial(whet.kv_append, *t.fresh())),
-        Provider("torch", torch_, note="index_put_, its indices made before"),
+        Provider("torch", torch_, note="index_put_ with precomputed indices"),
         Provider("NumPy", lambda t: partial(naive_kv_append, *t.fresh()), note="a slice assignment for each sequence"),
     ]
     note = (
-        f"{_KV_HEADS} KV heads of {_HEAD_DIM} in float32: a token's keys are {token_bytes} bytes, its values as many. "
-        "Bytes are those read and written, of the keys only."
+        f"{_KV_HEADS} KV heads of {_HEAD_DIM} in float32: {token_bytes} bytes of keys per token, as many of values. "
+        "Bytes count reads and writes of the keys only."
     )
     return Table("KV append, float32", cases, providers, _OUTSIDE, note, item="tokens")

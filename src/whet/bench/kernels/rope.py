@@ -1,7 +1,7 @@
-"""Tables of the rotary position embedding: RuvLLM's rows, and rotating in place beside scaling in place.
+"""Tables of rotary position embeddings: RuvLLM's rows, and rotation in place compared with scaling in place.
 
-Also the inputs, references and providers of ``whet bench rope``. A call rotates the result of the call before: that
-keeps norms, and no copy is inside the timing.
+Also the inputs, references and providers of ``whet bench rope``. Each call rotates the result of the previous call:
+this preserves norms, and the timing includes no copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from whet.bench.prepare import ITEM_BYTES, Dtype, normal, tensor
 from whet.ops.rope import naive_rope
 
 TOLERANCE = {"float32": 4e-6, "bfloat16": 2**-8}
-"""Of the answer, as ``rope_error`` has it: some roundings of float32, or one to bfloat16's 8 bits."""
+"""Tolerance of answers: a few roundings of float32, or one to the 8 bits of bfloat16."""
 _BASE_ELEMENTS = 1 << 22
 _SAMPLED = 64
 _MAX_POSITION = 8192
@@ -29,8 +29,8 @@ _MAX_POSITION = 8192
 class RopeInputs:
     """Query (B, T, H, D) and key (B, T, Hkv, D), or no key (Hkv = 0), positions (B, T) and the embedding.
 
-    Large ones repeat 4 million normal numbers. ``pair`` is a fresh copy of query and key for a provider that writes in
-    place; the others share ``tensors``.
+    Large inputs repeat 4 million normal numbers. ``pair`` copies query and key for providers that write in place; other
+    providers share ``tensors``.
     """
 
     def __init__(
@@ -50,16 +50,16 @@ class RopeInputs:
         self.sample = np.unravel_index(chosen, (batch, tokens))
 
     def arrays(self) -> list[np.ndarray]:
-        """New float32 arrays."""
+        """Create float32 arrays of query and key."""
         return [np.resize(self.values, shape) for shape in self.shapes]
 
     @cached_property
     def tensors(self) -> list[Any]:
-        """In torch, in the dtype and on the device, shared by those that do not write."""
+        """Tensors of query and key in the dtype and on the device, shared by providers that do not write."""
         return [tensor(array, self.dtype).to(self.device) for array in self.arrays()]
 
     def pair(self) -> list[Any]:
-        """New tensors."""
+        """Copy ``tensors``."""
         return [tensor.clone() for tensor in self.tensors]
 
     @cached_property
@@ -67,44 +67,44 @@ class RopeInputs:
         return tensor(self.positions).to(self.device)
 
     def table(self, dtype: str = "float32") -> Any:
-        """The table in torch, on the device."""
+        """Return the table of cosines and sines as a tensor on the device."""
         return tensor(self.rope.cos_sin_cache, dtype).to(self.device)
 
     def finish(self, call: Call) -> Call:
-        """The call, which waits for a CUDA device if it runs there."""
+        """Make the call synchronise with a CUDA device, if it runs on one."""
         if not self.device.startswith("cuda"):
             return call
         import torch
 
-        def waiting() -> Any:
+        def synchronized() -> Any:
             answer = call()
             torch.cuda.synchronize(self.device)
             return answer
 
-        return waiting
+        return synchronized
 
 
-# --- what is right --------------------------------------------------------------------------------------
+# --- reference ------------------------------------------------------------------------------------------
 
 
 def rotate_exactly(inputs: RopeInputs) -> np.ndarray:
-    """The sampled tokens' heads, query and key one after the other and flat, in float64."""
+    """Rotate the heads of sampled tokens in float64; return query and key, flattened and concatenated."""
     rope, positions = inputs.rope, inputs.positions[inputs.sample]
     angles = positions[:, None] * rope.inv_freq
     table, rows = np.concatenate([np.cos(angles), np.sin(angles)], -1), np.arange(len(positions))
-    sampled = _sampled(inputs, inputs.arrays())
+    sampled = _sample(inputs, inputs.arrays())
     return np.concatenate([naive_rope(rows, x, rope.head_size, table, rope.is_neox_style).ravel() for x in sampled])
 
 
-def _sampled(inputs: RopeInputs, answers: Any) -> list[np.ndarray]:
+def _sample(inputs: RopeInputs, answers: Any) -> list[np.ndarray]:
     found = [answer[inputs.sample] for answer in answers]
     return [to_array(x if isinstance(x, np.ndarray) else x.cpu()) for x in found]
 
 
-class Rotated(tuple[Any, ...]):
-    """A provider's answer, query and key as (B, T, heads, D), with the inputs that say which tokens are looked at."""
+class RopeAnswer(tuple[Any, ...]):
+    """A provider's answer, query and key as (B, T, heads, D), with inputs that select the tokens to check."""
 
-    def __new__(cls, inputs: RopeInputs, answers: Any) -> Rotated:
+    def __new__(cls, inputs: RopeInputs, answers: Any) -> RopeAnswer:
         self = super().__new__(cls, answers)
         self.inputs = inputs
         return self
@@ -112,26 +112,26 @@ class Rotated(tuple[Any, ...]):
     inputs: RopeInputs
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        return np.concatenate([x.ravel() for x in _sampled(self.inputs, self)]).astype(dtype or np.float64)
+        return np.concatenate([x.ravel() for x in _sample(self.inputs, self)]).astype(dtype or np.float64)
 
 
 # --- providers ------------------------------------------------------------------------------------------
 
 
 def in_place(inputs: RopeInputs, answers: list[Any], function: Callable[..., Any], *arguments: Any) -> Call:
-    """A call that writes ``answers``, which are among its arguments."""
-    kept = Rotated(inputs, answers)
+    """Make a call of a function that writes ``answers``, which are among its arguments."""
+    answer = RopeAnswer(inputs, answers)
 
-    def call() -> Rotated:
+    def call() -> RopeAnswer:
         function(*arguments)
-        return kept
+        return answer
 
     return inputs.finish(call)
 
 
-def anew(inputs: RopeInputs, run: Callable[[], Any]) -> Call:
-    """A call that returns new arrays or tensors."""
-    return inputs.finish(lambda: Rotated(inputs, run()))
+def out_of_place(inputs: RopeInputs, run: Callable[[], Any]) -> Call:
+    """Make a call of a function that returns new arrays or tensors."""
+    return inputs.finish(lambda: RopeAnswer(inputs, run()))
 
 
 def whet_rope(inputs: RopeInputs) -> Call:
@@ -155,7 +155,7 @@ def whet_freqs(inputs: RopeInputs) -> Call:
 
 
 def formula(cos: Any, sin: Any, x: Any, rotary_dim: int, is_neox: bool) -> Any:
-    """The definition in torch, in float32; cos and sin (B, T, 1, rotary_dim / 2) float32, x (B, T, heads, D)."""
+    """Rotate by the definition in torch, in float32; cos and sin (B, T, 1, rotary_dim / 2), x (B, T, heads, D)."""
     import torch
 
     rotary, rest = x[..., :rotary_dim], x[..., rotary_dim:]
@@ -176,25 +176,25 @@ def _torch_formula(inputs: RopeInputs) -> Callable[[], list[Any]]:
 
 
 def torch_rope(inputs: RopeInputs) -> Call:
-    return anew(inputs, _torch_formula(inputs))
+    return out_of_place(inputs, _torch_formula(inputs))
 
 
 def torch_compiled(inputs: RopeInputs) -> Call:
     import torch
 
-    torch._dynamo.reset()  # else shapes beyond the eighth would run uncompiled, without a word
+    torch._dynamo.reset()  # else the ninth shape and later shapes would silently run uncompiled
     run = torch.compile(_torch_formula(inputs), dynamic=False)
     try:
         run()
-    except Exception as error:  # no C++ compiler, or none that torch takes
+    except Exception as error:  # no C++ compiler, or none that torch supports
         raise NotMeasured(f"torch.compile failed: {str(error).strip().splitlines()[0]}") from None
-    return anew(inputs, run)
+    return out_of_place(inputs, run)
 
 
 def numpy_rope(inputs: RopeInputs) -> Call:
     rope, arrays = inputs.rope, inputs.arrays()
     arguments = rope.head_size, rope.cos_sin_cache, rope.is_neox_style
-    return anew(inputs, lambda: [naive_rope(inputs.positions, x, *arguments) for x in arrays])
+    return out_of_place(inputs, lambda: [naive_rope(inputs.positions, x, *arguments) for x in arrays])
 
 
 # --- RuvLLM's rows --------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ _ESTIMATE = "RuvLLM's document marks its figure as an estimate."
 
 
 def rope_case(name: str, shape: tuple[int, int, int, int, int], rope: whet.RotaryEmbedding, dtype: Dtype) -> Case:
-    """Query and key of a shape (B, T, H, Hkv, D). Bytes as moved in place: heads read and written, table, positions."""
+    """Create a case of shape (B, T, H, Hkv, D); bytes of heads read and written in place, table and positions."""
     batch, tokens, heads, kv_heads, _ = shape
     per_token = 2 * (heads + kv_heads) * rope.rotary_dim * ITEM_BYTES[dtype] + rope.rotary_dim * 4 + 8
     return Case(
@@ -230,7 +230,7 @@ def _ruvllm_table(rows: dict[tuple[int, int], float], title: str, note: str, wit
         mark = _ESTIMATE if with_table and size == 128 else ""
         cases.append(replace(case, published={"RuvLLM": seconds}, note=mark))
     computed = [Provider("whet", whet_freqs), Provider("torch", torch_computed), Provider("NumPy", numpy_computed)]
-    looked_up = [
+    with_lookup = [
         Provider("whet", whet_rope),
         Provider("whet torch", whet_rope_torch, note="torch tensors"),
         Provider("torch", torch_rope),
@@ -240,15 +240,15 @@ def _ruvllm_table(rows: dict[tuple[int, int], float], title: str, note: str, wit
     return Table(
         title,
         cases,
-        looked_up if with_table else computed,
-        allocation="none for whet, which writes in place; results and temporaries inside for the others",
+        with_lookup if with_table else computed,
+        allocation="none for whet, which writes in place; inside for the others: results and temporaries",
         note=note,
         item="tokens",
     )
 
 
 def torch_computed(inputs: RopeInputs) -> Call:
-    """The formula with sines and cosines inside, of float64 angles: float32 ones are off by 10^-4 at position 4096."""
+    """Rotate with sines and cosines of float64 angles; float32 angles are off by 10^-4 at position 4096."""
     rope, positions, tensors = inputs.rope, inputs.torch_positions, inputs.tensors
     inv_freq = tensor(rope.inv_freq)
 
@@ -257,7 +257,7 @@ def torch_computed(inputs: RopeInputs) -> Call:
         cos, sin = angles.cos().float(), angles.sin().float()
         return [formula(cos, sin, x, rope.rotary_dim, rope.is_neox_style) for x in tensors]
 
-    return anew(inputs, run)
+    return out_of_place(inputs, run)
 
 
 def numpy_computed(inputs: RopeInputs) -> Call:
@@ -271,10 +271,10 @@ def numpy_computed(inputs: RopeInputs) -> Call:
         out[..., ::2], out[..., 1::2] = a * cos - b * sin, a * sin + b * cos
         return [out]
 
-    return anew(inputs, run)
+    return out_of_place(inputs, run)
 
 
-# --- in place, beside a scale ---------------------------------------------------------------------------
+# --- in place, compared with scaling --------------------------------------------------------------------
 
 
 def torch_scale(inputs: RopeInputs) -> Call:
@@ -288,8 +288,8 @@ def torch_scale(inputs: RopeInputs) -> Call:
 
 
 def untouched(inputs: RopeInputs) -> np.ndarray:
-    """The sampled tokens as they came."""
-    return np.concatenate([x.ravel() for x in _sampled(inputs, inputs.arrays())])
+    """Return the sampled tokens unrotated."""
+    return np.concatenate([x.ravel() for x in _sample(inputs, inputs.arrays())])
 
 
 def _in_place_table(dtype: Dtype, is_neox: bool, quick: bool) -> Table:
@@ -301,30 +301,30 @@ def _in_place_table(dtype: Dtype, is_neox: bool, quick: bool) -> Table:
         cases,
         [
             Provider("whet", whet_rope_torch),
-            Provider("torch mul_(1.0)", torch_scale, untouched, note="scales in place: the least that can be done"),
+            Provider("torch mul_(1.0)", torch_scale, untouched, note="scales in place: a lower bound"),
             Provider("torch", torch_rope),
         ],
-        allocation="none, but for torch: results and temporaries inside",
-        note="Heads of 128, all of it rotated, positions at random from a table of 8192; 4096 tokens of 32 heads are "
+        allocation="none, except torch: results and temporaries inside",
+        note="head_dim 128, fully rotated, random positions from a table of 8192; 4096 tokens of 32 heads are "
         "131,072 x 128 elements.",
         item="tokens",
     )
 
 
 def tables(options: BenchOptions) -> list[Table]:
-    """Of the suite "kernels"."""
+    """Create the RoPE tables of the suite "kernels"."""
     return [
         _ruvllm_table(
             _RUVLLM,
             "RoPE, sines and cosines computed",
-            "RuvLLM's row: one head of float32, interleaved pairs (GPT-J), sines and cosines inside. Everyone here "
-            "computes the angles in float64.",
+            "RuvLLM's row: one float32 head, interleaved pairs (GPT-J), sines and cosines inside the timing. All "
+            "providers compute the angles in float64.",
             with_table=False,
         ),
         _ruvllm_table(
             _RUVLLM_TABLES,
             "RoPE with tables",
-            "The same with a table of 4096 positions. Two of the three figures in RuvLLM's document are estimates.",
+            "As above, with a table of 4096 positions. Two of the three figures in RuvLLM's document are estimates.",
             with_table=True,
         ),
         *(_in_place_table(dtype, neox, options.quick) for dtype in ("float32", "bfloat16") for neox in (True, False)),

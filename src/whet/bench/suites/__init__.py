@@ -1,4 +1,4 @@
-"""Suites, one module each with a ``SUITE``: those of this package, and of ``benchmarks/suites`` in a clone.
+"""Suites, one module each with a ``SUITE``: in this package, and in ``benchmarks/suites`` of a clone.
 
 Suites that need peers (TRL, llama.cpp, a browser) are in the repository but not in the wheel. A new module in either
 folder is a new suite; there is no list.
@@ -22,7 +22,7 @@ _PACKAGES = {"whet.bench.suites": __path__[0], "benchmarks.suites": str(CLONE / 
 
 
 def _modules() -> dict[str, str]:
-    """Module of each suite, by the suite's name."""
+    """Map suite names to their modules."""
     return {
         module.name.replace("_", "-"): f"{package}.{module.name}"
         for package, folder in _PACKAGES.items()
@@ -36,7 +36,7 @@ def in_clone() -> bool:
 
 
 def suite_names() -> list[str]:
-    """Names of all available suites, as passed to ``whet bench``."""
+    """List the available suites by their names in ``whet bench``."""
     return sorted(_modules())
 
 

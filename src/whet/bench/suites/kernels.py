@@ -1,4 +1,4 @@
-"""Every kernel beside PyTorch and NumPy, and the rows of RuvLLM's benchmark document, family by family."""
+"""All kernels compared with PyTorch and NumPy, and the rows of RuvLLM's benchmark document, by family."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from whet.bench.kernels import attention, linear, lora, memory, norm, rope
 
 
 def tables(options: BenchOptions) -> list[Table]:
-    """The tables of all families."""
+    """Create the tables of all families."""
     return [table for family in (norm, rope, attention, memory, linear, lora) for table in family.tables(options)]
 
 
 SUITE = Suite(
     "kernels",
     "Kernels of inference",
-    "Norms, RoPE, attention, matrix products, quantised weights and adapters on this processor, with the rows of "
-    "RuvLLM's document beside them: its figures are an Apple M4 Pro's, and notes say where a row is not what it is "
-    "called.",
+    "Norms, RoPE, attention, matrix products, quantised weights and adapters on this processor, with the figures of "
+    "RuvLLM's document, from an Apple M4 Pro; notes correct rows with misleading names.",
     tables,
 )
