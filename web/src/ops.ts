@@ -5,10 +5,9 @@
 import type { Core } from "./core/core.js";
 import { show, WhetError } from "./core/errors.js";
 import { startCore } from "./core/start.js";
+import { enums } from "./facts.js";
 
 type Floats = ArrayLike<number>;
-const ACTIVATIONS = ["silu", "gelu", "gelu_tanh"];
-const SCALES = ["group", "batch", "none"];
 const MAX_RANK = 8;
 
 function fail(name: string, what: string, value: unknown, expected: string): never {
@@ -104,15 +103,15 @@ export class Ops {
   computeBatchGroupAdvantages(
     rewards: Floats,
     groupSize: number,
-    { scale = "group", ddof = 0, eps }: { scale?: "group" | "batch" | "none"; ddof?: 0 | 1; eps?: number } = {},
+    { scale = "group", ddof = 0, eps }: { scale?: (typeof enums.scale)[number]; ddof?: 0 | 1; eps?: number } = {},
   ): Float32Array {
     const name = "computeBatchGroupAdvantages";
     const r = floats(name, "rewards", rewards);
-    if (!SCALES.includes(scale)) fail(name, "scale", scale, "group, batch or none");
+    if (!enums.scale.includes(scale)) fail(name, "scale", scale, "group, batch or none");
     if (ddof !== 0 && ddof !== 1) fail(name, "ddof", ddof, "0 (population) or 1 (sample)");
     if (eps !== undefined) number(name, "eps", eps, (x) => x >= 0 && x < Infinity, "a finite number >= 0, or none");
     const [groups, n] = rowsOf(name, r, size(name, "groupSize", groupSize));
-    return this.run("group_advantages", [r], [r.length], ([at], [out]) => [at, groups, n, SCALES.indexOf(scale), ddof, eps ?? -1, out])[0];
+    return this.run("group_advantages", [r], [r.length], ([at], [out]) => [at, groups, n, enums.scale.indexOf(scale), ddof, eps ?? -1, out])[0];
   }
 
   computeTokenKl(policy: Floats, reference: Floats, options: { mask?: ArrayLike<number | boolean> } = {}): number {
@@ -219,9 +218,9 @@ export class Ops {
     if (approximate !== "none" && approximate !== "tanh") fail("gelu", "approximate", approximate, "none or tanh");
     return this.activate(approximate === "tanh" ? "gelu_tanh" : "gelu", x);
   }
-  private activate(name: string, x: Floats): Float32Array {
+  private activate(name: (typeof enums.activation)[number], x: Floats): Float32Array {
     const a = floats(name, "x", x);
-    return this.run("activate", [a], [a.length], ([at], [out]) => [ACTIVATIONS.indexOf(name), at, a.length, out])[0];
+    return this.run("activate", [a], [a.length], ([at], [out]) => [enums.activation.indexOf(name), at, a.length, out])[0];
   }
   swiglu(gate: Floats, up: Floats): Float32Array {
     const g = floats("swiglu", "gate", gate);

@@ -1,7 +1,7 @@
 // Engine exports for JavaScript: one model and its scheduler per instance of the module.
 //
 // web/src validates arguments with explanatory errors; the checks here are for memory safety. Settings are an array of
-// doubles, in the order of web/src/models/architecture.ts and engine/host.ts.
+// doubles, in the order of fields.def.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -13,6 +13,7 @@
 
 #include "bindings/wasm/exports.h"
 #include "bindings/wasm/result.h"
+#include "engine/primitives.h"
 #include "engine/scheduler.h"
 
 namespace whet {
@@ -28,14 +29,38 @@ std::shared_ptr<const TokenTexts> token_texts;  // null: no stop strings
 class Settings {
 public:
     Settings(const double* at, size_t n) : at_(at), end_(at + n) {}
+    void read(bool& value) { value = number() != 0; }
+    void read(uint64_t& value) {  // high and low 32 bits
+        value = static_cast<uint64_t>(number()) << 32;
+        value |= static_cast<uint64_t>(number());
+    }
+    template <class Number>
+    void read(Number& value) {
+        value = static_cast<Number>(number());
+    }
+    void read(TokenBias& value) {
+        if (size() != 2) throw std::invalid_argument("a bias is not a pair");
+        read(value.token), read(value.bias);
+    }
+    template <class Element>
+    void read(std::vector<Element>& values) {
+        for (size_t i = size(); i > 0; --i) {
+            Element value;
+            read(value);
+            values.push_back(value);
+        }
+    }
+    void finish() const {
+        if (at_ != end_) throw std::invalid_argument("too many settings");
+    }
+
+private:
     double number() {
         if (at_ == end_) throw std::invalid_argument("too few settings");
         return *at_++;
     }
     size_t size() { return static_cast<size_t>(number()); }
-    bool flag() { return number() != 0; }
 
-private:
     const double *at_, *end_;
 };
 
@@ -58,59 +83,65 @@ std::vector<int32_t> tokens_of(const int32_t* tokens, size_t n) {
 }
 
 // Stop strings from their concatenated bytes and their lengths.
-std::shared_ptr<const StopStrings> stop_strings_of(const char* text, Settings& from) {
+std::shared_ptr<const StopStrings> stop_strings_of(const char* text, const std::vector<size_t>& lengths) {
     std::vector<std::string> strings;
-    for (size_t i = from.size(); i > 0; --i) {
-        strings.emplace_back(text, from.size());
-        text += strings.back().size();
+    for (const size_t length : lengths) {
+        strings.emplace_back(text, length);
+        text += length;
     }
     if (strings.empty()) return nullptr;
     if (token_texts == nullptr) throw std::logic_error("the token texts are not set");
     return std::make_shared<StopStrings>(token_texts, strings);
 }
 
-Request request_of(const int32_t* tokens, size_t n, uint32_t adapter_id) {
+void set_tokens(Request& request, const int32_t* tokens, size_t n) {
     running();
-    Request request;
     request.tokens = tokens_of(tokens, n);
     if (n == 0) throw std::invalid_argument("no tokens");
     if (n > model->config().max_position) throw std::invalid_argument("too many tokens");
-    if (adapter_id != 0 && !running().has_adapter(adapter_id)) throw std::invalid_argument("no such adapter");
-    request.adapter = adapter_id;
-    return request;
+    if (request.adapter != 0 && !running().has_adapter(request.adapter)) {
+        throw std::invalid_argument("no such adapter");
+    }
 }
+
+struct Prompt : Request {
+    std::vector<size_t> stop_lengths;
+};
 
 // Addresses of a sample's arrays, which JavaScript reads in place.
 struct SampleView {
-    size_t n;
-    const int32_t* tokens;
-    const float* logprobs;
-    const int32_t* held;
-    const Drawn* alternatives;
-    uint32_t finish;
+#define SAMPLE(type, field)                          \
+    static_assert(sizeof(type) == sizeof(uint32_t)); \
+    type field;
+#include "bindings/wasm/fields.def"
 };
+
+struct EnumValue {
+    std::string_view list;
+    int value;
+};
+constexpr bool are_enums_in_order() {
+    constexpr EnumValue values[] = {
+#define VALUE(list, value, name) {#list, static_cast<int>(value)},
+#include "bindings/wasm/fields.def"
+    };
+    const EnumValue* last = nullptr;
+    for (const EnumValue& each : values) {
+        if (each.value != (last != nullptr && last->list == each.list ? last->value + 1 : 0)) return false;
+        last = &each;
+    }
+    return true;
+}
+static_assert(are_enums_in_order(), "JavaScript sends an enum's value as its index in fields.def");
 
 }  // namespace
 
 WHET_EXPORT(begin_model) void begin_model(const double* numbers, size_t n) {
     Settings from(numbers, n);
     ModelConfig c;
-    c.n_layers = from.size(), c.n_heads = from.size(), c.n_kv_heads = from.size(), c.head_dim = from.size();
-    c.hidden_dim = from.size(), c.ffn_dim = from.size(), c.vocab_size = from.size(), c.max_position = from.size();
-    c.norm = static_cast<Norm>(from.size()), c.norm_eps = from.number();
-    c.rotary_dim = from.size(), c.is_neox = from.flag(), c.attention_factor = from.number();
-    c.learned_positions = from.size();
-    c.parallel_residual = from.flag(), c.shared_norm = from.flag();
-    c.pre_norm = from.flag(), c.post_norm = from.flag(), c.qk_norm = from.flag(), c.qk_norm_whole = from.flag();
-    c.activation = static_cast<Activation>(from.size()), c.gated = from.flag();
-    c.attention_scale = from.number(), c.attention_softcap = from.number();
-    c.embedding_scale = static_cast<float>(from.number()), c.residual_scale = static_cast<float>(from.number());
-    c.logits_scale = static_cast<float>(from.number()), c.logits_softcap = static_cast<float>(from.number());
-    for (size_t i = 0; i < c.n_layers; ++i) c.windows.push_back(from.size());
-    for (size_t i = 0; i < c.rotary_dim / 2; ++i) c.inv_freq.push_back(from.number());
-    for (size_t i = from.size(); i > 0; --i) c.rope_layers.push_back(from.flag());
-    for (size_t i = from.size(); i > 0; --i) c.local_layers.push_back(from.flag());
-    for (size_t i = 0; !c.local_layers.empty() && i < c.rotary_dim / 2; ++i) c.local_inv_freq.push_back(from.number());
+#define MODEL(field) from.read(c.field);
+#include "bindings/wasm/fields.def"
+    from.finish();
     check(c);
     weights = std::make_shared<Weights>(std::move(c));
 }
@@ -157,35 +188,24 @@ WHET_EXPORT(add_prompt)
 uint32_t add_prompt(const int32_t* tokens, size_t n_tokens, const int32_t* stops, size_t n_stops, const char* stop_text,
                     const double* numbers, size_t n_numbers) {
     Settings from(numbers, n_numbers);
-    Request request = request_of(tokens, n_tokens, static_cast<uint32_t>(from.size()));
-    const size_t room = model->config().max_position - n_tokens;
-    request.n = from.size(), request.min_new_tokens = from.size();
-    request.max_new_tokens = std::min(from.size(), room);
-    if (request.n == 0 || request.max_new_tokens == 0) throw std::invalid_argument("no token to sample");
-    request.keep = from.flag();
-    request.seed = static_cast<uint64_t>(from.number()) << 32;
-    request.seed |= static_cast<uint64_t>(from.number());
-    request.prompt_index = static_cast<uint64_t>(from.number());
-    Sampling& sampling = request.sampling;
-    sampling.temperature = static_cast<float>(from.number()), sampling.top_p = static_cast<float>(from.number());
-    sampling.min_p = static_cast<float>(from.number());
-    sampling.repetition_penalty = static_cast<float>(from.number());
-    sampling.presence_penalty = static_cast<float>(from.number());
-    sampling.frequency_penalty = static_cast<float>(from.number());
-    sampling.top_k = static_cast<int32_t>(from.number());
-    sampling.top_logprobs = from.size();
-    for (size_t i = from.size(); i > 0; --i) {
-        const int32_t token = checked_token(static_cast<int32_t>(from.number()));
-        sampling.logit_bias.push_back({token, static_cast<float>(from.number())});
-    }
-    request.stop_strings = stop_strings_of(stop_text, from);
-    request.stop_tokens = tokens_of(stops, n_stops);
-    return static_cast<uint32_t>(running().add(std::move(request)));
+    Prompt prompt;
+#define PROMPT(field) from.read(prompt.field);
+#include "bindings/wasm/fields.def"
+    from.finish();
+    set_tokens(prompt, tokens, n_tokens);
+    prompt.max_new_tokens = std::min(prompt.max_new_tokens, model->config().max_position - n_tokens);
+    if (prompt.n == 0 || prompt.max_new_tokens == 0) throw std::invalid_argument("no token to sample");
+    for (const TokenBias& bias : prompt.sampling.logit_bias) checked_token(bias.token);
+    prompt.stop_strings = stop_strings_of(stop_text, prompt.stop_lengths);
+    prompt.stop_tokens = tokens_of(stops, n_stops);
+    return static_cast<uint32_t>(running().add(std::move(prompt)));
 }
 
 WHET_EXPORT(add_score)
 uint32_t add_score(const int32_t* tokens, size_t n, size_t score_from, float temperature, uint32_t adapter_id) {
-    Request request = request_of(tokens, n, adapter_id);
+    Request request;
+    request.adapter = adapter_id;
+    set_tokens(request, tokens, n);
     if (score_from == 0 || score_from > n) throw std::invalid_argument("score_from is outside the tokens");
     request.score_from = score_from;
     request.sampling.temperature = temperature;
@@ -200,8 +220,12 @@ WHET_EXPORT(remove) void remove_job(uint32_t id) { running().remove(id); }
 WHET_EXPORT(sample) const SampleView* sample(uint32_t id, size_t i) {
     static SampleView view;
     const Sample& s = running().job(id).samples.at(i);
-    view = {s.tokens.size(), s.tokens.data(),       s.logprobs.data(),
-            s.held.data(),   s.alternatives.data(), static_cast<uint32_t>(s.finish)};
+    view = {.n = s.tokens.size(),
+            .tokens = s.tokens.data(),
+            .logprobs = s.logprobs.data(),
+            .withheld = s.held.data(),
+            .alternatives = s.alternatives.data(),
+            .finish = static_cast<uint32_t>(s.finish)};
     return &view;
 }
 WHET_EXPORT(scores) const float* scores(uint32_t id) { return running().job(id).logprobs.data(); }

@@ -122,6 +122,12 @@ export class Core {
     return new Int32Array(this.memory.buffer, at >>> 0, n).slice() as Int32Array<ArrayBuffer>;
   }
 
+  /** Read a struct of 32-bit fields. */
+  struct<K extends string>(names: readonly K[], at: number): Record<K, number> {
+    const values = this.integers(at, names.length);
+    return Object.fromEntries(names.map((name, i) => [name, values[i]])) as Record<K, number>;
+  }
+
   /** Return the text that the last call left in the core's result buffer. */
   result(): string {
     const at = this.call("result_data");

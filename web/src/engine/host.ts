@@ -1,14 +1,16 @@
 /** Host of the core in the engine's worker: loads a model into its memory and runs requests. */
 import { type Core, CoreError } from "../core/core.js";
 import { MissingFileError, OutOfMemoryError, WhetError } from "../core/errors.js";
+import { encode } from "../core/fields.js";
 import { nProcessors, startThreadWorker, type WorkerPort, yieldToEventLoop } from "../core/port.js";
 import { startCore } from "../core/start.js";
+import { enums, promptFields, sampleFields } from "../facts.js";
 import { join, type ModelReader, openModel, readHeaders } from "../files/parts.js";
 import { type DownloadOptions, type Range, type Reader, readRanges } from "../files/reader.js";
 import { type Files, isFolder, openRanges, openReader } from "../files/sources.js";
-import { configNumbers, type Family, type ModelConfig, slots } from "../models/architecture.js";
+import { encodeConfig, type Family, type ModelConfig, slots } from "../models/architecture.js";
 import type { FolderReader } from "../models/folder.js";
-import { chooseFormats, isFloat, type FormatSpan, type StoredType, storedTypes, weightFormats } from "../models/formats.js";
+import { chooseFormats, type FormatSpan, isFloat, rowBytes, type StoredType, storedTypes, weightFormats } from "../models/formats.js";
 import { describeGguf } from "../models/gguf.js";
 import type { RowSlice } from "../models/slices.js";
 import type { TextStream, TokenTexts } from "../text/token_texts.js";
@@ -17,7 +19,6 @@ import { loadHf } from "./load_hf.js";
 import type { Call, Estimate, Info, LoadOptions, Measure, PromptOptions, Request, Token } from "./protocol.js";
 
 const PREFILL_CHUNK = 64; // prompt tokens per step
-const FINISH = [undefined, "stop", "length"] as const; // the core's enum; a cancelled request gets no further tokens
 const DEFAULT_MAX_CONTEXT = 4096; // tokens
 const PAGE_TOKENS = 64;
 
@@ -47,11 +48,11 @@ const BLOCK_BYTES = 1 << 20;
 function splitRows(slice: RowSlice): RowSlice[] {
   const { tensor, row, count, firstRow } = slice;
   if (tensor.shape.length !== 2 || slice.isTransposed || slice.stride !== 1) return [slice];
-  const rowBytes = tensor.sizeBytes / tensor.shape[0];
-  const blockRows = Math.max(16, Math.floor(BLOCK_BYTES / rowBytes / 16) * 16);
+  const storedBytes = tensor.sizeBytes / tensor.shape[0];
+  const blockRows = Math.max(16, Math.floor(BLOCK_BYTES / storedBytes / 16) * 16);
   return Array.from({ length: Math.ceil(count / blockRows) }, (_, i) => {
     const n = Math.min(blockRows, count - i * blockRows);
-    const rows = { ...tensor, shape: [n, tensor.shape[1]], offset: tensor.offset + (row + i * blockRows) * rowBytes, sizeBytes: n * rowBytes };
+    const rows = { ...tensor, shape: [n, tensor.shape[1]], offset: tensor.offset + (row + i * blockRows) * storedBytes, sizeBytes: n * storedBytes };
     return { ...slice, tensor: rows, row: 0, count: n, firstRow: firstRow + i * blockRows };
   });
 }
@@ -222,12 +223,10 @@ export class Host {
     }
     this.checkAdapter(adapter, where);
     const strings = sampling.stop.map((text) => new TextEncoder().encode(text));
-    const numbers = Float64Array.from([
-      adapter, n, ...[sampling.minNewTokens, sampling.maxNewTokens].map((count) => Math.min(count, this.plan.config.maxPosition)), 1, Number(sampling.seed >> 32n), Number(sampling.seed & 0xffffffffn),
-      request.promptIndex, sampling.temperature, sampling.topP, sampling.minP, sampling.repetitionPenalty, sampling.presencePenalty,
-      sampling.frequencyPenalty, sampling.topK, sampling.topLogprobs, sampling.logitBias.length, ...sampling.logitBias.flat(),
-      strings.length, ...strings.map((bytes) => bytes.length),
-    ]);
+    const [minNewTokens, maxNewTokens] = [sampling.minNewTokens, sampling.maxNewTokens].map((count) => Math.min(count, this.plan.config.maxPosition));
+    const [adapterId, promptIndex] = [BigInt(adapter), BigInt(request.promptIndex)];
+    const stopLengths = strings.map((bytes) => bytes.length);
+    const numbers = encode(promptFields, { ...sampling, adapter: adapterId, n, minNewTokens, maxNewTokens, keep: true, promptIndex, stopLengths });
     const stopText = Uint8Array.from(strings.flatMap((bytes) => [...bytes]));
     const id = this.core.with([prompt, stops, stopText, numbers], (tokens, stop, text, settings) =>
       this.add(where, "add_prompt", tokens, prompt.length, stop, stops.length, text, settings, numbers.length),
@@ -278,21 +277,22 @@ export class Host {
   }
 
   private readTokens(id: number, sample: number, from: number, text: TextStream | undefined, hasStop: boolean, nTop: number): Token[] {
-    const [size, tokensAt, logprobsAt, heldAt, topAt, ended] = this.core.integers(this.core.call("sample", id, sample), 6);
-    const n = size - from;
+    const view = this.core.struct(sampleFields, this.core.call("sample", id, sample));
+    const n = view.n - from;
     if (n === 0) return [];
-    const tokens = this.core.integers(tokensAt + 4 * from, n);
-    const logprobs = this.core.floats(logprobsAt + 4 * from, n);
-    const held = hasStop ? this.core.integers(heldAt + 4 * from, n) : undefined;
-    const [topIds, topLogprobs] = [this.core.integers(topAt + 8 * from * nTop, 2 * n * nTop), this.core.floats(topAt + 8 * from * nTop, 2 * n * nTop)];
-    const finish = FINISH[ended];
+    const tokens = this.core.integers(view.tokens + 4 * from, n);
+    const logprobs = this.core.floats(view.logprobs + 4 * from, n);
+    const withheld = hasStop ? this.core.integers(view.withheld + 4 * from, n) : undefined;
+    const topAt = view.alternatives + 8 * from * nTop; // pairs of an id and a log-prob
+    const [topIds, topLogprobs] = [this.core.integers(topAt, 2 * n * nTop), this.core.floats(topAt, 2 * n * nTop)];
+    const finish = enums.finish[view.finish];
     return Array.from(tokens, (token, i) => {
-      const isLast = i === n - 1 && finish !== undefined;
-      const top = Array.from({ length: nTop }, (_, j) => 2 * (i * nTop + j)).filter((at) => topIds[at] >= 0); // pairs of an id and a log-prob
+      const isLast = i === n - 1 && finish !== "running" && finish !== "cancelled";
+      const top = Array.from({ length: nTop }, (_, j) => 2 * (i * nTop + j)).filter((at) => topIds[at] >= 0);
       return {
         sample,
         token,
-        text: text?.add(token, held?.[i] ?? 0, isLast) ?? "",
+        text: text?.add(token, withheld?.[i] ?? 0, isLast) ?? "",
         logprob: logprobs[i],
         ...(nTop > 0 ? { topLogprobs: top.map((at) => ({ token: topIds[at], logprob: topLogprobs[at + 1] })) } : {}),
         ...(isLast ? { finish } : {}),
@@ -322,7 +322,7 @@ export class Host {
   async loadAdapter(files: Files, from: DownloadOptions): Promise<number> {
     const readers: Reader[] = [];
     try {
-      const { adapterFiles, readAdapter, TARGETS } = await loadHf();
+      const { adapterFiles, readAdapter } = await loadHf();
       const [[, first], ...others] = files;
       const all = others.length === 0 && (await isFolder(first)) ? adapterFiles(String(first)) : files;
       for (const [name, file] of all) readers.push({ ...(await openReader(name, file, from)), name });
@@ -330,7 +330,7 @@ export class Host {
       this.core.call("begin_adapter");
       for (const { layer, target, firstRow, rank, a, b } of factors) {
         this.core.with([a, b], (down, up) =>
-          this.core.call("add_adapter_part", layer, TARGETS.indexOf(target), firstRow, down, up, rank, a.length / rank, b.length / rank),
+          this.core.call("add_adapter_part", layer, enums.target.indexOf(target), firstRow, down, up, rank, a.length / rank, b.length / rank),
         );
       }
       this.core.call("end_adapter", this.nextAdapter);
@@ -366,7 +366,7 @@ function weightsBytesOf(core: Core, { config, formats }: Sized): number {
   for (const [slot, shape] of slots(config)) {
     const spans = formats.get(slot);
     if (spans === undefined) bytes += 4 * shape[0];
-    for (const { rows, format } of spans ?? []) bytes += rows * known.get(format)!.rowBytes(shape[1]);
+    for (const { rows, format } of spans ?? []) bytes += rows * rowBytes(known.get(format)!, shape[1]);
   }
   return Math.round(bytes);
 }
@@ -403,7 +403,7 @@ async function makePlan(core: Core, reader: AnyReader, { contextLength, weights 
   const model = "folder" in reader ? await readFolderModel(core, reader, lengthOf, headersOnly, where) : await readGgufModel(core, reader, lengthOf, where);
   const types = storedTypes(core);
   const formats = chooseFormats(core, model.config, model.slices, types, weights, where);
-  const numbers = configNumbers(model.config);
+  const numbers = encodeConfig(model.config);
   core.with([numbers], (at) => core.call("begin_model", at, numbers.length));
   return { ...model, types, formats, pageBytes: core.call("kv_page_bytes", +hasBf16Cache(formats)) };
 }
@@ -473,10 +473,10 @@ function pack(core: Core, slice: RowSlice, bytes: Uint8Array, types: Map<string,
   const isVector = tensor.shape.length === 1;
   if (isVector && !isFloat(type)) throw new WhetError(`Engine.load: ${where}: ${tensor.name} is ${tensor.type}, expected floats for a norm or bias.`);
   const k = tensor.shape[tensor.shape.length - 1];
-  const rowBytes = isVector || isTransposed ? type.blockBytes : (k / type.block) * type.blockBytes;
-  const width = isFloat(type) ? k : rowBytes;
+  const storedBytes = isVector || isTransposed ? type.blockBytes : (k / type.block) * type.blockBytes;
+  const width = isFloat(type) ? k : storedBytes;
   const layout = isTransposed ? [count, tensor.shape[0], 1, k] : isVector ? [1, count, 0, stride] : [count, width, width * stride, 1];
-  const rows = bytes.subarray(row * rowBytes, isTransposed ? undefined : (row + (count - 1) * stride + 1) * rowBytes);
+  const rows = bytes.subarray(row * storedBytes, isTransposed ? undefined : (row + (count - 1) * stride + 1) * storedBytes);
   const isFinite = core.withText(slice.slot, (slot, size) => core.with([rows], (at) => core.call("pack", slot, size, slice.firstRow, type.index, at, ...layout)));
   if (isFinite === 0) throw new WhetError(`Engine.load: ${where}: ${tensor.name} contains NaN or infinity. Save the model again.`);
 }

@@ -1,7 +1,7 @@
 /** Metadata and tensors of GGUF files; the core parses the header. */
 import type { Core } from "../core/core.js";
 import { WhetError } from "../core/errors.js";
-import { readHeader, type Tensor, type TensorEntry, toTensors } from "./headers.js";
+import { byName, readHeader, type Tensor } from "./headers.js";
 import type { Reader } from "./reader.js";
 import { decode, readTexts } from "./utf8.js";
 
@@ -12,19 +12,27 @@ export interface GgufFile {
   tensors: Map<string, Tensor>;
 }
 
-type MetadataEntry = [key: string, type: number, itemType: number, count: number, offset: number, bytes: number];
+/** Value of a key, as in the core's JSON: its type by GGUF's numbers and its bytes in the header. */
+interface Entry {
+  key: string;
+  type: number;
+  itemType: number;
+  count: number;
+  offset: number;
+  sizeBytes: number;
+}
 
 export async function readGguf(core: Core, reader: Reader, where: string): Promise<GgufFile> {
   const toError = (why: string) => new WhetError(`${where}: ${reader.name}: ${why}`);
-  const { header, found } = await readHeader<{ metadata: MetadataEntry[]; tensors: TensorEntry[] }>(core, "parse_gguf", reader, toError);
-  return { metadata: new Map(found.metadata.map(([key, ...entry]) => [key, readValue(header, entry)])), tensors: toTensors(found.tensors) };
+  const { header, found } = await readHeader<{ metadata: Entry[]; tensors: Tensor[] }>(core, "parse_gguf", reader, toError);
+  return { metadata: new Map(found.metadata.map((entry) => [entry.key, readValue(header, entry)])), tensors: byName(found.tensors) };
 }
 
 const STRING = 8;
 const ARRAY = 9;
 const SIZES = [1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8];
 
-function readValue(header: Uint8Array, [type, itemType, count, offset, bytes]: number[]): Value {
+function readValue(header: Uint8Array, { type, itemType, count, offset, sizeBytes }: Entry): Value {
   const view = new DataView(header.buffer, header.byteOffset, header.byteLength);
   const text = (at: number, n: number) => decode(header.subarray(at, at + n));
   const number = (kind: number, at: number): Value => {
@@ -42,7 +50,7 @@ function readValue(header: Uint8Array, [type, itemType, count, offset, bytes]: n
       default: return view.getFloat64(at, true);
     }
   };
-  if (type === STRING) return text(offset, bytes);
+  if (type === STRING) return text(offset, sizeBytes);
   if (type !== ARRAY) return number(type, offset);
   if (itemType === ARRAY) return null; // no supported key has one
   if (itemType === STRING) return readTexts(header, offset, count);

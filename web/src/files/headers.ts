@@ -3,6 +3,7 @@ import type { Core, CoreError } from "../core/core.js";
 import type { WhetError } from "../core/errors.js";
 import type { Reader } from "./reader.js";
 
+/** Tensor of a file, as in the core's JSON. */
 export interface Tensor {
   name: string;
   type: string;
@@ -11,9 +12,6 @@ export interface Tensor {
   offset: number;
   sizeBytes: number;
 }
-
-/** A tensor in the core's JSON. */
-export type TensorEntry = [name: string, type: string, shape: number[], offset: number, sizeBytes: number];
 
 const MIN_HEADER_BYTES = 1 << 20;
 
@@ -37,6 +35,4 @@ export async function readHeader<T>(core: Core, parser: string, reader: Reader, 
   }
 }
 
-export function toTensors(entries: TensorEntry[]): Map<string, Tensor> {
-  return new Map(entries.map(([name, type, shape, offset, sizeBytes]) => [name, { name, type, shape, offset, sizeBytes }]));
-}
+export const byName = (tensors: Tensor[]) => new Map(tensors.map((tensor) => [tensor.name, tensor]));

@@ -1,12 +1,12 @@
 /** Tensors of safetensors files as float32. */
 import type { Core } from "../core/core.js";
 import { WhetError } from "../core/errors.js";
-import { readHeader, type Tensor, type TensorEntry, toTensors } from "./headers.js";
+import { byName, readHeader, type Tensor } from "./headers.js";
 import type { Reader } from "./reader.js";
 
 export async function readSafetensors(core: Core, reader: Reader, where: string): Promise<Map<string, Tensor>> {
   const toError = (why: string) => new WhetError(`${where}: ${reader.name} is not a safetensors file, or it is damaged: ${why}`);
-  return toTensors((await readHeader<TensorEntry[]>(core, "parse_safetensors", reader, toError)).found);
+  return byName((await readHeader<Tensor[]>(core, "parse_safetensors", reader, toError)).found);
 }
 
 /** Read a tensor's values. */

@@ -1,25 +1,24 @@
 /** PEFT LoRA adapters: adapter_config.json and adapter_model.safetensors, mapped to rows of the engine's matrices. */
 import type { Core } from "../core/core.js";
 import { show, WhetError } from "../core/errors.js";
-import { adapters as RULES } from "../facts.js";
+import { adapters as RULES, enums } from "../facts.js";
 import type { Reader } from "../files/reader.js";
 import { readFloats, readSafetensors } from "../files/safetensors.js";
 import type { Files } from "../files/sources.js";
 import { type Family, type ModelConfig, moduleRows, slots } from "./architecture.js";
+import { HF_MODULES } from "./families.js";
 import { rowOrders } from "./slices.js";
 
 /** Factors of one weight: W[firstRow ...] += b a, with a (rank, k) and b (n, rank); the scaling is folded into b. */
 export interface LoraFactors {
   layer: number;
-  target: (typeof TARGETS)[number];
+  target: (typeof enums.target)[number];
   firstRow: number;
   rank: number;
   a: Float32Array;
   b: Float32Array;
 }
 
-/** The core's Target enum, in its order. */
-export const TARGETS = ["qkv", "o", "up", "down"] as const;
 const CONFIG = "adapter_config.json";
 const WEIGHTS = "adapter_model.safetensors";
 
@@ -32,15 +31,15 @@ interface ModuleLocation {
   target: LoraFactors["target"] | undefined;
   firstRow: number;
   shape: [n: number, k: number];
-  /** Whether the module stores its rows head by head. */
-  isByHead: boolean;
+  /** Order of the module's rows. */
+  order: keyof typeof rowOrders;
 }
 
 /** Map each linear module of the Hugging Face model to its rows of a slot. */
 function locateModules(config: ModelConfig, family: Family): Map<string, ModuleLocation> {
   const found = new Map<string, ModuleLocation>();
   const shapes = slots(config);
-  for (const [target, names] of Object.entries(family.modules)) {
+  for (const [target, module] of Object.entries(HF_MODULES[family.name])) {
     const [pattern, part = ""] = target.split(":");
     for (let i = 0; i < (pattern.includes("{i}") ? config.nLayers : 1); ++i) {
       const slot = pattern.replace("{i}", String(i));
@@ -48,7 +47,7 @@ function locateModules(config: ModelConfig, family: Family): Map<string, ModuleL
       if (shape === undefined || shape.length !== 2) continue;
       const [firstRow, n] = moduleRows(config, part, shape[0]);
       const kind = /^layers\.\d+\.(\w+)$/.exec(slot)?.[1].replace("gate_up", "up") as LoraFactors["target"] | undefined;
-      found.set(names.hf.replace("{i}", String(i)), { slot, layer: i, target: kind, firstRow, shape: [n, shape[1]], isByHead: names.hf_layout === "by_head" });
+      found.set(module.names[0].replace("{i}", String(i)), { slot, layer: i, target: kind, firstRow, shape: [n, shape[1]], order: module.order ?? "keepOrder" });
     }
   }
   return found;
@@ -90,7 +89,7 @@ export async function readAdapter(core: Core, readers: Reader[], config: ModelCo
     const scaled = up.map((x) => scaling * x); // float32 times float32, rounded once as in Python
     if (!down.every(Number.isFinite) || !scaled.every(Number.isFinite)) throw new WhetError(`${where}: the adapter of ${module} contains NaN or infinity. Check the training run.`);
     const rows = new Float32Array(scaled.length);
-    for (const [to, from, count] of rowOrders[location.isByHead ? "splitHeads" : "keepOrder"](config, n)) rows.set(scaled.subarray(from * rank, (from + count) * rank), to * rank);
+    for (const [to, from, count] of rowOrders[location.order](config, n)) rows.set(scaled.subarray(from * rank, (from + count) * rank), to * rank);
     factors.push({ layer: location.layer, target: location.target, firstRow: location.firstRow, rank, a: down, b: rows });
   }
   return factors;

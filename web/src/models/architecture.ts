@@ -1,5 +1,6 @@
 /** Model architecture: sizes and switches, and the shapes of its weights. */
-import { families } from "../facts.js";
+import { encode } from "../core/fields.js";
+import { families, modelFields } from "../facts.js";
 
 export interface ModelConfig {
   nLayers: number;
@@ -44,11 +45,16 @@ export interface ModelConfig {
   headBias: boolean;
 }
 
+/** Flags that only select slots. */
+type SlotFlag = "tiedHead" | "qkvBias" | "oBias" | "mlpBias" | "headBias";
+
 export interface Family {
+  name: string;
   keys: Record<string, string>;
   settings: Record<string, unknown>;
   defaults: Record<string, unknown>;
-  modules: Record<string, { hf: string; hf_also?: string; hf_layout?: "by_head" | "transposed"; hf_offset?: number; gguf?: string }>;
+  /** GGUF tensor names by slot. */
+  modules: Readonly<Record<string, string>>;
   gguf: { architecture: string; interleaved?: boolean; scale_by_hidden?: number; sliding_window?: number } | null;
   window: "none" | "all" | "some" | "pattern";
   rope: "neox" | "gptj" | "none";
@@ -107,13 +113,5 @@ export function moduleRows(c: ModelConfig, part: string, rows: number): [first: 
   return parts[part];
 }
 
-/** Return the fields in the order in which bindings/wasm/engine.cpp reads them. */
-export function configNumbers(c: ModelConfig): Float64Array {
-  return Float64Array.from([
-    c.nLayers, c.nHeads, c.nKvHeads, c.headDim, c.hiddenDim, c.ffnDim, c.vocabSize, c.maxPosition,
-    ["rms", "layer"].indexOf(c.norm), c.normEps, c.rotaryDim, +c.isNeox, c.attentionFactor, c.learnedPositions,
-    +c.parallelResidual, +c.sharedNorm, +c.preNorm, +c.postNorm, +c.qkNorm, +c.qkNormWhole, ["silu", "gelu", "gelu_tanh"].indexOf(c.activation), +c.gated,
-    c.attentionScale, c.attentionSoftcap, c.embeddingScale, c.residualScale, c.logitsScale, c.logitsSoftcap, ...c.windows, ...c.invFreq,
-    c.ropeLayers.length, ...c.ropeLayers.map(Number), c.localLayers.length, ...c.localLayers.map(Number), ...c.localInvFreq,
-  ]);
-}
+/** Encode a config for the core. A field of ModelConfig that fields.def lacks makes every call a type error. */
+export const encodeConfig = (c: ModelConfig & Record<Exclude<keyof ModelConfig, (typeof modelFields)[number] | SlotFlag>, never>) => encode(modelFields, c);

@@ -4,9 +4,13 @@
  * download this file.) */
 import type { Core } from "../core/core.js";
 import { show, WhetError } from "../core/errors.js";
-import { activations, largest, largestSize, notRun, plain as PLAIN } from "../facts.js";
+import { activations, hfModules, largest, largestSize, notRun, plain as PLAIN } from "../facts.js";
 import { FAMILIES, type Family, type ModelConfig, toCamel } from "./architecture.js";
 import { ropeFrequencies } from "./rope.js";
+import type { ModuleSpec } from "./slices.js";
+
+/** Modules of Hugging Face models, by family and slot. */
+export const HF_MODULES: Record<string, Record<string, ModuleSpec>> = hfModules;
 
 /** Contents of a config.json. */
 export type HfConfig = Readonly<Record<string, unknown>>;

@@ -10,7 +10,7 @@ import type { DownloadOptions, Reader } from "../files/reader.js";
 import { readSafetensors } from "../files/safetensors.js";
 import type { Files, Source } from "../files/sources.js";
 import type { Family, ModelConfig } from "./architecture.js";
-import { familyOf, type HfConfig, modelConfig, trainedContext } from "./families.js";
+import { familyOf, HF_MODULES, type HfConfig, modelConfig, trainedContext } from "./families.js";
 import { listSlices, type RowSlice, type StoredTensor } from "./slices.js";
 
 const CONFIG = "config.json";
@@ -129,29 +129,30 @@ export async function describeFolder(core: Core, reader: FolderReader, lengthOf:
   const given = reader.folder.config;
   const family = familyOf(given, where);
   const tensors = await readTensors(core, reader, where);
-  const prefix = `${family.modules.embedding.hf.split(".")[0]}.`;
+  const modules = HF_MODULES[family.name];
+  const { embedding, head } = modules;
+  const prefix = `${embedding.names[0].split(".")[0]}.`;
   const isBare = ![...tensors.keys()].some((name) => name.startsWith(prefix)); // checkpoint of the base model without its head
   const used = new Set<string>();
-  const lookUp = (modules: string[], suffix: string): Tensor | undefined => {
+  const lookUp = (modules: readonly string[], suffix: string): Tensor | undefined => {
     const names = modules.map((module) => `${isBare && module.startsWith(prefix) ? module.slice(prefix.length) : module}.${suffix}`);
     return names.map((name) => tensors.get(name)).find((tensor) => tensor !== undefined);
   };
-  const find = (modules: string[], suffix: string): StoredTensor => {
+  const find = (modules: readonly string[], suffix: string): StoredTensor => {
     const tensor = lookUp(modules, suffix);
     if (tensor === undefined) throw new WhetError(`${where}: tensor ${modules[0]}.${suffix} is missing. The folder is incomplete, or config.json belongs to another model.`);
     if (!FLOATS.includes(tensor.type)) throw new WhetError(`${where}: ${tensor.name} is ${tensor.type}, expected ${FLOATS.join(", ")}.`);
     used.add(tensor.name);
     return { tensor, row: 0, shape: tensor.shape };
   };
-  const { embedding, head } = family.modules;
-  const [table, own] = [lookUp([embedding.hf], "weight"), lookUp([head.hf, ...(head.hf_also === undefined ? [] : [head.hf_also])], "weight")];
+  const [table, own] = [lookUp(embedding.names, "weight"), lookUp(head.names, "weight")];
   let isTied: boolean | undefined;
   if (table !== undefined && own !== undefined && (given.tie_word_embeddings ?? family.defaults.tie_word_embeddings) === true) {
     isTied = headersOnly || (await areEqual(reader, table, own)); // an estimate trusts tie_word_embeddings
     if (isTied) used.add(own.name);
   }
   const config = modelConfig(core, given, where, lengthOf(trainedContext(given, where)), isTied);
-  const slices = listSlices(config, family, "hf", find, where);
+  const slices = listSlices(config, modules, find, where);
   const buffer = new RegExp(RULES.buffers); // masks and frequencies in old checkpoints
   const unknown = [...tensors.keys()].filter((name) => !used.has(name) && !buffer.test(name)).sort()[0];
   if (unknown !== undefined) throw new WhetError(`${where}: unexpected tensor ${unknown} for this ${given.model_type}. config.json belongs to another model, or the variant is not supported.`);

@@ -7,7 +7,7 @@ import type { RowSlice } from "./slices.js";
 
 /** Type of tensors in files. */
 export interface StoredType {
-  name: string;
+  gguf: string;
   index: number;
   block: number;
   blockBytes: number;
@@ -18,22 +18,25 @@ export const isFloat = (type: StoredType) => type.block === 1;
 
 /** Return the tensor types by GGUF name; safetensors uses the same names for floats. */
 export function storedTypes(core: Core): Map<string, StoredType> {
-  const rows = core.json<[string, string, number, number, string][]>("stored_types");
-  return new Map(rows.map(([name, gguf, block, blockBytes, packedAs], index) => [gguf, { name, index, block, blockBytes, packedAs }]));
+  return new Map(core.json<StoredType[]>("stored_types").map((type) => [type.gguf, type]));
 }
 
 /** Format of packed weights. */
 export interface WeightFormat {
+  name: string;
   index: number;
   block: number;
-  rowBytes(k: number): number;
+  blockBytes: number;
+  rowScaleBytes: number;
   /** Whether this build can quantise to it. */
   canPack: boolean;
 }
 
+/** Return the size of a packed row of k weights. */
+export const rowBytes = ({ block, blockBytes, rowScaleBytes }: WeightFormat, k: number) => (k / block) * blockBytes + rowScaleBytes;
+
 export function weightFormats(core: Core): Map<string, WeightFormat> {
-  const rows = core.json<[string, number, number, number, number][]>("weight_formats");
-  return new Map(rows.map(([name, block, blockBytes, scaleBytes, canPack], index) => [name, { index, block, canPack: canPack === 1, rowBytes: (k) => (k / block) * blockBytes + scaleBytes }]));
+  return new Map(core.json<WeightFormat[]>("weight_formats").map((format) => [format.name, format]));
 }
 
 /** Consecutive rows of a matrix in one format. */

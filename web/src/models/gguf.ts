@@ -101,7 +101,7 @@ export async function describeGguf(
   const where = `${caller}: ${reader.name}`;
   const meta = new GgufOptions(file, where);
   const family = meta.family();
-  const moduleName = (slot: string) => (family.modules[slot].gguf ?? "").replace("{i}", "0");
+  const moduleName = (slot: string) => family.modules[slot].replace("{i}", "0");
   const [nLayers, trained, hiddenDim, ffnDim, nHeads] = ["n_layers", "max_position", "hidden_dim", "ffn_dim", "n_heads"].map((name) => meta.size(name));
   if (hiddenDim % nHeads !== 0 && !meta.has("head_dim")) throw meta.invalid("hidden_dim", `a multiple of ${KEYS.n_heads}=${nHeads}`);
   const nKvHeads = meta.size("n_kv_heads", nHeads);
@@ -260,7 +260,9 @@ function placeTensors(config: ModelConfig, family: Family, file: GgufFile, where
     if (tensor.shape[0] !== location.rows) throw new WhetError(`${where}: ${tensor.name} has ${tensor.shape[0]} rows, expected ${location.rows} of q, k and v.`);
     return { tensor, row: location.firstRow, shape: [location.count, ...tensor.shape.slice(1)] };
   };
-  const slices = listSlices(config, family, "gguf", find, where);
+  const orderOf = (target: string) => (family.gguf?.interleaved && /:[qk]$/.test(target) ? "deinterleave" : "keepOrder");
+  const modules = Object.fromEntries(Object.entries(family.modules).map(([target, name]) => [target, { names: [name], order: orderOf(target) } as const]));
+  const slices = listSlices(config, modules, find, where);
   const unknown = [...file.tensors.keys()].filter((name) => !used.has(name)).sort()[0];
   if (unknown !== undefined) throw new WhetError(`${where}: unexpected tensor ${unknown} for this architecture.`);
   return slices;

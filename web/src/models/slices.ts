@@ -1,7 +1,7 @@
 /** Mapping of the tensors in a model's files to rows of the engine's slots, as in whet.models.slots. */
 import { WhetError } from "../core/errors.js";
 import type { Tensor } from "../files/headers.js";
-import { type Family, type ModelConfig, moduleRows, slots } from "./architecture.js";
+import { type ModelConfig, moduleRows, slots } from "./architecture.js";
 
 /** Rows of a tensor and their destination in a slot. */
 export interface RowSlice {
@@ -16,6 +16,15 @@ export interface RowSlice {
   isTransposed: boolean;
   /** Constant that the model adds to a norm's weights. */
   offset: number;
+}
+
+/** Module of a file: its possible names and its layout, if it differs from the slot's. */
+export interface ModuleSpec {
+  names: readonly string[];
+  order?: keyof typeof rowOrders;
+  isTransposed?: boolean;
+  /** Constant that the model adds to a norm's weights. */
+  offset?: number;
 }
 
 /** A tensor, or the rows of one module in a fused tensor. */
@@ -53,18 +62,15 @@ export const rowOrders: Record<"keepOrder" | "splitHeads" | "deinterleave", (con
 /**
  * Return the slices that fill every slot exactly once.
  *
- * @param names naming scheme of the files.
+ * @param modules the files' modules by slot.
  * @param find returns the tensor of the first of these modules that exists; throws if none does.
  */
-export function listSlices(config: ModelConfig, family: Family, names: "hf" | "gguf", find: (modules: string[], suffix: string, location: WeightLocation) => StoredTensor, where: string): RowSlice[] {
+export function listSlices(config: ModelConfig, modules: Readonly<Record<string, ModuleSpec>>, find: (names: string[], suffix: string, location: WeightLocation) => StoredTensor, where: string): RowSlice[] {
   const shapes = slots(config);
   const slices: RowSlice[] = [];
-  for (const [target, module] of Object.entries(family.modules)) {
+  for (const [target, module] of Object.entries(modules)) {
     const [pattern, part = ""] = target.split(":");
-    const modules = names === "gguf" ? [module.gguf ?? ""] : [module.hf, ...(module.hf_also === undefined ? [] : [module.hf_also])];
-    const layout = names === "hf" ? module.hf_layout : undefined;
-    const isInterleaved = names === "gguf" && family.gguf?.interleaved === true && (part === "q" || part === "k");
-    const order = rowOrders[layout === "by_head" ? "splitHeads" : isInterleaved ? "deinterleave" : "keepOrder"];
+    const order = rowOrders[module.order ?? "keepOrder"];
     for (let layer = 0; layer < (pattern.includes("{i}") ? config.nLayers : 1); ++layer) {
       const fill = (text: string) => text.replace("{i}", String(layer));
       const own = fill(pattern);
@@ -72,13 +78,13 @@ export function listSlices(config: ModelConfig, family: Family, names: "hf" | "g
         const shape = shapes.get(slot);
         if (shape === undefined) continue;
         const [firstRow, count] = moduleRows(config, part, shape[0]);
-        const { tensor, row, shape: stored } = find(modules.map(fill), suffix, { layer, part, firstRow, count, rows: shape[0] });
-        const isTransposed = layout === "transposed" && shape.length === 2;
+        const { tensor, row, shape: stored } = find(module.names.map(fill), suffix, { layer, part, firstRow, count, rows: shape[0] });
+        const isTransposed = module.isTransposed === true && shape.length === 2;
         const expected = isTransposed ? [shape[1], count] : [count, ...shape.slice(1)];
         if (stored.join() !== expected.join()) {
           throw new WhetError(`${where}: ${tensor.name} has shape (${stored.join(", ")}), expected (${expected.join(", ")}). The config belongs to another model, or the file is damaged.`);
         }
-        const offset = names === "hf" && suffix === "weight" ? (module.hf_offset ?? 0) : 0;
+        const offset = suffix === "weight" ? (module.offset ?? 0) : 0;
         for (const [to, from, n, stride] of order(config, count)) {
           slices.push({ slot, firstRow: firstRow + to, tensor, row: row + from, count: n, stride, isTransposed, offset });
         }

@@ -7,7 +7,6 @@ export type Metadata = ReadonlyMap<string, unknown>;
 export type TokenizerJson = Record<string, any>;
 
 interface Kind {
-  name: string;
   specialIds: Record<string, number>;
   addBos: boolean;
   addEos: boolean;
